@@ -1,0 +1,105 @@
+// The aggregator's data plane: sockets round the switch machine.
+//
+// Each job has a socket of its own and a SwitchJob; one thread serves them all, a batch of a job at a time. Membership
+// is decided elsewhere (netfold.switch): a job is opened with a nonce a worker; a worker proves the path and its
+// address by a hello packet that carries its nonce, which comes back unchanged; `begin` gives the epoch. The plane
+// answers no address that has not shown a nonce, and takes no contribution from another than the registered address.
+//
+// Commands from other threads run between two batches, so the data path takes no lock.
+#pragma once
+
+#include <netfold/protocol/switch_job.hpp>
+#include <netfold/transport/udp.hpp>
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+namespace netfold::aggregator {
+
+struct JobCounters {
+  std::uint64_t contributions = 0;   // packets that counted
+  std::uint64_t results = 0;         // chunks completed
+  std::uint64_t answers_sent = 0;    // packets
+  std::uint64_t answers_again = 0;   // to late duplicates
+  std::uint64_t mismatches = 0;
+  std::uint64_t hellos = 0;
+  std::uint64_t backlog_dropped = 0;  // answers dropped since a worker's queue was full; it will ask again
+  std::uint64_t send_errors = 0;      // refused by the operating system
+  std::string last_send_error;
+  std::uint64_t drops[protocol::kDropCount] = {};
+  std::uint64_t receive_calls = 0;
+  std::uint64_t received_datagrams = 0;
+  std::vector<std::uint64_t> last_arrivals;  // by worker: how often it was the one all others waited for
+};
+
+class Plane {
+ public:
+  Plane();
+  ~Plane();  // stops the thread
+  Plane(const Plane&) = delete;
+  Plane& operator=(const Plane&) = delete;
+
+  // Binds a port of `host` for the job and waits for hellos; returns the port. Throws std::system_error.
+  std::uint16_t open(std::uint32_t job, std::uint32_t incarnation, const std::string& host,
+                     const std::vector<std::uint64_t>& nonces, int buffer_bytes);
+  // What the kernel granted the job's socket to hold what has arrived and was not read.
+  int receive_buffer_bytes(std::uint32_t job);
+  // All workers are verified: allocate the slots and start to count. Throws std::invalid_argument naming the workers
+  // that have not said hello.
+  void begin(const protocol::JobConfig& config);
+  void close(std::uint32_t job);
+
+  std::optional<JobCounters> counters(std::uint32_t job);
+  std::vector<std::uint16_t> missing(std::uint32_t job, std::uint64_t chunk);
+  // Nanoseconds of CPU time that the plane's thread has used.
+  std::int64_t cpu_ns();
+
+ private:
+  struct Worker {
+    std::uint64_t nonce = 0;
+    std::optional<transport::Address> address;
+    // Slots whose answer this worker gets, at most slot_count(). A slot that has a new tenant by the time it is sent
+    // still holds a whole, final result, with its own chunk number on it: never wrong, at worst not needed.
+    std::deque<std::uint32_t> pending;
+  };
+  struct Job {
+    std::uint32_t id = 0;
+    std::uint32_t incarnation = 0;
+    std::unique_ptr<transport::UdpSocket> socket;
+    std::unique_ptr<protocol::SwitchJob> machine;
+    std::vector<Worker> workers;
+    JobCounters counters;
+    bool blocked = false;
+    std::vector<iovec> pieces;
+  };
+
+  void run();
+  void on_thread(const std::function<void()>& command);
+  void receive(Job& job);
+  void take(Job& job, std::span<const std::byte> bytes, const transport::Address& source);
+  void hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
+             const transport::Address& source);
+  void queue(Job& job, Worker& worker, std::uint32_t slot);
+  void flush(Job& job);
+  void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, std::span<const std::byte> bytes);
+  void watch(const Job& job, bool writable);
+
+  transport::Fd epoll_;
+  transport::Fd wake_;
+  std::unordered_map<std::uint32_t, std::unique_ptr<Job>> jobs_;  // the thread's alone
+  std::mutex mutex_;
+  std::deque<std::function<void()>> commands_;
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+};
+
+}  // namespace netfold::aggregator

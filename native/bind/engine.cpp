@@ -1,0 +1,177 @@
+// netfold._native.engine: groups and operations. Every wait releases the GIL.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <netfold/engine/engine.hpp>
+#include <unistd.h>
+
+#include "module.hpp"
+#include "transport.hpp"
+
+namespace nb = nanobind;
+using namespace netfold;
+using engine::Engine;
+using engine::Group;
+using engine::Operation;
+
+namespace {
+
+// (address, bytes): the caller keeps the memory alive until the operation is done.
+using Region = std::tuple<std::uintptr_t, std::size_t>;
+
+std::vector<collective::Buffer> buffers(const std::vector<Region>& regions) {
+  std::vector<collective::Buffer> out;
+  out.reserve(regions.size());
+  for (const auto& [address, bytes] : regions) out.push_back({reinterpret_cast<std::byte*>(address), bytes});
+  return out;
+}
+
+std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, std::uint64_t id, int spin_us,
+                                  const std::vector<std::tuple<int, std::uint64_t, int, int>>& table,
+                                  std::uint16_t table_hash) {
+  if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
+  std::vector<transport::Fd> peers;
+  for (const int fd : fds) peers.emplace_back(fd);
+  Group::Options options{.id = id, .spin_us = spin_us, .table = {}, .table_hash = table_hash};
+  for (const auto& [kind, min_bytes, algorithm, wire] : table) {
+    if (kind < 0 || kind >= collective::kKindCount || algorithm < 0 || algorithm >= collective::kAlgorithmCount ||
+        wire >= kernels::kDTypeCount) {
+      throw nb::value_error("the choice table names an operation, algorithm or wire format that does not exist");
+    }
+    options.table.push_back({static_cast<collective::Kind>(kind), min_bytes,
+                             static_cast<collective::AlgorithmId>(algorithm), wire});
+  }
+  return Engine::instance().add_group(std::move(options),
+                                      std::make_unique<transport::Mesh>(rank, std::move(peers)));
+}
+
+std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce, bool average, int root,
+                                  const std::vector<Region>& inputs, const std::vector<Region>& outputs,
+                                  std::int64_t timeout_ns, bool on_this_thread) {
+  if (kind < 0 || kind >= collective::kKindCount || dtype < 0 || dtype >= kernels::kDTypeCount || reduce < 0 ||
+      reduce >= kernels::kReduceOpCount) {
+    throw nb::value_error("unknown operation, dtype or reduction");
+  }
+  collective::Call call;
+  call.kind = static_cast<collective::Kind>(kind);
+  call.dtype = static_cast<kernels::DType>(dtype);
+  call.reduce = static_cast<kernels::ReduceOp>(reduce);
+  call.average = average;
+  call.root = root;
+  call.inputs = buffers(inputs);
+  call.outputs = buffers(outputs);
+  nb::gil_scoped_release release;
+  return group.submit(std::move(call), timeout_ns, on_this_thread);
+}
+
+template <class Enum>
+nb::dict names(int count) {
+  nb::dict out;
+  for (int i = 0; i < count; ++i) out[name(static_cast<Enum>(i))] = i;
+  return out;
+}
+
+nb::bytes record_bytes(const engine::EventRecord* records, std::size_t count) {
+  return nb::bytes(reinterpret_cast<const char*>(records), count * sizeof(engine::EventRecord));
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+  nb::module_ e = m.def_submodule("engine");
+  e.attr("DTYPES") = names<kernels::DType>(kernels::kDTypeCount);
+  e.attr("REDUCE_OPS") = names<kernels::ReduceOp>(kernels::kReduceOpCount);
+  e.attr("KINDS") = names<collective::Kind>(collective::kKindCount);
+  e.attr("ALGORITHMS") = names<collective::AlgorithmId>(collective::kAlgorithmCount);
+  e.attr("EVENT_BYTES") = sizeof(engine::EventRecord);
+  nb::list failures;
+  for (const char* word : {"none", "peer_lost", "switch_lost", "mismatch", "timeout", "aborted", "system"}) {
+    failures.append(word);
+  }
+  e.attr("FAILURES") = nb::tuple(failures);
+
+  nb::class_<Operation>(e, "Operation")
+      .def("wait", &Operation::wait, nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>())
+      .def("notify", &Operation::notify, "Queue the id when done; False: it is done already.")
+      .def_prop_ro("done", &Operation::done)
+      .def_prop_ro("id", &Operation::id)
+      .def_prop_ro("failure",
+                   [](const Operation& self) -> std::optional<std::tuple<int, int, std::string>> {
+                     if (!self.done() || !self.failure()) return std::nullopt;
+                     return std::tuple(static_cast<int>(self.failure().kind), self.failure().rank,
+                                       self.failure().text);
+                   })
+      .def("record", [](const Operation& self) { return record_bytes(&self.record(), 1); });
+
+  nb::class_<Group>(e, "Group")
+      .def("attach",
+           [](Group& self, UdpPort& port, const std::string& host, std::uint16_t to_port, std::uint32_t job,
+              std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker, std::uint16_t workers,
+              std::uint32_t window, std::uint32_t payload_bytes) {
+             if (!port.socket) throw nb::value_error("this port was given to a group before");
+             const protocol::WorkerConfig config{job, epoch, incarnation, worker, workers, window, payload_bytes};
+             self.attach(std::make_unique<collective::Channel>(config, std::move(port.socket),
+                                                               transport::Address::parse(host, to_port)));
+           },
+           nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("job"), nb::arg("epoch"),
+           nb::arg("incarnation"), nb::arg("worker"), nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"))
+      .def("submit", &submit, nb::arg("kind"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("average"),
+           nb::arg("root"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("timeout_ns"), nb::arg("on_this_thread"))
+      .def("choose",
+           [](const Group& self, int kind, int dtype, std::uint64_t bytes) {
+             const auto choice = self.choose(static_cast<collective::Kind>(kind), static_cast<kernels::DType>(dtype),
+                                             bytes);
+             return std::tuple(name(choice.algorithm), name(static_cast<kernels::DType>(choice.wire)));
+           })
+      .def(
+          "fail",
+          [](Group& self, int kind, int rank, const std::string& text) {
+            self.fail({static_cast<collective::Failure::Kind>(kind), rank, text});
+          },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("failure",
+                   [](const Group& self) -> std::optional<std::tuple<int, int, std::string>> {
+                     const auto failure = self.failure();
+                     if (!failure) return std::nullopt;
+                     return std::tuple(static_cast<int>(failure.kind), failure.rank, failure.text);
+                   })
+      .def("events",
+           [](const Group& self) {
+             std::uint64_t total = 0;
+             const auto records = self.events(&total);
+             return nb::make_tuple(total, record_bytes(records.data(), records.size()));
+           })
+      .def("traffic",
+           [](const Group& self) -> nb::object {
+             const auto traffic = self.traffic();
+             if (!traffic) return nb::none();
+             nb::dict out;
+             out["packets_sent"] = traffic->packets_sent;
+             out["retransmissions"] = traffic->retransmissions;
+             out["smoothed_rtt_ns"] = traffic->smoothed_rtt_ns;
+             out["oldest_unanswered"] = traffic->oldest_unanswered;
+             out["idle"] = traffic->idle;
+             nb::dict drops;
+             for (int i = 1; i < protocol::kDropCount; ++i) {
+               drops[protocol::name(static_cast<protocol::Drop>(i))] = traffic->drops[i];
+             }
+             out["drops"] = drops;
+             return out;
+           })
+      .def_prop_ro("rank", &Group::rank)
+      .def_prop_ro("size", &Group::size);
+
+  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("id"), nb::arg("spin_us"),
+        nb::arg("table"), nb::arg("table_hash"),
+        "fds[r]: a connected stream socket to rank r, -1 at this rank's place. Takes ownership of them.");
+  e.def(
+      "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },
+      nb::call_guard<nb::gil_scoped_release>());
+  e.def(
+      "next_completion",
+      [](std::int64_t timeout_ns) { return Engine::instance().next_completion(timeout_ns); },
+      nb::call_guard<nb::gil_scoped_release>());
+  e.def("interrupt_completions", [] { Engine::instance().interrupt_completions(); });
+}

@@ -1,0 +1,11 @@
+// netfold._native: one file a room.
+#include "module.hpp"
+
+NB_MODULE(_native, m) {
+  m.doc() = "The native floor of netfold. Not a public interface: use netfold, netfold.torch or the netfold command.";
+  bind_kernels(m);
+  bind_transport(m);
+  bind_protocol(m);
+  bind_engine(m);
+  bind_aggregator(m);
+}

@@ -1,0 +1,9 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+void bind_kernels(nanobind::module_& m);
+void bind_transport(nanobind::module_& m);
+void bind_protocol(nanobind::module_& m);
+void bind_engine(nanobind::module_& m);
+void bind_aggregator(nanobind::module_& m);

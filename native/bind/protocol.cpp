@@ -1,0 +1,164 @@
+// netfold._native.protocol: the production machines, as netfold.sim drives them.
+#include <nanobind/operators.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <netfold/protocol/switch_job.hpp>
+#include <netfold/protocol/worker.hpp>
+
+#include "module.hpp"
+
+namespace nb = nanobind;
+using namespace netfold::protocol;
+namespace kernels = netfold::kernels;
+
+namespace {
+
+std::span<const std::byte> bytes_of(const nb::bytes& bytes) {
+  return {reinterpret_cast<const std::byte*>(bytes.c_str()), bytes.size()};
+}
+
+nb::bytes to_bytes(std::span<const std::byte> bytes) {
+  return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+template <class Machine>
+nb::bytes canonical(const Machine& machine) {
+  std::vector<std::byte> out;
+  machine.append_canonical(out);
+  return to_bytes(out);
+}
+
+}  // namespace
+
+void bind_protocol(nb::module_& m) {
+  nb::module_ p = m.def_submodule("protocol");
+  p.attr("HEADER_BYTES") = kHeaderBytes;
+  p.attr("ETHERNET_PAYLOAD_BYTES") = kEthernetPayloadBytes;
+  p.attr("MAX_PAYLOAD_BYTES") = kMaxPayloadBytes;
+  p.attr("MAX_WORKERS") = kMaxWorkers;
+  p.attr("MAX_OPERATIONS") = Worker::kMaxOperations;
+  nb::list drops;
+  for (int i = 0; i < kDropCount; ++i) drops.append(name(static_cast<Drop>(i)));
+  p.attr("DROPS") = nb::tuple(drops);
+  p.attr("FLAGS") = nb::dict();
+  p.attr("FLAGS")["answer"] = static_cast<int>(kAnswer);
+  p.attr("FLAGS")["non_finite"] = static_cast<int>(kNonFinite);
+  p.attr("FLAGS")["mismatch"] = static_cast<int>(kMismatch);
+  p.attr("FLAGS")["hello"] = static_cast<int>(kHello);
+
+  nb::class_<Header>(p, "Header")
+      .def(nb::init<>())
+      .def_rw("flags", &Header::flags)
+      .def_rw("job", &Header::job)
+      .def_rw("epoch", &Header::epoch)
+      .def_rw("incarnation", &Header::incarnation)
+      .def_rw("chunk", &Header::chunk)
+      .def_rw("counter", &Header::counter)
+      .def_rw("operation", &Header::operation)
+      .def_rw("elements", &Header::elements)
+      .def_rw("worker", &Header::worker)
+      .def_rw("count", &Header::count)
+      .def_rw("wire", &Header::wire)
+      .def_rw("reduce", &Header::reduce)
+      .def_rw("table", &Header::table)
+      .def(nb::self == nb::self)
+      .def("pack",
+           [](const Header& header) {
+             std::byte out[kHeaderBytes];
+             write_header(header, out);
+             return to_bytes(out);
+           })
+      .def_static("parse", [](const nb::bytes& bytes) -> std::optional<Header> {
+        const auto view = PacketView::parse(bytes_of(bytes));
+        if (!view) return std::nullopt;
+        return view->header();
+      });
+
+  p.def(
+      "job_memory_bytes",
+      [](std::uint16_t workers, std::uint32_t window, std::uint32_t payload_bytes) {
+        return JobConfig{.workers = workers, .window = window, .payload_bytes = payload_bytes}.memory_bytes();
+      },
+      nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"), "What admission grants a job of this shape.");
+
+  nb::class_<SwitchJob>(p, "SwitchJob")
+      .def(
+          "__init__",
+          [](SwitchJob* self, std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t workers,
+             std::uint32_t window, std::uint32_t payload_bytes) {
+            new (self) SwitchJob({job, epoch, incarnation, workers, window, payload_bytes});
+          },
+          nb::kw_only(), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"), nb::arg("workers"),
+          nb::arg("window"), nb::arg("payload_bytes"))
+      .def("handle_packet",
+           [](SwitchJob& self, const nb::bytes& bytes) {
+             static const char* const outcomes[] = {"dropped", "stored", "completed", "answered", "mismatch"};
+             const auto handled = self.handle_packet(bytes_of(bytes));
+             return nb::make_tuple(outcomes[static_cast<int>(handled.outcome)], name(handled.drop), handled.slot,
+                                   handled.chunk, handled.worker, handled.other);
+           })
+      .def("frame", [](const SwitchJob& self, std::uint32_t slot) { return to_bytes(self.frame(slot)); })
+      .def("mismatch_packet",
+           [](const SwitchJob& self, std::uint64_t chunk, const nb::bytes& contribution, std::uint16_t about) {
+             const auto view = PacketView::parse(bytes_of(contribution));
+             if (!view) throw nb::value_error("not a packet");
+             std::vector<std::byte> out(self.packet_bytes());
+             self.write_mismatch(chunk, Agreement::of(view->header()), about, out.data());
+             return to_bytes(out);
+           })
+      .def("missing", &SwitchJob::missing)
+      .def("canonical", &canonical<SwitchJob>)
+      .def("copy", [](const SwitchJob& self) { return SwitchJob(self); })
+      .def(nb::self == nb::self);
+
+  nb::class_<Worker::Send>(p, "Send")
+      .def_ro("header", &Worker::Send::header)
+      .def_ro("first", &Worker::Send::first)
+      .def_ro("count", &Worker::Send::count)
+      .def_ro("again", &Worker::Send::again);
+
+  nb::class_<Worker>(p, "Worker")
+      .def(
+          "__init__",
+          [](Worker* self, std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker,
+             std::uint16_t workers, std::uint32_t window, std::uint32_t payload_bytes) {
+            new (self) Worker({job, epoch, incarnation, worker, workers, window, payload_bytes});
+          },
+          nb::kw_only(), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"), nb::arg("worker"),
+          nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"))
+      .def("can_start", &Worker::can_start)
+      .def(
+          "start",
+          [](Worker& self, std::uint32_t operation, std::uint64_t elements, std::uint8_t wire, std::uint8_t reduce,
+             std::uint16_t table) {
+            if (!kernels::is_valid_dtype(wire) || !kernels::is_valid_reduce_op(reduce)) {
+              throw nb::value_error("unknown wire format or operator");
+            }
+            self.start({operation, elements, static_cast<kernels::DType>(wire),
+                        static_cast<kernels::ReduceOp>(reduce), table});
+          },
+          nb::arg("operation"), nb::arg("elements"), nb::arg("wire") = 0, nb::arg("reduce") = 0, nb::arg("table") = 0)
+      .def("poll_send", &Worker::poll_send)
+      .def("not_sent", &Worker::not_sent)
+      .def("sendable", &Worker::sendable)
+      .def("handle_packet",
+           [](Worker& self, const nb::bytes& bytes, std::int64_t now_ns) {
+             static const char* const outcomes[] = {"dropped", "received", "mismatch"};
+             const auto received = self.handle_packet(bytes_of(bytes), now_ns);
+             return nb::make_tuple(outcomes[static_cast<int>(received.outcome)], name(received.drop), received.header,
+                                   received.first, received.finished, to_bytes(received.values));
+           })
+      .def("poll_timeout", &Worker::poll_timeout)
+      .def("handle_timeout", &Worker::handle_timeout)
+      .def_prop_ro("idle", &Worker::idle)
+      .def_prop_ro("in_flight", &Worker::in_flight)
+      .def_prop_ro("oldest_unanswered", &Worker::oldest_unanswered)
+      .def_prop_ro("retransmissions", &Worker::retransmissions)
+      .def_prop_ro("packets_sent", &Worker::packets_sent)
+      .def_prop_ro("smoothed_rtt_ns", &Worker::smoothed_rtt_ns)
+      .def("canonical", &canonical<Worker>)
+      .def("copy", [](const Worker& self) { return Worker(self); })
+      .def(nb::self == nb::self);
+}

@@ -1,0 +1,162 @@
+#include <netfold/collective/direct.hpp>
+#include <netfold/kernels/convert.hpp>
+#include <netfold/kernels/reduce.hpp>
+
+#include <algorithm>
+#include <cstring>
+
+namespace netfold::collective {
+namespace {
+
+void copy(const Buffer& to, const Buffer& from) {
+  if (to.data != from.data && from.bytes > 0) std::memcpy(to.data, from.data, std::min(to.bytes, from.bytes));
+}
+
+template <class T>
+void divide_values(std::byte* data, std::size_t count, int ranks) {
+  T value;
+  for (std::size_t i = 0; i < count; ++i) {
+    std::memcpy(&value, data + i * sizeof value, sizeof value);
+    value /= static_cast<T>(ranks);
+    std::memcpy(data + i * sizeof value, &value, sizeof value);
+  }
+}
+
+}  // namespace
+
+Direct::Direct(const Call& call, transport::Mesh& mesh) : call_(call), mesh_(mesh) { plan(); }
+
+void Direct::send_to(int peer, const Buffer& buffer) { outgoing_.emplace_back(call_, peer, buffer.data, buffer.bytes); }
+
+void Direct::receive_from(int peer, const Buffer& buffer) {
+  incoming_.emplace_back(call_, peer, buffer.data, buffer.bytes);
+}
+
+void Direct::plan() {
+  const int me = mesh_.rank();
+  const bool root = me == call_.root;
+  const auto& in = call_.inputs;
+  const auto& out = call_.outputs;
+  // Contributions to a reduction: mine stays where it is, the others' land in scratch.
+  const auto gather_contributions = [&](const Buffer& mine) {
+    const std::size_t bytes = mine.bytes;
+    scratch_.resize(bytes * static_cast<std::size_t>(mesh_.size() - 1));
+    std::byte* next = scratch_.data();
+    for (int rank = 0; rank < mesh_.size(); ++rank) {
+      if (rank == me) {
+        sources_.push_back(mine.data);
+        continue;
+      }
+      sources_.push_back(next);
+      receive_from(rank, {next, bytes});
+      next += bytes;
+    }
+  };
+
+  // Start with the next rank, so that not everybody talks to rank 0 first.
+  for (int step = 1; step < mesh_.size(); ++step) {
+    const int to = (me + step) % mesh_.size();
+    const auto peer = static_cast<std::size_t>(to);
+    switch (call_.kind) {
+      case Kind::all_reduce: send_to(to, out[0]); break;
+      case Kind::all_gather: send_to(to, in[0]); break;
+      case Kind::all_to_all: send_to(to, in[peer]); break;
+      case Kind::reduce_scatter: send_to(to, in[peer]); break;
+      case Kind::barrier: send_to(to, {}); break;
+      case Kind::broadcast: if (root) send_to(to, out[0]); break;
+      case Kind::scatter: if (root) send_to(to, in[peer]); break;
+      case Kind::reduce: if (to == call_.root) send_to(to, out[0]); break;
+      case Kind::gather: if (to == call_.root) send_to(to, in[0]); break;
+    }
+    const int from = (me + mesh_.size() - step) % mesh_.size();
+    const auto source = static_cast<std::size_t>(from);
+    switch (call_.kind) {
+      case Kind::all_gather:
+      case Kind::all_to_all: receive_from(from, out[source]); break;
+      case Kind::barrier: receive_from(from, {}); break;
+      case Kind::gather: if (root) receive_from(from, out[source]); break;
+      case Kind::broadcast:
+      case Kind::scatter: if (from == call_.root) receive_from(from, out[0]); break;
+      default: break;
+    }
+  }
+  const auto self = static_cast<std::size_t>(me);
+  if (call_.kind == Kind::all_reduce || (call_.kind == Kind::reduce && root)) gather_contributions(out[0]);
+  if (call_.kind == Kind::reduce_scatter) gather_contributions(in[self]);
+  if (call_.kind == Kind::all_gather || (call_.kind == Kind::gather && root)) copy(out[self], in[0]);
+  if (call_.kind == Kind::all_to_all) copy(out[self], in[self]);
+  if (call_.kind == Kind::scatter && root) copy(out[0], in[self]);
+}
+
+Progress Direct::poll(std::int64_t) {
+  bool moved = false;
+  bool done = true;
+  for (Outgoing& message : outgoing_) {
+    const std::size_t bytes = message.advance(mesh_, failure_);
+    wire_bytes_ += bytes;
+    moved |= bytes > 0;
+    done &= message.done();
+    if (failure_) break;
+  }
+  // A peer that gave up says why on its connection before it closes it; that is worth more than a broken pipe.
+  for (Incoming& message : incoming_) {
+    if (message.done()) continue;
+    Failure heard;
+    moved |= message.advance(mesh_, heard) > 0;
+    if (heard) failure_ = std::move(heard);
+    done &= message.done();
+    if (failure_) break;
+  }
+  if (failure_) return Progress::failed;
+  if (!done) return moved ? Progress::moved : Progress::idle;
+  finish();
+  return Progress::done;
+}
+
+void Direct::finish() {
+  if (sources_.empty()) return;
+  const Buffer& out = call_.outputs[0];
+  const std::size_t count = out.bytes / kernels::element_bytes(call_.dtype);
+  kernels::reduce(call_.reduce, call_.dtype, out.data, sources_.data(), sources_.size(), count);
+  if (call_.average) divide(call_.dtype, out, mesh_.size());
+}
+
+void Direct::wait_for(WaitSet& set) const {
+  for (const Outgoing& message : outgoing_) {
+    if (!message.done()) set.add(mesh_.fd(message.peer()), POLLOUT);
+  }
+  for (const Incoming& message : incoming_) {
+    if (!message.done()) set.add(mesh_.fd(message.peer()), POLLIN);
+  }
+}
+
+std::vector<int> Direct::awaited() const {
+  std::vector<int> ranks;
+  for (const Incoming& message : incoming_) {
+    if (!message.done()) ranks.push_back(message.peer());
+  }
+  if (ranks.empty()) {
+    for (const Outgoing& message : outgoing_) {
+      if (!message.done()) ranks.push_back(message.peer());
+    }
+  }
+  return ranks;
+}
+
+void divide(kernels::DType dtype, const Buffer& buffer, int ranks) {
+  using kernels::DType;
+  const std::size_t count = buffer.bytes / kernels::element_bytes(dtype);
+  if (dtype == DType::f32) return divide_values<float>(buffer.data, count, ranks);
+  if (dtype == DType::f64) return divide_values<double>(buffer.data, count, ranks);
+  if (dtype != DType::f16 && dtype != DType::bf16) return;
+  constexpr std::size_t kBlock = 1024;
+  float block[kBlock];
+  for (std::size_t i = 0; i < count; i += kBlock) {
+    const std::size_t some = std::min(kBlock, count - i);
+    kernels::convert(DType::f32, block, dtype, buffer.data + 2 * i, some);
+    for (std::size_t k = 0; k < some; ++k) block[k] /= static_cast<float>(ranks);
+    kernels::convert(dtype, buffer.data + 2 * i, DType::f32, block, some);
+  }
+}
+
+}  // namespace netfold::collective

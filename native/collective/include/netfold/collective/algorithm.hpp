@@ -1,0 +1,51 @@
+// A resumable machine: every algorithm, in-network aggregation included, is one.
+#pragma once
+
+#include <netfold/collective/call.hpp>
+#include <poll.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace netfold::collective {
+
+// What a sleeping driver waits for.
+struct WaitSet {
+  std::vector<pollfd> fds;
+  std::int64_t wake_ns = -1;  // absolute, or -1
+
+  void add(int fd, short events) { fds.push_back({fd, events, 0}); }
+  void wake_at(std::int64_t when_ns) {
+    if (when_ns >= 0) wake_ns = wake_ns < 0 ? when_ns : std::min(wake_ns, when_ns);
+  }
+};
+
+enum class Progress : std::uint8_t { idle, moved, done, failed };
+
+class Algorithm {
+ public:
+  virtual ~Algorithm() = default;
+  // Does what can be done without blocking. After done or failed it is not called again.
+  virtual Progress poll(std::int64_t now_ns) = 0;
+  // Adds what must happen before poll can move.
+  virtual void wait_for(WaitSet& set) const = 0;
+  // Ranks this rank is waiting for: what an error after a timeout names. May be empty (in_network: ask the switch).
+  virtual std::vector<int> awaited() const = 0;
+
+  const Failure& failure() const { return failure_; }
+  std::uint64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank, headers included
+  std::uint32_t retransmissions() const { return retransmissions_; }
+  int slowest_rank() const { return slowest_rank_; }
+
+ protected:
+  Progress fail(Failure failure) {
+    failure_ = std::move(failure);
+    return Progress::failed;
+  }
+  Failure failure_;
+  std::uint64_t wire_bytes_ = 0;
+  std::uint32_t retransmissions_ = 0;
+  int slowest_rank_ = -1;
+};
+
+}  // namespace netfold::collective

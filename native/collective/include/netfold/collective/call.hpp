@@ -1,0 +1,76 @@
+// What a rank asked for, and how it can fail: the vocabulary of algorithms and engine.
+#pragma once
+
+#include <netfold/kernels/types.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace netfold::collective {
+
+// The numeric values travel in messages and event records: append only.
+enum class Kind : std::uint8_t {
+  all_reduce = 0,
+  broadcast = 1,
+  all_gather = 2,
+  reduce_scatter = 3,
+  all_to_all = 4,
+  reduce = 5,
+  gather = 6,
+  scatter = 7,
+  barrier = 8,
+};
+inline constexpr int kKindCount = 9;
+const char* name(Kind kind);
+
+enum class AlgorithmId : std::uint8_t { local = 0, direct = 1, ring = 2, in_network = 3 };
+inline constexpr int kAlgorithmCount = 4;
+const char* name(AlgorithmId algorithm);
+
+struct Buffer {
+  std::byte* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+// Buffers are borrowed until the work completes. Who needs which (P ranks):
+//   all_reduce, reduce   outputs[0], in place (reduce: the result is the root's; the others' buffers stay as they are)
+//   broadcast            outputs[0]
+//   all_gather           inputs[0], outputs[P]        gather   inputs[0], outputs[P] at the root
+//   reduce_scatter       inputs[P], outputs[0]        scatter  inputs[P] at the root, outputs[0]
+//   all_to_all           inputs[P], outputs[P]        barrier  none
+// An output may equal an input exactly; partial overlap is not allowed.
+struct Call {
+  Kind kind = Kind::barrier;
+  kernels::DType dtype = kernels::DType::u8;
+  kernels::ReduceOp reduce = kernels::ReduceOp::sum;
+  bool average = false;  // sum, then divide by the number of ranks (floats)
+  kernels::DType wire = kernels::DType::u8;
+  AlgorithmId algorithm = AlgorithmId::direct;
+  std::uint16_t table = 0;  // hash of the choice table: all ranks choose alike, or hear of it
+  std::uint32_t sequence = 0;
+  int root = 0;
+  std::vector<Buffer> inputs;
+  std::vector<Buffer> outputs;
+
+  std::size_t elements() const;  // of outputs[0], 0 for a barrier
+};
+
+struct Failure {
+  enum class Kind : std::uint8_t {
+    none = 0,
+    peer_lost = 1,      // a rank died or left
+    switch_lost = 2,    // the aggregator went away
+    mismatch = 3,       // ranks called different things
+    timeout = 4,        // a deadline passed
+    aborted = 5,        // this rank ended the group
+    system = 6,         // the operating system refused
+  };
+  Kind kind = Kind::none;
+  int rank = -1;  // the rank at fault, where known
+  std::string text;
+  explicit operator bool() const { return kind != Kind::none; }
+};
+
+}  // namespace netfold::collective

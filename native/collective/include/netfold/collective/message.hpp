@@ -1,0 +1,97 @@
+// Messages between ranks over a mesh: a header that says which call the bytes belong to, then the bytes.
+//
+// Every connection carries the group's calls in order, so a header that differs from what the reader expects means
+// that two ranks called different things: both hear of it before a wrong value arrives. A rank that gives up says why
+// in an abort message, so that the others do not take it for dead.
+#pragma once
+
+#include <netfold/collective/algorithm.hpp>
+#include <netfold/transport/mesh.hpp>
+
+
+namespace netfold::collective {
+
+struct MessageHeader {
+  static constexpr std::uint32_t kMagic = 0x4e464d31;
+  std::uint32_t magic = kMagic;
+  std::uint32_t sequence = 0;
+  std::uint8_t kind = 0;
+  std::uint8_t dtype = 0;
+  std::uint8_t reduce = 0;
+  std::uint8_t wire = 0;
+  std::uint8_t algorithm = 0;
+  std::uint8_t is_abort = 0;
+  std::uint16_t table = 0;
+  std::int32_t root = 0;
+  std::uint32_t reserved = 0;
+  std::uint64_t elements = 0;
+  std::uint64_t bytes = 0;  // behind this header
+
+  static MessageHeader of(const Call& call, std::uint64_t bytes);
+  // "all_reduce #12 of 10 f32 (sum, root 0, ring, wire f32)"
+  std::string text() const;
+};
+static_assert(sizeof(MessageHeader) == 40);
+
+// One message on its way out. A stream (a ring's) gives no `data`: only the header is sent here, the caller sends the
+// announced bytes itself.
+class Outgoing {
+ public:
+  Outgoing() = default;
+  Outgoing(const Call& call, int peer, const std::byte* data, std::size_t bytes)
+      : peer_(peer), data_(data), bytes_(bytes), header_(MessageHeader::of(call, bytes)) {}
+  static Outgoing stream(const Call& call, int peer, std::size_t bytes);
+  bool done() const { return sent_ == sizeof(MessageHeader) + bytes_; }
+  int peer() const { return peer_; }
+  // Returns bytes moved.
+  std::size_t advance(transport::Mesh& mesh, Failure& failure);
+
+ private:
+  int peer_ = -1;
+  const std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+  std::size_t sent_ = 0;
+  MessageHeader header_;
+};
+
+// The header half of a message on its way in.
+class IncomingHeader {
+ public:
+  IncomingHeader() = default;
+  IncomingHeader(const Call& call, int peer, std::size_t bytes) : peer_(peer), expected_(MessageHeader::of(call, bytes)) {}
+  int peer() const { return peer_; }
+  bool done() const { return got_ == sizeof(MessageHeader) && !expects_reason_; }
+  // Reads and compares; a difference, an abort or a closed connection fills `failure`. Returns bytes moved.
+  std::size_t advance(transport::Mesh& mesh, Failure& failure);
+
+ private:
+  int peer_ = -1;
+  std::size_t got_ = 0;
+  bool expects_reason_ = false;
+  MessageHeader expected_;
+  MessageHeader header_;
+  std::string reason_;
+};
+
+// One whole message on its way in, into borrowed memory.
+class Incoming {
+ public:
+  Incoming() = default;
+  Incoming(const Call& call, int peer, std::byte* data, std::size_t bytes)
+      : header_(call, peer, bytes), data_(data), bytes_(bytes) {}
+  bool done() const { return header_.done() && got_ == bytes_; }
+  int peer() const { return header_.peer(); }
+  std::size_t advance(transport::Mesh& mesh, Failure& failure);
+
+ private:
+  IncomingHeader header_;
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+  std::size_t got_ = 0;
+};
+
+Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& during);
+// Tells every peer why this rank leaves; best effort, one try, never blocks.
+void send_abort(transport::Mesh& mesh, const std::string& reason);
+
+}  // namespace netfold::collective

@@ -1,0 +1,20 @@
+// Which algorithms there are. A new one is a file of its own and a line here.
+#pragma once
+
+#include <netfold/collective/algorithm.hpp>
+#include <netfold/collective/in_network.hpp>
+#include <netfold/transport/mesh.hpp>
+
+#include <memory>
+
+namespace netfold::collective {
+
+// Throws std::invalid_argument with a sentence for a call that can never be right on a group of `ranks`: an operator
+// without meaning for the dtype, a missing or uneven buffer, a root that does not exist.
+void validate(const Call& call, int ranks);
+
+// The machine that runs `call`; nullptr where there is nothing to do. Borrows all three; `channel` may be null unless
+// the call is in_network.
+std::unique_ptr<Algorithm> make_algorithm(const Call& call, transport::Mesh& mesh, Channel* channel);
+
+}  // namespace netfold::collective

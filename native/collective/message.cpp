@@ -1,0 +1,152 @@
+#include <netfold/collective/message.hpp>
+
+#include <cstring>
+
+namespace netfold::collective {
+namespace {
+
+constexpr std::size_t kMaxReasonBytes = 1024;
+
+const char* word(std::uint8_t value, int count, const char* (*name_of)(std::uint8_t)) {
+  return value < count ? name_of(value) : "?";
+}
+
+}  // namespace
+
+MessageHeader MessageHeader::of(const Call& call, std::uint64_t bytes) {
+  MessageHeader header;
+  header.sequence = call.sequence;
+  header.kind = static_cast<std::uint8_t>(call.kind);
+  header.dtype = static_cast<std::uint8_t>(call.dtype);
+  header.reduce = static_cast<std::uint8_t>(call.reduce);
+  header.wire = static_cast<std::uint8_t>(call.wire);
+  header.algorithm = static_cast<std::uint8_t>(call.algorithm);
+  header.table = call.table;
+  header.root = call.root;
+  // Only where every rank must give the same: uneven gathers and exchanges agree by message, in `bytes`.
+  if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::broadcast) {
+    header.elements = call.elements();
+  }
+  header.bytes = bytes;
+  return header;
+}
+
+std::string MessageHeader::text() const {
+  const auto kind_name = [](std::uint8_t v) { return name(static_cast<Kind>(v)); };
+  const auto dtype_name = [](std::uint8_t v) { return kernels::name(static_cast<kernels::DType>(v)); };
+  const auto reduce_name = [](std::uint8_t v) { return kernels::name(static_cast<kernels::ReduceOp>(v)); };
+  const auto algorithm_name = [](std::uint8_t v) { return name(static_cast<AlgorithmId>(v)); };
+  std::string text = word(kind, kKindCount, kind_name);
+  text += " #" + std::to_string(sequence);
+  if (elements > 0) text += " of " + std::to_string(elements);
+  text += std::string(" ") + word(dtype, kernels::kDTypeCount, dtype_name);
+  text += std::string(" (") + word(reduce, kernels::kReduceOpCount, reduce_name);
+  text += ", root " + std::to_string(root);
+  text += std::string(", ") + word(algorithm, kAlgorithmCount, algorithm_name);
+  text += std::string(", wire ") + word(wire, kernels::kDTypeCount, dtype_name);
+  text += ", " + std::to_string(bytes) + " bytes)";
+  return text;
+}
+
+Outgoing Outgoing::stream(const Call& call, int peer, std::size_t bytes) {
+  Outgoing outgoing(call, peer, nullptr, 0);
+  outgoing.header_.bytes = bytes;
+  return outgoing;
+}
+
+std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
+  if (done()) return 0;
+  iovec pieces[2];
+  std::size_t count = 0;
+  std::size_t payload_from = 0;
+  if (sent_ < sizeof header_) {
+    pieces[count++] = {reinterpret_cast<std::byte*>(&header_) + sent_, sizeof header_ - sent_};
+  } else {
+    payload_from = sent_ - sizeof header_;
+  }
+  if (bytes_ > payload_from) pieces[count++] = {const_cast<std::byte*>(data_) + payload_from, bytes_ - payload_from};
+  const auto io = mesh.send(peer_, {pieces, count});
+  if (io.closed) {
+    failure = peer_lost(peer_, io, header_);
+    return 0;
+  }
+  sent_ += io.bytes;
+  mesh.set_in_message(peer_, sent_ > 0 && (!done() || header_.bytes != bytes_));
+  return io.bytes;
+}
+
+std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
+  std::size_t moved = 0;
+  if (got_ < sizeof header_) {
+    const auto io = mesh.receive(peer_, reinterpret_cast<std::byte*>(&header_) + got_, sizeof header_ - got_);
+    if (io.closed) {
+      failure = peer_lost(peer_, io, expected_);
+      return 0;
+    }
+    got_ += io.bytes;
+    moved = io.bytes;
+    if (got_ < sizeof header_) return moved;
+    if (header_.magic == MessageHeader::kMagic && header_.is_abort != 0) {
+      expects_reason_ = true;
+    } else if (std::memcmp(&header_, &expected_, sizeof header_) != 0) {
+      failure = {Failure::Kind::mismatch, peer_,
+                 "rank " + std::to_string(peer_) + " is in " + header_.text() + ", this rank " +
+                     std::to_string(mesh.rank()) + " in " + expected_.text() +
+                     "; every rank must make the same calls in the same order with the same sizes"};
+      return 0;
+    }
+  }
+  if (expects_reason_) {
+    std::byte chunk[kMaxReasonBytes];
+    const std::size_t want = std::min<std::size_t>(header_.bytes, kMaxReasonBytes) - reason_.size();
+    const auto io = mesh.receive(peer_, chunk, want);
+    reason_.append(reinterpret_cast<const char*>(chunk), io.bytes);
+    if (io.closed || reason_.size() >= std::min<std::size_t>(header_.bytes, kMaxReasonBytes)) {
+      failure = {Failure::Kind::peer_lost, peer_,
+                 "rank " + std::to_string(peer_) + " gave up on the group during " + expected_.text() + ": " + reason_};
+    }
+    moved += io.bytes;
+  }
+  return moved;
+}
+
+std::size_t Incoming::advance(transport::Mesh& mesh, Failure& failure) {
+  std::size_t moved = 0;
+  if (!header_.done()) {
+    moved = header_.advance(mesh, failure);
+    if (failure || !header_.done()) return moved;
+  }
+  while (got_ < bytes_) {
+    const auto io = mesh.receive(peer(), data_ + got_, bytes_ - got_);
+    if (io.closed) {
+      failure = peer_lost(peer(), io, MessageHeader());
+      return moved;
+    }
+    if (io.bytes == 0) break;
+    got_ += io.bytes;
+    moved += io.bytes;
+  }
+  return moved;
+}
+
+Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& during) {
+  std::string text = "rank " + std::to_string(peer) + " closed its connection";
+  if (io.error != 0) text += std::string(" (") + std::strerror(io.error) + ")";
+  if (during.sequence != 0) text += " during " + during.text();
+  text += "; it died or left the group: see its own output";
+  return {Failure::Kind::peer_lost, peer, text};
+}
+
+void send_abort(transport::Mesh& mesh, const std::string& reason) {
+  MessageHeader header;
+  header.is_abort = 1;
+  header.bytes = std::min(reason.size(), kMaxReasonBytes);
+  for (int peer = 0; peer < mesh.size(); ++peer) {
+    if (peer == mesh.rank() || mesh.fd(peer) < 0 || mesh.in_message(peer)) continue;
+    const iovec pieces[2] = {{&header, sizeof header},
+                             {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
+    mesh.send(peer, pieces);
+  }
+}
+
+}  // namespace netfold::collective

@@ -1,0 +1,486 @@
+#include <netfold/collective/message.hpp>
+#include <netfold/collective/registry.hpp>
+#include <netfold/engine/engine.hpp>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <stdexcept>
+
+namespace netfold::engine {
+
+using collective::Failure;
+using collective::Progress;
+
+std::int64_t now_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+namespace {
+
+transport::Fd make_event() {
+  transport::Fd fd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (!fd) transport::throw_errno("eventfd");
+  return fd;
+}
+
+void signal(const transport::Fd& fd) {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(fd.get(), &one, sizeof one);
+}
+
+void clear(const transport::Fd& fd) {
+  std::uint64_t value = 0;
+  [[maybe_unused]] const auto got = ::read(fd.get(), &value, sizeof value);
+}
+
+void sleep_in(collective::WaitSet& set) {
+  timespec timeout{};
+  timespec* wait = nullptr;
+  if (set.wake_ns >= 0) {
+    const std::int64_t left = std::max<std::int64_t>(0, set.wake_ns - now_ns());
+    timeout = {.tv_sec = left / 1'000'000'000, .tv_nsec = left % 1'000'000'000};
+    wait = &timeout;
+  }
+  ppoll(set.fds.data(), set.fds.size(), wait, nullptr);
+}
+
+}  // namespace
+
+bool Operation::wait(std::int64_t timeout_ns) const {
+  if (done()) return true;
+  std::unique_lock lock(mutex_);
+  const auto is_done = [this] { return done(); };
+  if (timeout_ns < 0) {
+    condition_.wait(lock, is_done);
+    return true;
+  }
+  return condition_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), is_done);
+}
+
+bool Operation::notify() {
+  std::lock_guard lock(mutex_);
+  if (done()) return false;
+  notify_ = true;
+  return true;
+}
+
+Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh)
+    : engine_(engine), options_(std::move(options)), mesh_(std::move(mesh)), wake_(make_event()) {
+  events_.reserve(kEventCapacity);
+}
+
+Group::~Group() = default;
+
+void Group::attach(std::unique_ptr<collective::Channel> channel) {
+  std::lock_guard lock(mutex_);
+  channel_ = std::move(channel);
+  traffic_.emplace();
+}
+
+Choice Group::choose(collective::Kind kind, kernels::DType dtype, std::uint64_t bytes) const {
+  Choice chosen{.kind = kind};
+  for (const Choice& row : options_.table) {
+    if (row.kind == kind && row.min_bytes <= bytes) chosen = row;
+  }
+  // A narrower wire format is for f32 tensors; others always travel as they are.
+  if (dtype != kernels::DType::f32 || chosen.wire < 0) chosen.wire = static_cast<int>(dtype);
+  return chosen;
+}
+
+std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread) {
+  collective::validate(call, size());
+  auto operation = std::make_shared<Operation>();
+  const std::uint64_t bytes = call.outputs.empty() ? 0 : call.outputs[0].bytes;
+  const Choice choice = choose(call.kind, call.dtype, bytes);
+  call.algorithm = size() == 1 ? collective::AlgorithmId::local : choice.algorithm;
+  call.wire = static_cast<kernels::DType>(choice.wire);
+  if (call.algorithm == collective::AlgorithmId::in_network && channel_ == nullptr) {
+    throw std::invalid_argument("the choice table says in_network, but this group has not joined a switch");
+  }
+  call.table = options_.table_hash;
+  operation->call_ = std::move(call);
+  operation->id_ = engine_.next_operation_id_.fetch_add(1);
+  operation->timeout_ns_ = timeout_ns;
+  EventRecord& record = operation->record_;
+  record.group = options_.id;
+  record.bytes = bytes;
+  record.operation = static_cast<std::uint8_t>(operation->call_.kind);
+  record.dtype = static_cast<std::uint8_t>(operation->call_.dtype);
+  record.reduce = static_cast<std::uint8_t>(operation->call_.reduce);
+  record.algorithm = static_cast<std::uint8_t>(operation->call_.algorithm);
+  record.wire = static_cast<std::uint8_t>(operation->call_.wire);
+  record.queued_ns = now_ns();
+  operation->deadline_ns_ = timeout_ns < 0 ? -1 : record.queued_ns + timeout_ns;
+
+  bool drive = false;
+  bool wake_engine = false;
+  {
+    std::lock_guard lock(mutex_);
+    operation->call_.sequence = record.sequence = next_sequence_++;
+    if (failure_) {
+      operation->failure_ = failure_;
+      operation->failure_.text = "this group failed before: " + failure_.text;
+      operation->record_.started_ns = operation->record_.finished_ns = now_ns();
+      operation->done_.store(true, std::memory_order_release);
+      return operation;
+    }
+    inbox_.push_back(operation);
+    if (driver_ == Driver::none) {
+      if (on_this_thread && inbox_.size() == 1) {
+        driver_ = Driver::caller;
+        record.inlined = 1;
+        drive = true;
+      } else {
+        wake_engine = true;
+      }
+    } else {
+      signal(wake_);
+    }
+  }
+  if (wake_engine) engine_.wake();
+  if (drive) drive_until(*operation);
+  return operation;
+}
+
+void Group::drive_until(const Operation& operation) {
+  collective::WaitSet set;
+  std::int64_t idle_since = 0;
+  while (!operation.done()) {
+    const std::int64_t now = now_ns();
+    if (turn(now)) {
+      idle_since = 0;
+      continue;
+    }
+    if (operation.done()) break;
+    if (idle_since == 0) idle_since = now;
+    if (now - idle_since < static_cast<std::int64_t>(options_.spin_us) * 1000) continue;
+    set.fds.clear();
+    set.wake_ns = -1;
+    set.add(wake_.get(), POLLIN);
+    wait_for(set);
+    sleep_in(set);
+    clear(wake_);
+  }
+  bool more = false;
+  {
+    std::lock_guard lock(mutex_);
+    driver_ = Driver::none;
+    more = has_work();
+    driver_left_.notify_all();
+  }
+  if (more) engine_.wake();
+}
+
+bool Group::has_work() const { return !inbox_.empty() || !queue_.empty() || !active_.empty() || (failure_ && !torn_down_); }
+
+bool Group::can_start(const Operation& operation) const {
+  if (operation.call_.algorithm == collective::AlgorithmId::in_network) return channel_ == nullptr || channel_->can_start();
+  return active_on_mesh_ == 0;
+}
+
+bool Group::turn(std::int64_t now) {
+  bool failed = false;
+  {
+    std::lock_guard lock(mutex_);
+    while (!inbox_.empty()) {
+      queue_.push_back(std::move(inbox_.front()));
+      inbox_.pop_front();
+    }
+    failed = static_cast<bool>(failure_);
+    if (channel_ != nullptr) {
+      const protocol::Worker& machine = channel_->machine();
+      traffic_->packets_sent = machine.packets_sent();
+      traffic_->retransmissions = machine.retransmissions();
+      traffic_->smoothed_rtt_ns = machine.smoothed_rtt_ns();
+      traffic_->oldest_unanswered = machine.oldest_unanswered();
+      traffic_->idle = machine.idle();
+      for (int i = 0; i < protocol::kDropCount; ++i) traffic_->drops[i] = channel_->drops(static_cast<protocol::Drop>(i));
+    }
+  }
+  if (failed) {
+    fail_all();
+    return false;
+  }
+  bool moved = false;
+  while (!queue_.empty() && can_start(*queue_.front())) {
+    auto operation = std::move(queue_.front());
+    queue_.pop_front();
+    start(operation, now);
+    moved = true;
+  }
+  Failure failure;
+  for (std::size_t i = 0; i < active_.size() && !failure;) {
+    Operation& operation = *active_[i];
+    Progress progress = operation.algorithm_ == nullptr ? Progress::done : operation.algorithm_->poll(now);
+    moved |= progress != Progress::idle;
+    if (progress == Progress::failed) {
+      failure = operation.algorithm_->failure();
+      failure.text = describe(operation) + " failed: " + failure.text;
+    } else if (progress != Progress::done && operation.deadline_ns_ >= 0 && now >= operation.deadline_ns_) {
+      failure.kind = Failure::Kind::timeout;
+      const auto ranks = operation.algorithm_->awaited();
+      failure.text = describe(operation) + " did not finish within its timeout";
+      if (!ranks.empty()) {
+        failure.rank = ranks.front();
+        failure.text += "; still waiting for rank";
+        for (const int rank : ranks) failure.text += " " + std::to_string(rank);
+      }
+    } else if (progress == Progress::done) {
+      const auto keep = active_[i];
+      active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
+      if (keep->call_.algorithm != collective::AlgorithmId::in_network) --active_on_mesh_;
+      complete(*keep, {});
+      continue;
+    }
+    ++i;
+  }
+  if (!failure) {
+    for (const auto& operation : queue_) {
+      if (operation->deadline_ns_ >= 0 && now >= operation->deadline_ns_) {
+        failure.kind = Failure::Kind::timeout;
+        failure.text = describe(*operation) + " did not start within its timeout: the operations before it are not done";
+        break;
+      }
+    }
+  }
+  if (failure) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!failure_) failure_ = failure;
+    }
+    fail_all();
+  }
+  return moved;
+}
+
+void Group::start(const std::shared_ptr<Operation>& operation, std::int64_t now) {
+  operation->record_.started_ns = now;
+  const collective::Call& call = operation->call_;
+  operation->algorithm_ = collective::make_algorithm(call, *mesh_, channel_.get());
+  if (call.algorithm != collective::AlgorithmId::in_network) ++active_on_mesh_;
+  active_.push_back(operation);
+}
+
+void Group::complete(Operation& operation, Failure failure) {
+  EventRecord& record = operation.record_;
+  record.finished_ns = now_ns();
+  if (record.started_ns == 0) record.started_ns = record.finished_ns;
+  if (operation.algorithm_ != nullptr) {
+    record.wire_bytes = operation.algorithm_->wire_bytes();
+    record.retransmissions = operation.algorithm_->retransmissions();
+    record.slowest_rank = operation.algorithm_->slowest_rank();
+  }
+  record.error = static_cast<std::uint8_t>(failure.kind);
+  operation.algorithm_.reset();
+  {
+    std::lock_guard lock(mutex_);
+    if (events_.size() < kEventCapacity) {
+      events_.push_back(record);
+    } else {
+      events_[event_count_ % kEventCapacity] = record;
+    }
+    ++event_count_;
+  }
+  bool notify = false;
+  {
+    std::lock_guard lock(operation.mutex_);
+    operation.failure_ = std::move(failure);
+    operation.done_.store(true, std::memory_order_release);
+    notify = operation.notify_;
+    operation.condition_.notify_all();
+  }
+  if (notify) engine_.push_completion(operation.id_);
+}
+
+void Group::fail_all() {
+  const Failure failure = this->failure();
+  if (!torn_down_) {
+    collective::send_abort(*mesh_, failure.text);
+    torn_down_ = true;
+  }
+  auto active = std::move(active_);
+  auto queue = std::move(queue_);
+  active_.clear();
+  queue_.clear();
+  active_on_mesh_ = 0;
+  for (const auto& operation : active) complete(*operation, failure);
+  for (const auto& operation : queue) complete(*operation, failure);
+  // Peers must hear of it now, not when this process ends.
+  mesh_->close();
+}
+
+void Group::fail(Failure failure) {
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_) return;
+    failure_ = std::move(failure);
+    if (driver_ != Driver::none) {
+      signal(wake_);
+      return;
+    }
+  }
+  engine_.wake();
+}
+
+Failure Group::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void Group::wait_for(collective::WaitSet& set) const {
+  for (const auto& operation : active_) {
+    if (operation->algorithm_ != nullptr) operation->algorithm_->wait_for(set);
+    set.wake_at(operation->deadline_ns_);
+  }
+  for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
+}
+
+std::optional<Group::Traffic> Group::traffic() const {
+  std::lock_guard lock(mutex_);
+  return traffic_;
+}
+
+std::vector<EventRecord> Group::events(std::uint64_t* total) const {
+  std::lock_guard lock(mutex_);
+  *total = event_count_;
+  std::vector<EventRecord> out = events_;
+  if (event_count_ > kEventCapacity) {
+    std::rotate(out.begin(), out.begin() + static_cast<std::ptrdiff_t>(event_count_ % kEventCapacity), out.end());
+  }
+  return out;
+}
+
+std::string Group::describe(const Operation& operation) const {
+  const collective::Call& call = operation.call_;
+  char waited[32];
+  std::snprintf(waited, sizeof waited, "%.1f s",
+                static_cast<double>(now_ns() - operation.record_.queued_ns) / 1e9);
+  std::string text = "rank " + std::to_string(rank()) + ": " + collective::name(call.kind) + " #" +
+                     std::to_string(call.sequence);
+  if (call.elements() > 0) {
+    text += " of " + std::to_string(call.elements()) + " " + kernels::name(call.dtype) + " (" +
+            std::to_string(call.outputs[0].bytes) + " bytes)";
+  }
+  return text + " by " + collective::name(call.algorithm) + ", after " + waited + ",";
+}
+
+Engine& Engine::instance() {
+  // Never destroyed: threads of a dying process may still be inside.
+  static auto* engine = new Engine;
+  return *engine;
+}
+
+std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh) {
+  auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh));
+  std::lock_guard lock(mutex_);
+  groups_.push_back(group);
+  if (!thread_.joinable()) {
+    stopping_ = false;
+    wake_ = make_event();
+    thread_ = std::thread([this] { run(); });
+  }
+  return group;
+}
+
+void Engine::remove_group(const std::shared_ptr<Group>& group) {
+  group->fail({Failure::Kind::aborted, group->rank(), "rank " + std::to_string(group->rank()) + " closed the group"});
+  {
+    // The failure above makes whoever drives finish; the engine thread tears down a group without a driver.
+    std::unique_lock lock(group->mutex_);
+    group->driver_left_.wait(lock, [&] { return group->driver_ == Group::Driver::none && !group->has_work(); });
+  }
+  std::thread ended;
+  {
+    std::lock_guard lock(mutex_);
+    std::erase(groups_, group);
+    if (groups_.empty() && thread_.joinable()) {
+      stopping_ = true;
+      signal(wake_);
+      ended = std::move(thread_);
+    }
+  }
+  if (ended.joinable()) ended.join();
+}
+
+void Engine::wake() {
+  std::lock_guard lock(mutex_);
+  if (wake_) signal(wake_);
+}
+
+void Engine::run() {
+  std::vector<std::shared_ptr<Group>> driven;
+  collective::WaitSet set;
+  std::int64_t idle_since = 0;
+  for (;;) {
+    clear(wake_);
+    driven.clear();
+    {
+      std::lock_guard lock(mutex_);
+      if (stopping_) return;
+      for (const auto& group : groups_) {
+        std::lock_guard group_lock(group->mutex_);
+        if (group->driver_ == Group::Driver::caller || !group->has_work()) continue;
+        group->driver_ = Group::Driver::engine;
+        driven.push_back(group);
+      }
+    }
+    const std::int64_t now = now_ns();
+    bool moved = false;
+    int spin_us = 0;
+    set.fds.clear();
+    set.wake_ns = -1;
+    set.add(wake_.get(), POLLIN);
+    for (const auto& group : driven) {
+      clear(group->wake_);
+      moved |= group->turn(now);
+      spin_us = std::max(spin_us, group->options_.spin_us);
+      std::lock_guard lock(group->mutex_);
+      if (!group->has_work()) {
+        group->driver_ = Group::Driver::none;
+        group->driver_left_.notify_all();
+      } else {
+        set.add(group->wake_.get(), POLLIN);
+        group->wait_for(set);
+      }
+    }
+    if (moved) {
+      idle_since = 0;
+      continue;
+    }
+    if (idle_since == 0) idle_since = now;
+    if (!driven.empty() && now - idle_since < static_cast<std::int64_t>(spin_us) * 1000) continue;
+    sleep_in(set);
+    idle_since = 0;
+  }
+}
+
+void Engine::push_completion(std::uint64_t id) {
+  std::lock_guard lock(completion_mutex_);
+  completions_.push_back(id);
+  completion_condition_.notify_one();
+}
+
+std::optional<std::uint64_t> Engine::next_completion(std::int64_t timeout_ns) {
+  std::unique_lock lock(completion_mutex_);
+  const std::uint64_t interrupts = completion_interrupts_;
+  completion_condition_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] {
+    return !completions_.empty() || completion_interrupts_ != interrupts;
+  });
+  if (completions_.empty()) return std::nullopt;
+  const std::uint64_t id = completions_.front();
+  completions_.pop_front();
+  return id;
+}
+
+void Engine::interrupt_completions() {
+  std::lock_guard lock(completion_mutex_);
+  ++completion_interrupts_;
+  completion_condition_.notify_all();
+}
+
+}  // namespace netfold::engine

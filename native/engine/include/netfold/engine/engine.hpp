@@ -1,0 +1,189 @@
+// Queues, sequence numbers, deadlines, completion: what turns algorithms into work that somebody can wait for.
+//
+// A group has one queue and at most one *driver* at a time. The driver is the process's engine thread, or the caller's
+// own thread when the queue is empty and the caller is going to wait anyway: a small operation then costs no hop
+// between threads. Operations start strictly in order of submission. Those over the mesh run one at a time, those
+// inside the network stream through one window together; the two kinds overlap each other.
+//
+// A failure is the group's: streams between ranks are no longer at a known place, so the operation under way, those
+// queued and all later ones fail with the first reason, and the peers are told. Other groups are untouched.
+//
+// Waiting spins for `spin_us`, then sleeps in ppoll until a socket, a timer or a submission wakes it.
+#pragma once
+
+#include <netfold/collective/in_network.hpp>
+#include <netfold/engine/event.hpp>
+#include <netfold/transport/mesh.hpp>
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace netfold::engine {
+
+class Engine;
+class Group;
+
+std::int64_t now_ns();
+
+// A submitted call. Shared by who waits and who drives.
+class Operation {
+ public:
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // True when done within the time; -1 waits for ever (the operation's own deadline still ends it).
+  bool wait(std::int64_t timeout_ns) const;
+  // Put the id into the engine's completion queue when done. False: it already is, nothing will be queued.
+  bool notify();
+  std::uint64_t id() const { return id_; }
+  // After done().
+  const collective::Failure& failure() const { return failure_; }
+  const EventRecord& record() const { return record_; }
+
+ private:
+  friend class Group;
+  friend class Engine;
+  collective::Call call_;
+  std::uint64_t id_ = 0;
+  std::int64_t timeout_ns_ = 0;
+  std::int64_t deadline_ns_ = 0;
+  EventRecord record_;
+  collective::Failure failure_;
+  std::unique_ptr<collective::Algorithm> algorithm_;
+  std::atomic<bool> done_{false};
+  bool notify_ = false;
+  mutable std::mutex mutex_;
+  mutable std::condition_variable condition_;
+};
+
+// One row of the choice table: from `min_bytes` on, `kind` runs by `algorithm` in `wire` (-1: the tensor's dtype).
+// Rows of one kind are in ascending order and the first starts at 0.
+struct Choice {
+  collective::Kind kind = collective::Kind::barrier;
+  std::uint64_t min_bytes = 0;
+  collective::AlgorithmId algorithm = collective::AlgorithmId::direct;
+  int wire = -1;
+};
+
+class Group {
+ public:
+  struct Options {
+    std::uint64_t id = 0;
+    int spin_us = 0;
+    std::vector<Choice> table;
+    std::uint16_t table_hash = 0;
+  };
+  // Use Engine::add_group. `peers`: as transport::Mesh takes them.
+  Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh);
+  ~Group();
+
+  // Before the first operation. The group's all_reduce may then run inside the network.
+  void attach(std::unique_ptr<collective::Channel> channel);
+
+  // The call's kind, dtype, reduce, average, root and buffers; the rest is filled in here. With `on_this_thread` the
+  // caller promises to wait, and may be made to drive. Throws std::invalid_argument for a call that can never be
+  // right; a group that has failed returns an operation that has, too.
+  std::shared_ptr<Operation> submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread);
+
+  // What would run this: the table's word.
+  Choice choose(collective::Kind kind, kernels::DType dtype, std::uint64_t bytes) const;
+
+  // From any thread: everything under way and to come fails with `failure`. Idempotent.
+  void fail(collective::Failure failure);
+  // The reason this group failed, if it did.
+  collective::Failure failure() const;
+
+  struct Traffic {
+    std::uint64_t packets_sent = 0;
+    std::uint64_t retransmissions = 0;
+    std::int64_t smoothed_rtt_ns = 0;
+    std::uint64_t oldest_unanswered = 0;
+    bool idle = true;
+    std::uint64_t drops[protocol::kDropCount] = {};
+  };
+  // Of the in-network channel, as of the last turn; empty without one.
+  std::optional<Traffic> traffic() const;
+
+  // The newest records, oldest first, and how many there ever were.
+  std::vector<EventRecord> events(std::uint64_t* total) const;
+
+  int rank() const { return mesh_->rank(); }
+  int size() const { return mesh_->size(); }
+
+ private:
+  friend class Engine;
+  enum class Driver : std::uint8_t { none, engine, caller };
+  static constexpr std::size_t kEventCapacity = 8192;
+
+  void drive_until(const Operation& operation);
+  bool turn(std::int64_t now);
+  bool can_start(const Operation& operation) const;
+  void start(const std::shared_ptr<Operation>& operation, std::int64_t now);
+  void complete(Operation& operation, collective::Failure failure);
+  void fail_all();
+  void wait_for(collective::WaitSet& set) const;
+  bool has_work() const;  // under mutex_
+  std::string describe(const Operation& operation) const;
+
+  Engine& engine_;
+  Options options_;
+  std::unique_ptr<transport::Mesh> mesh_;
+  std::unique_ptr<collective::Channel> channel_;
+
+  mutable std::mutex mutex_;  // guards what follows, up to the blank line
+  std::deque<std::shared_ptr<Operation>> inbox_;
+  Driver driver_ = Driver::none;
+  std::condition_variable driver_left_;
+  collective::Failure failure_;
+  std::uint32_t next_sequence_ = 1;
+  std::vector<EventRecord> events_;
+  std::uint64_t event_count_ = 0;
+  std::optional<Traffic> traffic_;
+
+  // The driver's alone.
+  std::deque<std::shared_ptr<Operation>> queue_;
+  std::vector<std::shared_ptr<Operation>> active_;
+  std::size_t active_on_mesh_ = 0;
+  bool torn_down_ = false;
+  transport::Fd wake_;
+};
+
+// The one engine of a process. Its thread starts with the first group and ends with the last.
+class Engine {
+ public:
+  static Engine& instance();
+  std::shared_ptr<Group> add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh);
+  // Fails what is under way, waits until no driver is left, forgets the group.
+  void remove_group(const std::shared_ptr<Group>& group);
+
+  // Takes the id of one completed operation that asked for notice; nullopt when none came in time, or after
+  // `interrupt_completions`.
+  std::optional<std::uint64_t> next_completion(std::int64_t timeout_ns);
+  void interrupt_completions();
+
+ private:
+  friend class Group;
+  Engine() = default;
+  void run();
+  void wake();
+  void push_completion(std::uint64_t id);
+
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Group>> groups_;
+  std::thread thread_;
+  bool stopping_ = false;
+  transport::Fd wake_;
+  std::atomic<std::uint64_t> next_operation_id_{1};
+
+  std::mutex completion_mutex_;
+  std::condition_variable completion_condition_;
+  std::deque<std::uint64_t> completions_;
+  std::uint64_t completion_interrupts_ = 0;
+};
+
+}  // namespace netfold::engine

@@ -1,0 +1,206 @@
+// The hot kernels for AVX2 with F16C: sums of every dtype, min and max of floats and int32, conversions.
+//
+// What must always hold: the bits of serial.cpp. So no fused multiply-add, NaN made canonical before it is
+// stored, and bf16 rounded in integers.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "vector_loops.hpp"
+
+namespace netfold::kernels {
+namespace {
+
+struct F32 {
+  using Register = __m256;
+  static constexpr std::size_t kElementBytes = 4, kCount = 8, kBytes = 32;
+  static Register load(const std::byte* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
+  static Register canonical(Register v) {
+    const Register quiet_nan = _mm256_castsi256_ps(_mm256_set1_epi32(kQuietNan32));
+    return _mm256_blendv_ps(v, quiet_nan, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  }
+  static void store(std::byte* p, Register v) { _mm256_storeu_ps(reinterpret_cast<float*>(p), canonical(v)); }
+  static Register combine(Register a, Register b) { return _mm256_add_ps(a, b); }
+};
+
+struct F64 {
+  using Register = __m256d;
+  static constexpr std::size_t kElementBytes = 8, kCount = 4, kBytes = 32;
+  static Register load(const std::byte* p) { return _mm256_loadu_pd(reinterpret_cast<const double*>(p)); }
+  static void store(std::byte* p, Register v) {
+    const Register quiet_nan = _mm256_castsi256_pd(_mm256_set1_epi64x(kQuietNan64));
+    const Register is_nan = _mm256_cmp_pd(v, v, _CMP_UNORD_Q);
+    _mm256_storeu_pd(reinterpret_cast<double*>(p), _mm256_blendv_pd(v, quiet_nan, is_nan));
+  }
+  static Register combine(Register a, Register b) { return _mm256_add_pd(a, b); }
+};
+
+struct F16 : F32 {
+  static constexpr std::size_t kElementBytes = 2, kBytes = 16;
+  static Register load(const std::byte* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store(std::byte* p, Register v) {
+    const __m128i halves = _mm256_cvtps_ph(canonical(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves);
+  }
+};
+
+struct BF16 : F32 {
+  static constexpr std::size_t kElementBytes = 2, kBytes = 16;
+  static Register load(const std::byte* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
+  // The upper half of each 32-bit element is the result.
+  static __m256i rounded(Register v) {
+    const __m256i bits = _mm256_castps_si256(canonical(v));
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  }
+  static void store(std::byte* p, Register v) {
+    const __m256i halves = _mm256_srli_epi32(rounded(v), 16);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+  }
+};
+
+// For reductions, where elements need not leave their place: a register of bf16 is widened as its even and
+// its odd elements, a shift and a mask instead of shuffles.
+struct BF16Pairs {
+  struct Register {
+    __m256 even, odd;
+  };
+  static constexpr std::size_t kElementBytes = 2, kCount = 16, kBytes = 32;
+  static Register load(const std::byte* p) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(both, upper))};
+  }
+  static void store(std::byte* p, Register v) {
+    const __m256i even = _mm256_srli_epi32(BF16::rounded(v.even), 16);
+    const __m256i odd = BF16::rounded(v.odd);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_blend_epi16(even, odd, 0xaa));
+  }
+  static Register combine(Register a, Register b) {
+    return {F32::combine(a.even, b.even), F32::combine(a.odd, b.odd)};
+  }
+};
+
+template <class Base>
+struct Min : Base {
+  using Register = typename Base::Register;
+  static Register combine(Register a, Register b) {
+    // minps(b, a) gives a for equal values and for a NaN a, as serial does; a NaN b must be put in by hand.
+    return _mm256_blendv_ps(_mm256_min_ps(b, a), b, _mm256_cmp_ps(b, b, _CMP_UNORD_Q));
+  }
+};
+
+template <class Base>
+struct Max : Base {
+  using Register = typename Base::Register;
+  static Register combine(Register a, Register b) {
+    return _mm256_blendv_ps(_mm256_max_ps(b, a), b, _mm256_cmp_ps(b, b, _CMP_UNORD_Q));
+  }
+};
+
+struct Integers {
+  using Register = __m256i;
+  static constexpr std::size_t kBytes = 32;
+  static Register load(const std::byte* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static void store(std::byte* p, Register v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+};
+struct I8 : Integers {
+  static constexpr std::size_t kElementBytes = 1, kCount = 32;
+  static Register combine(Register a, Register b) { return _mm256_add_epi8(a, b); }
+};
+struct I16 : Integers {
+  static constexpr std::size_t kElementBytes = 2, kCount = 16;
+  static Register combine(Register a, Register b) { return _mm256_add_epi16(a, b); }
+};
+struct I32 : Integers {
+  static constexpr std::size_t kElementBytes = 4, kCount = 8;
+  static Register combine(Register a, Register b) { return _mm256_add_epi32(a, b); }
+};
+struct I64 : Integers {
+  static constexpr std::size_t kElementBytes = 8, kCount = 4;
+  static Register combine(Register a, Register b) { return _mm256_add_epi64(a, b); }
+};
+struct I32Max : I32 {
+  static Register combine(Register a, Register b) { return _mm256_max_epi32(a, b); }
+};
+struct I32Min : I32 {
+  static Register combine(Register a, Register b) { return _mm256_min_epi32(a, b); }
+};
+
+std::uint32_t largest_magnitude_bits(const void* src, std::size_t count) {
+  const __m256i no_sign = _mm256_set1_epi32(0x7fffffff);
+  __m256i largest = _mm256_setzero_si256();
+  std::size_t i = 0;
+  for (; count - i >= I32::kCount; i += I32::kCount) {
+    const __m256i bits = I32::load(static_cast<const std::byte*>(src) + i * I32::kElementBytes);
+    largest = _mm256_max_epi32(largest, _mm256_and_si256(bits, no_sign));
+  }
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
+  four = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 1));
+  const auto in_registers = static_cast<std::uint32_t>(_mm_cvtsi128_si32(four));
+  const std::uint32_t in_tail =
+      kSerialTable.largest_magnitude_bits(at(src, i * I32::kElementBytes), count - i);
+  return in_registers > in_tail ? in_registers : in_tail;
+}
+
+void scale_to_i32(void* dst, const void* src, std::size_t count, float scale) {
+  const __m256 scales = _mm256_set1_ps(scale);
+  const std::size_t i = map_registers<I32, F32>(
+      dst, src, count, [scales](__m256 v) { return _mm256_cvtps_epi32(_mm256_mul_ps(v, scales)); });
+  kSerialTable.scale_to_i32(at(dst, i * 4), at(src, i * 4), count - i, scale);
+}
+
+void scale_to_f32(void* dst, const void* src, std::size_t count, float scale) {
+  const __m256 scales = _mm256_set1_ps(scale);
+  const std::size_t i = map_registers<F32, I32>(
+      dst, src, count, [scales](__m256i v) { return _mm256_mul_ps(_mm256_cvtepi32_ps(v), scales); });
+  kSerialTable.scale_to_f32(at(dst, i * 4), at(src, i * 4), count - i, scale);
+}
+
+}  // namespace
+
+void add_avx2(Table& table) {
+  using enum ReduceOp;
+  using enum DType;
+  add_fold<F32, sum, f32>(table);
+  add_fold<F64, sum, f64>(table);
+  add_fold<F16, sum, f16>(table);
+  add_fold<BF16Pairs, sum, bf16>(table);
+  add_fold<I8, sum, i8>(table);
+  add_fold<I16, sum, i16>(table);
+  add_fold<I32, sum, i32>(table);
+  add_fold<I64, sum, i64>(table);
+  add_fold<I8, sum, u8>(table);
+  add_fold<I16, sum, u16>(table);
+  add_fold<I32, sum, u32>(table);
+  add_fold<I64, sum, u64>(table);
+  add_fold<Min<F32>, min, f32>(table);
+  add_fold<Max<F32>, max, f32>(table);
+  add_fold<Min<F16>, min, f16>(table);
+  add_fold<Max<F16>, max, f16>(table);
+  add_fold<Min<BF16>, min, bf16>(table);
+  add_fold<Max<BF16>, max, bf16>(table);
+  add_fold<I32Min, min, i32>(table);
+  add_fold<I32Max, max, i32>(table);
+
+  add_conversion<F16, f16, F32, f32>(table);
+  add_conversion<F32, f32, F16, f16>(table);
+  add_conversion<BF16, bf16, F32, f32>(table);
+  add_conversion<F32, f32, BF16, bf16>(table);
+
+  table.largest_magnitude_bits = largest_magnitude_bits;
+  table.scale_to_i32 = scale_to_i32;
+  table.scale_to_f32 = scale_to_f32;
+}
+
+}  // namespace netfold::kernels
+
+#endif

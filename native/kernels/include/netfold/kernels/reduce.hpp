@@ -1,0 +1,28 @@
+// Reductions over many sources in one pass: the arithmetic of every collective and of the switch.
+#pragma once
+
+#include <netfold/kernels/types.hpp>
+
+namespace netfold::kernels {
+
+// dst[i] = op(...op(op(sources[0][i], sources[1][i]), sources[2][i])..., sources[n-1][i])
+//
+// The fold runs in the order of `sources`, so equal inputs give equal bits whatever the instruction set.
+// f16 and bf16 accumulate in f32 and are rounded once (to nearest, ties to even). Integers wrap. Floats keep
+// NaN and Inf; min and max give NaN where any source is NaN (as torch does), and the earlier of -0 and +0.
+// Every NaN is written as the one canonical quiet NaN (also with one source), since which of two NaNs an
+// addition keeps depends on the compiler and the machine. band/bor/bxor on floats: returns false.
+//
+// Ownership: all pointers are borrowed for the call and need no alignment. `dst` may equal a source; partial
+// overlap is not allowed. source_count >= 1.
+//
+// Cost: reads source_count * count elements and writes count, each once.
+//
+// Returns false, touching nothing, where the operator has no meaning for the dtype.
+bool reduce(ReduceOp op, DType dtype, void* dst, const void* const* sources, std::size_t source_count,
+            std::size_t count);
+
+// Whether `reduce` has a meaning for this pair (bitwise operators need integers).
+bool is_defined(ReduceOp op, DType dtype);
+
+}  // namespace netfold::kernels

@@ -1,0 +1,65 @@
+// Element types and reduction operators: the vocabulary every room above shares.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace netfold::kernels {
+
+// The numeric values travel in packets and event records: append only, never renumber.
+enum class DType : std::uint8_t {
+  f32 = 0,
+  f64 = 1,
+  f16 = 2,
+  bf16 = 3,
+  i8 = 4,
+  i16 = 5,
+  i32 = 6,
+  i64 = 7,
+  u8 = 8,
+  u16 = 9,
+  u32 = 10,
+  u64 = 11,
+};
+inline constexpr int kDTypeCount = 12;
+
+enum class ReduceOp : std::uint8_t { sum = 0, product = 1, min = 2, max = 3, band = 4, bor = 5, bxor = 6 };
+inline constexpr int kReduceOpCount = 7;
+
+constexpr bool is_valid_dtype(std::uint8_t value) {
+  return value < kDTypeCount;
+}
+constexpr bool is_valid_reduce_op(std::uint8_t value) {
+  return value < kReduceOpCount;
+}
+
+constexpr std::size_t element_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+    case DType::i64:
+    case DType::u64:
+      return 8;
+    case DType::f32:
+    case DType::i32:
+    case DType::u32:
+      return 4;
+    case DType::f16:
+    case DType::bf16:
+    case DType::i16:
+    case DType::u16:
+      return 2;
+    case DType::i8:
+    case DType::u8:
+      return 1;
+  }
+  return 0;
+}
+
+constexpr bool is_float(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::f64 || dtype == DType::f16 || dtype == DType::bf16;
+}
+
+const char* name(DType dtype);
+const char* name(ReduceOp op);
+
+}  // namespace netfold::kernels

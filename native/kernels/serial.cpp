@@ -1,0 +1,252 @@
+// Every kernel in plain C++: the oracle that vector kernels must equal bit for bit, and their stand-in.
+//
+// What must always hold:
+//  - The fold runs in the order of the sources. f16 and bf16 fold in f32 and round once.
+//  - Integers wrap: arithmetic is done unsigned and at least 32 bits wide (u16 * u16 would overflow int).
+//  - A NaN is written as the one canonical quiet NaN. Which of two NaNs an addition keeps depends on
+//    operand order, which compilers may swap, and on the machine; canonical NaNs make "the same bits
+//    everywhere" true without a footnote.
+//  - No pointer is assumed to be aligned: elements come and go through memcpy.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "tables.hpp"
+
+namespace netfold::kernels {
+namespace {
+
+template <class T>
+T load_bits(const void* base, std::size_t i) {
+  T value;
+  std::memcpy(&value, static_cast<const std::byte*>(base) + i * sizeof(T), sizeof(T));
+  return value;
+}
+
+template <class T>
+void store_bits(void* base, std::size_t i, T value) {
+  std::memcpy(static_cast<std::byte*>(base) + i * sizeof(T), &value, sizeof(T));
+}
+
+template <class T>
+T canonical(T value) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return value == value ? value : std::numeric_limits<T>::quiet_NaN();
+  } else {
+    return value;
+  }
+}
+
+float f32_from_f16(std::uint16_t half) {
+  const std::uint32_t sign = (half & 0x8000u) << 16;
+  const std::uint32_t magnitude = (half & 0x7fffu) << 13;  // f32's field positions, f16's exponent bias
+  if (magnitude >= 0x0f800000u) return std::bit_cast<float>(sign | 0x7f800000u | magnitude);
+  if (magnitude < 0x00800000u) {  // subnormal: a count of 2^-24
+    const float value = static_cast<float>(half & 0x3ffu) * 0x1p-24f;
+    return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(value));
+  }
+  return std::bit_cast<float>(sign | (magnitude + ((127u - 15u) << 23)));
+}
+
+std::uint16_t f16_from_f32(float value) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t sign = (bits >> 16) & 0x8000u;
+  std::uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7e00u;
+  if (magnitude >= 0x477ff000u)
+    return static_cast<std::uint16_t>(sign | 0x7c00u);  // 65520 and up round to Inf
+  if (magnitude < 0x38800000u) {
+    // Below 2^-14 the result is a count of 2^-24, which is the spacing of floats in [0.5, 1): let the
+    // addition round.
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u));
+  }
+  magnitude += 0xfffu + ((magnitude >> 13) & 1u);
+  return static_cast<std::uint16_t>(sign | ((magnitude - ((127u - 15u) << 23)) >> 13));
+}
+
+float f32_from_bf16(std::uint16_t half) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(half) << 16);
+}
+
+std::uint16_t bf16_from_f32(float value) {
+  std::uint32_t bits = std::bit_cast<std::uint32_t>(canonical(value));
+  bits += 0x7fffu + ((bits >> 16) & 1u);
+  return static_cast<std::uint16_t>(bits >> 16);
+}
+
+// How elements of a dtype come in, what they are folded as, and how they go out.
+template <class T>
+struct Plain {
+  using Value = T;
+  static Value load(const void* base, std::size_t i) { return load_bits<T>(base, i); }
+  static void store(void* base, std::size_t i, Value value) { store_bits(base, i, canonical(value)); }
+};
+struct F16 {
+  using Value = float;
+  static Value load(const void* base, std::size_t i) {
+    return f32_from_f16(load_bits<std::uint16_t>(base, i));
+  }
+  static void store(void* base, std::size_t i, Value value) { store_bits(base, i, f16_from_f32(value)); }
+};
+struct BF16 {
+  using Value = float;
+  static Value load(const void* base, std::size_t i) {
+    return f32_from_bf16(load_bits<std::uint16_t>(base, i));
+  }
+  static void store(void* base, std::size_t i, Value value) { store_bits(base, i, bf16_from_f32(value)); }
+};
+
+// uint32_t or uint64_t: unsigned, and not promoted to int.
+template <class T>
+using Wrapping = decltype(std::make_unsigned_t<T>{} + 0u);
+
+struct Sum {
+  template <class T>
+  static T combine(T a, T b) {
+    if constexpr (std::is_floating_point_v<T>) return a + b;
+    if constexpr (std::is_integral_v<T>)
+      return static_cast<T>(static_cast<Wrapping<T>>(a) + static_cast<Wrapping<T>>(b));
+  }
+};
+struct Product {
+  template <class T>
+  static T combine(T a, T b) {
+    if constexpr (std::is_floating_point_v<T>) return a * b;
+    if constexpr (std::is_integral_v<T>)
+      return static_cast<T>(static_cast<Wrapping<T>>(a) * static_cast<Wrapping<T>>(b));
+  }
+};
+// Of -0 and +0, and of two NaNs, the earlier stays.
+struct Min {
+  template <class T>
+  static T combine(T a, T b) {
+    return b < a || b != b ? b : a;
+  }
+};
+struct Max {
+  template <class T>
+  static T combine(T a, T b) {
+    return b > a || b != b ? b : a;
+  }
+};
+struct BitAnd {
+  template <class T>
+  static T combine(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+struct BitOr {
+  template <class T>
+  static T combine(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+struct BitXor {
+  template <class T>
+  static T combine(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+
+// Tile by tile, so that the compiler may vectorise over elements while each element's fold keeps its order.
+template <class Element, class Op>
+void fold(void* dst, const void* const* sources, std::size_t source_count, std::size_t first,
+          std::size_t last) {
+  constexpr std::size_t kTile = 64;
+  typename Element::Value total[kTile];
+  for (std::size_t begin = first; begin < last; begin += kTile) {
+    const std::size_t n = std::min(kTile, last - begin);
+    for (std::size_t j = 0; j < n; ++j) total[j] = Element::load(sources[0], begin + j);
+    for (std::size_t s = 1; s < source_count; ++s) {
+      const void* const source = sources[s];
+      for (std::size_t j = 0; j < n; ++j) total[j] = Op::combine(total[j], Element::load(source, begin + j));
+    }
+    for (std::size_t j = 0; j < n; ++j) Element::store(dst, begin + j, total[j]);
+  }
+}
+
+template <class To, class From>
+void convert_each(void* dst, const void* src, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i)
+    To::store(dst, i, static_cast<typename To::Value>(From::load(src, i)));
+}
+
+template <std::size_t kElementBytes>
+void copy(void* dst, const void* src, std::size_t count) {
+  if (count != 0) std::memmove(dst, src, count * kElementBytes);
+}
+
+std::uint32_t largest_magnitude_bits(const void* src, std::size_t count) {
+  std::uint32_t largest = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    largest = std::max(largest, load_bits<std::uint32_t>(src, i) & 0x7fffffffu);
+  }
+  return largest;
+}
+
+void scale_to_i32(void* dst, const void* src, std::size_t count, float scale) {
+  for (std::size_t i = 0; i < count; ++i) {
+    store_bits(dst, i, static_cast<std::int32_t>(std::lrint(load_bits<float>(src, i) * scale)));
+  }
+}
+
+void scale_to_f32(void* dst, const void* src, std::size_t count, float scale) {
+  for (std::size_t i = 0; i < count; ++i) {
+    store_bits(dst, i, static_cast<float>(load_bits<std::int32_t>(src, i)) * scale);
+  }
+}
+
+template <class Element>
+constexpr void add_dtype(Table& table, DType dtype) {
+  table.reduce[index(ReduceOp::sum)][index(dtype)] = fold<Element, Sum>;
+  table.reduce[index(ReduceOp::product)][index(dtype)] = fold<Element, Product>;
+  table.reduce[index(ReduceOp::min)][index(dtype)] = fold<Element, Min>;
+  table.reduce[index(ReduceOp::max)][index(dtype)] = fold<Element, Max>;
+  if constexpr (std::is_integral_v<typename Element::Value>) {
+    table.reduce[index(ReduceOp::band)][index(dtype)] = fold<Element, BitAnd>;
+    table.reduce[index(ReduceOp::bor)][index(dtype)] = fold<Element, BitOr>;
+    table.reduce[index(ReduceOp::bxor)][index(dtype)] = fold<Element, BitXor>;
+  }
+}
+
+constexpr Table build_table() {
+  Table table{};
+  add_dtype<Plain<float>>(table, DType::f32);
+  add_dtype<Plain<double>>(table, DType::f64);
+  add_dtype<F16>(table, DType::f16);
+  add_dtype<BF16>(table, DType::bf16);
+  add_dtype<Plain<std::int8_t>>(table, DType::i8);
+  add_dtype<Plain<std::int16_t>>(table, DType::i16);
+  add_dtype<Plain<std::int32_t>>(table, DType::i32);
+  add_dtype<Plain<std::int64_t>>(table, DType::i64);
+  add_dtype<Plain<std::uint8_t>>(table, DType::u8);
+  add_dtype<Plain<std::uint16_t>>(table, DType::u16);
+  add_dtype<Plain<std::uint32_t>>(table, DType::u32);
+  add_dtype<Plain<std::uint64_t>>(table, DType::u64);
+
+  constexpr Table::Convert* kCopies[] = {copy<1>, copy<2>, copy<4>, copy<8>};
+  for (std::size_t i = 0; i < kDTypeCount; ++i) {
+    table.convert[i][i] = kCopies[std::countr_zero(element_bytes(static_cast<DType>(i)))];
+  }
+  table.convert[index(DType::f16)][index(DType::f32)] = convert_each<F16, Plain<float>>;
+  table.convert[index(DType::f32)][index(DType::f16)] = convert_each<Plain<float>, F16>;
+  table.convert[index(DType::bf16)][index(DType::f32)] = convert_each<BF16, Plain<float>>;
+  table.convert[index(DType::f32)][index(DType::bf16)] = convert_each<Plain<float>, BF16>;
+  table.convert[index(DType::f32)][index(DType::f64)] = convert_each<Plain<float>, Plain<double>>;
+  table.convert[index(DType::f64)][index(DType::f32)] = convert_each<Plain<double>, Plain<float>>;
+
+  table.largest_magnitude_bits = largest_magnitude_bits;
+  table.scale_to_i32 = scale_to_i32;
+  table.scale_to_f32 = scale_to_f32;
+  return table;
+}
+
+}  // namespace
+
+constinit const Table kSerialTable = build_table();
+
+}  // namespace netfold::kernels

@@ -1,0 +1,54 @@
+// The room's inside: one table of leaf kernels an instruction set.
+//
+// `serial` fills every entry that has a meaning; `avx2` begins as a copy of it, `avx512` as a copy of `avx2`,
+// and each replaces the entries that it does better. So anything without a vector version falls to serial, a
+// new instruction set is one new file, and a call costs one look-up. What must always hold: an entry gives
+// the serial entry's bits.
+#pragma once
+
+#include <netfold/kernels/isa.hpp>
+#include <netfold/kernels/types.hpp>
+
+namespace netfold::kernels {
+
+struct Table {
+  // Elements [first, last), so that a vector kernel leaves its last few to serial without moving pointers.
+  using Reduce = void(void* dst, const void* const* sources, std::size_t source_count, std::size_t first,
+                      std::size_t last);
+  using Convert = void(void* dst, const void* src, std::size_t count);
+
+  Reduce* reduce[kReduceOpCount][kDTypeCount];  // null: the operator has no meaning for the dtype
+  Convert* convert[kDTypeCount][kDTypeCount];   // [to][from]; null: no such conversion
+
+  // For block_quantise: float32 magnitudes compare as integers without their sign bit (NaN above Inf above
+  // all).
+  std::uint32_t (*largest_magnitude_bits)(const void* src, std::size_t count);
+  // i32 = round(f32 * scale), f32 = i32 * scale; scale is a normal power of two, results of the first fit.
+  void (*scale_to_i32)(void* dst, const void* src, std::size_t count, float scale);
+  void (*scale_to_f32)(void* dst, const void* src, std::size_t count, float scale);
+};
+
+constexpr std::size_t index(ReduceOp op) {
+  return static_cast<std::size_t>(op);
+}
+constexpr std::size_t index(DType dtype) {
+  return static_cast<std::size_t>(dtype);
+}
+
+extern const Table kSerialTable;
+// Compiled for their instruction set as a whole: call only where the CPU has it.
+void add_avx2(Table& table);
+void add_avx512(Table& table);
+
+// Null where this CPU (or build) lacks the instruction set.
+const Table* find_table(Isa isa);
+const Table& active_table();
+
+// block_quantise.hpp's functions on a given table.
+void block_exponents(const Table& table, std::int16_t* exponents, const float* src, std::size_t count);
+void quantise(const Table& table, std::int32_t* dst, const float* src, std::size_t count,
+              const std::int16_t* exponents, int headroom_bits, std::size_t first_element);
+void dequantise(const Table& table, float* dst, const std::int32_t* src, std::size_t count,
+                const std::int16_t* exponents, int headroom_bits, std::size_t first_element);
+
+}  // namespace netfold::kernels

@@ -1,0 +1,118 @@
+// The wire format of aggregation: one fixed header, values behind it.
+//
+// Requests (contributions) and answers (results) have one layout and one length, so that a switch can write the
+// answer where the request stood. The header is big-endian, every field is naturally aligned, and values start at
+// byte 48: a P4 parser or an XDP program finds each field at a constant offset. Values are little-endian, as the
+// hosts that add them are. All packets of a job have the same length: the tail chunk of an operation is zero-padded.
+//
+//   offset bytes field
+//        0     2 magic          0x4e46 ("NF")
+//        2     1 version        1
+//        3     1 flags          bit 0 answer, bit 1 non-finite, bit 2 mismatch, bit 3 hello
+//        4     4 job            given by the switch at admission
+//        8     4 epoch          given by the switch when the job's workers are complete; always growing
+//       12     4 incarnation    drawn by the switch when it starts
+//       16     8 chunk          full sequence number over the life of the epoch; never wraps
+//       24     8 counter        packets sent so far by this sender in this epoch; never repeats
+//       32     4 operation      the group's operation sequence number
+//       36     4 elements       low 32 bits of the operation's element count (a check, and an error's text)
+//       40     2 worker         sender's bit index; in an answer: the worker whose contribution came last
+//       42     2 count          values that mean something; the rest is zero padding
+//       44     1 wire           DType of the values on the wire
+//       45     1 reduce         ReduceOp
+//       46     2 table          low 16 bits of the hash of the group's choice table
+//       48       values         payload_bytes of the job
+//
+// A packet is first a PacketView (bytes whose length, magic and version were checked) and only then a Header.
+#pragma once
+
+#include <netfold/kernels/types.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+
+namespace netfold::protocol {
+
+inline constexpr std::size_t kHeaderBytes = 48;
+inline constexpr std::uint16_t kMagic = 0x4e46;
+inline constexpr std::uint8_t kVersion = 1;
+// 352 four-byte values: with IPv4, UDP, this header and a 16-byte tag they fill an MTU of 1500 exactly.
+inline constexpr std::size_t kEthernetPayloadBytes = 1408;
+inline constexpr std::size_t kMaxPayloadBytes = 32768;
+inline constexpr std::uint16_t kMaxWorkers = 256;
+
+enum Flag : std::uint8_t {
+  kAnswer = 1,     // from the switch
+  kNonFinite = 2,  // a contribution to this chunk held NaN or Inf that the wire format cannot carry
+  kMismatch = 4,   // an answer that carries no result: it describes the worker that disagrees with the reader
+  kHello = 8,      // path probe: the switch returns it to the registered address, same length
+};
+
+struct Header {
+  std::uint8_t flags = 0;
+  std::uint32_t job = 0;
+  std::uint32_t epoch = 0;
+  std::uint32_t incarnation = 0;
+  std::uint64_t chunk = 0;
+  std::uint64_t counter = 0;
+  std::uint32_t operation = 0;
+  std::uint32_t elements = 0;
+  std::uint16_t worker = 0;
+  std::uint16_t count = 0;
+  std::uint8_t wire = 0;
+  std::uint8_t reduce = 0;
+  std::uint16_t table = 0;
+
+  bool operator==(const Header&) const = default;
+};
+
+// Why a packet changed nothing. Both machines count by reason; the order is the order in metrics.
+enum class Drop : std::uint8_t {
+  none = 0,
+  malformed,       // too short, wrong magic or version, unknown flag, wire format or operator, or impossible count
+  length,          // not the length agreed for this job
+  foreign,         // another job
+  incarnation,     // from or to a switch that has since restarted
+  epoch,           // from a former life of the job
+  worker,          // a worker index the job does not have, or not this sender's
+  source,          // not the address the sender registered
+  direction,       // an answer at the switch, or a contribution at a worker
+  stale,           // a chunk that every worker already has
+  duplicate,       // contributed or received before
+  window,          // a chunk the sender could not have reached yet
+};
+inline constexpr int kDropCount = 12;
+const char* name(Drop reason);
+
+// Bytes that are at least a header of ours. Views borrow; they live as long as the bytes do.
+class PacketView {
+ public:
+  static std::optional<PacketView> parse(std::span<const std::byte> bytes);
+  Header header() const;
+  std::span<const std::byte> payload() const { return bytes_.subspan(kHeaderBytes); }
+
+ private:
+  explicit PacketView(std::span<const std::byte> bytes) : bytes_(bytes) {}
+  std::span<const std::byte> bytes_;
+};
+
+// Write `header` into the first kHeaderBytes of `out`.
+void write_header(const Header& header, std::byte* out);
+
+// What the ranks of a group must agree on before a single value is added.
+struct Agreement {
+  std::uint32_t operation = 0;
+  std::uint32_t elements = 0;
+  std::uint16_t count = 0;
+  std::uint8_t wire = 0;
+  std::uint8_t reduce = 0;
+  std::uint16_t table = 0;
+
+  static Agreement of(const Header& header);
+  void fill(Header& header) const;
+  bool operator==(const Agreement&) const = default;
+};
+
+}  // namespace netfold::protocol

@@ -1,0 +1,109 @@
+// The switch's half of aggregation: one job's pool of slots.
+//
+// Theory of operation. A job of N workers has 2W slots; chunk c lives in slot c mod 2W, and a worker has at most W
+// chunks in flight: it sends chunk c only when it has the results of every chunk up to c - W. So the first
+// contribution to chunk c proves that its sender has result c - W, hence that every worker contributed c - W, hence
+// that every worker has result c - 2W: the slot's former tenant can be forgotten. The full chunk number is compared
+// (a version bit cannot tell a packet that was delayed by two turns; VeriNC, ICNP'26), so whatever the network does
+// with order, copies and delays, a packet is for the slot's present chunk, or it is dropped.
+//
+//   slot state     packet of chunk c (same residue)      becomes            answer
+//   collecting     c = slot's, new worker                collecting         -
+//   collecting     c = slot's, last worker               complete           result to every worker
+//   collecting     c = slot's, known worker              unchanged          - (duplicate)
+//   collecting     c = slot's, disagrees with the first  unchanged          mismatch to both sides
+//   complete       c = slot's                            unchanged          the kept result, to that worker
+//   complete       c = slot's + 2W                       collecting c       -
+//   any            c < slot's                            unchanged          - (stale)
+//   any            other                                 unchanged          - (window: the sender broke the rule)
+//
+// Contributions are kept apart until the last one arrives and are then folded in rank order: the sum of floats is
+// the same for every arrival order. The machine is a value: copyable, comparable, with canonical bytes. It has no
+// socket, clock or thread, and allocates only when it is made.
+#pragma once
+
+#include <netfold/protocol/packet.hpp>
+
+#include <array>
+#include <vector>
+
+namespace netfold::protocol {
+
+struct JobConfig {
+  std::uint32_t job = 0;
+  std::uint32_t epoch = 0;
+  std::uint32_t incarnation = 0;
+  std::uint16_t workers = 0;        // 1..kMaxWorkers
+  std::uint32_t window = 0;         // W: chunks a worker may have in flight; the pool has 2W slots
+  std::uint32_t payload_bytes = 0;  // of every packet; a multiple of 8, up to kMaxPayloadBytes
+
+  bool operator==(const JobConfig&) const = default;
+  // Bytes a job of this shape takes: what admission grants.
+  std::size_t memory_bytes() const;
+};
+
+class SwitchJob {
+ public:
+  // Throws std::invalid_argument, saying which bound was broken.
+  explicit SwitchJob(const JobConfig& config);
+
+  enum class Outcome : std::uint8_t {
+    dropped,    // nothing changed; `drop` says why
+    stored,     // counted; the chunk still misses workers
+    completed,  // the result is there: send frame(slot) to every worker
+    answered,   // a late duplicate: send frame(slot) to `worker` alone
+    mismatch,   // the sender and `other` do not agree; send mismatch packets to both
+  };
+  struct Handled {
+    Outcome outcome = Outcome::dropped;
+    Drop drop = Drop::none;
+    std::uint32_t slot = 0;
+    std::uint64_t chunk = 0;
+    std::uint16_t worker = 0;
+    std::uint16_t other = 0;  // mismatch: the worker that set the slot's agreement
+  };
+
+  // One datagram in. Never reads past `bytes`, never throws, and changes nothing unless stored or completed.
+  Handled handle_packet(std::span<const std::byte> bytes);
+
+  // The answer packet of the slot's last completed chunk, ready to send: whole and final, with its chunk number on it.
+  // The bytes change when a later tenant of the slot completes.
+  std::span<const std::byte> frame(std::uint32_t slot) const;
+  // After `mismatch`: the packet that tells `to` what `about` said. `out` has config().payload_bytes + kHeaderBytes.
+  void write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::byte* out) const;
+  Agreement agreement(std::uint32_t slot) const { return slots_[slot].agreement; }
+
+  // Workers whose contribution to `chunk` has not come (bit index order); empty when it is complete or unknown.
+  std::vector<std::uint16_t> missing(std::uint64_t chunk) const;
+
+  const JobConfig& config() const { return config_; }
+  std::size_t packet_bytes() const { return kHeaderBytes + config_.payload_bytes; }
+  std::uint32_t slot_count() const { return 2 * config_.window; }
+  bool operator==(const SwitchJob&) const = default;
+  // Appends bytes that are equal exactly when the machines are.
+  void append_canonical(std::vector<std::byte>& out) const;
+
+ private:
+  using Bitmap = std::array<std::uint64_t, kMaxWorkers / 64>;
+  struct Slot {
+    std::uint64_t chunk = 0;
+    Agreement agreement;
+    std::uint16_t contributed_count = 0;
+    bool complete = false;
+    bool non_finite = false;
+    Bitmap contributed{};
+    bool operator==(const Slot&) const = default;
+  };
+
+  Drop check(const Header& header, std::size_t bytes) const;
+  void complete(std::uint32_t slot, std::uint16_t last_worker);
+  std::byte* contribution(std::uint32_t slot, std::uint16_t worker);
+
+  JobConfig config_;
+  std::vector<Slot> slots_;
+  std::vector<std::byte> contributions_;  // [slot][worker][payload]
+  std::vector<std::byte> frames_;         // [slot][header + payload]
+  std::uint64_t counter_ = 0;
+};
+
+}  // namespace netfold::protocol

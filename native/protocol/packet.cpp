@@ -1,0 +1,109 @@
+#include <netfold/protocol/packet.hpp>
+
+namespace netfold::protocol {
+namespace {
+
+template <class T>
+T load_be(const std::byte* at) {
+  T value = 0;
+  for (std::size_t i = 0; i < sizeof(T); ++i) {
+    value = static_cast<T>((static_cast<std::uint64_t>(value) << 8) | static_cast<std::uint64_t>(at[i]));
+  }
+  return value;
+}
+
+template <class T>
+void store_be(std::byte* at, T value) {
+  for (std::size_t i = 0; i < sizeof(T); ++i) {
+    at[i] = static_cast<std::byte>((static_cast<std::uint64_t>(value) >> (8 * (sizeof(T) - 1 - i))) & 0xff);
+  }
+}
+
+constexpr std::uint8_t kKnownFlags = kAnswer | kNonFinite | kMismatch | kHello;
+
+}  // namespace
+
+const char* name(Drop reason) {
+  switch (reason) {
+    case Drop::none: return "none";
+    case Drop::malformed: return "malformed";
+    case Drop::length: return "length";
+    case Drop::foreign: return "foreign";
+    case Drop::incarnation: return "incarnation";
+    case Drop::epoch: return "epoch";
+    case Drop::worker: return "worker";
+    case Drop::source: return "source";
+    case Drop::direction: return "direction";
+    case Drop::stale: return "stale";
+    case Drop::duplicate: return "duplicate";
+    case Drop::window: return "window";
+  }
+  return "?";
+}
+
+std::optional<PacketView> PacketView::parse(std::span<const std::byte> bytes) {
+  if (bytes.size() < kHeaderBytes) return std::nullopt;
+  const std::byte* at = bytes.data();
+  if (load_be<std::uint16_t>(at) != kMagic || load_be<std::uint8_t>(at + 2) != kVersion) return std::nullopt;
+  if ((load_be<std::uint8_t>(at + 3) & ~kKnownFlags) != 0) return std::nullopt;
+  if (!kernels::is_valid_dtype(load_be<std::uint8_t>(at + 44))) return std::nullopt;
+  if (!kernels::is_valid_reduce_op(load_be<std::uint8_t>(at + 45))) return std::nullopt;
+  return PacketView(bytes);
+}
+
+Header PacketView::header() const {
+  const std::byte* at = bytes_.data();
+  return Header{
+      .flags = load_be<std::uint8_t>(at + 3),
+      .job = load_be<std::uint32_t>(at + 4),
+      .epoch = load_be<std::uint32_t>(at + 8),
+      .incarnation = load_be<std::uint32_t>(at + 12),
+      .chunk = load_be<std::uint64_t>(at + 16),
+      .counter = load_be<std::uint64_t>(at + 24),
+      .operation = load_be<std::uint32_t>(at + 32),
+      .elements = load_be<std::uint32_t>(at + 36),
+      .worker = load_be<std::uint16_t>(at + 40),
+      .count = load_be<std::uint16_t>(at + 42),
+      .wire = load_be<std::uint8_t>(at + 44),
+      .reduce = load_be<std::uint8_t>(at + 45),
+      .table = load_be<std::uint16_t>(at + 46),
+  };
+}
+
+void write_header(const Header& header, std::byte* out) {
+  store_be(out, kMagic);
+  store_be(out + 2, kVersion);
+  store_be(out + 3, header.flags);
+  store_be(out + 4, header.job);
+  store_be(out + 8, header.epoch);
+  store_be(out + 12, header.incarnation);
+  store_be(out + 16, header.chunk);
+  store_be(out + 24, header.counter);
+  store_be(out + 32, header.operation);
+  store_be(out + 36, header.elements);
+  store_be(out + 40, header.worker);
+  store_be(out + 42, header.count);
+  store_be(out + 44, header.wire);
+  store_be(out + 45, header.reduce);
+  store_be(out + 46, header.table);
+}
+
+Agreement Agreement::of(const Header& header) {
+  return Agreement{.operation = header.operation,
+                   .elements = header.elements,
+                   .count = header.count,
+                   .wire = header.wire,
+                   .reduce = header.reduce,
+                   .table = header.table};
+}
+
+void Agreement::fill(Header& header) const {
+  header.operation = operation;
+  header.elements = elements;
+  header.count = count;
+  header.wire = wire;
+  header.reduce = reduce;
+  header.table = table;
+}
+
+}  // namespace netfold::protocol

@@ -1,0 +1,59 @@
+// File descriptors and addresses: what both transports stand on.
+#pragma once
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+namespace netfold::transport {
+
+// Owns a descriptor and closes it.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    if (this != &other) {
+      reset();
+      fd_ = std::exchange(other.fd_, -1);
+    }
+    return *this;
+  }
+  Fd(const Fd&) = delete;
+  Fd& operator=(const Fd&) = delete;
+  ~Fd() { reset(); }
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+// An IPv4 or IPv6 address with its port. Compared by family, address and port.
+struct Address {
+  sockaddr_storage storage{};
+  socklen_t length = 0;
+
+  // `host` is a numeric address; names are resolved above this floor. Throws std::invalid_argument.
+  static Address parse(const std::string& host, std::uint16_t port);
+  static Address local_of(int fd);
+  std::uint16_t port() const;
+  std::string text() const;
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+  bool operator==(const Address& other) const;
+};
+
+// Throws std::system_error with `what` in front.
+[[noreturn]] void throw_errno(const std::string& what);
+
+// Asks for `bytes`, beyond rmem_max/wmem_max where the process may; returns what the kernel granted.
+int set_receive_buffer(int fd, int bytes);
+int set_send_buffer(int fd, int bytes);
+
+}  // namespace netfold::transport

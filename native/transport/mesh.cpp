@@ -1,0 +1,42 @@
+#include <fcntl.h>
+#include <netfold/transport/mesh.hpp>
+#include <netinet/tcp.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace netfold::transport {
+
+Mesh::Mesh(int rank, std::vector<Fd> peers) : rank_(rank), peers_(std::move(peers)), in_message_(peers_.size()) {
+  for (Fd& peer : peers_) {
+    if (!peer) continue;
+    const int flags = fcntl(peer.get(), F_GETFL);
+    if (flags < 0 || fcntl(peer.get(), F_SETFL, flags | O_NONBLOCK) != 0) throw_errno("set non-blocking");
+    const int on = 1;
+    setsockopt(peer.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  }
+}
+
+Mesh::Io Mesh::send(int peer, std::span<const iovec> pieces) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(pieces.data());
+  message.msg_iovlen = pieces.size();
+  const ssize_t sent = ::sendmsg(fd(peer), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent >= 0) return {.bytes = static_cast<std::size_t>(sent)};
+  if (errno == EAGAIN || errno == EINTR) return {};
+  return {.closed = true, .error = errno};
+}
+
+Mesh::Io Mesh::receive(int peer, std::byte* into, std::size_t bytes) {
+  const ssize_t got = ::recv(fd(peer), into, bytes, MSG_DONTWAIT);
+  if (got > 0) return {.bytes = static_cast<std::size_t>(got)};
+  if (got == 0) return {.closed = true};
+  if (errno == EAGAIN || errno == EINTR) return {};
+  return {.closed = true, .error = errno};
+}
+
+void Mesh::close() {
+  for (Fd& peer : peers_) peer.reset();
+}
+
+}  // namespace netfold::transport

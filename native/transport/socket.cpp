@@ -1,0 +1,88 @@
+#include <arpa/inet.h>
+#include <netfold/transport/socket.hpp>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+
+namespace netfold::transport {
+
+void Fd::reset() {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
+void throw_errno(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
+
+Address Address::parse(const std::string& host, std::uint16_t port) {
+  Address address;
+  auto* v4 = reinterpret_cast<sockaddr_in*>(&address.storage);
+  auto* v6 = reinterpret_cast<sockaddr_in6*>(&address.storage);
+  if (inet_pton(AF_INET, host.c_str(), &v4->sin_addr) == 1) {
+    v4->sin_family = AF_INET;
+    v4->sin_port = htons(port);
+    address.length = sizeof(sockaddr_in);
+  } else if (inet_pton(AF_INET6, host.c_str(), &v6->sin6_addr) == 1) {
+    v6->sin6_family = AF_INET6;
+    v6->sin6_port = htons(port);
+    address.length = sizeof(sockaddr_in6);
+  } else {
+    throw std::invalid_argument("'" + host + "' is not a numeric IPv4 or IPv6 address");
+  }
+  return address;
+}
+
+Address Address::local_of(int fd) {
+  Address address;
+  address.length = sizeof address.storage;
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.length) != 0) {
+    throw_errno("getsockname");
+  }
+  return address;
+}
+
+std::uint16_t Address::port() const {
+  if (storage.ss_family == AF_INET6) return ntohs(reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port);
+  return ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
+}
+
+std::string Address::text() const {
+  char host[INET6_ADDRSTRLEN] = "?";
+  if (storage.ss_family == AF_INET6) {
+    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr, host, sizeof host);
+    return "[" + std::string(host) + "]:" + std::to_string(port());
+  }
+  inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr, host, sizeof host);
+  return std::string(host) + ":" + std::to_string(port());
+}
+
+bool Address::operator==(const Address& other) const {
+  if (storage.ss_family != other.storage.ss_family || port() != other.port()) return false;
+  if (storage.ss_family == AF_INET6) {
+    return std::memcmp(&reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr,
+                       &reinterpret_cast<const sockaddr_in6*>(&other.storage)->sin6_addr, sizeof(in6_addr)) == 0;
+  }
+  return reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr ==
+         reinterpret_cast<const sockaddr_in*>(&other.storage)->sin_addr.s_addr;
+}
+
+namespace {
+
+int set_buffer(int fd, int force, int plain, int bytes) {
+  if (setsockopt(fd, SOL_SOCKET, force, &bytes, sizeof bytes) != 0) {
+    setsockopt(fd, SOL_SOCKET, plain, &bytes, sizeof bytes);
+  }
+  int granted = 0;
+  socklen_t length = sizeof granted;
+  getsockopt(fd, SOL_SOCKET, plain, &granted, &length);
+  return granted;
+}
+
+}  // namespace
+
+int set_receive_buffer(int fd, int bytes) { return set_buffer(fd, SO_RCVBUFFORCE, SO_RCVBUF, bytes); }
+int set_send_buffer(int fd, int bytes) { return set_buffer(fd, SO_SNDBUFFORCE, SO_SNDBUF, bytes); }
+
+}  // namespace netfold::transport

@@ -1,0 +1,185 @@
+#include <netfold/transport/udp.hpp>
+#include <netinet/udp.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#ifndef UDP_SEGMENT
+#define UDP_SEGMENT 103
+#endif
+#ifndef UDP_GRO
+#define UDP_GRO 104
+#endif
+
+namespace netfold::transport {
+namespace {
+
+constexpr std::size_t kReceiveBatch = 16;
+constexpr std::size_t kReceiveBytes = 65536;
+constexpr std::size_t kControlBytes = CMSG_SPACE(sizeof(int));
+// UIO_MAXIOV: pieces in one message.
+constexpr std::size_t kMaxPieces = 1024;
+
+}  // namespace
+
+UdpSocket::UdpSocket(const Address& local, int buffer_bytes) {
+  fd_ = Fd(::socket(local.storage.ss_family, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!fd_) throw_errno("udp socket");
+  if (::bind(fd_.get(), local.get(), local.length) != 0) throw_errno("bind udp " + local.text());
+  receive_buffer_bytes_ = set_receive_buffer(fd_.get(), buffer_bytes);
+  set_send_buffer(fd_.get(), buffer_bytes);
+  // Fragments of lost packets are worse than an error: the packet length was probed, so hold the path to it.
+  if (local.storage.ss_family == AF_INET) {
+    const int discover = IP_PMTUDISC_DO;
+    setsockopt(fd_.get(), IPPROTO_IP, IP_MTU_DISCOVER, &discover, sizeof discover);
+  } else {
+    const int discover = IPV6_PMTUDISC_DO;
+    setsockopt(fd_.get(), IPPROTO_IPV6, IPV6_MTU_DISCOVER, &discover, sizeof discover);
+  }
+  const int on = 1;
+  setsockopt(fd_.get(), IPPROTO_UDP, UDP_GRO, &on, sizeof on);  // without GRO datagrams come one by one
+
+  receive_area_.resize(kReceiveBatch * kReceiveBytes);
+  receive_messages_.resize(kReceiveBatch);
+  receive_iovecs_.resize(kReceiveBatch);
+  receive_sources_.resize(kReceiveBatch);
+  receive_controls_.resize(kReceiveBatch * kControlBytes);
+}
+
+std::size_t UdpSocket::send(std::span<const Run> runs) {
+  struct alignas(cmsghdr) Control {
+    char bytes[CMSG_SPACE(sizeof(std::uint16_t))];
+  };
+  std::array<mmsghdr, kMessagesPerCall> messages;
+  std::array<Control, kMessagesPerCall> controls;
+  std::array<std::size_t, kMessagesPerCall> packets_of;
+  std::size_t total = 0;
+  std::size_t run_index = 0;
+  std::size_t run_offset = 0;  // packets of runs[run_index] already sent or in this batch
+
+  while (run_index < runs.size()) {
+    std::size_t count = 0;
+    const std::size_t first_run = run_index;
+    const std::size_t first_offset = run_offset;
+    while (count < kMessagesPerCall && run_index < runs.size()) {
+      const Run& run = runs[run_index];
+      const std::size_t run_packets = run.pieces.size() / run.pieces_per_packet;
+      std::size_t packets = 1;
+      if (gso_) {
+        packets = std::max<std::size_t>(
+            1, std::min({kMaxSegments, kMaxSuperBytes / run.packet_bytes, kMaxPieces / run.pieces_per_packet}));
+      }
+      packets = std::min(packets, run_packets - run_offset);
+      msghdr& header = messages[count].msg_hdr;
+      header = msghdr{};
+      header.msg_name = const_cast<sockaddr*>(run.to->get());
+      header.msg_namelen = run.to->length;
+      header.msg_iov = const_cast<iovec*>(run.pieces.data() + run_offset * run.pieces_per_packet);
+      header.msg_iovlen = packets * run.pieces_per_packet;
+      if (packets > 1) {
+        header.msg_control = controls[count].bytes;
+        header.msg_controllen = sizeof controls[count].bytes;
+        cmsghdr* control = CMSG_FIRSTHDR(&header);
+        control->cmsg_level = IPPROTO_UDP;
+        control->cmsg_type = UDP_SEGMENT;
+        control->cmsg_len = CMSG_LEN(sizeof(std::uint16_t));
+        const auto segment = static_cast<std::uint16_t>(run.packet_bytes);
+        std::memcpy(CMSG_DATA(control), &segment, sizeof segment);
+      }
+      packets_of[count++] = packets;
+      run_offset += packets;
+      if (run_offset == run_packets) {
+        ++run_index;
+        run_offset = 0;
+      }
+    }
+
+    const int sent = ::sendmmsg(fd_.get(), messages.data(), static_cast<unsigned>(count), 0);
+    ++send_calls;
+    std::size_t taken = 0;
+    if (sent < 0) {
+      switch (errno) {
+        case EAGAIN:
+        case ENOBUFS:
+          return total;
+        case EINTR:
+          break;
+        case EPERM:
+        case EMSGSIZE:
+          throw_errno("send to " + runs[first_run].to->text());
+        default:
+          if (gso_ && packets_of[0] > 1 && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
+            gso_ = false;  // no checksum offload on this path: go on packet by packet
+          } else {
+            taken = 1;  // about this destination, now or from an earlier ICMP: the protocol re-sends
+          }
+      }
+    } else {
+      taken = static_cast<std::size_t>(sent);
+    }
+    std::size_t packets = 0;
+    for (std::size_t i = 0; i < taken; ++i) packets += packets_of[i];
+    total += packets;
+    sent_datagrams += packets;
+    // Rewind to what was not taken.
+    if (taken < count) {
+      run_index = first_run;
+      run_offset = first_offset + packets;
+      while (run_index < runs.size()) {
+        const std::size_t run_packets = runs[run_index].pieces.size() / runs[run_index].pieces_per_packet;
+        if (run_offset < run_packets) break;
+        run_offset -= run_packets;
+        ++run_index;
+      }
+    }
+  }
+  return total;
+}
+
+std::size_t UdpSocket::receive(const Packet& packet) {
+  for (std::size_t i = 0; i < kReceiveBatch; ++i) {
+    receive_iovecs_[i] = {receive_area_.data() + i * kReceiveBytes, kReceiveBytes};
+    msghdr& header = receive_messages_[i].msg_hdr;
+    header = msghdr{};
+    header.msg_name = &receive_sources_[i].storage;
+    header.msg_namelen = sizeof receive_sources_[i].storage;
+    header.msg_iov = &receive_iovecs_[i];
+    header.msg_iovlen = 1;
+    header.msg_control = receive_controls_.data() + i * kControlBytes;
+    header.msg_controllen = kControlBytes;
+  }
+  const int got = ::recvmmsg(fd_.get(), receive_messages_.data(), kReceiveBatch, MSG_DONTWAIT, nullptr);
+  ++receive_calls;
+  if (got <= 0) return 0;  // empty, interrupted, or an ICMP error of an earlier send: nothing was received
+
+  std::size_t datagrams = 0;
+  for (int i = 0; i < got; ++i) {
+    msghdr& header = receive_messages_[static_cast<std::size_t>(i)].msg_hdr;
+    const std::size_t bytes = receive_messages_[static_cast<std::size_t>(i)].msg_len;
+    receive_sources_[static_cast<std::size_t>(i)].length = header.msg_namelen;
+    std::size_t segment = bytes;
+    for (cmsghdr* control = CMSG_FIRSTHDR(&header); control != nullptr; control = CMSG_NXTHDR(&header, control)) {
+      if (control->cmsg_level == IPPROTO_UDP && control->cmsg_type == UDP_GRO) {
+        int size = 0;
+        std::memcpy(&size, CMSG_DATA(control), sizeof size);
+        if (size > 0) segment = static_cast<std::size_t>(size);
+      }
+    }
+    const auto* first = static_cast<const std::byte*>(header.msg_iov[0].iov_base);
+    received_bytes += bytes;
+    for (std::size_t offset = 0; offset < bytes; offset += segment) {
+      packet({first + offset, std::min(segment, bytes - offset)}, receive_sources_[static_cast<std::size_t>(i)]);
+      ++datagrams;
+    }
+    if (bytes == 0) {
+      packet({first, 0}, receive_sources_[static_cast<std::size_t>(i)]);
+      ++datagrams;
+    }
+  }
+  received_datagrams += datagrams;
+  return datagrams;
+}
+
+}  // namespace netfold::transport

@@ -1,0 +1,62 @@
+"""Message sizes as nccl-tests takes them, and dtypes with what they can count exactly. Pure."""
+
+import re
+from dataclasses import dataclass
+
+_SIZE = re.compile(r"^(?P<number>\d+)(?P<suffix>[KMG]?)$")
+_SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `4`, `64K`, `16M`, `1G`; MB is 2^20."""
+    match = _SIZE.match(text)
+    if match is None:
+        raise ValueError(f"size {text!r} is not understood; write bytes, or with K, M or G: 4, 64K, 16M")
+    return int(match["number"]) * _SUFFIXES[match["suffix"]]
+
+
+def format_size(size_bytes: int) -> str:
+    """`16M` for 2^24: the shortest way to say it exactly."""
+    for suffix, unit in reversed(_SUFFIXES.items()):
+        if size_bytes >= unit and size_bytes % unit == 0:
+            return f"{size_bytes // unit}{suffix}"
+    return str(size_bytes)
+
+
+def sweep(begin_bytes: int, end_bytes: int, factor: int) -> list[int]:
+    """begin, begin * factor, ... up to and not beyond end."""
+    if begin_bytes < 1 or end_bytes < begin_bytes:
+        raise ValueError(f"-b {begin_bytes} and -e {end_bytes} leave no size; 1 <= b <= e is wanted")
+    if factor < 2:
+        raise ValueError(f"-f {factor} does not grow; it must be 2 or more")
+    sizes = []
+    size_bytes = begin_bytes
+    while size_bytes <= end_bytes:
+        sizes.append(size_bytes)
+        size_bytes *= factor
+    return sizes
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """exact_below: every whole number below it has a value of its own, and sums below it are exact."""
+
+    torch_name: str
+    item_bytes: int
+    exact_below: int
+
+
+DTYPES = {
+    "f32": Dtype("float32", 4, 2**24),
+    "f64": Dtype("float64", 8, 2**53),
+    "f16": Dtype("float16", 2, 2**11),
+    "bf16": Dtype("bfloat16", 2, 2**8),
+    "i32": Dtype("int32", 4, 2**31),
+    "i64": Dtype("int64", 8, 2**63),
+}
+
+
+def parse_dtype(name: str) -> Dtype:
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not known; there are {', '.join(DTYPES)}")
+    return DTYPES[name]

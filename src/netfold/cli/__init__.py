@@ -1,0 +1,25 @@
+"""`netfold ...`: one thin verb a room. May import every room; nothing imports cli.
+
+Verbs import what they need when they run, so that `netfold --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from netfold.cli import explain, rack, switch
+
+app = typer.Typer(
+    name="netfold",
+    help="The network part of a training job: collectives that add up gradients inside the network.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("switch")(switch.switch)
+app.command("explain")(explain.explain)
+app.add_typer(rack.app, name="rack")
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,3 @@
+from netfold.cli import main
+
+main()

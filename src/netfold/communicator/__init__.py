@@ -1,0 +1,42 @@
+"""Collectives on any buffer, without torch: how a group of ranks comes together and what it can do.
+
+A `Group` is ranks that share a mesh of authenticated connections, a choice table and, with NETFOLD_SWITCH, membership
+of a job on a switch; it takes addresses and sizes. A `Communicator` is a Group for NumPy arrays. May import:
+`netfold.control`, plan, profile's records, and the native engine.
+
+Always: who talks to us proved that it knows the job's secret; all ranks hold the same table; a wait has a deadline; an
+error names the rank.
+
+Tests: `.venv/bin/pytest tests/communicator`
+"""
+
+from netfold.communicator.communicator import Communicator
+from netfold.communicator.errors import (
+    CollectiveTimeout,
+    GroupAborted,
+    Mismatch,
+    NetfoldError,
+    PeerLost,
+    RendezvousError,
+    SwitchError,
+    SwitchLost,
+)
+from netfold.communicator.group import Group
+from netfold.communicator.options import Options
+from netfold.communicator.store import FileStore, Store
+
+__all__ = [
+    "CollectiveTimeout",
+    "Communicator",
+    "FileStore",
+    "Group",
+    "GroupAborted",
+    "Mismatch",
+    "NetfoldError",
+    "Options",
+    "PeerLost",
+    "RendezvousError",
+    "Store",
+    "SwitchError",
+    "SwitchLost",
+]

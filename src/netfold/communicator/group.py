@@ -1,0 +1,217 @@
+"""A group of ranks: mesh, switch membership, choice table, and the native queue behind them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from netfold._native import engine, protocol
+from netfold.communicator import rendezvous
+from netfold.communicator.errors import NetfoldError, RendezvousError, error_of
+from netfold.communicator.membership import Membership
+from netfold.communicator.options import Options
+from netfold.communicator.store import Store
+from netfold.plan import ChoiceTable
+from netfold.profile import Records, records_of
+
+log = logging.getLogger("netfold")
+
+KINDS: dict[str, int] = engine.KINDS
+DTYPES: dict[str, int] = engine.DTYPES
+REDUCE_OPS: dict[str, int] = engine.REDUCE_OPS
+
+# (address, bytes). The caller keeps the memory alive until the operation is done.
+Region = tuple[int, int]
+
+_ids = itertools.count(1)
+
+
+class Group:
+    """One rank's end of a group. Thread-safe; calls must come in the same order on every rank."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        options: Options | None = None,
+        timeout_s: float = 1800.0,
+        join_timeout_s: float = 60.0,
+        store_host: str | None = None,
+    ) -> None:
+        """Meet the other ranks through `store`, then join the switch, if one is named.
+
+        `timeout_s` is the deadline of each operation that names none; `join_timeout_s` that of coming together.
+        Raises ValueError for options that make no sense, RendezvousError, SwitchError.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not one of a group of {size}")
+        options = (options or Options()).resolved()
+        deadline = time.monotonic() + join_timeout_s
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self._pid = os.getpid()
+        self._closed = False
+        self._close_lock = threading.Lock()
+        self.membership: Membership | None = None
+
+        job = rendezvous.agree(store, rank, size, options, deadline)
+        self.table: ChoiceTable = job.table
+        host = rendezvous.local_host(options, store_host)
+        sockets = rendezvous.connect_mesh(store, rank, size, host, job.secret, deadline)
+        uses_switch = job.switch is not None and any(row.algorithm == "in_network" for row in job.table.rows)
+        try:
+            if uses_switch:
+                if size > protocol.MAX_WORKERS:
+                    raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {size}")
+                assert job.switch is not None
+                # The name is a digest: the switch learns which ranks belong together, not the secret behind it.
+                self.membership = Membership.join(
+                    job.switch,
+                    job=hashlib.sha256(job.name.encode() + job.secret).hexdigest()[:32],
+                    rank=rank,
+                    size=size,
+                    host=host,
+                    window_bytes=job.window_bytes,
+                    timeout_s=max(0.1, deadline - time.monotonic()),
+                )
+        except BaseException:
+            for stream in sockets:
+                if stream is not None:
+                    stream.close()
+            raise
+        self._native = engine.add_group(
+            rank=rank,
+            fds=[-1 if stream is None else _detached(stream) for stream in sockets],
+            id=next(_ids),
+            spin_us=int(options.spin_us or 0),
+            table=[
+                (KINDS[row.operation], row.min_bytes, engine.ALGORITHMS[row.algorithm], DTYPES.get(row.wire, -1))
+                for row in job.table.rows
+            ],
+            table_hash=job.table.hash16,
+        )
+        if self.membership is not None:
+            self.membership.attach(self._native, self._fail)
+            log.info(
+                "rank %d of %d joined the switch at %s: window %d x %d bytes",
+                rank,
+                size,
+                job.switch,
+                self.membership.window,
+                self.membership.payload_bytes,
+            )
+        log.info("rank %d of %d listens on %s; all_reduce: %s", rank, size, host, self.why("all_reduce", 1 << 24))
+
+    def submit(
+        self,
+        kind: str,
+        *,
+        dtype: str = "u8",
+        reduce: str = "sum",
+        average: bool = False,
+        root: int = 0,
+        inputs: Sequence[Region] = (),
+        outputs: Sequence[Region] = (),
+        timeout_s: float | None = None,
+        wait_here: bool,
+    ) -> Any:
+        """Enqueue a call; the native Operation. With `wait_here` it may run on this thread and be done on return."""
+        if self._pid != os.getpid():
+            raise RuntimeError("this group was made before a fork; make a new one in the child")
+        if self._closed:
+            raise ValueError("this group was closed")
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        return self._native.submit(
+            KINDS[kind],
+            DTYPES[dtype],
+            REDUCE_OPS[reduce],
+            average,
+            root,
+            inputs,
+            outputs,
+            int(seconds * 1e9),
+            wait_here,
+        )
+
+    def wait(self, operation: Any, timeout_s: float | None = None) -> None:
+        """Wait for a submitted operation; raises what befell it. TimeoutError when only the waiting ended."""
+        if not operation.done and not operation.wait(-1 if timeout_s is None else int(timeout_s * 1e9)):
+            raise TimeoutError(f"rank {self.rank}: the operation is not done after {timeout_s} s of waiting")
+        if operation.failure is not None:
+            raise self.error(operation)
+
+    def error(self, operation: Any) -> NetfoldError:
+        """What befell a failed operation, with the missing ranks where the switch knows them."""
+        kind, rank, text = operation.failure
+        name = engine.FAILURES[kind]
+        record = records_of(operation.record())[0]
+        in_network = record["algorithm"] == engine.ALGORITHMS["in_network"]
+        if name == "timeout" and in_network and self.membership is not None:
+            traffic = self._native.traffic()
+            missing = self.membership.missing(traffic["oldest_unanswered"])
+            if missing:
+                rank = missing[0]
+                text += f"; the switch still waits for rank {', '.join(map(str, missing))}"
+            else:
+                text += "; the switch has every rank's part, or cannot be reached: packets to it may be lost"
+            text += ". Did every rank make this call?"
+        return error_of(name, rank, text)
+
+    def why(self, operation: str, size_bytes: int) -> str:
+        """The algorithm that would run, and the reason."""
+        row = self.table.choose(operation, size_bytes)
+        return f"{row.algorithm} ({row.reason})"
+
+    def events(self) -> Records:
+        """The newest records of this group's operations (`netfold.profile.RECORD`), oldest first."""
+        _, raw = self._native.events()
+        return records_of(raw)
+
+    def traffic(self) -> dict[str, Any] | None:
+        """Counters of the path to the switch, None without one."""
+        traffic: dict[str, Any] | None = self._native.traffic()
+        return traffic
+
+    def abort(self, reason: str) -> None:
+        """Fail everything under way and to come. Other ranks hear the reason."""
+        self._fail("aborted", self.rank, f"rank {self.rank} aborted the group: {reason}")
+
+    def close(self) -> None:
+        """End the group: waits for no other rank. Idempotent. Operations under way fail."""
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._pid != os.getpid():
+            return
+        failure = self._native.failure
+        if self.membership is not None:
+            self.membership.leave(failure[2] if failure is not None else "it closed the group")
+        engine.remove_group(self._native)
+
+    def _fail(self, kind: str, rank: int, text: str) -> None:
+        self._native.fail(engine.FAILURES.index(kind), rank, text)
+
+
+def region(array: np.ndarray[Any, Any]) -> Region:
+    return array.ctypes.data, array.nbytes
+
+
+def _detached(stream: socket.socket) -> int:
+    stream.settimeout(None)
+    return stream.detach()
+
+
+__all__ = ["Group", "Region", "RendezvousError", "region"]

@@ -1,0 +1,233 @@
+"""A rank's membership of a job on a switch: joining, and hearing who left.
+
+The control connection lives as long as the group. A daemon thread reads it: the switch's end fails the group at once;
+a rank that left fails it only when a chunk is waiting for that rank, since one that leaves after its last contribution
+harms nobody.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from netfold import control
+from netfold._native import protocol
+from netfold._native.transport import UdpPort
+from netfold.communicator.errors import SwitchError
+
+# Longest first; the first whose packets come back from the switch is used. 1408 bytes fill an Ethernet MTU of 1500
+# with headers and an authentication tag, 8896 one of 9000; 1152 fits IPv6's least MTU of 1280.
+PAYLOAD_CANDIDATES = (32768, 8896, protocol.ETHERNET_PAYLOAD_BYTES, 1152)
+_PROBE_S = 0.12
+# How often a rank that waits looks whether it waits for one that has left.
+_WATCH_S = 0.2
+# Time beyond the job's own for the switch's word that it has given up.
+_GRACE_S = 2.0
+
+
+class Membership:
+    """Made by `join`. `attach` hands the data port to the native group."""
+
+    def __init__(self, stream: socket.socket, endpoint: str, rank: int, size: int) -> None:
+        self.endpoint = endpoint
+        self.rank = rank
+        self.size = size
+        self.payload_bytes = 0
+        self.window = 0
+        self._stream = stream
+        self._port: UdpPort | None = None
+        self._attach_arguments: dict[str, Any] = {}
+        self._send_lock = threading.Lock()
+        self._serials = itertools.count(1)
+        self._answers: dict[int, list[int]] = {}
+        self._answered = threading.Condition()
+        self._left: dict[int, str] = {}
+        self._closed = False
+
+    @classmethod
+    def join(
+        cls, endpoint: str, *, job: str, rank: int, size: int, host: str, window_bytes: int, timeout_s: float
+    ) -> Membership:
+        """Join `job` at the switch as one of its ranks; returns when all have. SwitchError says what went wrong."""
+        deadline = time.monotonic() + timeout_s
+        switch_host, switch_port = control.parse_endpoint(endpoint, what="NETFOLD_SWITCH")
+        who = f"rank {rank}: the switch at {endpoint} (NETFOLD_SWITCH)"
+        try:
+            stream = socket.create_connection((switch_host, switch_port), timeout=timeout_s)
+        except ConnectionRefusedError:
+            raise SwitchError(
+                f"{who} refused the connection: nothing listens there. Start it with `netfold switch --listen "
+                f"{endpoint}`, or unset NETFOLD_SWITCH to use host algorithms"
+            ) from None
+        except socket.gaierror as error:
+            raise SwitchError(f"{who}: {switch_host!r} is no host that is known here ({error.strerror})") from None
+        except TimeoutError:
+            raise SwitchError(f"{who} did not answer within {timeout_s:.1f} s; is the address right?") from None
+        except OSError as error:
+            raise SwitchError(f"{who} cannot be reached: {error.strerror or error}") from None
+        self = cls(stream, endpoint, rank, size)
+        try:
+            self._join(who, job, host, window_bytes, deadline, timeout_s)
+        except TimeoutError:
+            stream.close()
+            raise SwitchError(
+                f"{who} did not answer within {timeout_s:.1f} s: either it is no netfold switch, or not all of the "
+                f"{size} ranks joined"
+            ) from None
+        except (EOFError, ConnectionError, control.ProtocolError) as error:
+            stream.close()
+            raise SwitchError(f"{who} is no netfold switch, or it stopped while this rank joined: {error}") from None
+        except BaseException:
+            stream.close()
+            raise
+        return self
+
+    def _join(
+        self, who: str, job: str, host: str, window_bytes: int, deadline: float, timeout_s: float
+    ) -> None:
+        control.send(
+            self._stream,
+            {
+                "type": "join",
+                "version": control.VERSION,
+                "job": job,
+                "rank": self.rank,
+                "size": self.size,
+                "window_bytes": window_bytes,
+                "timeout_s": timeout_s,
+            },
+        )
+        admitted = self._expect("admitted", who, deadline)
+        switch_host = self._stream.getpeername()[0]
+        # From the address that the control connection uses: the switch may see another host otherwise.
+        local = self._stream.getsockname()[0]
+        self._port = UdpPort(host=local, buffer_bytes=4 * window_bytes)
+        payload = self._probe(switch_host, admitted, deadline)
+        if payload is None:
+            raise SwitchError(
+                f"{who} is reached by TCP, but no UDP packet came back from its data port {admitted['port']}: a "
+                "firewall may drop UDP"
+            )
+        control.send(self._stream, {"type": "ready", "payload_bytes": payload})
+        start = self._expect("start", who, deadline)
+        self.payload_bytes = int(start["payload_bytes"])
+        self.window = int(start["window"])
+        self._attach_arguments = {
+            "host": switch_host,
+            "to_port": int(admitted["port"]),
+            "job": int(admitted["job_id"]),
+            "epoch": int(start["epoch"]),
+            "incarnation": int(admitted["incarnation"]),
+            "worker": self.rank,
+            "workers": self.size,
+            "window": self.window,
+            "payload_bytes": self.payload_bytes,
+        }
+
+    def _probe(self, switch_host: str, admitted: control.Message, deadline: float) -> int | None:
+        assert self._port is not None
+        for payload in PAYLOAD_CANDIDATES:
+            last = payload == PAYLOAD_CANDIDATES[-1]
+            seconds = max(0.0, deadline - time.monotonic()) if last else _PROBE_S
+            if self._port.hello(
+                host=switch_host,
+                port=int(admitted["port"]),
+                job=int(admitted["job_id"]),
+                incarnation=int(admitted["incarnation"]),
+                worker=self.rank,
+                nonce=int(admitted["nonce"]),
+                packet_bytes=payload + protocol.HEADER_BYTES,
+                timeout_ns=int(min(seconds, 5.0) * 1e9),
+            ):
+                return payload
+        return None
+
+    def _expect(self, kind: str, who: str, deadline: float) -> control.Message:
+        self._stream.settimeout(max(0.01, deadline + _GRACE_S - time.monotonic()))
+        message = control.receive(self._stream)
+        if message["type"] == "refused":
+            raise SwitchError(f"{who} refused: {message.get('reason')}")
+        if message["type"] != kind:
+            raise control.ProtocolError(f"expected {kind!r}, got {message['type']!r}")
+        return message
+
+    def attach(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
+        """Give the data port to the native group and begin to listen; `fail(kind, rank, text)` ends the group."""
+        native.attach(self._port, **self._attach_arguments)
+        self._port = None
+        self._stream.settimeout(None)
+        for work in (self._listen, self._watch):
+            threading.Thread(target=work, args=(native, fail), name="netfold-membership", daemon=True).start()
+
+    def missing(self, chunk: int, timeout_s: float = 1.0) -> list[int]:
+        """Ranks whose contribution to `chunk` the switch has not seen; empty where it does not say in time."""
+        serial = next(self._serials)
+        try:
+            with self._send_lock:
+                control.send(self._stream, {"type": "missing", "chunk": chunk, "serial": serial})
+        except OSError:
+            return []
+        with self._answered:
+            self._answered.wait_for(lambda: serial in self._answers or self._closed, timeout_s)
+            return self._answers.pop(serial, [])
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye and close. Idempotent."""
+        with self._answered:
+            if self._closed:
+                return
+            self._closed = True
+            self._answered.notify_all()
+        try:
+            with self._send_lock:
+                self._stream.settimeout(1.0)
+                control.send(self._stream, {"type": "leave", "reason": reason[:400]})
+            self._stream.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._stream.close()
+
+    def _listen(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
+        pid = os.getpid()
+        reason = "it closed the connection"
+        try:
+            while True:
+                message = control.receive(self._stream)
+                if message["type"] == "missing":
+                    with self._answered:
+                        self._answers[int(message["serial"])] = [int(rank) for rank in message["ranks"]]
+                        self._answered.notify_all()
+                elif message["type"] == "left":
+                    with self._answered:
+                        self._left[int(message["rank"])] = str(message.get("reason", ""))
+                        self._answered.notify_all()
+                elif message["type"] == "refused":
+                    reason = str(message.get("reason"))
+        except (EOFError, OSError, control.ProtocolError, ValueError):
+            pass
+        if not self._closed and os.getpid() == pid:
+            fail("switch_lost", -1, f"rank {self.rank}: the switch at {self.endpoint} is gone: {reason}")
+
+    def _watch(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
+        while True:
+            with self._answered:
+                self._answered.wait_for(lambda: bool(self._left) or self._closed)
+            if self._closed:
+                return
+            traffic = native.traffic()
+            if traffic is not None and not traffic["idle"]:
+                gone = [rank for rank in self.missing(traffic["oldest_unanswered"]) if rank in self._left]
+                if gone:
+                    fail(
+                        "peer_lost",
+                        gone[0],
+                        f"rank {self.rank}: rank {gone[0]} left while its contribution was needed: "
+                        f"{self._left[gone[0]]}; see its own output",
+                    )
+                    return
+            time.sleep(_WATCH_S)

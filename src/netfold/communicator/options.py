@@ -1,0 +1,57 @@
+"""Everything a user can set, with the environment variable of the same name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from netfold.control import parse_endpoint
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a group. A field that is None takes its environment variable, else its default.
+
+    switch: the aggregator as host:port (NETFOLD_SWITCH); none: host algorithms.
+    algorithm: auto, direct, ring or in_network, for all_reduce (NETFOLD_ALGORITHM).
+    wire: auto, f32, bf16 or f16: what f32 tensors travel as (NETFOLD_WIRE); auto never loses a bit.
+    interface: name or address of the interface to use (NETFOLD_INTERFACE); default: the one that routes to the
+        rendezvous host.
+    window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
+    spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US); 0 suits more ranks than cores.
+    """
+
+    switch: str | None = None
+    algorithm: str | None = None
+    wire: str | None = None
+    interface: str | None = None
+    window_bytes: int | None = None
+    spin_us: int | None = None
+
+    def resolved(self, environment: Mapping[str, str] = os.environ) -> Options:
+        """With the environment and the defaults filled in; ValueError names the variable that makes no sense."""
+        values: dict[str, object] = {}
+        for field in fields(self):
+            if getattr(self, field.name) is not None:
+                continue
+            variable = f"NETFOLD_{field.name.upper()}"
+            text = environment.get(variable, "").strip()
+            if field.name in ("window_bytes", "spin_us"):
+                values[field.name] = _number(variable, text) if text else _DEFAULT_NUMBERS[field.name]
+            else:
+                values[field.name] = text or _DEFAULT_WORDS.get(field.name)
+        options = replace(self, **values)  # type: ignore[arg-type]
+        if options.switch is not None:
+            parse_endpoint(options.switch, what="NETFOLD_SWITCH")
+        return options
+
+
+_DEFAULT_WORDS = {"algorithm": "auto", "wire": "auto"}
+_DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "spin_us": 0}
+
+
+def _number(variable: str, text: str) -> int:
+    if not text.isdigit():
+        raise ValueError(f"{variable}={text!r} is not a whole number")
+    return int(text)

@@ -1,0 +1,251 @@
+"""From a store to a mesh: every rank listens, leaves its address, and is connected with every other.
+
+Rank i connects to all ranks below it. A connection counts only after both ends have proved, by HMAC over fresh nonces,
+that they know the job's secret, which rank 0 drew and left in the store: a stranger that finds the port is dropped, and
+cannot block the others, since each handshake has a deadline of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+from netfold.communicator.errors import RendezvousError
+from netfold.communicator.options import Options
+from netfold.communicator.store import Store
+from netfold.control import format_endpoint, parse_endpoint
+from netfold.plan import ChoiceTable, build_table
+
+_HELLO = struct.Struct(">8sII32s")  # magic, rank, size, nonce
+_MAGIC = b"netfold1"
+_PROOF_BYTES = 32
+# A stranger holds a listener up for no longer than this.
+_HANDSHAKE_TIMEOUT_S = 5.0
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Job:
+    """What rank 0 decides for all."""
+
+    name: str
+    secret: bytes
+    table: ChoiceTable
+    switch: str | None
+    window_bytes: int
+
+
+def agree(store: Store, rank: int, size: int, options: Options, deadline: float) -> Job:
+    """Rank 0 publishes the job; every rank reads it. `options` are resolved."""
+    claims = store.add(f"claim/{rank}", 1)
+    if claims > 1:
+        raise RendezvousError(
+            f"rank {rank} of {size} was claimed {claims} times: two processes were started with the same rank "
+            "(check RANK), or a former run's store is being used again",
+            rank=rank,
+        )
+    if rank == 0:
+        table = build_table(
+            ranks=size, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire)
+        )
+        job = {
+            "name": secrets.token_hex(8),
+            "secret": secrets.token_hex(32),
+            "size": size,
+            "table": table.to_json(),
+            "switch": options.switch,
+            "window_bytes": options.window_bytes,
+        }
+        store.set("job", json.dumps(job).encode())
+    try:
+        read = json.loads(store.get("job", _left(deadline)))
+    except TimeoutError:
+        raise RendezvousError(
+            f"rank {rank}: rank 0 did not publish the job in time; did it start, and does it use the same store?",
+            rank=0,
+        ) from None
+    if read["size"] != size:
+        raise RendezvousError(f"rank {rank} was told of {size} ranks, rank 0 of {read['size']} (check WORLD_SIZE)")
+    # Everyone uses what rank 0 chose; that another rank's environment says otherwise is worth an error, not a guess.
+    if options.switch != read["switch"]:
+        raise RendezvousError(
+            f"rank {rank} has NETFOLD_SWITCH={options.switch}, rank 0 has {read['switch']}: all ranks need the same",
+            rank=rank,
+        )
+    return Job(
+        name=read["name"],
+        secret=bytes.fromhex(read["secret"]),
+        table=ChoiceTable.from_json(read["table"]),
+        switch=read["switch"],
+        window_bytes=int(read["window_bytes"]),
+    )
+
+
+def local_host(options: Options, store_host: str | None) -> str:
+    """The address to listen on: the named interface's, or the one from which the others' meeting point is reached."""
+    if options.interface:
+        return _interface_host(options.interface)
+    towards = store_host
+    if towards is None and options.switch is not None:
+        towards = parse_endpoint(options.switch, what="NETFOLD_SWITCH")[0]
+    if towards is None:
+        return "127.0.0.1"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: asks the routing table
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RendezvousError(f"no route to {towards} ({error}); name an interface by NETFOLD_INTERFACE") from None
+
+
+def connect_mesh(
+    store: Store, rank: int, size: int, host: str, secret: bytes, deadline: float
+) -> list[socket.socket | None]:
+    """One socket a rank, None at our own place. Raises RendezvousError naming the ranks that did not come."""
+    sockets: list[socket.socket | None] = [None] * size
+    if size == 1:
+        return sockets
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        try:
+            listener.bind((host, 0))
+        except OSError as error:
+            raise RendezvousError(f"rank {rank} cannot listen on {host}: {error} (NETFOLD_INTERFACE)") from None
+        listener.listen(min(size + 16, 4096))
+        store.set(f"address/{rank}", format_endpoint(host, listener.getsockname()[1]).encode())
+        try:
+            for peer in range(rank):
+                sockets[peer] = _connect(store, rank, peer, size, secret, deadline)
+            while any(sockets[peer] is None for peer in range(rank + 1, size)):
+                accepted = _accept(listener, rank, size, secret, deadline)
+                if accepted is None:
+                    continue
+                peer, stream = accepted
+                if peer <= rank or sockets[peer] is not None:
+                    stream.close()
+                    raise RendezvousError(
+                        f"rank {peer} connected to rank {rank} twice: two processes were started with the same rank",
+                        rank=peer,
+                    )
+                sockets[peer] = stream
+        except BaseException as error:
+            absent = [peer for peer in range(size) if peer != rank and sockets[peer] is None]
+            for stream in sockets:
+                if stream is not None:
+                    stream.close()
+            if isinstance(error, TimeoutError):
+                raise RendezvousError(
+                    f"rank {rank}: rank {', '.join(map(str, absent))} of {size} did not connect in time; did every "
+                    f"rank start, and does {host} reach their hosts?",
+                    rank=absent[0] if absent else None,
+                ) from None
+            raise
+    return sockets
+
+
+def _connect(store: Store, rank: int, peer: int, size: int, secret: bytes, deadline: float) -> socket.socket:
+    host, port = parse_endpoint(store.get(f"address/{peer}", _left(deadline)).decode(), what=f"rank {peer}'s address")
+    while True:
+        try:
+            stream = socket.create_connection((host, port), timeout=min(_left(deadline), _HANDSHAKE_TIMEOUT_S))
+        except ConnectionRefusedError:
+            raise RendezvousError(
+                f"rank {peer} is not listening on {format_endpoint(host, port)} any more; it died or gave up", rank=peer
+            ) from None
+        except TimeoutError:
+            continue  # _left raises when the whole time is over
+        except OSError as error:
+            raise RendezvousError(
+                f"rank {rank} cannot reach rank {peer} at {format_endpoint(host, port)}: {error} (NETFOLD_INTERFACE)",
+                rank=peer,
+            ) from None
+        break
+    # A busy peer answers handshakes one by one: wait for it as long as there is time.
+    stream.settimeout(_left(deadline))
+    mine = secrets.token_bytes(32)
+    try:
+        stream.sendall(_HELLO.pack(_MAGIC, rank, size, mine))
+        theirs = _exactly(stream, 32)
+        proof = _exactly(stream, _PROOF_BYTES)
+        if not hmac.compare_digest(proof, _proof(secret, b"accept", mine, theirs, rank, peer)):
+            raise RendezvousError(
+                f"who listens on {format_endpoint(host, port)} is not rank {peer} of this job: it does not know the "
+                "job's secret",
+                rank=peer,
+            )
+        stream.sendall(_proof(secret, b"connect", mine, theirs, rank, peer))
+    except (EOFError, ConnectionError):
+        stream.close()
+        raise RendezvousError(f"rank {peer} closed the connection while meeting rank {rank}", rank=peer) from None
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def _accept(
+    listener: socket.socket, rank: int, size: int, secret: bytes, deadline: float
+) -> tuple[int, socket.socket] | None:
+    listener.settimeout(_left(deadline))
+    stream, _ = listener.accept()
+    stream.settimeout(min(_left(deadline), _HANDSHAKE_TIMEOUT_S))
+    try:
+        magic, peer, peer_size, theirs = _HELLO.unpack(_exactly(stream, _HELLO.size))
+        if magic == _MAGIC and peer_size == size and 0 <= peer < size:
+            mine = secrets.token_bytes(32)
+            stream.sendall(mine + _proof(secret, b"accept", theirs, mine, peer, rank))
+            proof = _exactly(stream, _PROOF_BYTES)
+            if hmac.compare_digest(proof, _proof(secret, b"connect", theirs, mine, peer, rank)):
+                return peer, stream
+    except (EOFError, OSError):
+        pass
+    stream.close()  # a stranger, or a peer that gave up: the real one, if any, is still to come
+    return None
+
+
+def _proof(secret: bytes, side: bytes, connecter: bytes, accepter: bytes, low: int, high: int) -> bytes:
+    message = side + connecter + accepter + struct.pack(">II", low, high)
+    return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+def _exactly(stream: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = stream.recv(count - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the time to come together is over")
+    return left
+
+
+def _interface_host(interface: str) -> str:
+    try:
+        socket.inet_pton(socket.AF_INET6 if ":" in interface else socket.AF_INET, interface)
+        return interface  # an address already
+    except OSError:
+        pass
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)[:15]))
+        except OSError as error:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise RendezvousError(
+                f"NETFOLD_INTERFACE={interface}: {error.strerror}; this host has {names} (give its address for IPv6)"
+            ) from None
+    return socket.inet_ntoa(packed[20:24])

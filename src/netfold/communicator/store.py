@@ -1,0 +1,62 @@
+"""Where ranks that do not know each other yet leave their addresses."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Protocol
+
+
+class Store(Protocol):
+    """A key-value store shared by the ranks; torch's stores fit by a small adapter in `netfold.torch`."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for the key; TimeoutError."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter that starts at 0, atomically; the new value."""
+        ...
+
+
+class FileStore:
+    """A store in a folder that every rank sees. The folder is for one life of one group; who made it removes it."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def set(self, key: str, value: bytes) -> None:
+        path = self._path(key)
+        draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
+        draft.write_bytes(value)
+        draft.rename(path)  # readers see all of it or nothing
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._path(key).read_bytes()
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{key} was not set within {timeout_s:.1f} s") from None
+                time.sleep(0.005)
+
+    def add(self, key: str, amount: int) -> int:
+        # One empty file an increment: creating exclusively is atomic on every file system.
+        total = 0
+        for _ in range(amount):
+            while True:
+                total += 1
+                try:
+                    self._path(f"{key}.{total}").touch(exist_ok=False)
+                    break
+                except FileExistsError:
+                    continue
+        return total
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key.replace("/", "~")

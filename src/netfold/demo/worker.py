@@ -1,0 +1,134 @@
+"""What each rank runs: `python -m netfold.demo.worker JOB`, plain torch.distributed code.
+
+JOB is `settings.Job` as JSON; RANK and WORLD_SIZE come from the environment. Rank 0 writes one JSON line a
+step on stdout. At the end of a run every rank leaves `<run>.rank<r>.json` in the job's folder, rank 0 also the
+trained weights. Nothing here knows which backend it talks to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from netfold.demo import photographs
+from netfold.demo.batches import Pair, batch, share
+from netfold.demo.clock import CollectiveClock
+from netfold.demo.edsr import Edsr
+from netfold.demo.settings import Job, Run, Training
+
+# Steps before the measurement starts: DDP fixes its buckets after the first, memory and caches settle.
+SETTLING_STEPS = 5
+# The gradients (about 1 MB) go in a few buckets, as a large model's would, and not all in one at the end.
+BUCKET_MB = 0.4
+LOOPBACK_SENT = Path("/sys/class/net/lo/statistics/tx_bytes")
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank saw of a run. All but the losses and weights from after the settling steps."""
+
+    losses: list[float]
+    """The mean L1 of this rank's share, a step."""
+    measured_steps: int
+    seconds: float
+    collective_s: float
+    loopback_bytes: int
+    """What the whole machine sent over `lo` meanwhile."""
+    weights_sha256: str
+
+
+def main() -> None:
+    job = Job.from_json(sys.argv[1])
+    rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # More threads than this would have the workers of one machine wait for each other's cores.
+    torch.set_num_threads(1)
+    pairs = [Pair.of(photographs.load(name)) for name in photographs.TRAINING]
+    for number, run in enumerate(job.runs):
+        meeting_point = Path(job.folder) / f"meet-{run.backend}-{number}"
+        dist.init_process_group(
+            run.backend, init_method=f"file://{meeting_point}", rank=rank, world_size=workers
+        )
+        model, result = _train(job.training, run, pairs, rank)
+        dist.destroy_process_group()
+        if rank == 0:
+            torch.save(model.state_dict(), weights_path(job, run))
+        result_path(job, run, rank).write_text(json.dumps(asdict(result)))
+
+
+def result_path(job: Job, run: Run, rank: int) -> Path:
+    return Path(job.folder) / f"{job.runs.index(run)}-{run.backend}.rank{rank}.json"
+
+
+def weights_path(job: Job, run: Run) -> Path:
+    return Path(job.folder) / f"{job.runs.index(run)}-{run.backend}.weights.pt"
+
+
+def learning_rate(training: Training, step: int) -> float:
+    """Up in a line, down in a half cosine. A function of the step alone, so that short runs follow it too."""
+    rise = min(1.0, (step + 1) / training.ramp_steps)
+    return training.learning_rate * rise * 0.5 * (1.0 + math.cos(math.pi * step / training.steps))
+
+
+def _train(training: Training, run: Run, pairs: Sequence[Pair], rank: int) -> tuple[Edsr, RankResult]:
+    torch.manual_seed(training.seed)
+    model = Edsr(training.features, training.blocks).to(memory_format=torch.channels_last)
+    replica = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    clock = CollectiveClock()
+    replica.register_comm_hook(None, clock.hook)
+    optimizer = torch.optim.Adam(model.parameters(), lr=training.learning_rate)
+    mine = share(training, run.order, rank)
+
+    losses: list[float] = []
+    started_s, started_bytes = 0.0, 0
+    for step in range(run.steps):
+        if step == SETTLING_STEPS:
+            started_bytes = _loopback_bytes_at_a_quiet_moment()
+            clock.reset()
+            started_s = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(training, step)
+        low, truth = batch(training, pairs, step, mine)
+        optimizer.zero_grad()
+        loss = functional.l1_loss(replica(low.contiguous(memory_format=torch.channels_last)), truth)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if rank == 0:
+            print(json.dumps({"run": run.name, "step": step + 1, "loss": losses[-1]}), flush=True)
+    seconds, collective_s = time.perf_counter() - started_s, clock.in_flight_s()
+    sent = _loopback_bytes_at_a_quiet_moment() - started_bytes
+    return model, RankResult(
+        losses, run.steps - SETTLING_STEPS, seconds, collective_s, sent, _weights_sha256(model)
+    )
+
+
+def _loopback_bytes_at_a_quiet_moment() -> int:
+    """The counter of bytes sent on `lo`, read between two barriers so that no rank is in a step."""
+    dist.barrier()
+    sent = int(LOOPBACK_SENT.read_text())
+    dist.barrier()
+    return sent
+
+
+def _weights_sha256(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""An emulated rack on one machine: a network namespace a host, one for the switch, a shaped link each.
+
+    h0 [eth0 10.77.0.1]---h0+
+    h1 [eth0 10.77.0.2]---h1+ br0 [switch 10.77.0.254]      every link: one rate both ways, loss both ways
+    h2 [eth0 10.77.0.3]---h2+
+
+May use: the standard library and iproute2 (`ip`, `tc`), and with loss nftables (`nft`) and ethtool. No torch.
+Must always hold: nothing is created outside our own namespaces; when a rack ends, by any way short of
+SIGKILL, its processes and namespaces are gone; after SIGKILL `netfold rack down` does the same; only
+processes inside our namespaces, or started by this rack, are ever signalled.
+One command that tests it (as root): pytest tests/rack
+"""
+
+from netfold.rack.command import RackError
+from netfold.rack.rack import Rack
+
+__all__ = ["Rack", "RackError"]

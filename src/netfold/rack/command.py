@@ -1,0 +1,42 @@
+"""The one place that runs the system's network commands, and says what this machine lacks for them."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+# No command here waits for anything but the kernel; one that takes this long hangs.
+COMMAND_TIMEOUT_S = 20
+
+_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "ethtool": "ethtool"}
+
+
+class RackError(RuntimeError):
+    """The rack could not be built, used or removed; the message says where and what to try."""
+
+
+def missing(*, loss: bool) -> str | None:
+    """One sentence on what this machine lacks for a rack, or None."""
+    if os.geteuid() != 0:
+        return "a rack needs root to make network namespaces; try again with sudo"
+    for tool in ("ip", "tc", *(("nft", "ethtool") if loss else ())):
+        if shutil.which(tool) is None:
+            return f"a rack needs the tool `{tool}`; try `apt-get install {_PACKAGES[tool]}`"
+    return None
+
+
+def run(argv: Sequence[str], stdin: str = "") -> str:
+    """Run a command to its end and return what it printed; RackError where it fails."""
+    try:
+        done = subprocess.run(
+            argv, input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RackError(f"`{' '.join(argv)}` did not end within {COMMAND_TIMEOUT_S} s") from error
+    if done.returncode != 0:
+        complaint = done.stderr.strip() or f"exit code {done.returncode}"
+        raise RackError(
+            f"`{' '.join(argv)}` failed: {complaint}; a rack needs CAP_NET_ADMIN and CAP_SYS_ADMIN, and a "
+            "kernel with veth, bridge, tbf and, for loss, nftables' netdev family"
+        )
+    return done.stdout

@@ -1,0 +1,31 @@
+"""Run one command on every host of a rack, its output streamed with the host's name in front."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from netfold.rack.processes import DRAIN_S, follow, supervise
+from netfold.rack.rack import Rack
+
+
+def run_on_every_host(rack: Rack, argv: Sequence[str], write: Callable[[str], None], *, switch: bool) -> int:
+    """Start the aggregator (if asked), then `argv` once a host; return the first exit code that is not 0."""
+    lock = threading.Lock()
+
+    def writer(source: str) -> Callable[[str], None]:
+        def write_line(line: str) -> None:
+            with lock:
+                write(f"{source}| {line}")
+
+        return write_line
+
+    aggregator = rack.start_switch(writer("switch")) if switch else None
+    processes = [rack.popen(host, argv) for host in range(rack.hosts)]
+    readers = [follow(process, writer(f"h{host}")) for host, process in enumerate(processes)]
+    outcome = supervise(processes)
+    for reader in readers:
+        reader.join(DRAIN_S)
+    if outcome.first_failed is not None:
+        write(f"rack: host h{outcome.first_failed} failed first, with exit code {outcome.exit_code}")
+    if aggregator is not None and aggregator.poll() is not None:
+        write(f"rack: the aggregator ended before its workers, with exit code {aggregator.returncode}")
+    return outcome.exit_code

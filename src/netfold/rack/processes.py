@@ -1,0 +1,136 @@
+"""Many processes, one end: stream what they print, wait for all, stop all when one fails."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+Process = subprocess.Popen[str]
+
+# When one process fails its peers often fail too, a moment later, with a better message: let them.
+FAILURE_GRACE_S = 2.0
+# From SIGTERM to SIGKILL.
+TERM_GRACE_S = 3.0
+# A process can leave a child that holds its output open; its lines are not waited for longer than this.
+DRAIN_S = 1.0
+_POLL_S = 0.02
+
+
+def spawn(argv: Sequence[str], environment: Mapping[str, str]) -> Process:
+    """Start a process in a session of its own, its output and errors on one pipe of lines.
+
+    Its own session: a Ctrl-C at the terminal reaches us alone, and we end the whole group in order.
+    """
+    return subprocess.Popen(
+        argv,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def follow(process: Process, on_line: Callable[[str], None]) -> threading.Thread:
+    """Hand every line that `process` prints, without its line end, to `on_line` from a thread."""
+    output = process.stdout
+    assert output is not None, "spawn() gives every process a pipe"
+
+    def read() -> None:
+        for line in output:
+            on_line(line.rstrip("\n"))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """exit_code: the first that was not 0, as a shell would say it; 124 past the deadline, as timeout(1)."""
+
+    exit_code: int
+    first_failed: int | None = None
+    timed_out: bool = False
+
+
+def supervise(processes: Sequence[Process], deadline_s: float | None = None) -> Outcome:
+    """Wait until all have ended; once one fails, or at the deadline, stop the others."""
+    started = time.monotonic()
+    while True:
+        codes = [process.poll() for process in processes]
+        for index, code in enumerate(codes):
+            if code:
+                _wait(processes, FAILURE_GRACE_S)
+                stop(processes)
+                return Outcome(exit_code=_as_shell(code), first_failed=index)
+        if all(code == 0 for code in codes):
+            return Outcome(exit_code=0)
+        if deadline_s is not None and time.monotonic() - started > deadline_s:
+            stop(processes)
+            return Outcome(exit_code=124, timed_out=True)
+        time.sleep(_POLL_S)
+
+
+def stop(processes: Sequence[Process]) -> None:
+    """End the processes that still run, and the groups they lead: SIGTERM, a short grace, SIGKILL."""
+    for process in processes:
+        if process.poll() is None:
+            _signal_group(process, signal.SIGTERM)
+    _wait(processes, TERM_GRACE_S)
+    for process in processes:
+        if process.poll() is None:
+            _signal_group(process, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Make SIGINT, SIGTERM and SIGHUP an exception (SystemExit), so that every `with` is left in order."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in _STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold the signals of `exit_on_signals` back until the block is done: clean-up is not left half way."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _wait(processes: Sequence[Process], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        time.sleep(_POLL_S)
+
+
+def _signal_group(process: Process, number: signal.Signals) -> None:
+    # The group can be gone between poll() and here.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _as_shell(code: int) -> int:
+    return 128 - code if code < 0 else code

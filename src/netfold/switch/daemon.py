@@ -1,0 +1,387 @@
+"""One switch: a listening socket, its jobs, and the native plane that adds for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from netfold import control
+from netfold._native import protocol
+from netfold._native.aggregator import Plane
+
+log = logging.getLogger("netfold.switch")
+
+# A connection that has not said `join` by then is no worker.
+JOIN_TIMEOUT_S = 10.0
+# Longest that a job waits for its ranks, whatever a worker asks for.
+MAX_ASSEMBLY_S = 600.0
+# Fewer chunks in flight than this and a round trip is mostly waiting.
+MIN_WINDOW_CHUNKS = 8
+MIN_PAYLOAD_BYTES = 512
+MAX_JOB_NAME = 128
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a switch grants in all. Past a bound a job is refused, with the bound in the reason."""
+
+    jobs: int = 64
+    workers: int = protocol.MAX_WORKERS  # of one job
+    memory_bytes: int = 1 << 30
+    window_bytes: int = 1 << 20  # in flight from one worker
+    connections: int = 4096
+
+
+@dataclass
+class _Member:
+    rank: int
+    writer: asyncio.StreamWriter
+    address: str
+    payload_bytes: int = 0
+
+
+@dataclass
+class _Job:
+    name: str
+    id: int
+    size: int
+    host: str
+    port: int
+    nonces: list[int]
+    window_bytes: int
+    deadline: float
+    created: float
+    members: dict[int, _Member] = field(default_factory=dict)
+    started: bool = False
+    memory_bytes: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+
+class _RefusedError(Exception):
+    """Said to the worker in its words."""
+
+
+class Switch:
+    """Serve until `stop`. `open_to_all` is needed off loopback, as there are no tokens yet."""
+
+    def __init__(self, host: str, port: int, *, limits: Limits | None = None, open_to_all: bool = False) -> None:
+        if not control.is_loopback(host) and not open_to_all:
+            raise ValueError(
+                f"{host} is not a loopback address: anyone who reaches it could join. Say --open if every host on "
+                "that network is trusted, or listen on 127.0.0.1"
+            )
+        self.limits = limits or Limits()
+        self.incarnation = secrets.randbits(32)
+        self._host = host
+        self._port = port
+        self._plane = Plane()
+        self._jobs: dict[str, _Job] = {}
+        self._ids: set[int] = set()
+        self._memory_bytes = 0
+        self._connections = 0
+        # An epoch is never given twice in an incarnation, not even to a job of the same name.
+        self._next_epoch = 1
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> tuple[str, int]:
+        """Bind and listen; the address that was bound. OSError where it cannot be."""
+        self._server = await asyncio.start_server(self._on_connection, self._host, self._port)
+        bound: tuple[Any, ...] = self._server.sockets[0].getsockname()
+        self._port = bound[1]
+        return str(bound[0]), int(bound[1])
+
+    async def stop(self, reason: str) -> None:
+        """Tell every worker, end every job, close the port."""
+        if self._server is not None:
+            self._server.close()
+        for job in list(self._jobs.values()):
+            await self._end(job, f"the switch is shutting down: {reason}")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def job_count(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def granted_bytes(self) -> int:
+        return self._memory_bytes
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._connections += 1
+        peer = writer.get_extra_info("peername")
+        address = control.format_endpoint(peer[0], peer[1]) if peer else "?"
+        try:
+            if self._connections > self.limits.connections:
+                raise _RefusedError(f"this switch serves at most {self.limits.connections} connections")
+            await self._serve(reader, writer, address)
+        except _RefusedError as refusal:
+            log.warning("refused %s: %s", address, refusal)
+            await _tell(writer, {"type": "refused", "reason": str(refusal)})
+        except (control.ProtocolError, asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
+            log.warning("dropped connection from %s before it joined: %s", address, error or type(error).__name__)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._connections -= 1
+            self._tasks.discard(task)
+            writer.close()
+            with contextlib.suppress(Exception):
+                await writer.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
+        message = await asyncio.wait_for(_read(reader), JOIN_TIMEOUT_S)
+        job, member = self._admit(message, writer, address)
+        reason = "its connection was lost"
+        try:
+            await _tell(
+                writer,
+                {
+                    "type": "admitted",
+                    "job_id": job.id,
+                    "incarnation": self.incarnation,
+                    "nonce": job.nonces[member.rank],
+                    "port": job.port,
+                },
+            )
+            while True:
+                message = await _read(reader)
+                kind = message["type"]
+                if kind == "ready":
+                    await self._ready(job, member, message)
+                elif kind == "missing":
+                    await self._missing(job, member, message)
+                elif kind == "leave":
+                    reason = str(message.get("reason", ""))[:512] or "it left"
+                    return
+                else:
+                    raise control.ProtocolError(f"unknown message {kind!r}")
+        except _RefusedError:
+            reason = "it was refused"
+            raise
+        except control.ProtocolError as error:
+            reason = f"it broke the control protocol: {error}"
+            log.warning("job %s: rank %d: %s", job.name, member.rank, reason)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            await self._leave(job, member, reason)
+
+    def _admit(
+        self, message: control.Message, writer: asyncio.StreamWriter, address: str
+    ) -> tuple[_Job, _Member]:
+        if message["type"] != "join":
+            raise control.ProtocolError(f"expected join, not {message['type']!r}")
+        if message.get("version") != control.VERSION:
+            raise _RefusedError(
+                f"this switch speaks control protocol {control.VERSION}, the worker {message.get('version')}: "
+                "run the same netfold on both sides"
+            )
+        name = message.get("job")
+        rank, size = message.get("rank"), message.get("size")
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_JOB_NAME:
+            raise control.ProtocolError("join without a job name")
+        if not isinstance(rank, int) or not isinstance(size, int) or not 0 <= rank < size:
+            raise control.ProtocolError(f"join as rank {rank!r} of {size!r}")
+        job = self._jobs.get(name)
+        if job is None:
+            job = self._open(name, size, message, writer)
+        if job.size != size:
+            raise _RefusedError(f"rank {rank} says that its job has {size} ranks; others said {job.size}")
+        if rank in job.members:
+            raise _RefusedError(
+                f"rank {rank} of this job has joined before, from {job.members[rank].address}: two processes were "
+                "started with the same rank"
+            )
+        if job.started:
+            raise _RefusedError("this job is under way; a restarted worker must come with a new group")
+        member = job.members[rank] = _Member(rank, writer, address)
+        log.info("job %s: rank %d of %d joined from %s", name, rank, size, address)
+        return job, member
+
+    def _open(self, name: str, size: int, message: control.Message, writer: asyncio.StreamWriter) -> _Job:
+        if len(self._jobs) >= self.limits.jobs:
+            raise _RefusedError(f"this switch is full: it serves {self.limits.jobs} jobs (--max-jobs)")
+        if size > self.limits.workers:
+            raise _RefusedError(f"a job has at most {self.limits.workers} workers here (--max-workers), not {size}")
+        window_bytes = min(int(message.get("window_bytes") or self.limits.window_bytes), self.limits.window_bytes)
+        job_id = secrets.randbelow(0xFFFFFFFE) + 1
+        while job_id in self._ids:
+            job_id = secrets.randbelow(0xFFFFFFFE) + 1
+        nonces = [secrets.randbits(64) for _ in range(size)]
+        host = writer.get_extra_info("sockname")[0]
+        try:
+            # Twice the window a worker: the kernel counts its own overhead in.
+            port = self._plane.open(job_id, self.incarnation, host, nonces, 2 * window_bytes * size)
+        except OSError as error:
+            raise _RefusedError(f"the switch cannot open a data port on {host}: {error}") from None
+        granted = self._plane.receive_buffer_bytes(job_id)
+        window_bytes = min(window_bytes, granted // (2 * size))
+        seconds = min(float(message.get("timeout_s") or 60.0), MAX_ASSEMBLY_S)
+        job = _Job(
+            name=name,
+            id=job_id,
+            size=size,
+            host=host,
+            port=port,
+            nonces=nonces,
+            window_bytes=window_bytes,
+            deadline=seconds,
+            created=time.monotonic(),
+        )
+        self._jobs[name] = job
+        self._ids.add(job_id)
+        loop = asyncio.get_running_loop()
+        job.timer = loop.call_later(seconds, lambda: self._spawn(self._give_up(job)))
+        return job
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _give_up(self, job: _Job) -> None:
+        if job.started or self._jobs.get(job.name) is not job:
+            return
+        absent = [rank for rank in range(job.size) if rank not in job.members]
+        slow = [rank for rank, member in job.members.items() if member.payload_bytes == 0]
+        what = f"rank {_list(absent)} did not join" if absent else f"rank {_list(slow)} did not get a packet through"
+        await self._end(job, f"{what} within {job.deadline:.0f} s")
+
+    async def _ready(self, job: _Job, member: _Member, message: control.Message) -> None:
+        payload = message.get("payload_bytes")
+        if (
+            not isinstance(payload, int)
+            or payload % 8
+            or not MIN_PAYLOAD_BYTES <= payload <= protocol.MAX_PAYLOAD_BYTES
+        ):
+            raise control.ProtocolError(f"ready with payload_bytes {payload!r}")
+        member.payload_bytes = payload
+        if len(job.members) < job.size or any(m.payload_bytes == 0 for m in job.members.values()):
+            return
+        payload = min(m.payload_bytes for m in job.members.values())
+        window = max(MIN_WINDOW_CHUNKS, job.window_bytes // (payload + protocol.HEADER_BYTES))
+        memory = protocol.job_memory_bytes(job.size, window, payload)
+        if self._memory_bytes + memory > self.limits.memory_bytes:
+            await self._end(
+                job,
+                f"this switch is full: the job needs {memory >> 20} MiB of slots, "
+                f"{(self.limits.memory_bytes - self._memory_bytes) >> 20} of "
+                f"{self.limits.memory_bytes >> 20} MiB are free (--memory, or a smaller --window)",
+            )
+            return
+        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        try:
+            self._plane.begin(
+                job=job.id,
+                epoch=epoch,
+                incarnation=self.incarnation,
+                workers=job.size,
+                window=window,
+                payload_bytes=payload,
+            )
+        except ValueError as error:
+            await self._end(job, str(error))
+            return
+        job.started = True
+        job.memory_bytes = memory
+        self._memory_bytes += memory
+        if job.timer is not None:
+            job.timer.cancel()
+        log.info(
+            "job %s: epoch %d starts with %d workers, window %d x %d bytes, %.1f MiB, data port %d",
+            job.name,
+            epoch,
+            job.size,
+            window,
+            payload,
+            memory / 2**20,
+            job.port,
+        )
+        start = {"type": "start", "epoch": epoch, "payload_bytes": payload, "window": window}
+        for other in list(job.members.values()):
+            await _tell(other.writer, start)
+
+    async def _missing(self, job: _Job, member: _Member, message: control.Message) -> None:
+        chunk = message.get("chunk")
+        if not isinstance(chunk, int) or chunk < 0:
+            raise control.ProtocolError("missing without a chunk")
+        ranks = self._plane.missing(job.id, chunk)
+        await _tell(member.writer, {"type": "missing", "serial": message.get("serial"), "ranks": ranks})
+
+    async def _leave(self, job: _Job, member: _Member, reason: str) -> None:
+        if job.members.get(member.rank) is not member:
+            return
+        del job.members[member.rank]
+        log.info("job %s: rank %d left: %s", job.name, member.rank, reason)
+        if not job.started:
+            if self._jobs.get(job.name) is job:
+                await self._end(job, f"rank {member.rank} left before the job started: {reason}")
+            return
+        if not job.members:
+            self._close(job)
+            return
+        for other in list(job.members.values()):
+            await _tell(other.writer, {"type": "left", "rank": member.rank, "reason": reason})
+
+    async def _end(self, job: _Job, reason: str) -> None:
+        """Refuse what is assembled so far, or end what is under way; everything is given back."""
+        if self._jobs.get(job.name) is not job:
+            return
+        log.warning("job %s ends: %s", job.name, reason)
+        members = list(job.members.values())
+        job.members.clear()
+        self._close(job)
+        for member in members:
+            await _tell(member.writer, {"type": "refused", "reason": reason})
+            member.writer.close()
+
+    def _close(self, job: _Job) -> None:
+        if job.timer is not None:
+            job.timer.cancel()
+        counters = self._plane.counters(job.id)
+        self._plane.close(job.id)
+        del self._jobs[job.name]
+        self._ids.discard(job.id)
+        self._memory_bytes -= job.memory_bytes
+        if counters is None:
+            return
+        drops = ", ".join(f"{count} {why}" for why, count in counters["drops"].items() if count) or "none"
+        log.info(
+            "job %s closed after %.1f s: %d chunks from %d contributions, %d answers (%d again), dropped: %s%s",
+            job.name,
+            time.monotonic() - job.created,
+            counters["results"],
+            counters["contributions"],
+            counters["answers_sent"],
+            counters["answers_again"],
+            drops,
+            f"; send errors: {counters['send_errors']}, last: {counters['last_send_error']}"
+            if counters["send_errors"]
+            else "",
+        )
+
+
+async def _read(reader: asyncio.StreamReader) -> control.Message:
+    return control.decode(await reader.readexactly(control.length_of(await reader.readexactly(4))))
+
+
+async def _tell(writer: asyncio.StreamWriter, message: control.Message) -> None:
+    # A worker that does not read is as good as gone; its own task will notice.
+    with contextlib.suppress(ConnectionError, TimeoutError, RuntimeError):
+        writer.write(control.encode(message))
+        await asyncio.wait_for(writer.drain(), 5.0)
+
+
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
