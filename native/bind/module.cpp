@@ -3,6 +3,8 @@
 
 NB_MODULE(_native, m) {
   m.doc() = "The native floor of netfold. Not a public interface: use netfold, netfold.torch or the netfold command.";
+  // Daemon threads of a dying interpreter hold groups: that is no leak anyone can act on.
+  nanobind::set_leak_warnings(false);
   bind_kernels(m);
   bind_transport(m);
   bind_protocol(m);

@@ -5,3 +5,19 @@ with torch, `init_process_group("netfold")` needs no import at all.
 """
 
 __version__ = "0.1.0"
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from netfold.communicator import Communicator, FileStore, Options
+
+__all__ = ["Communicator", "FileStore", "Options", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # torch's plugin loader imports this package in every process that imports torch: it must stay light.
+    if name in __all__:
+        import netfold.communicator
+
+        return getattr(netfold.communicator, name)
+    raise AttributeError(f"module 'netfold' has no attribute {name!r}")

@@ -1,0 +1,64 @@
+"""The torch.distributed backend: `init_process_group("netfold")`.
+
+torch finds `register` through entry points and calls it at the end of `import torch`; so it imports nothing heavy,
+loads nothing native and never raises. The ProcessGroup is made when a script asks for it. May import: communicator,
+plan, profile, torch.
+
+Always: tensors live until their operation is done; no native code waits for the GIL; no thread starts before the first
+group; a Future's callbacks may block without holding up other Futures.
+
+Tests: `.venv/bin/pytest tests/torch`
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from netfold.profile import Records
+
+__all__ = ["events", "register", "why"]
+
+
+def register() -> None:
+    """Make `netfold` a backend of torch.distributed. Idempotent; does nothing where torch has no distributed."""
+    try:
+        import torch.distributed as dist
+
+        if not dist.is_available() or hasattr(dist.Backend, "NETFOLD"):
+            return
+        dist.Backend.register_backend("netfold", _create, extended_api=True, devices=["cpu"])
+    except Exception as error:
+        # torch turns an exception here into a failure of `import torch` itself: a warning is enough.
+        import warnings
+
+        warnings.warn(f"netfold could not register with torch.distributed: {error}", RuntimeWarning, stacklevel=2)
+
+
+def _create(options: Any, pg_options: Any) -> Any:
+    from netfold.torch.process_group import create
+
+    return create(options, pg_options)
+
+
+def events(group: dist.ProcessGroup | None = None) -> Records:
+    """The newest event records of a group (`netfold.profile.RECORD`), oldest first."""
+    return _group(group).events()
+
+
+def why(group: dist.ProcessGroup | None = None, *, operation: str = "all_reduce", size_bytes: int = 1 << 24) -> str:
+    """The algorithm that runs `operation` of `size_bytes` in this group, and the reason."""
+    return _group(group).why(operation, size_bytes)
+
+
+def _group(group: dist.ProcessGroup | None) -> Any:
+    import torch.distributed as dist
+
+    from netfold.torch.process_group import ProcessGroupNetfold
+
+    chosen = group if group is not None else dist.group.WORLD
+    if not isinstance(chosen, ProcessGroupNetfold):
+        raise ValueError(f"not a netfold group but {chosen!r}; init_process_group('netfold') makes one")
+    return chosen.netfold

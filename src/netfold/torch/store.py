@@ -1,0 +1,27 @@
+"""torch's stores, as the rendezvous wants them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+class TorchStore:
+    """A `netfold.communicator.Store` over a torch store."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        try:
+            self._store.wait([key], timedelta(seconds=max(0.001, timeout_s)))
+        except RuntimeError as error:  # DistStoreError: not set in time, or the store is gone
+            raise TimeoutError(f"{key} was not set within {timeout_s:.1f} s: {error}") from None
+        return bytes(self._store.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))

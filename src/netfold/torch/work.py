@@ -1,0 +1,204 @@
+"""Work and Future: how torch waits for a native operation.
+
+C++ sees only `wait(timedelta)` and `get_future()` of a Python Work. A work whose operation ended on the caller's thread
+is complete when it is made; others are kept alive here, with their tensors, until their operation is done, since users
+drop Works.
+
+Futures are resolved by a few threads that take one completion each: callbacks run on the thread that resolves (torch
+does that), and one that blocks on a later Future must not hold that Future up. They start with the first asynchronous
+operation and end before the interpreter does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from netfold._native import engine
+from netfold.communicator import Group
+
+# Threads that may stand blocked in callbacks at once; past that, completions wait for one to return.
+_MAX_THREADS = 64
+_IDLE_NS = 1_000_000_000
+
+
+class NetfoldWork(dist.Work):
+    """One operation, or several that were asked for together."""
+
+    def __init__(
+        self,
+        group: Group,
+        operations: list[Any],
+        result: Any,
+        *,
+        keep: Any = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        """`result`: what the Future holds. `keep`: what must outlive the operations. `finish`: runs once they are
+        done, before anyone sees the work complete (copies staged results back)."""
+        super().__init__()
+        self._group = group
+        self._operations = operations
+        self._result = result
+        self._keep = keep
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None
+        self._pending = 0
+        if all(operation.done for operation in operations):
+            self._settle()
+        else:
+            _completions.watch(self, operations)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when done; raises what befell the operation. A timeout of 0 is torch's word for none."""
+        seconds = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+        for operation in self._operations:
+            self._group.wait(operation, seconds)
+        self._settle()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(operation.done for operation in self._operations)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error() is None
+
+    def exception(self) -> Any:
+        return self._error()
+
+    def result(self) -> Any:
+        return self._result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self._group.rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            if self._future is None:
+                base: torch.futures.Future[Any] = torch.futures.Future()
+                self._future = base
+                # DDP's reducer crashes on a Future with an exception set, but not on one whose callback raised.
+                self._visible = base.then(self._value)
+                resolve = self._pending == 0
+            else:
+                return self._visible
+        if resolve:
+            base.set_result(None)
+        return self._visible
+
+    def _value(self, _: Any) -> Any:
+        error = self._error()
+        if error is not None:
+            raise error
+        return self._result
+
+    def _error(self) -> Exception | None:
+        for operation in self._operations:
+            if operation.done and operation.failure is not None:
+                return self._group.error(operation)
+        return None
+
+    def _settle(self) -> None:
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None and self._error() is None:
+                finish()
+            self._keep = None
+
+    def _one_done(self) -> torch.futures.Future[Any] | None:
+        """Called for each operation that completed after all; the Future to resolve when it was the last."""
+        with self._lock:
+            self._pending -= 1
+            if self._pending > 0:
+                return None
+        self._settle()
+        with self._lock:
+            return self._future
+
+
+class _Completions:
+    """Threads that turn completed operations into resolved Futures."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._works: dict[int, NetfoldWork] = {}
+        self._threads: set[threading.Thread] = set()
+        self._idle = 0
+        self._stopping = False
+        self._pid = os.getpid()
+
+    def watch(self, work: NetfoldWork, operations: list[Any]) -> None:
+        with self._lock:
+            if self._pid != os.getpid():
+                self._reset()  # threads do not survive a fork
+            waiting = [operation for operation in operations if not operation.done]
+            work._pending = len(waiting)
+            for operation in waiting:
+                self._works[operation.id] = work
+            if self._idle == 0 and not self._stopping:
+                self._start()
+        for operation in waiting:
+            if not operation.notify():  # it was done before we could ask
+                self._complete(operation.id)
+
+    def _start(self) -> None:
+        if len(self._threads) >= _MAX_THREADS:
+            return
+        thread = threading.Thread(target=self._run, name="netfold-completions", daemon=True)
+        self._threads.add(thread)
+        self._idle += 1
+        thread.start()
+
+    def _run(self) -> None:
+        while True:
+            operation_id = engine.next_completion(_IDLE_NS)
+            with self._lock:
+                if self._stopping:
+                    break
+                if operation_id is None:
+                    continue
+                self._idle -= 1
+                if self._idle == 0:
+                    self._start()  # this one may block in a callback
+            self._complete(operation_id)
+            with self._lock:
+                if self._idle > 0 and len(self._threads) > 2:
+                    break  # enough of us
+                self._idle += 1
+        with self._lock:
+            self._threads.discard(threading.current_thread())
+
+    def _complete(self, operation_id: int) -> None:
+        with self._lock:
+            work = self._works.pop(operation_id, None)
+        future = work._one_done() if work is not None else None
+        if future is not None:
+            future.set_result(None)
+
+    def stop(self) -> None:
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            self._stopping = True
+            threads = list(self._threads)
+        engine.interrupt_completions()
+        for thread in threads:
+            thread.join(2.0)
+
+
+_completions = _Completions()
+atexit.register(_completions.stop)
