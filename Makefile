@@ -1,0 +1,65 @@
+# netfold: `make` lists the targets. All set-up happens in .venv; a second run rebuilds only what changed.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+NATIVE := CMakeLists.txt $(shell find native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt \))
+CXX_FILES := $(shell find native -type f \( -name '*.cpp' -o -name '*.hpp' \))
+JOBS ?= 2
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# What the host must have, with a sentence where something is missing; then the tools, torch pinned by the constraints.
+$(VENV)/.tools: pyproject.toml constraints.txt tools/host-check
+	@PYTHON=$(PYTHON) tools/host-check
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing build tools, torch and test tools into $(VENV) (once)"
+	@$(PIP) install --upgrade pip
+	@$(PIP) install -c constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	@$(PIP) install -c constraints.txt scikit-build-core nanobind cmake ninja
+	@touch $@
+
+$(VENV)/.netfold: $(VENV)/.tools $(NATIVE) pyproject.toml
+	@echo "building netfold"
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install --no-build-isolation -c constraints.txt -e '.[torch,demo,dev]'
+	@touch $@
+
+build: $(VENV)/.netfold ## build the native floor and install netfold into .venv
+
+demo: build ## the main job: train EDSR over a software switch, then with gloo, and compare (about two minutes)
+	@$(VENV)/bin/netfold demo
+
+test: build ## all tests that need no root and no network namespaces
+	@$(PY) -m pytest -m 'not rack' -n $(JOBS) --dist loadgroup -q
+
+rack-test: build ## tests of the emulated rack and of netfold in it (root, network namespaces)
+	@$(PY) -m pytest -m rack -q tests
+
+check: build ## formats, lints, types, import rules
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m clang_format --version >/dev/null 2>&1 || true
+	@$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	@$(PY) -m mypy
+	@$(VENV)/bin/lint-imports --no-cache
+	@echo "check: all clean"
+
+format: build ## rewrite sources in the house's format
+	@$(PY) -m ruff check --fix -q . || true
+	@$(PY) -m ruff format .
+	@$(VENV)/bin/clang-format -i $(CXX_FILES)
+
+sanitize: build ## the native tests once more under AddressSanitizer and UndefinedBehaviorSanitizer
+	@tools/sanitize $(PY) $(JOBS)
+
+bench: build ## measure against gloo, in the rack and over loopback; rewrites bench/results (root for the rack)
+	@$(VENV)/bin/netfold bench suite
+
+clean: ## remove everything that was built
+	@rm -rf $(VENV) build build-sanitize netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.PHONY: help build demo test rack-test check format sanitize bench clean
