@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import queue
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +14,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -28,14 +30,17 @@ class Outcome:
     text: str = ""
 
 
-def _enter(results: Any, function: Callable[..., Any], rank: int, size: int, folder: str, env: dict[str, str], args: Any) -> None:
+def _enter(
+    results: Connection, function: Callable[..., Any], rank: int, size: int, folder: str, env: dict[str, str], args: Any
+) -> None:
     for name in [name for name in os.environ if name.startswith("NETFOLD_")]:
         del os.environ[name]
     os.environ.update(env)
     try:
-        results.put((rank, Outcome(value=function(rank, size, folder, *args))))
+        outcome = Outcome(value=function(rank, size, folder, *args))
     except BaseException as error:
-        results.put((rank, Outcome(error=type(error).__name__, text=f"{error}\n{traceback.format_exc()}")))
+        outcome = Outcome(error=type(error).__name__, text=f"{error}\n{traceback.format_exc()}")
+    results.send(outcome)
 
 
 def run_ranks(
@@ -50,29 +55,39 @@ def run_ranks(
 
     Ranks in `dies` may end without a result. Fails when the deadline passes: nothing may hang.
     """
+    outcomes: dict[int, Outcome] = {}
+    processes = []
+    readers: dict[Connection, int] = {}
+    deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
-        results = _SPAWN.Queue()
-        processes = [
-            _SPAWN.Process(target=_enter, args=(results, function, rank, size, folder, env or {}, args))
-            for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        outcomes: dict[int, Outcome] = {}
-        deadline = time.monotonic() + timeout_s
         try:
-            while len(outcomes) < size:
-                with contextlib.suppress(queue.Empty):
-                    rank, outcome = results.get(timeout=0.1)
-                    outcomes[rank] = outcome
-                for rank, process in enumerate(processes):
-                    if rank in dies and rank not in outcomes and not process.is_alive():
-                        outcomes[rank] = Outcome()
-                if time.monotonic() > deadline:
-                    silent = [rank for rank in range(size) if rank not in outcomes]
+            for rank in range(size):
+                reader, writer = _SPAWN.Pipe(duplex=False)
+                process = _SPAWN.Process(
+                    target=_enter, args=(writer, function, rank, size, folder, env or {}, args), daemon=True
+                )
+                process.start()
+                writer.close()  # the child's death then ends the pipe
+                processes.append(process)
+                readers[reader] = rank
+            while readers:
+                ready = wait(list(readers), timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    silent = sorted(readers.values())
                     raise AssertionError(f"ranks {silent} did not finish within {timeout_s} s; others: {outcomes}")
+                for reader in ready:
+                    assert isinstance(reader, Connection)
+                    rank = readers.pop(reader)
+                    try:
+                        outcomes[rank] = reader.recv()
+                    except EOFError:
+                        processes[rank].join()
+                        text = f"exit code {processes[rank].exitcode}"
+                        outcomes[rank] = Outcome() if rank in dies else Outcome(error="Died", text=text)
+                    reader.close()
             for process in processes:
-                process.join(10)
+                process.join(max(1.0, deadline - time.monotonic()))
+                assert process.exitcode is not None, "a rank returned its result, but its process did not end"
         finally:
             for process in processes:
                 if process.is_alive():
@@ -88,28 +103,59 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
+@dataclass
+class RunningSwitch:
+    """A daemon's address, process and log."""
+
+    endpoint: str
+    process: subprocess.Popen[str]
+    log_path: Path
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.endpoint.rpartition(":")
+        return host, int(port)
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def wait_for(self, pattern: str, *, count: int = 1, timeout_s: float = 10.0) -> list[str]:
+        """Wait until the log has `count` matches of a regular expression; all of them."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = re.findall(pattern, self.log())
+            if len(found) >= count:
+                return found
+            assert time.monotonic() < deadline, f"{pattern!r} is not {count} times in the switch's log:\n{self.log()}"
+            time.sleep(0.02)
+
+
 @contextlib.contextmanager
-def running_switch(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A daemon on a free loopback port; its endpoint and process. Stopped by SIGTERM."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None and process.stderr is not None
-        line = process.stdout.readline()
-        assert line.startswith("netfold switch listening on "), line + process.stderr.read()
-        yield line.split()[-1], process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+def running_switch(*options: str) -> Iterator[RunningSwitch]:
+    """A daemon on a free loopback port. Stopped by SIGTERM, which must end it with exit code 0."""
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0", *options],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        assert process.stdout is not None
         try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
+            line = process.stdout.readline()
+            switch = RunningSwitch(line.split()[-1] if line else "", process, Path(folder) / "log")
+            assert line.startswith("netfold switch listening on "), line + switch.log()
+            yield switch
+            stopped = process.poll() is None
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            finally:
+                process.kill()
+                process.wait()
+                process.stdout.close()
+        if stopped:
+            assert process.returncode == 0, f"exit code {process.returncode} after SIGTERM:\n{switch.log()}"
+        assert "Traceback" not in switch.log(), switch.log()

@@ -1,8 +1,8 @@
-#include <netfold/aggregator/plane.hpp>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
+#include <netfold/aggregator/plane.hpp>
 
 #include <algorithm>
 #include <array>
@@ -83,7 +83,8 @@ std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const
 int Plane::receive_buffer_bytes(std::uint32_t job_id) {
   int bytes = 0;
   on_thread([&] {
-    if (const auto found = jobs_.find(job_id); found != jobs_.end()) bytes = found->second->socket->receive_buffer_bytes();
+    if (const auto found = jobs_.find(job_id); found != jobs_.end())
+      bytes = found->second->socket->receive_buffer_bytes();
   });
   return bytes;
 }

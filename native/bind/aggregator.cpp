@@ -21,9 +21,8 @@ void bind_aggregator(nb::module_& m) {
       .def(
           "begin",
           [](Plane& self, std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t workers,
-             std::uint32_t window, std::uint32_t payload_bytes) {
-            self.begin({job, epoch, incarnation, workers, window, payload_bytes});
-          },
+             std::uint32_t window,
+             std::uint32_t payload_bytes) { self.begin({job, epoch, incarnation, workers, window, payload_bytes}); },
           nb::kw_only(), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"), nb::arg("workers"),
           nb::arg("window"), nb::arg("payload_bytes"), Release())
       .def("close", &Plane::close, Release())

@@ -4,8 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <netfold/engine/engine.hpp>
 #include <unistd.h>
+#include <netfold/engine/engine.hpp>
 
 #include "module.hpp"
 #include "transport.hpp"
@@ -40,11 +40,10 @@ std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, std::ui
         wire >= kernels::kDTypeCount) {
       throw nb::value_error("the choice table names an operation, algorithm or wire format that does not exist");
     }
-    options.table.push_back({static_cast<collective::Kind>(kind), min_bytes,
-                             static_cast<collective::AlgorithmId>(algorithm), wire});
+    options.table.push_back(
+        {static_cast<collective::Kind>(kind), min_bytes, static_cast<collective::AlgorithmId>(algorithm), wire});
   }
-  return Engine::instance().add_group(std::move(options),
-                                      std::make_unique<transport::Mesh>(rank, std::move(peers)));
+  return Engine::instance().add_group(std::move(options), std::make_unique<transport::Mesh>(rank, std::move(peers)));
 }
 
 std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce, bool average, int root,
@@ -100,29 +99,29 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("failure",
                    [](const Operation& self) -> std::optional<std::tuple<int, int, std::string>> {
                      if (!self.done() || !self.failure()) return std::nullopt;
-                     return std::tuple(static_cast<int>(self.failure().kind), self.failure().rank,
-                                       self.failure().text);
+                     return std::tuple(static_cast<int>(self.failure().kind), self.failure().rank, self.failure().text);
                    })
       .def("record", [](const Operation& self) { return record_bytes(&self.record(), 1); });
 
   nb::class_<Group>(e, "Group")
-      .def("attach",
-           [](Group& self, UdpPort& port, const std::string& host, std::uint16_t to_port, std::uint32_t job,
-              std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker, std::uint16_t workers,
-              std::uint32_t window, std::uint32_t payload_bytes) {
-             if (!port.socket) throw nb::value_error("this port was given to a group before");
-             const protocol::WorkerConfig config{job, epoch, incarnation, worker, workers, window, payload_bytes};
-             self.attach(std::make_unique<collective::Channel>(config, std::move(port.socket),
-                                                               transport::Address::parse(host, to_port)));
-           },
-           nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("job"), nb::arg("epoch"),
-           nb::arg("incarnation"), nb::arg("worker"), nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"))
-      .def("submit", &submit, nb::arg("kind"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("average"),
-           nb::arg("root"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("timeout_ns"), nb::arg("on_this_thread"))
+      .def(
+          "attach",
+          [](Group& self, UdpPort& port, const std::string& host, std::uint16_t to_port, std::uint32_t job,
+             std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker, std::uint16_t workers,
+             std::uint32_t window, std::uint32_t payload_bytes) {
+            if (!port.socket) throw nb::value_error("this port was given to a group before");
+            const protocol::WorkerConfig config{job, epoch, incarnation, worker, workers, window, payload_bytes};
+            self.attach(std::make_unique<collective::Channel>(config, std::move(port.socket),
+                                                              transport::Address::parse(host, to_port)));
+          },
+          nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("job"), nb::arg("epoch"),
+          nb::arg("incarnation"), nb::arg("worker"), nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"))
+      .def("submit", &submit, nb::arg("kind"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("average"), nb::arg("root"),
+           nb::arg("inputs"), nb::arg("outputs"), nb::arg("timeout_ns"), nb::arg("on_this_thread"))
       .def("choose",
            [](const Group& self, int kind, int dtype, std::uint64_t bytes) {
-             const auto choice = self.choose(static_cast<collective::Kind>(kind), static_cast<kernels::DType>(dtype),
-                                             bytes);
+             const auto choice =
+                 self.choose(static_cast<collective::Kind>(kind), static_cast<kernels::DType>(dtype), bytes);
              return std::tuple(name(choice.algorithm), name(static_cast<kernels::DType>(choice.wire)));
            })
       .def(
@@ -163,15 +162,14 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size);
 
-  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("id"), nb::arg("spin_us"),
-        nb::arg("table"), nb::arg("table_hash"),
+  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("id"), nb::arg("spin_us"), nb::arg("table"),
+        nb::arg("table_hash"),
         "fds[r]: a connected stream socket to rank r, -1 at this rank's place. Takes ownership of them.");
   e.def(
       "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },
       nb::call_guard<nb::gil_scoped_release>());
   e.def(
-      "next_completion",
-      [](std::int64_t timeout_ns) { return Engine::instance().next_completion(timeout_ns); },
+      "next_completion", [](std::int64_t timeout_ns) { return Engine::instance().next_completion(timeout_ns); },
       nb::call_guard<nb::gil_scoped_release>());
   e.def("interrupt_completions", [] { Engine::instance().interrupt_completions(); });
 }

@@ -30,9 +30,7 @@ using Output = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using IsaName = std::optional<std::string>;
 
-[[noreturn]] void refuse(const std::string& sentence) {
-  throw nb::value_error(sentence.c_str());
-}
+[[noreturn]] void refuse(const std::string& sentence) { throw nb::value_error(sentence.c_str()); }
 
 template <class Enum>
 Enum parse(const char* kind, const std::string& word, int value_count) {
@@ -45,9 +43,7 @@ Enum parse(const char* kind, const std::string& word, int value_count) {
   refuse(std::string(kind) + " '" + word + "' is unknown; expected one of " + known);
 }
 
-DType parse_dtype(const std::string& word) {
-  return parse<DType>("dtype", word, kDTypeCount);
-}
+DType parse_dtype(const std::string& word) { return parse<DType>("dtype", word, kDTypeCount); }
 
 const Table& table_of(const IsaName& isa) {
   if (!isa) return active_table();
@@ -103,16 +99,15 @@ void convert_array(const std::string& to_name, Output dst, const std::string& fr
 void block_exponents_of_array(Output exponents, Input src, const IsaName& isa) {
   const std::size_t count = count_of(src, DType::f32, "src");
   expect_count(count_of(exponents, DType::i16, "exponents"), quantise_block_count(count), "exponents");
-  block_exponents(table_of(isa), static_cast<std::int16_t*>(exponents.data()),
-                  static_cast<const float*>(src.data()), count);
+  block_exponents(table_of(isa), static_cast<std::int16_t*>(exponents.data()), static_cast<const float*>(src.data()),
+                  count);
 }
 
 // What quantise and dequantise alike need: the element count, once everything fits.
 std::size_t check_quantised(const Output& dst, DType to, const Input& src, DType from, const Input& exponents,
                             int headroom_bits, std::size_t first_element) {
   if (headroom_bits < 0 || headroom_bits > kMaxHeadroomBits) {
-    refuse("headroom_bits is " + std::to_string(headroom_bits) + ", expected 0 to " +
-           std::to_string(kMaxHeadroomBits));
+    refuse("headroom_bits is " + std::to_string(headroom_bits) + ", expected 0 to " + std::to_string(kMaxHeadroomBits));
   }
   const std::size_t count = count_of(dst, to, "dst");
   expect_count(count_of(src, from, "src"), count, "src");
@@ -126,18 +121,16 @@ std::size_t check_quantised(const Output& dst, DType to, const Input& src, DType
 
 void quantise_array(Output dst, Input src, Input exponents, int headroom_bits, std::size_t first_element,
                     const IsaName& isa) {
-  const std::size_t count =
-      check_quantised(dst, DType::i32, src, DType::f32, exponents, headroom_bits, first_element);
-  quantise(table_of(isa), static_cast<std::int32_t*>(dst.data()), static_cast<const float*>(src.data()),
-           count, static_cast<const std::int16_t*>(exponents.data()), headroom_bits, first_element);
+  const std::size_t count = check_quantised(dst, DType::i32, src, DType::f32, exponents, headroom_bits, first_element);
+  quantise(table_of(isa), static_cast<std::int32_t*>(dst.data()), static_cast<const float*>(src.data()), count,
+           static_cast<const std::int16_t*>(exponents.data()), headroom_bits, first_element);
 }
 
 void dequantise_array(Output dst, Input src, Input exponents, int headroom_bits, std::size_t first_element,
                       const IsaName& isa) {
-  const std::size_t count =
-      check_quantised(dst, DType::f32, src, DType::i32, exponents, headroom_bits, first_element);
-  dequantise(table_of(isa), static_cast<float*>(dst.data()), static_cast<const std::int32_t*>(src.data()),
-             count, static_cast<const std::int16_t*>(exponents.data()), headroom_bits, first_element);
+  const std::size_t count = check_quantised(dst, DType::f32, src, DType::i32, exponents, headroom_bits, first_element);
+  dequantise(table_of(isa), static_cast<float*>(dst.data()), static_cast<const std::int32_t*>(src.data()), count,
+             static_cast<const std::int16_t*>(exponents.data()), headroom_bits, first_element);
 }
 
 std::vector<std::string> available_isas() {
@@ -153,25 +146,22 @@ std::vector<std::string> available_isas() {
 void bind_kernels(nb::module_& m) {
   nb::module_ kernels = m.def_submodule("kernels", "Reduce, convert and quantise NumPy arrays; for tests.");
   const auto isa = [] { return nb::arg("isa") = nb::none(); };
-  kernels.def("reduce", reduce_arrays, nb::arg("op"), nb::arg("dtype"), nb::arg("dst"), nb::arg("sources"),
-              isa(),
+  kernels.def("reduce", reduce_arrays, nb::arg("op"), nb::arg("dtype"), nb::arg("dst"), nb::arg("sources"), isa(),
               "dst[i] = op over all sources[k][i], folded in the order of `sources`; dst may be a source.");
-  kernels.def("convert", convert_array, nb::arg("to"), nb::arg("dst"), nb::arg("from_"), nb::arg("src"),
-              isa(), "dst = src as dtype `to`; narrowing rounds to nearest even.");
+  kernels.def("convert", convert_array, nb::arg("to"), nb::arg("dst"), nb::arg("from_"), nb::arg("src"), isa(),
+              "dst = src as dtype `to`; narrowing rounds to nearest even.");
   kernels.def("block_exponents", block_exponents_of_array, nb::arg("exponents"), nb::arg("src"), isa(),
               "The i32 wire format's exponent for each block of `block_elements` float32.");
-  kernels.def(
-      "quantise", quantise_array, nb::arg("dst"), nb::arg("src"), nb::arg("exponents"),
-      nb::arg("headroom_bits"), nb::arg("first_element") = 0, isa(),
-      "float32 to int32 in units of each block; `exponents` covers the operation from its first element.");
-  kernels.def("dequantise", dequantise_array, nb::arg("dst"), nb::arg("src"), nb::arg("exponents"),
+  kernels.def("quantise", quantise_array, nb::arg("dst"), nb::arg("src"), nb::arg("exponents"),
               nb::arg("headroom_bits"), nb::arg("first_element") = 0, isa(),
-              "The inverse of quantise, on a sum.");
+              "float32 to int32 in units of each block; `exponents` covers the operation from its first element.");
+  kernels.def("dequantise", dequantise_array, nb::arg("dst"), nb::arg("src"), nb::arg("exponents"),
+              nb::arg("headroom_bits"), nb::arg("first_element") = 0, isa(), "The inverse of quantise, on a sum.");
   kernels.def(
       "is_defined",
       [](const std::string& op, const std::string& dtype) {
-        return kSerialTable.reduce[index(parse<ReduceOp>("operator", op, kReduceOpCount))]
-                                  [index(parse_dtype(dtype))] != nullptr;
+        return kSerialTable.reduce[index(parse<ReduceOp>("operator", op, kReduceOpCount))][index(parse_dtype(dtype))] !=
+               nullptr;
       },
       nb::arg("op"), nb::arg("dtype"), "Whether `reduce` has a meaning for this pair.");
   kernels.def("available_isas", available_isas, "The instruction sets that this CPU can run.");

@@ -2,7 +2,9 @@
 #include "module.hpp"
 
 NB_MODULE(_native, m) {
-  m.doc() = "The native floor of netfold. Not a public interface: use netfold, netfold.torch or the netfold command.";
+  m.doc() =
+      "The native floor of netfold. Not a public interface: use netfold, netfold.torch or the netfold "
+      "command.";
   // Daemon threads of a dying interpreter hold groups: that is no leak anyone can act on.
   nanobind::set_leak_warnings(false);
   bind_kernels(m);

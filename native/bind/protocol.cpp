@@ -136,8 +136,8 @@ void bind_protocol(nb::module_& m) {
             if (!kernels::is_valid_dtype(wire) || !kernels::is_valid_reduce_op(reduce)) {
               throw nb::value_error("unknown wire format or operator");
             }
-            self.start({operation, elements, static_cast<kernels::DType>(wire),
-                        static_cast<kernels::ReduceOp>(reduce), table});
+            self.start({operation, elements, static_cast<kernels::DType>(wire), static_cast<kernels::ReduceOp>(reduce),
+                        table});
           },
           nb::arg("operation"), nb::arg("elements"), nb::arg("wire") = 0, nb::arg("reduce") = 0, nb::arg("table") = 0)
       .def("poll_send", &Worker::poll_send)

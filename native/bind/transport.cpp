@@ -3,9 +3,9 @@
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <netfold/protocol/packet.hpp>
 #include <poll.h>
 #include <time.h>
+#include <netfold/protocol/packet.hpp>
 
 #include <cstring>
 
@@ -48,8 +48,8 @@ bool hello(UdpPort& port, const std::string& host, std::uint16_t to_port, std::u
     pollfd wait{port.socket->fd(), POLLIN, 0};
     ::poll(&wait, 1, 20);
     port.socket->receive([&](std::span<const std::byte> bytes, const transport::Address& source) {
-      back |= source == to && bytes.size() == packet.size() &&
-              std::memcmp(bytes.data(), packet.data(), packet.size()) == 0;
+      back |=
+          source == to && bytes.size() == packet.size() && std::memcmp(bytes.data(), packet.data(), packet.size()) == 0;
     });
   }
   return back;
@@ -63,12 +63,12 @@ void bind_transport(nb::module_& m) {
       .def(
           "__init__",
           [](UdpPort* self, const std::string& host, int buffer_bytes) {
-            new (self) UdpPort{
-                std::make_unique<transport::UdpSocket>(transport::Address::parse(host, 0), buffer_bytes)};
+            new (self)
+                UdpPort{std::make_unique<transport::UdpSocket>(transport::Address::parse(host, 0), buffer_bytes)};
           },
           nb::arg("host"), nb::arg("buffer_bytes"))
       .def_prop_ro("port", [](const UdpPort& self) { return self.socket ? self.socket->local().port() : 0; })
-      .def("hello", &hello, nb::arg("host"), nb::arg("port"), nb::arg("job"), nb::arg("incarnation"),
-           nb::arg("worker"), nb::arg("nonce"), nb::arg("packet_bytes"), nb::arg("timeout_ns"),
+      .def("hello", &hello, nb::arg("host"), nb::arg("port"), nb::arg("job"), nb::arg("incarnation"), nb::arg("worker"),
+           nb::arg("nonce"), nb::arg("packet_bytes"), nb::arg("timeout_ns"),
            "Whether packets of this length pass to the switch and back; registers this address with it.");
 }

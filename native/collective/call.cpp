@@ -4,31 +4,42 @@ namespace netfold::collective {
 
 const char* name(Kind kind) {
   switch (kind) {
-    case Kind::all_reduce: return "all_reduce";
-    case Kind::broadcast: return "broadcast";
-    case Kind::all_gather: return "all_gather";
-    case Kind::reduce_scatter: return "reduce_scatter";
-    case Kind::all_to_all: return "all_to_all";
-    case Kind::reduce: return "reduce";
-    case Kind::gather: return "gather";
-    case Kind::scatter: return "scatter";
-    case Kind::barrier: return "barrier";
+    case Kind::all_reduce:
+      return "all_reduce";
+    case Kind::broadcast:
+      return "broadcast";
+    case Kind::all_gather:
+      return "all_gather";
+    case Kind::reduce_scatter:
+      return "reduce_scatter";
+    case Kind::all_to_all:
+      return "all_to_all";
+    case Kind::reduce:
+      return "reduce";
+    case Kind::gather:
+      return "gather";
+    case Kind::scatter:
+      return "scatter";
+    case Kind::barrier:
+      return "barrier";
   }
   return "?";
 }
 
 const char* name(AlgorithmId algorithm) {
   switch (algorithm) {
-    case AlgorithmId::local: return "local";
-    case AlgorithmId::direct: return "direct";
-    case AlgorithmId::ring: return "ring";
-    case AlgorithmId::in_network: return "in_network";
+    case AlgorithmId::local:
+      return "local";
+    case AlgorithmId::direct:
+      return "direct";
+    case AlgorithmId::ring:
+      return "ring";
+    case AlgorithmId::in_network:
+      return "in_network";
   }
   return "?";
 }
 
-std::size_t Call::elements() const {
-  return outputs.empty() ? 0 : outputs[0].bytes / kernels::element_bytes(dtype);
-}
+std::size_t Call::elements() const { return outputs.empty() ? 0 : outputs[0].bytes / kernels::element_bytes(dtype); }
 
 }  // namespace netfold::collective

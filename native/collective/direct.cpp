@@ -58,26 +58,53 @@ void Direct::plan() {
     const int to = (me + step) % mesh_.size();
     const auto peer = static_cast<std::size_t>(to);
     switch (call_.kind) {
-      case Kind::all_reduce: send_to(to, out[0]); break;
-      case Kind::all_gather: send_to(to, in[0]); break;
-      case Kind::all_to_all: send_to(to, in[peer]); break;
-      case Kind::reduce_scatter: send_to(to, in[peer]); break;
-      case Kind::barrier: send_to(to, {}); break;
-      case Kind::broadcast: if (root) send_to(to, out[0]); break;
-      case Kind::scatter: if (root) send_to(to, in[peer]); break;
-      case Kind::reduce: if (to == call_.root) send_to(to, out[0]); break;
-      case Kind::gather: if (to == call_.root) send_to(to, in[0]); break;
+      case Kind::all_reduce:
+        send_to(to, out[0]);
+        break;
+      case Kind::all_gather:
+        send_to(to, in[0]);
+        break;
+      case Kind::all_to_all:
+        send_to(to, in[peer]);
+        break;
+      case Kind::reduce_scatter:
+        send_to(to, in[peer]);
+        break;
+      case Kind::barrier:
+        send_to(to, {});
+        break;
+      case Kind::broadcast:
+        if (root) send_to(to, out[0]);
+        break;
+      case Kind::scatter:
+        if (root) send_to(to, in[peer]);
+        break;
+      case Kind::reduce:
+        if (to == call_.root) send_to(to, out[0]);
+        break;
+      case Kind::gather:
+        if (to == call_.root) send_to(to, in[0]);
+        break;
     }
     const int from = (me + mesh_.size() - step) % mesh_.size();
     const auto source = static_cast<std::size_t>(from);
     switch (call_.kind) {
       case Kind::all_gather:
-      case Kind::all_to_all: receive_from(from, out[source]); break;
-      case Kind::barrier: receive_from(from, {}); break;
-      case Kind::gather: if (root) receive_from(from, out[source]); break;
+      case Kind::all_to_all:
+        receive_from(from, out[source]);
+        break;
+      case Kind::barrier:
+        receive_from(from, {});
+        break;
+      case Kind::gather:
+        if (root) receive_from(from, out[source]);
+        break;
       case Kind::broadcast:
-      case Kind::scatter: if (from == call_.root) receive_from(from, out[0]); break;
-      default: break;
+      case Kind::scatter:
+        if (from == call_.root) receive_from(from, out[0]);
+        break;
+      default:
+        break;
     }
   }
   const auto self = static_cast<std::size_t>(me);
@@ -98,7 +125,8 @@ Progress Direct::poll(std::int64_t) {
     done &= message.done();
     if (failure_) break;
   }
-  // A peer that gave up says why on its connection before it closes it; that is worth more than a broken pipe.
+  // A peer that gave up says why on its connection before it closes it; that is worth more than a broken
+  // pipe.
   for (Incoming& message : incoming_) {
     if (message.done()) continue;
     Failure heard;

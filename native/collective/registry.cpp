@@ -17,8 +17,7 @@ void require(bool holds, const Call& call, const std::string& what) {
 
 void validate(const Call& call, int ranks) {
   const auto count = static_cast<std::size_t>(ranks);
-  const bool reduces =
-      call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter;
+  const bool reduces = call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter;
   require(call.root >= 0 && call.root < ranks, call,
           "root " + std::to_string(call.root) + " is not a rank of this group of " + std::to_string(ranks));
   if (reduces) {
@@ -28,9 +27,9 @@ void validate(const Call& call, int ranks) {
             std::string("avg needs a floating-point tensor, not ") + kernels::name(call.dtype));
   }
   const auto sized = [&](const std::vector<Buffer>& buffers, std::size_t want, const char* which) {
-    require(buffers.size() == want, call,
-            std::string("needs ") + std::to_string(want) + " " + which + " buffers, not " +
-                std::to_string(buffers.size()));
+    require(
+        buffers.size() == want, call,
+        std::string("needs ") + std::to_string(want) + " " + which + " buffers, not " + std::to_string(buffers.size()));
   };
   switch (call.kind) {
     case Kind::all_reduce:

@@ -168,13 +168,12 @@ Progress Ring::poll(std::int64_t) {
 }
 
 void Ring::wait_for(WaitSet& set) const {
-  const bool can_send = !send_header_.done() || (sent_pieces_ < total_ && sent_pieces_ < sub_blocks_ + received_pieces_);
+  const bool can_send =
+      !send_header_.done() || (sent_pieces_ < total_ && sent_pieces_ < sub_blocks_ + received_pieces_);
   if (can_send) set.add(mesh_.fd(next_), POLLOUT);
   if (received_pieces_ < total_) set.add(mesh_.fd(previous_), POLLIN);
 }
 
-std::vector<int> Ring::awaited() const {
-  return {received_pieces_ < total_ ? previous_ : next_};
-}
+std::vector<int> Ring::awaited() const { return {received_pieces_ < total_ ? previous_ : next_}; }
 
 }  // namespace netfold::collective

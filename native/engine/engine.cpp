@@ -1,9 +1,9 @@
-#include <netfold/collective/message.hpp>
-#include <netfold/collective/registry.hpp>
-#include <netfold/engine/engine.hpp>
 #include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
+#include <netfold/collective/message.hpp>
+#include <netfold/collective/registry.hpp>
+#include <netfold/engine/engine.hpp>
 
 #include <algorithm>
 #include <cstdio>
@@ -176,10 +176,13 @@ void Group::drive_until(const Operation& operation) {
   if (more) engine_.wake();
 }
 
-bool Group::has_work() const { return !inbox_.empty() || !queue_.empty() || !active_.empty() || (failure_ && !torn_down_); }
+bool Group::has_work() const {
+  return !inbox_.empty() || !queue_.empty() || !active_.empty() || (failure_ && !torn_down_);
+}
 
 bool Group::can_start(const Operation& operation) const {
-  if (operation.call_.algorithm == collective::AlgorithmId::in_network) return channel_ == nullptr || channel_->can_start();
+  if (operation.call_.algorithm == collective::AlgorithmId::in_network)
+    return channel_ == nullptr || channel_->can_start();
   return active_on_mesh_ == 0;
 }
 
@@ -199,7 +202,8 @@ bool Group::turn(std::int64_t now) {
       traffic_->smoothed_rtt_ns = machine.smoothed_rtt_ns();
       traffic_->oldest_unanswered = machine.oldest_unanswered();
       traffic_->idle = machine.idle();
-      for (int i = 0; i < protocol::kDropCount; ++i) traffic_->drops[i] = channel_->drops(static_cast<protocol::Drop>(i));
+      for (int i = 0; i < protocol::kDropCount; ++i)
+        traffic_->drops[i] = channel_->drops(static_cast<protocol::Drop>(i));
     }
   }
   if (failed) {
@@ -243,7 +247,8 @@ bool Group::turn(std::int64_t now) {
     for (const auto& operation : queue_) {
       if (operation->deadline_ns_ >= 0 && now >= operation->deadline_ns_) {
         failure.kind = Failure::Kind::timeout;
-        failure.text = describe(*operation) + " did not start within its timeout: the operations before it are not done";
+        failure.text =
+            describe(*operation) + " did not start within its timeout: the operations before it are not done";
         break;
       }
     }
@@ -358,10 +363,9 @@ std::vector<EventRecord> Group::events(std::uint64_t* total) const {
 std::string Group::describe(const Operation& operation) const {
   const collective::Call& call = operation.call_;
   char waited[32];
-  std::snprintf(waited, sizeof waited, "%.1f s",
-                static_cast<double>(now_ns() - operation.record_.queued_ns) / 1e9);
-  std::string text = "rank " + std::to_string(rank()) + ": " + collective::name(call.kind) + " #" +
-                     std::to_string(call.sequence);
+  std::snprintf(waited, sizeof waited, "%.1f s", static_cast<double>(now_ns() - operation.record_.queued_ns) / 1e9);
+  std::string text =
+      "rank " + std::to_string(rank()) + ": " + collective::name(call.kind) + " #" + std::to_string(call.sequence);
   if (call.elements() > 0) {
     text += " of " + std::to_string(call.elements()) + " " + kernels::name(call.dtype) + " (" +
             std::to_string(call.outputs[0].bytes) + " bytes)";
@@ -468,9 +472,8 @@ void Engine::push_completion(std::uint64_t id) {
 std::optional<std::uint64_t> Engine::next_completion(std::int64_t timeout_ns) {
   std::unique_lock lock(completion_mutex_);
   const std::uint64_t interrupts = completion_interrupts_;
-  completion_condition_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] {
-    return !completions_.empty() || completion_interrupts_ != interrupts;
-  });
+  completion_condition_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                                 [&] { return !completions_.empty() || completion_interrupts_ != interrupts; });
   if (completions_.empty()) return std::nullopt;
   const std::uint64_t id = completions_.front();
   completions_.pop_front();

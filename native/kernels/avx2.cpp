@@ -75,17 +75,14 @@ struct BF16Pairs {
   static Register load(const std::byte* p) {
     const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
-            _mm256_castsi256_ps(_mm256_and_si256(both, upper))};
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)), _mm256_castsi256_ps(_mm256_and_si256(both, upper))};
   }
   static void store(std::byte* p, Register v) {
     const __m256i even = _mm256_srli_epi32(BF16::rounded(v.even), 16);
     const __m256i odd = BF16::rounded(v.odd);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_blend_epi16(even, odd, 0xaa));
   }
-  static Register combine(Register a, Register b) {
-    return {F32::combine(a.even, b.even), F32::combine(a.odd, b.odd)};
-  }
+  static Register combine(Register a, Register b) { return {F32::combine(a.even, b.even), F32::combine(a.odd, b.odd)}; }
 };
 
 template <class Base>
@@ -146,8 +143,7 @@ std::uint32_t largest_magnitude_bits(const void* src, std::size_t count) {
   four = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
   four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 1));
   const auto in_registers = static_cast<std::uint32_t>(_mm_cvtsi128_si32(four));
-  const std::uint32_t in_tail =
-      kSerialTable.largest_magnitude_bits(at(src, i * I32::kElementBytes), count - i);
+  const std::uint32_t in_tail = kSerialTable.largest_magnitude_bits(at(src, i * I32::kElementBytes), count - i);
   return in_registers > in_tail ? in_registers : in_tail;
 }
 

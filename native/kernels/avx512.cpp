@@ -79,17 +79,14 @@ struct BF16Pairs {
   static Register load(const std::byte* p) {
     const __m512i both = _mm512_loadu_si512(p);
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
-            _mm512_castsi512_ps(_mm512_and_si512(both, upper))};
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)), _mm512_castsi512_ps(_mm512_and_si512(both, upper))};
   }
   static void store(std::byte* p, Register v) {
     const __m512i even = _mm512_srli_epi32(BF16::rounded(v.even), 16);
     const __m512i odd = BF16::rounded(v.odd);
     _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaau, even, odd));
   }
-  static Register combine(Register a, Register b) {
-    return {F32::combine(a.even, b.even), F32::combine(a.odd, b.odd)};
-  }
+  static Register combine(Register a, Register b) { return {F32::combine(a.even, b.even), F32::combine(a.odd, b.odd)}; }
 };
 
 template <class Base>
@@ -147,8 +144,7 @@ std::uint32_t largest_magnitude_bits(const void* src, std::size_t count) {
     largest = _mm512_max_epi32(largest, _mm512_and_si512(bits, no_sign));
   }
   const auto in_registers = static_cast<std::uint32_t>(_mm512_reduce_max_epi32(largest));
-  const std::uint32_t in_tail =
-      kSerialTable.largest_magnitude_bits(at(src, i * I32::kElementBytes), count - i);
+  const std::uint32_t in_tail = kSerialTable.largest_magnitude_bits(at(src, i * I32::kElementBytes), count - i);
   return in_registers > in_tail ? in_registers : in_tail;
 }
 

@@ -41,9 +41,7 @@ int unit_exponent(std::int16_t exponent, int headroom_bits) {
   return std::clamp<int>(exponent, kSmallestExponent, kLargestExponent) + headroom_bits - 30;
 }
 
-float power_of_two_f32(int exponent) {
-  return std::bit_cast<float>(static_cast<std::uint32_t>(exponent + 127) << 23);
-}
+float power_of_two_f32(int exponent) { return std::bit_cast<float>(static_cast<std::uint32_t>(exponent + 127) << 23); }
 double power_of_two_f64(int exponent) {
   return std::bit_cast<double>(static_cast<std::uint64_t>(exponent + 1023) << 52);
 }
@@ -74,8 +72,7 @@ float value_of_counters(std::int32_t counters) {
 
 // Calls visit(offset, length, exponent) for each run of elements that share a block.
 template <class Visit>
-void for_each_block(std::size_t count, const std::int16_t* exponents, std::size_t first_element,
-                    Visit visit) {
+void for_each_block(std::size_t count, const std::int16_t* exponents, std::size_t first_element, Visit visit) {
   for (std::size_t offset = 0; offset < count;) {
     const std::size_t element = first_element + offset;
     const std::size_t length = std::min(kQuantiseBlock - element % kQuantiseBlock, count - offset);
@@ -93,52 +90,48 @@ void block_exponents(const Table& table, std::int16_t* exponents, const float* s
   }
 }
 
-void quantise(const Table& table, std::int32_t* dst, const float* src, std::size_t count,
-              const std::int16_t* exponents, int headroom_bits, std::size_t first_element) {
+void quantise(const Table& table, std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents,
+              int headroom_bits, std::size_t first_element) {
   assert(headroom_bits >= 0 && headroom_bits <= kMaxHeadroomBits);
-  for_each_block(
-      count, exponents, first_element, [&](std::size_t i, std::size_t length, std::int16_t exponent) {
-        if (exponent == kExponentAllZero) {
-          map_each<std::int32_t, float>(dst + i, src + i, length, [](float) { return 0; });
-        } else if (exponent == kExponentNonFinite) {
-          map_each<std::int32_t, float>(dst + i, src + i, length, count_non_finite);
-        } else if (const int unit = unit_exponent(exponent, headroom_bits); unit >= kSmallestLeafUnit) {
-          table.scale_to_i32(dst + i, src + i, length, power_of_two_f32(-unit));
-        } else {
-          map_each<std::int32_t, float>(dst + i, src + i, length,
-                                        [scale = power_of_two_f64(-unit)](float value) {
-                                          return static_cast<std::int32_t>(std::lrint(value * scale));
-                                        });
-        }
+  for_each_block(count, exponents, first_element, [&](std::size_t i, std::size_t length, std::int16_t exponent) {
+    if (exponent == kExponentAllZero) {
+      map_each<std::int32_t, float>(dst + i, src + i, length, [](float) { return 0; });
+    } else if (exponent == kExponentNonFinite) {
+      map_each<std::int32_t, float>(dst + i, src + i, length, count_non_finite);
+    } else if (const int unit = unit_exponent(exponent, headroom_bits); unit >= kSmallestLeafUnit) {
+      table.scale_to_i32(dst + i, src + i, length, power_of_two_f32(-unit));
+    } else {
+      map_each<std::int32_t, float>(dst + i, src + i, length, [scale = power_of_two_f64(-unit)](float value) {
+        return static_cast<std::int32_t>(std::lrint(value * scale));
       });
+    }
+  });
 }
 
 void dequantise(const Table& table, float* dst, const std::int32_t* src, std::size_t count,
                 const std::int16_t* exponents, int headroom_bits, std::size_t first_element) {
   assert(headroom_bits >= 0 && headroom_bits <= kMaxHeadroomBits);
-  for_each_block(
-      count, exponents, first_element, [&](std::size_t i, std::size_t length, std::int16_t exponent) {
-        if (exponent == kExponentAllZero) {
-          map_each<float, std::int32_t>(dst + i, src + i, length, [](std::int32_t) { return 0.0f; });
-        } else if (exponent == kExponentNonFinite) {
-          map_each<float, std::int32_t>(dst + i, src + i, length, value_of_counters);
-        } else if (const int unit = unit_exponent(exponent, headroom_bits); unit >= kSmallestLeafUnit) {
-          table.scale_to_f32(dst + i, src + i, length, power_of_two_f32(unit));
-        } else {
-          map_each<float, std::int32_t>(dst + i, src + i, length,
-                                        [scale = power_of_two_f64(unit)](std::int32_t value) {
-                                          return static_cast<float>(value * scale);
-                                        });
-        }
+  for_each_block(count, exponents, first_element, [&](std::size_t i, std::size_t length, std::int16_t exponent) {
+    if (exponent == kExponentAllZero) {
+      map_each<float, std::int32_t>(dst + i, src + i, length, [](std::int32_t) { return 0.0f; });
+    } else if (exponent == kExponentNonFinite) {
+      map_each<float, std::int32_t>(dst + i, src + i, length, value_of_counters);
+    } else if (const int unit = unit_exponent(exponent, headroom_bits); unit >= kSmallestLeafUnit) {
+      table.scale_to_f32(dst + i, src + i, length, power_of_two_f32(unit));
+    } else {
+      map_each<float, std::int32_t>(dst + i, src + i, length, [scale = power_of_two_f64(unit)](std::int32_t value) {
+        return static_cast<float>(value * scale);
       });
+    }
+  });
 }
 
 void block_exponents(std::int16_t* exponents, const float* src, std::size_t count) {
   block_exponents(active_table(), exponents, src, count);
 }
 
-void quantise(std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents,
-              int headroom_bits, std::size_t first_element) {
+void quantise(std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents, int headroom_bits,
+              std::size_t first_element) {
   quantise(active_table(), dst, src, count, exponents, headroom_bits, first_element);
 }
 

@@ -21,8 +21,7 @@ constexpr std::array kIsas = {Isa::serial, Isa::avx2, Isa::avx512};
 
 bool has(Isa isa) {
 #if defined(__x86_64__)
-  const bool avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
   switch (isa) {
     case Isa::serial:
       return true;
@@ -70,8 +69,7 @@ Choice choose() {
     if (has(isa)) return {isa, std::string(name(isa)) + ": forced by " + setting};
     return {best, best_name + ": " + setting + " was asked for, but this CPU lacks it; took the best it has"};
   }
-  return {best, best_name + ": " + setting +
-                    " is not one of serial, avx2, avx512; took the best that this CPU has"};
+  return {best, best_name + ": " + setting + " is not one of serial, avx2, avx512; took the best that this CPU has"};
 }
 
 const Choice& choice() {
@@ -81,12 +79,8 @@ const Choice& choice() {
 
 }  // namespace
 
-Isa active_isa() {
-  return choice().isa;
-}
-const char* isa_reason() {
-  return choice().reason.c_str();
-}
+Isa active_isa() { return choice().isa; }
+const char* isa_reason() { return choice().reason.c_str(); }
 
 const Table* find_table(Isa isa) {
   static const auto tables = build_tables();
@@ -98,9 +92,7 @@ const Table& active_table() {
   return table;
 }
 
-bool is_defined(ReduceOp op, DType dtype) {
-  return kSerialTable.reduce[index(op)][index(dtype)] != nullptr;
-}
+bool is_defined(ReduceOp op, DType dtype) { return kSerialTable.reduce[index(op)][index(dtype)] != nullptr; }
 
 bool reduce(ReduceOp op, DType dtype, void* dst, const void* const* sources, std::size_t source_count,
             std::size_t count) {
@@ -111,9 +103,7 @@ bool reduce(ReduceOp op, DType dtype, void* dst, const void* const* sources, std
   return true;
 }
 
-bool is_convertible(DType to, DType from) {
-  return kSerialTable.convert[index(to)][index(from)] != nullptr;
-}
+bool is_convertible(DType to, DType from) { return kSerialTable.convert[index(to)][index(from)] != nullptr; }
 
 bool convert(DType to, void* dst, DType from, const void* src, std::size_t count) {
   Table::Convert* const kernel = active_table().convert[index(to)][index(from)];

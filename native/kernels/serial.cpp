@@ -56,8 +56,7 @@ std::uint16_t f16_from_f32(float value) {
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
   std::uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return 0x7e00u;
-  if (magnitude >= 0x477ff000u)
-    return static_cast<std::uint16_t>(sign | 0x7c00u);  // 65520 and up round to Inf
+  if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // 65520 and up round to Inf
   if (magnitude < 0x38800000u) {
     // Below 2^-14 the result is a count of 2^-24, which is the spacing of floats in [0.5, 1): let the
     // addition round.
@@ -68,9 +67,7 @@ std::uint16_t f16_from_f32(float value) {
   return static_cast<std::uint16_t>(sign | ((magnitude - ((127u - 15u) << 23)) >> 13));
 }
 
-float f32_from_bf16(std::uint16_t half) {
-  return std::bit_cast<float>(static_cast<std::uint32_t>(half) << 16);
-}
+float f32_from_bf16(std::uint16_t half) { return std::bit_cast<float>(static_cast<std::uint32_t>(half) << 16); }
 
 std::uint16_t bf16_from_f32(float value) {
   std::uint32_t bits = std::bit_cast<std::uint32_t>(canonical(value));
@@ -87,16 +84,12 @@ struct Plain {
 };
 struct F16 {
   using Value = float;
-  static Value load(const void* base, std::size_t i) {
-    return f32_from_f16(load_bits<std::uint16_t>(base, i));
-  }
+  static Value load(const void* base, std::size_t i) { return f32_from_f16(load_bits<std::uint16_t>(base, i)); }
   static void store(void* base, std::size_t i, Value value) { store_bits(base, i, f16_from_f32(value)); }
 };
 struct BF16 {
   using Value = float;
-  static Value load(const void* base, std::size_t i) {
-    return f32_from_bf16(load_bits<std::uint16_t>(base, i));
-  }
+  static Value load(const void* base, std::size_t i) { return f32_from_bf16(load_bits<std::uint16_t>(base, i)); }
   static void store(void* base, std::size_t i, Value value) { store_bits(base, i, bf16_from_f32(value)); }
 };
 
@@ -154,8 +147,7 @@ struct BitXor {
 
 // Tile by tile, so that the compiler may vectorise over elements while each element's fold keeps its order.
 template <class Element, class Op>
-void fold(void* dst, const void* const* sources, std::size_t source_count, std::size_t first,
-          std::size_t last) {
+void fold(void* dst, const void* const* sources, std::size_t source_count, std::size_t first, std::size_t last) {
   constexpr std::size_t kTile = 64;
   typename Element::Value total[kTile];
   for (std::size_t begin = first; begin < last; begin += kTile) {
@@ -171,8 +163,7 @@ void fold(void* dst, const void* const* sources, std::size_t source_count, std::
 
 template <class To, class From>
 void convert_each(void* dst, const void* src, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i)
-    To::store(dst, i, static_cast<typename To::Value>(From::load(src, i)));
+  for (std::size_t i = 0; i < count; ++i) To::store(dst, i, static_cast<typename To::Value>(From::load(src, i)));
 }
 
 template <std::size_t kElementBytes>

@@ -28,12 +28,8 @@ struct Table {
   void (*scale_to_f32)(void* dst, const void* src, std::size_t count, float scale);
 };
 
-constexpr std::size_t index(ReduceOp op) {
-  return static_cast<std::size_t>(op);
-}
-constexpr std::size_t index(DType dtype) {
-  return static_cast<std::size_t>(dtype);
-}
+constexpr std::size_t index(ReduceOp op) { return static_cast<std::size_t>(op); }
+constexpr std::size_t index(DType dtype) { return static_cast<std::size_t>(dtype); }
 
 extern const Table kSerialTable;
 // Compiled for their instruction set as a whole: call only where the CPU has it.
@@ -46,8 +42,8 @@ const Table& active_table();
 
 // block_quantise.hpp's functions on a given table.
 void block_exponents(const Table& table, std::int16_t* exponents, const float* src, std::size_t count);
-void quantise(const Table& table, std::int32_t* dst, const float* src, std::size_t count,
-              const std::int16_t* exponents, int headroom_bits, std::size_t first_element);
+void quantise(const Table& table, std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents,
+              int headroom_bits, std::size_t first_element);
 void dequantise(const Table& table, float* dst, const std::int32_t* src, std::size_t count,
                 const std::int16_t* exponents, int headroom_bits, std::size_t first_element);
 

@@ -21,8 +21,8 @@ constexpr std::uint64_t kQuietNan64 = 0x7ff8000000000000u;
 //
 // Inlined by force: gcc 12 leaves the four-register bf16 version out of line, which costs a third.
 template <class Lanes, std::size_t kRegisters>
-[[gnu::always_inline]] inline void fold_registers(std::byte* dst, const void* const* sources,
-                                                  std::size_t source_count, std::size_t offset) {
+[[gnu::always_inline]] inline void fold_registers(std::byte* dst, const void* const* sources, std::size_t source_count,
+                                                  std::size_t offset) {
   typename Lanes::Register total[kRegisters];
   const std::byte* source = static_cast<const std::byte*>(sources[0]) + offset;
   for (std::size_t r = 0; r < kRegisters; ++r) total[r] = Lanes::load(source + r * Lanes::kBytes);
@@ -37,8 +37,7 @@ template <class Lanes, std::size_t kRegisters>
 
 // One entry of the reduce table; the elements that do not fill a register are serial's.
 template <class Lanes, ReduceOp op, DType dtype>
-void fold(void* dst, const void* const* sources, std::size_t source_count, std::size_t first,
-          std::size_t last) {
+void fold(void* dst, const void* const* sources, std::size_t source_count, std::size_t first, std::size_t last) {
   constexpr std::size_t kRegisters = 4;
   auto* const out = static_cast<std::byte*>(dst);
   std::size_t i = first;
@@ -64,19 +63,15 @@ inline std::size_t map_registers(void* dst, const void* src, std::size_t count, 
   return i;
 }
 
-inline void* at(void* base, std::size_t bytes) {
-  return static_cast<std::byte*>(base) + bytes;
-}
-inline const void* at(const void* base, std::size_t bytes) {
-  return static_cast<const std::byte*>(base) + bytes;
-}
+inline void* at(void* base, std::size_t bytes) { return static_cast<std::byte*>(base) + bytes; }
+inline const void* at(const void* base, std::size_t bytes) { return static_cast<const std::byte*>(base) + bytes; }
 
 // One entry of the convert table, between two Lanes with one Register type.
 template <class To, DType to, class From, DType from>
 void convert_lanes(void* dst, const void* src, std::size_t count) {
   const std::size_t i = map_registers<To, From>(dst, src, count, [](auto value) { return value; });
-  kSerialTable.convert[index(to)][index(from)](at(dst, i * To::kElementBytes),
-                                               at(src, i * From::kElementBytes), count - i);
+  kSerialTable.convert[index(to)][index(from)](at(dst, i * To::kElementBytes), at(src, i * From::kElementBytes),
+                                               count - i);
 }
 
 template <class Lanes, ReduceOp op, DType dtype>

@@ -25,18 +25,30 @@ constexpr std::uint8_t kKnownFlags = kAnswer | kNonFinite | kMismatch | kHello;
 
 const char* name(Drop reason) {
   switch (reason) {
-    case Drop::none: return "none";
-    case Drop::malformed: return "malformed";
-    case Drop::length: return "length";
-    case Drop::foreign: return "foreign";
-    case Drop::incarnation: return "incarnation";
-    case Drop::epoch: return "epoch";
-    case Drop::worker: return "worker";
-    case Drop::source: return "source";
-    case Drop::direction: return "direction";
-    case Drop::stale: return "stale";
-    case Drop::duplicate: return "duplicate";
-    case Drop::window: return "window";
+    case Drop::none:
+      return "none";
+    case Drop::malformed:
+      return "malformed";
+    case Drop::length:
+      return "length";
+    case Drop::foreign:
+      return "foreign";
+    case Drop::incarnation:
+      return "incarnation";
+    case Drop::epoch:
+      return "epoch";
+    case Drop::worker:
+      return "worker";
+    case Drop::source:
+      return "source";
+    case Drop::direction:
+      return "direction";
+    case Drop::stale:
+      return "stale";
+    case Drop::duplicate:
+      return "duplicate";
+    case Drop::window:
+      return "window";
   }
   return "?";
 }

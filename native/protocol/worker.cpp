@@ -115,7 +115,8 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   const auto index = static_cast<std::uint32_t>(header.chunk % config_.window);
   Entry& entry = entries_[index];
   if (entry.state == State::answered) return drop(Drop::duplicate);
-  // The switch compared all contributions, ours among them, so an answer that differs is not for what we sent.
+  // The switch compared all contributions, ours among them, so an answer that differs is not for what we
+  // sent.
   if (header.operation != line.operation.operation || header.count != count_of(line, header.chunk) ||
       header.wire != static_cast<std::uint8_t>(line.operation.wire)) {
     return drop(Drop::malformed);
@@ -147,23 +148,19 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
     first_line_ = (first_line_ + 1) % kMaxOperations;
     --operation_count_;
   }
-  while (flight_.head != kNone &&
-         entries_[flight_.head].send_number + kReorderThreshold <= highest_answered_send_) {
+  while (flight_.head != kNone && entries_[flight_.head].send_number + kReorderThreshold <= highest_answered_send_) {
     mark_lost(flight_.head);
   }
   return received;
 }
 
 std::int64_t Worker::timeout_ns() const {
-  const std::int64_t base = smoothed_rtt_ns_ == 0
-                                ? kInitialTimeoutNs
-                                : std::max(kMinTimeoutNs, smoothed_rtt_ns_ + 4 * rtt_variation_ns_);
+  const std::int64_t base =
+      smoothed_rtt_ns_ == 0 ? kInitialTimeoutNs : std::max(kMinTimeoutNs, smoothed_rtt_ns_ + 4 * rtt_variation_ns_);
   return std::min(kMaxTimeoutNs, base << std::min<std::uint32_t>(backoff_, 8));
 }
 
-std::int64_t Worker::poll_timeout() const {
-  return flight_.count == 0 ? -1 : timer_start_ns_ + timeout_ns();
-}
+std::int64_t Worker::poll_timeout() const { return flight_.count == 0 ? -1 : timer_start_ns_ + timeout_ns(); }
 
 void Worker::handle_timeout(std::int64_t now_ns) {
   if (flight_.count == 0 || now_ns < poll_timeout()) return;

@@ -1,6 +1,6 @@
 #include <fcntl.h>
-#include <netfold/transport/mesh.hpp>
 #include <netinet/tcp.h>
+#include <netfold/transport/mesh.hpp>
 
 #include <algorithm>
 #include <cerrno>

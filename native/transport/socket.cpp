@@ -1,6 +1,6 @@
 #include <arpa/inet.h>
-#include <netfold/transport/socket.hpp>
 #include <unistd.h>
+#include <netfold/transport/socket.hpp>
 
 #include <cerrno>
 #include <cstring>

@@ -1,5 +1,5 @@
-#include <netfold/transport/udp.hpp>
 #include <netinet/udp.h>
+#include <netfold/transport/udp.hpp>
 
 #include <algorithm>
 #include <array>

@@ -12,9 +12,12 @@ import typer
 
 
 def switch(
-    listen: Annotated[str, typer.Option(help="Address and port to listen on; port 0 takes a free one.")] = "127.0.0.1:7171",
+    listen: Annotated[
+        str, typer.Option(help="Address and port to listen on; port 0 takes a free one.")
+    ] = "127.0.0.1:7171",
     open_to_all: Annotated[
-        bool, typer.Option("--open", help="Serve a network address without authentication, on a trusted wire.")
+        bool,
+        typer.Option("--open", help="Serve a network address without authentication, on a trusted wire."),
     ] = False,
     max_jobs: Annotated[int, typer.Option(min=1, help="Jobs served at once.")] = 64,
     max_workers: Annotated[int, typer.Option(min=1, max=256, help="Workers a job may have.")] = 256,
@@ -50,10 +53,13 @@ def switch(
 
     async def serve() -> None:
         stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def stop(number: signal.Signals) -> None:
+            if not stopped.done():
+                stopped.set_result(number.name)
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(
-                number, lambda n=number: stopped.done() or stopped.set_result(signal.Signals(n).name)
-            )
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
         bound_host, bound_port = await daemon.start()
         # One line on stdout, for who starts a switch from a program; all else is log, on stderr.
         print(f"netfold switch listening on {control.format_endpoint(bound_host, bound_port)}", flush=True)

@@ -42,9 +42,7 @@ class Communicator:
         timeout_s: float = 1800.0,
         join_timeout_s: float = 60.0,
     ) -> None:
-        self.group = Group(
-            store, rank, size, options=options, timeout_s=timeout_s, join_timeout_s=join_timeout_s
-        )
+        self.group = Group(store, rank, size, options=options, timeout_s=timeout_s, join_timeout_s=join_timeout_s)
 
     @property
     def rank(self) -> int:
@@ -81,11 +79,16 @@ class Communicator:
         """Fill `into` with the reduction of every rank's buffers[this rank]."""
         if any(buffer.dtype != into.dtype for buffer in buffers):
             raise TypeError(f"reduce_scatter: every buffer must be {into.dtype}, like the result")
-        self._run("reduce_scatter", into, op=op, inputs=_regions(buffers), outputs=[_region(into)], timeout_s=timeout_s)
+        self._run(
+            "reduce_scatter",
+            into,
+            op=op,
+            inputs=_regions(buffers),
+            outputs=[_region(into)],
+            timeout_s=timeout_s,
+        )
 
-    def all_to_all(
-        self, buffers: Sequence[Array], into: Sequence[Array], *, timeout_s: float | None = None
-    ) -> None:
+    def all_to_all(self, buffers: Sequence[Array], into: Sequence[Array], *, timeout_s: float | None = None) -> None:
         """Send buffers[r] to rank r and fill into[r] from it."""
         like = into[0] if into else np.empty(0, np.uint8)
         self._run("all_to_all", like, inputs=_regions(buffers), outputs=_regions(into), timeout_s=timeout_s)

@@ -97,7 +97,12 @@ class Group:
             id=next(_ids),
             spin_us=int(options.spin_us or 0),
             table=[
-                (KINDS[row.operation], row.min_bytes, engine.ALGORITHMS[row.algorithm], DTYPES.get(row.wire, -1))
+                (
+                    KINDS[row.operation],
+                    row.min_bytes,
+                    engine.ALGORITHMS[row.algorithm],
+                    DTYPES.get(row.wire, -1),
+                )
                 for row in job.table.rows
             ],
             table_hash=job.table.hash16,

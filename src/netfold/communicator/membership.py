@@ -87,9 +87,7 @@ class Membership:
             raise
         return self
 
-    def _join(
-        self, who: str, job: str, host: str, window_bytes: int, deadline: float, timeout_s: float
-    ) -> None:
+    def _join(self, who: str, job: str, host: str, window_bytes: int, deadline: float, timeout_s: float) -> None:
         control.send(
             self._stream,
             {

@@ -53,9 +53,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             rank=rank,
         )
     if rank == 0:
-        table = build_table(
-            ranks=size, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire)
-        )
+        table = build_table(ranks=size, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire))
         job = {
             "name": secrets.token_hex(8),
             "secret": secrets.token_hex(32),
@@ -139,9 +137,9 @@ def connect_mesh(
                 sockets[peer] = stream
         except BaseException as error:
             absent = [peer for peer in range(size) if peer != rank and sockets[peer] is None]
-            for stream in sockets:
-                if stream is not None:
-                    stream.close()
+            for made in sockets:
+                if made is not None:
+                    made.close()
             if isinstance(error, TimeoutError):
                 raise RendezvousError(
                     f"rank {rank}: rank {', '.join(map(str, absent))} of {size} did not connect in time; did every "
@@ -159,7 +157,8 @@ def _connect(store: Store, rank: int, peer: int, size: int, secret: bytes, deadl
             stream = socket.create_connection((host, port), timeout=min(_left(deadline), _HANDSHAKE_TIMEOUT_S))
         except ConnectionRefusedError:
             raise RendezvousError(
-                f"rank {peer} is not listening on {format_endpoint(host, port)} any more; it died or gave up", rank=peer
+                f"rank {peer} is not listening on {format_endpoint(host, port)} any more; it died or gave up",
+                rank=peer,
             ) from None
         except TimeoutError:
             continue  # _left raises when the whole time is over

@@ -95,7 +95,13 @@ def build_table(*, ranks: int, switch: str | None, algorithm: str = "auto", wire
     else:
         if wire == "auto":
             rows.append(
-                Row("all_reduce", 0, "direct", "auto", f"up to {DIRECT_MAX_BYTES >> 10} KB latency counts: one step")
+                Row(
+                    "all_reduce",
+                    0,
+                    "direct",
+                    "auto",
+                    f"up to {DIRECT_MAX_BYTES >> 10} KB latency counts: one step",
+                )
             )
         rows.append(
             Row(

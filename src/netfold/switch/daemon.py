@@ -177,9 +177,7 @@ class Switch:
         finally:
             await self._leave(job, member, reason)
 
-    def _admit(
-        self, message: control.Message, writer: asyncio.StreamWriter, address: str
-    ) -> tuple[_Job, _Member]:
+    def _admit(self, message: control.Message, writer: asyncio.StreamWriter, address: str) -> tuple[_Job, _Member]:
         if message["type"] != "join":
             raise control.ProtocolError(f"expected join, not {message['type']!r}")
         if message.get("version") != control.VERSION:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from netfold.communicator import Group
     from netfold.profile import Records
 
 __all__ = ["events", "register", "why"]
@@ -53,7 +54,7 @@ def why(group: dist.ProcessGroup | None = None, *, operation: str = "all_reduce"
     return _group(group).why(operation, size_bytes)
 
 
-def _group(group: dist.ProcessGroup | None) -> Any:
+def _group(group: dist.ProcessGroup | None) -> Group:
     import torch.distributed as dist
 
     from netfold.torch.process_group import ProcessGroupNetfold

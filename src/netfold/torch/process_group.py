@@ -1,8 +1,11 @@
 """The ProcessGroup: torch's collectives on CPU tensors, mapped to calls of a `Group`.
 
-It is a Python ProcessGroup, so that one native build serves every torch version; torch calls it from Python and, through
-trampolines, from C++ (DDP, functional collectives). Both the present and the former names of operations are defined.
+It is a Python ProcessGroup, so that one native build serves every torch version; torch calls it from Python and,
+through trampolines, from C++ (DDP, functional collectives). Both the present and the former names of operations are defined.
 """
+
+# torch declares each operation with two overloads, of which only the one with `opts` reaches a backend.
+# mypy: disable-error-code="override"
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
+from torch._C._distributed_c10d import FakeProcessGroup, PrefixStore, Store
 
+import torch
 from netfold.communicator import Group, Options
 from netfold.torch.store import TorchStore
 from netfold.torch.work import NetfoldWork
@@ -57,7 +60,7 @@ def create(options: Any, pg_options: Any) -> ProcessGroupNetfold:
         raise TypeError(f"pg_options must be netfold.Options, not {type(pg_options).__name__}")
     # torchrun gives all attempts of a job one store: a restarted worker must not meet its predecessor's keys.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = TorchStore(dist.PrefixStore(f"netfold/{attempt}", options.store))
+    store = TorchStore(PrefixStore(f"netfold/{attempt}", options.store))
     group = Group(
         store,
         options.group_rank,
@@ -87,14 +90,15 @@ def _store_host() -> str | None:
 class ProcessGroupNetfold(dist.ProcessGroup):
     """`netfold` is its `netfold.communicator.Group`."""
 
-    def __init__(self, group: Group, store: dist.Store) -> None:
-        super().__init__(group.rank, group.size)
+    def __init__(self, group: Group, store: Store) -> None:
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # the stubs lack this overload
         self.netfold = group
         self._store = store
         # torch reads a group's devices off its backends; this one trips on whatever reaches it past this class.
-        anchor_options = FakeProcessGroup.Options()
+        fake: Any = FakeProcessGroup  # the stubs do not know its options
+        anchor_options = fake.Options()
         anchor_options.error_on_collective = True
-        anchor = FakeProcessGroup._create_internal(group.rank, group.size, anchor_options)
+        anchor = fake._create_internal(group.rank, group.size, anchor_options)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, anchor)
 
     # --- what torch asks about -------------------------------------------------------------------------------------
@@ -108,7 +112,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     def getSize(self) -> int:  # noqa: N802
         return self.netfold.size
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -164,7 +168,9 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         real = _real(output, reduce)
         own = parts[self.netfold.rank]
         if own.numel() != output.numel():
-            raise ValueError(f"reduce_scatter: this rank's input has {own.numel()} elements, its output {output.numel()}")
+            raise ValueError(
+                f"reduce_scatter: this rank's input has {own.numel()} elements, its output {output.numel()}"
+            )
         staged_output = real.contiguous()
         finish = (lambda: real.copy_(staged_output)) if staged_output.data_ptr() != real.data_ptr() else None
         staged = [_real(part, reduce).contiguous() for part in parts]
@@ -227,9 +233,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> NetfoldWork:
         return self.all_gather_single(output, input, opts)
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> NetfoldWork:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> NetfoldWork:
         calls = [self._all_gather_into(output, input) for output, input in zip(outputs, inputs, strict=True)]
         return self._together(calls, outputs, opts)
 
@@ -262,7 +266,12 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         return self._together([self._copies("all_to_all", inputs, outputs)], outputs, opts)
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
     ) -> NetfoldWork:
         if not output.is_contiguous() or not input.is_contiguous():
             raise ValueError("all_to_all_single: tensors must be contiguous")
@@ -270,7 +279,12 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         return self._together([self._copies("all_to_all", to, into)], [output], opts)
 
     def alltoall_base(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
     ) -> NetfoldWork:
         return self.all_to_all_single(output, input, output_splits, input_splits, opts)
 
@@ -304,7 +318,9 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         for tensor in (*inputs, *outputs):
             _check(tensor)
         staged = [tensor.contiguous() for tensor in outputs]
-        moved = [(tensor, copy) for tensor, copy in zip(outputs, staged, strict=True) if copy.data_ptr() != tensor.data_ptr()]
+        moved = [
+            (tensor, copy) for tensor, copy in zip(outputs, staged, strict=True) if copy.data_ptr() != tensor.data_ptr()
+        ]
 
         def finish() -> None:
             for tensor, copy in moved:
@@ -333,9 +349,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
             for each in finishes:
                 each()
 
-        return NetfoldWork(
-            self.netfold, operations, result, keep=(calls, result), finish=finish if finishes else None
-        )
+        return NetfoldWork(self.netfold, operations, result, keep=(calls, result), finish=finish if finishes else None)
 
 
 class _Prepared:
@@ -401,7 +415,9 @@ def _dtype(tensor: Tensor, reduce: str) -> str:
         raise ValueError("a sum of bool tensors is not defined; use MAX for any, MIN for all, or an integer tensor")
     name = _DTYPES.get(tensor.dtype)
     if name is None:
-        raise ValueError(f"netfold cannot reduce {tensor.dtype}; it can {', '.join(map(str, _DTYPES))}, bool and complex")
+        raise ValueError(
+            f"netfold cannot reduce {tensor.dtype}; it can {', '.join(map(str, _DTYPES))}, bool and complex"
+        )
     return name
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 
 class TorchStore:
     """A `netfold.communicator.Store` over a torch store."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     def set(self, key: str, value: bytes) -> None:

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+import torch
 from netfold._native import engine
 from netfold.communicator import Group
 

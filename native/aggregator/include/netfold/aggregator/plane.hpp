@@ -1,9 +1,10 @@
 // The aggregator's data plane: sockets round the switch machine.
 //
-// Each job has a socket of its own and a SwitchJob; one thread serves them all, a batch of a job at a time. Membership
-// is decided elsewhere (netfold.switch): a job is opened with a nonce a worker; a worker proves the path and its
-// address by a hello packet that carries its nonce, which comes back unchanged; `begin` gives the epoch. The plane
-// answers no address that has not shown a nonce, and takes no contribution from another than the registered address.
+// Each job has a socket of its own and a SwitchJob; one thread serves them all, a batch of a job at a time.
+// Membership is decided elsewhere (netfold.switch): a job is opened with a nonce a worker; a worker proves
+// the path and its address by a hello packet that carries its nonce, which comes back unchanged; `begin`
+// gives the epoch. The plane answers no address that has not shown a nonce, and takes no contribution from
+// another than the registered address.
 //
 // Commands from other threads run between two batches, so the data path takes no lock.
 #pragma once
@@ -26,10 +27,10 @@
 namespace netfold::aggregator {
 
 struct JobCounters {
-  std::uint64_t contributions = 0;   // packets that counted
-  std::uint64_t results = 0;         // chunks completed
-  std::uint64_t answers_sent = 0;    // packets
-  std::uint64_t answers_again = 0;   // to late duplicates
+  std::uint64_t contributions = 0;  // packets that counted
+  std::uint64_t results = 0;        // chunks completed
+  std::uint64_t answers_sent = 0;   // packets
+  std::uint64_t answers_again = 0;  // to late duplicates
   std::uint64_t mismatches = 0;
   std::uint64_t hellos = 0;
   std::uint64_t backlog_dropped = 0;  // answers dropped since a worker's queue was full; it will ask again
@@ -53,8 +54,8 @@ class Plane {
                      const std::vector<std::uint64_t>& nonces, int buffer_bytes);
   // What the kernel granted the job's socket to hold what has arrived and was not read.
   int receive_buffer_bytes(std::uint32_t job);
-  // All workers are verified: allocate the slots and start to count. Throws std::invalid_argument naming the workers
-  // that have not said hello.
+  // All workers are verified: allocate the slots and start to count. Throws std::invalid_argument naming the
+  // workers that have not said hello.
   void begin(const protocol::JobConfig& config);
   void close(std::uint32_t job);
 
@@ -67,8 +68,9 @@ class Plane {
   struct Worker {
     std::uint64_t nonce = 0;
     std::optional<transport::Address> address;
-    // Slots whose answer this worker gets, at most slot_count(). A slot that has a new tenant by the time it is sent
-    // still holds a whole, final result, with its own chunk number on it: never wrong, at worst not needed.
+    // Slots whose answer this worker gets, at most slot_count(). A slot that has a new tenant by the time it
+    // is sent still holds a whole, final result, with its own chunk number on it: never wrong, at worst not
+    // needed.
     std::deque<std::uint32_t> pending;
   };
   struct Job {

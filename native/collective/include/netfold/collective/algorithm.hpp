@@ -1,8 +1,8 @@
 // A resumable machine: every algorithm, in-network aggregation included, is one.
 #pragma once
 
-#include <netfold/collective/call.hpp>
 #include <poll.h>
+#include <netfold/collective/call.hpp>
 
 #include <algorithm>
 #include <vector>
@@ -29,7 +29,8 @@ class Algorithm {
   virtual Progress poll(std::int64_t now_ns) = 0;
   // Adds what must happen before poll can move.
   virtual void wait_for(WaitSet& set) const = 0;
-  // Ranks this rank is waiting for: what an error after a timeout names. May be empty (in_network: ask the switch).
+  // Ranks this rank is waiting for: what an error after a timeout names. May be empty (in_network: ask the
+  // switch).
   virtual std::vector<int> awaited() const = 0;
 
   const Failure& failure() const { return failure_; }

@@ -35,11 +35,10 @@ struct Buffer {
 };
 
 // Buffers are borrowed until the work completes. Who needs which (P ranks):
-//   all_reduce, reduce   outputs[0], in place (reduce: the result is the root's; the others' buffers stay as they are)
-//   broadcast            outputs[0]
-//   all_gather           inputs[0], outputs[P]        gather   inputs[0], outputs[P] at the root
-//   reduce_scatter       inputs[P], outputs[0]        scatter  inputs[P] at the root, outputs[0]
-//   all_to_all           inputs[P], outputs[P]        barrier  none
+//   all_reduce, reduce   outputs[0], in place (reduce: the result is the root's; the others' buffers stay as
+//   they are) broadcast            outputs[0] all_gather           inputs[0], outputs[P]        gather
+//   inputs[0], outputs[P] at the root reduce_scatter       inputs[P], outputs[0]        scatter  inputs[P] at
+//   the root, outputs[0] all_to_all           inputs[P], outputs[P]        barrier  none
 // An output may equal an input exactly; partial overlap is not allowed.
 struct Call {
   Kind kind = Kind::barrier;
@@ -60,12 +59,12 @@ struct Call {
 struct Failure {
   enum class Kind : std::uint8_t {
     none = 0,
-    peer_lost = 1,      // a rank died or left
-    switch_lost = 2,    // the aggregator went away
-    mismatch = 3,       // ranks called different things
-    timeout = 4,        // a deadline passed
-    aborted = 5,        // this rank ended the group
-    system = 6,         // the operating system refused
+    peer_lost = 1,    // a rank died or left
+    switch_lost = 2,  // the aggregator went away
+    mismatch = 3,     // ranks called different things
+    timeout = 4,      // a deadline passed
+    aborted = 5,      // this rank ended the group
+    system = 6,       // the operating system refused
   };
   Kind kind = Kind::none;
   int rank = -1;  // the rank at fault, where known

@@ -1,10 +1,11 @@
-// Direct exchange: every rank sends what others need straight to them, all at once; reductions follow locally.
+// Direct exchange: every rank sends what others need straight to them, all at once; reductions follow
+// locally.
 //
 // One step. Bytes sent by a rank of P, for n bytes of tensor:
-//   all_reduce (P-1)n   all_gather (P-1)n   reduce_scatter, all_to_all (P-1)n/P   broadcast, scatter: the root (P-1)n
-//   gather, reduce: n to the root           barrier: a header to everyone
-// Best for small messages (one latency) and plainly right for all; reductions fold in rank order, so every rank gets
-// the same bits.
+//   all_reduce (P-1)n   all_gather (P-1)n   reduce_scatter, all_to_all (P-1)n/P   broadcast, scatter: the
+//   root (P-1)n gather, reduce: n to the root           barrier: a header to everyone
+// Best for small messages (one latency) and plainly right for all; reductions fold in rank order, so every
+// rank gets the same bits.
 #pragma once
 
 #include <netfold/collective/message.hpp>

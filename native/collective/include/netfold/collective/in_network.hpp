@@ -1,11 +1,12 @@
 // All-reduce inside the network: this rank's end of the aggregation protocol.
 //
-// One step. Bytes sent by a rank for n bytes of tensor: n and a header a packet, whatever the number of ranks (a ring
-// sends 2n(P-1)/P). The values are gathered from the tensor by the socket call and results are written in place; a
-// chunk's contribution is never needed again once its result is here, since the result proves that it was counted.
+// One step. Bytes sent by a rank for n bytes of tensor: n and a header a packet, whatever the number of ranks
+// (a ring sends 2n(P-1)/P). The values are gathered from the tensor by the socket call and results are
+// written in place; a chunk's contribution is never needed again once its result is here, since the result
+// proves that it was counted.
 //
-// A Channel is a group's membership of a job on a switch: one socket, one protocol machine, several operations at
-// once that stream through one window. An InNetwork is one operation in it.
+// A Channel is a group's membership of a job on a switch: one socket, one protocol machine, several
+// operations at once that stream through one window. An InNetwork is one operation in it.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
@@ -68,9 +69,9 @@ class Channel {
   Progress polled_ = Progress::idle;
   bool blocked_ = false;  // the socket had no room
 
-  std::vector<std::byte> headers_;   // of a batch
-  std::vector<std::byte> staging_;   // values of a batch, in the wire format where it differs from the tensor's
-  std::vector<std::byte> zeros_;     // the tail chunk's padding
+  std::vector<std::byte> headers_;  // of a batch
+  std::vector<std::byte> staging_;  // values of a batch, in the wire format where it differs from the tensor's
+  std::vector<std::byte> zeros_;    // the tail chunk's padding
   std::vector<iovec> pieces_;
   std::vector<std::uint64_t> chunks_;
   std::vector<Active*> owners_;

@@ -1,13 +1,12 @@
 // Messages between ranks over a mesh: a header that says which call the bytes belong to, then the bytes.
 //
-// Every connection carries the group's calls in order, so a header that differs from what the reader expects means
-// that two ranks called different things: both hear of it before a wrong value arrives. A rank that gives up says why
-// in an abort message, so that the others do not take it for dead.
+// Every connection carries the group's calls in order, so a header that differs from what the reader expects
+// means that two ranks called different things: both hear of it before a wrong value arrives. A rank that
+// gives up says why in an abort message, so that the others do not take it for dead.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/transport/mesh.hpp>
-
 
 namespace netfold::collective {
 
@@ -33,8 +32,8 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 40);
 
-// One message on its way out. A stream (a ring's) gives no `data`: only the header is sent here, the caller sends the
-// announced bytes itself.
+// One message on its way out. A stream (a ring's) gives no `data`: only the header is sent here, the caller
+// sends the announced bytes itself.
 class Outgoing {
  public:
   Outgoing() = default;
@@ -58,7 +57,8 @@ class Outgoing {
 class IncomingHeader {
  public:
   IncomingHeader() = default;
-  IncomingHeader(const Call& call, int peer, std::size_t bytes) : peer_(peer), expected_(MessageHeader::of(call, bytes)) {}
+  IncomingHeader(const Call& call, int peer, std::size_t bytes)
+      : peer_(peer), expected_(MessageHeader::of(call, bytes)) {}
   int peer() const { return peer_; }
   bool done() const { return got_ == sizeof(MessageHeader) && !expects_reason_; }
   // Reads and compares; a difference, an abort or a closed connection fills `failure`. Returns bytes moved.

@@ -9,12 +9,12 @@
 
 namespace netfold::collective {
 
-// Throws std::invalid_argument with a sentence for a call that can never be right on a group of `ranks`: an operator
-// without meaning for the dtype, a missing or uneven buffer, a root that does not exist.
+// Throws std::invalid_argument with a sentence for a call that can never be right on a group of `ranks`: an
+// operator without meaning for the dtype, a missing or uneven buffer, a root that does not exist.
 void validate(const Call& call, int ranks);
 
-// The machine that runs `call`; nullptr where there is nothing to do. Borrows all three; `channel` may be null unless
-// the call is in_network.
+// The machine that runs `call`; nullptr where there is nothing to do. Borrows all three; `channel` may be
+// null unless the call is in_network.
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, transport::Mesh& mesh, Channel* channel);
 
 }  // namespace netfold::collective

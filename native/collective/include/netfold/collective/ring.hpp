@@ -1,12 +1,12 @@
 // Ring all-reduce: reduce-scatter round the ring, then all-gather round the ring (Patarasuk & Yuan, 2009).
 //
-// Steps: 2(P-1). Bytes sent by a rank for n bytes of tensor: 2n(P-1)/P, the least any host algorithm can send, and one
-// message header. The tensor is cut into P blocks, a block into sub-blocks of about kSubBlockBytes; what is received
-// of one step is sent on in the next as soon as its sub-block is reduced, so a step costs one sub-block of latency,
-// not one block.
+// Steps: 2(P-1). Bytes sent by a rank for n bytes of tensor: 2n(P-1)/P, the least any host algorithm can
+// send, and one message header. The tensor is cut into P blocks, a block into sub-blocks of about
+// kSubBlockBytes; what is received of one step is sent on in the next as soon as its sub-block is reduced, so
+// a step costs one sub-block of latency, not one block.
 //
-// A wire format narrower than the tensor is rounded at every hop while sums travel, and once more by the owner of a
-// finished block, so that every rank ends with the same bits.
+// A wire format narrower than the tensor is rounded at every hop while sums travel, and once more by the
+// owner of a finished block, so that every rank ends with the same bits.
 #pragma once
 
 #include <netfold/collective/message.hpp>

@@ -1,12 +1,14 @@
-// Queues, sequence numbers, deadlines, completion: what turns algorithms into work that somebody can wait for.
+// Queues, sequence numbers, deadlines, completion: what turns algorithms into work that somebody can wait
+// for.
 //
-// A group has one queue and at most one *driver* at a time. The driver is the process's engine thread, or the caller's
-// own thread when the queue is empty and the caller is going to wait anyway: a small operation then costs no hop
-// between threads. Operations start strictly in order of submission. Those over the mesh run one at a time, those
-// inside the network stream through one window together; the two kinds overlap each other.
+// A group has one queue and at most one *driver* at a time. The driver is the process's engine thread, or the
+// caller's own thread when the queue is empty and the caller is going to wait anyway: a small operation then
+// costs no hop between threads. Operations start strictly in order of submission. Those over the mesh run one
+// at a time, those inside the network stream through one window together; the two kinds overlap each other.
 //
-// A failure is the group's: streams between ranks are no longer at a known place, so the operation under way, those
-// queued and all later ones fail with the first reason, and the peers are told. Other groups are untouched.
+// A failure is the group's: streams between ranks are no longer at a known place, so the operation under way,
+// those queued and all later ones fail with the first reason, and the peers are told. Other groups are
+// untouched.
 //
 // Waiting spins for `spin_us`, then sleeps in ppoll until a socket, a timer or a submission wakes it.
 #pragma once
@@ -61,8 +63,8 @@ class Operation {
   mutable std::condition_variable condition_;
 };
 
-// One row of the choice table: from `min_bytes` on, `kind` runs by `algorithm` in `wire` (-1: the tensor's dtype).
-// Rows of one kind are in ascending order and the first starts at 0.
+// One row of the choice table: from `min_bytes` on, `kind` runs by `algorithm` in `wire` (-1: the tensor's
+// dtype). Rows of one kind are in ascending order and the first starts at 0.
 struct Choice {
   collective::Kind kind = collective::Kind::barrier;
   std::uint64_t min_bytes = 0;
@@ -85,9 +87,9 @@ class Group {
   // Before the first operation. The group's all_reduce may then run inside the network.
   void attach(std::unique_ptr<collective::Channel> channel);
 
-  // The call's kind, dtype, reduce, average, root and buffers; the rest is filled in here. With `on_this_thread` the
-  // caller promises to wait, and may be made to drive. Throws std::invalid_argument for a call that can never be
-  // right; a group that has failed returns an operation that has, too.
+  // The call's kind, dtype, reduce, average, root and buffers; the rest is filled in here. With
+  // `on_this_thread` the caller promises to wait, and may be made to drive. Throws std::invalid_argument for
+  // a call that can never be right; a group that has failed returns an operation that has, too.
   std::shared_ptr<Operation> submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread);
 
   // What would run this: the table's word.

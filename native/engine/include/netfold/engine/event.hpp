@@ -24,7 +24,7 @@ struct EventRecord {
   std::uint8_t reduce = 0;
   std::uint8_t algorithm = 0;  // collective::AlgorithmId
   std::uint8_t wire = 0;
-  std::uint8_t error = 0;  // collective::Failure::Kind
+  std::uint8_t error = 0;    // collective::Failure::Kind
   std::uint8_t inlined = 0;  // ran on the caller's thread
   std::uint8_t reserved = 0;
   std::uint32_t reserved2 = 0;

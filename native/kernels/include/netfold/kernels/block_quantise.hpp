@@ -67,8 +67,8 @@ void block_exponents(std::int16_t* exponents, const float* src, std::size_t coun
 // (no undefined behaviour). An exponent that no float has counts as the nearest that one has.
 //
 // Requires 0 <= headroom_bits <= kMaxHeadroomBits.
-void quantise(std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents,
-              int headroom_bits, std::size_t first_element = 0);
+void quantise(std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents, int headroom_bits,
+              std::size_t first_element = 0);
 
 // dst[i] = the float32 nearest to src[i] units of its block: the inverse, applied to a sum. `dst` may equal
 // `src`.

@@ -26,12 +26,8 @@ inline constexpr int kDTypeCount = 12;
 enum class ReduceOp : std::uint8_t { sum = 0, product = 1, min = 2, max = 3, band = 4, bor = 5, bxor = 6 };
 inline constexpr int kReduceOpCount = 7;
 
-constexpr bool is_valid_dtype(std::uint8_t value) {
-  return value < kDTypeCount;
-}
-constexpr bool is_valid_reduce_op(std::uint8_t value) {
-  return value < kReduceOpCount;
-}
+constexpr bool is_valid_dtype(std::uint8_t value) { return value < kDTypeCount; }
+constexpr bool is_valid_reduce_op(std::uint8_t value) { return value < kReduceOpCount; }
 
 constexpr std::size_t element_bytes(DType dtype) {
   switch (dtype) {

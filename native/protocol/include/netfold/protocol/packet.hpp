@@ -1,9 +1,10 @@
 // The wire format of aggregation: one fixed header, values behind it.
 //
-// Requests (contributions) and answers (results) have one layout and one length, so that a switch can write the
-// answer where the request stood. The header is big-endian, every field is naturally aligned, and values start at
-// byte 48: a P4 parser or an XDP program finds each field at a constant offset. Values are little-endian, as the
-// hosts that add them are. All packets of a job have the same length: the tail chunk of an operation is zero-padded.
+// Requests (contributions) and answers (results) have one layout and one length, so that a switch can write
+// the answer where the request stood. The header is big-endian, every field is naturally aligned, and values
+// start at byte 48: a P4 parser or an XDP program finds each field at a constant offset. Values are
+// little-endian, as the hosts that add them are. All packets of a job have the same length: the tail chunk of
+// an operation is zero-padded.
 //
 //   offset bytes field
 //        0     2 magic          0x4e46 ("NF")
@@ -71,17 +72,17 @@ struct Header {
 // Why a packet changed nothing. Both machines count by reason; the order is the order in metrics.
 enum class Drop : std::uint8_t {
   none = 0,
-  malformed,       // too short, wrong magic or version, unknown flag, wire format or operator, or impossible count
-  length,          // not the length agreed for this job
-  foreign,         // another job
-  incarnation,     // from or to a switch that has since restarted
-  epoch,           // from a former life of the job
-  worker,          // a worker index the job does not have, or not this sender's
-  source,          // not the address the sender registered
-  direction,       // an answer at the switch, or a contribution at a worker
-  stale,           // a chunk that every worker already has
-  duplicate,       // contributed or received before
-  window,          // a chunk the sender could not have reached yet
+  malformed,    // too short, wrong magic or version, unknown flag, wire format or operator, or impossible count
+  length,       // not the length agreed for this job
+  foreign,      // another job
+  incarnation,  // from or to a switch that has since restarted
+  epoch,        // from a former life of the job
+  worker,       // a worker index the job does not have, or not this sender's
+  source,       // not the address the sender registered
+  direction,    // an answer at the switch, or a contribution at a worker
+  stale,        // a chunk that every worker already has
+  duplicate,    // contributed or received before
+  window,       // a chunk the sender could not have reached yet
 };
 inline constexpr int kDropCount = 12;
 const char* name(Drop reason);

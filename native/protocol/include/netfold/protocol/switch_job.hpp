@@ -1,11 +1,12 @@
 // The switch's half of aggregation: one job's pool of slots.
 //
-// Theory of operation. A job of N workers has 2W slots; chunk c lives in slot c mod 2W, and a worker has at most W
-// chunks in flight: it sends chunk c only when it has the results of every chunk up to c - W. So the first
-// contribution to chunk c proves that its sender has result c - W, hence that every worker contributed c - W, hence
-// that every worker has result c - 2W: the slot's former tenant can be forgotten. The full chunk number is compared
-// (a version bit cannot tell a packet that was delayed by two turns; VeriNC, ICNP'26), so whatever the network does
-// with order, copies and delays, a packet is for the slot's present chunk, or it is dropped.
+// Theory of operation. A job of N workers has 2W slots; chunk c lives in slot c mod 2W, and a worker has at
+// most W chunks in flight: it sends chunk c only when it has the results of every chunk up to c - W. So the
+// first contribution to chunk c proves that its sender has result c - W, hence that every worker contributed
+// c - W, hence that every worker has result c - 2W: the slot's former tenant can be forgotten. The full chunk
+// number is compared (a version bit cannot tell a packet that was delayed by two turns; VeriNC, ICNP'26), so
+// whatever the network does with order, copies and delays, a packet is for the slot's present chunk, or it is
+// dropped.
 //
 //   slot state     packet of chunk c (same residue)      becomes            answer
 //   collecting     c = slot's, new worker                collecting         -
@@ -15,11 +16,12 @@
 //   complete       c = slot's                            unchanged          the kept result, to that worker
 //   complete       c = slot's + 2W                       collecting c       -
 //   any            c < slot's                            unchanged          - (stale)
-//   any            other                                 unchanged          - (window: the sender broke the rule)
+//   any            other                                 unchanged          - (window: the sender broke the
+//   rule)
 //
-// Contributions are kept apart until the last one arrives and are then folded in rank order: the sum of floats is
-// the same for every arrival order. The machine is a value: copyable, comparable, with canonical bytes. It has no
-// socket, clock or thread, and allocates only when it is made.
+// Contributions are kept apart until the last one arrives and are then folded in rank order: the sum of
+// floats is the same for every arrival order. The machine is a value: copyable, comparable, with canonical
+// bytes. It has no socket, clock or thread, and allocates only when it is made.
 #pragma once
 
 #include <netfold/protocol/packet.hpp>
@@ -66,14 +68,16 @@ class SwitchJob {
   // One datagram in. Never reads past `bytes`, never throws, and changes nothing unless stored or completed.
   Handled handle_packet(std::span<const std::byte> bytes);
 
-  // The answer packet of the slot's last completed chunk, ready to send: whole and final, with its chunk number on it.
-  // The bytes change when a later tenant of the slot completes.
+  // The answer packet of the slot's last completed chunk, ready to send: whole and final, with its chunk
+  // number on it. The bytes change when a later tenant of the slot completes.
   std::span<const std::byte> frame(std::uint32_t slot) const;
-  // After `mismatch`: the packet that tells `to` what `about` said. `out` has config().payload_bytes + kHeaderBytes.
+  // After `mismatch`: the packet that tells `to` what `about` said. `out` has config().payload_bytes +
+  // kHeaderBytes.
   void write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::byte* out) const;
   Agreement agreement(std::uint32_t slot) const { return slots_[slot].agreement; }
 
-  // Workers whose contribution to `chunk` has not come (bit index order); empty when it is complete or unknown.
+  // Workers whose contribution to `chunk` has not come (bit index order); empty when it is complete or
+  // unknown.
   std::vector<std::uint16_t> missing(std::uint64_t chunk) const;
 
   const JobConfig& config() const { return config_; }

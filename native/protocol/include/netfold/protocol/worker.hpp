@@ -1,8 +1,8 @@
 // The worker's half of aggregation: which chunk to send now, and what an answer means.
 //
-// Theory of operation. A group's operations are laid end to end on one endless line of chunks. The worker keeps at
-// most W of them in flight: chunk c goes out only when every chunk up to c - W is answered (the switch's proof rests
-// on this). Operations follow each other through the window with no barrier between.
+// Theory of operation. A group's operations are laid end to end on one endless line of chunks. The worker
+// keeps at most W of them in flight: chunk c goes out only when every chunk up to c - W is answered (the
+// switch's proof rests on this). Operations follow each other through the window with no barrier between.
 //
 //   chunk state   event                                        becomes      action
 //   (unsent)      window has room, poll_send                   in flight    send
@@ -13,13 +13,13 @@
 //   lost          its answer                                   answered     deliver values
 //   answered      every chunk before it answered too           (forgotten)  window moves
 //
-// Losses are found by gaps in the answers, in order of sending, as TCP does with selective acknowledgements; the
-// timer only catches the tail. A straggler looks like a loss to everybody else, so a timeout re-sends a few packets
-// and backs off: a duplicate changes nothing at the switch.
+// Losses are found by gaps in the answers, in order of sending, as TCP does with selective acknowledgements;
+// the timer only catches the tail. A straggler looks like a loss to everybody else, so a timeout re-sends a
+// few packets and backs off: a duplicate changes nothing at the switch.
 //
-// The machine holds no values: the caller encodes what `Send` names and decodes what `Received` names. Like its
-// counterpart it is a value (copyable, comparable, canonical bytes) with no socket, clock or thread, and allocates
-// only when it is made.
+// The machine holds no values: the caller encodes what `Send` names and decodes what `Received` names. Like
+// its counterpart it is a value (copyable, comparable, canonical bytes) with no socket, clock or thread, and
+// allocates only when it is made.
 #pragma once
 
 #include <netfold/protocol/packet.hpp>
@@ -45,13 +45,15 @@ class Worker {
  public:
   // Operations that may be under way at once.
   static constexpr std::size_t kMaxOperations = 16;
-  // Answers to later sends after which a chunk counts as lost. Small, since one path rarely reorders; more than TCP's
-  // three, since a batch of one socket call may be processed out of order by several receive queues.
+  // Answers to later sends after which a chunk counts as lost. Small, since one path rarely reorders; more
+  // than TCP's three, since a batch of one socket call may be processed out of order by several receive
+  // queues.
   static constexpr std::uint64_t kReorderThreshold = 8;
   static constexpr std::int64_t kInitialTimeoutNs = 50'000'000;
   static constexpr std::int64_t kMinTimeoutNs = 10'000'000;
   static constexpr std::int64_t kMaxTimeoutNs = 200'000'000;
-  // Chunks that one timeout re-sends: enough to show a gap, too few to flood a switch that waits for a straggler.
+  // Chunks that one timeout re-sends: enough to show a gap, too few to flood a switch that waits for a
+  // straggler.
   static constexpr std::uint32_t kTimeoutBurst = 8;
 
   // Throws std::invalid_argument.
@@ -88,9 +90,9 @@ class Worker {
   struct Received {
     Outcome outcome = Outcome::dropped;
     Drop drop = Drop::none;
-    Header header;             // mismatch: what the other worker (header.worker) asked for
-    std::uint64_t first = 0;   // received: element offset in header.operation, header.count values
-    bool finished = false;     // received: it was the operation's last
+    Header header;            // mismatch: what the other worker (header.worker) asked for
+    std::uint64_t first = 0;  // received: element offset in header.operation, header.count values
+    bool finished = false;    // received: it was the operation's last
     std::span<const std::byte> values;
   };
   Received handle_packet(std::span<const std::byte> bytes, std::int64_t now_ns);

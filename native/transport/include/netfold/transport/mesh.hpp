@@ -1,11 +1,11 @@
 // A byte stream to every other rank of a group.
 //
-// The connections are made and authenticated above this floor and handed down as descriptors. Nothing here blocks and
-// nothing knows what the bytes mean.
+// The connections are made and authenticated above this floor and handed down as descriptors. Nothing here
+// blocks and nothing knows what the bytes mean.
 #pragma once
 
-#include <netfold/transport/socket.hpp>
 #include <sys/uio.h>
+#include <netfold/transport/socket.hpp>
 
 #include <cstddef>
 #include <span>

@@ -1,14 +1,14 @@
 // Datagrams in batches: GSO and sendmmsg on the way out, recvmmsg and GRO on the way in.
 //
-// Sending. All packets of a job have one length, so a run of packets to one destination is one GSO super-packet: the
-// kernel walks its stack once for up to 44 of them. Each packet is gathered from pieces (header here, values in the
-// user's tensor), never copied together first. Where the kernel or the path refuses GSO, packets go one by one.
-// Receiving. The kernel hands back super-packets with the length of their segments; `receive` cuts them up.
-// Nothing here blocks, and nothing here knows what a packet means.
+// Sending. All packets of a job have one length, so a run of packets to one destination is one GSO
+// super-packet: the kernel walks its stack once for up to 44 of them. Each packet is gathered from pieces
+// (header here, values in the user's tensor), never copied together first. Where the kernel or the path
+// refuses GSO, packets go one by one. Receiving. The kernel hands back super-packets with the length of their
+// segments; `receive` cuts them up. Nothing here blocks, and nothing here knows what a packet means.
 #pragma once
 
-#include <netfold/transport/socket.hpp>
 #include <sys/uio.h>
+#include <netfold/transport/socket.hpp>
 
 #include <cstddef>
 #include <functional>
@@ -39,13 +39,13 @@ class UdpSocket {
     std::size_t pieces_per_packet = 1;
     std::size_t packet_bytes = 0;
   };
-  // Sends runs in order until one is refused for lack of room; returns packets taken, counted over all runs (a
-  // prefix). Errors about a destination (ECONNREFUSED, EHOSTUNREACH, ...) count as sent: repair is the protocol's.
-  // EPERM (a firewall's word) and EMSGSIZE (the path's MTU) throw std::system_error.
+  // Sends runs in order until one is refused for lack of room; returns packets taken, counted over all runs
+  // (a prefix). Errors about a destination (ECONNREFUSED, EHOSTUNREACH, ...) count as sent: repair is the
+  // protocol's. EPERM (a firewall's word) and EMSGSIZE (the path's MTU) throw std::system_error.
   std::size_t send(std::span<const Run> runs);
 
-  // Receives what is there, at most one batch; calls `packet(bytes, source)` for each datagram, in order. `bytes`
-  // lives for the call. Returns the number of datagrams; 0 means empty.
+  // Receives what is there, at most one batch; calls `packet(bytes, source)` for each datagram, in order.
+  // `bytes` lives for the call. Returns the number of datagrams; 0 means empty.
   using Packet = std::function<void(std::span<const std::byte>, const Address&)>;
   std::size_t receive(const Packet& packet);
 
