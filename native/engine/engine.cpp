@@ -1,11 +1,15 @@
 #include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/registry.hpp>
 #include <netfold/engine/engine.hpp>
 
 #include <algorithm>
+#include <cfenv>
 #include <cstdio>
 #include <stdexcept>
 
@@ -37,6 +41,24 @@ void clear(const transport::Fd& fd) {
   std::uint64_t value = 0;
   [[maybe_unused]] const auto got = ::read(fd.get(), &value, sizeof value);
 }
+
+// Sums must not depend on whose thread adds: a caller may flush subnormals to zero (torch.set_flush_denormal).
+class DefaultFloats {
+ public:
+#if defined(__x86_64__)
+  DefaultFloats() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~DefaultFloats() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+  DefaultFloats() { std::fegetenv(&saved_), std::fesetenv(FE_DFL_ENV); }
+  ~DefaultFloats() { std::fesetenv(&saved_); }
+
+ private:
+  std::fenv_t saved_;
+#endif
+};
 
 void sleep_in(collective::WaitSet& set) {
   timespec timeout{};
@@ -148,6 +170,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
 }
 
 void Group::drive_until(const Operation& operation) {
+  const DefaultFloats floats;
   collective::WaitSet set;
   std::int64_t idle_since = 0;
   while (!operation.done()) {
@@ -195,16 +218,6 @@ bool Group::turn(std::int64_t now) {
       inbox_.pop_front();
     }
     failed = static_cast<bool>(failure_);
-    if (channel_ != nullptr) {
-      const protocol::Worker& machine = channel_->machine();
-      traffic_->packets_sent = machine.packets_sent();
-      traffic_->retransmissions = machine.retransmissions();
-      traffic_->smoothed_rtt_ns = machine.smoothed_rtt_ns();
-      traffic_->oldest_unanswered = machine.oldest_unanswered();
-      traffic_->idle = machine.idle();
-      for (int i = 0; i < protocol::kDropCount; ++i)
-        traffic_->drops[i] = channel_->drops(static_cast<protocol::Drop>(i));
-    }
   }
   if (failed) {
     fail_all();
@@ -260,7 +273,21 @@ bool Group::turn(std::int64_t now) {
     }
     fail_all();
   }
+  if (channel_ != nullptr) publish_traffic();
   return moved;
+}
+
+void Group::publish_traffic() {
+  const protocol::Worker& machine = channel_->machine();
+  std::lock_guard lock(mutex_);
+  traffic_->packets_sent = machine.packets_sent();
+  traffic_->retransmissions = machine.retransmissions();
+  traffic_->smoothed_rtt_ns = machine.smoothed_rtt_ns();
+  traffic_->oldest_unanswered = machine.oldest_unanswered();
+  traffic_->idle = machine.idle();
+  for (int i = 0; i < protocol::kDropCount; ++i) {
+    traffic_->drops[i] = channel_->drops(static_cast<protocol::Drop>(i));
+  }
 }
 
 void Group::start(const std::shared_ptr<Operation>& operation, std::int64_t now) {

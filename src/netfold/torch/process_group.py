@@ -1,7 +1,8 @@
 """The ProcessGroup: torch's collectives on CPU tensors, mapped to calls of a `Group`.
 
 It is a Python ProcessGroup, so that one native build serves every torch version; torch calls it from Python and,
-through trampolines, from C++ (DDP, functional collectives). Both the present and the former names of operations are defined.
+through trampolines, from C++ (DDP, functional collectives). Both the present and the former names of operations are
+defined.
 """
 
 # torch declares each operation with two overloads, of which only the one with `opts` reaches a backend.

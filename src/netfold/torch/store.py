@@ -14,7 +14,7 @@ class TorchStore:
         self._store = store
 
     def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
+        self._store.set(key, value)  # type: ignore[arg-type]  # bytes are taken; the stub says str
 
     def get(self, key: str, timeout_s: float) -> bytes:
         try:

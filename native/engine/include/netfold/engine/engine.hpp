@@ -128,6 +128,7 @@ class Group {
   void start(const std::shared_ptr<Operation>& operation, std::int64_t now);
   void complete(Operation& operation, collective::Failure failure);
   void fail_all();
+  void publish_traffic();
   void wait_for(collective::WaitSet& set) const;
   bool has_work() const;  // under mutex_
   std::string describe(const Operation& operation) const;
