@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from netfold.communicator.group import Group, Region, region
+from netfold.communicator.group import REDUCE_OPS, Group, Region, region
 from netfold.communicator.options import Options
 from netfold.communicator.store import Store
 
@@ -123,6 +123,8 @@ class Communicator:
         if dtype is None:
             raise TypeError(f"{kind}: arrays of {like.dtype} cannot travel; there are {', '.join(_DTYPES)}")
         reduce = "sum" if op == "avg" else op
+        if reduce not in REDUCE_OPS:
+            raise ValueError(f"{kind}: no operator {op!r}; there are avg, {', '.join(REDUCE_OPS)}")
         operation = self.group.submit(
             kind,
             dtype=dtype,

@@ -24,6 +24,7 @@ from netfold.plan import ChoiceTable
 from netfold.profile import Records, records_of
 
 log = logging.getLogger("netfold")
+_LOG_FORMAT = "%(asctime)s %(name)s %(levelname)-7s %(message)s"
 
 KINDS: dict[str, int] = engine.KINDS
 DTYPES: dict[str, int] = engine.DTYPES
@@ -57,6 +58,7 @@ class Group:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of a group of {size}")
         options = (options or Options()).resolved()
+        _log_to_stderr()
         deadline = time.monotonic() + join_timeout_s
         self.rank = rank
         self.size = size
@@ -208,6 +210,19 @@ class Group:
 
     def _fail(self, kind: str, rank: int, text: str) -> None:
         self._native.fail(engine.FAILURES.index(kind), rank, text)
+
+
+def _log_to_stderr() -> None:
+    """NETFOLD_LOG=info: for people who have not set up logging themselves."""
+    level = os.environ.get("NETFOLD_LOG", "").upper()
+    if not level or log.handlers:
+        return
+    if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ValueError(f"NETFOLD_LOG={level.lower()!r} is not one of debug, info, warning, error")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(_LOG_FORMAT))
+    log.addHandler(handler)
+    log.setLevel(level)
 
 
 def region(array: np.ndarray[Any, Any]) -> Region:

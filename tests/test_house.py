@@ -1,0 +1,68 @@
+"""The house rules: who may import whom, on both floors, and pages that list what there is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+MAY_INCLUDE = {
+    "kernels": set(),
+    "transport": set(),
+    "protocol": {"kernels"},
+    "collective": {"protocol", "transport", "kernels"},
+    # The vocabulary behind collective's own headers.
+    "engine": {"collective", "protocol", "transport", "kernels"},
+    "aggregator": {"protocol", "transport"},
+    "bind": {"kernels", "transport", "protocol", "collective", "engine", "aggregator"},
+}
+
+
+def test_native_rooms_include_only_what_they_may() -> None:
+    broken = []
+    for room, allowed in MAY_INCLUDE.items():
+        for source in (ROOT / "native" / room).rglob("*.[ch]pp"):
+            for other in re.findall(r"#include <netfold/(\w+)/", source.read_text()):
+                if other != room and other not in allowed:
+                    broken.append(f"{source.relative_to(ROOT)} includes {other}")
+    assert not broken, broken
+    assert {path.name for path in (ROOT / "native").iterdir() if path.is_dir()} == set(MAY_INCLUDE)
+
+
+def test_only_bind_knows_python() -> None:
+    for source in (ROOT / "native").rglob("*.[ch]pp"):
+        if source.parent.name != "bind":
+            assert not re.search(r"#include <(nanobind|Python)", source.read_text()), source
+
+
+def test_python_rooms_import_only_what_they_may() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_every_environment_variable_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text()
+    options = (ROOT / "src/netfold/communicator/options.py").read_text()
+    fields = re.findall(r"^    (\w+): [\w |]+ = None$", options, re.M)
+    assert fields, "options.py has changed its shape"
+    used = {f"NETFOLD_{field.upper()}" for field in fields}
+    for source in [*(ROOT / "src").rglob("*.py"), *(ROOT / "native").rglob("*.cpp")]:
+        used |= set(re.findall(r"[\"(](NETFOLD_[A-Z_]+)\b", source.read_text()))
+    missing = sorted(name for name in used if f"`{name}`" not in page)
+    assert not missing, missing
+
+
+def test_every_room_says_what_it_is() -> None:
+    for room in (ROOT / "src" / "netfold").iterdir():
+        if (room / "__init__.py").exists():
+            text = (room / "__init__.py").read_text()
+            assert text.startswith('"""') and len(text.split('"""')[1]) > 80, room
