@@ -4,20 +4,18 @@ A collective-communication backend that can add up gradients inside the network.
 with torch, `init_process_group("netfold")` needs no import at all.
 """
 
-__version__ = "0.1.0"
-
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from netfold.communicator import Communicator, FileStore, Options
 
+__version__ = "0.1.0"
 __all__ = ["Communicator", "FileStore", "Options", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     # torch's plugin loader imports this package in every process that imports torch: it must stay light.
     if name in __all__:
-        import netfold.communicator
-
-        return getattr(netfold.communicator, name)
+        return getattr(import_module("netfold.communicator"), name)
     raise AttributeError(f"module 'netfold' has no attribute {name!r}")

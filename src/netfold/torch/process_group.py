@@ -52,6 +52,11 @@ _REDUCE_OPS = {
     dist.ReduceOp.BXOR: "bxor",
 }
 
+_NO_POINT_TO_POINT = (
+    "netfold has no point-to-point send and recv yet; make a group for them with "
+    "torch.distributed.new_group(backend='gloo') and pass it as group="
+)
+
 _live: weakref.WeakSet[ProcessGroupNetfold] = weakref.WeakSet()
 
 
@@ -291,6 +296,17 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> NetfoldWork:
         return self._together([_Prepared("barrier")], [], opts)
+
+    # --- point to point --------------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> NetfoldWork:
+        raise RuntimeError(_NO_POINT_TO_POINT)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> NetfoldWork:
+        raise RuntimeError(_NO_POINT_TO_POINT)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> NetfoldWork:
+        raise RuntimeError(_NO_POINT_TO_POINT)
 
     def _by_splits(self, tensor: Tensor, splits: list[int]) -> list[Tensor]:
         size = self.netfold.size
