@@ -30,7 +30,10 @@ SwitchJob::SwitchJob(const JobConfig& config) : config_(config) {
     throw std::invalid_argument("a job has 1 to " + std::to_string(kMaxWorkers) + " workers, not " +
                                 std::to_string(config.workers));
   }
-  if (config.window == 0) throw std::invalid_argument("a job's window is at least one chunk");
+  if (config.window == 0 || config.window > kMaxWindow) {
+    throw std::invalid_argument("a job's window is 1 to " + std::to_string(kMaxWindow) + " chunks, not " +
+                                std::to_string(config.window));
+  }
   if (config.payload_bytes == 0 || config.payload_bytes % 8 != 0 || config.payload_bytes > kMaxPayloadBytes) {
     throw std::invalid_argument("payload_bytes is a multiple of 8 up to " + std::to_string(kMaxPayloadBytes) +
                                 ", not " + std::to_string(config.payload_bytes));
@@ -176,6 +179,12 @@ std::byte* SwitchJob::contribution(std::uint32_t slot, std::uint16_t worker) {
 }
 
 void SwitchJob::append_canonical(std::vector<std::byte>& out) const {
+  append_value(out, config_.job);
+  append_value(out, config_.epoch);
+  append_value(out, config_.incarnation);
+  append_value(out, config_.workers);
+  append_value(out, config_.window);
+  append_value(out, config_.payload_bytes);
   for (std::uint32_t i = 0; i < slot_count(); ++i) {
     const Slot& slot = slots_[i];
     append_value(out, slot.chunk);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
+#include <string>
 
 namespace netfold::protocol {
 
@@ -10,12 +11,14 @@ Worker::Worker(const WorkerConfig& config) : config_(config) {
   if (config.workers == 0 || config.worker >= config.workers) {
     throw std::invalid_argument("a worker's index is below the job's number of workers");
   }
-  if (config.window == 0) throw std::invalid_argument("a window is at least one chunk");
+  if (config.window == 0 || config.window > kMaxWindow) {
+    throw std::invalid_argument("a window is 1 to " + std::to_string(kMaxWindow) + " chunks, not " +
+                                std::to_string(config.window));
+  }
   if (config.payload_bytes == 0 || config.payload_bytes % 8 != 0 || config.payload_bytes > kMaxPayloadBytes) {
     throw std::invalid_argument("payload_bytes is a multiple of 8, up to the protocol's bound");
   }
   entries_.resize(config.window);
-  lines_.resize(kMaxOperations);
 }
 
 void Worker::start(const Operation& operation) {
@@ -25,7 +28,7 @@ void Worker::start(const Operation& operation) {
   Line line{.operation = operation, .first_chunk = end_};
   line.per_chunk = config_.payload_bytes / kernels::element_bytes(operation.wire);
   line.chunk_count = (operation.elements + line.per_chunk - 1) / line.per_chunk;
-  lines_[(first_line_ + operation_count_) % kMaxOperations] = line;
+  lines_[operation_count_] = line;
   ++operation_count_;
   end_ += line.chunk_count;
 }
@@ -122,6 +125,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
     return drop(Drop::malformed);
   }
 
+  const bool was_sent_again = entry.again;
   const bool first_try = entry.state == State::flight && !entry.again;
   const std::uint64_t send_number = entry.send_number;
   unlink(entry.state == State::flight ? flight_ : lost_, index);
@@ -143,28 +147,38 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
     entries_[base_ % config_.window] = Entry{};
     ++base_;
   }
-  while (operation_count_ > 0 && lines_[first_line_].first_chunk + lines_[first_line_].chunk_count <= base_) {
-    lines_[first_line_] = Line{};
-    first_line_ = (first_line_ + 1) % kMaxOperations;
+  while (operation_count_ > 0 && lines_[0].first_chunk + lines_[0].chunk_count <= base_) {
+    // At most 16 of them, once an operation: a ring would make equal machines look different.
+    std::move(lines_.begin() + 1, lines_.end(), lines_.begin());
+    lines_.back() = Line{};
     --operation_count_;
   }
   while (flight_.head != kNone && entries_[flight_.head].send_number + kReorderThreshold <= highest_answered_send_) {
     mark_lost(flight_.head);
   }
+  if (was_sent_again) {
+    for (std::uint32_t i = 0; i < kProbeGrowth && flight_.head != kNone; ++i) {
+      if (now_ns - entries_[flight_.head].sent_ns < base_timeout_ns()) break;
+      mark_lost(flight_.head);
+    }
+  }
   return received;
 }
 
+std::int64_t Worker::base_timeout_ns() const {
+  if (smoothed_rtt_ns_ == 0) return kInitialTimeoutNs;
+  return std::clamp(smoothed_rtt_ns_ + 4 * rtt_variation_ns_, kMinTimeoutNs, kMaxTimeoutNs);
+}
+
 std::int64_t Worker::timeout_ns() const {
-  const std::int64_t base =
-      smoothed_rtt_ns_ == 0 ? kInitialTimeoutNs : std::max(kMinTimeoutNs, smoothed_rtt_ns_ + 4 * rtt_variation_ns_);
-  return std::min(kMaxTimeoutNs, base << std::min<std::uint32_t>(backoff_, 8));
+  return std::min(kMaxTimeoutNs, base_timeout_ns() << std::min<std::uint32_t>(backoff_, 8));
 }
 
 std::int64_t Worker::poll_timeout() const { return flight_.count == 0 ? -1 : timer_start_ns_ + timeout_ns(); }
 
 void Worker::handle_timeout(std::int64_t now_ns) {
   if (flight_.count == 0 || now_ns < poll_timeout()) return;
-  for (std::uint32_t i = 0; i < kTimeoutBurst && flight_.head != kNone; ++i) mark_lost(flight_.head);
+  mark_lost(flight_.head);
   ++backoff_;
   timer_start_ns_ = now_ns;
 }
@@ -190,7 +204,7 @@ void Worker::measure(std::int64_t rtt_ns) {
 
 Worker::Line* Worker::line_of(std::uint64_t chunk) {
   for (std::size_t i = 0; i < operation_count_; ++i) {
-    Line& line = lines_[(first_line_ + i) % kMaxOperations];
+    Line& line = lines_[i];
     if (chunk < line.first_chunk + line.chunk_count) return &line;
   }
   return nullptr;  // unreachable: chunks in [base, end) belong to an operation
@@ -240,6 +254,13 @@ void Worker::append_canonical(std::vector<std::byte>& out) const {
     const auto* first = reinterpret_cast<const std::byte*>(&value);
     out.insert(out.end(), first, first + sizeof value);
   };
+  append(config_.job);
+  append(config_.epoch);
+  append(config_.incarnation);
+  append(config_.worker);
+  append(config_.workers);
+  append(config_.window);
+  append(config_.payload_bytes);
   append(base_);
   append(next_);
   append(end_);
@@ -259,7 +280,7 @@ void Worker::append_canonical(std::vector<std::byte>& out) const {
     append(entry.sent_ns);
   }
   for (std::size_t i = 0; i < operation_count_; ++i) {
-    const Line& line = lines_[(first_line_ + i) % kMaxOperations];
+    const Line& line = lines_[i];
     append(line.operation.operation);
     append(line.operation.elements);
     append(line.operation.wire);

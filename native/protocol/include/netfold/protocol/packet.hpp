@@ -43,6 +43,8 @@ inline constexpr std::uint8_t kVersion = 1;
 inline constexpr std::size_t kEthernetPayloadBytes = 1408;
 inline constexpr std::size_t kMaxPayloadBytes = 32768;
 inline constexpr std::uint16_t kMaxWorkers = 256;
+// Chunks in flight from one worker: far above any link's, and 2W stays countable in 32 bits.
+inline constexpr std::uint32_t kMaxWindow = 1 << 20;
 
 enum Flag : std::uint8_t {
   kAnswer = 1,     // from the switch

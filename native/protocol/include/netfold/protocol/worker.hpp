@@ -9,13 +9,15 @@
 //   in flight     its answer                                   answered     deliver values
 //   in flight     answers to kReorderThreshold later sends     lost         -
 //   in flight     oldest, and no answer for one timeout        lost         - (timeout doubles)
+//   in flight     overdue, and a chunk sent again is answered  lost         - (kProbeGrowth at a time)
 //   lost          poll_send                                    in flight    send again
 //   lost          its answer                                   answered     deliver values
 //   answered      every chunk before it answered too           (forgotten)  window moves
 //
-// Losses are found by gaps in the answers, in order of sending, as TCP does with selective acknowledgements;
-// the timer only catches the tail. A straggler looks like a loss to everybody else, so a timeout re-sends a
-// few packets and backs off: a duplicate changes nothing at the switch.
+// Losses are found by gaps in the answers, in order of sending, as TCP does with selective acknowledgements; the timer
+// only catches the tail. A straggler looks like a loss to everybody else, so a timeout sends one chunk again, as a
+// probe, and backs off: a duplicate changes nothing at the switch, but costs the wire. When a probe is answered, what
+// is overdue follows, twice as much each round trip: a whole lost window is repaired in log2(W) of them.
 //
 // The machine holds no values: the caller encodes what `Send` names and decodes what `Received` names. Like
 // its counterpart it is a value (copyable, comparable, canonical bytes) with no socket, clock or thread, and
@@ -24,6 +26,7 @@
 
 #include <netfold/protocol/packet.hpp>
 
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -52,9 +55,8 @@ class Worker {
   static constexpr std::int64_t kInitialTimeoutNs = 50'000'000;
   static constexpr std::int64_t kMinTimeoutNs = 10'000'000;
   static constexpr std::int64_t kMaxTimeoutNs = 200'000'000;
-  // Chunks that one timeout re-sends: enough to show a gap, too few to flood a switch that waits for a
-  // straggler.
-  static constexpr std::uint32_t kTimeoutBurst = 8;
+  // Overdue chunks that follow the answer to one that was sent again.
+  static constexpr std::uint32_t kProbeGrowth = 2;
 
   // Throws std::invalid_argument.
   explicit Worker(const WorkerConfig& config);
@@ -145,6 +147,7 @@ class Worker {
   void mark_lost(std::uint32_t index);
   void measure(std::int64_t rtt_ns);
   Line* line_of(std::uint64_t chunk);
+  std::int64_t base_timeout_ns() const;
   std::int64_t timeout_ns() const;
   std::uint64_t chunk_at(std::uint32_t index) const;
   std::uint16_t count_of(const Line& line, std::uint64_t chunk) const;
@@ -153,8 +156,7 @@ class Worker {
   std::vector<Entry> entries_;
   List flight_;
   List lost_;
-  std::vector<Line> lines_;  // kMaxOperations, a ring
-  std::size_t first_line_ = 0;
+  std::array<Line, kMaxOperations> lines_;  // the first operation_count_, in order
   std::size_t operation_count_ = 0;
   std::uint64_t base_ = 0;  // lowest chunk without an answer
   std::uint64_t next_ = 0;  // lowest chunk never sent

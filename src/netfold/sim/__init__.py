@@ -1,0 +1,57 @@
+"""The production aggregation machines in virtual time, over a virtual network that may do anything to a packet.
+
+  clock       virtual nanoseconds, and what is due when
+  network     packets and their fates: delivered, lost, duplicated, late, truncated, corrupted, refused by the socket
+  values      what workers contribute and what the sum must be, in NumPy
+  world       workers and switch as their glue drives them, with every promise checked at every step
+  simulation  one run: world, network and clock, until nothing is due
+  scenario    a run made from a seed
+
+May import netfold._native.protocol and NumPy, and no other room. Always: the machines are the production ones, never
+models of them; no sleep and no wall clock; the same seed gives the same run; every run is bounded, and a failure names
+its seed and the command that replays it.
+
+Tests: `.venv/bin/pytest tests/protocol`    One run: `python -m netfold.sim --seed 7 --loss 0.05`
+"""
+
+from netfold.sim.network import (
+    DELIVERED,
+    GUARDED_BITS,
+    LATENCY_NS,
+    LOST,
+    REFUSED,
+    SWITCH,
+    Copy,
+    Fate,
+    ListedFates,
+    Packet,
+    Ratios,
+    SeededFates,
+)
+from netfold.sim.scenario import Scenario
+from netfold.sim.simulation import Record, Simulation, SimulationError, Summary
+from netfold.sim.world import BrokenPromiseError, Identity, Operation, World
+
+__all__ = [
+    "DELIVERED",
+    "GUARDED_BITS",
+    "LATENCY_NS",
+    "LOST",
+    "REFUSED",
+    "SWITCH",
+    "BrokenPromiseError",
+    "Copy",
+    "Fate",
+    "Identity",
+    "ListedFates",
+    "Operation",
+    "Packet",
+    "Ratios",
+    "Record",
+    "Scenario",
+    "SeededFates",
+    "Simulation",
+    "SimulationError",
+    "Summary",
+    "World",
+]

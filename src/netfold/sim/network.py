@@ -1,0 +1,181 @@
+"""A virtual network: every packet's fate is drawn from a source that the caller injects.
+
+What is claimed about damage. A UDP checksum or an Ethernet FCS catches a flipped bit nearly always, so a flip is a
+loss, except where the receiver must notice it without any checksum: those bits (`GUARDED_BITS`) reach the machine,
+which must drop the packet. A flip that passes the checksum in a value, a flag, a low bit of the chunk number or a
+worker index is out of scope: an unauthenticated protocol cannot tell it from an honest packet.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from netfold.sim.clock import Clock
+
+# The switch's address; workers have their index.
+SWITCH = -1
+
+LATENCY_NS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """One datagram on its way. `must_drop`: damaged or forged, so whoever gets it has to drop it."""
+
+    source: int
+    to: int
+    data: bytes
+    must_drop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One arrival of a packet: how much later than the latency, and what happened to its bytes."""
+
+    late_ns: int = 0
+    cut_to_bytes: int | None = None
+    flipped_bit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of one packet: a copy for each arrival, so none is a loss and two are a duplicate.
+
+    `refused`: a worker's socket is full; the packet never leaves, and the worker is told so. (A switch that cannot
+    send loses the answer.)
+    """
+
+    copies: tuple[Copy, ...] = (Copy(),)
+    refused: bool = False
+
+
+DELIVERED = Fate()
+LOST = Fate(copies=())
+REFUSED = Fate(copies=(), refused=True)
+
+FateSource = Callable[[Packet], Fate]
+
+
+def _guarded_bits() -> tuple[int, ...]:
+    # Masks by byte of the header; see native/protocol/include/netfold/protocol/packet.hpp. Of the flags, non-finite
+    # and mismatch are legal on an answer. Of the chunk number, the upper half is far beyond any window.
+    masks = {0: 0xFF, 1: 0xFF, 2: 0xFF, 3: 0xF9}
+    masks |= dict.fromkeys(range(4, 20), 0xFF)
+    masks |= {44: 0xF0, 45: 0xF8}
+    return tuple(8 * byte + bit for byte, mask in masks.items() for bit in range(8) if mask >> bit & 1)
+
+
+GUARDED_BITS = _guarded_bits()
+_GUARDED = frozenset(GUARDED_BITS)
+
+
+def flip(data: bytes, bit: int) -> bytes:
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    return bytes(flipped)
+
+
+class Network:
+    """Carries packets with one latency for all, plus what their fates say; counts fates by name."""
+
+    def __init__(self, clock: Clock[Any], fates: FateSource, latency_ns: int = LATENCY_NS) -> None:
+        self.counts: Counter[str] = Counter()
+        self._clock = clock
+        self._fates = fates
+        self._latency_ns = latency_ns
+
+    def send(self, packet: Packet) -> bool:
+        """Let the packet meet its fate. False: the socket refused it."""
+        fate = self._fates(packet)
+        self.counts["sent"] += 1
+        if fate.refused:
+            self.counts["refused"] += 1
+            return False
+        if not fate.copies:
+            self.counts["lost"] += 1
+        if len(fate.copies) > 1:
+            self.counts["duplicated"] += 1
+        for copy in fate.copies:
+            self._arrive(packet, copy)
+        return True
+
+    def _arrive(self, packet: Packet, copy: Copy) -> None:
+        data, must_drop = packet.data, packet.must_drop
+        if copy.late_ns > 0:
+            self.counts["delayed"] += 1
+        if copy.flipped_bit is not None:
+            self.counts["corrupted"] += 1
+            bit = copy.flipped_bit % (8 * len(data))
+            if bit not in _GUARDED:
+                return  # caught by a checksum
+            data, must_drop = flip(data, bit), True
+        if copy.cut_to_bytes is not None and copy.cut_to_bytes < len(data):
+            self.counts["truncated"] += 1
+            data, must_drop = data[: copy.cut_to_bytes], True
+        arriving = Packet(packet.source, packet.to, data, must_drop)
+        self._clock.at(self._clock.now_ns + self._latency_ns + copy.late_ns, arriving)
+
+
+class ListedFates:
+    """The n-th packet meets the n-th fate; all packets after the list are delivered: a network that is fair at last."""
+
+    def __init__(self, fates: Sequence[Fate]) -> None:
+        self._fates = iter(tuple(fates))
+
+    def __call__(self, packet: Packet) -> Fate:
+        return next(self._fates, DELIVERED)
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """How often each fate befalls a packet, each drawn for itself; `late_ns` is the longest delay."""
+
+    loss: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
+    truncate: float = 0.0
+    corrupt: float = 0.0
+    refuse: float = 0.0
+    late_ns: int = 50 * LATENCY_NS
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "duplicate", "delay", "truncate", "corrupt", "refuse"):
+            # At 1 nothing would ever get through, and the run could only end at its bound.
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is a ratio from 0 to below 1, not {getattr(self, name)}")
+        if self.late_ns < 1:
+            raise ValueError(f"late_ns is at least 1, not {self.late_ns}")
+
+
+class SeededFates:
+    """Fates by chance, the same for the same seed."""
+
+    def __init__(self, chance: random.Random, ratios: Ratios) -> None:
+        self._chance = chance
+        self._ratios = ratios
+
+    def __call__(self, packet: Packet) -> Fate:
+        chance, ratios = self._chance.random, self._ratios
+        if chance() < ratios.refuse:
+            return REFUSED
+        if chance() < ratios.loss:
+            return LOST
+        copies = 1
+        # Bounded, so that a packet is never copied without end.
+        while copies < 4 and chance() < ratios.duplicate:
+            copies += 1
+        return Fate(tuple(self._copy(packet) for _ in range(copies)))
+
+    def _copy(self, packet: Packet) -> Copy:
+        chance, ratios = self._chance, self._ratios
+        late_ns = 0
+        if chance.random() < ratios.delay:
+            # Squared: most are a little late, a few are late by many turns of the window.
+            late_ns = 1 + int(chance.random() ** 2 * ratios.late_ns)
+        cut = chance.randrange(len(packet.data)) if chance.random() < ratios.truncate else None
+        bit = chance.choice(GUARDED_BITS) if chance.random() < ratios.corrupt else None
+        return Copy(late_ns, cut, bit)

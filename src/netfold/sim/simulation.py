@@ -1,0 +1,214 @@
+"""One run: a world, a network and a clock, until nothing is due any more."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from netfold.sim.clock import Clock
+from netfold.sim.network import LATENCY_NS, FateSource, Network, Packet
+from netfold.sim.world import BrokenPromiseError, Contributions, Identity, Operation, Verdict, World, describe
+from netfold.sim.world import seeded_contributions as _seeded_contributions
+
+# When a worker whose socket was full tries again.
+_ROOM_AFTER_NS = 2_000
+# What a failure shows of the past.
+_REMEMBERED_EVENTS = 24
+
+
+class SimulationError(AssertionError):
+    """A promise was broken, or a run did not come to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A worker's training script calls its next operation."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The worker's socket takes packets again."""
+
+    worker: int
+
+
+Event = Packet | Call | Timer | Room
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One event that has happened, for a trace."""
+
+    when_ns: int
+    event: Event
+    verdict: Verdict | None = None
+
+    def __str__(self) -> str:
+        what = describe(self.event) if isinstance(self.event, Packet) else str(self.event)
+        became = "" if self.verdict is None else f": {self.verdict.outcome}"
+        reason = "" if self.verdict is None or self.verdict.outcome != "dropped" else f" ({self.verdict.drop})"
+        return f"{self.when_ns:>12} ns  {what}{became}{reason}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    events: int
+    duration_ns: int
+    packets: Counter[str]  # by fate
+    drops: Counter[str]  # by place and reason
+    timeouts: int
+    retransmissions: int
+
+    def __str__(self) -> str:
+        packets = " ".join(f"{name}={count}" for name, count in sorted(self.packets.items()))
+        drops = " ".join(f"{name}={count}" for name, count in sorted(self.drops.items())) or "none"
+        return (
+            f"ok  events={self.events} virtual_ms={self.duration_ns / 1e6:.3f}  packets: {packets}  drops: {drops}  "
+            f"timeouts={self.timeouts} retransmissions={self.retransmissions}"
+        )
+
+
+class Simulation:
+    """Drives the production machines through one schedule, and raises SimulationError at the first broken promise.
+
+    operations: called by every worker in this order.
+    calls_ns: by worker, when it calls each operation; by default all at 0. Stragglers have later times.
+    fates: what becomes of each packet, in order of sending; fair in the end, else the run ends at `max_events`.
+    injected: packets from nowhere: garbage, forgeries, a former life's. All must be dropped, so each is `must_drop`.
+    replay: how to run this again, for the message of a failure.
+    watch: called with every event after it has happened.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int,
+        window: int,
+        payload_bytes: int,
+        operations: Sequence[Operation],
+        fates: FateSource,
+        calls_ns: Sequence[Sequence[int]] | None = None,
+        injected: Sequence[tuple[int, Packet]] = (),
+        contributions: Contributions = _seeded_contributions,
+        identity: Identity | None = None,
+        latency_ns: int = LATENCY_NS,
+        compare_machines: bool = True,
+        max_events: int | None = None,
+        replay: str = "",
+        watch: Callable[[Record], None] | None = None,
+    ) -> None:
+        self.world = World(
+            workers=workers,
+            window=window,
+            payload_bytes=payload_bytes,
+            operations=operations,
+            contributions=contributions,
+            identity=identity,
+            compare_machines=compare_machines,
+        )
+        self.clock: Clock[Event] = Clock()
+        self.network = Network(self.clock, fates, latency_ns)
+        self._replay = replay
+        self._watch = watch
+        self._past: deque[Record] = deque(maxlen=_REMEMBERED_EVENTS)
+        self._events = 0
+        packets = 2 * workers * len(self.world.chunks)
+        self._max_events = max_events or 10_000 + 100 * packets + 4 * len(injected)
+        self._timer_ns: list[int | None] = [None] * workers
+        self._room_awaited = [False] * workers
+
+        for worker in range(workers):
+            times = [0] * len(operations) if calls_ns is None else calls_ns[worker]
+            if len(times) != len(operations):
+                raise ValueError(f"worker {worker} calls {len(times)} operations, expected {len(operations)}")
+            for when_ns in times:
+                self.clock.at(when_ns, Call(worker))
+        for when_ns, packet in injected:
+            if not packet.must_drop:
+                raise ValueError(f"an injected packet is not must_drop: {describe(packet)}")
+            self.clock.at(when_ns, packet)
+
+    def run(self) -> Summary:
+        """Until nothing is due: also the last late packet has come, and changed nothing."""
+        try:
+            while (event := self.clock.next()) is not None:
+                self._events += 1
+                if self._events > self._max_events:
+                    raise BrokenPromiseError(f"the run did not end within {self._max_events} events")
+                self._happen(event)
+            self.world.check_finished(self.clock.now_ns)
+        except BrokenPromiseError as broken:
+            raise SimulationError(self._report(broken)) from broken
+        return Summary(
+            events=self._events,
+            duration_ns=self.clock.now_ns,
+            packets=self.network.counts,
+            drops=self.world.drops,
+            timeouts=sum(side.timeouts for side in self.world.workers),
+            retransmissions=sum(side.sent_again for side in self.world.workers),
+        )
+
+    def _happen(self, event: Event) -> None:
+        world, now_ns = self.world, self.clock.now_ns
+        self._past.append(Record(now_ns, event))  # before, so that a failure shows what broke it
+        verdict = None
+        match event:
+            case Packet(to=to):
+                verdict = world.arrive(event, now_ns)
+                self._past[-1] = Record(now_ns, event, verdict)
+                for answer in verdict.answers:
+                    self.network.send(answer)
+                if to >= 0:
+                    self._serve(to)
+            case Call(worker):
+                world.submit(worker)
+                self._serve(worker)
+            case Timer(worker):
+                self._timer_ns[worker] = None
+                world.timeout(worker, now_ns)
+                self._serve(worker)
+            case Room(worker):
+                self._room_awaited[worker] = False
+                self._serve(worker)
+        if self._watch is not None:
+            self._watch(self._past[-1])
+
+    def _serve(self, worker: int) -> None:
+        """Send what the worker offers, as far as its socket takes it, and set its timer."""
+        if not self._room_awaited[worker]:
+            self._send(worker)
+        due_ns: int = self.world.workers[worker].machine.poll_timeout()
+        ringing_ns = self._timer_ns[worker]
+        # A timer that rings too early is harmless (and must be); it is set anew then.
+        if due_ns >= 0 and (ringing_ns is None or due_ns < ringing_ns):
+            self._timer_ns[worker] = due_ns
+            self.clock.at(due_ns, Timer(worker))
+
+    def _send(self, worker: int) -> None:
+        offers = self.world.offers(worker, self.clock.now_ns)
+        for place, offer in enumerate(offers):
+            if self.network.send(offer.packet):
+                self.world.sent(worker, offer)
+                continue
+            for kept in offers[place:]:
+                self.world.not_sent(worker, kept)
+            self._room_awaited[worker] = True
+            self.clock.at(self.clock.now_ns + _ROOM_AFTER_NS, Room(worker))
+            return
+
+    def _report(self, broken: BrokenPromiseError) -> str:
+        lines = [str(broken), f"at {self.clock.now_ns} ns, event {self._events}"]
+        if self._replay:
+            lines.append(f"replay: {self._replay}")
+        lines += self.world.state()
+        lines.append(f"the last {len(self._past)} events:")
+        lines += [f"  {record}" for record in self._past]
+        return "\n".join(lines)

@@ -1,0 +1,226 @@
+"""Whole jobs over a network that does what it likes: the sum is right, everything ends, and nothing else changes.
+
+What is checked at every step stands in netfold/sim/world.py. Examples shrink to "packet 17 is lost"; seeded runs print
+their replay command.
+"""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from netfold.sim import (
+    DELIVERED,
+    GUARDED_BITS,
+    LATENCY_NS,
+    LOST,
+    REFUSED,
+    SWITCH,
+    Copy,
+    Fate,
+    Identity,
+    ListedFates,
+    Operation,
+    Packet,
+    Scenario,
+    Simulation,
+    values,
+)
+
+pytestmark = pytest.mark.native
+
+MS = 1_000_000
+
+# Strategies: small first, so that failures shrink to few workers, small windows and honest fates.
+
+# From "overtaken by its neighbour" over many turns of the window to later than several timeouts.
+lateness = st.sampled_from([LATENCY_NS * turns // 2 for turns in (0, 1, 3, 5, 8, 13, 21, 34, 60, 100)] + [30 * MS])
+copies = st.one_of(
+    st.builds(Copy, lateness),
+    st.builds(Copy, lateness),
+    st.builds(Copy, lateness),
+    st.builds(Copy, lateness, cut_to_bytes=st.integers(0, 111)),
+    st.builds(Copy, lateness, flipped_bit=st.sampled_from(GUARDED_BITS)),
+)
+fates = st.one_of(
+    st.just(DELIVERED),
+    st.just(LOST),
+    st.just(REFUSED),
+    st.builds(Fate, st.tuples(copies)),
+    st.builds(Fate, st.tuples(copies, copies)),
+    st.builds(Fate, st.tuples(copies, copies, copies)),
+)
+# Copies and delays alone: without a stall between the turns, late twins meet the slot at work.
+reorderings = st.one_of(
+    st.just(DELIVERED), st.builds(lambda *late: Fate(tuple(map(Copy, late))), lateness, lateness), st.just(DELIVERED)
+)
+
+
+def schedules(fate, longest=150):
+    """How the first packets fare, few or many; all later ones are delivered."""
+    return st.sampled_from([0, 5, 30, longest]).flatmap(lambda count: st.lists(fate, min_size=count, max_size=count))
+
+
+@st.composite
+def operation_lists(draw, payload_bytes, largest=40, most=5):
+    operations = []
+    for number in range(draw(st.integers(1, most))):
+        wire = draw(st.sampled_from(list(values.WIRES)))
+        reduce = draw(st.sampled_from([name for name in values.REDUCES if values.is_defined(name, wire)]))
+        full = payload_bytes // values.WIRES[wire].element_bytes
+        elements = draw(st.one_of(st.sampled_from([1, full, full + 1, 3 * full]), st.integers(1, largest)))
+        operations.append(Operation(number, elements, wire, reduce, table=draw(st.sampled_from([0, 0xBEEF]))))
+    return operations
+
+
+@st.composite
+def jobs(draw, **lengths):
+    payload_bytes = 8 * draw(st.integers(1, 8))
+    return {
+        "workers": draw(st.integers(1, 5)),
+        "window": draw(st.integers(1, 6)),
+        "payload_bytes": payload_bytes,
+        "operations": draw(operation_lists(payload_bytes, **lengths)),
+    }
+
+
+@given(jobs(), schedules(fates))
+def test_the_sum_is_right_whatever_happens_to_packets(job, schedule):
+    Simulation(**job, fates=ListedFates(schedule)).run()
+
+
+@given(jobs(), schedules(reorderings))
+def test_the_sum_is_right_when_twins_come_turns_later(job, schedule):
+    Simulation(**job, fates=ListedFates(schedule)).run()
+
+
+@given(jobs(), schedules(fates), st.data())
+def test_workers_may_start_at_different_times(job, schedule, data):
+    gap_ns = st.sampled_from([0, LATENCY_NS, 7 * LATENCY_NS, 12 * MS, 300 * MS])
+    calls_ns = []
+    for _ in range(job["workers"]):
+        now_ns, calls = 0, []
+        for _ in job["operations"]:
+            now_ns += data.draw(gap_ns)
+            calls.append(now_ns)
+        calls_ns.append(calls)
+    Simulation(**job, fates=ListedFates(schedule), calls_ns=calls_ns).run()
+
+
+@given(jobs(most=24, largest=4), schedules(fates))
+def test_many_short_operations_stream_through_one_window(job, schedule):
+    # More than MAX_OPERATIONS: the rest wait outside the machine.
+    Simulation(**job, fates=ListedFates(schedule)).run()
+
+
+@given(jobs(most=2), schedules(fates, longest=60), st.data())
+def test_packets_of_another_life_change_nothing(job, schedule, data):
+    life = data.draw(st.sampled_from([Identity(epoch=2), Identity(epoch=4), Identity(job=8), Identity(incarnation=1)]))
+    ghosts = []
+
+    def record(packet):
+        ghosts.append(Packet(packet.source, packet.to, packet.data, must_drop=True))
+        return DELIVERED
+
+    Simulation(**job, fates=record, identity=life).run()
+    # As early and as late as packets of this life come.
+    shift_ns = data.draw(st.sampled_from([0, 3 * LATENCY_NS, 10 * MS]))
+    injected = [(shift_ns + place * LATENCY_NS // 4, ghost) for place, ghost in enumerate(ghosts)]
+    summary = Simulation(**job, fates=ListedFates(schedule), injected=injected).run()
+    reason = {2: "epoch", 4: "epoch"}.get(life.epoch) or ("foreign" if life.job == 8 else "incarnation")
+    assert summary.drops[f"switch.{reason}"] + summary.drops[f"worker.{reason}"] >= len(ghosts)
+
+
+@given(jobs(most=2), st.lists(st.tuples(st.integers(0, 300_000), st.integers(-1, 4), st.binary(max_size=120))))
+def test_garbage_changes_nothing(job, garbage):
+    injected = [
+        (when_ns, Packet(0 if to == SWITCH else SWITCH, to % job["workers"] if to >= 0 else SWITCH, data, True))
+        for when_ns, to, data in garbage
+    ]
+    Simulation(**job, fates=ListedFates([]), injected=injected).run()
+
+
+@given(jobs(most=2), schedules(fates, longest=60), st.data())
+def test_packets_sent_the_wrong_way_change_nothing(job, schedule, data):
+    # Every contribution is reflected to a worker, every answer to the switch, as if a router had lost its mind.
+    reflected = []
+
+    def record(packet):
+        to = packet.source if packet.to == SWITCH else SWITCH
+        reflected.append(Packet(packet.to, to, packet.data, must_drop=True))
+        return DELIVERED
+
+    Simulation(**job, fates=record).run()
+    injected = [(place * data.draw(st.integers(0, LATENCY_NS)), packet) for place, packet in enumerate(reflected[:20])]
+    Simulation(**job, fates=ListedFates(schedule), injected=injected).run()
+
+
+@pytest.mark.parametrize("bit", GUARDED_BITS)
+def test_a_flip_of_a_guarded_bit_is_a_loss(bit):
+    damaged = Fate((Copy(flipped_bit=bit),))
+    # The first contribution, and the first answer.
+    schedule = [damaged, DELIVERED, DELIVERED, DELIVERED, damaged]
+    job = {"workers": 2, "window": 2, "payload_bytes": 8, "operations": [Operation(0, 9, "i32")]}
+    summary = Simulation(**job, fates=ListedFates(schedule)).run()
+    assert sum(summary.drops.values()) >= 2
+    assert summary.retransmissions >= 2
+
+
+def test_a_clean_network_sees_each_packet_once():
+    for window in (1, 2, 5, 64):
+        job = {"workers": 3, "window": window, "payload_bytes": 16}
+        operations = [Operation(number, 37 + number, "f32") for number in range(4)]
+        summary = Simulation(**job, operations=operations, fates=ListedFates([])).run()
+        chunks = sum(-(-operation.elements // 4) for operation in operations)
+        assert summary.packets == {"sent": 2 * 3 * chunks}
+        assert (summary.timeouts, summary.retransmissions, summary.drops) == (0, 0, {})
+
+
+def test_one_loss_in_a_long_stream_is_repaired_from_the_gap_without_a_timeout():
+    for lost in (0, 5, 100):
+        operations = [Operation(0, 2000, "i32")]
+        schedule = [LOST if place == lost else DELIVERED for place in range(lost + 1)]
+        job = {"workers": 2, "window": 32, "payload_bytes": 8, "operations": operations}
+        summary = Simulation(**job, fates=ListedFates(schedule)).run()
+        assert summary.timeouts == 0
+        assert 1 <= summary.retransmissions <= 2, "a lost contribution looks like a loss to both workers"
+
+
+def test_a_straggler_costs_the_others_a_few_packets_only():
+    late_ns = 3_000 * MS
+    job = {"workers": 4, "window": 64, "payload_bytes": 8, "operations": [Operation(0, 1000, "i32")]}
+    calls_ns = [[late_ns], [0], [0], [0]]
+    summary = Simulation(**job, fates=ListedFates([]), calls_ns=calls_ns).run()
+    # 50, 100, then every 200 ms: at most 17 timeouts each in three seconds, of 8 packets.
+    assert summary.timeouts <= 3 * 17
+    assert summary.retransmissions <= 8 * summary.timeouts
+
+
+def test_the_machine_of_a_job_without_a_switch_asks_forever_but_ever_more_slowly():
+    job = {"workers": 2, "window": 32, "payload_bytes": 8, "operations": [Operation(0, 1000, "i32")]}
+    simulation = Simulation(**job, fates=lambda packet: LOST, max_events=300, replay="THE COMMAND")
+    with pytest.raises(AssertionError, match="did not end within 300 events") as failure:
+        simulation.run()
+    assert "replay: THE COMMAND" in str(failure.value)
+    per_second = simulation.network.counts["sent"] / (simulation.clock.now_ns / 1e9)
+    assert per_second < 2 * 8 * 6
+
+
+WEATHERS = {
+    "fair": {"loss": 0.01, "delay": 0.02},
+    "lossy": {"loss": 0.2},
+    "twins": {"loss": 0.0, "duplicate": 0.5, "delay": 0.5, "refuse": 0.0},
+    "one_slot_of_twins": {"workers": 2, "window": 1, "payload_bytes": 8, "loss": 0.0, "duplicate": 0.4, "delay": 0.4},
+    "very_late": {"delay": 0.3, "duplicate": 0.3, "late_us": 60_000},
+    "damaged": {"truncate": 0.1, "corrupt": 0.2, "refuse": 0.1},
+    "wide_window": {"window": 64, "loss": 0.05, "max_elements": 2000, "operations": 4},
+    "stragglers": {"straggle_ms": 40.0, "operations": 20, "workers": 5},
+    "all_at_once": {"loss": 0.1, "duplicate": 0.2, "delay": 0.3, "truncate": 0.05, "corrupt": 0.05, "refuse": 0.1},
+}
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("weather", WEATHERS)
+def test_seeded_weather(weather, seed):
+    summary = Scenario(seed=seed, **WEATHERS[weather]).simulation().run()
+    assert re.match(r"ok  events=\d+", str(summary))

@@ -1,0 +1,421 @@
+"""The worker's machine, step by step: window, repair of losses, timers, each reason to drop, and its life as a value."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from machines import (
+    EPOCH,
+    F16,
+    F32,
+    FLAGS,
+    I32,
+    INCARNATION,
+    JOB,
+    MS,
+    answer_to,
+    assert_same,
+    i32,
+    make_packet,
+    make_worker,
+    receive,
+    send_all,
+)
+from netfold._native import protocol
+
+pytestmark = pytest.mark.native
+
+PROBE_GROWTH = 2
+REORDER_THRESHOLD = 8
+
+
+def started(elements, window=1, **shape):
+    worker = make_worker(window=window, **shape)
+    worker.start(0, elements, I32)
+    return worker
+
+
+def chunks(sends):
+    return [send.header.chunk for send in sends]
+
+
+def test_a_worker_sends_its_window_and_waits():
+    worker = started(20, window=4)
+    sends = send_all(worker)
+    assert chunks(sends) == [0, 1, 2, 3]
+    assert (worker.in_flight, worker.sendable()) == (4, 0)
+    assert [(send.first, send.count) for send in sends] == [(0, 2), (2, 2), (4, 2), (6, 2)]
+
+
+def test_a_contribution_says_everything_that_workers_must_agree_on():
+    worker = make_worker(worker=1, payload_bytes=16)
+    worker.start(operation=5, elements=3, wire=F32, reduce=3, table=77)
+    header = send_all(worker)[0].header
+    assert (header.job, header.epoch, header.incarnation) == (JOB, EPOCH, INCARNATION)
+    assert (header.operation, header.elements, header.count, header.worker) == (5, 3, 3, 1)
+    assert (header.wire, header.reduce, header.table, header.flags) == (F32, 3, 77, 0)
+
+
+@pytest.mark.parametrize(("elements", "counts"), [(1, [1]), (4, [4]), (5, [4, 1]), (8, [4, 4]), (9, [4, 4, 1])])
+def test_the_last_chunk_takes_what_is_left(elements, counts):
+    worker = started(elements, window=6, payload_bytes=16)
+    assert [send.count for send in send_all(worker)] == counts
+
+
+def test_operations_stream_through_the_window_without_a_barrier():
+    worker = make_worker(window=3)
+    worker.start(10, 3, I32)
+    worker.start(11, 9, F16)
+    sends = send_all(worker)
+    assert [(send.header.operation, send.first, send.count) for send in sends] == [(10, 0, 2), (10, 2, 1), (11, 0, 4)]
+    got = receive(worker, answer_to(sends[0]))
+    assert (got.outcome, got.first, got.finished) == ("received", 0, False)
+    assert [(send.header.operation, send.first) for send in send_all(worker)] == [(11, 4)]
+    assert receive(worker, answer_to(sends[1])).finished
+
+
+def test_the_window_moves_only_past_the_oldest_answer():
+    worker = started(20, window=4)
+    sends = send_all(worker)
+    for late in (3, 2, 1):
+        assert receive(worker, answer_to(sends[late], i32(late, 0))).values == i32(late, 0)
+        assert worker.sendable() == 0
+    receive(worker, answer_to(sends[0]))
+    assert worker.oldest_unanswered == 4
+    assert chunks(send_all(worker)) == [4, 5, 6, 7]
+
+
+def test_answers_in_any_order_finish_an_operation_once():
+    worker = started(6, window=3)
+    sends = send_all(worker)
+    finished = [receive(worker, answer_to(sends[chunk])).finished for chunk in (2, 0, 1)]
+    assert finished == [False, False, True]
+    assert worker.idle
+    assert worker.poll_timeout() == -1
+
+
+def test_a_worker_has_at_most_16_operations_under_way():
+    worker = make_worker(window=2)
+    for number in range(protocol.MAX_OPERATIONS):
+        assert worker.can_start()
+        worker.start(number, 1, I32)
+    assert not worker.can_start()
+    before = worker.copy()
+    with pytest.raises(ValueError, match="too many"):
+        worker.start(16, 1, I32)
+    assert_same(worker, before)
+    receive(worker, answer_to(send_all(worker)[0]))
+    assert worker.can_start()
+
+
+def test_an_operation_without_elements_is_refused():
+    with pytest.raises(ValueError, match="none of its elements"):
+        make_worker().start(0, 0, I32)
+
+
+# Repair.
+
+
+def test_a_gap_in_the_answers_brings_a_retransmission_without_a_timer():
+    worker = started(100, window=16)
+    sends = send_all(worker, now_ns=0)
+    for chunk in range(1, REORDER_THRESHOLD):
+        receive(worker, answer_to(sends[chunk]), now_ns=100)
+        assert worker.sendable() == 0, "a little reordering is no loss"
+    receive(worker, answer_to(sends[REORDER_THRESHOLD]), now_ns=100)
+    (again,) = send_all(worker, now_ns=100)
+    assert worker.poll_timeout() > 100
+    assert (again.header.chunk, again.again, worker.retransmissions) == (0, True, 1)
+    assert (again.first, again.count) == (sends[0].first, sends[0].count)
+    assert again.header.counter > sends[-1].header.counter
+
+
+def test_an_answer_to_a_retransmission_reveals_no_gap():
+    # It may be the answer to the first sending, so it says nothing about what was sent before the second (Karn).
+    worker = started(100, window=16)
+    sends = send_all(worker, now_ns=0)
+    for chunk in range(1, REORDER_THRESHOLD + 1):
+        receive(worker, answer_to(sends[chunk]), now_ns=100)
+    (again,) = send_all(worker, now_ns=100)
+    receive(worker, answer_to(again), now_ns=200)
+    following = list(range(16, 16 + REORDER_THRESHOLD + 1))
+    assert chunks(send_all(worker, now_ns=200)) == following, "the window moved, and nothing else was given up"
+
+
+def test_a_timeout_probes_with_the_oldest_chunk_alone():
+    # The others may be waiting for a straggler, as the oldest may be.
+    worker = started(100, window=30)
+    send_all(worker)
+    due_ns = worker.poll_timeout()
+    assert due_ns == 50 * MS
+    before = worker.copy()
+    worker.handle_timeout(due_ns - 1)
+    assert_same(worker, before)
+    worker.handle_timeout(due_ns)
+    (again,) = send_all(worker, now_ns=due_ns)
+    assert (again.header.chunk, again.again, worker.retransmissions) == (0, True, 1)
+
+
+def test_an_answered_probe_brings_what_is_overdue_at_twice_the_rate_each_round_trip():
+    worker = started(62, window=31)
+    assert len(send_all(worker)) == 31
+    now_ns = worker.poll_timeout()
+    worker.handle_timeout(now_ns)
+    rounds = []
+    while flight := send_all(worker, now_ns):
+        rounds.append(len(flight))
+        now_ns += MS
+        for send in flight:
+            receive(worker, answer_to(send), now_ns)
+    assert rounds == [PROBE_GROWTH**turn for turn in range(5)], "a whole lost window of 31 in five round trips"
+    assert worker.idle
+
+
+def test_an_answered_probe_leaves_alone_what_is_not_overdue():
+    worker = started(100, window=4)
+    sends = send_all(worker)
+    worker.handle_timeout(50 * MS)
+    (probe,) = send_all(worker, 50 * MS)
+    for send in sends[1:]:
+        receive(worker, answer_to(send), 50 * MS)
+    fresh = send_all(worker, 51 * MS)
+    assert fresh == [], "the window waits for the probe"
+    receive(worker, answer_to(probe), 52 * MS)
+    assert not any(send.again for send in send_all(worker, 52 * MS))
+    assert worker.retransmissions == 1
+
+
+def test_timeouts_back_off_to_a_bound_and_an_answer_ends_it():
+    worker = started(100, window=4)
+    sends = send_all(worker)
+    now_ns, waits_ms = 0, []
+    for _ in range(20):
+        due_ns = worker.poll_timeout()
+        waits_ms.append((due_ns - now_ns) / MS)
+        now_ns = due_ns
+        worker.handle_timeout(now_ns)
+        send_all(worker, now_ns)
+    assert waits_ms == [50, 100] + [200] * 18
+    assert worker.retransmissions == 20
+    receive(worker, answer_to(sends[0]), now_ns)
+    assert worker.poll_timeout() == now_ns + 50 * MS
+
+
+def test_the_timeout_follows_the_round_trip_with_a_floor_and_a_ceiling():
+    for rtt_ns, timeout_ns in [(1000, 10 * MS), (20 * MS, 60 * MS), (150 * MS, 200 * MS)]:
+        worker = started(100, window=2)
+        sends = send_all(worker)
+        receive(worker, answer_to(sends[0]), rtt_ns)
+        assert worker.smoothed_rtt_ns == rtt_ns
+        assert worker.poll_timeout() == rtt_ns + timeout_ns  # RFC 6298: srtt + 4 * (rtt / 2) at first
+
+
+def test_a_chunk_that_was_sent_twice_says_nothing_about_the_round_trip():
+    worker = started(100, window=1)
+    send_all(worker)
+    worker.handle_timeout(50 * MS)
+    (again,) = send_all(worker, 50 * MS)
+    receive(worker, answer_to(again), 51 * MS)
+    assert worker.smoothed_rtt_ns == 0
+
+
+def test_an_answer_to_a_chunk_given_up_as_lost_is_taken_and_nothing_is_resent():
+    worker = started(100, window=3)
+    sends = send_all(worker)
+    worker.handle_timeout(50 * MS)
+    assert worker.sendable() == 1
+    assert receive(worker, answer_to(sends[0]), 50 * MS).outcome == "received"
+    assert chunks(send_all(worker, 50 * MS)) == [1, 2, 3], "what is overdue, then what the window now allows"
+    assert worker.retransmissions == 2
+
+
+def test_not_sent_gives_the_chunks_back_in_order_and_counts_no_retransmission():
+    worker = started(100, window=4)
+    sends = send_all(worker)
+    for send in sends[1:]:
+        worker.not_sent(send.header.chunk)
+    assert (worker.in_flight, worker.sendable()) == (1, 3)
+    again = send_all(worker)
+    assert chunks(again) == [1, 2, 3]
+    assert not any(send.again for send in again)
+    assert worker.retransmissions == 0
+    assert [send.header.counter for send in again] == [5, 6, 7], "a packet counter never repeats"
+
+
+def test_not_sent_stops_the_timer_when_nothing_is_in_flight():
+    worker = started(2)
+    (send,) = send_all(worker)
+    worker.not_sent(send.header.chunk)
+    assert worker.poll_timeout() == -1
+    assert chunks(send_all(worker, 70 * MS)) == [0]
+    assert worker.poll_timeout() == 120 * MS
+
+
+def test_a_retransmission_that_was_not_sent_is_not_counted_and_stays_one():
+    worker = started(100, window=1)
+    send_all(worker)
+    worker.handle_timeout(50 * MS)
+    (again,) = send_all(worker, 50 * MS)
+    assert worker.retransmissions == 1
+    worker.not_sent(again.header.chunk)
+    assert worker.retransmissions == 0
+    assert send_all(worker, 51 * MS)[0].again
+    assert worker.retransmissions == 1
+
+
+def test_not_sent_of_a_chunk_that_is_not_in_flight_changes_nothing():
+    worker = started(6, window=3)
+    sends = send_all(worker)
+    receive(worker, answer_to(sends[0]))
+    receive(worker, answer_to(sends[2]))
+    before = worker.copy()
+    for chunk in (0, 2, 3, 2**63):
+        worker.not_sent(chunk)
+        assert_same(worker, before)
+
+
+# What it drops.
+
+DROPS = {
+    "another_job": ("foreign", {"job": JOB + 1}),
+    "a_former_epoch": ("epoch", {"epoch": EPOCH - 1}),
+    "another_incarnation_of_the_switch": ("incarnation", {"incarnation": INCARNATION ^ 1}),
+    "a_worker_the_job_does_not_have": ("worker", {"worker": 2}),
+    "a_contribution": ("direction", {"flags": 0}),
+    "a_hello": ("direction", {"flags": FLAGS["answer"] | FLAGS["hello"]}),
+    "a_chunk_not_yet_sent": ("window", {"chunk": 5}),
+    "the_largest_chunk": ("window", {"chunk": 2**64 - 1}),
+    "a_chunk_before_its_window": ("stale", {"chunk": 0}),
+    "a_chunk_it_has": ("duplicate", {"chunk": 3}),
+    "another_operation": ("malformed", {"operation": 1}),
+    "another_count": ("malformed", {"count": 1}),
+    "another_wire_format": ("malformed", {"wire": F16}),
+    "a_mismatch_about_a_chunk_before_its_window": ("stale", {"chunk": 0, "flags": FLAGS["answer"] | FLAGS["mismatch"]}),
+}
+
+
+@pytest.mark.parametrize("what", DROPS)
+def test_a_worker_drops(what):
+    reason, changes = DROPS[what]
+    worker = started(100, window=4)
+    sends = send_all(worker)
+    receive(worker, answer_to(sends[0]), 10)
+    receive(worker, answer_to(sends[3]), 10)
+    sends += send_all(worker)  # base 1, in flight 1 2 4, answered 3
+    before = worker.copy()
+    got = receive(worker, answer_to(sends[2], **changes), 20)
+    assert (got.outcome, got.drop) == ("dropped", reason)
+    assert_same(worker, before)
+
+
+@pytest.mark.parametrize("bytes_more", [-56, -9, -8, -1, 1, 8])
+def test_a_worker_drops_a_packet_of_another_length(bytes_more):
+    worker = started(2)
+    (send,) = send_all(worker)
+    before = worker.copy()
+    got = receive(worker, (answer_to(send) + bytes(8))[: 56 + bytes_more], 20)
+    assert (got.outcome, got.drop) == ("dropped", "length" if bytes_more >= -8 else "malformed")
+    assert_same(worker, before)
+
+
+def test_an_answer_from_before_the_first_operation_is_dropped():
+    worker = make_worker()
+    before = worker.copy()
+    got = receive(worker, make_packet(flags=FLAGS["answer"]))
+    assert (got.outcome, got.drop) == ("dropped", "window")
+    assert_same(worker, before)
+
+
+def test_a_mismatch_names_the_other_worker_and_changes_nothing():
+    worker = started(100, window=2)
+    sends = send_all(worker)
+    before = worker.copy()
+    other = {"worker": 1, "operation": 8, "elements": 5, "flags": FLAGS["answer"] | FLAGS["mismatch"]}
+    got = receive(worker, answer_to(sends[0], **other), 20)
+    assert got.outcome == "mismatch"
+    assert (got.header.worker, got.header.operation, got.header.elements) == (1, 8, 5)
+    assert_same(worker, before)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{"workers": 0}, {"worker": 2}, {"window": 0}, {"payload_bytes": 0}, {"payload_bytes": 12}],
+    ids=str,
+)
+def test_a_worker_of_an_impossible_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=r"worker|window|payload"):
+        make_worker(**shape)
+
+
+# As a value.
+
+ACTION = st.one_of(
+    st.tuples(st.just("start"), st.integers(1, 7)),
+    st.tuples(st.just("send"), st.integers(1, 4)),
+    st.tuples(st.just("answer"), st.integers(0, 3)),
+    st.tuples(st.just("not_sent"), st.integers(0, 3)),
+    st.tuples(st.just("wait"), st.sampled_from([1, 100, 60 * MS])),
+)
+
+
+class Player:
+    """Plays actions on a worker; keeps what it sent, so that answers fit."""
+
+    def __init__(self):
+        self.worker, self.now_ns, self.operations, self.sent = make_worker(window=3), 0, 0, {}
+
+    def play(self, actions):
+        for kind, number in actions:
+            if kind == "start" and self.worker.can_start():
+                self.worker.start(self.operations, number, I32)
+                self.operations += 1
+            elif kind == "send":
+                for _ in range(number):
+                    if (send := self.worker.poll_send(self.now_ns)) is not None:
+                        self.sent[send.header.chunk] = answer_to(send)
+            elif kind == "answer":
+                chunk = self.worker.oldest_unanswered + number
+                if chunk in self.sent:
+                    self.worker.handle_packet(self.sent[chunk], self.now_ns)
+            elif kind == "not_sent":
+                # Of a batch, the last ones were not taken: chunk and everything in flight behind it.
+                self.worker.not_sent(self.worker.oldest_unanswered + number)
+            elif kind == "wait":
+                self.now_ns += number
+                self.worker.handle_timeout(self.now_ns)
+        return self.worker
+
+
+@given(st.lists(ACTION, max_size=25), st.lists(ACTION, min_size=1, max_size=6))
+def test_a_copy_of_a_worker_lives_its_own_life(past, future):
+    player = Player()
+    worker = player.play(past)
+    copy = worker.copy()
+    assert_same(copy, worker)
+    player.play(future)
+    assert_same(copy, Player().play(past))
+    assert_same(worker, Player().play(past + future))
+
+
+@given(st.lists(ACTION, max_size=8), st.lists(ACTION, max_size=8))
+def test_canonical_bytes_of_a_worker_are_equal_exactly_when_the_machines_are(one, two):
+    first, second = Player().play(one), Player().play(two)
+    assert (first == second) == (first.canonical() == second.canonical())
+
+
+@pytest.mark.parametrize("field", ["job", "epoch", "incarnation", "worker"])
+def test_workers_of_other_lives_have_other_canonical_bytes(field):
+    one, two = make_worker(workers=3), make_worker(**{"workers": 3, field: 2})
+    assert one != two
+    assert one.canonical() != two.canonical()
+
+
+def test_workers_that_did_the_same_chunks_in_other_operations_are_equal_exactly_when_their_bytes_are():
+    one, two = make_worker(window=2), make_worker(window=2)
+    one.start(0, 4, I32)
+    two.start(0, 2, I32)
+    two.start(0, 2, I32)
+    for worker in (one, two):
+        for send in send_all(worker):
+            receive(worker, answer_to(send))
+        assert worker.idle
+    assert (one == two) == (one.canonical() == two.canonical())

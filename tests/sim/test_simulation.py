@@ -1,0 +1,153 @@
+"""The simulator itself: the same seed gives the same run, it ends, and it says what broke and how to see it again."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+from netfold.sim import (
+    DELIVERED,
+    LATENCY_NS,
+    LOST,
+    REFUSED,
+    Copy,
+    Fate,
+    ListedFates,
+    Operation,
+    Packet,
+    Ratios,
+    Scenario,
+    Simulation,
+    SimulationError,
+    World,
+    values,
+)
+from netfold.sim.__main__ import main
+from netfold.sim.clock import Clock
+
+pytestmark = pytest.mark.native
+
+JOB = {"workers": 2, "window": 2, "payload_bytes": 8, "operations": [Operation(0, 9, "i32")]}
+
+
+def test_events_of_one_instant_come_in_the_order_they_were_asked_for():
+    clock = Clock()
+    for when_ns, event in [(5, "c"), (3, "a"), (5, "d"), (4, "b")]:
+        clock.at(when_ns, event)
+    assert [(clock.next(), clock.now_ns) for _ in range(5)] == [("a", 3), ("b", 4), ("c", 5), ("d", 5), (None, 5)]
+    clock.at(1, "late")
+    assert (clock.next(), clock.now_ns) == ("late", 5)
+
+
+def test_the_same_seed_gives_the_same_run():
+    def trace(seed):
+        records = []
+        summary = Scenario(seed=seed).simulation(watch=lambda record: records.append(str(record))).run()
+        return str(summary), records
+
+    assert trace(5) == trace(5)
+    assert trace(5) != trace(6)
+
+
+def test_a_replay_command_names_the_whole_scenario():
+    scenario = Scenario(seed=9, workers=3, loss=0.25, wire="bf16", late_us=7)
+    assert scenario.command() == "python -m netfold.sim --seed 9 --workers 3 --wire bf16 --loss 0.25 --late-us 7"
+
+
+def test_the_replay_command_replays(capsys):
+    scenario = Scenario(seed=9, workers=3, loss=0.25, wire="bf16", late_us=7)
+    assert main(shlex.split(scenario.command())[3:]) == 0
+    assert capsys.readouterr().out == f"seed 9: {scenario.simulation().run()}\n"
+
+
+def test_the_simulator_runs_as_a_module():
+    command = [sys.executable, "-m", "netfold.sim", "--seed", "3", "--runs", "2", "--operations", "1"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert [line.split(":")[0] for line in out.splitlines()] == ["seed 3", "seed 4"]
+
+
+def test_a_broken_promise_exits_with_1_and_the_way_to_see_it_again(monkeypatch, capsys):
+    # The harness is told to expect a sum that no switch will ever give.
+    monkeypatch.setattr(values, "fold", lambda reduce, wire, contributions: contributions[0])
+    assert main(["--seed", "4", "--workers", "2", "--wire", "i32", "--loss", "0"]) == 1
+    complaint = capsys.readouterr().err
+    assert "was given a wrong result of chunk" in complaint
+    assert "replay: python -m netfold.sim --seed 4 --workers 2 --wire i32 --loss 0.0" in complaint
+    assert "switch -> worker" in complaint, "the last events are shown"
+
+
+@pytest.mark.parametrize("arguments", [["--loss", "1"], ["--wire", "f8"], ["--operations", "0"], ["--delay", "-0.1"]])
+def test_a_scenario_that_makes_no_sense_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert arguments[0].lstrip("-") in capsys.readouterr().err.replace("wire format", "wire")
+
+
+def test_a_ratio_of_1_is_refused():
+    with pytest.raises(ValueError, match="loss is a ratio"):
+        Ratios(loss=1)
+
+
+@pytest.mark.parametrize(
+    ("fate", "counts", "arrivals"),
+    [
+        (DELIVERED, {"sent": 1}, 1),
+        (LOST, {"sent": 1, "lost": 1}, 0),
+        (REFUSED, {"sent": 1, "refused": 1}, 0),
+        (Fate((Copy(), Copy(5))), {"sent": 1, "duplicated": 1, "delayed": 1}, 2),
+        (Fate((Copy(cut_to_bytes=7),)), {"sent": 1, "truncated": 1}, 1),
+        (Fate((Copy(cut_to_bytes=70),)), {"sent": 1}, 1),
+        (Fate((Copy(flipped_bit=3),)), {"sent": 1, "corrupted": 1}, 1),
+        (Fate((Copy(flipped_bit=48 * 8),)), {"sent": 1, "corrupted": 1}, 0),  # a value: the checksum sees it
+    ],
+    ids=str,
+)
+def test_a_packet_meets_its_fate(fate, counts, arrivals):
+    from netfold.sim.network import Network
+
+    clock = Clock()
+    network = Network(clock, lambda packet: fate)
+    assert network.send(Packet(0, -1, bytes(56))) == (not fate.refused)
+    assert network.counts == counts
+    got = []
+    while (packet := clock.next()) is not None:
+        got.append(packet)
+        assert clock.now_ns >= LATENCY_NS
+        assert packet.must_drop == (packet.data != bytes(56))
+    assert len(got) == arrivals
+
+
+def test_a_run_that_cannot_end_says_so_with_its_state():
+    simulation = Simulation(**JOB, fates=lambda packet: LOST, max_events=50, replay="THE COMMAND")
+    with pytest.raises(SimulationError) as failure:
+        simulation.run()
+    text = str(failure.value)
+    for part in ("within 50 events", "replay: THE COMMAND", "worker 1: 1 operations called", "misses workers [0, 1]"):
+        assert part in text
+
+
+def test_an_operation_that_one_worker_never_calls_is_found():
+    calls_ns = [[0], []]
+    with pytest.raises(ValueError, match="worker 1 calls 0 operations"):
+        Simulation(**JOB, fates=ListedFates([]), calls_ns=calls_ns)
+
+
+def test_an_honest_packet_cannot_be_injected():
+    with pytest.raises(ValueError, match="must_drop"):
+        Simulation(**JOB, fates=ListedFates([]), injected=[(0, Packet(0, -1, bytes(56)))])
+
+
+def test_a_world_runs_without_clock_or_network():
+    world = World(**JOB)
+    packets = []
+    for worker in range(2):
+        world.submit(worker)
+    while not world.finished:
+        for worker in range(2):
+            for offer in world.offers(worker, 0):
+                world.sent(worker, offer)
+                packets.append(offer.packet)
+        arriving, packets = packets, []
+        for packet in arriving:
+            packets += world.arrive(packet, 0).answers
+    world.check_finished(0)
