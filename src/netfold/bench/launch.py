@@ -13,7 +13,7 @@ from pathlib import Path
 from netfold.bench.config import Config, Result
 from netfold.rack import Rack
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
-from netfold.rack.processes import DRAIN_S, Process, follow, spawn, stop, supervise
+from netfold.rack.processes import DRAIN_S, Process, follow, spawn, stop, supervise, uninterrupted
 
 # Of each process: enough for a traceback and what led to it.
 KEPT_LINES = 60
@@ -48,9 +48,7 @@ def _in_rack(config: Config, argv: Sequence[str], on_switch_line: Callable[[str]
 
 
 @contextlib.contextmanager
-def _on_loopback(
-    config: Config, argv: Sequence[str], on_switch_line: Callable[[str], None]
-) -> Iterator[list[Process]]:
+def _on_loopback(config: Config, argv: Sequence[str], on_switch_line: Callable[[str], None]) -> Iterator[list[Process]]:
     processes: list[Process] = []
     environment = {
         **os.environ,
@@ -76,7 +74,8 @@ def _on_loopback(
             workers.append(start(argv))
         yield workers
     finally:
-        stop(processes)
+        with uninterrupted():
+            stop(processes)
 
 
 def _wait(processes: Sequence[Process], deadline_s: int, switch_lines: Lines) -> None:

@@ -1,11 +1,13 @@
-"""A benchmark's result as rows: nccl-tests' columns, the ratio to a peer, a spread for both. Pure."""
+"""A benchmark's result as rows: nccl-tests' columns, the ratio to a peer, a spread for both."""
 
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from netfold.bench.config import Config, Measured, Result, SizeResult, labels
+from netfold.bench.machine import describe_machine, describe_versions
 from netfold.bench.spread import Spread, paired_ratios, spread
 
 
@@ -54,30 +56,21 @@ class Row:
 
 
 def make_rows(config: Config, result: Result) -> list[Row]:
-    return [
-        _row(config, size, index) for size in result.sizes for index in range(len(config.backends))
-    ]
+    return [_row(config, size, index) for size in result.sizes for index in range(len(config.backends))]
 
 
 def total_wrong(rows: Sequence[Row]) -> int:
     return sum(row.wrong for row in rows)
 
 
-def document(
-    config: Config,
-    result: Result,
-    *,
-    command: Sequence[str],
-    machine: dict[str, str | int],
-    versions: dict[str, str],
-) -> dict[str, Any]:
+def describe_run(config: Config, result: Result, rows: Sequence[Row]) -> dict[str, Any]:
     """Everything about a run, for JSON: times in ns, bandwidths in bytes a second, goodput in bits a second."""
     return {
-        "command": list(command),
-        "machine": {**machine, "tcp_congestion_control": result.congestion_control},
-        "versions": versions,
+        "command": sys.argv,
+        "machine": {**describe_machine(), "tcp_congestion_control": result.congestion_control},
+        "versions": describe_versions(result.torch_version),
         "config": config.to_json(),
-        "rows": [asdict(row) for row in make_rows(config, result)],
+        "rows": [asdict(row) for row in rows],
     }
 
 

@@ -34,6 +34,13 @@ def describe_breakdown(breakdown: Breakdown) -> str:
     return f"{whole} = {named} (medians of {breakdown.calls} calls)"
 
 
+def describe_time(time_ns: Spread) -> str:
+    """`182.40 ms (180.10..190.20)`, or in us below a millisecond."""
+    unit_ns, unit = (1e6, "ms") if time_ns.median >= 1e6 else (1e3, "us")
+    median, p5, p95 = (value / unit_ns for value in (time_ns.median, time_ns.p5, time_ns.p95))
+    return f"{median:.2f} {unit} ({p5:.2f}..{p95:.2f})"
+
+
 def describe_ratio(row: Row) -> str:
     """`1.36 (1.31..1.40, n=20) to gloo`, or `-`."""
     if row.ratio is None:
@@ -49,7 +56,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         ratio = (f"{of.median:.2f}", f"{of.p5:.2f}..{of.p95:.2f}", str(of.n), row.ratio.peer)
     return (
         *(str(row.size_bytes), str(row.count), row.dtype, row.redop, row.backend),
-        *(_us(row.time_ns.median), _us_range(row.time_ns)),
+        *(_us(row.time_ns.median), f"{_us(row.time_ns.p5)}..{_us(row.time_ns.p95)}"),
         *(f"{row.algbw / 1e9:.4f}", f"{row.busbw / 1e9:.4f}", str(row.wrong)),
         "-" if row.wire_bytes is None else f"{row.wire_bytes:.0f}",
         *ratio,
@@ -58,7 +65,3 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _us(time_ns: float) -> str:
     return f"{time_ns / 1e3:.1f}"
-
-
-def _us_range(time_ns: Spread) -> str:
-    return f"{_us(time_ns.p5)}..{_us(time_ns.p95)}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from netfold.cli import explain, rack, switch
+from netfold.cli import bench, demo, explain, rack, switch
 
 app = typer.Typer(
     name="netfold",
@@ -16,8 +16,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("demo")(demo.demo)
 app.command("switch")(switch.switch)
 app.command("explain")(explain.explain)
+app.add_typer(bench.app, name="bench")
 app.add_typer(rack.app, name="rack")
 
 

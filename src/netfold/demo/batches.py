@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from netfold.demo.resolution import SCALE, low_resolution
-from netfold.demo.settings import Training
+import torch
+from netfold.demo.resolution import low_resolution
+from netfold.demo.settings import SCALE, Training
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def batch(training: Training, photographs: Sequence[Pair], step: int, indices: r
 
 def _patch(training: Training, photographs: Sequence[Pair], step: int, index: int) -> tuple[Tensor, Tensor]:
     draw = np.random.default_rng((training.seed, step, index))
-    pair, side = photographs[draw.integers(len(photographs))], training.patch_pixels
+    pair, side = photographs[int(draw.integers(len(photographs)))], training.patch_pixels
     top, left = (int(draw.integers(extent - side + 1)) for extent in pair.low.shape[-2:])
     low = pair.low[:, top : top + side, left : left + side]
     top, left, side = top * SCALE, left * SCALE, side * SCALE

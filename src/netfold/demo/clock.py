@@ -7,8 +7,9 @@ bucket was handed to the backend and when its future completed.
 # No `from __future__ import annotations` here: DDP inspects the hook's annotations and wants types, not text.
 import time
 
-import torch
 import torch.distributed as dist
+
+import torch
 from torch import Tensor
 
 
@@ -25,7 +26,8 @@ class CollectiveClock:
         """Time during which at least one all-reduce was under way: buckets in flight together count once."""
         return union_ns(self._intervals_ns) / 1e9
 
-    def hook(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    # torch does not tell type checkers of GradBucket, and `then` is untyped.
+    def hook(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         gradients = bucket.buffer()
         gradients.div_(dist.get_world_size())
         started_ns = time.perf_counter_ns()
@@ -36,7 +38,8 @@ class CollectiveClock:
             self._intervals_ns.append((started_ns, time.perf_counter_ns()))
             return future.value()[0]
 
-        return work.get_future().then(completed)
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(completed)
+        return averaged
 
 
 def union_ns(intervals: list[tuple[int, int]]) -> int:

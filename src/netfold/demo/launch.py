@@ -24,6 +24,10 @@ STALL_S = 120.0
 GRACE_S = 5.0
 OUTPUT_TAIL_LINES = 30
 SWITCH_SAYS = "netfold switch listening on "
+SWITCH = (sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0")
+# How a line of rank 0 about a step starts; see worker.py.
+STEP_STARTS = b'{"run": '
+WORKER = (sys.executable, "-m", "netfold.demo.worker")
 
 
 class LaunchError(RuntimeError):
@@ -49,9 +53,8 @@ def signals_unwind() -> Iterator[None]:
 def switch(folder: Path) -> Iterator[str]:
     """A `netfold switch` on a free loopback port; yields its address, host:port."""
     log = folder / "switch.log"
-    command = [sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0"]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(SWITCH, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     try:
         yield _address_said(process, log)
     finally:
@@ -74,12 +77,10 @@ def train(job: Job, environment: Mapping[str, str], stepped: Callable[[str, int,
         _end(processes)
 
 
-def _start_worker(
-    job: Job, rank: int, log: Path, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+def _start_worker(job: Job, rank: int, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "netfold.demo.worker", job.to_json()],
+            [*WORKER, job.to_json()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if rank == 0 else output,
             stderr=output,
@@ -110,16 +111,20 @@ def _watch(
                     selector.unregister(told)
                 *lines, unfinished = (unfinished + news).split(b"\n")
                 for line in lines:
-                    step = json.loads(line)
-                    stepped(step["run"], step["step"], step["loss"])
-                    moved_s = time.monotonic()
+                    # gloo, too, may say something on stdout.
+                    if line.startswith(STEP_STARTS):
+                        step = json.loads(line)
+                        stepped(step["run"], step["step"], step["loss"])
+                        moved_s = time.monotonic()
             elif not selector.get_map():
                 time.sleep(0.05)
             codes = [process.poll() for process in processes]
-            for rank, code in enumerate(codes):
-                if code:
-                    raise LaunchError(f"worker {rank} of {len(codes)} {_ended(code)}.\n{_tail(logs[rank])}")
-            if all(code == 0 for code in codes):
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if failed:
+                # One killed by a signal first: the others may have failed because it was gone.
+                rank = min(failed, key=lambda rank: codes[rank] or 0)
+                raise LaunchError(f"worker {rank} of {len(codes)} {_ended(codes[rank] or 0)}.\n{_tail(logs[rank])}")
+            if all(code == 0 for code in codes) and not selector.get_map():
                 return
             if time.monotonic() - moved_s > STALL_S:
                 ranks = [rank for rank, code in enumerate(codes) if code is None]

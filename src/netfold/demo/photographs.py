@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import skimage
-import torch
 from skimage.io import imread
-from torch import Tensor
 
-from netfold.demo.resolution import SCALE
+import torch
+from netfold.demo.settings import SCALE
+from torch import Tensor
 
 TRAINING = (
     "brick.png",

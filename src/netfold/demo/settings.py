@@ -7,6 +7,8 @@ import json
 import random
 from dataclasses import asdict, dataclass
 
+SCALE = 2
+
 
 @dataclass(frozen=True)
 class Training:
@@ -17,12 +19,12 @@ class Training:
     seed: int = 1
     patches_per_worker: int = 4
     patch_pixels: int = 24
-    """Side of a low-resolution patch; its truth has twice that."""
+    """Side of a low-resolution patch; its truth has SCALE times that."""
     features: int = 32
     blocks: int = 12
-    learning_rate: float = 2e-3
+    learning_rate: float = 1.5e-3
     """The peak: linear over `ramp_steps`, then a half cosine down to 0 at `steps`."""
-    ramp_steps: int = 10
+    ramp_steps: int = 20
 
     def __post_init__(self) -> None:
         if self.workers < 2:
@@ -32,7 +34,7 @@ class Training:
         if self.steps <= self.ramp_steps:
             raise ValueError(
                 f"steps: {self.steps}, expected more than the {self.ramp_steps} over which the "
-                f"learning rate rises; try {4 * self.ramp_steps}"
+                f"learning rate rises; try {2 * self.ramp_steps}"
             )
 
     @property
@@ -41,7 +43,7 @@ class Training:
         return self.workers * self.patches_per_worker
 
 
-SMALLEST = Training(workers=2, steps=40, features=16, blocks=2, patch_pixels=16)
+SMALLEST = Training(workers=2, steps=120, features=16, blocks=2, patch_pixels=16)
 """The setting of `--quick`: a few seconds, still better than bicubic."""
 
 

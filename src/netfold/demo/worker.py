@@ -8,31 +8,36 @@ trained weights. Nothing here knows which backend it talks to.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+import torch
 from netfold.demo import photographs
 from netfold.demo.batches import Pair, batch, share
 from netfold.demo.clock import CollectiveClock
 from netfold.demo.edsr import Edsr
 from netfold.demo.settings import Job, Run, Training
+from torch import nn
 
 # Steps before the measurement starts: DDP fixes its buckets after the first, memory and caches settle.
 SETTLING_STEPS = 5
 # The gradients (about 1 MB) go in a few buckets, as a large model's would, and not all in one at the end.
 BUCKET_MB = 0.4
+# Behind a tail that starts at 0 the first gradients are about 1e-8. Adam's usual 1e-8 would turn their rounding
+# into full steps; this does not, and leaves the result as good.
+ADAM_EPSILON = 1e-7
 LOOPBACK_SENT = Path("/sys/class/net/lo/statistics/tx_bytes")
 
 
@@ -45,8 +50,8 @@ class RankResult:
     measured_steps: int
     seconds: float
     collective_s: float
-    loopback_bytes: int
-    """What the whole machine sent over `lo` meanwhile."""
+    loopback_bytes_per_step: float
+    """What all of this machine sent over `lo` in a median step."""
     weights_sha256: str
 
 
@@ -58,9 +63,7 @@ def main() -> None:
     pairs = [Pair.of(photographs.load(name)) for name in photographs.TRAINING]
     for number, run in enumerate(job.runs):
         meeting_point = Path(job.folder) / f"meet-{run.backend}-{number}"
-        dist.init_process_group(
-            run.backend, init_method=f"file://{meeting_point}", rank=rank, world_size=workers
-        )
+        dist.init_process_group(run.backend, init_method=f"file://{meeting_point}", rank=rank, world_size=workers)
         model, result = _train(job.training, run, pairs, rank)
         dist.destroy_process_group()
         if rank == 0:
@@ -84,18 +87,20 @@ def learning_rate(training: Training, step: int) -> float:
 
 def _train(training: Training, run: Run, pairs: Sequence[Pair], rank: int) -> tuple[Edsr, RankResult]:
     torch.manual_seed(training.seed)
-    model = Edsr(training.features, training.blocks).to(memory_format=torch.channels_last)
+    model = Edsr(training.features, training.blocks)
+    # A quarter faster on CPUs.
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     replica = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
     clock = CollectiveClock()
     replica.register_comm_hook(None, clock.hook)
-    optimizer = torch.optim.Adam(model.parameters(), lr=training.learning_rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=training.learning_rate, eps=ADAM_EPSILON)
     mine = share(training, run.order, rank)
 
     losses: list[float] = []
-    started_s, started_bytes = 0.0, 0
+    sent_bytes: list[int] = []
+    started_s = 0.0
     for step in range(run.steps):
         if step == SETTLING_STEPS:
-            started_bytes = _loopback_bytes_at_a_quiet_moment()
             clock.reset()
             started_s = time.perf_counter()
         for group in optimizer.param_groups:
@@ -103,24 +108,25 @@ def _train(training: Training, run: Run, pairs: Sequence[Pair], rank: int) -> tu
         low, truth = batch(training, pairs, step, mine)
         optimizer.zero_grad()
         loss = functional.l1_loss(replica(low.contiguous(memory_format=torch.channels_last)), truth)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.item())
+        sent_bytes.append(int(LOOPBACK_SENT.read_text()))
         if rank == 0:
             print(json.dumps({"run": run.name, "step": step + 1, "loss": losses[-1]}), flush=True)
-    seconds, collective_s = time.perf_counter() - started_s, clock.in_flight_s()
-    sent = _loopback_bytes_at_a_quiet_moment() - started_bytes
     return model, RankResult(
-        losses, run.steps - SETTLING_STEPS, seconds, collective_s, sent, _weights_sha256(model)
+        losses=losses,
+        measured_steps=run.steps - SETTLING_STEPS,
+        seconds=time.perf_counter() - started_s,
+        collective_s=clock.in_flight_s(),
+        loopback_bytes_per_step=_median_growth(sent_bytes[SETTLING_STEPS:]),
+        weights_sha256=_weights_sha256(model),
     )
 
 
-def _loopback_bytes_at_a_quiet_moment() -> int:
-    """The counter of bytes sent on `lo`, read between two barriers so that no rank is in a step."""
-    dist.barrier()
-    sent = int(LOOPBACK_SENT.read_text())
-    dist.barrier()
-    return sent
+def _median_growth(counter: Sequence[int]) -> float:
+    """Of the step in the middle: the counter is the whole machine's, and another program's traffic comes in bursts."""
+    return statistics.median(after - before for before, after in itertools.pairwise(counter))
 
 
 def _weights_sha256(model: nn.Module) -> str:

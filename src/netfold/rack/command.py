@@ -28,9 +28,7 @@ def missing(*, loss: bool) -> str | None:
 def run(argv: Sequence[str], stdin: str = "") -> str:
     """Run a command to its end and return what it printed; RackError where it fails."""
     try:
-        done = subprocess.run(
-            argv, input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
-        )
+        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise RackError(f"`{' '.join(argv)}` did not end within {COMMAND_TIMEOUT_S} s") from error
     if done.returncode != 0:

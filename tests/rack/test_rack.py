@@ -1,0 +1,227 @@
+"""A rack as it stands: its rate, its loss, and that nothing of it stays behind. Needs root."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from endings import has_ended
+
+from netfold.rack import Rack, RackError, names, remains
+from netfold.rack.command import missing
+from netfold.rack.processes import Process, spawn, supervise
+
+LACK = missing(loss=True)
+pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
+
+# Ethernet, IPv4 and TCP with time stamps: what a full packet carries of what the shaper counts.
+TCP_SHARE = 1448 / 1514
+
+SEND_TCP = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 5001)) as link:
+    end = time.monotonic() + float(sys.argv[2])
+    while time.monotonic() < end:
+        link.sendall(bytes(1 << 18))
+"""
+
+RECEIVE_TCP = """
+import json, socket, time
+with socket.create_server(("0.0.0.0", 5001)) as server:
+    print("ready", flush=True)
+    link, _ = server.accept()
+    received, started = 0, time.monotonic()
+    while data := link.recv(1 << 20):
+        received += len(data)
+    print(json.dumps({"bytes": received, "seconds": time.monotonic() - started}))
+"""
+
+# Datagrams leave as super-packets of 16 (UDP_SEGMENT), each with its number in front.
+SEND_UDP = """
+import socket, struct, sys, time
+target, count, each = (sys.argv[1], 5002), int(sys.argv[2]), 1000
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+    link.setsockopt(17, 103, each)
+    for first in range(0, count, 16):
+        link.sendto(b"".join(struct.pack(">I", first + i).ljust(each, b".") for i in range(16)), target)
+        time.sleep(0.0005)
+    time.sleep(0.5)
+    link.sendto(b"end", target)
+    time.sleep(0.1)
+    for _ in range(20):
+        link.sendto(b"end", target)
+"""
+
+RECEIVE_UDP = """
+import json, socket, struct
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+    # SO_RCVBUFFORCE: nothing is to be lost for want of room here.
+    link.setsockopt(socket.SOL_SOCKET, 33, 1 << 26)
+    link.bind(("0.0.0.0", 5002))
+    print("ready", flush=True)
+    numbers = []
+    while (data := link.recv(2048)) != b"end":
+        numbers.append(struct.unpack(">I", data[:4])[0])
+    print(json.dumps(numbers))
+"""
+
+
+def last_line(process: Process) -> str:
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    return output.splitlines()[-1]
+
+
+def await_ready(process: Process) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+
+
+def nothing_is_left(rack_id: str) -> bool:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return rack_id not in listed and rack_id not in remains.racks()
+
+
+def rack_id_in(process: Process) -> str:
+    """The id of the rack that a `netfold rack run` of ours stands in, from its hosts' own namespace name."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if match := re.match(r"h\d+\| nf-([0-9a-f]+)-h\d+$", line.rstrip()):
+            return match[1]
+    raise AssertionError("no host said where it is")
+
+
+def rack_run(*command: str, hosts: int = 2, options: tuple[str, ...] = ("--no-switch",)) -> Process:
+    verb = [sys.executable, "-m", "netfold.cli", "rack", "run", "--hosts", str(hosts), "--rate", "1gbit", *options]
+    return spawn([*verb, "--", *command], os.environ)
+
+
+@pytest.mark.parametrize(("rate", "loss"), [("200mbit", "0%"), ("1gbit", "0%"), ("200mbit", "0.0001%")])
+def test_tcp_between_two_hosts_runs_at_the_rate_asked_for(rate: str, loss: str) -> None:
+    with Rack(2, rate, loss) as rack:
+        receiver = rack.popen(1, [sys.executable, "-c", RECEIVE_TCP])
+        await_ready(receiver)
+        sender = rack.popen(0, [sys.executable, "-c", SEND_TCP, names.host_address(1), "2"])
+        measured = json.loads(last_line(receiver))
+        assert supervise([sender], deadline_s=10).exit_code == 0
+        line_bits = rack.link.rate_bits * TCP_SHARE
+    goodput_bits = measured["bytes"] * 8 / measured["seconds"]
+    # Above the line by no more than both ends' bursts; below it by what a busy machine costs.
+    assert goodput_bits <= line_bits + 2 * 8 * (128 << 10) / measured["seconds"]
+    assert goodput_bits >= 0.75 * line_bits
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["to_the_switch", "from_the_switch"])
+def test_a_link_loses_single_packets_at_the_ratio_asked_for_each_way(up: bool) -> None:
+    count, loss_ratio = 32000, 0.02
+    receive, send = [sys.executable, "-c", RECEIVE_UDP], [sys.executable, "-c", SEND_UDP]
+    with Rack(1, "1gbit", "2%") as rack:
+        if up:
+            receiver = rack.popen_switch(receive)
+            await_ready(receiver)
+            rack.popen(0, [*send, names.SWITCH_ADDRESS, str(count)])
+        else:
+            receiver = rack.popen(0, receive)
+            await_ready(receiver)
+            rack.popen_switch([*send, names.host_address(0), str(count)])
+        arrived = set(json.loads(last_line(receiver)))
+    lost = [number for number in range(count) if number not in arrived]
+    # Binomial: five standard deviations are passed once in about two million runs.
+    allowed = 5 * math.sqrt(count * loss_ratio * (1 - loss_ratio))
+    assert abs(len(lost) - count * loss_ratio) < allowed
+    # Were super-packets lost whole, each would take its 16 datagrams with it. Lost one by one, two of one
+    # super-packet meet with probability below 15 * 2%: then far more than half of them are hit but once.
+    hit = [number // 16 for number in lost]
+    assert sum(hit.count(which) == 1 for which in set(hit)) > len(set(hit)) / 2
+
+
+def test_a_rack_is_gone_after_its_with_and_so_is_what_ran_in_it() -> None:
+    with Rack(2, "1gbit") as rack:
+        processes = [rack.popen(0, ["sleep", "60"]), rack.popen_switch(["sleep", "60"])]
+        assert not nothing_is_left(rack.rack_id)
+    assert all(process.poll() is not None for process in processes)
+    assert nothing_is_left(rack.rack_id)
+
+
+def test_a_rack_is_gone_when_it_could_not_be_built() -> None:
+    rack = Rack(2, "1gbit")
+    taken = names.host_namespace(rack.rack_id, 1)
+    subprocess.run(["ip", "netns", "add", taken], check=True)
+    with pytest.raises(RackError, match=taken), rack:
+        pass
+    assert nothing_is_left(rack.rack_id)
+
+
+def test_a_process_that_left_its_parent_is_ended_too() -> None:
+    with Rack(1, "1gbit") as rack:
+        parent = rack.popen(0, ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"])
+        orphan = int(last_line(parent))
+        assert not has_ended(orphan)
+    assert has_ended(orphan)
+
+
+def test_a_stand_in_for_the_switch_is_announced_to_the_workers() -> None:
+    said = "print('netfold switch listening on 10.77.0.254:7171', flush=True); import time; time.sleep(60)"
+    with Rack(1, "1gbit") as rack:
+        rack.start_switch(lambda line: None, [sys.executable, "-c", said])
+        assert last_line(rack.popen(0, ["sh", "-c", "echo $NETFOLD_SWITCH"])) == "10.77.0.254:7171"
+
+
+def test_the_aggregator_serves_workers_in_a_rack() -> None:
+    with Rack(2, "1gbit") as rack:
+        lines: list[str] = []
+        rack.start_switch(lines.append)
+        code = (
+            "import torch, torch.distributed as dist; dist.init_process_group('netfold'); "
+            "x = torch.arange(100000.) + dist.get_rank(); dist.all_reduce(x); "
+            "assert torch.equal(x, 2 * torch.arange(100000.) + 1); dist.destroy_process_group()"
+        )
+        workers = [rack.popen(host, [sys.executable, "-c", code]) for host in range(2)]
+        outcome = supervise(workers, deadline_s=60)
+        said = [worker.communicate()[0] for worker in workers]
+    assert outcome.exit_code == 0, (said, lines)
+
+
+def test_run_streams_with_the_hosts_names_and_returns_the_first_failure() -> None:
+    process = rack_run("sh", "-c", 'ip netns identify; [ "$RANK" = 0 ] || exit 5; sleep 60')
+    rack_id = rack_id_in(process)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 5
+    assert "host h1 failed first, with exit code 5" in output
+    assert nothing_is_left(rack_id)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
+    process = rack_run("sh", "-c", "ip netns identify; sleep 60")
+    rack_id = rack_id_in(process)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert nothing_is_left(rack_id)
+
+
+def test_down_removes_what_a_killed_rack_left_and_spares_a_living_one() -> None:
+    with Rack(1, "1gbit") as living:
+        process = rack_run("sh", "-c", "ip netns identify; sleep 60")
+        rack_id = rack_id_in(process)
+        process.kill()
+        process.wait()
+        assert not nothing_is_left(rack_id)
+        verb = [sys.executable, "-m", "netfold.cli", "rack", "down"]
+        done = subprocess.run(verb, capture_output=True, text=True, timeout=60, check=True)
+        assert f"rack {rack_id} removed" in done.stdout
+        assert f"rack {living.rack_id} still runs under process {os.getpid()}" in done.stdout
+        assert nothing_is_left(rack_id)
+        assert not nothing_is_left(living.rack_id)
+        # It still works.
+        assert supervise([living.popen(0, ["true"])], deadline_s=10).exit_code == 0
+    deadline = time.monotonic() + 5
+    while not nothing_is_left(living.rack_id) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert nothing_is_left(living.rack_id)

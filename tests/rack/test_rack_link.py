@@ -1,0 +1,87 @@
+"""What a rack is built from, without building one: names, addresses, rates, the list of commands. No root."""
+
+import pytest
+
+from netfold.rack import Rack, names
+from netfold.rack.link import BURST_BYTES, Link, loss_rules, parse_link
+from netfold.rack.topology import build_steps
+
+
+@pytest.mark.parametrize(
+    ("rate", "rate_bits"),
+    [("1gbit", 10**9), ("200mbit", 2 * 10**8), ("2.5gbit", 25 * 10**8), ("64kbit", 64000), ("9bit", 9)],
+)
+def test_rates_are_read_as_tc_reads_them(rate: str, rate_bits: int) -> None:
+    assert parse_link(rate, "0%").rate_bits == rate_bits
+
+
+@pytest.mark.parametrize("rate", ["", "1", "1gb", "gbit", "-1gbit", "0gbit", "1 gbit"])
+def test_a_rate_that_tc_would_not_understand_is_refused_with_an_example(rate: str) -> None:
+    with pytest.raises(ValueError, match="1gbit"):
+        parse_link(rate, "0%")
+
+
+@pytest.mark.parametrize(("loss", "ratio"), [("0%", 0), ("0.1%", 0.001), ("25%", 0.25)])
+def test_losses_are_percentages(loss: str, ratio: float) -> None:
+    assert parse_link("1gbit", loss).loss_ratio == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("loss", ["0.1", "100%", "-1%", "some", "0.00001%"])
+def test_a_loss_that_cannot_be_made_is_refused(loss: str) -> None:
+    with pytest.raises(ValueError, match="loss"):
+        parse_link("1gbit", loss)
+
+
+def test_a_burst_holds_the_largest_gso_packet() -> None:
+    assert BURST_BYTES >= (64 << 10) + 1500
+
+
+def test_the_queue_grows_with_the_rate() -> None:
+    # 4 ms of 1 Gbit/s are 500000 bytes; of 10 Gbit/s ten times that.
+    assert Link(10**9, 0).queue_bytes == (1 << 20) + 500_000
+    assert Link(10**10, 0).queue_bytes == (1 << 20) + 5_000_000
+
+
+def test_a_namespace_names_its_rack_and_foreign_ones_do_not() -> None:
+    assert names.rack_id_of(names.switch_namespace("0a1b")) == "0a1b"
+    assert names.rack_id_of(names.host_namespace("0a1b", 12)) == "0a1b"
+    for foreign in ("", "nf-", "nf-0a1b", "nf-xyz-h1", "nf-0a1b-h", "my-nf-0a1b-h1", "nf-0a1b-h1-more"):
+        assert names.rack_id_of(foreign) is None
+
+
+def test_every_host_has_an_address_of_its_own_beside_the_switch() -> None:
+    addresses = {names.host_address(host) for host in range(names.HOSTS_MAX)}
+    assert len(addresses | {names.SWITCH_ADDRESS}) == names.HOSTS_MAX + 1
+    with pytest.raises(ValueError, match="no address"):
+        names.host_address(names.HOSTS_MAX)
+
+
+@pytest.mark.parametrize("hosts", [0, -1, names.HOSTS_MAX + 1])
+def test_a_rack_without_hosts_or_with_too_many_is_refused(hosts: int) -> None:
+    with pytest.raises(ValueError, match=f"1 to {names.HOSTS_MAX}"):
+        Rack(hosts, "1gbit")
+
+
+def test_a_worker_learns_its_rank_its_rendezvous_and_the_switch() -> None:
+    environment = names.worker_environment(2, 4, "10.77.0.254:7171")
+    assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"]) == ("2", "4", "0")
+    assert (environment["MASTER_ADDR"], environment["NETFOLD_SWITCH"]) == ("10.77.0.1", "10.77.0.254:7171")
+    assert "NETFOLD_SWITCH" not in names.worker_environment(2, 4, None)
+
+
+def test_every_link_is_shaped_at_both_ends_and_nothing_is_made_outside_our_namespaces() -> None:
+    steps = build_steps("0a1b", 3, Link(10**9, 0))
+    shaped = [step.argv[2] for step in steps if step.argv[0] == "tc"]
+    assert sorted(shaped) == ["nf-0a1b-h0", "nf-0a1b-h1", "nf-0a1b-h2", *["nf-0a1b-switch"] * 3]
+    for step in steps:
+        assert any(word.startswith("nf-0a1b-") for word in step.argv), step
+
+
+def test_loss_is_made_where_packets_are_single_and_only_when_asked_for() -> None:
+    def words(loss_ratio: float) -> list[str]:
+        return [" ".join(step.argv) for step in build_steps("0a1b", 2, Link(10**9, loss_ratio))]
+
+    assert not any("nft" in line or "ethtool" in line for line in words(0))
+    assert sum("nft" in line for line in words(0.01)) == 4
+    assert sum("ethtool" in line and "tso off" in line for line in words(0.01)) == 4
+    assert "random mod 1000000 < 1000 " in loss_rules("eth0", Link(10**9, 0.001))
