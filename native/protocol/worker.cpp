@@ -125,7 +125,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
     return drop(Drop::malformed);
   }
 
-  const bool was_sent_again = entry.again;
+  const bool was_probe = entry.probe;
   const bool first_try = entry.state == State::flight && !entry.again;
   const std::uint64_t send_number = entry.send_number;
   unlink(entry.state == State::flight ? flight_ : lost_, index);
@@ -153,13 +153,17 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
     lines_.back() = Line{};
     --operation_count_;
   }
-  while (flight_.head != kNone && entries_[flight_.head].send_number + kReorderThreshold <= highest_answered_send_) {
-    mark_lost(flight_.head);
+  for (std::uint32_t at = flight_.head; at != kNone;) {
+    const Entry& earlier = entries_[at];
+    if (earlier.send_number + kReorderThreshold > highest_answered_send_) break;
+    const std::uint32_t following = earlier.next;
+    if (!earlier.again || now_ns - earlier.sent_ns >= base_timeout_ns()) mark_lost(at, false);
+    at = following;
   }
-  if (was_sent_again) {
+  if (was_probe) {
     for (std::uint32_t i = 0; i < kProbeGrowth && flight_.head != kNone; ++i) {
       if (now_ns - entries_[flight_.head].sent_ns < base_timeout_ns()) break;
-      mark_lost(flight_.head);
+      mark_lost(flight_.head, true);
     }
   }
   return received;
@@ -178,15 +182,16 @@ std::int64_t Worker::poll_timeout() const { return flight_.count == 0 ? -1 : tim
 
 void Worker::handle_timeout(std::int64_t now_ns) {
   if (flight_.count == 0 || now_ns < poll_timeout()) return;
-  mark_lost(flight_.head);
+  mark_lost(flight_.head, true);
   ++backoff_;
   timer_start_ns_ = now_ns;
 }
 
-void Worker::mark_lost(std::uint32_t index) {
+void Worker::mark_lost(std::uint32_t index, bool probe) {
   unlink(flight_, index);
   entries_[index].state = State::lost;
   entries_[index].again = true;
+  entries_[index].probe = probe;
   push_back(lost_, index);
 }
 
@@ -274,6 +279,7 @@ void Worker::append_canonical(std::vector<std::byte>& out) const {
   for (const Entry& entry : entries_) {
     append(entry.state);
     append(entry.again);
+    append(entry.probe);
     append(entry.previous);
     append(entry.next);
     append(entry.send_number);

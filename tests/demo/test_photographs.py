@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
-
 import torch
+
 from netfold.demo import photographs
 from netfold.demo.batches import Pair, batch, share
 from netfold.demo.settings import Job, Run, Training, permuted_orders, straight

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 import torch
+
 from netfold.demo import figures, report
 from netfold.demo.agreement import compare
 from netfold.demo.batches import Pair

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-
 import torch
+
 from netfold.demo.edsr import Edsr
 from netfold.demo.resolution import PSNR_BORDER_PIXELS, bicubic, low_resolution, psnr
 

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from netfold._native import kernels
 
 pytestmark = pytest.mark.native
@@ -263,15 +264,9 @@ def test_narrowing_rounds_to_nearest_even_at_every_tie(half, isa):
     halves = np.arange(65536, dtype=np.uint16)
     exact = widen(halves, half)
     exact = exact[np.isfinite(exact)].astype(np.float64)
-    between = (
-        exact[:-1] + exact[1:]
-    ) / 2  # exact in f32 (one more bit), but for the pair that crosses the sign
-    ties = np.concatenate([between, [65520.0, -65520.0, 65519.996, 3.3961775e38, -3.3961775e38]]).astype(
-        np.float32
-    )
-    values = np.concatenate(
-        [ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))]
-    )
+    between = (exact[:-1] + exact[1:]) / 2  # exact in f32 (one more bit), but for the pair that crosses the sign
+    ties = np.concatenate([between, [65520.0, -65520.0, 65519.996, 3.3961775e38, -3.3961775e38]]).astype(np.float32)
+    values = np.concatenate([ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
     assert_same_bits(convert(half, "f32", values, isa), narrow(values, half), f"f32 -> {half} {isa}")
 
 
@@ -392,9 +387,7 @@ def test_quantise_and_dequantise_are_exact_arithmetic_rounded_once(headroom_bits
         exponents = block_exponents(values, isa)
         unit = np.repeat(exponents.astype(np.float64), BLOCK)[:4099] + headroom_bits - 30
         # An all-zero block (its values rounded to 0) has no unit; any will do for 0.
-        unit = np.where(np.repeat(exponents, BLOCK)[:4099] == kernels.exponent_all_zero, 0, unit).astype(
-            np.int64
-        )
+        unit = np.where(np.repeat(exponents, BLOCK)[:4099] == kernels.exponent_all_zero, 0, unit).astype(np.int64)
         context = f"{isa} headroom={headroom_bits} magnitudes 2^{low}..2^{high}"
 
         integers = quantise(values, exponents, headroom_bits, isa)
@@ -460,9 +453,7 @@ def test_elements_near_the_maximum_keep_all_their_bits(isa):
     values = np.random.default_rng(19).uniform(0.5, 1, 4099).astype(np.float32)
     for headroom_bits in range(7):
         exponents = block_exponents(values, isa)
-        there_and_back = dequantise(
-            quantise(values, exponents, headroom_bits, isa), exponents, headroom_bits, isa
-        )
+        there_and_back = dequantise(quantise(values, exponents, headroom_bits, isa), exponents, headroom_bits, isa)
         assert_same_bits(there_and_back, values, f"{isa} headroom={headroom_bits}")
 
 
@@ -485,10 +476,7 @@ def test_non_finite_elements_sum_as_floats_do_and_spoil_nothing_outside_their_bl
 def test_counters_of_a_non_finite_block_hold_the_most_workers(isa):
     values = np.array([np.inf, -np.inf, np.nan, 4.0], np.float32)
     exponents = block_exponents(values, isa)
-    total = (
-        quantise(values, exponents, kernels.max_headroom_bits, isa).astype(np.int64)
-        * 2**kernels.max_headroom_bits
-    )
+    total = quantise(values, exponents, kernels.max_headroom_bits, isa).astype(np.int64) * 2**kernels.max_headroom_bits
     assert total.max() < 2**31
     result = dequantise(total.astype(np.int32), exponents, kernels.max_headroom_bits, isa)
     assert_same_bits(result, np.array([np.inf, -np.inf, np.nan, np.nan], np.float32), isa)
@@ -506,9 +494,7 @@ def test_packets_may_begin_and_end_inside_a_block(isa):
             integers = quantise(unaligned(values[part]), exponents, 3, isa, first)
             assert_same_bits(integers, whole[part], f"{isa} packet={packet} first={first}")
             back = dequantise(unaligned(integers), exponents, 3, isa, first)
-            assert_same_bits(
-                back, dequantise(whole, exponents, 3, isa)[part], f"{isa} packet={packet} first={first}"
-            )
+            assert_same_bits(back, dequantise(whole, exponents, 3, isa)[part], f"{isa} packet={packet} first={first}")
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -528,9 +514,7 @@ def test_an_exponent_that_no_float_has_counts_as_the_nearest_that_one_has(isa):
         broken, valid = np.array([exponent], np.int16), np.array([nearest], np.int16)
         expected = dequantise(sums, valid, 14, isa)
         assert_same_bits(dequantise(sums, broken, 14, isa), expected, f"{isa} exponent={exponent}")
-        quantise(
-            distinct("f32", BLOCK, 6), broken, 14, isa
-        )  # unspecified integers, but no undefined behaviour
+        quantise(distinct("f32", BLOCK, 6), broken, 14, isa)  # unspecified integers, but no undefined behaviour
 
 
 # --- choice of the instruction set, misuse ---
@@ -545,9 +529,7 @@ def isa_in_subprocess(setting):
     environment = {k: v for k, v in os.environ.items() if k != "NETFOLD_ISA"}
     if setting is not None:
         environment["NETFOLD_ISA"] = setting
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     isa, reason = result.stdout.splitlines()
     return isa, reason
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machines import FLAGS, handle, make_packet, make_switch, make_worker, receive, result_of, send_all
+
 from netfold._native import protocol
 from netfold.sim import values
 

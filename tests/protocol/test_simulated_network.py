@@ -9,6 +9,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from netfold.sim import (
     DELIVERED,
     GUARDED_BITS,
@@ -186,14 +187,15 @@ def test_one_loss_in_a_long_stream_is_repaired_from_the_gap_without_a_timeout():
         assert 1 <= summary.retransmissions <= 2, "a lost contribution looks like a loss to both workers"
 
 
-def test_a_straggler_costs_the_others_a_few_packets_only():
+def test_a_straggler_costs_each_other_worker_a_probe_a_timeout_and_at_most_one_window():
     late_ns = 3_000 * MS
     job = {"workers": 4, "window": 64, "payload_bytes": 8, "operations": [Operation(0, 1000, "i32")]}
     calls_ns = [[late_ns], [0], [0], [0]]
     summary = Simulation(**job, fates=ListedFates([]), calls_ns=calls_ns).run()
-    # 50, 100, then every 200 ms: at most 17 timeouts each in three seconds, of 8 packets.
+    # 50, 100, then every 200 ms: at most 17 timeouts each in three seconds, of one packet. When the straggler comes at
+    # last, the answer to the probe says nothing of whether the rest was lost or late too: it follows, once.
     assert summary.timeouts <= 3 * 17
-    assert summary.retransmissions <= 8 * summary.timeouts
+    assert summary.retransmissions <= summary.timeouts + 3 * job["window"]
 
 
 def test_the_machine_of_a_job_without_a_switch_asks_forever_but_ever_more_slowly():

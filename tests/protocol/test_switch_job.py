@@ -24,6 +24,7 @@ from machines import (
     make_switch,
     result_of,
 )
+
 from netfold._native import protocol
 
 pytestmark = pytest.mark.native

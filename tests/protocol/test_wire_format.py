@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machines import assert_same, make_header, make_packet, make_switch, make_worker, send_all
+
 from netfold._native import protocol
 
 pytestmark = pytest.mark.native

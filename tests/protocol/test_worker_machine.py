@@ -1,4 +1,4 @@
-"""The worker's machine, step by step: window, repair of losses, timers, each reason to drop, and its life as a value."""
+"""The worker's machine, step by step: window, repair of losses, timers, reasons to drop, and its life as a value."""
 
 import pytest
 from hypothesis import given
@@ -20,6 +20,7 @@ from machines import (
     receive,
     send_all,
 )
+
 from netfold._native import protocol
 
 pytestmark = pytest.mark.native

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-import torch
 from netfold.bench.config import Config, Measured, Result, SizeResult, calls_a_round
 from netfold.bench.pattern import contribution, expected_sum, modulus
 from netfold.bench.sizes import parse_dtype

@@ -106,6 +106,8 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.group.abort(f"{type(error).__name__}: {error}")  # the others hear what it was
         self.close()
 
     def _run(

@@ -80,7 +80,7 @@ class Membership:
                 f"{who} did not answer within {timeout_s:.1f} s: either it is no netfold switch, or not all of the "
                 f"{size} ranks joined"
             ) from None
-        except (EOFError, ConnectionError, control.ProtocolError) as error:
+        except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
             stream.close()
             raise SwitchError(f"{who} is no netfold switch, or it stopped while this rank joined: {error}") from None
         except BaseException:
@@ -210,7 +210,7 @@ class Membership:
         except (EOFError, OSError, control.ProtocolError, ValueError):
             pass
         if not self._closed and os.getpid() == pid:
-            fail("switch_lost", -1, f"rank {self.rank}: the switch at {self.endpoint} is gone: {reason}")
+            fail("switch_lost", -1, f"the switch at {self.endpoint} is gone: {reason}")
 
     def _watch(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
         while True:
@@ -225,7 +225,7 @@ class Membership:
                     fail(
                         "peer_lost",
                         gone[0],
-                        f"rank {self.rank}: rank {gone[0]} left while its contribution was needed: "
+                        f"rank {gone[0]} left while its contribution was needed: "
                         f"{self._left[gone[0]]}; see its own output",
                     )
                     return

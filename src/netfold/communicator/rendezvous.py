@@ -45,6 +45,8 @@ class Job:
 
 def agree(store: Store, rank: int, size: int, options: Options, deadline: float) -> Job:
     """Rank 0 publishes the job; every rank reads it. `options` are resolved."""
+    # Every rank looks at the words, so that none waits for a rank 0 that gave up over them.
+    table = build_table(ranks=size, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire))
     claims = store.add(f"claim/{rank}", 1)
     if claims > 1:
         raise RendezvousError(
@@ -53,7 +55,6 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             rank=rank,
         )
     if rank == 0:
-        table = build_table(ranks=size, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire))
         job = {
             "name": secrets.token_hex(8),
             "secret": secrets.token_hex(32),
@@ -101,6 +102,9 @@ def local_host(options: Options, store_host: str | None) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing: asks the routing table
             return str(probe.getsockname()[0])
+    except socket.gaierror as error:
+        source = "the rendezvous" if store_host is not None else "NETFOLD_SWITCH"
+        raise RendezvousError(f"{source} names {towards!r}, no host that is known here ({error.strerror})") from None
     except OSError as error:
         raise RendezvousError(f"no route to {towards} ({error}); name an interface by NETFOLD_INTERFACE") from None
 

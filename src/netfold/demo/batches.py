@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
 import torch
+from torch import Tensor
+
 from netfold.demo.resolution import low_resolution
 from netfold.demo.settings import SCALE, Training
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ bucket was handed to the backend and when its future completed.
 # No `from __future__ import annotations` here: DDP inspects the hook's annotations and wants types, not text.
 import time
 
-import torch.distributed as dist
-
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 

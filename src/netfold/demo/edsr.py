@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+from torch import Tensor, nn
+
 from netfold.demo.resolution import bicubic
 from netfold.demo.settings import SCALE
-from torch import Tensor, nn
 
 RESIDUAL_START = 0.1
 

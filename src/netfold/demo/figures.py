@@ -17,12 +17,12 @@ from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
+from torch import Tensor
 
 from netfold.demo.agreement import Agreement
 from netfold.demo.resolution import psnr
 from netfold.demo.settings import SCALE
 from netfold.demo.story import HeldOut, Story
-from torch import Tensor
 
 # What matplotlib draws, and the page's variable that takes its place.
 _INK = {

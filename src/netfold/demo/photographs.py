@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import skimage
-from skimage.io import imread
-
 import torch
-from netfold.demo.settings import SCALE
+from skimage.io import imread
 from torch import Tensor
+
+from netfold.demo.settings import SCALE
 
 TRAINING = (
     "brick.png",

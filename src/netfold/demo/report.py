@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 
 import torch
+
 from netfold.bench.machine import describe_machine, describe_versions
 from netfold.demo import figures
 from netfold.demo.agreement import ALLOWED_RATIO

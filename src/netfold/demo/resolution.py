@@ -5,11 +5,11 @@ Pictures are tensors [..., 3, height, width], f32, red-green-blue, in 0..1.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from torch.nn import functional
 
-import torch
 from netfold.demo.settings import SCALE
-from torch import Tensor
 
 PSNR_BORDER_PIXELS = 4
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
 import torch
+from torch import Tensor
+
 from netfold.demo import launch, photographs
 from netfold.demo.agreement import Agreement, compare
 from netfold.demo.batches import Pair, batch
@@ -21,7 +22,6 @@ from netfold.demo.edsr import Edsr
 from netfold.demo.resolution import bicubic, psnr, to_8_bits
 from netfold.demo.settings import Job, Run, Training, permuted_orders, straight
 from netfold.demo.worker import RankResult, result_path, weights_path
-from torch import Tensor
 
 # Enough to see rounding grow from the last bit to 1000 times that. Farther on, all differences grow alike.
 COMPARED_STEPS = 20

@@ -19,17 +19,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-import torch
 from netfold.demo import photographs
 from netfold.demo.batches import Pair, batch, share
 from netfold.demo.clock import CollectiveClock
 from netfold.demo.edsr import Edsr
 from netfold.demo.settings import Job, Run, Training
-from torch import nn
 
 # Steps before the measurement starts: DDP fixes its buckets after the first, memory and caches settle.
 SETTLING_STEPS = 5

@@ -154,6 +154,10 @@ class World:
         offers = []
         while (send := side.machine.poll_send(now_ns)) is not None:
             offers.append(self._offer(side, send))
+            if len(offers) > self.window:
+                raise BrokenPromiseError(
+                    f"worker {worker} offers {len(offers)} packets at once, its window is {self.window}"
+                )
         return offers
 
     def sent(self, worker: int, offer: Offer) -> None:

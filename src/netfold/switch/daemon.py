@@ -24,6 +24,8 @@ MAX_ASSEMBLY_S = 600.0
 MIN_WINDOW_CHUNKS = 8
 MIN_PAYLOAD_BYTES = 512
 MAX_JOB_NAME = 128
+# Two types until Python 3.11, one since.
+_TIMEOUTS = (TimeoutError, asyncio.TimeoutError)
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Switch:
         except _RefusedError as refusal:
             log.warning("refused %s: %s", address, refusal)
             await _tell(writer, {"type": "refused", "reason": str(refusal)})
-        except (control.ProtocolError, asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
+        except (control.ProtocolError, asyncio.IncompleteReadError, ConnectionError, *_TIMEOUTS) as error:
             log.warning("dropped connection from %s before it joined: %s", address, error or type(error).__name__)
         except asyncio.CancelledError:
             pass
@@ -136,7 +138,7 @@ class Switch:
             self._connections -= 1
             self._tasks.discard(task)
             writer.close()
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, asyncio.CancelledError):
                 await writer.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
@@ -212,7 +214,14 @@ class Switch:
             raise _RefusedError(f"this switch is full: it serves {self.limits.jobs} jobs (--max-jobs)")
         if size > self.limits.workers:
             raise _RefusedError(f"a job has at most {self.limits.workers} workers here (--max-workers), not {size}")
-        window_bytes = min(int(message.get("window_bytes") or self.limits.window_bytes), self.limits.window_bytes)
+        window_bytes = message.get("window_bytes", self.limits.window_bytes)
+        seconds = message.get("timeout_s", 60.0)
+        if not isinstance(window_bytes, int) or window_bytes <= 0:
+            raise control.ProtocolError(f"join with window_bytes {window_bytes!r}")
+        if not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise control.ProtocolError(f"join with timeout_s {seconds!r}")
+        window_bytes = min(window_bytes, self.limits.window_bytes)
+        seconds = min(seconds, MAX_ASSEMBLY_S)
         job_id = secrets.randbelow(0xFFFFFFFE) + 1
         while job_id in self._ids:
             job_id = secrets.randbelow(0xFFFFFFFE) + 1
@@ -225,7 +234,6 @@ class Switch:
             raise _RefusedError(f"the switch cannot open a data port on {host}: {error}") from None
         granted = self._plane.receive_buffer_bytes(job_id)
         window_bytes = min(window_bytes, granted // (2 * size))
-        seconds = min(float(message.get("timeout_s") or 60.0), MAX_ASSEMBLY_S)
         job = _Job(
             name=name,
             id=job_id,
@@ -312,7 +320,7 @@ class Switch:
 
     async def _missing(self, job: _Job, member: _Member, message: control.Message) -> None:
         chunk = message.get("chunk")
-        if not isinstance(chunk, int) or chunk < 0:
+        if not isinstance(chunk, int) or not 0 <= chunk < 1 << 64:
             raise control.ProtocolError("missing without a chunk")
         ranks = self._plane.missing(job.id, chunk)
         await _tell(member.writer, {"type": "missing", "serial": message.get("serial"), "ranks": ranks})
@@ -376,7 +384,7 @@ async def _read(reader: asyncio.StreamReader) -> control.Message:
 
 async def _tell(writer: asyncio.StreamWriter, message: control.Message) -> None:
     # A worker that does not read is as good as gone; its own task will notice.
-    with contextlib.suppress(ConnectionError, TimeoutError, RuntimeError):
+    with contextlib.suppress(ConnectionError, RuntimeError, *_TIMEOUTS):
         writer.write(control.encode(message))
         await asyncio.wait_for(writer.drain(), 5.0)
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, PrefixStore, Store
 
-import torch
 from netfold.communicator import Group, Options
 from netfold.torch.store import TorchStore
 from netfold.torch.work import NetfoldWork

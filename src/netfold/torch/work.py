@@ -18,9 +18,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-import torch
 from netfold._native import engine
 from netfold.communicator import Group
 
@@ -52,8 +52,10 @@ class NetfoldWork(dist.Work):
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
         self._pending = 0
+        self._ended = False  # settled, so that a Future may be resolved
+        self._finish_error: Exception | None = None
         if all(operation.done for operation in operations):
-            self._settle()
+            self._end()
         else:
             _completions.watch(self, operations)
 
@@ -63,6 +65,8 @@ class NetfoldWork(dist.Work):
         for operation in self._operations:
             self._group.wait(operation, seconds)
         self._settle()
+        if self._finish_error is not None:
+            raise self._finish_error
         return True
 
     def is_completed(self) -> bool:
@@ -90,7 +94,7 @@ class NetfoldWork(dist.Work):
                 self._future = base
                 # DDP's reducer crashes on a Future with an exception set, but not on one whose callback raised.
                 self._visible = base.then(self._value)
-                resolve = self._pending == 0
+                resolve = self._ended
             else:
                 return self._visible
         if resolve:
@@ -107,14 +111,25 @@ class NetfoldWork(dist.Work):
         for operation in self._operations:
             if operation.done and operation.failure is not None:
                 return self._group.error(operation)
-        return None
+        return self._finish_error
 
     def _settle(self) -> None:
+        """Run `finish` once; what it raises is the work's error, for whoever waits."""
         with self._lock:
             finish, self._finish = self._finish, None
             if finish is not None and self._error() is None:
-                finish()
+                try:
+                    finish()
+                except Exception as error:
+                    self._finish_error = error
             self._keep = None
+
+    def _end(self) -> torch.futures.Future[Any] | None:
+        """All is done: the Future to resolve, if somebody asked for it; who asks later resolves it at once."""
+        self._settle()
+        with self._lock:
+            self._ended = True
+            return self._future
 
     def _one_done(self) -> torch.futures.Future[Any] | None:
         """Called for each operation that completed after all; the Future to resolve when it was the last."""
@@ -122,9 +137,7 @@ class NetfoldWork(dist.Work):
             self._pending -= 1
             if self._pending > 0:
                 return None
-        self._settle()
-        with self._lock:
-            return self._future
+        return self._end()
 
 
 class _Completions:
@@ -151,6 +164,8 @@ class _Completions:
                 self._works[operation.id] = work
             if self._idle == 0 and not self._stopping:
                 self._start()
+        if not waiting:  # they ended since the caller looked
+            work._end()
         for operation in waiting:
             if not operation.notify():  # it was done before we could ask
                 self._complete(operation.id)

@@ -7,17 +7,20 @@
 //   chunk state   event                                        becomes      action
 //   (unsent)      window has room, poll_send                   in flight    send
 //   in flight     its answer                                   answered     deliver values
-//   in flight     answers to kReorderThreshold later sends     lost         -
+//   in flight     answers to kReorderThreshold later sends,    lost         -
+//                 and, if it was sent again, overdue
 //   in flight     oldest, and no answer for one timeout        lost         - (timeout doubles)
-//   in flight     overdue, and a chunk sent again is answered  lost         - (kProbeGrowth at a time)
+//   in flight     overdue, and a probe is answered             lost         - (kProbeGrowth at a time)
 //   lost          poll_send                                    in flight    send again
 //   lost          its answer                                   answered     deliver values
 //   answered      every chunk before it answered too           (forgotten)  window moves
 //
 // Losses are found by gaps in the answers, in order of sending, as TCP does with selective acknowledgements; the timer
-// only catches the tail. A straggler looks like a loss to everybody else, so a timeout sends one chunk again, as a
-// probe, and backs off: a duplicate changes nothing at the switch, but costs the wire. When a probe is answered, what
-// is overdue follows, twice as much each round trip: a whole lost window is repaired in log2(W) of them.
+// only catches the tail. One worker's loss is a gap to all of them, and the others cannot tell: they send once more in
+// vain, but not twice, since a chunk that was sent again must be overdue as well (its answer waits for the slowest
+// repair). A straggler, too, looks like a loss to everybody else: so a timeout sends one chunk again, as a probe, and
+// backs off. When a probe is answered, what is overdue follows, twice as much each round trip: a whole lost window is
+// repaired in log2(W) of them. A duplicate changes nothing at the switch, but costs the wire.
 //
 // The machine holds no values: the caller encodes what `Send` names and decodes what `Received` names. Like
 // its counterpart it is a value (copyable, comparable, canonical bytes) with no socket, clock or thread, and
@@ -55,7 +58,7 @@ class Worker {
   static constexpr std::int64_t kInitialTimeoutNs = 50'000'000;
   static constexpr std::int64_t kMinTimeoutNs = 10'000'000;
   static constexpr std::int64_t kMaxTimeoutNs = 200'000'000;
-  // Overdue chunks that follow the answer to one that was sent again.
+  // Overdue chunks that follow the answer to a probe, as probes themselves.
   static constexpr std::uint32_t kProbeGrowth = 2;
 
   // Throws std::invalid_argument.
@@ -121,6 +124,7 @@ class Worker {
   struct Entry {  // of chunk c at index c mod W
     State state = State::unsent;
     bool again = false;
+    bool probe = false;  // sent again by the timer's doing, not a gap's
     std::uint32_t previous = kNone;
     std::uint32_t next = kNone;
     std::uint64_t send_number = 0;
@@ -144,7 +148,7 @@ class Worker {
 
   void push_back(List& list, std::uint32_t index);
   void unlink(List& list, std::uint32_t index);
-  void mark_lost(std::uint32_t index);
+  void mark_lost(std::uint32_t index, bool probe);
   void measure(std::int64_t rtt_ns);
   Line* line_of(std::uint64_t chunk);
   std::int64_t base_timeout_ns() const;
