@@ -50,6 +50,11 @@ def demo(
     except ValueError as error:
         typer.echo(f"netfold demo: {error}", err=True)
         raise typer.Exit(CANNOT) from None
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # now, not after two minutes
+    except OSError as error:
+        typer.echo(f"netfold demo: --out {out}: {error.strerror}; name a folder that can be made", err=True)
+        raise typer.Exit(CANNOT) from None
     console = Console()
     runs = story.runs_over_netfold(training) + story.runs_over_gloo(training)
     try:
@@ -58,9 +63,13 @@ def demo(
     except LaunchError as error:
         typer.echo(f"netfold demo: {error}", err=True)
         raise typer.Exit(1) from None
-    page = report.write(told, out, time.monotonic() - started_s)
-    show.ending(console, told, str(page))
     failures = told.failures()
+    try:
+        page = str(report.write(told, out, time.monotonic() - started_s))
+    except OSError as error:
+        page = "not written"
+        failures = [*failures, f"the report could not be written to {out}: {error.strerror}"]
+    show.ending(console, told, page)
     for failure in failures:
         typer.echo(f"netfold demo: {failure}", err=True)
     raise typer.Exit(1 if failures else 0)
