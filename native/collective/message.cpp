@@ -71,7 +71,12 @@ std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
     return 0;
   }
   sent_ += io.bytes;
-  mesh.set_in_message(peer_, sent_ > 0 && (!done() || header_.bytes != bytes_));
+  using Place = transport::Mesh::Place;
+  const bool is_stream = header_.bytes != bytes_;
+  mesh.set_place(peer_, sent_ == 0  ? Place::between_messages
+                        : !done()   ? Place::inside
+                        : is_stream ? Place::between_pieces
+                                    : Place::between_messages);
   return io.bytes;
 }
 
@@ -102,8 +107,11 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
     const auto io = mesh.receive(peer_, chunk, want);
     reason_.append(reinterpret_cast<const char*>(chunk), io.bytes);
     if (io.closed || reason_.size() >= std::min<std::size_t>(header_.bytes, kMaxReasonBytes)) {
-      failure = {Failure::Kind::peer_lost, peer_,
-                 "rank " + std::to_string(peer_) + " gave up on the group during " + expected_.text() + ": " + reason_};
+      // It may have heard of it from yet another rank; that one is at fault, unless it is us.
+      const int fault = header_.root >= 0 && header_.root != mesh.rank() ? header_.root : peer_;
+      failure = {Failure::Kind::peer_lost, fault,
+                 "rank " + std::to_string(peer_) + " gave up on the group during " + expected_.text() + ": " + reason_,
+                 reason_};
     }
     moved += io.bytes;
   }
@@ -137,15 +145,28 @@ Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& 
   return {Failure::Kind::peer_lost, peer, text};
 }
 
-void send_abort(transport::Mesh& mesh, const std::string& reason) {
+Failure last_words(transport::Mesh& mesh, int peer, const Call& call, Failure lost) {
+  IncomingHeader last(call, peer, 0);
+  Failure heard;
+  while (!heard && last.advance(mesh, heard) > 0) {
+  }
+  return heard.heard.empty() ? lost : heard;
+}
+
+void send_abort(transport::Mesh& mesh, const Failure& failure) {
+  const std::string& reason = failure.heard.empty() ? failure.text : failure.heard;
   MessageHeader header;
   header.is_abort = 1;
+  header.root = failure.rank;
   header.bytes = std::min(reason.size(), kMaxReasonBytes);
+  std::byte word = kAbortFollows;
+  const iovec pieces[3] = {
+      {&word, 1}, {&header, sizeof header}, {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
+  const std::span<const iovec> all(pieces);
   for (int peer = 0; peer < mesh.size(); ++peer) {
-    if (peer == mesh.rank() || mesh.fd(peer) < 0 || mesh.in_message(peer)) continue;
-    const iovec pieces[2] = {{&header, sizeof header},
-                             {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
-    mesh.send(peer, pieces);
+    const auto place = mesh.place(peer);
+    if (peer == mesh.rank() || mesh.fd(peer) < 0 || place == transport::Mesh::Place::inside) continue;
+    mesh.send(peer, place == transport::Mesh::Place::between_pieces ? all : all.subspan(1));
   }
 }
 

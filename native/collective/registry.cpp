@@ -15,8 +15,10 @@ void require(bool holds, const Call& call, const std::string& what) {
 
 }  // namespace
 
-void validate(const Call& call, int ranks) {
+void validate(const Call& call, int rank, int ranks) {
   const auto count = static_cast<std::size_t>(ranks);
+  const auto self = static_cast<std::size_t>(rank);
+  const bool root = rank == call.root;
   const bool reduces = call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter;
   require(call.root >= 0 && call.root < ranks, call,
           "root " + std::to_string(call.root) + " is not a rank of this group of " + std::to_string(ranks));
@@ -31,6 +33,12 @@ void validate(const Call& call, int ranks) {
         buffers.size() == want, call,
         std::string("needs ") + std::to_string(want) + " " + which + " buffers, not " + std::to_string(buffers.size()));
   };
+  // What this rank gives to itself; what it gives to others, they compare when the message comes.
+  const auto own = [&](const Buffer& input, const Buffer& output) {
+    require(input.bytes == output.bytes, call,
+            "this rank's own part has " + std::to_string(input.bytes) + " bytes as an input and " +
+                std::to_string(output.bytes) + " as an output");
+  };
   switch (call.kind) {
     case Kind::all_reduce:
     case Kind::reduce:
@@ -40,19 +48,32 @@ void validate(const Call& call, int ranks) {
     case Kind::all_gather:
       sized(call.inputs, 1, "input");
       sized(call.outputs, count, "output");
+      own(call.inputs[0], call.outputs[self]);
       break;
     case Kind::all_to_all:
       sized(call.inputs, count, "input");
       sized(call.outputs, count, "output");
+      own(call.inputs[self], call.outputs[self]);
       break;
     case Kind::reduce_scatter:
       sized(call.inputs, count, "input");
       sized(call.outputs, 1, "output");
+      own(call.inputs[self], call.outputs[0]);
+      break;
+    case Kind::gather:
+      sized(call.inputs, 1, "input");
+      if (!root) break;
+      sized(call.outputs, count, "output");
+      own(call.inputs[0], call.outputs[self]);
+      break;
+    case Kind::scatter:
+      sized(call.outputs, 1, "output");
+      if (!root) break;
+      sized(call.inputs, count, "input");
+      own(call.inputs[self], call.outputs[0]);
       break;
     case Kind::barrier:
-    case Kind::gather:
-    case Kind::scatter:
-      break;  // only the root has both; the binding checks what depends on the rank
+      break;
   }
 }
 

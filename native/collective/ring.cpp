@@ -4,6 +4,7 @@
 #include <netfold/kernels/reduce.hpp>
 
 #include <algorithm>
+#include <utility>
 
 namespace netfold::collective {
 
@@ -48,7 +49,7 @@ std::size_t Ring::stream_bytes(int rank) const {
   for (std::size_t step = 0; step < total_ / sub_blocks_; ++step) {
     for (std::size_t sub = 0; sub < sub_blocks_; ++sub) elements += piece(step * sub_blocks_ + sub, rank).count;
   }
-  return elements * wire_element_bytes_;
+  return elements * wire_element_bytes_ + total_;
 }
 
 void Ring::load_send() {
@@ -71,34 +72,50 @@ void Ring::load_send() {
 
 bool Ring::advance_send() {
   bool moved = false;
+  if (failure_) return moved;
   if (!send_header_.done()) {
     const std::size_t bytes = send_header_.advance(mesh_, failure_);
     wire_bytes_ += bytes;
     moved = bytes > 0;
+    if (failure_) failure_ = next_lost(std::move(failure_));
     if (failure_ || !send_header_.done()) return moved;
   }
   // The first step sends this rank's own block; sub-block i of later steps is what was received as i - S.
   while (sent_pieces_ < total_ && sent_pieces_ < sub_blocks_ + received_pieces_) {
     if (!send_loaded_) load_send();
-    if (sent_bytes_ < send_piece_bytes_) {
-      const iovec rest{const_cast<std::byte*>(send_at_) + sent_bytes_, send_piece_bytes_ - sent_bytes_};
-      const auto io = mesh_.send(next_, {&rest, 1});
-      if (io.closed) {
-        failure_ = peer_lost(next_, io, MessageHeader::of(call_, 0));
-        return moved;
-      }
-      if (io.bytes == 0) return moved;
-      sent_bytes_ += io.bytes;
-      wire_bytes_ += io.bytes;
-      moved = true;
+    const auto io = send_piece();
+    if (io.closed) {
+      failure_ = next_lost(peer_lost(next_, io, MessageHeader::of(call_, 0)));
+      return moved;
     }
-    if (sent_bytes_ == send_piece_bytes_) {
+    if (io.bytes == 0) return moved;
+    moved = true;
+    if (sent_bytes_ == 1 + send_piece_bytes_) {
       ++sent_pieces_;
       send_loaded_ = false;
     }
   }
-  if (sent_pieces_ == total_) mesh_.set_in_message(next_, false);
+  if (sent_pieces_ == total_) mesh_.set_place(next_, transport::Mesh::Place::between_messages);
   return moved;
+}
+
+Failure Ring::next_lost(Failure lost) {
+  // Between two ranks the other's stream comes on the same connection: it is read as such.
+  return ranks_ == 2 ? lost : last_words(mesh_, next_, call_, std::move(lost));
+}
+
+transport::Mesh::Io Ring::send_piece() {
+  using Place = transport::Mesh::Place;
+  static constexpr std::byte word = kPieceFollows;
+  const std::size_t values = sent_bytes_ == 0 ? 0 : sent_bytes_ - 1;
+  const iovec parts[2] = {{const_cast<std::byte*>(&word), 1},
+                          {const_cast<std::byte*>(send_at_) + values, send_piece_bytes_ - values}};
+  const auto io = mesh_.send(next_, std::span(parts).subspan(sent_bytes_ == 0 ? 0 : 1));
+  sent_bytes_ += io.bytes;
+  wire_bytes_ += io.bytes;
+  const bool inside = sent_bytes_ > 0 && sent_bytes_ < 1 + send_piece_bytes_;
+  mesh_.set_place(next_, inside ? Place::inside : Place::between_pieces);
+  return io;
 }
 
 void Ring::store_received() {
@@ -134,20 +151,43 @@ bool Ring::advance_receive() {
     const bool in_place =
         call_.wire == call_.dtype && received_pieces_ / sub_blocks_ >= static_cast<std::size_t>(ranks_ - 1);
     std::byte* into = in_place ? call_.outputs[0].data + what.first * element_bytes_ : receive_staging_.data();
-    if (received_bytes_ < bytes) {
-      const auto io = mesh_.receive(previous_, into + received_bytes_, bytes - received_bytes_);
+    if (!word_here_ || received_bytes_ < bytes) {
+      // The next piece's word comes with this one's values, so that it costs no call of its own.
+      const iovec word{&word_, 1};
+      const iovec parts[2] = {{into + received_bytes_, bytes - received_bytes_}, {&next_word_, 1}};
+      const bool last = received_pieces_ + 1 == total_;
+      const auto io = word_here_ ? mesh_.receive(previous_, std::span(parts).first(last ? 1 : 2))
+                                 : mesh_.receive(previous_, {&word, 1});
       if (io.closed) {
         failure_ = peer_lost(previous_, io, MessageHeader::of(call_, 0));
         return moved;
       }
       if (io.bytes == 0) return moved;
-      received_bytes_ += io.bytes;
       moved = true;
+      if (!word_here_) {
+        word_here_ = true;
+      } else {
+        const std::size_t values = std::min(io.bytes, bytes - received_bytes_);
+        received_bytes_ += values;
+        next_word_here_ = io.bytes > values;
+      }
+    }
+    if (word_ != kPieceFollows) {
+      // The rest of what comes is an abort message: read it as one.
+      if (!gave_up_) receive_header_ = IncomingHeader(call_, previous_, 0);
+      gave_up_ = true;
+      Failure heard;
+      while (!heard && receive_header_.advance(mesh_, heard) > 0) {
+      }
+      if (heard) failure_ = std::move(heard);
+      return moved;
     }
     if (received_bytes_ == bytes) {
       store_received();
       ++received_pieces_;
       received_bytes_ = 0;
+      word_here_ = std::exchange(next_word_here_, false);
+      word_ = next_word_;
       // Let what was just reduced leave before more is read.
       advance_send();
       if (failure_) return moved;
@@ -156,10 +196,11 @@ bool Ring::advance_receive() {
   return moved;
 }
 
-Progress Ring::poll(std::int64_t) {
+Progress Ring::poll(std::int64_t now_ns) {
+  if (failure_) return finish_piece(now_ns);
   bool moved = advance_send();
   if (!failure_ || failure_.kind == Failure::Kind::peer_lost) moved |= advance_receive();
-  if (failure_) return Progress::failed;
+  if (failure_) return finish_piece(now_ns);
   if (sent_pieces_ == total_ && received_pieces_ == total_) {
     if (call_.average) divide(call_.dtype, call_.outputs[0], ranks_);
     return Progress::done;
@@ -167,7 +208,22 @@ Progress Ring::poll(std::int64_t) {
   return moved ? Progress::moved : Progress::idle;
 }
 
+// The next rank can be told why only where a piece ends.
+Progress Ring::finish_piece(std::int64_t now_ns) {
+  if (give_up_ns_ < 0) give_up_ns_ = now_ns + kLastPieceNs;
+  while (mesh_.place(next_) == transport::Mesh::Place::inside && send_header_.done() && now_ns < give_up_ns_) {
+    const auto io = send_piece();
+    if (io.closed) break;
+    if (io.bytes == 0) return Progress::idle;
+  }
+  return Progress::failed;
+}
+
 void Ring::wait_for(WaitSet& set) const {
+  if (failure_) {
+    set.add(mesh_.fd(next_), POLLOUT);
+    return set.wake_at(give_up_ns_);
+  }
   const bool can_send =
       !send_header_.done() || (sent_pieces_ < total_ && sent_pieces_ < sub_blocks_ + received_pieces_);
   if (can_send) set.add(mesh_.fd(next_), POLLOUT);

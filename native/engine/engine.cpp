@@ -115,7 +115,7 @@ Choice Group::choose(collective::Kind kind, kernels::DType dtype, std::uint64_t 
 }
 
 std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread) {
-  collective::validate(call, size());
+  collective::validate(call, rank(), size());
   auto operation = std::make_shared<Operation>();
   const std::uint64_t bytes = call.outputs.empty() ? 0 : call.outputs[0].bytes;
   const Choice choice = choose(call.kind, call.dtype, bytes);
@@ -146,7 +146,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
     operation->call_.sequence = record.sequence = next_sequence_++;
     if (failure_) {
       operation->failure_ = failure_;
-      operation->failure_.text = "this group failed before: " + failure_.text;
+      operation->failure_.text = describe(*operation) + " failed: this group failed before: " + failure_.text;
       operation->record_.started_ns = operation->record_.finished_ns = now_ns();
       operation->done_.store(true, std::memory_order_release);
       return operation;
@@ -239,6 +239,12 @@ bool Group::turn(std::int64_t now) {
       failure = operation.algorithm_->failure();
       failure.text = describe(operation) + " failed: " + failure.text;
     } else if (progress != Progress::done && operation.deadline_ns_ >= 0 && now >= operation.deadline_ns_) {
+      if (!operation.patient_ && operation.algorithm_->awaited_may_wait()) {
+        operation.patient_ = true;
+        operation.deadline_ns_ = now + kPatienceNs;
+        ++i;
+        continue;
+      }
       failure.kind = Failure::Kind::timeout;
       const auto ranks = operation.algorithm_->awaited();
       failure.text = describe(operation) + " did not finish within its timeout";
@@ -269,7 +275,10 @@ bool Group::turn(std::int64_t now) {
   if (failure) {
     {
       std::lock_guard lock(mutex_);
-      if (!failure_) failure_ = failure;
+      if (!failure_) {
+        failure_ = failure;
+        failure_names_operation_ = true;
+      }
     }
     fail_all();
   }
@@ -332,7 +341,7 @@ void Group::complete(Operation& operation, Failure failure) {
 void Group::fail_all() {
   const Failure failure = this->failure();
   if (!torn_down_) {
-    collective::send_abort(*mesh_, failure.text);
+    collective::send_abort(*mesh_, failure);
     torn_down_ = true;
   }
   auto active = std::move(active_);
@@ -340,8 +349,13 @@ void Group::fail_all() {
   active_.clear();
   queue_.clear();
   active_on_mesh_ = 0;
-  for (const auto& operation : active) complete(*operation, failure);
-  for (const auto& operation : queue) complete(*operation, failure);
+  const auto end = [&](Operation& operation) {
+    Failure told = failure;
+    if (!failure_names_operation_) told.text = describe(operation) + " failed: " + failure.text;
+    complete(operation, std::move(told));
+  };
+  for (const auto& operation : active) end(*operation);
+  for (const auto& operation : queue) end(*operation);
   // Peers must hear of it now, not when this process ends.
   mesh_->close();
 }
@@ -408,6 +422,7 @@ Engine& Engine::instance() {
 
 std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh) {
   auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh));
+  std::lock_guard life(life_mutex_);
   std::lock_guard lock(mutex_);
   groups_.push_back(group);
   if (!thread_.joinable()) {
@@ -425,6 +440,8 @@ void Engine::remove_group(const std::shared_ptr<Group>& group) {
     std::unique_lock lock(group->mutex_);
     group->driver_left_.wait(lock, [&] { return group->driver_ == Group::Driver::none && !group->has_work(); });
   }
+  // Held until the thread has ended: a group that is added meanwhile would take back its word to stop.
+  std::lock_guard life(life_mutex_);
   std::thread ended;
   {
     std::lock_guard lock(mutex_);

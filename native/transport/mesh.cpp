@@ -7,7 +7,7 @@
 
 namespace netfold::transport {
 
-Mesh::Mesh(int rank, std::vector<Fd> peers) : rank_(rank), peers_(std::move(peers)), in_message_(peers_.size()) {
+Mesh::Mesh(int rank, std::vector<Fd> peers) : rank_(rank), peers_(std::move(peers)), places_(peers_.size()) {
   for (Fd& peer : peers_) {
     if (!peer) continue;
     const int flags = fcntl(peer.get(), F_GETFL);
@@ -28,7 +28,15 @@ Mesh::Io Mesh::send(int peer, std::span<const iovec> pieces) {
 }
 
 Mesh::Io Mesh::receive(int peer, std::byte* into, std::size_t bytes) {
-  const ssize_t got = ::recv(fd(peer), into, bytes, MSG_DONTWAIT);
+  const iovec piece{into, bytes};
+  return receive(peer, {&piece, 1});
+}
+
+Mesh::Io Mesh::receive(int peer, std::span<const iovec> pieces) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(pieces.data());
+  message.msg_iovlen = pieces.size();
+  const ssize_t got = ::recvmsg(fd(peer), &message, MSG_DONTWAIT);
   if (got > 0) return {.bytes = static_cast<std::size_t>(got)};
   if (got == 0) return {.closed = true};
   if (errno == EAGAIN || errno == EINTR) return {};

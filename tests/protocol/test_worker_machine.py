@@ -185,6 +185,39 @@ def test_an_answered_probe_leaves_alone_what_is_not_overdue():
     assert worker.retransmissions == 1
 
 
+def test_an_answer_to_a_chunk_sent_again_for_a_gap_is_no_answered_probe():
+    # The path is known to work: what is overdue may still come, and the timer watches it.
+    worker = started(100, window=16)
+    sends = send_all(worker, now_ns=0)
+    for chunk in range(1, REORDER_THRESHOLD + 1):
+        receive(worker, answer_to(sends[chunk]), now_ns=40 * MS)
+    (again,) = send_all(worker, now_ns=40 * MS)
+    now_ns = 80 * MS
+    assert 90 * MS < worker.poll_timeout() < 100 * MS, "so what was sent at 0 is overdue, and no timer has rung"
+    receive(worker, answer_to(again), now_ns)
+    assert not any(send.again for send in send_all(worker, now_ns))
+
+
+def test_a_chunk_sent_again_is_given_up_to_a_gap_only_when_it_is_overdue():
+    # Its answer waits for the slowest worker's repair, so answers to later sends say little.
+    worker = make_worker(window=32)
+    worker.start(0, 24, I32)
+    sends = send_all(worker)
+    for chunk in range(1, REORDER_THRESHOLD + 1):
+        receive(worker, answer_to(sends[chunk]), 100)
+    assert chunks(send_all(worker, 100)) == [0]
+    worker.start(1, 40, I32)
+    later = send_all(worker, 200)
+    for send in later[: REORDER_THRESHOLD + 2]:
+        receive(worker, answer_to(send), 300)
+    others = send_all(worker, 300)
+    assert chunks(others)[:3] == [9, 10, 11], "sent once, before the answered ones; but not chunk 0"
+    receive(worker, answer_to(others[0]), 10 * MS + 99)
+    assert chunks(send_all(worker, 10 * MS + 99)) == []
+    receive(worker, answer_to(others[1]), 10 * MS + 100)
+    assert chunks(send_all(worker, 10 * MS + 100)) == [0]
+
+
 def test_timeouts_back_off_to_a_bound_and_an_answer_ends_it():
     worker = started(100, window=4)
     sends = send_all(worker)

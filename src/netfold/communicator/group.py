@@ -68,6 +68,7 @@ class Group:
         self._close_lock = threading.Lock()
         self.membership: Membership | None = None
 
+        store = rendezvous.claim(store, rank, size, deadline)
         job = rendezvous.agree(store, rank, size, options, deadline)
         self.table: ChoiceTable = job.table
         host = rendezvous.local_host(options, store_host)

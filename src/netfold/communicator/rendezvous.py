@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.options import Options
-from netfold.communicator.store import Store
+from netfold.communicator.store import PrefixStore, Store
 from netfold.control import format_endpoint, parse_endpoint
 from netfold.plan import ChoiceTable, build_table
 
@@ -30,6 +30,9 @@ _PROOF_BYTES = 32
 # A stranger holds a listener up for no longer than this.
 _HANDSHAKE_TIMEOUT_S = 5.0
 _SIOCGIFADDR = 0x8915
+# Longest wait for the word of whoever has a rank; it is there unless that process died right then.
+_OWNER_TIMEOUT_S = 5.0
+_process = (os.getpid(), secrets.token_hex(16))
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,41 @@ class Job:
     window_bytes: int
 
 
+def claim(store: Store, rank: int, size: int, deadline: float) -> Store:
+    """Take this rank, once a life of the group; the part of the store that this life has to itself.
+
+    One process may come again: torch hands out the same keys after destroy_process_group. All ranks do so equally
+    often, and each time is a life of its own. RendezvousError when another process has this rank.
+    """
+    claims = store.add(f"claim/{rank}", 1)
+    me = _process_token().encode()
+    if claims == 1:
+        store.set(f"owner/{rank}", me)
+    else:
+        try:
+            owner = store.get(f"owner/{rank}", min(_left(deadline), _OWNER_TIMEOUT_S))
+        except TimeoutError:
+            owner = b""
+        if owner != me:
+            raise RendezvousError(
+                f"rank {rank} of {size} was claimed {claims} times: two processes were started with the same rank "
+                "(check RANK), or a former run's store is being used again",
+                rank=rank,
+            )
+    return PrefixStore(store, f"{claims}/")
+
+
+def _process_token() -> str:
+    global _process
+    if _process[0] != os.getpid():
+        _process = (os.getpid(), secrets.token_hex(16))
+    return _process[1]
+
+
 def agree(store: Store, rank: int, size: int, options: Options, deadline: float) -> Job:
     """Rank 0 publishes the job; every rank reads it. `options` are resolved."""
     # Every rank looks at the words, so that none waits for a rank 0 that gave up over them.
     table = build_table(ranks=size, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire))
-    claims = store.add(f"claim/{rank}", 1)
-    if claims > 1:
-        raise RendezvousError(
-            f"rank {rank} of {size} was claimed {claims} times: two processes were started with the same rank "
-            "(check RANK), or a former run's store is being used again",
-            rank=rank,
-        )
     if rank == 0:
         job = {
             "name": secrets.token_hex(8),

@@ -22,8 +22,25 @@ class Store(Protocol):
         ...
 
 
+class PrefixStore:
+    """A part of another store."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        return self._store.get(self._prefix + key, timeout_s)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._prefix + key, amount)
+
+
 class FileStore:
-    """A store in a folder that every rank sees. The folder is for one life of one group; who made it removes it."""
+    """A store in a folder that every rank sees. The folder is for one run of one group; who made it removes it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)

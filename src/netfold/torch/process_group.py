@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -448,6 +449,10 @@ def _reduce_op(op: Any) -> tuple[str, bool]:
 
 @atexit.register
 def _leave_all() -> None:
-    # A process that ends without destroy_process_group still says goodbye, so that nobody takes it for dead.
+    # A process that ends without destroy_process_group still says goodbye, so that nobody takes it for dead; and of
+    # what it ends, since the interpreter keeps the exception that nobody caught.
+    error = getattr(sys, "last_value", None)
     for process_group in list(_live):
+        if error is not None:
+            process_group.netfold.abort(f"{type(error).__name__}: {error}")
         process_group.netfold.close()

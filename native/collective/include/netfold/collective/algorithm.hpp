@@ -32,6 +32,8 @@ class Algorithm {
   // Ranks this rank is waiting for: what an error after a timeout names. May be empty (in_network: ask the
   // switch).
   virtual std::vector<int> awaited() const = 0;
+  // Whether those ranks are under way themselves, and so may be waiting for yet others who are at fault.
+  virtual bool awaited_may_wait() const { return false; }
 
   const Failure& failure() const { return failure_; }
   std::uint64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank, headers included

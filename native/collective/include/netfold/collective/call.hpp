@@ -69,6 +69,8 @@ struct Failure {
   Kind kind = Kind::none;
   int rank = -1;  // the rank at fault, where known
   std::string text;
+  // What another rank said, where this came from it: passed on as it was said, not wrapped once a rank.
+  std::string heard;
   explicit operator bool() const { return kind != Kind::none; }
 };
 

@@ -21,7 +21,7 @@ struct MessageHeader {
   std::uint8_t algorithm = 0;
   std::uint8_t is_abort = 0;
   std::uint16_t table = 0;
-  std::int32_t root = 0;
+  std::int32_t root = 0;  // of an abort: the rank at fault, -1 where nobody knows
   std::uint32_t reserved = 0;
   std::uint64_t elements = 0;
   std::uint64_t bytes = 0;  // behind this header
@@ -32,8 +32,13 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 40);
 
+// What stands before every piece of a stream: a stream lasts long, and can end between two pieces with the
+// reason why.
+inline constexpr std::byte kPieceFollows{0};
+inline constexpr std::byte kAbortFollows{1};
+
 // One message on its way out. A stream (a ring's) gives no `data`: only the header is sent here, the caller
-// sends the announced bytes itself.
+// sends the announced bytes itself, piece by piece.
 class Outgoing {
  public:
   Outgoing() = default;
@@ -91,7 +96,10 @@ class Incoming {
 };
 
 Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& during);
-// Tells every peer why this rank leaves; best effort, one try, never blocks.
-void send_abort(transport::Mesh& mesh, const std::string& reason);
+// What a peer that closed its connection had said before, if it said anything; else `lost`. Only where no
+// message from it is half read.
+Failure last_words(transport::Mesh& mesh, int peer, const Call& call, Failure lost);
+// Tells every peer why this rank leaves and who is at fault; best effort, one try, never blocks.
+void send_abort(transport::Mesh& mesh, const Failure& failure);
 
 }  // namespace netfold::collective

@@ -9,9 +9,9 @@
 
 namespace netfold::collective {
 
-// Throws std::invalid_argument with a sentence for a call that can never be right on a group of `ranks`: an
+// Throws std::invalid_argument with a sentence for a call by `rank` of `ranks` that can never be right: an
 // operator without meaning for the dtype, a missing or uneven buffer, a root that does not exist.
-void validate(const Call& call, int ranks);
+void validate(const Call& call, int rank, int ranks);
 
 // The machine that runs `call`; nullptr where there is nothing to do. Borrows all three; `channel` may be
 // null unless the call is in_network.

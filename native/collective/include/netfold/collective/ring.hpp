@@ -1,9 +1,12 @@
 // Ring all-reduce: reduce-scatter round the ring, then all-gather round the ring (Patarasuk & Yuan, 2009).
 //
 // Steps: 2(P-1). Bytes sent by a rank for n bytes of tensor: 2n(P-1)/P, the least any host algorithm can
-// send, and one message header. The tensor is cut into P blocks, a block into sub-blocks of about
+// send, one message header, and a byte a sub-block. The tensor is cut into P blocks, a block into sub-blocks of about
 // kSubBlockBytes; what is received of one step is sent on in the next as soon as its sub-block is reduced, so
 // a step costs one sub-block of latency, not one block.
+//
+// A rank hears of a lost one by way of its neighbour: between two sub-blocks a stream can end with the reason
+// and the rank at fault, and every rank passes that on.
 //
 // A wire format narrower than the tensor is rounded at every hop while sums travel, and once more by the
 // owner of a finished block, so that every rank ends with the same bits.
@@ -23,8 +26,12 @@ class Ring final : public Algorithm {
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;
+  bool awaited_may_wait() const override { return receive_header_.done(); }
 
  private:
+  // Longest that a failure is held back for the rest of a sub-block that is half sent.
+  static constexpr std::int64_t kLastPieceNs = 100'000'000;
+
   struct Piece {  // elements
     std::size_t first = 0;
     std::size_t count = 0;
@@ -34,6 +41,9 @@ class Ring final : public Algorithm {
   std::size_t stream_bytes(int rank) const;
   bool advance_send();
   bool advance_receive();
+  transport::Mesh::Io send_piece();
+  Failure next_lost(Failure lost);
+  Progress finish_piece(std::int64_t now_ns);
   void load_send();
   void store_received();
 
@@ -50,13 +60,19 @@ class Ring final : public Algorithm {
   IncomingHeader receive_header_;
 
   std::size_t sent_pieces_ = 0;
-  std::size_t sent_bytes_ = 0;  // of the present piece
+  std::size_t sent_bytes_ = 0;  // of the present piece, its word included
   bool send_loaded_ = false;
   const std::byte* send_at_ = nullptr;
   std::size_t send_piece_bytes_ = 0;
 
   std::size_t received_pieces_ = 0;
-  std::size_t received_bytes_ = 0;  // of the present piece
+  std::size_t received_bytes_ = 0;  // of the present piece, without its word
+  std::byte word_ = kPieceFollows;
+  std::byte next_word_ = kPieceFollows;
+  bool word_here_ = false;
+  bool next_word_here_ = false;
+  bool gave_up_ = false;  // the previous rank: what follows is the reason
+  std::int64_t give_up_ns_ = -1;
 
   std::vector<std::byte> send_staging_;     // wire format, when it differs from the tensor's
   std::vector<std::byte> receive_staging_;  // wire format

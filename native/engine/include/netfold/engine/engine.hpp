@@ -59,6 +59,7 @@ class Operation {
   std::unique_ptr<collective::Algorithm> algorithm_;
   std::atomic<bool> done_{false};
   bool notify_ = false;
+  bool patient_ = false;  // past its deadline, for news of who is at fault
   mutable std::mutex mutex_;
   mutable std::condition_variable condition_;
 };
@@ -121,6 +122,9 @@ class Group {
   friend class Engine;
   enum class Driver : std::uint8_t { none, engine, caller };
   static constexpr std::size_t kEventCapacity = 8192;
+  // Beyond its deadline, how long an operation that waits for a rank that may wait for another listens for the
+  // name of that other.
+  static constexpr std::int64_t kPatienceNs = 250'000'000;
 
   void drive_until(const Operation& operation);
   bool turn(std::int64_t now);
@@ -153,6 +157,7 @@ class Group {
   std::vector<std::shared_ptr<Operation>> active_;
   std::size_t active_on_mesh_ = 0;
   bool torn_down_ = false;
+  bool failure_names_operation_ = false;
   transport::Fd wake_;
 };
 
@@ -176,6 +181,7 @@ class Engine {
   void wake();
   void push_completion(std::uint64_t id);
 
+  std::mutex life_mutex_;  // of the thread; taken before mutex_, never by the thread itself
   std::mutex mutex_;
   std::vector<std::shared_ptr<Group>> groups_;
   std::thread thread_;

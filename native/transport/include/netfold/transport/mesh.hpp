@@ -8,6 +8,7 @@
 #include <netfold/transport/socket.hpp>
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -30,16 +31,18 @@ class Mesh {
   // As many bytes as go now; 0 bytes and not closed means: later.
   Io send(int peer, std::span<const iovec> pieces);
   Io receive(int peer, std::byte* into, std::size_t bytes);
-  // Whether a message to `peer` is half sent: then nothing else can be said on that connection.
-  void set_in_message(int peer, bool value) { in_message_[static_cast<std::size_t>(peer)] = value; }
-  bool in_message(int peer) const { return in_message_[static_cast<std::size_t>(peer)]; }
+  Io receive(int peer, std::span<const iovec> pieces);
+  // Where what is being said to a peer stands: what else can be said on that connection depends on it.
+  enum class Place : std::uint8_t { between_messages, between_pieces, inside };
+  void set_place(int peer, Place place) { places_[static_cast<std::size_t>(peer)] = place; }
+  Place place(int peer) const { return places_[static_cast<std::size_t>(peer)]; }
   // Ends every connection; peers see an orderly close after what was sent.
   void close();
 
  private:
   int rank_;
   std::vector<Fd> peers_;
-  std::vector<bool> in_message_;
+  std::vector<Place> places_;
 };
 
 }  // namespace netfold::transport

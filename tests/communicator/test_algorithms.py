@@ -1,0 +1,218 @@
+"""Every all-reduce against its stated order of summation, bit for bit, over ranks, sizes, dtypes, operators and wires.
+
+One world of processes a number of ranks runs everything and says what it found; the tests below ask for their part.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+from folds import (
+    FLOAT_OPS,
+    INTEGER_OPS,
+    UNIT_ROUNDOFF,
+    by_rank,
+    by_ring,
+    contribution,
+    rounded,
+)
+from ranks import run_ranks, running_switch, values
+
+from netfold import Communicator, FileStore, Options
+from netfold.communicator import membership
+from netfold.profile import Records
+
+pytestmark = pytest.mark.xdist_group("algorithms")  # the worlds are made once
+
+RANKS = (1, 2, 3, 4, 5)
+SIZES = (0, 1, 2, 7, 351, 352, 353, 1000, 65537, 1_000_003)
+# In the network a chunk is 352 values of 4 bytes over Ethernet and 8192 over loopback: tails on both sides of each.
+LOOPBACK_SIZES = (8191, 8192, 8193, 300_007)
+DTYPES = ("float32", "float64", "int32", "int64", "uint8", "int8", "float16", "int16", "uint16", "uint32", "uint64")
+# label -> algorithm, wire, payload bytes of a packet (None: what the path takes)
+ALGORITHMS: dict[str, tuple[str, str, int | None]] = {
+    "direct": ("direct", "auto", None),
+    "ring": ("ring", "auto", None),
+    "ring_bf16": ("ring", "bf16", None),
+    "ring_f16": ("ring", "f16", None),
+    "in_network": ("in_network", "auto", 1408),
+    "in_network_loopback": ("in_network", "auto", None),
+    "in_network_bf16": ("in_network", "bf16", 1408),
+    "in_network_f16": ("in_network", "f16", 1408),
+}
+BACK_TO_BACK = 200
+
+Case = tuple[str, str, int]  # op, dtype, elements
+
+
+def cases_of(label: str) -> list[Case]:
+    _, wire, _ = ALGORITHMS[label]
+    if wire != "auto":  # of f32 tensors; others travel as they are
+        found = [("sum", "float32", size) for size in SIZES]
+        found += [(op, "float32", 353) for op in FLOAT_OPS]
+        return [*found, ("sum", "float64", 353), ("sum", "int32", 353)]
+    if label == "in_network_loopback":
+        return [("sum", dtype, size) for dtype in ("float32", "int32", "float16", "int8") for size in LOOPBACK_SIZES]
+    found = [("sum", "float32", size) for size in SIZES] + [("sum", "int32", size) for size in SIZES]
+    for dtype in DTYPES:
+        found += [("sum", dtype, size) for size in (0, 1, 2, 7, 351, 352, 353, 65537)]
+        ops = FLOAT_OPS if dtype.startswith("float") else INTEGER_OPS
+        found += [(op, dtype, size) for op in ops for size in (5, 1000)]
+    return list(dict.fromkeys(found))
+
+
+def fold_of(label: str) -> Any:
+    algorithm, wire, _ = ALGORITHMS[label]
+    fold = by_ring if algorithm == "ring" else by_rank
+
+    def of(op: str, parts: Any) -> Any:
+        travels = wire != "auto" and parts[0].dtype == np.float32 and len(parts) > 1
+        return fold(op, parts, wire if travels else "f32")
+
+    return of
+
+
+@functools.cache
+def contributions(size: int, count: int, dtype: str) -> tuple[Any, ...]:
+    return tuple(contribution(rank, count, dtype) for rank in range(size))
+
+
+def reduce_everything(rank: int, size: int, folder: str, switch: str) -> dict[str, Any]:
+    """label -> {case: (what is wrong or "", digest of the bits)}, and the labels' back-to-back runs and events."""
+    found: dict[str, Any] = {}
+    candidates = membership.PAYLOAD_CANDIDATES
+    for label, (algorithm, wire, payload) in ALGORITHMS.items():
+        membership.PAYLOAD_CANDIDATES = candidates if payload is None else (payload,)
+        options = Options(switch=switch if algorithm == "in_network" else None, algorithm=algorithm, wire=wire)
+        with Communicator(
+            FileStore(f"{folder}/{label}"), rank, size, options=options, timeout_s=30, join_timeout_s=30
+        ) as group:
+            found[label] = {
+                "cases": {case: _reduce(group, fold_of(label), *case) for case in cases_of(label)},
+                "back_to_back": _back_to_back(group, fold_of(label)),
+                "why": group.group.why("all_reduce", 1 << 24),
+                "slow": _events_out_of_order(group.group.events()),
+            }
+            group.barrier()
+    return found
+
+
+def _reduce(group: Communicator, fold: Any, op: str, dtype: str, count: int) -> tuple[str, str]:
+    parts = contributions(group.size, count, dtype)
+    mine = parts[group.rank].copy()
+    group.all_reduce(mine, op=op)
+    return _difference(mine, fold(op, parts)), hashlib.sha256(mine.tobytes()).hexdigest()
+
+
+def _back_to_back(group: Communicator, fold: Any) -> str:
+    """Many operations of changing length with nothing between them, each result looked at only at the end."""
+    sizes = [1 + (17 * index * index) % 3001 for index in range(BACK_TO_BACK)]
+    buffers = []
+    for index, count in enumerate(sizes):
+        mine = contributions(group.size, 3002, "float32")[group.rank][:count] + np.float32(index)
+        group.all_reduce(mine)
+        buffers.append(mine)
+    for index, (count, got) in enumerate(zip(sizes, buffers, strict=True)):
+        parts = [part[:count] + np.float32(index) for part in contributions(group.size, 3002, "float32")]
+        wrong = _difference(got, fold("sum", parts))
+        if wrong:
+            return f"operation {index} of {count}: {wrong}"
+    return ""
+
+
+def _difference(got: Any, expected: Any) -> str:
+    same = got.view(np.uint8).reshape(-1, got.itemsize) == expected.view(np.uint8).reshape(-1, got.itemsize)
+    wrong = np.flatnonzero(~same.all(axis=1))
+    if len(wrong) == 0:
+        return ""
+    at = wrong[0]
+    return f"{len(wrong)} of {len(got)} differ; first at {at}: {got[at]!r}, expected {expected[at]!r}"
+
+
+def _events_out_of_order(events: Records) -> int:
+    ordered = (events["queued_ns"] <= events["started_ns"]) & (events["started_ns"] <= events["finished_ns"])
+    return int((~ordered).sum())
+
+
+@functools.cache
+def world(size: int) -> list[dict[str, Any]]:
+    with running_switch() as switch:
+        return values(run_ranks(reduce_everything, size, switch.endpoint, timeout_s=120))
+
+
+labels = pytest.mark.parametrize("label", list(ALGORITHMS))
+ranks = pytest.mark.parametrize("size", RANKS)
+
+
+@labels
+@ranks
+def test_all_reduce_gives_the_bits_of_its_stated_order_of_summation(size: int, label: str) -> None:
+    for rank, found in enumerate(world(size)):
+        wrong = {case: text for case, (text, _) in found[label]["cases"].items() if text}
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+@labels
+@ranks
+def test_all_ranks_hold_the_same_bits(size: int, label: str) -> None:
+    first, *others = world(size)
+    for rank, other in enumerate(others, 1):
+        for case, (_, digest) in first[label]["cases"].items():
+            assert other[label]["cases"][case][1] == digest, f"{case}: rank {rank} differs from rank 0"
+
+
+@labels
+@ranks
+def test_operations_that_follow_each_other_without_a_barrier_do_not_mix(size: int, label: str) -> None:
+    assert [found[label]["back_to_back"] for found in world(size)] == [""] * size
+
+
+@labels
+@ranks
+def test_the_algorithm_that_was_asked_for_is_the_one_that_runs(size: int, label: str) -> None:
+    algorithm = "local" if size == 1 else ALGORITHMS[label][0]
+    for found in world(size):
+        assert found[label]["why"].startswith(f"{algorithm} (")
+
+
+@ranks
+def test_direct_and_in_network_give_the_same_bits(size: int) -> None:
+    found = world(size)[0]
+    for case in cases_of("in_network"):
+        assert found["direct"]["cases"][case][1] == found["in_network"]["cases"][case][1], case
+
+
+@pytest.mark.parametrize("wire", ["bf16", "f16"])
+@pytest.mark.parametrize("algorithm", ["ring", "in_network"])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 64])
+def test_a_wire_format_loses_no_more_than_its_roundings(size: int, algorithm: str, wire: str) -> None:
+    """The stated order of summation, which the tests above hold to the bit, against the sum in f64.
+
+    Let u be the wire's unit roundoff, v that of f32, in which sums are made. In the network a contribution x_r is
+    rounded to the wire (1 + d, |d| <= u), goes through at most P - 1 additions (each 1 + e, |e| <= v), and the result
+    is rounded once more: |error| <= ((1 + u)^2 (1 + v)^(P-1) - 1) sum |x_r|. In a ring the partial sum is rounded
+    before each of P - 1 hops and once by the block's owner, P roundings in all for the first contribution, so the
+    exponent 2 becomes P. Values are within f16's normal range, where rounding errors are relative.
+    """
+    parts = [contribution(rank, 4099, "float32") for rank in range(size)]
+    parts = [np.where(np.abs(part) < 0.5, np.float32(0.5), part) for part in parts]
+    fold = by_ring if algorithm == "ring" else by_rank
+    got = fold("sum", parts, wire).astype(np.float64)
+    exact = np.sum([part.astype(np.float64) for part in parts], axis=0)
+    magnitude = np.sum([np.abs(part).astype(np.float64) for part in parts], axis=0)
+    u, v = UNIT_ROUNDOFF[wire], UNIT_ROUNDOFF["f32"]
+    roundings = size if algorithm == "ring" else 2
+    # A partial sum that cancels to below f16's normal range rounds with an absolute error instead.
+    floor = roundings * 2.0**-25 if wire == "f16" else 0.0
+    bound = ((1 + u) ** roundings * (1 + v) ** (size - 1) - 1) * magnitude + floor
+    assert (np.abs(got - exact) <= bound).all()
+    assert (np.abs(got - exact) > 0).any(), "nothing was rounded: the bound was not tested"
+
+
+def test_the_reference_rounds_to_bf16_ties_to_even() -> None:
+    ties = np.array([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20], np.float32)
+    assert rounded(ties, "bf16").tolist() == [1.0, 1 + 2**-6, 1 + 2**-7]

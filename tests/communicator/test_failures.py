@@ -1,0 +1,303 @@
+"""What goes wrong between ranks without a switch: each an error that names rank, operation and what to try, in time.
+
+With a switch: tests/switch/test_failures_in_network.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Outcome, run_ranks, run_threads, values
+
+from netfold import Communicator, FileStore, Options
+
+# Longest that a failure may take to be heard where no timeout is part of it.
+SOON_S = 3.0
+TIMEOUT_S = 1.0
+
+ALGORITHMS = pytest.mark.parametrize("algorithm", ["direct", "ring"])
+SIZES = pytest.mark.parametrize("count", [100, 1_000_000])
+
+Call = Callable[[Communicator], None]
+
+
+def all_reduce(count: int, dtype: str = "float32", op: str = "sum") -> Call:
+    return lambda group: group.all_reduce(np.ones(count, dtype), op=op)
+
+
+def broadcast(count: int, root: int) -> Call:
+    return lambda group: group.broadcast(np.ones(count, np.float32), root)
+
+
+def barrier(group: Communicator) -> None:
+    group.barrier()
+
+
+def calls_in_turn(
+    rank: int, size: int, folder: str, algorithm: str, calls: list[list[Call]], timeout_s: float
+) -> tuple[str, int | None, str, float]:
+    """The error's type, rank and text, and the seconds it took; then a call that must fail for the same reason."""
+    group = Communicator(
+        FileStore(folder), rank, size, options=Options(algorithm=algorithm), timeout_s=timeout_s, join_timeout_s=20
+    )
+    began = time.monotonic()
+    try:
+        for call in calls[rank]:
+            call(group)
+    except Exception as error:
+        took = time.monotonic() - began
+        with pytest.raises(type(error), match="this group failed before"):
+            group.barrier()
+        return type(error).__name__, getattr(error, "rank", None), str(error), took
+    finally:
+        group.close()
+    return "", None, "", 0.0
+
+
+def disagree(algorithm: str, calls: list[list[Call]]) -> list[tuple[str, int | None, str, float]]:
+    found = values(run_threads(calls_in_turn, len(calls), algorithm, calls, 20.0))
+    for rank, (error, _, text, took) in enumerate(found):
+        assert error in ("Mismatch", "PeerLost"), (rank, error, text)
+        assert took < SOON_S
+        assert re.match(rf"rank {rank}: \w+ #[12] ", text), text
+    assert "Mismatch" in [error for error, *_ in found]
+    for error, _, text, _ in found:
+        if error == "Mismatch":
+            assert "is in" in text and "every rank must make the same calls in the same order" in text
+    return found
+
+
+@ALGORITHMS
+@pytest.mark.native
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("usual", "other"),
+    [
+        pytest.param(all_reduce(100), all_reduce(101), id="sizes"),
+        pytest.param(all_reduce(1_000_000), all_reduce(1_000_001), id="large sizes"),
+        pytest.param(all_reduce(100), all_reduce(100, "int32"), id="dtypes"),
+        pytest.param(all_reduce(100), all_reduce(100, op="max"), id="operators"),
+        pytest.param(all_reduce(100), barrier, id="operations"),
+        pytest.param(all_reduce(1_000_000), lambda group: group.reduce(np.ones(100, np.float32), 0), id="roots"),
+    ],
+)
+def test_ranks_that_call_different_things_all_hear_of_it(algorithm: str, odd: int, usual: Call, other: Call) -> None:
+    # A rank that only sends may be through before it hears of the others; the next call tells it.
+    disagree(algorithm, [[other if rank == odd else usual, barrier] for rank in range(3)])
+
+
+@ALGORITHMS
+@pytest.mark.native
+def test_operations_in_which_each_waits_for_another_end_with_the_timeout(algorithm: str) -> None:
+    """Rank 2 waits for the root, who waits in an all_reduce for rank 2: nobody reads what would tell."""
+    calls = [[all_reduce(1_000_000)], [all_reduce(1_000_000)], [broadcast(100, 0)]]
+    for error, _, text, took in values(run_threads(calls_in_turn, 3, algorithm, calls, TIMEOUT_S)):
+        assert error in ("CollectiveTimeout", "Mismatch", "PeerLost"), text
+        assert took < TIMEOUT_S + SOON_S
+
+
+@pytest.mark.native
+def test_ranks_that_name_different_roots_run_into_their_timeout_and_say_for_whom_they_wait() -> None:
+    calls = [[broadcast(100, 1)], [broadcast(100, 0)]]
+    found = values(run_threads(calls_in_turn, 2, "direct", calls, TIMEOUT_S))
+    assert any(error == "CollectiveTimeout" and "still waiting for rank" in text for error, _, text, _ in found)
+    assert all(error in ("CollectiveTimeout", "PeerLost") for error, *_ in found)
+
+
+@ALGORITHMS
+@pytest.mark.native
+def test_an_empty_tensor_against_a_full_one_is_heard_of(algorithm: str) -> None:
+    calls = [[all_reduce(0), barrier], [all_reduce(100), barrier]]
+    found = values(run_threads(calls_in_turn, 2, algorithm, calls, 20.0))
+    assert {error for error, *_ in found} <= {"Mismatch", "PeerLost"}
+
+
+@ALGORITHMS
+@SIZES
+@pytest.mark.native
+def test_a_rank_that_never_calls_is_named_when_the_timeout_is_over(algorithm: str, count: int) -> None:
+    released = threading.Event()
+
+    def absent(group: Communicator) -> None:
+        released.wait(10)
+
+    def call(group: Communicator) -> None:
+        try:
+            group.all_reduce(np.ones(count, np.float32))
+        finally:
+            released.set()
+
+    found = values(run_threads(calls_in_turn, 3, algorithm, [[call], [absent], [call]], TIMEOUT_S))
+    for rank in (0, 2):
+        error, named, text, took = found[rank]
+        # Whose timeout comes second may hear of the first before.
+        assert error in ("CollectiveTimeout", "PeerLost"), text
+        assert named == 1, text
+        assert f"rank {rank}: all_reduce #1 of {count} f32" in text
+        assert "rank 1" in text
+        assert TIMEOUT_S * 0.9 < took < TIMEOUT_S + SOON_S
+
+
+def dies_in_operation(rank: int, size: int, folder: str, algorithm: str, count: int, victim: int) -> Any:
+    with Communicator(
+        FileStore(folder), rank, size, options=Options(algorithm=algorithm), timeout_s=30, join_timeout_s=20
+    ) as group:
+        for _ in range(3):
+            group.all_reduce(np.ones(count, np.float32))
+        if rank == victim:
+            # The others are in the next all_reduce by now, whose bytes this rank has begun to exchange.
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        began = time.monotonic()
+        try:
+            while True:
+                group.all_reduce(np.ones(count, np.float32))
+        except Exception as error:
+            return type(error).__name__, getattr(error, "rank", None), str(error), time.monotonic() - began
+
+
+@ALGORITHMS
+@SIZES
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_worker_is_named_by_all_others_within_seconds(algorithm: str, count: int, victim: int) -> None:
+    outcomes = run_ranks(dies_in_operation, 4, algorithm, count, victim, dies=[victim])
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            continue
+        assert not outcome.error, outcome.text
+        error, named, text, took = outcome.value
+        assert error == "PeerLost", text
+        assert named == victim, f"rank {rank}: {text}"
+        assert f"rank {rank}: all_reduce #" in text
+        assert took < SOON_S
+
+
+def fails_by_itself(rank: int, size: int, folder: str, algorithm: str) -> None:
+    with Communicator(
+        FileStore(folder), rank, size, options=Options(algorithm=algorithm), timeout_s=30, join_timeout_s=20
+    ) as group:
+        group.all_reduce(np.ones(10, np.float32))
+        if rank == 1:
+            raise ZeroDivisionError("the learning rate fell to nothing")
+        group.all_reduce(np.ones(10, np.float32))
+
+
+@ALGORITHMS
+@pytest.mark.native
+def test_a_rank_that_fails_with_an_error_of_its_own_tells_the_others_what_it_was(algorithm: str) -> None:
+    outcomes = run_threads(fails_by_itself, 3, algorithm)
+    assert outcomes[1].error == "ZeroDivisionError"
+    for rank in (0, 2):
+        assert outcomes[rank].error == "PeerLost"
+        assert "ZeroDivisionError: the learning rate fell to nothing" in outcomes[rank].text
+
+
+def aborts(rank: int, size: int, folder: str) -> str:
+    group = Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=20)
+    try:
+        if rank == 0:
+            group.group.abort("the user pressed Ctrl-C")
+        group.barrier()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        group.close()
+    return ""
+
+
+@pytest.mark.native
+def test_an_abort_carries_its_reason_to_every_rank() -> None:
+    own, *others = values(run_threads(aborts, 3))
+    assert own.startswith("GroupAborted: ")
+    for text in others:
+        assert text.startswith("PeerLost: ")
+        assert "the user pressed Ctrl-C" in text
+
+
+def leaves_in_turn(rank: int, size: int, folder: str) -> None:
+    with Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=20) as group:
+        group.barrier()
+        time.sleep(0.05 * rank)
+    group.close()
+    with pytest.raises(ValueError, match="this group was closed"):
+        group.barrier()
+
+
+@pytest.mark.native
+def test_ranks_that_leave_after_their_last_operation_harm_nobody() -> None:
+    values(run_threads(leaves_in_turn, 4))
+
+
+def two_groups(rank: int, size: int, folder: str) -> float:
+    """The first group loses a rank; the second, of the same processes, goes on."""
+    first = Communicator(FileStore(f"{folder}/1"), rank, size, timeout_s=30, join_timeout_s=20)
+    with Communicator(FileStore(f"{folder}/2"), rank, size, timeout_s=30, join_timeout_s=20) as second:
+        if rank == 0:
+            first.close()
+        else:
+            with pytest.raises(Exception, match="rank 0"):
+                first.barrier()
+        first.close()
+        buffer = np.full(100_000, rank + 1.0)
+        second.all_reduce(buffer)
+        return float(buffer[-1])
+
+
+@pytest.mark.native
+def test_the_failure_of_one_group_is_not_that_of_another() -> None:
+    assert values(run_threads(two_groups, 3)) == [6.0] * 3
+
+
+def forks(rank: int, size: int, folder: str) -> str:
+    with Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=20) as group:
+        group.barrier()
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                group.barrier()
+                os.write(writer, b"no error")
+            except Exception as error:
+                os.write(writer, f"{type(error).__name__}: {error}".encode())
+            finally:
+                group.close()  # must not wait for a thread that is not there
+                os._exit(0)
+        os.close(writer)
+        said = os.read(reader, 4096).decode()
+        os.waitpid(child, 0)
+        group.barrier()  # the child's end left ours alone
+        return said
+
+
+def test_a_group_is_refused_in_a_forked_child_and_goes_on_in_the_parent() -> None:
+    outcomes: list[Outcome] = run_ranks(forks, 2)
+    assert values(outcomes) == ["RuntimeError: this group was made before a fork; make a new one in the child"] * 2
+
+
+def waits_twice(rank: int, size: int, folder: str) -> float:
+    with Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=20) as group:
+        buffer = np.full(1000, rank + 1.0)
+        if rank == 1:
+            time.sleep(0.3)
+        began = time.monotonic()
+        operation = group.group.submit(
+            "all_reduce", dtype="f64", outputs=[(buffer.ctypes.data, buffer.nbytes)], wait_here=False
+        )
+        if rank == 0:
+            with pytest.raises(TimeoutError, match=r"is not done after 0\.05 s of waiting"):
+                group.group.wait(operation, 0.05)
+        group.group.wait(operation)
+        assert time.monotonic() - began < 5
+        return float(buffer[999])
+
+
+@pytest.mark.native
+def test_the_end_of_a_wait_is_not_the_end_of_the_operation() -> None:
+    assert values(run_threads(waits_twice, 2)) == [3.0, 3.0]

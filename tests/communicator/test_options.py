@@ -1,0 +1,69 @@
+"""Options: what a user may set, and the sentence where it makes no sense."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from ranks import run_threads
+
+from netfold import Communicator, FileStore, Options
+
+pytestmark = pytest.mark.native
+
+
+def test_a_field_beats_its_variable_which_beats_the_default() -> None:
+    environment = {"NETFOLD_ALGORITHM": "ring", "NETFOLD_WIRE": "bf16", "NETFOLD_SPIN_US": "7"}
+    options = Options(wire="f16").resolved(environment)
+    assert options == Options(
+        switch=None, algorithm="ring", wire="f16", interface=None, window_bytes=1 << 20, spin_us=7
+    )
+
+
+def test_an_empty_variable_is_as_good_as_none() -> None:
+    environment = {f"NETFOLD_{field.name.upper()}": " " for field in dataclasses.fields(Options)}
+    assert Options().resolved(environment) == Options().resolved({})
+
+
+@pytest.mark.parametrize("text", ["nonsense", "127.0.0.1", ":7171", "host:port", "host:-1", "host:70000", "7171"])
+def test_a_switch_that_is_no_address_is_refused_in_a_sentence(text: str) -> None:
+    with pytest.raises(ValueError, match=r"NETFOLD_SWITCH is .* expected host:port, such as 127\.0\.0\.1:7171"):
+        Options().resolved({"NETFOLD_SWITCH": text})
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:7171", "switch.example:1", "[::1]:65535"])
+def test_a_switch_address_may_be_a_name_or_of_either_family(text: str) -> None:
+    assert Options().resolved({"NETFOLD_SWITCH": text}).switch == text
+
+
+@pytest.mark.parametrize("variable", ["NETFOLD_WINDOW_BYTES", "NETFOLD_SPIN_US"])
+@pytest.mark.parametrize("text", ["many", "-1", "1.5", "0x10"])
+def test_a_number_that_is_none_is_refused_by_the_variables_name(variable: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"{variable}='{text}' is not a whole number"):
+        Options().resolved({variable: text})
+
+
+def _join(rank: int, size: int, folder: str, options: Options) -> None:
+    Communicator(FileStore(folder), rank, size, options=options, join_timeout_s=20).close()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (Options(algorithm="nonsense"), "NETFOLD_ALGORITHM='nonsense' is not one of"),
+        (Options(wire="nonsense"), "NETFOLD_WIRE='nonsense' is not one of"),
+        (Options(algorithm="in_network"), "NETFOLD_ALGORITHM=in_network needs an aggregator"),
+        (Options(switch="nonsense"), "NETFOLD_SWITCH is 'nonsense'; expected host:port"),
+    ],
+)
+def test_every_rank_hears_at_once_that_its_options_make_no_sense(options: Options, sentence: str) -> None:
+    """Found: rank 0 alone looked at the words, and the others waited a minute for a rank 0 that had given up."""
+    for outcome in run_threads(_join, 3, options, timeout_s=5):
+        assert outcome.error == "ValueError"
+        assert sentence in outcome.text
+
+
+def test_a_rank_outside_its_group_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank 2 is not one of a group of 2"):
+        _join(2, 2, str(tmp_path), Options())

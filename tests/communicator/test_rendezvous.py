@@ -1,0 +1,236 @@
+"""Coming together: strangers, wrong secrets, ranks that are absent, double, or told different things."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks, run_threads, values
+
+from netfold import Communicator, FileStore, Options
+from netfold.communicator import rendezvous
+
+pytestmark = pytest.mark.native
+
+SECRET = bytes(range(32))
+
+
+def mesh(rank: int, size: int, folder: str, secrets: list[bytes], timeout_s: float = 10.0) -> list[int]:
+    """Meet over loopback; exchange a byte a pair; the ranks that answered with their own number."""
+    sockets = rendezvous.connect_mesh(
+        FileStore(folder), rank, size, "127.0.0.1", secrets[rank], time.monotonic() + timeout_s
+    )
+    for peer in sockets:
+        if peer is not None:
+            peer.settimeout(5)
+            peer.sendall(bytes([rank]))
+    met = [-1 if peer is None else peer.recv(1)[0] for peer in sockets]
+    for peer in sockets:
+        if peer is not None:
+            peer.close()
+    return met
+
+
+def everyone(size: int) -> list[list[int]]:
+    return [[-1 if peer == rank else peer for peer in range(size)] for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_every_rank_is_connected_with_every_other(size: int) -> None:
+    assert values(run_threads(mesh, size, [SECRET] * size)) == everyone(size)
+
+
+STRANGERS: dict[str, list[bytes]] = {
+    "says nothing and goes": [],
+    "speaks HTTP": [b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n" + bytes(200)],
+    "sends half a hello": [b"netfold1\x00\x00"],
+    "claims a rank but knows no secret": [struct.pack(">8sII32s", b"netfold1", 1, 3, bytes(32)), bytes(32)],
+    "claims a rank that does not exist": [struct.pack(">8sII32s", b"netfold1", 9, 3, bytes(32))],
+    "is of a group of another size": [struct.pack(">8sII32s", b"netfold1", 1, 7, bytes(32))],
+    "sends random bytes": [os.urandom(4096)],
+}
+
+
+def _visit(folder: str, words: list[bytes], done: threading.Event) -> None:
+    host, _, port = FileStore(folder).get("address/0", 10.0).decode().rpartition(":")
+    with socket.create_connection((host, int(port)), 5) as stream:
+        for word in words:
+            stream.sendall(word)
+            time.sleep(0.02)
+    done.set()
+
+
+def _mesh_with_visitor(rank: int, size: int, folder: str, words: list[bytes]) -> list[int]:
+    visited = threading.Event()
+    if rank == 1:
+        _visit(folder, words, visited)  # before the real ranks: rank 0 must let it go and meet them
+    elif rank == 2:
+        FileStore(folder).get("address/1", 10.0)
+    return mesh(rank, size, folder, [SECRET] * size)
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_at_the_rendezvous_port_is_dropped_and_the_group_comes_together(stranger: str) -> None:
+    assert values(run_threads(_mesh_with_visitor, 3, STRANGERS[stranger])) == everyone(3)
+
+
+def _mesh_with_a_silent_visitor(rank: int, size: int, folder: str) -> list[int]:
+    if rank == 1:
+        host, _, port = FileStore(folder).get("address/0", 10.0).decode().rpartition(":")
+        with socket.create_connection((host, int(port)), 5):
+            return mesh(rank, size, folder, [SECRET] * size)
+    return mesh(rank, size, folder, [SECRET] * size)
+
+
+def test_a_stranger_that_stays_and_says_nothing_delays_the_group_by_no_more_than_a_handshake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_TIMEOUT_S", 0.3)
+    assert values(run_threads(_mesh_with_a_silent_visitor, 2)) == everyone(2)
+
+
+def test_a_rank_with_a_wrong_secret_is_refused_by_name() -> None:
+    outcomes = run_threads(mesh, 2, [SECRET, bytes(32)], 1.5)
+    assert outcomes[1].error == "RendezvousError"
+    assert "is not rank 0 of this job: it does not know the job's secret" in outcomes[1].text
+    assert outcomes[0].error == "RendezvousError"
+    assert "rank 0: rank 1 of 2 did not connect in time" in outcomes[0].text
+
+
+def _forward(rank: int, size: int, folder: str) -> Any:
+    """Rank 1 is a man in the middle: it passes rank 0's own proof back to it."""
+    store = FileStore(folder)
+    if rank == 0:
+        return rendezvous.connect_mesh(store, 0, 2, "127.0.0.1", SECRET, time.monotonic() + 1.0)
+    host, _, port = store.get("address/0", 5.0).decode().rpartition(":")
+    with socket.create_connection((host, int(port)), 5) as stream:
+        stream.sendall(struct.pack(">8sII32s", b"netfold1", 1, 2, bytes(32)))
+        answer = stream.recv(64, socket.MSG_WAITALL)
+        assert hmac.compare_digest(
+            answer[32:],
+            hmac.new(SECRET, b"accept" + bytes(32) + answer[:32] + struct.pack(">II", 1, 0), hashlib.sha256).digest(),
+        )
+        stream.sendall(answer[32:])
+        stream.settimeout(5)
+        return stream.recv(1)
+
+
+def test_a_proof_reflected_to_its_maker_proves_nothing() -> None:
+    rank0, reflector = run_threads(_forward, 2)
+    assert rank0.error == "RendezvousError"
+    assert reflector.value == b"", "the connection must be closed"
+
+
+def join(rank: int, size: int, folder: str, options: list[dict[str, Any]], timeout_s: float) -> float:
+    began = time.monotonic()
+    own = dict(options[rank])
+    if own.pop("absent", False):
+        return 0.0
+    with Communicator(
+        FileStore(folder),
+        own.pop("rank", rank),
+        own.pop("size", size),
+        options=Options(**own),
+        join_timeout_s=timeout_s,
+        timeout_s=5,
+    ) as group:
+        group.barrier()
+    return time.monotonic() - began
+
+
+def test_absent_ranks_are_named_when_the_time_to_join_is_over() -> None:
+    outcomes = run_threads(join, 4, [{}, {"absent": True}, {}, {"absent": True}], 1.0)
+    assert "rank 0: rank 1, 3 of 4 did not connect in time; did every rank start" in outcomes[0].text
+    assert outcomes[2].error == "RendezvousError"
+    assert "rank 1" in outcomes[2].text
+
+
+def test_without_rank_0_the_others_say_so() -> None:
+    outcomes = run_threads(join, 2, [{"absent": True}, {}], 0.5)
+    assert "rank 1: rank 0 did not publish the job in time" in outcomes[1].text
+
+
+def join_as(rank: int, size: int, folder: str, ranks: list[int]) -> None:
+    Communicator(FileStore(folder), ranks[rank], 2, join_timeout_s=5.0).close()
+
+
+def test_two_workers_with_the_same_rank_are_told_and_the_group_of_the_first_goes_on() -> None:
+    outcomes = run_ranks(join_as, 3, [0, 1, 1])
+    first, second = sorted(outcomes[1:], key=lambda outcome: outcome.error)
+    assert not outcomes[0].error, outcomes[0].text
+    assert not first.error
+    assert second.error == "RendezvousError"
+    assert "rank 1 of 2 was claimed 2 times: two processes were started with the same rank" in second.text
+
+
+def join_twice(rank: int, size: int, folder: str) -> None:
+    for _ in range(2):
+        join(rank, size, folder, [{}] * size, 5.0)
+
+
+def test_the_same_processes_may_make_another_group_on_the_same_store() -> None:
+    """Found by torchrun: after destroy_process_group torch hands out the very same keys."""
+    values(run_threads(join_twice, 3))
+
+
+def test_a_store_that_served_a_former_run_is_refused(tmp_path: Path) -> None:
+    def run(rank: int, size: int, folder: str) -> None:
+        join(rank, size, str(tmp_path), [{}] * size, 5.0)
+
+    values(run_threads(run, 2))
+    # Another process has another token.
+    token, rendezvous._process = rendezvous._process, (os.getpid(), "another")
+    try:
+        for outcome in run_threads(run, 2):
+            assert outcome.error == "RendezvousError"
+            assert "a former run's store is being used again" in outcome.text
+    finally:
+        rendezvous._process = token
+
+
+def test_ranks_that_were_told_different_sizes_say_which() -> None:
+    outcomes = run_threads(join, 2, [{}, {"size": 3}], 1.0)
+    assert "rank 1 was told of 3 ranks, rank 0 of 2 (check WORLD_SIZE)" in outcomes[1].text
+    assert outcomes[0].error == "RendezvousError"
+
+
+def test_ranks_with_different_switches_are_told_so() -> None:
+    options = [{"switch": "127.0.0.1:1"}, {"switch": "127.0.0.1:2"}]
+    outcomes = run_threads(join, 2, options, 1.0)
+    assert "rank 1 has NETFOLD_SWITCH=127.0.0.1:2, rank 0 has 127.0.0.1:1: all ranks need the same" in outcomes[1].text
+    assert outcomes[0].error in ("RendezvousError", "SwitchError")
+
+
+def test_an_interface_that_does_not_exist_is_named_beside_those_that_do() -> None:
+    outcomes = run_threads(join, 1, [{"interface": "nosuch0"}], 1.0)
+    assert outcomes[0].error == "RendezvousError"
+    assert "NETFOLD_INTERFACE=nosuch0" in outcomes[0].text
+    assert "lo" in outcomes[0].text
+
+
+def test_an_address_that_is_not_this_hosts_cannot_be_listened_on() -> None:
+    outcomes = run_threads(join, 2, [{"interface": "192.0.2.1"}, {"interface": "192.0.2.1"}], 1.0)
+    assert "rank 0 cannot listen on 192.0.2.1" in outcomes[0].text
+
+
+def test_the_loopback_interface_may_be_named() -> None:
+    values(run_threads(join, 2, [{"interface": "lo"}, {"interface": "127.0.0.1"}], 5.0))
+
+
+def _pairs(rank: int, size: int, folder: str, turns: int) -> None:
+    pair, place = divmod(rank, 2)
+    for turn in range(turns):
+        join(place, 2, f"{folder}/{pair}/{turn}", [{}, {}], 10.0)
+
+
+def test_groups_that_come_and_go_on_several_threads_do_not_stop_each_other() -> None:
+    """The engine's thread ends with a process's last group and starts with the next: these overlap all the time."""
+    values(run_threads(_pairs, 6, 60, timeout_s=60))

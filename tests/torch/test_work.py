@@ -1,0 +1,155 @@
+"""Work and Future, single-handed: an operation that ends just when somebody looks."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from netfold.torch import work as work_module  # noqa: E402
+from netfold.torch.work import NetfoldWork  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+_ids = itertools.count(1 << 60)  # far from the engine's own
+
+
+class Operation:
+    """As the native one, but it ends when the test says so."""
+
+    def __init__(self, *, looks: int = 1 << 30) -> None:
+        self.id = next(_ids)
+        self.failure: Any = None
+        self._looks = looks
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        """Also true from the `looks`-th look on."""
+        self._looks -= 1
+        return self._done or self._looks < 0
+
+    def notify(self) -> bool:
+        return not self._done
+
+    def end(self) -> None:
+        """As the engine does it: the id goes to a completion thread."""
+        self._done = True
+        work_module._completions._complete(self.id)
+
+
+class Group:
+    rank = 0
+
+    def wait(self, operation: Operation, seconds: float | None = None) -> None:
+        assert operation.done
+
+    def error(self, operation: Operation) -> Exception:
+        return ConnectionError(str(operation.failure))
+
+
+def make(*operations: Operation, finish: Any = None) -> NetfoldWork:
+    return NetfoldWork(Group(), list(operations), ["result"], finish=finish)  # type: ignore[arg-type]
+
+
+def test_a_future_asked_for_while_the_last_operation_is_settled_is_resolved_once() -> None:
+    """Found by reading: the asker and the completion thread both resolved it; the second raised, and its thread ended
+    without a word."""
+    operation = Operation()
+    work = make(operation)
+    settle = work._settle
+    asked = []
+
+    def settle_and_ask() -> None:
+        settle()
+        asked.append(work.get_future())
+
+    work._settle = settle_and_ask  # type: ignore[method-assign]
+    operation.end()
+    assert asked[0].wait() == ["result"]
+
+
+def test_a_future_is_not_resolved_before_staged_results_are_copied_back() -> None:
+    """Found by reading: the count of pending operations fell to zero before the copy was made."""
+    operation = Operation()
+    copied: list[bool] = []
+    work = make(operation, finish=lambda: copied.append(True))
+    settle = work._settle
+    early = []
+
+    def ask_and_settle() -> None:
+        early.append(work.get_future().done())
+        settle()
+
+    work._settle = ask_and_settle  # type: ignore[method-assign]
+    operation.end()
+    assert early == [False]
+    assert work.get_future().wait() == ["result"]
+    assert copied == [True]
+
+
+def test_an_operation_that_ends_while_it_is_handed_over_is_settled() -> None:
+    """Found by reading: not done at the first look, done at the second; nobody copied the result back."""
+    copied: list[bool] = []
+    work = make(Operation(looks=1), finish=lambda: copied.append(True))
+    assert work.get_future().wait() == ["result"]
+    assert copied == [True]
+
+
+def test_an_error_while_results_are_copied_back_is_raised_by_whoever_waits() -> None:
+    """Found with a tensor whose elements share memory: it ended the completion thread, and the Future hung."""
+
+    def fail() -> None:
+        raise RuntimeError("no room")
+
+    for ended_before in (True, False):
+        operation = Operation(looks=0 if ended_before else 1 << 30)
+        work = make(operation, finish=fail)
+        future = work.get_future()
+        if not ended_before:
+            operation.end()
+        with pytest.raises(RuntimeError, match="no room"):
+            future.wait()
+        with pytest.raises(RuntimeError, match="no room"):
+            work.wait()
+        assert not work.is_success()
+        assert "no room" in str(work.exception())
+
+
+def test_a_future_of_several_operations_is_resolved_by_the_last() -> None:
+    first, second = Operation(), Operation()
+    future = make(first, second).get_future()
+    second.end()
+    assert not future.done()
+    first.end()
+    assert future.wait() == ["result"]
+
+
+def test_a_failed_operation_fails_the_future_by_a_callback_that_raised() -> None:
+    operation = Operation()
+    work = make(operation)
+    future = work.get_future()
+    operation.failure = "rank 3 left"
+    operation.end()
+    with pytest.raises(Exception, match="rank 3 left"):
+        future.wait()
+    assert future.done()
+    assert not work.is_success()
+
+
+def test_everyone_who_asks_gets_the_same_future() -> None:
+    operation = Operation()
+    work = make(operation)
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(work.get_future())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    operation.end()
+    assert len({id(future) for future in found}) == 1
+    assert found[0].wait() == ["result"]
