@@ -255,6 +255,19 @@ def test_the_failure_of_one_group_is_not_that_of_another() -> None:
     assert values(run_threads(two_groups, 3)) == [6.0] * 3
 
 
+def join_as(rank: int, size: int, folder: str, ranks: list[int]) -> None:
+    Communicator(FileStore(folder), ranks[rank], 2, join_timeout_s=5.0).close()
+
+
+def test_two_workers_with_the_same_rank_are_told_and_the_group_of_the_first_goes_on() -> None:
+    outcomes = run_ranks(join_as, 3, [0, 1, 1])
+    first, second = sorted(outcomes[1:], key=lambda outcome: outcome.error)
+    assert not outcomes[0].error, outcomes[0].text
+    assert not first.error
+    assert second.error == "RendezvousError"
+    assert "rank 1 of 2 was claimed 2 times: two processes were started with the same rank" in second.text
+
+
 def forks(rank: int, size: int, folder: str) -> str:
     with Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=20) as group:
         group.barrier()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks, run_threads, values
+from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import rendezvous
@@ -156,19 +156,6 @@ def test_absent_ranks_are_named_when_the_time_to_join_is_over() -> None:
 def test_without_rank_0_the_others_say_so() -> None:
     outcomes = run_threads(join, 2, [{"absent": True}, {}], 0.5)
     assert "rank 1: rank 0 did not publish the job in time" in outcomes[1].text
-
-
-def join_as(rank: int, size: int, folder: str, ranks: list[int]) -> None:
-    Communicator(FileStore(folder), ranks[rank], 2, join_timeout_s=5.0).close()
-
-
-def test_two_workers_with_the_same_rank_are_told_and_the_group_of_the_first_goes_on() -> None:
-    outcomes = run_ranks(join_as, 3, [0, 1, 1])
-    first, second = sorted(outcomes[1:], key=lambda outcome: outcome.error)
-    assert not outcomes[0].error, outcomes[0].text
-    assert not first.error
-    assert second.error == "RendezvousError"
-    assert "rank 1 of 2 was claimed 2 times: two processes were started with the same rank" in second.text
 
 
 def join_twice(rank: int, size: int, folder: str) -> None:
