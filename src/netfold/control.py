@@ -61,10 +61,11 @@ def send(stream: socket.socket, message: Message) -> None:
 
 def receive(stream: socket.socket) -> Message:
     """One message; EOFError at an orderly end, TimeoutError by the socket's timeout."""
-    return decode(_exactly(stream, length_of(_exactly(stream, _LENGTH.size))))
+    return decode(receive_exactly(stream, length_of(receive_exactly(stream, _LENGTH.size))))
 
 
-def _exactly(stream: socket.socket, count: int) -> bytes:
+def receive_exactly(stream: socket.socket, count: int) -> bytes:
+    """`count` bytes; EOFError when the stream ends before, TimeoutError by the socket's timeout."""
     parts = bytearray()
     while len(parts) < count:
         part = stream.recv(count - len(parts))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.options import Options
 from netfold.communicator.store import PrefixStore, Store
-from netfold.control import format_endpoint, parse_endpoint
+from netfold.control import format_endpoint, parse_endpoint, receive_exactly
 from netfold.plan import ChoiceTable, build_table
 
 _HELLO = struct.Struct(">8sII32s")  # magic, rank, size, nonce
@@ -204,8 +204,8 @@ def _connect(store: Store, rank: int, peer: int, size: int, secret: bytes, deadl
     mine = secrets.token_bytes(32)
     try:
         stream.sendall(_HELLO.pack(_MAGIC, rank, size, mine))
-        theirs = _exactly(stream, 32)
-        proof = _exactly(stream, _PROOF_BYTES)
+        theirs = receive_exactly(stream, 32)
+        proof = receive_exactly(stream, _PROOF_BYTES)
         if not hmac.compare_digest(proof, _proof(secret, b"accept", mine, theirs, rank, peer)):
             raise RendezvousError(
                 f"who listens on {format_endpoint(host, port)} is not rank {peer} of this job: it does not know the "
@@ -229,11 +229,11 @@ def _accept(
     stream, _ = listener.accept()
     stream.settimeout(min(_left(deadline), _HANDSHAKE_TIMEOUT_S))
     try:
-        magic, peer, peer_size, theirs = _HELLO.unpack(_exactly(stream, _HELLO.size))
+        magic, peer, peer_size, theirs = _HELLO.unpack(receive_exactly(stream, _HELLO.size))
         if magic == _MAGIC and peer_size == size and 0 <= peer < size:
             mine = secrets.token_bytes(32)
             stream.sendall(mine + _proof(secret, b"accept", theirs, mine, peer, rank))
-            proof = _exactly(stream, _PROOF_BYTES)
+            proof = receive_exactly(stream, _PROOF_BYTES)
             if hmac.compare_digest(proof, _proof(secret, b"connect", theirs, mine, peer, rank)):
                 return peer, stream
     except (EOFError, OSError):
@@ -245,16 +245,6 @@ def _accept(
 def _proof(secret: bytes, side: bytes, connecter: bytes, accepter: bytes, low: int, high: int) -> bytes:
     message = side + connecter + accepter + struct.pack(">II", low, high)
     return hmac.new(secret, message, hashlib.sha256).digest()
-
-
-def _exactly(stream: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = stream.recv(count - len(parts))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
 
 
 def _left(deadline: float) -> float:
