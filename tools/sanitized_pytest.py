@@ -13,4 +13,6 @@ sys.path.insert(0, site)
 import netfold._native  # noqa: E402
 
 assert netfold._native.__file__.startswith(site), f"not the sanitized build: {netfold._native.__file__}"
-sys.exit(pytest.main(sys.argv[1:]))
+# Ranks that a test spawns import this file too, and with it the sanitized build; they are not to run the tests.
+if __name__ == "__main__":
+    sys.exit(pytest.main(sys.argv[1:]))
