@@ -200,7 +200,7 @@ void Group::drive_until(const Operation& operation) {
 }
 
 bool Group::has_work() const {
-  return !inbox_.empty() || !queue_.empty() || !active_.empty() || (failure_ && !torn_down_);
+  return !inbox_.empty() || !queue_.empty() || !active_.empty() || (failure_ && !closed_);
 }
 
 bool Group::can_start(const Operation& operation) const {
@@ -340,9 +340,13 @@ void Group::complete(Operation& operation, Failure failure) {
 
 void Group::fail_all() {
   const Failure failure = this->failure();
-  if (!torn_down_) {
+  const std::int64_t now = now_ns();
+  if (close_ns_ < 0) {
     collective::send_abort(*mesh_, failure);
-    torn_down_ = true;
+    // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
+    // others have seen for themselves who died.
+    const bool first_hand = failure.kind == Failure::Kind::peer_lost && failure.heard.empty();
+    close_ns_ = first_hand ? now + kMourningNs : now;
   }
   auto active = std::move(active_);
   auto queue = std::move(queue_);
@@ -357,7 +361,10 @@ void Group::fail_all() {
   for (const auto& operation : active) end(*operation);
   for (const auto& operation : queue) end(*operation);
   // Peers must hear of it now, not when this process ends.
+  if (now < close_ns_) return;
   mesh_->close();
+  std::lock_guard lock(mutex_);
+  closed_ = true;
 }
 
 void Group::fail(Failure failure) {
@@ -379,6 +386,7 @@ Failure Group::failure() const {
 }
 
 void Group::wait_for(collective::WaitSet& set) const {
+  set.wake_at(close_ns_);
   for (const auto& operation : active_) {
     if (operation->algorithm_ != nullptr) operation->algorithm_->wait_for(set);
     set.wake_at(operation->deadline_ns_);
@@ -439,6 +447,8 @@ void Engine::remove_group(const std::shared_ptr<Group>& group) {
     // The failure above makes whoever drives finish; the engine thread tears down a group without a driver.
     std::unique_lock lock(group->mutex_);
     group->driver_left_.wait(lock, [&] { return group->driver_ == Group::Driver::none && !group->has_work(); });
+    // Its port on the switch goes now, not when the last who knows the group has forgotten it.
+    group->channel_.reset();
   }
   // Held until the thread has ended: a group that is added meanwhile would take back its word to stop.
   std::lock_guard life(life_mutex_);

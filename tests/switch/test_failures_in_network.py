@@ -132,8 +132,8 @@ def test_a_rank_that_never_calls_is_named_by_the_switchs_word(count: int) -> Non
             assert named == 2, text
             assert "rank 2" in text
             assert TIMEOUT_S * 0.9 < took < TIMEOUT_S + SOON_S
-        first = min((found[rank] for rank in (0, 1, 3)), key=lambda each: each[3])
-        assert first[0] == "CollectiveTimeout"
+        # The first to give up ends the absent rank's wait, so the others may hear that it left instead.
+        first = next(each for each in found if each[0] == "CollectiveTimeout")
         assert f"all_reduce #1 of {count} f32" in first[2]
         assert "the switch still waits for rank 2. Did every rank make this call?" in first[2]
         serves(switch)

@@ -314,9 +314,11 @@ class Switch:
             memory / 2**20,
             job.port,
         )
-        start = {"type": "start", "epoch": epoch, "payload_bytes": payload, "window": window}
-        for other in list(job.members.values()):
-            await _tell(other.writer, start)
+        start = control.encode({"type": "start", "epoch": epoch, "payload_bytes": payload, "window": window})
+        # All at once: with a pause between them, one that starts and leaves at once would be told of before the start.
+        for other in job.members.values():
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                other.writer.write(start)
 
     async def _missing(self, job: _Job, member: _Member, message: control.Message) -> None:
         chunk = message.get("chunk")

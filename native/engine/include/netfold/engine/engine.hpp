@@ -126,6 +126,9 @@ class Group {
   // name of that other.
   static constexpr std::int64_t kPatienceNs = 250'000'000;
 
+  // How long a group that lost a rank keeps its other connections (see fail_all).
+  static constexpr std::int64_t kMourningNs = 300'000'000;
+
   void drive_until(const Operation& operation);
   bool turn(std::int64_t now);
   bool can_start(const Operation& operation) const;
@@ -151,12 +154,13 @@ class Group {
   std::vector<EventRecord> events_;
   std::uint64_t event_count_ = 0;
   std::optional<Traffic> traffic_;
+  bool closed_ = false;
 
   // The driver's alone.
   std::deque<std::shared_ptr<Operation>> queue_;
   std::vector<std::shared_ptr<Operation>> active_;
   std::size_t active_on_mesh_ = 0;
-  bool torn_down_ = false;
+  std::int64_t close_ns_ = -1;  // of a failed group: when its connections end
   bool failure_names_operation_ = false;
   transport::Fd wake_;
 };
