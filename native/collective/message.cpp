@@ -80,10 +80,24 @@ std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
   return io.bytes;
 }
 
+IncomingHeader IncomingHeader::abort(const Call& call, int peer, std::span<const std::byte> early) {
+  IncomingHeader header(call, peer, 0);
+  header.early_.assign(early.begin(), early.end());
+  return header;
+}
+
+transport::Mesh::Io IncomingHeader::receive(transport::Mesh& mesh, std::byte* into, std::size_t bytes) {
+  if (early_.empty()) return mesh.receive(peer_, into, bytes);
+  const std::size_t some = std::min(bytes, early_.size());
+  std::memcpy(into, early_.data(), some);
+  early_.erase(early_.begin(), early_.begin() + static_cast<std::ptrdiff_t>(some));
+  return {.bytes = some};
+}
+
 std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
   std::size_t moved = 0;
   if (got_ < sizeof header_) {
-    const auto io = mesh.receive(peer_, reinterpret_cast<std::byte*>(&header_) + got_, sizeof header_ - got_);
+    const auto io = receive(mesh, reinterpret_cast<std::byte*>(&header_) + got_, sizeof header_ - got_);
     if (io.closed) {
       failure = peer_lost(peer_, io, expected_);
       return 0;
@@ -104,7 +118,7 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
   if (expects_reason_) {
     std::byte chunk[kMaxReasonBytes];
     const std::size_t want = std::min<std::size_t>(header_.bytes, kMaxReasonBytes) - reason_.size();
-    const auto io = mesh.receive(peer_, chunk, want);
+    const auto io = receive(mesh, chunk, want);
     reason_.append(reinterpret_cast<const char*>(chunk), io.bytes);
     if (io.closed || reason_.size() >= std::min<std::size_t>(header_.bytes, kMaxReasonBytes)) {
       // It may have heard of it from yet another rank; that one is at fault, unless it is us.
@@ -159,9 +173,10 @@ void send_abort(transport::Mesh& mesh, const Failure& failure) {
   header.is_abort = 1;
   header.root = failure.rank;
   header.bytes = std::min(reason.size(), kMaxReasonBytes);
-  std::byte word = kAbortFollows;
-  const iovec pieces[3] = {
-      {&word, 1}, {&header, sizeof header}, {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
+  auto word = PieceWord::abort;
+  const iovec pieces[3] = {{&word, sizeof word},
+                           {&header, sizeof header},
+                           {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
   const std::span<const iovec> all(pieces);
   for (int peer = 0; peer < mesh.size(); ++peer) {
     const auto place = mesh.place(peer);

@@ -7,6 +7,25 @@
 #include <utility>
 
 namespace netfold::collective {
+namespace {
+
+// A piece's word and its values, as far as they have not gone or come yet.
+class Parts {
+ public:
+  Parts(PieceWord& word, std::byte* values, std::size_t bytes, std::size_t done) {
+    const std::size_t of_word = std::min(done, sizeof word);
+    parts_[0] = {reinterpret_cast<std::byte*>(&word) + of_word, sizeof word - of_word};
+    parts_[1] = {values + (done - of_word), bytes - (done - of_word)};
+    first_ = of_word == sizeof word ? 1 : 0;
+  }
+  std::span<const iovec> left() const { return std::span(parts_).subspan(first_); }
+
+ private:
+  iovec parts_[2];
+  std::size_t first_;
+};
+
+}  // namespace
 
 Ring::Ring(const Call& call, transport::Mesh& mesh)
     : call_(call),
@@ -49,7 +68,7 @@ std::size_t Ring::stream_bytes(int rank) const {
   for (std::size_t step = 0; step < total_ / sub_blocks_; ++step) {
     for (std::size_t sub = 0; sub < sub_blocks_; ++sub) elements += piece(step * sub_blocks_ + sub, rank).count;
   }
-  return elements * wire_element_bytes_ + total_;
+  return elements * wire_element_bytes_ + total_ * sizeof(PieceWord);
 }
 
 void Ring::load_send() {
@@ -90,7 +109,7 @@ bool Ring::advance_send() {
     }
     if (io.bytes == 0) return moved;
     moved = true;
-    if (sent_bytes_ == 1 + send_piece_bytes_) {
+    if (sent_bytes_ == sizeof(PieceWord) + send_piece_bytes_) {
       ++sent_pieces_;
       send_loaded_ = false;
     }
@@ -106,14 +125,12 @@ Failure Ring::next_lost(Failure lost) {
 
 transport::Mesh::Io Ring::send_piece() {
   using Place = transport::Mesh::Place;
-  static constexpr std::byte word = kPieceFollows;
-  const std::size_t values = sent_bytes_ == 0 ? 0 : sent_bytes_ - 1;
-  const iovec parts[2] = {{const_cast<std::byte*>(&word), 1},
-                          {const_cast<std::byte*>(send_at_) + values, send_piece_bytes_ - values}};
-  const auto io = mesh_.send(next_, std::span(parts).subspan(sent_bytes_ == 0 ? 0 : 1));
+  auto word = PieceWord::piece;
+  const Parts parts(word, const_cast<std::byte*>(send_at_), send_piece_bytes_, sent_bytes_);
+  const auto io = mesh_.send(next_, parts.left());
   sent_bytes_ += io.bytes;
   wire_bytes_ += io.bytes;
-  const bool inside = sent_bytes_ > 0 && sent_bytes_ < 1 + send_piece_bytes_;
+  const bool inside = sent_bytes_ > 0 && sent_bytes_ < sizeof word + send_piece_bytes_;
   mesh_.set_place(next_, inside ? Place::inside : Place::between_pieces);
   return io;
 }
@@ -151,43 +168,27 @@ bool Ring::advance_receive() {
     const bool in_place =
         call_.wire == call_.dtype && received_pieces_ / sub_blocks_ >= static_cast<std::size_t>(ranks_ - 1);
     std::byte* into = in_place ? call_.outputs[0].data + what.first * element_bytes_ : receive_staging_.data();
-    if (!word_here_ || received_bytes_ < bytes) {
-      // The next piece's word comes with this one's values, so that it costs no call of its own.
-      const iovec word{&word_, 1};
-      const iovec parts[2] = {{into + received_bytes_, bytes - received_bytes_}, {&next_word_, 1}};
-      const bool last = received_pieces_ + 1 == total_;
-      const auto io = word_here_ ? mesh_.receive(previous_, std::span(parts).first(last ? 1 : 2))
-                                 : mesh_.receive(previous_, {&word, 1});
-      if (io.closed) {
-        failure_ = peer_lost(previous_, io, MessageHeader::of(call_, 0));
-        return moved;
-      }
-      if (io.bytes == 0) return moved;
-      moved = true;
-      if (!word_here_) {
-        word_here_ = true;
-      } else {
-        const std::size_t values = std::min(io.bytes, bytes - received_bytes_);
-        received_bytes_ += values;
-        next_word_here_ = io.bytes > values;
-      }
+    const Parts parts(word_, into, bytes, received_bytes_);
+    const auto io = mesh_.receive(previous_, parts.left());
+    if (io.closed) {
+      failure_ = peer_lost(previous_, io, MessageHeader::of(call_, 0));
+      return moved;
     }
-    if (word_ != kPieceFollows) {
-      // The rest of what comes is an abort message: read it as one.
-      if (!gave_up_) receive_header_ = IncomingHeader(call_, previous_, 0);
-      gave_up_ = true;
+    if (io.bytes == 0) return moved;
+    moved = true;
+    received_bytes_ += io.bytes;
+    if (received_bytes_ >= sizeof word_ && word_ != PieceWord::piece) {
+      receive_header_ = IncomingHeader::abort(call_, previous_, {into, received_bytes_ - sizeof word_});
       Failure heard;
       while (!heard && receive_header_.advance(mesh_, heard) > 0) {
       }
       if (heard) failure_ = std::move(heard);
       return moved;
     }
-    if (received_bytes_ == bytes) {
+    if (received_bytes_ == sizeof word_ + bytes) {
       store_received();
       ++received_pieces_;
       received_bytes_ = 0;
-      word_here_ = std::exchange(next_word_here_, false);
-      word_ = next_word_;
       // Let what was just reduced leave before more is read.
       advance_send();
       if (failure_) return moved;

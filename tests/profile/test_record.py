@@ -79,11 +79,11 @@ def test_a_direct_all_reduce_sends_a_message_to_every_other_rank() -> None:
 
 def ring_bytes(rank: int, count: int) -> int:
     """2n(P-1)/P: every block but the own next one while sums travel, every block but the one after that while results
-    do; a header; and a byte for every piece. Blocks differ by one element at most."""
+    do; a header; and a word of 8 bytes for every piece. Blocks differ by one element at most."""
     blocks = [count // SIZE + (1 if block < count % SIZE else 0) for block in range(SIZE)]
     elements = sum(blocks[(rank - step) % SIZE] for step in range(2 * (SIZE - 1)))
     pieces = max(1, math.ceil(math.ceil(count / SIZE) / (RING_PIECE_BYTES // 4)))
-    return MESSAGE_HEADER_BYTES + 4 * elements + 2 * (SIZE - 1) * pieces
+    return MESSAGE_HEADER_BYTES + 4 * elements + 8 * 2 * (SIZE - 1) * pieces
 
 
 @pytest.mark.native

@@ -8,6 +8,8 @@
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/transport/mesh.hpp>
 
+#include <span>
+
 namespace netfold::collective {
 
 struct MessageHeader {
@@ -34,8 +36,8 @@ static_assert(sizeof(MessageHeader) == 40);
 
 // What stands before every piece of a stream: a stream lasts long, and can end between two pieces with the
 // reason why.
-inline constexpr std::byte kPieceFollows{0};
-inline constexpr std::byte kAbortFollows{1};
+// Eight bytes, so that values stay aligned.
+enum class PieceWord : std::uint64_t { piece = 0x4e46706965636531, abort = 0x4e4661626f727431 };
 
 // One message on its way out. A stream (a ring's) gives no `data`: only the header is sent here, the caller
 // sends the announced bytes itself, piece by piece.
@@ -64,15 +66,20 @@ class IncomingHeader {
   IncomingHeader() = default;
   IncomingHeader(const Call& call, int peer, std::size_t bytes)
       : peer_(peer), expected_(MessageHeader::of(call, bytes)) {}
+  // What comes in place of a stream's next piece; `early` was read together with the word before it.
+  static IncomingHeader abort(const Call& call, int peer, std::span<const std::byte> early);
   int peer() const { return peer_; }
   bool done() const { return got_ == sizeof(MessageHeader) && !expects_reason_; }
   // Reads and compares; a difference, an abort or a closed connection fills `failure`. Returns bytes moved.
   std::size_t advance(transport::Mesh& mesh, Failure& failure);
 
  private:
+  transport::Mesh::Io receive(transport::Mesh& mesh, std::byte* into, std::size_t bytes);
+
   int peer_ = -1;
   std::size_t got_ = 0;
   bool expects_reason_ = false;
+  std::vector<std::byte> early_;
   MessageHeader expected_;
   MessageHeader header_;
   std::string reason_;

@@ -1,7 +1,7 @@
 // Ring all-reduce: reduce-scatter round the ring, then all-gather round the ring (Patarasuk & Yuan, 2009).
 //
 // Steps: 2(P-1). Bytes sent by a rank for n bytes of tensor: 2n(P-1)/P, the least any host algorithm can
-// send, one message header, and a byte a sub-block. The tensor is cut into P blocks, a block into sub-blocks of about
+// send, one message header, and a word a sub-block. The tensor is cut into P blocks, a block into sub-blocks of about
 // kSubBlockBytes; what is received of one step is sent on in the next as soon as its sub-block is reduced, so
 // a step costs one sub-block of latency, not one block.
 //
@@ -66,12 +66,8 @@ class Ring final : public Algorithm {
   std::size_t send_piece_bytes_ = 0;
 
   std::size_t received_pieces_ = 0;
-  std::size_t received_bytes_ = 0;  // of the present piece, without its word
-  std::byte word_ = kPieceFollows;
-  std::byte next_word_ = kPieceFollows;
-  bool word_here_ = false;
-  bool next_word_here_ = false;
-  bool gave_up_ = false;  // the previous rank: what follows is the reason
+  std::size_t received_bytes_ = 0;  // of the present piece, its word included
+  PieceWord word_ = PieceWord::piece;
   std::int64_t give_up_ns_ = -1;
 
   std::vector<std::byte> send_staging_;     // wire format, when it differs from the tensor's
