@@ -27,8 +27,10 @@ from netfold.plan import ChoiceTable, build_table
 _HELLO = struct.Struct(">8sII32s")  # magic, rank, size, nonce
 _MAGIC = b"netfold1"
 _PROOF_BYTES = 32
+_WELCOME = b"+"
 # A stranger holds a listener up for no longer than this.
 _HANDSHAKE_TIMEOUT_S = 5.0
+_RETRY_S = 0.05
 _SIOCGIFADDR = 0x8915
 # Longest wait for the word of whoever has a rank; it is there unless that process died right then.
 _OWNER_TIMEOUT_S = 5.0
@@ -198,28 +200,38 @@ def _connect(store: Store, rank: int, peer: int, size: int, secret: bytes, deadl
                 f"rank {rank} cannot reach rank {peer} at {format_endpoint(host, port)}: {error} (NETFOLD_INTERFACE)",
                 rank=peer,
             ) from None
-        break
-    # A busy peer answers handshakes one by one: wait for it as long as there is time.
-    stream.settimeout(_left(deadline))
+        # A busy peer answers handshakes one by one: wait for it as long as there is time.
+        stream.settimeout(_left(deadline))
+        try:
+            if _prove(stream, rank, peer, size, secret):
+                return stream
+        except (EOFError, ConnectionError):
+            # It lost patience with us, or has just gone: the next try is answered, or refused.
+            stream.close()
+            time.sleep(_RETRY_S)
+            continue
+        except BaseException:
+            stream.close()
+            raise
+        stream.close()
+        raise RendezvousError(
+            f"who listens on {format_endpoint(host, port)} is not rank {peer} of this job: it does not know the "
+            "job's secret",
+            rank=peer,
+        )
+
+
+def _prove(stream: socket.socket, rank: int, peer: int, size: int, secret: bytes) -> bool:
+    """The connecting side of the handshake; False when who listens does not know the secret."""
     mine = secrets.token_bytes(32)
-    try:
-        stream.sendall(_HELLO.pack(_MAGIC, rank, size, mine))
-        theirs = receive_exactly(stream, 32)
-        proof = receive_exactly(stream, _PROOF_BYTES)
-        if not hmac.compare_digest(proof, _proof(secret, b"accept", mine, theirs, rank, peer)):
-            raise RendezvousError(
-                f"who listens on {format_endpoint(host, port)} is not rank {peer} of this job: it does not know the "
-                "job's secret",
-                rank=peer,
-            )
-        stream.sendall(_proof(secret, b"connect", mine, theirs, rank, peer))
-    except (EOFError, ConnectionError):
-        stream.close()
-        raise RendezvousError(f"rank {peer} closed the connection while meeting rank {rank}", rank=peer) from None
-    except BaseException:
-        stream.close()
-        raise
-    return stream
+    stream.sendall(_HELLO.pack(_MAGIC, rank, size, mine))
+    theirs = receive_exactly(stream, 32)
+    proof = receive_exactly(stream, _PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(secret, b"accept", mine, theirs, rank, peer)):
+        return False
+    stream.sendall(_proof(secret, b"connect", mine, theirs, rank, peer))
+    receive_exactly(stream, len(_WELCOME))  # else we would count a connection that the peer has given up
+    return True
 
 
 def _accept(
@@ -235,6 +247,7 @@ def _accept(
             stream.sendall(mine + _proof(secret, b"accept", theirs, mine, peer, rank))
             proof = receive_exactly(stream, _PROOF_BYTES)
             if hmac.compare_digest(proof, _proof(secret, b"connect", theirs, mine, peer, rank)):
+                stream.sendall(_WELCOME)
                 return peer, stream
     except (EOFError, OSError):
         pass
