@@ -34,7 +34,7 @@ demo: build ## the main job: train EDSR over a software switch, then with gloo, 
 	@$(VENV)/bin/netfold demo
 
 test: build ## all tests that need no root and no network namespaces
-	@$(PY) -m pytest -m 'not rack' -n $(JOBS) --dist loadgroup -q
+	@$(PY) -m pytest -m 'not rack' -n $(JOBS) --dist loadfile -q
 
 rack-test: build ## tests of the emulated rack and of netfold in it (root, network namespaces)
 	@$(PY) -m pytest -m rack -q tests

@@ -1,9 +1,11 @@
-"""A world of processes that import torch is dear: it runs all cases of a test file, and each test asks for its own."""
+"""A world of processes that import torch is dear: one runs all cases of a test file in all modes, and each test asks
+for its own."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -21,40 +23,55 @@ MODES: dict[str, dict[str, str]] = {
     "switch": {"NETFOLD_SWITCH": "switch"},
     "switch_bf16": {"NETFOLD_SWITCH": "switch", "NETFOLD_WIRE": "bf16"},
 }
+VARIABLES = sorted({variable for mode in MODES.values() for variable in mode})
+
+Found = dict[str, dict[str, str]]  # mode -> case -> "" or what went wrong
 
 
-def _run_cases(rank: int, size: int, folder: str, module: str) -> dict[str, str]:
-    """case -> "" or what went wrong. After a failure the group is no good: the rest is not run."""
+def _run(rank: int, size: int, folder: str, module: str, modes: tuple[str, ...], endpoint: str) -> Found:
+    """Every mode in a group of its own, one after the other in the same processes."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     cases: dict[str, Case] = importlib.import_module(module).CASES
-    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    found = {}
-    try:
-        for name, function in cases.items():
-            try:
-                function(dist, rank, size, folder)
-                found[name] = ""
-            except Exception:
-                found[name] = traceback.format_exc()
-                break
-    finally:
-        dist.destroy_process_group()
-    return {name: found.get(name, "not run, since a case before it failed") for name in cases}
+    found: Found = {}
+    for mode in modes:
+        for variable in VARIABLES:
+            os.environ.pop(variable, None)
+        os.environ.update({name: endpoint if word == "switch" else word for name, word in MODES[mode].items()})
+        os.makedirs(f"{folder}/{mode}", exist_ok=True)
+        init_method = f"file://{folder}/store-{mode}"
+        dist.init_process_group("netfold", init_method=init_method, rank=rank, world_size=size)
+        try:
+            found[mode] = _run_cases(cases, dist, rank, size, f"{folder}/{mode}")
+        finally:
+            # A case that made a new group may have failed between the old one and the new one.
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return found
+
+
+def _run_cases(cases: dict[str, Case], dist: Any, rank: int, size: int, folder: str) -> dict[str, str]:
+    """After a failure the group is no good: the rest is not run."""
+    found = dict.fromkeys(cases, "not run, since a case before it failed")
+    for name, function in cases.items():
+        try:
+            function(dist, rank, size, folder)
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+            break
+    return found
 
 
 @functools.cache
-def world(module: str, mode: str) -> list[dict[str, str]]:
-    if "NETFOLD_SWITCH" not in MODES[mode]:
-        return values(run_ranks(_run_cases, SIZE, module, env=MODES[mode], timeout_s=120))
+def world(module: str, modes: tuple[str, ...]) -> list[Found]:
     with running_switch() as switch:
-        env = {**MODES[mode], "NETFOLD_SWITCH": switch.endpoint}
-        return values(run_ranks(_run_cases, SIZE, module, env=env, timeout_s=120))
+        return values(run_ranks(_run, SIZE, module, modes, switch.endpoint, timeout_s=150))
 
 
-def check(module: str, mode: str, name: str) -> None:
+def check(module: str, modes: tuple[str, ...], mode: str, name: str) -> None:
     """Fails with the first rank's own traceback."""
-    for rank, found in enumerate(world(module, mode)):
-        assert not found[name], f"rank {rank}: {found[name]}"
+    for rank, found in enumerate(world(module, modes)):
+        assert not found[mode][name], f"rank {rank}: {found[mode][name]}"
