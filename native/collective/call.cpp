@@ -22,6 +22,10 @@ const char* name(Kind kind) {
       return "scatter";
     case Kind::barrier:
       return "barrier";
+    case Kind::send:
+      return "send";
+    case Kind::receive:
+      return "receive";
   }
   return "?";
 }
@@ -36,6 +40,22 @@ const char* name(AlgorithmId algorithm) {
       return "ring";
     case AlgorithmId::in_network:
       return "in_network";
+    case AlgorithmId::shared_memory:
+      return "shared_memory";
+    case AlgorithmId::halving_doubling:
+      return "halving_doubling";
+    case AlgorithmId::tree:
+      return "tree";
+    case AlgorithmId::hierarchical:
+      return "hierarchical";
+    case AlgorithmId::bruck:
+      return "bruck";
+    case AlgorithmId::pairwise:
+      return "pairwise";
+    case AlgorithmId::chain:
+      return "chain";
+    case AlgorithmId::point_to_point:
+      return "point_to_point";
   }
   return "?";
 }

@@ -85,6 +85,8 @@ void Direct::plan() {
       case Kind::gather:
         if (to == call_.root) send_to(to, in[0]);
         break;
+      default:
+        break;
     }
     const int from = (me + mesh_.size() - step) % mesh_.size();
     const auto source = static_cast<std::size_t>(from);

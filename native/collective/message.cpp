@@ -21,6 +21,7 @@ MessageHeader MessageHeader::of(const Call& call, std::uint64_t bytes) {
   header.reduce = static_cast<std::uint8_t>(call.reduce);
   header.wire = static_cast<std::uint8_t>(call.wire);
   header.algorithm = static_cast<std::uint8_t>(call.algorithm);
+  header.average = call.average ? 1 : 0;
   header.table = call.table;
   header.root = call.root;
   // Only where every rank must give the same: uneven gathers and exchanges agree by message, in `bytes`.
@@ -40,7 +41,7 @@ std::string MessageHeader::text() const {
   text += " #" + std::to_string(sequence);
   if (elements > 0) text += " of " + std::to_string(elements);
   text += std::string(" ") + word(dtype, kernels::kDTypeCount, dtype_name);
-  text += std::string(" (") + word(reduce, kernels::kReduceOpCount, reduce_name);
+  text += std::string(" (") + (average != 0 ? "avg" : word(reduce, kernels::kReduceOpCount, reduce_name));
   text += ", root " + std::to_string(root);
   text += std::string(", ") + word(algorithm, kAlgorithmCount, algorithm_name);
   text += std::string(", wire ") + word(wire, kernels::kDTypeCount, dtype_name);

@@ -77,18 +77,18 @@ void validate(const Call& call, int rank, int ranks) {
   }
 }
 
-std::unique_ptr<Algorithm> make_algorithm(const Call& call, transport::Mesh& mesh, Channel* channel) {
+std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) {
   const bool empty = call.kind == Kind::all_reduce && call.elements() == 0;
   switch (call.algorithm) {
-    case AlgorithmId::local:
-    case AlgorithmId::direct:
-      return std::make_unique<Direct>(call, mesh);
     case AlgorithmId::ring:
-      return empty ? nullptr : std::make_unique<Ring>(call, mesh);
+      if (empty) return nullptr;
+      return std::make_unique<Ring>(call, paths.mesh);
     case AlgorithmId::in_network:
-      return empty ? nullptr : std::make_unique<InNetwork>(call, *channel, mesh.size());
+      if (empty) return nullptr;
+      return std::make_unique<InNetwork>(call, *paths.channel, paths.mesh.size());
+    default:
+      return std::make_unique<Direct>(call, paths.mesh);
   }
-  return nullptr;
 }
 
 }  // namespace netfold::collective

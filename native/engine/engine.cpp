@@ -302,7 +302,7 @@ void Group::publish_traffic() {
 void Group::start(const std::shared_ptr<Operation>& operation, std::int64_t now) {
   operation->record_.started_ns = now;
   const collective::Call& call = operation->call_;
-  operation->algorithm_ = collective::make_algorithm(call, *mesh_, channel_.get());
+  operation->algorithm_ = collective::make_algorithm(call, {*mesh_, channel_.get()});
   if (call.algorithm != collective::AlgorithmId::in_network) ++active_on_mesh_;
   active_.push_back(operation);
 }

@@ -85,6 +85,7 @@ def disagree(algorithm: str, calls: list[list[Call]]) -> list[tuple[str, int | N
         pytest.param(all_reduce(1_000_000), all_reduce(1_000_001), id="large sizes"),
         pytest.param(all_reduce(100), all_reduce(100, "int32"), id="dtypes"),
         pytest.param(all_reduce(100), all_reduce(100, op="max"), id="operators"),
+        pytest.param(all_reduce(100), all_reduce(100, op="avg"), id="average"),
         pytest.param(all_reduce(100), barrier, id="operations"),
         pytest.param(all_reduce(1_000_000), lambda group: group.reduce(np.ones(100, np.float32), 0), id="roots"),
     ],

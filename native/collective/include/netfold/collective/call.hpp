@@ -21,12 +21,27 @@ enum class Kind : std::uint8_t {
   gather = 6,
   scatter = 7,
   barrier = 8,
+  send = 9,
+  receive = 10,
 };
-inline constexpr int kKindCount = 9;
+inline constexpr int kKindCount = 11;
 const char* name(Kind kind);
 
-enum class AlgorithmId : std::uint8_t { local = 0, direct = 1, ring = 2, in_network = 3 };
-inline constexpr int kAlgorithmCount = 4;
+enum class AlgorithmId : std::uint8_t {
+  local = 0,
+  direct = 1,
+  ring = 2,
+  in_network = 3,
+  shared_memory = 4,
+  halving_doubling = 5,
+  tree = 6,
+  hierarchical = 7,
+  bruck = 8,
+  pairwise = 9,
+  chain = 10,
+  point_to_point = 11,
+};
+inline constexpr int kAlgorithmCount = 12;
 const char* name(AlgorithmId algorithm);
 
 struct Buffer {

@@ -24,7 +24,8 @@ struct MessageHeader {
   std::uint8_t is_abort = 0;
   std::uint16_t table = 0;
   std::int32_t root = 0;  // of an abort: the rank at fault, -1 where nobody knows
-  std::uint32_t reserved = 0;
+  std::uint8_t average = 0;
+  std::uint8_t reserved[3] = {};
   std::uint64_t elements = 0;
   std::uint64_t bytes = 0;  // behind this header
 

@@ -13,8 +13,13 @@ namespace netfold::collective {
 // operator without meaning for the dtype, a missing or uneven buffer, a root that does not exist.
 void validate(const Call& call, int rank, int ranks);
 
-// The machine that runs `call`; nullptr where there is nothing to do. Borrows all three; `channel` may be
-// null unless the call is in_network.
-std::unique_ptr<Algorithm> make_algorithm(const Call& call, transport::Mesh& mesh, Channel* channel);
+// The ways between the ranks of a group that an algorithm can take.
+struct Paths {
+  transport::Mesh& mesh;
+  Channel* channel = nullptr;  // to the switch, if the group joined one
+};
+
+// The machine that runs `call`; nullptr where there is nothing to do. Borrows the call and what the paths point to.
+std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths);
 
 }  // namespace netfold::collective
