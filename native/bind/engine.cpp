@@ -28,13 +28,17 @@ std::vector<collective::Buffer> buffers(const std::vector<Region>& regions) {
   return out;
 }
 
-std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, std::uint64_t id, int spin_us,
+std::vector<transport::Fd> owned(const std::vector<int>& fds) {
+  std::vector<transport::Fd> out;
+  for (const int fd : fds) out.emplace_back(fd);
+  return out;
+}
+
+std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, std::uint64_t id, int spin_us, bool yields,
                                   const std::vector<std::tuple<int, std::uint64_t, int, int>>& table,
                                   std::uint16_t table_hash) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
-  std::vector<transport::Fd> peers;
-  for (const int fd : fds) peers.emplace_back(fd);
-  Group::Options options{.id = id, .spin_us = spin_us, .table = {}, .table_hash = table_hash};
+  Group::Options options{.id = id, .spin_us = spin_us, .yields = yields, .table = {}, .table_hash = table_hash};
   for (const auto& [kind, min_bytes, algorithm, wire] : table) {
     if (kind < 0 || kind >= collective::kKindCount || algorithm < 0 || algorithm >= collective::kAlgorithmCount ||
         wire >= kernels::kDTypeCount) {
@@ -43,7 +47,7 @@ std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, std::ui
     options.table.push_back(
         {static_cast<collective::Kind>(kind), min_bytes, static_cast<collective::AlgorithmId>(algorithm), wire});
   }
-  return Engine::instance().add_group(std::move(options), std::make_unique<transport::Mesh>(rank, std::move(peers)));
+  return Engine::instance().add_group(std::move(options), std::make_unique<transport::Mesh>(rank, owned(fds)));
 }
 
 std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce, bool average, int root,
@@ -84,6 +88,8 @@ void bind_engine(nb::module_& m) {
   e.attr("REDUCE_OPS") = names<kernels::ReduceOp>(kernels::kReduceOpCount);
   e.attr("KINDS") = names<collective::Kind>(collective::kKindCount);
   e.attr("ALGORITHMS") = names<collective::AlgorithmId>(collective::kAlgorithmCount);
+  e.attr("SEGMENT_BYTES") = sizeof(transport::SharedNode::Segment);
+  e.attr("MAX_NODE_SIZE") = transport::SharedNode::kMaxSize;
   e.attr("EVENT_BYTES") = sizeof(engine::EventRecord);
   nb::list failures;
   for (const char* word : {"none", "peer_lost", "switch_lost", "mismatch", "timeout", "aborted", "system"}) {
@@ -116,6 +122,14 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("job"), nb::arg("epoch"),
           nb::arg("incarnation"), nb::arg("worker"), nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"))
+      .def(
+          "share",
+          [](Group& self, int position, const std::vector<int>& ranks, const std::vector<int>& segments,
+             const std::vector<int>& bells) {
+            self.share(std::make_unique<transport::SharedNode>(position, ranks, owned(segments), owned(bells)));
+          },
+          nb::arg("position"), nb::arg("ranks"), nb::arg("segments"), nb::arg("bells"),
+          "segments[p], bells[p]: memfd and eventfd of the node's position p. Takes ownership of them.")
       .def("submit", &submit, nb::arg("kind"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("average"), nb::arg("root"),
            nb::arg("inputs"), nb::arg("outputs"), nb::arg("timeout_ns"), nb::arg("on_this_thread"))
       .def("choose",
@@ -162,8 +176,8 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size);
 
-  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("id"), nb::arg("spin_us"), nb::arg("table"),
-        nb::arg("table_hash"),
+  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("id"), nb::arg("spin_us"), nb::arg("yields"),
+        nb::arg("table"), nb::arg("table_hash"),
         "fds[r]: a connected stream socket to rank r, -1 at this rank's place. Takes ownership of them.");
   e.def(
       "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },

@@ -1,3 +1,4 @@
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
@@ -60,6 +61,16 @@ class DefaultFloats {
 #endif
 };
 
+void pause(bool yields) {
+  if (yields) {
+    sched_yield();
+    return;
+  }
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
 void sleep_in(collective::WaitSet& set) {
   timespec timeout{};
   timespec* wait = nullptr;
@@ -104,6 +115,11 @@ void Group::attach(std::unique_ptr<collective::Channel> channel) {
   traffic_.emplace();
 }
 
+void Group::share(std::unique_ptr<transport::SharedNode> node) {
+  std::lock_guard lock(mutex_);
+  node_ = std::move(node);
+}
+
 Choice Group::choose(collective::Kind kind, kernels::DType dtype, std::uint64_t bytes) const {
   Choice chosen{.kind = kind};
   for (const Choice& row : options_.table) {
@@ -123,6 +139,9 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   call.wire = static_cast<kernels::DType>(choice.wire);
   if (call.algorithm == collective::AlgorithmId::in_network && channel_ == nullptr) {
     throw std::invalid_argument("the choice table says in_network, but this group has not joined a switch");
+  }
+  if (call.algorithm == collective::AlgorithmId::shared_memory && node_ == nullptr) {
+    throw std::invalid_argument("the choice table says shared_memory, but the ranks of this group do not share any");
   }
   call.table = options_.table_hash;
   operation->call_ = std::move(call);
@@ -181,12 +200,15 @@ void Group::drive_until(const Operation& operation) {
     }
     if (operation.done()) break;
     if (idle_since == 0) idle_since = now;
-    if (now - idle_since < static_cast<std::int64_t>(options_.spin_us) * 1000) continue;
-    set.fds.clear();
-    set.wake_ns = -1;
+    if (now - idle_since < static_cast<std::int64_t>(options_.spin_us) * 1000) {
+      pause(options_.yields);
+      continue;
+    }
+    set.clear();
     set.add(wake_.get(), POLLIN);
     wait_for(set);
-    sleep_in(set);
+    if (!set.look_again || !turn(now_ns())) sleep_in(set);
+    get_up();
     clear(wake_);
   }
   bool more = false;
@@ -197,6 +219,11 @@ void Group::drive_until(const Operation& operation) {
     driver_left_.notify_all();
   }
   if (more) engine_.wake();
+}
+
+bool Group::driven_by_engine() const {
+  std::lock_guard lock(mutex_);
+  return driver_ == Driver::engine;
 }
 
 bool Group::has_work() const {
@@ -302,7 +329,7 @@ void Group::publish_traffic() {
 void Group::start(const std::shared_ptr<Operation>& operation, std::int64_t now) {
   operation->record_.started_ns = now;
   const collective::Call& call = operation->call_;
-  operation->algorithm_ = collective::make_algorithm(call, {*mesh_, channel_.get()});
+  operation->algorithm_ = collective::make_algorithm(call, {*mesh_, channel_.get(), node_.get()});
   if (call.algorithm != collective::AlgorithmId::in_network) ++active_on_mesh_;
   active_.push_back(operation);
 }
@@ -342,6 +369,7 @@ void Group::fail_all() {
   const Failure failure = this->failure();
   const std::int64_t now = now_ns();
   if (close_ns_ < 0) {
+    if (node_ != nullptr) node_->fail(failure.rank, failure.heard.empty() ? failure.text : failure.heard);
     collective::send_abort(*mesh_, failure);
     // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
     // others have seen for themselves who died.
@@ -385,13 +413,22 @@ Failure Group::failure() const {
   return failure_;
 }
 
-void Group::wait_for(collective::WaitSet& set) const {
+void Group::get_up() {
+  if (node_ != nullptr) node_->get_up();
+}
+
+void Group::wait_for(collective::WaitSet& set) {
   set.wake_at(close_ns_);
   for (const auto& operation : active_) {
     if (operation->algorithm_ != nullptr) operation->algorithm_->wait_for(set);
     set.wake_at(operation->deadline_ns_);
   }
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
+  if (node_ != nullptr && active_on_mesh_ > 0) {
+    node_->lie_down();
+    set.add(node_->bell(), POLLIN);
+    set.look_again = true;
+  }
 }
 
 std::optional<Group::Traffic> Group::traffic() const {
@@ -470,6 +507,23 @@ void Engine::wake() {
   if (wake_) signal(wake_);
 }
 
+bool Engine::turn_all(const std::vector<std::shared_ptr<Group>>& driven) {
+  const std::int64_t now = now_ns();
+  bool moved = false;
+  for (const auto& group : driven) {
+    // One that had no more work the last time may have a driver of its own by now.
+    if (!group->driven_by_engine()) continue;
+    clear(group->wake_);
+    moved |= group->turn(now);
+    std::lock_guard lock(group->mutex_);
+    if (group->has_work()) continue;
+    group->get_up();  // the next driver lies down for itself
+    group->driver_ = Group::Driver::none;
+    group->driver_left_.notify_all();
+  }
+  return moved;
+}
+
 void Engine::run() {
   std::vector<std::shared_ptr<Group>> driven;
   collective::WaitSet set;
@@ -487,32 +541,35 @@ void Engine::run() {
         driven.push_back(group);
       }
     }
-    const std::int64_t now = now_ns();
-    bool moved = false;
-    int spin_us = 0;
-    set.fds.clear();
-    set.wake_ns = -1;
-    set.add(wake_.get(), POLLIN);
-    for (const auto& group : driven) {
-      clear(group->wake_);
-      moved |= group->turn(now);
-      spin_us = std::max(spin_us, group->options_.spin_us);
-      std::lock_guard lock(group->mutex_);
-      if (!group->has_work()) {
-        group->driver_ = Group::Driver::none;
-        group->driver_left_.notify_all();
-      } else {
-        set.add(group->wake_.get(), POLLIN);
-        group->wait_for(set);
-      }
-    }
+    bool moved = turn_all(driven);
     if (moved) {
       idle_since = 0;
       continue;
     }
+    const std::int64_t now = now_ns();
+    int spin_us = 0;
+    bool yields = false;
+    for (const auto& group : driven) {
+      spin_us = std::max(spin_us, group->options_.spin_us);
+      yields |= group->options_.yields;
+    }
     if (idle_since == 0) idle_since = now;
-    if (!driven.empty() && now - idle_since < static_cast<std::int64_t>(spin_us) * 1000) continue;
-    sleep_in(set);
+    if (!driven.empty() && now - idle_since < static_cast<std::int64_t>(spin_us) * 1000) {
+      pause(yields);
+      continue;
+    }
+    set.clear();
+    set.add(wake_.get(), POLLIN);
+    for (const auto& group : driven) {
+      std::lock_guard lock(group->mutex_);
+      if (group->driver_ != Group::Driver::engine) continue;
+      set.add(group->wake_.get(), POLLIN);
+      group->wait_for(set);
+    }
+    if (!set.look_again || !turn_all(driven)) sleep_in(set);
+    for (const auto& group : driven) {
+      if (group->driven_by_engine()) group->get_up();
+    }
     idle_since = 0;
   }
 }

@@ -1,5 +1,6 @@
 #include <fcntl.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <netfold/transport/mesh.hpp>
 
 #include <algorithm>
@@ -41,6 +42,11 @@ Mesh::Io Mesh::receive(int peer, std::span<const iovec> pieces) {
   if (got == 0) return {.closed = true};
   if (errno == EAGAIN || errno == EINTR) return {};
   return {.closed = true, .error = errno};
+}
+
+bool Mesh::hung_up(int peer) const {
+  pollfd look{fd(peer), POLLRDHUP, 0};
+  return ::poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
 }
 
 void Mesh::close() {

@@ -10,12 +10,14 @@
 // those queued and all later ones fail with the first reason, and the peers are told. Other groups are
 // untouched.
 //
-// Waiting spins for `spin_us`, then sleeps in ppoll until a socket, a timer or a submission wakes it.
+// Waiting looks again and again for `spin_us` (with a word to the scheduler each time where there are more ranks than
+// cores), then sleeps in ppoll until a socket, a bell, a timer or a submission wakes it. It never holds a core.
 #pragma once
 
 #include <netfold/collective/in_network.hpp>
 #include <netfold/engine/event.hpp>
 #include <netfold/transport/mesh.hpp>
+#include <netfold/transport/shared_node.hpp>
 
 #include <atomic>
 #include <condition_variable>
@@ -78,6 +80,7 @@ class Group {
   struct Options {
     std::uint64_t id = 0;
     int spin_us = 0;
+    bool yields = false;  // between two looks
     std::vector<Choice> table;
     std::uint16_t table_hash = 0;
   };
@@ -87,6 +90,9 @@ class Group {
 
   // Before the first operation. The group's all_reduce may then run inside the network.
   void attach(std::unique_ptr<collective::Channel> channel);
+
+  // Before the first operation. All ranks of the group share this memory.
+  void share(std::unique_ptr<transport::SharedNode> node);
 
   // The call's kind, dtype, reduce, average, root and buffers; the rest is filled in here. With
   // `on_this_thread` the caller promises to wait, and may be made to drive. Throws std::invalid_argument for
@@ -136,14 +142,17 @@ class Group {
   void complete(Operation& operation, collective::Failure failure);
   void fail_all();
   void publish_traffic();
-  void wait_for(collective::WaitSet& set) const;
+  void wait_for(collective::WaitSet& set);
+  void get_up();
   bool has_work() const;  // under mutex_
+  bool driven_by_engine() const;
   std::string describe(const Operation& operation) const;
 
   Engine& engine_;
   Options options_;
   std::unique_ptr<transport::Mesh> mesh_;
   std::unique_ptr<collective::Channel> channel_;
+  std::unique_ptr<transport::SharedNode> node_;
 
   mutable std::mutex mutex_;  // guards what follows, up to the blank line
   std::deque<std::shared_ptr<Operation>> inbox_;
@@ -182,6 +191,7 @@ class Engine {
   friend class Group;
   Engine() = default;
   void run();
+  static bool turn_all(const std::vector<std::shared_ptr<Group>>& driven);
   void wake();
   void push_completion(std::uint64_t id);
 
