@@ -1,4 +1,5 @@
 // netfold._native.engine: groups and operations. Every wait releases the GIL.
+#include <fcntl.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -97,6 +98,26 @@ void bind_engine(nb::module_& m) {
   }
   e.attr("FAILURES") = nb::tuple(failures);
 
+  nb::class_<transport::SharedBuffer>(e, "SharedBuffer", "Zeroed memory that other ranks of the node may map.")
+      .def(nb::init<std::size_t>(), nb::arg("bytes"))
+      .def_prop_ro("address", [](const transport::SharedBuffer& self) { return std::uintptr_t(self.data()); })
+      .def_prop_ro("bytes", &transport::SharedBuffer::bytes);
+  e.def(
+      "share_memory",
+      [](std::uintptr_t address, std::size_t bytes, int fd) {
+        transport::Fd own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+        if (!own) transport::throw_errno("keep a descriptor of shared memory");
+        transport::SharedRegions::instance().add(reinterpret_cast<std::byte*>(address), bytes, std::move(own));
+      },
+      nb::arg("address"), nb::arg("bytes"), nb::arg("fd"),
+      "Memory that is mapped, shared, from the start of `fd`: other ranks may map it until unshare_memory(address).");
+  e.def(
+      "unshare_memory",
+      [](std::uintptr_t address) {
+        transport::SharedRegions::instance().remove(reinterpret_cast<std::byte*>(address));
+      },
+      nb::arg("address"));
+
   nb::class_<Operation>(e, "Operation")
       .def("wait", &Operation::wait, nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>())
       .def("notify", &Operation::notify, "Queue the id when done; False: it is done already.")
@@ -125,11 +146,13 @@ void bind_engine(nb::module_& m) {
       .def(
           "share",
           [](Group& self, int position, const std::vector<int>& ranks, const std::vector<int>& segments,
-             const std::vector<int>& bells) {
-            self.share(std::make_unique<transport::SharedNode>(position, ranks, owned(segments), owned(bells)));
+             const std::vector<int>& bells, const std::vector<int>& links) {
+            self.share(
+                std::make_unique<transport::SharedNode>(position, ranks, owned(segments), owned(bells), owned(links)));
           },
-          nb::arg("position"), nb::arg("ranks"), nb::arg("segments"), nb::arg("bells"),
-          "segments[p], bells[p]: memfd and eventfd of the node's position p. Takes ownership of them.")
+          nb::arg("position"), nb::arg("ranks"), nb::arg("segments"), nb::arg("bells"), nb::arg("links"),
+          "segments[p], bells[p], links[p]: memfd, eventfd and a local socket to the node's position p (-1 at this "
+          "rank's). Takes ownership of them.")
       .def("submit", &submit, nb::arg("kind"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("average"), nb::arg("root"),
            nb::arg("inputs"), nb::arg("outputs"), nb::arg("timeout_ns"), nb::arg("on_this_thread"))
       .def("choose",

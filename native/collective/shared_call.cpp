@@ -24,7 +24,8 @@ Progress SharedCall::poll(std::int64_t now_ns) {
   if (posted_ && !all_posts_read_) moved |= read_posts();
   if (failure_) return Progress::failed;
   if (all_posts_read_) {
-    while (advance()) moved = true;
+    while (!failure_ && advance()) moved = true;
+    if (failure_) return Progress::failed;
     if (done()) {
       if (mine_.rounds > 0) node_.set_last_stream_call(number_);
       node_.publish(node_.own().done, number_);
@@ -95,6 +96,34 @@ void SharedCall::write_table(std::byte* data) const {
     const std::uint64_t bytes = call_.inputs[i].bytes;
     std::memcpy(data + i * sizeof bytes, &bytes, sizeof bytes);
   }
+}
+
+void SharedCall::refer(std::byte* data, std::span<const Buffer> buffers) {
+  for (const Buffer& buffer : buffers) {
+    Reference reference;
+    if (buffer.bytes > 0) {
+      const auto region = transport::SharedRegions::instance().find(buffer.data, buffer.bytes);
+      if (region == nullptr || !node_.links().offer(*region)) return;
+      reference = {region->id, static_cast<std::uint64_t>(buffer.data - region->address)};
+    }
+    std::memcpy(data, &reference, sizeof reference);
+    data += sizeof reference;
+  }
+  mine_.refers = 1;
+}
+
+std::byte* SharedCall::referred(int position, std::size_t index, std::size_t bytes) {
+  if (bytes == 0) return nullptr;
+  Reference reference;
+  std::memcpy(&reference, post_data(position) + table_bytes() + index * sizeof reference, sizeof reference);
+  std::byte* mapped = node_.links().mapped(position, reference.region, reference.offset, bytes);
+  if (mapped == nullptr) {
+    failure_ = {Failure::Kind::system, mesh_.rank(),
+                "rank " + std::to_string(mesh_.rank()) + " cannot map " + std::to_string(bytes) + " bytes that rank " +
+                    std::to_string(node_.rank(position)) +
+                    " shares; is this process at its limit of mappings or of memory?"};
+  }
+  return mapped;
 }
 
 std::uint32_t SharedCall::published(Stream stream, int position) const {

@@ -97,14 +97,15 @@ bool SharedCopy::needs_post(int position) const { return takes_from(position) ||
 void SharedCopy::write_post(std::byte* data) {
   if (!gives()) return;
   if (!has_table()) {
-    if (mine_.rounds == 0) copy_bytes(data, given().data, given().bytes);
-    return;
+    if (mine_.rounds > 0) return refer(data, {&given(), 1});
+    return copy_bytes(data, given().data, given().bytes);
   }
   write_table(data);
   data += table_bytes();
-  for (std::size_t i = 0; mine_.rounds == 0 && i < call_.inputs.size(); ++i) {
-    copy_bytes(data, call_.inputs[i].data, call_.inputs[i].bytes);
-    data += round_up(call_.inputs[i].bytes, kLine);
+  if (mine_.rounds > 0) return refer(data, call_.inputs);
+  for (const Buffer& input : call_.inputs) {
+    copy_bytes(data, input.data, input.bytes);
+    data += round_up(input.bytes, kLine);
   }
 }
 
@@ -113,11 +114,15 @@ std::uint64_t SharedCopy::expected_bytes(int position) const {
 }
 
 bool SharedCopy::advance() {
-  bool moved = offer();
+  bool moved = mine_.refers == 0 ? offer() : wait_for_readers();
   for (int source = 0; source < size_; ++source) {
     const auto at = static_cast<std::size_t>(source);
     if (complete_[at]) continue;
-    moved |= theirs_[at].rounds == 0 ? copy_post(source) : collect(source);
+    if (theirs_[at].rounds == 0) {
+      moved |= copy_post(source);
+    } else {
+      moved |= theirs_[at].refers == 0 ? collect(source) : copy_referred(source);
+    }
   }
   return moved;
 }
@@ -131,6 +136,27 @@ bool SharedCopy::copy_post(int source) {
   }
   copy_bytes(into(source).data, from, into(source).bytes);
   return complete_[static_cast<std::size_t>(source)] = true;
+}
+
+bool SharedCopy::copy_referred(int source) {
+  const auto at = static_cast<std::size_t>(source);
+  const Buffer& to = into(source);
+  const std::byte* from = referred(source, has_table() ? static_cast<std::size_t>(self_) : 0, to.bytes);
+  if (failure_) return false;
+  copy_bytes(to.data, from, to.bytes);
+  take(kStream, source, 1);
+  node_.ring();
+  return complete_[at] = true;
+}
+
+bool SharedCopy::wait_for_readers() {
+  if (offered_ == mine_.rounds) return false;
+  for (int position = 0; position < size_; ++position) {
+    if (position == self_ || !reads(kStream, position)) continue;
+    if ((node_.segment(position).*kStream).taken[self_].load(std::memory_order_acquire) < tag(1)) return false;
+  }
+  offered_ = mine_.rounds;
+  return true;
 }
 
 bool SharedCopy::offer() {

@@ -57,12 +57,14 @@ void SharedFold::write_post(std::byte* data) {
   if (has_table()) {
     write_table(data);
     data += table_bytes();
-    if (mine_.rounds > 0) return;
+    if (mine_.rounds > 0) return refer(data, call_.inputs);
     for (const Buffer& input : call_.inputs) {
       if (input.bytes > 0) std::memcpy(data, input.data, input.bytes);
       data += round_up(input.bytes, kLine);
     }
-  } else if (mine_.rounds == 0 && call_.outputs[0].bytes > 0) {
+  } else if (mine_.rounds > 0) {
+    refer(data, call_.outputs);
+  } else if (call_.outputs[0].bytes > 0) {
     std::memcpy(data, call_.outputs[0].data, call_.outputs[0].bytes);
   }
 }
@@ -80,6 +82,8 @@ bool SharedFold::advance() {
     posts_folded_ = true;
     return true;
   }
+  if (way_ == Way::undecided) choose_way();
+  if (way_ != Way::streams) return fold_in_place();
   bool moved = contribute();
   moved |= fold();
   if (wants_results()) moved |= collect();
@@ -99,6 +103,54 @@ void SharedFold::fold_posts() {
   kernels::reduce(call_.reduce, call_.dtype, out.data, sources_.data(), sources_.size(),
                   out.bytes / kernels::element_bytes(call_.dtype));
   if (call_.average) divide(call_.dtype, out, size_);
+}
+
+void SharedFold::choose_way() {
+  way_ = Way::streams;
+  for (int position = 0; position < size_; ++position) {
+    const Announcement& announcement = position == self_ ? mine_ : theirs_[static_cast<std::size_t>(position)];
+    if (announcement.refers == 0) return;
+  }
+  way_ = Way::folding_in_place;
+  const auto self = static_cast<std::size_t>(self_);
+  whole_ = has_table() ? call_.inputs[self] : call_.outputs[0];
+  for (int position = 0; position < size_ && !failure_; ++position) {
+    tensors_.push_back(position == self_ ? whole_.data : referred(position, has_table() ? self : 0, whole_.bytes));
+  }
+  if (has_table()) return;
+  // Of a tensor that all fold together, this rank's part.
+  const auto ranks = static_cast<std::size_t>(size_);
+  const std::size_t share = round_up((whole_.bytes + ranks - 1) / ranks, kLine);
+  first_ = std::min(whole_.bytes, share * self);
+  whole_.bytes = std::min(whole_.bytes, first_ + share);
+}
+
+bool SharedFold::fold_in_place() {
+  if (way_ == Way::folding_in_place && first_ < whole_.bytes) {
+    const std::size_t bytes = std::min(part_bytes_, whole_.bytes - first_);
+    for (std::size_t i = 0; i < tensors_.size(); ++i) sources_[i] = tensors_[i] + first_;
+    std::byte* into = call_.outputs[0].data + first_;
+    if (call_.kind == Kind::reduce) into = tensors_[static_cast<std::size_t>(call_.root)] + first_;
+    kernels::reduce(call_.reduce, call_.dtype, into, sources_.data(), sources_.size(),
+                    bytes / kernels::element_bytes(call_.dtype));
+    if (call_.average) divide(call_.dtype, {into, bytes}, size_);
+    for (std::byte* tensor : tensors_) {
+      if (call_.kind == Kind::all_reduce && tensor + first_ != into) std::memcpy(tensor + first_, into, bytes);
+    }
+    first_ += bytes;
+    return true;
+  }
+  if (way_ == Way::folding_in_place) {
+    way_ = Way::waiting_in_place;
+    publish(&Node::Segment::to_fold, 1);
+  }
+  if (way_ == Way::done_in_place) return false;
+  // The others read and write this rank's tensor until they say that they are through.
+  for (int position = 0; position < size_; ++position) {
+    if (position != self_ && published(&Node::Segment::to_fold, position) == 0) return false;
+  }
+  way_ = Way::done_in_place;
+  return true;
 }
 
 bool SharedFold::contribute() {
@@ -161,6 +213,7 @@ bool SharedFold::collect() {
 
 bool SharedFold::done() const {
   if (mine_.rounds == 0) return posts_folded_;
+  if (way_ != Way::streams) return way_ == Way::done_in_place;
   if (contributed_ < mine_.rounds || folded_ < mine_.rounds) return false;
   for (int position = 0; position < size_; ++position) {
     if (wants_results() && position != self_ && collected_[static_cast<std::size_t>(position)] < mine_.rounds)
@@ -170,6 +223,7 @@ bool SharedFold::done() const {
 }
 
 bool SharedFold::waits_for(int position) const {
+  if (way_ != Way::streams) return published(&Node::Segment::to_fold, position) == 0;
   if (folded_ < mine_.rounds && published(&Node::Segment::to_fold, position) <= folded_) return true;
   if (wants_results() && collected_[static_cast<std::size_t>(position)] < mine_.rounds) return true;
   return contributed_ < mine_.rounds || folded_ < mine_.rounds;

@@ -7,8 +7,9 @@
 
 namespace netfold::transport {
 
-SharedNode::SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> bells)
-    : self_(self), ranks_(std::move(ranks)), bells_(std::move(bells)) {
+SharedNode::SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> bells,
+                       std::vector<Fd> links)
+    : self_(self), ranks_(std::move(ranks)), bells_(std::move(bells)), links_(std::move(links)) {
   segments_.reserve(ranks_.size());
   for (const Fd& fd : segments) {
     void* mapped = mmap(nullptr, sizeof(Segment), PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);

@@ -78,6 +78,7 @@ class Group:
             enabled = options.transport != "tcp"
             self.nodes, node = find_nodes(rank, size, sockets, enabled=enabled, deadline=deadline)
             shared = node is not None and len(node.ranks) == size
+            self.shares_buckets = shared and options.share_buckets != "off"
             self.table: ChoiceTable = build_table(
                 ranks=size, switch=job.switch, algorithm=job.algorithm, wire=job.wire, shared=shared
             )
@@ -120,7 +121,7 @@ class Group:
             table_hash=self.table.hash16,
         )
         if node is not None and shared:
-            self._native.share(node.position, list(node.ranks), node.segments, node.bells)
+            self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links)
         elif node is not None:
             node.close()
         if self.membership is not None:

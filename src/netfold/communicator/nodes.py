@@ -3,8 +3,8 @@ not.
 
 Every rank listens on a socket in the file system (TMPDIR), under a name that only the group learns. Whoever reaches it
 is on the same machine and in the same view of the file system; over it the two exchange their segments (memfd) and
-bells (eventfd). What authenticates them is the mesh: over its connections, which are already proved, each gets a token
-for the other.
+bells (eventfd), and keep it to pass the descriptors of buffers later. What authenticates them is the mesh: over its
+connections, which are already proved, each gets a token for the other.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ class Node:
     position: int
     segments: list[int]
     bells: list[int]
+    links: list[int]  # -1 at this rank's position
 
     def close(self) -> None:
-        for fd in (*self.segments, *self.bells):
-            os.close(fd)
+        for fd in (*self.segments, *self.bells, *self.links):
+            if fd >= 0:
+                os.close(fd)
 
 
 def find_nodes(
@@ -59,10 +61,10 @@ def find_nodes(
     os.ftruncate(segment, engine.SEGMENT_BYTES)
     fcntl.fcntl(segment, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    given: dict[int, tuple[int, int]] = {rank: (segment, bell)}
+    given: dict[int, tuple[int, int, int]] = {rank: (segment, bell, -1)}
     try:
         with _listener(enabled) as (listener, path):
-            given.update(_exchange(rank, size, sockets, listener, path, (segment, bell), deadline))
+            _exchange(rank, size, sockets, listener, path, given, deadline)
         nodes = _agree(rank, size, sockets, set(given), deadline)
         members = tuple(peer for peer in range(size) if nodes[peer] == nodes[rank])
     except BaseException:
@@ -72,11 +74,12 @@ def find_nodes(
         for peer in list(given):
             if peer not in members or len(members) == 1:
                 for fd in given.pop(peer):
-                    os.close(fd)
+                    if fd >= 0:
+                        os.close(fd)
     if len(members) == 1:
         return nodes, None
-    own = Node(members, members.index(rank), [given[peer][0] for peer in members], [given[peer][1] for peer in members])
-    return nodes, own
+    segments, bells, links = zip(*(given[peer] for peer in members), strict=True)
+    return nodes, Node(members, members.index(rank), list(segments), list(bells), list(links))
 
 
 @contextlib.contextmanager
@@ -86,7 +89,7 @@ def _listener(enabled: bool) -> Iterator[tuple[socket.socket | None, str]]:
         return
     folder = tempfile.mkdtemp(prefix="netfold-")  # for this user alone
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             with _address(folder) as address:
                 listener.bind(address)
             listener.listen(engine.MAX_NODE_SIZE)
@@ -111,17 +114,17 @@ def _exchange(
     sockets: Sequence[socket.socket | None],
     listener: socket.socket | None,
     path: str,
-    mine: tuple[int, int],
+    given: dict[int, tuple[int, int, int]],
     deadline: float,
-) -> dict[int, tuple[int, int]]:
-    """What every rank that can be reached has given. The one with the higher rank knocks."""
+) -> None:
+    """Put what every rank that can be reached gives into `given`. The one with the higher rank knocks."""
+    mine = given[rank][:2]
     tokens = {peer: secrets.token_bytes(_TOKEN_BYTES) for peer in range(size) if peer != rank}
     for peer, stream in enumerate(sockets):
         if stream is not None:
             stream.settimeout(max(0.001, deadline - time.monotonic()))
             control.send(stream, {"type": "node", "path": path, "token": tokens[peer]})
     told = {peer: control.receive(stream) for peer, stream in enumerate(sockets) if stream is not None}
-    given = {}
     for peer in range(rank):
         stream = sockets[peer]
         assert stream is not None
@@ -135,7 +138,7 @@ def _exchange(
             found = _take(knock, tokens)
             if found is None or found[0] != peer:
                 raise RendezvousError(f"rank {rank}: who listens at rank {peer}'s socket is not rank {peer}", rank=peer)
-            given[peer] = found[1]
+            given[peer] = (*found[1], knock.detach())
     expected = set()
     for peer in range(rank + 1, size):
         stream = sockets[peer]
@@ -156,15 +159,14 @@ def _exchange(
                 for fd in fds:
                     os.close(fd)
                 continue
-            given[peer] = fds
-            expected.remove(peer)
             _give(visitor, rank, told[peer]["token"], mine)
-    return given
+            given[peer] = (*fds, visitor.detach())
+            expected.remove(peer)
 
 
 def _knock(folder: str) -> socket.socket | None:
     """A connection to a rank's socket, None where its file system or its machine is not ours."""
-    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with _address(folder) as address:
             stream.connect(address)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, PrefixStore, Store
 
 from netfold.communicator import Group, Options
+from netfold.torch.buckets import SharedBuckets
 from netfold.torch.store import TorchStore
 from netfold.torch.work import NetfoldWork
 
@@ -101,6 +102,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # the stubs lack this overload
         self.netfold = group
         self._store = store
+        self._buckets = SharedBuckets(enabled=group.shares_buckets)
         # torch reads a group's devices off its backends; this one trips on whatever reaches it past this class.
         fake: Any = FakeProcessGroup  # the stubs do not know its options
         anchor_options = fake.Options()
@@ -127,14 +129,17 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self.netfold.close()
+        self._buckets.close()
 
     def abort(self) -> None:
         self.netfold.abort("abort() was called")
-        self.netfold.close()
+        self.shutdown()
 
     # --- reductions ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> NetfoldWork:
+        if len(tensors) == 1:
+            self._buckets.consider(tensors[0])
         return self._all_reduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> NetfoldWork:

@@ -2,7 +2,9 @@
 //
 // Every rank posts what it is about to do, with the header that messages carry between hosts: who called something
 // else is heard of before a wrong value is read. With few bytes the data stand in the post. What is longer goes round
-// by round through a stream of slots, several rounds in flight, so that nearly all copies stay in the caches.
+// by round through a stream of slots, several rounds in flight, so that nearly all copies stay in the caches; unless
+// it lies in memory that the others can map (transport/shared_regions.hpp): then the post refers to it, and they read
+// it where it is.
 //
 // A post's place and a stream's slots are used again once every reader has said that it is through with them; so a
 // rank can be ahead of the others by a few calls, and of its readers by the slots of its stream.
@@ -44,6 +46,11 @@ class SharedCall : public Algorithm {
   void write_table(std::byte* data) const;
   const std::byte* post_data(int position) const { return node_.post(position, number_).data; }
 
+  // Refers to `buffers` behind the table of a post that is being written; or does not, where they are not all shared.
+  void refer(std::byte* data, std::span<const Buffer> buffers);
+  // Buffer `index` that the post of `position` refers to, in our memory; fills `failure_` where it cannot be mapped.
+  std::byte* referred(int position, std::size_t index, std::size_t bytes);
+
   std::uint64_t tag(std::uint32_t rounds) const { return (number_ << 24) + rounds; }
   // How many rounds of this call `position` has published.
   std::uint32_t published(Stream stream, int position) const;
@@ -55,7 +62,7 @@ class SharedCall : public Algorithm {
   struct Announcement {
     MessageHeader header;
     std::uint32_t rounds = 0;  // of the stream; 0: the data stand in the post
-    std::uint32_t reserved = 0;
+    std::uint32_t refers = 0;  // 1: the post refers to the data
   };
   static_assert(sizeof(Announcement) == Node::kAnnouncementBytes);
 
@@ -68,6 +75,10 @@ class SharedCall : public Algorithm {
   std::vector<Announcement> theirs_;  // by position, once read
 
  private:
+  struct Reference {
+    std::uint64_t region = 0;
+    std::uint64_t offset = 0;
+  };
   // Between two looks at whether those who are waited for are still there.
   static constexpr std::int64_t kLookNs = 1'000'000;
 

@@ -3,7 +3,7 @@
 // Few bytes from a rank (<= 16 KB for all its readers): they stand in its post, and the readers copy them from there
 // (one step). More: they go through the slots of its stream, 256 KB a round: for broadcast, all_gather and gather
 // every reader copies all of a slot; for scatter and all_to_all a slot has a part for each reader. Ranks may differ in
-// this, as they may differ in bytes.
+// this, as they may differ in bytes. More, and in shared memory: the readers copy straight from the buffer, once.
 //
 // Bytes on the wire: none. Memory traffic: each byte is copied into a slot once and out once by each of its readers.
 #pragma once
@@ -32,7 +32,10 @@ class SharedCopy final : public SharedCall {
   const Buffer& given() const;
   void copy_own();
   bool copy_post(int source);
+  bool copy_referred(int source);
   bool offer();
+  // In place of an offer, where the others read this rank's buffer itself.
+  bool wait_for_readers();
   bool collect(int source);
 
   bool needs_post(int position) const override;

@@ -13,7 +13,7 @@
 // shrinking, so nobody can take pages away under a reader. Absent on purpose: any idea of what the bytes mean.
 #pragma once
 
-#include <netfold/transport/socket.hpp>
+#include <netfold/transport/shared_links.hpp>
 
 #include <atomic>
 #include <cstddef>
@@ -59,8 +59,9 @@ class SharedNode {
   };
 
   // `ranks[p]` is the rank of position p, ascending; `segments[p]` and `bells[p]` its memfd of sizeof(Segment) zero
-  // bytes and its eventfd, this rank's own included. Takes ownership. Throws std::system_error.
-  SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> bells);
+  // bytes and its eventfd, this rank's own included; `links` as SharedLinks takes them. Takes ownership. Throws
+  // std::system_error.
+  SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> bells, std::vector<Fd> links);
   ~SharedNode();
   SharedNode(const SharedNode&) = delete;
   SharedNode& operator=(const SharedNode&) = delete;
@@ -90,6 +91,8 @@ class SharedNode {
   void get_up();
   int bell() const { return bells_[static_cast<std::size_t>(self_)].get(); }
 
+  SharedLinks& links() { return links_; }
+
   // Tells the others why this rank gives up, once. `fault_rank`: -1 where nobody knows.
   void fail(int fault_rank, const std::string& reason);
 
@@ -98,6 +101,7 @@ class SharedNode {
   std::vector<int> ranks_;
   std::vector<Segment*> segments_;
   std::vector<Fd> bells_;
+  SharedLinks links_;
   bool lies_ = false;
   std::uint64_t calls_ = 0;
   std::uint64_t last_stream_call_ = 0;
