@@ -35,11 +35,12 @@ std::vector<transport::Fd> owned(const std::vector<int>& fds) {
   return out;
 }
 
-std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, std::uint64_t id, int spin_us, bool yields,
-                                  const std::vector<std::tuple<int, std::uint64_t, int, int>>& table,
+std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, std::uint64_t id, std::string job, int spin_us,
+                                  bool yields, const std::vector<std::tuple<int, std::uint64_t, int, int>>& table,
                                   std::uint16_t table_hash) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
-  Group::Options options{.id = id, .spin_us = spin_us, .yields = yields, .table = {}, .table_hash = table_hash};
+  Group::Options options{
+      .id = id, .job = std::move(job), .spin_us = spin_us, .yields = yields, .table = {}, .table_hash = table_hash};
   for (const auto& [kind, min_bytes, algorithm, wire] : table) {
     if (kind < 0 || kind >= collective::kKindCount || algorithm < 0 || algorithm >= collective::kAlgorithmCount ||
         wire >= kernels::kDTypeCount) {
@@ -199,8 +200,8 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size);
 
-  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("id"), nb::arg("spin_us"), nb::arg("yields"),
-        nb::arg("table"), nb::arg("table_hash"),
+  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("id"), nb::arg("job"), nb::arg("spin_us"),
+        nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"),
         "fds[r]: a connected stream socket to rank r, -1 at this rank's place. Takes ownership of them.");
   e.def(
       "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },

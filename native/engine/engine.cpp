@@ -103,11 +103,47 @@ bool Operation::notify() {
 }
 
 Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh)
-    : engine_(engine), options_(std::move(options)), mesh_(std::move(mesh)), wake_(make_event()) {
+    : engine_(engine),
+      options_(std::move(options)),
+      mesh_(std::move(mesh)),
+      status_(StatusPage::instance().open()),
+      wake_(make_event()) {
   events_.reserve(kEventCapacity);
+  if (StatusWrite status(status_); status) {
+    status->group = options_.id;
+    status->rank = rank();
+    status->size = size();
+    status->joined_ns = now_ns();
+    StatusWrite::put(status->job, sizeof status->job, options_.job);
+  }
 }
 
-Group::~Group() = default;
+Group::~Group() { StatusPage::instance().close(status_); }
+
+// What is under way, whenever that changes or somebody is waited for; what is done.
+void Group::publish_status() {
+  StatusWrite status(status_);
+  if (!status) return;
+  status->waiting = static_cast<std::uint32_t>(active_.size() + queue_.size());
+  status->sequence = 0;
+  status->awaited_count = 0;
+  const Operation* oldest = !active_.empty() ? active_.front().get() : !queue_.empty() ? queue_.front().get() : nullptr;
+  if (oldest == nullptr) return;
+  const collective::Call& call = oldest->call_;
+  status->sequence = call.sequence;
+  status->kind = static_cast<std::uint8_t>(call.kind);
+  status->dtype = static_cast<std::uint8_t>(call.dtype);
+  status->reduce = static_cast<std::uint8_t>(call.reduce);
+  status->algorithm = static_cast<std::uint8_t>(call.algorithm);
+  status->bytes = oldest->record_.bytes;
+  status->queued_ns = oldest->record_.queued_ns;
+  status->deadline_ns = oldest->deadline_ns_;
+  if (oldest->algorithm_ == nullptr) return;
+  for (const int rank : oldest->algorithm_->awaited()) {
+    if (status->awaited_count < StatusEntry::kMaxAwaited) status->awaited[status->awaited_count] = rank;
+    ++status->awaited_count;
+  }
+}
 
 void Group::attach(std::unique_ptr<collective::Channel> channel) {
   std::lock_guard lock(mutex_);
@@ -345,6 +381,17 @@ void Group::complete(Operation& operation, Failure failure) {
   }
   record.error = static_cast<std::uint8_t>(failure.kind);
   operation.algorithm_.reset();
+  if (StatusWrite status(status_); status) {
+    status->sequence = 0;
+    status->waiting = static_cast<std::uint32_t>(active_.size() + queue_.size());
+    status->done_sequence = record.sequence;
+    status->done_kind = record.operation;
+    status->done_ns = record.finished_ns;
+    if (failure && status->failed == 0) {
+      status->failed = 1;
+      StatusWrite::put(status->failure, sizeof status->failure, failure.text);
+    }
+  }
   {
     std::lock_guard lock(mutex_);
     if (events_.size() < kEventCapacity) {
@@ -418,6 +465,7 @@ void Group::get_up() {
 }
 
 void Group::wait_for(collective::WaitSet& set) {
+  publish_status();
   set.wake_at(close_ns_);
   for (const auto& operation : active_) {
     if (operation->algorithm_ != nullptr) operation->algorithm_->wait_for(set);

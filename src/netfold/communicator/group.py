@@ -107,6 +107,7 @@ class Group:
             rank=rank,
             fds=[-1 if stream is None else _detached(stream) for stream in sockets],
             id=next(_ids),
+            job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
             spin_us=int(options.spin_us or 0) if shared else 0,
             yields=node is not None and len(node.ranks) > len(os.sched_getaffinity(0)),
             table=[

@@ -16,6 +16,7 @@
 
 #include <netfold/collective/in_network.hpp>
 #include <netfold/engine/event.hpp>
+#include <netfold/engine/status.hpp>
 #include <netfold/transport/mesh.hpp>
 #include <netfold/transport/shared_node.hpp>
 
@@ -79,6 +80,7 @@ class Group {
  public:
   struct Options {
     std::uint64_t id = 0;
+    std::string job;  // names the group to who looks from outside
     int spin_us = 0;
     bool yields = false;  // between two looks
     std::vector<Choice> table;
@@ -142,6 +144,7 @@ class Group {
   void complete(Operation& operation, collective::Failure failure);
   void fail_all();
   void publish_traffic();
+  void publish_status();
   void wait_for(collective::WaitSet& set);
   void get_up();
   bool has_work() const;  // under mutex_
@@ -169,6 +172,7 @@ class Group {
   std::deque<std::shared_ptr<Operation>> queue_;
   std::vector<std::shared_ptr<Operation>> active_;
   std::size_t active_on_mesh_ = 0;
+  StatusEntry* status_;
   std::int64_t close_ns_ = -1;  // of a failed group: when its connections end
   bool failure_names_operation_ = false;
   transport::Fd wake_;
