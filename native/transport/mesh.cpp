@@ -1,5 +1,7 @@
 #include <fcntl.h>
+#include <linux/sockios.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 #include <netfold/transport/mesh.hpp>
 
 #include <algorithm>
@@ -41,6 +43,11 @@ Mesh::Io Mesh::receive(int peer, std::span<const iovec> pieces) {
   if (got == 0) return {.closed = true};
   if (errno == EAGAIN || errno == EINTR) return {};
   return {.closed = true, .error = errno};
+}
+
+std::size_t Mesh::unconfirmed(int peer) const {
+  int bytes = 0;
+  return fd(peer) >= 0 && ::ioctl(fd(peer), SIOCOUTQ, &bytes) == 0 && bytes > 0 ? static_cast<std::size_t>(bytes) : 0;
 }
 
 void Mesh::close() {
