@@ -376,8 +376,8 @@ void Group::fail_all() {
   const std::int64_t now = now_ns();
   if (close_ns_ < 0) {
     collective::send_abort(*mesh_, failure);
+    if (lane_->unconfirmed()) linger_until_ns_ = now + kLingerNs;
     lane_->abort(failure);
-    linger_until_ns_ = now + kLingerNs;
     // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
     // others have seen for themselves who died.
     const bool first_hand = failure.kind == Failure::Kind::peer_lost && failure.heard.empty();

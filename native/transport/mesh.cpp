@@ -46,8 +46,13 @@ Mesh::Io Mesh::receive(int peer, std::span<const iovec> pieces) {
 }
 
 std::size_t Mesh::unconfirmed(int peer) const {
+  if (fd(peer) < 0) return 0;
+  // A connection that was reset still counts what it will never send.
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  if (::getsockopt(fd(peer), IPPROTO_TCP, TCP_INFO, &info, &length) != 0 || info.tcpi_state == TCP_CLOSE) return 0;
   int bytes = 0;
-  return fd(peer) >= 0 && ::ioctl(fd(peer), SIOCOUTQ, &bytes) == 0 && bytes > 0 ? static_cast<std::size_t>(bytes) : 0;
+  return ::ioctl(fd(peer), SIOCOUTQ, &bytes) == 0 && bytes > 0 ? static_cast<std::size_t>(bytes) : 0;
 }
 
 void Mesh::close() {
