@@ -535,7 +535,7 @@ void Engine::run() {
   std::int64_t idle_since = 0;
   for (;;) {
     clear(wake_);
-    if (clear(timer_)) timer_armed_ = false;
+    if (clear(timer_)) timer_armed_.exchange(false);  // reads what wake_later wrote: this turn sees what it was for
     driven.clear();
     {
       std::lock_guard lock(mutex_);

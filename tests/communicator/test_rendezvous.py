@@ -122,7 +122,9 @@ def _forward(rank: int, size: int, folder: str) -> Any:
         answer = stream.recv(64, socket.MSG_WAITALL)
         assert hmac.compare_digest(
             answer[32:],
-            hmac.new(SECRET, b"accept" + bytes(32) + answer[:32] + struct.pack(">III", 1, 0, 0), hashlib.sha256).digest(),
+            hmac.new(
+                SECRET, b"accept" + bytes(32) + answer[:32] + struct.pack(">III", 1, 0, 0), hashlib.sha256
+            ).digest(),
         )
         stream.sendall(answer[32:])
         stream.settimeout(5)

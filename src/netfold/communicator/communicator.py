@@ -107,9 +107,7 @@ class Communicator:
         """
         self._transfer("send", buffer, to, tag, timeout_s, inputs=[_region(buffer)])
 
-    def receive(
-        self, buffer: Array, source: int | None = None, tag: int = 0, *, timeout_s: float | None = None
-    ) -> int:
+    def receive(self, buffer: Array, source: int | None = None, tag: int = 0, *, timeout_s: float | None = None) -> int:
         """Fill `buffer` with what rank `source`, or any rank, sent with this tag; the rank that sent it.
 
         A message of another size or dtype is a Mismatch here, and ends the group; the sender hears of it.

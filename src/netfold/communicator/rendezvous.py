@@ -1,8 +1,8 @@
 """From a store to a mesh: every rank listens, leaves its address, and is connected with every other.
 
-Rank i connects to all ranks below it, once for each lane. A connection counts only after both ends have proved, by HMAC over fresh nonces,
-that they know the job's secret, which rank 0 drew and left in the store: a stranger that finds the port is dropped, and
-cannot block the others, since each handshake has a deadline of its own.
+Rank i connects to all ranks below it, once for each lane. A connection counts only after both ends have proved, by HMAC
+over fresh nonces, that they know the job's secret, which rank 0 drew and left in the store: a stranger that finds the
+port is dropped, and cannot block the others, since each handshake has a deadline of its own.
 """
 
 from __future__ import annotations
@@ -190,9 +190,7 @@ def close_all(sockets: list[list[socket.socket | None]]) -> None:
             stream.close()
 
 
-def _connect(
-    store: Store, rank: int, peer: int, size: int, lane: int, secret: bytes, deadline: float
-) -> socket.socket:
+def _connect(store: Store, rank: int, peer: int, size: int, lane: int, secret: bytes, deadline: float) -> socket.socket:
     host, port = parse_endpoint(store.get(f"address/{peer}", _left(deadline)).decode(), what=f"rank {peer}'s address")
     while True:
         try:
