@@ -1,5 +1,6 @@
 #include <sched.h>
 #include <sys/eventfd.h>
+#include <sys/timerfd.h>
 #include <time.h>
 #include <unistd.h>
 #if defined(__x86_64__)
@@ -38,9 +39,9 @@ void signal(const transport::Fd& fd) {
   [[maybe_unused]] const auto written = ::write(fd.get(), &one, sizeof one);
 }
 
-void clear(const transport::Fd& fd) {
+bool clear(const transport::Fd& fd) {
   std::uint64_t value = 0;
-  [[maybe_unused]] const auto got = ::read(fd.get(), &value, sizeof value);
+  return ::read(fd.get(), &value, sizeof value) > 0;
 }
 
 // Sums must not depend on whose thread adds: a caller may flush subnormals to zero (torch.set_flush_denormal).
@@ -102,10 +103,12 @@ bool Operation::notify() {
   return true;
 }
 
-Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh)
+Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh,
+             std::unique_ptr<transport::Mesh> lane)
     : engine_(engine),
       options_(std::move(options)),
       mesh_(std::move(mesh)),
+      lane_(std::make_unique<collective::PointToPoint>(std::move(lane))),
       status_(StatusPage::instance().open()),
       wake_(make_event()) {
   events_.reserve(kEventCapacity);
@@ -169,9 +172,11 @@ Choice Group::choose(collective::Kind kind, kernels::DType dtype, std::uint64_t 
 std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread) {
   collective::validate(call, rank(), size());
   auto operation = std::make_shared<Operation>();
-  const std::uint64_t bytes = call.outputs.empty() ? 0 : call.outputs[0].bytes;
+  const std::uint64_t bytes = call.tensor().bytes;
   const Choice choice = choose(call.kind, call.dtype, bytes);
-  call.algorithm = size() == 1 ? collective::AlgorithmId::local : choice.algorithm;
+  const bool is_transfer = collective::is_transfer(call.kind);
+  call.algorithm = is_transfer ? collective::AlgorithmId::point_to_point : choice.algorithm;
+  if (size() == 1) call.algorithm = collective::AlgorithmId::local;
   call.wire = static_cast<kernels::DType>(choice.wire);
   if (call.algorithm == collective::AlgorithmId::in_network && channel_ == nullptr) {
     throw std::invalid_argument("the choice table says in_network, but this group has not joined a switch");
@@ -198,7 +203,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   bool wake_engine = false;
   {
     std::lock_guard lock(mutex_);
-    operation->call_.sequence = record.sequence = next_sequence_++;
+    operation->call_.sequence = record.sequence = is_transfer ? next_transfer_++ : next_sequence_++;
     if (failure_) {
       operation->failure_ = failure_;
       operation->failure_.text = describe(*operation) + " failed: this group failed before: " + failure_.text;
@@ -208,9 +213,11 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
     }
     inbox_.push_back(operation);
     if (driver_ == Driver::none) {
-      if (on_this_thread && inbox_.size() == 1) {
+      const bool alone = inbox_.size() == 1;
+      // A message is tried at once in any case: small ones are then on their way, or there.
+      if (alone && (on_this_thread || (is_transfer && queue_.empty() && active_.empty()))) {
         driver_ = Driver::caller;
-        record.inlined = 1;
+        record.inlined = on_this_thread ? 1 : 0;
         drive = true;
       } else {
         wake_engine = true;
@@ -220,21 +227,37 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
     }
   }
   if (wake_engine) engine_.wake();
-  if (drive) drive_until(*operation);
+  if (drive) drive_until(*operation, on_this_thread ? -1 : 0);
   return operation;
 }
 
-void Group::drive_until(const Operation& operation) {
+bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
+  if (operation.done()) return true;
+  const std::int64_t until_ns = timeout_ns < 0 ? -1 : now_ns() + timeout_ns;
+  bool drive = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (driver_ == Driver::none && has_work()) {
+      driver_ = Driver::caller;
+      drive = true;
+    }
+  }
+  if (drive) drive_until(operation, until_ns);
+  return operation.wait(until_ns < 0 ? -1 : std::max<std::int64_t>(0, until_ns - now_ns()));
+}
+
+void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
   const DefaultFloats floats;
   collective::WaitSet set;
   std::int64_t idle_since = 0;
   while (!operation.done()) {
     const std::int64_t now = now_ns();
-    if (turn(now)) {
+    const bool moved = turn(now);
+    if (operation.done() || (until_ns >= 0 && now >= until_ns)) break;
+    if (moved) {
       idle_since = 0;
       continue;
     }
-    if (operation.done()) break;
     if (idle_since == 0) idle_since = now;
     if (now - idle_since < static_cast<std::int64_t>(options_.spin_us) * 1000) {
       pause(options_.yields);
@@ -242,18 +265,22 @@ void Group::drive_until(const Operation& operation) {
     }
     set.clear();
     set.add(wake_.get(), POLLIN);
+    set.wake_at(until_ns);
     wait_for(set);
     if (!set.look_again || !turn(now_ns())) sleep_in(set);
     get_up();
     clear(wake_);
   }
   bool more = false;
+  bool can_wait = false;
   {
     std::lock_guard lock(mutex_);
     driver_ = Driver::none;
     more = has_work();
+    can_wait = has_only_transfers();
     driver_left_.notify_all();
   }
+  if (more && can_wait) return engine_.wake_later();
   if (more) engine_.wake();
 }
 
@@ -263,7 +290,7 @@ bool Group::driven_by_engine() const {
 }
 
 bool Group::has_work() const {
-  return !inbox_.empty() || !queue_.empty() || !active_.empty() || (failure_ && !closed_);
+  return !inbox_.empty() || !queue_.empty() || !active_.empty() || !transfers_.empty() || (failure_ && !closed_);
 }
 
 bool Group::can_start(const Operation& operation) const {
@@ -277,11 +304,13 @@ bool Group::turn(std::int64_t now) {
   {
     std::lock_guard lock(mutex_);
     while (!inbox_.empty()) {
-      queue_.push_back(std::move(inbox_.front()));
+      auto& to = collective::is_transfer(inbox_.front()->call_.kind) ? arrived_ : queue_;
+      to.push_back(std::move(inbox_.front()));
       inbox_.pop_front();
     }
     failed = static_cast<bool>(failure_);
   }
+  begin_transfers(now);
   if (failed) {
     fail_all();
     return false;
@@ -325,6 +354,7 @@ bool Group::turn(std::int64_t now) {
     }
     ++i;
   }
+  if (!failure) moved |= turn_transfers(now, failure);
   if (!failure) {
     for (const auto& operation : queue_) {
       if (operation->deadline_ns_ >= 0 && now >= operation->deadline_ns_) {
@@ -418,6 +448,8 @@ void Group::fail_all() {
   if (close_ns_ < 0) {
     if (node_ != nullptr) node_->fail(failure.rank, failure.heard.empty() ? failure.text : failure.heard);
     collective::send_abort(*mesh_, failure);
+    if (lane_->unconfirmed()) linger_until_ns_ = now + kLingerNs;
+    lane_->abort(failure);
     // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
     // others have seen for themselves who died.
     const bool first_hand = failure.kind == Failure::Kind::peer_lost && failure.heard.empty();
@@ -425,6 +457,8 @@ void Group::fail_all() {
   }
   auto active = std::move(active_);
   auto queue = std::move(queue_);
+  auto transfers = std::move(transfers_);
+  transfers_.clear();
   active_.clear();
   queue_.clear();
   active_on_mesh_ = 0;
@@ -435,9 +469,15 @@ void Group::fail_all() {
   };
   for (const auto& operation : active) end(*operation);
   for (const auto& operation : queue) end(*operation);
+  for (const auto& [id, operation] : transfers) end(*operation);
   // Peers must hear of it now, not when this process ends.
   if (now < close_ns_) return;
+  if (now < linger_until_ns_ && lane_->unconfirmed()) {
+    close_ns_ = now + kLingerStepNs;
+    return;
+  }
   mesh_->close();
+  lane_->close();
   std::lock_guard lock(mutex_);
   closed_ = true;
 }
@@ -477,6 +517,9 @@ void Group::wait_for(collective::WaitSet& set) {
     set.add(node_->bell(), POLLIN);
     set.look_again = true;
   }
+  if (transfers_.empty()) return;
+  lane_->wait_for(set);
+  set.wake_at(transfer_deadline_ns_);
 }
 
 std::optional<Group::Traffic> Group::traffic() const {
@@ -502,7 +545,7 @@ std::string Group::describe(const Operation& operation) const {
       "rank " + std::to_string(rank()) + ": " + collective::name(call.kind) + " #" + std::to_string(call.sequence);
   if (call.elements() > 0) {
     text += " of " + std::to_string(call.elements()) + " " + kernels::name(call.dtype) + " (" +
-            std::to_string(call.outputs[0].bytes) + " bytes)";
+            std::to_string(call.tensor().bytes) + " bytes)";
   }
   return text + " by " + collective::name(call.algorithm) + ", after " + waited + ",";
 }
@@ -513,21 +556,26 @@ Engine& Engine::instance() {
   return *engine;
 }
 
-std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh) {
-  auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh));
+std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
+                                         std::unique_ptr<transport::Mesh> lane) {
+  auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh), std::move(lane));
   std::lock_guard life(life_mutex_);
   std::lock_guard lock(mutex_);
   groups_.push_back(group);
   if (!thread_.joinable()) {
     stopping_ = false;
     wake_ = make_event();
+    timer_ = transport::Fd(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
+    if (!timer_) transport::throw_errno("timerfd_create");
+    timer_armed_ = false;
     thread_ = std::thread([this] { run(); });
   }
   return group;
 }
 
 void Engine::remove_group(const std::shared_ptr<Group>& group) {
-  group->fail({Failure::Kind::aborted, group->rank(), "rank " + std::to_string(group->rank()) + " closed the group"});
+  const std::string text = "rank " + std::to_string(group->rank()) + " closed the group";
+  group->fail({.kind = Failure::Kind::aborted, .rank = group->rank(), .text = text, .heard = {}, .orderly = true});
   {
     // The failure above makes whoever drives finish; the engine thread tears down a group without a driver.
     std::unique_lock lock(group->mutex_);
@@ -572,12 +620,21 @@ bool Engine::turn_all(const std::vector<std::shared_ptr<Group>>& driven) {
   return moved;
 }
 
+// For what may be done before: at most kGraceNs from now, whoever asks again meanwhile.
+void Engine::wake_later() {
+  if (timer_armed_.exchange(true)) return;
+  std::lock_guard lock(mutex_);
+  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = kGraceNs}};
+  if (timer_) timerfd_settime(timer_.get(), 0, &once, nullptr);
+}
+
 void Engine::run() {
   std::vector<std::shared_ptr<Group>> driven;
   collective::WaitSet set;
   std::int64_t idle_since = 0;
   for (;;) {
     clear(wake_);
+    if (clear(timer_)) timer_armed_.exchange(false);  // reads what wake_later wrote: this turn sees what it was for
     driven.clear();
     {
       std::lock_guard lock(mutex_);
@@ -608,6 +665,7 @@ void Engine::run() {
     }
     set.clear();
     set.add(wake_.get(), POLLIN);
+    set.add(timer_.get(), POLLIN);
     for (const auto& group : driven) {
       std::lock_guard lock(group->mutex_);
       if (group->driver_ != Group::Driver::engine) continue;

@@ -1,6 +1,8 @@
 #include <fcntl.h>
+#include <linux/sockios.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/ioctl.h>
 #include <netfold/transport/mesh.hpp>
 
 #include <algorithm>
@@ -47,6 +49,16 @@ Mesh::Io Mesh::receive(int peer, std::span<const iovec> pieces) {
 bool Mesh::hung_up(int peer) const {
   pollfd look{fd(peer), POLLRDHUP, 0};
   return ::poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+}
+
+std::size_t Mesh::unconfirmed(int peer) const {
+  if (fd(peer) < 0) return 0;
+  // A connection that was reset still counts what it will never send.
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  if (::getsockopt(fd(peer), IPPROTO_TCP, TCP_INFO, &info, &length) != 0 || info.tcpi_state == TCP_CLOSE) return 0;
+  int bytes = 0;
+  return ::ioctl(fd(peer), SIOCOUTQ, &bytes) == 0 && bytes > 0 ? static_cast<std::size_t>(bytes) : 0;
 }
 
 void Mesh::close() {

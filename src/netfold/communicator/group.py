@@ -30,10 +30,14 @@ _LOG_FORMAT = "%(asctime)s %(name)s %(levelname)-7s %(message)s"
 KINDS: dict[str, int] = engine.KINDS
 DTYPES: dict[str, int] = engine.DTYPES
 REDUCE_OPS: dict[str, int] = engine.REDUCE_OPS
+# The `root` of a receive from whoever sends first.
+ANY_SOURCE: int = engine.ANY_SOURCE
 
 # (address, bytes). The caller keeps the memory alive until the operation is done.
 Region = tuple[int, int]
 
+# Connections between two ranks: one for collectives, one for messages, so that neither waits for the other.
+_LANES = 2
 _ids = itertools.count(1)
 
 
@@ -72,11 +76,11 @@ class Group:
         store = rendezvous.claim(store, rank, size, deadline)
         job = rendezvous.agree(store, rank, size, options, deadline)
         host = rendezvous.local_host(options, store_host)
-        sockets = rendezvous.connect_mesh(store, rank, size, host, job.secret, deadline)
+        sockets = rendezvous.connect_mesh(store, rank, size, host, job.secret, deadline, _LANES)
         node: Node | None = None
         try:
             enabled = options.transport != "tcp"
-            self.nodes, node = find_nodes(rank, size, sockets, enabled=enabled, deadline=deadline)
+            self.nodes, node = find_nodes(rank, size, sockets[0], enabled=enabled, deadline=deadline)
             shared = node is not None and len(node.ranks) == size
             self.shares_buckets = shared and options.share_buckets != "off"
             self.table: ChoiceTable = build_table(
@@ -97,15 +101,15 @@ class Group:
                     timeout_s=max(0.1, deadline - time.monotonic()),
                 )
         except BaseException:
-            for stream in sockets:
-                if stream is not None:
-                    stream.close()
+            rendezvous.close_all(sockets)
             if node is not None:
                 node.close()
             raise
+        fds, lane_fds = ([-1 if stream is None else _detached(stream) for stream in lane] for lane in sockets)
         self._native = engine.add_group(
             rank=rank,
-            fds=[-1 if stream is None else _detached(stream) for stream in sockets],
+            fds=fds,
+            lane_fds=lane_fds,
             id=next(_ids),
             job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
             spin_us=int(options.spin_us or 0) if shared else 0,
@@ -145,12 +149,17 @@ class Group:
         reduce: str = "sum",
         average: bool = False,
         root: int = 0,
+        tag: int = 0,
         inputs: Sequence[Region] = (),
         outputs: Sequence[Region] = (),
         timeout_s: float | None = None,
         wait_here: bool,
     ) -> Any:
-        """Enqueue a call; the native Operation. With `wait_here` it may run on this thread and be done on return."""
+        """Enqueue a call; the native Operation. With `wait_here` it may run on this thread and be done on return.
+
+        send and receive name the other rank by `root` (receive: ANY_SOURCE for whoever comes first; the operation's
+        `peer` then says who it was) and are matched by `tag`. They are no part of the group's order of calls.
+        """
         if self._pid != os.getpid():
             raise RuntimeError("this group was made before a fork; make a new one in the child")
         if self._closed:
@@ -166,11 +175,12 @@ class Group:
             outputs,
             int(seconds * 1e9),
             wait_here,
+            tag,
         )
 
     def wait(self, operation: Any, timeout_s: float | None = None) -> None:
         """Wait for a submitted operation; raises what befell it. TimeoutError when only the waiting ended."""
-        if not operation.done and not operation.wait(-1 if timeout_s is None else int(timeout_s * 1e9)):
+        if not operation.done and not self._native.wait(operation, -1 if timeout_s is None else int(timeout_s * 1e9)):
             raise TimeoutError(f"rank {self.rank}: the operation is not done after {timeout_s} s of waiting")
         if operation.failure is not None:
             raise self.error(operation)

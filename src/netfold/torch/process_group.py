@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, PrefixStore, Store
 from netfold.communicator import Group, Options
 from netfold.torch.buckets import SharedBuckets
 from netfold.torch.store import TorchStore
+from netfold.torch.transfers import Transfers
 from netfold.torch.work import NetfoldWork
 
 Tensor = torch.Tensor
@@ -53,11 +54,6 @@ _REDUCE_OPS = {
     dist.ReduceOp.BOR: "bor",
     dist.ReduceOp.BXOR: "bxor",
 }
-
-_NO_POINT_TO_POINT = (
-    "netfold has no point-to-point send and recv yet; make a group for them with "
-    "torch.distributed.new_group(backend='gloo') and pass it as group="
-)
 
 _live: weakref.WeakSet[ProcessGroupNetfold] = weakref.WeakSet()
 
@@ -103,6 +99,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         self.netfold = group
         self._store = store
         self._buckets = SharedBuckets(enabled=group.shares_buckets)
+        self._transfers = Transfers(group, _DTYPES)
         # torch reads a group's devices off its backends; this one trips on whatever reaches it past this class.
         fake: Any = FakeProcessGroup  # the stubs do not know its options
         anchor_options = fake.Options()
@@ -306,13 +303,13 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     # --- point to point --------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> NetfoldWork:
-        raise RuntimeError(_NO_POINT_TO_POINT)
+        return self._transfers.send(tensors, to, tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> NetfoldWork:
-        raise RuntimeError(_NO_POINT_TO_POINT)
+        return self._transfers.receive(tensors, source, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> NetfoldWork:
-        raise RuntimeError(_NO_POINT_TO_POINT)
+        return self._transfers.receive(tensors, None, tag)
 
     def _by_splits(self, tensor: Tensor, splits: list[int]) -> list[Tensor]:
         size = self.netfold.size

@@ -40,9 +40,11 @@ class NetfoldWork(dist.Work):
         *,
         keep: Any = None,
         finish: Callable[[], None] | None = None,
+        watched: bool = True,
     ) -> None:
         """`result`: what the Future holds. `keep`: what must outlive the operations. `finish`: runs once they are
-        done, before anyone sees the work complete (copies staged results back)."""
+        done, before anyone sees the work complete (copies staged results back). Not `watched`: there is nothing to
+        finish, another keeps the tensors, and completion is not looked for until somebody asks for the Future."""
         super().__init__()
         self._group = group
         self._operations = operations
@@ -54,9 +56,10 @@ class NetfoldWork(dist.Work):
         self._pending = 0
         self._ended = False  # settled, so that a Future may be resolved
         self._finish_error: Exception | None = None
+        self._watched = watched
         if all(operation.done for operation in operations):
             self._end()
-        else:
+        elif watched:
             _completions.watch(self, operations)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -95,10 +98,13 @@ class NetfoldWork(dist.Work):
                 # DDP's reducer crashes on a Future with an exception set, but not on one whose callback raised.
                 self._visible = base.then(self._value)
                 resolve = self._ended
+                watch, self._watched = not self._watched and not resolve, True
             else:
                 return self._visible
         if resolve:
             base.set_result(None)
+        if watch:
+            _completions.watch(self, self._operations)
         return self._visible
 
     def _value(self, _: Any) -> Any:
@@ -165,7 +171,9 @@ class _Completions:
             if self._idle == 0 and not self._stopping:
                 self._start()
         if not waiting:  # they ended since the caller looked
-            work._end()
+            future = work._end()
+            if future is not None:
+                future.set_result(None)
         for operation in waiting:
             if not operation.notify():  # it was done before we could ask
                 self._complete(operation.id)
