@@ -240,10 +240,18 @@ bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
     if (driver_ == Driver::none && has_work()) {
       driver_ = Driver::caller;
       drive = true;
+    } else {
+      ++waiting_;
     }
   }
-  if (drive) drive_until(operation, until_ns);
-  return operation.wait(until_ns < 0 ? -1 : std::max<std::int64_t>(0, until_ns - now_ns()));
+  if (drive) {
+    drive_until(operation, until_ns);
+    return operation.done();
+  }
+  const bool done = operation.wait(until_ns < 0 ? -1 : std::max<std::int64_t>(0, until_ns - now_ns()));
+  std::lock_guard lock(mutex_);
+  --waiting_;
+  return done;
 }
 
 void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
@@ -277,7 +285,7 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
     std::lock_guard lock(mutex_);
     driver_ = Driver::none;
     more = has_work();
-    can_wait = has_only_transfers();
+    can_wait = has_only_transfers() && waiting_ == 0;
     driver_left_.notify_all();
   }
   if (more && can_wait) return engine_.wake_later();

@@ -17,7 +17,7 @@ import pytest
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore
-from netfold.communicator import CollectiveTimeout, Mismatch, PeerLost
+from netfold.communicator import CollectiveTimeout, GroupAborted, Mismatch, PeerLost
 from netfold.communicator.group import ANY_SOURCE, region
 
 native = pytest.mark.native
@@ -534,6 +534,48 @@ def large_then_leave(rank: int, size: int, folder: str) -> None:
 @native
 def test_messages_on_their_way_survive_their_senders_leaving() -> None:
     values(run_threads(large_then_leave, 2))
+
+
+def aborted_while_waiting(rank: int, size: int, folder: str) -> str:
+    group = join(rank, size, folder)
+    try:
+        if rank == 0:
+            threading.Timer(0.1, group.group.abort, ("the user pressed Ctrl-C",)).start()
+        group.receive(np.zeros(1), 1 - rank)
+    except (GroupAborted, PeerLost) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        group.close()
+    return ""
+
+
+@native
+def test_an_abort_ends_a_receive_that_waits_here_and_there() -> None:
+    here, there = values(run_threads(aborted_while_waiting, 2))
+    assert here.startswith("GroupAborted: rank 0: receive #1 of 1 f64")
+    assert there.startswith("PeerLost: rank 1: receive #1 of 1 f64")
+    assert "the user pressed Ctrl-C" in here
+    assert "the user pressed Ctrl-C" in there
+
+
+def waits_twice(rank: int, size: int, folder: str) -> None:
+    with join(rank, size, folder) as group:
+        if rank == 1:
+            group.receive(np.zeros(1), 0, tag=1)
+            group.send(np.full(3, 5, np.float32), 0)
+            return
+        into = np.zeros(3, np.float32)
+        operation = start_receive(group, into, 1)
+        with pytest.raises(TimeoutError, match=r"is not done after 0\.05 s of waiting"):
+            group.group.wait(operation, 0.05)
+        group.send(np.zeros(1), 1, tag=1)
+        group.group.wait(operation)
+        assert into.tolist() == [5, 5, 5]
+
+
+@native
+def test_the_end_of_a_wait_is_not_the_end_of_the_receive() -> None:
+    values(run_threads(waits_twice, 2))
 
 
 def misuses(rank: int, size: int, folder: str) -> None:

@@ -181,6 +181,7 @@ class Group {
   std::deque<std::shared_ptr<Operation>> inbox_;
   Driver driver_ = Driver::none;
   std::condition_variable driver_left_;
+  int waiting_ = 0;  // threads that wait while another drives
   collective::Failure failure_;
   std::uint32_t next_sequence_ = 1;
   std::uint32_t next_transfer_ = 1;  // counted apart: ranks differ in how many they make
