@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
+#include <netfold/collective/registry.hpp>
 #include <netfold/engine/engine.hpp>
 
 #include "module.hpp"
@@ -84,6 +85,17 @@ void bind_engine(nb::module_& m) {
   e.attr("REDUCE_OPS") = names<kernels::ReduceOp>(kernels::kReduceOpCount);
   e.attr("KINDS") = names<collective::Kind>(collective::kKindCount);
   e.attr("ALGORITHMS") = names<collective::AlgorithmId>(collective::kAlgorithmCount);
+  nb::dict supported;
+  for (int i = 0; i < collective::kAlgorithmCount; ++i) {
+    const auto algorithm = static_cast<collective::AlgorithmId>(i);
+    nb::list kinds;
+    for (int k = 0; k < collective::kKindCount; ++k) {
+      const auto kind = static_cast<collective::Kind>(k);
+      if (collective::supports(algorithm, kind)) kinds.append(name(kind));
+    }
+    supported[name(algorithm)] = nb::tuple(kinds);
+  }
+  e.attr("SUPPORTS") = supported;  // algorithm -> the operations there is a machine for
   e.attr("EVENT_BYTES") = sizeof(engine::EventRecord);
   nb::list failures;
   for (const char* word : {"none", "peer_lost", "switch_lost", "mismatch", "timeout", "aborted", "system"}) {

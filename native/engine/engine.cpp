@@ -118,12 +118,13 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   collective::validate(call, rank(), size());
   auto operation = std::make_shared<Operation>();
   const std::uint64_t bytes = call.outputs.empty() ? 0 : call.outputs[0].bytes;
-  const Choice choice = choose(call.kind, call.dtype, bytes);
+  const Choice choice = choose(call.kind, call.dtype, call.choice_bytes());
   call.algorithm = size() == 1 ? collective::AlgorithmId::local : choice.algorithm;
   call.wire = static_cast<kernels::DType>(choice.wire);
   if (call.algorithm == collective::AlgorithmId::in_network && channel_ == nullptr) {
     throw std::invalid_argument("the choice table says in_network, but this group has not joined a switch");
   }
+  collective::validate_choice(call);
   call.table = options_.table_hash;
   operation->call_ = std::move(call);
   operation->id_ = engine_.next_operation_id_.fetch_add(1);

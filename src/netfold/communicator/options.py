@@ -28,6 +28,7 @@ class Options:
     interface: str | None = None
     window_bytes: int | None = None
     spin_us: int | None = None
+    probe: str | None = None
 
     def resolved(self, environment: Mapping[str, str] = os.environ) -> Options:
         """With the environment and the defaults filled in; ValueError names the variable that makes no sense."""

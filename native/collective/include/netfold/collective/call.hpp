@@ -69,6 +69,9 @@ struct Call {
   std::vector<Buffer> outputs;
 
   std::size_t elements() const;  // of outputs[0], 0 for a barrier
+  // The size that the choice of an algorithm goes by, the same on every rank: the whole tensor that is reduced, sent to
+  // all or gathered by all. An exchange's is what this rank gives. 0 where the ranks know different sizes.
+  std::size_t choice_bytes() const;
 };
 
 struct Failure {

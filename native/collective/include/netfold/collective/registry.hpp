@@ -3,6 +3,7 @@
 
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/collective/in_network.hpp>
+#include <netfold/collective/team.hpp>
 #include <netfold/transport/mesh.hpp>
 
 #include <memory>
@@ -19,7 +20,14 @@ struct Paths {
   Channel* channel = nullptr;  // to the switch, if the group joined one
 };
 
+// Whether there is a machine for it: written here once, and read by the planner.
+bool supports(AlgorithmId algorithm, Kind kind);
+// Throws std::invalid_argument with a sentence where the algorithm chosen for `call` cannot run it.
+void validate_choice(const Call& call);
+
 // The machine that runs `call`; nullptr where there is nothing to do. Borrows the call and what the paths point to.
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths);
+// The same among a part of the ranks; the call's root and buffers go by position in `team`.
+std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, Team team);
 
 }  // namespace netfold::collective
