@@ -40,7 +40,7 @@ void Bruck::plan_all_to_all() {
   const std::size_t bytes = call().inputs[0].bytes;
   // A block on its way has two places, taken in turn: what arrives does not overwrite what is still leaving.
   const auto distances = static_cast<std::size_t>(ranks);
-  scratch_.resize(2 * distances * bytes);
+  scratch_ = std::make_unique_for_overwrite<std::byte[]>(2 * distances * bytes);
   struct Travelling {
     std::byte* data;
     std::size_t place;
@@ -60,7 +60,7 @@ void Bruck::plan_all_to_all() {
       Travelling& block = blocks[d];
       block.left[block.place] = add(partner_up, Send{block.data, bytes, block.here});
       block.place ^= 1;
-      block.data = scratch_.data() + (2 * d + block.place) * bytes;
+      block.data = scratch_.get() + (2 * d + block.place) * bytes;
       block.here = add(partner_down, Receive{block.data, bytes, nullptr, false, block.left[block.place]});
     }
   }

@@ -44,8 +44,8 @@ void Direct::plan() {
   // Contributions to a reduction: mine stays where it is, the others' land in scratch.
   const auto gather_contributions = [&](const Buffer& mine) {
     const std::size_t bytes = mine.bytes;
-    scratch_.resize(bytes * static_cast<std::size_t>(team_.size() - 1));
-    std::byte* next = scratch_.data();
+    scratch_ = std::make_unique_for_overwrite<std::byte[]>(bytes * static_cast<std::size_t>(team_.size() - 1));
+    std::byte* next = scratch_.get();
     for (int rank = 0; rank < team_.size(); ++rank) {
       if (rank == me) {
         sources_.push_back(mine.data);

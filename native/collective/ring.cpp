@@ -55,7 +55,7 @@ void Ring::plan_reduce_scatter() {
   // A slot is free again when its partial sum has left. That send waits for the next rank, who waits for a slot of its
   // own, and so on round the ring: with more slots than a block has pieces every wait is for an earlier piece.
   const std::size_t slots = most_pieces + 2;
-  if (ranks > 2) slots_.resize(slots * piece_bytes);
+  if (ranks > 2) slots_ = std::make_unique_for_overwrite<std::byte[]>(slots * piece_bytes);
   std::vector<Mark> left(slots);
   std::size_t slot = 0;
 
@@ -83,7 +83,7 @@ void Ring::plan_reduce_scatter() {
     for (std::size_t i = 0; i < coming; ++i) {
       const Span what = part({0, comes.bytes / unit}, coming, i);
       std::byte* own = comes.data + what.first * unit;
-      std::byte* into = last ? call().outputs[0].data + what.first * unit : slots_.data() + slot * piece_bytes;
+      std::byte* into = last ? call().outputs[0].data + what.first * unit : slots_.get() + slot * piece_bytes;
       const Mark free = last ? Mark{} : left[slot];
       partials.push_back({into, add(previous, Receive{into, what.count * unit, own, true, free}), slot});
       slot = (slot + 1) % slots;

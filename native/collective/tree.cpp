@@ -46,8 +46,8 @@ Tree::Tree(const Call& call, transport::Mesh& mesh, Team team_of)
       tree.slot_bytes = tree.children.empty() ? 0 : part(tree.what, tree.pieces, 0).count * element_bytes();
       bytes += kSlots * tree.slot_bytes;
     }
-    scratch_.resize(bytes);
-    std::byte* next = scratch_.data();
+    scratch_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    std::byte* next = scratch_.get();
     for (Shape& tree : trees) {
       tree.slots = next;
       next += kSlots * tree.slot_bytes;

@@ -15,12 +15,20 @@ from typing import Any
 import numpy as np
 
 from netfold._native import engine, protocol
-from netfold.communicator import rendezvous
+from netfold.communicator import probe, rendezvous
 from netfold.communicator.errors import NetfoldError, RendezvousError, error_of
 from netfold.communicator.membership import Membership
 from netfold.communicator.options import Options
 from netfold.communicator.store import Store
-from netfold.plan import ChoiceTable
+from netfold.plan import (
+    DEFAULT_LINKS,
+    Candidate,
+    ChoiceTable,
+    Topology,
+    build_table,
+    candidates,
+    format_seconds,
+)
 from netfold.profile import Records, records_of
 
 log = logging.getLogger("netfold")
@@ -70,11 +78,27 @@ class Group:
 
         store = rendezvous.claim(store, rank, size, deadline)
         job = rendezvous.agree(store, rank, size, options, deadline)
-        self.table: ChoiceTable = job.table
+        topology = Topology.apart(size)
+        choice = probe.Choice(job.table, DEFAULT_LINKS, topology)
         host = rendezvous.local_host(options, store_host)
         sockets = rendezvous.connect_mesh(store, rank, size, host, job.secret, deadline)
         uses_switch = job.switch is not None and any(row.algorithm == "in_network" for row in job.table.rows)
         try:
+            if job.probe and size > 1:
+                choice = probe.agree(
+                    sockets,
+                    rank,
+                    topology,
+                    lambda links: build_table(
+                        ranks=size,
+                        switch=options.switch,
+                        algorithm=str(options.algorithm),
+                        wire=str(options.wire),
+                        topology=topology,
+                        links=links,
+                    ),
+                    deadline,
+                )
             if uses_switch:
                 if size > protocol.MAX_WORKERS:
                     raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {size}")
@@ -94,6 +118,10 @@ class Group:
                 if stream is not None:
                     stream.close()
             raise
+        self.table: ChoiceTable = choice.table
+        self.links = choice.links
+        self.topology = choice.topology
+        self._switch = job.switch
         self._native = engine.add_group(
             rank=rank,
             fds=[-1 if stream is None else _detached(stream) for stream in sockets],
@@ -106,9 +134,9 @@ class Group:
                     engine.ALGORITHMS[row.algorithm],
                     DTYPES.get(row.wire, -1),
                 )
-                for row in job.table.rows
+                for row in self.table.rows
             ],
-            table_hash=job.table.hash16,
+            table_hash=self.table.hash16,
         )
         if self.membership is not None:
             self.membership.attach(self._native, self._fail)
@@ -177,10 +205,26 @@ class Group:
             text += ". Did every rank make this call?"
         return error_of(name, rank, text)
 
+    def candidates(self, operation: str, size_bytes: int) -> list[Candidate]:
+        """All algorithms for it and what this group's cost model expects of them, the quickest first.
+
+        size_bytes: of the whole tensor: what is reduced or broadcast, what all gather together, what a rank gives to
+        reduce_scatter and all_to_all.
+        """
+        wire = self.table.choose(operation, size_bytes).wire
+        return candidates(operation, size_bytes, self.topology, self.links, switch=self._switch, wire=wire)
+
     def why(self, operation: str, size_bytes: int) -> str:
-        """The algorithm that would run, and the reason."""
+        """The algorithm that would run, the reason, and the predicted times of all; sizes as in `candidates`."""
         row = self.table.choose(operation, size_bytes)
-        return f"{row.algorithm} ({row.reason})"
+        if row.algorithm == "local":
+            return f"{row.algorithm} ({row.reason})"
+        times = [
+            f"{each.algorithm} {format_seconds(each.seconds)}"
+            for each in self.candidates(operation, size_bytes)
+            if each.seconds is not None
+        ]
+        return f"{row.algorithm} ({row.reason}); for {size_bytes} bytes the model says {', '.join(times)}"
 
     def events(self) -> Records:
         """The newest records of this group's operations (`netfold.profile.RECORD`), oldest first."""

@@ -14,11 +14,14 @@ class Options:
     """Options of a group. A field that is None takes its environment variable, else its default.
 
     switch: the aggregator as host:port (NETFOLD_SWITCH); none: host algorithms.
-    algorithm: auto, direct, ring or in_network, for all_reduce (NETFOLD_ALGORITHM).
+    algorithm: auto, the name of an algorithm for every operation that it can do, or operation=algorithm pairs by commas
+        (NETFOLD_ALGORITHM; docs/algorithms.md).
     wire: auto, f32, bf16 or f16: what f32 tensors travel as (NETFOLD_WIRE); auto never loses a bit.
     interface: name or address of the interface to use (NETFOLD_INTERFACE); default: the one that routes to the
         rendezvous host.
     window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
+    probe: on or off: whether a new group measures its links (NETFOLD_PROBE); off: built-in figures, and the
+        same choice of algorithms in every run.
     spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US); 0 suits more ranks than cores.
     """
 
@@ -27,8 +30,8 @@ class Options:
     wire: str | None = None
     interface: str | None = None
     window_bytes: int | None = None
-    spin_us: int | None = None
     probe: str | None = None
+    spin_us: int | None = None
 
     def resolved(self, environment: Mapping[str, str] = os.environ) -> Options:
         """With the environment and the defaults filled in; ValueError names the variable that makes no sense."""
@@ -43,12 +46,14 @@ class Options:
             else:
                 values[field.name] = text or _DEFAULT_WORDS.get(field.name)
         options = replace(self, **values)  # type: ignore[arg-type]
+        if options.probe not in ("on", "off"):
+            raise ValueError(f"NETFOLD_PROBE={options.probe!r} is not one of on, off")
         if options.switch is not None:
             parse_endpoint(options.switch, what="NETFOLD_SWITCH")
         return options
 
 
-_DEFAULT_WORDS = {"algorithm": "auto", "wire": "auto"}
+_DEFAULT_WORDS = {"algorithm": "auto", "wire": "auto", "probe": "on"}
 _DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "spin_us": 0}
 
 

@@ -39,13 +39,14 @@ _process = (os.getpid(), secrets.token_hex(16))
 
 @dataclass(frozen=True)
 class Job:
-    """What rank 0 decides for all."""
+    """What rank 0 decides for all. table: from built-in figures; a probe of the links may refine it."""
 
     name: str
     secret: bytes
     table: ChoiceTable
     switch: str | None
     window_bytes: int
+    probe: bool
 
 
 def claim(store: Store, rank: int, size: int, deadline: float) -> Store:
@@ -91,6 +92,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             "table": table.to_json(),
             "switch": options.switch,
             "window_bytes": options.window_bytes,
+            "probe": options.probe == "on",
         }
         store.set("job", json.dumps(job).encode())
     try:
@@ -114,6 +116,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
         table=ChoiceTable.from_json(read["table"]),
         switch=read["switch"],
         window_bytes=int(read["window_bytes"]),
+        probe=bool(read["probe"]),
     )
 
 

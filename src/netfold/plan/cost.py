@@ -61,21 +61,25 @@ class Case:
 
 @dataclass(frozen=True)
 class Formula:
-    """seconds: of a case. source: where it comes from, in a sentence. narrow: f32 tensors may travel as bf16 or f16."""
+    """seconds: of a case. source: where it comes from, in a sentence.
+
+    narrow: f32 tensors may travel as bf16 or f16. neighbours: a rank talks to the one before and the one after it only.
+    """
 
     seconds: Callable[[Case], float]
     source: str
     narrow: bool = False
+    neighbours: bool = False
 
 
 FORMULAS: dict[tuple[str, str], Formula] = {}
 
 
 def _formula(
-    operation: str, algorithm: str, source: str, *, narrow: bool = False
+    operation: str, algorithm: str, source: str, *, narrow: bool = False, neighbours: bool = False
 ) -> Callable[[Callable[[Case], float]], Callable[[Case], float]]:
     def register(seconds: Callable[[Case], float]) -> Callable[[Case], float]:
-        FORMULAS[operation, algorithm] = Formula(seconds, source, narrow)
+        FORMULAS[operation, algorithm] = Formula(seconds, source, narrow, neighbours)
         return seconds
 
     return register
@@ -123,17 +127,17 @@ def _direct_barrier(case: Case) -> float:
     return case.steps(1) + case.messages(2 * (case.ranks - 2))
 
 
-@_formula("all_reduce", "ring", "Patarasuk & Yuan, 2009: 2(P-1) steps, 2n(P-1)/P bytes", narrow=True)
+@_formula("all_reduce", "ring", "Patarasuk & Yuan, 2009: 2(P-1) steps, 2n(P-1)/P bytes", narrow=True, neighbours=True)
 def _ring_all_reduce(case: Case) -> float:
     return case.steps(2 * (case.ranks - 1)) + case.sent(2 * case.share) + case.folded(case.share)
 
 
-@_formula("reduce_scatter", "ring", "Thakur et al., 2005, section 4.3: P-1 steps, n(P-1)/P bytes")
+@_formula("reduce_scatter", "ring", "Thakur et al., 2005, section 4.3: P-1 steps, n(P-1)/P bytes", neighbours=True)
 def _ring_reduce_scatter(case: Case) -> float:
     return case.steps(case.ranks - 1) + case.sent(case.share) + case.folded(case.share)
 
 
-@_formula("all_gather", "ring", "Thakur et al., 2005, section 4.1: P-1 steps, n(P-1)/P bytes")
+@_formula("all_gather", "ring", "Thakur et al., 2005, section 4.1: P-1 steps, n(P-1)/P bytes", neighbours=True)
 def _ring_all_gather(case: Case) -> float:
     return case.steps(case.ranks - 1) + case.sent(case.share)
 
@@ -181,7 +185,7 @@ def _tree_broadcast(case: Case) -> float:
     return _tree(case, ways=1, folds=0)
 
 
-@_formula("broadcast", "chain", "a pipeline of P-1 hops: (P-1) pieces fill it, then n bytes")
+@_formula("broadcast", "chain", "a pipeline of P-1 hops: (P-1) pieces fill it, then n bytes", neighbours=True)
 def _chain(case: Case) -> float:
     piece = _piece(case.size)
     return case.steps(case.ranks - 1) + case.sent((case.ranks - 2) * piece + case.size)
@@ -234,7 +238,15 @@ def algorithms_of(operation: str) -> list[str]:
 
 
 def predict(operation: str, algorithm: str, size: float, topology: Topology, links: Links, wire: str = "auto") -> float:
-    """Seconds; KeyError where there is no formula. A 16-bit wire sends half the bytes of f32 tensors."""
+    """Seconds; KeyError where there is no formula. A 16-bit wire sends half the bytes of f32 tensors.
+
+    Ranks of one host share its link to the others: one at a time uses it where only neighbours talk, all of them, at
+    worst, in other algorithms.
+    """
     half = wire in ("bf16", "f16")
     formula = FORMULAS[operation, algorithm]
+    sharing = 1 if formula.neighbours or topology.node_count == 1 else topology.most_on_a_node
+    if sharing > 1 and algorithm != "hierarchical":
+        network = replace(links.network, bytes_per_s=links.network.bytes_per_s / sharing)
+        links = replace(links, network=network)
     return formula.seconds(Case(size / 2 if half else size, topology, links))

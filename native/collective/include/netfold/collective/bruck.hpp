@@ -11,6 +11,8 @@
 
 #include <netfold/collective/streams.hpp>
 
+#include <memory>
+
 namespace netfold::collective {
 
 class Bruck final : public Streams {
@@ -23,7 +25,7 @@ class Bruck final : public Streams {
   void plan_all_to_all();
   void finish() override;
 
-  std::vector<std::byte> scratch_;
+  std::unique_ptr<std::byte[]> scratch_;
   std::vector<const std::byte*> arrived_;  // all_to_all: the block for us from so many ranks before us
 };
 

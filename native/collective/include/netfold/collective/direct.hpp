@@ -11,6 +11,8 @@
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/team.hpp>
 
+#include <memory>
+
 namespace netfold::collective {
 
 class Direct final : public Algorithm {
@@ -32,7 +34,7 @@ class Direct final : public Algorithm {
   Team team_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
-  std::vector<std::byte> scratch_;
+  std::unique_ptr<std::byte[]> scratch_;
   std::vector<const void*> sources_;  // to reduce, in rank order; empty where nothing is reduced
 };
 

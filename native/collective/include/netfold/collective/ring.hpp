@@ -15,6 +15,8 @@
 
 #include <netfold/collective/streams.hpp>
 
+#include <memory>
+
 namespace netfold::collective {
 
 class Ring final : public Streams {
@@ -27,7 +29,7 @@ class Ring final : public Streams {
   void plan_reduce_scatter();
   void plan_all_gather();
 
-  std::vector<std::byte> slots_;  // partial sums on their way
+  std::unique_ptr<std::byte[]> slots_;  // partial sums on their way
 };
 
 }  // namespace netfold::collective

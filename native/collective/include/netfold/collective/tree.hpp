@@ -14,6 +14,8 @@
 
 #include <netfold/collective/streams.hpp>
 
+#include <memory>
+
 namespace netfold::collective {
 
 class Tree final : public Streams {
@@ -58,7 +60,7 @@ class Tree final : public Streams {
 
   int root_;
   int number_;
-  std::vector<std::byte> scratch_;
+  std::unique_ptr<std::byte[]> scratch_;
 };
 
 }  // namespace netfold::collective
