@@ -92,6 +92,7 @@ def main(folder: str, cases: tuple[str, ...]) -> None:
                 reduce_bytes_per_s=float("inf"),
                 message_s=0.0,
                 crowding=0.0,
+                restarts=0.0,
             )
             for tensor in SIZES:
                 seconds = measure(group, operation, tensor)

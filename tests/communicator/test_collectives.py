@@ -1,4 +1,7 @@
-"""The collectives beside all-reduce, on NumPy arrays, over ranks, roots and uneven sizes. Ranks are threads."""
+"""The collectives beside all-reduce, on NumPy arrays, over ranks, roots and uneven sizes. Ranks are threads.
+
+Reductions go direct, in rank order; other algorithms and their orders: test_host_algorithms.py.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def broadcast(rank: int, size: int, folder: str) -> None:
 
 
 def reduce(rank: int, size: int, folder: str) -> None:
-    with join(rank, size, folder) as group:
+    with join(rank, size, folder, algorithm="direct") as group:
         for dtype, ops in (("float32", FLOAT_OPS), ("int32", INTEGER_OPS), ("float16", ("sum", "avg"))):
             for op in ops:
                 for root in range(size):
@@ -52,7 +55,7 @@ def all_gather(rank: int, size: int, folder: str) -> None:
 
 
 def reduce_scatter(rank: int, size: int, folder: str) -> None:
-    with join(rank, size, folder) as group:
+    with join(rank, size, folder, algorithm="direct") as group:
         for count in COUNTS:
             for op in ("sum", "max"):
                 # Rank a's buffer for rank b holds what nobody else's does.

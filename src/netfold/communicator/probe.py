@@ -4,8 +4,8 @@ Rank 0 plays ping-pong over the fresh connections with one rank of another host,
 table and sends it to all. What shared memory brings, a copy inside this process tells. What was measured between the
 same hosts before is not measured again by this process.
 
-On a connection, before the native engine takes it over: frames of a letter and a length. `P`: that much of a ping, to be
-answered by one byte; `T`: the table and what it was made from.
+On a connection, before the native engine takes it over: frames of a letter and a length. `P`: a ping of that length, to
+be answered by one byte; `T`: the table and what it was made from.
 """
 
 from __future__ import annotations
@@ -128,13 +128,13 @@ def _ping(stream: socket.socket) -> list[tuple[int, float]]:
     samples: list[tuple[int, float]] = []
     began = time.perf_counter()
     last_s = back_s = 0.0
-    for size, repetitions in _PINGS:
+    for turn, (size, repetitions) in enumerate(_PINGS):
         message = _FRAME.pack(_PING, size) + bytes(size)
         expected_s = _GROWTH * last_s
-        for _ in range(repetitions):
+        for repetition in range(repetitions):
             # Two sizes make a line, however slow the link.
-            enough = len({measured for measured, _ in samples}) >= 2
-            if enough and time.perf_counter() - began + expected_s > BUDGET_S:
+            needed = turn < 2 and repetition == 0
+            if not needed and time.perf_counter() - began + expected_s > BUDGET_S:
                 break
             sent = time.perf_counter()
             stream.sendall(message)

@@ -51,6 +51,10 @@ class Case:
         """Sent to a port by all others at once."""
         return self.sent(size) * (1 + self.links.crowding * (self.ranks - 2))
 
+    def restarted(self, size: float) -> float:
+        """Sent to another partner in every step."""
+        return self.sent(size) * (1 + self.links.restarts)
+
     def folded(self, size: float) -> float:
         return size / self.links.reduce_bytes_per_s
 
@@ -146,7 +150,7 @@ def _ring_all_gather(case: Case) -> float:
 def _halving_doubling(case: Case) -> float:
     core = 2 ** int(math.log2(case.ranks))
     share = case.size * (core - 1) / core
-    seconds = case.steps(2 * math.log2(core)) + case.sent(2 * share) + case.folded(share)
+    seconds = case.steps(2 * math.log2(core)) + case.restarted(2 * share) + case.folded(share)
     if core < case.ranks:  # ranks that are folded in: their n bytes before and after
         seconds += case.steps(2) + case.sent(2 * case.size) + case.folded(case.size)
     return seconds
@@ -193,20 +197,23 @@ def _chain(case: Case) -> float:
 
 @_formula("all_gather", "bruck", "Bruck et al., 1997: ceil(log2 P) steps, n(P-1)/P bytes")
 def _bruck_all_gather(case: Case) -> float:
-    return case.steps(case.doublings) + case.messages(case.ranks - 1 - case.doublings) + case.sent(case.share)
+    return case.steps(case.doublings) + case.messages(case.ranks - 1 - case.doublings) + case.restarted(case.share)
 
 
 @_formula("all_to_all", "bruck", "Bruck et al., 1997: ceil(log2 P) steps, about n/2 bytes each")
 def _bruck_all_to_all(case: Case) -> float:
     blocks = case.doublings * case.ranks / 2
     return (
-        case.steps(case.doublings) + case.messages(blocks - case.doublings) + case.sent(case.doublings * case.size / 2)
+        case.steps(case.doublings)
+        + case.messages(blocks - case.doublings)
+        + case.restarted(case.doublings * case.size / 2)
     )
 
 
 @_formula("all_to_all", "pairwise", "P-1 exchanges with one partner each, two under way at a time")
 def _pairwise(case: Case) -> float:
-    return case.steps(math.ceil((case.ranks - 1) / 2)) + case.messages(2 * (case.ranks - 2)) + case.sent(case.share)
+    steps = math.ceil((case.ranks - 1) / 2)
+    return case.steps(steps) + case.messages(2 * (case.ranks - 2)) + case.restarted(case.share)
 
 
 @_formula("all_reduce", "in_network", "n bytes to the switch while n come back, a latency each way", narrow=True)

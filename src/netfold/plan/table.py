@@ -32,7 +32,7 @@ UNSIZED = ("gather", "scatter", "barrier")
 # Sizes at which the choice may change.
 _GRID = (0, *(1 << power for power in range(6, 34)))
 # Another algorithm must be this much better before it gets a row of its own: the model is no finer.
-_WORTH_A_ROW = 0.95
+_WORTH_A_ROW = 0.98
 # Kept out of `auto`, with the reason.
 _BY_NAME_ONLY = {("all_to_all", "bruck"): "by name only: no rank can know that all blocks are equal"}
 

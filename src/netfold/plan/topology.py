@@ -25,7 +25,8 @@ class Links:
     network: TCP between two ranks. memory: a host's shared memory, latency_s of one synchronisation of the ranks there,
     bytes_per_s of all of them together. reduce_bytes_per_s: contributions folded by one rank. message_s: what one more
     message in the same step costs its host. crowding: the part of a port's rate that every further rank costs which
-    sends to it at the same time. measured: by a probe, else built in.
+    sends to it at the same time. restarts: the part that is lost where every step has another partner, so that
+    connections start and stop. measured: latency and rates by a probe; else all of it is built in.
     """
 
     network: Link
@@ -33,6 +34,7 @@ class Links:
     reduce_bytes_per_s: float
     message_s: float
     crowding: float
+    restarts: float
     measured: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -47,13 +49,14 @@ class Links:
 
 
 # Gigabit Ethernet through a switch: 1448 bytes of 1538 on the wire are the tensor's. The memory of a small server.
-# crowding: four hosts in the rack at 1 Gbit/s, direct against pairwise (docs/algorithms.md).
+# crowding, restarts: four hosts in the rack at 1 Gbit/s, 16 MB, against rings (docs/algorithms.md).
 DEFAULT_LINKS = Links(
     network=Link(latency_s=60e-6, bytes_per_s=1448 / 1538 * 125e6),
     memory=Link(latency_s=3e-6, bytes_per_s=12e9),
     reduce_bytes_per_s=4e9,
     message_s=4e-6,
-    crowding=0.01,
+    crowding=0.06,
+    restarts=0.04,
     measured=False,
 )
 
