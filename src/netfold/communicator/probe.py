@@ -78,7 +78,10 @@ def agree(
     try:
         if rank != 0:
             return _follow(streams[0])
-        links = _measure(streams, topology)
+        # A rank on another host, or, where all are on one, any: algorithms over the mesh go through its loopback.
+        elsewhere = [other for other in streams if topology.nodes[other] != topology.nodes[0]]
+        peer = (elsewhere or list(streams))[0]
+        links = _measure(streams, peer)
         choice = Choice(build(links), links, topology)
         frame = choice.to_json()
         for peer in streams:
@@ -103,7 +106,7 @@ def _follow(leader: socket.socket) -> Choice:
         leader.sendall(data[:1])
 
 
-def _measure(streams: dict[int, socket.socket], topology: Topology) -> Links:
+def _measure(streams: dict[int, socket.socket], peer: int) -> Links:
     memory_bytes_per_s, reduce_bytes_per_s = _local_rates()
     links = replace(
         DEFAULT_LINKS,
@@ -111,9 +114,6 @@ def _measure(streams: dict[int, socket.socket], topology: Topology) -> Links:
         reduce_bytes_per_s=reduce_bytes_per_s,
         measured=True,
     )
-    # A rank on another host, or, where all are on one, any: algorithms over the mesh go through its loopback.
-    elsewhere = [peer for peer in streams if topology.nodes[peer] != topology.nodes[0]]
-    peer = (elsewhere or list(streams))[0]
     hosts = frozenset(
         name for stream in streams.values() for name in (stream.getsockname()[0], stream.getpeername()[0])
     )
