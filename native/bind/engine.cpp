@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
+#include <netfold/collective/registry.hpp>
 #include <netfold/engine/engine.hpp>
 
 #include "module.hpp"
@@ -41,19 +42,26 @@ std::unique_ptr<transport::Mesh> make_mesh(int rank, const std::vector<int>& fds
 
 std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, const std::vector<int>& lane_fds,
                                   std::uint64_t id, std::string job, int spin_us, bool yields,
-                                  const std::vector<std::tuple<int, std::uint64_t, int, int>>& table,
-                                  std::uint16_t table_hash) {
+                                  const std::vector<std::tuple<int, std::uint64_t, int, int, int>>& table,
+                                  std::uint16_t table_hash, std::vector<int> nodes) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
   if (lane_fds.size() != fds.size()) throw nb::value_error("every lane needs as many places as there are ranks");
-  Group::Options options{
-      .id = id, .job = std::move(job), .spin_us = spin_us, .yields = yields, .table = {}, .table_hash = table_hash};
-  for (const auto& [kind, min_bytes, algorithm, wire] : table) {
+  if (nodes.size() != fds.size()) throw nb::value_error("every rank is on some node");
+  Group::Options options{.id = id,
+                         .job = std::move(job),
+                         .spin_us = spin_us,
+                         .yields = yields,
+                         .table = {},
+                         .table_hash = table_hash,
+                         .nodes = std::move(nodes)};
+  for (const auto& [kind, min_bytes, algorithm, wire, between] : table) {
     if (kind < 0 || kind >= collective::kKindCount || algorithm < 0 || algorithm >= collective::kAlgorithmCount ||
-        wire >= kernels::kDTypeCount) {
+        between < 0 || between >= collective::kAlgorithmCount || wire >= kernels::kDTypeCount) {
       throw nb::value_error("the choice table names an operation, algorithm or wire format that does not exist");
     }
     options.table.push_back(
-        {static_cast<collective::Kind>(kind), min_bytes, static_cast<collective::AlgorithmId>(algorithm), wire});
+        {static_cast<collective::Kind>(kind), min_bytes, static_cast<collective::AlgorithmId>(algorithm), wire,
+         static_cast<collective::AlgorithmId>(between)});
   }
   return Engine::instance().add_group(std::move(options), make_mesh(rank, fds), make_mesh(rank, lane_fds));
 }
@@ -100,6 +108,17 @@ void bind_engine(nb::module_& m) {
   e.attr("SEGMENT_BYTES") = sizeof(transport::SharedNode::Segment);
   e.attr("MAX_NODE_SIZE") = transport::SharedNode::kMaxSize;
   e.attr("ANY_SOURCE") = collective::kAnySource;
+  nb::dict supported;
+  for (int i = 0; i < collective::kAlgorithmCount; ++i) {
+    const auto algorithm = static_cast<collective::AlgorithmId>(i);
+    nb::list kinds;
+    for (int k = 0; k < collective::kKindCount; ++k) {
+      const auto kind = static_cast<collective::Kind>(k);
+      if (collective::supports(algorithm, kind)) kinds.append(name(kind));
+    }
+    supported[name(algorithm)] = nb::tuple(kinds);
+  }
+  e.attr("SUPPORTS") = supported;  // algorithm -> the operations there is a machine for
   e.attr("EVENT_BYTES") = sizeof(engine::EventRecord);
   nb::list failures;
   for (const char* word : {"none", "peer_lost", "switch_lost", "mismatch", "timeout", "aborted", "system"}) {
@@ -212,7 +231,7 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("size", &Group::size);
 
   e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("id"), nb::arg("job"),
-        nb::arg("spin_us"), nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"),
+        nb::arg("spin_us"), nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"), nb::arg("nodes"),
         "fds[r]: a connected stream socket to rank r, -1 at this rank's place; lane_fds[r]: another, for messages "
         "between two ranks. Takes ownership of them.");
   e.def(

@@ -1,5 +1,7 @@
 #include <netfold/collective/call.hpp>
 
+#include <numeric>
+
 namespace netfold::collective {
 
 const char* name(Kind kind) {
@@ -66,5 +68,25 @@ Buffer Call::tensor() const {
 }
 
 std::size_t Call::elements() const { return tensor().bytes / kernels::element_bytes(dtype); }
+
+std::size_t Call::choice_bytes() const {
+  const auto total = [](const std::vector<Buffer>& buffers) {
+    return std::accumulate(buffers.begin(), buffers.end(), std::size_t{0},
+                           [](std::size_t sum, const Buffer& buffer) { return sum + buffer.bytes; });
+  };
+  switch (kind) {
+    case Kind::all_reduce:
+    case Kind::reduce:
+    case Kind::broadcast:
+      return outputs[0].bytes;
+    case Kind::all_gather:
+      return total(outputs);
+    case Kind::reduce_scatter:
+    case Kind::all_to_all:
+      return total(inputs);
+    default:
+      return 0;
+  }
+}
 
 }  // namespace netfold::collective

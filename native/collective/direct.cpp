@@ -24,25 +24,29 @@ void divide_values(std::byte* data, std::size_t count, int ranks) {
 
 }  // namespace
 
-Direct::Direct(const Call& call, transport::Mesh& mesh) : call_(call), mesh_(mesh) { plan(); }
+Direct::Direct(const Call& call, transport::Mesh& mesh, Team team) : call_(call), mesh_(mesh), team_(std::move(team)) {
+  plan();
+}
 
-void Direct::send_to(int peer, const Buffer& buffer) { outgoing_.emplace_back(call_, peer, buffer.data, buffer.bytes); }
+void Direct::send_to(int position, const Buffer& buffer) {
+  outgoing_.emplace_back(call_, team_.rank(position), buffer.data, buffer.bytes);
+}
 
-void Direct::receive_from(int peer, const Buffer& buffer) {
-  incoming_.emplace_back(call_, peer, buffer.data, buffer.bytes);
+void Direct::receive_from(int position, const Buffer& buffer) {
+  incoming_.emplace_back(call_, team_.rank(position), buffer.data, buffer.bytes);
 }
 
 void Direct::plan() {
-  const int me = mesh_.rank();
+  const int me = team_.position();
   const bool root = me == call_.root;
   const auto& in = call_.inputs;
   const auto& out = call_.outputs;
   // Contributions to a reduction: mine stays where it is, the others' land in scratch.
   const auto gather_contributions = [&](const Buffer& mine) {
     const std::size_t bytes = mine.bytes;
-    scratch_.resize(bytes * static_cast<std::size_t>(mesh_.size() - 1));
-    std::byte* next = scratch_.data();
-    for (int rank = 0; rank < mesh_.size(); ++rank) {
+    scratch_ = std::make_unique_for_overwrite<std::byte[]>(bytes * static_cast<std::size_t>(team_.size() - 1));
+    std::byte* next = scratch_.get();
+    for (int rank = 0; rank < team_.size(); ++rank) {
       if (rank == me) {
         sources_.push_back(mine.data);
         continue;
@@ -54,8 +58,8 @@ void Direct::plan() {
   };
 
   // Start with the next rank, so that not everybody talks to rank 0 first.
-  for (int step = 1; step < mesh_.size(); ++step) {
-    const int to = (me + step) % mesh_.size();
+  for (int step = 1; step < team_.size(); ++step) {
+    const int to = (me + step) % team_.size();
     const auto peer = static_cast<std::size_t>(to);
     switch (call_.kind) {
       case Kind::all_reduce:
@@ -88,7 +92,7 @@ void Direct::plan() {
       default:
         break;
     }
-    const int from = (me + mesh_.size() - step) % mesh_.size();
+    const int from = (me + team_.size() - step) % team_.size();
     const auto source = static_cast<std::size_t>(from);
     switch (call_.kind) {
       case Kind::all_gather:
@@ -148,7 +152,7 @@ void Direct::finish() {
   const Buffer& out = call_.outputs[0];
   const std::size_t count = out.bytes / kernels::element_bytes(call_.dtype);
   kernels::reduce(call_.reduce, call_.dtype, out.data, sources_.data(), sources_.size(), count);
-  if (call_.average) divide(call_.dtype, out, mesh_.size());
+  if (call_.average) divide(call_.dtype, out, team_.size());
 }
 
 void Direct::wait_for(WaitSet& set) const {

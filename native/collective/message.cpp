@@ -20,8 +20,11 @@ MessageHeader MessageHeader::of(const Call& call, std::uint64_t bytes) {
   header.dtype = static_cast<std::uint8_t>(call.dtype);
   header.reduce = static_cast<std::uint8_t>(call.reduce);
   header.wire = static_cast<std::uint8_t>(call.wire);
-  header.algorithm = static_cast<std::uint8_t>(call.algorithm);
+  // A pairwise exchange is a direct one that takes its time: the messages are the same.
+  const bool paced = call.algorithm == AlgorithmId::pairwise;
+  header.algorithm = static_cast<std::uint8_t>(paced ? AlgorithmId::direct : call.algorithm);
   header.average = call.average ? 1 : 0;
+  header.between = static_cast<std::uint8_t>(call.between);
   header.table = call.table;
   header.root = call.root;
   // Only where every rank must give the same: uneven gathers and exchanges agree by message, in `bytes`.
@@ -49,12 +52,6 @@ std::string MessageHeader::text() const {
   return text;
 }
 
-Outgoing Outgoing::stream(const Call& call, int peer, std::size_t bytes) {
-  Outgoing outgoing(call, peer, nullptr, 0);
-  outgoing.header_.bytes = bytes;
-  return outgoing;
-}
-
 std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
   if (done()) return 0;
   iovec pieces[2];
@@ -73,18 +70,8 @@ std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
   }
   sent_ += io.bytes;
   using Place = transport::Mesh::Place;
-  const bool is_stream = header_.bytes != bytes_;
-  mesh.set_place(peer_, sent_ == 0  ? Place::between_messages
-                        : !done()   ? Place::inside
-                        : is_stream ? Place::between_pieces
-                                    : Place::between_messages);
+  mesh.set_place(peer_, sent_ > 0 && !done() ? Place::inside : Place::between_messages);
   return io.bytes;
-}
-
-IncomingHeader IncomingHeader::abort(const Call& call, int peer, std::span<const std::byte> early) {
-  IncomingHeader header(call, peer, 0);
-  header.early_.assign(early.begin(), early.end());
-  return header;
 }
 
 transport::Mesh::Io IncomingHeader::receive(transport::Mesh& mesh, std::byte* into, std::size_t bytes) {

@@ -1,11 +1,18 @@
+#include <netfold/collective/bruck.hpp>
+#include <netfold/collective/chain.hpp>
 #include <netfold/collective/direct.hpp>
+#include <netfold/collective/halving_doubling.hpp>
+#include <netfold/collective/hierarchical.hpp>
+#include <netfold/collective/pairwise.hpp>
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/ring.hpp>
 #include <netfold/collective/shared_copy.hpp>
 #include <netfold/collective/shared_fold.hpp>
-#include <netfold/kernels/convert.hpp>
+#include <netfold/collective/shared_notice.hpp>
+#include <netfold/collective/tree.hpp>
 #include <netfold/kernels/reduce.hpp>
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace netfold::collective {
@@ -92,22 +99,86 @@ void validate(const Call& call, int rank, int ranks) {
   }
 }
 
+bool supports(AlgorithmId algorithm, Kind kind) {
+  const bool moves_or_reduces = kind != Kind::send && kind != Kind::receive;
+  switch (algorithm) {
+    case AlgorithmId::local:
+    case AlgorithmId::direct:
+    case AlgorithmId::shared_memory:
+      return moves_or_reduces;
+    case AlgorithmId::ring:
+      return kind == Kind::all_reduce || kind == Kind::reduce_scatter || kind == Kind::all_gather;
+    case AlgorithmId::halving_doubling:
+    case AlgorithmId::in_network:
+    case AlgorithmId::hierarchical:
+      return kind == Kind::all_reduce;
+    case AlgorithmId::tree:
+      return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast;
+    case AlgorithmId::chain:
+      return kind == Kind::broadcast;
+    case AlgorithmId::bruck:
+      return kind == Kind::all_gather || kind == Kind::all_to_all;
+    case AlgorithmId::pairwise:
+      return kind == Kind::all_to_all;
+    default:
+      return false;
+  }
+}
+
+void validate_choice(const Call& call) {
+  require(supports(call.algorithm, call.kind), call, std::string("there is none by ") + name(call.algorithm));
+  if (call.algorithm == AlgorithmId::bruck && call.kind == Kind::all_to_all) {
+    const auto equal = [&](const Buffer& buffer) { return buffer.bytes == call.inputs[0].bytes; };
+    require(std::all_of(call.inputs.begin(), call.inputs.end(), equal) &&
+                std::all_of(call.outputs.begin(), call.outputs.end(), equal),
+            call, "bruck passes equal blocks on, and these differ; pairwise and direct take any");
+  }
+}
+
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) {
+  auto algorithm = make_algorithm(call, paths, Team::everyone(paths.mesh));
+  switch (call.algorithm) {
+    case AlgorithmId::local:
+    case AlgorithmId::in_network:
+    case AlgorithmId::shared_memory:
+    case AlgorithmId::hierarchical:
+      return algorithm;
+    default:
+      if (algorithm == nullptr || paths.node == nullptr) return algorithm;
+      return std::make_unique<SharedNotice>(call, paths.mesh, *paths.node, std::move(algorithm));
+  }
+}
+
+std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, Team team) {
   const bool empty = call.kind == Kind::all_reduce && call.elements() == 0;
+  if (team.size() == 1 || call.algorithm == AlgorithmId::direct) {
+    return std::make_unique<Direct>(call, paths.mesh, std::move(team));
+  }
+  if (empty) return nullptr;
   switch (call.algorithm) {
     case AlgorithmId::ring:
-      if (empty) return nullptr;
-      return std::make_unique<Ring>(call, paths.mesh);
+      return std::make_unique<Ring>(call, paths.mesh, std::move(team));
+    case AlgorithmId::halving_doubling:
+      return std::make_unique<HalvingDoubling>(call, paths.mesh, std::move(team));
+    case AlgorithmId::tree:
+      return std::make_unique<Tree>(call, paths.mesh, std::move(team));
+    case AlgorithmId::chain:
+      return std::make_unique<Chain>(call, paths.mesh, std::move(team));
+    case AlgorithmId::bruck:
+      return std::make_unique<Bruck>(call, paths.mesh, std::move(team));
+    case AlgorithmId::pairwise:
+      return std::make_unique<Pairwise>(call, paths.mesh, std::move(team));
     case AlgorithmId::in_network:
-      if (empty) return nullptr;
       return std::make_unique<InNetwork>(call, *paths.channel, paths.mesh.size());
     case AlgorithmId::shared_memory:
       if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter) {
         return std::make_unique<SharedFold>(call, paths.mesh, *paths.node);
       }
       return std::make_unique<SharedCopy>(call, paths.mesh, *paths.node);
+    case AlgorithmId::hierarchical:
+      return std::make_unique<Hierarchical>(call, paths);
     default:
-      return std::make_unique<Direct>(call, paths.mesh);
+      return std::make_unique<Direct>(call, paths.mesh, std::move(team));
   }
 }
 

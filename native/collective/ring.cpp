@@ -1,236 +1,117 @@
-#include <netfold/collective/direct.hpp>
 #include <netfold/collective/ring.hpp>
-#include <netfold/kernels/convert.hpp>
-#include <netfold/kernels/reduce.hpp>
 
-#include <algorithm>
-#include <utility>
+#include <cstring>
 
 namespace netfold::collective {
-namespace {
 
-// A piece's word and its values, as far as they have not gone or come yet.
-class Parts {
- public:
-  Parts(PieceWord& word, std::byte* values, std::size_t bytes, std::size_t done) {
-    const std::size_t of_word = std::min(done, sizeof word);
-    parts_[0] = {reinterpret_cast<std::byte*>(&word) + of_word, sizeof word - of_word};
-    parts_[1] = {values + (done - of_word), bytes - (done - of_word)};
-    first_ = of_word == sizeof word ? 1 : 0;
-  }
-  std::span<const iovec> left() const { return std::span(parts_).subspan(first_); }
-
- private:
-  iovec parts_[2];
-  std::size_t first_;
-};
-
-}  // namespace
-
-Ring::Ring(const Call& call, transport::Mesh& mesh)
-    : call_(call),
-      mesh_(mesh),
-      ranks_(mesh.size()),
-      next_((mesh.rank() + 1) % mesh.size()),
-      previous_((mesh.rank() + mesh.size() - 1) % mesh.size()),
-      element_bytes_(kernels::element_bytes(call.dtype)),
-      wire_element_bytes_(kernels::element_bytes(call.wire)) {
-  const std::size_t block = (call.elements() + static_cast<std::size_t>(ranks_) - 1) / static_cast<std::size_t>(ranks_);
-  const std::size_t per_sub_block = kSubBlockBytes / element_bytes_;
-  sub_blocks_ = std::max<std::size_t>(1, (block + per_sub_block - 1) / per_sub_block);
-  total_ = 2 * static_cast<std::size_t>(ranks_ - 1) * sub_blocks_;
-  const std::size_t piece_elements = (block + sub_blocks_ - 1) / sub_blocks_ + 1;
-  receive_staging_.resize(piece_elements * wire_element_bytes_);
-  if (call.wire != call.dtype) {
-    send_staging_.resize(piece_elements * wire_element_bytes_);
-    decoded_.resize(piece_elements * element_bytes_);
-  }
-  send_header_ = Outgoing::stream(call, next_, stream_bytes(mesh.rank()));
-  receive_header_ = IncomingHeader(call, previous_, stream_bytes(previous_));
+Ring::Ring(const Call& call, transport::Mesh& mesh, Team team) : Streams(call, mesh, std::move(team)) {
+  if (call.kind == Kind::all_reduce) plan_all_reduce();
+  if (call.kind == Kind::reduce_scatter) plan_reduce_scatter();
+  if (call.kind == Kind::all_gather) plan_all_gather();
+  seal();
 }
 
-Ring::Piece Ring::piece(std::size_t index, int rank) const {
-  const auto ranks = static_cast<std::size_t>(ranks_);
-  const std::size_t step = index / sub_blocks_;
-  const std::size_t sub = index % sub_blocks_;
-  const std::size_t block = (static_cast<std::size_t>(rank) + 2 * ranks - step % ranks) % ranks;
-  const std::size_t n = call_.elements();
-  // Blocks and sub-blocks by proportion: sizes differ by one at most.
-  const std::size_t block_first = n / ranks * block + std::min(block, n % ranks);
-  const std::size_t block_count = n / ranks + (block < n % ranks ? 1 : 0);
-  const std::size_t first = block_count / sub_blocks_ * sub + std::min(sub, block_count % sub_blocks_);
-  const std::size_t count = block_count / sub_blocks_ + (sub < block_count % sub_blocks_ ? 1 : 0);
-  return {block_first + first, count};
-}
-
-std::size_t Ring::stream_bytes(int rank) const {
-  std::size_t elements = 0;
-  for (std::size_t step = 0; step < total_ / sub_blocks_; ++step) {
-    for (std::size_t sub = 0; sub < sub_blocks_; ++sub) elements += piece(step * sub_blocks_ + sub, rank).count;
-  }
-  return elements * wire_element_bytes_ + total_ * sizeof(PieceWord);
-}
-
-void Ring::load_send() {
-  const Piece what = piece(sent_pieces_, mesh_.rank());
-  std::byte* data = call_.outputs[0].data + what.first * element_bytes_;
-  send_piece_bytes_ = what.count * wire_element_bytes_;
-  if (call_.wire == call_.dtype) {
-    send_at_ = data;
-  } else {
-    kernels::convert(call_.wire, send_staging_.data(), call_.dtype, data, what.count);
-    // The finished block leaves its owner here: keep what the others will get.
-    if (sent_pieces_ / sub_blocks_ == static_cast<std::size_t>(ranks_ - 1)) {
-      kernels::convert(call_.dtype, data, call_.wire, send_staging_.data(), what.count);
+void Ring::plan_all_reduce() {
+  const int ranks = team().size();
+  const int me = team().position();
+  const int next = to(team().wrapped(me + 1));
+  const int previous = from(team().wrapped(me - 1));
+  const std::size_t unit = element_bytes();
+  const Buffer& tensor = call().outputs[0];
+  const Span whole{0, tensor.bytes / unit};
+  const auto blocks = static_cast<std::size_t>(ranks);
+  const std::size_t pieces = pieces_of(part(whole, blocks, 0).count * unit);
+  const auto piece_of = [&](int block, std::size_t index) {
+    return part(part(whole, blocks, static_cast<std::size_t>(team().wrapped(block))), pieces, index);
+  };
+  std::vector<Mark> arrived(pieces);  // of the step before
+  for (int step = 0; step < 2 * (ranks - 1); ++step) {
+    const bool reduces = step < ranks - 1;
+    for (std::size_t i = 0; i < pieces; ++i) {
+      const Span mine = piece_of(me - step, i);
+      add(next, Send{tensor.data + mine.first * unit, mine.count * unit, arrived[i], step == ranks - 1});
     }
-    send_at_ = send_staging_.data();
-  }
-  sent_bytes_ = 0;
-  send_loaded_ = true;
-}
-
-bool Ring::advance_send() {
-  bool moved = false;
-  if (failure_) return moved;
-  if (!send_header_.done()) {
-    const std::size_t bytes = send_header_.advance(mesh_, failure_);
-    wire_bytes_ += bytes;
-    moved = bytes > 0;
-    if (failure_) failure_ = next_lost(std::move(failure_));
-    if (failure_ || !send_header_.done()) return moved;
-  }
-  // The first step sends this rank's own block; sub-block i of later steps is what was received as i - S.
-  while (sent_pieces_ < total_ && sent_pieces_ < sub_blocks_ + received_pieces_) {
-    if (!send_loaded_) load_send();
-    const auto io = send_piece();
-    if (io.closed) {
-      failure_ = next_lost(peer_lost(next_, io, MessageHeader::of(call_, 0)));
-      return moved;
-    }
-    if (io.bytes == 0) return moved;
-    moved = true;
-    if (sent_bytes_ == sizeof(PieceWord) + send_piece_bytes_) {
-      ++sent_pieces_;
-      send_loaded_ = false;
+    for (std::size_t i = 0; i < pieces; ++i) {
+      const Span theirs = piece_of(me - step - 1, i);
+      std::byte* data = tensor.data + theirs.first * unit;
+      arrived[i] = add(previous, Receive{data, theirs.count * unit, reduces ? data : nullptr, true, {}});
     }
   }
-  if (sent_pieces_ == total_) mesh_.set_place(next_, transport::Mesh::Place::between_messages);
-  return moved;
 }
 
-Failure Ring::next_lost(Failure lost) {
-  // Between two ranks the other's stream comes on the same connection: it is read as such.
-  return ranks_ == 2 ? lost : last_words(mesh_, next_, call_, std::move(lost));
-}
-
-transport::Mesh::Io Ring::send_piece() {
-  using Place = transport::Mesh::Place;
-  auto word = PieceWord::piece;
-  const Parts parts(word, const_cast<std::byte*>(send_at_), send_piece_bytes_, sent_bytes_);
-  const auto io = mesh_.send(next_, parts.left());
-  sent_bytes_ += io.bytes;
-  wire_bytes_ += io.bytes;
-  const bool inside = sent_bytes_ > 0 && sent_bytes_ < sizeof word + send_piece_bytes_;
-  mesh_.set_place(next_, inside ? Place::inside : Place::between_pieces);
-  return io;
-}
-
-void Ring::store_received() {
-  const Piece what = piece(received_pieces_, previous_);
-  std::byte* data = call_.outputs[0].data + what.first * element_bytes_;
-  const bool reducing = received_pieces_ / sub_blocks_ < static_cast<std::size_t>(ranks_ - 1);
-  if (!reducing) {
-    if (call_.wire != call_.dtype) {
-      kernels::convert(call_.dtype, data, call_.wire, receive_staging_.data(), what.count);
-    }
-    return;  // else it was received in place
+void Ring::plan_reduce_scatter() {
+  const int ranks = team().size();
+  const int me = team().position();
+  const int next = to(team().wrapped(me + 1));
+  const int previous = from(team().wrapped(me - 1));
+  const std::size_t unit = element_bytes();
+  std::size_t most_pieces = 0;
+  std::size_t piece_bytes = 0;
+  for (const Buffer& input : call().inputs) {
+    const std::size_t pieces = pieces_of(input.bytes);
+    most_pieces = std::max(most_pieces, pieces);
+    piece_bytes = std::max(piece_bytes, part({0, input.bytes / unit}, pieces, 0).count * unit);
   }
-  const std::byte* arrived = receive_staging_.data();
-  if (call_.wire != call_.dtype) {
-    kernels::convert(call_.dtype, decoded_.data(), call_.wire, receive_staging_.data(), what.count);
-    arrived = decoded_.data();
-  }
-  const void* sources[2] = {arrived, data};
-  kernels::reduce(call_.reduce, call_.dtype, data, sources, 2, what.count);
-}
+  // A slot is free again when its partial sum has left. That send waits for the next rank, who waits for a slot of its
+  // own, and so on round the ring: with more slots than a block has pieces every wait is for an earlier piece.
+  const std::size_t slots = most_pieces + 2;
+  if (ranks > 2) slots_ = std::make_unique_for_overwrite<std::byte[]>(slots * piece_bytes);
+  std::vector<Mark> left(slots);
+  std::size_t slot = 0;
 
-bool Ring::advance_receive() {
-  bool moved = false;
-  if (!receive_header_.done()) {
-    Failure heard;
-    moved = receive_header_.advance(mesh_, heard) > 0;
-    if (heard) failure_ = std::move(heard);
-    if (failure_ || !receive_header_.done()) return moved;
-  }
-  while (received_pieces_ < total_) {
-    const Piece what = piece(received_pieces_, previous_);
-    const std::size_t bytes = what.count * wire_element_bytes_;
-    const bool in_place =
-        call_.wire == call_.dtype && received_pieces_ / sub_blocks_ >= static_cast<std::size_t>(ranks_ - 1);
-    std::byte* into = in_place ? call_.outputs[0].data + what.first * element_bytes_ : receive_staging_.data();
-    const Parts parts(word_, into, bytes, received_bytes_);
-    const auto io = mesh_.receive(previous_, parts.left());
-    if (io.closed) {
-      failure_ = peer_lost(previous_, io, MessageHeader::of(call_, 0));
-      return moved;
-    }
-    if (io.bytes == 0) return moved;
-    moved = true;
-    received_bytes_ += io.bytes;
-    if (received_bytes_ >= sizeof word_ && word_ != PieceWord::piece) {
-      receive_header_ = IncomingHeader::abort(call_, previous_, {into, received_bytes_ - sizeof word_});
-      Failure heard;
-      while (!heard && receive_header_.advance(mesh_, heard) > 0) {
+  struct Partial {
+    std::byte* data;
+    Mark arrived;
+    std::size_t slot;
+  };
+  std::vector<Partial> partials;
+  for (int step = 0; step < ranks - 1; ++step) {
+    const Buffer& goes = call().inputs[static_cast<std::size_t>(team().wrapped(me - 1 - step))];
+    const std::size_t going = pieces_of(goes.bytes);
+    for (std::size_t i = 0; i < going; ++i) {
+      const Span what = part({0, goes.bytes / unit}, going, i);
+      if (step == 0) {
+        add(next, Send{goes.data + what.first * unit, what.count * unit});
+      } else {
+        left[partials[i].slot] = add(next, Send{partials[i].data, what.count * unit, partials[i].arrived});
       }
-      if (heard) failure_ = std::move(heard);
-      return moved;
     }
-    if (received_bytes_ == sizeof word_ + bytes) {
-      store_received();
-      ++received_pieces_;
-      received_bytes_ = 0;
-      // Let what was just reduced leave before more is read.
-      advance_send();
-      if (failure_) return moved;
+    const Buffer& comes = call().inputs[static_cast<std::size_t>(team().wrapped(me - 2 - step))];
+    const bool last = step == ranks - 2;
+    const std::size_t coming = pieces_of(comes.bytes);
+    partials.clear();
+    for (std::size_t i = 0; i < coming; ++i) {
+      const Span what = part({0, comes.bytes / unit}, coming, i);
+      std::byte* own = comes.data + what.first * unit;
+      std::byte* into = last ? call().outputs[0].data + what.first * unit : slots_.get() + slot * piece_bytes;
+      const Mark free = last ? Mark{} : left[slot];
+      partials.push_back({into, add(previous, Receive{into, what.count * unit, own, true, free}), slot});
+      slot = (slot + 1) % slots;
     }
   }
-  return moved;
 }
 
-Progress Ring::poll(std::int64_t now_ns) {
-  if (failure_) return finish_piece(now_ns);
-  bool moved = advance_send();
-  if (!failure_ || failure_.kind == Failure::Kind::peer_lost) moved |= advance_receive();
-  if (failure_) return finish_piece(now_ns);
-  if (sent_pieces_ == total_ && received_pieces_ == total_) {
-    if (call_.average) divide(call_.dtype, call_.outputs[0], ranks_);
-    return Progress::done;
+void Ring::plan_all_gather() {
+  const int ranks = team().size();
+  const int me = team().position();
+  const int next = to(team().wrapped(me + 1));
+  const int previous = from(team().wrapped(me - 1));
+  const Buffer& own = call().outputs[static_cast<std::size_t>(me)];
+  if (own.data != call().inputs[0].data && own.bytes > 0) std::memcpy(own.data, call().inputs[0].data, own.bytes);
+  std::vector<Mark> arrived(pieces_of(own.bytes));
+  for (int step = 0; step < ranks - 1; ++step) {
+    const Buffer& goes = call().outputs[static_cast<std::size_t>(team().wrapped(me - step))];
+    for (std::size_t i = 0; i < arrived.size(); ++i) {
+      const Span what = part({0, goes.bytes}, arrived.size(), i);
+      add(next, Send{goes.data + what.first, what.count, arrived[i]});
+    }
+    const Buffer& comes = call().outputs[static_cast<std::size_t>(team().wrapped(me - step - 1))];
+    arrived.assign(pieces_of(comes.bytes), {});
+    for (std::size_t i = 0; i < arrived.size(); ++i) {
+      const Span what = part({0, comes.bytes}, arrived.size(), i);
+      arrived[i] = add(previous, Receive{comes.data + what.first, what.count, nullptr, false, {}});
+    }
   }
-  return moved ? Progress::moved : Progress::idle;
 }
-
-// The next rank can be told why only where a piece ends.
-Progress Ring::finish_piece(std::int64_t now_ns) {
-  if (give_up_ns_ < 0) give_up_ns_ = now_ns + kLastPieceNs;
-  while (mesh_.place(next_) == transport::Mesh::Place::inside && send_header_.done() && now_ns < give_up_ns_) {
-    const auto io = send_piece();
-    if (io.closed) break;
-    if (io.bytes == 0) return Progress::idle;
-  }
-  return Progress::failed;
-}
-
-void Ring::wait_for(WaitSet& set) const {
-  if (failure_) {
-    set.add(mesh_.fd(next_), POLLOUT);
-    return set.wake_at(give_up_ns_);
-  }
-  const bool can_send =
-      !send_header_.done() || (sent_pieces_ < total_ && sent_pieces_ < sub_blocks_ + received_pieces_);
-  if (can_send) set.add(mesh_.fd(next_), POLLOUT);
-  if (received_pieces_ < total_) set.add(mesh_.fd(previous_), POLLIN);
-}
-
-std::vector<int> Ring::awaited() const { return {received_pieces_ < total_ ? previous_ : next_}; }
 
 }  // namespace netfold::collective

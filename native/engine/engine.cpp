@@ -173,17 +173,19 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   collective::validate(call, rank(), size());
   auto operation = std::make_shared<Operation>();
   const std::uint64_t bytes = call.tensor().bytes;
-  const Choice choice = choose(call.kind, call.dtype, bytes);
+  const Choice choice = choose(call.kind, call.dtype, call.choice_bytes());
   const bool is_transfer = collective::is_transfer(call.kind);
   call.algorithm = is_transfer ? collective::AlgorithmId::point_to_point : choice.algorithm;
+  call.between = choice.between;
   if (size() == 1) call.algorithm = collective::AlgorithmId::local;
   call.wire = static_cast<kernels::DType>(choice.wire);
   if (call.algorithm == collective::AlgorithmId::in_network && channel_ == nullptr) {
     throw std::invalid_argument("the choice table says in_network, but this group has not joined a switch");
   }
-  if (call.algorithm == collective::AlgorithmId::shared_memory && node_ == nullptr) {
-    throw std::invalid_argument("the choice table says shared_memory, but the ranks of this group do not share any");
+  if (call.algorithm == collective::AlgorithmId::shared_memory && (node_ == nullptr || node_->size() != size())) {
+    throw std::invalid_argument("the choice table says shared_memory, but not all ranks of this group share it");
   }
+  if (!is_transfer) collective::validate_choice(call);
   call.table = options_.table_hash;
   operation->call_ = std::move(call);
   operation->id_ = engine_.next_operation_id_.fetch_add(1);
@@ -403,7 +405,7 @@ void Group::publish_traffic() {
 void Group::start(const std::shared_ptr<Operation>& operation, std::int64_t now) {
   operation->record_.started_ns = now;
   const collective::Call& call = operation->call_;
-  operation->algorithm_ = collective::make_algorithm(call, {*mesh_, channel_.get(), node_.get()});
+  operation->algorithm_ = collective::make_algorithm(call, {*mesh_, channel_.get(), node_.get(), options_.nodes});
   if (call.algorithm != collective::AlgorithmId::in_network) ++active_on_mesh_;
   active_.push_back(operation);
 }

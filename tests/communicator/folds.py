@@ -92,6 +92,93 @@ def by_ring(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
         return _average(result, ranks) if op == "avg" else result
 
 
+def by_ring_scatter(op: str, parts: Sequence[Array], owner: int) -> Array:
+    """Ring reduce_scatter: the owner's block is folded from the rank after it, round the ring, to itself."""
+    ranks = len(parts)
+    total = parts[(owner + 1) % ranks]
+    for step in range(2, ranks + 1):
+        total = _fold(op, total, parts[(owner + step) % ranks])
+    return _average(total, ranks) if op == "avg" else total
+
+
+def by_halving(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
+    """Halving-doubling: a folded-in neighbour first, then own + partner's, partners by ascending distance."""
+    ranks = len(parts)
+    core = 1 << (ranks.bit_length() - 1)
+    extra = ranks - core
+    held = [
+        _fold(op, parts[2 * number + 1], rounded(parts[2 * number], wire)) if number < extra else parts[number + extra]
+        for number in range(core)
+    ]
+    spans = [(0, len(parts[0]))] * core
+    for bit in (1 << power for power in range(core.bit_length() - 1)):
+        kept = []
+        for number in range(core):
+            low, high = spans[number]
+            middle = low + (high - low + 1) // 2
+            kept.append((low, middle) if number & bit == 0 else (middle, high))
+        held = [_folded_part(op, held[n], rounded(held[n ^ bit], wire), *kept[n]) for n in range(core)]
+        spans = kept
+    result = np.empty_like(parts[0])
+    for number, (low, high) in enumerate(spans):
+        result[low:high] = rounded(held[number][low:high], wire)
+    return _average(result, ranks) if op == "avg" else result
+
+
+def by_tree(op: str, parts: Sequence[Array], wire: str = "f32", root: int = 0) -> Array:
+    """Trees: own, then the children's in ascending order; one binomial tree for small tensors, else two binary trees
+    on the ranks without the root, the second one's numbers mirrored or moved by one."""
+    ranks = len(parts)
+    numbered = [parts[(root + number) % ranks] for number in range(ranks)]
+
+    def binomial(number: int) -> list[int]:
+        spacing = number & -number if number else 1 << ranks.bit_length()
+        return [number + (1 << power) for power in range(spacing.bit_length() - 1) if number + (1 << power) < ranks]
+
+    def binary(number: int) -> list[int]:
+        if number == 0:
+            return [1 << ((ranks - 1).bit_length() - 1)] if ranks > 1 else []
+        half = (number & -number) // 2
+        if half == 0:
+            return []
+        right = half
+        while right and number + right >= ranks:
+            right //= 2
+        return [number - half, *([number + right] if right else [])]
+
+    def mirrored(number: int) -> list[int]:
+        if ranks % 2 == 1:
+            return sorted(ranks - child for child in binary(ranks - number if number else 0))
+        image = 0 if number == 0 else (number - 2) % (ranks - 1) + 1
+        return sorted(child % (ranks - 1) + 1 for child in binary(image))
+
+    def total(children: Callable[[int], list[int]], number: int, where: slice) -> Array:
+        value = numbered[number][where]
+        for child in children(number):
+            value = _fold(op, value, rounded(total(children, child, where), wire))
+        return value
+
+    if parts[0].nbytes <= 16 << 10:
+        result = rounded(total(binomial, 0, slice(None)), wire)
+    else:
+        half = (len(parts[0]) + 1) // 2
+        halves = [total(binary, 0, slice(0, half)), total(mirrored, 0, slice(half, None))]
+        result = rounded(np.concatenate(halves), wire)
+    return _average(result, ranks) if op == "avg" else result
+
+
+def _fold(op: str, first: Array, second: Array) -> Array:
+    wide = np.float32 if first.dtype == np.float16 else first.dtype
+    with np.errstate(over="ignore"):
+        return UFUNCS[op](first.astype(wide), second.astype(wide)).astype(first.dtype)
+
+
+def _folded_part(op: str, mine: Array, theirs: Array, low: int, high: int) -> Array:
+    result = mine.copy()
+    result[low:high] = _fold(op, mine[low:high], theirs[low:high])
+    return result
+
+
 def _average(total: Array, ranks: int) -> Array:
     if total.dtype == np.float16:
         return (total.astype(np.float32) / np.float32(ranks)).astype(np.float16)

@@ -1,4 +1,7 @@
-"""The collectives beside all-reduce, on NumPy arrays, over ranks, roots and uneven sizes. Ranks are threads."""
+"""The collectives beside all-reduce, on NumPy arrays, over ranks, roots and uneven sizes. Ranks are threads.
+
+Reductions go direct, in rank order; other algorithms and their orders: test_host_algorithms.py.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,11 @@ def join(rank: int, size: int, folder: str, **options: str) -> Communicator:
     return Communicator(FileStore(folder), rank, size, options=Options(**options), timeout_s=20, join_timeout_s=20)
 
 
+def in_rank_order(transport: str) -> str:
+    """Who folds floats in the order of ranks, so that results are exact: shared memory does, else direct."""
+    return "direct" if transport == "tcp" else "auto"
+
+
 def broadcast(rank: int, size: int, folder: str, transport: str) -> None:
     with join(rank, size, folder, transport=transport) as group:
         for root in range(size):
@@ -33,7 +41,7 @@ def broadcast(rank: int, size: int, folder: str, transport: str) -> None:
 
 
 def reduce(rank: int, size: int, folder: str, transport: str) -> None:
-    with join(rank, size, folder, transport=transport) as group:
+    with join(rank, size, folder, transport=transport, algorithm=in_rank_order(transport)) as group:
         for dtype, ops in (("float32", FLOAT_OPS), ("int32", INTEGER_OPS), ("float16", ("sum", "avg"))):
             for op in ops:
                 for root in range(size):
@@ -55,7 +63,7 @@ def all_gather(rank: int, size: int, folder: str, transport: str) -> None:
 
 
 def reduce_scatter(rank: int, size: int, folder: str, transport: str) -> None:
-    with join(rank, size, folder, transport=transport) as group:
+    with join(rank, size, folder, transport=transport, algorithm=in_rank_order(transport)) as group:
         for count in COUNTS:
             for op in ("sum", "max"):
                 # Rank a's buffer for rank b holds what nobody else's does.

@@ -23,10 +23,39 @@ from netfold import Communicator, FileStore, Options
 SOON_S = 3.0
 TIMEOUT_S = 1.0
 
-ALGORITHMS = pytest.mark.parametrize("algorithm", ["direct", "ring", "shared_memory"])
+ALGORITHMS = pytest.mark.parametrize("algorithm", ["direct", "ring", "halving_doubling", "tree", "shared_memory"])
 SIZES = pytest.mark.parametrize("count", [100, 1_000_000])
 
 Call = Callable[[Communicator], None]
+
+# Beside all_reduce: every machine there is.
+OTHERS = (
+    "broadcast=chain",
+    "broadcast=tree",
+    "all_gather=ring",
+    "all_gather=bruck",
+    "reduce_scatter=ring",
+    "reduce=tree",
+    "all_to_all=pairwise",
+    "all_to_all=bruck",
+)
+OTHER = pytest.mark.parametrize("algorithm", OTHERS)
+
+
+def make_call(group: Communicator, operation: str, count: int) -> None:
+    """Blocks of so many elements where there are blocks."""
+    one = np.ones(count, np.float32)
+    blocks = [np.ones(count, np.float32) for _ in range(group.size)]
+    if operation == "broadcast":
+        group.broadcast(one)
+    elif operation == "reduce":
+        group.reduce(one)
+    elif operation == "all_gather":
+        group.all_gather(one, blocks)
+    elif operation == "reduce_scatter":
+        group.reduce_scatter(blocks, one)
+    else:
+        group.all_to_all(blocks, [block.copy() for block in blocks])
 
 
 def all_reduce(count: int, dtype: str = "float32", op: str = "sum") -> Call:
@@ -315,3 +344,95 @@ def waits_twice(rank: int, size: int, folder: str) -> float:
 @pytest.mark.native
 def test_the_end_of_a_wait_is_not_the_end_of_the_operation() -> None:
     assert values(run_threads(waits_twice, 2)) == [3.0, 3.0]
+
+
+@OTHER
+@pytest.mark.native
+@pytest.mark.parametrize("odd", [0, 2])
+def test_sizes_that_differ_are_heard_of_in_every_operation(algorithm: str, odd: int) -> None:
+    operation = algorithm.partition("=")[0]
+
+    def call(count: int) -> Call:
+        return lambda group: make_call(group, operation, count)
+
+    disagree(algorithm, [[call(101 if rank == odd else 100), barrier] for rank in range(3)])
+
+
+@OTHER
+@SIZES
+@pytest.mark.native
+def test_a_rank_that_is_absent_from_any_operation_is_named_by_who_waits_for_it(algorithm: str, count: int) -> None:
+    operation = algorithm.partition("=")[0]
+    released = threading.Event()
+
+    def absent(group: Communicator) -> None:
+        released.wait(10)
+
+    def call(group: Communicator) -> None:
+        try:
+            make_call(group, operation, count)
+            group.barrier()  # who only sends is through before
+        finally:
+            released.set()
+
+    timeout_s = 0.4
+    found = values(run_threads(calls_in_turn, 3, algorithm, [[call], [absent], [call]], timeout_s))
+    assert found[1][0] == ""
+    for rank in (0, 2):
+        error, named, text, took = found[rank]
+        assert error in ("CollectiveTimeout", "PeerLost"), text
+        assert took < timeout_s + SOON_S
+        # In the barrier a root that was through before waits for rank 2 as well.
+        assert named == 1 or re.search(r"still waiting for rank[ 2]* 1\b", text), f"rank {rank}: {text}"
+
+
+def dies_in_all(rank: int, size: int, folder: str, victim: int) -> list[tuple[str, str, int | None, str, float]]:
+    """A group a machine, all busy at once when one rank is killed: (machine, error, rank named, text, seconds)."""
+    found: list[tuple[str, str, int | None, str, float]] = []
+    groups = [
+        Communicator(
+            FileStore(f"{folder}/{index}"),
+            rank,
+            size,
+            options=Options(algorithm=algorithm, probe="off"),
+            timeout_s=30,
+            join_timeout_s=20,
+        )
+        for index, algorithm in enumerate(OTHERS)
+    ]
+
+    def busy(group: Communicator, algorithm: str) -> None:
+        try:
+            while True:
+                began = time.monotonic()
+                make_call(group, algorithm.partition("=")[0], 200_000)
+                group.barrier()
+        except Exception as error:
+            took = time.monotonic() - began
+            found.append((algorithm, type(error).__name__, getattr(error, "rank", None), str(error), took))
+
+    for group in groups:
+        group.barrier()
+    threads = [threading.Thread(target=busy, args=pair) for pair in zip(groups, OTHERS, strict=True)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    for group in groups:
+        group.close()
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_killed_in_any_operation_is_named_by_all_others(victim: int) -> None:
+    for rank, outcome in enumerate(run_ranks(dies_in_all, 4, victim, dies=[victim])):
+        if rank == victim:
+            continue
+        assert not outcome.error, outcome.text
+        assert {algorithm for algorithm, *_ in outcome.value} == set(OTHERS)
+        for algorithm, error, named, text, took in outcome.value:
+            assert error == "PeerLost" and named == victim, f"{algorithm}, rank {rank}: {text}"
+            assert took < SOON_S, f"{algorithm}, rank {rank}: {text}"

@@ -17,7 +17,14 @@ def test_a_field_beats_its_variable_which_beats_the_default() -> None:
     environment = {"NETFOLD_ALGORITHM": "ring", "NETFOLD_WIRE": "bf16", "NETFOLD_SPIN_US": "7"}
     options = Options(wire="f16").resolved(environment)
     assert options == Options(
-        switch=None, algorithm="ring", wire="f16", transport="auto", share_buckets="on", window_bytes=1 << 20, spin_us=7
+        switch=None,
+        algorithm="ring",
+        wire="f16",
+        transport="auto",
+        share_buckets="on",
+        window_bytes=1 << 20,
+        probe="on",
+        spin_us=7,
     )
 
 
@@ -52,7 +59,9 @@ def _join(rank: int, size: int, folder: str, options: Options) -> None:
     ("options", "sentence"),
     [
         (Options(algorithm="nonsense"), "NETFOLD_ALGORITHM='nonsense' is not one of"),
+        (Options(algorithm="broadcast=ring"), "there is no broadcast by ring; there are direct, tree, chain"),
         (Options(wire="nonsense"), "NETFOLD_WIRE='nonsense' is not one of"),
+        (Options(probe="nonsense"), "NETFOLD_PROBE='nonsense' is not one of on, off"),
         (Options(algorithm="in_network"), "NETFOLD_ALGORITHM=in_network needs an aggregator"),
         (Options(switch="nonsense"), "NETFOLD_SWITCH is 'nonsense'; expected host:port"),
     ],

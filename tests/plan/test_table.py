@@ -8,10 +8,11 @@ import json
 
 import pytest
 
-from netfold.plan import ALGORITHMS, WIRES, ChoiceTable, Row, build_table
-from netfold.plan.table import DIRECT_MAX_BYTES, OPERATIONS
+from netfold.plan import DEFAULT_LINKS, OPERATIONS, SUPPORTS, WIRES, ChoiceTable, Row, Topology, build_table, candidates
+from netfold.plan.cost import predict
 
 SWITCH = "127.0.0.1:7171"
+ALGORITHMS = ("auto", *SUPPORTS, "all_reduce=ring,broadcast=chain")
 
 
 def tables() -> list[ChoiceTable]:
@@ -35,11 +36,11 @@ def test_a_table_survives_json() -> None:
 def test_every_operation_of_every_size_has_a_row_with_a_reason() -> None:
     for table in tables():
         for operation in OPERATIONS:
-            for size in (0, 1, DIRECT_MAX_BYTES, DIRECT_MAX_BYTES + 1, 1 << 40):
+            for size in (0, 1, 4096, 4097, 1 << 40):
                 row = table.choose(operation, size)
                 assert row.operation == operation
                 assert row.min_bytes <= size
-                assert row.algorithm in ("local", "direct", "ring", "in_network")
+                assert operation in SUPPORTS[row.algorithm], "there is a machine for it"
                 assert len(row.reason.split()) >= 1 and row.reason.strip() == row.reason
 
 
@@ -76,8 +77,29 @@ def test_a_table_cannot_be_changed() -> None:
 def test_small_messages_go_direct_and_large_ones_round_the_ring() -> None:
     table = build_table(ranks=4, switch=None)
     assert table.choose("all_reduce", 0).algorithm == "direct"
-    assert table.choose("all_reduce", DIRECT_MAX_BYTES).algorithm == "direct"
-    assert table.choose("all_reduce", DIRECT_MAX_BYTES + 1).algorithm == "ring"
+    assert table.choose("all_reduce", 1024).algorithm == "direct"
+    assert table.choose("all_reduce", 16 << 20).algorithm == "ring"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8, 64])
+def test_the_choice_is_nowhere_much_dearer_than_the_cheapest(ranks: int) -> None:
+    """Rows start at powers of two and where they save 2%: in between, one more doubling's worth of difference."""
+    table = build_table(ranks=ranks, switch=None)
+    for operation in OPERATIONS:
+        for size in (0, 100, 3000, 40_000, 600_000, 10 << 20, 1 << 30):
+            found = candidates(operation, size, Topology.apart(ranks))
+            times = {each.algorithm: each.seconds for each in found if each.seconds is not None}
+            cheapest = min(seconds for name, seconds in times.items() if (operation, name) != ("all_to_all", "bruck"))
+            chosen = times[table.choose(operation, size).algorithm]
+            assert chosen <= 1.35 * cheapest, (operation, size, found)
+
+
+def test_every_reason_of_a_choice_by_cost_gives_the_predicted_times() -> None:
+    row = build_table(ranks=4, switch=None).choose("all_reduce", 1 << 20)
+    assert row.reason.startswith("predicted for ")
+    for algorithm in ("ring", "halving_doubling", "tree", "direct"):
+        assert f"{algorithm} " in row.reason
+    assert "assumed: 60 us, 118 MB/s" in row.reason
 
 
 def test_the_row_in_force_is_the_last_one_reached_whatever_the_order_of_rows() -> None:
@@ -114,12 +136,84 @@ def test_a_group_of_one_needs_nobody() -> None:
         assert {row.algorithm for row in table.rows} == {"local"}
 
 
+def test_an_algorithm_is_taken_where_it_can_be_and_the_other_rows_say_that_it_cannot() -> None:
+    table = build_table(ranks=4, switch=None, algorithm="tree")
+    for operation in ("all_reduce", "reduce", "broadcast"):
+        row = table.choose(operation, 1)
+        assert (row.algorithm, row.reason) == ("tree", "NETFOLD_ALGORITHM=tree")
+    for operation in ("all_gather", "all_to_all", "barrier"):
+        row = table.choose(operation, 1)
+        assert row.algorithm == "direct"
+        assert row.reason.endswith(f"; NETFOLD_ALGORITHM=tree does not do {operation}")
+
+
+def test_pairs_name_an_algorithm_for_an_operation_each() -> None:
+    table = build_table(ranks=4, switch=SWITCH, algorithm="all_reduce=ring, broadcast=chain,all_to_all=bruck")
+    assert table.choose("all_reduce", 1).reason == "NETFOLD_ALGORITHM=all_reduce=ring"
+    assert table.choose("broadcast", 1).algorithm == "chain"
+    assert table.choose("all_to_all", 1).algorithm == "bruck"
+    assert table.choose("all_gather", 1).reason.startswith("predicted for ")
+
+
+def test_bruck_exchanges_equal_blocks_and_so_is_never_chosen_unasked() -> None:
+    slow = dataclasses.replace(DEFAULT_LINKS, message_s=1e-3)  # where it would be cheapest
+    table = build_table(ranks=64, switch=None, links=slow)
+    assert {row.algorithm for row in table.rows if row.operation == "all_to_all"} <= {"direct", "pairwise"}
+    by_name = [each for each in candidates("all_to_all", 64, Topology.apart(64), slow) if each.algorithm == "bruck"]
+    assert "by name only" in by_name[0].note
+
+
+def test_what_there_is_no_machine_for_is_not_offered() -> None:
+    for each in candidates("all_reduce", 1 << 20, Topology.even(8, 2)):
+        if "all_reduce" not in SUPPORTS[each.algorithm]:
+            assert each.seconds is None and each.note == "not built in"
+
+
+def test_shared_memory_needs_one_host_and_hierarchical_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = {**SUPPORTS, "shared_memory": ("all_reduce",), "hierarchical": ("all_reduce",)}
+    monkeypatch.setattr("netfold.plan.table.SUPPORTS", built)
+
+    def chosen(topology: Topology) -> str:
+        return build_table(ranks=8, switch=None, topology=topology).choose("all_reduce", 16 << 20).algorithm
+
+    assert chosen(Topology.even(8, 1)) == "shared_memory"
+    assert chosen(Topology.even(8, 2)) == "hierarchical"
+    assert chosen(Topology.apart(8)) == "ring"
+    with pytest.raises(ValueError, match="NETFOLD_ALGORITHM=shared_memory cannot be: the ranks are on 2 hosts"):
+        build_table(ranks=8, switch=None, algorithm="shared_memory", topology=Topology.even(8, 2))
+
+
+def test_a_narrow_wire_excludes_what_has_none_and_counts_half_the_bytes() -> None:
+    table = build_table(ranks=4, switch=None, wire="bf16")
+    assert {row.wire for row in table.rows if row.operation == "all_reduce"} == {"bf16"}
+    assert "direct" not in {row.algorithm for row in table.rows if row.operation == "all_reduce"}
+    assert {row.wire for row in table.rows if row.operation != "all_reduce"} == {"auto"}
+    apart = Topology.apart(4)
+    half = predict("all_reduce", "ring", 1 << 20, apart, DEFAULT_LINKS, "bf16")
+    assert half == predict("all_reduce", "ring", 1 << 19, apart, DEFAULT_LINKS)
+
+
+ALL = "auto, direct, ring, in_network, halving_doubling, tree, bruck, pairwise, chain"
+
+
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
         (
             {"algorithm": "nonsense"},
-            "NETFOLD_ALGORITHM='nonsense' is not one of auto, direct, ring, in_network, shared",
+            f"NETFOLD_ALGORITHM='nonsense' is not one of {ALL}, nor operation=algorithm,...",
+        ),
+        (
+            {"algorithm": "all_sum=ring"},
+            f"NETFOLD_ALGORITHM='all_sum=ring': 'all_sum' is not an operation; there are {', '.join(OPERATIONS)}",
+        ),
+        (
+            {"algorithm": "all_reduce=wheel"},
+            f"NETFOLD_ALGORITHM='all_reduce=wheel': 'wheel' is not one of {ALL}",
+        ),
+        (
+            {"algorithm": "broadcast=ring"},
+            "NETFOLD_ALGORITHM='broadcast=ring': there is no broadcast by ring; there are direct, tree, chain",
         ),
         ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16"),
         (
@@ -128,7 +222,8 @@ def test_a_group_of_one_needs_nobody() -> None:
         ),
         (
             {"algorithm": "direct", "wire": "bf16"},
-            "NETFOLD_ALGORITHM=direct sends tensors as they are; NETFOLD_WIRE=bf16 needs ring or in_network",
+            "NETFOLD_ALGORITHM=direct sends tensors as they are; NETFOLD_WIRE=bf16 needs ring or halving_doubling or "
+            "tree or in_network",
         ),
     ],
 )

@@ -534,7 +534,8 @@ def the_record_of_each_operation_can_be_read(dist: Any, rank: int, size: int) ->
     assert events["bytes"].tolist() == [4000, 40]
     assert (events["finished_ns"] >= events["queued_ns"]).all()
     assert " (" in netfold.torch.why()
-    assert netfold.torch.why(operation="broadcast").startswith("shared_memory (")
+    why = netfold.torch.why(operation="broadcast", size_bytes=1 << 20)
+    assert why.startswith("shared_memory (") and "for 1048576 bytes the model says" in why and "chain" in why
 
 
 @pytest.mark.parametrize("name", CASES)

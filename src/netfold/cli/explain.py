@@ -9,21 +9,62 @@ import typer
 
 def explain(
     operation: Annotated[str, typer.Argument(help="all-reduce, broadcast, all-gather, ...")],
-    size: Annotated[str, typer.Option(help="Bytes of the tensor, such as 4, 64K, 16M.")] = "16M",
+    size: Annotated[str, typer.Option(help="Bytes of the whole tensor, such as 4, 64K, 16M.")] = "16M",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in the group.")] = 4,
+    hosts: Annotated[int | None, typer.Option(min=1, help="Hosts that they are spread over; one a rank.")] = None,
+    latency_us: Annotated[float | None, typer.Option(min=0.1, help="Of a message between hosts.")] = None,
+    rate_mbps: Annotated[float | None, typer.Option(min=1, help="Tensor megabits a second between hosts.")] = None,
 ) -> None:
-    """Print the algorithm that would run an operation, and the reason, under the present environment."""
+    """Print the algorithms for an operation with their predicted times, the one that would run, and the reason.
+
+    Under the present environment; a running group measures its links first (`netfold.torch.why`, `Group.why`). The size
+    is that of what is reduced or broadcast, what all gather together, what a rank gives to reduce-scatter and
+    all-to-all.
+    """
+    from dataclasses import replace
+
+    from rich.console import Console
+    from rich.table import Table
+
     from netfold.bench.sizes import parse_size
     from netfold.communicator import Options
-    from netfold.plan import build_table
+    from netfold.plan import DEFAULT_LINKS, Link, Topology, build_table, candidates, format_seconds
 
+    name = operation.replace("-", "_")
     try:
         options = Options().resolved()
-        table = build_table(
-            ranks=ranks, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire)
+        topology = Topology.even(ranks, ranks if hosts is None else hosts)
+        network = DEFAULT_LINKS.network
+        links = replace(
+            DEFAULT_LINKS,
+            network=Link(
+                network.latency_s if latency_us is None else latency_us * 1e-6,
+                network.bytes_per_s if rate_mbps is None else rate_mbps * 125e3,
+            ),
         )
-        row = table.choose(operation.replace("-", "_"), parse_size(size))
+        size_bytes = parse_size(size)
+        table = build_table(
+            ranks=ranks,
+            switch=options.switch,
+            algorithm=str(options.algorithm),
+            wire=str(options.wire),
+            topology=topology,
+            links=links,
+        )
+        row = table.choose(name, size_bytes)
     except (ValueError, KeyError) as error:
         typer.echo(f"netfold explain: {error.args[0]}", err=True)
         raise typer.Exit(2) from None
-    typer.echo(f"{row.operation} of {size} on {ranks} ranks: {row.algorithm}, wire {row.wire}: {row.reason}")
+    where = f"{ranks} ranks" if hosts is None else f"{ranks} ranks on {topology.node_count} hosts"
+    console = Console()
+    if ranks > 1:
+        shown = Table(title=f"{name} of {size} on {where}", title_justify="left")
+        shown.add_column("algorithm")
+        shown.add_column("predicted", justify="right")
+        shown.add_column("")
+        for each in candidates(name, size_bytes, topology, links, switch=options.switch, wire=row.wire):
+            chosen = each.algorithm == row.algorithm
+            time = "-" if each.seconds is None else format_seconds(each.seconds)
+            shown.add_row(each.algorithm + (" *" if chosen else ""), time, each.note, style="bold" if chosen else None)
+        console.print(shown)
+    console.print(f"* {row.algorithm}, wire {row.wire}: {row.reason}", soft_wrap=True, highlight=False)

@@ -56,7 +56,7 @@ class Communicator:
         """Replace `buffer` on every rank with the elementwise reduction over all ranks.
 
         buffer: C-contiguous; any NumPy float or integer dtype of 8 to 64 bits. op: sum, avg, product, min, max, band,
-        bor, bxor. Floats keep NaN and Inf. In-network and direct reductions fold in rank order.
+        bor, bxor. Floats keep NaN and Inf. Orders of summation: docs/algorithms.md.
         Cost: see `Group.why`. Raises ValueError, PeerLost, SwitchLost, Mismatch, CollectiveTimeout.
         """
         self._run("all_reduce", buffer, op=op, outputs=[_region(buffer)], timeout_s=timeout_s)

@@ -15,13 +15,22 @@ from typing import Any
 import numpy as np
 
 from netfold._native import engine, protocol
-from netfold.communicator import rendezvous
+from netfold.communicator import probe, rendezvous
 from netfold.communicator.errors import NetfoldError, RendezvousError, error_of
 from netfold.communicator.membership import Membership
 from netfold.communicator.nodes import Node, find_nodes
 from netfold.communicator.options import Options
 from netfold.communicator.store import Store
-from netfold.plan import ChoiceTable, build_table
+from netfold.plan import (
+    DEFAULT_LINKS,
+    Candidate,
+    ChoiceTable,
+    Links,
+    Topology,
+    build_table,
+    candidates,
+    format_seconds,
+)
 from netfold.profile import Records, records_of
 
 log = logging.getLogger("netfold")
@@ -83,9 +92,25 @@ class Group:
             self.nodes, node = find_nodes(rank, size, sockets[0], enabled=enabled, deadline=deadline)
             shared = node is not None and len(node.ranks) == size
             self.shares_buckets = shared and options.share_buckets != "off"
-            self.table: ChoiceTable = build_table(
-                ranks=size, switch=job.switch, algorithm=job.algorithm, wire=job.wire, shared=shared
-            )
+            topology = Topology(self.nodes)
+
+            def build(links: Links) -> ChoiceTable:
+                return build_table(
+                    ranks=size,
+                    switch=job.switch,
+                    algorithm=job.algorithm,
+                    wire=job.wire,
+                    topology=topology,
+                    links=links,
+                )
+
+            if job.probe and not shared and size > 1:
+                choice = probe.agree(sockets[0], rank, topology, build, deadline)
+            else:
+                choice = probe.Choice(build(DEFAULT_LINKS), DEFAULT_LINKS, topology)
+            self.table: ChoiceTable = choice.table
+            self.links = choice.links
+            self.topology = choice.topology
             if job.switch is not None and any(row.algorithm == "in_network" for row in self.table.rows):
                 if size > protocol.MAX_WORKERS:
                     raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {size}")
@@ -105,6 +130,7 @@ class Group:
             if node is not None:
                 node.close()
             raise
+        self._switch = job.switch
         fds, lane_fds = ([-1 if stream is None else _detached(stream) for stream in lane] for lane in sockets)
         self._native = engine.add_group(
             rank=rank,
@@ -120,15 +146,15 @@ class Group:
                     row.min_bytes,
                     engine.ALGORITHMS[row.algorithm],
                     DTYPES.get(row.wire, -1),
+                    engine.ALGORITHMS[row.between],
                 )
                 for row in self.table.rows
             ],
             table_hash=self.table.hash16,
+            nodes=list(self.nodes),
         )
-        if node is not None and shared:
+        if node is not None:
             self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links)
-        elif node is not None:
-            node.close()
         if self.membership is not None:
             self.membership.attach(self._native, self._fail)
             log.info(
@@ -202,10 +228,26 @@ class Group:
             text += ". Did every rank make this call?"
         return error_of(name, rank, text)
 
+    def candidates(self, operation: str, size_bytes: int) -> list[Candidate]:
+        """All algorithms for it and what this group's cost model expects of them, the quickest first.
+
+        size_bytes: of the whole tensor: what is reduced or broadcast, what all gather together, what a rank gives to
+        reduce_scatter and all_to_all.
+        """
+        wire = self.table.choose(operation, size_bytes).wire
+        return candidates(operation, size_bytes, self.topology, self.links, switch=self._switch, wire=wire)
+
     def why(self, operation: str, size_bytes: int) -> str:
-        """The algorithm that would run, and the reason."""
+        """The algorithm that would run, the reason, and the predicted times of all; sizes as in `candidates`."""
         row = self.table.choose(operation, size_bytes)
-        return f"{row.algorithm} ({row.reason})"
+        if row.algorithm == "local":
+            return f"{row.algorithm} ({row.reason})"
+        times = [
+            f"{each.algorithm} {format_seconds(each.seconds)}"
+            for each in self.candidates(operation, size_bytes)
+            if each.seconds is not None
+        ]
+        return f"{row.algorithm} ({row.reason}); for {size_bytes} bytes the model says {', '.join(times)}"
 
     def events(self) -> Records:
         """The newest records of this group's operations (`netfold.profile.RECORD`), oldest first."""

@@ -14,7 +14,8 @@ class Options:
     """Options of a group. A field that is None takes its environment variable, else its default.
 
     switch: the aggregator as host:port (NETFOLD_SWITCH); none: host algorithms.
-    algorithm: auto, direct, ring or in_network, for all_reduce (NETFOLD_ALGORITHM).
+    algorithm: auto, the name of an algorithm for every operation that it can do, or operation=algorithm pairs by commas
+        (NETFOLD_ALGORITHM; docs/algorithms.md).
     wire: auto, f32, bf16 or f16: what f32 tensors travel as (NETFOLD_WIRE); auto never loses a bit.
     transport: auto, or tcp to keep ranks that share memory from using it (NETFOLD_TRANSPORT).
     share_buckets: on or off: move DDP's buckets to shared memory, in place, where all ranks are on one machine
@@ -22,6 +23,8 @@ class Options:
     interface: name or address of the interface to use (NETFOLD_INTERFACE); default: the one that routes to the
         rendezvous host.
     window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
+    probe: on or off: whether a new group measures its links (NETFOLD_PROBE); off: built-in figures, and the
+        same choice of algorithms in every run.
     spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US).
     """
 
@@ -32,6 +35,7 @@ class Options:
     share_buckets: str | None = None
     interface: str | None = None
     window_bytes: int | None = None
+    probe: str | None = None
     spin_us: int | None = None
 
     def resolved(self, environment: Mapping[str, str] = os.environ) -> Options:
@@ -49,15 +53,16 @@ class Options:
         options = replace(self, **values)  # type: ignore[arg-type]
         if options.transport not in TRANSPORTS:
             raise ValueError(f"NETFOLD_TRANSPORT={options.transport!r} is not one of {', '.join(TRANSPORTS)}")
-        if options.share_buckets not in ("on", "off"):
-            raise ValueError(f"NETFOLD_SHARE_BUCKETS={options.share_buckets!r} is neither on nor off")
+        for name in ("share_buckets", "probe"):
+            if getattr(options, name) not in ("on", "off"):
+                raise ValueError(f"NETFOLD_{name.upper()}={getattr(options, name)!r} is not one of on, off")
         if options.switch is not None:
             parse_endpoint(options.switch, what="NETFOLD_SWITCH")
         return options
 
 
 TRANSPORTS = ("auto", "tcp")
-_DEFAULT_WORDS = {"algorithm": "auto", "wire": "auto", "transport": "auto", "share_buckets": "on"}
+_DEFAULT_WORDS = {"algorithm": "auto", "wire": "auto", "transport": "auto", "share_buckets": "on", "probe": "on"}
 _DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "spin_us": 50}
 
 

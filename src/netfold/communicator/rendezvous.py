@@ -23,7 +23,7 @@ from netfold.communicator.errors import RendezvousError
 from netfold.communicator.options import Options
 from netfold.communicator.store import PrefixStore, Store
 from netfold.control import format_endpoint, parse_endpoint, receive_exactly
-from netfold.plan import build_table
+from netfold.plan import check_words
 
 _HELLO = struct.Struct(">8sIII32s")  # magic, rank, size, lane, nonce
 _MAGIC = b"netfold2"
@@ -48,6 +48,7 @@ class Job:
     wire: str
     switch: str | None
     window_bytes: int
+    probe: bool
 
 
 def claim(store: Store, rank: int, size: int, deadline: float) -> Store:
@@ -84,9 +85,7 @@ def _process_token() -> str:
 def agree(store: Store, rank: int, size: int, options: Options, deadline: float) -> Job:
     """Rank 0 publishes the job; every rank reads it. `options` are resolved."""
     # Every rank looks at the words, so that none waits for a rank 0 that gave up over them.
-    build_table(
-        ranks=size, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire), shared=True
-    )
+    check_words(ranks=size, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire))
     if rank == 0:
         job = {
             "name": secrets.token_hex(8),
@@ -96,6 +95,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             "wire": options.wire,
             "switch": options.switch,
             "window_bytes": options.window_bytes,
+            "probe": options.probe == "on",
         }
         store.set("job", json.dumps(job).encode())
     try:
@@ -120,6 +120,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
         wire=read["wire"],
         switch=read["switch"],
         window_bytes=int(read["window_bytes"]),
+        probe=bool(read["probe"]),
     )
 
 

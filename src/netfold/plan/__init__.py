@@ -1,11 +1,42 @@
-"""The choice of algorithms: (operation, size) -> algorithm, wire format, reason.
+"""The cost model, and the choice of algorithms by it: (operation, size) -> algorithm, wire format, reason.
 
-May import NumPy at run time, and no room of ours. Always: all ranks of a group hold the same immutable table; rank 0
-makes it, its hash travels with every operation; a choice can be printed with its reason.
+`cost` has the formulas, `topology` what they know of ranks and links, `fit` makes a link of a probe's samples, `table`
+the choice. May import NumPy and, for what there is a machine for, the native floor; no room of ours. Always: all ranks
+of a group hold the same immutable table; rank 0 makes it, its hash travels with every operation; a choice can be
+printed with its reason; a formula is written once.
 
 Tests: `.venv/bin/pytest tests/plan`
 """
 
-from netfold.plan.table import ALGORITHMS, WIRES, ChoiceTable, Row, build_table
+from netfold.plan.fit import fit_link
+from netfold.plan.table import (
+    OPERATIONS,
+    SUPPORTS,
+    WIRES,
+    Candidate,
+    ChoiceTable,
+    Row,
+    build_table,
+    candidates,
+    check_words,
+    format_seconds,
+)
+from netfold.plan.topology import DEFAULT_LINKS, Link, Links, Topology
 
-__all__ = ["ALGORITHMS", "WIRES", "ChoiceTable", "Row", "build_table"]
+__all__ = [
+    "DEFAULT_LINKS",
+    "OPERATIONS",
+    "SUPPORTS",
+    "WIRES",
+    "Candidate",
+    "ChoiceTable",
+    "Link",
+    "Links",
+    "Row",
+    "Topology",
+    "build_table",
+    "candidates",
+    "check_words",
+    "fit_link",
+    "format_seconds",
+]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-# What NETFOLD_ALGORITHM and NETFOLD_WIRE may say.
-ALGORITHMS = ("auto", "direct", "ring", "in_network", "shared_memory")
+from netfold._native import engine
+from netfold.plan.cost import FORMULAS, algorithms_of, predict
+from netfold.plan.overrides import Overrides, parse_overrides
+from netfold.plan.topology import DEFAULT_LINKS, Links, Topology
+
 WIRES = ("auto", "f32", "bf16", "f16")
+SUPPORTS: Mapping[str, Sequence[str]] = engine.SUPPORTS
 
 OPERATIONS = (
     "all_reduce",
@@ -21,21 +26,30 @@ OPERATIONS = (
     "scatter",
     "barrier",
 )
+# Ranks know different sizes of these (Call::choice_bytes): one row.
+UNSIZED = ("gather", "scatter", "barrier")
 
-# Up to here one exchange of everything beats 2(P-1) steps: with P ranks a ring costs 2(P-1) latencies of about 100 us
-# on Ethernet, and this many bytes to each peer less than that.
-DIRECT_MAX_BYTES = 16 << 10
+# Sizes at which the choice may change.
+_GRID = (0, *(1 << power for power in range(6, 34)))
+# Another algorithm must be this much better before it gets a row of its own: the model is no finer.
+_WORTH_A_ROW = 0.98
+# Kept out of `auto`, with the reason.
+_BY_NAME_ONLY = {("all_to_all", "bruck"): "by name only: no rank can know that all blocks are equal"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """From `min_bytes` on, `operation` runs by `algorithm` in `wire`; `auto` is the tensor's own dtype."""
+    """From `min_bytes` on, `operation` runs by `algorithm` in `wire`; `auto` is the tensor's own dtype.
+
+    between: of a hierarchical one, the algorithm between hosts; else `local`, for none.
+    """
 
     operation: str
     min_bytes: int
     algorithm: str
     wire: str
     reason: str
+    between: str = "local"
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,7 @@ class ChoiceTable:
     rows: tuple[Row, ...]
 
     def choose(self, operation: str, size_bytes: int) -> Row:
-        """The row in force; KeyError for an operation that does not exist."""
+        """The row in force; KeyError for an operation that does not exist. Sizes as in `netfold.plan.cost`."""
         fitting = [row for row in self.rows if row.operation == operation and row.min_bytes <= size_bytes]
         if not fitting:
             raise KeyError(f"no operation {operation!r}; there are {', '.join(OPERATIONS)}")
@@ -62,73 +76,160 @@ class ChoiceTable:
         return cls(tuple(Row(**row) for row in json.loads(text)))
 
 
-def build_table(
-    *, ranks: int, switch: str | None, algorithm: str = "auto", wire: str = "auto", shared: bool = False
-) -> ChoiceTable:
-    """The table of a group of `ranks`, with `switch` its aggregator's address or None; `shared`: all are on one node.
+@dataclass(frozen=True)
+class Candidate:
+    """An algorithm that could run an operation: predicted seconds, or why it cannot."""
 
+    algorithm: str
+    seconds: float | None
+    note: str
+
+
+def candidates(
+    operation: str,
+    size_bytes: int,
+    topology: Topology,
+    links: Links = DEFAULT_LINKS,
+    *,
+    switch: str | None = None,
+    wire: str = "auto",
+) -> list[Candidate]:
+    """All algorithms with a formula for `operation`, those that can run first and by predicted time."""
+    found = []
+    for algorithm in algorithms_of(operation):
+        why_not = _why_not(operation, algorithm, topology, switch, wire)
+        if why_not is None or (operation, algorithm) in _BY_NAME_ONLY:
+            seconds = predict(operation, algorithm, size_bytes, topology, links, wire)
+            found.append(Candidate(algorithm, seconds, why_not or FORMULAS[operation, algorithm].source))
+        else:
+            found.append(Candidate(algorithm, None, why_not))
+    return sorted(found, key=lambda each: (each.seconds is None, each.seconds))
+
+
+def build_table(
+    *,
+    ranks: int,
+    switch: str | None,
+    algorithm: str = "auto",
+    wire: str = "auto",
+    topology: Topology | None = None,
+    links: Links = DEFAULT_LINKS,
+) -> ChoiceTable:
+    """The table of a group of `ranks`, with `switch` its aggregator's address or None.
+
+    algorithm: what NETFOLD_ALGORITHM says. topology: every rank on a host of its own where None.
     Raises ValueError, in a sentence, where what was asked for cannot be done: nothing else is done instead.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"NETFOLD_ALGORITHM={algorithm!r} is not one of {', '.join(ALGORITHMS)}")
+    topology = topology or Topology.apart(ranks)
+    overrides = parse_overrides(algorithm, SUPPORTS, OPERATIONS)
     if wire not in WIRES:
         raise ValueError(f"NETFOLD_WIRE={wire!r} is not one of {', '.join(WIRES)}")
-    if algorithm == "in_network" and switch is None:
-        raise ValueError(
-            "NETFOLD_ALGORITHM=in_network needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port"
-        )
-    if algorithm == "shared_memory" and not shared and ranks > 1:
-        raise ValueError(
-            "NETFOLD_ALGORITHM=shared_memory needs ranks that share memory: these are in several machines or "
-            "containers, or NETFOLD_TRANSPORT=tcp keeps them apart"
-        )
-    if algorithm == "shared_memory" and wire != "auto":
-        raise ValueError(f"in shared memory tensors stay as they are; NETFOLD_WIRE={wire} needs ring or in_network")
-    in_wire = "" if wire == "auto" else f"; f32 tensors travel as {wire} (NETFOLD_WIRE)"
-    rows = []
     if ranks == 1:
-        rows.append(Row("all_reduce", 0, "local", "auto", "a group of one rank"))
-    elif algorithm == "direct":
-        # Direct adds what was sent as it is; it has no narrower format.
-        if wire != "auto":
-            raise ValueError(
-                f"NETFOLD_ALGORITHM=direct sends tensors as they are; NETFOLD_WIRE={wire} needs ring or in_network"
-            )
-        rows.append(Row("all_reduce", 0, "direct", "auto", "NETFOLD_ALGORITHM=direct"))
-    elif algorithm == "ring":
-        rows.append(Row("all_reduce", 0, "ring", wire, "NETFOLD_ALGORITHM=ring" + in_wire))
-    elif switch is not None:
-        asked = "NETFOLD_ALGORITHM=in_network" if algorithm == "in_network" else f"NETFOLD_SWITCH={switch}"
-        reason = f"{asked}: a rank sends n bytes through the switch, where a ring sends 2n(P-1)/P"
-        rows.append(Row("all_reduce", 0, "in_network", wire, reason + in_wire))
-    elif wire == "auto" and shared:
-        asked = "NETFOLD_ALGORITHM=shared_memory; " if algorithm == "shared_memory" else ""
-        rows.append(Row("all_reduce", 0, "shared_memory", "auto", asked + "all ranks share memory"))
-    else:
-        if wire == "auto":
-            rows.append(
-                Row(
-                    "all_reduce",
-                    0,
-                    "direct",
-                    "auto",
-                    f"up to {DIRECT_MAX_BYTES >> 10} KB latency counts: one step",
-                )
-            )
-        rows.append(
-            Row(
-                "all_reduce",
-                DIRECT_MAX_BYTES + 1 if wire == "auto" else 0,
-                "ring",
-                wire,
-                "no NETFOLD_SWITCH; a ring sends the fewest bytes of all host algorithms, 2n(P-1)/P" + in_wire,
-            )
-        )
-    for operation in OPERATIONS[1:]:
-        if ranks == 1:
-            rows.append(Row(operation, 0, "local", "auto", "a group of one rank"))
-        elif shared and algorithm in ("auto", "shared_memory", "in_network"):
-            rows.append(Row(operation, 0, "shared_memory", "auto", "all ranks share memory"))
-        else:
-            rows.append(Row(operation, 0, "direct", "auto", "the one host algorithm there is for it"))
+        return ChoiceTable(tuple(Row(operation, 0, "local", "auto", "a group of one rank") for operation in OPERATIONS))
+    rows = []
+    for operation in OPERATIONS:
+        # A narrower wire loses bits in a sum, which was asked for; it never changes values that are only moved.
+        wired = wire if operation == "all_reduce" else "auto"
+        rows += _rows(operation, overrides, topology, links, switch, wired)
     return ChoiceTable(tuple(rows))
+
+
+def check_words(*, ranks: int, switch: str | None, algorithm: str, wire: str) -> None:
+    """ValueError, in a sentence, where no placement of the ranks on hosts could make what was asked for possible."""
+    first: ValueError | None = None
+    for hosts in {ranks, max(1, ranks // 2), 1}:
+        try:
+            build_table(
+                ranks=ranks, switch=switch, algorithm=algorithm, wire=wire, topology=Topology.even(ranks, hosts)
+            )
+            return
+        except ValueError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _rows(
+    operation: str, overrides: Overrides, topology: Topology, links: Links, switch: str | None, wire: str
+) -> list[Row]:
+    in_wire = "" if wire == "auto" else f"; f32 tensors travel as {wire} (NETFOLD_WIRE)"
+    asked = overrides.asked(operation)
+    suffix = ""
+    if asked is not None:
+        if operation in SUPPORTS[asked]:
+            _refuse(operation, asked, overrides, topology, switch, wire)
+            return [Row(operation, 0, asked, wire, overrides.named(operation) + in_wire)]
+        suffix = f"; {overrides.named(operation)} does not do {operation}"
+    if operation == "all_reduce" and switch is not None:
+        reason = f"NETFOLD_SWITCH={switch}: a rank sends n bytes through the switch, where a ring sends 2n(P-1)/P"
+        return [Row(operation, 0, "in_network", wire, reason + in_wire)]
+    if topology.node_count == 1 and _why_not(operation, "shared_memory", topology, switch, wire) is None:
+        return [Row(operation, 0, "shared_memory", wire, "all ranks share memory" + suffix)]
+    return _by_cost(operation, topology, links, wire, in_wire + suffix)
+
+
+def _by_cost(operation: str, topology: Topology, links: Links, wire: str, suffix: str) -> list[Row]:
+    """The cheapest at every size of the grid, neighbours merged."""
+    able = [name for name in algorithms_of(operation) if _why_not(operation, name, topology, None, wire) is None]
+    if len(able) == 1:
+        return [Row(operation, 0, able[0], wire, "the one algorithm there is for it here" + suffix)]
+    starts: list[tuple[int, str]] = []
+    for size in _GRID:
+        times = {name: predict(operation, name, size, topology, links, wire) for name in able}
+        best = min(times, key=lambda name: times[name])
+        if not starts or times[best] < _WORTH_A_ROW * times[starts[-1][1]]:
+            starts.append((size, best))
+    rows = []
+    for index, (size, name) in enumerate(starts):
+        # Times are of a size inside the row: of its start times four, where that is still inside.
+        after = starts[index + 1][0] if index + 1 < len(starts) else 1 << 40
+        shown = min(max(4 * size, 1024), after - 1)
+        rows.append(Row(operation, size, name, wire, _reason(operation, shown, able, topology, links, wire) + suffix))
+    return rows
+
+
+def _reason(operation: str, size: int, able: list[str], topology: Topology, links: Links, wire: str) -> str:
+    times = sorted((predict(operation, name, size, topology, links, wire), name) for name in able)
+    said = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in times)
+    return f"predicted for {size} bytes: {said} ({links.text()})"
+
+
+def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | None, wire: str) -> str | None:
+    """Why `auto` cannot take it; None where it can."""
+    if operation not in SUPPORTS.get(algorithm, ()):
+        return "not built in"
+    if (operation, algorithm) in _BY_NAME_ONLY:
+        return _BY_NAME_ONLY[operation, algorithm]
+    if algorithm == "in_network" and switch is None:
+        return "no NETFOLD_SWITCH"
+    if algorithm == "shared_memory" and topology.node_count > 1:
+        return f"the ranks are on {topology.node_count} hosts"
+    if algorithm == "hierarchical" and (topology.node_count == 1 or topology.most_on_a_node == 1):
+        return "needs several hosts and several ranks on one"
+    if wire != "auto" and not FORMULAS[operation, algorithm].narrow:
+        return f"sends tensors as they are, not as {wire}"
+    return None
+
+
+def _refuse(
+    operation: str, asked: str, overrides: Overrides, topology: Topology, switch: str | None, wire: str
+) -> None:
+    if asked == "in_network" and switch is None:
+        raise ValueError(
+            f"{overrides.named(operation)} needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port"
+        )
+    if wire != "auto" and not FORMULAS[operation, asked].narrow:
+        able = [name for name in algorithms_of(operation) if FORMULAS[operation, name].narrow]
+        raise ValueError(
+            f"{overrides.named(operation)} sends tensors as they are; NETFOLD_WIRE={wire} needs {' or '.join(able)}"
+        )
+    why_not = _why_not(operation, asked, topology, switch, wire)
+    if why_not is not None and (operation, asked) not in _BY_NAME_ONLY:
+        raise ValueError(f"{overrides.named(operation)} cannot be: {why_not}")
+
+
+def format_seconds(seconds: float) -> str:
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 1e-6:.3g} us"

@@ -68,6 +68,7 @@ struct Call {
   bool average = false;  // sum, then divide by the number of ranks (floats)
   kernels::DType wire = kernels::DType::u8;
   AlgorithmId algorithm = AlgorithmId::direct;
+  AlgorithmId between = AlgorithmId::local;  // of a hierarchical one: between hosts
   std::uint16_t table = 0;  // hash of the choice table: all ranks choose alike, or hear of it
   std::uint32_t sequence = 0;
   int root = 0;
@@ -77,6 +78,9 @@ struct Call {
 
   Buffer tensor() const;         // outputs[0], a send's inputs[0], empty for a barrier
   std::size_t elements() const;  // of that
+  // The size that the choice of an algorithm goes by, the same on every rank: the whole tensor that is reduced, sent to
+  // all or gathered by all. An exchange's is what this rank gives. 0 where the ranks know different sizes.
+  std::size_t choice_bytes() const;
 };
 
 struct Failure {

@@ -9,28 +9,32 @@
 #pragma once
 
 #include <netfold/collective/message.hpp>
+#include <netfold/collective/team.hpp>
+
+#include <memory>
 
 namespace netfold::collective {
 
 class Direct final : public Algorithm {
  public:
-  // Borrows both for its life. Allocates scratch for what must be reduced: (P-1) times the output.
-  Direct(const Call& call, transport::Mesh& mesh);
+  // Borrows call and mesh for its life. Allocates scratch for what must be reduced: (P-1) times the output.
+  Direct(const Call& call, transport::Mesh& mesh, Team team);
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;
 
  private:
   void plan();
-  void send_to(int peer, const Buffer& buffer);
-  void receive_from(int peer, const Buffer& buffer);
+  void send_to(int position, const Buffer& buffer);
+  void receive_from(int position, const Buffer& buffer);
   void finish();
 
   const Call& call_;
   transport::Mesh& mesh_;
+  Team team_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
-  std::vector<std::byte> scratch_;
+  std::unique_ptr<std::byte[]> scratch_;
   std::vector<const void*> sources_;  // to reduce, in rank order; empty where nothing is reduced
 };
 

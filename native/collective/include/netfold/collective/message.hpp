@@ -25,7 +25,8 @@ struct MessageHeader {
   std::uint16_t table = 0;
   std::int32_t root = 0;  // of an abort: the rank at fault, -1 where nobody knows
   std::uint8_t average = 0;
-  std::uint8_t reserved[3] = {};
+  std::uint8_t between = 0;
+  std::uint8_t reserved[2] = {};
   std::uint64_t elements = 0;
   std::uint64_t bytes = 0;  // behind this header
 
@@ -40,14 +41,12 @@ static_assert(sizeof(MessageHeader) == 40);
 // Eight bytes, so that values stay aligned.
 enum class PieceWord : std::uint64_t { piece = 0x4e46706965636531, abort = 0x4e4661626f727431 };
 
-// One message on its way out. A stream (a ring's) gives no `data`: only the header is sent here, the caller
-// sends the announced bytes itself, piece by piece.
+// One whole message on its way out, from borrowed memory.
 class Outgoing {
  public:
   Outgoing() = default;
   Outgoing(const Call& call, int peer, const std::byte* data, std::size_t bytes)
       : peer_(peer), data_(data), bytes_(bytes), header_(MessageHeader::of(call, bytes)) {}
-  static Outgoing stream(const Call& call, int peer, std::size_t bytes);
   bool done() const { return sent_ == sizeof(MessageHeader) + bytes_; }
   int peer() const { return peer_; }
   // Returns bytes moved.
@@ -67,8 +66,9 @@ class IncomingHeader {
   IncomingHeader() = default;
   IncomingHeader(const Call& call, int peer, std::size_t bytes)
       : peer_(peer), expected_(MessageHeader::of(call, bytes)) {}
-  // What comes in place of a stream's next piece; `early` was read together with the word before it.
-  static IncomingHeader abort(const Call& call, int peer, std::span<const std::byte> early);
+  // As above, where the bytes `early` of it have been read already.
+  IncomingHeader(const Call& call, int peer, std::size_t bytes, std::span<const std::byte> early)
+      : peer_(peer), early_(early.begin(), early.end()), expected_(MessageHeader::of(call, bytes)) {}
   int peer() const { return peer_; }
   bool done() const { return got_ == sizeof(MessageHeader) && !expects_reason_; }
   // Reads and compares; a difference, an abort or a closed connection fills `failure`. Returns bytes moved.

@@ -3,10 +3,12 @@
 
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/collective/in_network.hpp>
+#include <netfold/collective/team.hpp>
 #include <netfold/transport/mesh.hpp>
 #include <netfold/transport/shared_node.hpp>
 
 #include <memory>
+#include <span>
 
 namespace netfold::collective {
 
@@ -18,10 +20,18 @@ void validate(const Call& call, int rank, int ranks);
 struct Paths {
   transport::Mesh& mesh;
   Channel* channel = nullptr;             // to the switch, if the group joined one
-  transport::SharedNode* node = nullptr;  // memory of all ranks of the group, if they share it
+  transport::SharedNode* node = nullptr;  // memory that this rank shares with others, if it does
+  std::span<const int> nodes = {};        // the host of each rank, by a number
 };
+
+// Whether there is a machine for it: written here once, and read by the planner.
+bool supports(AlgorithmId algorithm, Kind kind);
+// Throws std::invalid_argument with a sentence where the algorithm chosen for `call` cannot run it.
+void validate_choice(const Call& call);
 
 // The machine that runs `call`; nullptr where there is nothing to do. Borrows the call and what the paths point to.
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths);
+// The same among a part of the ranks; the call's root and buffers go by position in `team`.
+std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, Team team);
 
 }  // namespace netfold::collective

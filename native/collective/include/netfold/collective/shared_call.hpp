@@ -17,10 +17,10 @@ namespace netfold::collective {
 
 class SharedCall : public Algorithm {
  public:
-  Progress poll(std::int64_t now_ns) final;
-  void wait_for(WaitSet& set) const final;
-  std::vector<int> awaited() const final;
-  bool awaited_may_wait() const final { return all_posts_read_; }
+  Progress poll(std::int64_t now_ns) override;
+  void wait_for(WaitSet& set) const override;
+  std::vector<int> awaited() const override;
+  bool awaited_may_wait() const override { return all_posts_read_; }
 
  protected:
   using Node = transport::SharedNode;
@@ -41,6 +41,7 @@ class SharedCall : public Algorithm {
   // Whether `reader` takes what this rank puts into a stream.
   virtual bool reads(Stream stream, int reader) const = 0;
 
+  bool is_posted() const { return posted_; }
   bool has_table() const;
   std::size_t table_bytes() const { return has_table() ? static_cast<std::size_t>(size_) * sizeof(std::uint64_t) : 0; }
   void write_table(std::byte* data) const;

@@ -76,12 +76,13 @@ class Operation {
 };
 
 // One row of the choice table: from `min_bytes` on, `kind` runs by `algorithm` in `wire` (-1: the tensor's
-// dtype). Rows of one kind are in ascending order and the first starts at 0.
+// dtype), a hierarchical one by `between` between hosts. Rows of one kind are in ascending order and the first starts at 0.
 struct Choice {
   collective::Kind kind = collective::Kind::barrier;
   std::uint64_t min_bytes = 0;
   collective::AlgorithmId algorithm = collective::AlgorithmId::direct;
   int wire = -1;
+  collective::AlgorithmId between = collective::AlgorithmId::local;
 };
 
 class Group {
@@ -93,6 +94,7 @@ class Group {
     bool yields = false;  // between two looks
     std::vector<Choice> table;
     std::uint16_t table_hash = 0;
+    std::vector<int> nodes;  // the host of each rank, by a number
   };
   // Use Engine::add_group. `lane`: further connections to the same ranks, for messages between two of them.
   Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh, std::unique_ptr<transport::Mesh> lane);
@@ -101,7 +103,7 @@ class Group {
   // Before the first operation. The group's all_reduce may then run inside the network.
   void attach(std::unique_ptr<collective::Channel> channel);
 
-  // Before the first operation. All ranks of the group share this memory.
+  // Before the first operation. The ranks of this rank's host share this memory.
   void share(std::unique_ptr<transport::SharedNode> node);
 
   // The call's kind, dtype, reduce, average, root, tag and buffers; the rest is filled in here. With

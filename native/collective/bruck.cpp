@@ -1,0 +1,83 @@
+#include <netfold/collective/bruck.hpp>
+
+#include <cstring>
+
+namespace netfold::collective {
+
+Bruck::Bruck(const Call& call, transport::Mesh& mesh, Team team) : Streams(call, mesh, std::move(team)) {
+  if (call.kind == Kind::all_gather) plan_all_gather();
+  if (call.kind == Kind::all_to_all) plan_all_to_all();
+  seal();
+}
+
+void Bruck::plan_all_gather() {
+  const int ranks = team().size();
+  const int me = team().position();
+  const auto block = [&](int position) -> const Buffer& {
+    return call().outputs[static_cast<std::size_t>(team().wrapped(position))];
+  };
+  if (block(me).data != call().inputs[0].data && block(me).bytes > 0) {
+    std::memcpy(block(me).data, call().inputs[0].data, block(me).bytes);
+  }
+  std::vector<Mark> here(static_cast<std::size_t>(ranks));  // of the block so many ranks further
+  for (int far = 1; far < ranks; far *= 2) {
+    const int partner_down = to(team().wrapped(me - far));
+    const int partner_up = from(team().wrapped(me + far));
+    for (int i = 0; i < std::min(far, ranks - far); ++i) {
+      const Buffer& goes = block(me + i);
+      add(partner_down, Send{goes.data, goes.bytes, here[static_cast<std::size_t>(i)]});
+    }
+    for (int i = 0; i < std::min(far, ranks - far); ++i) {
+      const Buffer& comes = block(me + far + i);
+      here[static_cast<std::size_t>(far + i)] = add(partner_up, Receive{comes.data, comes.bytes, nullptr, false, {}});
+    }
+  }
+}
+
+void Bruck::plan_all_to_all() {
+  const int ranks = team().size();
+  const int me = team().position();
+  const std::size_t bytes = call().inputs[0].bytes;
+  // A block on its way has two places, taken in turn: what arrives does not overwrite what is still leaving.
+  const auto distances = static_cast<std::size_t>(ranks);
+  scratch_ = std::make_unique_for_overwrite<std::byte[]>(2 * distances * bytes);
+  struct Travelling {
+    std::byte* data;
+    std::size_t place;
+    Mark here;
+    Mark left[2];
+  };
+  std::vector<Travelling> blocks(distances);  // by the distance they have to go
+  for (std::size_t d = 1; d < distances; ++d) {
+    const Buffer& input = call().inputs[static_cast<std::size_t>(team().wrapped(me + static_cast<int>(d)))];
+    blocks[d] = {input.data, 1, {}, {}};
+  }
+  for (int far = 1; far < ranks; far *= 2) {
+    const int partner_up = to(team().wrapped(me + far));
+    const int partner_down = from(team().wrapped(me - far));
+    for (std::size_t d = 1; d < distances; ++d) {
+      if ((d & static_cast<std::size_t>(far)) == 0) continue;
+      Travelling& block = blocks[d];
+      block.left[block.place] = add(partner_up, Send{block.data, bytes, block.here});
+      block.place ^= 1;
+      block.data = scratch_.get() + (2 * d + block.place) * bytes;
+      block.here = add(partner_down, Receive{block.data, bytes, nullptr, false, block.left[block.place]});
+    }
+  }
+  for (const Travelling& block : blocks) arrived_.push_back(block.data);
+}
+
+void Bruck::finish() {
+  if (call().kind != Kind::all_to_all) return;
+  const int me = team().position();
+  const auto self = static_cast<std::size_t>(me);
+  const auto place = [](const Buffer& to, const std::byte* from) {
+    if (to.bytes > 0 && to.data != from) std::memcpy(to.data, from, to.bytes);
+  };
+  place(call().outputs[self], call().inputs[self].data);
+  for (std::size_t d = 1; d < arrived_.size(); ++d) {
+    place(call().outputs[static_cast<std::size_t>(team().wrapped(me - static_cast<int>(d)))], arrived_[d]);
+  }
+}
+
+}  // namespace netfold::collective

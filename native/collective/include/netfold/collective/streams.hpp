@@ -1,0 +1,144 @@
+// What ring, halving-doubling, trees, chain and Bruck share: streams of pieces to and from a few peers.
+//
+// An algorithm is a plan: in its constructor it opens streams and lists, in order, the pieces that go through each.
+// A piece may have to wait for a mark, "so many pieces of that stream are through"; a received one is put in place or
+// folded into what is there. The machine below does the rest: it sends what may go as soon as the socket takes it,
+// reads, folds, and goes on with what has become possible, so that a plan in small pieces is a pipeline.
+//
+// On the wire a stream is one MessageHeader, sent at once, and a PieceWord before every piece; empty pieces are left
+// out. Between two pieces a stream can end with the reason and the rank at fault, and every rank passes that on.
+// Plans must not wait in circles: order a plan's transfers by a time that grows along every mark and every stream.
+#pragma once
+
+#include <netfold/collective/message.hpp>
+#include <netfold/collective/team.hpp>
+
+#include <optional>
+
+namespace netfold::collective {
+
+// Elements.
+struct Span {
+  std::size_t first = 0;
+  std::size_t count = 0;
+};
+// Part `index` of `parts`, by proportion: sizes differ by one at most.
+Span part(Span whole, std::size_t parts, std::size_t index);
+// How many pieces a block of so many bytes travels in: a quarter of the block, so that a step costs the latency of a
+// piece and not of the block; at least a few socket calls' worth, at most what stays in the L2 cache beside its
+// scratch.
+std::size_t pieces_of(std::size_t block_bytes);
+// As above for a pipeline through many hops, which wants more and smaller pieces.
+std::size_t pipeline_pieces_of(std::size_t block_bytes);
+
+class Streams : public Algorithm {
+ public:
+  Progress poll(std::int64_t now_ns) final;
+  void wait_for(WaitSet& set) const final;
+  std::vector<int> awaited() const final;
+  bool awaited_may_wait() const final;
+
+ protected:
+  // Reached when so many pieces of a stream are through: handed to the socket, or received and folded.
+  struct Mark {
+    int stream = -1;
+    std::size_t pieces = 0;
+  };
+  struct Send {
+    std::byte* data = nullptr;
+    std::size_t bytes = 0;
+    Mark after;
+    // A finished value that leaves its owner: in a narrower wire format, keep what the others will get.
+    bool finished = false;
+  };
+  // Received in place, or, with `fold`, into = fold + arrived (`arrived_first`: arrived + fold).
+  struct Receive {
+    std::byte* into = nullptr;
+    std::size_t bytes = 0;
+    const std::byte* fold = nullptr;
+    bool arrived_first = false;
+    Mark after;
+  };
+
+  // Borrows call and mesh for its life.
+  Streams(const Call& call, transport::Mesh& mesh, Team team);
+
+  const Call& call() const { return call_; }
+  const Team& team() const { return team_; }
+  std::size_t element_bytes() const { return element_bytes_; }
+
+  // The one stream in that direction; opened when first asked for.
+  int to(int position);
+  int from(int position);
+  // Appends a piece; the mark that is reached when it is through.
+  Mark add(int stream, const Send& piece);
+  Mark add(int stream, const Receive& piece);
+  // Ends the plan. Last line of a constructor.
+  void seal();
+  // After the last piece.
+  virtual void finish() {}
+
+ private:
+  // Longest that a failure is held back for the rest of a piece that is half sent.
+  static constexpr std::int64_t kLastPieceNs = 100'000'000;
+  // Pieces gathered by one socket call.
+  static constexpr std::size_t kBatchPieces = 16;
+
+  struct Out {
+    int peer = -1;
+    int stream = -1;
+    MessageHeader header;
+    std::size_t header_sent = 0;
+    std::vector<Send> pieces;
+    std::size_t next = 0;
+    std::size_t sent = 0;  // bytes of the next piece, its word included
+    bool encoded = false;
+    std::vector<std::byte> staging;  // the next piece in the wire format, where that differs
+    bool done() const { return header_sent == sizeof header && next == pieces.size(); }
+  };
+  struct In {
+    int peer = -1;
+    int stream = -1;
+    MessageHeader header;
+    MessageHeader expected;
+    std::size_t header_got = 0;
+    std::vector<Receive> pieces;
+    std::size_t next = 0;
+    std::size_t got = 0;  // bytes of the next piece, its word included
+    PieceWord word = PieceWord::piece;
+    std::vector<std::byte> staging;         // what is not received in place
+    std::optional<IncomingHeader> strange;  // what came in place of header or piece
+    bool done() const { return header_got == sizeof header && next == pieces.size(); }
+  };
+
+  bool reached(const Mark& mark) const;
+  std::size_t wire_bytes_of(std::size_t bytes) const;
+  bool push();
+  std::size_t gather(Out& out, std::span<iovec> parts, std::size_t* bytes);
+  bool advance(Out& out);
+  const std::byte* encoded(Out& out);
+  void account(Out& out, std::size_t bytes);
+  bool advance(In& in);
+  bool hear(In& in, std::span<const std::byte> early);
+  void store(In& in);
+  void note(Failure failure);
+  Failure lost(int peer, Failure failure);
+  Progress finish_pieces(std::int64_t now_ns);
+  bool reads(const In& in) const;
+  std::byte* target(In& in);
+
+  const Call& call_;
+  transport::Mesh& mesh_;
+  Team team_;
+  std::size_t element_bytes_;
+  std::size_t wire_element_bytes_;
+  bool converts_;
+  std::vector<std::size_t> through_;  // a stream each, by its number
+  std::vector<std::size_t> index_;    // of a stream in outs_ or ins_
+  std::vector<Out> outs_;
+  std::vector<In> ins_;
+  std::vector<std::byte> decoded_;  // a piece in the tensor's format, where the wire's differs
+  std::int64_t give_up_ns_ = -1;
+};
+
+}  // namespace netfold::collective

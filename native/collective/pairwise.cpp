@@ -1,0 +1,63 @@
+#include <netfold/collective/pairwise.hpp>
+
+#include <cstring>
+
+namespace netfold::collective {
+
+Pairwise::Pairwise(const Call& call, transport::Mesh& mesh, Team team) : mesh_(mesh) {
+  const int me = team.position();
+  const auto self = static_cast<std::size_t>(me);
+  const Buffer& own = call.inputs[self];
+  if (own.bytes > 0 && call.outputs[self].data != own.data) std::memcpy(call.outputs[self].data, own.data, own.bytes);
+  for (int step = 1; step < team.size(); ++step) {
+    const int to = team.wrapped(me + step);
+    const int from = team.wrapped(me - step);
+    const Buffer& goes = call.inputs[static_cast<std::size_t>(to)];
+    const Buffer& comes = call.outputs[static_cast<std::size_t>(from)];
+    outgoing_.emplace_back(call, team.rank(to), goes.data, goes.bytes);
+    incoming_.emplace_back(call, team.rank(from), comes.data, comes.bytes);
+  }
+}
+
+Progress Pairwise::poll(std::int64_t) {
+  bool moved = false;
+  while (may_send() && !failure_) {
+    const std::size_t bytes = outgoing_[sent_].advance(mesh_, failure_);
+    wire_bytes_ += bytes;
+    moved |= bytes > 0;
+    if (!outgoing_[sent_].done()) break;
+    ++sent_;
+  }
+  // Also after a broken pipe: a peer that gave up says why on its connection before it closes it.
+  for (std::size_t step = received_; step < std::min(incoming_.size(), received_ + kAtOnce); ++step) {
+    if (incoming_[step].done()) continue;
+    Failure heard;
+    moved |= incoming_[step].advance(mesh_, heard) > 0;
+    if (heard) {
+      failure_ = std::move(heard);
+      break;
+    }
+  }
+  if (failure_) return Progress::failed;
+  while (received_ < incoming_.size() && incoming_[received_].done()) ++received_;
+  if (sent_ == outgoing_.size() && received_ == incoming_.size()) return Progress::done;
+  return moved ? Progress::moved : Progress::idle;
+}
+
+void Pairwise::wait_for(WaitSet& set) const {
+  if (may_send()) set.add(mesh_.fd(outgoing_[sent_].peer()), POLLOUT);
+  for (std::size_t step = received_; step < std::min(incoming_.size(), received_ + kAtOnce); ++step) {
+    if (!incoming_[step].done()) set.add(mesh_.fd(incoming_[step].peer()), POLLIN);
+  }
+}
+
+std::vector<int> Pairwise::awaited() const {
+  std::vector<int> ranks;
+  for (const Incoming& message : incoming_) {
+    if (!message.done()) ranks.push_back(message.peer());
+  }
+  if (ranks.empty() && sent_ < outgoing_.size()) ranks.push_back(outgoing_[sent_].peer());
+  return ranks;
+}
+
+}  // namespace netfold::collective

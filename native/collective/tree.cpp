@@ -1,0 +1,143 @@
+#include <netfold/collective/tree.hpp>
+
+#include <tuple>
+
+namespace netfold::collective {
+namespace {
+
+// A binary search tree over 1..ranks-1: a number's lowest set bit is its height. A parent that there is not, the next
+// above it is; above all is 0.
+int in_order_parent(int number, int ranks) {
+  const int height = number & -number;
+  const int above = (number ^ height) | (height << 1);
+  return above < ranks ? above : number ^ height;
+}
+
+// The same tree on numbers mirrored or moved by one, so that odd numbers, its leaves, become even ones.
+int other_in_order_parent(int number, int ranks) {
+  const bool mirrored = ranks % 2 == 1;
+  const int image = mirrored ? ranks - number : number == 1 ? ranks - 1 : number - 1;
+  const int above = in_order_parent(image, ranks);
+  if (above == 0) return 0;
+  return mirrored ? ranks - above : above == ranks - 1 ? 1 : above + 1;
+}
+
+int binomial_parent(int number, int) { return number & (number - 1); }
+
+}  // namespace
+
+Tree::Tree(const Call& call, transport::Mesh& mesh, Team team_of)
+    : Streams(call, mesh, std::move(team_of)),
+      root_(call.kind == Kind::all_reduce ? 0 : call.root),
+      number_(team().wrapped(team().position() - root_)) {
+  const Span whole{0, call.elements()};
+  std::vector<Shape> trees;
+  if (call.outputs[0].bytes <= kBinomialBytes) {
+    trees.push_back(shape(binomial_parent, whole, 1));
+  } else {
+    const Span half = part(whole, 2, 0);
+    const std::size_t pieces = pipeline_pieces_of(half.count * element_bytes());
+    trees.push_back(shape(in_order_parent, half, pieces));
+    trees.push_back(shape(other_in_order_parent, part(whole, 2, 1), pieces));
+  }
+  if (call.kind == Kind::reduce && number_ != 0) {
+    std::size_t bytes = 0;
+    for (Shape& tree : trees) {
+      tree.slot_bytes = tree.children.empty() ? 0 : part(tree.what, tree.pieces, 0).count * element_bytes();
+      bytes += kSlots * tree.slot_bytes;
+    }
+    scratch_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    std::byte* next = scratch_.get();
+    for (Shape& tree : trees) {
+      tree.slots = next;
+      next += kSlots * tree.slot_bytes;
+    }
+  }
+  plan(trees);
+  seal();
+}
+
+Tree::Shape Tree::shape(int (*parent_of)(int number, int ranks), Span what, std::size_t pieces) const {
+  const int ranks = team().size();
+  Shape tree;
+  tree.parents.assign(static_cast<std::size_t>(ranks), -1);
+  tree.depths.assign(static_cast<std::size_t>(ranks), 0);
+  for (int number = 1; number < ranks; ++number) {
+    const int parent = parent_of(number, ranks);
+    tree.parents[static_cast<std::size_t>(number)] = parent;
+    if (parent == number_) tree.children.push_back(number);
+    for (int at = number; at != 0; at = parent_of(at, ranks)) ++tree.depths[static_cast<std::size_t>(number)];
+  }
+  tree.what = what;
+  tree.pieces = pieces;
+  tree.summed.resize(pieces);
+  tree.left.resize(pieces);
+  return tree;
+}
+
+// Every rank lists its transfers by the same clock, so that both ends of a connection agree on their order although
+// two trees share it, and the earliest transfer that is not through never waits for a later one: nothing can stand
+// still in a circle. A piece is one tick behind the one before it, and a tick older at every hop.
+void Tree::plan(std::vector<Shape>& trees) {
+  std::size_t deepest = 0;
+  for (const Shape& tree : trees) {
+    for (const int depth : tree.depths) deepest = std::max(deepest, static_cast<std::size_t>(depth));
+  }
+  std::vector<Transfer> transfers;
+  const bool goes_up = call().kind != Kind::broadcast;
+  const bool goes_down = call().kind != Kind::reduce;
+  for (std::size_t t = 0; t < trees.size(); ++t) {
+    std::vector<int> edges = trees[t].children;  // by their lower ends
+    if (number_ != 0) edges.push_back(number_);
+    for (const int child : edges) {
+      const auto depth = static_cast<std::size_t>(trees[t].depths[static_cast<std::size_t>(child)]);
+      for (std::size_t piece = 0; piece < trees[t].pieces; ++piece) {
+        if (goes_up) transfers.push_back({piece + deepest - depth, t, child, Way::up, piece});
+        if (goes_down) transfers.push_back({piece + deepest + depth, t, child, Way::down, piece});
+      }
+    }
+  }
+  std::sort(transfers.begin(), transfers.end(), [](const Transfer& a, const Transfer& b) {
+    return std::tie(a.time, a.tree, a.way, a.child) < std::tie(b.time, b.tree, b.way, b.child);
+  });
+  for (const Transfer& transfer : transfers) {
+    Shape& tree = trees[transfer.tree];
+    transfer.way == Way::up ? up(tree, transfer) : down(tree, transfer);
+  }
+}
+
+void Tree::up(Shape& tree, const Transfer& transfer) {
+  const std::size_t unit = element_bytes();
+  const Span what = part(tree.what, tree.pieces, transfer.piece);
+  std::byte* own = call().outputs[0].data + what.first * unit;
+  const bool scratch = call().kind == Kind::reduce && number_ != 0 && !tree.children.empty();
+  std::byte* sum = scratch ? tree.slots + transfer.piece % kSlots * tree.slot_bytes : own;
+  Mark& summed = tree.summed[transfer.piece];
+  if (transfer.child == number_) {
+    const int parent = tree.parents[static_cast<std::size_t>(number_)];
+    tree.left[transfer.piece] = add(to(position(parent)), Send{sum, what.count * unit, summed});
+    return;
+  }
+  const bool first = transfer.child == tree.children.front();
+  const std::byte* so_far = first ? own : sum;
+  const Mark after = !first                                ? summed
+                     : scratch && transfer.piece >= kSlots ? tree.left[transfer.piece - kSlots]
+                                                           : Mark{};
+  summed = add(from(position(transfer.child)), Receive{sum, what.count * unit, so_far, false, after});
+}
+
+void Tree::down(Shape& tree, const Transfer& transfer) {
+  const std::size_t unit = element_bytes();
+  const Span what = part(tree.what, tree.pieces, transfer.piece);
+  std::byte* data = call().outputs[0].data + what.first * unit;
+  // Of the root: all are in it. Of others: it is here, and only the mark's meaning has changed.
+  Mark& finished = tree.summed[transfer.piece];
+  if (transfer.child == number_) {
+    const int parent = tree.parents[static_cast<std::size_t>(number_)];
+    finished = add(from(position(parent)), Receive{data, what.count * unit, nullptr, false, {}});
+  } else {
+    add(to(position(transfer.child)), Send{data, what.count * unit, finished, number_ == 0});
+  }
+}
+
+}  // namespace netfold::collective

@@ -1,0 +1,166 @@
+"""How fast the links of a group are, and the choice table that follows, before the first operation.
+
+Rank 0 plays ping-pong over the fresh connections with one rank of another host, fits the cost model's links, builds the
+table and sends it to all. What shared memory brings, a copy inside this process tells. What was measured between the
+same hosts before is not measured again by this process.
+
+On a connection, before the native engine takes it over: frames of a letter and a length. `P`: a ping of that length, to
+be answered by one byte; `T`: the table and what it was made from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from netfold.communicator.errors import RendezvousError
+from netfold.control import receive_exactly
+from netfold.plan import DEFAULT_LINKS, ChoiceTable, Link, Links, Topology, fit_link
+
+_FRAME = struct.Struct(">cI")
+_PING, _TABLE = b"P", b"T"
+MAX_TABLE_BYTES = 1 << 20
+
+# (bytes, repetitions), each eight times the last at most, so that this one bounds how long the next will take. The
+# largest must pass what links let through at once after a pause (a rack's: 128 KB).
+_PINGS = ((1, 20), (32 << 10, 3), (256 << 10, 2), (1 << 20, 2))
+_GROWTH = 8
+# All pings together; what would pass it is left out.
+BUDGET_S = 0.025
+
+# Of this process: the network link between a set of hosts. A handful, as hosts do not come and go.
+_measured: dict[frozenset[str], Link] = {}
+_local: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A table, and what it was made from."""
+
+    table: ChoiceTable
+    links: Links
+    topology: Topology
+
+    def to_json(self) -> bytes:
+        parts = {"table": self.table.to_json(), "links": self.links.to_json(), "nodes": self.topology.nodes}
+        return json.dumps(parts).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Choice:
+        parts = json.loads(text)
+        return cls(
+            ChoiceTable.from_json(parts["table"]), Links.from_json(parts["links"]), Topology(tuple(parts["nodes"]))
+        )
+
+
+def agree(
+    sockets: Sequence[socket.socket | None],
+    rank: int,
+    topology: Topology,
+    build: Callable[[Links], ChoiceTable],
+    deadline: float,
+) -> Choice:
+    """Rank 0 measures and decides; every rank returns what it decided. `build` makes the table, at rank 0.
+
+    Costs at most about 30 ms, the first time between these hosts. Raises RendezvousError naming the rank that left.
+    """
+    streams = {peer: stream for peer, stream in enumerate(sockets) if stream is not None}
+    for stream in streams.values():
+        stream.settimeout(max(0.1, deadline - time.monotonic()))
+    peer = 0
+    try:
+        if rank != 0:
+            return _follow(streams[0])
+        # A rank on another host, or, where all are on one, any: algorithms over the mesh go through its loopback.
+        elsewhere = [other for other in streams if topology.nodes[other] != topology.nodes[0]]
+        peer = (elsewhere or list(streams))[0]
+        links = _measure(streams, peer)
+        choice = Choice(build(links), links, topology)
+        frame = choice.to_json()
+        for peer in streams:
+            streams[peer].sendall(_FRAME.pack(_TABLE, len(frame)) + frame)
+        return choice
+    except (OSError, EOFError) as error:
+        raise RendezvousError(
+            f"rank {rank}: rank {peer} left while the group chose its algorithms ({error}); see its own output",
+            rank=peer,
+        ) from None
+
+
+def _follow(leader: socket.socket) -> Choice:
+    leader.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while True:
+        kind, size = _FRAME.unpack(receive_exactly(leader, _FRAME.size))
+        if size > MAX_TABLE_BYTES:
+            raise RendezvousError(f"rank 0 sent a frame of {size} bytes; at most {MAX_TABLE_BYTES} make sense", rank=0)
+        data = receive_exactly(leader, size)
+        if kind == _TABLE:
+            return Choice.from_json(data)
+        leader.sendall(data[:1])
+
+
+def _measure(streams: dict[int, socket.socket], peer: int) -> Links:
+    memory_bytes_per_s, reduce_bytes_per_s = _local_rates()
+    links = replace(
+        DEFAULT_LINKS,
+        memory=replace(DEFAULT_LINKS.memory, bytes_per_s=memory_bytes_per_s),
+        reduce_bytes_per_s=reduce_bytes_per_s,
+        measured=True,
+    )
+    hosts = frozenset(
+        name for stream in streams.values() for name in (stream.getsockname()[0], stream.getpeername()[0])
+    )
+    if hosts not in _measured:
+        _measured[hosts] = fit_link(_ping(streams[peer]))
+    return replace(links, network=_measured[hosts])
+
+
+def _ping(stream: socket.socket) -> list[tuple[int, float]]:
+    """(bytes, seconds one way): there with the bytes, back with one."""
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    samples: list[tuple[int, float]] = []
+    began = time.perf_counter()
+    last_s = back_s = 0.0
+    for turn, (size, repetitions) in enumerate(_PINGS):
+        message = _FRAME.pack(_PING, size) + bytes(size)
+        expected_s = _GROWTH * last_s
+        for repetition in range(repetitions):
+            # Two sizes make a line, however slow the link.
+            needed = turn < 2 and repetition == 0
+            if not needed and time.perf_counter() - began + expected_s > BUDGET_S:
+                break
+            sent = time.perf_counter()
+            stream.sendall(message)
+            receive_exactly(stream, 1)
+            last_s = expected_s = time.perf_counter() - sent
+            if size == 1:
+                back_s = min(back_s or last_s, last_s / 2)
+            samples.append((size, last_s - back_s))
+    return samples
+
+
+def _local_rates() -> tuple[float, float]:
+    """Bytes per second copied, and contributions added, by this process; measured once, about 6 ms."""
+    global _local
+    if _local is None:
+        source, target = np.ones(1 << 20, np.float32), np.ones(1 << 20, np.float32)
+        copied_s = _quickest(lambda: np.copyto(target, source))
+        added_s = _quickest(lambda: np.add(target, source, out=target))
+        _local = 2 * source.nbytes / copied_s, source.nbytes / added_s
+    return _local
+
+
+def _quickest(work: Callable[[], object]) -> float:
+    best = math.inf
+    for _ in range(4):
+        began = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - began)
+    return max(best, 1e-9)

@@ -1,0 +1,294 @@
+"""What a collective costs: one formula an operation and algorithm, written once; they also predict training.
+
+The alpha-beta-gamma model (Hockney, 1994; Thakur, Rabenseifner & Gropp, 2005): a step costs a latency, a byte its time
+on the link, a contribution its time to be folded. n is the operation's whole tensor: what is reduced or broadcast, what
+all gather together, what a rank gives to reduce_scatter and all_to_all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from netfold.plan.topology import Links, Topology
+
+# As in native/collective (streams.cpp, tree.hpp).
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 16 << 10, 256 << 10
+BINOMIAL_BYTES = 16 << 10
+# Of shared memory (native/transport/shared_node.hpp): what one synchronisation hands on, at most.
+POST_BYTES, CHUNK_BYTES = 16 << 10, 256 << 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """ranks (P) move `size` bytes (n)."""
+
+    size: float
+    topology: Topology
+    links: Links
+
+    @property
+    def ranks(self) -> int:
+        return self.topology.ranks
+
+    @property
+    def doublings(self) -> int:
+        return math.ceil(math.log2(self.ranks))
+
+    @property
+    def share(self) -> float:
+        """n(P-1)/P: what must leave a rank that keeps its own part."""
+        return self.size * (self.ranks - 1) / self.ranks
+
+    def steps(self, count: float) -> float:
+        return count * self.links.network.latency_s
+
+    def sent(self, size: float) -> float:
+        return size / self.links.network.bytes_per_s
+
+    def crowded(self, size: float) -> float:
+        """Sent to a port by all others at once."""
+        return self.sent(size) * (1 + self.links.crowding * (self.ranks - 2))
+
+    def restarted(self, size: float) -> float:
+        """Sent to another partner in every step."""
+        return self.sent(size) * (1 + self.links.restarts)
+
+    def folded(self, size: float) -> float:
+        return size / self.links.reduce_bytes_per_s
+
+    def messages(self, count: float) -> float:
+        """Beside the first of a step, which its latency has in it."""
+        return count * self.links.message_s
+
+
+@dataclass(frozen=True)
+class Formula:
+    """seconds: of a case. source: where it comes from, in a sentence.
+
+    narrow: f32 tensors may travel as bf16 or f16. neighbours: a rank talks to the one before and the one after it only.
+    """
+
+    seconds: Callable[[Case], float]
+    source: str
+    narrow: bool = False
+    neighbours: bool = False
+
+
+FORMULAS: dict[tuple[str, str], Formula] = {}
+
+
+def _formula(
+    operation: str, algorithm: str, source: str, *, narrow: bool = False, neighbours: bool = False
+) -> Callable[[Callable[[Case], float]], Callable[[Case], float]]:
+    def register(seconds: Callable[[Case], float]) -> Callable[[Case], float]:
+        FORMULAS[operation, algorithm] = Formula(seconds, source, narrow, neighbours)
+        return seconds
+
+    return register
+
+
+_ONE_STEP = "one step, a message to each; the port of a receiver takes what all others send"
+
+
+@_formula("all_reduce", "direct", _ONE_STEP)
+@_formula("reduce", "direct", _ONE_STEP)
+def _direct_reduction(case: Case) -> float:
+    others = case.ranks - 1
+    return (
+        case.steps(1)
+        + case.messages(2 * (others - 1))
+        + case.crowded(others * case.size)
+        + case.folded(others * case.size)
+    )
+
+
+@_formula("reduce_scatter", "direct", _ONE_STEP)
+def _direct_reduce_scatter(case: Case) -> float:
+    return _direct_exchange(case) + case.folded(case.share)
+
+
+@_formula("all_gather", "direct", _ONE_STEP)
+@_formula("all_to_all", "direct", _ONE_STEP)
+def _direct_exchange(case: Case) -> float:
+    return case.steps(1) + case.messages(2 * (case.ranks - 2)) + case.crowded(case.share)
+
+
+@_formula("broadcast", "direct", "one step; the root sends to each in turn")
+def _direct_broadcast(case: Case) -> float:
+    return case.steps(1) + case.messages(case.ranks - 2) + case.sent((case.ranks - 1) * case.size)
+
+
+@_formula("gather", "direct", _ONE_STEP)
+@_formula("scatter", "direct", "one step; the root sends to each in turn")
+def _direct_root(case: Case) -> float:
+    return case.steps(1) + case.messages(case.ranks - 2) + case.sent(case.share)
+
+
+@_formula("barrier", "direct", "one step, a header to each")
+def _direct_barrier(case: Case) -> float:
+    return case.steps(1) + case.messages(2 * (case.ranks - 2))
+
+
+@_formula("all_reduce", "ring", "Patarasuk & Yuan, 2009: 2(P-1) steps, 2n(P-1)/P bytes", narrow=True, neighbours=True)
+def _ring_all_reduce(case: Case) -> float:
+    return case.steps(2 * (case.ranks - 1)) + case.sent(2 * case.share) + case.folded(case.share)
+
+
+@_formula("reduce_scatter", "ring", "Thakur et al., 2005, section 4.3: P-1 steps, n(P-1)/P bytes", neighbours=True)
+def _ring_reduce_scatter(case: Case) -> float:
+    return case.steps(case.ranks - 1) + case.sent(case.share) + case.folded(case.share)
+
+
+@_formula("all_gather", "ring", "Thakur et al., 2005, section 4.1: P-1 steps, n(P-1)/P bytes", neighbours=True)
+def _ring_all_gather(case: Case) -> float:
+    return case.steps(case.ranks - 1) + case.sent(case.share)
+
+
+@_formula("all_reduce", "halving_doubling", "Rabenseifner, 2004: 2 log2 Q steps, 2n(Q-1)/Q bytes", narrow=True)
+def _halving_doubling(case: Case) -> float:
+    core = 2 ** int(math.log2(case.ranks))
+    share = case.size * (core - 1) / core
+    seconds = case.steps(2 * math.log2(core)) + case.restarted(2 * share) + case.folded(share)
+    if core < case.ranks:  # ranks that are folded in: their n bytes before and after
+        seconds += case.steps(2) + case.sent(2 * case.size) + case.folded(case.size)
+    return seconds
+
+
+def _piece(block: float) -> float:
+    wanted = min(max(block / 64, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
+    return block / max(1, math.ceil(block / wanted))
+
+
+def _tree(case: Case, ways: int, folds: int) -> float:
+    if case.size <= BINOMIAL_BYTES:
+        hops = ways * case.doublings
+        return case.steps(hops) + case.sent(hops * case.size) + case.folded(folds * case.doublings * case.size)
+    hops = ways * (int(math.log2(max(1, case.ranks - 1))) + 1)
+    piece = _piece(case.size / 2)
+    # A rank inside a tree feeds two children, and each of the trees has half of the tensor.
+    return case.steps(hops) + case.sent(ways * case.size + hops * 2 * piece) + case.folded(folds * case.size)
+
+
+_TREES = "Sanders, Speck & Traeff, 2009: two binary trees, pipelined; one binomial tree for small tensors"
+
+
+@_formula("all_reduce", "tree", _TREES, narrow=True)
+def _tree_all_reduce(case: Case) -> float:
+    return _tree(case, ways=2, folds=1)
+
+
+@_formula("reduce", "tree", _TREES)
+def _tree_reduce(case: Case) -> float:
+    return _tree(case, ways=1, folds=1)
+
+
+@_formula("broadcast", "tree", _TREES)
+def _tree_broadcast(case: Case) -> float:
+    return _tree(case, ways=1, folds=0)
+
+
+@_formula("broadcast", "chain", "a pipeline of P-1 hops: (P-1) pieces fill it, then n bytes", neighbours=True)
+def _chain(case: Case) -> float:
+    piece = _piece(case.size)
+    return case.steps(case.ranks - 1) + case.sent((case.ranks - 2) * piece + case.size)
+
+
+@_formula("all_gather", "bruck", "Bruck et al., 1997: ceil(log2 P) steps, n(P-1)/P bytes")
+def _bruck_all_gather(case: Case) -> float:
+    return case.steps(case.doublings) + case.messages(case.ranks - 1 - case.doublings) + case.restarted(case.share)
+
+
+@_formula("all_to_all", "bruck", "Bruck et al., 1997: ceil(log2 P) steps, about n/2 bytes each")
+def _bruck_all_to_all(case: Case) -> float:
+    blocks = case.doublings * case.ranks / 2
+    return (
+        case.steps(case.doublings)
+        + case.messages(blocks - case.doublings)
+        + case.restarted(case.doublings * case.size / 2)
+    )
+
+
+@_formula("all_to_all", "pairwise", "P-1 exchanges with one partner each, two under way at a time")
+def _pairwise(case: Case) -> float:
+    steps = math.ceil((case.ranks - 1) / 2)
+    return case.steps(steps) + case.messages(2 * (case.ranks - 2)) + case.restarted(case.share)
+
+
+@_formula("all_reduce", "in_network", "n bytes to the switch while n come back, a latency each way", narrow=True)
+def _in_network(case: Case) -> float:
+    return case.steps(2) + case.sent(case.size)
+
+
+def _through_memory(case: Case, copied: float, folded: float = 0) -> float:
+    """In a post, one synchronisation; else one a chunk. `copied`: what all ranks together read and write."""
+    memory = case.links.memory
+    chunks = 1 if case.size <= POST_BYTES else 2 + math.ceil(case.size / CHUNK_BYTES)
+    return chunks * memory.latency_s + copied / memory.bytes_per_s + case.folded(folded)
+
+
+_MEMORY = "through the memory that the ranks share, in chunks: every byte copied in once, and out once a reader"
+
+
+@_formula("all_reduce", "shared_memory", "flat: all read all; else 2n a rank through the memory they share, in chunks")
+def _shared_memory(case: Case) -> float:
+    flat = _through_memory(case, (case.ranks + 1) * case.ranks * case.size, case.ranks * case.size)
+    return flat if case.size <= POST_BYTES else _through_memory(case, 2 * case.ranks * case.size)
+
+
+@_formula("reduce", "shared_memory", _MEMORY)
+def _shared_memory_reduce(case: Case) -> float:
+    return _through_memory(case, (case.ranks + 2) * case.size)
+
+
+@_formula("reduce_scatter", "shared_memory", _MEMORY)
+@_formula("all_to_all", "shared_memory", _MEMORY)
+def _shared_memory_exchange(case: Case) -> float:
+    return _through_memory(case, 2 * case.ranks * case.size)
+
+
+@_formula("broadcast", "shared_memory", _MEMORY)
+@_formula("all_gather", "shared_memory", _MEMORY)
+def _shared_memory_copy(case: Case) -> float:
+    return _through_memory(case, (case.ranks + 1) * case.size)
+
+
+@_formula("gather", "shared_memory", _MEMORY)
+@_formula("scatter", "shared_memory", _MEMORY)
+def _shared_memory_root(case: Case) -> float:
+    return _through_memory(case, 2 * case.share)
+
+
+@_formula("barrier", "shared_memory", "every rank posts and reads all posts")
+def _shared_memory_barrier(case: Case) -> float:
+    return case.links.memory.latency_s
+
+
+@_formula(
+    "all_reduce", "hierarchical", "reduce-scatter and all-gather inside a host, the best all_reduce of one rank a host"
+)
+def _hierarchical(case: Case) -> float:
+    inside = replace(case, topology=Topology((0,) * case.topology.most_on_a_node))
+    between = replace(case, topology=Topology.apart(case.topology.node_count))
+    across = ("direct", "ring", "halving_doubling", "tree")
+    return _shared_memory(inside) + min(FORMULAS["all_reduce", name].seconds(between) for name in across)
+
+
+def algorithms_of(operation: str) -> list[str]:
+    return [algorithm for kind, algorithm in FORMULAS if kind == operation]
+
+
+def predict(operation: str, algorithm: str, size: float, topology: Topology, links: Links, wire: str = "auto") -> float:
+    """Seconds; KeyError where there is no formula. A 16-bit wire sends half the bytes of f32 tensors.
+
+    Ranks of one host share its link to the others: one at a time uses it where only neighbours talk, all of them, at
+    worst, in other algorithms.
+    """
+    half = wire in ("bf16", "f16")
+    formula = FORMULAS[operation, algorithm]
+    sharing = 1 if formula.neighbours or topology.node_count == 1 else topology.most_on_a_node
+    if sharing > 1 and algorithm != "hierarchical":
+        network = replace(links.network, bytes_per_s=links.network.bytes_per_s / sharing)
+        links = replace(links, network=network)
+    return formula.seconds(Case(size / 2 if half else size, topology, links))

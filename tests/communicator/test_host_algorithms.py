@@ -1,0 +1,291 @@
+"""Every host algorithm against its stated order of summation and its stated bytes on the wire, ranks 1 to 8.
+
+Ranks are threads. A group each for the three sets of algorithms below, in which every call is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from folds import by_halving, by_rank, by_ring, by_ring_scatter, by_tree, contribution
+from ranks import run_threads, values
+
+from netfold import Communicator, FileStore, Options
+from netfold._native import engine
+from netfold.communicator.group import region
+
+pytestmark = pytest.mark.native
+
+SETS = (
+    "all_reduce=ring,reduce_scatter=ring,all_gather=ring,broadcast=chain,all_to_all=pairwise,reduce=tree",
+    "all_reduce=halving_doubling,broadcast=tree,all_gather=bruck,all_to_all=bruck,reduce=direct",
+    "all_reduce=tree,broadcast=direct,all_gather=direct,all_to_all=direct,reduce_scatter=direct",
+)
+FOLDS: dict[str, Callable[..., Any]] = {
+    "ring": by_ring,
+    "halving_doubling": by_halving,
+    "tree": by_tree,
+    "direct": by_rank,
+}
+HEADER, WORD = 40, 8
+LARGE = 60_013
+# op, dtype, and a size where one of many is enough.
+SAMPLE = (
+    ("max", "int64", 353),
+    ("avg", "float16", 1009),
+    ("product", "float64", 4099),
+    ("bxor", "uint8", 70_001),
+    ("avg", "float32", 4099),
+)
+
+
+def sizes(ranks: int) -> list[int]:
+    return sorted({0, 1, ranks - 1, ranks, 353, 10_007, LARGE})
+
+
+def join(rank: int, size: int, folder: str, algorithm: str, wire: str = "auto") -> Communicator:
+    options = Options(algorithm=algorithm, wire=wire, probe="off")
+    return Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20)
+
+
+def every_call(rank: int, size: int, folder: str) -> list[tuple[str, int, int, int]]:
+    """(operation by algorithm, elements, wire bytes, sequence) of every f32 call of this rank."""
+    sent = []
+    for index, text in enumerate(SETS):
+        chosen = dict(pair.split("=") for pair in text.split(","))
+        with join(rank, size, f"{folder}/{index}", text) as group:
+            for operation, algorithm in chosen.items():
+                check = globals()[f"check_{operation}"]
+                for count in sizes(size):
+                    check(group, algorithm, "sum", "float32", count)
+                    record = group.group.events()[-1]
+                    sent.append((f"{operation} by {algorithm}", count, int(record["wire_bytes"]), rank))
+                for op, dtype, count in SAMPLE if operation in ("all_reduce", "reduce", "reduce_scatter") else ():
+                    check(group, algorithm, op, dtype, count)
+            group.barrier()
+    return sent
+
+
+def check_all_reduce(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
+    parts = [contribution(rank, count, dtype) for rank in range(group.size)]
+    mine = parts[group.rank].copy()
+    group.all_reduce(mine, op=op)
+    np.testing.assert_array_equal(mine, FOLDS[algorithm](op, parts), strict=True, err_msg=f"{algorithm} {op} {count}")
+
+
+def check_reduce(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
+    for root in {0, group.size // 2, group.size - 1}:
+        parts = [contribution(rank, count, dtype) for rank in range(group.size)]
+        mine = parts[group.rank].copy()
+        group.reduce(mine, root, op=op)
+        expected = parts[group.rank]
+        if group.rank == root:
+            expected = by_tree(op, parts, root=root) if algorithm == "tree" else by_rank(op, parts)
+        np.testing.assert_array_equal(mine, expected, strict=True, err_msg=f"{algorithm} {op} {count} root {root}")
+
+
+def check_broadcast(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
+    for root in {0, group.size // 2, group.size - 1}:
+        mine = contribution(group.rank, count, dtype)
+        group.broadcast(mine, root)
+        np.testing.assert_array_equal(mine, contribution(root, count, dtype), err_msg=f"{algorithm} {count} {root}")
+
+
+def check_all_gather(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
+    for uneven in (5, 0):  # the last call is the one that is counted
+        counts = [count + uneven * rank for rank in range(group.size)]
+        into = [np.zeros(each, dtype) for each in counts]
+        group.all_gather(contribution(group.rank, counts[group.rank], dtype), into)
+        for rank, got in enumerate(into):
+            np.testing.assert_array_equal(got, contribution(rank, counts[rank], dtype), err_msg=f"{algorithm} {count}")
+
+
+def check_reduce_scatter(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
+    size = group.size
+    for uneven in (5, 0):
+        counts = [count + uneven * rank for rank in range(size)]
+        buffers = [contribution(group.rank * size + rank, counts[rank], dtype) for rank in range(size)]
+        before = [buffer.copy() for buffer in buffers]
+        parts = [contribution(rank * size + group.rank, counts[group.rank], dtype) for rank in range(size)]
+        into = np.empty(counts[group.rank], dtype)
+        group.reduce_scatter(buffers, into, op=op)
+        expected = by_ring_scatter(op, parts, group.rank) if algorithm == "ring" else by_rank(op, parts)
+        np.testing.assert_array_equal(into, expected, strict=True, err_msg=f"{algorithm} {op} {count}")
+        for was, buffer in zip(before, buffers, strict=True):
+            np.testing.assert_array_equal(buffer, was)
+
+
+def check_all_to_all(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
+    size = group.size
+    for uneven in (0,) if algorithm == "bruck" else (3, 0):
+        into = [np.zeros(count + uneven * (rank + 2 * group.rank), dtype) for rank in range(size)]
+        given = [
+            contribution(group.rank * size + rank, count + uneven * (group.rank + 2 * rank), dtype)
+            for rank in range(size)
+        ]
+        group.all_to_all(given, into)
+        for rank, got in enumerate(into):
+            expected = contribution(rank * size + group.rank, len(got), dtype)
+            np.testing.assert_array_equal(got, expected, err_msg=f"{algorithm} {count}")
+
+
+def pieces_of(block_bytes: int, least: int = 4) -> int:
+    wanted = min(max(block_bytes // least, 16 << 10), 256 << 10)
+    return max(1, -(-block_bytes // wanted))
+
+
+def cut(count: int, parts: int) -> list[int]:
+    return [count // parts + (index < count % parts) for index in range(parts)]
+
+
+def stream(blocks: list[int], least: int = 4, pieces: int | None = None) -> int:
+    """Bytes of one stream of f32 blocks: a header, a word a piece that is not empty, the values."""
+    words = sum(sum(piece > 0 for piece in cut(block, pieces or pieces_of(4 * block, least))) for block in blocks)
+    return HEADER + WORD * words + 4 * sum(blocks)
+
+
+def total_bytes(name: str, count: int, ranks: int) -> int:
+    """What all ranks together send in one call of so many f32 (a block, where there are blocks)."""
+    operation, _, algorithm = name.partition(" by ")
+    others = ranks - 1
+    if ranks == 1 or (count == 0 and operation == "all_reduce" and algorithm != "direct"):
+        return 0
+    if algorithm in ("direct", "pairwise"):
+        messages = ranks * others if operation not in ("broadcast", "reduce") else others
+        return messages * (HEADER + 4 * count)
+    if algorithm == "ring" and operation == "all_reduce":
+        blocks = cut(count, ranks)
+        pieces = pieces_of(4 * blocks[0])
+        twice = [blocks[(rank - step) % ranks] for rank in range(ranks) for step in range(2 * others)]
+        return ranks * HEADER + stream(twice, pieces=pieces) - HEADER
+    if algorithm == "ring":
+        return ranks * stream([count] * others)
+    if algorithm == "chain":
+        return others * stream([count], least=64)
+    if name == "all_gather by bruck":
+        return ranks * (math.ceil(math.log2(ranks)) * HEADER + others * (4 * count + (WORD if count else 0)))
+    if name == "all_to_all by bruck":
+        hops = sum(distance.bit_count() for distance in range(ranks))
+        return ranks * (math.ceil(math.log2(ranks)) * HEADER + hops * (4 * count + (WORD if count else 0)))
+    if algorithm == "tree":
+        ways = 2 if operation == "all_reduce" else 1
+        if 4 * count <= 16 << 10:
+            return ways * others * stream([count], pieces=1)
+        half = cut(count, 2)
+        pieces = pieces_of(4 * half[0], 64)
+        values = ways * others * (2 * WORD * pieces + 4 * count)
+        return values + HEADER * tree_directions(ranks, ways)
+    if algorithm == "halving_doubling":
+        return halving_bytes(count, ranks)
+    raise AssertionError(f"no formula for {name}")
+
+
+def halving_bytes(count: int, ranks: int) -> int:
+    core = 1 << (ranks.bit_length() - 1)
+    extra = ranks - core
+    total = 2 * extra * stream([count])
+    for number in range(core):
+        total += HEADER * (core.bit_length() - 1)
+        held = count
+        for bit in (1 << power for power in range(core.bit_length() - 1)):
+            low, high = cut(held, 2)
+            kept, given = (low, high) if number & bit == 0 else (high, low)
+            # What it gives on the way there, and the finished part that it kept on the way back.
+            total += stream([given]) + stream([kept]) - 2 * HEADER
+            held = kept
+    return total
+
+
+def tree_directions(ranks: int, ways: int) -> int:
+    """Directed connections that the two trees of a broadcast or an all_reduce take: one header each."""
+
+    def parent(number: int) -> int:
+        low = number & -number
+        above = (number - low) | 2 * low
+        return above if above < ranks else number - low
+
+    def other(number: int) -> int:
+        if ranks % 2:
+            above = parent(ranks - number)
+            return ranks - above if above else 0
+        above = parent((number - 2) % (ranks - 1) + 1)
+        return above % (ranks - 1) + 1 if above else 0
+
+    down = {(tree(number), number) for tree in (parent, other) for number in range(1, ranks)}
+    return len(down if ways == 1 else down | {(b, a) for a, b in down})
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_every_algorithm_gives_the_bits_and_sends_the_bytes_that_it_states(size: int) -> None:
+    totals: dict[tuple[str, int], int] = {}
+    for found in values(run_threads(every_call, size, timeout_s=100)):
+        for name, count, sent, _ in found:
+            totals[name, count] = totals.get((name, count), 0) + sent
+    for (name, count), sent in totals.items():
+        assert sent == total_bytes(name, count, size), f"{name}, {count} f32, {size} ranks"
+
+
+def narrow(rank: int, size: int, folder: str) -> None:
+    for algorithm in ("halving_doubling", "tree"):
+        for wire in ("bf16", "f16"):
+            with join(rank, size, f"{folder}/{algorithm}{wire}", f"all_reduce={algorithm}", wire) as group:
+                for count in (1, 353, 40_009):
+                    parts = [contribution(other, count, "float32") for other in range(size)]
+                    mine = parts[rank].copy()
+                    group.all_reduce(mine)
+                    np.testing.assert_array_equal(mine, FOLDS[algorithm]("sum", parts, wire), strict=True)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_a_narrower_wire_rounds_where_it_says_and_all_ranks_get_the_same_bits(size: int) -> None:
+    values(run_threads(narrow, size))
+
+
+def uneven_bruck(rank: int, size: int, folder: str) -> str:
+    with join(rank, size, folder, "all_to_all=bruck") as group:
+        buffers = [np.ones(1 + (rank + other) % 2, np.uint8) for other in range(size)]
+        with pytest.raises(ValueError) as refused:
+            group.all_to_all(buffers, [buffer.copy() for buffer in buffers])
+        group.barrier()
+        return str(refused.value)
+
+
+def test_bruck_refuses_blocks_that_differ_in_a_sentence() -> None:
+    said = "all_to_all: bruck passes equal blocks on, and these differ; pairwise and direct take any"
+    assert values(run_threads(uneven_bruck, 2)) == [said] * 2
+
+
+def test_ranks_may_pace_an_exchange_differently() -> None:
+    """Sizes of uneven blocks differ between ranks, and the choice goes by size: direct and pairwise must mix."""
+    size, table_hash = 4, 7
+    fds = [[-1] * size for _ in range(size)]
+    for low, high in itertools.combinations(range(size), 2):
+        ends = socket.socketpair()
+        fds[low][high], fds[high][low] = (end.detach() for end in ends)
+    all_to_all = engine.KINDS["all_to_all"]
+    groups = [
+        engine.add_group(
+            rank, fds[rank], 900 + rank, 0, [(all_to_all, 0, engine.ALGORITHMS[algorithm], -1)], table_hash
+        )
+        for rank, algorithm in enumerate(("direct", "pairwise", "pairwise", "direct"))
+    ]
+    given = [[contribution(a * size + b, 60_000 * (a + b), "uint8") for b in range(size)] for a in range(size)]
+    into = [[np.zeros(60_000 * (a + b), np.uint8) for b in range(size)] for a in range(size)]
+    operations = [
+        group.submit(
+            all_to_all, 0, 0, False, 0, *([region(one) for one in all_[rank]] for all_ in (given, into)), 10**10, False
+        )
+        for rank, group in enumerate(groups)
+    ]
+    for operation in operations:
+        assert operation.wait(10**10) and operation.failure is None, operation.failure
+    for group in groups:
+        engine.remove_group(group)
+    for a, b in itertools.product(range(size), repeat=2):
+        np.testing.assert_array_equal(into[a][b], given[b][a])

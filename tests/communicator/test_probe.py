@@ -1,0 +1,147 @@
+"""The probe: every rank gets rank 0's table and links; what was measured between the same hosts is measured once."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+import pytest
+from ranks import run_threads, values
+
+from netfold import Communicator, FileStore, Options
+from netfold.communicator import probe
+from netfold.communicator.errors import RendezvousError
+from netfold.plan import DEFAULT_LINKS, ChoiceTable, Links, Row, Topology, build_table
+
+pytestmark = pytest.mark.native
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_measured", {})
+
+
+def build(links: Links) -> ChoiceTable:
+    return build_table(ranks=2, switch=None, links=links)
+
+
+def soon() -> float:
+    return time.monotonic() + 5
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+
+
+def play(build: Any = build) -> tuple[probe.Choice, probe.Choice, float]:
+    """What the two ends of one connection agree on, and the seconds rank 0 took."""
+    leader, follower = pair()
+    found: list[probe.Choice] = []
+    topology = Topology.apart(2)
+    other = threading.Thread(
+        target=lambda: found.append(probe.agree([follower, None], 1, topology, build, soon())), daemon=True
+    )
+    other.start()
+    began = time.monotonic()
+    own = probe.agree([None, leader], 0, topology, build, soon())
+    took = time.monotonic() - began
+    other.join(5)
+    leader.close()
+    follower.close()
+    return own, found[0], took
+
+
+def test_both_ends_hold_the_same_table_made_from_what_was_measured() -> None:
+    own, other, _ = play()
+    assert own == other
+    assert own.links.measured and own.links.network != DEFAULT_LINKS.network
+    assert 1e-7 < own.links.network.latency_s < 0.1
+    assert 1e6 < own.links.network.bytes_per_s < 1e12
+    assert own.table.hash16 == other.table.hash16
+    assert "(measured: " in own.table.choose("all_reduce", 1 << 20).reason
+
+
+def test_the_same_hosts_are_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _, _ = play()
+    monkeypatch.setattr(probe, "_ping", lambda stream: pytest.fail("measured again"))
+    again, _, took = play()
+    assert again.links.network == first.links.network
+    assert took < 0.5
+
+
+def test_a_slow_link_does_not_pass_the_budget_by_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower that takes 4 ms for the smallest ping: two sizes make a line, and no third is tried."""
+    sizes: list[int] = []
+
+    class Slow:
+        def setsockopt(self, *_: int) -> None: ...
+
+        def sendall(self, data: bytes) -> None:
+            sizes.append(len(data))
+            time.sleep(0.004)
+
+    monkeypatch.setattr(probe, "receive_exactly", lambda stream, count: b"x")
+    samples = probe._ping(Slow())  # type: ignore[arg-type]
+    assert sorted({size for size, _ in samples}) == [1, 32 << 10]
+    assert len(sizes) <= 8
+
+
+def leave(sockets: list[socket.socket | None], rank: int) -> str:
+    with pytest.raises(RendezvousError) as left:
+        probe.agree(sockets, rank, Topology.apart(2), build, soon())
+    return str(left.value)
+
+
+def test_a_rank_that_leaves_meanwhile_is_named() -> None:
+    for rank, peer in ((0, 1), (1, 0)):
+        ours, theirs = pair()
+        theirs.close()
+        sockets = [None, ours] if rank == 0 else [ours, None]
+        assert f"rank {rank}: rank {peer} left while the group chose its algorithms" in leave(sockets, rank)
+        ours.close()
+
+
+def test_a_frame_that_makes_no_sense_is_refused() -> None:
+    ours, theirs = pair()
+    theirs.sendall(struct.pack(">cI", b"P", 1 << 31))
+    assert "rank 0 sent a frame of 2147483648 bytes" in leave([ours, None], 1)
+    ours.close()
+    theirs.close()
+
+
+def test_a_choice_survives_the_wire() -> None:
+    links = dataclasses.replace(DEFAULT_LINKS, measured=True)
+    choice = probe.Choice(ChoiceTable((Row("barrier", 0, "direct", "auto", "x"),)), links, Topology((0, 0, 1)))
+    assert probe.Choice.from_json(choice.to_json()) == choice
+
+
+def join(rank: int, size: int, folder: str, words: list[str]) -> tuple[bool, str, int]:
+    options = Options(probe=words[rank])
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+        group.barrier()
+        return group.group.links.measured, group.group.why("all_reduce", 1 << 20), group.group.table.hash16
+
+
+def test_all_ranks_of_a_group_have_one_table_and_can_say_why() -> None:
+    first, *others = values(run_threads(join, 4, ["on"] * 4))
+    assert first[0] and others == [first] * 3
+    assert "for 1048576 bytes the model says" in first[1] and "(measured: " in first[1]
+
+
+@pytest.mark.parametrize("words", [["off", "off"], ["off", "on"], ["on", "off"]])
+def test_rank_0_says_whether_there_is_a_probe(words: list[str]) -> None:
+    for measured, why, _ in values(run_threads(join, 2, words)):
+        assert measured == (words[0] == "on")
+        assert ("(measured: " in why) == measured
+        assert ("(assumed: 60 us, 118 MB/s)" in why) == (not measured)
+
+
+def test_a_group_of_one_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "agree", lambda *_: pytest.fail("measured"))
+    assert values(run_threads(join, 1, ["on"]))[0][1] == "local (a group of one rank)"

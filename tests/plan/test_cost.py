@@ -1,0 +1,143 @@
+"""The cost model: formulas against arithmetic done by hand, and a link out of samples."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from netfold.plan import DEFAULT_LINKS, OPERATIONS, SUPPORTS, Link, Links, Topology, fit_link
+from netfold.plan.cost import FORMULAS, predict
+
+# A message takes a second and a byte a second: steps and bytes can be read off.
+STEPS = dataclasses.replace(
+    DEFAULT_LINKS,
+    network=Link(latency_s=1.0, bytes_per_s=1e30),
+    reduce_bytes_per_s=1e30,
+    message_s=0.0,
+    crowding=0.0,
+    restarts=0.0,
+)
+BYTES = dataclasses.replace(STEPS, network=Link(latency_s=0.0, bytes_per_s=1.0))
+FOLDS = dataclasses.replace(STEPS, network=Link(latency_s=0.0, bytes_per_s=1e30), reduce_bytes_per_s=1.0)
+
+
+def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: float = 1 << 20) -> float:
+    return predict(operation, algorithm, size, Topology.apart(ranks), links)
+
+
+@pytest.mark.parametrize(
+    ("operation", "algorithm", "ranks", "steps", "sent", "folded"),
+    [
+        # steps; bytes sent by the busiest rank and bytes folded, in parts of the tensor
+        ("all_reduce", "direct", 4, 1, 3, 3),
+        ("all_reduce", "ring", 4, 6, 1.5, 0.75),
+        ("all_reduce", "halving_doubling", 8, 6, 1.75, 0.875),
+        ("all_reduce", "halving_doubling", 6, 6, 3.5, 1.75),
+        ("reduce_scatter", "ring", 4, 3, 0.75, 0.75),
+        ("reduce_scatter", "direct", 4, 1, 0.75, 0.75),
+        ("all_gather", "ring", 8, 7, 0.875, 0),
+        ("all_gather", "bruck", 5, 3, 0.8, 0),
+        ("all_to_all", "direct", 4, 1, 0.75, 0),
+        ("all_to_all", "pairwise", 5, 2, 0.8, 0),
+        ("all_to_all", "bruck", 8, 3, 1.5, 0),
+        ("broadcast", "direct", 4, 1, 3, 0),
+        ("reduce", "direct", 4, 1, 3, 3),
+        ("all_reduce", "in_network", 64, 2, 1, 0),
+    ],
+)
+def test_a_formula_has_the_steps_bytes_and_folds_of_its_algorithm(
+    operation: str, algorithm: str, ranks: int, steps: float, sent: float, folded: float
+) -> None:
+    assert seconds(STEPS, operation, algorithm, ranks) == pytest.approx(steps)
+    assert seconds(BYTES, operation, algorithm, ranks) / (1 << 20) == pytest.approx(sent)
+    assert seconds(FOLDS, operation, algorithm, ranks) / (1 << 20) == pytest.approx(folded, abs=1e-9)
+
+
+def test_pipelines_approach_one_tensor_a_link_and_pay_a_piece_a_hop() -> None:
+    large = 1 << 30
+    for operation, algorithm, tensors in (
+        ("broadcast", "chain", 1),
+        ("broadcast", "tree", 1),
+        ("all_reduce", "tree", 2),
+    ):
+        sent = seconds(BYTES, operation, algorithm, 4, large) / large
+        assert tensors < sent < tensors + 0.01
+    # Two hops of a 64th after the first.
+    assert seconds(BYTES, "broadcast", "chain", 4, 2 << 20) / (2 << 20) == pytest.approx(1 + 2 / 64)
+
+
+def test_a_small_tree_is_binomial() -> None:
+    assert seconds(STEPS, "broadcast", "tree", 8, 1024) == 3
+    assert seconds(STEPS, "all_reduce", "tree", 9, 1024) == 8
+
+
+def test_who_shares_a_port_or_changes_partners_pays_for_it() -> None:
+    crowded = dataclasses.replace(BYTES, crowding=0.1)
+    assert seconds(crowded, "all_gather", "direct", 4) == pytest.approx(1.2 * seconds(BYTES, "all_gather", "direct", 4))
+    assert seconds(crowded, "all_gather", "ring", 4) == seconds(BYTES, "all_gather", "ring", 4)
+    restarts = dataclasses.replace(BYTES, restarts=0.1)
+    assert seconds(restarts, "all_gather", "bruck", 4) == pytest.approx(1.1 * seconds(BYTES, "all_gather", "bruck", 4))
+
+
+def test_ranks_of_one_host_share_its_link_except_in_a_ring() -> None:
+    size, topology = 1 << 20, Topology.even(8, 4)
+    alone = predict("all_gather", "direct", size, Topology.apart(8), BYTES)
+    assert predict("all_gather", "direct", size, topology, BYTES) == pytest.approx(2 * alone)
+    alone = predict("all_gather", "ring", size, Topology.apart(8), BYTES)
+    assert predict("all_gather", "ring", size, topology, BYTES) == pytest.approx(alone)
+
+
+def test_every_machine_that_moves_tensors_has_a_formula_with_a_source() -> None:
+    for algorithm, operations in SUPPORTS.items():
+        for operation in set(operations) & set(OPERATIONS) if algorithm != "local" else ():
+            assert len(FORMULAS[operation, algorithm].source.split()) > 3, (operation, algorithm)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 64])
+def test_costs_grow_with_size_and_are_never_negative(ranks: int) -> None:
+    for operation, algorithm in FORMULAS:
+        topology = Topology.even(ranks, 1) if algorithm == "shared_memory" else Topology.apart(ranks)
+        for size in (0, 1, 1000, 1 << 20, 1 << 32):
+            now, more = (predict(operation, algorithm, each, topology, DEFAULT_LINKS) for each in (size, 2 * size + 64))
+            assert 0 < now <= more
+
+
+@pytest.mark.parametrize("link", [Link(60e-6, 118e6), Link(10e-6, 2.5e9), Link(5e-3, 1e6)])
+def test_a_fit_finds_the_link_under_noise_that_only_slows(link: Link) -> None:
+    noise = np.random.default_rng(7)
+    samples = [
+        (size, (link.latency_s + size / link.bytes_per_s) * (1 + noise.exponential(0.1)))
+        for size in (1, 32 << 10, 256 << 10, 1 << 20)
+        for _ in range(10)
+    ]
+    found = fit_link(samples)
+    assert found.latency_s == pytest.approx(link.latency_s, rel=0.2)
+    assert found.bytes_per_s == pytest.approx(link.bytes_per_s, rel=0.1)
+
+
+def test_a_burst_that_passes_at_once_does_not_hide_the_rate() -> None:
+    """Found in the rack: a token bucket of 128 KB made 1 Gbit/s look like 5."""
+    samples = [(size, 25e-6 + max(0, size - (128 << 10)) / 119e6) for size in (1, 32 << 10, 256 << 10, 1 << 20)]
+    found = fit_link(samples)
+    assert found.bytes_per_s == pytest.approx(119e6, rel=0.01)
+    assert found.latency_s == pytest.approx(25e-6, rel=0.01)
+
+
+def test_a_fit_wants_two_sizes_and_bears_a_line_that_falls() -> None:
+    with pytest.raises(ValueError, match="two sizes or more"):
+        fit_link([(64, 1e-5), (64, 2e-5)])
+    found = fit_link([(1, 2e-5), (1 << 20, 1e-5)])
+    assert found.latency_s > 0 and found.bytes_per_s > 0
+
+
+def test_links_survive_json() -> None:
+    assert Links.from_json(DEFAULT_LINKS.to_json()) == DEFAULT_LINKS
+
+
+def test_ranks_are_spread_over_hosts_in_order() -> None:
+    assert Topology.even(5, 2).nodes == (0, 0, 0, 1, 1)
+    assert Topology.even(4, 4).nodes == Topology.apart(4).nodes
+    with pytest.raises(ValueError, match="2 ranks cannot be on 3 hosts"):
+        Topology.even(2, 3)
