@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Iterator
 
 import pytest
 
@@ -169,6 +170,14 @@ def test_what_there_is_no_machine_for_is_not_offered() -> None:
             assert each.seconds is None and each.note == "not built in"
 
 
+@pytest.fixture
+def fresh_tables() -> Iterator[None]:
+    build_table.cache_clear()
+    yield
+    build_table.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_tables")
 def test_shared_memory_needs_one_host_and_hierarchical_several(monkeypatch: pytest.MonkeyPatch) -> None:
     built = {**SUPPORTS, "shared_memory": ("all_reduce",), "hierarchical": ("all_reduce",)}
     monkeypatch.setattr("netfold.plan.table.SUPPORTS", built)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,7 @@ def candidates(
     return sorted(found, key=lambda each: (each.seconds is None, each.seconds))
 
 
+@functools.lru_cache(maxsize=64)  # a job makes many groups of the same size; a table takes milliseconds
 def build_table(
     *,
     ranks: int,
