@@ -124,6 +124,7 @@ class Streams : public Algorithm {
   void note(Failure failure);
   Failure lost(int peer, Failure failure);
   Progress finish_pieces(std::int64_t now_ns);
+  bool takes(const In& in) const;
   bool reads(const In& in) const;
   std::byte* target(In& in);
 
