@@ -310,6 +310,10 @@ Failure Streams::lost(int peer, Failure failure) {
 Progress Streams::poll(std::int64_t now_ns) {
   if (failure_) return finish_pieces(now_ns);
   bool moved = push();
+  if (!begun_) {
+    begun_ = true;
+    meanwhile();
+  }
   if (!failure_ || failure_.kind == Failure::Kind::peer_lost) {
     for (In& in : ins_) {
       if (!in.done()) moved |= advance(in);
