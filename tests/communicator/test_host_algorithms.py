@@ -262,11 +262,13 @@ def test_bruck_refuses_blocks_that_differ_in_a_sentence() -> None:
     assert values(run_threads(uneven_bruck, 2)) == [said] * 2
 
 
-def native_groups(tables: list[list[tuple[int, int, int, int]]]) -> list[Any]:
+def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: int | None = None) -> list[Any]:
     """A group a rank, each with a table of its own (operation, from bytes, algorithm, wire) of the same hash."""
     fds = [[-1] * len(tables) for _ in tables]
     for low, high in itertools.combinations(range(len(tables)), 2):
         ends = socket.socketpair()
+        for end in ends if buffer_bytes is not None else ():
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         fds[low][high], fds[high][low] = (end.detach() for end in ends)
     return [engine.add_group(rank, fds[rank], 900 + rank, 0, table, 7) for rank, table in enumerate(tables)]
 
@@ -326,3 +328,36 @@ def test_ranks_choose_alike_where_their_own_blocks_differ_in_size() -> None:
         engine.remove_group(group)
     for rank in range(size):
         np.testing.assert_array_equal(reduced[rank][0], blocks[rank])
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 8])
+def test_no_plan_waits_in_a_circle_where_a_socket_holds_less_than_a_piece(size: int) -> None:
+    kinds = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+    cases = [
+        (kind, algorithm)
+        for algorithm, able in engine.SUPPORTS.items()
+        for kind in kinds
+        if kind in able and algorithm not in ("local", "in_network", "shared_memory", "hierarchical")
+    ]
+    for kind, algorithm in cases:
+        groups = native_groups([[(engine.KINDS[kind], 0, engine.ALGORITHMS[algorithm], -1)]] * size, buffer_bytes=4096)
+        blocks = [[contribution(a * size + b, 40_009, "uint8") for b in range(size)] for a in range(size)]
+        given = {"all_gather": [row[:1] for row in blocks], "reduce_scatter": blocks, "all_to_all": blocks}
+        many = kind in ("all_gather", "all_to_all")
+        into = [[np.zeros(40_009, np.uint8) for _ in range(size if many else 1)] for _ in range(size)]
+        if kind not in given:
+            into = [[row[0].copy()] for row in blocks]
+        submit_all(groups, kind, given.get(kind, [[]] * size), into)
+        for group in groups:
+            engine.remove_group(group)
+        for rank in range(size):
+            expected = {
+                "all_reduce": [np.max([row[0] for row in blocks], axis=0)],
+                "reduce": [np.max([row[0] for row in blocks], axis=0) if rank == 0 else blocks[rank][0]],
+                "broadcast": [blocks[0][0]],
+                "all_gather": [row[0] for row in blocks],
+                "reduce_scatter": [np.max([row[rank] for row in blocks], axis=0)],
+                "all_to_all": [row[rank] for row in blocks],
+            }[kind]
+            for got, wanted in zip(into[rank], expected, strict=True):
+                np.testing.assert_array_equal(got, wanted, err_msg=f"{kind} by {algorithm}, rank {rank}")
