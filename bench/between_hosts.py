@@ -25,6 +25,12 @@ from netfold.rack.names import HOST_INTERFACE
 RATE_BYTES_PER_S = 125e6 * 1448 / 1514
 SIZES = (1 << 20, 16 << 20)
 CASES = (
+    "all_reduce=auto",
+    "reduce_scatter=auto",
+    "all_gather=auto",
+    "broadcast=auto",
+    "all_to_all=auto",
+    "reduce=auto",
     "all_reduce=halving_doubling",
     "all_reduce=ring",
     "all_reduce=tree",
@@ -78,9 +84,10 @@ def measure(group: Communicator, operation: str, size: int) -> list[float]:
 
 
 def main(folder: str, cases: tuple[str, ...]) -> None:
+    os.environ.pop("NETFOLD_SWITCH", None)  # a rack has a switch; this is about what hosts do without it
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for index, case in enumerate(cases):
-        operation, _, algorithm = case.partition("=")
+        operation = case.partition("=")[0]
         options = Options(algorithm=case, interface=HOST_INTERFACE)
         with Communicator(FileStore(f"{folder}/{index}"), rank, size, options=options, join_timeout_s=20) as group:
             measured = group.group.links.network
@@ -96,11 +103,12 @@ def main(folder: str, cases: tuple[str, ...]) -> None:
             )
             for tensor in SIZES:
                 seconds = measure(group, operation, tensor)
+                algorithm = group.group.table.choose(operation, tensor).algorithm
                 limit = predict(operation, algorithm, tensor, Topology.apart(size), ideal)
                 if rank == 0:
                     middle = statistics.median(seconds)
                     print(
-                        f"{case:28} {tensor >> 20:3} MB  {format_seconds(middle):>8} "
+                        f"{case:28} {algorithm:16} {tensor >> 20:3} MB  {format_seconds(middle):>8} "
                         f"({format_seconds(min(seconds))}..{format_seconds(max(seconds))})  "
                         f"limit {format_seconds(limit):>8}  {100 * (middle / limit - 1):+.1f}%",
                         flush=True,

@@ -1,7 +1,5 @@
 #include <netfold/collective/bruck.hpp>
 
-#include <cstring>
-
 namespace netfold::collective {
 
 Bruck::Bruck(const Call& call, transport::Mesh& mesh, Team team) : Streams(call, mesh, std::move(team)) {
@@ -16,15 +14,12 @@ void Bruck::plan_all_gather() {
   const auto block = [&](int position) -> const Buffer& {
     return call().outputs[static_cast<std::size_t>(team().wrapped(position))];
   };
-  if (block(me).data != call().inputs[0].data && block(me).bytes > 0) {
-    std::memcpy(block(me).data, call().inputs[0].data, block(me).bytes);
-  }
   std::vector<Mark> here(static_cast<std::size_t>(ranks));  // of the block so many ranks further
   for (int far = 1; far < ranks; far *= 2) {
     const int partner_down = to(team().wrapped(me - far));
     const int partner_up = from(team().wrapped(me + far));
     for (int i = 0; i < std::min(far, ranks - far); ++i) {
-      const Buffer& goes = block(me + i);
+      const Buffer& goes = i == 0 ? call().inputs[0] : block(me + i);
       add(partner_down, Send{goes.data, goes.bytes, here[static_cast<std::size_t>(i)]});
     }
     for (int i = 0; i < std::min(far, ranks - far); ++i) {
@@ -67,16 +62,16 @@ void Bruck::plan_all_to_all() {
   for (const Travelling& block : blocks) arrived_.push_back(block.data);
 }
 
+void Bruck::meanwhile() {
+  const auto self = static_cast<std::size_t>(team().position());
+  copy_block(call().outputs[self], call().inputs[call().kind == Kind::all_gather ? 0 : self]);
+}
+
 void Bruck::finish() {
-  if (call().kind != Kind::all_to_all) return;
-  const int me = team().position();
-  const auto self = static_cast<std::size_t>(me);
-  const auto place = [](const Buffer& to, const std::byte* from) {
-    if (to.bytes > 0 && to.data != from) std::memcpy(to.data, from, to.bytes);
-  };
-  place(call().outputs[self], call().inputs[self].data);
   for (std::size_t d = 1; d < arrived_.size(); ++d) {
-    place(call().outputs[static_cast<std::size_t>(team().wrapped(me - static_cast<int>(d)))], arrived_[d]);
+    const int from = team().wrapped(team().position() - static_cast<int>(d));
+    const Buffer& to = call().outputs[static_cast<std::size_t>(from)];
+    copy_block(to, {arrived_[d], to.bytes});
   }
 }
 

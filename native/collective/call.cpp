@@ -1,5 +1,6 @@
 #include <netfold/collective/call.hpp>
 
+#include <cstring>
 #include <numeric>
 
 namespace netfold::collective {
@@ -60,6 +61,10 @@ const char* name(AlgorithmId algorithm) {
       return "point_to_point";
   }
   return "?";
+}
+
+void copy_block(const Buffer& to, const Buffer& from) {
+  if (to.bytes > 0 && to.data != from.data) std::memcpy(to.data, from.data, to.bytes);
 }
 
 Buffer Call::tensor() const {

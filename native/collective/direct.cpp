@@ -8,10 +8,6 @@
 namespace netfold::collective {
 namespace {
 
-void copy(const Buffer& to, const Buffer& from) {
-  if (to.data != from.data && from.bytes > 0) std::memcpy(to.data, from.data, std::min(to.bytes, from.bytes));
-}
-
 template <class T>
 void divide_values(std::byte* data, std::size_t count, int ranks) {
   T value;
@@ -116,9 +112,9 @@ void Direct::plan() {
   const auto self = static_cast<std::size_t>(me);
   if (call_.kind == Kind::all_reduce || (call_.kind == Kind::reduce && root)) gather_contributions(out[0]);
   if (call_.kind == Kind::reduce_scatter) gather_contributions(in[self]);
-  if (call_.kind == Kind::all_gather || (call_.kind == Kind::gather && root)) copy(out[self], in[0]);
-  if (call_.kind == Kind::all_to_all) copy(out[self], in[self]);
-  if (call_.kind == Kind::scatter && root) copy(out[0], in[self]);
+  if (call_.kind == Kind::all_gather || (call_.kind == Kind::gather && root)) copy_block(out[self], in[0]);
+  if (call_.kind == Kind::all_to_all) copy_block(out[self], in[self]);
+  if (call_.kind == Kind::scatter && root) copy_block(out[0], in[self]);
 }
 
 Progress Direct::poll(std::int64_t) {

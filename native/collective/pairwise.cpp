@@ -1,14 +1,10 @@
 #include <netfold/collective/pairwise.hpp>
 
-#include <cstring>
-
 namespace netfold::collective {
 
-Pairwise::Pairwise(const Call& call, transport::Mesh& mesh, Team team) : mesh_(mesh) {
+Pairwise::Pairwise(const Call& call, transport::Mesh& mesh, Team team)
+    : call_(call), mesh_(mesh), self_(static_cast<std::size_t>(team.position())) {
   const int me = team.position();
-  const auto self = static_cast<std::size_t>(me);
-  const Buffer& own = call.inputs[self];
-  if (own.bytes > 0 && call.outputs[self].data != own.data) std::memcpy(call.outputs[self].data, own.data, own.bytes);
   for (int step = 1; step < team.size(); ++step) {
     const int to = team.wrapped(me + step);
     const int from = team.wrapped(me - step);
@@ -27,6 +23,10 @@ Progress Pairwise::poll(std::int64_t) {
     moved |= bytes > 0;
     if (!outgoing_[sent_].done()) break;
     ++sent_;
+  }
+  if (!begun_) {
+    begun_ = true;
+    copy_block(call_.outputs[self_], call_.inputs[self_]);
   }
   // Also after a broken pipe: a peer that gave up says why on its connection before it closes it.
   for (std::size_t step = received_; step < std::min(incoming_.size(), received_ + kAtOnce); ++step) {

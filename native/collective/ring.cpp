@@ -1,7 +1,5 @@
 #include <netfold/collective/ring.hpp>
 
-#include <cstring>
-
 namespace netfold::collective {
 
 Ring::Ring(const Call& call, transport::Mesh& mesh, Team team) : Streams(call, mesh, std::move(team)) {
@@ -97,10 +95,10 @@ void Ring::plan_all_gather() {
   const int next = to(team().wrapped(me + 1));
   const int previous = from(team().wrapped(me - 1));
   const Buffer& own = call().outputs[static_cast<std::size_t>(me)];
-  if (own.data != call().inputs[0].data && own.bytes > 0) std::memcpy(own.data, call().inputs[0].data, own.bytes);
   std::vector<Mark> arrived(pieces_of(own.bytes));
   for (int step = 0; step < ranks - 1; ++step) {
-    const Buffer& goes = call().outputs[static_cast<std::size_t>(team().wrapped(me - step))];
+    const auto sent = static_cast<std::size_t>(team().wrapped(me - step));
+    const Buffer& goes = step == 0 ? call().inputs[0] : call().outputs[sent];
     for (std::size_t i = 0; i < arrived.size(); ++i) {
       const Span what = part({0, goes.bytes}, arrived.size(), i);
       add(next, Send{goes.data + what.first, what.count, arrived[i]});
@@ -112,6 +110,11 @@ void Ring::plan_all_gather() {
       arrived[i] = add(previous, Receive{comes.data + what.first, what.count, nullptr, false, {}});
     }
   }
+}
+
+void Ring::meanwhile() {
+  if (call().kind != Kind::all_gather) return;
+  copy_block(call().outputs[static_cast<std::size_t>(team().position())], call().inputs[0]);
 }
 
 }  // namespace netfold::collective

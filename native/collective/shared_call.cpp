@@ -66,19 +66,32 @@ bool SharedCall::read_posts() {
       all = false;
       continue;
     }
-    std::memcpy(&theirs_[at], post.announcement, sizeof theirs_[at]);
-    read_[at] = moved = true;
-    compare(position);
+    read_post(position);
+    moved = true;
   }
   all_posts_read_ = all && !failure_;
   return moved || all_posts_read_;
+}
+
+void SharedCall::read_post(int position) {
+  const auto at = static_cast<std::size_t>(position);
+  std::memcpy(&theirs_[at], node_.post(position, number_).announcement, sizeof theirs_[at]);
+  read_[at] = true;
+  compare(position);
+}
+
+void SharedCall::look_at_posts() {
+  for (int position = 0; position < size_ && !failure_; ++position) {
+    if (position == self_ || read_[static_cast<std::size_t>(position)]) continue;
+    if (node_.post(position, number_).call.load(std::memory_order_acquire) == number_) read_post(position);
+  }
 }
 
 void SharedCall::compare(int position) {
   MessageHeader theirs = theirs_[static_cast<std::size_t>(position)].header;
   MessageHeader expected = mine_.header;
   expected.bytes = expected_bytes(position);
-  if (has_table() && theirs.kind == expected.kind) {
+  if (has_table() && theirs.kind == expected.kind && call_.algorithm == AlgorithmId::shared_memory) {
     const std::byte* entry = post_data(position) + static_cast<std::size_t>(self_) * sizeof(std::uint64_t);
     std::memcpy(&theirs.bytes, entry, sizeof theirs.bytes);
   }
@@ -171,6 +184,19 @@ std::vector<int> SharedCall::awaited() const {
     if (is_awaited(position)) ranks.push_back(node_.rank(position));
   }
   return ranks;
+}
+
+bool SharedCall::awaited_may_wait() const {
+  if (all_posts_read_) return true;
+  // One that is still in an earlier call may be waiting there for who is at fault.
+  for (int position = 0; position < size_; ++position) {
+    if (!is_awaited(position)) continue;
+    const Node::Segment& segment = node_.segment(position);
+    for (const Node::Post& post : segment.posts) {
+      if (post.call.load(std::memory_order_acquire) > segment.done.load(std::memory_order_acquire)) return true;
+    }
+  }
+  return false;
 }
 
 void SharedCall::wait_for(WaitSet& set) const {

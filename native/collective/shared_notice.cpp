@@ -18,6 +18,8 @@ Progress SharedNotice::poll(std::int64_t now_ns) {
     slowest_rank_ = algorithm_->slowest_rank();
   }
   if (progress == Progress::failed) return fail(algorithm_->failure());
+  if (progress == Progress::idle) look_at_posts();
+  if (failure_) return Progress::failed;
   if (progress != Progress::done) return progress;
   done_ = true;
   return SharedCall::poll(now_ns);
@@ -33,7 +35,7 @@ std::vector<int> SharedNotice::awaited() const {
 }
 
 bool SharedNotice::awaited_may_wait() const {
-  return !is_posted() || algorithm_ == nullptr || algorithm_->awaited_may_wait();
+  return is_posted() && algorithm_ != nullptr ? algorithm_->awaited_may_wait() : SharedCall::awaited_may_wait();
 }
 
 }  // namespace netfold::collective

@@ -195,11 +195,15 @@ bool Streams::push() {
   return moved;
 }
 
+// Whether the next piece's values may be read: also when all is lost, for the reason that may stand behind them.
+bool Streams::takes(const In& in) const {
+  return in.next < in.pieces.size() && (failure_ || reached(in.pieces[in.next].after));
+}
+
 // Whether there is something to read that has a place to go to.
 bool Streams::reads(const In& in) const {
   if (in.header_got < sizeof in.header || in.strange) return true;
-  if (in.next == in.pieces.size()) return false;
-  return in.got < sizeof in.word || reached(in.pieces[in.next].after);
+  return in.next < in.pieces.size() && (in.got < sizeof in.word || takes(in));
 }
 
 std::byte* Streams::target(In& in) {
@@ -228,7 +232,7 @@ bool Streams::advance(In& in) {
       const std::size_t of_word = std::min(in.got, sizeof in.word);
       append(reinterpret_cast<std::byte*>(&in.word) + of_word, sizeof in.word - of_word);
       const std::size_t of_values = in.got - of_word;
-      if (reached(piece.after)) append(into + of_values, whole - sizeof in.word - of_values);
+      if (takes(in)) append(into + of_values, whole - sizeof in.word - of_values);
     }
     const auto io = mesh_.receive(in.peer, {parts.data(), count});
     if (io.closed) {
@@ -251,12 +255,11 @@ bool Streams::advance(In& in) {
     }
     if (in.got >= sizeof in.word && in.word != PieceWord::piece) return hear(in, {into, values});
     if (in.next < in.pieces.size() && in.got == whole) {
-      store(in);
+      if (!failure_) store(in);
       in.got = 0;
       through_[static_cast<std::size_t>(in.stream)] = ++in.next;
       // Let what has become possible leave before more is read.
       push();
-      if (failure_) return moved;
     }
     if (io.bytes < wanted) break;  // the socket had no more
   }
@@ -307,6 +310,10 @@ Failure Streams::lost(int peer, Failure failure) {
 Progress Streams::poll(std::int64_t now_ns) {
   if (failure_) return finish_pieces(now_ns);
   bool moved = push();
+  if (!begun_) {
+    begun_ = true;
+    meanwhile();
+  }
   if (!failure_ || failure_.kind == Failure::Kind::peer_lost) {
     for (In& in : ins_) {
       if (!in.done()) moved |= advance(in);

@@ -71,12 +71,17 @@ def barrier(group: Communicator) -> None:
 
 
 def calls_in_turn(
-    rank: int, size: int, folder: str, algorithm: str, calls: list[list[Call]], timeout_s: float
+    rank: int,
+    size: int,
+    folder: str,
+    algorithm: str,
+    calls: list[list[Call]],
+    timeout_s: float,
+    transport: str = "auto",
 ) -> tuple[str, int | None, str, float]:
     """The error's type, rank and text, and the seconds it took; then a call that must fail for the same reason."""
-    group = Communicator(
-        FileStore(folder), rank, size, options=Options(algorithm=algorithm), timeout_s=timeout_s, join_timeout_s=20
-    )
+    options = Options(algorithm=algorithm, transport=transport)
+    group = Communicator(FileStore(folder), rank, size, options=options, timeout_s=timeout_s, join_timeout_s=20)
     began = time.monotonic()
     try:
         for call in calls[rank]:
@@ -137,9 +142,15 @@ def test_operations_in_which_each_waits_for_another_end_with_the_timeout(algorit
 @pytest.mark.native
 def test_ranks_that_name_different_roots_run_into_their_timeout_and_say_for_whom_they_wait() -> None:
     calls = [[broadcast(100, 1)], [broadcast(100, 0)]]
-    found = values(run_threads(calls_in_turn, 2, "direct", calls, TIMEOUT_S))
+    found = values(run_threads(calls_in_turn, 2, "direct", calls, TIMEOUT_S, "tcp"))
     assert any(error == "CollectiveTimeout" and "still waiting for rank" in text for error, _, text, _ in found)
     assert all(error in ("CollectiveTimeout", "PeerLost") for error, *_ in found)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "shared_memory"])
+@pytest.mark.native
+def test_ranks_of_one_host_that_name_different_roots_hear_of_it(algorithm: str) -> None:
+    disagree(algorithm, [[broadcast(100, 1), barrier], [broadcast(100, 0), barrier]])
 
 
 @ALGORITHMS

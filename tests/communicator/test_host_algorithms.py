@@ -19,6 +19,7 @@ from ranks import run_threads, values
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine
 from netfold.communicator.group import region
+from netfold.profile import records_of
 
 pytestmark = pytest.mark.native
 
@@ -50,7 +51,7 @@ def sizes(ranks: int) -> list[int]:
 
 
 def join(rank: int, size: int, folder: str, algorithm: str, wire: str = "auto") -> Communicator:
-    options = Options(algorithm=algorithm, wire=wire, probe="off")
+    options = Options(algorithm=algorithm, wire=wire, probe="off", transport="tcp")
     return Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20)
 
 
@@ -261,31 +262,116 @@ def test_bruck_refuses_blocks_that_differ_in_a_sentence() -> None:
     assert values(run_threads(uneven_bruck, 2)) == [said] * 2
 
 
-def test_ranks_may_pace_an_exchange_differently() -> None:
-    """Sizes of uneven blocks differ between ranks, and the choice goes by size: direct and pairwise must mix."""
-    size, table_hash = 4, 7
-    fds = [[-1] * size for _ in range(size)]
-    for low, high in itertools.combinations(range(size), 2):
+def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: int | None = None) -> list[Any]:
+    """A group a rank, each with a table of its own (operation, from bytes, algorithm, wire) of the same hash."""
+    fds = [[-1] * len(tables) for _ in tables]
+    for low, high in itertools.combinations(range(len(tables)), 2):
         ends = socket.socketpair()
+        for end in ends if buffer_bytes is not None else ():
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         fds[low][high], fds[high][low] = (end.detach() for end in ends)
-    all_to_all = engine.KINDS["all_to_all"]
-    groups = [
+    return [
         engine.add_group(
-            rank, fds[rank], 900 + rank, 0, [(all_to_all, 0, engine.ALGORITHMS[algorithm], -1)], table_hash
+            rank=rank,
+            fds=fds[rank],
+            lane_fds=[-1] * len(tables),  # nobody sends messages
+            id=900 + rank,
+            job="",
+            spin_us=0,
+            yields=False,
+            table=[(*row, engine.ALGORITHMS["local"]) for row in table],
+            table_hash=7,
+            nodes=list(range(len(tables))),
         )
-        for rank, algorithm in enumerate(("direct", "pairwise", "pairwise", "direct"))
+        for rank, table in enumerate(tables)
     ]
-    given = [[contribution(a * size + b, 60_000 * (a + b), "uint8") for b in range(size)] for a in range(size)]
-    into = [[np.zeros(60_000 * (a + b), np.uint8) for b in range(size)] for a in range(size)]
-    operations = [
+
+
+def submit_all(groups: list[Any], operation: str, given: Any, into: Any) -> None:
+    """One call of u8 arrays on every rank, and its end; given[rank] and into[rank] are lists of arrays."""
+    submitted = [
         group.submit(
-            all_to_all, 0, 0, False, 0, *([region(one) for one in all_[rank]] for all_ in (given, into)), 10**10, False
+            engine.KINDS[operation],
+            engine.DTYPES["u8"],
+            engine.REDUCE_OPS["max"],
+            False,
+            0,
+            *([region(one) for one in arrays[rank]] for arrays in (given, into)),
+            10**10,
+            False,
         )
         for rank, group in enumerate(groups)
     ]
-    for operation in operations:
-        assert operation.wait(10**10) and operation.failure is None, operation.failure
+    for one in submitted:
+        assert one.wait(10**10) and one.failure is None, one.failure
+
+
+def test_ranks_may_pace_an_exchange_differently() -> None:
+    """Sizes of uneven blocks differ between ranks, and the choice goes by size: direct and pairwise must mix."""
+    size = 4
+    groups = native_groups(
+        [
+            [(engine.KINDS["all_to_all"], 0, engine.ALGORITHMS[algorithm], -1)]
+            for algorithm in ("direct", "pairwise", "pairwise", "direct")
+        ]
+    )
+    given = [[contribution(a * size + b, 60_000 * (a + b), "uint8") for b in range(size)] for a in range(size)]
+    into = [[np.zeros(60_000 * (a + b), np.uint8) for b in range(size)] for a in range(size)]
+    submit_all(groups, "all_to_all", given, into)
     for group in groups:
         engine.remove_group(group)
     for a, b in itertools.product(range(size), repeat=2):
         np.testing.assert_array_equal(into[a][b], given[b][a])
+
+
+def test_ranks_choose_alike_where_their_own_blocks_differ_in_size() -> None:
+    """The whole tensor counts: blocks of 10 and of 200 000 bytes stand on both sides of the table's row."""
+    size, counts = 3, (10, 200_000, 20)
+    kinds = [engine.KINDS[name] for name in ("all_gather", "reduce_scatter")]
+    starts = ((0, "direct"), (100_000, "ring"))
+    table = [(kind, start, engine.ALGORITHMS[algorithm], -1) for kind in kinds for start, algorithm in starts]
+    groups = native_groups([table] * size)
+    blocks = [contribution(rank, counts[rank], "uint8") for rank in range(size)]
+    gathered = [[np.zeros(count, np.uint8) for count in counts] for _ in range(size)]
+    submit_all(groups, "all_gather", [[block] for block in blocks], gathered)
+    reduced = [[np.zeros(count, np.uint8)] for count in counts]
+    submit_all(groups, "reduce_scatter", gathered, reduced)
+    for group in groups:
+        records = records_of(group.events()[1])
+        assert records["algorithm"].tolist() == [engine.ALGORITHMS["ring"]] * 2
+        engine.remove_group(group)
+    for rank in range(size):
+        np.testing.assert_array_equal(reduced[rank][0], blocks[rank])
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 8])
+def test_no_plan_waits_in_a_circle_where_a_socket_holds_less_than_a_piece(size: int) -> None:
+    kinds = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+    cases = [
+        (kind, algorithm)
+        for algorithm, able in engine.SUPPORTS.items()
+        for kind in kinds
+        if kind in able and algorithm not in ("local", "in_network", "shared_memory", "hierarchical")
+    ]
+    for kind, algorithm in cases:
+        groups = native_groups([[(engine.KINDS[kind], 0, engine.ALGORITHMS[algorithm], -1)]] * size, buffer_bytes=4096)
+        blocks = [[contribution(a * size + b, 40_009, "uint8") for b in range(size)] for a in range(size)]
+        given = {"all_gather": [row[:1] for row in blocks], "reduce_scatter": blocks, "all_to_all": blocks}
+        many = kind in ("all_gather", "all_to_all")
+        into = [[np.zeros(40_009, np.uint8) for _ in range(size if many else 1)] for _ in range(size)]
+        if kind not in given:
+            into = [[row[0].copy()] for row in blocks]
+        submit_all(groups, kind, given.get(kind, [[]] * size), into)
+        for group in groups:
+            engine.remove_group(group)
+        for rank in range(size):
+            expected = {
+                "all_reduce": [np.max([row[0] for row in blocks], axis=0)],
+                "reduce": [np.max([row[0] for row in blocks], axis=0) if rank == 0 else blocks[rank][0]],
+                "broadcast": [blocks[0][0]],
+                "all_gather": [row[0] for row in blocks],
+                "reduce_scatter": [np.max([row[rank] for row in blocks], axis=0)],
+                "all_to_all": [row[rank] for row in blocks],
+            }[kind]
+            for got, wanted in zip(into[rank], expected, strict=True):
+                np.testing.assert_array_equal(got, wanted, err_msg=f"{kind} by {algorithm}, rank {rank}")

@@ -122,7 +122,7 @@ def test_a_choice_survives_the_wire() -> None:
 
 
 def join(rank: int, size: int, folder: str, words: list[str]) -> tuple[bool, str, int]:
-    options = Options(probe=words[rank])
+    options = Options(probe=words[rank], transport="tcp")
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
         group.barrier()
         return group.group.links.measured, group.group.why("all_reduce", 1 << 20), group.group.table.hash16

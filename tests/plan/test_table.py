@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Iterator
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_the_hash_differs_when_any_field_of_any_row_does() -> None:
     hashes = {table.hash16}
     changes = 0
     for index, row in enumerate(table.rows):
-        for field, value in (("min_bytes", 12345), ("algorithm", "x"), ("wire", "f16"), ("reason", "another")):
+        for field, value in (("min_bytes", 12345), ("algorithm", "x"), ("wire", "f16"), ("reason", "another"), ("between", "y")):
             rows = (*table.rows[:index], dataclasses.replace(row, **{field: value}), *table.rows[index + 1 :])
             hashes.add(ChoiceTable(rows).hash16)
             changes += 1
@@ -61,9 +62,18 @@ def test_the_hash_is_the_same_in_every_process() -> None:
     """A constant: ranks compare it over the wire, so no salt and no order of a set may enter it."""
     table = ChoiceTable((Row("all_reduce", 0, "ring", "auto", "because"),))
     assert table.to_json() == json.dumps(
-        [{"algorithm": "ring", "min_bytes": 0, "operation": "all_reduce", "reason": "because", "wire": "auto"}]
+        [
+            {
+                "algorithm": "ring",
+                "between": "local",
+                "min_bytes": 0,
+                "operation": "all_reduce",
+                "reason": "because",
+                "wire": "auto",
+            }
+        ]
     )
-    assert table.hash16 == 0xC508
+    assert table.hash16 == 0x1FEC
 
 
 def test_a_table_cannot_be_changed() -> None:
@@ -169,6 +179,14 @@ def test_what_there_is_no_machine_for_is_not_offered() -> None:
             assert each.seconds is None and each.note == "not built in"
 
 
+@pytest.fixture
+def fresh_tables() -> Iterator[None]:
+    build_table.cache_clear()
+    yield
+    build_table.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_tables")
 def test_shared_memory_needs_one_host_and_hierarchical_several(monkeypatch: pytest.MonkeyPatch) -> None:
     built = {**SUPPORTS, "shared_memory": ("all_reduce",), "hierarchical": ("all_reduce",)}
     monkeypatch.setattr("netfold.plan.table.SUPPORTS", built)
@@ -193,7 +211,7 @@ def test_a_narrow_wire_excludes_what_has_none_and_counts_half_the_bytes() -> Non
     assert half == predict("all_reduce", "ring", 1 << 19, apart, DEFAULT_LINKS)
 
 
-ALL = "auto, direct, ring, in_network, halving_doubling, tree, bruck, pairwise, chain"
+ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hierarchical, bruck, pairwise, chain"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +231,7 @@ ALL = "auto, direct, ring, in_network, halving_doubling, tree, bruck, pairwise, 
         ),
         (
             {"algorithm": "broadcast=ring"},
-            "NETFOLD_ALGORITHM='broadcast=ring': there is no broadcast by ring; there are direct, tree, chain",
+            "NETFOLD_ALGORITHM='broadcast=ring': there is no broadcast by ring; there are direct, shared_memory, tree, chain",
         ),
         ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16"),
         (

@@ -265,14 +265,24 @@ def _shared_memory_barrier(case: Case) -> float:
     return case.links.memory.latency_s
 
 
+# What can run between hosts, one rank of each.
+_BETWEEN = ("direct", "ring", "halving_doubling", "tree")
+
+
+def best_between(size: float, topology: Topology, links: Links) -> str:
+    """The algorithm that a hierarchical all_reduce takes between hosts."""
+    case = Case(size, Topology.apart(topology.node_count), links)
+    return min(_BETWEEN, key=lambda name: FORMULAS["all_reduce", name].seconds(case))
+
+
 @_formula(
     "all_reduce", "hierarchical", "reduce-scatter and all-gather inside a host, the best all_reduce of one rank a host"
 )
 def _hierarchical(case: Case) -> float:
     inside = replace(case, topology=Topology((0,) * case.topology.most_on_a_node))
     between = replace(case, topology=Topology.apart(case.topology.node_count))
-    across = ("direct", "ring", "halving_doubling", "tree")
-    return _shared_memory(inside) + min(FORMULAS["all_reduce", name].seconds(between) for name in across)
+    across = best_between(case.size, case.topology, case.links)
+    return _shared_memory(inside) + FORMULAS["all_reduce", across].seconds(between)
 
 
 def algorithms_of(operation: str) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from netfold._native import engine
-from netfold.plan.cost import FORMULAS, algorithms_of, predict
+from netfold.plan.cost import FORMULAS, algorithms_of, best_between, predict
 from netfold.plan.overrides import Overrides, parse_overrides
 from netfold.plan.topology import DEFAULT_LINKS, Links, Topology
 
@@ -106,6 +107,7 @@ def candidates(
     return sorted(found, key=lambda each: (each.seconds is None, each.seconds))
 
 
+@functools.lru_cache(maxsize=64)  # a job makes many groups of the same size; a table takes milliseconds
 def build_table(
     *,
     ranks: int,
@@ -137,7 +139,7 @@ def build_table(
 def check_words(*, ranks: int, switch: str | None, algorithm: str, wire: str) -> None:
     """ValueError, in a sentence, where no placement of the ranks on hosts could make what was asked for possible."""
     first: ValueError | None = None
-    for hosts in {ranks, max(1, ranks // 2), 1}:
+    for hosts in {ranks, min(ranks, 2), 1}:
         try:
             build_table(
                 ranks=ranks, switch=switch, algorithm=algorithm, wire=wire, topology=Topology.even(ranks, hosts)
@@ -158,6 +160,11 @@ def _rows(
     if asked is not None:
         if operation in SUPPORTS[asked]:
             _refuse(operation, asked, overrides, topology, switch, wire)
+            if asked == "hierarchical":
+                return [
+                    Row(operation, size, name, wire, overrides.named(operation) + in_wire, between)
+                    for size, name, between in _starts(operation, ["hierarchical"], topology, links, wire)
+                ]
             return [Row(operation, 0, asked, wire, overrides.named(operation) + in_wire)]
         suffix = f"; {overrides.named(operation)} does not do {operation}"
     if operation == "all_reduce" and switch is not None:
@@ -173,19 +180,33 @@ def _by_cost(operation: str, topology: Topology, links: Links, wire: str, suffix
     able = [name for name in algorithms_of(operation) if _why_not(operation, name, topology, None, wire) is None]
     if len(able) == 1:
         return [Row(operation, 0, able[0], wire, "the one algorithm there is for it here" + suffix)]
-    starts: list[tuple[int, str]] = []
-    for size in _GRID:
-        times = {name: predict(operation, name, size, topology, links, wire) for name in able}
-        best = min(times, key=lambda name: times[name])
-        if not starts or times[best] < _WORTH_A_ROW * times[starts[-1][1]]:
-            starts.append((size, best))
+    starts = _starts(operation, able, topology, links, wire)
     rows = []
-    for index, (size, name) in enumerate(starts):
+    for index, (size, name, between) in enumerate(starts):
         # Times are of a size inside the row: of its start times four, where that is still inside.
         after = starts[index + 1][0] if index + 1 < len(starts) else 1 << 40
         shown = min(max(4 * size, 1024), after - 1)
-        rows.append(Row(operation, size, name, wire, _reason(operation, shown, able, topology, links, wire) + suffix))
+        reason = _reason(operation, shown, able, topology, links, wire)
+        if between != "local":
+            reason = f"{between} between hosts; {reason}"
+        rows.append(Row(operation, size, name, wire, reason + suffix, between))
     return rows
+
+
+def _starts(
+    operation: str, able: list[str], topology: Topology, links: Links, wire: str
+) -> list[tuple[int, str, str]]:
+    """Sizes from which on another algorithm is the cheapest, or, of a hierarchical one, another between hosts."""
+    starts: list[tuple[int, str, str]] = []
+    for size in _GRID:
+        times = {name: predict(operation, name, size, topology, links, wire) for name in able}
+        best = min(times, key=lambda name: times[name])
+        if starts and times[best] >= _WORTH_A_ROW * times[starts[-1][1]]:
+            best = starts[-1][1]
+        between = best_between(size, topology, links) if best == "hierarchical" else "local"
+        if not starts or (best, between) != starts[-1][1:]:
+            starts.append((size, best, between))
+    return starts
 
 
 def _reason(operation: str, size: int, able: list[str], topology: Topology, links: Links, wire: str) -> str:

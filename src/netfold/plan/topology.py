@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -83,10 +84,10 @@ class Topology:
     def ranks(self) -> int:
         return len(self.nodes)
 
-    @property
+    @cached_property
     def node_count(self) -> int:
         return len(set(self.nodes))
 
-    @property
+    @cached_property
     def most_on_a_node(self) -> int:
         return max(Counter(self.nodes).values())

@@ -23,10 +23,11 @@ class Bruck final : public Streams {
  private:
   void plan_all_gather();
   void plan_all_to_all();
+  void meanwhile() override;
   void finish() override;
 
   std::unique_ptr<std::byte[]> scratch_;
-  std::vector<const std::byte*> arrived_;  // all_to_all: the block for us from so many ranks before us
+  std::vector<std::byte*> arrived_;  // all_to_all: the block for us from so many ranks before us
 };
 
 }  // namespace netfold::collective

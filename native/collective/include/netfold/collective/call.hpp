@@ -54,6 +54,9 @@ struct Buffer {
   std::size_t bytes = 0;
 };
 
+// A block that stays with its rank: both have the same size, and may be the same.
+void copy_block(const Buffer& to, const Buffer& from);
+
 // Buffers are borrowed until the work completes. Who needs which (P ranks):
 //   all_reduce, reduce   outputs[0], in place (reduce: the result is the root's; the others' buffers stay as
 //   they are) broadcast            outputs[0] all_gather           inputs[0], outputs[P]        gather

@@ -27,7 +27,10 @@ class Pairwise final : public Algorithm {
 
   bool may_send() const { return sent_ < outgoing_.size() && sent_ < received_ + kAtOnce; }
 
+  const Call& call_;
   transport::Mesh& mesh_;
+  std::size_t self_;
+  bool begun_ = false;
   std::vector<Outgoing> outgoing_;  // by step
   std::vector<Incoming> incoming_;
   std::size_t sent_ = 0;

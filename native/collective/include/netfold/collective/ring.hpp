@@ -28,6 +28,7 @@ class Ring final : public Streams {
   void plan_all_reduce();
   void plan_reduce_scatter();
   void plan_all_gather();
+  void meanwhile() override;
 
   std::unique_ptr<std::byte[]> slots_;  // partial sums on their way
 };

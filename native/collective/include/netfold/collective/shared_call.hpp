@@ -20,7 +20,7 @@ class SharedCall : public Algorithm {
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;
-  bool awaited_may_wait() const override { return all_posts_read_; }
+  bool awaited_may_wait() const override;
 
  protected:
   using Node = transport::SharedNode;
@@ -42,6 +42,8 @@ class SharedCall : public Algorithm {
   virtual bool reads(Stream stream, int reader) const = 0;
 
   bool is_posted() const { return posted_; }
+  // Compares what has been posted of this call so far, for who does not wait for posts.
+  void look_at_posts();
   bool has_table() const;
   std::size_t table_bytes() const { return has_table() ? static_cast<std::size_t>(size_) * sizeof(std::uint64_t) : 0; }
   void write_table(std::byte* data) const;
@@ -85,6 +87,7 @@ class SharedCall : public Algorithm {
 
   bool post();
   bool read_posts();
+  void read_post(int position);
   void compare(int position);
   bool is_awaited(int position) const;
   void look_for_lost(std::int64_t now_ns);

@@ -1,6 +1,6 @@
 // A call that goes over the mesh, in a group some ranks of which share memory: it posts its header there like any other
-// call, so that a rank of the same host that is in another one hears of it at once instead of waiting in memory for who
-// waits at a socket.
+// call, and looks at the others' posts while it waits. So of two ranks of a host that are in different calls, one at a
+// socket and one in memory, both hear of it at once.
 #pragma once
 
 #include <netfold/collective/shared_call.hpp>

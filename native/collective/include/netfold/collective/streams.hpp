@@ -75,6 +75,8 @@ class Streams : public Algorithm {
   Mark add(int stream, const Receive& piece);
   // Ends the plan. Last line of a constructor.
   void seal();
+  // Once, when the first pieces are with the sockets: what need not be done before.
+  virtual void meanwhile() {}
   // After the last piece.
   virtual void finish() {}
 
@@ -124,6 +126,7 @@ class Streams : public Algorithm {
   void note(Failure failure);
   Failure lost(int peer, Failure failure);
   Progress finish_pieces(std::int64_t now_ns);
+  bool takes(const In& in) const;
   bool reads(const In& in) const;
   std::byte* target(In& in);
 
@@ -138,6 +141,7 @@ class Streams : public Algorithm {
   std::vector<Out> outs_;
   std::vector<In> ins_;
   std::vector<std::byte> decoded_;  // a piece in the tensor's format, where the wire's differs
+  bool begun_ = false;
   std::int64_t give_up_ns_ = -1;
 };
 

@@ -1,0 +1,52 @@
+"""`netfold explain`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from netfold.cli import app
+
+
+def explain(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["explain", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.fixture(autouse=True)
+def wide_and_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("NETFOLD_ALGORITHM", "NETFOLD_SWITCH", "NETFOLD_WIRE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_all_candidates_are_printed_the_chosen_one_marked_and_the_reason_below() -> None:
+    code, said = explain("all-reduce", "--size", "16M", "--ranks", "4")
+    assert code == 0
+    for algorithm in ("direct", "ring *", "halving_doubling", "tree", "in_network"):
+        assert algorithm in said
+    assert "no NETFOLD_SWITCH" in said
+    assert said.splitlines()[-1].startswith("* ring, wire auto: predicted for ")
+
+
+def test_links_and_hosts_can_be_named() -> None:
+    code, said = explain("broadcast", "--size", "4K", "--ranks", "8", "--hosts", "2", "--latency-us", "5")
+    assert code == 0
+    assert "broadcast of 4K on 8 ranks on 2 hosts" in said and "assumed: 5 us" in said
+
+
+def test_what_was_asked_for_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NETFOLD_ALGORITHM", "all_reduce=tree")
+    assert "* tree, wire auto: NETFOLD_ALGORITHM=all_reduce=tree" in explain("all-reduce", "--size", "1M")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("all-scatter",), "no operation 'all_scatter'; there are all_reduce"),
+        (("all-reduce", "--ranks", "2", "--hosts", "3"), "2 ranks cannot be on 3 hosts"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], sentence: str) -> None:
+    code, said = explain(*arguments)
+    assert code == 2 and sentence in said
