@@ -139,6 +139,7 @@ class Group {
   void wait_for(collective::WaitSet& set) const;
   bool has_work() const;  // under mutex_
   std::string describe(const Operation& operation) const;
+  static std::string within(std::int64_t timeout_ns);
 
   Engine& engine_;
   Options options_;
