@@ -1,7 +1,7 @@
 """PyTorch's own suite for process groups, as its wheel ships it, for one backend and world size; its tests stay as
 they are.
 
-    python suite.py BACKEND WORLD_SIZE CHOSEN_AS [TEST ...]     # one JSON line a test on standard output
+    python suite.py BACKEND WORLD_SIZE CHOSEN_AS [--list | TEST ...]     # one JSON line a test on standard output
 
 What is extended from outside, so that netfold is asked for all that gloo is asked for:
 
@@ -133,7 +133,11 @@ def main() -> None:
     # What ranks print goes to standard error; standard output is for the results.
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    for name in asked or unittest.TestLoader().getTestCaseNames(suite):
+    names = unittest.TestLoader().getTestCaseNames(suite)
+    if asked == ["--list"]:
+        print("\n".join(names), file=results)
+        return
+    for name in asked or names:
         print(json.dumps(run(suite, name)), file=results)
 
 

@@ -7,6 +7,7 @@ group makes those itself, and hands calls on their tensors on (`_WithSiblings`).
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import sys
 import weakref
@@ -30,9 +31,7 @@ def create(options: Any, pg_options: Any) -> ProcessGroupNetfold:
     if pg_options is not None and not isinstance(pg_options, Options):
         raise TypeError(f"pg_options must be netfold.Options, not {type(pg_options).__name__}")
     prepare_for_torch(ProcessGroupNetfold, _WithSiblings)
-    # torchrun gives all attempts of a job one store: a restarted worker must not meet its predecessor's keys.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"netfold/{attempt}", options.store)
+    store = _part_of_our_own(options)
     group = Group(
         TorchStore(store),
         options.group_rank,
@@ -48,10 +47,23 @@ def create(options: Any, pg_options: Any) -> ProcessGroupNetfold:
         group.close()
         raise
     process_group = (
-        ProcessGroupNetfold(group, options.store) if others is None else _WithSiblings(group, options.store, others)
+        ProcessGroupNetfold(group, options.store, store)
+        if others is None
+        else _WithSiblings(group, options.store, store, others)
     )
     _live.add(process_group)
     return process_group
+
+
+def _part_of_our_own(options: Any) -> Store:
+    """Where no other group finds its keys.
+
+    torchrun gives all attempts of a job one store: a restarted worker must not meet its predecessor's keys. And torch
+    names groups by counting calls, which ranks that make groups of a group do differently: the members tell them apart.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    members = hashlib.sha256(repr(options.global_ranks_in_group).encode()).hexdigest()[:16]
+    return PrefixStore(f"netfold/{attempt}/{members}", options.store)
 
 
 def _join_timeout_s() -> float:
@@ -97,8 +109,8 @@ def _asked_for() -> dict[str, str]:
 class _WithSiblings(ProcessGroupNetfold):
     """netfold for CPU tensors; the backends of `others` for those of their devices."""
 
-    def __init__(self, group: Group, store: Store, others: dist.ProcessGroup) -> None:
-        super().__init__(group, store)
+    def __init__(self, group: Group, store: Store, part: Store, others: dist.ProcessGroup) -> None:
+        super().__init__(group, store, part)
         self.others = others
         for device in others._device_types:
             backend = others._get_backend(device)

@@ -23,12 +23,14 @@ _PASSED = "passed"
 class Turns:
     """One rank's count of the barriers of a group: every one has keys of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
         self._count = 0
         self._lock = threading.Lock()
 
-    def pass_together(self, store: Store, rank: int, size: int, timeout_s: float, wait_all_ranks: bool) -> None:
+    def pass_together(self, timeout_s: float, wait_all_ranks: bool) -> None:
         """Return once every rank is here; CollectiveTimeout names those that are not, on every rank that is."""
+        store, rank, size = self._store, self._rank, self._size
         with self._lock:
             self._count += 1
             turn = self._count
@@ -38,8 +40,8 @@ class Turns:
                 rank=rank,
             )
         began = time.monotonic()
-        here = [f"netfold/monitored_barrier/{turn}/{other}" for other in range(size)]
-        answer = f"netfold/monitored_barrier/{turn}/answer"
+        here = [f"monitored_barrier/{turn}/{other}" for other in range(size)]
+        answer = f"monitored_barrier/{turn}/answer"
         store.set(here[rank], "here")
         if rank == 0:
             missing = _wait(store, here, began + timeout_s)
@@ -86,4 +88,4 @@ def _wait(store: Store, keys: list[str], deadline: float) -> list[int]:
 
 def _forget(store: Store, turn: int, size: int) -> None:
     for word in (*range(size), "answer"):
-        store.delete_key(f"netfold/monitored_barrier/{turn}/{word}")
+        store.delete_key(f"monitored_barrier/{turn}/{word}")

@@ -41,7 +41,8 @@ _NO_POINT_TO_POINT = (
 class ProcessGroupNetfold(dist.ProcessGroup):
     """`netfold` is its `netfold.communicator.Group`."""
 
-    def __init__(self, group: Group, store: Store) -> None:
+    def __init__(self, group: Group, store: Store, part: Store) -> None:
+        """`store`: what torch gave us; `part`: where no other group finds its keys."""
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # the stubs lack this overload
         self.netfold = group
         self._store = store
@@ -49,7 +50,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         self._unfinished: collections.deque[NetfoldWork] = collections.deque()
         self._unfinished_lock = threading.Lock()
         self._coalesced = _Coalesced()
-        self._barriers = monitored.Turns()
+        self._barriers = monitored.Turns(part, group.rank, group.size)
         # torch reads a group's devices off its backends; this one trips on whatever reaches it past this class.
         fake: Any = FakeProcessGroup  # the stubs do not know its options
         anchor_options = fake.Options()
@@ -246,7 +247,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `netfold.torch.monitored_barrier`."""
         seconds = self.netfold.timeout_s if timeout is None else timeout.total_seconds()
-        self._barriers.pass_together(self._store, self.netfold.rank, self.netfold.size, seconds, wait_all_ranks)
+        self._barriers.pass_together(seconds, wait_all_ranks)
 
     # --- point to point --------------------------------------------------------------------------------------------
 
