@@ -1,4 +1,4 @@
-"""What torch.distributed documents around the collectives: coalescing, meshes, threads, timeouts, ends, other devices."""
+"""What torch.distributed documents around the collectives: coalescing, meshes, threads, timeouts, ends, devices."""
 
 from __future__ import annotations
 

@@ -74,9 +74,10 @@ def trap_4_compiled_code_reaches_the_group(dist: Any, rank: int, size: int) -> N
         compiled(torch.full((2, 3), rank + 1.0)).sum().backward()
     assert ddp.module.weight.grad.eq(2 * sum(range(1, size + 1)) / size).all()
     world = dist.group.WORLD
-    gather = torch.compile(lambda x: functional.all_gather_tensor(x * 2, 0, world) + 1, backend="aot_eager", fullgraph=True)
+    whole = {"backend": "aot_eager", "fullgraph": True}
+    gather = torch.compile(lambda x: functional.all_gather_tensor(x * 2, 0, world) + 1, **whole)
     assert torch.equal(gather(torch.full((2,), float(rank))), torch.arange(size).repeat_interleave(2) * 2.0 + 1)
-    summed = torch.compile(lambda x: functional.all_reduce(x + 1, "sum", world) * 2, backend="aot_eager", fullgraph=True)
+    summed = torch.compile(lambda x: functional.all_reduce(x + 1, "sum", world) * 2, **whole)
     assert summed(torch.ones(3)).eq(4 * size).all()
 
 

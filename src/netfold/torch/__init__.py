@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
-    from netfold.communicator import Group
+    from netfold.communicator import Group, Options
     from netfold.profile import Records
     from netfold.torch.process_group import ProcessGroupNetfold
 
-__all__ = ["events", "monitored_barrier", "register", "why"]
+__all__ = ["events", "monitored_barrier", "new_process_group", "register", "why"]
 
 
 def register() -> None:
@@ -46,6 +47,24 @@ def _create(options: Any, pg_options: Any) -> Any:
     return create(options, pg_options)
 
 
+def new_process_group(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    timeout: timedelta = timedelta(minutes=30),
+    options: Options | None = None,
+) -> ProcessGroupNetfold:
+    """A group that torch's world does not know, for programs that make and remake groups themselves (torchft).
+
+    `store`: a part for this life of the group alone (`PrefixStore`); `timeout`: of each operation. Not needed with
+    `init_process_group`. Its `shutdown()` ends it. Raises what `netfold.communicator.Group` raises.
+    """
+    from netfold.torch.creation import standalone
+
+    return standalone(store, rank, size, timeout, options)
+
+
 def events(group: dist.ProcessGroup | None = None) -> Records:
     """The newest event records of a group (`netfold.profile.RECORD`), oldest first."""
     return _group(group).events()
@@ -61,7 +80,7 @@ def monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """Return once every rank of `group` has called this; else raise on every rank that did, with the ranks that did not.
+    """Return once every rank of `group` has called this; else raise on all that did, with the ranks that did not.
 
     As `torch.distributed.monitored_barrier`, which takes gloo groups only. `timeout`: a timedelta or seconds, that of
     the group if None. With `wait_all_ranks` rank 0's message lists the missing ranks first; they are named either way.

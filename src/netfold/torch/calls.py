@@ -50,11 +50,13 @@ class Reduction(NamedTuple):
 
 
 # A ReduceOp hashes by its kind and equals it: the look-up of every call.
-_REDUCTIONS = {ReduceOp(op): Reduction(name, op == dist.ReduceOp.AVG) for op, name in _NAMES.items()}  # type: ignore[call-arg]
+_REDUCTIONS = {ReduceOp(op): Reduction(name, op == dist.ReduceOp.AVG) for op, name in _NAMES.items()}
 
 # For the shortest way (ProcessGroupNetfold.allreduce): native codes of what needs no preparation.
 DTYPE_CODES = {dtype: DTYPES[name] for dtype, name in _DTYPES.items()}
-REDUCE_CODES = {op: (REDUCE_OPS[each.name], each.average) for op, each in _REDUCTIONS.items() if each.name not in _BITWISE}
+REDUCE_CODES = {
+    op: (REDUCE_OPS[each.name], each.average) for op, each in _REDUCTIONS.items() if each.name not in _BITWISE
+}
 
 
 class Prepared:
@@ -186,6 +188,23 @@ def reduction_of(op: Any) -> Reduction:
     raise ValueError(f"netfold does not reduce by {op}")
 
 
+def listed(tensors: Any) -> list[Tensor]:
+    """torch's methods take a tensor in place of a list of one."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def with_op(opts: Any, op: Any) -> Any:
+    """torch's methods take a ReduceOp in place of options."""
+    if op is not None:
+        opts.reduceOp = ReduceOp(op) if not isinstance(op, ReduceOp) else op
+    return opts
+
+
+def with_root(opts: Any, root: int) -> Any:
+    opts.rootRank = root
+    return opts
+
+
 def timeout_of(opts: Any) -> float | None:
     """Seconds, None where a call names none (torch says so by a negative time)."""
     timeout = getattr(opts, "timeout", None)
@@ -238,7 +257,8 @@ def _scaled(tensor: Tensor, asked: Reduction) -> Tensor:
         if factor.numel() != 1:
             raise ValueError(f"premul_sum takes one factor a rank, not {factor.numel()}")
         factor = factor.item()
-    return (tensor.detach() * factor).contiguous()
+    scaled: Tensor = tensor.detach() * factor
+    return scaled.contiguous()
 
 
 def _name(tensor: Tensor, asked: Reduction) -> str:

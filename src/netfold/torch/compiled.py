@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from netfold.torch import calls, process_group, work
+from netfold.torch import calls, process_group, sparse, work
+from netfold.torch.process_group import ProcessGroupNetfold
 
 _library: list[Any] = []  # what is registered lives as long as this
 
@@ -20,11 +21,11 @@ _library: list[Any] = []  # what is registered lives as long as this
 @functools.cache
 def prepare_for_torch(*classes: type) -> None:
     """Idempotent."""
-    for room in (process_group, work, calls):
+    for room in (process_group, work, calls, sparse):
         _skip(vars(room).values())
     for each in classes:
         _skip(vars(each).values())
-    library = torch.library.Library("c10d", "IMPL")
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that another kernel was there: ours passes on to it
         library.impl("_allgather_base_", _all_gather_base, "CPU")
@@ -46,12 +47,13 @@ def _skip(values: Any) -> None:
 def _all_gather_base(output: Any, input: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
     """`_c10d_functional.all_gather_into_tensor_out` calls this operator past the group's methods. It is one for all
     groups: those of other backends are passed on to theirs."""
-    found = dist.ProcessGroup.unbox(group)
+    found: Any = dist.ProcessGroup.unbox(group)
     opts = AllgatherOptions()
     opts.asyncOp = async_op
     if timeout >= 0:
         opts.timeout = timedelta(milliseconds=timeout)
-    if isinstance(found, process_group.ProcessGroupNetfold):
-        return output, found._allgather_base(output, input, opts).boxed()
-    done = found._get_backend(output.device)._allgather_base(output, input, opts)
+    if isinstance(found, ProcessGroupNetfold):
+        done: Any = found._allgather_base(output, input, opts)
+    else:
+        done = found._get_backend(output.device)._allgather_base(output, input, opts)
     return output, done.boxed()

@@ -11,6 +11,7 @@ import hashlib
 import os
 import sys
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,27 +31,38 @@ def create(options: Any, pg_options: Any) -> ProcessGroupNetfold:
     """What torch calls for `init_process_group("netfold")` and `new_group(backend="netfold")`."""
     if pg_options is not None and not isinstance(pg_options, Options):
         raise TypeError(f"pg_options must be netfold.Options, not {type(pg_options).__name__}")
-    prepare_for_torch(ProcessGroupNetfold, _WithSiblings)
     store = _part_of_our_own(options)
-    group = Group(
-        TorchStore(store),
-        options.group_rank,
-        options.group_size,
-        options=pg_options,
-        timeout_s=options.timeout.total_seconds(),
-        join_timeout_s=min(options.timeout.total_seconds(), _join_timeout_s()),
-        store_host=os.environ.get("MASTER_ADDR") or None,
-    )
+    group = _meet(store, options.group_rank, options.group_size, options.timeout, pg_options)
     try:
         others = _siblings(options, store)
     except BaseException:
         group.close()
         raise
-    process_group = (
-        ProcessGroupNetfold(group, options.store, store)
-        if others is None
-        else _WithSiblings(group, options.store, store, others)
+    if others is None:
+        return _known(ProcessGroupNetfold(group, options.store, store))
+    return _known(_WithSiblings(group, options.store, store, others))
+
+
+def standalone(store: Store, rank: int, size: int, timeout: timedelta, options: Options | None) -> ProcessGroupNetfold:
+    """See `netfold.torch.new_process_group`."""
+    part = PrefixStore("netfold", store)
+    return _known(ProcessGroupNetfold(_meet(part, rank, size, timeout, options), store, part))
+
+
+def _meet(store: Store, rank: int, size: int, timeout: timedelta, options: Options | None) -> Group:
+    prepare_for_torch(ProcessGroupNetfold, _WithSiblings)
+    return Group(
+        TorchStore(store),
+        rank,
+        size,
+        options=options,
+        timeout_s=timeout.total_seconds(),
+        join_timeout_s=min(timeout.total_seconds(), _join_timeout_s()),
+        store_host=os.environ.get("MASTER_ADDR") or None,
     )
+
+
+def _known(process_group: ProcessGroupNetfold) -> ProcessGroupNetfold:
     _live.add(process_group)
     return process_group
 
@@ -79,7 +91,7 @@ def _siblings(options: Any, store: Store) -> dist.ProcessGroup | None:
     devices = {device: name for device, name in _asked_for().items() if name != "netfold"}
     if not devices:
         return None
-    name = f"{options.group_id}/beside netfold"
+    name = distributed_c10d.GroupName(f"{options.group_id}/beside netfold")
     group, _ = distributed_c10d._new_process_group_helper(
         options.group_size,
         options.group_rank,
@@ -140,10 +152,13 @@ class _WithSiblings(ProcessGroupNetfold):
         self.shutdown()
 
     def _start_coalescing(self, device: torch.device) -> None:
-        (super() if device.type == "cpu" else self.others)._start_coalescing(device)
+        if device.type == "cpu":
+            super()._start_coalescing(device)
+        else:
+            self.others._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        return (super() if device.type == "cpu" else self.others)._end_coalescing(device)
+        return super()._end_coalescing(device) if device.type == "cpu" else self.others._end_coalescing(device)
 
 
 def _by_device(name: str) -> Any:

@@ -24,12 +24,13 @@ from netfold.communicator import Group
 from netfold.communicator.group import KINDS
 from netfold.torch import calls, monitored, sparse
 from netfold.torch.calls import Prepared, copies
-from netfold.torch.work import NetfoldWork
+from netfold.torch.work import CompletedWork, NetfoldWork
 
 Tensor = torch.Tensor
+Work = CompletedWork | NetfoldWork
 
 _ALL_REDUCE = KINDS["all_reduce"]
-_profiling = torch.autograd._profiler_enabled
+_profiling = torch._C._autograd._profiler_enabled
 _profiled = torch._C._profiler._RecordFunctionFast  # the one that takes tensors, so that their shapes are shown
 
 _NO_POINT_TO_POINT = (
@@ -86,11 +87,11 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 
     # --- reductions ------------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> NetfoldWork | None:
-        """None where the caller waits anyway and all is done already: torch then has nothing left to wait for."""
-        opts = opts if opts is not None else dist.AllreduceOptions()
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
+        if opts is None or not hasattr(opts, "reduceOp"):
+            tensors, opts = calls.listed(tensors), calls.with_op(dist.AllreduceOptions(), opts)
         if len(tensors) == 1 and not getattr(opts, "asyncOp", True) and self._all_reduce_at_once(tensors[0], opts):
-            return None
+            return CompletedWork(tensors)
         if len(tensors) == 1 and tensors[0].is_sparse:
             return sparse.all_reduce(self, tensors[0], opts)
         return self._together(
@@ -117,7 +118,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         )
         return True
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> NetfoldWork | None:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> NetfoldWork | None:
@@ -126,9 +127,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         call = calls.reduction("reduce", tensor, opts.reduceOp, root=opts.rootRank, result_here=here)
         return self._together([call], tensors, opts)
 
-    def reduce_scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> NetfoldWork | None:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> NetfoldWork | None:
         return self._reduce_scatter(outputs, inputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> NetfoldWork | None:
@@ -141,7 +140,9 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> NetfoldWork | None:
         pairs = zip(outputs, inputs, strict=True)
-        return self._reduce_scatter(outputs, [calls.by_rank(whole, part, self.netfold.size) for part, whole in pairs], opts)
+        return self._reduce_scatter(
+            outputs, [calls.by_rank(whole, part, self.netfold.size) for part, whole in pairs], opts
+        )
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -162,11 +163,15 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 
     # --- copies ----------------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> NetfoldWork | None:
+    def broadcast(self, tensors: list[Tensor], opts: Any = 0) -> NetfoldWork | None:
+        if isinstance(opts, int):  # one of torch's overloads
+            tensors, opts = calls.listed(tensors), calls.with_root(dist.BroadcastOptions(), opts)
         prepared = [copies("broadcast", [], [tensor], root=opts.rootRank) for tensor in tensors]
         return self._together(prepared, tensors, opts)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> NetfoldWork | None:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> NetfoldWork | None:
+        if isinstance(inputs, torch.Tensor):  # one of torch's overloads
+            outputs, inputs = [outputs], [inputs]
         return self._all_gather(outputs, inputs, outputs, opts)
 
     def allgather_coalesced(
@@ -262,7 +267,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 
     # --- submission ------------------------------------------------------------------------------------------------
 
-    def _one_a_rank(self, kind: str, which: str, tensors: Sequence[Tensor]) -> None:
+    def _one_a_rank(self, kind: str, which: str, tensors: Sequence[Any]) -> None:
         if len(tensors) != self.netfold.size:
             raise ValueError(f"{kind}: {len(tensors)} {which} tensors on {self.netfold.size} ranks")
 

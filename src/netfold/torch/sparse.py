@@ -42,7 +42,10 @@ def all_reduce(group: ProcessGroupNetfold, tensor: Tensor, opts: Any) -> Netfold
     counts = [int(theirs[0]) for theirs in shapes]
     indices = [torch.empty(own.sparse_dim(), count, dtype=torch.int64) for count in counts]
     values = [own.values().new_empty(count, *own.values().shape[1:]) for count in counts]
-    gathered = [calls.copies("all_gather", [own.indices()], indices), calls.copies("all_gather", [own.values()], values)]
+    gathered = [
+        calls.copies("all_gather", [own.indices()], indices),
+        calls.copies("all_gather", [own.values()], values),
+    ]
 
     def add_up() -> None:
         total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), tensor.shape, check_invariants=False)

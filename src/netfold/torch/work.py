@@ -51,7 +51,8 @@ class NetfoldWork(dist.Work):
         self._keep = keep
         self._finish = finish
         self._lock = threading.Lock()
-        self._future: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None  # the one to resolve
+        self._visible: torch.futures.Future[Any]  # the one that users get
         self._pending = 0
         self._watched = False
         self._ended = False  # settled, so that a Future may be resolved
@@ -168,6 +169,40 @@ class NetfoldWork(dist.Work):
             if self._pending > 0:
                 return None
         return self._end()
+
+
+class CompletedWork(dist.Work):
+    """What is done on return, without failure: the cheapest Work there can be."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> Any:
+        return None
+
+    def result(self) -> Any:
+        return self._result
+
+    def synchronize(self) -> None:
+        return None
+
+    def boxed(self) -> Any:
+        return PythonCallbackWork(self.wait).boxed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
 
 
 class _Completions:
