@@ -148,8 +148,9 @@ def checkpoints_are_saved_and_loaded(dist: Any, rank: int, size: int, folder: st
     model = fully_shard(network(), mesh=mesh)
     expected = [parameter.full_tensor() for parameter in model.parameters()]
     for how in ("save", "async_save"):
-        saved = getattr(dcp, how)({"model": model.state_dict()}, checkpoint_id=f"{folder}/{how}")
-        # Training goes on meanwhile: the saving thread has collectives of its own.
+        # Training goes on meanwhile: the saving thread has a group of its own, as torch's documentation asks.
+        options = {"process_group": dist.new_group()} if how == "async_save" else {}
+        saved = getattr(dcp, how)({"model": model.state_dict()}, checkpoint_id=f"{folder}/{how}", **options)
         for _ in range(20):
             dist.all_reduce(torch.ones(100))
         if how == "async_save":
