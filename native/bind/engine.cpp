@@ -28,12 +28,18 @@ std::vector<collective::Buffer> buffers(const std::vector<Region>& regions) {
   return out;
 }
 
-std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, std::uint64_t id, int spin_us,
+std::unique_ptr<transport::Mesh> make_mesh(int rank, const std::vector<int>& fds) {
+  std::vector<transport::Fd> peers;
+  for (const int fd : fds) peers.emplace_back(fd);
+  return std::make_unique<transport::Mesh>(rank, std::move(peers));
+}
+
+std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, const std::vector<int>& lane_fds,
+                                  std::uint64_t id, int spin_us,
                                   const std::vector<std::tuple<int, std::uint64_t, int, int>>& table,
                                   std::uint16_t table_hash) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
-  std::vector<transport::Fd> peers;
-  for (const int fd : fds) peers.emplace_back(fd);
+  if (lane_fds.size() != fds.size()) throw nb::value_error("every lane needs as many places as there are ranks");
   Group::Options options{.id = id, .spin_us = spin_us, .table = {}, .table_hash = table_hash};
   for (const auto& [kind, min_bytes, algorithm, wire] : table) {
     if (kind < 0 || kind >= collective::kKindCount || algorithm < 0 || algorithm >= collective::kAlgorithmCount ||
@@ -43,12 +49,12 @@ std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, std::ui
     options.table.push_back(
         {static_cast<collective::Kind>(kind), min_bytes, static_cast<collective::AlgorithmId>(algorithm), wire});
   }
-  return Engine::instance().add_group(std::move(options), std::make_unique<transport::Mesh>(rank, std::move(peers)));
+  return Engine::instance().add_group(std::move(options), make_mesh(rank, fds), make_mesh(rank, lane_fds));
 }
 
 std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce, bool average, int root,
                                   const std::vector<Region>& inputs, const std::vector<Region>& outputs,
-                                  std::int64_t timeout_ns, bool on_this_thread) {
+                                  std::int64_t timeout_ns, bool on_this_thread, int tag) {
   if (kind < 0 || kind >= collective::kKindCount || dtype < 0 || dtype >= kernels::kDTypeCount || reduce < 0 ||
       reduce >= kernels::kReduceOpCount) {
     throw nb::value_error("unknown operation, dtype or reduction");
@@ -59,6 +65,7 @@ std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce,
   call.reduce = static_cast<kernels::ReduceOp>(reduce);
   call.average = average;
   call.root = root;
+  call.tag = tag;
   call.inputs = buffers(inputs);
   call.outputs = buffers(outputs);
   nb::gil_scoped_release release;
@@ -84,6 +91,7 @@ void bind_engine(nb::module_& m) {
   e.attr("REDUCE_OPS") = names<kernels::ReduceOp>(kernels::kReduceOpCount);
   e.attr("KINDS") = names<collective::Kind>(collective::kKindCount);
   e.attr("ALGORITHMS") = names<collective::AlgorithmId>(collective::kAlgorithmCount);
+  e.attr("ANY_SOURCE") = collective::kAnySource;
   e.attr("EVENT_BYTES") = sizeof(engine::EventRecord);
   nb::list failures;
   for (const char* word : {"none", "peer_lost", "switch_lost", "mismatch", "timeout", "aborted", "system"}) {
@@ -96,6 +104,7 @@ void bind_engine(nb::module_& m) {
       .def("notify", &Operation::notify, "Queue the id when done; False: it is done already.")
       .def_prop_ro("done", &Operation::done)
       .def_prop_ro("id", &Operation::id)
+      .def_prop_ro("peer", &Operation::peer, "Of a send or receive that is done: the other rank.")
       .def_prop_ro("failure",
                    [](const Operation& self) -> std::optional<std::tuple<int, int, std::string>> {
                      if (!self.done() || !self.failure()) return std::nullopt;
@@ -117,7 +126,9 @@ void bind_engine(nb::module_& m) {
           nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("job"), nb::arg("epoch"),
           nb::arg("incarnation"), nb::arg("worker"), nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"))
       .def("submit", &submit, nb::arg("kind"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("average"), nb::arg("root"),
-           nb::arg("inputs"), nb::arg("outputs"), nb::arg("timeout_ns"), nb::arg("on_this_thread"))
+           nb::arg("inputs"), nb::arg("outputs"), nb::arg("timeout_ns"), nb::arg("on_this_thread"), nb::arg("tag") = 0)
+      .def("wait", &Group::wait, nb::arg("operation"), nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>(),
+           "Wait for an operation of this group, on whose behalf this thread may be made to drive.")
       .def("choose",
            [](const Group& self, int kind, int dtype, std::uint64_t bytes) {
              const auto choice =
@@ -162,9 +173,10 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size);
 
-  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("id"), nb::arg("spin_us"), nb::arg("table"),
-        nb::arg("table_hash"),
-        "fds[r]: a connected stream socket to rank r, -1 at this rank's place. Takes ownership of them.");
+  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("id"),
+        nb::arg("spin_us"), nb::arg("table"), nb::arg("table_hash"),
+        "fds[r]: a connected stream socket to rank r, -1 at this rank's place; lane_fds[r]: another, for messages "
+        "between two ranks. Takes ownership of them.");
   e.def(
       "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },
       nb::call_guard<nb::gil_scoped_release>());

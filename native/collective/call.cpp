@@ -60,6 +60,11 @@ const char* name(AlgorithmId algorithm) {
   return "?";
 }
 
-std::size_t Call::elements() const { return outputs.empty() ? 0 : outputs[0].bytes / kernels::element_bytes(dtype); }
+Buffer Call::tensor() const {
+  if (kind == Kind::send) return inputs.empty() ? Buffer{} : inputs[0];
+  return outputs.empty() ? Buffer{} : outputs[0];
+}
+
+std::size_t Call::elements() const { return tensor().bytes / kernels::element_bytes(dtype); }
 
 }  // namespace netfold::collective

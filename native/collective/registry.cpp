@@ -20,6 +20,17 @@ void validate(const Call& call, int rank, int ranks) {
   const auto self = static_cast<std::size_t>(rank);
   const bool root = rank == call.root;
   const bool reduces = call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter;
+  if (is_transfer(call.kind)) {
+    const bool sends = call.kind == Kind::send;
+    const std::string peer = std::string("rank ") + std::to_string(call.root);
+    require((call.root >= 0 && call.root < ranks) || (!sends && call.root == kAnySource), call,
+            peer + " is not a rank of this group of " + std::to_string(ranks));
+    require(!root, call, peer + " is this rank itself; copy the tensor instead");
+    require(ranks > 1, call, "this group has no other rank");
+    require(call.tag >= 0, call, "tag " + std::to_string(call.tag) + " is negative");
+    require((sends ? call.inputs : call.outputs).size() == 1, call, "takes one tensor");
+    return;
+  }
   require(call.root >= 0 && call.root < ranks, call,
           "root " + std::to_string(call.root) + " is not a rank of this group of " + std::to_string(ranks));
   if (reduces) {
@@ -73,6 +84,8 @@ void validate(const Call& call, int rank, int ranks) {
       own(call.inputs[self], call.outputs[0]);
       break;
     case Kind::barrier:
+    case Kind::send:
+    case Kind::receive:
       break;
   }
 }

@@ -1,4 +1,5 @@
 #include <sys/eventfd.h>
+#include <sys/timerfd.h>
 #include <time.h>
 #include <unistd.h>
 #if defined(__x86_64__)
@@ -37,9 +38,9 @@ void signal(const transport::Fd& fd) {
   [[maybe_unused]] const auto written = ::write(fd.get(), &one, sizeof one);
 }
 
-void clear(const transport::Fd& fd) {
+bool clear(const transport::Fd& fd) {
   std::uint64_t value = 0;
-  [[maybe_unused]] const auto got = ::read(fd.get(), &value, sizeof value);
+  return ::read(fd.get(), &value, sizeof value) > 0;
 }
 
 // Sums must not depend on whose thread adds: a caller may flush subnormals to zero (torch.set_flush_denormal).
@@ -91,8 +92,13 @@ bool Operation::notify() {
   return true;
 }
 
-Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh)
-    : engine_(engine), options_(std::move(options)), mesh_(std::move(mesh)), wake_(make_event()) {
+Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh,
+             std::unique_ptr<transport::Mesh> lane)
+    : engine_(engine),
+      options_(std::move(options)),
+      mesh_(std::move(mesh)),
+      lane_(std::make_unique<collective::PointToPoint>(std::move(lane))),
+      wake_(make_event()) {
   events_.reserve(kEventCapacity);
 }
 
@@ -117,9 +123,11 @@ Choice Group::choose(collective::Kind kind, kernels::DType dtype, std::uint64_t 
 std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread) {
   collective::validate(call, rank(), size());
   auto operation = std::make_shared<Operation>();
-  const std::uint64_t bytes = call.outputs.empty() ? 0 : call.outputs[0].bytes;
+  const std::uint64_t bytes = call.tensor().bytes;
   const Choice choice = choose(call.kind, call.dtype, bytes);
-  call.algorithm = size() == 1 ? collective::AlgorithmId::local : choice.algorithm;
+  const bool is_transfer = collective::is_transfer(call.kind);
+  call.algorithm = is_transfer ? collective::AlgorithmId::point_to_point : choice.algorithm;
+  if (size() == 1) call.algorithm = collective::AlgorithmId::local;
   call.wire = static_cast<kernels::DType>(choice.wire);
   if (call.algorithm == collective::AlgorithmId::in_network && channel_ == nullptr) {
     throw std::invalid_argument("the choice table says in_network, but this group has not joined a switch");
@@ -143,7 +151,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   bool wake_engine = false;
   {
     std::lock_guard lock(mutex_);
-    operation->call_.sequence = record.sequence = next_sequence_++;
+    operation->call_.sequence = record.sequence = is_transfer ? next_transfer_++ : next_sequence_++;
     if (failure_) {
       operation->failure_ = failure_;
       operation->failure_.text = describe(*operation) + " failed: this group failed before: " + failure_.text;
@@ -153,9 +161,11 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
     }
     inbox_.push_back(operation);
     if (driver_ == Driver::none) {
-      if (on_this_thread && inbox_.size() == 1) {
+      const bool alone = inbox_.size() == 1;
+      // A message is tried at once in any case: small ones are then on their way, or there.
+      if (alone && (on_this_thread || (is_transfer && queue_.empty() && active_.empty()))) {
         driver_ = Driver::caller;
-        record.inlined = 1;
+        record.inlined = on_this_thread ? 1 : 0;
         drive = true;
       } else {
         wake_engine = true;
@@ -165,42 +175,62 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
     }
   }
   if (wake_engine) engine_.wake();
-  if (drive) drive_until(*operation);
+  if (drive) drive_until(*operation, on_this_thread ? -1 : 0);
   return operation;
 }
 
-void Group::drive_until(const Operation& operation) {
+bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
+  if (operation.done()) return true;
+  const std::int64_t until_ns = timeout_ns < 0 ? -1 : now_ns() + timeout_ns;
+  bool drive = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (driver_ == Driver::none && has_work()) {
+      driver_ = Driver::caller;
+      drive = true;
+    }
+  }
+  if (drive) drive_until(operation, until_ns);
+  return operation.wait(until_ns < 0 ? -1 : std::max<std::int64_t>(0, until_ns - now_ns()));
+}
+
+void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
   const DefaultFloats floats;
   collective::WaitSet set;
   std::int64_t idle_since = 0;
   while (!operation.done()) {
     const std::int64_t now = now_ns();
-    if (turn(now)) {
+    const bool moved = turn(now);
+    if (operation.done() || (until_ns >= 0 && now >= until_ns)) break;
+    if (moved) {
       idle_since = 0;
       continue;
     }
-    if (operation.done()) break;
     if (idle_since == 0) idle_since = now;
     if (now - idle_since < static_cast<std::int64_t>(options_.spin_us) * 1000) continue;
     set.fds.clear();
     set.wake_ns = -1;
     set.add(wake_.get(), POLLIN);
+    set.wake_at(until_ns);
     wait_for(set);
     sleep_in(set);
     clear(wake_);
   }
   bool more = false;
+  bool can_wait = false;
   {
     std::lock_guard lock(mutex_);
     driver_ = Driver::none;
     more = has_work();
+    can_wait = has_only_transfers();
     driver_left_.notify_all();
   }
+  if (more && can_wait) return engine_.wake_later();
   if (more) engine_.wake();
 }
 
 bool Group::has_work() const {
-  return !inbox_.empty() || !queue_.empty() || !active_.empty() || (failure_ && !closed_);
+  return !inbox_.empty() || !queue_.empty() || !active_.empty() || !transfers_.empty() || (failure_ && !closed_);
 }
 
 bool Group::can_start(const Operation& operation) const {
@@ -214,11 +244,13 @@ bool Group::turn(std::int64_t now) {
   {
     std::lock_guard lock(mutex_);
     while (!inbox_.empty()) {
-      queue_.push_back(std::move(inbox_.front()));
+      auto& to = collective::is_transfer(inbox_.front()->call_.kind) ? arrived_ : queue_;
+      to.push_back(std::move(inbox_.front()));
       inbox_.pop_front();
     }
     failed = static_cast<bool>(failure_);
   }
+  begin_transfers(now);
   if (failed) {
     fail_all();
     return false;
@@ -262,6 +294,7 @@ bool Group::turn(std::int64_t now) {
     }
     ++i;
   }
+  if (!failure) moved |= turn_transfers(now, failure);
   if (!failure) {
     for (const auto& operation : queue_) {
       if (operation->deadline_ns_ >= 0 && now >= operation->deadline_ns_) {
@@ -343,6 +376,8 @@ void Group::fail_all() {
   const std::int64_t now = now_ns();
   if (close_ns_ < 0) {
     collective::send_abort(*mesh_, failure);
+    if (lane_->unconfirmed()) linger_until_ns_ = now + kLingerNs;
+    lane_->abort(failure);
     // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
     // others have seen for themselves who died.
     const bool first_hand = failure.kind == Failure::Kind::peer_lost && failure.heard.empty();
@@ -350,6 +385,8 @@ void Group::fail_all() {
   }
   auto active = std::move(active_);
   auto queue = std::move(queue_);
+  auto transfers = std::move(transfers_);
+  transfers_.clear();
   active_.clear();
   queue_.clear();
   active_on_mesh_ = 0;
@@ -360,9 +397,15 @@ void Group::fail_all() {
   };
   for (const auto& operation : active) end(*operation);
   for (const auto& operation : queue) end(*operation);
+  for (const auto& [id, operation] : transfers) end(*operation);
   // Peers must hear of it now, not when this process ends.
   if (now < close_ns_) return;
+  if (now < linger_until_ns_ && lane_->unconfirmed()) {
+    close_ns_ = now + kLingerStepNs;
+    return;
+  }
   mesh_->close();
+  lane_->close();
   std::lock_guard lock(mutex_);
   closed_ = true;
 }
@@ -392,6 +435,9 @@ void Group::wait_for(collective::WaitSet& set) const {
     set.wake_at(operation->deadline_ns_);
   }
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
+  if (transfers_.empty()) return;
+  lane_->wait_for(set);
+  set.wake_at(transfer_deadline_ns_);
 }
 
 std::optional<Group::Traffic> Group::traffic() const {
@@ -423,7 +469,7 @@ std::string Group::describe(const Operation& operation) const {
       "rank " + std::to_string(rank()) + ": " + collective::name(call.kind) + " #" + std::to_string(call.sequence);
   if (call.elements() > 0) {
     text += " of " + std::to_string(call.elements()) + " " + kernels::name(call.dtype) + " (" +
-            std::to_string(call.outputs[0].bytes) + " bytes)";
+            std::to_string(call.tensor().bytes) + " bytes)";
   }
   return text + " by " + collective::name(call.algorithm) + ", after " + waited + ",";
 }
@@ -434,21 +480,26 @@ Engine& Engine::instance() {
   return *engine;
 }
 
-std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh) {
-  auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh));
+std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
+                                         std::unique_ptr<transport::Mesh> lane) {
+  auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh), std::move(lane));
   std::lock_guard life(life_mutex_);
   std::lock_guard lock(mutex_);
   groups_.push_back(group);
   if (!thread_.joinable()) {
     stopping_ = false;
     wake_ = make_event();
+    timer_ = transport::Fd(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
+    if (!timer_) transport::throw_errno("timerfd_create");
+    timer_armed_ = false;
     thread_ = std::thread([this] { run(); });
   }
   return group;
 }
 
 void Engine::remove_group(const std::shared_ptr<Group>& group) {
-  group->fail({Failure::Kind::aborted, group->rank(), "rank " + std::to_string(group->rank()) + " closed the group"});
+  const std::string text = "rank " + std::to_string(group->rank()) + " closed the group";
+  group->fail({.kind = Failure::Kind::aborted, .rank = group->rank(), .text = text, .heard = {}, .orderly = true});
   {
     // The failure above makes whoever drives finish; the engine thread tears down a group without a driver.
     std::unique_lock lock(group->mutex_);
@@ -476,12 +527,21 @@ void Engine::wake() {
   if (wake_) signal(wake_);
 }
 
+// For what may be done before: at most kGraceNs from now, whoever asks again meanwhile.
+void Engine::wake_later() {
+  if (timer_armed_.exchange(true)) return;
+  std::lock_guard lock(mutex_);
+  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = kGraceNs}};
+  if (timer_) timerfd_settime(timer_.get(), 0, &once, nullptr);
+}
+
 void Engine::run() {
   std::vector<std::shared_ptr<Group>> driven;
   collective::WaitSet set;
   std::int64_t idle_since = 0;
   for (;;) {
     clear(wake_);
+    if (clear(timer_)) timer_armed_.exchange(false);  // reads what wake_later wrote: this turn sees what it was for
     driven.clear();
     {
       std::lock_guard lock(mutex_);
@@ -499,6 +559,7 @@ void Engine::run() {
     set.fds.clear();
     set.wake_ns = -1;
     set.add(wake_.get(), POLLIN);
+    set.add(timer_.get(), POLLIN);
     for (const auto& group : driven) {
       clear(group->wake_);
       moved |= group->turn(now);

@@ -1,5 +1,7 @@
 #include <fcntl.h>
+#include <linux/sockios.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 #include <netfold/transport/mesh.hpp>
 
 #include <algorithm>
@@ -41,6 +43,16 @@ Mesh::Io Mesh::receive(int peer, std::span<const iovec> pieces) {
   if (got == 0) return {.closed = true};
   if (errno == EAGAIN || errno == EINTR) return {};
   return {.closed = true, .error = errno};
+}
+
+std::size_t Mesh::unconfirmed(int peer) const {
+  if (fd(peer) < 0) return 0;
+  // A connection that was reset still counts what it will never send.
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  if (::getsockopt(fd(peer), IPPROTO_TCP, TCP_INFO, &info, &length) != 0 || info.tcpi_state == TCP_CLOSE) return 0;
+  int bytes = 0;
+  return ::ioctl(fd(peer), SIOCOUTQ, &bytes) == 0 && bytes > 0 ? static_cast<std::size_t>(bytes) : 0;
 }
 
 void Mesh::close() {

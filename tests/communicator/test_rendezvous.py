@@ -23,24 +23,29 @@ pytestmark = pytest.mark.native
 SECRET = bytes(range(32))
 
 
-def mesh(rank: int, size: int, folder: str, secrets: list[bytes], timeout_s: float = 10.0) -> list[int]:
-    """Meet over loopback; exchange a byte a pair; the ranks that answered with their own number."""
+LANES = 2
+
+
+def mesh(rank: int, size: int, folder: str, secrets: list[bytes], timeout_s: float = 10.0) -> list[list[int]]:
+    """Meet over loopback; exchange a byte a connection; lane by lane who answered: 10 * lane + rank."""
     sockets = rendezvous.connect_mesh(
-        FileStore(folder), rank, size, "127.0.0.1", secrets[rank], time.monotonic() + timeout_s
+        FileStore(folder), rank, size, "127.0.0.1", secrets[rank], time.monotonic() + timeout_s, LANES
     )
-    for peer in sockets:
-        if peer is not None:
-            peer.settimeout(5)
-            peer.sendall(bytes([rank]))
-    met = [-1 if peer is None else peer.recv(1)[0] for peer in sockets]
-    for peer in sockets:
-        if peer is not None:
-            peer.close()
+    for lane, peers in enumerate(sockets):
+        for peer in peers:
+            if peer is not None:
+                peer.settimeout(5)
+                peer.sendall(bytes([10 * lane + rank]))
+    met = [[-1 if peer is None else peer.recv(1)[0] for peer in peers] for peers in sockets]
+    rendezvous.close_all(sockets)
     return met
 
 
-def everyone(size: int) -> list[list[int]]:
-    return [[-1 if peer == rank else peer for peer in range(size)] for rank in range(size)]
+def everyone(size: int) -> list[list[list[int]]]:
+    return [
+        [[-1 if peer == rank else 10 * lane + peer for peer in range(size)] for lane in range(LANES)]
+        for rank in range(size)
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -51,10 +56,11 @@ def test_every_rank_is_connected_with_every_other(size: int) -> None:
 STRANGERS: dict[str, list[bytes]] = {
     "says nothing and goes": [],
     "speaks HTTP": [b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n" + bytes(200)],
-    "sends half a hello": [b"netfold1\x00\x00"],
-    "claims a rank but knows no secret": [struct.pack(">8sII32s", b"netfold1", 1, 3, bytes(32)), bytes(32)],
-    "claims a rank that does not exist": [struct.pack(">8sII32s", b"netfold1", 9, 3, bytes(32))],
-    "is of a group of another size": [struct.pack(">8sII32s", b"netfold1", 1, 7, bytes(32))],
+    "sends half a hello": [b"netfold2\x00\x00"],
+    "claims a rank but knows no secret": [struct.pack(">8sIII32s", b"netfold2", 1, 3, 0, bytes(32)), bytes(32)],
+    "claims a rank that does not exist": [struct.pack(">8sIII32s", b"netfold2", 9, 3, 0, bytes(32))],
+    "is of a group of another size": [struct.pack(">8sIII32s", b"netfold2", 1, 7, 0, bytes(32))],
+    "asks for a lane that does not exist": [struct.pack(">8sIII32s", b"netfold2", 1, 3, LANES, bytes(32))],
     "sends random bytes": [os.urandom(4096)],
 }
 
@@ -68,7 +74,7 @@ def _visit(folder: str, words: list[bytes], done: threading.Event) -> None:
     done.set()
 
 
-def _mesh_with_visitor(rank: int, size: int, folder: str, words: list[bytes]) -> list[int]:
+def _mesh_with_visitor(rank: int, size: int, folder: str, words: list[bytes]) -> list[list[int]]:
     visited = threading.Event()
     if rank == 1:
         _visit(folder, words, visited)  # before the real ranks: rank 0 must let it go and meet them
@@ -112,11 +118,13 @@ def _forward(rank: int, size: int, folder: str) -> Any:
         return rendezvous.connect_mesh(store, 0, 2, "127.0.0.1", SECRET, time.monotonic() + 1.0)
     host, _, port = store.get("address/0", 5.0).decode().rpartition(":")
     with socket.create_connection((host, int(port)), 5) as stream:
-        stream.sendall(struct.pack(">8sII32s", b"netfold1", 1, 2, bytes(32)))
+        stream.sendall(struct.pack(">8sIII32s", b"netfold2", 1, 2, 0, bytes(32)))
         answer = stream.recv(64, socket.MSG_WAITALL)
         assert hmac.compare_digest(
             answer[32:],
-            hmac.new(SECRET, b"accept" + bytes(32) + answer[:32] + struct.pack(">II", 1, 0), hashlib.sha256).digest(),
+            hmac.new(
+                SECRET, b"accept" + bytes(32) + answer[:32] + struct.pack(">III", 1, 0, 0), hashlib.sha256
+            ).digest(),
         )
         stream.sendall(answer[32:])
         stream.settimeout(5)

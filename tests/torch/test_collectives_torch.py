@@ -559,25 +559,6 @@ def what_is_not_supported_is_refused_in_a_sentence(dist: Any, rank: int, size: i
 
 
 @case
-def send_and_receive_are_refused_in_a_sentence(dist: Any, rank: int, size: int) -> None:
-    import torch
-
-    calls = (
-        lambda: dist.send(torch.ones(1), (rank + 1) % size),
-        lambda: dist.recv(torch.ones(1), (rank + 1) % size),
-        lambda: dist.recv(torch.ones(1)),
-        lambda: dist.isend(torch.ones(1), (rank + 1) % size),
-    )
-    for call in calls:
-        try:
-            call()
-        except RuntimeError as error:
-            assert "netfold has no point-to-point send and recv yet" in str(error), str(error)
-        else:
-            raise AssertionError("nothing was said")
-
-
-@case
 def a_tensor_whose_elements_share_memory_is_an_error_not_a_hang(dist: Any, rank: int, size: int) -> None:
     import torch
 

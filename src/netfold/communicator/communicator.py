@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from netfold.communicator.group import REDUCE_OPS, Group, Region, region
+from netfold.communicator.group import ANY_SOURCE, REDUCE_OPS, Group, Region, region
 from netfold.communicator.options import Options
 from netfold.communicator.store import Store
 
@@ -97,6 +97,24 @@ class Communicator:
         """Return when every rank has called."""
         self.group.wait(self.group.submit("barrier", timeout_s=timeout_s, wait_here=True))
 
+    def send(self, buffer: Array, to: int, tag: int = 0, *, timeout_s: float | None = None) -> None:
+        """Send `buffer` to rank `to`, whose `receive` names the same tag, size and dtype.
+
+        buffer: C-contiguous; its bytes travel as they are. Returns when the buffer may be reused: at once for up to
+        128 KB while the receiver has room (1 MB a sender), else when the receiver has asked for it. Messages to one
+        rank with one tag arrive in the order of sending; collectives are neither waited for nor held up.
+        Cost: 1 way (eager) or 3 (rendezvous). Raises ValueError, PeerLost, Mismatch, CollectiveTimeout.
+        """
+        self._transfer("send", buffer, to, tag, timeout_s, inputs=[_region(buffer)])
+
+    def receive(self, buffer: Array, source: int | None = None, tag: int = 0, *, timeout_s: float | None = None) -> int:
+        """Fill `buffer` with what rank `source`, or any rank, sent with this tag; the rank that sent it.
+
+        A message of another size or dtype is a Mismatch here, and ends the group; the sender hears of it.
+        """
+        root = ANY_SOURCE if source is None else source
+        return self._transfer("receive", buffer, root, tag, timeout_s, outputs=[_region(buffer)])
+
     def close(self) -> None:
         self.group.close()
 
@@ -109,6 +127,30 @@ class Communicator:
         if error is not None:
             self.group.abort(f"{type(error).__name__}: {error}")  # the others hear what it was
         self.close()
+
+    def _transfer(
+        self,
+        kind: str,
+        buffer: Array,
+        root: int,
+        tag: int,
+        timeout_s: float | None,
+        *,
+        inputs: Sequence[Region] = (),
+        outputs: Sequence[Region] = (),
+    ) -> int:
+        operation = self.group.submit(
+            kind,
+            dtype=_DTYPES.get(buffer.dtype.name, "u8"),
+            root=root,
+            tag=tag,
+            inputs=inputs,
+            outputs=outputs,
+            timeout_s=timeout_s,
+            wait_here=True,
+        )
+        self.group.wait(operation)
+        return int(operation.peer)
 
     def _run(
         self,

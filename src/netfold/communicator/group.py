@@ -29,10 +29,14 @@ _LOG_FORMAT = "%(asctime)s %(name)s %(levelname)-7s %(message)s"
 KINDS: dict[str, int] = engine.KINDS
 DTYPES: dict[str, int] = engine.DTYPES
 REDUCE_OPS: dict[str, int] = engine.REDUCE_OPS
+# The `root` of a receive from whoever sends first.
+ANY_SOURCE: int = engine.ANY_SOURCE
 
 # (address, bytes). The caller keeps the memory alive until the operation is done.
 Region = tuple[int, int]
 
+# Connections between two ranks: one for collectives, one for messages, so that neither waits for the other.
+_LANES = 2
 _ids = itertools.count(1)
 
 
@@ -72,7 +76,7 @@ class Group:
         job = rendezvous.agree(store, rank, size, options, deadline)
         self.table: ChoiceTable = job.table
         host = rendezvous.local_host(options, store_host)
-        sockets = rendezvous.connect_mesh(store, rank, size, host, job.secret, deadline)
+        sockets = rendezvous.connect_mesh(store, rank, size, host, job.secret, deadline, _LANES)
         uses_switch = job.switch is not None and any(row.algorithm == "in_network" for row in job.table.rows)
         try:
             if uses_switch:
@@ -90,13 +94,13 @@ class Group:
                     timeout_s=max(0.1, deadline - time.monotonic()),
                 )
         except BaseException:
-            for stream in sockets:
-                if stream is not None:
-                    stream.close()
+            rendezvous.close_all(sockets)
             raise
+        fds, lane_fds = ([-1 if stream is None else _detached(stream) for stream in lane] for lane in sockets)
         self._native = engine.add_group(
             rank=rank,
-            fds=[-1 if stream is None else _detached(stream) for stream in sockets],
+            fds=fds,
+            lane_fds=lane_fds,
             id=next(_ids),
             spin_us=int(options.spin_us or 0),
             table=[
@@ -130,12 +134,17 @@ class Group:
         reduce: str = "sum",
         average: bool = False,
         root: int = 0,
+        tag: int = 0,
         inputs: Sequence[Region] = (),
         outputs: Sequence[Region] = (),
         timeout_s: float | None = None,
         wait_here: bool,
     ) -> Any:
-        """Enqueue a call; the native Operation. With `wait_here` it may run on this thread and be done on return."""
+        """Enqueue a call; the native Operation. With `wait_here` it may run on this thread and be done on return.
+
+        send and receive name the other rank by `root` (receive: ANY_SOURCE for whoever comes first; the operation's
+        `peer` then says who it was) and are matched by `tag`. They are no part of the group's order of calls.
+        """
         if self._pid != os.getpid() or self._closed:
             self._refuse()
         seconds = self.timeout_s if timeout_s is None else timeout_s
@@ -149,6 +158,7 @@ class Group:
             outputs,
             int(seconds * 1e9),
             wait_here,
+            tag,
         )
 
     def run_in_place(
@@ -161,7 +171,7 @@ class Group:
         seconds = self.timeout_s if timeout_s is None else timeout_s
         operation = self._native.submit(kind, dtype, reduce, average, 0, (), (region,), int(seconds * 1e9), True)
         if not operation.done:
-            operation.wait(-1)
+            self._native.wait(operation, -1)
         if operation.failure is not None:
             raise self.error(operation)
 
@@ -172,7 +182,7 @@ class Group:
 
     def wait(self, operation: Any, timeout_s: float | None = None) -> None:
         """Wait for a submitted operation; raises what befell it. TimeoutError when only the waiting ended."""
-        if not operation.done and not operation.wait(-1 if timeout_s is None else int(timeout_s * 1e9)):
+        if not operation.done and not self._native.wait(operation, -1 if timeout_s is None else int(timeout_s * 1e9)):
             raise TimeoutError(f"rank {self.rank}: the operation is not done after {timeout_s} s of waiting")
         if operation.failure is not None:
             raise self.error(operation)

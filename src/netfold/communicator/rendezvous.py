@@ -1,8 +1,8 @@
 """From a store to a mesh: every rank listens, leaves its address, and is connected with every other.
 
-Rank i connects to all ranks below it. A connection counts only after both ends have proved, by HMAC over fresh nonces,
-that they know the job's secret, which rank 0 drew and left in the store: a stranger that finds the port is dropped, and
-cannot block the others, since each handshake has a deadline of its own.
+Rank i connects to all ranks below it, once for each lane. A connection counts only after both ends have proved, by HMAC
+over fresh nonces, that they know the job's secret, which rank 0 drew and left in the store: a stranger that finds the
+port is dropped, and cannot block the others, since each handshake has a deadline of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import secrets
@@ -24,8 +25,8 @@ from netfold.communicator.store import PrefixStore, Store
 from netfold.control import format_endpoint, parse_endpoint, receive_exactly
 from netfold.plan import ChoiceTable, build_table
 
-_HELLO = struct.Struct(">8sII32s")  # magic, rank, size, nonce
-_MAGIC = b"netfold1"
+_HELLO = struct.Struct(">8sIII32s")  # magic, rank, size, lane, nonce
+_MAGIC = b"netfold2"
 _PROOF_BYTES = 32
 _WELCOME = b"+"
 # A stranger holds a listener up for no longer than this.
@@ -139,10 +140,11 @@ def local_host(options: Options, store_host: str | None) -> str:
 
 
 def connect_mesh(
-    store: Store, rank: int, size: int, host: str, secret: bytes, deadline: float
-) -> list[socket.socket | None]:
-    """One socket a rank, None at our own place. Raises RendezvousError naming the ranks that did not come."""
-    sockets: list[socket.socket | None] = [None] * size
+    store: Store, rank: int, size: int, host: str, secret: bytes, deadline: float, lanes: int = 1
+) -> list[list[socket.socket | None]]:
+    """For each lane one socket a rank, None at our own place. Raises RendezvousError naming the ranks that did not
+    come."""
+    sockets: list[list[socket.socket | None]] = [[None] * size for _ in range(lanes)]
     if size == 1:
         return sockets
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -151,28 +153,27 @@ def connect_mesh(
             listener.bind((host, 0))
         except OSError as error:
             raise RendezvousError(f"rank {rank} cannot listen on {host}: {error} (NETFOLD_INTERFACE)") from None
-        listener.listen(min(size + 16, 4096))
+        listener.listen(min(lanes * size + 16, 4096))
         store.set(f"address/{rank}", format_endpoint(host, listener.getsockname()[1]).encode())
         try:
             for peer in range(rank):
-                sockets[peer] = _connect(store, rank, peer, size, secret, deadline)
-            while any(sockets[peer] is None for peer in range(rank + 1, size)):
-                accepted = _accept(listener, rank, size, secret, deadline)
+                for lane in range(lanes):
+                    sockets[lane][peer] = _connect(store, rank, peer, size, lane, secret, deadline)
+            while any(sockets[lane][peer] is None for lane in range(lanes) for peer in range(rank + 1, size)):
+                accepted = _accept(listener, rank, size, lanes, secret, deadline)
                 if accepted is None:
                     continue
-                peer, stream = accepted
-                if peer <= rank or sockets[peer] is not None:
+                peer, lane, stream = accepted
+                if peer <= rank or sockets[lane][peer] is not None:
                     stream.close()
                     raise RendezvousError(
                         f"rank {peer} connected to rank {rank} twice: two processes were started with the same rank",
                         rank=peer,
                     )
-                sockets[peer] = stream
+                sockets[lane][peer] = stream
         except BaseException as error:
-            absent = [peer for peer in range(size) if peer != rank and sockets[peer] is None]
-            for made in sockets:
-                if made is not None:
-                    made.close()
+            absent = [peer for peer in range(size) if peer != rank and any(row[peer] is None for row in sockets)]
+            close_all(sockets)
             if isinstance(error, TimeoutError):
                 raise RendezvousError(
                     f"rank {rank}: rank {', '.join(map(str, absent))} of {size} did not connect in time; did every "
@@ -183,7 +184,13 @@ def connect_mesh(
     return sockets
 
 
-def _connect(store: Store, rank: int, peer: int, size: int, secret: bytes, deadline: float) -> socket.socket:
+def close_all(sockets: list[list[socket.socket | None]]) -> None:
+    for stream in itertools.chain.from_iterable(sockets):
+        if stream is not None:
+            stream.close()
+
+
+def _connect(store: Store, rank: int, peer: int, size: int, lane: int, secret: bytes, deadline: float) -> socket.socket:
     host, port = parse_endpoint(store.get(f"address/{peer}", _left(deadline)).decode(), what=f"rank {peer}'s address")
     while True:
         try:
@@ -203,7 +210,7 @@ def _connect(store: Store, rank: int, peer: int, size: int, secret: bytes, deadl
         # A busy peer answers handshakes one by one: wait for it as long as there is time.
         stream.settimeout(_left(deadline))
         try:
-            if _prove(stream, rank, peer, size, secret):
+            if _prove(stream, rank, peer, size, lane, secret):
                 return stream
         except (EOFError, ConnectionError):
             # It lost patience with us, or has just gone: the next try is answered, or refused.
@@ -221,42 +228,42 @@ def _connect(store: Store, rank: int, peer: int, size: int, secret: bytes, deadl
         )
 
 
-def _prove(stream: socket.socket, rank: int, peer: int, size: int, secret: bytes) -> bool:
+def _prove(stream: socket.socket, rank: int, peer: int, size: int, lane: int, secret: bytes) -> bool:
     """The connecting side of the handshake; False when who listens does not know the secret."""
     mine = secrets.token_bytes(32)
-    stream.sendall(_HELLO.pack(_MAGIC, rank, size, mine))
+    stream.sendall(_HELLO.pack(_MAGIC, rank, size, lane, mine))
     theirs = receive_exactly(stream, 32)
     proof = receive_exactly(stream, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(secret, b"accept", mine, theirs, rank, peer)):
+    if not hmac.compare_digest(proof, _proof(secret, b"accept", mine, theirs, rank, peer, lane)):
         return False
-    stream.sendall(_proof(secret, b"connect", mine, theirs, rank, peer))
+    stream.sendall(_proof(secret, b"connect", mine, theirs, rank, peer, lane))
     receive_exactly(stream, len(_WELCOME))  # else we would count a connection that the peer has given up
     return True
 
 
 def _accept(
-    listener: socket.socket, rank: int, size: int, secret: bytes, deadline: float
-) -> tuple[int, socket.socket] | None:
+    listener: socket.socket, rank: int, size: int, lanes: int, secret: bytes, deadline: float
+) -> tuple[int, int, socket.socket] | None:
     listener.settimeout(_left(deadline))
     stream, _ = listener.accept()
     stream.settimeout(min(_left(deadline), _HANDSHAKE_TIMEOUT_S))
     try:
-        magic, peer, peer_size, theirs = _HELLO.unpack(receive_exactly(stream, _HELLO.size))
-        if magic == _MAGIC and peer_size == size and 0 <= peer < size:
+        magic, peer, peer_size, lane, theirs = _HELLO.unpack(receive_exactly(stream, _HELLO.size))
+        if magic == _MAGIC and peer_size == size and peer < size and lane < lanes:
             mine = secrets.token_bytes(32)
-            stream.sendall(mine + _proof(secret, b"accept", theirs, mine, peer, rank))
+            stream.sendall(mine + _proof(secret, b"accept", theirs, mine, peer, rank, lane))
             proof = receive_exactly(stream, _PROOF_BYTES)
-            if hmac.compare_digest(proof, _proof(secret, b"connect", theirs, mine, peer, rank)):
+            if hmac.compare_digest(proof, _proof(secret, b"connect", theirs, mine, peer, rank, lane)):
                 stream.sendall(_WELCOME)
-                return peer, stream
+                return peer, lane, stream
     except (EOFError, OSError):
         pass
     stream.close()  # a stranger, or a peer that gave up: the real one, if any, is still to come
     return None
 
 
-def _proof(secret: bytes, side: bytes, connecter: bytes, accepter: bytes, low: int, high: int) -> bytes:
-    message = side + connecter + accepter + struct.pack(">II", low, high)
+def _proof(secret: bytes, side: bytes, connecter: bytes, accepter: bytes, low: int, high: int, lane: int) -> bytes:
+    message = side + connecter + accepter + struct.pack(">III", low, high, lane)
     return hmac.new(secret, message, hashlib.sha256).digest()
 
 

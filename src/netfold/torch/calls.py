@@ -14,7 +14,7 @@ from netfold.communicator.group import DTYPES, REDUCE_OPS
 
 Tensor = torch.Tensor
 
-_DTYPES = {
+DTYPE_NAMES = {
     torch.float32: "f32",
     torch.float64: "f64",
     torch.float16: "f16",
@@ -53,7 +53,7 @@ class Reduction(NamedTuple):
 _REDUCTIONS = {ReduceOp(op): Reduction(name, op == dist.ReduceOp.AVG) for op, name in _NAMES.items()}
 
 # For the shortest way (ProcessGroupNetfold.allreduce): native codes of what needs no preparation.
-DTYPE_CODES = {dtype: DTYPES[name] for dtype, name in _DTYPES.items()}
+DTYPE_CODES = {dtype: DTYPES[name] for dtype, name in DTYPE_NAMES.items()}
 REDUCE_CODES = {
     op: (REDUCE_OPS[each.name], each.average) for op, each in _REDUCTIONS.items() if each.name not in _BITWISE
 }
@@ -107,7 +107,7 @@ def copies(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root:
     some = inputs or outputs
     return Prepared(
         kind,
-        dtype=_DTYPES.get(some[0].dtype, "u8") if some else "u8",
+        dtype=DTYPE_NAMES.get(some[0].dtype, "u8") if some else "u8",
         root=root,
         inputs=[_contiguous(tensor) for tensor in inputs],
         outputs=staged,
@@ -271,9 +271,9 @@ def _dtype(tensor: Tensor, asked: Reduction) -> str:
         if asked.average:
             raise ValueError("AVG is not defined for bool tensors; use MAX for any, MIN for all")
         return "u8"  # bytes of 0 and 1, which every reduction keeps so
-    name = _DTYPES.get(tensor.dtype)
+    name = DTYPE_NAMES.get(tensor.dtype)
     if name is None:
         raise ValueError(
-            f"netfold cannot reduce {tensor.dtype}; it can {', '.join(map(str, _DTYPES))}, bool and complex"
+            f"netfold cannot reduce {tensor.dtype}; it can {', '.join(map(str, DTYPE_NAMES))}, bool and complex"
         )
     return name

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from netfold.torch import calls, process_group, sparse, work
+from netfold.torch import calls, process_group, sparse, transfers, work
 from netfold.torch.process_group import ProcessGroupNetfold
 
 _library: list[Any] = []  # what is registered lives as long as this
@@ -21,7 +21,7 @@ _library: list[Any] = []  # what is registered lives as long as this
 @functools.cache
 def prepare_for_torch(*classes: type) -> None:
     """Idempotent."""
-    for room in (process_group, work, calls, sparse):
+    for room in (process_group, work, calls, sparse, transfers):
         _skip(vars(room).values())
     for each in classes:
         _skip(vars(each).values())

@@ -24,6 +24,7 @@ from netfold.communicator import Group
 from netfold.communicator.group import KINDS
 from netfold.torch import calls, monitored, sparse
 from netfold.torch.calls import Prepared, copies
+from netfold.torch.transfers import Transfers
 from netfold.torch.work import CompletedWork, NetfoldWork
 
 Tensor = torch.Tensor
@@ -32,11 +33,6 @@ Work = CompletedWork | NetfoldWork
 _ALL_REDUCE = KINDS["all_reduce"]
 _profiling = torch._C._autograd._profiler_enabled
 _profiled = torch._C._profiler._RecordFunctionFast  # the one that takes tensors, so that their shapes are shown
-
-_NO_POINT_TO_POINT = (
-    "netfold has no point-to-point send and recv yet; make a group for them with "
-    "torch.distributed.new_group(backend='gloo') and pass it as group="
-)
 
 
 class ProcessGroupNetfold(dist.ProcessGroup):
@@ -50,6 +46,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         # Works that nobody waits for yet: their tensors must outlive their operations.
         self._unfinished: collections.deque[NetfoldWork] = collections.deque()
         self._unfinished_lock = threading.Lock()
+        self._transfers = Transfers(group, calls.DTYPE_NAMES)
         self._coalesced = _Coalesced()
         self._barriers = monitored.Turns(part, group.rank, group.size)
         # torch reads a group's devices off its backends; this one trips on whatever reaches it past this class.
@@ -257,13 +254,13 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     # --- point to point --------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> NetfoldWork | None:
-        raise RuntimeError(_NO_POINT_TO_POINT)
+        return self._handed_out(self._transfers.send(tensors, to, tag))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> NetfoldWork | None:
-        raise RuntimeError(_NO_POINT_TO_POINT)
+        return self._handed_out(self._transfers.receive(tensors, source, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> NetfoldWork | None:
-        raise RuntimeError(_NO_POINT_TO_POINT)
+        return self._handed_out(self._transfers.receive(tensors, None, tag))
 
     # --- submission ------------------------------------------------------------------------------------------------
 
@@ -294,10 +291,13 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         )
         if not work._ended:
             self._keep(work)
-        if self._coalesced.works is not None:
-            self._coalesced.works.append(work)
-            return None
-        return work
+        return self._handed_out(work)
+
+    def _handed_out(self, work: NetfoldWork) -> NetfoldWork | None:
+        if self._coalesced.works is None:
+            return work
+        self._coalesced.works.append(work)
+        return None
 
     def wait_for(self, call: Prepared, opts: Any) -> None:
         """Run a call that is only a part of an operation, within that one's time."""

@@ -26,6 +26,8 @@ enum class Kind : std::uint8_t {
 };
 inline constexpr int kKindCount = 11;
 const char* name(Kind kind);
+// Between two ranks: not in step with the group's other calls.
+inline bool is_transfer(Kind kind) { return kind == Kind::send || kind == Kind::receive; }
 
 enum class AlgorithmId : std::uint8_t {
   local = 0,
@@ -44,6 +46,9 @@ enum class AlgorithmId : std::uint8_t {
 inline constexpr int kAlgorithmCount = 12;
 const char* name(AlgorithmId algorithm);
 
+// A receive's `root` when any rank may be the sender.
+inline constexpr int kAnySource = -1;
+
 struct Buffer {
   std::byte* data = nullptr;
   std::size_t bytes = 0;
@@ -54,6 +59,7 @@ struct Buffer {
 //   they are) broadcast            outputs[0] all_gather           inputs[0], outputs[P]        gather
 //   inputs[0], outputs[P] at the root reduce_scatter       inputs[P], outputs[0]        scatter  inputs[P] at
 //   the root, outputs[0] all_to_all           inputs[P], outputs[P]        barrier  none
+//   send                 inputs[0], to `root`            receive  outputs[0], from `root` or kAnySource
 // An output may equal an input exactly; partial overlap is not allowed.
 struct Call {
   Kind kind = Kind::barrier;
@@ -65,10 +71,12 @@ struct Call {
   std::uint16_t table = 0;  // hash of the choice table: all ranks choose alike, or hear of it
   std::uint32_t sequence = 0;
   int root = 0;
+  int tag = 0;  // of a send or receive, not negative
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;
 
-  std::size_t elements() const;  // of outputs[0], 0 for a barrier
+  Buffer tensor() const;         // outputs[0], a send's inputs[0], empty for a barrier
+  std::size_t elements() const;  // of that
 };
 
 struct Failure {
@@ -86,6 +94,8 @@ struct Failure {
   std::string text;
   // What another rank said, where this came from it: passed on as it was said, not wrapped once a rank.
   std::string heard;
+  // This rank only left: that harms nobody who does not wait for it.
+  bool orderly = false;
   explicit operator bool() const { return kind != Kind::none; }
 };
 

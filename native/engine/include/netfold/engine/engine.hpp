@@ -6,6 +6,10 @@
 // costs no hop between threads. Operations start strictly in order of submission. Those over the mesh run one
 // at a time, those inside the network stream through one window together; the two kinds overlap each other.
 //
+// Messages between two ranks (send, receive) are outside that order: they go over connections of their own, are
+// taken up at once, and neither wait for collectives nor hold them up. One that nobody waits for is the engine
+// thread's after `kGraceNs`; until then, and whenever nobody drives, who waits for it drives.
+//
 // A failure is the group's: streams between ranks are no longer at a known place, so the operation under way,
 // those queued and all later ones fail with the first reason, and the peers are told. Other groups are
 // untouched.
@@ -14,6 +18,7 @@
 #pragma once
 
 #include <netfold/collective/in_network.hpp>
+#include <netfold/collective/point_to_point.hpp>
 #include <netfold/engine/event.hpp>
 #include <netfold/transport/mesh.hpp>
 
@@ -25,6 +30,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 namespace netfold::engine {
@@ -46,6 +52,8 @@ class Operation {
   // After done().
   const collective::Failure& failure() const { return failure_; }
   const EventRecord& record() const { return record_; }
+  // Of a send or receive: the other end; of a receive from any source, who it was.
+  int peer() const { return call_.root; }
 
  private:
   friend class Group;
@@ -81,17 +89,20 @@ class Group {
     std::vector<Choice> table;
     std::uint16_t table_hash = 0;
   };
-  // Use Engine::add_group. `peers`: as transport::Mesh takes them.
-  Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh);
+  // Use Engine::add_group. `lane`: further connections to the same ranks, for messages between two of them.
+  Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh, std::unique_ptr<transport::Mesh> lane);
   ~Group();
 
   // Before the first operation. The group's all_reduce may then run inside the network.
   void attach(std::unique_ptr<collective::Channel> channel);
 
-  // The call's kind, dtype, reduce, average, root and buffers; the rest is filled in here. With
+  // The call's kind, dtype, reduce, average, root, tag and buffers; the rest is filled in here. With
   // `on_this_thread` the caller promises to wait, and may be made to drive. Throws std::invalid_argument for
   // a call that can never be right; a group that has failed returns an operation that has, too.
   std::shared_ptr<Operation> submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread);
+
+  // True when `operation`, of this group, is done within the time (-1: its own deadline). May be made to drive.
+  bool wait(const Operation& operation, std::int64_t timeout_ns);
 
   // What would run this: the table's word.
   Choice choose(collective::Kind kind, kernels::DType dtype, std::uint64_t bytes) const;
@@ -128,22 +139,31 @@ class Group {
 
   // How long a group that lost a rank keeps its other connections (see fail_all).
   static constexpr std::int64_t kMourningNs = 300'000'000;
+  // How long a group that ends waits for messages to reach the other ranks' hosts, looking every so often.
+  static constexpr std::int64_t kLingerNs = 1'000'000'000;
+  static constexpr std::int64_t kLingerStepNs = 5'000'000;
 
-  void drive_until(const Operation& operation);
+  // Until the operation is done, or at the first turn past `until_ns` (-1: none).
+  void drive_until(const Operation& operation, std::int64_t until_ns);
   bool turn(std::int64_t now);
   bool can_start(const Operation& operation) const;
   void start(const std::shared_ptr<Operation>& operation, std::int64_t now);
   void complete(Operation& operation, collective::Failure failure);
+  bool turn_transfers(std::int64_t now, collective::Failure& failure);
+  void begin_transfers(std::int64_t now);
+  void check_transfer_deadlines(std::int64_t now, collective::Failure& failure);
   void fail_all();
   void publish_traffic();
   void wait_for(collective::WaitSet& set) const;
-  bool has_work() const;  // under mutex_
+  bool has_work() const;            // under mutex_
+  bool has_only_transfers() const;  // likewise, and without a driver
   std::string describe(const Operation& operation) const;
   static std::string within(std::int64_t timeout_ns);
 
   Engine& engine_;
   Options options_;
   std::unique_ptr<transport::Mesh> mesh_;
+  std::unique_ptr<collective::PointToPoint> lane_;
   std::unique_ptr<collective::Channel> channel_;
 
   mutable std::mutex mutex_;  // guards what follows, up to the blank line
@@ -152,6 +172,7 @@ class Group {
   std::condition_variable driver_left_;
   collective::Failure failure_;
   std::uint32_t next_sequence_ = 1;
+  std::uint32_t next_transfer_ = 1;  // counted apart: ranks differ in how many they make
   std::vector<EventRecord> events_;
   std::uint64_t event_count_ = 0;
   std::optional<Traffic> traffic_;
@@ -161,6 +182,10 @@ class Group {
   std::deque<std::shared_ptr<Operation>> queue_;
   std::vector<std::shared_ptr<Operation>> active_;
   std::size_t active_on_mesh_ = 0;
+  std::deque<std::shared_ptr<Operation>> arrived_;  // transfers, not yet given to the lane
+  std::unordered_map<std::uint64_t, std::shared_ptr<Operation>> transfers_;
+  std::int64_t transfer_deadline_ns_ = -1;  // not after the first of them
+  std::int64_t linger_until_ns_ = -1;
   std::int64_t close_ns_ = -1;  // of a failed group: when its connections end
   bool failure_names_operation_ = false;
   transport::Fd wake_;
@@ -170,7 +195,8 @@ class Group {
 class Engine {
  public:
   static Engine& instance();
-  std::shared_ptr<Group> add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh);
+  std::shared_ptr<Group> add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
+                                   std::unique_ptr<transport::Mesh> lane);
   // Fails what is under way, waits until no driver is left, forgets the group.
   void remove_group(const std::shared_ptr<Group>& group);
 
@@ -181,9 +207,12 @@ class Engine {
 
  private:
   friend class Group;
+  // How long the engine thread leaves a message to a caller who may be about to wait for it: a hop costs more.
+  static constexpr std::int64_t kGraceNs = 100'000;
   Engine() = default;
   void run();
   void wake();
+  void wake_later();
   void push_completion(std::uint64_t id);
 
   std::mutex life_mutex_;  // of the thread; taken before mutex_, never by the thread itself
@@ -192,6 +221,8 @@ class Engine {
   std::thread thread_;
   bool stopping_ = false;
   transport::Fd wake_;
+  transport::Fd timer_;
+  std::atomic<bool> timer_armed_{false};
   std::atomic<std::uint64_t> next_operation_id_{1};
 
   std::mutex completion_mutex_;

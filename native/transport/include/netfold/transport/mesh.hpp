@@ -36,6 +36,8 @@ class Mesh {
   enum class Place : std::uint8_t { between_messages, between_pieces, inside };
   void set_place(int peer, Place place) { places_[static_cast<std::size_t>(peer)] = place; }
   Place place(int peer) const { return places_[static_cast<std::size_t>(peer)]; }
+  // Bytes said to this peer that its kernel has not confirmed: lost if we close and it still speaks.
+  std::size_t unconfirmed(int peer) const;
   // Ends every connection; peers see an orderly close after what was sent.
   void close();
 

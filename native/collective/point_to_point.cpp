@@ -1,0 +1,499 @@
+#include <netfold/collective/message.hpp>
+#include <netfold/collective/point_to_point.hpp>
+
+#include <algorithm>
+#include <cstring>
+
+namespace netfold::collective {
+namespace {
+
+using Type = FrameHeader::Type;
+
+constexpr std::size_t kHeaderBytes = sizeof(FrameHeader);
+constexpr std::size_t kMaxReasonBytes = 1024;
+// Read ahead of what is known to come: several small messages in one call; large values go past it.
+constexpr std::size_t kStagingBytes = 16 << 10;
+// System calls a peer and turn, so that no peer keeps the others, or a deadline, waiting.
+constexpr int kCallsATurn = 16;
+
+std::size_t cost(const FrameHeader& header) { return header.bytes + PointToPoint::kMessageBytes; }
+
+std::string size_text(std::uint64_t bytes, std::uint8_t dtype) {
+  const char* type = dtype < kernels::kDTypeCount ? kernels::name(static_cast<kernels::DType>(dtype)) : "?";
+  return std::to_string(bytes) + " bytes of " + type;
+}
+
+}  // namespace
+
+PointToPoint::PointToPoint(std::unique_ptr<transport::Mesh> lane)
+    : lane_(std::move(lane)), peers_(static_cast<std::size_t>(lane_->size())) {}
+
+// --- what this rank asks for -----------------------------------------------------------------------------------------
+
+void PointToPoint::post(Ticket ticket, const Call& call) {
+  if (call.kind == Kind::send) return post_send(ticket, call);
+  post_receive(ticket, call);
+}
+
+void PointToPoint::post_send(Ticket ticket, const Call& call) {
+  Peer& peer = at(call.root);
+  ++peer.outstanding;
+  Send send{.ticket = ticket, .header = {}, .data = call.inputs[0].data};
+  send.header.dtype = static_cast<std::uint8_t>(call.dtype);
+  send.header.tag = call.tag;
+  send.header.id = ticket;
+  send.header.bytes = call.inputs[0].bytes;
+  if (send.header.bytes <= kEagerBytes && peer.credit < cost(send.header)) read(call.root);  // it may have come back
+  if (!peer.held.empty() || !launch(call.root, send)) peer.held.push_back(send);
+}
+
+// False: neither credit nor a place among the announced is left.
+bool PointToPoint::launch(int to, const Send& send) {
+  Peer& peer = at(to);
+  FrameHeader header = send.header;
+  if (header.bytes <= kEagerBytes && peer.credit >= cost(header)) {
+    peer.credit -= cost(header);
+    peer.frames.push_back({header, send.data, header.bytes, send.ticket, kHeaderBytes + header.bytes});
+    return true;
+  }
+  if (peer.announced.size() >= kMaxAnnounced) return false;
+  header.type = Type::announce;
+  peer.frames.push_back({header});
+  peer.announced.emplace(header.id, send);
+  return true;
+}
+
+void PointToPoint::launch_held(int to) {
+  Peer& peer = at(to);
+  while (!peer.held.empty() && launch(to, peer.held.front())) peer.held.pop_front();
+}
+
+void PointToPoint::post_receive(Ticket ticket, const Call& call) {
+  Receive receive{.ticket = ticket, .source = call.root, .tag = call.tag};
+  receive.dtype = static_cast<std::uint8_t>(call.dtype);
+  receive.data = call.outputs[0].data;
+  receive.bytes = call.outputs[0].bytes;
+  receive.order = ++order_;
+  // Of any source: who came first. The tag's messages lie together in the map, ordered by source.
+  auto found = kept_.end();
+  if (call.root != kAnySource) {
+    found = kept_.find({call.tag, call.root});
+  } else {
+    for (auto it = kept_.lower_bound({call.tag, 0}); it != kept_.end() && it->first.first == call.tag; ++it) {
+      if (found == kept_.end() || it->second.front().order < found->second.front().order) found = it;
+    }
+  }
+  if (found == kept_.end()) {
+    if (call.root == kAnySource) {
+      ++posted_to_any_;
+    } else {
+      ++at(call.root).outstanding;
+    }
+    posted_[{call.tag, call.root}].push_back(receive);
+    return;
+  }
+  const int source = found->first.second;
+  ++at(source).outstanding;
+  take(source, found->second.front(), receive);
+  found->second.pop_front();
+  if (found->second.empty()) kept_.erase(found);
+}
+
+void PointToPoint::take(int source, Message& message, Receive receive) {
+  Peer& peer = at(source);
+  if (message.header.type == Type::announce) {
+    --peer.kept_announced;
+    return accept(source, message.header, receive);
+  }
+  if (!fits(source, message.header, receive)) return;
+  peer.kept_bytes -= cost(message.header);
+  Input& input = peer.input;
+  const bool arriving = input.message == &message;
+  const std::size_t got = message.values.size() - (arriving ? input.left : 0);
+  if (got > 0) std::memcpy(receive.data, message.values.data(), got);
+  if (arriving) {
+    input.message = nullptr;
+    input.into = receive.data + got;
+    input.receive = receive;
+    return;
+  }
+  finish(source, receive.ticket, 0);
+  give_back(source, cost(message.header));
+}
+
+// --- what the peers say ----------------------------------------------------------------------------------------------
+
+std::optional<PointToPoint::Receive> PointToPoint::match(int source, int tag) {
+  const auto named = posted_.find({tag, source});
+  const auto any = posted_.find({tag, kAnySource});
+  auto found = named;
+  if (named == posted_.end() || (any != posted_.end() && any->second.front().order < named->second.front().order)) {
+    found = any;
+  }
+  if (found == posted_.end()) return std::nullopt;
+  Receive receive = found->second.front();
+  found->second.pop_front();
+  if (found->second.empty()) posted_.erase(found);
+  if (receive.source == kAnySource) {
+    --posted_to_any_;
+    ++at(source).outstanding;
+  }
+  return receive;
+}
+
+bool PointToPoint::fits(int source, const FrameHeader& header, const Receive& receive) {
+  if (header.bytes == receive.bytes && header.dtype == receive.dtype) return true;
+  const std::string tag = " with tag " + std::to_string(header.tag);
+  fault_ = {receive.ticket,
+            {Failure::Kind::mismatch, source,
+             "rank " + std::to_string(source) + " sent " + size_text(header.bytes, header.dtype) + tag + ", rank " +
+                 std::to_string(lane_->rank()) + " receives " + size_text(receive.bytes, receive.dtype) + tag +
+                 "; a message and the tensor that receives it must have the same size and dtype"}};
+  return false;
+}
+
+void PointToPoint::accept(int source, const FrameHeader& header, Receive receive) {
+  if (!fits(source, header, receive)) return;
+  FrameHeader answer;
+  answer.type = Type::accept;
+  answer.id = header.id;
+  at(source).frames.push_back({answer});
+  at(source).accepted.emplace(header.id, receive);
+}
+
+void PointToPoint::handle(int from, const FrameHeader& header) {
+  Peer& peer = at(from);
+  if (header.magic != FrameHeader::kMagic) return broken(from, "something that is no message");
+  Input& input = peer.input;
+  input.header = header;
+  switch (header.type) {
+    case Type::eager: {
+      if (header.bytes > kEagerBytes) return broken(from, "an eager message of " + std::to_string(header.bytes));
+      input.left = header.bytes;
+      if (auto receive = match(from, header.tag)) {
+        if (!fits(from, header, *receive)) return;
+        input.into = receive->data;
+        input.receive = std::move(receive);
+        return;
+      }
+      peer.kept_bytes += cost(header);
+      if (peer.kept_bytes > kCreditBytes) return broken(from, "more than its credit");
+      auto& queue = kept_[{header.tag, from}];
+      queue.push_back({header, std::vector<std::byte>(header.bytes), ++order_});
+      input.message = &queue.back();
+      input.into = queue.back().values.data();
+      return;
+    }
+    case Type::announce:
+      if (auto receive = match(from, header.tag)) return accept(from, header, *receive);
+      if (++peer.kept_announced > kMaxAnnounced) return broken(from, "too many announcements");
+      kept_[{header.tag, from}].push_back({header, {}, ++order_});
+      return;
+    case Type::accept: {
+      const auto found = peer.announced.find(header.id);
+      if (found == peer.announced.end()) return broken(from, "an answer to nothing");
+      peer.streaming.push_back(found->second);
+      peer.announced.erase(found);
+      return launch_held(from);
+    }
+    case Type::piece: {
+      const auto found = peer.accepted.find(header.id);
+      if (found == peer.accepted.end() || header.bytes > found->second.bytes - found->second.got) {
+        return broken(from, "values that nobody accepted");
+      }
+      input.left = header.bytes;
+      input.into = found->second.data + found->second.got;
+      return;
+    }
+    case Type::credit:
+      if (header.bytes > kCreditBytes - peer.credit) return broken(from, "credit that it never took");
+      peer.credit += header.bytes;
+      return launch_held(from);
+    case Type::abort:
+      if (header.bytes > kMaxReasonBytes) return broken(from, "a reason without end");
+      input.left = header.bytes;
+      input.reason.resize(header.bytes);
+      input.into = reinterpret_cast<std::byte*>(input.reason.data());
+      return;
+  }
+  broken(from, "a frame of an unknown type");
+}
+
+void PointToPoint::finish_input(int from) {
+  Peer& peer = at(from);
+  Input& input = peer.input;
+  const FrameHeader& header = input.header;
+  if (header.type == Type::eager) {
+    if (input.receive) {
+      finish(from, input.receive->ticket, 0);
+      give_back(from, cost(header));
+    }
+    input.receive.reset();
+    input.message = nullptr;
+  } else if (header.type == Type::piece) {
+    const auto found = peer.accepted.find(header.id);
+    found->second.got += header.bytes;
+    if (found->second.got < found->second.bytes) return;
+    finish(from, found->second.ticket, kHeaderBytes);
+    peer.accepted.erase(found);
+  } else if (header.type == Type::abort) {
+    const std::string who = "rank " + std::to_string(from);
+    const bool us = header.tag == lane_->rank();
+    const bool mismatch = us && header.failure == static_cast<std::uint8_t>(Failure::Kind::mismatch);
+    peer.gone.kind = mismatch ? Failure::Kind::mismatch : Failure::Kind::peer_lost;
+    peer.gone.rank = header.tag >= 0 && !us ? header.tag : from;
+    peer.gone.text = who + (header.orderly != 0 ? " left: " : " gave up on the group: ") + input.reason;
+    peer.gone.heard = input.reason;
+    peer.gone.orderly = header.orderly != 0;
+  }
+}
+
+void PointToPoint::give_back(int to, std::size_t bytes) {
+  Peer& peer = at(to);
+  peer.owed += bytes;
+  // Rarely: most exchanges then have no traffic but their own.
+  if (peer.owed < kCreditBytes / 2) return;
+  FrameHeader header;
+  header.type = Type::credit;
+  header.bytes = std::exchange(peer.owed, 0);
+  peer.frames.push_back({header});
+}
+
+void PointToPoint::finish(int peer, Ticket ticket, std::uint64_t wire_bytes) {
+  --at(peer).outstanding;
+  done_.push_back({ticket, peer, wire_bytes});
+}
+
+// --- the streams -----------------------------------------------------------------------------------------------------
+
+Progress PointToPoint::poll() {
+  bool moved = !done_.empty();
+  for (int rank = 0; rank < lane_->size() && !fault_; ++rank) {
+    if (rank == lane_->rank()) continue;
+    moved |= write(rank);
+    if (at(rank).outstanding == 0 && posted_to_any_ == 0) continue;
+    moved |= read(rank);
+    moved |= write(rank);  // answers to what came
+  }
+  if (!fault_) look_for_the_missing();
+  if (fault_) return Progress::failed;
+  return moved ? Progress::moved : Progress::idle;
+}
+
+bool PointToPoint::next_frame(Peer& peer) {
+  if (peer.writing) return true;
+  if (!peer.frames.empty()) {
+    peer.writing = peer.frames.front();
+    peer.frames.pop_front();
+    return true;
+  }
+  if (peer.streaming.empty()) return false;
+  Send send = peer.streaming.front();
+  peer.streaming.pop_front();
+  Frame frame{.header = {}, .data = send.data + send.sent};
+  frame.bytes = std::min<std::size_t>(kPieceBytes, send.header.bytes - send.sent);
+  frame.header.type = Type::piece;
+  frame.header.id = send.header.id;
+  frame.header.bytes = frame.bytes;
+  send.sent += frame.bytes;
+  if (send.sent == send.header.bytes) {
+    const std::size_t pieces = std::max<std::size_t>(1, (send.sent + kPieceBytes - 1) / kPieceBytes);
+    frame.ticket = send.ticket;
+    frame.wire_bytes = kHeaderBytes + send.sent + kHeaderBytes * pieces;
+  } else {
+    peer.streaming.push_back(send);
+  }
+  peer.writing = frame;
+  return true;
+}
+
+bool PointToPoint::write(int to) {
+  Peer& peer = at(to);
+  bool moved = false;
+  for (int call = 0; call < kCallsATurn && !peer.gone && next_frame(peer); ++call) {
+    Frame& frame = *peer.writing;
+    iovec pieces[2];
+    std::size_t count = 0;
+    if (peer.written < kHeaderBytes) {
+      pieces[count++] = {reinterpret_cast<std::byte*>(&frame.header) + peer.written, kHeaderBytes - peer.written};
+    }
+    const std::size_t from = peer.written - std::min(peer.written, kHeaderBytes);
+    if (from < frame.bytes) pieces[count++] = {const_cast<std::byte*>(frame.data) + from, frame.bytes - from};
+    const auto io = lane_->send(to, {pieces, count});
+    if (io.closed) {
+      while (!fault_ && read(to)) {  // what it had sent before, and why it went
+      }
+      lose(to, io);
+      return moved;
+    }
+    moved |= io.bytes > 0;
+    peer.written += io.bytes;
+    if (peer.written < kHeaderBytes + frame.bytes) break;
+    if (frame.ticket != 0) finish(to, frame.ticket, frame.wire_bytes);
+    peer.writing.reset();
+    peer.written = 0;
+  }
+  return moved;
+}
+
+bool PointToPoint::read(int from) {
+  Peer& peer = at(from);
+  Input& input = peer.input;
+  if (peer.staging.empty()) peer.staging.resize(kStagingBytes);
+  bool moved = false;
+  for (int call = 0; call < kCallsATurn && !peer.gone && !fault_; ++call) {
+    // At most the beginning of a header is left from before.
+    std::copy(peer.staging.data() + peer.begin, peer.staging.data() + peer.end, peer.staging.data());
+    peer.end -= std::exchange(peer.begin, 0);
+    const std::size_t direct = input.left;
+    const iovec pieces[2] = {{input.into, direct}, {peer.staging.data() + peer.end, kStagingBytes - peer.end}};
+    const std::span<const iovec> all(pieces);
+    const std::size_t asked = direct + kStagingBytes - peer.end;
+    const auto io = lane_->receive(from, direct > 0 ? all : all.subspan(1));
+    if (io.closed) {
+      lose(from, io);
+      return true;
+    }
+    if (io.bytes == 0) break;
+    moved = true;
+    const std::size_t placed = std::min(direct, io.bytes);
+    input.into += placed;
+    input.left -= placed;
+    if (direct > 0 && input.left == 0) finish_input(from);
+    peer.end += io.bytes - placed;
+    consume(from);
+    if (io.bytes < asked) break;  // that was all there is
+  }
+  return moved;
+}
+
+// Everything that lies in the staging buffer, but for half a header.
+void PointToPoint::consume(int from) {
+  Peer& peer = at(from);
+  Input& input = peer.input;
+  while (!fault_ && !peer.gone) {
+    if (input.left > 0) {
+      const std::size_t some = std::min(input.left, peer.end - peer.begin);
+      if (some == 0) return;
+      std::memcpy(input.into, peer.staging.data() + peer.begin, some);
+      peer.begin += some;
+      input.into += some;
+      input.left -= some;
+      if (input.left > 0) return;
+      finish_input(from);
+      continue;
+    }
+    if (peer.end - peer.begin < kHeaderBytes) return;
+    FrameHeader header;
+    std::memcpy(&header, peer.staging.data() + peer.begin, kHeaderBytes);
+    peer.begin += kHeaderBytes;
+    handle(from, header);
+    if (!fault_ && input.left == 0) finish_input(from);
+  }
+}
+
+void PointToPoint::wait_for(WaitSet& set) const {
+  for (int rank = 0; rank < lane_->size(); ++rank) {
+    const Peer& peer = at(rank);
+    if (rank == lane_->rank() || peer.gone) continue;  // a closed connection would wake for ever
+    const bool writes = peer.writing || !peer.frames.empty() || !peer.streaming.empty();
+    const bool reads = peer.outstanding > 0 || posted_to_any_ > 0;
+    const int events = (writes ? POLLOUT : 0) | (reads ? POLLIN : 0);
+    if (events != 0) set.add(lane_->fd(rank), static_cast<short>(events));
+  }
+}
+
+// --- what goes wrong -------------------------------------------------------------------------------------------------
+
+void PointToPoint::lose(int peer, const transport::Mesh::Io& io) {
+  if (!at(peer).gone) at(peer).gone = peer_lost(peer, io, MessageHeader());
+}
+
+void PointToPoint::broken(int peer, const std::string& what) {
+  fault_ = {
+      any_ticket(peer),
+      {Failure::Kind::system, peer, "rank " + std::to_string(peer) + " sent " + what + " on the lane of messages"}};
+}
+
+void PointToPoint::look_for_the_missing() {
+  bool all_gone = true;
+  const Failure* lost = nullptr;
+  for (int rank = 0; rank < lane_->size(); ++rank) {
+    if (rank == lane_->rank()) continue;
+    const Peer& peer = at(rank);
+    all_gone &= static_cast<bool>(peer.gone);
+    if (!peer.gone) continue;
+    if (peer.outstanding > 0) {
+      fault_ = {any_ticket(rank), peer.gone};
+      return;
+    }
+    if (lost == nullptr || !peer.gone.orderly) lost = &peer.gone;
+  }
+  // Who left in order is only one fewer to hear from.
+  if (posted_to_any_ > 0 && lost != nullptr && (all_gone || !lost->orderly)) {
+    for (const auto& [key, queue] : posted_) {
+      if (key.second == kAnySource) fault_ = {queue.front().ticket, *lost};
+    }
+  }
+}
+
+PointToPoint::Ticket PointToPoint::any_ticket(int rank) const {
+  const Peer& peer = at(rank);
+  if (peer.input.receive) return peer.input.receive->ticket;
+  if (!peer.accepted.empty()) return peer.accepted.begin()->second.ticket;
+  for (const auto& [key, queue] : posted_) {
+    if (key.second == rank) return queue.front().ticket;
+  }
+  if (peer.writing && peer.writing->ticket != 0) return peer.writing->ticket;
+  if (!peer.streaming.empty()) return peer.streaming.front().ticket;
+  if (!peer.announced.empty()) return peer.announced.begin()->second.ticket;
+  if (!peer.held.empty()) return peer.held.front().ticket;
+  for (const Frame& frame : peer.frames) {
+    if (frame.ticket != 0) return frame.ticket;
+  }
+  return 0;
+}
+
+std::string PointToPoint::awaited(const Call& call) const {
+  const bool any = call.root == kAnySource;
+  std::string text = any ? "any rank" : "rank " + std::to_string(call.root);
+  text += call.kind == Kind::send ? " to receive" : " to send";
+  text += " with tag " + std::to_string(call.tag);
+  if (call.kind == Kind::send) return text;
+  // A wrong tag or source is the usual cause.
+  constexpr int kMostNamed = 4;
+  int named = 0;
+  for (const auto& [key, queue] : kept_) {
+    if (key.first != call.tag && key.second != call.root && !any) continue;
+    text += (named == 0 ? "; what came is from rank " : ", from rank ") + std::to_string(key.second) + " with tag " +
+            std::to_string(key.first);
+    if (++named == kMostNamed) break;
+  }
+  return text;
+}
+
+void PointToPoint::abort(const Failure& failure) {
+  const std::string& reason = failure.heard.empty() ? failure.text : failure.heard;
+  FrameHeader header;
+  header.type = Type::abort;
+  header.failure = static_cast<std::uint8_t>(failure.kind);
+  header.orderly = failure.orderly ? 1 : 0;
+  header.tag = failure.rank;
+  header.bytes = std::min(reason.size(), kMaxReasonBytes);
+  const iovec pieces[2] = {{&header, kHeaderBytes},
+                           {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
+  for (int rank = 0; rank < lane_->size(); ++rank) {
+    const Peer& peer = at(rank);
+    if (rank == lane_->rank() || peer.gone || peer.written > 0) continue;
+    lane_->send(rank, pieces);
+  }
+}
+
+bool PointToPoint::unconfirmed() const {
+  for (int rank = 0; rank < lane_->size(); ++rank) {
+    if (rank != lane_->rank() && !at(rank).gone && lane_->unconfirmed(rank) > 0) return true;
+  }
+  return false;
+}
+
+}  // namespace netfold::collective

@@ -1,0 +1,101 @@
+"""send and recv of torch: one tensor between two ranks, and the Work that waits for it.
+
+torch's blocking calls come as asynchronous ones that are waited for at once, so a Work here asks for no notice of
+completion unless somebody wants its Future: whoever waits finds the message on its own thread, with no hop between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from netfold.communicator import Group
+from netfold.communicator.group import ANY_SOURCE
+from netfold.torch.work import NetfoldWork
+
+Tensor = torch.Tensor
+
+# What a message of other dtypes (bool, complex, float8) says of itself: bytes.
+_BYTES = "u8"
+# Works that nobody kept are looked through when there are this many.
+_SWEEP_AT = 64
+
+
+class Transfers:
+    """A group's sends and receives under way, with the tensors that they borrow: users drop Works."""
+
+    def __init__(self, group: Group, dtypes: dict[torch.dtype, str]) -> None:
+        self.group = group
+        self._dtypes = dtypes
+        self._lock = threading.Lock()
+        self._under_way: dict[int, tuple[Any, Tensor]] = {}
+        self._sweep_at = _SWEEP_AT
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> NetfoldWork:
+        return self._transfer("send", tensors, to, tag)
+
+    def receive(self, tensors: Sequence[Tensor], source: int | None, tag: int) -> NetfoldWork:
+        return self._transfer("receive", tensors, ANY_SOURCE if source is None else source, tag)
+
+    def _transfer(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> NetfoldWork:
+        if len(tensors) != 1:
+            raise ValueError(f"{kind}: takes one tensor, not {len(tensors)}")
+        (tensor,) = tensors
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            raise ValueError(f"{kind}: netfold takes dense CPU tensors, this one is {tensor.layout} on {tensor.device}")
+        staged = tensor.contiguous()
+        region = [(staged.data_ptr(), staged.numel() * staged.element_size())]
+        operation = self.group.submit(
+            kind,
+            dtype=self._dtypes.get(tensor.dtype, _BYTES),
+            root=peer,
+            tag=tag,
+            inputs=region if kind == "send" else (),
+            outputs=region if kind == "receive" else (),
+            wait_here=False,
+        )
+        if kind == "receive" and staged.data_ptr() != tensor.data_ptr():
+            # Copied back when it is there, whoever waits: as the other operations do it.
+            finish = lambda: tensor.copy_(staged)
+            return TransferWork(self, operation, tensors, keep=(tensor, staged), finish=finish)
+        if not operation.done:
+            self._keep(operation, staged)
+        return TransferWork(self, operation, tensors)
+
+    def _keep(self, operation: Any, tensor: Tensor) -> None:
+        with self._lock:
+            # Those that nobody waited for, and that ended.
+            if len(self._under_way) >= self._sweep_at:
+                self._under_way = {key: kept for key, kept in self._under_way.items() if not kept[0].done}
+                self._sweep_at = max(_SWEEP_AT, 2 * len(self._under_way))
+            self._under_way[operation.id] = (operation, tensor)
+
+    def ended(self, operation: Any) -> None:
+        with self._lock:
+            self._under_way.pop(operation.id, None)
+
+
+class TransferWork(NetfoldWork):
+    """One send or receive."""
+
+    def __init__(self, transfers: Transfers, operation: Any, *args: Any, **options: Any) -> None:
+        super().__init__(transfers.group, [operation], *args, **options)
+        self._transfers = transfers
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        try:
+            return super().wait(timeout)
+        finally:
+            if self._operations[0].done:
+                self._transfers.ended(self._operations[0])
+
+    def source_rank(self) -> int:
+        """The rank of the group at the other end: of a receive from any source, who it was, once it is done."""
+        return int(self._operations[0].peer)
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
