@@ -48,10 +48,11 @@ L.Trainer(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backe
 
 ACCELERATE = """
 import json, sys, torch, torch.distributed as dist
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator
 
 torch.manual_seed(0)
-accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="netfold")])
+dist.init_process_group("netfold")  # the line; without it Accelerate takes gloo on CPU, whatever it was asked for
+accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 4)), batch_size=4)
