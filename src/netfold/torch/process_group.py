@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup, Store
+from torch._C._distributed_c10d import AllreduceOptions, FakeProcessGroup, Store
 
 from netfold.communicator import Group
 from netfold.communicator.group import KINDS
@@ -85,20 +85,20 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     # --- reductions ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
-        if opts is None or not hasattr(opts, "reduceOp"):
-            tensors, opts = calls.listed(tensors), calls.with_op(dist.AllreduceOptions(), opts)
-        if len(tensors) == 1 and not getattr(opts, "asyncOp", True) and self._all_reduce_at_once(tensors[0], opts):
-            return CompletedWork(tensors)
+        if type(opts) is AllreduceOptions and len(tensors) == 1 and not opts.asyncOp:
+            if self._all_reduce_at_once(tensors[0], opts):
+                return CompletedWork(tensors)
+        elif opts is None or not hasattr(opts, "reduceOp"):
+            tensors, opts = calls.listed(tensors), calls.with_op(AllreduceOptions(), opts)
         if len(tensors) == 1 and tensors[0].is_sparse:
             return sparse.all_reduce(self, tensors[0], opts)
-        return self._together(
-            [calls.reduction("all_reduce", tensor, opts.reduceOp) for tensor in tensors], tensors, opts
-        )
+        prepared = [calls.reduction("all_reduce", tensor, opts.reduceOp) for tensor in tensors]
+        return self._together(prepared, tensors, opts)
 
     def _all_reduce_at_once(self, tensor: Tensor, opts: Any) -> bool:
         """The commonest call without ceremony, which costs more than a small operation; False where it needs some."""
         dtype = calls.DTYPE_CODES.get(tensor.dtype)
-        reduce = calls.REDUCE_CODES.get(opts.reduceOp)
+        reduce = calls.REDUCE_CODES.get(hash(opts.reduceOp))
         if (
             dtype is None
             or reduce is None
