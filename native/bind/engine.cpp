@@ -1,4 +1,5 @@
 // netfold._native.engine: groups and operations. Every wait releases the GIL.
+#include <fcntl.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -28,19 +29,24 @@ std::vector<collective::Buffer> buffers(const std::vector<Region>& regions) {
   return out;
 }
 
+std::vector<transport::Fd> owned(const std::vector<int>& fds) {
+  std::vector<transport::Fd> out;
+  for (const int fd : fds) out.emplace_back(fd);
+  return out;
+}
+
 std::unique_ptr<transport::Mesh> make_mesh(int rank, const std::vector<int>& fds) {
-  std::vector<transport::Fd> peers;
-  for (const int fd : fds) peers.emplace_back(fd);
-  return std::make_unique<transport::Mesh>(rank, std::move(peers));
+  return std::make_unique<transport::Mesh>(rank, owned(fds));
 }
 
 std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, const std::vector<int>& lane_fds,
-                                  std::uint64_t id, int spin_us,
+                                  std::uint64_t id, std::string job, int spin_us, bool yields,
                                   const std::vector<std::tuple<int, std::uint64_t, int, int>>& table,
                                   std::uint16_t table_hash) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
   if (lane_fds.size() != fds.size()) throw nb::value_error("every lane needs as many places as there are ranks");
-  Group::Options options{.id = id, .spin_us = spin_us, .table = {}, .table_hash = table_hash};
+  Group::Options options{
+      .id = id, .job = std::move(job), .spin_us = spin_us, .yields = yields, .table = {}, .table_hash = table_hash};
   for (const auto& [kind, min_bytes, algorithm, wire] : table) {
     if (kind < 0 || kind >= collective::kKindCount || algorithm < 0 || algorithm >= collective::kAlgorithmCount ||
         wire >= kernels::kDTypeCount) {
@@ -91,6 +97,8 @@ void bind_engine(nb::module_& m) {
   e.attr("REDUCE_OPS") = names<kernels::ReduceOp>(kernels::kReduceOpCount);
   e.attr("KINDS") = names<collective::Kind>(collective::kKindCount);
   e.attr("ALGORITHMS") = names<collective::AlgorithmId>(collective::kAlgorithmCount);
+  e.attr("SEGMENT_BYTES") = sizeof(transport::SharedNode::Segment);
+  e.attr("MAX_NODE_SIZE") = transport::SharedNode::kMaxSize;
   e.attr("ANY_SOURCE") = collective::kAnySource;
   e.attr("EVENT_BYTES") = sizeof(engine::EventRecord);
   nb::list failures;
@@ -98,6 +106,26 @@ void bind_engine(nb::module_& m) {
     failures.append(word);
   }
   e.attr("FAILURES") = nb::tuple(failures);
+
+  nb::class_<transport::SharedBuffer>(e, "SharedBuffer", "Zeroed memory that other ranks of the node may map.")
+      .def(nb::init<std::size_t>(), nb::arg("bytes"))
+      .def_prop_ro("address", [](const transport::SharedBuffer& self) { return std::uintptr_t(self.data()); })
+      .def_prop_ro("bytes", &transport::SharedBuffer::bytes);
+  e.def(
+      "share_memory",
+      [](std::uintptr_t address, std::size_t bytes, int fd) {
+        transport::Fd own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+        if (!own) transport::throw_errno("keep a descriptor of shared memory");
+        transport::SharedRegions::instance().add(reinterpret_cast<std::byte*>(address), bytes, std::move(own));
+      },
+      nb::arg("address"), nb::arg("bytes"), nb::arg("fd"),
+      "Memory that is mapped, shared, from the start of `fd`: other ranks may map it until unshare_memory(address).");
+  e.def(
+      "unshare_memory",
+      [](std::uintptr_t address) {
+        transport::SharedRegions::instance().remove(reinterpret_cast<std::byte*>(address));
+      },
+      nb::arg("address"));
 
   nb::class_<Operation>(e, "Operation")
       .def("wait", &Operation::wait, nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>())
@@ -125,6 +153,16 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("job"), nb::arg("epoch"),
           nb::arg("incarnation"), nb::arg("worker"), nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"))
+      .def(
+          "share",
+          [](Group& self, int position, const std::vector<int>& ranks, const std::vector<int>& segments,
+             const std::vector<int>& bells, const std::vector<int>& links) {
+            self.share(
+                std::make_unique<transport::SharedNode>(position, ranks, owned(segments), owned(bells), owned(links)));
+          },
+          nb::arg("position"), nb::arg("ranks"), nb::arg("segments"), nb::arg("bells"), nb::arg("links"),
+          "segments[p], bells[p], links[p]: memfd, eventfd and a local socket to the node's position p (-1 at this "
+          "rank's). Takes ownership of them.")
       .def("submit", &submit, nb::arg("kind"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("average"), nb::arg("root"),
            nb::arg("inputs"), nb::arg("outputs"), nb::arg("timeout_ns"), nb::arg("on_this_thread"), nb::arg("tag") = 0)
       .def("wait", &Group::wait, nb::arg("operation"), nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>(),
@@ -173,8 +211,8 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size);
 
-  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("id"),
-        nb::arg("spin_us"), nb::arg("table"), nb::arg("table_hash"),
+  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("id"), nb::arg("job"),
+        nb::arg("spin_us"), nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"),
         "fds[r]: a connected stream socket to rank r, -1 at this rank's place; lane_fds[r]: another, for messages "
         "between two ranks. Takes ownership of them.");
   e.def(

@@ -109,10 +109,7 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
     if (header_.magic == MessageHeader::kMagic && header_.is_abort != 0) {
       expects_reason_ = true;
     } else if (std::memcmp(&header_, &expected_, sizeof header_) != 0) {
-      failure = {Failure::Kind::mismatch, peer_,
-                 "rank " + std::to_string(peer_) + " is in " + header_.text() + ", this rank " +
-                     std::to_string(mesh.rank()) + " in " + expected_.text() +
-                     "; every rank must make the same calls in the same order with the same sizes"};
+      failure = mismatch(peer_, header_, mesh.rank(), expected_);
       return 0;
     }
   }
@@ -122,11 +119,7 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
     const auto io = receive(mesh, chunk, want);
     reason_.append(reinterpret_cast<const char*>(chunk), io.bytes);
     if (io.closed || reason_.size() >= std::min<std::size_t>(header_.bytes, kMaxReasonBytes)) {
-      // It may have heard of it from yet another rank; that one is at fault, unless it is us.
-      const int fault = header_.root >= 0 && header_.root != mesh.rank() ? header_.root : peer_;
-      failure = {Failure::Kind::peer_lost, fault,
-                 "rank " + std::to_string(peer_) + " gave up on the group during " + expected_.text() + ": " + reason_,
-                 reason_};
+      failure = gave_up(peer_, header_.root, reason_, mesh.rank(), expected_);
     }
     moved += io.bytes;
   }
@@ -150,6 +143,18 @@ std::size_t Incoming::advance(transport::Mesh& mesh, Failure& failure) {
     moved += io.bytes;
   }
   return moved;
+}
+
+Failure mismatch(int peer, const MessageHeader& theirs, int self, const MessageHeader& ours) {
+  return {Failure::Kind::mismatch, peer,
+          "rank " + std::to_string(peer) + " is in " + theirs.text() + ", this rank " + std::to_string(self) + " in " +
+              ours.text() + "; every rank must make the same calls in the same order with the same sizes"};
+}
+
+Failure gave_up(int peer, int fault, const std::string& reason, int self, const MessageHeader& during) {
+  // It may have heard of it from yet another rank; that one is at fault, unless it is us.
+  return {Failure::Kind::peer_lost, fault >= 0 && fault != self ? fault : peer,
+          "rank " + std::to_string(peer) + " gave up on the group during " + during.text() + ": " + reason, reason};
 }
 
 Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& during) {

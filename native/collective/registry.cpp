@@ -1,6 +1,8 @@
 #include <netfold/collective/direct.hpp>
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/ring.hpp>
+#include <netfold/collective/shared_copy.hpp>
+#include <netfold/collective/shared_fold.hpp>
 #include <netfold/kernels/convert.hpp>
 #include <netfold/kernels/reduce.hpp>
 
@@ -99,6 +101,11 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) 
     case AlgorithmId::in_network:
       if (empty) return nullptr;
       return std::make_unique<InNetwork>(call, *paths.channel, paths.mesh.size());
+    case AlgorithmId::shared_memory:
+      if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter) {
+        return std::make_unique<SharedFold>(call, paths.mesh, *paths.node);
+      }
+      return std::make_unique<SharedCopy>(call, paths.mesh, *paths.node);
     default:
       return std::make_unique<Direct>(call, paths.mesh);
   }

@@ -1,3 +1,4 @@
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/timerfd.h>
 #include <time.h>
@@ -61,6 +62,16 @@ class DefaultFloats {
 #endif
 };
 
+void pause(bool yields) {
+  if (yields) {
+    sched_yield();
+    return;
+  }
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
 void sleep_in(collective::WaitSet& set) {
   timespec timeout{};
   timespec* wait = nullptr;
@@ -98,16 +109,54 @@ Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> m
       options_(std::move(options)),
       mesh_(std::move(mesh)),
       lane_(std::make_unique<collective::PointToPoint>(std::move(lane))),
+      status_(StatusPage::instance().open()),
       wake_(make_event()) {
   events_.reserve(kEventCapacity);
+  if (StatusWrite status(status_); status) {
+    status->group = options_.id;
+    status->rank = rank();
+    status->size = size();
+    status->joined_ns = now_ns();
+    StatusWrite::put(status->job, sizeof status->job, options_.job);
+  }
 }
 
-Group::~Group() = default;
+Group::~Group() { StatusPage::instance().close(status_); }
+
+// What is under way, whenever that changes or somebody is waited for; what is done.
+void Group::publish_status() {
+  StatusWrite status(status_);
+  if (!status) return;
+  status->waiting = static_cast<std::uint32_t>(active_.size() + queue_.size());
+  status->sequence = 0;
+  status->awaited_count = 0;
+  const Operation* oldest = !active_.empty() ? active_.front().get() : !queue_.empty() ? queue_.front().get() : nullptr;
+  if (oldest == nullptr) return;
+  const collective::Call& call = oldest->call_;
+  status->sequence = call.sequence;
+  status->kind = static_cast<std::uint8_t>(call.kind);
+  status->dtype = static_cast<std::uint8_t>(call.dtype);
+  status->reduce = static_cast<std::uint8_t>(call.reduce);
+  status->algorithm = static_cast<std::uint8_t>(call.algorithm);
+  status->bytes = oldest->record_.bytes;
+  status->queued_ns = oldest->record_.queued_ns;
+  status->deadline_ns = oldest->deadline_ns_;
+  if (oldest->algorithm_ == nullptr) return;
+  for (const int rank : oldest->algorithm_->awaited()) {
+    if (status->awaited_count < StatusEntry::kMaxAwaited) status->awaited[status->awaited_count] = rank;
+    ++status->awaited_count;
+  }
+}
 
 void Group::attach(std::unique_ptr<collective::Channel> channel) {
   std::lock_guard lock(mutex_);
   channel_ = std::move(channel);
   traffic_.emplace();
+}
+
+void Group::share(std::unique_ptr<transport::SharedNode> node) {
+  std::lock_guard lock(mutex_);
+  node_ = std::move(node);
 }
 
 Choice Group::choose(collective::Kind kind, kernels::DType dtype, std::uint64_t bytes) const {
@@ -131,6 +180,9 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   call.wire = static_cast<kernels::DType>(choice.wire);
   if (call.algorithm == collective::AlgorithmId::in_network && channel_ == nullptr) {
     throw std::invalid_argument("the choice table says in_network, but this group has not joined a switch");
+  }
+  if (call.algorithm == collective::AlgorithmId::shared_memory && node_ == nullptr) {
+    throw std::invalid_argument("the choice table says shared_memory, but the ranks of this group do not share any");
   }
   call.table = options_.table_hash;
   operation->call_ = std::move(call);
@@ -188,10 +240,18 @@ bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
     if (driver_ == Driver::none && has_work()) {
       driver_ = Driver::caller;
       drive = true;
+    } else {
+      ++waiting_;
     }
   }
-  if (drive) drive_until(operation, until_ns);
-  return operation.wait(until_ns < 0 ? -1 : std::max<std::int64_t>(0, until_ns - now_ns()));
+  if (drive) {
+    drive_until(operation, until_ns);
+    return operation.done();
+  }
+  const bool done = operation.wait(until_ns < 0 ? -1 : std::max<std::int64_t>(0, until_ns - now_ns()));
+  std::lock_guard lock(mutex_);
+  --waiting_;
+  return done;
 }
 
 void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
@@ -207,13 +267,16 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
       continue;
     }
     if (idle_since == 0) idle_since = now;
-    if (now - idle_since < static_cast<std::int64_t>(options_.spin_us) * 1000) continue;
-    set.fds.clear();
-    set.wake_ns = -1;
+    if (now - idle_since < static_cast<std::int64_t>(options_.spin_us) * 1000) {
+      pause(options_.yields);
+      continue;
+    }
+    set.clear();
     set.add(wake_.get(), POLLIN);
     set.wake_at(until_ns);
     wait_for(set);
-    sleep_in(set);
+    if (!set.look_again || !turn(now_ns())) sleep_in(set);
+    get_up();
     clear(wake_);
   }
   bool more = false;
@@ -222,11 +285,16 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
     std::lock_guard lock(mutex_);
     driver_ = Driver::none;
     more = has_work();
-    can_wait = has_only_transfers();
+    can_wait = has_only_transfers() && waiting_ == 0;
     driver_left_.notify_all();
   }
   if (more && can_wait) return engine_.wake_later();
   if (more) engine_.wake();
+}
+
+bool Group::driven_by_engine() const {
+  std::lock_guard lock(mutex_);
+  return driver_ == Driver::engine;
 }
 
 bool Group::has_work() const {
@@ -335,7 +403,7 @@ void Group::publish_traffic() {
 void Group::start(const std::shared_ptr<Operation>& operation, std::int64_t now) {
   operation->record_.started_ns = now;
   const collective::Call& call = operation->call_;
-  operation->algorithm_ = collective::make_algorithm(call, {*mesh_, channel_.get()});
+  operation->algorithm_ = collective::make_algorithm(call, {*mesh_, channel_.get(), node_.get()});
   if (call.algorithm != collective::AlgorithmId::in_network) ++active_on_mesh_;
   active_.push_back(operation);
 }
@@ -351,6 +419,17 @@ void Group::complete(Operation& operation, Failure failure) {
   }
   record.error = static_cast<std::uint8_t>(failure.kind);
   operation.algorithm_.reset();
+  if (StatusWrite status(status_); status) {
+    status->sequence = 0;
+    status->waiting = static_cast<std::uint32_t>(active_.size() + queue_.size());
+    status->done_sequence = record.sequence;
+    status->done_kind = record.operation;
+    status->done_ns = record.finished_ns;
+    if (failure && status->failed == 0) {
+      status->failed = 1;
+      StatusWrite::put(status->failure, sizeof status->failure, failure.text);
+    }
+  }
   {
     std::lock_guard lock(mutex_);
     if (events_.size() < kEventCapacity) {
@@ -375,6 +454,7 @@ void Group::fail_all() {
   const Failure failure = this->failure();
   const std::int64_t now = now_ns();
   if (close_ns_ < 0) {
+    if (node_ != nullptr) node_->fail(failure.rank, failure.heard.empty() ? failure.text : failure.heard);
     collective::send_abort(*mesh_, failure);
     if (lane_->unconfirmed()) linger_until_ns_ = now + kLingerNs;
     lane_->abort(failure);
@@ -428,13 +508,23 @@ Failure Group::failure() const {
   return failure_;
 }
 
-void Group::wait_for(collective::WaitSet& set) const {
+void Group::get_up() {
+  if (node_ != nullptr) node_->get_up();
+}
+
+void Group::wait_for(collective::WaitSet& set) {
+  publish_status();
   set.wake_at(close_ns_);
   for (const auto& operation : active_) {
     if (operation->algorithm_ != nullptr) operation->algorithm_->wait_for(set);
     set.wake_at(operation->deadline_ns_);
   }
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
+  if (node_ != nullptr && active_on_mesh_ > 0) {
+    node_->lie_down();
+    set.add(node_->bell(), POLLIN);
+    set.look_again = true;
+  }
   if (transfers_.empty()) return;
   lane_->wait_for(set);
   set.wake_at(transfer_deadline_ns_);
@@ -527,6 +617,23 @@ void Engine::wake() {
   if (wake_) signal(wake_);
 }
 
+bool Engine::turn_all(const std::vector<std::shared_ptr<Group>>& driven) {
+  const std::int64_t now = now_ns();
+  bool moved = false;
+  for (const auto& group : driven) {
+    // One that had no more work the last time may have a driver of its own by now.
+    if (!group->driven_by_engine()) continue;
+    clear(group->wake_);
+    moved |= group->turn(now);
+    std::lock_guard lock(group->mutex_);
+    if (group->has_work()) continue;
+    group->get_up();  // the next driver lies down for itself
+    group->driver_ = Group::Driver::none;
+    group->driver_left_.notify_all();
+  }
+  return moved;
+}
+
 // For what may be done before: at most kGraceNs from now, whoever asks again meanwhile.
 void Engine::wake_later() {
   if (timer_armed_.exchange(true)) return;
@@ -553,33 +660,36 @@ void Engine::run() {
         driven.push_back(group);
       }
     }
-    const std::int64_t now = now_ns();
-    bool moved = false;
-    int spin_us = 0;
-    set.fds.clear();
-    set.wake_ns = -1;
-    set.add(wake_.get(), POLLIN);
-    set.add(timer_.get(), POLLIN);
-    for (const auto& group : driven) {
-      clear(group->wake_);
-      moved |= group->turn(now);
-      spin_us = std::max(spin_us, group->options_.spin_us);
-      std::lock_guard lock(group->mutex_);
-      if (!group->has_work()) {
-        group->driver_ = Group::Driver::none;
-        group->driver_left_.notify_all();
-      } else {
-        set.add(group->wake_.get(), POLLIN);
-        group->wait_for(set);
-      }
-    }
+    bool moved = turn_all(driven);
     if (moved) {
       idle_since = 0;
       continue;
     }
+    const std::int64_t now = now_ns();
+    int spin_us = 0;
+    bool yields = false;
+    for (const auto& group : driven) {
+      spin_us = std::max(spin_us, group->options_.spin_us);
+      yields |= group->options_.yields;
+    }
     if (idle_since == 0) idle_since = now;
-    if (!driven.empty() && now - idle_since < static_cast<std::int64_t>(spin_us) * 1000) continue;
-    sleep_in(set);
+    if (!driven.empty() && now - idle_since < static_cast<std::int64_t>(spin_us) * 1000) {
+      pause(yields);
+      continue;
+    }
+    set.clear();
+    set.add(wake_.get(), POLLIN);
+    set.add(timer_.get(), POLLIN);
+    for (const auto& group : driven) {
+      std::lock_guard lock(group->mutex_);
+      if (group->driver_ != Group::Driver::engine) continue;
+      set.add(group->wake_.get(), POLLIN);
+      group->wait_for(set);
+    }
+    if (!set.look_again || !turn_all(driven)) sleep_in(set);
+    for (const auto& group : driven) {
+      if (group->driven_by_engine()) group->get_up();
+    }
     idle_since = 0;
   }
 }

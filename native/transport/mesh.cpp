@@ -1,6 +1,7 @@
 #include <fcntl.h>
 #include <linux/sockios.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/ioctl.h>
 #include <netfold/transport/mesh.hpp>
 
@@ -43,6 +44,11 @@ Mesh::Io Mesh::receive(int peer, std::span<const iovec> pieces) {
   if (got == 0) return {.closed = true};
   if (errno == EAGAIN || errno == EINTR) return {};
   return {.closed = true, .error = errno};
+}
+
+bool Mesh::hung_up(int peer) const {
+  pollfd look{fd(peer), POLLRDHUP, 0};
+  return ::poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
 }
 
 std::size_t Mesh::unconfirmed(int peer) const {

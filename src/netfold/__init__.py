@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from netfold.communicator import Communicator, FileStore, Options
+    from netfold.communicator import Communicator, FileStore, Options, empty
 
 __version__ = "0.1.0"
-__all__ = ["Communicator", "FileStore", "Options", "__version__"]
+__all__ = ["Communicator", "FileStore", "Options", "__version__", "empty"]
 
 
 def __getattr__(name: str) -> Any:

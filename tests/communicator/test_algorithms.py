@@ -36,6 +36,7 @@ DTYPES = ("float32", "float64", "int32", "int64", "uint8", "int8", "float16", "i
 # label -> algorithm, wire, payload bytes of a packet (None: what the path takes)
 ALGORITHMS: dict[str, tuple[str, str, int | None]] = {
     "direct": ("direct", "auto", None),
+    "shared_memory": ("shared_memory", "auto", None),
     "ring": ("ring", "auto", None),
     "ring_bf16": ("ring", "bf16", None),
     "ring_f16": ("ring", "f16", None),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from folds import FLOAT_OPS, INTEGER_OPS, by_rank, contribution
@@ -11,6 +13,7 @@ from netfold import Communicator, FileStore, Options
 
 pytestmark = pytest.mark.native
 
+TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])  # auto: the ranks share memory
 RANKS = pytest.mark.parametrize("size", [1, 2, 3, 5])
 # Of one rank's buffer; the largest is more than sockets hold at once.
 COUNTS = (0, 1, 353, 100_003, 2_000_003)
@@ -20,8 +23,8 @@ def join(rank: int, size: int, folder: str, **options: str) -> Communicator:
     return Communicator(FileStore(folder), rank, size, options=Options(**options), timeout_s=20, join_timeout_s=20)
 
 
-def broadcast(rank: int, size: int, folder: str) -> None:
-    with join(rank, size, folder) as group:
+def broadcast(rank: int, size: int, folder: str, transport: str) -> None:
+    with join(rank, size, folder, transport=transport) as group:
         for root in range(size):
             for count in COUNTS:
                 buffer = contribution(rank, count, "float64")
@@ -29,8 +32,8 @@ def broadcast(rank: int, size: int, folder: str) -> None:
                 np.testing.assert_array_equal(buffer, contribution(root, count, "float64"))
 
 
-def reduce(rank: int, size: int, folder: str) -> None:
-    with join(rank, size, folder) as group:
+def reduce(rank: int, size: int, folder: str, transport: str) -> None:
+    with join(rank, size, folder, transport=transport) as group:
         for dtype, ops in (("float32", FLOAT_OPS), ("int32", INTEGER_OPS), ("float16", ("sum", "avg"))):
             for op in ops:
                 for root in range(size):
@@ -41,8 +44,8 @@ def reduce(rank: int, size: int, folder: str) -> None:
                     np.testing.assert_array_equal(buffer, expected, strict=True)
 
 
-def all_gather(rank: int, size: int, folder: str) -> None:
-    with join(rank, size, folder) as group:
+def all_gather(rank: int, size: int, folder: str, transport: str) -> None:
+    with join(rank, size, folder, transport=transport) as group:
         for count in COUNTS:
             counts = [count + 3 * other for other in range(size)]  # uneven
             into = [np.zeros(each, np.int64) for each in counts]
@@ -51,8 +54,8 @@ def all_gather(rank: int, size: int, folder: str) -> None:
                 np.testing.assert_array_equal(got, contribution(other, counts[other], "int64"))
 
 
-def reduce_scatter(rank: int, size: int, folder: str) -> None:
-    with join(rank, size, folder) as group:
+def reduce_scatter(rank: int, size: int, folder: str, transport: str) -> None:
+    with join(rank, size, folder, transport=transport) as group:
         for count in COUNTS:
             for op in ("sum", "max"):
                 # Rank a's buffer for rank b holds what nobody else's does.
@@ -64,8 +67,8 @@ def reduce_scatter(rank: int, size: int, folder: str) -> None:
                 np.testing.assert_array_equal(into, by_rank(op, parts), strict=True)
 
 
-def all_to_all(rank: int, size: int, folder: str) -> None:
-    with join(rank, size, folder) as group:
+def all_to_all(rank: int, size: int, folder: str, transport: str) -> None:
+    with join(rank, size, folder, transport=transport) as group:
         for count in COUNTS:
             # From a to b: count + a + 2b elements.
             into = [np.zeros(count + other + 2 * rank, np.uint8) for other in range(size)]
@@ -76,9 +79,9 @@ def all_to_all(rank: int, size: int, folder: str) -> None:
                 np.testing.assert_array_equal(got, contribution(other * size + rank, len(got), "uint8"))
 
 
-def non_finite(rank: int, size: int, folder: str) -> None:
-    for algorithm in ("direct", "ring"):
-        with join(rank, size, f"{folder}/{algorithm}", algorithm=algorithm) as group:
+def non_finite(rank: int, size: int, folder: str, transport: str) -> None:
+    for algorithm in ("direct", "ring") if transport == "tcp" else ("shared_memory",):
+        with join(rank, size, f"{folder}/{algorithm}", algorithm=algorithm, transport=transport) as group:
             for op in ("sum", "max", "min", "product"):
                 buffer = np.full(1000, 1.0 + rank, np.float32)
                 buffer[10 + rank] = np.nan
@@ -92,21 +95,23 @@ def non_finite(rank: int, size: int, folder: str) -> None:
                 assert np.isfinite(np.delete(buffer, [*range(10, 10 + size), 20, 30])).all(), op
 
 
+@TRANSPORTS
 @RANKS
 @pytest.mark.parametrize("collective", [broadcast, reduce, all_gather, reduce_scatter, all_to_all])
-def test_every_rank_gets_exactly_what_it_is_due(collective: object, size: int) -> None:
-    values(run_threads(collective, size, timeout_s=60))
+def test_every_rank_gets_exactly_what_it_is_due(collective: object, size: int, transport: str) -> None:
+    values(run_threads(collective, size, transport, timeout_s=60))
 
 
+@TRANSPORTS
 @RANKS
-def test_nan_and_infinity_arrive_at_every_rank(size: int) -> None:
-    values(run_threads(non_finite, size))
+def test_nan_and_infinity_arrive_at_every_rank(size: int, transport: str) -> None:
+    values(run_threads(non_finite, size, transport))
 
 
-def barriers(rank: int, size: int, folder: str) -> list[int]:
+def barriers(rank: int, size: int, folder: str, transport: str) -> list[int]:
     """What a counter of arrivals read after each barrier."""
     store = FileStore(f"{folder}/arrivals")
-    with join(rank, size, f"{folder}/group") as group:
+    with join(rank, size, f"{folder}/group", transport=transport) as group:
         seen = []
         for turn in range(20):
             store.set(f"{turn}/{rank}", b"")
@@ -117,9 +122,33 @@ def barriers(rank: int, size: int, folder: str) -> list[int]:
         return seen
 
 
+@TRANSPORTS
 @RANKS
-def test_a_barrier_lets_nobody_through_before_everybody_came(size: int) -> None:
-    assert values(run_threads(barriers, size)) == [list(range(20))] * size
+def test_a_barrier_lets_nobody_through_before_everybody_came(size: int, transport: str) -> None:
+    assert values(run_threads(barriers, size, transport)) == [list(range(20))] * size
+
+
+def ahead(rank: int, size: int, folder: str) -> None:
+    """Ranks that give without waiting run ahead of slow readers, by posts and by slots, and come to no harm."""
+    with join(rank, size, folder) as group:
+        for turn in range(30):
+            if turn % 3 == rank % 3:
+                time.sleep(0.001)
+            for count in (1, 4000, 500_000):
+                root = (turn // 10) % size
+                buffer = contribution(turn + rank, count, "float32")
+                group.broadcast(buffer, root)
+                np.testing.assert_array_equal(buffer, contribution(turn + root, count, "float32"))
+                buffer = contribution(turn + rank, count, "float32")
+                group.reduce(buffer, root)
+                if rank == root:
+                    parts = [contribution(turn + other, count, "float32") for other in range(size)]
+                    np.testing.assert_array_equal(buffer, by_rank("sum", parts))
+
+
+@RANKS
+def test_roots_and_leaves_that_need_not_wait_run_ahead_without_harm(size: int) -> None:
+    values(run_threads(ahead, size, timeout_s=60))
 
 
 def misuse(rank: int, size: int, folder: str) -> list[str]:

@@ -23,7 +23,7 @@ from netfold import Communicator, FileStore, Options
 SOON_S = 3.0
 TIMEOUT_S = 1.0
 
-ALGORITHMS = pytest.mark.parametrize("algorithm", ["direct", "ring"])
+ALGORITHMS = pytest.mark.parametrize("algorithm", ["direct", "ring", "shared_memory"])
 SIZES = pytest.mark.parametrize("count", [100, 1_000_000])
 
 Call = Callable[[Communicator], None]

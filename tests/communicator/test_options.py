@@ -17,7 +17,7 @@ def test_a_field_beats_its_variable_which_beats_the_default() -> None:
     environment = {"NETFOLD_ALGORITHM": "ring", "NETFOLD_WIRE": "bf16", "NETFOLD_SPIN_US": "7"}
     options = Options(wire="f16").resolved(environment)
     assert options == Options(
-        switch=None, algorithm="ring", wire="f16", interface=None, window_bytes=1 << 20, spin_us=7
+        switch=None, algorithm="ring", wire="f16", transport="auto", share_buckets="on", window_bytes=1 << 20, spin_us=7
     )
 
 

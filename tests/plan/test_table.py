@@ -117,7 +117,10 @@ def test_a_group_of_one_needs_nobody() -> None:
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"algorithm": "nonsense"}, "NETFOLD_ALGORITHM='nonsense' is not one of auto, direct, ring, in_network"),
+        (
+            {"algorithm": "nonsense"},
+            "NETFOLD_ALGORITHM='nonsense' is not one of auto, direct, ring, in_network, shared",
+        ),
         ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16"),
         (
             {"algorithm": "in_network"},

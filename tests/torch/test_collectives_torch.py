@@ -589,7 +589,7 @@ def the_record_of_each_operation_can_be_read(dist: Any, rank: int, size: int) ->
     assert events["bytes"].tolist() == [4000, 40]
     assert (events["finished_ns"] >= events["queued_ns"]).all()
     assert " (" in netfold.torch.why()
-    assert netfold.torch.why(operation="broadcast").startswith("direct (")
+    assert netfold.torch.why(operation="broadcast").startswith("shared_memory (")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -296,6 +296,25 @@ def netfold_events(group: Any) -> Any:
 
 
 @case
+def a_groups_methods_take_torchs_shorter_forms(dist: Any, rank: int, size: int, folder: str) -> None:
+    import torch
+
+    group = dist.group.WORLD
+    tensor = torch.full((3,), rank + 1.0)
+    group.allreduce(tensor).wait()
+    assert tensor.eq(size * (size + 1) / 2).all()
+    group.allreduce([tensor], dist.ReduceOp.MAX).wait()
+    assert tensor.eq(size * (size + 1) / 2).all()
+    tensor.fill_(rank)
+    group.broadcast(tensor, 2).wait()
+    assert tensor.eq(2).all()
+    gathered = [torch.empty(3) for _ in range(size)]
+    group.allgather(gathered, tensor + rank).wait()
+    assert torch.equal(torch.stack(gathered)[:, 0], torch.arange(float(size)) + 2)
+    group.barrier().wait()
+
+
+@case
 def operations_show_in_torchs_profiler(dist: Any, rank: int, size: int, folder: str) -> None:
     import torch
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from netfold.cli import bench, demo, explain, rack, switch
+from netfold.cli import bench, demo, doctor, explain, rack, switch
 
 app = typer.Typer(
     name="netfold",
@@ -21,6 +21,7 @@ app.command("switch")(switch.switch)
 app.command("explain")(explain.explain)
 app.add_typer(bench.app, name="bench")
 app.add_typer(rack.app, name="rack")
+app.add_typer(doctor.app, name="doctor")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ error names the rank.
 Tests: `.venv/bin/pytest tests/communicator`
 """
 
+from netfold.communicator.buffers import empty
 from netfold.communicator.communicator import Communicator
 from netfold.communicator.errors import (
     CollectiveTimeout,
@@ -39,4 +40,5 @@ __all__ = [
     "Store",
     "SwitchError",
     "SwitchLost",
+    "empty",
 ]

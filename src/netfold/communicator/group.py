@@ -18,9 +18,10 @@ from netfold._native import engine, protocol
 from netfold.communicator import rendezvous
 from netfold.communicator.errors import NetfoldError, RendezvousError, error_of
 from netfold.communicator.membership import Membership
+from netfold.communicator.nodes import Node, find_nodes
 from netfold.communicator.options import Options
 from netfold.communicator.store import Store
-from netfold.plan import ChoiceTable
+from netfold.plan import ChoiceTable, build_table
 from netfold.profile import Records, records_of
 
 log = logging.getLogger("netfold")
@@ -74,12 +75,18 @@ class Group:
 
         store = rendezvous.claim(store, rank, size, deadline)
         job = rendezvous.agree(store, rank, size, options, deadline)
-        self.table: ChoiceTable = job.table
         host = rendezvous.local_host(options, store_host)
         sockets = rendezvous.connect_mesh(store, rank, size, host, job.secret, deadline, _LANES)
-        uses_switch = job.switch is not None and any(row.algorithm == "in_network" for row in job.table.rows)
+        node: Node | None = None
         try:
-            if uses_switch:
+            enabled = options.transport != "tcp"
+            self.nodes, node = find_nodes(rank, size, sockets[0], enabled=enabled, deadline=deadline)
+            shared = node is not None and len(node.ranks) == size
+            self.shares_buckets = shared and options.share_buckets != "off"
+            self.table: ChoiceTable = build_table(
+                ranks=size, switch=job.switch, algorithm=job.algorithm, wire=job.wire, shared=shared
+            )
+            if job.switch is not None and any(row.algorithm == "in_network" for row in self.table.rows):
                 if size > protocol.MAX_WORKERS:
                     raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {size}")
                 assert job.switch is not None
@@ -95,6 +102,8 @@ class Group:
                 )
         except BaseException:
             rendezvous.close_all(sockets)
+            if node is not None:
+                node.close()
             raise
         fds, lane_fds = ([-1 if stream is None else _detached(stream) for stream in lane] for lane in sockets)
         self._native = engine.add_group(
@@ -102,7 +111,9 @@ class Group:
             fds=fds,
             lane_fds=lane_fds,
             id=next(_ids),
-            spin_us=int(options.spin_us or 0),
+            job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
+            spin_us=int(options.spin_us or 0) if shared else 0,
+            yields=node is not None and len(node.ranks) > len(os.sched_getaffinity(0)),
             table=[
                 (
                     KINDS[row.operation],
@@ -110,10 +121,14 @@ class Group:
                     engine.ALGORITHMS[row.algorithm],
                     DTYPES.get(row.wire, -1),
                 )
-                for row in job.table.rows
+                for row in self.table.rows
             ],
-            table_hash=job.table.hash16,
+            table_hash=self.table.hash16,
         )
+        if node is not None and shared:
+            self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links)
+        elif node is not None:
+            node.close()
         if self.membership is not None:
             self.membership.attach(self._native, self._fail)
             log.info(

@@ -16,15 +16,20 @@ class Options:
     switch: the aggregator as host:port (NETFOLD_SWITCH); none: host algorithms.
     algorithm: auto, direct, ring or in_network, for all_reduce (NETFOLD_ALGORITHM).
     wire: auto, f32, bf16 or f16: what f32 tensors travel as (NETFOLD_WIRE); auto never loses a bit.
+    transport: auto, or tcp to keep ranks that share memory from using it (NETFOLD_TRANSPORT).
+    share_buckets: on or off: move DDP's buckets to shared memory, in place, where all ranks are on one machine
+        (NETFOLD_SHARE_BUCKETS).
     interface: name or address of the interface to use (NETFOLD_INTERFACE); default: the one that routes to the
         rendezvous host.
     window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
-    spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US); 0 suits more ranks than cores.
+    spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US).
     """
 
     switch: str | None = None
     algorithm: str | None = None
     wire: str | None = None
+    transport: str | None = None
+    share_buckets: str | None = None
     interface: str | None = None
     window_bytes: int | None = None
     spin_us: int | None = None
@@ -42,13 +47,18 @@ class Options:
             else:
                 values[field.name] = text or _DEFAULT_WORDS.get(field.name)
         options = replace(self, **values)  # type: ignore[arg-type]
+        if options.transport not in TRANSPORTS:
+            raise ValueError(f"NETFOLD_TRANSPORT={options.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        if options.share_buckets not in ("on", "off"):
+            raise ValueError(f"NETFOLD_SHARE_BUCKETS={options.share_buckets!r} is neither on nor off")
         if options.switch is not None:
             parse_endpoint(options.switch, what="NETFOLD_SWITCH")
         return options
 
 
-_DEFAULT_WORDS = {"algorithm": "auto", "wire": "auto"}
-_DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "spin_us": 0}
+TRANSPORTS = ("auto", "tcp")
+_DEFAULT_WORDS = {"algorithm": "auto", "wire": "auto", "transport": "auto", "share_buckets": "on"}
+_DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "spin_us": 50}
 
 
 def _number(variable: str, text: str) -> int:

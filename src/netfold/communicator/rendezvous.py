@@ -23,7 +23,7 @@ from netfold.communicator.errors import RendezvousError
 from netfold.communicator.options import Options
 from netfold.communicator.store import PrefixStore, Store
 from netfold.control import format_endpoint, parse_endpoint, receive_exactly
-from netfold.plan import ChoiceTable, build_table
+from netfold.plan import build_table
 
 _HELLO = struct.Struct(">8sIII32s")  # magic, rank, size, lane, nonce
 _MAGIC = b"netfold2"
@@ -44,7 +44,8 @@ class Job:
 
     name: str
     secret: bytes
-    table: ChoiceTable
+    algorithm: str
+    wire: str
     switch: str | None
     window_bytes: int
 
@@ -83,13 +84,16 @@ def _process_token() -> str:
 def agree(store: Store, rank: int, size: int, options: Options, deadline: float) -> Job:
     """Rank 0 publishes the job; every rank reads it. `options` are resolved."""
     # Every rank looks at the words, so that none waits for a rank 0 that gave up over them.
-    table = build_table(ranks=size, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire))
+    build_table(
+        ranks=size, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire), shared=True
+    )
     if rank == 0:
         job = {
             "name": secrets.token_hex(8),
             "secret": secrets.token_hex(32),
             "size": size,
-            "table": table.to_json(),
+            "algorithm": options.algorithm,
+            "wire": options.wire,
             "switch": options.switch,
             "window_bytes": options.window_bytes,
         }
@@ -112,7 +116,8 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
     return Job(
         name=read["name"],
         secret=bytes.fromhex(read["secret"]),
-        table=ChoiceTable.from_json(read["table"]),
+        algorithm=read["algorithm"],
+        wire=read["wire"],
         switch=read["switch"],
         window_bytes=int(read["window_bytes"]),
     )

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 
 # What NETFOLD_ALGORITHM and NETFOLD_WIRE may say.
-ALGORITHMS = ("auto", "direct", "ring", "in_network")
+ALGORITHMS = ("auto", "direct", "ring", "in_network", "shared_memory")
 WIRES = ("auto", "f32", "bf16", "f16")
 
 OPERATIONS = (
@@ -62,8 +62,10 @@ class ChoiceTable:
         return cls(tuple(Row(**row) for row in json.loads(text)))
 
 
-def build_table(*, ranks: int, switch: str | None, algorithm: str = "auto", wire: str = "auto") -> ChoiceTable:
-    """The table of a group of `ranks`, with `switch` its aggregator's address or None.
+def build_table(
+    *, ranks: int, switch: str | None, algorithm: str = "auto", wire: str = "auto", shared: bool = False
+) -> ChoiceTable:
+    """The table of a group of `ranks`, with `switch` its aggregator's address or None; `shared`: all are on one node.
 
     Raises ValueError, in a sentence, where what was asked for cannot be done: nothing else is done instead.
     """
@@ -75,6 +77,13 @@ def build_table(*, ranks: int, switch: str | None, algorithm: str = "auto", wire
         raise ValueError(
             "NETFOLD_ALGORITHM=in_network needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port"
         )
+    if algorithm == "shared_memory" and not shared and ranks > 1:
+        raise ValueError(
+            "NETFOLD_ALGORITHM=shared_memory needs ranks that share memory: these are in several machines or "
+            "containers, or NETFOLD_TRANSPORT=tcp keeps them apart"
+        )
+    if algorithm == "shared_memory" and wire != "auto":
+        raise ValueError(f"in shared memory tensors stay as they are; NETFOLD_WIRE={wire} needs ring or in_network")
     in_wire = "" if wire == "auto" else f"; f32 tensors travel as {wire} (NETFOLD_WIRE)"
     rows = []
     if ranks == 1:
@@ -92,6 +101,9 @@ def build_table(*, ranks: int, switch: str | None, algorithm: str = "auto", wire
         asked = "NETFOLD_ALGORITHM=in_network" if algorithm == "in_network" else f"NETFOLD_SWITCH={switch}"
         reason = f"{asked}: a rank sends n bytes through the switch, where a ring sends 2n(P-1)/P"
         rows.append(Row("all_reduce", 0, "in_network", wire, reason + in_wire))
+    elif wire == "auto" and shared:
+        asked = "NETFOLD_ALGORITHM=shared_memory; " if algorithm == "shared_memory" else ""
+        rows.append(Row("all_reduce", 0, "shared_memory", "auto", asked + "all ranks share memory"))
     else:
         if wire == "auto":
             rows.append(
@@ -115,6 +127,8 @@ def build_table(*, ranks: int, switch: str | None, algorithm: str = "auto", wire
     for operation in OPERATIONS[1:]:
         if ranks == 1:
             rows.append(Row(operation, 0, "local", "auto", "a group of one rank"))
+        elif shared and algorithm in ("auto", "shared_memory", "in_network"):
+            rows.append(Row(operation, 0, "shared_memory", "auto", "all ranks share memory"))
         else:
             rows.append(Row(operation, 0, "direct", "auto", "the one host algorithm there is for it"))
     return ChoiceTable(tuple(rows))

@@ -49,9 +49,14 @@ class Rack:
         self._tear_down()
 
     def popen(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Process:
-        """Start `argv` on a host with a worker's environment, and `environment` on top."""
+        """Start `argv` on a host with a worker's environment, and `environment` on top.
+
+        Its temporary folder is its own, so that it shares memory with what it starts itself and with no other host.
+        """
         worker = names.worker_environment(host, self.hosts, self.switch_address)
-        return self._spawn(names.host_namespace(self.rack_id, host), argv, {**worker, **(environment or {})})
+        worker["TMPDIR"] = str(remains.HOST_FOLDER)
+        alone = ["sh", "-c", 'mount -t tmpfs netfold "$TMPDIR" && exec "$@"', "sh", *argv]
+        return self._spawn(names.host_namespace(self.rack_id, host), alone, {**worker, **(environment or {})})
 
     def popen_switch(self, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Process:
         """Start `argv` where the switch is."""

@@ -17,6 +17,8 @@ from netfold.rack.command import RackError, run
 from netfold.rack.processes import TERM_GRACE_S
 
 STATE_FOLDER = Path("/run/netfold")
+# Every host mounts a folder of its own over this one, which stays empty and is shared by all racks.
+HOST_FOLDER = STATE_FOLDER / ".host"
 # A killed process is gone at once unless the kernel holds it (a hung disk); then nobody can help.
 KILL_WAIT_S = 5.0
 _POLL_S = 0.02
@@ -24,7 +26,7 @@ _POLL_S = 0.02
 
 def claim(rack_id: str) -> int:
     """Write and lock the rack's state file; the descriptor returned holds the claim until it is closed."""
-    STATE_FOLDER.mkdir(parents=True, exist_ok=True)
+    HOST_FOLDER.mkdir(parents=True, exist_ok=True)
     # It appears under its name only once it is locked, or `rack down` could take it for a dead rack's.
     unseen = STATE_FOLDER / f".{rack_id}"
     descriptor = os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import AllreduceOptions, FakeProcessGroup, Store
 from netfold.communicator import Group
 from netfold.communicator.group import KINDS
 from netfold.torch import calls, monitored, sparse
+from netfold.torch.buckets import SharedBuckets
 from netfold.torch.calls import Prepared, copies
 from netfold.torch.transfers import Transfers
 from netfold.torch.work import CompletedWork, NetfoldWork
@@ -46,6 +47,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         # Works that nobody waits for yet: their tensors must outlive their operations.
         self._unfinished: collections.deque[NetfoldWork] = collections.deque()
         self._unfinished_lock = threading.Lock()
+        self._buckets = SharedBuckets(enabled=group.shares_buckets)
         self._transfers = Transfers(group, calls.DTYPE_NAMES)
         self._coalesced = _Coalesced()
         self._barriers = monitored.Turns(part, group.rank, group.size)
@@ -77,6 +79,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     def shutdown(self) -> None:
         self.netfold.close()
         self._unfinished.clear()
+        self._buckets.close()
 
     def abort(self) -> None:
         self.netfold.abort("abort() was called")
@@ -88,6 +91,8 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         if type(opts) is AllreduceOptions and len(tensors) == 1 and not opts.asyncOp:
             if self._all_reduce_at_once(tensors[0], opts):
                 return CompletedWork(tensors)
+        elif len(tensors) == 1 and type(opts) is AllreduceOptions:  # as the reducer calls
+            self._buckets.consider(tensors[0])
         elif opts is None or not hasattr(opts, "reduceOp"):
             tensors, opts = calls.listed(tensors), calls.with_op(AllreduceOptions(), opts)
         if len(tensors) == 1 and tensors[0].is_sparse:

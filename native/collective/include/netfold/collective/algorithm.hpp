@@ -13,6 +13,14 @@ namespace netfold::collective {
 struct WaitSet {
   std::vector<pollfd> fds;
   std::int64_t wake_ns = -1;  // absolute, or -1
+  // Somebody was asked to wake us, and may have been too early: look once more before sleeping.
+  bool look_again = false;
+
+  void clear() {
+    fds.clear();
+    wake_ns = -1;
+    look_again = false;
+  }
 
   void add(int fd, short events) { fds.push_back({fd, events, 0}); }
   void wake_at(std::int64_t when_ns) {

@@ -4,6 +4,7 @@
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/collective/in_network.hpp>
 #include <netfold/transport/mesh.hpp>
+#include <netfold/transport/shared_node.hpp>
 
 #include <memory>
 
@@ -16,7 +17,8 @@ void validate(const Call& call, int rank, int ranks);
 // The ways between the ranks of a group that an algorithm can take.
 struct Paths {
   transport::Mesh& mesh;
-  Channel* channel = nullptr;  // to the switch, if the group joined one
+  Channel* channel = nullptr;             // to the switch, if the group joined one
+  transport::SharedNode* node = nullptr;  // memory of all ranks of the group, if they share it
 };
 
 // The machine that runs `call`; nullptr where there is nothing to do. Borrows the call and what the paths point to.

@@ -14,13 +14,16 @@
 // those queued and all later ones fail with the first reason, and the peers are told. Other groups are
 // untouched.
 //
-// Waiting spins for `spin_us`, then sleeps in ppoll until a socket, a timer or a submission wakes it.
+// Waiting looks again and again for `spin_us` (with a word to the scheduler each time where there are more ranks than
+// cores), then sleeps in ppoll until a socket, a bell, a timer or a submission wakes it. It never holds a core.
 #pragma once
 
 #include <netfold/collective/in_network.hpp>
 #include <netfold/collective/point_to_point.hpp>
 #include <netfold/engine/event.hpp>
+#include <netfold/engine/status.hpp>
 #include <netfold/transport/mesh.hpp>
+#include <netfold/transport/shared_node.hpp>
 
 #include <atomic>
 #include <condition_variable>
@@ -85,7 +88,9 @@ class Group {
  public:
   struct Options {
     std::uint64_t id = 0;
+    std::string job;  // names the group to who looks from outside
     int spin_us = 0;
+    bool yields = false;  // between two looks
     std::vector<Choice> table;
     std::uint16_t table_hash = 0;
   };
@@ -95,6 +100,9 @@ class Group {
 
   // Before the first operation. The group's all_reduce may then run inside the network.
   void attach(std::unique_ptr<collective::Channel> channel);
+
+  // Before the first operation. All ranks of the group share this memory.
+  void share(std::unique_ptr<transport::SharedNode> node);
 
   // The call's kind, dtype, reduce, average, root, tag and buffers; the rest is filled in here. With
   // `on_this_thread` the caller promises to wait, and may be made to drive. Throws std::invalid_argument for
@@ -154,9 +162,12 @@ class Group {
   void check_transfer_deadlines(std::int64_t now, collective::Failure& failure);
   void fail_all();
   void publish_traffic();
-  void wait_for(collective::WaitSet& set) const;
+  void publish_status();
+  void wait_for(collective::WaitSet& set);
+  void get_up();
   bool has_work() const;            // under mutex_
   bool has_only_transfers() const;  // likewise, and without a driver
+  bool driven_by_engine() const;
   std::string describe(const Operation& operation) const;
   static std::string within(std::int64_t timeout_ns);
 
@@ -165,11 +176,13 @@ class Group {
   std::unique_ptr<transport::Mesh> mesh_;
   std::unique_ptr<collective::PointToPoint> lane_;
   std::unique_ptr<collective::Channel> channel_;
+  std::unique_ptr<transport::SharedNode> node_;
 
   mutable std::mutex mutex_;  // guards what follows, up to the blank line
   std::deque<std::shared_ptr<Operation>> inbox_;
   Driver driver_ = Driver::none;
   std::condition_variable driver_left_;
+  int waiting_ = 0;  // threads that wait while another drives
   collective::Failure failure_;
   std::uint32_t next_sequence_ = 1;
   std::uint32_t next_transfer_ = 1;  // counted apart: ranks differ in how many they make
@@ -182,6 +195,7 @@ class Group {
   std::deque<std::shared_ptr<Operation>> queue_;
   std::vector<std::shared_ptr<Operation>> active_;
   std::size_t active_on_mesh_ = 0;
+  StatusEntry* status_;
   std::deque<std::shared_ptr<Operation>> arrived_;  // transfers, not yet given to the lane
   std::unordered_map<std::uint64_t, std::shared_ptr<Operation>> transfers_;
   std::int64_t transfer_deadline_ns_ = -1;  // not after the first of them
@@ -211,6 +225,7 @@ class Engine {
   static constexpr std::int64_t kGraceNs = 100'000;
   Engine() = default;
   void run();
+  static bool turn_all(const std::vector<std::shared_ptr<Group>>& driven);
   void wake();
   void wake_later();
   void push_completion(std::uint64_t id);

@@ -32,6 +32,8 @@ class Mesh {
   Io send(int peer, std::span<const iovec> pieces);
   Io receive(int peer, std::byte* into, std::size_t bytes);
   Io receive(int peer, std::span<const iovec> pieces);
+  // Whether the peer has closed its end; what it said before may still be unread.
+  bool hung_up(int peer) const;
   // Where what is being said to a peer stands: what else can be said on that connection depends on it.
   enum class Place : std::uint8_t { between_messages, between_pieces, inside };
   void set_place(int peer, Place place) { places_[static_cast<std::size_t>(peer)] = place; }

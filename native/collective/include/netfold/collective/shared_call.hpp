@@ -1,0 +1,98 @@
+// What collectives among ranks that share memory have in common: posts, streams, and the watch over the others.
+//
+// Every rank posts what it is about to do, with the header that messages carry between hosts: who called something
+// else is heard of before a wrong value is read. With few bytes the data stand in the post. What is longer goes round
+// by round through a stream of slots, several rounds in flight, so that nearly all copies stay in the caches; unless
+// it lies in memory that the others can map (transport/shared_regions.hpp): then the post refers to it, and they read
+// it where it is.
+//
+// A post's place and a stream's slots are used again once every reader has said that it is through with them; so a
+// rank can be ahead of the others by a few calls, and of its readers by the slots of its stream.
+#pragma once
+
+#include <netfold/collective/message.hpp>
+#include <netfold/transport/shared_node.hpp>
+
+namespace netfold::collective {
+
+class SharedCall : public Algorithm {
+ public:
+  Progress poll(std::int64_t now_ns) final;
+  void wait_for(WaitSet& set) const final;
+  std::vector<int> awaited() const final;
+  bool awaited_may_wait() const final { return all_posts_read_; }
+
+ protected:
+  using Node = transport::SharedNode;
+  using Stream = Node::Stream Node::Segment::*;
+  // Borrows all three for its life. Positions in the node are indices of the call's buffers and its root.
+  SharedCall(const Call& call, transport::Mesh& mesh, Node& node);
+
+  // Position whose post must be read before anything else.
+  virtual bool needs_post(int position) const = 0;
+  virtual void write_post(std::byte* data) = 0;
+  // What the header of `position`'s post must say in `bytes`; and, of calls with a buffer for each rank, what its
+  // table must say that it has for this rank.
+  virtual std::uint64_t expected_bytes(int position) const = 0;
+  // Once all posts are read. Does a bounded amount of work; false when there was nothing to do.
+  virtual bool advance() = 0;
+  virtual bool done() const = 0;
+  virtual bool waits_for(int position) const = 0;
+  // Whether `reader` takes what this rank puts into a stream.
+  virtual bool reads(Stream stream, int reader) const = 0;
+
+  bool has_table() const;
+  std::size_t table_bytes() const { return has_table() ? static_cast<std::size_t>(size_) * sizeof(std::uint64_t) : 0; }
+  void write_table(std::byte* data) const;
+  const std::byte* post_data(int position) const { return node_.post(position, number_).data; }
+
+  // Refers to `buffers` behind the table of a post that is being written; or does not, where they are not all shared.
+  void refer(std::byte* data, std::span<const Buffer> buffers);
+  // Buffer `index` that the post of `position` refers to, in our memory; fills `failure_` where it cannot be mapped.
+  std::byte* referred(int position, std::size_t index, std::size_t bytes);
+
+  std::uint64_t tag(std::uint32_t rounds) const { return (number_ << 24) + rounds; }
+  // How many rounds of this call `position` has published.
+  std::uint32_t published(Stream stream, int position) const;
+  bool slot_is_free(Stream stream, std::uint32_t round) const;
+  std::byte* slot(Stream stream, int position, std::uint32_t round) const;
+  void publish(Stream stream, std::uint32_t rounds);
+  void take(Stream stream, int position, std::uint32_t rounds);
+
+  struct Announcement {
+    MessageHeader header;
+    std::uint32_t rounds = 0;  // of the stream; 0: the data stand in the post
+    std::uint32_t refers = 0;  // 1: the post refers to the data
+  };
+  static_assert(sizeof(Announcement) == Node::kAnnouncementBytes);
+
+  const Call& call_;
+  transport::Mesh& mesh_;
+  Node& node_;
+  const int self_;
+  const int size_;
+  Announcement mine_;
+  std::vector<Announcement> theirs_;  // by position, once read
+
+ private:
+  struct Reference {
+    std::uint64_t region = 0;
+    std::uint64_t offset = 0;
+  };
+  // Between two looks at whether those who are waited for are still there.
+  static constexpr std::int64_t kLookNs = 1'000'000;
+
+  bool post();
+  bool read_posts();
+  void compare(int position);
+  bool is_awaited(int position) const;
+  void look_for_lost(std::int64_t now_ns);
+
+  const std::uint64_t number_;
+  bool posted_ = false;
+  bool all_posts_read_ = false;
+  std::vector<bool> read_;
+  std::int64_t next_look_ns_ = 0;
+};
+
+}  // namespace netfold::collective

@@ -1,0 +1,194 @@
+#include <netfold/collective/shared_call.hpp>
+
+#include <cstring>
+
+namespace netfold::collective {
+
+SharedCall::SharedCall(const Call& call, transport::Mesh& mesh, Node& node)
+    : call_(call),
+      mesh_(mesh),
+      node_(node),
+      self_(node.self()),
+      size_(node.size()),
+      theirs_(static_cast<std::size_t>(node.size())),
+      number_(node.next_call()),
+      read_(static_cast<std::size_t>(node.size())) {
+  mine_.header = MessageHeader::of(call, 0);
+}
+
+Progress SharedCall::poll(std::int64_t now_ns) {
+  bool moved = false;
+  if (!posted_) {
+    if (post()) moved = true;
+  }
+  if (posted_ && !all_posts_read_) moved |= read_posts();
+  if (failure_) return Progress::failed;
+  if (all_posts_read_) {
+    while (!failure_ && advance()) moved = true;
+    if (failure_) return Progress::failed;
+    if (done()) {
+      if (mine_.rounds > 0) node_.set_last_stream_call(number_);
+      node_.publish(node_.own().done, number_);
+      return Progress::done;
+    }
+  }
+  if (moved) return Progress::moved;
+  if (now_ns >= next_look_ns_) {
+    look_for_lost(now_ns);
+    next_look_ns_ = now_ns + kLookNs;
+  }
+  return failure_ ? Progress::failed : Progress::idle;
+}
+
+bool SharedCall::post() {
+  if (number_ > Node::kPosts) {
+    for (int position = 0; position < size_; ++position) {
+      const auto done = node_.segment(position).done.load(std::memory_order_acquire);
+      if (position != self_ && done + Node::kPosts < number_) return false;
+    }
+  }
+  Node::Post& post = node_.post(self_, number_);
+  write_post(post.data);
+  std::memcpy(post.announcement, &mine_, sizeof mine_);
+  node_.publish(post.call, number_);
+  posted_ = true;
+  return true;
+}
+
+bool SharedCall::read_posts() {
+  bool all = true;
+  bool moved = false;
+  for (int position = 0; position < size_ && !failure_; ++position) {
+    const auto at = static_cast<std::size_t>(position);
+    if (position == self_ || read_[at] || !needs_post(position)) continue;
+    const Node::Post& post = node_.post(position, number_);
+    if (post.call.load(std::memory_order_acquire) != number_) {
+      all = false;
+      continue;
+    }
+    std::memcpy(&theirs_[at], post.announcement, sizeof theirs_[at]);
+    read_[at] = moved = true;
+    compare(position);
+  }
+  all_posts_read_ = all && !failure_;
+  return moved || all_posts_read_;
+}
+
+void SharedCall::compare(int position) {
+  MessageHeader theirs = theirs_[static_cast<std::size_t>(position)].header;
+  MessageHeader expected = mine_.header;
+  expected.bytes = expected_bytes(position);
+  if (has_table() && theirs.kind == expected.kind) {
+    const std::byte* entry = post_data(position) + static_cast<std::size_t>(self_) * sizeof(std::uint64_t);
+    std::memcpy(&theirs.bytes, entry, sizeof theirs.bytes);
+  }
+  if (std::memcmp(&expected, &theirs, sizeof expected) != 0) {
+    failure_ = mismatch(node_.rank(position), theirs, mesh_.rank(), expected);
+  }
+}
+
+bool SharedCall::has_table() const {
+  return call_.kind == Kind::all_to_all || call_.kind == Kind::scatter || call_.kind == Kind::reduce_scatter;
+}
+
+void SharedCall::write_table(std::byte* data) const {
+  for (std::size_t i = 0; i < call_.inputs.size(); ++i) {
+    const std::uint64_t bytes = call_.inputs[i].bytes;
+    std::memcpy(data + i * sizeof bytes, &bytes, sizeof bytes);
+  }
+}
+
+void SharedCall::refer(std::byte* data, std::span<const Buffer> buffers) {
+  for (const Buffer& buffer : buffers) {
+    Reference reference;
+    if (buffer.bytes > 0) {
+      const auto region = transport::SharedRegions::instance().find(buffer.data, buffer.bytes);
+      if (region == nullptr || !node_.links().offer(*region)) return;
+      reference = {region->id, static_cast<std::uint64_t>(buffer.data - region->address)};
+    }
+    std::memcpy(data, &reference, sizeof reference);
+    data += sizeof reference;
+  }
+  mine_.refers = 1;
+}
+
+std::byte* SharedCall::referred(int position, std::size_t index, std::size_t bytes) {
+  if (bytes == 0) return nullptr;
+  Reference reference;
+  std::memcpy(&reference, post_data(position) + table_bytes() + index * sizeof reference, sizeof reference);
+  std::byte* mapped = node_.links().mapped(position, reference.region, reference.offset, bytes);
+  if (mapped == nullptr) {
+    failure_ = {Failure::Kind::system, mesh_.rank(),
+                "rank " + std::to_string(mesh_.rank()) + " cannot map " + std::to_string(bytes) + " bytes that rank " +
+                    std::to_string(node_.rank(position)) +
+                    " shares; is this process at its limit of mappings or of memory?"};
+  }
+  return mapped;
+}
+
+std::uint32_t SharedCall::published(Stream stream, int position) const {
+  const std::uint64_t theirs = (node_.segment(position).*stream).published.load(std::memory_order_acquire);
+  return theirs <= tag(0) ? 0 : static_cast<std::uint32_t>(theirs - tag(0));
+}
+
+bool SharedCall::slot_is_free(Stream stream, std::uint32_t round) const {
+  for (int position = 0; position < size_; ++position) {
+    if (position == self_) continue;
+    if (round < Node::kSlots) {
+      // Readers of an earlier call are through with all of it.
+      if (node_.segment(position).done.load(std::memory_order_acquire) < node_.last_stream_call()) return false;
+      continue;
+    }
+    if (!reads(stream, position)) continue;
+    const auto& taken = (node_.segment(position).*stream).taken[self_];
+    if (taken.load(std::memory_order_acquire) < tag(round + 1 - static_cast<std::uint32_t>(Node::kSlots))) return false;
+  }
+  return true;
+}
+
+std::byte* SharedCall::slot(Stream stream, int position, std::uint32_t round) const {
+  return (node_.segment(position).*stream).slots[round % Node::kSlots];
+}
+
+void SharedCall::publish(Stream stream, std::uint32_t rounds) {
+  node_.publish((node_.own().*stream).published, tag(rounds));
+}
+
+void SharedCall::take(Stream stream, int position, std::uint32_t rounds) {
+  (node_.own().*stream).taken[position].store(tag(rounds), std::memory_order_release);
+}
+
+bool SharedCall::is_awaited(int position) const {
+  if (position == self_) return false;
+  if (!posted_) return node_.segment(position).done.load(std::memory_order_acquire) + Node::kPosts < number_;
+  if (!all_posts_read_) return needs_post(position) && !read_[static_cast<std::size_t>(position)];
+  return waits_for(position);
+}
+
+std::vector<int> SharedCall::awaited() const {
+  std::vector<int> ranks;
+  for (int position = 0; position < size_; ++position) {
+    if (is_awaited(position)) ranks.push_back(node_.rank(position));
+  }
+  return ranks;
+}
+
+void SharedCall::wait_for(WaitSet& set) const {
+  for (const int rank : awaited()) set.add(mesh_.fd(rank), POLLRDHUP);
+}
+
+void SharedCall::look_for_lost(std::int64_t) {
+  for (int position = 0; position < size_ && !failure_; ++position) {
+    if (!is_awaited(position)) continue;
+    const Node::Segment& segment = node_.segment(position);
+    const int rank = node_.rank(position);
+    if (segment.failed.load(std::memory_order_acquire) != 0) {
+      failure_ = gave_up(rank, segment.fault_rank, std::string(segment.reason, segment.reason_bytes), mesh_.rank(),
+                         mine_.header);
+    } else if (mesh_.hung_up(rank) && is_awaited(position)) {
+      failure_ = last_words(mesh_, rank, call_, peer_lost(rank, {}, mine_.header));
+    }
+  }
+}
+
+}  // namespace netfold::collective

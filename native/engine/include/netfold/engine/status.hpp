@@ -1,0 +1,94 @@
+// What this process's groups are doing, for who looks from outside: `netfold doctor job`.
+//
+// One page of anonymous memory a process, found by its name among the process's descriptors (/proc/PID/fd): nothing is
+// left behind, whoever may read the process's descriptors may look, and a process that hangs need not answer. Each
+// group has an entry; its driver alone writes it, under a count that is odd meanwhile. Readers: netfold/doctor/page.py.
+#pragma once
+
+#include <netfold/collective/call.hpp>
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace netfold::engine {
+
+// Times are CLOCK_MONOTONIC nanoseconds, which all processes of a machine share. Append fields at the end only.
+struct StatusEntry {
+  static constexpr int kMaxAwaited = 16;
+  std::atomic<std::uint32_t> version;  // odd while it is being written
+  std::uint32_t in_use;
+  std::uint64_t group;  // the number that event records carry
+  std::int32_t rank;
+  std::int32_t size;
+  char job[40];  // the same on all ranks of a group, and no other's
+  std::int64_t joined_ns;
+  // The oldest operation under way; `sequence` 0: none.
+  std::uint32_t sequence;
+  std::uint8_t kind;
+  std::uint8_t dtype;
+  std::uint8_t reduce;
+  std::uint8_t algorithm;
+  std::uint64_t bytes;
+  std::int64_t queued_ns;
+  std::int64_t deadline_ns;  // -1: none
+  std::uint32_t waiting;     // operations under way and queued, this one included
+  std::uint32_t awaited_count;
+  std::int32_t awaited[kMaxAwaited];  // ranks, as far as there is room; as of when it last lay down to wait
+  // The newest operation that is done; 0: none yet.
+  std::uint32_t done_sequence;
+  std::uint8_t done_kind;
+  std::uint8_t failed;
+  std::uint8_t reserved[2];
+  std::int64_t done_ns;
+  char site[128];     // where the operation under way was called, or the last one that is done
+  char failure[512];  // of a group that failed
+};
+
+class StatusPage {
+ public:
+  // Groups beyond this many are not shown.
+  static constexpr int kCapacity = 256;
+  static StatusPage& instance();
+  // An entry for a group, or nullptr where there is none left or the page could not be made.
+  StatusEntry* open();
+  void close(StatusEntry* entry);
+
+ private:
+  struct Page {
+    char magic[8];
+    std::uint32_t layout;
+    std::uint32_t capacity;
+    std::uint32_t entry_bytes;
+    std::int32_t pid;
+    std::uint64_t reserved;
+    StatusEntry entries[kCapacity];
+  };
+  void make();
+
+  std::mutex mutex_;
+  Page* page_ = nullptr;
+  int pid_ = 0;
+};
+
+// Writes an entry; nothing where there is none.
+class StatusWrite {
+ public:
+  explicit StatusWrite(StatusEntry* entry) : entry_(entry) { bump(); }
+  ~StatusWrite() { bump(); }
+  StatusWrite(const StatusWrite&) = delete;
+  StatusWrite& operator=(const StatusWrite&) = delete;
+  StatusEntry* operator->() { return entry_; }
+  explicit operator bool() const { return entry_ != nullptr; }
+  static void put(char* to, std::size_t room, const std::string& text);
+
+ private:
+  void bump() {
+    if (entry_ != nullptr) entry_->version.fetch_add(1, std::memory_order_acq_rel);
+  }
+  StatusEntry* entry_;
+};
+
+}  // namespace netfold::engine

@@ -1,0 +1,66 @@
+#include <sys/mman.h>
+#include <unistd.h>
+#include <netfold/engine/status.hpp>
+
+#include <algorithm>
+#include <cstring>
+
+namespace netfold::engine {
+
+StatusPage& StatusPage::instance() {
+  // Never destroyed: threads of a dying process may still be inside.
+  static auto* page = new StatusPage;
+  return *page;
+}
+
+void StatusPage::make() {
+  pid_ = getpid();
+  page_ = nullptr;
+  // The descriptor stays open on purpose: it is how the page is found.
+  const int fd = memfd_create("netfold-status", MFD_CLOEXEC);
+  if (fd < 0) return;
+  if (ftruncate(fd, sizeof(Page)) != 0) {
+    ::close(fd);
+    return;
+  }
+  void* mapped = mmap(nullptr, sizeof(Page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (mapped == MAP_FAILED) {
+    ::close(fd);
+    return;
+  }
+  page_ = static_cast<Page*>(mapped);
+  page_->layout = 1;
+  page_->capacity = kCapacity;
+  page_->entry_bytes = sizeof(StatusEntry);
+  page_->pid = pid_;
+  std::memcpy(page_->magic, "NFSTATUS", sizeof page_->magic);
+}
+
+StatusEntry* StatusPage::open() {
+  std::lock_guard lock(mutex_);
+  // A child made by fork has a page of its own.
+  if (pid_ != getpid()) make();
+  if (page_ == nullptr) return nullptr;
+  auto* end = page_->entries + kCapacity;
+  auto* entry = std::find_if(page_->entries, end, [](const StatusEntry& each) { return each.in_use == 0; });
+  if (entry == end) return nullptr;
+  StatusWrite write(entry);
+  std::memset(&entry->in_use, 0, sizeof *entry - sizeof entry->version);
+  entry->in_use = 1;
+  return entry;
+}
+
+void StatusPage::close(StatusEntry* entry) {
+  std::lock_guard lock(mutex_);
+  if (entry == nullptr || pid_ != getpid()) return;
+  StatusWrite write(entry);
+  entry->in_use = 0;
+}
+
+void StatusWrite::put(char* to, std::size_t room, const std::string& text) {
+  const std::size_t some = std::min(room - 1, text.size());
+  std::memcpy(to, text.data(), some);
+  to[some] = '\0';
+}
+
+}  // namespace netfold::engine

@@ -1,0 +1,54 @@
+// How ranks of a node come to map each other's regions: descriptors are passed over a socket to each, and what has
+// come is mapped.
+//
+// A region is offered to a peer before a post refers to it, so its descriptor is there when the post is read. What its
+// owner has let go is let go here when the owner next offers something, or at the end.
+#pragma once
+
+#include <netfold/transport/shared_regions.hpp>
+
+#include <map>
+#include <set>
+#include <vector>
+
+namespace netfold::transport {
+
+class SharedLinks {
+ public:
+  // `links[p]`: a connected local stream socket to position p; empty at our own place. Takes ownership.
+  explicit SharedLinks(std::vector<Fd> links);
+  ~SharedLinks();
+  SharedLinks(const SharedLinks&) = delete;
+  SharedLinks& operator=(const SharedLinks&) = delete;
+
+  // Makes sure that everybody has been sent the region. False where a socket has no room now: then do without.
+  bool offer(const SharedRegion& region);
+  // Where the peer's region stands in our memory; nullptr when it was never offered, or cannot be mapped.
+  std::byte* mapped(int position, std::uint64_t id, std::size_t offset, std::size_t bytes);
+
+ private:
+  enum class Word : std::uint32_t { take = 1, forget = 2 };
+  struct Letter {
+    Word word;
+    std::uint32_t reserved;
+    std::uint64_t id;
+    std::uint64_t bytes;
+  };
+  struct Mapping {
+    std::byte* address = nullptr;
+    std::size_t bytes = 0;
+  };
+  struct Peer {
+    Fd link;
+    std::set<std::uint64_t> offered;          // what we sent
+    std::map<std::uint64_t, Mapping> mapped;  // what came
+  };
+  static bool send(Peer& peer, const Letter& letter, int fd);
+  void forget_removed();
+  static void read_letters(Peer& peer);
+
+  std::vector<Peer> peers_;
+  std::uint64_t removals_seen_ = 0;
+};
+
+}  // namespace netfold::transport

@@ -1,0 +1,110 @@
+// Memory that the ranks of one node share, and a bell for each to be woken by.
+//
+// Every rank owns one segment and maps those of the others. Only its owner writes to a segment (but for the `asleep`
+// flag, which whoever rings takes down), so no location has two writers and no lock is needed. What a rank says is in
+// the order it is said: values first, then the counter that announces them.
+//
+//   post     what a rank announces of one call, with its data where they are few; kPosts of them, used in turn
+//   stream   a ring of kSlots slots of kSlotBytes for what is long; one for values that readers fold, one for values
+//            that they copy
+//   tag      how far a rank has come in a stream: (call << 24) + rounds within the call, so that it only ever grows
+//
+// Segments are anonymous (memfd), so they need no room in /dev/shm and leave nothing behind; they are sealed against
+// shrinking, so nobody can take pages away under a reader. Absent on purpose: any idea of what the bytes mean.
+#pragma once
+
+#include <netfold/transport/shared_links.hpp>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace netfold::transport {
+
+class SharedNode {
+ public:
+  // More ranks of one machine than this are several nodes.
+  static constexpr int kMaxSize = 64;
+  static constexpr std::size_t kAnnouncementBytes = 48;
+  static constexpr std::size_t kPostBytes = 16 << 10;
+  static constexpr std::uint64_t kPosts = 4;
+  // A slot fits the L2 cache of current cores beside the part of the tensor that it is copied from.
+  static constexpr std::size_t kSlotBytes = 256 << 10;
+  static constexpr std::uint64_t kSlots = 2;
+  static constexpr std::uint64_t kMaxRounds = (1 << 24) - 1;
+
+  // The first line holds the announcement and eight bytes of data: a scalar costs one cache miss a reader.
+  struct alignas(64) Post {
+    std::atomic<std::uint64_t> call;  // written last
+    std::byte announcement[kAnnouncementBytes];
+    std::byte data[kPostBytes];
+  };
+  struct Stream {
+    alignas(64) std::atomic<std::uint64_t> published;        // tag
+    alignas(64) std::atomic<std::uint64_t> taken[kMaxSize];  // tags: how far the owner has come in others' streams
+    alignas(4096) std::byte slots[kSlots][kSlotBytes];
+  };
+  struct Segment {
+    alignas(64) std::atomic<std::uint32_t> asleep;
+    alignas(64) std::atomic<std::uint32_t> failed;
+    std::int32_t fault_rank;
+    std::uint32_t reason_bytes;
+    char reason[1024];
+    alignas(64) std::atomic<std::uint64_t> done;  // calls that this rank is through with
+    Post posts[kPosts];
+    Stream to_fold;
+    Stream to_copy;
+  };
+
+  // `ranks[p]` is the rank of position p, ascending; `segments[p]` and `bells[p]` its memfd of sizeof(Segment) zero
+  // bytes and its eventfd, this rank's own included; `links` as SharedLinks takes them. Takes ownership. Throws
+  // std::system_error.
+  SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> bells, std::vector<Fd> links);
+  ~SharedNode();
+  SharedNode(const SharedNode&) = delete;
+  SharedNode& operator=(const SharedNode&) = delete;
+
+  int self() const { return self_; }
+  int size() const { return static_cast<int>(ranks_.size()); }
+  int rank(int position) const { return ranks_[static_cast<std::size_t>(position)]; }
+  Segment& segment(int position) { return *segments_[static_cast<std::size_t>(position)]; }
+  Segment& own() { return segment(self_); }
+  Post& post(int position, std::uint64_t call) { return segment(position).posts[call % kPosts]; }
+
+  // Calls are counted from 1; every rank of the node makes the same ones.
+  std::uint64_t next_call() { return ++calls_; }
+  // The last call in which this rank wrote to its streams: its slots are free once the others are through with it.
+  std::uint64_t last_stream_call() const { return last_stream_call_; }
+  void set_last_stream_call(std::uint64_t call) { last_stream_call_ = call; }
+
+  // Makes what was written visible and wakes the others where they sleep.
+  void publish(std::atomic<std::uint64_t>& counter, std::uint64_t value);
+  void ring();
+  // Says that this rank is about to sleep until its bell rings; look once more after this.
+  void lie_down() {
+    lies_ = true;
+    own().asleep.store(1, std::memory_order_seq_cst);
+  }
+  // Awake again, whatever the reason.
+  void get_up();
+  int bell() const { return bells_[static_cast<std::size_t>(self_)].get(); }
+
+  SharedLinks& links() { return links_; }
+
+  // Tells the others why this rank gives up, once. `fault_rank`: -1 where nobody knows.
+  void fail(int fault_rank, const std::string& reason);
+
+ private:
+  int self_;
+  std::vector<int> ranks_;
+  std::vector<Segment*> segments_;
+  std::vector<Fd> bells_;
+  SharedLinks links_;
+  bool lies_ = false;
+  std::uint64_t calls_ = 0;
+  std::uint64_t last_stream_call_ = 0;
+};
+
+}  // namespace netfold::transport

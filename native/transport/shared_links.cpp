@@ -1,0 +1,110 @@
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <netfold/transport/shared_links.hpp>
+
+#include <cstring>
+
+namespace netfold::transport {
+
+SharedLinks::SharedLinks(std::vector<Fd> links) : peers_(links.size()) {
+  for (std::size_t i = 0; i < links.size(); ++i) peers_[i].link = std::move(links[i]);
+  removals_seen_ = SharedRegions::instance().removals();
+}
+
+SharedLinks::~SharedLinks() {
+  for (Peer& peer : peers_) {
+    for (const auto& [id, mapping] : peer.mapped) munmap(mapping.address, mapping.bytes);
+  }
+}
+
+bool SharedLinks::send(Peer& peer, const Letter& letter, int fd) {
+  iovec piece{const_cast<Letter*>(&letter), sizeof letter};
+  msghdr message{};
+  message.msg_iov = &piece;
+  message.msg_iovlen = 1;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof fd)];
+  if (fd >= 0) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof fd);
+    std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
+  }
+  // A local socket takes so short a message whole or not at all.
+  return sendmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof letter);
+}
+
+void SharedLinks::forget_removed() {
+  const auto& regions = SharedRegions::instance();
+  const std::uint64_t removals = regions.removals();
+  if (removals == removals_seen_) return;
+  bool all = true;
+  for (Peer& peer : peers_) {
+    for (auto id = peer.offered.begin(); id != peer.offered.end();) {
+      if (regions.holds(*id)) {
+        ++id;
+      } else if (send(peer, {Word::forget, 0, *id, 0}, -1)) {
+        id = peer.offered.erase(id);
+      } else {
+        all = false;
+        break;
+      }
+    }
+  }
+  if (all) removals_seen_ = removals;
+}
+
+bool SharedLinks::offer(const SharedRegion& region) {
+  forget_removed();
+  for (Peer& peer : peers_) {
+    if (!peer.link || peer.offered.contains(region.id)) continue;
+    if (!send(peer, {Word::take, 0, region.id, region.bytes}, region.fd.get())) return false;
+    peer.offered.insert(region.id);
+  }
+  return true;
+}
+
+void SharedLinks::read_letters(Peer& peer) {
+  for (;;) {
+    Letter letter{};
+    iovec piece{&letter, sizeof letter};
+    msghdr message{};
+    message.msg_iov = &piece;
+    message.msg_iovlen = 1;
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    if (recvmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) != static_cast<ssize_t>(sizeof letter)) {
+      return;
+    }
+    Fd fd;
+    const cmsghdr* header = CMSG_FIRSTHDR(&message);
+    if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
+      int number = -1;
+      std::memcpy(&number, CMSG_DATA(header), sizeof number);
+      fd = Fd(number);
+    }
+    const auto old = peer.mapped.find(letter.id);
+    if (letter.word == Word::forget && old != peer.mapped.end()) {
+      munmap(old->second.address, old->second.bytes);
+      peer.mapped.erase(old);
+    } else if (letter.word == Word::take && fd && old == peer.mapped.end()) {
+      void* mapped = mmap(nullptr, letter.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd.get(), 0);
+      if (mapped != MAP_FAILED) peer.mapped[letter.id] = {static_cast<std::byte*>(mapped), letter.bytes};
+    }
+  }
+}
+
+std::byte* SharedLinks::mapped(int position, std::uint64_t id, std::size_t offset, std::size_t bytes) {
+  Peer& peer = peers_[static_cast<std::size_t>(position)];
+  read_letters(peer);
+  const auto found = peer.mapped.find(id);
+  if (found == peer.mapped.end() || offset > found->second.bytes || bytes > found->second.bytes - offset) {
+    return nullptr;
+  }
+  return found->second.address + offset;
+}
+
+}  // namespace netfold::transport

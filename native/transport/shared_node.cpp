@@ -1,0 +1,64 @@
+#include <sys/mman.h>
+#include <unistd.h>
+#include <netfold/transport/shared_node.hpp>
+
+#include <algorithm>
+#include <cstring>
+
+namespace netfold::transport {
+
+SharedNode::SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> bells,
+                       std::vector<Fd> links)
+    : self_(self), ranks_(std::move(ranks)), bells_(std::move(bells)), links_(std::move(links)) {
+  segments_.reserve(ranks_.size());
+  for (const Fd& fd : segments) {
+    void* mapped = mmap(nullptr, sizeof(Segment), PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+    if (mapped == MAP_FAILED) {
+      for (Segment* made : segments_) munmap(made, sizeof(Segment));
+      throw_errno("map a rank's shared memory");
+    }
+    segments_.push_back(static_cast<Segment*>(mapped));
+  }
+}
+
+SharedNode::~SharedNode() {
+  for (Segment* segment : segments_) munmap(segment, sizeof(Segment));
+}
+
+void SharedNode::publish(std::atomic<std::uint64_t>& counter, std::uint64_t value) {
+  counter.store(value, std::memory_order_release);
+  ring();
+}
+
+void SharedNode::ring() {
+  // Either the sleeper sees the counter when it looks once more, or we see that it sleeps.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int position = 0; position < size(); ++position) {
+    if (position == self_) continue;
+    auto& asleep = segment(position).asleep;
+    if (asleep.load(std::memory_order_relaxed) == 0 || asleep.exchange(0) == 0) continue;
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const auto written = ::write(bells_[static_cast<std::size_t>(position)].get(), &one, sizeof one);
+  }
+}
+
+void SharedNode::get_up() {
+  if (!lies_) return;
+  lies_ = false;
+  if (own().asleep.exchange(0) != 0) return;
+  // Somebody rang, or is about to: what is left in the bell costs one look too many.
+  std::uint64_t value = 0;
+  [[maybe_unused]] const auto got = ::read(bell(), &value, sizeof value);
+}
+
+void SharedNode::fail(int fault_rank, const std::string& reason) {
+  Segment& mine = own();
+  if (mine.failed.load(std::memory_order_relaxed) != 0) return;
+  mine.fault_rank = fault_rank;
+  mine.reason_bytes = static_cast<std::uint32_t>(std::min(reason.size(), sizeof mine.reason));
+  std::memcpy(mine.reason, reason.data(), mine.reason_bytes);
+  mine.failed.store(1, std::memory_order_release);
+  ring();
+}
+
+}  // namespace netfold::transport

@@ -1,0 +1,68 @@
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <netfold/transport/shared_regions.hpp>
+
+#include <algorithm>
+
+namespace netfold::transport {
+
+SharedRegions& SharedRegions::instance() {
+  // Never destroyed: buffers of a dying process may outlive its statics.
+  static auto* regions = new SharedRegions;
+  return *regions;
+}
+
+void SharedRegions::add(std::byte* address, std::size_t bytes, Fd fd) {
+  auto region = std::make_shared<SharedRegion>();
+  region->address = address;
+  region->bytes = bytes;
+  region->fd = std::move(fd);
+  std::lock_guard lock(mutex_);
+  region->id = next_id_++;
+  if (regions_.contains(address)) ++removals_;
+  regions_[address] = std::move(region);
+}
+
+void SharedRegions::remove(const std::byte* address) {
+  std::lock_guard lock(mutex_);
+  removals_ += regions_.erase(address);
+}
+
+std::shared_ptr<const SharedRegion> SharedRegions::find(const std::byte* address, std::size_t bytes) const {
+  std::lock_guard lock(mutex_);
+  auto after = regions_.upper_bound(address);
+  if (after == regions_.begin()) return nullptr;
+  const auto& region = std::prev(after)->second;
+  const auto offset = static_cast<std::size_t>(address - region->address);
+  return offset + bytes <= region->bytes ? region : nullptr;
+}
+
+std::uint64_t SharedRegions::removals() const {
+  std::lock_guard lock(mutex_);
+  return removals_;
+}
+
+bool SharedRegions::holds(std::uint64_t id) const {
+  std::lock_guard lock(mutex_);
+  return std::any_of(regions_.begin(), regions_.end(), [&](const auto& entry) { return entry.second->id == id; });
+}
+
+SharedBuffer::SharedBuffer(std::size_t bytes) : bytes_(std::max<std::size_t>(bytes, 1)) {
+  Fd fd(memfd_create("netfold-buffer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) throw_errno("make shared memory");
+  if (ftruncate(fd.get(), static_cast<off_t>(bytes_)) != 0) throw_errno("size shared memory");
+  // Nobody can take pages away under a reader.
+  fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  if (mapped == MAP_FAILED) throw_errno("map shared memory");
+  data_ = static_cast<std::byte*>(mapped);
+  SharedRegions::instance().add(data_, bytes_, std::move(fd));
+}
+
+SharedBuffer::~SharedBuffer() {
+  SharedRegions::instance().remove(data_);
+  munmap(data_, bytes_);
+}
+
+}  // namespace netfold::transport

@@ -1,0 +1,39 @@
+"""Arrays in memory that other ranks of the machine can map, so that collectives read and write them where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from netfold._native import engine
+
+
+class _Memory:
+    """What NumPy asks for to make an array of foreign memory; the array keeps this, and this the memory."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        count = int(np.prod(shape, dtype=np.int64))
+        self._buffer = engine.SharedBuffer(count * dtype.itemsize)
+        self.__array_interface__ = {
+            "shape": shape,
+            "typestr": dtype.str,
+            "data": (self._buffer.address, False),
+            "version": 3,
+        }
+
+
+def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> np.ndarray[Any, Any]:
+    """A zeroed C-contiguous array of `shape` in shared memory.
+
+    A collective of more than 16 KB whose tensors lie in such arrays, or in views of them, on every rank of a machine
+    copies nothing: about half the memory traffic of ordinary arrays. The memory is freed with the last view. It is
+    anonymous (memfd): it takes no room in /dev/shm, and counts towards this process's memory limit. A child made by
+    fork shares it instead of copying it. Cost: a few system calls, and a page fault a page and rank at first use.
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"no array has the shape {sizes}")
+    return np.asarray(_Memory(sizes, np.dtype(dtype)))

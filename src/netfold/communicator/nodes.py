@@ -1,0 +1,218 @@
+"""Which ranks share memory: tried, never inferred from addresses, since network namespaces share it and containers may
+not.
+
+Every rank listens on a socket in the file system (TMPDIR), under a name that only the group learns. Whoever reaches it
+is on the same machine and in the same view of the file system; over it the two exchange their segments (memfd) and
+bells (eventfd), and keep it to pass the descriptors of buffers later. What authenticates them is the mesh: over its
+connections, which are already proved, each gets a token for the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import os
+import secrets
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from netfold import control
+from netfold._native import engine
+from netfold.communicator.errors import RendezvousError
+from netfold.control import receive_exactly
+
+_TOKEN_BYTES = 16
+_LETTER = struct.Struct(f">I{_TOKEN_BYTES}s")  # the giver's rank, and the token that the taker gave it
+_VISIT_S = 5.0  # a stranger holds us up for no longer
+_SHARED = b"\1"
+_APART = b"\0"
+
+
+@dataclass
+class Node:
+    """The ranks of this machine, and what each has given: descriptors, owned until they are handed down."""
+
+    ranks: tuple[int, ...]
+    position: int
+    segments: list[int]
+    bells: list[int]
+    links: list[int]  # -1 at this rank's position
+
+    def close(self) -> None:
+        for fd in (*self.segments, *self.bells, *self.links):
+            if fd >= 0:
+                os.close(fd)
+
+
+def find_nodes(
+    rank: int, size: int, sockets: Sequence[socket.socket | None], *, enabled: bool, deadline: float
+) -> tuple[tuple[int, ...], Node | None]:
+    """The node of every rank, by number; and this rank's own node, None where it is alone.
+
+    `sockets`: the mesh, before it is handed down. `enabled` False (on any rank): nobody shares with that rank.
+    """
+    segment = os.memfd_create("netfold", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    os.ftruncate(segment, engine.SEGMENT_BYTES)
+    fcntl.fcntl(segment, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    given: dict[int, tuple[int, int, int]] = {rank: (segment, bell, -1)}
+    try:
+        with _listener(enabled) as (listener, path):
+            _exchange(rank, size, sockets, listener, path, given, deadline)
+        nodes = _agree(rank, size, sockets, set(given), deadline)
+        members = tuple(peer for peer in range(size) if nodes[peer] == nodes[rank])
+    except BaseException:
+        members = ()
+        raise
+    finally:
+        for peer in list(given):
+            if peer not in members or len(members) == 1:
+                for fd in given.pop(peer):
+                    if fd >= 0:
+                        os.close(fd)
+    if len(members) == 1:
+        return nodes, None
+    segments, bells, links = zip(*(given[peer] for peer in members), strict=True)
+    return nodes, Node(members, members.index(rank), list(segments), list(bells), list(links))
+
+
+@contextlib.contextmanager
+def _listener(enabled: bool) -> Iterator[tuple[socket.socket | None, str]]:
+    if not enabled:
+        yield None, ""
+        return
+    folder = tempfile.mkdtemp(prefix="netfold-")  # for this user alone
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            with _address(folder) as address:
+                listener.bind(address)
+            listener.listen(engine.MAX_NODE_SIZE)
+            yield listener, folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _address(folder: str) -> Iterator[str]:
+    """A socket's name has room for 108 bytes: by way of the folder's descriptor it is always short enough."""
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/socket"
+    finally:
+        os.close(fd)
+
+
+def _exchange(
+    rank: int,
+    size: int,
+    sockets: Sequence[socket.socket | None],
+    listener: socket.socket | None,
+    path: str,
+    given: dict[int, tuple[int, int, int]],
+    deadline: float,
+) -> None:
+    """Put what every rank that can be reached gives into `given`. The one with the higher rank knocks."""
+    mine = given[rank][:2]
+    tokens = {peer: secrets.token_bytes(_TOKEN_BYTES) for peer in range(size) if peer != rank}
+    for peer, stream in enumerate(sockets):
+        if stream is not None:
+            stream.settimeout(max(0.001, deadline - time.monotonic()))
+            control.send(stream, {"type": "node", "path": path, "token": tokens[peer]})
+    told = {peer: control.receive(stream) for peer, stream in enumerate(sockets) if stream is not None}
+    for peer in range(rank):
+        stream = sockets[peer]
+        assert stream is not None
+        knock = _knock(told[peer]["path"]) if listener is not None else None
+        stream.sendall(_APART if knock is None else _SHARED)
+        if knock is None:
+            continue
+        with knock:
+            knock.settimeout(max(0.001, deadline - time.monotonic()))
+            _give(knock, rank, told[peer]["token"], mine)
+            found = _take(knock, tokens)
+            if found is None or found[0] != peer:
+                raise RendezvousError(f"rank {rank}: who listens at rank {peer}'s socket is not rank {peer}", rank=peer)
+            given[peer] = (*found[1], knock.detach())
+    expected = set()
+    for peer in range(rank + 1, size):
+        stream = sockets[peer]
+        assert stream is not None
+        if receive_exactly(stream, 1) == _SHARED:
+            expected.add(peer)
+    while expected:
+        assert listener is not None
+        listener.settimeout(max(0.001, deadline - time.monotonic()))
+        visitor, _ = listener.accept()
+        with visitor:
+            visitor.settimeout(_VISIT_S)
+            found = _take(visitor, tokens)
+            if found is None:
+                continue  # a stranger
+            peer, fds = found
+            if peer not in expected:
+                for fd in fds:
+                    os.close(fd)
+                continue
+            _give(visitor, rank, told[peer]["token"], mine)
+            given[peer] = (*fds, visitor.detach())
+            expected.remove(peer)
+
+
+def _knock(folder: str) -> socket.socket | None:
+    """A connection to a rank's socket, None where its file system or its machine is not ours."""
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with _address(folder) as address:
+            stream.connect(address)
+        return stream
+    except OSError:
+        stream.close()
+        return None
+
+
+def _give(stream: socket.socket, rank: int, token: bytes, fds: tuple[int, int]) -> None:
+    socket.send_fds(stream, [_LETTER.pack(rank, token)], list(fds))
+
+
+def _take(stream: socket.socket, tokens: dict[int, bytes]) -> tuple[int, tuple[int, int]] | None:
+    """A rank's segment and bell; None from somebody who does not know the token that rank was given."""
+    letter, fds, _, _ = socket.recv_fds(stream, _LETTER.size, 2, socket.MSG_CMSG_CLOEXEC)
+    if len(letter) == _LETTER.size and len(fds) == 2:
+        rank, token = _LETTER.unpack(letter)
+        if hmac.compare_digest(token, tokens.get(rank, b"")) and os.fstat(fds[0]).st_size == engine.SEGMENT_BYTES:
+            return rank, (fds[0], fds[1])
+    for fd in fds:
+        os.close(fd)
+    return None
+
+
+def _agree(
+    rank: int, size: int, sockets: Sequence[socket.socket | None], reached: set[int], deadline: float
+) -> tuple[int, ...]:
+    """The node of every rank: sets in which everybody reaches everybody, found alike by all."""
+    reaches = {rank: reached}
+    for stream in sockets:
+        if stream is not None:
+            stream.settimeout(max(0.001, deadline - time.monotonic()))
+            control.send(stream, {"type": "reached", "ranks": sorted(reached)})
+    for peer, stream in enumerate(sockets):
+        if stream is not None:
+            reaches[peer] = set(control.receive(stream)["ranks"])
+    members: list[list[int]] = []
+    nodes = []
+    for peer in range(size):
+        for number, node in enumerate(members):
+            if len(node) < engine.MAX_NODE_SIZE and all(m in reaches[peer] and peer in reaches[m] for m in node):
+                node.append(peer)
+                nodes.append(number)
+                break
+        else:
+            nodes.append(len(members))
+            members.append([peer])
+    return tuple(nodes)

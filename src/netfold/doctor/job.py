@@ -1,0 +1,96 @@
+"""Who keeps a job: what each of its ranks is doing, put side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from netfold.doctor.page import Rank
+
+_STATES = {"T": "stopped", "t": "being debugged", "Z": "dead", "X": "dead", "D": "waiting for a disk"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One group: a line a rank, and what follows from them."""
+
+    job: str
+    size: int
+    lines: tuple[tuple[int, str], ...]  # rank, what it is doing
+    findings: tuple[str, ...]
+    # Ranks that keep the others, as far as can be seen from here.
+    at_fault: tuple[int, ...]
+
+
+def diagnose(ranks: Sequence[Rank], now_ns: int) -> list[Verdict]:
+    """A verdict for each group; `now_ns` is CLOCK_MONOTONIC."""
+    jobs = sorted({rank.job for rank in ranks})
+    return [_verdict([rank for rank in ranks if rank.job == job], now_ns) for job in jobs]
+
+
+def _verdict(ranks: list[Rank], now_ns: int) -> Verdict:
+    size = ranks[0].size
+    lines = tuple((rank.rank, _doing(rank, now_ns)) for rank in ranks)
+    findings, at_fault = [], []
+    front = max(rank.sequence for rank in ranks)
+    if front > 0:
+        leaders = [rank for rank in ranks if rank.sequence == front]
+        waited_s = (now_ns - min(rank.queued_ns for rank in leaders)) / 1e9
+        for rank in ranks:
+            if rank.sequence == front or rank.failure:
+                continue
+            at_fault.append(rank.rank)
+            if rank.sequence:
+                findings.append(
+                    f"rank {rank.rank} is still in {rank.operation} #{rank.sequence}, while others have been in "
+                    f"#{front} for {waited_s:.1f} s"
+                )
+            elif rank.done_sequence < front:
+                where = f" (last at {rank.site})" if rank.site else ""
+                findings.append(
+                    f"rank {rank.rank} has not called {leaders[0].operation} #{front}, for which others have been "
+                    f"waiting for {waited_s:.1f} s: it last finished #{rank.done_sequence}{where}"
+                )
+            else:
+                at_fault.pop()  # it is through with what others are still in
+        kinds = {(rank.operation, rank.bytes, rank.dtype, rank.reduce, rank.algorithm) for rank in leaders}
+        if len(kinds) > 1:
+            findings.append(
+                f"at #{front} ranks called different things: "
+                + "; ".join(f"rank {rank.rank} {_call(rank)}" for rank in leaders)
+            )
+    for rank in ranks:
+        if rank.process_state in _STATES:
+            at_fault.append(rank.rank)
+            findings.append(f"rank {rank.rank} (process {rank.pid}) is {_STATES[rank.process_state]}")
+        if rank.failure:
+            findings.append(f"rank {rank.rank} has failed: {rank.failure}")
+    absent = sorted(set(range(size)) - {rank.rank for rank in ranks})
+    if absent:
+        findings.append(
+            f"rank {', '.join(map(str, absent))} of {size}: no process of this machine; look on the other hosts, or it "
+            "has died"
+        )
+        awaited = {peer for rank in ranks for peer in rank.awaited}
+        at_fault += [rank for rank in absent if rank in awaited]
+    if not findings:
+        findings.append("nothing keeps it" if front == 0 else f"all ranks are in #{front}")
+    return Verdict(ranks[0].job, size, lines, tuple(findings), tuple(sorted(set(at_fault))))
+
+
+def _call(rank: Rank) -> str:
+    return f"{rank.operation} of {rank.bytes} bytes {rank.dtype} ({rank.reduce}) by {rank.algorithm}"
+
+
+def _doing(rank: Rank, now_ns: int) -> str:
+    if rank.sequence == 0:
+        if rank.done_sequence == 0:
+            return f"no operation yet; joined {(now_ns - rank.joined_ns) / 1e9:.1f} s ago"
+        ago_s = (now_ns - rank.done_ns) / 1e9
+        return f"outside; finished {rank.done_operation} #{rank.done_sequence} {ago_s:.1f} s ago"
+    text = f"in {_call(rank)} #{rank.sequence} for {(now_ns - rank.queued_ns) / 1e9:.1f} s"
+    if rank.awaited:
+        text += f"; waits for rank {', '.join(map(str, rank.awaited))}"
+    if rank.waiting > 1:
+        text += f"; {rank.waiting - 1} more queued"
+    return text + (f"; at {rank.site}" if rank.site else "")

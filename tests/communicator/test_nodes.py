@@ -1,0 +1,74 @@
+"""Which ranks share memory: found by trying."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import run_ranks, run_threads, values
+
+from netfold import Communicator, FileStore, Options
+
+pytestmark = pytest.mark.native
+
+
+def nodes(rank: int, size: int, folder: str, apart: set[int]) -> tuple[tuple[int, ...], str]:
+    """The nodes found, and how all_reduce runs."""
+    options = Options(transport="tcp" if rank in apart else "auto")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+        buffer = np.full(100_000, rank + 1.0)
+        group.all_reduce(buffer)
+        assert (buffer == size * (size + 1) / 2).all()
+        return group.group.nodes, group.group.why("all_reduce", buffer.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("size", "apart", "expected"),
+    [
+        (1, set(), (0,)),
+        (4, set(), (0, 0, 0, 0)),
+        (4, {0}, (0, 1, 1, 1)),
+        (4, {1, 2}, (0, 1, 2, 0)),
+        (3, {0, 1, 2}, (0, 1, 2)),
+    ],
+)
+def test_ranks_that_reach_each_other_make_a_node_and_all_find_the_same(
+    size: int, apart: set[int], expected: tuple[int, ...]
+) -> None:
+    for found, why in values(run_threads(nodes, size, apart)):
+        assert found == expected
+        if size > 1:
+            assert why.startswith("shared_memory") == (not apart), why
+
+
+def a_long_name(rank: int, size: int, folder: str) -> tuple[int, ...]:
+    long = Path(folder, *["a-folder-with-a-rather-long-name"] * 6)
+    long.mkdir(parents=True, exist_ok=True)
+    os.environ["TMPDIR"] = str(long)
+    tempfile.tempdir = None
+    with Communicator(FileStore(folder), rank, size, timeout_s=20, join_timeout_s=20) as group:
+        group.barrier()
+        assert not list(long.iterdir())  # nothing is left behind
+        return group.group.nodes
+
+
+def test_a_folder_whose_name_is_too_long_for_a_socket_serves_all_the_same() -> None:
+    assert values(run_ranks(a_long_name, 2)) == [(0, 0)] * 2
+
+
+def count_of_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_closed_group_leaves_no_descriptor_mapping_or_folder() -> None:
+    values(run_threads(nodes, 3, set()))  # what is made once a process
+    before = count_of_descriptors()
+    for _ in range(3):
+        values(run_threads(nodes, 3, set()))
+    assert count_of_descriptors() <= before
+    assert "memfd:netfold (deleted)" not in Path("/proc/self/maps").read_text()
+    assert threading.active_count() < 10

@@ -1,0 +1,57 @@
+"""DDP's buckets move to shared memory in place: unseen by the script, but for the log and the time a step takes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from ranks import run_ranks, values
+
+pytestmark = pytest.mark.torch
+
+STEPS = 6
+
+
+def train(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """For each way to run DDP: the gradients of the last step, buckets moved, and whether addresses then stayed."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    found = {}
+    for share, as_view in itertools.product(("on", "off"), (False, True)):
+        os.environ["NETFOLD_SHARE_BUCKETS"] = share
+        dist.init_process_group("netfold", init_method=f"file://{folder}/{share}-{as_view}", rank=rank, world_size=size)
+        torch.manual_seed(7)
+        # Two buckets; the second, and a view of it, is what a user may hold.
+        network = torch.nn.Sequential(torch.nn.Linear(700, 700), torch.nn.Linear(700, 700))
+        ddp = torch.nn.parallel.DistributedDataParallel(network, bucket_cap_mb=1, gradient_as_bucket_view=as_view)
+        addresses = []
+        for step in range(STEPS):
+            ddp.zero_grad(set_to_none=not as_view)
+            ddp(torch.full((3, 700), float(rank + step + 1))).sum().backward()
+            addresses.append([parameter.grad.data_ptr() for parameter in network.parameters()])
+        moved = list(dist.group.WORLD._buckets._moved.values())
+        found[f"{share} {as_view}"] = {
+            "gradients": [parameter.grad.clone() for parameter in network.parameters()],
+            "moved": [storage.is_shared() for storage in moved],
+            "steady": not as_view or addresses[-1] == addresses[-2],
+        }
+        del moved
+        dist.destroy_process_group()
+    digests = {}
+    for name, run in found.items():
+        digests[name] = ([gradient.numpy().tobytes().hex()[:4000] for gradient in run["gradients"]], run["moved"])
+        assert run["steady"], name
+    return digests
+
+
+def test_buckets_move_when_they_came_again_and_gradients_stay_the_same() -> None:
+    for found in values(run_ranks(train, 2, timeout_s=100)):
+        gradients = [run[0] for run in found.values()]
+        assert all(each == gradients[0] for each in gradients[1:])
+        for name, (_, moved) in found.items():
+            assert moved == ([True, True] if name.startswith("on") else []), name
