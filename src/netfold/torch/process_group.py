@@ -88,15 +88,14 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     # --- reductions ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
-        if type(opts) is AllreduceOptions and len(tensors) == 1 and not opts.asyncOp:
-            if self._all_reduce_at_once(tensors[0], opts):
-                return CompletedWork(tensors)
-        elif len(tensors) == 1 and type(opts) is AllreduceOptions:  # as the reducer calls
-            self._buckets.consider(tensors[0])
-        elif opts is None or not hasattr(opts, "reduceOp"):
+        if opts is None or not hasattr(opts, "asyncOp"):
             tensors, opts = calls.listed(tensors), calls.with_op(AllreduceOptions(), opts)
-        if len(tensors) == 1 and tensors[0].is_sparse:
-            return sparse.all_reduce(self, tensors[0], opts)
+        if len(tensors) == 1:
+            if not opts.asyncOp and self._all_reduce_at_once(tensors[0], opts):
+                return CompletedWork(tensors)
+            if tensors[0].is_sparse:
+                return sparse.all_reduce(self, tensors[0], opts)
+            self._buckets.consider(tensors[0])
         prepared = [calls.reduction("all_reduce", tensor, opts.reduceOp) for tensor in tensors]
         return self._together(prepared, tensors, opts)
 
