@@ -34,10 +34,16 @@ demo: build ## the main job: train EDSR over a software switch, then with gloo, 
 	@$(VENV)/bin/netfold demo
 
 test: build ## all tests that need no root and no network namespaces
-	@$(PY) -m pytest -m 'not rack' -n $(JOBS) --dist loadfile -q
+	@$(PY) -m pytest -m 'not rack and not soak' -n $(JOBS) --dist loadfile -q
 
 rack-test: build ## tests of the emulated rack and of netfold in it (root, network namespaces)
 	@$(PY) -m pytest -m rack -q tests
+
+soak: build ## long runs: 50 elastic restarts, tensors beyond 2 GiB
+	@$(PY) -m pytest -m soak -q tests
+
+conformance: build ## PyTorch's own suite over gloo and over netfold; rewrites bench/results/conformance.md
+	@$(PY) tests/conformance --write
 
 check: build ## formats, lints, types, import rules
 	@$(PY) -m ruff check .
@@ -62,4 +68,4 @@ bench: build ## measure against gloo, in the rack and over loopback; rewrites be
 clean: ## remove everything that was built
 	@rm -rf $(VENV) build build-sanitize netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help build demo test rack-test check format sanitize bench clean
+.PHONY: help build demo test rack-test soak conformance check format sanitize bench clean

@@ -349,7 +349,7 @@ bool Group::turn(std::int64_t now) {
       }
       failure.kind = Failure::Kind::timeout;
       const auto ranks = operation.algorithm_->awaited();
-      failure.text = describe(operation) + " did not finish within its timeout";
+      failure.text = describe(operation) + " did not finish" + within(operation.timeout_ns_);
       if (!ranks.empty()) {
         failure.rank = ranks.front();
         failure.text += "; still waiting for rank";
@@ -369,8 +369,8 @@ bool Group::turn(std::int64_t now) {
     for (const auto& operation : queue_) {
       if (operation->deadline_ns_ >= 0 && now >= operation->deadline_ns_) {
         failure.kind = Failure::Kind::timeout;
-        failure.text =
-            describe(*operation) + " did not start within its timeout: the operations before it are not done";
+        failure.text = describe(*operation) + " did not start" + within(operation->timeout_ns_) +
+                       ": the operations before it are not done";
         break;
       }
     }
@@ -545,6 +545,12 @@ std::vector<EventRecord> Group::events(std::uint64_t* total) const {
     std::rotate(out.begin(), out.begin() + static_cast<std::ptrdiff_t>(event_count_ % kEventCapacity), out.end());
   }
   return out;
+}
+
+std::string Group::within(std::int64_t timeout_ns) {
+  char text[48];
+  std::snprintf(text, sizeof text, " within its timeout of %.1f s", static_cast<double>(timeout_ns) / 1e9);
+  return text;
 }
 
 std::string Group::describe(const Operation& operation) const {

@@ -116,11 +116,57 @@ def bool_tensors_take_min_and_max(dist: Any, rank: int, size: int) -> None:
     for op, expected in (
         (dist.ReduceOp.MAX, parts.any(0)), (dist.ReduceOp.MIN, parts.all(0)), (dist.ReduceOp.BOR, parts.any(0)),
         (dist.ReduceOp.BAND, parts.all(0)), (dist.ReduceOp.BXOR, parts.sum(0) % 2 == 1),
-        (dist.ReduceOp.PRODUCT, parts.all(0)),
+        (dist.ReduceOp.PRODUCT, parts.all(0)), (dist.ReduceOp.SUM, parts.any(0)),
     ):  # fmt: skip
         tensor = parts[rank].clone()
         dist.all_reduce(tensor, op)
         same(tensor, expected)
+
+
+@case
+def premul_sum_scales_each_rank_by_its_own_factor(dist: Any, rank: int, size: int) -> None:
+    """NCCL's, which gloo lacks: a number or a tensor, other ranks' may differ. Factors are powers of two: exact."""
+    import torch
+
+    factors = [2.0 ** (other - 1) for other in range(size)]
+    own = factors[rank]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        parts = [((torch.arange(3000) * 3 + other) % 16).to(dtype) for other in range(size)]
+        expected = sum(part.to(torch.float64) * factor for part, factor in zip(parts, factors, strict=True)).to(dtype)
+        for factor in (own, torch.tensor([own], dtype=dtype)):
+            tensor = parts[rank].clone()
+            dist.all_reduce(tensor, dist._make_nccl_premul_sum(factor))
+            same(tensor, expected)
+    tensor = torch.full((6,), 1.0)
+    dist.reduce(tensor, 1, dist._make_nccl_premul_sum(own))
+    same(tensor, torch.full((6,), sum(factors) if rank == 1 else 1.0))
+    whole, mine = torch.ones(size * 3), torch.empty(3)
+    dist.reduce_scatter_tensor(mine, whole, dist._make_nccl_premul_sum(own))
+    same(mine, torch.full((3,), sum(factors)))
+    assert whole.eq(1).all(), "the input stays as it is"
+
+
+@case
+def sparse_tensors_are_added_element_by_element(dist: Any, rank: int, size: int) -> None:
+    import torch
+
+    def sparse(other: int, dense: tuple[int, ...]) -> Any:
+        """`other` elements: none on rank 0, and places that several ranks have."""
+        places = torch.stack([torch.arange(other), torch.arange(other) * 2])
+        return torch.sparse_coo_tensor(places, torch.full((other, *dense), other + 0.5), (5, 9, *dense))
+
+    for dense in ((), (3,)):
+        expected = sum(sparse(other, dense).to_dense() for other in range(size))
+        for asynchronous in (False, True):
+            tensor = sparse(rank, dense)
+            work = dist.all_reduce(tensor, async_op=asynchronous)
+            if work is not None:
+                same(work.get_future().wait()[0].to_dense(), expected)
+            same(tensor.to_dense(), expected)
+            assert tensor.is_sparse
+        tensor = sparse(rank, dense)
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        same(tensor.to_dense(), expected / size)
 
 
 @case
@@ -132,6 +178,11 @@ def complex_tensors_add_by_their_parts(dist: Any, rank: int, size: int) -> None:
         tensor = parts[rank].clone()
         dist.all_reduce(tensor)
         same(tensor, torch.stack(parts).sum(0))
+        # torch may only remember that values are negated: what counts is what they read as.
+        negated = parts[rank].clone().conj().imag
+        assert negated.is_neg()
+        dist.all_reduce(negated)
+        same(negated.resolve_neg(), -torch.stack(parts).sum(0).imag)
 
 
 @case
@@ -486,14 +537,18 @@ def what_is_not_supported_is_refused_in_a_sentence(dist: Any, rank: int, size: i
         raise AssertionError(f"nothing was refused; expected: {words}")
 
     ones = torch.ones(4)
-    refuse("a sum of bool tensors is not defined", lambda: dist.all_reduce(torch.ones(4, dtype=torch.bool)))
+    refuse("AVG is not defined", lambda: dist.all_reduce(torch.ones(4, dtype=torch.bool), dist.ReduceOp.AVG))
     refuse(
         "avg needs a floating-point tensor",
         lambda: dist.all_reduce(torch.ones(4, dtype=torch.int32), dist.ReduceOp.AVG),
     )
     refuse("band is not defined for f32", lambda: dist.all_reduce(ones, dist.ReduceOp.BAND))
     refuse("on complex tensors", lambda: dist.all_reduce(torch.ones(4, dtype=torch.complex64), dist.ReduceOp.MAX))
-    refuse("does not reduce by", lambda: dist.all_reduce(ones, dist._make_nccl_premul_sum(2.0)))
+    integers = torch.ones(4, dtype=torch.int32)
+    refuse("premul_sum takes floating-point", lambda: dist.all_reduce(integers, dist._make_nccl_premul_sum(2.0)))
+    refuse("1 output tensors on 4 ranks", lambda: dist.all_gather([torch.ones(4)], ones))
+    refuse("2 input tensors on 4 ranks", lambda: dist.reduce_scatter(ones, [torch.ones(4)] * 2))
+    refuse("takes SUM and AVG", lambda: dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX))
     refuse("dense tensors", lambda: dist.broadcast(torch.eye(3).to_sparse(), 0))
     refuse("CPU tensors", lambda: dist.broadcast(torch.empty(4, device="meta"), 0))
     refuse("cannot reduce torch.float8_e4m3fn", lambda: dist.all_reduce(torch.ones(4).to(torch.float8_e4m3fn)))

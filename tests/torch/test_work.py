@@ -60,7 +60,7 @@ def test_a_future_asked_for_while_the_last_operation_is_settled_is_resolved_once
     """Found by reading: the asker and the completion thread both resolved it; the second raised, and its thread ended
     without a word."""
     operation = Operation()
-    work = make(operation)
+    work = make(operation, finish=lambda: None)  # staged, and so watched from the start
     settle = work._settle
     asked = []
 

@@ -12,15 +12,18 @@ Tests: `.venv/bin/pytest tests/torch`
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
-    from netfold.communicator import Group
+    from netfold.communicator import Group, Options
     from netfold.profile import Records
+    from netfold.torch.process_group import ProcessGroupNetfold
 
-__all__ = ["events", "register", "why"]
+__all__ = ["events", "monitored_barrier", "new_process_group", "register", "why"]
 
 
 def register() -> None:
@@ -39,9 +42,27 @@ def register() -> None:
 
 
 def _create(options: Any, pg_options: Any) -> Any:
-    from netfold.torch.process_group import create
+    from netfold.torch.creation import create
 
     return create(options, pg_options)
+
+
+def new_process_group(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    timeout: timedelta = timedelta(minutes=30),
+    options: Options | None = None,
+) -> ProcessGroupNetfold:
+    """A group that torch's world does not know, for programs that make and remake groups themselves (torchft).
+
+    `store`: a part for this life of the group alone (`PrefixStore`); `timeout`: of each operation. Not needed with
+    `init_process_group`. Its `shutdown()` ends it. Raises what `netfold.communicator.Group` raises.
+    """
+    from netfold.torch.creation import standalone
+
+    return standalone(store, rank, size, timeout, options)
 
 
 def events(group: dist.ProcessGroup | None = None) -> Records:
@@ -54,7 +75,27 @@ def why(group: dist.ProcessGroup | None = None, *, operation: str = "all_reduce"
     return _group(group).why(operation, size_bytes)
 
 
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """Return once every rank of `group` has called this; else raise on all that did, with the ranks that did not.
+
+    As `torch.distributed.monitored_barrier`, which takes gloo groups only. `timeout`: a timedelta or seconds, that of
+    the group if None. With `wait_all_ranks` rank 0's message lists the missing ranks first; they are named either way.
+    It goes over the store, so that it works on a group whose collectives hang. Raises CollectiveTimeout (a
+    RuntimeError and a TimeoutError); its `rank` is the first missing one.
+    """
+    seconds = timeout if timeout is None or not isinstance(timeout, (int, float)) else timedelta(seconds=timeout)
+    _process_group(group).monitored_barrier(seconds, wait_all_ranks)
+
+
 def _group(group: dist.ProcessGroup | None) -> Group:
+    return _process_group(group).netfold
+
+
+def _process_group(group: dist.ProcessGroup | None) -> ProcessGroupNetfold:
     import torch.distributed as dist
 
     from netfold.torch.process_group import ProcessGroupNetfold
@@ -62,4 +103,4 @@ def _group(group: dist.ProcessGroup | None) -> Group:
     chosen = group if group is not None else dist.group.WORLD
     if not isinstance(chosen, ProcessGroupNetfold):
         raise ValueError(f"not a netfold group but {chosen!r}; init_process_group('netfold') makes one")
-    return chosen.netfold
+    return chosen

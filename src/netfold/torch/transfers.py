@@ -64,7 +64,7 @@ class Transfers:
             return TransferWork(self, operation, tensors, keep=(tensor, staged), finish=finish)
         if not operation.done:
             self._keep(operation, staged)
-        return TransferWork(self, operation, tensors, watched=False)
+        return TransferWork(self, operation, tensors)
 
     def _keep(self, operation: Any, tensor: Tensor) -> None:
         with self._lock:

@@ -1,12 +1,12 @@
 """Work and Future: how torch waits for a native operation.
 
 C++ sees only `wait(timedelta)` and `get_future()` of a Python Work. A work whose operation ended on the caller's thread
-is complete when it is made; others are kept alive here, with their tensors, until their operation is done, since users
-drop Works.
+is complete when it is made; its Future is resolved at once. Others are watched only when somebody asks for the Future,
+or when staged results must be copied back: a hop to another thread costs more than a small operation.
 
 Futures are resolved by a few threads that take one completion each: callbacks run on the thread that resolves (torch
-does that), and one that blocks on a later Future must not hold that Future up. They start with the first asynchronous
-operation and end before the interpreter does.
+does that), and one that blocks on a later Future must not hold that Future up. They start with the first operation that
+is watched and end before the interpreter does.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PythonCallbackWork
 
 from netfold._native import engine
 from netfold.communicator import Group
@@ -35,16 +36,14 @@ class NetfoldWork(dist.Work):
     def __init__(
         self,
         group: Group,
-        operations: list[Any],
+        operations: Sequence[Any],
         result: Any,
         *,
         keep: Any = None,
         finish: Callable[[], None] | None = None,
-        watched: bool = True,
     ) -> None:
         """`result`: what the Future holds. `keep`: what must outlive the operations. `finish`: runs once they are
-        done, before anyone sees the work complete (copies staged results back). Not `watched`: there is nothing to
-        finish, another keeps the tensors, and completion is not looked for until somebody asks for the Future."""
+        done, before anyone sees the work complete (copies staged results back)."""
         super().__init__()
         self._group = group
         self._operations = operations
@@ -52,28 +51,43 @@ class NetfoldWork(dist.Work):
         self._keep = keep
         self._finish = finish
         self._lock = threading.Lock()
-        self._future: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None  # the one to resolve
+        self._visible: torch.futures.Future[Any]  # the one that users get
         self._pending = 0
+        self._watched = False
         self._ended = False  # settled, so that a Future may be resolved
         self._finish_error: Exception | None = None
-        self._watched = watched
-        if all(operation.done for operation in operations):
-            self._end()
-        elif watched:
-            _completions.watch(self, operations)
+        for operation in operations:
+            if not operation.done:
+                if finish is not None:
+                    self._watched = True
+                    _completions.watch(self)
+                return
+        self._settle()
+        self._ended = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when done; raises what befell the operation. A timeout of 0 is torch's word for none."""
-        seconds = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
-        for operation in self._operations:
-            self._group.wait(operation, seconds)
-        self._settle()
-        if self._finish_error is not None:
-            raise self._finish_error
+        if not self._ended:
+            seconds = timeout.total_seconds() if timeout and timeout.days >= 0 else None
+            for operation in self._operations:
+                self._group.wait(operation, seconds)
+            self._settle()
+            with self._lock:
+                if not self._watched:
+                    self._ended = True
+        error = self._error()
+        if error is not None:
+            raise error
         return True
 
     def is_completed(self) -> bool:
-        return all(operation.done for operation in self._operations)
+        if not self._ended:
+            for operation in self._operations:
+                if not operation.done:
+                    return False
+            self._settle()  # who was told so may look at the result
+        return True
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error() is None
@@ -90,21 +104,29 @@ class NetfoldWork(dist.Work):
     def source_rank(self) -> int:
         return self._group.rank
 
+    def boxed(self) -> Any:
+        # The box of a Python Work holds its C++ half alone, whose wait() never returns.
+        return PythonCallbackWork(self.wait).boxed()
+
     def get_future(self) -> torch.futures.Future[Any]:
         with self._lock:
-            if self._future is None:
-                base: torch.futures.Future[Any] = torch.futures.Future()
-                self._future = base
-                # DDP's reducer crashes on a Future with an exception set, but not on one whose callback raised.
-                self._visible = base.then(self._value)
-                resolve = self._ended
-                watch, self._watched = not self._watched and not resolve, True
-            else:
+            if self._future is not None:
                 return self._visible
+            base: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = base
+            resolve = self._ended
+            if resolve and self._error() is None:
+                base.set_result(self._result)
+                self._visible = base
+                return base
+            # DDP's reducer crashes on a Future with an exception set, but not on one whose callback raised.
+            self._visible = base.then(self._value)
+            watch = not resolve and not self._watched
+            self._watched = True
         if resolve:
             base.set_result(None)
-        if watch:
-            _completions.watch(self, self._operations)
+        elif watch:
+            _completions.watch(self)
         return self._visible
 
     def _value(self, _: Any) -> Any:
@@ -115,25 +137,28 @@ class NetfoldWork(dist.Work):
 
     def _error(self) -> Exception | None:
         for operation in self._operations:
-            if operation.done and operation.failure is not None:
+            if operation.failure is not None:
                 return self._group.error(operation)
         return self._finish_error
 
     def _settle(self) -> None:
         """Run `finish` once; what it raises is the work's error, for whoever waits."""
-        with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None and self._error() is None:
-                try:
-                    finish()
-                except Exception as error:
-                    self._finish_error = error
-            self._keep = None
+        if self._finish is not None:
+            with self._lock:
+                if self._finish is not None and self._error() is None:
+                    try:
+                        self._finish()
+                    except Exception as error:
+                        self._finish_error = error
+                self._finish = None  # only now: who sees it believes the results to be in place
+        self._keep = None
 
     def _end(self) -> torch.futures.Future[Any] | None:
         """All is done: the Future to resolve, if somebody asked for it; who asks later resolves it at once."""
         self._settle()
         with self._lock:
+            if self._ended:
+                return None
             self._ended = True
             return self._future
 
@@ -144,6 +169,40 @@ class NetfoldWork(dist.Work):
             if self._pending > 0:
                 return None
         return self._end()
+
+
+class CompletedWork(dist.Work):
+    """What is done on return, without failure: the cheapest Work there can be."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> Any:
+        return None
+
+    def result(self) -> Any:
+        return self._result
+
+    def synchronize(self) -> None:
+        return None
+
+    def boxed(self) -> Any:
+        return PythonCallbackWork(self.wait).boxed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
 
 
 class _Completions:
@@ -160,20 +219,19 @@ class _Completions:
         self._stopping = False
         self._pid = os.getpid()
 
-    def watch(self, work: NetfoldWork, operations: list[Any]) -> None:
+    def watch(self, work: NetfoldWork) -> None:
+        """Keep `work` alive until its operations are done, then settle it and resolve its Future."""
         with self._lock:
             if self._pid != os.getpid():
                 self._reset()  # threads do not survive a fork
-            waiting = [operation for operation in operations if not operation.done]
+            waiting = [operation for operation in work._operations if not operation.done]
             work._pending = len(waiting)
             for operation in waiting:
                 self._works[operation.id] = work
             if self._idle == 0 and not self._stopping:
                 self._start()
         if not waiting:  # they ended since the caller looked
-            future = work._end()
-            if future is not None:
-                future.set_result(None)
+            _resolve(work._end())
         for operation in waiting:
             if not operation.notify():  # it was done before we could ask
                 self._complete(operation.id)
@@ -208,9 +266,8 @@ class _Completions:
     def _complete(self, operation_id: int) -> None:
         with self._lock:
             work = self._works.pop(operation_id, None)
-        future = work._one_done() if work is not None else None
-        if future is not None:
-            future.set_result(None)
+        if work is not None:
+            _resolve(work._one_done())
 
     def stop(self) -> None:
         if self._pid != os.getpid():
@@ -221,6 +278,11 @@ class _Completions:
         engine.interrupt_completions()
         for thread in threads:
             thread.join(2.0)
+
+
+def _resolve(future: torch.futures.Future[Any] | None) -> None:
+    if future is not None:
+        future.set_result(None)
 
 
 _completions = _Completions()

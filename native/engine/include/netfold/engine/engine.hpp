@@ -171,6 +171,7 @@ class Group {
   bool has_only_transfers() const;  // likewise, and without a driver
   bool driven_by_engine() const;
   std::string describe(const Operation& operation) const;
+  static std::string within(std::int64_t timeout_ns);
 
   Engine& engine_;
   Options options_;

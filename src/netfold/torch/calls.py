@@ -1,0 +1,280 @@
+"""What torch asks for, as calls of a `Group`: dtype, reduction, and contiguous CPU memory for every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ReduceOp
+
+from netfold.communicator import Group
+from netfold.communicator.group import DTYPES, REDUCE_OPS
+
+Tensor = torch.Tensor
+
+DTYPE_NAMES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.uint16: "u16",
+    torch.uint32: "u32",
+    torch.uint64: "u64",
+}
+_NAMES = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "sum",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
+_BITWISE = ("band", "bor", "bxor")
+
+
+class Reduction(NamedTuple):
+    """What a `ReduceOp` asks for. `factor`: what every rank multiplies its own part by first (premul_sum)."""
+
+    name: str
+    average: bool = False
+    factor: Any = None
+
+
+# A ReduceOp hashes by its kind and equals it: the look-up of every call.
+_REDUCTIONS = {ReduceOp(op): Reduction(name, op == dist.ReduceOp.AVG) for op, name in _NAMES.items()}
+
+# For the shortest way (ProcessGroupNetfold.allreduce): native codes of what needs no preparation. A ReduceOp's hash is
+# its kind's number, another for every kind; comparing ReduceOps would cost as much as the native call.
+DTYPE_CODES = {dtype: DTYPES[name] for dtype, name in DTYPE_NAMES.items()}
+REDUCE_CODES = {
+    hash(op): (REDUCE_OPS[each.name], each.average) for op, each in _REDUCTIONS.items() if each.name not in _BITWISE
+}
+
+
+class Prepared:
+    """A call whose tensors are contiguous CPU memory; it keeps them alive. `finish` copies staged results back."""
+
+    __slots__ = ("average", "dtype", "finish", "inputs", "kind", "outputs", "reduce", "root")
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        dtype: str = "u8",
+        reduce: str = "sum",
+        average: bool = False,
+        root: int = 0,
+        inputs: Sequence[Tensor] = (),
+        outputs: Sequence[Tensor] = (),
+        finish: Callable[[], Any] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.dtype = dtype
+        self.reduce = reduce
+        self.average = average
+        self.root = root
+        self.inputs = inputs
+        self.outputs = outputs
+        self.finish = finish
+
+    def submit(self, group: Group, timeout_s: float | None, *, wait_here: bool) -> Any:
+        return group.submit(
+            self.kind,
+            dtype=self.dtype,
+            reduce=self.reduce,
+            average=self.average,
+            root=self.root,
+            inputs=[(tensor.data_ptr(), tensor.nbytes) for tensor in self.inputs],
+            outputs=[(tensor.data_ptr(), tensor.nbytes) for tensor in self.outputs],
+            timeout_s=timeout_s,
+            wait_here=wait_here,
+        )
+
+
+def copies(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int = 0) -> Prepared:
+    """A call that moves bytes as they are. The dtype goes along, so that ranks that mean different ones hear of it."""
+    for tensor in (*inputs, *outputs):
+        _check(tensor)
+    staged = [_contiguous(tensor) for tensor in outputs]
+    some = inputs or outputs
+    return Prepared(
+        kind,
+        dtype=DTYPE_NAMES.get(some[0].dtype, "u8") if some else "u8",
+        root=root,
+        inputs=[_contiguous(tensor) for tensor in inputs],
+        outputs=staged,
+        finish=_copy_back(outputs, staged),
+    )
+
+
+def reduction(kind: str, tensor: Tensor, op: Any, *, root: int = 0, result_here: bool = True) -> Prepared:
+    """all_reduce and reduce, in place. `result_here`: this rank's tensor takes the result."""
+    asked = reduction_of(op)
+    real = _real(tensor, asked)
+    staged = _scaled(real, asked)
+    return Prepared(
+        kind,
+        dtype=_dtype(real, asked),
+        reduce=_name(real, asked),
+        average=asked.average,
+        root=root,
+        outputs=[staged],
+        finish=_copy_back([real], [staged]) if result_here else None,
+    )
+
+
+def reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: Any, rank: int) -> Prepared:
+    """`parts`: one a rank, each of the size of that rank's output."""
+    asked = reduction_of(op)
+    real = _real(output, asked)
+    if parts[rank].numel() != output.numel():
+        raise ValueError(
+            f"reduce_scatter: this rank's input has {parts[rank].numel()} elements, its output {output.numel()}"
+        )
+    for part in parts:
+        if part.dtype != output.dtype:
+            raise ValueError(f"reduce_scatter: inputs are {part.dtype}, the output {output.dtype}")
+    staged = _contiguous(real)
+    return Prepared(
+        "reduce_scatter",
+        dtype=_dtype(real, asked),
+        reduce=_name(real, asked),
+        average=asked.average,
+        inputs=[_scaled(_real(part, asked), asked) for part in parts],
+        outputs=[staged],
+        finish=_copy_back([real], [staged]),
+    )
+
+
+def by_rank(whole: Tensor, part: Tensor, size: int) -> list[Tensor]:
+    """`whole` as one flat piece a rank, each of `part`'s size."""
+    if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
+        raise ValueError(
+            f"a tensor of {whole.numel()} {whole.dtype} is not {size} times one of {part.numel()} {part.dtype}"
+        )
+    if not whole.is_contiguous():
+        raise ValueError("the tensor that holds every rank's part must be contiguous")
+    flat = whole.view(-1)
+    return [flat.narrow(0, rank * part.numel(), part.numel()) for rank in range(size)]
+
+
+def by_splits(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
+    """`tensor`'s rows, cut as all_to_all_single asks: evenly where `splits` is empty."""
+    rows = tensor.size(0)
+    if not splits:
+        if rows % size:
+            raise ValueError(f"all_to_all_single: {rows} rows do not divide by {size} ranks")
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(f"all_to_all_single: splits {splits} do not cover {rows} rows on {size} ranks")
+    return list(torch.split(tensor, splits))
+
+
+def reduction_of(op: Any) -> Reduction:
+    found = _REDUCTIONS.get(op)
+    if found is not None:
+        return found
+    if op == dist.ReduceOp.PREMUL_SUM:
+        # The only way to the factor that Python has: a ReduceOp's state for pickling.
+        return Reduction("sum", factor=op.__getstate__()[1])
+    raise ValueError(f"netfold does not reduce by {op}")
+
+
+def listed(tensors: Any) -> list[Tensor]:
+    """torch's methods take a tensor in place of a list of one."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def with_op(opts: Any, op: Any) -> Any:
+    """torch's methods take a ReduceOp in place of options."""
+    if op is not None:
+        opts.reduceOp = ReduceOp(op) if not isinstance(op, ReduceOp) else op
+    return opts
+
+
+def with_root(opts: Any, root: int) -> Any:
+    opts.rootRank = root
+    return opts
+
+
+def timeout_of(opts: Any) -> float | None:
+    """Seconds, None where a call names none (torch says so by a negative time)."""
+    timeout = getattr(opts, "timeout", None)
+    return timeout.total_seconds() if timeout and timeout.days >= 0 else None
+
+
+def _check(tensor: Tensor) -> None:
+    if not tensor.is_cpu:
+        raise ValueError(f"netfold takes CPU tensors, this one is on {tensor.device}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"netfold takes dense tensors here, this one is {tensor.layout}")
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """The tensor itself where its memory holds its values in order, and torch does not only remember that they are to
+    be conjugated or negated."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _copy_back(tensors: Sequence[Tensor], staged: Sequence[Tensor]) -> Callable[[], None] | None:
+    moved = [(tensor, copy) for tensor, copy in zip(tensors, staged, strict=True) if copy is not tensor]
+    if not moved:
+        return None
+
+    def finish() -> None:
+        with torch.no_grad():  # as any backend that writes into the memory of a leaf
+            for tensor, copy in moved:
+                tensor.copy_(copy)
+
+    return finish
+
+
+def _real(tensor: Tensor, asked: Reduction) -> Tensor:
+    """Complex numbers add by their parts."""
+    _check(tensor)
+    if not tensor.is_complex():
+        return tensor
+    if asked.name != "sum":
+        raise ValueError(f"{asked.name} is not defined for {tensor.dtype}")
+    return torch.view_as_real(tensor.detach())
+
+
+def _scaled(tensor: Tensor, asked: Reduction) -> Tensor:
+    if asked.factor is None:
+        return _contiguous(tensor)
+    if not tensor.is_floating_point():
+        raise ValueError(f"premul_sum takes floating-point tensors, not {tensor.dtype}")
+    factor = asked.factor
+    if isinstance(factor, torch.Tensor):
+        if factor.numel() != 1:
+            raise ValueError(f"premul_sum takes one factor a rank, not {factor.numel()}")
+        factor = factor.item()
+    scaled: Tensor = tensor.detach() * factor
+    return scaled.contiguous()
+
+
+def _name(tensor: Tensor, asked: Reduction) -> str:
+    # As NCCL has it: of bool tensors the sum is whether any is true, and stays 0 or 1.
+    return "max" if tensor.dtype == torch.bool and asked.name == "sum" else asked.name
+
+
+def _dtype(tensor: Tensor, asked: Reduction) -> str:
+    if tensor.dtype == torch.bool:
+        if asked.average:
+            raise ValueError("AVG is not defined for bool tensors; use MAX for any, MIN for all")
+        return "u8"  # bytes of 0 and 1, which every reduction keeps so
+    name = DTYPE_NAMES.get(tensor.dtype)
+    if name is None:
+        raise ValueError(
+            f"netfold cannot reduce {tensor.dtype}; it can {', '.join(map(str, DTYPE_NAMES))}, bool and complex"
+        )
+    return name
