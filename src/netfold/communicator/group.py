@@ -68,7 +68,8 @@ class Group:
         self._close_lock = threading.Lock()
         self.membership: Membership | None = None
 
-        store = rendezvous.claim(store, rank, size, deadline)
+        # The part of the store that this life of the group has to itself.
+        self.store = store = rendezvous.claim(store, rank, size, deadline)
         job = rendezvous.agree(store, rank, size, options, deadline)
         self.table: ChoiceTable = job.table
         host = rendezvous.local_host(options, store_host)
@@ -136,10 +137,7 @@ class Group:
         wait_here: bool,
     ) -> Any:
         """Enqueue a call; the native Operation. With `wait_here` it may run on this thread and be done on return."""
-        if self._pid != os.getpid():
-            raise RuntimeError("this group was made before a fork; make a new one in the child")
-        if self._closed:
-            raise ValueError("this group was closed")
+        self._check_usable()
         seconds = self.timeout_s if timeout_s is None else timeout_s
         return self._native.submit(
             KINDS[kind],
@@ -152,6 +150,26 @@ class Group:
             int(seconds * 1e9),
             wait_here,
         )
+
+    def all_reduce_here(self, array: Any, reduce: int, average: bool, timeout_s: float | None) -> bool:
+        """A blocking all_reduce in place by the short way, for small arrays: what `array` is, is found natively.
+
+        False where it is nothing for this way (no writable contiguous buffer of plain numbers): nothing was done then.
+        """
+        self._check_usable()
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        operation = self._native.all_reduce_here(array, reduce, average, int(seconds * 1e9))
+        if operation is None:
+            return True
+        if operation is NotImplemented:
+            return False
+        raise self.error(operation)
+
+    def _check_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise RuntimeError("this group was made before a fork; make a new one in the child")
+        if self._closed:
+            raise ValueError("this group was closed")
 
     def wait(self, operation: Any, timeout_s: float | None = None) -> None:
         """Wait for a submitted operation; raises what befell it. TimeoutError when only the waiting ended."""
