@@ -98,16 +98,12 @@ class TcpStoreServer:
         with self._changed:
             if request["type"] == "set":
                 value = bytes(request["value"])
-                self._bytes += len(key) + len(value) - len(self._values.get(key, b""))
-                if self._bytes > MAX_BYTES:
-                    raise ValueError("the store is full")
+                self._grow(len(value) - len(self._values[key]) if key in self._values else len(key) + len(value))
                 self._values[key] = value
                 self._changed.notify_all()
                 return {"type": "ok", "value": None}
             if request["type"] == "add":
-                self._bytes += len(key) if key not in self._counters else 0
-                if self._bytes > MAX_BYTES:
-                    raise ValueError("the store is full")
+                self._grow(0 if key in self._counters else len(key))
                 self._counters[key] = self._counters.get(key, 0) + int(request["amount"])
                 return {"type": "ok", "value": self._counters[key]}
             if request["type"] == "get":
@@ -116,6 +112,11 @@ class TcpStoreServer:
                     return {"type": "ok", "value": self._values[key]}
                 return {"type": "no", "reason": "not set in time"}
         raise ValueError(f"no request {request['type']!r}")
+
+    def _grow(self, by: int) -> None:
+        if self._bytes + by > MAX_BYTES:
+            raise ValueError("the store is full")
+        self._bytes += by
 
 
 class TcpStore:
