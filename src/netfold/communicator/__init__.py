@@ -22,6 +22,7 @@ from netfold.communicator.errors import (
     SwitchLost,
 )
 from netfold.communicator.group import Group
+from netfold.communicator.launchers import Placement, is_launched, placement
 from netfold.communicator.options import Options
 from netfold.communicator.store import FileStore, PrefixStore, Store
 from netfold.communicator.tcp_store import TcpStore
@@ -37,6 +38,7 @@ __all__ = [
     "NetfoldError",
     "Options",
     "PeerLost",
+    "Placement",
     "PrefixStore",
     "RendezvousError",
     "Store",
@@ -44,4 +46,6 @@ __all__ = [
     "SwitchLost",
     "TcpStore",
     "Work",
+    "is_launched",
+    "placement",
 ]

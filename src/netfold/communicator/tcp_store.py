@@ -15,6 +15,7 @@ what strangers send or want a server of their own.) Requests and answers are `ne
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -33,6 +34,25 @@ _RETRY_S = 0.05
 _HELLO_TIMEOUT_S = 2.0
 # The server answers a get at its timeout; the client gives it so much longer.
 _GRACE_S = 5.0
+
+
+_process_stores: dict[tuple[int, str, int, str, int], TcpStore] = {}
+_process_lock = threading.Lock()
+
+
+def process_store(host: str, port: int, job: str, *, rank: int, timeout_s: float) -> TcpStore:
+    """This rank's store for as long as the process lives: a job's second group meets where the first one did.
+
+    A store a group would be closed by rank 0 while another rank, which is ahead, has come to it for the next group.
+    """
+    key = (os.getpid(), host, port, job, rank)
+    with _process_lock:
+        found = _process_stores.get(key)
+    if found is None:
+        made = TcpStore(host, port, job, serve=rank == 0, timeout_s=timeout_s)
+        with _process_lock:
+            found = _process_stores.setdefault(key, made)
+    return found
 
 
 class TcpStoreServer:
