@@ -131,6 +131,9 @@ def many_at_once(rank: int, size: int, folder: str) -> None:
     with join(rank, size, folder) as group:
         # Nobody keeps the arrays nor the handles but for the last: the engine still has memory to write to.
         works = [group.all_reduce(part(rank + index, (2000,)), asynchronous=True) for index in range(50)][-1:]
+        # A blocking call takes its turn behind them.
+        same(group.all_reduce(part(rank + 70, (9,))), np.add.reduce([part(other + 70, (9,)) for other in range(size)]))
+        assert works[0].done
         expected = np.add.reduce([part(other + 49, (2000,)) for other in range(size)])
         same(works[0].wait(20), expected)
 

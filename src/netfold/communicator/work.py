@@ -35,6 +35,7 @@ class Work:
         what befell it.
         """
         self._group.wait(self._operation, timeout_s)
+        _hold(None)
         return self._result
 
     @property
@@ -46,14 +47,14 @@ class Work:
 
 
 # Works whose operation may still write. Operations end, by their deadline at the latest, so this cannot grow without
-# end: whatever has ended is let go when the next begins.
+# end: what has ended is let go whenever one begins or was waited for.
 _under_way: collections.deque[Work] = collections.deque()
 _lock = threading.Lock()
 
 
-def _hold(work: Work) -> None:
+def _hold(work: Work | None) -> None:
     with _lock:
         while _under_way and _under_way[0].done:
             _under_way.popleft()
-        if not work.done:
+        if work is not None and not work.done:
             _under_way.append(work)
