@@ -7,6 +7,7 @@ NB_MODULE(_native, m) {
       "command.";
   // Daemon threads of a dying interpreter hold groups: that is no leak anyone can act on.
   nanobind::set_leak_warnings(false);
+  bind_arrays(m);
   bind_kernels(m);
   bind_transport(m);
   bind_protocol(m);

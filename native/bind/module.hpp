@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 
+void bind_arrays(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 void bind_transport(nanobind::module_& m);
 void bind_protocol(nanobind::module_& m);

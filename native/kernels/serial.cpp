@@ -11,6 +11,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <type_traits>
 
@@ -145,6 +146,32 @@ struct BitXor {
   }
 };
 
+// A value and its index. A NaN comes before every number, as in NumPy's argmin and argmax; of equal values (all NaNs
+// are, and -0 equals +0) the lower index stays: so the order of the fold does not matter.
+template <class T>
+struct Located {
+  struct Value {
+    T value;
+    std::int64_t index;
+  };
+  static_assert(sizeof(Value) == 16);
+  static Value load(const void* base, std::size_t i) { return load_bits<Value>(base, i); }
+  static void store(void* base, std::size_t i, Value pair) {
+    store_bits(base, i, Value{canonical(pair.value), pair.index});
+  }
+};
+template <class Better>
+struct Locate {
+  template <class Pair>
+  static Pair combine(Pair a, Pair b) {
+    const bool a_nan = a.value != a.value;
+    const bool b_nan = b.value != b.value;
+    if (a_nan != b_nan) return b_nan ? b : a;
+    if (a_nan || a.value == b.value) return b.index < a.index ? b : a;
+    return Better{}(b.value, a.value) ? b : a;
+  }
+};
+
 // Tile by tile, so that the compiler may vectorise over elements while each element's fold keeps its order.
 template <class Element, class Op>
 void fold(void* dst, const void* const* sources, std::size_t source_count, std::size_t first, std::size_t last) {
@@ -204,6 +231,12 @@ constexpr void add_dtype(Table& table, DType dtype) {
   }
 }
 
+template <class T>
+constexpr void add_located(Table& table, DType dtype) {
+  table.reduce[index(ReduceOp::min_loc)][index(dtype)] = fold<Located<T>, Locate<std::less<>>>;
+  table.reduce[index(ReduceOp::max_loc)][index(dtype)] = fold<Located<T>, Locate<std::greater<>>>;
+}
+
 constexpr Table build_table() {
   Table table{};
   add_dtype<Plain<float>>(table, DType::f32);
@@ -218,8 +251,10 @@ constexpr Table build_table() {
   add_dtype<Plain<std::uint16_t>>(table, DType::u16);
   add_dtype<Plain<std::uint32_t>>(table, DType::u32);
   add_dtype<Plain<std::uint64_t>>(table, DType::u64);
+  add_located<double>(table, DType::f64_i64);
+  add_located<std::int64_t>(table, DType::i64_i64);
 
-  constexpr Table::Convert* kCopies[] = {copy<1>, copy<2>, copy<4>, copy<8>};
+  constexpr Table::Convert* kCopies[] = {copy<1>, copy<2>, copy<4>, copy<8>, copy<16>};
   for (std::size_t i = 0; i < kDTypeCount; ++i) {
     table.convert[i][i] = kCopies[std::countr_zero(element_bytes(static_cast<DType>(i)))];
   }

@@ -1,3 +1,4 @@
+#include <netfold/kernels/reduce.hpp>
 #include <netfold/protocol/worker.hpp>
 
 #include <algorithm>
@@ -106,6 +107,10 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   if (header.epoch != config_.epoch) return drop(Drop::epoch);
   if (!(header.flags & kAnswer) || (header.flags & kHello)) return drop(Drop::direction);
   if (header.worker >= config_.workers) return drop(Drop::worker);
+  // As the switch does: hardly a number is free in the two bytes, but few pairs have a meaning.
+  if (!kernels::is_defined(static_cast<kernels::ReduceOp>(header.reduce), static_cast<kernels::DType>(header.wire))) {
+    return drop(Drop::malformed);
+  }
   if (header.chunk < base_) return drop(Drop::stale);
   if (header.chunk >= next_) return drop(Drop::window);
   received.header = header;
@@ -121,7 +126,8 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   // The switch compared all contributions, ours among them, so an answer that differs is not for what we
   // sent.
   if (header.operation != line.operation.operation || header.count != count_of(line, header.chunk) ||
-      header.wire != static_cast<std::uint8_t>(line.operation.wire)) {
+      header.wire != static_cast<std::uint8_t>(line.operation.wire) ||
+      header.reduce != static_cast<std::uint8_t>(line.operation.reduce)) {
     return drop(Drop::malformed);
   }
 

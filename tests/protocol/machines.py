@@ -8,7 +8,7 @@ JOB, EPOCH, INCARNATION = 7, 3, 0x5EED
 IDENTITY = {"job": JOB, "epoch": EPOCH, "incarnation": INCARNATION}
 FLAGS = protocol.FLAGS
 F32, F64, F16, BF16, I8, I32, I64 = 0, 1, 2, 3, 4, 6, 7
-SUM, PRODUCT, MIN, MAX, BAND = 0, 1, 2, 3, 4
+SUM, PRODUCT, MIN, MAX, BAND, MIN_LOC = 0, 1, 2, 3, 4, 7
 MS = 1_000_000
 
 

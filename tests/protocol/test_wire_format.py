@@ -71,7 +71,7 @@ def test_no_header_bit_is_ignored(bit):
 
 @pytest.mark.parametrize(
     ("offset", "value"),
-    [(0, 0x4F), (1, 0x47), (2, 0), (2, 2), (3, 0x10), (3, 0x80), (44, 12), (44, 255), (45, 7), (45, 255)],
+    [(0, 0x4F), (1, 0x47), (2, 0), (2, 2), (3, 0x10), (3, 0x80), (44, 14), (44, 255), (45, 9), (45, 255)],
 )
 def test_an_unknown_magic_version_flag_wire_or_operator_is_no_packet(offset, value):
     packet = bytearray(make_packet())

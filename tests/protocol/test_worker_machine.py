@@ -11,6 +11,8 @@ from machines import (
     I32,
     INCARNATION,
     JOB,
+    MAX,
+    MIN_LOC,
     MS,
     answer_to,
     assert_same,
@@ -323,6 +325,8 @@ DROPS = {
     "another_operation": ("malformed", {"operation": 1}),
     "another_count": ("malformed", {"count": 1}),
     "another_wire_format": ("malformed", {"wire": F16}),
+    "another_operator": ("malformed", {"reduce": MAX}),
+    "an_operator_that_its_wire_format_does_not_know": ("malformed", {"reduce": MIN_LOC}),
     "a_mismatch_about_a_chunk_before_its_window": ("stale", {"chunk": 0, "flags": FLAGS["answer"] | FLAGS["mismatch"]}),
 }
 

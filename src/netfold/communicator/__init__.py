@@ -1,7 +1,7 @@
 """Collectives on any buffer, without torch: how a group of ranks comes together and what it can do.
 
 A `Group` is ranks that share a mesh of authenticated connections, a choice table and, with NETFOLD_SWITCH, membership
-of a job on a switch; it takes addresses and sizes. A `Communicator` is a Group for NumPy arrays. May import:
+of a job on a switch; it takes addresses and sizes. A `Communicator` is a Group for arrays of any kind. May import:
 `netfold.control`, plan, profile's records, and the native engine.
 
 Always: who talks to us proved that it knows the job's secret; all ranks hold the same table; a wait has a deadline; an
@@ -23,8 +23,11 @@ from netfold.communicator.errors import (
     SwitchLost,
 )
 from netfold.communicator.group import Group
+from netfold.communicator.launchers import Placement, is_launched, placement
 from netfold.communicator.options import Options
-from netfold.communicator.store import FileStore, Store
+from netfold.communicator.store import FileStore, PrefixStore, Store
+from netfold.communicator.tcp_store import TcpStore
+from netfold.communicator.work import Work
 
 __all__ = [
     "CollectiveTimeout",
@@ -36,9 +39,15 @@ __all__ = [
     "NetfoldError",
     "Options",
     "PeerLost",
+    "Placement",
+    "PrefixStore",
     "RendezvousError",
     "Store",
     "SwitchError",
     "SwitchLost",
+    "TcpStore",
+    "Work",
     "empty",
+    "is_launched",
+    "placement",
 ]

@@ -82,7 +82,8 @@ class Group:
         self._close_lock = threading.Lock()
         self.membership: Membership | None = None
 
-        store = rendezvous.claim(store, rank, size, deadline)
+        # The part of the store that this life of the group has to itself.
+        self.store = store = rendezvous.claim(store, rank, size, deadline)
         job = rendezvous.agree(store, rank, size, options, deadline)
         host = rendezvous.local_host(options, store_host)
         sockets = rendezvous.connect_mesh(store, rank, size, host, job.secret, deadline, _LANES)
@@ -215,6 +216,21 @@ class Group:
             self._native.wait(operation, -1)
         if operation.failure is not None:
             raise self.error(operation)
+
+    def all_reduce_here(self, array: Any, reduce: int, average: bool, timeout_s: float | None) -> bool:
+        """A blocking all_reduce in place by the short way, for small arrays: what `array` is, is found natively.
+
+        False where it is nothing for this way (no writable contiguous buffer of plain numbers): nothing was done then.
+        """
+        if self._pid != os.getpid() or self._closed:
+            self._refuse()
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        operation = self._native.all_reduce_here(array, reduce, average, int(seconds * 1e9))
+        if operation is None:
+            return True
+        if operation is NotImplemented:
+            return False
+        raise self.error(operation)
 
     def _refuse(self) -> None:
         if self._pid != os.getpid():

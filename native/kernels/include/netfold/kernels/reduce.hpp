@@ -12,6 +12,8 @@ namespace netfold::kernels {
 // NaN and Inf; min and max give NaN where any source is NaN (as torch does), and the earlier of -0 and +0.
 // Every NaN is written as the one canonical quiet NaN (also with one source), since which of two NaNs an
 // addition keeps depends on the compiler and the machine. band/bor/bxor on floats: returns false.
+// min_loc and max_loc are for pairs of a value and an index, and nothing else is: the least (greatest) value, NaN
+// before every number, and among equal ones (-0 equals +0, NaN equals NaN) the lowest index.
 //
 // Ownership: all pointers are borrowed for the call and need no alignment. `dst` may equal a source; partial
 // overlap is not allowed. source_count >= 1.
@@ -22,7 +24,7 @@ namespace netfold::kernels {
 bool reduce(ReduceOp op, DType dtype, void* dst, const void* const* sources, std::size_t source_count,
             std::size_t count);
 
-// Whether `reduce` has a meaning for this pair (bitwise operators need integers).
+// Whether `reduce` has a meaning for this pair (bitwise operators need integers, min_loc and max_loc located values).
 bool is_defined(ReduceOp op, DType dtype);
 
 }  // namespace netfold::kernels

@@ -20,17 +20,34 @@ enum class DType : std::uint8_t {
   u16 = 9,
   u32 = 10,
   u64 = 11,
+  // A value and where it was found, 16 bytes: for min_loc and max_loc. Two of them are enough: f64 holds every
+  // narrower float exactly, i64 every integer (u64 with its top bit flipped keeps its order).
+  f64_i64 = 12,
+  i64_i64 = 13,
 };
-inline constexpr int kDTypeCount = 12;
+inline constexpr int kDTypeCount = 14;
 
-enum class ReduceOp : std::uint8_t { sum = 0, product = 1, min = 2, max = 3, band = 4, bor = 5, bxor = 6 };
-inline constexpr int kReduceOpCount = 7;
+enum class ReduceOp : std::uint8_t {
+  sum = 0,
+  product = 1,
+  min = 2,
+  max = 3,
+  band = 4,
+  bor = 5,
+  bxor = 6,
+  min_loc = 7,
+  max_loc = 8,
+};
+inline constexpr int kReduceOpCount = 9;
 
 constexpr bool is_valid_dtype(std::uint8_t value) { return value < kDTypeCount; }
 constexpr bool is_valid_reduce_op(std::uint8_t value) { return value < kReduceOpCount; }
 
 constexpr std::size_t element_bytes(DType dtype) {
   switch (dtype) {
+    case DType::f64_i64:
+    case DType::i64_i64:
+      return 16;
     case DType::f64:
     case DType::i64:
     case DType::u64:

@@ -1,0 +1,123 @@
+// netfold._native.arrays: the memory behind any framework's array (DLPack or the buffer protocol), without a copy.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+#include "module.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+std::string name_of_type(nb::handle array) { return nb::cast<std::string>(nb::type_name(array.type())); }
+
+// bf16, i8, u8, ...; bool, c64 and c128 for what travels as other types; empty for what does not travel.
+std::string dtype_name(const nb::dlpack::dtype& dtype) {
+  using Code = nb::dlpack::dtype_code;
+  if (dtype.lanes != 1) return {};
+  const int bits = dtype.bits;
+  const bool whole = bits == 8 || bits == 16 || bits == 32 || bits == 64;
+  switch (static_cast<Code>(dtype.code)) {
+    case Code::Int:
+      return whole ? "i" + std::to_string(bits) : "";
+    case Code::UInt:
+      return whole ? "u" + std::to_string(bits) : "";
+    case Code::Float:
+      return bits == 16 || bits == 32 || bits == 64 ? "f" + std::to_string(bits) : "";
+    case Code::Bfloat:
+      return bits == 16 ? "bf16" : "";
+    case Code::Bool:
+      return bits == 8 ? "bool" : "";
+    case Code::Complex:
+      return bits == 64 || bits == 128 ? "c" + std::to_string(bits) : "";
+    default:
+      return {};
+  }
+}
+
+// An exported array. The exporter keeps the memory for as long as this lives.
+class Borrowed {
+ public:
+  Borrowed(nb::handle array, bool writable) {
+    const bool taken =
+        writable ? take<nb::ndarray<nb::c_contig, nb::device::cpu>>(written(array)) : take<Readable>(array);
+    if (!taken) refuse(array);
+    dtype_ = dtype_name(array_.dtype());
+    if (dtype_.empty()) {
+      const auto dtype = array_.dtype();
+      throw nb::type_error(("arrays of DLPack type " + std::to_string(dtype.code) + " with " +
+                            std::to_string(dtype.bits) + " bits cannot travel")
+                               .c_str());
+    }
+  }
+  std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(array_.data()); }
+  std::size_t bytes() const { return array_.nbytes(); }
+  const std::string& dtype() const { return dtype_; }
+  nb::tuple shape() const {
+    nb::list out;
+    for (std::size_t i = 0; i < array_.ndim(); ++i) out.append(array_.shape(i));
+    return nb::tuple(out);
+  }
+
+ private:
+  using Readable = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+
+  // What to write through. An export of before DLPack 1.0 cannot say that it must not be written, and immutable arrays
+  // (JAX's) come so: as NumPy does, take it for read-only.
+  static nb::object written(nb::handle array) {
+    if (!nb::hasattr(array, "__dlpack__")) return nb::borrow(array);
+    nb::object capsule = array.attr("__dlpack__")(nb::arg("max_version") = nb::make_tuple(1, 0));
+    if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned") == 0) {
+      throw nb::value_error(
+          ("the " + name_of_type(array) +
+           " cannot take a result: its DLPack export does not say that it may be written (before DLPack "
+           "1.0, or immutable); pass a writable array for that")
+              .c_str());
+    }
+    return capsule;
+  }
+
+  template <class Kind>
+  bool take(nb::handle from) {
+    Kind taken;
+    if (!nb::try_cast(from, taken, false)) return false;
+    array_ = nb::ndarray<nb::ro>(taken);
+    return true;
+  }
+
+  [[noreturn]] static void refuse(nb::handle array) {
+    const std::string what = name_of_type(array);
+    nb::ndarray<nb::ro> any;
+    if (!nb::try_cast(array, any, false)) {
+      throw nb::type_error((what + " is no array: it exports neither DLPack nor the buffer protocol").c_str());
+    }
+    if (any.device_type() != nb::device::cpu::value) {
+      throw nb::type_error(("a " + what + " on DLPack device type " + std::to_string(any.device_type()) +
+                            " is not in host memory; copy it to the CPU first")
+                               .c_str());
+    }
+    Readable contiguous;
+    if (!nb::try_cast(array, contiguous, false)) {
+      throw nb::value_error(("the " + what + " must be C-contiguous; pass a contiguous copy").c_str());
+    }
+    throw nb::value_error(
+        ("the " + what + " is read-only and cannot take a result; pass a writable array for that").c_str());
+  }
+
+  nb::ndarray<nb::ro> array_;
+  std::string dtype_;
+};
+
+}  // namespace
+
+void bind_arrays(nb::module_& m) {
+  nb::module_ a = m.def_submodule("arrays", "The memory behind any framework's array.");
+  nb::class_<Borrowed>(a, "Borrowed")
+      .def(nb::init<nb::handle, bool>(), nb::arg("array"), nb::arg("writable"))
+      .def_prop_ro("address", &Borrowed::address)
+      .def_prop_ro("bytes", &Borrowed::bytes)
+      .def_prop_ro("dtype", &Borrowed::dtype)
+      .def_prop_ro("shape", &Borrowed::shape);
+}

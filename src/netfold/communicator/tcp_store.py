@@ -1,0 +1,248 @@
+"""A store that rank 0 serves over TCP, for ranks that share no folder and have no torch.
+
+As torch's TCPStore it is plaintext and asks for no proof of identity: it protects the job's secret only from those who
+cannot reach the port. (The standard library's managers and the key-value stores of package registries either unpickle
+what strangers send or want a server of their own.) Requests and answers are `netfold.control` messages, bounded by it.
+
+    client -> server   hello  job             is this the store of my job?
+                       set    key, value
+                       get    key, timeout_s  waits at the server
+                       add    key, amount
+    server -> client   ok     value           a get's value, an add's new total
+                       no     reason          then the connection ends, but after a get that waited in vain
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+from netfold import control
+from netfold.communicator.errors import RendezvousError
+
+# Ports tried from the given one on: another program, often torch's own store, may have the first.
+PORTS = 8
+# Ranks that one store serves, a thread and a connection each; more are turned away.
+MAX_CONNECTIONS = 1024
+# Of all values together; an address and a job's description are below 1 KB a rank.
+MAX_BYTES = 64 << 20
+_RETRY_S = 0.05
+_HELLO_TIMEOUT_S = 2.0
+# The server answers a get at its timeout; the client gives it so much longer.
+_GRACE_S = 5.0
+
+
+_process_stores: dict[tuple[int, str, int, str, int], TcpStore] = {}
+_process_lock = threading.Lock()
+
+
+def process_store(host: str, port: int, job: str, *, rank: int, timeout_s: float) -> TcpStore:
+    """This rank's store for as long as the process lives: a job's second group meets where the first one did.
+
+    A store a group would be closed by rank 0 while another rank, which is ahead, has come to it for the next group.
+    """
+    key = (os.getpid(), host, port, job, rank)
+    with _process_lock:
+        found = _process_stores.get(key)
+    if found is None:
+        made = TcpStore(host, port, job, serve=rank == 0, timeout_s=timeout_s)
+        with _process_lock:
+            found = _process_stores.setdefault(key, made)
+    return found
+
+
+class TcpStoreServer:
+    """Serves until closed. One thread a connection: they come once, and sleep."""
+
+    def __init__(self, host: str, port: int, job: str) -> None:
+        """Listens on the first free port from `port` on; RendezvousError when there is none among `PORTS`."""
+        self._job = job
+        self._values: dict[str, bytes] = {}
+        self._counters: dict[str, int] = {}
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._connections: set[socket.socket] = set()
+        # A name may mean this host's loopback here and its network address elsewhere: then listen on all addresses.
+        bind_to = "127.0.0.1" if host == "localhost" else host if control.is_loopback(host) else ""
+        self._listener, self.port = _listen(bind_to, port)
+        threading.Thread(target=self._accept, name="netfold store", daemon=True).start()
+
+    def close(self) -> None:
+        """End every connection; waiting gets fail. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            connections = list(self._connections)
+        _shut(self._listener)
+        for stream in connections:
+            _shut(stream)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                stream, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with self._changed:
+                if self._closed or len(self._connections) >= MAX_CONNECTIONS:
+                    stream.close()
+                    continue
+                self._connections.add(stream)
+            threading.Thread(target=self._serve, args=(stream,), name="netfold store", daemon=True).start()
+
+    def _serve(self, stream: socket.socket) -> None:
+        try:
+            # A stranger that says nothing costs one thread for so long.
+            stream.settimeout(_HELLO_TIMEOUT_S)
+            hello = control.receive(stream)
+            if hello["type"] != "hello" or hello.get("job") != self._job:
+                return control.send(stream, {"type": "no", "reason": "this is the store of another job"})
+            control.send(stream, {"type": "ok", "value": None})
+            stream.settimeout(None)
+            while True:
+                control.send(stream, self._answer(control.receive(stream)))
+        except (EOFError, OSError, ValueError, KeyError, TypeError):
+            pass  # it left, or is no client of ours
+        finally:
+            with self._changed:
+                self._connections.discard(stream)
+            stream.close()
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        key = str(request["key"])
+        with self._changed:
+            if request["type"] == "set":
+                value = bytes(request["value"])
+                self._grow(len(value) - len(self._values[key]) if key in self._values else len(key) + len(value))
+                self._values[key] = value
+                self._changed.notify_all()
+                return {"type": "ok", "value": None}
+            if request["type"] == "add":
+                self._grow(0 if key in self._counters else len(key))
+                self._counters[key] = self._counters.get(key, 0) + int(request["amount"])
+                return {"type": "ok", "value": self._counters[key]}
+            if request["type"] == "get":
+                self._changed.wait_for(lambda: self._closed or key in self._values, float(request["timeout_s"]))
+                if key in self._values:
+                    return {"type": "ok", "value": self._values[key]}
+                return {"type": "no", "reason": "not set in time"}
+        raise ValueError(f"no request {request['type']!r}")
+
+    def _grow(self, by: int) -> None:
+        if self._bytes + by > MAX_BYTES:
+            raise ValueError("the store is full")
+        self._bytes += by
+
+
+class TcpStore:
+    """A rank's end of rank 0's store: a `Store`. Thread-safe; requests go one at a time."""
+
+    def __init__(self, host: str, port: int, job: str, *, serve: bool, timeout_s: float) -> None:
+        """Meet at the first of `PORTS` ports from `port` on where this job's store answers; rank 0 serves it.
+
+        Raises RendezvousError when none does in time.
+        """
+        self._lock = threading.Lock()
+        self._server = TcpStoreServer(host, port, job) if serve else None
+        self._host = host
+        try:
+            self._stream = self._connect(host, port, job, time.monotonic() + timeout_s, timeout_s)
+        except BaseException:
+            if self._server is not None:
+                self._server.close()
+            raise
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask({"type": "set", "key": key, "value": value}, _GRACE_S)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        answer = self._ask({"type": "get", "key": key, "timeout_s": timeout_s}, timeout_s + _GRACE_S)
+        if answer["type"] != "ok":
+            raise TimeoutError(f"{key} was not set within {timeout_s:.1f} s")
+        return bytes(answer["value"])
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask({"type": "add", "key": key, "amount": amount}, _GRACE_S)["value"])
+
+    def close(self) -> None:
+        """Leave; on rank 0 the store ends with it. Idempotent."""
+        self._stream.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        with self._lock:
+            try:
+                self._stream.settimeout(timeout_s)
+                control.send(self._stream, request)
+                return control.receive(self._stream)
+            except (EOFError, OSError) as error:
+                # An answer that comes later would be taken for the next one's.
+                self._stream.close()
+                raise RendezvousError(
+                    f"rank 0's store at {self._host} does not answer any more ({error}); did rank 0 end, or close its "
+                    "Communicator?",
+                    rank=0,
+                ) from None
+
+    def _connect(self, host: str, port: int, job: str, deadline: float, timeout_s: float) -> socket.socket:
+        ports = [self._server.port] if self._server is not None else range(port, port + PORTS)
+        said = "nobody listens"
+        while time.monotonic() < deadline:
+            for candidate in ports:
+                stream = None
+                try:
+                    left = max(0.05, deadline - time.monotonic())
+                    stream = socket.create_connection((host, candidate), timeout=min(left, _HELLO_TIMEOUT_S))
+                    control.send(stream, {"type": "hello", "job": job})
+                    answer = control.receive(stream)
+                    if answer["type"] == "ok":
+                        return stream
+                    said = f"port {candidate}: {answer.get('reason')}"
+                except socket.gaierror as error:
+                    raise RendezvousError(
+                        f"{host!r} is no host that is known here ({error.strerror}); check MASTER_ADDR"
+                    ) from None
+                except (EOFError, OSError, ValueError) as error:
+                    if not isinstance(error, ConnectionRefusedError):
+                        said = f"port {candidate}: {error}"
+                if stream is not None:
+                    stream.close()
+            time.sleep(_RETRY_S)
+        raise RendezvousError(
+            f"no store of this job at {host}, ports {port} to {port + PORTS - 1}, within {timeout_s:.1f} s ({said}); "
+            "did rank 0 start, there, with the same MASTER_ADDR, MASTER_PORT and number of ranks?",
+            rank=0,
+        )
+
+
+def _listen(host: str, port: int) -> tuple[socket.socket, int]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    error: OSError | None = None
+    for candidate in range(port, port + PORTS):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, candidate))
+            listener.listen(MAX_CONNECTIONS)
+            return listener, listener.getsockname()[1]
+        except OSError as refused:
+            listener.close()
+            error = refused
+    raise RendezvousError(
+        f"rank 0 cannot listen on {host or 'any address'}, ports {port} to {port + PORTS - 1} ({error}); set another "
+        "MASTER_PORT",
+        rank=0,
+    )
+
+
+def _shut(stream: socket.socket) -> None:
+    # close() alone would leave another thread's accept or recv waiting.
+    with contextlib.suppress(OSError):
+        stream.shutdown(socket.SHUT_RDWR)
+    stream.close()

@@ -1,0 +1,78 @@
+"""Trees of arrays (lists, tuples, dicts, one in another), and getting back the kind of array that went in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+_SCALARS = (bool, int, float, complex, np.generic)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The arrays of a tree: dicts by sorted key, so that all ranks agree. None has none."""
+    if tree is None:
+        return []
+    if isinstance(tree, Mapping):
+        return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
+    if isinstance(tree, list | tuple):
+        return [leaf for child in tree for leaf in leaves(child)]
+    return [tree]
+
+
+def rebuilt(tree: Any, new: list[Any]) -> Any:
+    """The same tree with other leaves, in the order of `leaves`."""
+    left = iter(new)
+
+    def build(node: Any) -> Any:
+        if node is None:
+            return None
+        if isinstance(node, Mapping):
+            built = {key: build(node[key]) for key in sorted(node)}
+            in_order: dict[Any, Any] = {key: built[key] for key in node}
+            make: Callable[[dict[Any, Any]], Any] = type(node)
+            return make(in_order)
+        if isinstance(node, list | tuple):
+            children = [build(child) for child in node]
+            return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
+        return next(left)
+
+    return build(tree)
+
+
+def host(leaf: Any) -> Array:
+    """A leaf as a NumPy array: its own memory where the framework lends it, else a copy. TypeError in a sentence."""
+    array = np.asarray(leaf)
+    if array.dtype.hasobject:
+        raise TypeError(f"a {type(leaf).__name__} is no array of numbers")
+    return array
+
+
+def restore(like: Any, array: Array) -> Any:
+    """`array` as the kind of thing that `like` is: a NumPy array, a Python number, or another framework's array.
+
+    Frameworks are asked by the array API standard (JAX), or by their module's `from_dlpack` (torch); a result for any
+    other stays a NumPy array.
+    """
+    if isinstance(like, np.ndarray):
+        return array
+    if isinstance(like, _SCALARS):
+        return array if array.ndim else array[()] if isinstance(like, np.generic) else array.item()
+    if hasattr(like, "__array_namespace__"):
+        return like.__array_namespace__().asarray(array)
+    module = sys.modules.get(type(like).__module__.partition(".")[0])
+    return module.from_dlpack(array) if module is not None and hasattr(module, "from_dlpack") else array
+
+
+def overwrite(leaf: Any, array: Array) -> Any:
+    """Write `array` into a leaf, which is returned; where it cannot be written, a new one of its kind."""
+    if not isinstance(leaf, _SCALARS):
+        memory = host(leaf)
+        if memory.flags.writeable:
+            np.copyto(memory, array)
+            return leaf
+    return restore(leaf, array)

@@ -1,0 +1,150 @@
+"""Rank 0's store, and a group that comes together by the environment alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from ranks import run_ranks, values
+
+from netfold import Communicator
+from netfold.communicator import RendezvousError, TcpStore, tcp_store
+
+pytestmark = pytest.mark.native
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def pair(port: int, job: str = "job") -> tuple[TcpStore, TcpStore]:
+    served = TcpStore("127.0.0.1", port, job, serve=True, timeout_s=5)
+    return served, TcpStore("127.0.0.1", port, job, serve=False, timeout_s=5)
+
+
+def test_what_one_rank_sets_another_gets() -> None:
+    first, second = pair(free_port())
+    first.set("key", b"\x00value")
+    assert second.get("key", 1) == b"\x00value"
+    second.set("key", b"again")
+    assert first.get("key", 1) == b"again"
+    assert [first.add("n", 2), second.add("n", 3), first.add("n", 0)] == [2, 5, 5]
+    second.close()
+    first.close()
+
+
+def test_a_get_waits_for_its_key_and_no_longer_than_its_time() -> None:
+    first, second = pair(free_port())
+    timer = threading.Timer(0.1, first.set, ("late", b"1"))
+    timer.start()
+    assert second.get("late", 10) == b"1"
+    timer.join()
+    with pytest.raises(TimeoutError, match=r"never was not set within 0\.1 s"):
+        second.get("never", 0.1)
+    assert second.get("late", 0) == b"1", "the connection is still in step"
+    second.close()
+    first.close()
+
+
+def test_a_client_may_come_before_the_server() -> None:
+    port = free_port()
+    found: list[bytes] = []
+
+    def come() -> None:
+        early = TcpStore("127.0.0.1", port, "job", serve=False, timeout_s=10)
+        found.append(early.get("key", 10))
+        early.close()
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    time.sleep(0.2)
+    server = TcpStore("127.0.0.1", port, "job", serve=True, timeout_s=5)
+    server.set("key", b"value")
+    thread.join(10)
+    server.close()
+    assert found == [b"value"]
+
+
+def test_two_jobs_with_one_port_find_each_its_own_store() -> None:
+    port = free_port()
+    stores = [pair(port, job) for job in ("a", "b")]
+    for (first, _), value in zip(stores, (b"1", b"2"), strict=True):
+        first.set("key", value)
+    assert [second.get("key", 1) for _, second in stores] == [b"1", b"2"]
+    for both in stores:
+        for store in both:
+            store.close()
+
+
+def test_a_program_that_has_the_port_is_passed_over() -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        first, second = pair(port)
+        first.set("key", b"1")
+        assert second.get("key", 1) == b"1"
+        second.close()
+        first.close()
+
+
+def test_nobody_there_is_said_with_what_to_check() -> None:
+    with pytest.raises(RendezvousError, match=r"no store of this job at 127\.0\.0\.1, ports .*did rank 0 start"):
+        TcpStore("127.0.0.1", free_port(), "job", serve=False, timeout_s=0.2)
+
+
+def test_the_end_of_rank_0_is_heard_by_who_waits() -> None:
+    first, second = pair(free_port())
+    timer = threading.Timer(0.1, first.close)
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises((RendezvousError, TimeoutError)):
+        second.get("never", 20)
+    assert time.monotonic() - start < 10
+    timer.join()
+    with pytest.raises(RendezvousError, match=r"rank 0's store at 127\.0\.0\.1 does not answer any more"):
+        second.set("key", b"1")
+    second.close()
+
+
+def test_a_full_store_and_a_stranger_cost_their_own_connection_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_store, "MAX_BYTES", 1000)
+    port = free_port()
+    first, second = pair(port)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        stranger.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(10) == b""
+    with pytest.raises(RendezvousError):
+        second.set("large", bytes(2000))
+    first.set("small", b"1")
+    assert first.get("small", 1) == b"1"
+    second.close()
+    first.close()
+
+
+def launched(rank: int, size: int, folder: str, port: int) -> list[float]:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    found = []
+    for _ in range(2):  # again on the same port
+        with Communicator.from_environment(join_timeout_s=20, timeout_s=20) as group:
+            mine = np.array(float(group.rank + 1))
+            group.all_reduce(mine)
+            half = group.split(rank % 2)
+            assert half is not None
+            with half:
+                found += [float(mine), float(half.all_reduce(np.array(float(rank))))]
+            group.barrier()
+    return found
+
+
+def test_ranks_meet_by_their_launchers_variables() -> None:
+    port = free_port()
+    got = values(run_ranks(launched, 3, port))
+    assert got == [[6.0, 2.0] * 2, [6.0, 1.0] * 2, [6.0, 2.0] * 2]
