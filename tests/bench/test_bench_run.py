@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from netfold.bench.collectives import COLLECTIVES
 from netfold.bench.conduct import BenchError, conduct, measure
 from netfold.bench.config import Place, Trials
+from netfold.bench.link_probe import probe_rack
 from netfold.bench.peers import PeerMissingError, have_peer, launch_mpi
 from netfold.bench.report import Row, make_rows, total_wrong
 from netfold.bench.sides import parse_side
@@ -104,6 +105,13 @@ def test_netfold_beside_gloo_is_right_and_its_small_calls_are_broken_down() -> N
     assert 0 < small.breakdown.wire_ns < small.breakdown.call_ns
 
 
+def test_ddp_steps_are_timed_and_leave_all_ranks_the_same_parameters() -> None:
+    with conduct(Place(2, switch=False, deadline_s=60), ["torch"]) as conductor:
+        ours, peer = conductor.measure_ddp([parse_side("netfold"), parse_side("gloo")], rounds=1, steps=1)
+    assert (len(ours.times_ns), len(peer.times_ns)) == (1, 1)
+    assert (ours.wrong, peer.wrong) == (0, 0)
+
+
 def test_a_failing_worker_is_an_error_with_what_it_said_and_nothing_runs_on() -> None:
     with pytest.raises(BenchError, match=r"rank \d failed(.|\n)*no-such-backend"):
         measure(Place(2, deadline_s=60), Trials("all_reduce", ["gloo", "no-such-backend"], sizes=[4], rounds=1))
@@ -148,6 +156,23 @@ def test_a_command_line_that_cannot_be_measured_is_one_sentence() -> None:
     done = CliRunner().invoke(app, ["all-reduce", "--backend", "gloo", "-b", "4MB"])
     assert done.exit_code == 2
     assert done.stderr.startswith("netfold bench all-reduce: size '4MB'")
+
+
+def test_sections_of_the_suite_are_listed_and_an_unknown_one_is_refused() -> None:
+    listed = CliRunner().invoke(app, ["suite", "--section", "list"])
+    assert listed.exit_code == 0 and "waiting" in listed.stdout
+    refused = CliRunner().invoke(app, ["suite", "--section", "speed"])
+    assert refused.exit_code == 2 and "there are all-reduce" in refused.stderr
+
+
+@pytest.mark.rack
+@pytest.mark.skipif(LACK is not None, reason=str(LACK))
+def test_a_racks_wire_is_probed_with_its_round_trip_and_its_headers() -> None:
+    wire = probe_rack("1gbit")
+    assert (wire.rate_bits, wire.mss) == (10**9, 1448)
+    assert 5e-6 < wire.round_trip_s < 20e-3
+    # One stream cannot pass more than the line, but for the token bucket's first burst.
+    assert 0.5 < wire.stream_bits / wire.payload_bits < 1.02
 
 
 @pytest.mark.rack

@@ -175,7 +175,9 @@ def _run_extra(
         here = [side for side in sides if side not in absent]
         try:
             with conduct(place, [parse_side(side).world for side in here]) as conductor:
-                section.verdicts += verdicts_of(conductor, here, quick)
+                verdicts = verdicts_of(conductor, here, quick)
+                section.verdicts += verdicts
+                section.bad += any(verdict.why for verdict in verdicts)
                 section.runs.append(conductor.describe())
         except BenchError as error:
             section.notes.append(f"{describe_place(place)}: not measured: {error}")

@@ -9,6 +9,15 @@
 Sides of one *world* live in the same processes: two MPIs cannot, so each has a world of its own.
 """
 
-from netfold.bench.sides.side import Buffer, RefusedError, Side, SideName, World, parse_side, unique_labels
+from netfold.bench.sides.side import (
+    Buffer,
+    RefusedError,
+    Side,
+    SideName,
+    World,
+    parse_side,
+    shared_empty,
+    unique_labels,
+)
 
-__all__ = ["Buffer", "RefusedError", "Side", "SideName", "World", "parse_side", "unique_labels"]
+__all__ = ["Buffer", "RefusedError", "Side", "SideName", "World", "parse_side", "shared_empty", "unique_labels"]

@@ -8,8 +8,7 @@ import numpy as np
 
 import netfold
 from netfold.bench.collectives import ROOT, Collective
-from netfold.bench.pattern import Array
-from netfold.bench.sides.side import Buffer, RefusedError, SideName
+from netfold.bench.sides.side import Buffer, RefusedError, SideName, shared_empty
 from netfold.bench.sizes import parse_dtype
 
 
@@ -43,15 +42,10 @@ class CommunicatorSide:
     def empty(self, count: int, dtype: str) -> Buffer:
         if dtype == "bf16":
             raise RefusedError("NumPy has no bf16")
-        kind = np.dtype(parse_dtype(dtype).torch_name)
-        array: Array
         if self.name.variant == "shared":
-            make = getattr(netfold, "empty", None)
-            if make is None:
-                raise RefusedError("this netfold has no netfold.empty(), so no buffers of shared memory")
-            array = np.asarray(make(count, dtype=kind))
+            array = shared_empty(count, dtype)
         else:
-            array = np.empty(count, kind)
+            array = np.empty(count, parse_dtype(dtype).torch_name)
         return Buffer(array, array)
 
     def bind(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], object]:

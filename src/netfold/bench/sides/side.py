@@ -4,8 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
+import netfold
 from netfold.bench.collectives import Collective
 from netfold.bench.pattern import Array
+from netfold.bench.sizes import parse_dtype
 
 MPIS = ("openmpi", "intel", "mpich")
 
@@ -76,6 +80,14 @@ def parse_side(text: str, label: str | None = None) -> SideName:
     if rest not in ([], ["shared"]) or (rest and first not in ("netfold", "communicator")) or not first:
         raise ValueError(f"side {text!r} is not understood; only netfold:shared and communicator:shared have variants")
     return SideName(label or text, "communicator" if first == "communicator" else "torch", first, "".join(rest))
+
+
+def shared_empty(count: int, dtype: str) -> Array:
+    """An array from netfold.empty(); bf16, which NumPy lacks, as its bits. Raises RefusedError where there is none."""
+    make = getattr(netfold, "empty", None)
+    if make is None:
+        raise RefusedError("this netfold has no netfold.empty(), so no buffers of shared memory")
+    return np.asarray(make(count, np.dtype("uint16" if dtype == "bf16" else parse_dtype(dtype).torch_name)))
 
 
 def unique_labels(sides: Sequence[str]) -> list[str]:

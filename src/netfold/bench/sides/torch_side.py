@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from netfold.bench.collectives import ROOT, Collective
-from netfold.bench.sides.side import Buffer, RefusedError, SideName
+from netfold.bench.sides.side import Buffer, SideName, shared_empty
 from netfold.bench.sizes import parse_dtype
 
 
@@ -36,7 +36,10 @@ class TorchSide:
 
     def empty(self, count: int, dtype: str) -> Buffer:
         kind = getattr(torch, parse_dtype(dtype).torch_name)
-        tensor = _shared_tensor(count, kind) if self.name.variant == "shared" else torch.empty(count, dtype=kind)
+        if self.name.variant == "shared":
+            tensor = torch.from_numpy(shared_empty(count, dtype)).view(kind)
+        else:
+            tensor = torch.empty(count, dtype=kind)
         # NumPy has no bf16: it sees the bits.
         bits = tensor.view(torch.uint16) if kind is torch.bfloat16 else tensor
         return Buffer(bits.numpy(), tensor)
@@ -81,13 +84,3 @@ class TorchSide:
         import netfold.torch
 
         return netfold.torch.events(self.group)
-
-
-def _shared_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
-    import netfold
-
-    make = getattr(netfold, "empty", None)
-    if make is None:
-        raise RefusedError("this netfold has no netfold.empty(), so no buffers of shared memory")
-    tensor: torch.Tensor = torch.as_tensor(make(count, dtype=dtype))
-    return tensor
