@@ -261,3 +261,23 @@ def test_a_run_as_json_says_what_it_was_measured_on() -> None:
     assert {"cpu", "cores", "kernel", "load"} <= told["machine"].keys()
     assert {"netfold", "commit", "python", "torch"} <= told["versions"].keys()
     assert told["rows"][0]["times_ns"] == [10**6, 2 * 10**6, 10**6]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shared_tensors_are_views_of_what_netfold_empty_made(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from netfold.bench.sides.torch_side import TorchSide
+
+    made: list[np.ndarray] = []
+
+    def empty(count: int, kind: np.dtype) -> np.ndarray:
+        made.append(np.zeros(count, kind))
+        return made[-1]
+
+    monkeypatch.setattr("netfold.empty", empty, raising=False)
+    buffer = TorchSide(None, parse_side("netfold:shared")).empty(5, dtype)
+    assert buffer.native.dtype == getattr(torch, DTYPES[dtype].torch_name)
+    assert buffer.native.data_ptr() == buffer.values.ctypes.data == made[0].ctypes.data
+    assert (len(buffer.native), buffer.values.nbytes) == (5, 5 * DTYPES[dtype].item_bytes)

@@ -22,7 +22,7 @@ from netfold.bench.launch import KEPT_LINES, Lines, Running, start_worlds
 from netfold.bench.machine import describe_machine, describe_versions
 from netfold.bench.sides import SideName
 from netfold.bench.start_line import StartLine
-from netfold.rack.processes import DRAIN_S, follow, stop
+from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, follow, stop, uninterrupted
 
 _POLL_S = 0.2
 
@@ -61,7 +61,8 @@ def conduct(place: Place, worlds: list[str]) -> Iterator["Conductor"]:
                 yield conductor
                 conductor.end()
             finally:
-                conductor.close()
+                with uninterrupted():
+                    conductor.close()
 
 
 class Conductor:
@@ -112,6 +113,7 @@ class Conductor:
     def measure_ddp(self, sides: list[SideName], rounds: int, steps: int) -> list[Measured]:
         """Training steps in place of calls."""
         for name in sides:
+            self._ensure_open(name)
             self._tell(name, "prepare_ddp", steps=steps)
         takes = {name.label: _Takes() for name in sides}
         self._play(sides, takes, rounds, warmups=1, check=True, breakdown=False)
@@ -133,8 +135,12 @@ class Conductor:
             time.sleep(0.02)
 
     def close(self) -> None:
+        """Also half way: ranks that hear the line go dead end in order, and an MPI then removes its shared memory."""
         for connection in self._all():
             connection.close()
+        until = time.monotonic() + FAILURE_GRACE_S
+        while time.monotonic() < until and any(p.poll() is None for p in self._running.processes.values()):
+            time.sleep(0.02)
 
     def _measure_size(self, trials: Trials, size_bytes: int) -> SizeResult:
         breakdown = trials.breakdown and size_bytes <= SMALL_BYTES
@@ -194,8 +200,6 @@ class Conductor:
 
     def _tell(self, name: SideName, what: str, **more: Any) -> list[Message]:
         """One command to every rank of the side's world; their answers in the order of ranks."""
-        if what == "prepare_ddp":
-            self._ensure_open(name)
         ranks = self._connections[name.world]
         for connection in ranks:
             connection.send({"do": what, "label": name.label, **more})

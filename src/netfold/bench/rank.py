@@ -17,7 +17,7 @@ from typing import Any, cast
 from netfold.bench.config import SMALL_BYTES
 from netfold.bench.sides import Side, SideName, World
 from netfold.bench.start_line import StartLine
-from netfold.bench.trial import Trial
+from netfold.bench.trial import Task, Trial
 from netfold.rack.names import HOST_INTERFACE
 
 # Wire bytes are counted in rounds of their own, outside the timed ones: reading counters takes longer than
@@ -71,9 +71,9 @@ class Rank:
 
     def _prepare(self, label: str, collective: str, size_bytes: int, dtype: str, calls: int) -> Message:
         self._trials.pop(label, None)
-        side, place = self._sides[label], (self._world.rank, self._world.size)
+        task = Task(collective, size_bytes, dtype, calls)
         try:
-            trial = Trial(side, self._line, place, (collective, size_bytes, dtype, calls))
+            trial = Trial(self._sides[label], self._line, self._world.rank, self._world.size, task)
             trial.run_once()
         except RuntimeError as refusal:
             return {"refused": str(refusal)}
@@ -88,9 +88,8 @@ class Rank:
 
     def _burst(self, label: str, round_index: int, check: bool, breakdown: bool) -> Message:
         trial = self._trials[label]
-        before_s = time.process_time()
         durations = trial.burst(round_index)
-        answer: Message = {"mean_ns": sum(durations) // len(durations), "cpu_s": time.process_time() - before_s}
+        answer: Message = {"mean_ns": sum(durations) // len(durations)}
         answer["wrong"] = trial.wrong_elements(round_index) if check else 0
         if breakdown:
             answer["call_ns"] = durations

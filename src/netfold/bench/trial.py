@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from netfold.bench.collectives import COLLECTIVES, expected
 from netfold.bench.pattern import contribution, encode, expected_sum, fill, mismatches, modulus
@@ -14,22 +15,27 @@ from netfold.bench.start_line import StartLine
 _ALWAYS_IN_PLACE = ("broadcast", "barrier")
 
 
+class Task(NamedTuple):
+    collective: str
+    size_bytes: int
+    dtype: str
+    calls: int
+
+
 class Trial:
     """`calls` calls a burst, each on buffers of its own."""
 
-    def __init__(self, side: Side, line: StartLine, place: tuple[int, int], what: tuple[str, int, str, int]) -> None:
-        """place: (rank, ranks); what: (collective, size in bytes, dtype, calls)."""
-        self.rank, self.ranks = place
-        name, size_bytes, self.dtype, calls = what
-        self.collective = COLLECTIVES[name]
+    def __init__(self, side: Side, line: StartLine, rank: int, ranks: int, task: Task) -> None:
+        self.rank, self.ranks, self.dtype = rank, ranks, task.dtype
+        self.collective = COLLECTIVES[task.collective]
         self._line = line
         dtype = parse_dtype(self.dtype)
-        self.count = self.collective.whole_count(size_bytes, dtype.item_bytes, self.ranks)
+        self.count = self.collective.whole_count(task.size_bytes, dtype.item_bytes, self.ranks)
         self._period = modulus(dtype.exact_below, self.ranks)
         self._pieces = expected(self.collective, self.rank, self.ranks, self.count)
-        in_place = self.collective.in_place and (side.in_place or name in _ALWAYS_IN_PLACE)
+        in_place = self.collective.in_place and (side.in_place or task.collective in _ALWAYS_IN_PLACE)
         self._buffers: list[tuple[Buffer, Buffer]] = []
-        for _ in range(calls):
+        for _ in range(task.calls):
             receive = side.empty(self.collective.receive_count(self.count, self.ranks), self.dtype)
             send = receive
             if not in_place:
