@@ -45,7 +45,7 @@ def waiting_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> lis
 def ddp_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> list[Verdict]:
     """Training steps of the first side beside the second's, interleaved by round."""
     ours, peer = conductor.measure_ddp(
-        [parse_side(side) for side in sides], rounds=4 if quick else 10, steps=2 if quick else 4
+        [parse_side(side) for side in sides], rounds=4 if quick else 8, steps=2 if quick else 3
     )
     of = spread(paired_ratios(peer.times_ns, ours.times_ns))
     why = "; ".join(filter(None, (_differing(sides[0], ours), _differing(sides[1], peer))))
