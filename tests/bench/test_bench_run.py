@@ -107,8 +107,8 @@ def test_netfold_beside_gloo_is_right_and_its_small_calls_are_broken_down() -> N
 
 def test_ddp_steps_are_timed_and_leave_all_ranks_the_same_parameters() -> None:
     with conduct(Place(2, switch=False, deadline_s=60), ["torch"]) as conductor:
-        ours, peer = conductor.measure_ddp([parse_side("netfold"), parse_side("gloo")], rounds=1, steps=1)
-    assert (len(ours.times_ns), len(peer.times_ns)) == (1, 1)
+        ours, peer = conductor.measure_ddp([parse_side("netfold"), parse_side("gloo")], rounds=2, steps=1, width=256)
+    assert (len(ours.times_ns), len(peer.times_ns)) == (2, 2)
     assert (ours.wrong, peer.wrong) == (0, 0)
 
 

@@ -110,11 +110,11 @@ class Conductor:
         machine = {**describe_machine(), "tcp_congestion_control": _congestion_control(), "load": load}
         return {"machine": machine, "versions": describe_versions(self.versions), "place": asdict(self.place)}
 
-    def measure_ddp(self, sides: list[SideName], rounds: int, steps: int) -> list[Measured]:
-        """Training steps in place of calls."""
+    def measure_ddp(self, sides: list[SideName], rounds: int, steps: int, width: int) -> list[Measured]:
+        """Training steps, of a model with layers so wide, in place of calls."""
         for name in sides:
             self._ensure_open(name)
-            self._tell(name, "prepare_ddp", steps=steps)
+            self._tell(name, "prepare_ddp", steps=steps, width=width)
         takes = {name.label: _Takes() for name in sides}
         self._play(sides, takes, rounds, warmups=1, check=True, breakdown=False)
         self._release(sides)

@@ -9,22 +9,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netfold.bench.start_line import StartLine
 
-# 25 M parameters in six layers, 100 MB of f32 gradients: four buckets of DDP's usual 25 MB. Few rows a step keep
-# the arithmetic below the communication, as it is when many ranks train a model of this size.
-WIDTH = 2048
 LAYERS = 6
+# Few rows a step keep the arithmetic below the communication, as it is when many ranks train such a model.
 ROWS = 4
 
 
 class DdpTrial:
     """`steps` optimizer steps a burst; the sum of all parameters must agree between ranks after each burst."""
 
-    def __init__(self, group: Any, line: StartLine, rank: int, steps: int) -> None:
+    def __init__(self, group: Any, line: StartLine, rank: int, steps: int, width: int) -> None:
         torch.manual_seed(0)
-        layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
         self._model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-4)
-        self._rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
+        self._rows = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(rank))
         self._line = line
         self._steps = steps
         # DDP regroups its buckets after the first step.

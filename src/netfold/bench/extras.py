@@ -10,6 +10,8 @@ from netfold.bench.spread import paired_ratios, spread
 from netfold.bench.table import describe_time
 
 SLEEP_S = 2.0
+# Six such layers are 25 M parameters, 96 MB of f32 gradients: four buckets of DDP's usual 25 MB.
+DDP_WIDTH = 2048
 # A rank that waits may spin for a moment; a tenth of a core is no moment any more.
 WAITING_CPU_MOST_S = SLEEP_S / 10
 _WAITING = ["netfold", "communicator", "gloo", "mpi:openmpi", "mpi:intel", "mpi:mpich"]
@@ -45,7 +47,7 @@ def waiting_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> lis
 def ddp_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> list[Verdict]:
     """Training steps of the first side beside the second's, interleaved by round."""
     ours, peer = conductor.measure_ddp(
-        [parse_side(side) for side in sides], rounds=4 if quick else 8, steps=2 if quick else 3
+        [parse_side(side) for side in sides], rounds=4 if quick else 8, steps=2 if quick else 3, width=DDP_WIDTH
     )
     of = spread(paired_ratios(peer.times_ns, ours.times_ns))
     why = "; ".join(filter(None, (_differing(sides[0], ours), _differing(sides[1], peer))))

@@ -80,10 +80,11 @@ class Rank:
         self._trials[label] = trial
         return {"count": trial.count}
 
-    def _prepare_ddp(self, label: str, steps: int) -> Message:
+    def _prepare_ddp(self, label: str, steps: int, width: int) -> Message:
         from netfold.bench.ddp import DdpTrial
 
-        self._trials[label] = DdpTrial(cast(Any, self._sides[label]).group, self._line, self._world.rank, steps)
+        group = cast(Any, self._sides[label]).group
+        self._trials[label] = DdpTrial(group, self._line, self._world.rank, steps, width)
         return {}
 
     def _burst(self, label: str, round_index: int, check: bool, breakdown: bool) -> Message:
