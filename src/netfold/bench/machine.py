@@ -3,6 +3,8 @@
 import importlib.metadata
 import os
 import platform
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -10,8 +12,10 @@ def describe_machine() -> dict[str, str | int]:
     return {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "kernel": platform.release()}
 
 
-def describe_versions(torch_version: str) -> dict[str, str]:
-    return {"netfold": _netfold_version(), "torch": torch_version, "python": platform.python_version()}
+def describe_versions(others: Mapping[str, str]) -> dict[str, str]:
+    """Ours and those of `others`, such as torch's."""
+    ours = {"netfold": _netfold_version(), "commit": _commit(), "python": platform.python_version()}
+    return {**ours, **others}
 
 
 def _cpu_model() -> str:
@@ -27,3 +31,12 @@ def _netfold_version() -> str:
         return importlib.metadata.version("netfold")
     except importlib.metadata.PackageNotFoundError:
         return "source tree"
+
+
+def _commit() -> str:
+    """The sources' commit, with a + where they have been changed since; `unknown` where they are no checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from netfold.bench.config import Config, Measured, Result, SizeResult, labels
+from netfold.bench.collectives import COLLECTIVES, parse_collective
+from netfold.bench.config import Measured, Place, Result, SizeResult, Trials
 from netfold.bench.machine import describe_machine, describe_versions
 from netfold.bench.spread import Spread, paired_ratios, spread
 
@@ -24,7 +25,7 @@ class Ratio:
 class Breakdown:
     """Medians over all ranks' single calls, each on its own: they need not add up.
 
-    The parts are None for a backend that keeps no event records.
+    The parts are None for a side that keeps no event records.
     """
 
     calls: int
@@ -36,74 +37,88 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Row:
-    """algbw and busbw as nccl-tests defines them (bytes a second); wire_bytes: sent and received, a rank's mean."""
+    """algbw and busbw as nccl-tests defines them (bytes a second); wire_bytes: sent and received, a rank's mean.
 
+    refused: the side's own sentence; its times and bandwidths are None then.
+    """
+
+    collective: str
     size_bytes: int
     count: int
     dtype: str
     redop: str
-    backend: str
+    side: str
     times_ns: list[int]
-    time_ns: Spread
-    algbw: float
-    busbw: float
-    goodput_bits: float
-    wrong: int
+    time_ns: Spread | None
+    algbw: float | None
+    busbw: float | None
+    goodput_bits: float | None
+    wrong: int | None
     wire_bytes: float | None
     wire_bytes_by_rank: list[list[int]] | None
     ratio: Ratio | None
     breakdown: Breakdown | None
+    refused: str | None
 
 
-def make_rows(config: Config, result: Result) -> list[Row]:
-    return [_row(config, size, index) for size in result.sizes for index in range(len(config.backends))]
+def make_rows(place: Place, trials: Trials, result: Result) -> list[Row]:
+    return [_row(place, trials, size, index) for size in result.sizes for index in range(len(trials.sides))]
 
 
 def total_wrong(rows: Sequence[Row]) -> int:
-    return sum(row.wrong for row in rows)
+    return sum(row.wrong or 0 for row in rows)
 
 
-def describe_run(config: Config, result: Result, rows: Sequence[Row]) -> dict[str, Any]:
+def describe_run(place: Place, trials: Trials, result: Result, rows: Sequence[Row]) -> dict[str, Any]:
     """Everything about a run, for JSON: times in ns, bandwidths in bytes a second, goodput in bits a second."""
     return {
         "command": sys.argv,
-        "machine": {**describe_machine(), "tcp_congestion_control": result.congestion_control},
-        "versions": describe_versions(result.torch_version),
-        "config": config.to_json(),
+        "machine": {**describe_machine(), "tcp_congestion_control": result.congestion_control, "load": result.load},
+        "versions": describe_versions(result.versions),
+        "place": asdict(place),
+        "config": trials.to_json(),
         "rows": [asdict(row) for row in rows],
     }
 
 
-def _row(config: Config, size: SizeResult, index: int) -> Row:
-    measured = size.backends[index]
-    time_ns = spread(measured.times_ns)
-    algbw = size.size_bytes / time_ns.median * 1e9
+def _row(place: Place, trials: Trials, size: SizeResult, index: int) -> Row:
+    measured = size.sides[index]
+    collective = parse_collective(trials.collective)
+    time_ns = spread(measured.times_ns) if measured.times_ns else None
+    # As nccl-tests: of the elements that really travelled, which are whole parts.
+    moved = size.size_bytes
+    algbw = None if time_ns is None or collective.name == "barrier" else moved / time_ns.median * 1e9
     wire = measured.wire_bytes
     return Row(
-        size_bytes=size.size_bytes,
+        collective=collective.name,
+        size_bytes=moved,
         count=size.count,
-        dtype=config.dtype,
-        redop="sum",
-        backend=labels(config.backends)[index],
+        dtype=trials.dtype,
+        redop="sum" if COLLECTIVES[collective.name].reduces else "none",
+        side=trials.labels()[index],
         times_ns=measured.times_ns,
         time_ns=time_ns,
         algbw=algbw,
-        busbw=algbw * 2 * (config.workers - 1) / config.workers,
-        goodput_bits=algbw * 8,
+        busbw=None if algbw is None else algbw * collective.bus_factor(place.workers),
+        goodput_bits=None if algbw is None else algbw * 8,
         wrong=measured.wrong,
         wire_bytes=statistics.mean(sum(rank) for rank in wire) if wire else None,
         wire_bytes_by_rank=wire,
-        ratio=_ratio(config, size, index),
+        ratio=_ratio(trials, size, index),
         breakdown=_breakdown(measured),
+        refused=measured.refused,
     )
 
 
-def _ratio(config: Config, size: SizeResult, index: int) -> Ratio | None:
-    if len(config.backends) < 2:
+def _ratio(trials: Trials, size: SizeResult, index: int) -> Ratio | None:
+    """To the first side, or of the first to the second."""
+    if len(trials.sides) < 2:
         return None
     peer = 1 if index == 0 else 0
-    ratios = paired_ratios(size.backends[peer].times_ns, size.backends[index].times_ns)
-    return Ratio(labels(config.backends)[peer], ratios, spread(ratios))
+    if not size.sides[peer].times_ns or not size.sides[index].times_ns:
+        return None
+    ratios = paired_ratios(size.sides[peer].times_ns, size.sides[index].times_ns)
+    return Ratio(trials.labels()[peer], ratios, spread(ratios))
 
 
 def _breakdown(measured: Measured) -> Breakdown | None:

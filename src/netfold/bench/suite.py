@@ -1,137 +1,232 @@
-"""The standing set of measurements, `make bench`: what netfold claims, beside gloo, in about five minutes."""
+"""The standing set of measurements, `make bench`: every goal of goals.py beside what was measured.
+
+Results are kept by section in FOLDER/*.json, and rendered from there: a run of some sections replaces those alone.
+"""
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.bench.config import Config
-from netfold.bench.launch import BenchError, measure
+from netfold.bench.conduct import BenchError, Conductor, conduct
+from netfold.bench.config import Place, Trials
+from netfold.bench.extras import DDP_PLACES, WAITING_PLACES, ddp_verdicts, waiting_verdicts
+from netfold.bench.goals import SECTIONS, Goal, all_goals, places, trials_at
+from netfold.bench.judge import Verdict, judge, render_verdicts, unmeasured
+from netfold.bench.link_probe import Wire, limit_s, probe_rack
+from netfold.bench.peers import PeerMissingError, launch_mpi
 from netfold.bench.report import Row, describe_run, make_rows, total_wrong
-from netfold.bench.sizes import format_size
-from netfold.bench.table import describe_breakdown, describe_ratio, describe_time
+from netfold.bench.sides import parse_side
+from netfold.bench.sides.side import MPIS
+from netfold.bench.table import describe_breakdown
 from netfold.rack import RackError
 from netfold.rack.command import missing
 
-# Of one case; five of them, each usually done in a fifth of it.
-CASE_DEADLINE_S = 150
+Say = Callable[[str], None]
+
+# The in-network results are older than the others and are linked to by this name.
+_FILES = {"in-network": "suite"}
 
 
-@dataclass(frozen=True)
-class Case:
-    """target: the least median ratio to the second backend that is asked for; None: only reported."""
+@dataclass
+class Section:
+    """verdicts: a line a goal; notes: sentences below the table; runs: everything measured; bad: failures, and runs
+    with a wrong element. A missed goal is in the table, and no failure."""
 
-    title: str
-    config: Config
-    target: float | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Rows, or the reason why there are none; failed: that reason is not merely what this machine lacks."""
-
-    case: Case
-    rows: list[Row] = field(default_factory=list)
-    document: dict[str, Any] | None = None
-    reason: str | None = None
-    failed: bool = False
+    verdicts: list[Verdict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    bad: int = 0
 
 
-def make_cases(backends: Sequence[str]) -> list[Case]:
-    def config(workers: int, size_bytes: int, rounds: int, **more: Any) -> Config:
-        return Config(list(backends), workers, [size_bytes], rounds, deadline_s=CASE_DEADLINE_S, **more)
+def run_suite(names: Sequence[str], folder: Path, say: Say, *, quick: bool) -> int:
+    """Measure the named sections (all, where none is named) and rewrite their part of the results in `folder`.
 
-    return [
-        Case("rack, 1 Gbit/s links", config(4, 16 << 20, 20, rack_rate="1gbit"), target=1.35),
-        Case("rack, 1 Gbit/s links", config(8, 16 << 20, 20, rack_rate="1gbit"), target=1.35),
-        Case("loopback", config(4, 64 << 20, 12, warmups=2)),
-        Case("loopback", config(2, 4, 50, breakdown=True)),
-        Case("loopback", config(4, 4, 50, breakdown=True)),
-    ]
-
-
-def run_suite(cases: Sequence[Case], folder: Path, say: Callable[[str], None]) -> int:
-    """Measure every case and write suite.md and suite.json into `folder`.
-
-    Returns how many cases failed or had a wrong element; a missed target is in the table, and no failure.
+    Returns how many measurements failed or had a wrong element. Raises ValueError for a name that is none.
     """
-    outcomes = []
-    for case in cases:
-        say(f"measuring: {_case_name(case)}")
-        outcomes.append(_measure(case))
+    if unknown := [name for name in names if name not in SECTIONS]:
+        raise ValueError(f"section {unknown[0]!r} is not known; there are {', '.join(SECTIONS)}")
+    wanted = [name for name in SECTIONS if not names or name in names]
+    sections = {name: Section() for name in wanted}
+    goals = [goal for goal in all_goals(quick) if goal.section in wanted]
+    absent = _absent_peers(sections, say)
+    wire = _probe(goals, sections, say)
+    stages = places(goals)
+    for place in stages:
+        say(f"measuring: {describe_place(place)}")
+        _run_stage(place, [goal for goal in goals if goal.place == place], sections, absent, wire, quick, say)
+    for name, verdicts_of, extra_places in (
+        ("waiting", waiting_verdicts, WAITING_PLACES),
+        ("ddp", ddp_verdicts, DDP_PLACES),
+    ):
+        if name in sections:
+            say(f"measuring: {name}")
+            _run_extra(sections[name], verdicts_of, extra_places, absent, quick)
+    _write(sections, folder, say)
+    return sum(section.bad for section in sections.values())
+
+
+def describe_place(place: Place) -> str:
+    where = f"a rack of {place.workers} hosts, {place.rack_rate}" if place.rack_rate else f"{place.workers} ranks here"
+    return where + (", with a switch" if place.switch else "")
+
+
+def _absent_peers(sections: dict[str, Section], say: Say) -> list[str]:
+    """The MPIs that are not here: said once, and in every section that wanted them."""
+    absent = []
+    for name in MPIS:
+        try:
+            launch_mpi(name, 1, [])
+        except PeerMissingError as lack:
+            say(str(lack))
+            absent += [f"mpi:{name}", f"mpi:{name}:out"]
+            for section in ("all-reduce", "shared", "small", "waiting"):
+                if section in sections:
+                    sections[section].notes.append(f"{lack}.")
+    return absent
+
+
+def _probe(goals: Sequence[Goal], sections: dict[str, Section], say: Say) -> Wire | None:
+    rates = {goal.place.rack_rate for goal in goals if goal.against_limit and goal.place.rack_rate is not None}
+    if not rates or missing(loss=False):
+        return None
+    (rate,) = rates
+    try:
+        wire = probe_rack(rate)
+    except (RackError, RuntimeError) as error:
+        say(str(error))
+        sections["hosts"].bad += 1
+        return None
+    sections["hosts"].notes.append(
+        f"The limit is 2 log2 P half round trips and 2 (P-1)/P of the bytes at {wire.payload_bits / 1e6:.0f} Mbit/s, "
+        f"what headers leave of {wire.rate_bits / 1e6:.0f} ({wire.mss} of {wire.mss + 66} bytes). Measured: a round "
+        f"trip of {wire.round_trip_s * 1e6:.0f} us, one TCP stream {wire.stream_bits / 1e6:.0f} Mbit/s."
+    )
+    return wire
+
+
+def _run_stage(
+    place: Place,
+    goals: Sequence[Goal],
+    sections: dict[str, Section],
+    absent: Sequence[str],
+    wire: Wire | None,
+    quick: bool,
+    say: Say,
+) -> None:
+    """All trials of one place, in one set of processes; what goes wrong is a verdict on the goals that it leaves."""
+    left = list(goals)
+    try:
+        if place.rack_rate is not None and (lack := missing(loss=False)):
+            raise RackError(lack)
+        trials = trials_at(place, goals, quick, absent)
+        worlds = [name.world for one in trials for name in one.side_names()]
+        with conduct(place, worlds) as conductor:
+            for one in trials:
+                rows, document = _run_trials(conductor, one)
+                for goal in [goal for goal in left if _is_of(goal, one)]:
+                    least_s = limit_s(wire, goal.collective, goal.size_bytes, place.workers) if wire else None
+                    sections[goal.section].verdicts.append(judge(goal, rows, least_s))
+                    left.remove(goal)
+                    _keep(sections[goal.section], document, rows)
+    except RackError as error:
+        for goal in left:
+            sections[goal.section].verdicts.append(unmeasured(goal, str(error)))
+    except BenchError as error:
+        say(str(error))
+        for goal in left:
+            sections[goal.section].verdicts.append(unmeasured(goal, str(error)))
+            sections[goal.section].bad += 1
+
+
+def _run_trials(conductor: Conductor, trials: Trials) -> tuple[dict[str, Row], dict[str, Any]]:
+    result = conductor.measure(trials)
+    rows = make_rows(conductor.place, trials, result)
+    return {row.side: row for row in rows}, describe_run(conductor.place, trials, result, rows)
+
+
+def _is_of(goal: Goal, trials: Trials) -> bool:
+    return (goal.collective, goal.size_bytes) == (trials.collective, trials.sizes[0])
+
+
+def _keep(section: Section, document: dict[str, Any], rows: dict[str, Row]) -> None:
+    """A run serves several goals of a section, and is kept there once."""
+    if document in section.runs:
+        return
+    section.runs.append(document)
+    section.bad += total_wrong(list(rows.values())) > 0
+    section.notes += [
+        f"{row.side}, {document['place']['workers']} ranks, one call of {row.size_bytes} B: "
+        f"{describe_breakdown(row.breakdown)}."
+        for row in rows.values()
+        if row.breakdown is not None and row.breakdown.python_ns is not None
+    ]
+
+
+def _run_extra(
+    section: Section,
+    verdicts_of: Callable[[Conductor, list[str], bool], list[Verdict]],
+    extra_places: dict[Place, list[str]],
+    absent: Sequence[str],
+    quick: bool,
+) -> None:
+    for place, sides in extra_places.items():
+        here = [side for side in sides if side not in absent]
+        try:
+            with conduct(place, [parse_side(side).world for side in here]) as conductor:
+                verdicts = verdicts_of(conductor, here, quick)
+                section.verdicts += verdicts
+                section.bad += any(verdict.why for verdict in verdicts)
+                section.runs.append(conductor.describe())
+        except BenchError as error:
+            section.notes.append(f"{describe_place(place)}: not measured: {error}")
+            section.bad += 1
+
+
+def _write(sections: dict[str, Section], folder: Path, say: Say) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    whole = [
-        {"title": outcome.case.title, "target": outcome.case.target, "reason": outcome.reason}
-        | {"run": outcome.document}
-        for outcome in outcomes
-    ]
-    (folder / "suite.json").write_text(json.dumps(whole, indent=1) + "\n")
-    markdown = render_markdown(outcomes)
-    (folder / "suite.md").write_text(markdown)
-    say(markdown)
-    return sum(outcome.failed or total_wrong(outcome.rows) > 0 for outcome in outcomes)
+    for stem in ("collectives", "suite"):
+        ours = {name: section for name, section in sections.items() if _FILES.get(name, "collectives") == stem}
+        if not ours:
+            continue
+        path = folder / f"{stem}.json"
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        whole = kept if isinstance(kept, dict) else {}
+        whole |= {name: asdict(section) for name, section in ours.items()}
+        whole = {name: whole[name] for name in SECTIONS if name in whole}
+        path.write_text(json.dumps(whole) + "\n")
+        markdown = render_markdown(whole)
+        path.with_suffix(".md").write_text(markdown)
+        say(markdown)
 
 
-def render_markdown(outcomes: Sequence[Outcome]) -> str:
-    """One line a case and backend, the breakdowns below it, and what it was measured on."""
-    lines = [
-        "| where | workers | size | backend | time, median (p5..p95) | ratio (p5..p95) | asked | wire bytes a rank "
-        "| wrong |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for outcome in outcomes:
-        lines += _lines(outcome)
-    broken_down = [(outcome, row) for outcome in outcomes for row in outcome.rows if row.breakdown is not None]
-    if broken_down:
-        lines += ["", "One small call through torch:", ""]
-    for outcome, row in broken_down:
-        assert row.breakdown is not None
-        lines.append(f"- {_case_name(outcome.case)}, {row.backend}: {describe_breakdown(row.breakdown)}")
-    documents = [outcome.document for outcome in outcomes if outcome.document is not None]
-    if documents:
-        lines += ["", _measured_on(documents[0])]
+def render_markdown(whole: dict[str, Any]) -> str:
+    """A table a section, from what its JSON holds."""
+    lines = []
+    for name, section in whole.items():
+        lines += [f"## {name}: {SECTIONS[name]}", ""]
+        lines += render_verdicts([Verdict(**verdict) for verdict in section["verdicts"]])
+        lines += ["", *(f"- {note.splitlines()[0]}" for note in section["notes"])]
+        if section["runs"]:
+            lines += [f"- {_measured_on(section['runs'])}"]
+        lines.append("")
+    lines.append(
+        "Ratios are the other side's time over ours, paired by round, with their 5th and 95th percentile; f32, sum. "
+        "How to read this: docs/benchmarks.md."
+    )
     return "\n".join(lines) + "\n"
 
 
-def _measure(case: Case) -> Outcome:
-    if case.config.rack_rate is not None and (lack := missing(loss=False)):
-        return Outcome(case, reason=lack)
-    try:
-        result = measure(case.config)
-    except (BenchError, RackError) as error:
-        return Outcome(case, reason=str(error), failed=True)
-    rows = make_rows(case.config, result)
-    return Outcome(case, rows, describe_run(case.config, result, rows))
-
-
-def _lines(outcome: Outcome) -> list[str]:
-    case = outcome.case
-    head = f"| {case.title} | {case.config.workers} | {format_size(case.config.sizes[0])} |"
-    if outcome.reason is not None:
-        # A table's line ends where the text's first does; the whole reason is in the JSON.
-        return [f"{head} - | not measured: {outcome.reason.splitlines()[0]} | - | {_asked(case)} | - | - |"]
-    return [
-        f"{head} {row.backend} | {describe_time(row.time_ns)} | {describe_ratio(row)} "
-        f"| {_asked(case) if index == 0 else '-'} | {'-' if row.wire_bytes is None else round(row.wire_bytes)} "
-        f"| {row.wrong} |"
-        for index, row in enumerate(outcome.rows)
-    ]
-
-
-def _asked(case: Case) -> str:
-    return "-" if case.target is None else f">= {case.target:g}"
-
-
-def _case_name(case: Case) -> str:
-    return f"{case.title}, {case.config.workers} workers, {format_size(case.config.sizes[0])}"
-
-
-def _measured_on(document: dict[str, Any]) -> str:
-    machine, versions = document["machine"], document["versions"]
+def _measured_on(runs: list[dict[str, Any]]) -> str:
+    machine = runs[0]["machine"]
+    loads = [load for run in runs for load in run["machine"]["load"]]
+    versions: dict[str, str] = {}
+    for run in runs:
+        versions |= run["versions"]
     return (
-        f"Measured on {machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, TCP congestion "
-        f"control {machine['tcp_congestion_control']}; netfold {versions['netfold']}, torch {versions['torch']}, "
-        f"Python {versions['python']}. f32, sum; backends interleaved round by round; the ratio is the other "
-        "backend's time over the row's, paired by round."
+        f"{machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, TCP congestion control "
+        f"{machine['tcp_congestion_control']}, load average {min(loads):.1f} to {max(loads):.1f}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + "."
     )

@@ -6,7 +6,7 @@ from netfold.bench.report import Breakdown, Row
 from netfold.bench.spread import Spread
 
 _HEADER = (
-    *("size(B)", "count", "type", "redop", "backend", "time(us)", "p5..p95", "algbw", "busbw", "#wrong"),
+    *("size(B)", "count", "type", "redop", "side", "time(us)", "p5..p95", "algbw", "busbw", "#wrong"),
     *("wire(B/rank)", "ratio", "p5..p95", "n", "to"),
 )
 
@@ -17,10 +17,11 @@ def render_table(rows: Sequence[Row]) -> str:
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADER))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     lines += [
-        f"# {row.size_bytes} B, {row.backend}, one call: {describe_breakdown(row.breakdown)}"
+        f"# {row.size_bytes} B, {row.side}, one call: {describe_breakdown(row.breakdown)}"
         for row in rows
         if row.breakdown is not None
     ]
+    lines += [f"# {row.size_bytes} B, {row.side}: {row.refused}" for row in rows if row.refused is not None]
     return "\n".join(lines)
 
 
@@ -54,10 +55,14 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.ratio is not None:
         of = row.ratio.spread
         ratio = (f"{of.median:.2f}", f"{of.p5:.2f}..{of.p95:.2f}", str(of.n), row.ratio.peer)
+    time = ("-", "-")
+    if row.time_ns is not None:
+        time = (_us(row.time_ns.median), f"{_us(row.time_ns.p5)}..{_us(row.time_ns.p95)}")
     return (
-        *(str(row.size_bytes), str(row.count), row.dtype, row.redop, row.backend),
-        *(_us(row.time_ns.median), f"{_us(row.time_ns.p5)}..{_us(row.time_ns.p95)}"),
-        *(f"{row.algbw / 1e9:.4f}", f"{row.busbw / 1e9:.4f}", str(row.wrong)),
+        *(str(row.size_bytes), str(row.count), row.dtype, row.redop, row.side),
+        *time,
+        *("-" if bandwidth is None else f"{bandwidth / 1e9:.4f}" for bandwidth in (row.algbw, row.busbw)),
+        "-" if row.wrong is None else str(row.wrong),
         "-" if row.wire_bytes is None else f"{row.wire_bytes:.0f}",
         *ratio,
     )

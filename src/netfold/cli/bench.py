@@ -1,11 +1,11 @@
-"""`netfold bench`: nccl-tests-like benchmarks, each backend paired with its peers."""
+"""`netfold bench`: nccl-tests-like benchmarks, every side paired with its peers."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Benchmarks in nccl-tests' words, each backend paired with its peers.")
+app = typer.Typer(help="Benchmarks in nccl-tests' words, every side paired with its peers.")
 
 # The command line, or this machine, cannot do what was asked.
 CANNOT = 2
@@ -13,74 +13,110 @@ CANNOT = 2
 FAILED = 1
 
 
-@app.command("all-reduce")
-def all_reduce(
-    backend: Annotated[list[str], typer.Option(help="A torch.distributed backend; repeat it to compare.")],
+def _bench(
+    context: typer.Context,
+    side: Annotated[
+        list[str],
+        typer.Option(
+            "--side",
+            "--backend",
+            help="Who is measured; repeat it to compare: a torch backend (gloo, netfold), netfold:shared, "
+            "communicator, mpi:openmpi, mpi:intel, mpi:mpich, and mpi:...:out for out of place.",
+        ),
+    ],
     begin: Annotated[str, typer.Option("-b", help="Smallest size; K, M, G are 2^10, 2^20, 2^30.")] = "4",
     end: Annotated[str, typer.Option("-e", help="Largest size.")] = "64M",
     factor: Annotated[int, typer.Option("-f", help="From a size to the next.")] = 4,
-    rounds: Annotated[int, typer.Option("-n", help="Timed rounds; each backend runs once in each.")] = 20,
+    rounds: Annotated[int, typer.Option("-n", help="Timed rounds; each side runs once in each.")] = 20,
     warmups: Annotated[int, typer.Option("-w", help="Rounds before that are not timed.")] = 5,
-    workers: Annotated[int, typer.Option(help="Worker processes.")] = 4,
+    check: Annotated[int, typer.Option("-c", min=0, max=1, help="Check every element (1) or none (0).")] = 1,
+    workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
     dtype: Annotated[str, typer.Option(help="f32, f64, f16, bf16, i32 or i64.")] = "f32",
     rack_rate: Annotated[str | None, typer.Option(help="Run in a rack with such links: 1gbit.")] = None,
     loss: Annotated[str, typer.Option(help="Packets each link of the rack loses: 0.1%.")] = "0%",
+    switch: Annotated[
+        bool | None,
+        typer.Option(
+            "--switch/--no-switch", help="With an aggregator, or by host algorithms; a rack has one unless told."
+        ),
+    ] = None,
     breakdown: Annotated[bool, typer.Option(help="Small sizes: a call's Python, queue, wire.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout, the table on stderr.")] = False,
     timeout: Annotated[int, typer.Option(help="Seconds for the whole run.")] = 600,
 ) -> None:
-    """Time all_reduce of every size on every backend, interleaved, and check every element.
+    """Time one collective of every size on every side, interleaved, and check every element.
 
     The ratio column is a peer's time over the row's, paired round by round, with its 5th and 95th percentile.
     """
     import json
 
-    from netfold.bench.config import Config
-    from netfold.bench.launch import BenchError, measure
+    from netfold.bench.conduct import BenchError, measure
+    from netfold.bench.config import Place, Trials
     from netfold.bench.report import describe_run, make_rows, total_wrong
     from netfold.bench.sizes import parse_size, sweep
     from netfold.bench.table import render_table
     from netfold.rack import RackError
     from netfold.rack.processes import exit_on_signals
 
+    verb = context.info_name
+    assert verb is not None
     try:
-        config = Config(
-            backends=backend,
-            workers=workers,
-            sizes=sweep(parse_size(begin), parse_size(end), factor),
+        place = Place(workers=workers, rack_rate=rack_rate, rack_loss=loss, switch=switch, deadline_s=timeout)
+        trials = Trials(
+            collective=verb.replace("-", "_"),
+            sides=side,
+            sizes=[0] if verb == "barrier" else sweep(parse_size(begin), parse_size(end), factor),
             rounds=rounds,
             warmups=warmups,
             dtype=dtype,
+            check=bool(check),
             breakdown=breakdown,
-            rack_rate=rack_rate,
-            rack_loss=loss,
-            deadline_s=timeout,
         )
         with exit_on_signals():
-            result = measure(config)
+            result = measure(place, trials)
     except (RackError, ValueError) as error:
-        typer.echo(f"netfold bench all-reduce: {error}", err=True)
+        typer.echo(f"netfold bench {verb}: {error}", err=True)
         raise typer.Exit(CANNOT) from None
     except BenchError as error:
-        typer.echo(f"netfold bench all-reduce: {error}", err=True)
+        typer.echo(f"netfold bench {verb}: {error}", err=True)
         raise typer.Exit(FAILED) from None
-    rows = make_rows(config, result)
+    rows = make_rows(place, trials, result)
     typer.echo(render_table(rows), err=as_json)
     if as_json:
-        typer.echo(json.dumps(describe_run(config, result, rows), indent=1))
-    if total_wrong(rows) > 0:
+        typer.echo(json.dumps(describe_run(place, trials, result, rows), indent=1))
+    if total_wrong(rows) > 0 or all(row.refused is not None for row in rows):
         raise typer.Exit(FAILED)
+
+
+# One verb a collective; their names are spelled out so that `netfold --help` need not import the bench.
+for _collective in (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+    *("broadcast", "reduce", "send-recv", "barrier"),
+):
+    app.command(_collective)(_bench)
 
 
 @app.command()
 def suite(
-    folder: Annotated[Path, typer.Argument(help="Where suite.md and suite.json go.")] = Path("bench/results"),
-    backend: Annotated[list[str] | None, typer.Option(help="In place of netfold and gloo.")] = None,
+    folder: Annotated[Path, typer.Argument(help="Where collectives.md, suite.md and their JSON go.")] = Path(
+        "bench/results"
+    ),
+    section: Annotated[list[str] | None, typer.Option(help="Only this one; repeat it. `list` names them.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: about two minutes in place of eight.")] = False,
 ) -> None:
-    """Measure what netfold claims, beside gloo: a rack, loopback, and one small call. About five minutes."""
-    from netfold.bench.suite import make_cases, run_suite
+    """Measure what netfold claims, beside gloo and the MPIs that are here, and print goal beside measured."""
+    from netfold.bench.goals import SECTIONS
+    from netfold.bench.suite import run_suite
     from netfold.rack.processes import exit_on_signals
 
-    with exit_on_signals():
-        bad = run_suite(make_cases(backend or ["netfold", "gloo"]), folder, typer.echo)
+    if section == ["list"]:
+        for name, title in SECTIONS.items():
+            typer.echo(f"{name:12} {title}")
+        return
+    try:
+        with exit_on_signals():
+            bad = run_suite(section or [], folder, typer.echo, quick=quick)
+    except ValueError as error:
+        typer.echo(f"netfold bench suite: {error}", err=True)
+        raise typer.Exit(CANNOT) from None
     raise typer.Exit(FAILED if bad else 0)

@@ -178,7 +178,7 @@ def _strip(photograph: HeldOut) -> str:
 
 def _made(story: Story, seconds: float) -> str:
     training = story.training
-    machine, versions = describe_machine(), describe_versions(torch.__version__)
+    machine, versions = describe_machine(), describe_versions({"torch": torch.__version__})
     facts = {
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
         "when": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC; {seconds:.0f} s for all of it",

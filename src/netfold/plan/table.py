@@ -193,9 +193,7 @@ def _by_cost(operation: str, topology: Topology, links: Links, wire: str, suffix
     return rows
 
 
-def _starts(
-    operation: str, able: list[str], topology: Topology, links: Links, wire: str
-) -> list[tuple[int, str, str]]:
+def _starts(operation: str, able: list[str], topology: Topology, links: Links, wire: str) -> list[tuple[int, str, str]]:
     """Sizes from which on another algorithm is the cheapest, or, of a hierarchical one, another between hosts."""
     starts: list[tuple[int, str, str]] = []
     for size in _GRID:

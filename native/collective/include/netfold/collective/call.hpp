@@ -72,7 +72,7 @@ struct Call {
   kernels::DType wire = kernels::DType::u8;
   AlgorithmId algorithm = AlgorithmId::direct;
   AlgorithmId between = AlgorithmId::local;  // of a hierarchical one: between hosts
-  std::uint16_t table = 0;  // hash of the choice table: all ranks choose alike, or hear of it
+  std::uint16_t table = 0;                   // hash of the choice table: all ranks choose alike, or hear of it
   std::uint32_t sequence = 0;
   int root = 0;
   int tag = 0;  // of a send or receive, not negative

@@ -76,7 +76,8 @@ class Operation {
 };
 
 // One row of the choice table: from `min_bytes` on, `kind` runs by `algorithm` in `wire` (-1: the tensor's
-// dtype), a hierarchical one by `between` between hosts. Rows of one kind are in ascending order and the first starts at 0.
+// dtype), a hierarchical one by `between` between hosts. Rows of one kind are in ascending order and the first starts
+// at 0.
 struct Choice {
   collective::Kind kind = collective::Kind::barrier;
   std::uint64_t min_bytes = 0;

@@ -1,0 +1,91 @@
+"""The collectives that are measured, as nccl-tests counts their sizes and bandwidths. Pure.
+
+A size is the larger of what a rank sends and receives. `busbw` is algbw times a factor, so that it can be compared
+with what the link carries whatever the collective and the number of ranks (nccl-tests, doc/PERFORMANCE.md).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+ROOT = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements that must look like entries `start`... of a source's message; source None: of the sum."""
+
+    source: int | None
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """split: one of the two buffers is a rank's part of the other; in_place: one buffer is all there is."""
+
+    name: str
+    split: str | None
+    in_place: bool
+    reduces: bool
+    bus_factor: Callable[[int], float]
+
+    def send_count(self, count: int, ranks: int) -> int:
+        return count // ranks if self.split == "send" else count
+
+    def receive_count(self, count: int, ranks: int) -> int:
+        return count // ranks if self.split == "receive" else count
+
+    def whole_count(self, size_bytes: int, item_bytes: int, ranks: int) -> int:
+        """Elements of the larger buffer: rounded down to whole parts, as nccl-tests does."""
+        count = size_bytes // item_bytes
+        return count - count % ranks if self.split else count
+
+
+def _all_but_one(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+COLLECTIVES = {
+    one.name: one
+    for one in (
+        Collective("all_reduce", None, True, True, lambda ranks: 2 * (ranks - 1) / ranks),
+        Collective("all_gather", "send", False, False, _all_but_one),
+        Collective("reduce_scatter", "receive", False, True, _all_but_one),
+        Collective("all_to_all", "both", False, False, _all_but_one),
+        Collective("broadcast", None, True, False, lambda ranks: 1.0),
+        Collective("reduce", None, True, True, lambda ranks: 1.0),
+        Collective("send_recv", None, False, False, lambda ranks: 1.0),
+        Collective("barrier", None, True, False, lambda ranks: 1.0),
+    )
+}
+
+
+def parse_collective(name: str) -> Collective:
+    """From `all-reduce` or `all_reduce`."""
+    known = COLLECTIVES.get(name.replace("-", "_"))
+    if known is None:
+        names = ", ".join(one.replace("_", "-") for one in COLLECTIVES)
+        raise ValueError(f"collective {name!r} is not known; there are {names}")
+    return known
+
+
+def expected(collective: Collective, rank: int, ranks: int, count: int) -> list[Piece]:
+    """What `rank`'s receive buffer must hold; `count` as of whole_count. An empty list: anything may stand there."""
+    part = count // ranks
+    match collective.name:
+        case "all_reduce":
+            return [Piece(None, 0, count)]
+        case "reduce":
+            return [Piece(None, 0, count)] if rank == ROOT else []
+        case "broadcast":
+            return [Piece(ROOT, 0, count)]
+        case "all_gather":
+            return [Piece(source, 0, part) for source in range(ranks)]
+        case "reduce_scatter":
+            return [Piece(None, rank * part, part)]
+        case "all_to_all":
+            return [Piece(source, rank * part, part) for source in range(ranks)]
+        case "send_recv":
+            return [Piece((rank - 1) % ranks, 0, count)]
+        case _:
+            return []

@@ -1,0 +1,311 @@
+"""The conductor: gives every side its turn, round by round, and pairs what they took.
+
+Sides A, B, C run A B C, B C A, C A B, ...: whatever else the machine does meets them alike, and each is first as often
+as any other (the first one meets colder caches). While one has its turn the others sleep in a read.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from netfold.bench.config import SMALL_BYTES, Measured, Place, Result, SizeResult, Trials, calls_a_round
+from netfold.bench.launch import KEPT_LINES, Lines, Running, start_worlds
+from netfold.bench.machine import describe_machine, describe_versions
+from netfold.bench.sides import SideName
+from netfold.bench.start_line import StartLine
+from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, follow, stop, uninterrupted
+
+_POLL_S = 0.2
+
+Message = dict[str, Any]
+
+
+class BenchError(RuntimeError):
+    """The ranks did not come to a result; the message holds what the first to fail said."""
+
+
+def measure(place: Place, trials: Trials) -> Result:
+    """One benchmark from start to end. Raises BenchError, ValueError, RackError."""
+    names = trials.side_names()
+    if not any(name.is_netfold for name in names):
+        place = replace(place, switch=False)
+    with conduct(place, [name.world for name in names]) as conductor:
+        return conductor.measure(trials)
+
+
+@contextlib.contextmanager
+def conduct(place: Place, worlds: list[str]) -> Iterator["Conductor"]:
+    """A stage on which any number of trials can follow each other; its processes end with the block."""
+    worlds = list(dict.fromkeys(worlds))
+    with tempfile.TemporaryDirectory(prefix="netfold-bench-") as name, socket.socket(socket.AF_UNIX) as server:
+        folder = Path(name)
+        control = folder / "control"
+        server.bind(str(control))
+        server.listen(len(worlds) * place.workers)
+        for world in worlds:
+            StartLine.draw(folder / f"{world}.line", place.workers)
+        deadline = time.monotonic() + place.deadline_s
+        with start_worlds(place, worlds, control, folder) as running:
+            conductor = Conductor(place, running, deadline)
+            try:
+                conductor.meet(server, worlds)
+                yield conductor
+                conductor.end()
+            finally:
+                with uninterrupted():
+                    conductor.close()
+
+
+class Conductor:
+    def __init__(self, place: Place, running: Running, deadline: float) -> None:
+        self.place = place
+        self.versions: dict[str, str] = {}
+        self._running = running
+        self._deadline = deadline
+        self._outputs: dict[str, Lines] = {}
+        self._readers = []
+        for name, process in running.processes.items():
+            self._outputs[name] = deque(maxlen=KEPT_LINES)
+            self._readers.append(follow(process, self._outputs[name].append))
+        self._connections: dict[str, list[_Connection]] = {}
+        self._open: set[str] = set()
+        self._load_before = os.getloadavg()[0]
+
+    def meet(self, server: socket.socket, worlds: list[str]) -> None:
+        """Wait until every rank of every world has come."""
+        here: dict[str, dict[int, _Connection]] = {world: {} for world in worlds}
+        server.settimeout(_POLL_S)
+        new: list[_Connection] = []
+        while any(len(ranks) < self.place.workers for ranks in here.values()):
+            self._watch()
+            with contextlib.suppress(TimeoutError):
+                new.append(_Connection(server.accept()[0]))
+            for connection in list(new):
+                hello = connection.poll()
+                if hello is None:
+                    continue
+                self._raise_error(hello)
+                new.remove(connection)
+                here[hello["world"]][hello["rank"]] = connection
+                self.versions |= hello["versions"]
+        self._connections = {world: [ranks[rank] for rank in sorted(ranks)] for world, ranks in here.items()}
+
+    def measure(self, trials: Trials) -> Result:
+        """Every size, every side, interleaved round by round."""
+        sizes = [self._measure_size(trials, size_bytes) for size_bytes in trials.sizes]
+        return Result(dict(self.versions), _congestion_control(), (self._load_before, os.getloadavg()[0]), sizes)
+
+    def describe(self) -> Message:
+        """What it was measured on, as report.describe_run says it."""
+        load = (self._load_before, os.getloadavg()[0])
+        machine = {**describe_machine(), "tcp_congestion_control": _congestion_control(), "load": load}
+        return {"machine": machine, "versions": describe_versions(self.versions), "place": asdict(self.place)}
+
+    def measure_ddp(self, sides: list[SideName], rounds: int, steps: int, width: int) -> list[Measured]:
+        """Training steps, of a model with layers so wide, in place of calls."""
+        for name in sides:
+            self._ensure_open(name)
+            self._tell(name, "prepare_ddp", steps=steps, width=width)
+        takes = {name.label: _Takes() for name in sides}
+        self._play(sides, takes, rounds, warmups=1, check=True, breakdown=False)
+        self._release(sides)
+        return [takes[name.label].measured(None, True, False) for name in sides]
+
+    def measure_waiting(self, name: SideName, size_bytes: int, sleep_s: float) -> list[Message]:
+        """A rank each: CPU and wall seconds of an all_reduce that the last rank joins `sleep_s` late."""
+        self._prepare(name, Trials("all_reduce", [name.label], [size_bytes]), size_bytes, calls=1)
+        answers = self._tell(name, "waiting", sleep_s=sleep_s)
+        self._release([name])
+        return answers
+
+    def end(self) -> None:
+        for connection in self._all():
+            connection.send({"do": "end"})
+        while any(process.poll() is None for process in self._running.processes.values()):
+            self._watch(ended_is_well=True)
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Also half way: ranks that hear the line go dead end in order, and an MPI then removes its shared memory."""
+        for connection in self._all():
+            connection.close()
+        until = time.monotonic() + FAILURE_GRACE_S
+        while time.monotonic() < until and any(p.poll() is None for p in self._running.processes.values()):
+            time.sleep(0.02)
+
+    def _measure_size(self, trials: Trials, size_bytes: int) -> SizeResult:
+        breakdown = trials.breakdown and size_bytes <= SMALL_BYTES
+        takes = {label: _Takes() for label in trials.labels()}
+        count = 0
+        for name in trials.side_names():
+            answers = self._prepare(name, trials, size_bytes, calls_a_round(size_bytes))
+            takes[name.label].refused = next((a["refused"] for a in answers if "refused" in a), None)
+            count = max(count, answers[0].get("count", 0))
+        playing = [name for name in trials.side_names() if takes[name.label].refused is None]
+        self._play(playing, takes, trials.rounds, trials.warmups, trials.check, breakdown)
+        measured = []
+        for name in trials.side_names():
+            take = takes[name.label]
+            wire = None
+            if take.refused is None:
+                wires = [a["wire"] for a in self._tell(name, "wire", in_rack=self.place.rack_rate is not None)]
+                wire = wires if all(one is not None for one in wires) else None
+            measured.append(take.measured(wire, trials.check, breakdown))
+        self._release(playing)
+        return SizeResult(size_bytes, count, measured)
+
+    def _prepare(self, name: SideName, trials: Trials, size_bytes: int, calls: int) -> list[Message]:
+        self._ensure_open(name)
+        return self._tell(
+            name,
+            "prepare",
+            collective=trials.collective,
+            size_bytes=size_bytes,
+            dtype=trials.dtype,
+            calls=calls,
+        )
+
+    def _play(
+        self,
+        sides: list[SideName],
+        takes: "dict[str, _Takes]",
+        rounds: int,
+        warmups: int,
+        check: bool,
+        breakdown: bool,
+    ) -> None:
+        for round_index in range(warmups + rounds):
+            for turn in range(len(sides)):
+                name = sides[(round_index + turn) % len(sides)]
+                answers = self._tell(name, "burst", round_index=round_index, check=check, breakdown=breakdown)
+                takes[name.label].add(answers, timed=round_index >= warmups)
+
+    def _ensure_open(self, name: SideName) -> None:
+        if name.label not in self._open:
+            self._open.add(name.label)
+            self._tell(name, "open", kind=name.kind, variant=name.variant, world=name.world)
+
+    def _release(self, sides: list[SideName]) -> None:
+        for name in sides:
+            self._tell(name, "release")
+
+    def _tell(self, name: SideName, what: str, **more: Any) -> list[Message]:
+        """One command to every rank of the side's world; their answers in the order of ranks."""
+        ranks = self._connections[name.world]
+        for connection in ranks:
+            connection.send({"do": what, "label": name.label, **more})
+        answers: list[Message | None] = [None] * len(ranks)
+        with selectors.DefaultSelector() as selector:
+            for connection in ranks:
+                selector.register(connection.socket, selectors.EVENT_READ)
+            while any(answer is None for answer in answers):
+                for rank, connection in enumerate(ranks):
+                    if answers[rank] is None and (answer := connection.poll()) is not None:
+                        self._raise_error(answer)
+                        answers[rank] = answer
+                        selector.unregister(connection.socket)
+                if any(answer is None for answer in answers):
+                    self._watch()
+                    selector.select(_POLL_S)
+        return [answer for answer in answers if answer is not None]
+
+    def _watch(self, *, ended_is_well: bool = False) -> None:
+        """Raise BenchError where a process ended, or the deadline is past."""
+        for name, process in self._running.processes.items():
+            code = process.poll()
+            if code is not None and not (ended_is_well and code == 0):
+                self._fail(f"{name} failed with exit code {code}" if code else f"{name} ended too early", [name])
+        if time.monotonic() > self._deadline:
+            self._fail(
+                f"the workers had not ended after {self.place.deadline_s} s; fewer sizes (-e), rounds (-n) or more "
+                "--timeout",
+                list(self._outputs),
+            )
+
+    def _raise_error(self, answer: Message) -> None:
+        if "error" in answer:
+            self._fail(f"{answer['who']} failed: {answer['error'].rstrip()}", list(self._outputs))
+
+    def _fail(self, what: str, whose: list[str]) -> None:
+        stop(list(self._running.processes.values()))
+        for reader in self._readers:
+            reader.join(DRAIN_S)
+        said = [f"{name}| {line}" for name in whose for line in self._outputs[name]]
+        raise BenchError("\n".join([what, *said, *(f"switch| {line}" for line in self._running.switch_lines)]))
+
+    def _all(self) -> "list[_Connection]":
+        return [connection for ranks in self._connections.values() for connection in ranks]
+
+
+def _congestion_control() -> str:
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+class _Takes:
+    """What one side's rounds took."""
+
+    def __init__(self) -> None:
+        self.refused: str | None = None
+        self._times_ns: list[int] = []
+        self._wrong = 0
+        self._call_ns: list[int] = []
+        self._parts_ns: list[list[int]] = []
+
+    def add(self, answers: list[Message], *, timed: bool) -> None:
+        self._wrong += sum(answer["wrong"] for answer in answers)
+        if not timed:
+            return
+        self._times_ns.append(max(answer["mean_ns"] for answer in answers))
+        for answer in answers:
+            self._call_ns += answer.get("call_ns") or []
+            self._parts_ns += answer.get("parts_ns") or []
+
+    def measured(self, wire: list[list[int]] | None, check: bool, breakdown: bool) -> Measured:
+        return Measured(
+            times_ns=self._times_ns,
+            wrong=self._wrong if check and self.refused is None else None,
+            wire_bytes=wire,
+            call_ns=(self._call_ns or None) if breakdown else None,
+            parts_ns=(self._parts_ns or None) if breakdown else None,
+            refused=self.refused,
+        )
+
+
+class _Connection:
+    """Lines of JSON to and from one rank."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self._received = b""
+
+    def send(self, message: Message) -> None:
+        # A rank that is gone shows as an ended process, with its reason.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def poll(self) -> Message | None:
+        """A message, if a whole one has come; never waits."""
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while b"\n" not in self._received:
+                piece = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
+                if not piece:
+                    return None
+                self._received += piece
+        line, found, rest = self._received.partition(b"\n")
+        if not found:
+            return None
+        self._received = rest
+        message: Message = json.loads(line)
+        return message
+
+    def close(self) -> None:
+        self.socket.close()

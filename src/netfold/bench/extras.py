@@ -1,0 +1,72 @@
+"""The two measurements of the suite that are no timed call: CPU time used while waiting, and a DDP training step."""
+
+import statistics
+
+from netfold.bench.conduct import Conductor
+from netfold.bench.config import Measured, Place
+from netfold.bench.judge import Verdict
+from netfold.bench.sides import parse_side
+from netfold.bench.spread import paired_ratios, spread
+from netfold.bench.table import describe_time
+
+SLEEP_S = 2.0
+# Six such layers are 25 M parameters, 96 MB of f32 gradients: four buckets of DDP's usual 25 MB.
+DDP_WIDTH = 2048
+# A rank that waits may spin for a moment; a tenth of a core is no moment any more.
+WAITING_CPU_MOST_S = SLEEP_S / 10
+_WAITING = ["netfold", "communicator", "gloo", "mpi:openmpi", "mpi:intel", "mpi:mpich"]
+WAITING_PLACES = {Place(workers, switch=False): _WAITING for workers in (2, 4)}
+DDP_PLACES = {Place(workers, switch=False): ["netfold", "gloo"] for workers in (2, 4)}
+
+
+def waiting_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> list[Verdict]:
+    """A line a side: CPU seconds of the ranks that wait in an all_reduce for one that comes SLEEP_S late."""
+    verdicts = []
+    for side in sides:
+        answers = conductor.measure_waiting(parse_side(side), size_bytes=4, sleep_s=SLEEP_S)
+        waiting_s = [answer["cpu_s"] for answer in answers[:-1]]
+        worst_s = max(waiting_s)
+        asked = parse_side(side).is_netfold
+        verdicts.append(
+            Verdict(
+                what=f"one rank {SLEEP_S:.0f} s late",
+                size="4",
+                ranks=str(conductor.place.workers),
+                ours=side,
+                our_time=f"CPU {statistics.median(waiting_s):.3f} s a waiting rank, at most {worst_s:.3f}",
+                peer="-",
+                peer_time="-",
+                ratio="-",
+                goal=f"<= {WAITING_CPU_MOST_S:.1f} s" if asked else "-",
+                met=worst_s <= WAITING_CPU_MOST_S if asked else None,
+            )
+        )
+    return verdicts
+
+
+def ddp_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> list[Verdict]:
+    """Training steps of the first side beside the second's, interleaved by round."""
+    ours, peer = conductor.measure_ddp(
+        [parse_side(side) for side in sides], rounds=4 if quick else 8, steps=2 if quick else 3, width=DDP_WIDTH
+    )
+    of = spread(paired_ratios(peer.times_ns, ours.times_ns))
+    why = "; ".join(filter(None, (_differing(sides[0], ours), _differing(sides[1], peer))))
+    return [
+        Verdict(
+            what="DDP step, 96 MB of gradients",
+            size="96M",
+            ranks=str(conductor.place.workers),
+            ours=sides[0],
+            our_time=describe_time(spread(ours.times_ns)),
+            peer=sides[1],
+            peer_time=describe_time(spread(peer.times_ns)),
+            ratio=f"{of.median:.2f} ({of.p5:.2f}..{of.p95:.2f}, n={of.n})",
+            goal="-",
+            met=None,
+            why=why,
+        )
+    ]
+
+
+def _differing(side: str, measured: Measured) -> str:
+    return f"{side}: {measured.wrong} layers differ between ranks" if measured.wrong else ""

@@ -1,0 +1,23 @@
+"""Who is measured. A side is one way to call a collective; a new one is a file here and a line in `_WORLDS`.
+
+    gloo, netfold, ...          a torch.distributed backend, on plain torch tensors
+    netfold:shared              the same, on tensors that netfold.empty() made
+    communicator[:shared]       netfold.Communicator on NumPy arrays, no torch
+    mpi:openmpi|intel|mpich     mpi4py on NumPy arrays, in place where MPI can (MPI.IN_PLACE)
+    mpi:...:out                 the same out of place: some MPIs are the faster so
+
+Sides of one *world* live in the same processes: two MPIs cannot, so each has a world of its own.
+"""
+
+from netfold.bench.sides.side import (
+    Buffer,
+    RefusedError,
+    Side,
+    SideName,
+    World,
+    parse_side,
+    shared_empty,
+    unique_labels,
+)
+
+__all__ = ["Buffer", "RefusedError", "Side", "SideName", "World", "parse_side", "shared_empty", "unique_labels"]

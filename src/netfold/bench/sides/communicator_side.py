@@ -1,0 +1,75 @@
+"""netfold.Communicator on NumPy arrays: netfold without torch."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import netfold
+from netfold.bench.collectives import ROOT, Collective
+from netfold.bench.sides.side import Buffer, RefusedError, SideName, shared_empty
+from netfold.bench.sizes import parse_dtype
+
+
+class CommunicatorWorld:
+    """Ranks meet in `folder`, which all of them see, the hosts of a rack too."""
+
+    def __init__(self, folder: str) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.size = int(os.environ["WORLD_SIZE"])
+        self.versions = {"numpy": str(np.__version__)}
+        self._folder = folder
+        self._open: list[netfold.Communicator] = []
+
+    def side(self, name: SideName) -> "CommunicatorSide":
+        store = netfold.FileStore(os.path.join(self._folder, f"store{len(self._open)}"))
+        self._open.append(netfold.Communicator(store, self.rank, self.size))
+        return CommunicatorSide(self._open[-1], name)
+
+    def close(self) -> None:
+        for communicator in self._open:
+            communicator.close()
+
+
+class CommunicatorSide:
+    in_place = True
+
+    def __init__(self, communicator: netfold.Communicator, name: SideName) -> None:
+        self.communicator = communicator
+        self.name = name
+
+    def empty(self, count: int, dtype: str) -> Buffer:
+        if dtype == "bf16":
+            raise RefusedError("NumPy has no bf16")
+        if self.name.variant == "shared":
+            array = shared_empty(count, dtype)
+        else:
+            array = np.empty(count, parse_dtype(dtype).torch_name)
+        return Buffer(array, array)
+
+    def bind(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], object]:
+        group, out, ours = self.communicator, receive.native, send.native
+        match collective.name:
+            case "all_reduce":
+                return lambda: group.all_reduce(out)
+            case "reduce":
+                return lambda: group.reduce(out, ROOT)
+            case "broadcast":
+                return lambda: group.broadcast(out, ROOT)
+            case "all_gather":
+                parts = np.split(out, group.size)
+                return lambda: group.all_gather(ours, parts)
+            case "reduce_scatter":
+                parts = np.split(ours, group.size)
+                return lambda: group.reduce_scatter(parts, out)
+            case "all_to_all":
+                parts, into = np.split(ours, group.size), np.split(out, group.size)
+                return lambda: group.all_to_all(parts, into)
+            case "barrier":
+                return group.barrier
+            case _:
+                raise RefusedError("send_recv is not measured through Communicator yet")
+
+    def records(self) -> Any | None:
+        return self.communicator.group.events()

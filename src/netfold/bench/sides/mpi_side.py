@@ -1,0 +1,68 @@
+"""An MPI through mpi4py, on NumPy arrays. Which MPI it is, MPI4PY_LIBMPI says (see peers.py)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mpi4py
+import numpy as np
+from mpi4py import MPI
+
+from netfold.bench.collectives import ROOT, Collective
+from netfold.bench.sides.side import Buffer, RefusedError, SideName
+from netfold.bench.sizes import parse_dtype
+
+
+class MpiWorld:
+    def __init__(self, name: str) -> None:
+        self.rank: int = MPI.COMM_WORLD.Get_rank()
+        self.size: int = MPI.COMM_WORLD.Get_size()
+        # Its first line; Open MPI's goes on with who built it.
+        version = MPI.Get_library_version().splitlines()[0].partition(",")[0].strip("\x00")
+        self.versions = {"mpi4py": mpi4py.__version__, name: " ".join(version.split())}
+
+    def side(self, name: SideName) -> "MpiSide":
+        return MpiSide(MPI.COMM_WORLD.Dup(), in_place=name.variant != "out")
+
+    def close(self) -> None:
+        MPI.Finalize()
+
+
+class MpiSide:
+    def __init__(self, comm: MPI.Intracomm, *, in_place: bool) -> None:
+        self.comm = comm
+        self.in_place = in_place
+
+    def empty(self, count: int, dtype: str) -> Buffer:
+        if dtype in ("bf16", "f16"):
+            raise RefusedError(f"MPI adds no {dtype}")
+        array = np.empty(count, parse_dtype(dtype).torch_name)
+        return Buffer(array, array)
+
+    def bind(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], object]:
+        comm, out, ours = self.comm, receive.native, send.native
+        alone = send is receive
+        match collective.name:
+            case "all_reduce":
+                source = MPI.IN_PLACE if alone else ours
+                return lambda: comm.Allreduce(source, out)
+            case "reduce":
+                if comm.rank != ROOT:
+                    return lambda: comm.Reduce(ours, None, root=ROOT)
+                source = MPI.IN_PLACE if alone else ours
+                return lambda: comm.Reduce(source, out, root=ROOT)
+            case "broadcast":
+                return lambda: comm.Bcast(out, ROOT)
+            case "all_gather":
+                return lambda: comm.Allgather(ours, out)
+            case "reduce_scatter":
+                return lambda: comm.Reduce_scatter_block(ours, out)
+            case "all_to_all":
+                return lambda: comm.Alltoall(ours, out)
+            case "send_recv":
+                after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+                return lambda: comm.Sendrecv(ours, after, 0, out, before, 0)
+            case _:
+                return comm.Barrier
+
+    def records(self) -> Any | None:
+        return None

@@ -1,0 +1,86 @@
+"""torch.distributed backends, side by side in the same processes, each with a group of its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from netfold.bench.collectives import ROOT, Collective
+from netfold.bench.sides.side import Buffer, SideName, shared_empty
+from netfold.bench.sizes import parse_dtype
+
+
+class TorchWorld:
+    """The default group is gloo's and serves only to make the others."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.versions = {"torch": str(torch.__version__)}
+
+    def side(self, name: SideName) -> "TorchSide":
+        return TorchSide(dist.new_group(backend=name.kind), name)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class TorchSide:
+    in_place = True
+
+    def __init__(self, group: Any, name: SideName) -> None:
+        self.group = group
+        self.name = name
+
+    def empty(self, count: int, dtype: str) -> Buffer:
+        kind = getattr(torch, parse_dtype(dtype).torch_name)
+        if self.name.variant == "shared":
+            tensor = torch.from_numpy(shared_empty(count, dtype)).view(kind)
+        else:
+            tensor = torch.empty(count, dtype=kind)
+        # NumPy has no bf16: it sees the bits.
+        bits = tensor.view(torch.uint16) if kind is torch.bfloat16 else tensor
+        return Buffer(bits.numpy(), tensor)
+
+    def bind(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], object]:
+        group, out, ours = self.group, receive.native, send.native
+        match collective.name:
+            case "all_reduce":
+                return lambda: dist.all_reduce(out, group=group)
+            case "reduce":
+                return lambda: dist.reduce(out, ROOT, group=group)
+            case "broadcast":
+                return lambda: dist.broadcast(out, ROOT, group=group)
+            case "all_gather":
+                return lambda: dist.all_gather_into_tensor(out, ours, group=group)
+            case "reduce_scatter":
+                return lambda: dist.reduce_scatter_tensor(out, ours, group=group)
+            case "all_to_all":
+                return lambda: dist.all_to_all_single(out, ours, group=group)
+            case "send_recv":
+                return self._exchange(out, ours)
+            case _:
+                return lambda: dist.barrier(group=group)
+
+    def _exchange(self, out: torch.Tensor, ours: torch.Tensor) -> Callable[[], object]:
+        rank, size = dist.get_rank(), dist.get_world_size()
+
+        def exchange() -> None:
+            work = [
+                dist.isend(ours, (rank + 1) % size, group=self.group),
+                dist.irecv(out, (rank - 1) % size, group=self.group),
+            ]
+            for one in work:
+                assert one is not None, "the group holds every rank"
+                one.wait()
+
+        return exchange
+
+    def records(self) -> Any | None:
+        if self.name.kind != "netfold":
+            return None
+        import netfold.torch
+
+        return netfold.torch.events(self.group)

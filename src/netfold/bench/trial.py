@@ -1,0 +1,90 @@
+"""One side's buffers for one collective and size on one rank: filled, called, checked."""
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from netfold.bench.collectives import COLLECTIVES, expected
+from netfold.bench.pattern import contribution, encode, expected_sum, fill, mismatches, modulus
+from netfold.bench.sides import Buffer, Side
+from netfold.bench.sizes import parse_dtype
+from netfold.bench.start_line import StartLine
+
+# There is no other way to run these than in the one buffer.
+_ALWAYS_IN_PLACE = ("broadcast", "barrier")
+
+
+class Task(NamedTuple):
+    collective: str
+    size_bytes: int
+    dtype: str
+    calls: int
+
+
+class Trial:
+    """`calls` calls a burst, each on buffers of its own."""
+
+    def __init__(self, side: Side, line: StartLine, rank: int, ranks: int, task: Task) -> None:
+        self.rank, self.ranks, self.dtype = rank, ranks, task.dtype
+        self.collective = COLLECTIVES[task.collective]
+        self._line = line
+        dtype = parse_dtype(self.dtype)
+        self.count = self.collective.whole_count(task.size_bytes, dtype.item_bytes, self.ranks)
+        self._period = modulus(dtype.exact_below, self.ranks)
+        self._pieces = expected(self.collective, self.rank, self.ranks, self.count)
+        in_place = self.collective.in_place and (side.in_place or task.collective in _ALWAYS_IN_PLACE)
+        self._buffers: list[tuple[Buffer, Buffer]] = []
+        for _ in range(task.calls):
+            receive = side.empty(self.collective.receive_count(self.count, self.ranks), self.dtype)
+            send = receive
+            if not in_place:
+                send = side.empty(self.collective.send_count(self.count, self.ranks), self.dtype)
+            self._buffers.append((send, receive))
+        self._calls: list[Callable[[], object]] = [
+            side.bind(self.collective, send, receive) for send, receive in self._buffers
+        ]
+
+    def burst(self, round_index: int) -> list[int]:
+        """Nanoseconds of each call, one after the other, from the start line."""
+        self.fill(round_index)
+        self._line.cross()
+        stamps = [time.perf_counter_ns()]
+        for call in self._calls:
+            call()
+            stamps.append(time.perf_counter_ns())
+        return [after - before for before, after in itertools.pairwise(stamps)]
+
+    def call_all(self) -> int:
+        """Every call once, untimed; how many there were."""
+        for call in self._calls:
+            call()
+        return len(self._calls)
+
+    def fill(self, round_index: int) -> None:
+        """Ours into what is sent; zeros where something else is received, so that old results do not pass for new."""
+        ours = encode(contribution(self.rank, round_index, self._period), self.dtype)
+        for send, receive in self._buffers:
+            if receive is not send:
+                receive.values.fill(0)
+            fill(send.values, ours)
+
+    def wrong_elements(self, round_index: int) -> int:
+        wrong = 0
+        for piece in self._pieces:
+            numbers = (
+                expected_sum(self.ranks, round_index, self._period)
+                if piece.source is None
+                else contribution(piece.source, round_index, self._period)
+            )
+            period = encode(numbers, self.dtype)
+            # A rank's parts lie behind each other in the order of their sources.
+            offset = piece.count * piece.source if len(self._pieces) > 1 and piece.source is not None else 0
+            for _, receive in self._buffers:
+                wrong += mismatches(receive.values[offset : offset + piece.count], period, piece.start)
+        return wrong
+
+    def run_once(self) -> None:
+        """Every call once, untimed: connections are made, and who cannot do this says so."""
+        self.fill(0)
+        self.call_all()
