@@ -33,8 +33,9 @@ Progress SharedCall::poll(std::int64_t now_ns) {
     }
   }
   if (moved) return Progress::moved;
-  if (now_ns >= next_look_ns_) {
-    look_for_lost(now_ns);
+  look_due_ = now_ns < next_look_ns_;
+  if (!look_due_) {
+    look_for_lost();
     next_look_ns_ = now_ns + kLookNs;
   }
   return failure_ ? Progress::failed : Progress::idle;
@@ -201,9 +202,11 @@ bool SharedCall::awaited_may_wait() const {
 
 void SharedCall::wait_for(WaitSet& set) const {
   for (const int rank : awaited()) set.add(mesh_.fd(rank), POLLRDHUP);
+  // The bell that woke us may have been about a failure, and will not ring again.
+  if (look_due_) set.wake_at(next_look_ns_);
 }
 
-void SharedCall::look_for_lost(std::int64_t) {
+void SharedCall::look_for_lost() {
   for (int position = 0; position < size_ && !failure_; ++position) {
     if (!is_awaited(position)) continue;
     const Node::Segment& segment = node_.segment(position);

@@ -26,13 +26,15 @@ from netfold.rack.names import HOST_INTERFACE
 # packets are then cut before the veth.
 WIRE_ROUNDS = 3
 WIRE_SETTLE_S = 0.05
+# The launcher comes first.
+_GRACE_S = 10
 
 Message = dict[str, Any]
 
 
 def main(world_name: str, control: str, folder: str, deadline_s: str) -> None:
     # The launcher stops us at the deadline; should it be gone, the kernel does.
-    signal.alarm(int(deadline_s))
+    signal.alarm(int(deadline_s) + _GRACE_S)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(control)
         stream = connection.makefile("rwb")

@@ -126,6 +126,9 @@ def build_table(
     overrides = parse_overrides(algorithm, SUPPORTS, OPERATIONS)
     if wire not in WIRES:
         raise ValueError(f"NETFOLD_WIRE={wire!r} is not one of {', '.join(WIRES)}")
+    for operation in OPERATIONS:
+        if overrides.asked(operation) == "in_network" and operation in SUPPORTS["in_network"]:
+            _refuse(operation, "in_network", overrides, topology, switch, wire)
     if ranks == 1:
         return ChoiceTable(tuple(Row(operation, 0, "local", "auto", "a group of one rank") for operation in OPERATIONS))
     rows = []

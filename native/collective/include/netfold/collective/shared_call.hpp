@@ -90,13 +90,14 @@ class SharedCall : public Algorithm {
   void read_post(int position);
   void compare(int position);
   bool is_awaited(int position) const;
-  void look_for_lost(std::int64_t now_ns);
+  void look_for_lost();
 
   const std::uint64_t number_;
   bool posted_ = false;
   bool all_posts_read_ = false;
   std::vector<bool> read_;
   std::int64_t next_look_ns_ = 0;
+  bool look_due_ = false;
 };
 
 }  // namespace netfold::collective
