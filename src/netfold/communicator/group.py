@@ -133,14 +133,15 @@ class Group:
             raise
         self._switch = job.switch
         fds, lane_fds = ([-1 if stream is None else _detached(stream) for stream in lane] for lane in sockets)
+        crowded = node is not None and len(node.ranks) > len(os.sched_getaffinity(0))
         self._native = engine.add_group(
             rank=rank,
             fds=fds,
             lane_fds=lane_fds,
             id=next(_ids),
             job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
-            spin_us=int(options.spin_us or 0) if shared else 0,
-            yields=node is not None and len(node.ranks) > len(os.sched_getaffinity(0)),
+            spin_us=_spin_us(shared, crowded) if options.spin_us is None else options.spin_us,
+            yields=crowded,
             table=[
                 (
                     KINDS[row.operation],
@@ -311,6 +312,13 @@ class Group:
 
     def _fail(self, kind: str, rank: int, text: str) -> None:
         self._native.fail(engine.FAILURES.index(kind), rank, text)
+
+
+def _spin_us(shared: bool, crowded: bool) -> int:
+    """What comes through memory comes in microseconds, if its sender runs; who yields takes nothing from anybody."""
+    if not shared:
+        return 0
+    return 1000 if crowded else 50
 
 
 def _log_to_stderr() -> None:

@@ -25,7 +25,8 @@ class Options:
     window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
     probe: on or off: whether a new group measures its links (NETFOLD_PROBE); off: built-in figures, and the
         same choice of algorithms in every run.
-    spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US).
+    spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US); default: 50 where ranks share
+        memory and have a core each, 1000, yielding, where they have not, else 0.
     """
 
     switch: str | None = None
@@ -63,7 +64,7 @@ class Options:
 
 TRANSPORTS = ("auto", "tcp")
 _DEFAULT_WORDS = {"algorithm": "auto", "wire": "auto", "transport": "auto", "share_buckets": "on", "probe": "on"}
-_DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "spin_us": 50}
+_DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "spin_us": None}
 
 
 def _number(variable: str, text: str) -> int:
