@@ -229,3 +229,37 @@ def _pairs(rank: int, size: int, folder: str, turns: int) -> None:
 def test_groups_that_come_and_go_on_several_threads_do_not_stop_each_other() -> None:
     """The engine's thread ends with a process's last group and starts with the next: these overlap all the time."""
     values(run_threads(_pairs, 6, 60, timeout_s=60))
+
+
+def in_ports(rank: int, size: int, folder: str, first: int) -> list[str]:
+    """Three groups, one after the other, in as few ports as there are ranks."""
+    for turn in range(3):
+        options = Options(ports=f"{first}-{first + size - 1}")
+        with Communicator(FileStore(f"{folder}/{turn}"), rank, size, options=options, join_timeout_s=20) as group:
+            group.barrier()
+    return [FileStore(f"{folder}/0").get(f"1/address/{peer}", 0).decode() for peer in range(size)]
+
+
+def test_ranks_listen_in_the_ports_they_are_given() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        first = min(probe.getsockname()[1], 65000)
+    found = values(run_threads(in_ports, 3, first))[0]
+    assert sorted(found) == [f"127.0.0.1:{first + number}" for number in range(3)]
+
+
+def test_a_range_without_a_free_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            rendezvous.RendezvousError, match=rf"no port of {port}-{port} is free on 127.0.0.1 .NETFOLD_PORTS"
+        ):
+            rendezvous._listen(0, "127.0.0.1", range(port, port + 1), 1, time.monotonic() + 0.1)
+
+
+@pytest.mark.parametrize("words", ["x", "0", "7-3", "1-70000", "5-"])
+def test_what_is_no_range_of_ports_is_refused(words: str) -> None:
+    with pytest.raises(ValueError, match="is no port and no range of ports"):
+        Options(ports=words).resolved({})

@@ -86,7 +86,8 @@ class Group:
         self.store = store = rendezvous.claim(store, rank, size, deadline)
         job = rendezvous.agree(store, rank, size, options, deadline)
         host = rendezvous.local_host(options, store_host)
-        sockets = rendezvous.connect_mesh(store, rank, size, host, job.secret, deadline, _LANES)
+        ports = options.port_range()
+        sockets = rendezvous.connect_mesh(store, rank, size, host, job.secret, deadline, _LANES, ports)
         node: Node | None = None
         try:
             enabled = options.transport != "tcp"

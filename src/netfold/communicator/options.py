@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -22,6 +23,8 @@ class Options:
         (NETFOLD_SHARE_BUCKETS).
     interface: name or address of the interface to use (NETFOLD_INTERFACE); default: the one that routes to the
         rendezvous host.
+    ports: the port, or first-last, to listen on while a group comes together (NETFOLD_PORTS), for firewalls; default:
+        any. Every rank of a host needs one, and so does every group that its threads make at the same time.
     window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
     probe: on or off: whether a new group measures its links (NETFOLD_PROBE); off: built-in figures, and the
         same choice of algorithms in every run.
@@ -35,6 +38,7 @@ class Options:
     transport: str | None = None
     share_buckets: str | None = None
     interface: str | None = None
+    ports: str | None = None
     window_bytes: int | None = None
     probe: str | None = None
     spin_us: int | None = None
@@ -57,9 +61,20 @@ class Options:
         for name in ("share_buckets", "probe"):
             if getattr(options, name) not in ("on", "off"):
                 raise ValueError(f"NETFOLD_{name.upper()}={getattr(options, name)!r} is not one of on, off")
+        options.port_range()
         if options.switch is not None:
             parse_endpoint(options.switch, what="NETFOLD_SWITCH")
         return options
+
+    def port_range(self) -> range:
+        """The ports to listen on; range(1), for any, where none are named. ValueError for what is no range."""
+        if self.ports is None:
+            return range(1)
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", self.ports)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 0 < first <= last < 65536:
+            raise ValueError(f"NETFOLD_PORTS={self.ports!r} is no port and no range of ports, such as 29600-29607")
+        return range(first, last + 1)
 
 
 TRANSPORTS = ("auto", "tcp")

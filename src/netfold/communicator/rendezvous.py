@@ -7,6 +7,7 @@ port is dropped, and cannot block the others, since each handshake has a deadlin
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import hmac
@@ -32,6 +33,7 @@ _WELCOME = b"+"
 # A stranger holds a listener up for no longer than this.
 _HANDSHAKE_TIMEOUT_S = 5.0
 _RETRY_S = 0.05
+ANY_PORT = range(1)  # the kernel's choice
 _SIOCGIFADDR = 0x8915
 # Longest wait for the word of whoever has a rank; it is there unless that process died right then.
 _OWNER_TIMEOUT_S = 5.0
@@ -146,20 +148,21 @@ def local_host(options: Options, store_host: str | None) -> str:
 
 
 def connect_mesh(
-    store: Store, rank: int, size: int, host: str, secret: bytes, deadline: float, lanes: int = 1
+    store: Store,
+    rank: int,
+    size: int,
+    host: str,
+    secret: bytes,
+    deadline: float,
+    lanes: int = 1,
+    ports: range = ANY_PORT,
 ) -> list[list[socket.socket | None]]:
-    """For each lane one socket a rank, None at our own place. Raises RendezvousError naming the ranks that did not
-    come."""
+    """For each lane one socket a rank, None at our own place. Listens on one of `ports` until all have come. Raises
+    RendezvousError naming the ranks that did not come."""
     sockets: list[list[socket.socket | None]] = [[None] * size for _ in range(lanes)]
     if size == 1:
         return sockets
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        try:
-            listener.bind((host, 0))
-        except OSError as error:
-            raise RendezvousError(f"rank {rank} cannot listen on {host}: {error} (NETFOLD_INTERFACE)") from None
-        listener.listen(min(lanes * size + 16, 4096))
+    with _listen(rank, host, ports, min(lanes * size + 16, 4096), deadline) as listener:
         store.set(f"address/{rank}", format_endpoint(host, listener.getsockname()[1]).encode())
         try:
             for peer in range(rank):
@@ -188,6 +191,31 @@ def connect_mesh(
                 ) from None
             raise
     return sockets
+
+
+def _listen(rank: int, host: str, ports: range, backlog: int, deadline: float) -> socket.socket:
+    """A listener on the first port that is free; other groups that are coming together leave theirs soon."""
+    while True:
+        for port in ports:
+            listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                # Connections of former groups keep the port, but nobody listens there.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind((host, port))
+                listener.listen(backlog)
+                return listener
+            except OSError as error:
+                listener.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise RendezvousError(
+                        f"rank {rank} cannot listen on {format_endpoint(host, port)}: {error} (NETFOLD_INTERFACE)"
+                    ) from None
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"rank {rank}: no port of {ports.start}-{ports.stop - 1} is free on {host} (NETFOLD_PORTS); every rank of "
+                "a host that comes into a group at the same time needs one"
+            )
+        time.sleep(_RETRY_S)
 
 
 def close_all(sockets: list[list[socket.socket | None]]) -> None:

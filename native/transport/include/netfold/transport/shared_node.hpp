@@ -32,7 +32,7 @@ class SharedNode {
   static constexpr std::uint64_t kPosts = 4;
   // A slot fits the L2 cache of current cores beside the part of the tensor that it is copied from.
   static constexpr std::size_t kSlotBytes = 256 << 10;
-  static constexpr std::uint64_t kSlots = 2;
+  static constexpr std::uint64_t kSlots = 8;
   static constexpr std::uint64_t kMaxRounds = (1 << 24) - 1;
 
   // The first line holds the announcement and eight bytes of data: a scalar costs one cache miss a reader.
