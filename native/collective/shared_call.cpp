@@ -33,12 +33,15 @@ Progress SharedCall::poll(std::int64_t now_ns) {
     }
   }
   if (moved) return Progress::moved;
-  look_due_ = now_ns < next_look_ns_;
-  if (!look_due_) {
-    look_for_lost();
-    next_look_ns_ = now_ns + kLookNs;
-  }
+  look_now_and_then(now_ns);
   return failure_ ? Progress::failed : Progress::idle;
+}
+
+void SharedCall::look_now_and_then(std::int64_t now_ns) {
+  look_due_ = now_ns < next_look_ns_;
+  if (look_due_) return;
+  look_for_lost();
+  next_look_ns_ = now_ns + kLookNs;
 }
 
 bool SharedCall::post() {
@@ -202,19 +205,25 @@ bool SharedCall::awaited_may_wait() const {
 
 void SharedCall::wait_for(WaitSet& set) const {
   for (const int rank : awaited()) set.add(mesh_.fd(rank), POLLRDHUP);
+  wait_to_look(set);
+}
+
+void SharedCall::wait_to_look(WaitSet& set) const {
   // The bell that woke us may have been about a failure, and will not ring again.
   if (look_due_) set.wake_at(next_look_ns_);
 }
 
 void SharedCall::look_for_lost() {
   for (int position = 0; position < size_ && !failure_; ++position) {
-    if (!is_awaited(position)) continue;
+    if (position == self_) continue;
     const Node::Segment& segment = node_.segment(position);
     const int rank = node_.rank(position);
-    if (segment.failed.load(std::memory_order_acquire) != 0) {
+    const auto left = segment.left.load(std::memory_order_acquire);
+    if (left == Node::kFailed || (left == Node::kLeft && is_awaited(position))) {
+      // After a failure nobody goes on, whoever this rank waits for.
       failure_ = gave_up(rank, segment.fault_rank, std::string(segment.reason, segment.reason_bytes), mesh_.rank(),
                          mine_.header);
-    } else if (mesh_.hung_up(rank) && is_awaited(position)) {
+    } else if (is_awaited(position) && mesh_.hung_up(rank) && is_awaited(position)) {
       failure_ = last_words(mesh_, rank, call_, peer_lost(rank, {}, mine_.header));
     }
   }

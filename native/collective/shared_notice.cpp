@@ -18,7 +18,10 @@ Progress SharedNotice::poll(std::int64_t now_ns) {
     slowest_rank_ = algorithm_->slowest_rank();
   }
   if (progress == Progress::failed) return fail(algorithm_->failure());
-  if (progress == Progress::idle) look_at_posts();
+  if (progress == Progress::idle) {
+    look_at_posts();
+    if (!failure_) look_now_and_then(now_ns);
+  }
   if (failure_) return Progress::failed;
   if (progress != Progress::done) return progress;
   done_ = true;
@@ -28,6 +31,7 @@ Progress SharedNotice::poll(std::int64_t now_ns) {
 void SharedNotice::wait_for(WaitSet& set) const {
   if (!is_posted()) return SharedCall::wait_for(set);
   if (algorithm_ != nullptr) algorithm_->wait_for(set);
+  wait_to_look(set);
 }
 
 std::vector<int> SharedNotice::awaited() const {

@@ -456,7 +456,10 @@ void Group::fail_all() {
   const Failure failure = this->failure();
   const std::int64_t now = now_ns();
   if (close_ns_ < 0) {
-    if (node_ != nullptr) node_->fail(failure.rank, failure.heard.empty() ? failure.text : failure.heard);
+    if (node_ != nullptr) {
+      node_->leave(failure.orderly ? transport::SharedNode::kLeft : transport::SharedNode::kFailed, failure.rank,
+                   failure.heard.empty() ? failure.text : failure.heard);
+    }
     collective::send_abort(*mesh_, failure);
     if (lane_->unconfirmed()) linger_until_ns_ = now + kLingerNs;
     lane_->abort(failure);

@@ -51,13 +51,13 @@ void SharedNode::get_up() {
   [[maybe_unused]] const auto got = ::read(bell(), &value, sizeof value);
 }
 
-void SharedNode::fail(int fault_rank, const std::string& reason) {
+void SharedNode::leave(Left how, int fault_rank, const std::string& reason) {
   Segment& mine = own();
-  if (mine.failed.load(std::memory_order_relaxed) != 0) return;
+  if (mine.left.load(std::memory_order_relaxed) != kHere) return;
   mine.fault_rank = fault_rank;
   mine.reason_bytes = static_cast<std::uint32_t>(std::min(reason.size(), sizeof mine.reason));
   std::memcpy(mine.reason, reason.data(), mine.reason_bytes);
-  mine.failed.store(1, std::memory_order_release);
+  mine.left.store(how, std::memory_order_release);
   ring();
 }
 

@@ -18,6 +18,7 @@ import pytest
 from ranks import Outcome, run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
+from netfold.communicator import PeerLost
 
 # Longest that a failure may take to be heard where no timeout is part of it.
 SOON_S = 3.0
@@ -447,3 +448,32 @@ def test_a_rank_that_is_killed_in_any_operation_is_named_by_all_others(victim: i
         for algorithm, error, named, text, took in outcome.value:
             assert error == "PeerLost" and named == victim, f"{algorithm}, rank {rank}: {text}"
             assert took < SOON_S, f"{algorithm}, rank {rank}: {text}"
+
+
+def give_and_abort(rank: int, size: int, folder: str, algorithm: str) -> tuple[str, float]:
+    """Rank 0 gives its part and aborts; rank 1, who has it, waits for rank 2, who comes later."""
+    options = Options(algorithm=f"all_reduce={algorithm}")
+    group = Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20)
+    try:
+        if rank == 0:
+            group.all_reduce(np.ones(10, np.float32), asynchronous=True)
+            time.sleep(0.3)
+            group.group.abort("enough")
+            return "", 0.0
+        if rank == 2:
+            time.sleep(3)
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match="enough") as raised:
+            group.all_reduce(np.ones(10, np.float32))  # rank 2 has all parts, and may be through with it
+            group.barrier()
+        assert raised.value.rank == 0
+        return str(raised.value), time.monotonic() - began
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("algorithm", ["shared_memory", "direct"])
+@pytest.mark.native
+def test_ranks_of_one_host_hear_of_an_abort_whoever_they_wait_for(algorithm: str) -> None:
+    for text, took in values(run_threads(give_and_abort, 3, algorithm)):
+        assert took < 2, text

@@ -212,8 +212,8 @@ def _listen(rank: int, host: str, ports: range, backlog: int, deadline: float) -
                     ) from None
         if time.monotonic() > deadline:
             raise RendezvousError(
-                f"rank {rank}: no port of {ports.start}-{ports.stop - 1} is free on {host} (NETFOLD_PORTS); every rank of "
-                "a host that comes into a group at the same time needs one"
+                f"rank {rank}: no port of {ports.start}-{ports.stop - 1} is free on {host} (NETFOLD_PORTS); every rank "
+                "of a host that comes into a group at the same time needs one"
             )
         time.sleep(_RETRY_S)
 

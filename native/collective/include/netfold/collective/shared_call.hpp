@@ -44,6 +44,9 @@ class SharedCall : public Algorithm {
   bool is_posted() const { return posted_; }
   // Compares what has been posted of this call so far, for who does not wait for posts.
   void look_at_posts();
+  // Whether the others are still there; fills failure_. At most once a millisecond.
+  void look_now_and_then(std::int64_t now_ns);
+  void wait_to_look(WaitSet& set) const;
   bool has_table() const;
   std::size_t table_bytes() const { return has_table() ? static_cast<std::size_t>(size_) * sizeof(std::uint64_t) : 0; }
   void write_table(std::byte* data) const;

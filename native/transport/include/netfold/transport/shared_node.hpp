@@ -48,7 +48,7 @@ class SharedNode {
   };
   struct Segment {
     alignas(64) std::atomic<std::uint32_t> asleep;
-    alignas(64) std::atomic<std::uint32_t> failed;
+    alignas(64) std::atomic<std::uint32_t> left;  // Left
     std::int32_t fault_rank;
     std::uint32_t reason_bytes;
     char reason[1024];
@@ -93,8 +93,10 @@ class SharedNode {
 
   SharedLinks& links() { return links_; }
 
-  // Tells the others why this rank gives up, once. `fault_rank`: -1 where nobody knows.
-  void fail(int fault_rank, const std::string& reason);
+  // What `Segment::left` says. Who leaves in order is missed only by those who still wait for it.
+  enum Left : std::uint32_t { kHere = 0, kFailed = 1, kLeft = 2 };
+  // Tells the others why this rank gives up or leaves, once. `fault_rank`: -1 where nobody knows.
+  void leave(Left how, int fault_rank, const std::string& reason);
 
  private:
   int self_;
