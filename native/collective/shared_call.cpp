@@ -1,5 +1,6 @@
 #include <netfold/collective/shared_call.hpp>
 
+#include <algorithm>
 #include <cstring>
 
 namespace netfold::collective {
@@ -106,6 +107,18 @@ void SharedCall::compare(int position) {
 
 bool SharedCall::has_table() const {
   return call_.kind == Kind::all_to_all || call_.kind == Kind::scatter || call_.kind == Kind::reduce_scatter;
+}
+
+std::size_t SharedCall::posted_inputs_bytes() const {
+  std::size_t bytes = table_bytes();
+  for (const Buffer& input : call_.inputs) bytes += round_up(input.bytes, kLine);
+  return bytes;
+}
+
+std::uint32_t SharedCall::rounds_of_inputs(std::size_t part_bytes) const {
+  std::size_t widest = 0;
+  for (const Buffer& input : call_.inputs) widest = std::max(widest, input.bytes);
+  return static_cast<std::uint32_t>((widest + part_bytes - 1) / part_bytes);
 }
 
 void SharedCall::write_table(std::byte* data) const {

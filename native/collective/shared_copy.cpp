@@ -6,10 +6,7 @@
 namespace netfold::collective {
 namespace {
 
-constexpr std::size_t kLine = 64;
 constexpr auto kStream = &transport::SharedNode::Segment::to_copy;
-
-std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
@@ -23,13 +20,7 @@ SharedCopy::SharedCopy(const Call& call, transport::Mesh& mesh, transport::Share
       complete_(static_cast<std::size_t>(node.size())),
       part_bytes_(Node::kSlotBytes / static_cast<std::size_t>(node.size()) / kLine * kLine) {
   if (gives() && has_table()) {
-    std::size_t posted = table_bytes();
-    std::size_t widest = 0;
-    for (const Buffer& input : call.inputs) {
-      posted += round_up(input.bytes, kLine);
-      widest = std::max(widest, input.bytes);
-    }
-    if (posted > Node::kPostBytes) mine_.rounds = static_cast<std::uint32_t>((widest + part_bytes_ - 1) / part_bytes_);
+    if (posted_inputs_bytes() > Node::kPostBytes) mine_.rounds = rounds_of_inputs(part_bytes_);
   } else if (gives()) {
     if (call.kind == Kind::all_gather || call.kind == Kind::gather) mine_.header.bytes = given().bytes;
     if (given().bytes > Node::kPostBytes) {

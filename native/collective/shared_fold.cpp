@@ -6,27 +6,13 @@
 #include <cstring>
 
 namespace netfold::collective {
-namespace {
-
-constexpr std::size_t kLine = 64;
-
-std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
-
-}  // namespace
-
 SharedFold::SharedFold(const Call& call, transport::Mesh& mesh, transport::SharedNode& node)
     : SharedCall(call, mesh, node),
       collected_(static_cast<std::size_t>(node.size())),
       sources_(static_cast<std::size_t>(node.size())),
       part_bytes_(Node::kSlotBytes / static_cast<std::size_t>(node.size()) / kLine * kLine) {
   if (has_table()) {
-    std::size_t posted = table_bytes();
-    std::size_t widest = 0;
-    for (const Buffer& input : call.inputs) {
-      posted += round_up(input.bytes, kLine);
-      widest = std::max(widest, input.bytes);
-    }
-    if (posted > Node::kPostBytes) mine_.rounds = static_cast<std::uint32_t>((widest + part_bytes_ - 1) / part_bytes_);
+    if (posted_inputs_bytes() > Node::kPostBytes) mine_.rounds = rounds_of_inputs(part_bytes_);
   } else if (call.outputs[0].bytes > Node::kPostBytes) {
     mine_.rounds = static_cast<std::uint32_t>((call.outputs[0].bytes + Node::kSlotBytes - 1) / Node::kSlotBytes);
   }

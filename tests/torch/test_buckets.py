@@ -55,3 +55,40 @@ def test_buckets_move_when_they_came_again_and_gradients_stay_the_same() -> None
         assert all(each == gradients[0] for each in gradients[1:])
         for name, (_, moved) in found.items():
             assert moved == ([True, True] if name.startswith("on") else []), name
+
+
+def short_of_room(rank: int, size: int, folder: str) -> tuple[list[str], int]:
+    """What is logged where /dev/shm is short, and how many buckets moved."""
+    import logging
+
+    import torch
+    import torch.distributed as dist
+
+    from netfold.torch import buckets
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("netfold").addHandler(handler)
+    buckets.has_room = lambda wanted_bytes: False
+    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    network = torch.nn.Linear(700, 700)
+    ddp = torch.nn.parallel.DistributedDataParallel(network)
+    for _ in range(STEPS):
+        ddp(torch.ones(2, 700)).sum().backward()
+    moved = len(dist.group.WORLD._buckets._moved)
+    dist.destroy_process_group()
+    return said, moved
+
+
+def test_buckets_stay_where_they_are_and_say_so_where_there_is_no_room() -> None:
+    for said, moved in values(run_ranks(short_of_room, 2, timeout_s=60)):
+        assert moved == 0
+        (line,) = [line for line in said if "/dev/shm" in line]  # once
+        assert line.startswith("DDP's buckets stay where they are")
+
+
+def test_room_is_what_the_file_system_says() -> None:
+    from netfold.torch.buckets import has_room
+
+    assert has_room(0) and not has_room(1 << 60)

@@ -13,6 +13,7 @@ reducer itself calls, on the thread of `backward`.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import torch
@@ -31,11 +32,22 @@ _MAX_CANDIDATES = 1024
 _backward = graph._engine_run_backward.__code__
 
 
+def has_room(wanted_bytes: int) -> bool:
+    """Whether /dev/shm can take so much and keep an eighth of itself free."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return False
+    return found.f_bavail * found.f_frsize - wanted_bytes >= found.f_blocks * found.f_frsize // 8
+
+
 class SharedBuckets:
     """The buckets that one group has moved. They are kept alive here, since their address is what peers know."""
 
-    def __init__(self, *, enabled: bool) -> None:
+    def __init__(self, *, enabled: bool, ranks: int) -> None:
+        """`ranks` of one machine do the same at the same time, and share its /dev/shm."""
         self._enabled = enabled
+        self._ranks = ranks
         self._sightings: dict[tuple[int, int], int] = {}
         self._moved: dict[int, torch.UntypedStorage] = {}
 
@@ -57,14 +69,17 @@ class SharedBuckets:
             self._sightings[place] = sightings
             return
         self._forget_unused()
-        try:
-            fd, size = storage._share_fd_cpu_()
-        except RuntimeError as error:
+        # A page for which there is no room when it is touched would end the process, not raise.
+        if not has_room(self._ranks * place[1]):
             log.warning(
-                "a bucket of %d bytes stays where it is, since /dev/shm has no room for it: %s", *place[1:], error
+                "DDP's buckets stay where they are: /dev/shm has no room for %d ranks' %d bytes "
+                "(NETFOLD_SHARE_BUCKETS=off keeps them there)",
+                self._ranks,
+                place[1],
             )
             self._enabled = False
             return
+        fd, size = storage._share_fd_cpu_()
         engine.share_memory(storage.data_ptr(), size, fd)
         self._moved[storage.data_ptr()] = storage
         log.info("a bucket of %d bytes is in shared memory now", size)

@@ -47,7 +47,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         # Works that nobody waits for yet: their tensors must outlive their operations.
         self._unfinished: collections.deque[NetfoldWork] = collections.deque()
         self._unfinished_lock = threading.Lock()
-        self._buckets = SharedBuckets(enabled=group.shares_buckets)
+        self._buckets = SharedBuckets(enabled=group.shares_buckets, ranks=group.size)
         self._transfers = Transfers(group, calls.DTYPE_NAMES)
         self._coalesced = _Coalesced()
         self._barriers = monitored.Turns(part, group.rank, group.size)

@@ -28,6 +28,13 @@ class SharedCall : public Algorithm {
   // Borrows all three for its life. Positions in the node are indices of the call's buffers and its root.
   SharedCall(const Call& call, transport::Mesh& mesh, Node& node);
 
+  static constexpr std::size_t kLine = 64;
+  static std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
+  // What a post needs for the table and the call's inputs behind it, each at the start of a line.
+  std::size_t posted_inputs_bytes() const;
+  // Rounds in which the widest of the call's inputs goes, where each has `part_bytes` of a slot.
+  std::uint32_t rounds_of_inputs(std::size_t part_bytes) const;
+
   // Position whose post must be read before anything else.
   virtual bool needs_post(int position) const = 0;
   virtual void write_post(std::byte* data) = 0;
