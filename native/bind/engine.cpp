@@ -41,7 +41,7 @@ std::unique_ptr<transport::Mesh> make_mesh(int rank, const std::vector<int>& fds
 }
 
 std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, const std::vector<int>& lane_fds,
-                                  std::uint64_t id, std::string job, int spin_us, bool yields,
+                                  std::uint64_t id, std::string job, int spin_us, bool spins_for_sockets, bool yields,
                                   const std::vector<std::tuple<int, std::uint64_t, int, int, int>>& table,
                                   std::uint16_t table_hash, std::vector<int> nodes) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
@@ -50,6 +50,7 @@ std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, const s
   Group::Options options{.id = id,
                          .job = std::move(job),
                          .spin_us = spin_us,
+                         .spins_for_sockets = spins_for_sockets,
                          .yields = yields,
                          .table = {},
                          .table_hash = table_hash,
@@ -297,7 +298,8 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("size", &Group::size);
 
   e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("id"), nb::arg("job"),
-        nb::arg("spin_us"), nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"), nb::arg("nodes"),
+        nb::arg("spin_us"), nb::arg("spins_for_sockets"), nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"),
+        nb::arg("nodes"),
         "fds[r]: a connected stream socket to rank r, -1 at this rank's place; lane_fds[r]: another, for messages "
         "between two ranks. Takes ownership of them.");
   e.def(

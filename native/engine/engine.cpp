@@ -269,7 +269,7 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
       continue;
     }
     if (idle_since == 0) idle_since = now;
-    if (now - idle_since < static_cast<std::int64_t>(options_.spin_us) * 1000) {
+    if (now - idle_since < spin_ns()) {
       pause(options_.yields);
       continue;
     }
@@ -513,6 +513,14 @@ Failure Group::failure() const {
   return failure_;
 }
 
+std::int64_t Group::spin_ns() const {
+  const auto in_memory = [](const auto& operation) {
+    return operation->call_.algorithm == collective::AlgorithmId::shared_memory;
+  };
+  if (!options_.spins_for_sockets && std::none_of(active_.begin(), active_.end(), in_memory)) return 0;
+  return static_cast<std::int64_t>(options_.spin_us) * 1000;
+}
+
 void Group::get_up() {
   if (node_ != nullptr) node_->get_up();
 }
@@ -671,14 +679,14 @@ void Engine::run() {
       continue;
     }
     const std::int64_t now = now_ns();
-    int spin_us = 0;
+    std::int64_t spin_ns = 0;
     bool yields = false;
     for (const auto& group : driven) {
-      spin_us = std::max(spin_us, group->options_.spin_us);
+      spin_ns = std::max(spin_ns, group->spin_ns());
       yields |= group->options_.yields;
     }
     if (idle_since == 0) idle_since = now;
-    if (!driven.empty() && now - idle_since < static_cast<std::int64_t>(spin_us) * 1000) {
+    if (!driven.empty() && now - idle_since < spin_ns) {
       pause(yields);
       continue;
     }

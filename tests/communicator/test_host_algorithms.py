@@ -278,6 +278,7 @@ def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: i
             id=900 + rank,
             job="",
             spin_us=0,
+            spins_for_sockets=False,
             yields=False,
             table=[(*row, engine.ALGORITHMS["local"]) for row in table],
             table_hash=7,

@@ -47,6 +47,9 @@ Region = tuple[int, int]
 
 # Connections between two ranks: one for collectives, one for messages, so that neither waits for the other.
 _LANES = 2
+# What comes through memory comes in microseconds, if its sender runs; who yields meanwhile takes nothing from anybody.
+_SPIN_US, _CROWDED_SPIN_US = 50, 1000
+
 _ids = itertools.count(1)
 
 
@@ -141,7 +144,8 @@ class Group:
             lane_fds=lane_fds,
             id=next(_ids),
             job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
-            spin_us=_spin_us(shared, crowded) if options.spin_us is None else options.spin_us,
+            spin_us=(_CROWDED_SPIN_US if crowded else _SPIN_US) if options.spin_us is None else options.spin_us,
+            spins_for_sockets=options.spin_us is not None,
             yields=crowded,
             table=[
                 (
@@ -313,13 +317,6 @@ class Group:
 
     def _fail(self, kind: str, rank: int, text: str) -> None:
         self._native.fail(engine.FAILURES.index(kind), rank, text)
-
-
-def _spin_us(shared: bool, crowded: bool) -> int:
-    """What comes through memory comes in microseconds, if its sender runs; who yields takes nothing from anybody."""
-    if not shared:
-        return 0
-    return 1000 if crowded else 50
 
 
 def _log_to_stderr() -> None:

@@ -14,8 +14,9 @@
 // those queued and all later ones fail with the first reason, and the peers are told. Other groups are
 // untouched.
 //
-// Waiting looks again and again for `spin_us` (with a word to the scheduler each time where there are more ranks than
-// cores), then sleeps in ppoll until a socket, a bell, a timer or a submission wakes it. It never holds a core.
+// Waiting for memory looks again and again for `spin_us` (with a word to the scheduler each time where there are more
+// ranks than cores), then sleeps in ppoll until a socket, a bell, a timer or a submission wakes it. It never holds a
+// core.
 #pragma once
 
 #include <netfold/collective/in_network.hpp>
@@ -92,7 +93,8 @@ class Group {
     std::uint64_t id = 0;
     std::string job;  // names the group to who looks from outside
     int spin_us = 0;
-    bool yields = false;  // between two looks
+    bool spins_for_sockets = false;  // as well; else only while an operation goes through memory
+    bool yields = false;             // between two looks
     std::vector<Choice> table;
     std::uint16_t table_hash = 0;
     std::vector<int> nodes;  // the host of each rank, by a number
@@ -168,6 +170,7 @@ class Group {
   void publish_status();
   void wait_for(collective::WaitSet& set);
   void get_up();
+  std::int64_t spin_ns() const;
   bool has_work() const;            // under mutex_
   bool has_only_transfers() const;  // likewise, and without a driver
   bool driven_by_engine() const;
