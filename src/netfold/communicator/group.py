@@ -48,7 +48,7 @@ Region = tuple[int, int]
 # Connections between two ranks: one for collectives, one for messages, so that neither waits for the other.
 _LANES = 2
 # What comes through memory comes in microseconds, if its sender runs; who yields meanwhile takes nothing from anybody.
-_SPIN_US, _CROWDED_SPIN_US = 50, 1000
+_SPIN_US, _CROWDED_SPIN_US = 200, 1000
 
 _ids = itertools.count(1)
 

@@ -28,7 +28,7 @@ class Options:
     window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
     probe: on or off: whether a new group measures its links (NETFOLD_PROBE); off: built-in figures, and the
         same choice of algorithms in every run.
-    spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US); default: for memory 50 where the
+    spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US); default: for memory 200 where the
         ranks of a machine have a core each, 1000, yielding, where they have not; for sockets 0.
     """
 
