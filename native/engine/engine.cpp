@@ -424,9 +424,12 @@ void Group::complete(Operation& operation, Failure failure) {
   if (StatusWrite status(status_); status) {
     status->sequence = 0;
     status->waiting = static_cast<std::uint32_t>(active_.size() + queue_.size());
-    status->done_sequence = record.sequence;
-    status->done_kind = record.operation;
-    status->done_ns = record.finished_ns;
+    // Messages are counted apart: their numbers say nothing about who is behind.
+    if (!collective::is_transfer(operation.call_.kind)) {
+      status->done_sequence = record.sequence;
+      status->done_kind = record.operation;
+      status->done_ns = record.finished_ns;
+    }
     if (failure && status->failed == 0) {
       status->failed = 1;
       StatusWrite::put(status->failure, sizeof status->failure, failure.text);

@@ -44,7 +44,6 @@ def rank(number: int, **fields: object) -> Rank:
         done_sequence=4,
         done_operation="barrier",
         done_ns=NOW - 2 * S,
-        site="",
         failure="",
     )
     return replace(plain, **fields)  # type: ignore[arg-type]
@@ -55,11 +54,10 @@ def waiting(number: int, *awaited: int, **fields: object) -> Rank:
 
 
 def test_a_rank_that_has_not_called_is_named_with_what_it_did_last() -> None:
-    (verdict,) = diagnose([waiting(0, 2), waiting(1, 2), rank(2, site="train.py:53")], NOW)
+    (verdict,) = diagnose([waiting(0, 2), waiting(1, 2), rank(2)], NOW)
     assert verdict.at_fault == (2,)
     assert verdict.findings == (
-        "rank 2 has not called all_reduce #5, for which others have been waiting for 2.0 s: it last finished #4 "
-        "(last at train.py:53)",
+        "rank 2 has not called all_reduce #5, for which others have been waiting for 2.0 s: it last finished #4",
     )
     assert dict(verdict.lines)[0] == "in all_reduce of 4000 bytes f32 (sum) by ring #5 for 2.0 s; waits for rank 2"
     assert dict(verdict.lines)[2] == "outside; finished barrier #4 2.0 s ago"
@@ -102,6 +100,11 @@ def hang(number: int, size: int, folder: str, transport: str) -> tuple[list[tupl
     with Communicator(FileStore(folder), number, size, options=options, timeout_s=20, join_timeout_s=20) as group:
         buffer = np.ones(1000, np.float32)
         group.all_reduce(buffer)
+        for _ in range(5):  # messages are counted apart, and must not make rank 2 look further than it is
+            if number == 2:
+                group.send(buffer, 0)
+            elif number == 0:
+                group.receive(buffer, 2)
         looked = Path(folder, "looked")
         if number == 2:
             ours = {each.job for each in find_ranks(os.getpid())}

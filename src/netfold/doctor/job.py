@@ -46,10 +46,9 @@ def _verdict(ranks: list[Rank], now_ns: int) -> Verdict:
                     f"#{front} for {waited_s:.1f} s"
                 )
             elif rank.done_sequence < front:
-                where = f" (last at {rank.site})" if rank.site else ""
                 findings.append(
                     f"rank {rank.rank} has not called {leaders[0].operation} #{front}, for which others have been "
-                    f"waiting for {waited_s:.1f} s: it last finished #{rank.done_sequence}{where}"
+                    f"waiting for {waited_s:.1f} s: it last finished #{rank.done_sequence}"
                 )
             else:
                 at_fault.pop()  # it is through with what others are still in
@@ -93,4 +92,4 @@ def _doing(rank: Rank, now_ns: int) -> str:
         text += f"; waits for rank {', '.join(map(str, rank.awaited))}"
     if rank.waiting > 1:
         text += f"; {rank.waiting - 1} more queued"
-    return text + (f"; at {rank.site}" if rank.site else "")
+    return text

@@ -47,7 +47,6 @@ _ENTRY = np.dtype(
         ("failed", "u1"),
         ("reserved", "u1", 2),
         ("done_ns", "i8"),
-        ("site", "S128"),
         ("failure", "S512"),
     ]
 )
@@ -81,7 +80,6 @@ class Rank:
     done_sequence: int
     done_operation: str
     done_ns: int
-    site: str
     failure: str
 
 
@@ -161,7 +159,6 @@ def _rank(pid: int, state: str, command: str, entry: np.void) -> Rank:
         done_sequence=int(entry["done_sequence"]),
         done_operation=_name(engine.KINDS, entry["done_kind"]),
         done_ns=int(entry["done_ns"]),
-        site=bytes(entry["site"]).decode(errors="replace"),
         failure=bytes(entry["failure"]).decode(errors="replace"),
     )
 

@@ -2,7 +2,8 @@
 //
 // One page of anonymous memory a process, found by its name among the process's descriptors (/proc/PID/fd): nothing is
 // left behind, whoever may read the process's descriptors may look, and a process that hangs need not answer. Each
-// group has an entry; its driver alone writes it, under a count that is odd meanwhile. Readers: netfold/doctor/page.py.
+// group has an entry; its driver alone writes it, under a count that is odd meanwhile. Collectives only: sends and
+// receives are not shown. Readers: netfold/doctor/page.py.
 #pragma once
 
 #include <netfold/collective/call.hpp>
@@ -43,7 +44,6 @@ struct StatusEntry {
   std::uint8_t failed;
   std::uint8_t reserved[2];
   std::int64_t done_ns;
-  char site[128];     // where the operation under way was called, or the last one that is done
   char failure[512];  // of a group that failed
 };
 
