@@ -8,6 +8,7 @@
 #include <unistd.h>
 #include <netfold/collective/registry.hpp>
 #include <netfold/engine/engine.hpp>
+#include <netfold/transport/tcp_pipe.hpp>
 
 #include "module.hpp"
 #include "transport.hpp"
@@ -37,7 +38,11 @@ std::vector<transport::Fd> owned(const std::vector<int>& fds) {
 }
 
 std::unique_ptr<transport::Mesh> make_mesh(int rank, const std::vector<int>& fds) {
-  return std::make_unique<transport::Mesh>(rank, owned(fds));
+  std::vector<std::unique_ptr<transport::Pipe>> pipes;
+  for (const int fd : fds) {
+    pipes.push_back(fd < 0 ? nullptr : std::make_unique<transport::TcpPipe>(transport::Fd(fd)));
+  }
+  return std::make_unique<transport::Mesh>(rank, std::move(pipes));
 }
 
 std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, const std::vector<int>& lane_fds,

@@ -153,10 +153,10 @@ void Direct::finish() {
 
 void Direct::wait_for(WaitSet& set) const {
   for (const Outgoing& message : outgoing_) {
-    if (!message.done()) set.add(mesh_.fd(message.peer()), POLLOUT);
+    if (!message.done()) mesh_.wait_for(message.peer(), POLLOUT, set.fds);
   }
   for (const Incoming& message : incoming_) {
-    if (!message.done()) set.add(mesh_.fd(message.peer()), POLLIN);
+    if (!message.done()) mesh_.wait_for(message.peer(), POLLIN, set.fds);
   }
 }
 

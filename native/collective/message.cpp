@@ -173,7 +173,7 @@ void send_abort(transport::Mesh& mesh, const Failure& failure) {
   const std::span<const iovec> all(pieces);
   for (int peer = 0; peer < mesh.size(); ++peer) {
     const auto place = mesh.place(peer);
-    if (peer == mesh.rank() || mesh.fd(peer) < 0 || place == transport::Mesh::Place::inside) continue;
+    if (peer == mesh.rank() || !mesh.leads_to(peer) || place == transport::Mesh::Place::inside) continue;
     mesh.send(peer, place == transport::Mesh::Place::between_pieces ? all : all.subspan(1));
   }
 }

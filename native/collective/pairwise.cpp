@@ -45,9 +45,9 @@ Progress Pairwise::poll(std::int64_t) {
 }
 
 void Pairwise::wait_for(WaitSet& set) const {
-  if (may_send()) set.add(mesh_.fd(outgoing_[sent_].peer()), POLLOUT);
+  if (may_send()) mesh_.wait_for(outgoing_[sent_].peer(), POLLOUT, set.fds);
   for (std::size_t step = received_; step < std::min(incoming_.size(), received_ + kAtOnce); ++step) {
-    if (!incoming_[step].done()) set.add(mesh_.fd(incoming_[step].peer()), POLLIN);
+    if (!incoming_[step].done()) mesh_.wait_for(incoming_[step].peer(), POLLIN, set.fds);
   }
 }
 

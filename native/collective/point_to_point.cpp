@@ -399,7 +399,7 @@ void PointToPoint::wait_for(WaitSet& set) const {
     const bool writes = peer.writing || !peer.frames.empty() || !peer.streaming.empty();
     const bool reads = peer.outstanding > 0 || posted_to_any_ > 0;
     const int events = (writes ? POLLOUT : 0) | (reads ? POLLIN : 0);
-    if (events != 0) set.add(lane_->fd(rank), static_cast<short>(events));
+    if (events != 0) lane_->wait_for(rank, static_cast<short>(events), set.fds);
   }
 }
 
@@ -484,7 +484,7 @@ void PointToPoint::abort(const Failure& failure) {
                            {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
   for (int rank = 0; rank < lane_->size(); ++rank) {
     const Peer& peer = at(rank);
-    if (rank == lane_->rank() || peer.gone || peer.written > 0) continue;
+    if (!lane_->leads_to(rank) || peer.gone || peer.written > 0) continue;
     lane_->send(rank, pieces);
   }
 }

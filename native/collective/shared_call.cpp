@@ -13,7 +13,8 @@ SharedCall::SharedCall(const Call& call, transport::Mesh& mesh, Node& node)
       size_(node.size()),
       theirs_(static_cast<std::size_t>(node.size())),
       number_(node.next_call()),
-      read_(static_cast<std::size_t>(node.size())) {
+      read_(static_cast<std::size_t>(node.size())),
+      leaving_(static_cast<std::size_t>(node.size())) {
   mine_.header = MessageHeader::of(call, 0);
 }
 
@@ -42,6 +43,7 @@ void SharedCall::look_now_and_then(std::int64_t now_ns) {
   look_due_ = now_ns < next_look_ns_;
   if (look_due_) return;
   look_for_lost();
+  look_due_ = std::find(leaving_.begin(), leaving_.end(), true) != leaving_.end();
   next_look_ns_ = now_ns + kLookNs;
 }
 
@@ -217,7 +219,7 @@ bool SharedCall::awaited_may_wait() const {
 }
 
 void SharedCall::wait_for(WaitSet& set) const {
-  for (const int rank : awaited()) set.add(mesh_.fd(rank), POLLRDHUP);
+  for (const int rank : awaited()) mesh_.wait_for(rank, POLLRDHUP, set.fds);
   wait_to_look(set);
 }
 
@@ -232,11 +234,15 @@ void SharedCall::look_for_lost() {
     const Node::Segment& segment = node_.segment(position);
     const int rank = node_.rank(position);
     const auto left = segment.left.load(std::memory_order_acquire);
-    if (left == Node::kFailed || (left == Node::kLeft && is_awaited(position))) {
+    // What it did before it went is read before it is missed: at the next look, a poll later.
+    const bool went = left == Node::kLeft || (is_awaited(position) && mesh_.hung_up(rank));
+    const bool is_missed = went && is_awaited(position) && leaving_[static_cast<std::size_t>(position)];
+    leaving_[static_cast<std::size_t>(position)] = went && is_awaited(position);
+    if (left == Node::kFailed || (left == Node::kLeft && is_missed)) {
       // After a failure nobody goes on, whoever this rank waits for.
       failure_ = gave_up(rank, segment.fault_rank, std::string(segment.reason, segment.reason_bytes), mesh_.rank(),
                          mine_.header);
-    } else if (is_awaited(position) && mesh_.hung_up(rank) && is_awaited(position)) {
+    } else if (is_missed) {
       failure_ = last_words(mesh_, rank, call_, peer_lost(rank, {}, mine_.header));
     }
   }

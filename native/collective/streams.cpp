@@ -335,7 +335,7 @@ Progress Streams::finish_pieces(std::int64_t now_ns) {
   if (give_up_ns_ < 0) give_up_ns_ = now_ns + kLastPieceNs;
   bool waits = false;
   for (Out& out : outs_) {
-    while (out.sent > 0 && mesh_.fd(out.peer) >= 0 && now_ns < give_up_ns_) {
+    while (out.sent > 0 && mesh_.leads_to(out.peer) && now_ns < give_up_ns_) {
       static PieceWord word = PieceWord::piece;
       const Send& piece = out.pieces[out.next];
       const std::size_t of_word = std::min(out.sent, sizeof word);
@@ -361,17 +361,17 @@ Progress Streams::finish_pieces(std::int64_t now_ns) {
 void Streams::wait_for(WaitSet& set) const {
   if (failure_) {
     for (const Out& out : outs_) {
-      if (out.sent > 0) set.add(mesh_.fd(out.peer), POLLOUT);
+      if (out.sent > 0) mesh_.wait_for(out.peer, POLLOUT, set.fds);
     }
     return set.wake_at(give_up_ns_);
   }
   for (const Out& out : outs_) {
     if (out.done()) continue;
     const bool may_send = out.header_sent < sizeof out.header || out.sent > 0 || reached(out.pieces[out.next].after);
-    if (may_send) set.add(mesh_.fd(out.peer), POLLOUT);
+    if (may_send) mesh_.wait_for(out.peer, POLLOUT, set.fds);
   }
   for (const In& in : ins_) {
-    if (!in.done() && reads(in)) set.add(mesh_.fd(in.peer), POLLIN);
+    if (!in.done() && reads(in)) mesh_.wait_for(in.peer, POLLIN, set.fds);
   }
 }
 

@@ -106,6 +106,7 @@ class SharedCall : public Algorithm {
   bool posted_ = false;
   bool all_posts_read_ = false;
   std::vector<bool> read_;
+  std::vector<bool> leaving_;  // gone at the last look, while this rank waited for it
   std::int64_t next_look_ns_ = 0;
   bool look_due_ = false;
 };

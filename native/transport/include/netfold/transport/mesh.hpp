@@ -1,14 +1,10 @@
-// A byte stream to every other rank of a group.
-//
-// The connections are made and authenticated above this floor and handed down as descriptors. Nothing here
-// blocks and nothing knows what the bytes mean.
+// A pipe to every other rank of a group.
 #pragma once
 
-#include <sys/uio.h>
-#include <netfold/transport/socket.hpp>
+#include <netfold/transport/pipe.hpp>
 
-#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -16,36 +12,36 @@ namespace netfold::transport {
 
 class Mesh {
  public:
-  // `peers[r]` is a connected stream socket to rank r; peers[rank] is empty. Takes ownership.
-  Mesh(int rank, std::vector<Fd> peers);
+  using Io = Pipe::Io;
+
+  // `pipes[r]` leads to rank r; pipes[rank] is null. Takes ownership.
+  Mesh(int rank, std::vector<std::unique_ptr<Pipe>> pipes);
 
   int rank() const { return rank_; }
-  int size() const { return static_cast<int>(peers_.size()); }
-  int fd(int peer) const { return peers_[static_cast<std::size_t>(peer)].get(); }
+  int size() const { return static_cast<int>(pipes_.size()); }
+  // Whether there is a pipe to `peer`: not to ourselves, and to nobody once closed.
+  bool leads_to(int peer) const { return pipes_[static_cast<std::size_t>(peer)] != nullptr; }
 
-  struct Io {
-    std::size_t bytes = 0;
-    bool closed = false;  // the peer closed, or the connection broke
-    int error = 0;        // errno of a broken connection, 0 for an orderly close
-  };
-  // As many bytes as go now; 0 bytes and not closed means: later.
-  Io send(int peer, std::span<const iovec> pieces);
+  // As Pipe says; `peer` is another rank.
+  Io send(int peer, std::span<const iovec> pieces) { return pipe(peer).send(pieces); }
+  Io receive(int peer, std::span<const iovec> pieces) { return pipe(peer).receive(pieces); }
   Io receive(int peer, std::byte* into, std::size_t bytes);
-  Io receive(int peer, std::span<const iovec> pieces);
-  // Whether the peer has closed its end; what it said before may still be unread.
-  bool hung_up(int peer) const;
-  // Where what is being said to a peer stands: what else can be said on that connection depends on it.
+  void wait_for(int peer, short events, std::vector<pollfd>& fds) const { pipe(peer).wait_for(events, fds); }
+  bool hung_up(int peer) const { return pipe(peer).hung_up(); }
+  std::size_t unconfirmed(int peer) const { return leads_to(peer) ? pipe(peer).unconfirmed() : 0; }
+
+  // Where what is being said to a peer stands: what else can be said to it depends on that.
   enum class Place : std::uint8_t { between_messages, between_pieces, inside };
   void set_place(int peer, Place place) { places_[static_cast<std::size_t>(peer)] = place; }
   Place place(int peer) const { return places_[static_cast<std::size_t>(peer)]; }
-  // Bytes said to this peer that its kernel has not confirmed: lost if we close and it still speaks.
-  std::size_t unconfirmed(int peer) const;
-  // Ends every connection; peers see an orderly close after what was sent.
+  // Ends every pipe; peers see an orderly close after what was sent.
   void close();
 
  private:
+  Pipe& pipe(int peer) const { return *pipes_[static_cast<std::size_t>(peer)]; }
+
   int rank_;
-  std::vector<Fd> peers_;
+  std::vector<std::unique_ptr<Pipe>> pipes_;
   std::vector<Place> places_;
 };
 

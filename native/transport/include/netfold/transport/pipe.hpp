@@ -1,0 +1,33 @@
+// A byte stream to one other rank, in both directions. Nothing here blocks and nothing knows what the bytes mean.
+#pragma once
+
+#include <poll.h>
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+namespace netfold::transport {
+
+class Pipe {
+ public:
+  struct Io {
+    std::size_t bytes = 0;
+    bool closed = false;  // the peer closed, or the connection broke
+    int error = 0;        // errno of a broken connection, 0 for an orderly close
+  };
+
+  virtual ~Pipe() = default;
+  // As many bytes as go now; 0 bytes and not closed means: later.
+  virtual Io send(std::span<const iovec> pieces) = 0;
+  virtual Io receive(std::span<const iovec> pieces) = 0;
+  // Adds what wakes a sleeper once one of `events` (POLLIN, POLLOUT, POLLRDHUP) is there.
+  virtual void wait_for(short events, std::vector<pollfd>& fds) const = 0;
+  // Whether the peer has closed its end; what it said before may still be unread.
+  virtual bool hung_up() const = 0;
+  // Bytes said to the peer that may be lost if we close and it still speaks.
+  virtual std::size_t unconfirmed() const = 0;
+};
+
+}  // namespace netfold::transport
