@@ -10,6 +10,7 @@
 #include <netfold/engine/engine.hpp>
 #include <netfold/transport/tcp_pipe.hpp>
 
+#include "call_site.hpp"
 #include "module.hpp"
 #include "transport.hpp"
 
@@ -37,20 +38,37 @@ std::vector<transport::Fd> owned(const std::vector<int>& fds) {
   return out;
 }
 
-std::unique_ptr<transport::Mesh> make_mesh(int rank, const std::vector<int>& fds) {
+// The connections to each rank, by rail: none to this rank itself.
+using Connections = std::vector<std::vector<int>>;
+
+std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, const std::vector<bool>& mends,
+                                           std::uint64_t group, int lane) {
   std::vector<std::unique_ptr<transport::Pipe>> pipes;
-  for (const int fd : fds) {
-    pipes.push_back(fd < 0 ? nullptr : std::make_unique<transport::TcpPipe>(transport::Fd(fd)));
+  for (std::size_t peer = 0; peer < fds.size(); ++peer) {
+    std::function<void(int)> breaks;
+    if (mends[peer]) {
+      breaks = [group, lane, peer](int rail) {
+        Engine::instance().tell({.what = engine::News::What::broken,
+                                 .group = group,
+                                 .ranks = {static_cast<int>(peer)},
+                                 .lane = lane,
+                                 .rail = rail});
+      };
+    }
+    pipes.push_back(fds[peer].empty() ? nullptr
+                                      : std::make_unique<transport::TcpPipe>(owned(fds[peer]), std::move(breaks)));
   }
   return std::make_unique<transport::Mesh>(rank, std::move(pipes));
 }
 
-std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, const std::vector<int>& lane_fds,
-                                  std::uint64_t id, std::string job, int spin_us, bool spins_for_sockets, bool yields,
+std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connections& lane_fds,
+                                  std::vector<bool> mends, std::uint64_t id, std::string job, int spin_us,
+                                  bool spins_for_sockets, bool yields,
                                   const std::vector<std::tuple<int, std::uint64_t, int, int, int>>& table,
                                   std::uint16_t table_hash, std::vector<int> nodes) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
   if (lane_fds.size() != fds.size()) throw nb::value_error("every lane needs as many places as there are ranks");
+  mends.resize(fds.size());
   if (nodes.size() != fds.size()) throw nb::value_error("every rank is on some node");
   Group::Options options{.id = id,
                          .job = std::move(job),
@@ -69,7 +87,9 @@ std::shared_ptr<Group> make_group(int rank, const std::vector<int>& fds, const s
                              static_cast<collective::AlgorithmId>(algorithm), wire,
                              static_cast<collective::AlgorithmId>(between)});
   }
-  return Engine::instance().add_group(std::move(options), make_mesh(rank, fds), make_mesh(rank, lane_fds));
+  auto mesh = make_mesh(rank, fds, mends, id, 0);
+  auto lane = make_mesh(rank, lane_fds, mends, id, 1);
+  return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane));
 }
 
 std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce, bool average, int root,
@@ -88,8 +108,9 @@ std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce,
   call.tag = tag;
   call.inputs = buffers(inputs);
   call.outputs = buffers(outputs);
+  const char* site = call_site();
   nb::gil_scoped_release release;
-  return group.submit(std::move(call), timeout_ns, on_this_thread);
+  return group.submit(std::move(call), timeout_ns, on_this_thread, site);
 }
 
 // What PEP 3118's format says of elements that can be reduced as they are; nullopt for any other.
@@ -147,13 +168,19 @@ nb::object all_reduce_here(Group& group, nb::handle array, int reduce, bool aver
   call.average = average;
   call.outputs.push_back({static_cast<std::byte*>(view.buf), static_cast<std::size_t>(view.len)});
   std::shared_ptr<Operation> operation;
+  const char* site = call_site();
   {
     nb::gil_scoped_release released;
-    operation = group.submit(std::move(call), timeout_ns, true);
+    operation = group.submit(std::move(call), timeout_ns, true, site);
     group.wait(*operation, -1);  // its own deadline ends it
   }
   if (operation->failure()) return nb::cast(std::move(operation));
   return nb::none();
+}
+
+std::optional<std::tuple<std::uint64_t, int>> as_tuple(const std::optional<Group::Broken>& broken) {
+  if (!broken) return std::nullopt;
+  return std::tuple(broken->received, broken->mends);
 }
 
 template <class Enum>
@@ -276,6 +303,37 @@ void bind_engine(nb::module_& m) {
                      if (!failure) return std::nullopt;
                      return std::tuple(static_cast<int>(failure.kind), failure.rank, failure.text);
                    })
+      .def(
+          "broken",
+          [](Group& self, int lane, int peer, int rail) {
+            nb::gil_scoped_release release;
+            return as_tuple(self.broken(lane, peer, rail));
+          },
+          nb::arg("lane"), nb::arg("peer"), nb::arg("rail"),
+          "Of a broken connection: bytes received over it in all, and how often it was mended; None of any other.")
+      .def(
+          "sever",
+          [](Group& self, int lane, int peer, int rail, int mends) {
+            nb::gil_scoped_release release;
+            return as_tuple(self.sever(lane, peer, rail, mends));
+          },
+          nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("mends"),
+          "As broken(), after giving up one that is up and was mended at most `mends` times (-1: however often).")
+      .def(
+          "mend",
+          [](Group& self, int lane, int peer, int rail, int mends, int fd, std::uint64_t peer_received) {
+            return self.mend(lane, peer, rail, mends, transport::Fd(fd), peer_received);
+          },
+          nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("mends"), nb::arg("fd"), nb::arg("peer_received"),
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Go on over `fd`, which is taken over, from what the peer has received, if the connection is broken and was "
+          "mended `mends` times. False: it cannot be gone on with.")
+      .def("lose", &Group::lose, nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("mends"), nb::arg("why"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "A connection that is broken, after so many times of mending, will not be made again.")
+      .def("said", &Group::said, nb::arg("sequence"),
+           "How one of the last calls was made, in words that all ranks share.")
+      .def("last_seen", &Group::last_seen, "What this rank does, to be told to others.")
       .def("events",
            [](const Group& self) {
              std::uint64_t total = 0;
@@ -302,11 +360,11 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size);
 
-  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("id"), nb::arg("job"),
-        nb::arg("spin_us"), nb::arg("spins_for_sockets"), nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"),
-        nb::arg("nodes"),
-        "fds[r]: a connected stream socket to rank r, -1 at this rank's place; lane_fds[r]: another, for messages "
-        "between two ranks. Takes ownership of them.");
+  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("mends"), nb::arg("id"),
+        nb::arg("job"), nb::arg("spin_us"), nb::arg("spins_for_sockets"), nb::arg("yields"), nb::arg("table"),
+        nb::arg("table_hash"), nb::arg("nodes"),
+        "fds[r]: connected stream sockets to rank r, one a rail, none at this rank's place; lane_fds[r]: others, for "
+        "messages between two ranks; mends[r]: whether one that breaks may be made again. Takes ownership of them.");
   e.def(
       "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },
       nb::call_guard<nb::gil_scoped_release>());
@@ -314,4 +372,18 @@ void bind_engine(nb::module_& m) {
       "next_completion", [](std::int64_t timeout_ns) { return Engine::instance().next_completion(timeout_ns); },
       nb::call_guard<nb::gil_scoped_release>());
   e.def("interrupt_completions", [] { Engine::instance().interrupt_completions(); });
+  e.def(
+      "next_news",
+      [](std::int64_t timeout_ns)
+          -> std::optional<std::tuple<bool, std::uint64_t, std::vector<int>, int, int, std::uint32_t, double>> {
+        const auto news = Engine::instance().next_news(timeout_ns);
+        if (!news) return std::nullopt;
+        return std::tuple(news->what == engine::News::What::broken, news->group, news->ranks, news->lane, news->rail,
+                          news->sequence, static_cast<double>(news->waited_ns) / 1e9);
+      },
+      nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>(),
+      "(is a broken connection, else a late operation; group id; ranks; lane, rail; sequence, seconds waited)");
+  e.def("interrupt_news", [] { Engine::instance().interrupt_news(); });
+  e.def("hide_from_call_sites", &hide_from_call_sites, nb::arg("folder"),
+        "Calls made by files below `folder` are reported where those were called from.");
 }

@@ -36,6 +36,12 @@ MessageHeader MessageHeader::of(const Call& call, std::uint64_t bytes) {
 }
 
 std::string MessageHeader::text() const {
+  std::string text = words();
+  text.pop_back();
+  return text + ", " + std::to_string(bytes) + " bytes)";
+}
+
+std::string MessageHeader::words() const {
   const auto kind_name = [](std::uint8_t v) { return name(static_cast<Kind>(v)); };
   const auto dtype_name = [](std::uint8_t v) { return kernels::name(static_cast<kernels::DType>(v)); };
   const auto reduce_name = [](std::uint8_t v) { return kernels::name(static_cast<kernels::ReduceOp>(v)); };
@@ -47,9 +53,7 @@ std::string MessageHeader::text() const {
   text += std::string(" (") + (average != 0 ? "avg" : word(reduce, kernels::kReduceOpCount, reduce_name));
   text += ", root " + std::to_string(root);
   text += std::string(", ") + word(algorithm, kAlgorithmCount, algorithm_name);
-  text += std::string(", wire ") + word(wire, kernels::kDTypeCount, dtype_name);
-  text += ", " + std::to_string(bytes) + " bytes)";
-  return text;
+  return text + ", wire " + word(wire, kernels::kDTypeCount, dtype_name) + ")";
 }
 
 std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
@@ -148,7 +152,7 @@ Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& 
   std::string text = "rank " + std::to_string(peer) + " closed its connection";
   if (io.error != 0) text += std::string(" (") + std::strerror(io.error) + ")";
   if (during.sequence != 0) text += " during " + during.text();
-  text += "; it died or left the group: see its own output";
+  text += io.why != nullptr && !io.why->empty() ? "; " + *io.why : "; it died or left the group: see its own output";
   return {Failure::Kind::peer_lost, peer, text};
 }
 

@@ -117,7 +117,7 @@ Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> m
     status->rank = rank();
     status->size = size();
     status->joined_ns = now_ns();
-    StatusWrite::put(status->job, sizeof status->job, options_.job);
+    StatusWrite::put(status->job, sizeof status->job, options_.job.c_str());
   }
 }
 
@@ -141,6 +141,7 @@ void Group::publish_status() {
   status->bytes = oldest->record_.bytes;
   status->queued_ns = oldest->record_.queued_ns;
   status->deadline_ns = oldest->deadline_ns_;
+  StatusWrite::put(status->site, sizeof status->site, oldest->site_);
   if (oldest->algorithm_ == nullptr) return;
   for (const int rank : oldest->algorithm_->awaited()) {
     if (status->awaited_count < StatusEntry::kMaxAwaited) status->awaited[status->awaited_count] = rank;
@@ -169,7 +170,8 @@ Choice Group::choose(collective::Kind kind, kernels::DType dtype, std::uint64_t 
   return chosen;
 }
 
-std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread) {
+std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread,
+                                         const char* site) {
   collective::validate(call, rank(), size());
   auto operation = std::make_shared<Operation>();
   const std::uint64_t bytes = call.tensor().bytes;
@@ -200,6 +202,8 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   record.wire = static_cast<std::uint8_t>(operation->call_.wire);
   record.queued_ns = now_ns();
   operation->deadline_ns_ = timeout_ns < 0 ? -1 : record.queued_ns + timeout_ns;
+  operation->late_ns_ = record.queued_ns + kLateNs;
+  operation->site_ = site;
 
   bool drive = false;
   bool wake_engine = false;
@@ -213,6 +217,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
       operation->done_.store(true, std::memory_order_release);
       return operation;
     }
+    if (!is_transfer) said_[record.sequence % kSaid] = collective::MessageHeader::of(operation->call_, 0);
     inbox_.push_back(operation);
     if (driver_ == Driver::none) {
       const bool alone = inbox_.size() == 1;
@@ -294,13 +299,16 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
   if (more) engine_.wake();
 }
 
+void Group::wake_driver() { signal(wake_); }
+
 bool Group::driven_by_engine() const {
   std::lock_guard lock(mutex_);
   return driver_ == Driver::engine;
 }
 
 bool Group::has_work() const {
-  return !inbox_.empty() || !queue_.empty() || !active_.empty() || !transfers_.empty() || (failure_ && !closed_);
+  return !inbox_.empty() || !errands_.empty() || behind_ || !queue_.empty() || !active_.empty() ||
+         !transfers_.empty() || (failure_ && !closed_);
 }
 
 bool Group::can_start(const Operation& operation) const {
@@ -311,6 +319,8 @@ bool Group::can_start(const Operation& operation) const {
 
 bool Group::turn(std::int64_t now) {
   bool failed = false;
+  std::deque<std::function<void()>> errands;
+  bool behind = false;
   {
     std::lock_guard lock(mutex_);
     while (!inbox_.empty()) {
@@ -319,7 +329,11 @@ bool Group::turn(std::int64_t now) {
       inbox_.pop_front();
     }
     failed = static_cast<bool>(failure_);
+    errands.swap(errands_);
+    behind = behind_;
   }
+  for (const auto& errand : errands) errand();
+  if (behind) catch_up();
   begin_transfers(now);
   if (failed) {
     fail_all();
@@ -355,7 +369,9 @@ bool Group::turn(std::int64_t now) {
         failure.text += "; still waiting for rank";
         for (const int rank : ranks) failure.text += " " + std::to_string(rank);
       }
-    } else if (progress == Progress::done) {
+    } else if (progress != Progress::done) {
+      look_whether_late(operation, now);
+    } else {
       const auto keep = active_[i];
       active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
       if (keep->call_.algorithm != collective::AlgorithmId::in_network) --active_on_mesh_;
@@ -429,10 +445,11 @@ void Group::complete(Operation& operation, Failure failure) {
       status->done_sequence = record.sequence;
       status->done_kind = record.operation;
       status->done_ns = record.finished_ns;
+      StatusWrite::put(status->done_site, sizeof status->done_site, operation.site_);
     }
     if (failure && status->failed == 0) {
       status->failed = 1;
-      StatusWrite::put(status->failure, sizeof status->failure, failure.text);
+      StatusWrite::put(status->failure, sizeof status->failure, failure.text.c_str());
     }
   }
   {
@@ -534,7 +551,10 @@ void Group::wait_for(collective::WaitSet& set) {
   for (const auto& operation : active_) {
     if (operation->algorithm_ != nullptr) operation->algorithm_->wait_for(set);
     set.wake_at(operation->deadline_ns_);
+    set.wake_at(operation->late_ns_);
   }
+  mesh_->wait_to_catch_up(set.fds);
+  lane_->mesh().wait_to_catch_up(set.fds);
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
   if (node_ != nullptr && active_on_mesh_ > 0) {
     node_->lie_down();
@@ -577,7 +597,9 @@ std::string Group::describe(const Operation& operation) const {
     text += " of " + std::to_string(call.elements()) + " " + kernels::name(call.dtype) + " (" +
             std::to_string(call.tensor().bytes) + " bytes)";
   }
-  return text + " by " + collective::name(call.algorithm) + ", after " + waited + ",";
+  text += std::string(" by ") + collective::name(call.algorithm);
+  if (operation.site_ != nullptr) text += std::string(", called at ") + operation.site_;
+  return text + ", after " + waited + ",";
 }
 
 Engine& Engine::instance() {

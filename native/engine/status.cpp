@@ -3,7 +3,9 @@
 #include <netfold/engine/status.hpp>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
+#include <thread>
 
 namespace netfold::engine {
 
@@ -57,9 +59,20 @@ void StatusPage::close(StatusEntry* entry) {
   entry->in_use = 0;
 }
 
-void StatusWrite::put(char* to, std::size_t room, const std::string& text) {
-  const std::size_t some = std::min(room - 1, text.size());
-  std::memcpy(to, text.data(), some);
+bool StatusRead::copy(const StatusEntry* entry, StatusEntry& into) {
+  if (entry == nullptr) return false;
+  for (;;) {
+    const auto before = entry->version.load(std::memory_order_acquire);
+    std::memcpy(&into.in_use, &entry->in_use, sizeof into - offsetof(StatusEntry, in_use));
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (before % 2 == 0 && entry->version.load(std::memory_order_relaxed) == before) return true;
+    std::this_thread::yield();
+  }
+}
+
+void StatusWrite::put(char* to, std::size_t room, const char* text) {
+  const std::size_t some = text == nullptr ? 0 : strnlen(text, room - 1);
+  std::memcpy(to, text == nullptr ? "" : text, some);
   to[some] = '\0';
 }
 

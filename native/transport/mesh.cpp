@@ -10,6 +10,27 @@ Mesh::Io Mesh::receive(int peer, std::byte* into, std::size_t bytes) {
   return receive(peer, {&piece, 1});
 }
 
+Rail* Mesh::rail(int peer, int number) {
+  if (peer < 0 || peer >= size() || !leads_to(peer) || number < 0 || number >= pipe(peer).rails()) return nullptr;
+  return pipe(peer).rail(number);
+}
+
+bool Mesh::catch_up() {
+  bool all = true;
+  for (const auto& pipe : pipes_) {
+    for (int number = 0; pipe != nullptr && number < pipe->rails(); ++number) all &= pipe->rail(number)->catch_up();
+  }
+  return all;
+}
+
+void Mesh::wait_to_catch_up(std::vector<pollfd>& fds) {
+  for (const auto& pipe : pipes_) {
+    for (int number = 0; pipe != nullptr && number < pipe->rails(); ++number) {
+      if (!pipe->rail(number)->catch_up()) pipe->rail(number)->wait_for(POLLOUT, fds);
+    }
+  }
+}
+
 void Mesh::close() {
   for (auto& pipe : pipes_) pipe.reset();
 }

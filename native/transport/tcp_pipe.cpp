@@ -1,65 +1,91 @@
-#include <fcntl.h>
-#include <linux/sockios.h>
-#include <netinet/tcp.h>
-#include <sys/ioctl.h>
 #include <netfold/transport/tcp_pipe.hpp>
 
-#include <cerrno>
+#include <algorithm>
 
 namespace netfold::transport {
 namespace {
 
-// What a socket holds beyond what is on its way: enough to bridge the millisecond until a busy host's sender runs
-// again at 1 Gbit/s several times over. More would let a sender believe that it is through with one peer, and start on
-// the next, megabytes too early.
-constexpr int kUnsentBytes = 512 << 10;
+constexpr std::size_t kMaxPieces = 64;
 
 }  // namespace
 
-TcpPipe::TcpPipe(Fd socket) : socket_(std::move(socket)) {
-  const int fd = socket_.get();
-  const int flags = fcntl(fd, F_GETFL);
-  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) throw_errno("set non-blocking");
-  const int on = 1;
-  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsentBytes, sizeof kUnsentBytes);
+TcpPipe::TcpPipe(std::vector<Fd> sockets, std::function<void(int rail)> breaks)
+    : reported_(sockets.size(), -1), breaks_(std::move(breaks)) {
+  rails_.reserve(sockets.size());
+  for (Fd& socket : sockets) rails_.emplace_back(std::move(socket), breaks_ != nullptr);
 }
 
 Pipe::Io TcpPipe::send(std::span<const iovec> pieces) {
-  msghdr message{};
-  message.msg_iov = const_cast<iovec*>(pieces.data());
-  message.msg_iovlen = pieces.size();
-  const ssize_t sent = ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-  if (sent >= 0) return {.bytes = static_cast<std::size_t>(sent)};
-  if (errno == EAGAIN || errno == EINTR) return {};
-  return {.closed = true, .error = errno};
+  return by_stripes(pieces, sent_, [](Rail& rail, std::span<const iovec> part) { return rail.send(part); });
 }
 
 Pipe::Io TcpPipe::receive(std::span<const iovec> pieces) {
-  msghdr message{};
-  message.msg_iov = const_cast<iovec*>(pieces.data());
-  message.msg_iovlen = pieces.size();
-  const ssize_t got = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
-  if (got > 0) return {.bytes = static_cast<std::size_t>(got)};
-  if (got == 0) return {.closed = true};
-  if (errno == EAGAIN || errno == EINTR) return {};
-  return {.closed = true, .error = errno};
+  return by_stripes(pieces, received_, [](Rail& rail, std::span<const iovec> part) { return rail.receive(part); });
 }
 
-void TcpPipe::wait_for(short events, std::vector<pollfd>& fds) const { fds.push_back({socket_.get(), events, 0}); }
+// Stripe after stripe, until one does not go as a whole.
+template <class Move>
+Pipe::Io TcpPipe::by_stripes(std::span<const iovec> pieces, std::uint64_t& position, Move move) {
+  if (rails_.size() == 1) {
+    const Io io = move(rails_[0], pieces);
+    if (breaks_ != nullptr && io.bytes == 0) look_at(0);
+    return io;
+  }
+  Io all;
+  std::size_t piece = 0;
+  std::size_t offset = 0;
+  while (piece < pieces.size()) {
+    iovec part[kMaxPieces];
+    std::size_t count = 0;
+    const std::size_t room = kStripeBytes - position % kStripeBytes;
+    std::size_t bytes = 0;
+    while (piece < pieces.size() && bytes < room && count < kMaxPieces) {
+      const std::size_t some = std::min(pieces[piece].iov_len - offset, room - bytes);
+      part[count++] = {static_cast<std::byte*>(pieces[piece].iov_base) + offset, some};
+      bytes += some;
+      offset += some;
+      if (offset == pieces[piece].iov_len) {
+        ++piece;
+        offset = 0;
+      }
+    }
+    const std::size_t rail = rail_at(position);
+    const Io io = move(rails_[rail], {part, count});
+    position += io.bytes;
+    all.bytes += io.bytes;
+    if (io.bytes < bytes) {
+      look_at(rail);
+      // What went before counts first; the rail says again that it is lost.
+      return all.bytes > 0 ? all : io;
+    }
+  }
+  return all;
+}
 
-bool TcpPipe::hung_up() const {
-  pollfd look{socket_.get(), POLLRDHUP, 0};
-  return ::poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+void TcpPipe::look_at(std::size_t rail) {
+  if (!rails_[rail].is_broken() || reported_[rail] == rails_[rail].mends() || breaks_ == nullptr) return;
+  reported_[rail] = rails_[rail].mends();
+  breaks_(static_cast<int>(rail));
+}
+
+void TcpPipe::wait_for(short events, std::vector<pollfd>& fds) const {
+  if ((events & POLLOUT) != 0) rails_[rail_at(sent_)].wait_for(POLLOUT, fds);
+  if ((events & ~POLLOUT) != 0) rails_[rail_at(received_)].wait_for(static_cast<short>(events & ~POLLOUT), fds);
+}
+
+bool TcpPipe::hung_up() {
+  bool gone = false;
+  for (std::size_t rail = 0; rail < rails_.size(); ++rail) {
+    gone |= rails_[rail].hung_up();
+    look_at(rail);
+  }
+  return gone;
 }
 
 std::size_t TcpPipe::unconfirmed() const {
-  // A connection that was reset still counts what it will never send.
-  tcp_info info{};
-  socklen_t length = sizeof info;
-  if (::getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0 || info.tcpi_state == TCP_CLOSE) return 0;
-  int bytes = 0;
-  return ::ioctl(socket_.get(), SIOCOUTQ, &bytes) == 0 && bytes > 0 ? static_cast<std::size_t>(bytes) : 0;
+  std::size_t bytes = 0;
+  for (const Rail& rail : rails_) bytes += rail.unconfirmed();
+  return bytes;
 }
 
 }  // namespace netfold::transport

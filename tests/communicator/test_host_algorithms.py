@@ -264,17 +264,18 @@ def test_bruck_refuses_blocks_that_differ_in_a_sentence() -> None:
 
 def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: int | None = None) -> list[Any]:
     """A group a rank, each with a table of its own (operation, from bytes, algorithm, wire) of the same hash."""
-    fds = [[-1] * len(tables) for _ in tables]
+    fds: list[list[list[int]]] = [[[] for _ in tables] for _ in tables]
     for low, high in itertools.combinations(range(len(tables)), 2):
         ends = socket.socketpair()
         for end in ends if buffer_bytes is not None else ():
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-        fds[low][high], fds[high][low] = (end.detach() for end in ends)
+        fds[low][high], fds[high][low] = ([end.detach()] for end in ends)
     return [
         engine.add_group(
             rank=rank,
             fds=fds[rank],
-            lane_fds=[-1] * len(tables),  # nobody sends messages
+            lane_fds=[[] for _ in tables],  # nobody sends messages
+            mends=[False] * len(tables),
             id=900 + rank,
             job="",
             spin_us=0,

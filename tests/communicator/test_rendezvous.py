@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 import socket
 import struct
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_threads, values
+from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.communicator import rendezvous
+from netfold.communicator import door, handshake, rendezvous
+from netfold.communicator.addresses import Interfaces
+from netfold.communicator.door import Resident, leave, open_door
+from netfold.control import parse_endpoint
 
 pytestmark = pytest.mark.native
 
@@ -24,26 +28,41 @@ SECRET = bytes(range(32))
 
 
 LANES = 2
+LOOPBACK = ("127.0.0.1",)
+ANY_PORT = range(1)
+TOKEN = handshake.token_of(SECRET)
 
 
-def mesh(rank: int, size: int, folder: str, secrets: list[bytes], timeout_s: float = 10.0) -> list[list[int]]:
-    """Meet over loopback; exchange a byte a connection; lane by lane who answered: 10 * lane + rank."""
-    sockets = rendezvous.connect_mesh(
-        FileStore(folder), rank, size, "127.0.0.1", secrets[rank], time.monotonic() + timeout_s, LANES
-    )
-    for lane, peers in enumerate(sockets):
-        for peer in peers:
-            if peer is not None:
-                peer.settimeout(5)
-                peer.sendall(bytes([10 * lane + rank]))
-    met = [[-1 if peer is None else peer.recv(1)[0] for peer in peers] for peers in sockets]
-    rendezvous.close_all(sockets)
-    return met
+def mesh(
+    rank: int, size: int, folder: str, secrets: list[bytes], timeout_s: float = 10.0, hosts: tuple[str, ...] = LOOPBACK
+) -> list[list[list[int]]]:
+    """Meet over loopback and exchange a byte a connection; who answered: 100 * lane + 10 * rail + rank."""
+    deadline = time.monotonic() + timeout_s
+    interfaces = Interfaces(hosts, named=True)
+    resident = Resident(secrets[rank], rank, size, LANES, interfaces.rails)
+    here = open_door(rank, hosts, ANY_PORT, deadline)
+    try:
+        here.admit(resident)
+        sockets, _ = rendezvous.connect_mesh(FileStore(folder), resident, here, interfaces, deadline)
+        for lane, peers in enumerate(sockets):
+            for rails in peers:
+                for rail, stream in enumerate(rails):
+                    stream.settimeout(5)
+                    stream.sendall(bytes([100 * lane + 10 * rail + rank]))
+        met = [[[stream.recv(1)[0] for stream in rails] for rails in peers] for peers in sockets]
+        rendezvous.close_all(sockets)
+        return met
+    finally:
+        here.bid_farewell(resident, "the test is over", -1)
+        leave(here)
 
 
-def everyone(size: int) -> list[list[list[int]]]:
+def everyone(size: int, rails: int = 1) -> list[list[list[list[int]]]]:
     return [
-        [[-1 if peer == rank else 10 * lane + peer for peer in range(size)] for lane in range(LANES)]
+        [
+            [[100 * lane + 10 * rail + peer for rail in range(rails)] if peer != rank else [] for peer in range(size)]
+            for lane in range(LANES)
+        ]
         for rank in range(size)
     ]
 
@@ -53,28 +72,63 @@ def test_every_rank_is_connected_with_every_other(size: int) -> None:
     assert values(run_threads(mesh, size, [SECRET] * size)) == everyone(size)
 
 
+def test_over_several_interfaces_there_is_a_connection_for_each() -> None:
+    hosts = ("127.0.0.1", "127.0.0.2")
+    assert values(run_threads(mesh, 3, [SECRET] * 3, 10.0, hosts)) == everyone(3, 2)
+
+
+def _mesh_over(rank: int, size: int, folder: str, hosts: list[tuple[str, ...]]) -> Any:
+    return mesh(rank, size, folder, [SECRET] * size, 2.0, hosts[rank])
+
+
+def test_ranks_that_name_different_numbers_of_interfaces_say_so() -> None:
+    outcomes = run_threads(_mesh_over, 2, [("127.0.0.1", "127.0.0.2"), ("127.0.0.1",)])
+    assert "rank 0 names 2 interfaces, rank 1 1: every rank needs as many (NETFOLD_INTERFACE)" in outcomes[1].text
+
+
+def hello(
+    purpose: int = 1,
+    token: bytes = TOKEN,
+    knocker: int = 1,
+    at: int = 0,
+    size: int = 3,
+    lane: int = 0,
+    rail: int = 0,
+) -> bytes:
+    return struct.pack(">8sB16sIIIBB32s", b"netfold3", purpose, token, knocker, at, size, lane, rail, bytes(32))
+
+
 STRANGERS: dict[str, list[bytes]] = {
     "says nothing and goes": [],
     "speaks HTTP": [b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n" + bytes(200)],
-    "sends half a hello": [b"netfold2\x00\x00"],
-    "claims a rank but knows no secret": [struct.pack(">8sIII32s", b"netfold2", 1, 3, 0, bytes(32)), bytes(32)],
-    "claims a rank that does not exist": [struct.pack(">8sIII32s", b"netfold2", 9, 3, 0, bytes(32))],
-    "is of a group of another size": [struct.pack(">8sIII32s", b"netfold2", 1, 7, 0, bytes(32))],
-    "asks for a lane that does not exist": [struct.pack(">8sIII32s", b"netfold2", 1, 3, LANES, bytes(32))],
+    "sends half a hello": [b"netfold3\x00\x00"],
+    "claims a rank but knows no secret": [hello(), bytes(32)],
+    "asks what a rank does but knows no secret": [hello(purpose=2), bytes(32)],
+    "claims a rank that does not exist": [hello(knocker=9)],
+    "asks for a rank that is not here": [hello(at=2)],
+    "claims to be the rank it talks to": [hello(knocker=0)],
+    "is of a group of another size": [hello(size=7)],
+    "is of another group": [hello(token=bytes(16))],
+    "asks for a lane that does not exist": [hello(lane=LANES)],
+    "asks for a rail that does not exist": [hello(rail=1)],
+    "wants something that does not exist": [hello(purpose=9)],
     "sends random bytes": [os.urandom(4096)],
 }
 
 
+def _address_of_rank_0(folder: str) -> tuple[str, int]:
+    return parse_endpoint(json.loads(FileStore(folder).get("address/0", 10.0))["at"][0], what="rank 0")
+
+
 def _visit(folder: str, words: list[bytes], done: threading.Event) -> None:
-    host, _, port = FileStore(folder).get("address/0", 10.0).decode().rpartition(":")
-    with socket.create_connection((host, int(port)), 5) as stream:
+    with socket.create_connection(_address_of_rank_0(folder), 5) as stream:
         for word in words:
             stream.sendall(word)
             time.sleep(0.02)
     done.set()
 
 
-def _mesh_with_visitor(rank: int, size: int, folder: str, words: list[bytes]) -> list[list[int]]:
+def _mesh_with_visitor(rank: int, size: int, folder: str, words: list[bytes]) -> Any:
     visited = threading.Event()
     if rank == 1:
         _visit(folder, words, visited)  # before the real ranks: rank 0 must let it go and meet them
@@ -88,45 +142,38 @@ def test_a_stranger_at_the_rendezvous_port_is_dropped_and_the_group_comes_togeth
     assert values(run_threads(_mesh_with_visitor, 3, STRANGERS[stranger])) == everyone(3)
 
 
-def _mesh_with_a_silent_visitor(rank: int, size: int, folder: str) -> list[int]:
+def _mesh_with_a_silent_visitor(rank: int, size: int, folder: str) -> Any:
     if rank == 1:
-        host, _, port = FileStore(folder).get("address/0", 10.0).decode().rpartition(":")
-        with socket.create_connection((host, int(port)), 5):
+        with socket.create_connection(_address_of_rank_0(folder), 5):
             return mesh(rank, size, folder, [SECRET] * size)
     return mesh(rank, size, folder, [SECRET] * size)
 
 
-def test_a_stranger_that_stays_and_says_nothing_delays_the_group_by_no_more_than_a_handshake(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rendezvous, "_HANDSHAKE_TIMEOUT_S", 0.3)
+def test_a_stranger_that_stays_and_says_nothing_delays_nobody() -> None:
+    began = time.monotonic()
     assert values(run_threads(_mesh_with_a_silent_visitor, 2)) == everyone(2)
+    assert time.monotonic() - began < door.HANDSHAKE_TIMEOUT_S / 2
 
 
 def test_a_rank_with_a_wrong_secret_is_refused_by_name() -> None:
     outcomes = run_threads(mesh, 2, [SECRET, bytes(32)], 1.5)
     assert outcomes[1].error == "RendezvousError"
-    assert "is not rank 0 of this job: it does not know the job's secret" in outcomes[1].text
+    assert "is not rank 0 of this group" in outcomes[1].text
     assert outcomes[0].error == "RendezvousError"
     assert "rank 0: rank 1 of 2 did not connect in time" in outcomes[0].text
 
 
 def _forward(rank: int, size: int, folder: str) -> Any:
     """Rank 1 is a man in the middle: it passes rank 0's own proof back to it."""
-    store = FileStore(folder)
     if rank == 0:
-        return rendezvous.connect_mesh(store, 0, 2, "127.0.0.1", SECRET, time.monotonic() + 1.0)
-    host, _, port = store.get("address/0", 5.0).decode().rpartition(":")
-    with socket.create_connection((host, int(port)), 5) as stream:
-        stream.sendall(struct.pack(">8sIII32s", b"netfold2", 1, 2, 0, bytes(32)))
-        answer = stream.recv(64, socket.MSG_WAITALL)
-        assert hmac.compare_digest(
-            answer[32:],
-            hmac.new(
-                SECRET, b"accept" + bytes(32) + answer[:32] + struct.pack(">III", 1, 0, 0), hashlib.sha256
-            ).digest(),
-        )
-        stream.sendall(answer[32:])
+        return mesh(0, 2, folder, [SECRET] * 2, 1.0)
+    said = hello(size=2)
+    with socket.create_connection(_address_of_rank_0(folder), 5) as stream:
+        stream.sendall(said)
+        answer = stream.recv(65, socket.MSG_WAITALL)
+        proof = hmac.new(SECRET, b"open" + said + answer[1:33], hashlib.sha256).digest()
+        assert hmac.compare_digest(answer[33:], proof)
+        stream.sendall(proof)
         stream.settimeout(5)
         return stream.recv(1)
 
@@ -237,15 +284,16 @@ def in_ports(rank: int, size: int, folder: str, first: int) -> list[str]:
         options = Options(ports=f"{first}-{first + size - 1}")
         with Communicator(FileStore(f"{folder}/{turn}"), rank, size, options=options, join_timeout_s=20) as group:
             group.barrier()
-    return [FileStore(f"{folder}/0").get(f"1/address/{peer}", 0).decode() for peer in range(size)]
+    return [json.loads(FileStore(f"{folder}/0").get(f"1/address/{peer}", 0))["at"][0] for peer in range(size)]
 
 
 def test_ranks_listen_in_the_ports_they_are_given() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         first = min(probe.getsockname()[1], 65000)
-    found = values(run_threads(in_ports, 3, first))[0]
+    found = values(run_ranks(in_ports, 3, first))[0]
     assert sorted(found) == [f"127.0.0.1:{first + number}" for number in range(3)]
+    assert set(values(run_threads(in_ports, 3, first))[0]) == {f"127.0.0.1:{first}"}, "one port a process is enough"
 
 
 def test_a_range_without_a_free_port_is_named() -> None:
@@ -256,7 +304,7 @@ def test_a_range_without_a_free_port_is_named() -> None:
         with pytest.raises(
             rendezvous.RendezvousError, match=rf"no port of {port}-{port} is free on 127.0.0.1 .NETFOLD_PORTS"
         ):
-            rendezvous._listen(0, "127.0.0.1", range(port, port + 1), 1, time.monotonic() + 0.1)
+            open_door(0, LOOPBACK, range(port, port + 1), time.monotonic() + 0.1)
 
 
 @pytest.mark.parametrize("words", ["x", "0", "7-3", "1-70000", "5-"])

@@ -14,8 +14,12 @@ from typing import Any
 
 import numpy as np
 
+import netfold
 from netfold._native import engine, protocol
-from netfold.communicator import probe, rendezvous
+from netfold.communicator import caretaker, probe, rendezvous
+from netfold.communicator.addresses import interface_of, own_interfaces
+from netfold.communicator.caretaker import Ward
+from netfold.communicator.door import Resident, leave, open_door
 from netfold.communicator.errors import NetfoldError, RendezvousError, error_of
 from netfold.communicator.membership import Membership
 from netfold.communicator.nodes import Node, find_nodes
@@ -50,6 +54,9 @@ _LANES = 2
 # What comes through memory comes in microseconds, if its sender runs; who yields meanwhile takes nothing from anybody.
 _SPIN_US, _CROWDED_SPIN_US = 200, 1000
 
+# Where the user's own lines begin.
+engine.hide_from_call_sites(os.path.dirname(netfold.__file__) + os.sep)
+
 _ids = itertools.count(1)
 
 
@@ -83,18 +90,24 @@ class Group:
         self._pid = os.getpid()
         self._closed = False
         self._close_lock = threading.Lock()
+        self._seen: str | None = None
         self.membership: Membership | None = None
 
         # The part of the store that this life of the group has to itself.
         self.store = store = rendezvous.claim(store, rank, size, deadline)
         job = rendezvous.agree(store, rank, size, options, deadline)
-        host = rendezvous.local_host(options, store_host)
-        ports = options.port_range()
-        sockets = rendezvous.connect_mesh(store, rank, size, host, job.secret, deadline, _LANES, ports)
+        interfaces = own_interfaces(options, store_host)
+        host = interfaces.hosts[0]
+        self._resident = Resident(job.secret, rank, size, _LANES, interfaces.rails)
+        self._door = door = open_door(rank, interfaces.hosts, options.port_range(), deadline)
+        sockets: rendezvous.Sockets = []
         node: Node | None = None
         try:
+            door.admit(self._resident)
+            sockets, neighbours = rendezvous.connect_mesh(store, self._resident, door, interfaces, deadline)
+            streams = rendezvous.first_rail(sockets[0])
             enabled = options.transport != "tcp"
-            self.nodes, node = find_nodes(rank, size, sockets[0], enabled=enabled, deadline=deadline)
+            self.nodes, node = find_nodes(rank, size, streams, enabled=enabled, deadline=deadline)
             shared = node is not None and len(node.ranks) == size
             self.shares_buckets = shared and options.share_buckets != "off"
             topology = Topology(self.nodes)
@@ -110,7 +123,7 @@ class Group:
                 )
 
             if job.probe and not shared and size > 1:
-                choice = probe.agree(sockets[0], rank, topology, build, deadline)
+                choice = probe.agree(streams, rank, topology, build, deadline, rails=interfaces.rails)
             else:
                 choice = probe.Choice(build(DEFAULT_LINKS), DEFAULT_LINKS, topology)
             self.table: ChoiceTable = choice.table
@@ -134,15 +147,22 @@ class Group:
             rendezvous.close_all(sockets)
             if node is not None:
                 node.close()
+            door.bid_farewell(self._resident, "it could not join", -1)
+            leave(door)
             raise
         self._switch = job.switch
-        fds, lane_fds = ([-1 if stream is None else _detached(stream) for stream in lane] for lane in sockets)
+        used = _by_interface(sockets[0])
+        fds, lane_fds = ([[_detached(stream) for stream in row] for row in lane] for lane in sockets)
+        # A connection inside a host breaks only where a process dies.
+        mends = [options.reconnect_s != 0 and node != self.nodes[rank] for node in self.nodes]
+        self._id = next(_ids)
         crowded = node is not None and len(node.ranks) > len(os.sched_getaffinity(0))
         self._native = engine.add_group(
             rank=rank,
             fds=fds,
             lane_fds=lane_fds,
-            id=next(_ids),
+            mends=mends,
+            id=self._id,
             job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
             spin_us=(_CROWDED_SPIN_US if crowded else _SPIN_US) if options.spin_us is None else options.spin_us,
             spins_for_sockets=options.spin_us is not None,
@@ -172,7 +192,17 @@ class Group:
                 self.membership.window,
                 self.membership.payload_bytes,
             )
-        log.info("rank %d of %d listens on %s; all_reduce: %s", rank, size, host, self.why("all_reduce", 1 << 24))
+        self._ward = Ward(self._native, self._resident, neighbours, float(options.reconnect_s or 0))
+        caretaker.take_care(self._id, self._ward)
+        log.info(
+            "rank %d of %d listens on %s, port %d; %s; all_reduce: %s",
+            rank,
+            size,
+            ", ".join(door.hosts),
+            door.port,
+            "; ".join([*used, *(f"not used: {failed}" for failed in neighbours.failed)]),
+            self.why("all_reduce", 1 << 24),
+        )
 
     def submit(
         self,
@@ -254,6 +284,8 @@ class Group:
         """What befell a failed operation, with the missing ranks where the switch knows them."""
         kind, rank, text = operation.failure
         name = engine.FAILURES[kind]
+        if name == "timeout":
+            text += self._last_seen(rank)
         record = records_of(operation.record())[0]
         in_network = record["algorithm"] == engine.ALGORITHMS["in_network"]
         if name == "timeout" and in_network and self.membership is not None:
@@ -266,6 +298,14 @@ class Group:
                 text += "; the switch has every rank's part, or cannot be reached: packets to it may be lost"
             text += ". Did every rank make this call?"
         return error_of(name, rank, text)
+
+    def _last_seen(self, rank: int) -> str:
+        """What the others say they do, whoever is waited for first; costs up to a second."""
+        with self._close_lock:
+            if self._seen is None:
+                others = [each for each in range(self.size) if each != self.rank]
+                self._seen = caretaker.describe(self._ward.ask(sorted(others, key=lambda each: each != rank)))
+        return f". Just now {self._seen}" if self._seen else ""
 
     def candidates(self, operation: str, size_bytes: int) -> list[Candidate]:
         """All algorithms for it and what this group's cost model expects of them, the quickest first.
@@ -313,7 +353,11 @@ class Group:
         failure = self._native.failure
         if self.membership is not None:
             self.membership.leave(failure[2] if failure is not None else "it closed the group")
+        caretaker.let_go(self._id)
+        why, fault = ("it closed the group", -1) if failure is None else (failure[2], failure[1])
+        self._door.bid_farewell(self._resident, why, fault)
         engine.remove_group(self._native)
+        leave(self._door)
 
     def _fail(self, kind: str, rank: int, text: str) -> None:
         self._native.fail(engine.FAILURES.index(kind), rank, text)
@@ -334,6 +378,17 @@ def _log_to_stderr() -> None:
 
 def region(array: np.ndarray[Any, Any]) -> Region:
     return array.ctypes.data, array.nbytes
+
+
+def _by_interface(lane: Sequence[Sequence[socket.socket]]) -> list[str]:
+    """Which ranks are reached over which interface, in words."""
+    peers: dict[str, list[int]] = {}
+    for peer, row in enumerate(lane):
+        for stream in row:
+            peers.setdefault(stream.getsockname()[0], []).append(peer)
+    return [
+        f"reaches rank {', '.join(map(str, ranks))} over {interface_of(host)} ({host})" for host, ranks in peers.items()
+    ]
 
 
 def _detached(stream: socket.socket) -> int:

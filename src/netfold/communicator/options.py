@@ -21,10 +21,13 @@ class Options:
     transport: auto, or tcp to keep ranks that share memory from using it (NETFOLD_TRANSPORT).
     share_buckets: on or off: move DDP's buckets to shared memory, in place, where all ranks are on one machine
         (NETFOLD_SHARE_BUCKETS).
-    interface: name or address of the interface to use (NETFOLD_INTERFACE); default: the one that routes to the
-        rendezvous host.
-    ports: the port, or first-last, to listen on while a group comes together (NETFOLD_PORTS), for firewalls; default:
-        any. Every rank of a host needs one, and so does every group that its threads make at the same time.
+    interface: names or addresses of the interfaces to use, by commas (NETFOLD_INTERFACE); over several every transfer
+        goes in stripes, the k-th of one rank with the k-th of another. Default: whichever reaches the other rank, the
+        one that routes to the rendezvous host first.
+    ports: the port, or first-last, to listen on (NETFOLD_PORTS), for firewalls; default: any. Every process of a host
+        needs one.
+    reconnect_s: seconds within which a connection between hosts that broke may come back (NETFOLD_RECONNECT_S); 0: it
+        is not tried, and nothing is kept for it.
     window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
     probe: on or off: whether a new group measures its links (NETFOLD_PROBE); off: built-in figures, and the
         same choice of algorithms in every run.
@@ -40,6 +43,7 @@ class Options:
     interface: str | None = None
     ports: str | None = None
     window_bytes: int | None = None
+    reconnect_s: int | None = None
     probe: str | None = None
     spin_us: int | None = None
 
@@ -51,7 +55,7 @@ class Options:
                 continue
             variable = f"NETFOLD_{field.name.upper()}"
             text = environment.get(variable, "").strip()
-            if field.name in ("window_bytes", "spin_us"):
+            if field.name in ("window_bytes", "reconnect_s", "spin_us"):
                 values[field.name] = _number(variable, text) if text else _DEFAULT_NUMBERS[field.name]
             else:
                 values[field.name] = text or _DEFAULT_WORDS.get(field.name)
@@ -79,7 +83,7 @@ class Options:
 
 TRANSPORTS = ("auto", "tcp")
 _DEFAULT_WORDS = {"algorithm": "auto", "wire": "auto", "transport": "auto", "share_buckets": "on", "probe": "on"}
-_DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "spin_us": None}
+_DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "reconnect_s": 10, "spin_us": None}
 
 
 def _number(variable: str, text: str) -> int:

@@ -66,6 +66,8 @@ def agree(
     topology: Topology,
     build: Callable[[Links], ChoiceTable],
     deadline: float,
+    *,
+    rails: int = 1,
 ) -> Choice:
     """Rank 0 measures and decides; every rank returns what it decided. `build` makes the table, at rank 0.
 
@@ -81,7 +83,7 @@ def agree(
         # A rank on another host, or, where all are on one, any: algorithms over the mesh go through its loopback.
         elsewhere = [other for other in streams if topology.nodes[other] != topology.nodes[0]]
         peer = (elsewhere or list(streams))[0]
-        links = _measure(streams, peer)
+        links = _measure(streams, peer, rails)
         choice = Choice(build(links), links, topology)
         frame = choice.to_json()
         for peer in streams:
@@ -106,7 +108,7 @@ def _follow(leader: socket.socket) -> Choice:
         leader.sendall(data[:1])
 
 
-def _measure(streams: dict[int, socket.socket], peer: int) -> Links:
+def _measure(streams: dict[int, socket.socket], peer: int, rails: int) -> Links:
     memory_bytes_per_s, reduce_bytes_per_s = _local_rates()
     links = replace(
         DEFAULT_LINKS,
@@ -119,7 +121,9 @@ def _measure(streams: dict[int, socket.socket], peer: int) -> Links:
     )
     if hosts not in _measured:
         _measured[hosts] = fit_link(_ping(streams[peer]))
-    return replace(links, network=_measured[hosts])
+    # Stripes over networks that are alike: all of them at the pace of the one that was measured.
+    network = _measured[hosts]
+    return replace(links, network=replace(network, bytes_per_s=network.bytes_per_s * rails))
 
 
 def _ping(stream: socket.socket) -> list[tuple[int, float]]:

@@ -1,40 +1,37 @@
-"""From a store to a mesh: every rank listens, leaves its address, and is connected with every other.
+"""From a store to a mesh: every rank leaves its addresses, and is connected with every other.
 
-Rank i connects to all ranks below it, once for each lane. A connection counts only after both ends have proved, by HMAC
-over fresh nonces, that they know the job's secret, which rank 0 drew and left in the store: a stranger that finds the
-port is dropped, and cannot block the others, since each handshake has a deadline of its own.
+Rank i knocks at the doors (door.py) of all ranks below it, once for each lane and rail. A connection counts only after
+both ends have proved that they know the job's secret, which rank 0 drew and left in the store (handshake.py).
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import hashlib
-import hmac
 import itertools
 import json
 import os
 import secrets
 import socket
-import struct
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from netfold.communicator import handshake
+from netfold.communicator.addresses import Interfaces
+from netfold.communicator.door import Door, Resident
 from netfold.communicator.errors import RendezvousError
+from netfold.communicator.handshake import JOIN, Hello
 from netfold.communicator.options import Options
 from netfold.communicator.store import PrefixStore, Store
-from netfold.control import format_endpoint, parse_endpoint, receive_exactly
+from netfold.control import format_endpoint, parse_endpoint
 from netfold.plan import check_words
 
-_HELLO = struct.Struct(">8sIII32s")  # magic, rank, size, lane, nonce
-_MAGIC = b"netfold2"
-_PROOF_BYTES = 32
-_WELCOME = b"+"
-# A stranger holds a listener up for no longer than this.
-_HANDSHAKE_TIMEOUT_S = 5.0
+Sockets = list[list[list[socket.socket]]]  # by lane, rank and rail; none at our own place
+
 _RETRY_S = 0.05
-ANY_PORT = range(1)  # the kernel's choice
-_SIOCGIFADDR = 0x8915
+_NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EINVAL)
+# One of several addresses of a rank is given up for the next after this; its handshake is waited for while it is alive.
+_TRY_S = 1.0
 # Longest wait for the word of whoever has a rank; it is there unless that process died right then.
 _OWNER_TIMEOUT_S = 5.0
 _process = (os.getpid(), secrets.token_hex(16))
@@ -126,179 +123,169 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
     )
 
 
-def local_host(options: Options, store_host: str | None) -> str:
-    """The address to listen on: the named interface's, or the one from which the others' meeting point is reached."""
-    if options.interface:
-        return _interface_host(options.interface)
-    towards = store_host
-    if towards is None and options.switch is not None:
-        towards = parse_endpoint(options.switch, what="NETFOLD_SWITCH")[0]
-    if towards is None:
-        return "127.0.0.1"
-    try:
-        family, _, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing: asks the routing table
-            return str(probe.getsockname()[0])
-    except socket.gaierror as error:
-        source = "the rendezvous" if store_host is not None else "NETFOLD_SWITCH"
-        raise RendezvousError(f"{source} names {towards!r}, no host that is known here ({error.strerror})") from None
-    except OSError as error:
-        raise RendezvousError(f"no route to {towards} ({error}); name an interface by NETFOLD_INTERFACE") from None
+@dataclass
+class Neighbours:
+    """Where the other ranks listen, and which of their addresses has been found to lead there."""
+
+    interfaces: Interfaces
+    endpoints: list[list[tuple[str, int]]]  # by rank
+    used: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)  # by rank and rail
+    failed: list[str] = field(default_factory=list)  # what was tried in vain, in words
+
+    def to_try(self, peer: int, rail: int) -> list[tuple[str, int]]:
+        """In order: what led there before, or leads to others; of named interfaces only the rail's own at first."""
+        endpoints = self.endpoints[peer]
+        if (peer, rail) in self.used:
+            first = self.used[peer, rail]
+            return [first, *(each for each in endpoints if each != first)]
+        if self.interfaces.named:
+            return [endpoints[rail]]
+        places = {self.endpoints[other].index(used) for (other, _), used in self.used.items()}
+        return sorted(endpoints, key=lambda each: endpoints.index(each) not in places)
+
+    def source(self, rail: int) -> tuple[str, int] | None:
+        """What to connect from: the interface that the user named; else what the routing table says."""
+        return (self.interfaces.hosts[rail], 0) if self.interfaces.named else None
 
 
 def connect_mesh(
-    store: Store,
-    rank: int,
-    size: int,
-    host: str,
-    secret: bytes,
-    deadline: float,
-    lanes: int = 1,
-    ports: range = ANY_PORT,
-) -> list[list[socket.socket | None]]:
-    """For each lane one socket a rank, None at our own place. Listens on one of `ports` until all have come. Raises
-    RendezvousError naming the ranks that did not come."""
-    sockets: list[list[socket.socket | None]] = [[None] * size for _ in range(lanes)]
-    if size == 1:
-        return sockets
-    with _listen(rank, host, ports, min(lanes * size + 16, 4096), deadline) as listener:
-        store.set(f"address/{rank}", format_endpoint(host, listener.getsockname()[1]).encode())
-        try:
-            for peer in range(rank):
-                for lane in range(lanes):
-                    sockets[lane][peer] = _connect(store, rank, peer, size, lane, secret, deadline)
-            while any(sockets[lane][peer] is None for lane in range(lanes) for peer in range(rank + 1, size)):
-                accepted = _accept(listener, rank, size, lanes, secret, deadline)
-                if accepted is None:
-                    continue
-                peer, lane, stream = accepted
-                if peer <= rank or sockets[lane][peer] is not None:
-                    stream.close()
-                    raise RendezvousError(
-                        f"rank {peer} connected to rank {rank} twice: two processes were started with the same rank",
-                        rank=peer,
-                    )
-                sockets[lane][peer] = stream
-        except BaseException as error:
-            absent = [peer for peer in range(size) if peer != rank and any(row[peer] is None for row in sockets)]
-            close_all(sockets)
-            if isinstance(error, TimeoutError):
-                raise RendezvousError(
-                    f"rank {rank}: rank {', '.join(map(str, absent))} of {size} did not connect in time; did every "
-                    f"rank start, and does {host} reach their hosts?",
-                    rank=absent[0] if absent else None,
-                ) from None
-            raise
-    return sockets
-
-
-def _listen(rank: int, host: str, ports: range, backlog: int, deadline: float) -> socket.socket:
-    """A listener on the first port that is free; other groups that are coming together leave theirs soon."""
-    while True:
-        for port in ports:
-            listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-            try:
-                # Connections of former groups keep the port, but nobody listens there.
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind((host, port))
-                listener.listen(backlog)
-                return listener
-            except OSError as error:
-                listener.close()
-                if error.errno != errno.EADDRINUSE:
-                    raise RendezvousError(
-                        f"rank {rank} cannot listen on {format_endpoint(host, port)}: {error} (NETFOLD_INTERFACE)"
-                    ) from None
-        if time.monotonic() > deadline:
+    store: Store, resident: Resident, door: Door, interfaces: Interfaces, deadline: float
+) -> tuple[Sockets, Neighbours]:
+    """A socket a lane, rank and rail, and where the ranks are. Raises RendezvousError naming the ranks that did not
+    come."""
+    rank, size, lanes, rails = resident.rank, resident.size, resident.lanes, resident.rails
+    mine = {"at": [format_endpoint(host, door.port) for host in interfaces.hosts], "rails": rails}
+    store.set(f"address/{rank}", json.dumps(mine).encode())
+    neighbours = Neighbours(interfaces, [[] for _ in range(size)])
+    places = list(itertools.product(range(size), range(lanes), range(rails)))
+    try:
+        for peer, lane, rail in places:
+            if peer < rank:
+                if not neighbours.endpoints[peer]:
+                    neighbours.endpoints[peer] = _endpoints(store, resident, peer, deadline)
+                hello = Hello(JOIN, handshake.token_of(resident.secret), rank, peer, size, lane, rail)
+                resident.arrived[peer, lane, rail] = connect(neighbours, hello, resident.secret, deadline)
+        _await_arrivals(resident, {place for place in places if place[0] > rank}, deadline)
+        for peer in range(rank + 1, size):
+            neighbours.endpoints[peer] = _endpoints(store, resident, peer, deadline)
+    except BaseException as error:
+        absent = sorted({place[0] for place in places if place[0] != rank and place not in resident.arrived})
+        with resident.changed:
+            for stream in resident.arrived.values():
+                stream.close()
+        if isinstance(error, TimeoutError):
             raise RendezvousError(
-                f"rank {rank}: no port of {ports.start}-{ports.stop - 1} is free on {host} (NETFOLD_PORTS); every rank "
-                "of a host that comes into a group at the same time needs one"
-            )
-        time.sleep(_RETRY_S)
-
-
-def close_all(sockets: list[list[socket.socket | None]]) -> None:
-    for stream in itertools.chain.from_iterable(sockets):
-        if stream is not None:
-            stream.close()
-
-
-def _connect(store: Store, rank: int, peer: int, size: int, lane: int, secret: bytes, deadline: float) -> socket.socket:
-    host, port = parse_endpoint(store.get(f"address/{peer}", _left(deadline)).decode(), what=f"rank {peer}'s address")
-    while True:
-        try:
-            stream = socket.create_connection((host, port), timeout=min(_left(deadline), _HANDSHAKE_TIMEOUT_S))
-        except ConnectionRefusedError:
-            raise RendezvousError(
-                f"rank {peer} is not listening on {format_endpoint(host, port)} any more; it died or gave up",
-                rank=peer,
+                f"rank {rank}: rank {', '.join(map(str, absent))} of {size} did not connect in time; did every rank "
+                f"start, and does {', '.join(interfaces.hosts)} reach their hosts?{_tried(neighbours)}",
+                rank=absent[0] if absent else None,
             ) from None
-        except TimeoutError:
-            continue  # _left raises when the whole time is over
-        except OSError as error:
-            raise RendezvousError(
-                f"rank {rank} cannot reach rank {peer} at {format_endpoint(host, port)}: {error} (NETFOLD_INTERFACE)",
-                rank=peer,
-            ) from None
-        # A busy peer answers handshakes one by one: wait for it as long as there is time.
-        stream.settimeout(_left(deadline))
-        try:
-            if _prove(stream, rank, peer, size, lane, secret):
-                return stream
-        except (EOFError, ConnectionError):
-            # It lost patience with us, or has just gone: the next try is answered, or refused.
-            stream.close()
-            time.sleep(_RETRY_S)
-            continue
-        except BaseException:
-            stream.close()
-            raise
-        stream.close()
+        raise
+    sockets: Sockets = [
+        [[resident.arrived[peer, lane, rail] for rail in range(rails)] if peer != rank else [] for peer in range(size)]
+        for lane in range(lanes)
+    ]
+    for row in itertools.chain.from_iterable(sockets):
+        for stream in row:
+            stream.settimeout(_left(deadline))
+    return sockets, neighbours
+
+
+def _tried(neighbours: Neighbours) -> str:
+    return f" Tried in vain: {'; '.join(neighbours.failed)}." if neighbours.failed else ""
+
+
+def _endpoints(store: Store, resident: Resident, peer: int, deadline: float) -> list[tuple[str, int]]:
+    theirs = json.loads(store.get(f"address/{peer}", _left(deadline)))
+    if theirs["rails"] != resident.rails:
         raise RendezvousError(
-            f"who listens on {format_endpoint(host, port)} is not rank {peer} of this job: it does not know the "
-            "job's secret",
+            f"rank {peer} names {theirs['rails']} interfaces, rank {resident.rank} {resident.rails}: every rank needs "
+            "as many (NETFOLD_INTERFACE)",
             rank=peer,
+        )
+    return [parse_endpoint(each, what=f"rank {peer}'s address") for each in theirs["at"]]
+
+
+def _await_arrivals(resident: Resident, places: set[tuple[int, int, int]], deadline: float) -> None:
+    with resident.changed:
+        while resident.twice is None and not places <= resident.arrived.keys():
+            resident.changed.wait(_left(deadline))
+    if resident.twice is not None:
+        raise RendezvousError(
+            f"rank {resident.twice} connected to rank {resident.rank} twice: two processes were started with the same "
+            "rank",
+            rank=resident.twice,
         )
 
 
-def _prove(stream: socket.socket, rank: int, peer: int, size: int, lane: int, secret: bytes) -> bool:
-    """The connecting side of the handshake; False when who listens does not know the secret."""
-    mine = secrets.token_bytes(32)
-    stream.sendall(_HELLO.pack(_MAGIC, rank, size, lane, mine))
-    theirs = receive_exactly(stream, 32)
-    proof = receive_exactly(stream, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(secret, b"accept", mine, theirs, rank, peer, lane)):
-        return False
-    stream.sendall(_proof(secret, b"connect", mine, theirs, rank, peer, lane))
-    receive_exactly(stream, len(_WELCOME))  # else we would count a connection that the peer has given up
-    return True
+def connect(neighbours: Neighbours, hello: Hello, secret: bytes, deadline: float) -> socket.socket:
+    """A connection to a rank's door that both ends have proved, over the first of its addresses that leads there.
+
+    Raises RendezvousError when nobody listens there any more, or somebody else does; TimeoutError at the deadline.
+    """
+    peer, rail = hello.at, hello.rail
+    while True:
+        errors: list[str] = []
+        final = 0  # errors that time will not mend
+        for host, port in neighbours.to_try(peer, rail):
+            where = format_endpoint(host, port)
+            try:
+                stream = _try(neighbours, hello, secret, (host, port), deadline)
+            except ConnectionRefusedError:
+                final += 1
+                errors.append(f"rank {peer} is not listening on {where} any more; it died or gave up")
+            except handshake.NotAtHome:
+                final += 1
+                errors.append(f"who listens on {where} is not rank {peer} of this group")
+            except handshake.WrongSecret:
+                final += 1
+                errors.append(
+                    f"who listens on {where} is not rank {peer} of this job: it does not know the job's secret"
+                )
+            except TimeoutError:
+                errors.append(f"rank {peer} did not answer at {where} in time")
+            except (EOFError, ConnectionError):
+                # It lost patience with us, or has just gone: the next try is answered, or refused.
+                errors.append(f"rank {peer} at {where} closed the connection while it was made")
+            except OSError as error:
+                # A link that is down may come back; one that never was there will not.
+                final += hello.purpose == JOIN and error.errno in _NO_WAY
+                errors.append(f"rank {hello.knocker} cannot reach rank {peer} at {where}: {error} (NETFOLD_INTERFACE)")
+            else:
+                neighbours.used[peer, rail] = (host, port)
+                neighbours.failed.extend(error for error in errors if error not in neighbours.failed)
+                return stream
+        if final and final == len(errors):
+            raise RendezvousError("; ".join(errors), rank=peer)
+        if time.monotonic() > deadline:
+            raise TimeoutError("; ".join(errors))
+        time.sleep(_RETRY_S)
 
 
-def _accept(
-    listener: socket.socket, rank: int, size: int, lanes: int, secret: bytes, deadline: float
-) -> tuple[int, int, socket.socket] | None:
-    listener.settimeout(_left(deadline))
-    stream, _ = listener.accept()
-    stream.settimeout(min(_left(deadline), _HANDSHAKE_TIMEOUT_S))
+def _try(
+    neighbours: Neighbours, hello: Hello, secret: bytes, endpoint: tuple[str, int], deadline: float
+) -> socket.socket:
+    alone = len(neighbours.to_try(hello.at, hello.rail)) == 1
+    patience_s = _left(deadline) if alone else min(_left(deadline), _TRY_S)
+    stream = socket.create_connection(endpoint, patience_s, source_address=neighbours.source(hello.rail))
     try:
-        magic, peer, peer_size, lane, theirs = _HELLO.unpack(receive_exactly(stream, _HELLO.size))
-        if magic == _MAGIC and peer_size == size and peer < size and lane < lanes:
-            mine = secrets.token_bytes(32)
-            stream.sendall(mine + _proof(secret, b"accept", theirs, mine, peer, rank, lane))
-            proof = receive_exactly(stream, _PROOF_BYTES)
-            if hmac.compare_digest(proof, _proof(secret, b"connect", theirs, mine, peer, rank, lane)):
-                stream.sendall(_WELCOME)
-                return peer, lane, stream
-    except (EOFError, OSError):
-        pass
-    stream.close()  # a stranger, or a peer that gave up: the real one, if any, is still to come
-    return None
+        # A busy peer answers late: wait for it as long as there is time.
+        stream.settimeout(_left(deadline))
+        handshake.knock(stream, hello, secret)
+        return stream
+    except BaseException:
+        stream.close()
+        raise
 
 
-def _proof(secret: bytes, side: bytes, connecter: bytes, accepter: bytes, low: int, high: int, lane: int) -> bytes:
-    message = side + connecter + accepter + struct.pack(">III", low, high, lane)
-    return hmac.new(secret, message, hashlib.sha256).digest()
+def close_all(sockets: Sockets) -> None:
+    for row in itertools.chain.from_iterable(sockets):
+        for stream in row:
+            stream.close()
+
+
+def first_rail(lane: Sequence[Sequence[socket.socket]]) -> list[socket.socket | None]:
+    """By rank: what ranks speak over before the native floor takes the sockets."""
+    return [row[0] if row else None for row in lane]
 
 
 def _left(deadline: float) -> float:
@@ -306,20 +293,3 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError("the time to come together is over")
     return left
-
-
-def _interface_host(interface: str) -> str:
-    try:
-        socket.inet_pton(socket.AF_INET6 if ":" in interface else socket.AF_INET, interface)
-        return interface  # an address already
-    except OSError:
-        pass
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)[:15]))
-        except OSError as error:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise RendezvousError(
-                f"NETFOLD_INTERFACE={interface}: {error.strerror}; this host has {names} (give its address for IPv6)"
-            ) from None
-    return socket.inet_ntoa(packed[20:24])

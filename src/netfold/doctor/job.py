@@ -81,13 +81,17 @@ def _call(rank: Rank) -> str:
     return f"{rank.operation} of {rank.bytes} bytes {rank.dtype} ({rank.reduce}) by {rank.algorithm}"
 
 
+def _at(site: str) -> str:
+    return f" (called at {site})" if site else ""
+
+
 def _doing(rank: Rank, now_ns: int) -> str:
     if rank.sequence == 0:
         if rank.done_sequence == 0:
             return f"no operation yet; joined {(now_ns - rank.joined_ns) / 1e9:.1f} s ago"
         ago_s = (now_ns - rank.done_ns) / 1e9
-        return f"outside; finished {rank.done_operation} #{rank.done_sequence} {ago_s:.1f} s ago"
-    text = f"in {_call(rank)} #{rank.sequence} for {(now_ns - rank.queued_ns) / 1e9:.1f} s"
+        return f"outside; finished {rank.done_operation} #{rank.done_sequence}{_at(rank.done_site)} {ago_s:.1f} s ago"
+    text = f"in {_call(rank)} #{rank.sequence}{_at(rank.site)} for {(now_ns - rank.queued_ns) / 1e9:.1f} s"
     if rank.awaited:
         text += f"; waits for rank {', '.join(map(str, rank.awaited))}"
     if rank.waiting > 1:

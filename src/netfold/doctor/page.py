@@ -48,6 +48,8 @@ _ENTRY = np.dtype(
         ("reserved", "u1", 2),
         ("done_ns", "i8"),
         ("failure", "S512"),
+        ("site", "S160"),
+        ("done_site", "S160"),
     ]
 )
 _LAYOUT = 1
@@ -81,6 +83,8 @@ class Rank:
     done_operation: str
     done_ns: int
     failure: str
+    site: str  # where the operation under way was called, and the newest that is done; empty: not known
+    done_site: str
 
 
 def find_ranks(pid: int | None = None) -> list[Rank]:
@@ -160,6 +164,8 @@ def _rank(pid: int, state: str, command: str, entry: np.void) -> Rank:
         done_operation=_name(engine.KINDS, entry["done_kind"]),
         done_ns=int(entry["done_ns"]),
         failure=bytes(entry["failure"]).decode(errors="replace"),
+        site=bytes(entry["site"]).decode(errors="replace"),
+        done_site=bytes(entry["done_site"]).decode(errors="replace"),
     )
 
 

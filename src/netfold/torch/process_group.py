@@ -11,6 +11,7 @@ defined.
 from __future__ import annotations
 
 import collections
+import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, FakeProcessGroup, Store
 
+from netfold._native import engine
 from netfold.communicator import Group
 from netfold.communicator.group import KINDS
 from netfold.torch import calls, monitored, sparse
@@ -34,6 +36,9 @@ Work = CompletedWork | NetfoldWork
 _ALL_REDUCE = KINDS["all_reduce"]
 _profiling = torch._C._autograd._profiler_enabled
 _profiled = torch._C._profiler._RecordFunctionFast  # the one that takes tensors, so that their shapes are shown
+
+# An error names the line of the user's that called, not torch's.
+engine.hide_from_call_sites(os.path.dirname(torch.__file__) + os.sep)
 
 
 class ProcessGroupNetfold(dist.ProcessGroup):

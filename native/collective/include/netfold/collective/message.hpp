@@ -31,8 +31,10 @@ struct MessageHeader {
   std::uint64_t bytes = 0;  // behind this header
 
   static MessageHeader of(const Call& call, std::uint64_t bytes);
-  // "all_reduce #12 of 10 f32 (sum, root 0, ring, wire f32)"
+  // "all_reduce #12 of 10 f32 (sum, root 0, ring, wire f32, 40 bytes)"
   std::string text() const;
+  // The same without the bytes: alike on all ranks of a call.
+  std::string words() const;
 };
 static_assert(sizeof(MessageHeader) == 40);
 

@@ -84,6 +84,7 @@ class PointToPoint {
   // Whether something said is still on its way, and would be lost by closing now.
   bool unconfirmed() const;
   void close() { lane_->close(); }
+  transport::Mesh& mesh() { return *lane_; }
 
  private:
   struct Send {

@@ -20,15 +20,18 @@
 #pragma once
 
 #include <netfold/collective/in_network.hpp>
+#include <netfold/collective/message.hpp>
 #include <netfold/collective/point_to_point.hpp>
 #include <netfold/engine/event.hpp>
 #include <netfold/engine/status.hpp>
 #include <netfold/transport/mesh.hpp>
 #include <netfold/transport/shared_node.hpp>
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -43,6 +46,21 @@ class Engine;
 class Group;
 
 std::int64_t now_ns();
+
+// What somebody above the engine should look into.
+struct News {
+  enum class What : std::uint8_t {
+    broken = 0,  // a connection to `ranks[0]`: it can be made again
+    late = 1,    // an operation waits for `ranks`, longer than usual
+  };
+  What what = What::broken;
+  std::uint64_t group = 0;
+  std::vector<int> ranks;
+  int lane = 0;
+  int rail = 0;
+  std::uint32_t sequence = 0;
+  std::int64_t waited_ns = 0;
+};
 
 // A submitted call. Shared by who waits and who drives.
 class Operation {
@@ -66,6 +84,8 @@ class Operation {
   std::uint64_t id_ = 0;
   std::int64_t timeout_ns_ = 0;
   std::int64_t deadline_ns_ = 0;
+  std::int64_t late_ns_ = 0;    // when others should hear that it waits
+  const char* site_ = nullptr;  // where it was called, if known; lives for ever
   EventRecord record_;
   collective::Failure failure_;
   std::unique_ptr<collective::Algorithm> algorithm_;
@@ -112,7 +132,9 @@ class Group {
   // The call's kind, dtype, reduce, average, root, tag and buffers; the rest is filled in here. With
   // `on_this_thread` the caller promises to wait, and may be made to drive. Throws std::invalid_argument for
   // a call that can never be right; a group that has failed returns an operation that has, too.
-  std::shared_ptr<Operation> submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread);
+  // `site`: where it was called, if that is known; lives for ever.
+  std::shared_ptr<Operation> submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread,
+                                    const char* site = nullptr);
 
   // True when `operation`, of this group, is done within the time (-1: its own deadline). May be made to drive.
   bool wait(const Operation& operation, std::int64_t timeout_ns);
@@ -124,6 +146,25 @@ class Group {
   void fail(collective::Failure failure);
   // The reason this group failed, if it did.
   collective::Failure failure() const;
+
+  // The connections under the mesh (lane 0) and the lane of messages (1); from any thread, see transport/rail.hpp.
+  struct Broken {
+    std::uint64_t received = 0;
+    int mends = 0;
+  };
+  // Of a connection that is broken; nullopt of any other.
+  std::optional<Broken> broken(int lane, int peer, int rail);
+  // As above, after giving it up if it is up and was mended no more than `mends` times (-1: however often).
+  std::optional<Broken> sever(int lane, int peer, int rail, int mends);
+  // False, too, where it was mended since it had been mended `mends` times: the peer was told of another state.
+  bool mend(int lane, int peer, int rail, int mends, transport::Fd socket, std::uint64_t peer_received);
+  // If it is still broken, and was mended `mends` times.
+  void lose(int lane, int peer, int rail, int mends, const std::string& why);
+
+  // How call `sequence` of this rank was made (MessageHeader::words), if it was one of the last kSaid.
+  std::optional<std::string> said(std::uint32_t sequence) const;
+  // What this rank does, for others who wait for it: a sentence without its subject.
+  std::string last_seen() const;
 
   struct Traffic {
     std::uint64_t packets_sent = 0;
@@ -156,6 +197,15 @@ class Group {
   static constexpr std::int64_t kLingerNs = 1'000'000'000;
   static constexpr std::int64_t kLingerStepNs = 5'000'000;
 
+  // From how long a wait on others are told, and again after three times as long.
+  static constexpr std::int64_t kLateNs = 1'000'000'000;
+  static constexpr std::size_t kSaid = 16;
+
+  // Runs it as a driver does, and returns when it was run.
+  void run_errand(std::function<void()> errand);
+  transport::Rail* rail(int lane, int peer, int number);
+  void catch_up();
+  void look_whether_late(Operation& operation, std::int64_t now);
   // Until the operation is done, or at the first turn past `until_ns` (-1: none).
   void drive_until(const Operation& operation, std::int64_t until_ns);
   bool turn(std::int64_t now);
@@ -173,6 +223,7 @@ class Group {
   std::int64_t spin_ns() const;
   bool has_work() const;            // under mutex_
   bool has_only_transfers() const;  // likewise, and without a driver
+  void wake_driver();
   bool driven_by_engine() const;
   std::string describe(const Operation& operation) const;
   static std::string within(std::int64_t timeout_ns);
@@ -196,6 +247,9 @@ class Group {
   std::uint64_t event_count_ = 0;
   std::optional<Traffic> traffic_;
   bool closed_ = false;
+  std::deque<std::function<void()>> errands_;
+  bool behind_ = false;  // a mended connection has things to say again
+  std::array<collective::MessageHeader, kSaid> said_;
 
   // The driver's alone.
   std::deque<std::shared_ptr<Operation>> queue_;
@@ -225,6 +279,11 @@ class Engine {
   std::optional<std::uint64_t> next_completion(std::int64_t timeout_ns);
   void interrupt_completions();
 
+  // As above, of news.
+  void tell(News news);
+  std::optional<News> next_news(std::int64_t timeout_ns);
+  void interrupt_news();
+
  private:
   friend class Group;
   // How long the engine thread leaves a message to a caller who may be about to wait for it: a hop costs more.
@@ -250,6 +309,12 @@ class Engine {
   std::condition_variable completion_condition_;
   std::deque<std::uint64_t> completions_;
   std::uint64_t completion_interrupts_ = 0;
+
+  static constexpr std::size_t kMaxNews = 4096;  // more is forgotten, while nobody listens
+  std::mutex news_mutex_;
+  std::condition_variable news_condition_;
+  std::deque<News> news_;
+  std::uint64_t news_interrupts_ = 0;
 };
 
 }  // namespace netfold::engine

@@ -45,6 +45,9 @@ struct StatusEntry {
   std::uint8_t reserved[2];
   std::int64_t done_ns;
   char failure[512];  // of a group that failed
+  // Where the two operations were called; empty where that is not known.
+  char site[160];
+  char done_site[160];
 };
 
 class StatusPage {
@@ -82,13 +85,18 @@ class StatusWrite {
   StatusWrite& operator=(const StatusWrite&) = delete;
   StatusEntry* operator->() { return entry_; }
   explicit operator bool() const { return entry_ != nullptr; }
-  static void put(char* to, std::size_t room, const std::string& text);
+  static void put(char* to, std::size_t room, const char* text);  // nullptr: nothing
 
  private:
   void bump() {
     if (entry_ != nullptr) entry_->version.fetch_add(1, std::memory_order_acq_rel);
   }
   StatusEntry* entry_;
+};
+
+// Reads an entry of this process from any thread. False where there is none.
+struct StatusRead {
+  static bool copy(const StatusEntry* entry, StatusEntry& into);
 };
 
 }  // namespace netfold::engine

@@ -1,7 +1,7 @@
 // A pipe to every other rank of a group.
 #pragma once
 
-#include <netfold/transport/pipe.hpp>
+#include <netfold/transport/rail.hpp>
 
 #include <cstdint>
 #include <memory>
@@ -29,6 +29,13 @@ class Mesh {
   void wait_for(int peer, short events, std::vector<pollfd>& fds) const { pipe(peer).wait_for(events, fds); }
   bool hung_up(int peer) const { return pipe(peer).hung_up(); }
   std::size_t unconfirmed(int peer) const { return leads_to(peer) ? pipe(peer).unconfirmed() : 0; }
+
+  // A connection under a pipe; nullptr where there is none of that number, or the mesh was closed.
+  Rail* rail(int peer, int number);
+  // Says again what connections that broke took along. True once that is done, or cannot be now.
+  bool catch_up();
+  // What wakes a sleeper that has something to say again.
+  void wait_to_catch_up(std::vector<pollfd>& fds);
 
   // Where what is being said to a peer stands: what else can be said to it depends on that.
   enum class Place : std::uint8_t { between_messages, between_pieces, inside };

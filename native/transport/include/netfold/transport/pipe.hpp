@@ -6,16 +6,20 @@
 
 #include <cstddef>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace netfold::transport {
+
+class Rail;
 
 class Pipe {
  public:
   struct Io {
     std::size_t bytes = 0;
-    bool closed = false;  // the peer closed, or the connection broke
-    int error = 0;        // errno of a broken connection, 0 for an orderly close
+    bool closed = false;               // the peer closed, or the connection broke
+    int error = 0;                     // errno of a broken connection, 0 for an orderly close
+    const std::string* why = nullptr;  // where more than that is known; the pipe's
   };
 
   virtual ~Pipe() = default;
@@ -24,10 +28,13 @@ class Pipe {
   virtual Io receive(std::span<const iovec> pieces) = 0;
   // Adds what wakes a sleeper once one of `events` (POLLIN, POLLOUT, POLLRDHUP) is there.
   virtual void wait_for(short events, std::vector<pollfd>& fds) const = 0;
-  // Whether the peer has closed its end; what it said before may still be unread.
-  virtual bool hung_up() const = 0;
+  // Whether the peer has closed its end for good; what it said before may still be unread.
+  virtual bool hung_up() = 0;
   // Bytes said to the peer that may be lost if we close and it still speaks.
   virtual std::size_t unconfirmed() const = 0;
+  // The connections under it, of a pipe that goes over any.
+  virtual int rails() const { return 0; }
+  virtual Rail* rail(int) { return nullptr; }
 };
 
 }  // namespace netfold::transport

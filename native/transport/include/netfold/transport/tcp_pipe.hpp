@@ -1,24 +1,44 @@
-// A pipe over a connected stream socket.
+// A pipe over one connection, or several over different networks: its rails.
+//
+// Byte b of the stream goes over rail (b / kStripeBytes) mod K: both ends know this, so nothing is said about it on the
+// wire, and a rail by itself is a stream that can be mended (rail.hpp). It suits networks that are alike; with others
+// all go at the pace of the slowest.
 #pragma once
 
-#include <netfold/transport/pipe.hpp>
-#include <netfold/transport/socket.hpp>
+#include <netfold/transport/rail.hpp>
+
+#include <functional>
 
 namespace netfold::transport {
 
 class TcpPipe final : public Pipe {
  public:
-  // Takes ownership. The connection is made and authenticated above this floor.
-  explicit TcpPipe(Fd socket);
+  static constexpr std::size_t kStripeBytes = 64 << 10;
+
+  // Connections that are made and authenticated above this floor. `breaks` is told of a rail that broke and waits to
+  // be mended; without it nothing is kept for that, and a connection that ends is the end.
+  TcpPipe(std::vector<Fd> sockets, std::function<void(int rail)> breaks);
 
   Io send(std::span<const iovec> pieces) override;
   Io receive(std::span<const iovec> pieces) override;
   void wait_for(short events, std::vector<pollfd>& fds) const override;
-  bool hung_up() const override;
+  bool hung_up() override;
   std::size_t unconfirmed() const override;
 
+  int rails() const override { return static_cast<int>(rails_.size()); }
+  Rail* rail(int number) override { return &rails_[static_cast<std::size_t>(number)]; }
+
  private:
-  Fd socket_;
+  std::size_t rail_at(std::uint64_t position) const { return position / kStripeBytes % rails_.size(); }
+  void look_at(std::size_t rail);
+  template <class Move>
+  Io by_stripes(std::span<const iovec> pieces, std::uint64_t& position, Move move);
+
+  std::vector<Rail> rails_;
+  std::vector<int> reported_;  // after how many mends a break was told
+  std::function<void(int)> breaks_;
+  std::uint64_t sent_ = 0;
+  std::uint64_t received_ = 0;
 };
 
 }  // namespace netfold::transport

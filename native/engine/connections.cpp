@@ -1,0 +1,153 @@
+// What happens to a group's connections, and what is told of it: errands that others give to whoever drives.
+#include <netfold/engine/engine.hpp>
+
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+namespace netfold::engine {
+
+void Group::run_errand(std::function<void()> errand) {
+  std::unique_lock lock(mutex_);
+  if (driver_ == Driver::none) {
+    driver_ = Driver::caller;
+    lock.unlock();
+    errand();
+    lock.lock();
+    driver_ = Driver::none;
+    driver_left_.notify_all();
+    const bool more = has_work();
+    lock.unlock();
+    if (more) engine_.wake();
+    return;
+  }
+  std::mutex mutex;
+  std::condition_variable condition;
+  bool done = false;
+  errands_.push_back([&] {
+    errand();
+    std::lock_guard finish(mutex);
+    done = true;
+    condition.notify_one();
+  });
+  wake_driver();
+  lock.unlock();
+  std::unique_lock wait(mutex);
+  condition.wait(wait, [&] { return done; });
+}
+
+transport::Rail* Group::rail(int lane, int peer, int number) {
+  return (lane == 0 ? *mesh_ : lane_->mesh()).rail(peer, number);
+}
+
+std::optional<Group::Broken> Group::broken(int lane, int peer, int number) {
+  std::optional<Broken> state;
+  run_errand([&] {
+    const auto* found = rail(lane, peer, number);
+    if (found != nullptr && found->is_broken()) state = {found->received(), found->mends()};
+  });
+  return state;
+}
+
+std::optional<Group::Broken> Group::sever(int lane, int peer, int number, int mends) {
+  run_errand([&] {
+    auto* found = rail(lane, peer, number);
+    if (found != nullptr && (mends < 0 || found->mends() <= mends)) found->sever();
+  });
+  return broken(lane, peer, number);
+}
+
+bool Group::mend(int lane, int peer, int number, int mends, transport::Fd socket, std::uint64_t peer_received) {
+  bool mended = false;
+  run_errand([&] {
+    auto* found = rail(lane, peer, number);
+    mended = found != nullptr && found->mends() == mends && found->mend(std::move(socket), peer_received);
+    if (mended) catch_up();
+  });
+  return mended;
+}
+
+void Group::lose(int lane, int peer, int number, int mends, const std::string& why) {
+  run_errand([&] {
+    auto* found = rail(lane, peer, number);
+    if (found != nullptr && found->is_broken() && found->mends() == mends) found->lose(why);
+  });
+}
+
+void Group::catch_up() {
+  const bool of_mesh = mesh_->catch_up();
+  const bool of_lane = lane_->mesh().catch_up();
+  std::lock_guard lock(mutex_);
+  behind_ = !of_mesh || !of_lane;
+}
+
+void Group::look_whether_late(Operation& operation, std::int64_t now) {
+  if (now < operation.late_ns_) return;
+  News news{.what = News::What::late, .group = options_.id, .ranks = operation.algorithm_->awaited()};
+  news.sequence = operation.call_.sequence;
+  news.waited_ns = now - operation.record_.queued_ns;
+  operation.late_ns_ = now + 2 * news.waited_ns;
+  engine_.tell(std::move(news));
+}
+
+std::optional<std::string> Group::said(std::uint32_t sequence) const {
+  std::lock_guard lock(mutex_);
+  const auto& header = said_[sequence % kSaid];
+  if (sequence == 0 || header.sequence != sequence) return std::nullopt;
+  return header.words();
+}
+
+std::string Group::last_seen() const {
+  StatusEntry entry;
+  if (!StatusRead::copy(status_, entry)) return "in an unknown state (too many groups to keep track of)";
+  const auto kind = [](std::uint8_t value) {
+    return std::string(collective::name(static_cast<collective::Kind>(value)));
+  };
+  const auto at = [](const char* site) { return site[0] == '\0' ? std::string() : std::string(", called at ") + site; };
+  const auto since = [](std::int64_t when_ns) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.1f s", static_cast<double>(now_ns() - when_ns) / 1e9);
+    return std::string(text);
+  };
+  std::string text;
+  if (entry.failed != 0) {
+    text = std::string("in a group that failed (") + entry.failure + ")";
+  } else if (entry.sequence != 0) {
+    text = "in " + kind(entry.kind) + " #" + std::to_string(entry.sequence) + " of " + std::to_string(entry.bytes) +
+           " bytes for " + since(entry.queued_ns) + at(entry.site);
+    if (entry.awaited_count > 0) text += ", waiting for rank " + std::to_string(entry.awaited[0]);
+    if (entry.awaited_count > 1) text += " and " + std::to_string(entry.awaited_count - 1) + " more";
+  } else {
+    text = "in no collective for " + since(entry.done_sequence != 0 ? entry.done_ns : entry.joined_ns);
+    if (entry.done_sequence == 0) return text + ", since it joined";
+    text += ", its last having been " + kind(entry.done_kind) + " #" + std::to_string(entry.done_sequence) +
+            at(entry.done_site);
+  }
+  return text;
+}
+
+void Engine::tell(News news) {
+  std::lock_guard lock(news_mutex_);
+  if (news_.size() == kMaxNews) news_.pop_front();
+  news_.push_back(std::move(news));
+  news_condition_.notify_one();
+}
+
+std::optional<News> Engine::next_news(std::int64_t timeout_ns) {
+  std::unique_lock lock(news_mutex_);
+  const std::uint64_t interrupts = news_interrupts_;
+  news_condition_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                           [&] { return !news_.empty() || news_interrupts_ != interrupts; });
+  if (news_.empty()) return std::nullopt;
+  News news = std::move(news_.front());
+  news_.pop_front();
+  return news;
+}
+
+void Engine::interrupt_news() {
+  std::lock_guard lock(news_mutex_);
+  ++news_interrupts_;
+  news_condition_.notify_all();
+}
+
+}  // namespace netfold::engine

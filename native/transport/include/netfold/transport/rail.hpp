@@ -1,0 +1,88 @@
+// One connection of a pipe: a byte stream that outlives the socket it goes over.
+//
+// Both ends count the bytes that passed. The sender keeps a copy of what the peer's kernel has not confirmed; when the
+// socket breaks, a new one is made above this floor, each end says how far it had received, and the other says the rest
+// again. So a reader sees every byte once and in order, or an error; never a gap.
+//
+// What a kernel confirms counts only once the process behind it has taken the socket over: each end says so by one byte
+// before all others. Else what was sent into a socket that the peer then gave up unread would be gone.
+//
+//   up      --error or end of stream, sever()-->  broken   the socket is closed; what it still held has been read
+//   broken  --mend()-->                           up
+//   broken  --lose()-->                           lost     sends and receives say so, after what came before is read
+//
+// A rail that keeps nothing (both ends on one machine, where only a dying process breaks a connection) goes from up to
+// lost at once. The copy costs one pass over what is sent; it is bounded by what the socket accepts unconfirmed.
+#pragma once
+
+#include <netfold/transport/pipe.hpp>
+#include <netfold/transport/socket.hpp>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace netfold::transport {
+
+class Rail {
+ public:
+  // Takes ownership of a connected stream socket.
+  Rail(Fd socket, bool keeps);
+
+  // As Pipe's. On a broken rail: later.
+  Pipe::Io send(std::span<const iovec> pieces);
+  Pipe::Io receive(std::span<const iovec> pieces);
+  void wait_for(short events, std::vector<pollfd>& fds) const;
+  // Whether the peer has ended this stream, for good. Notices an end that nobody reads towards.
+  bool hung_up();
+  std::size_t unconfirmed() const;
+
+  bool is_broken() const { return state_ == State::broken; }
+  // How often it was mended: both ends count alike, so that what is said of one socket is not taken for the next.
+  int mends() const { return mends_; }
+  // Bytes received in all, those included that nobody has read yet.
+  std::uint64_t received() const { return received_; }
+  // Gives up the socket of a rail that is up. The peer has, or will: what it had sent is waited for, up to kLastNs.
+  void sever();
+  // Goes on over `socket` from where the peer stands. False, and lost, where what it misses is not kept any more.
+  bool mend(Fd socket, std::uint64_t peer_received);
+  // No new connection will come. `why` is what errors say of it.
+  void lose(std::string why);
+  // Says again what the former socket took along. True once that is done, or cannot be now.
+  bool catch_up();
+
+ private:
+  enum class State : std::uint8_t { up, broken, lost };
+  static constexpr std::size_t kBlockBytes = 64 << 10;
+  static constexpr std::int64_t kLastNs = 200'000'000;
+
+  Pipe::Io lost() const { return {.closed = true, .error = error_, .why = &why_}; }
+  Pipe::Io broke(int error);
+  void adopt(Fd socket);
+  void keep(std::span<const iovec> pieces, std::size_t bytes);
+  void let_go();
+  bool greeted();
+  std::byte* kept_at(std::uint64_t position, std::size_t* left);
+
+  Fd socket_;
+  const bool keeps_;
+  State state_ = State::up;
+  int error_ = 0;
+  int mends_ = 0;
+  bool greeted_ = true;  // the peer has taken this socket over
+  std::string why_;
+
+  std::uint64_t received_ = 0;
+  std::vector<std::byte> unread_;  // came over a socket that is gone
+  std::size_t unread_from_ = 0;
+
+  std::uint64_t sent_ = 0;     // taken from the caller
+  std::uint64_t written_ = 0;  // of these, handed to the present socket, or known to have arrived
+  std::uint64_t kept_from_ = 0;
+  std::deque<std::unique_ptr<std::byte[]>> kept_;  // [kept_from_, sent_), in whole blocks
+  std::unique_ptr<std::byte[]> spare_;
+};
+
+}  // namespace netfold::transport

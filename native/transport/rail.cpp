@@ -1,0 +1,227 @@
+#include <fcntl.h>
+#include <linux/sockios.h>
+#include <netinet/tcp.h>
+#include <sys/ioctl.h>
+#include <netfold/transport/rail.hpp>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+
+namespace netfold::transport {
+namespace {
+
+// What a socket holds beyond what is on its way: enough to bridge the millisecond until a busy host's sender runs
+// again at 1 Gbit/s several times over. More would let a sender believe that it is through with one peer, and start on
+// the next, megabytes too early.
+constexpr int kUnsentBytes = 512 << 10;
+
+}  // namespace
+
+Rail::Rail(Fd socket, bool keeps) : keeps_(keeps) { adopt(std::move(socket)); }
+
+void Rail::adopt(Fd socket) {
+  socket_ = std::move(socket);
+  const int fd = socket_.get();
+  const int flags = fcntl(fd, F_GETFL);
+  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) throw_errno("set non-blocking");
+  const int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsentBytes, sizeof kUnsentBytes);
+}
+
+Pipe::Io Rail::send(std::span<const iovec> pieces) {
+  if (state_ == State::lost) return lost();
+  if (state_ == State::broken || !catch_up()) return {};
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(pieces.data());
+  message.msg_iovlen = pieces.size();
+  const ssize_t sent = ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent < 0) return errno == EAGAIN || errno == EINTR ? Pipe::Io{} : broke(errno);
+  if (keeps_) keep(pieces, static_cast<std::size_t>(sent));
+  sent_ += static_cast<std::uint64_t>(sent);
+  written_ = sent_;
+  return {.bytes = static_cast<std::size_t>(sent)};
+}
+
+Pipe::Io Rail::receive(std::span<const iovec> pieces) {
+  if (unread_from_ < unread_.size()) {
+    std::size_t given = 0;
+    for (const iovec& piece : pieces) {
+      const std::size_t some = std::min(piece.iov_len, unread_.size() - unread_from_);
+      std::memcpy(piece.iov_base, unread_.data() + unread_from_, some);
+      unread_from_ += some;
+      given += some;
+    }
+    return {.bytes = given};
+  }
+  if (state_ == State::lost) return lost();
+  if (state_ == State::broken || !greeted()) return {};
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(pieces.data());
+  message.msg_iovlen = pieces.size();
+  const ssize_t got = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
+  if (got == 0) return broke(0);
+  if (got < 0) return errno == EAGAIN || errno == EINTR ? Pipe::Io{} : broke(errno);
+  received_ += static_cast<std::uint64_t>(got);
+  return {.bytes = static_cast<std::size_t>(got)};
+}
+
+bool Rail::greeted() {
+  if (greeted_) return true;
+  std::byte greeting{};
+  const ssize_t got = ::recv(socket_.get(), &greeting, 1, MSG_DONTWAIT);
+  greeted_ = got == 1;
+  if (got == 0) broke(0);
+  if (got < 0 && errno != EAGAIN && errno != EINTR) broke(errno);
+  return greeted_;
+}
+
+// A rail that keeps nothing stays as it is: what the peer said last may still be unread.
+Pipe::Io Rail::broke(int error) {
+  error_ = error;
+  if (!keeps_) return lost();
+  sever();
+  return {};
+}
+
+// What our kernel has confirmed the peer does not keep any more, so it must all be read before the socket goes: up to
+// the end of stream, behind which nothing can come.
+void Rail::sever() {
+  if (state_ != State::up) return;
+  state_ = State::broken;
+  ::shutdown(socket_.get(), SHUT_WR);
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kLastNs);
+  unread_.erase(unread_.begin(), unread_.begin() + static_cast<std::ptrdiff_t>(unread_from_));
+  unread_from_ = 0;
+  for (;;) {
+    const std::size_t had = unread_.size();
+    const std::size_t most = greeted_ ? kBlockBytes : 1;
+    unread_.resize(had + most);
+    const ssize_t got = ::recv(socket_.get(), unread_.data() + had, most, MSG_DONTWAIT);
+    unread_.resize(had + (greeted_ ? static_cast<std::size_t>(std::max<ssize_t>(got, 0)) : 0));
+    if (got > 0) {
+      if (greeted_) received_ += static_cast<std::uint64_t>(got);
+      greeted_ = true;
+    } else if (got == 0 || (errno != EINTR && errno != EAGAIN)) {
+      break;
+    } else if (errno == EAGAIN) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(give_up - std::chrono::steady_clock::now());
+      pollfd more{socket_.get(), POLLIN, 0};
+      if (left.count() <= 0 || ::poll(&more, 1, static_cast<int>(left.count())) == 0) break;
+    }
+  }
+  if (keeps_) let_go();
+  socket_.reset();
+}
+
+bool Rail::mend(Fd socket, std::uint64_t peer_received) {
+  if (state_ != State::broken) return false;
+  if (peer_received < kept_from_ || peer_received > sent_) {
+    lose("the peer has " + std::to_string(peer_received) + " of " + std::to_string(sent_) +
+         " bytes, and those before " + std::to_string(kept_from_) + " are not kept any more");
+    return false;
+  }
+  adopt(std::move(socket));
+  written_ = peer_received;
+  state_ = State::up;
+  error_ = 0;
+  ++mends_;
+  greeted_ = false;
+  const std::byte greeting{1};
+  if (::send(socket_.get(), &greeting, 1, MSG_NOSIGNAL | MSG_DONTWAIT) != 1) {
+    broke(errno);
+    return true;
+  }
+  catch_up();
+  return true;
+}
+
+void Rail::lose(std::string why) {
+  sever();
+  state_ = State::lost;
+  why_ = std::move(why);
+  kept_.clear();
+}
+
+bool Rail::catch_up() {
+  if (state_ != State::up) return true;  // nothing that could be done now
+  while (written_ < sent_) {
+    std::size_t left = 0;
+    const std::byte* from = kept_at(written_, &left);
+    const ssize_t sent = ::send(socket_.get(), from, left, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0 && errno != EAGAIN && errno != EINTR) broke(errno);
+    if (sent <= 0) return false;
+    written_ += static_cast<std::uint64_t>(sent);
+  }
+  return true;
+}
+
+std::byte* Rail::kept_at(std::uint64_t position, std::size_t* left) {
+  const std::size_t offset = static_cast<std::size_t>(position - kept_from_);
+  *left = std::min(kBlockBytes - offset % kBlockBytes, static_cast<std::size_t>(sent_ - position));
+  return kept_[offset / kBlockBytes].get() + offset % kBlockBytes;
+}
+
+// Before sent_ counts them.
+void Rail::keep(std::span<const iovec> pieces, std::size_t bytes) {
+  std::size_t at = static_cast<std::size_t>(sent_ - kept_from_);
+  for (const iovec& piece : pieces) {
+    const auto* from = static_cast<const std::byte*>(piece.iov_base);
+    std::size_t left = std::min(piece.iov_len, bytes);
+    bytes -= left;
+    while (left > 0) {
+      if (at == kept_.size() * kBlockBytes) {
+        kept_.push_back(spare_ != nullptr ? std::move(spare_)
+                                          : std::make_unique_for_overwrite<std::byte[]>(kBlockBytes));
+      }
+      const std::size_t some = std::min(left, kBlockBytes - at % kBlockBytes);
+      std::memcpy(kept_[at / kBlockBytes].get() + at % kBlockBytes, from, some);
+      from += some;
+      at += some;
+      left -= some;
+    }
+  }
+  if (kept_.size() > 4) let_go();
+}
+
+// Whole blocks that the peer's kernel has confirmed: of a socket that broke too, this count stays what it was.
+void Rail::let_go() {
+  int unconfirmed = 0;
+  if (state_ == State::up) greeted();
+  if (!socket_ || !greeted_ || ::ioctl(socket_.get(), SIOCOUTQ, &unconfirmed) != 0) return;
+  const std::uint64_t confirmed = written_ - std::min<std::uint64_t>(written_, static_cast<std::uint64_t>(unconfirmed));
+  while (!kept_.empty() && kept_from_ + kBlockBytes <= confirmed) {
+    spare_ = std::move(kept_.front());
+    kept_.pop_front();
+    kept_from_ += kBlockBytes;
+  }
+}
+
+void Rail::wait_for(short events, std::vector<pollfd>& fds) const {
+  if (!socket_) return;
+  fds.push_back({socket_.get(), events, 0});
+}
+
+bool Rail::hung_up() {
+  if (state_ == State::up) {
+    pollfd look{socket_.get(), POLLRDHUP, 0};
+    if (::poll(&look, 1, 0) <= 0 || (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) == 0) return false;
+    if (!keeps_) return true;
+    sever();
+  }
+  return state_ == State::lost;
+}
+
+std::size_t Rail::unconfirmed() const {
+  if (!socket_) return static_cast<std::size_t>(state_ == State::lost ? 0 : sent_ - kept_from_);
+  // A connection that was reset still counts what it will never send.
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  if (::getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0 || info.tcpi_state == TCP_CLOSE) return 0;
+  int bytes = 0;
+  return ::ioctl(socket_.get(), SIOCOUTQ, &bytes) == 0 && bytes > 0 ? static_cast<std::size_t>(bytes) : 0;
+}
+
+}  // namespace netfold::transport

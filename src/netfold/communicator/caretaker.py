@@ -1,0 +1,303 @@
+"""What a group's ranks do for each other beside its operations: make broken connections again, and tell what they do.
+
+One thread a process sleeps until the engine has news: a connection broke, or an operation waits longer than usual. Each
+piece of news is looked into on a thread of its own, by way of the other ranks' doors:
+
+    broken  the rank that had connected knocks again and both go on from where the other stands; the other pokes it. Who
+            finds no such group there, or nobody, or no way in time, gives the connection up, with that as the reason.
+    late    those who are waited for are asked what they do. One that has failed, or made another call in this one's
+            place, ends the wait at once; of a long one the log tells.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from netfold import control
+from netfold._native import engine
+from netfold.communicator import handshake, rendezvous
+from netfold.communicator.door import Resident
+from netfold.communicator.errors import RendezvousError
+from netfold.communicator.handshake import CALL, Hello
+from netfold.communicator.rendezvous import Neighbours
+from netfold.control import format_endpoint
+
+log = logging.getLogger("netfold")
+
+# Asking is for people who wait: an answer that takes longer is as good as none.
+ASK_S = 1.0
+_MOST_ASKED = 16
+_LOG_FROM_S = 10.0
+_RETRY_S = 0.1
+_POKE_S = 2.0
+_IDLE_NS = 60_000_000_000
+_END_S = 2.0
+_FAILURES: tuple[str, ...] = engine.FAILURES
+
+
+@dataclass
+class Ward:
+    """One end of a group, under care."""
+
+    native: Any
+    resident: Resident
+    neighbours: Neighbours
+    reconnect_s: float
+    over: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    mending: set[tuple[int, int, int, int]] = field(default_factory=set)  # lane, peer, rail, mends before
+
+    @property
+    def rank(self) -> int:
+        return self.resident.rank
+
+    def call(self, peer: int, rail: int, message: control.Message, timeout_s: float) -> tuple[Any, control.Message]:
+        """Ask a rank's door; the connection, and the reply. RendezvousError, TimeoutError, OSError, EOFError."""
+        hello = Hello(CALL, handshake.token_of(self.resident.secret), self.rank, peer, self.resident.size, rail=rail)
+        stream = rendezvous.connect(self.neighbours, hello, self.resident.secret, time.monotonic() + timeout_s)
+        try:
+            stream.settimeout(timeout_s)
+            control.send(stream, message)
+            return stream, control.receive(stream)
+        except BaseException:
+            stream.close()
+            raise
+
+    def answer(self, peer: int, question: control.Message) -> tuple[control.Message, Any]:
+        """What this rank says to another's question (door.Answer)."""
+        if question["type"] == "ask":
+            failure = self.native.failure
+            return {
+                "type": "seen",
+                "said": self.native.said(question["sequence"]),
+                "doing": self.native.last_seen(),
+                "failure": None if failure is None else list(failure),
+            }, None
+        lane, rail = question["lane"], question["rail"]
+        poked = question["type"] == "poke"
+        broken = self.native.sever(lane, peer, rail, question["mends"] if poked else -1)
+        if poked:
+            _caretaker.look_into(partial(self.mend, lane, peer, rail))
+            return {"type": "poked"}, None
+        if broken is None:
+            failure = self.native.failure
+            reason = "it closed the group" if failure is None else failure[2]
+            return {"type": "ended", "reason": reason, "rank": -1 if failure is None else failure[1]}, None
+
+        def go_on(stream: Any) -> None:
+            # The door closes its own end of the descriptor.
+            if self.native.mend(lane, peer, rail, broken[1], stream.dup().detach(), question["received"]):
+                self._log_mended(lane, peer, rail, stream)
+
+        return {"type": "mend", "received": broken[0]}, go_on
+
+    def mend(self, lane: int, peer: int, rail: int) -> None:
+        """Make a connection again that is broken, or give it up."""
+        broken = self.native.broken(lane, peer, rail)
+        if broken is None:
+            return
+        received, mends = broken
+        place = (lane, peer, rail, mends)
+        with self.lock:
+            if place in self.mending:
+                return
+            self.mending.add(place)
+        try:
+            # Another thread may have come and gone since we looked; from here on only this one changes it.
+            if self.native.broken(lane, peer, rail) == broken:
+                self._mend(lane, peer, rail, received, mends)
+        finally:
+            with self.lock:
+                self.mending.discard(place)
+
+    def _mend(self, lane: int, peer: int, rail: int, received: int, mends: int) -> None:
+        began = time.monotonic()
+        log.warning("rank %d: the connection to rank %d broke (lane %d, rail %d)", self.rank, peer, lane, rail)
+        why = ""
+        while time.monotonic() < began + self.reconnect_s and not self.over.is_set():
+            left_s = began + self.reconnect_s - time.monotonic()
+            try:
+                if self.rank < peer:
+                    # The other had connected, and may not have noticed.
+                    stream, reply = self.call(
+                        peer, rail, {**_about("poke", lane, rail), "mends": mends}, min(left_s, _POKE_S)
+                    )
+                    stream.close()
+                    if reply["type"] == "poked":
+                        while time.monotonic() < began + self.reconnect_s and not self.over.wait(_RETRY_S):
+                            if self.native.broken(lane, peer, rail) != (received, mends):
+                                return
+                        why = "it did not connect again"
+                        break
+                else:
+                    message = {**_about("mend", lane, rail), "received": received}
+                    stream, reply = self.call(peer, rail, message, left_s)
+                    if reply["type"] == "mend":
+                        self._log_mended(lane, peer, rail, stream)
+                        self.native.mend(lane, peer, rail, mends, stream.detach(), reply["received"])
+                        return
+                    stream.close()
+                why = f"it has left the group: {reply['reason']}"
+                break
+            except RendezvousError as error:
+                why = str(error)
+                break
+            except (OSError, EOFError) as error:
+                why = f"no new connection came about ({error})"
+                self.over.wait(_RETRY_S)
+        waited_s = time.monotonic() - began
+        self.native.lose(lane, peer, rail, mends, f"after {waited_s:.1f} s of trying to make it again: {why}")
+
+    def _log_mended(self, lane: int, peer: int, rail: int, stream: Any) -> None:
+        here, there = (format_endpoint(*end[:2]) for end in (stream.getsockname(), stream.getpeername()))
+        where = f"lane {lane}, rail {rail}, {here} to {there}"
+        log.warning("rank %d: the connection to rank %d was made again (%s)", self.rank, peer, where)
+
+    def ask(self, ranks: Iterable[int], sequence: int = 0) -> dict[int, control.Message]:
+        """What each of some ranks says it does, within a second; why it says nothing, where it does not."""
+        pool = ThreadPoolExecutor(_MOST_ASKED, "netfold asks")
+        try:
+            asked = {rank: pool.submit(self._ask, rank, sequence) for rank in list(ranks)[:_MOST_ASKED]}
+            done, _ = wait(asked.values(), ASK_S + 0.2)
+            silent = {"type": "silent", "doing": "not answering (stopped, or its host cannot be reached)"}
+            return {rank: future.result() if future in done else silent for rank, future in asked.items()}
+        finally:
+            pool.shutdown(wait=False)
+
+    def _ask(self, peer: int, sequence: int) -> control.Message:
+        try:
+            stream, reply = self.call(peer, 0, {"type": "ask", "sequence": sequence}, ASK_S)
+        except RendezvousError:
+            return {"type": "gone", "doing": "gone: nobody of this group listens at its address"}
+        except (OSError, EOFError):
+            return {"type": "silent", "doing": "not answering (stopped, or its host cannot be reached)"}
+        stream.close()
+        if reply["type"] == "ended":
+            return {**reply, "doing": f"gone: {reply['reason']}"}
+        return reply
+
+    def look_at_late(self, ranks: list[int], sequence: int, waited_s: float) -> None:
+        """An operation waits: end it where that is hopeless, tell of it where it takes long."""
+        others = ranks or [rank for rank in range(self.resident.size) if rank != self.rank]
+        seen = self.ask(others, sequence)
+        mine = self.native.said(sequence)
+        for rank, reply in seen.items():
+            said = reply.get("said")
+            if said is not None and mine is not None and said != mine:
+                text = (
+                    f"rank {rank} is in {said}, this rank {self.rank} in {mine}; every rank must make the same calls "
+                    "in the same order with the same sizes"
+                )
+                self.native.fail(_FAILURES.index("mismatch"), rank, text)
+                return
+            if reply.get("failure") is not None:
+                _, fault, why = reply["failure"]
+                fault = fault if fault not in (-1, self.rank) else rank
+                self.native.fail(_FAILURES.index("peer_lost"), fault, f"rank {rank} gave up on the group: {why}")
+                return
+        if waited_s >= _LOG_FROM_S:
+            log.warning("rank %d has waited %.0f s in %s: %s", self.rank, waited_s, mine, describe(seen))
+
+
+def describe(seen: dict[int, control.Message]) -> str:
+    return "; ".join(f"rank {rank} is {reply['doing']}" for rank, reply in sorted(seen.items()))
+
+
+def _about(kind: str, lane: int, rail: int) -> control.Message:
+    return {"type": kind, "lane": lane, "rail": rail}
+
+
+class _Caretaker:
+    """The thread, those that look into something, and whom they care for."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._wards: dict[int, Ward] = {}
+        self._threads: set[threading.Thread] = set()
+        self._stopping = False
+        self._pid = os.getpid()
+
+    def take(self, group: int, ward: Ward) -> None:
+        if self._pid != os.getpid():
+            self._reset()  # threads do not survive a fork
+        with self._lock:
+            self._wards[group] = ward
+            if not self._threads and not self._stopping:
+                self._start(self._run)
+        ward.resident.answer = ward.answer
+
+    def let_go(self, group: int) -> None:
+        with self._lock:
+            ward = self._wards.pop(group, None)
+        if ward is not None:
+            ward.over.set()
+
+    def _start(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name="netfold caretaker", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def look_into(self, work: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._stopping:
+                self._start(work)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            news = engine.next_news(_IDLE_NS)
+            if news is None:
+                continue
+            broken, group, ranks, lane, rail, sequence, waited_s = news
+            with self._lock:
+                ward = self._wards.get(group)
+            if ward is None:
+                continue
+            if broken:
+                self.look_into(partial(ward.mend, lane, ranks[0], rail))
+            else:
+                self.look_into(partial(ward.look_at_late, ranks, sequence, waited_s))
+
+    def stop(self) -> None:
+        """At the end of the process: no thread may come back from the native floor when Python is gone."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            self._stopping = True
+            threads = list(self._threads)
+            for ward in self._wards.values():
+                ward.over.set()
+        engine.interrupt_news()
+        for thread in threads:
+            thread.join(_END_S)
+
+
+_caretaker = _Caretaker()
+atexit.register(_caretaker.stop)
+
+
+def take_care(group: int, ward: Ward) -> None:
+    """Of a native group, by its id, until `let_go`."""
+    _caretaker.take(group, ward)
+
+
+def let_go(group: int) -> None:
+    _caretaker.let_go(group)

@@ -1,0 +1,252 @@
+"""One listening port a process: where other ranks join a group, make a broken connection again, and ask what this rank
+is doing.
+
+A thread waits there, in asyncio, for as long as some group is at home. Every visitor is proved before it is heard
+(handshake.py), all side by side, each within a time of its own, so that a stranger holds nobody up. A group that has
+ended is remembered for a while, with the reason: whoever asks for it then hears that instead of a closed port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from netfold import control
+from netfold.communicator import handshake
+from netfold.communicator.errors import RendezvousError
+from netfold.communicator.handshake import Hello
+from netfold.control import format_endpoint
+
+# A stranger keeps a visit open for no longer than this.
+HANDSHAKE_TIMEOUT_S = 5.0
+_RETRY_S = 0.05
+_MOST_VISITS = 4096
+_MOST_REMEMBERED = 256
+
+Place = tuple[int, int, int]  # peer, lane, rail
+# (the rank that asks, its question) -> the reply, and what is done with the connection once the reply is on its way.
+Answer = Callable[[int, control.Message], tuple[control.Message, Callable[[socket.socket], None] | None]]
+
+
+@dataclass
+class Resident:
+    """A rank of a group, at home behind a door. Its sockets arrive here while the group comes together."""
+
+    secret: bytes
+    rank: int
+    size: int
+    lanes: int
+    rails: int
+    # Answers a question from a rank of the group; on a thread of its own. Set once the group stands.
+    answer: Answer | None = None
+    arrived: dict[Place, socket.socket] = field(default_factory=dict)
+    twice: int | None = None  # a rank that came again to a place that was taken
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def key(self) -> tuple[bytes, int]:
+        return handshake.token_of(self.secret), self.rank
+
+    def welcome(self, place: Place, stream: socket.socket) -> None:
+        with self.changed:
+            if place in self.arrived:
+                self.twice = place[0]
+                stream.close()
+            else:
+                self.arrived[place] = stream
+            self.changed.notify_all()
+
+    def expects(self, hello: Hello) -> bool:
+        if hello.size != self.size or hello.knocker >= self.size or hello.knocker == self.rank:
+            return False
+        if hello.purpose == handshake.CALL:
+            return True
+        return hello.purpose == handshake.JOIN and hello.lane < self.lanes and hello.rail < self.rails
+
+
+class Door:
+    """Listens on the same port of each of some addresses."""
+
+    def __init__(self, rank: int, hosts: Sequence[str], ports: range, deadline: float) -> None:
+        self._listeners = _listen(rank, hosts, ports, deadline)
+        self.port = int(self._listeners[0].getsockname()[1])
+        self.hosts = [str(listener.getsockname()[0]) for listener in self._listeners]
+        self.guests = 0  # under _doors_lock
+        self._residents: dict[tuple[bytes, int], Resident] = {}
+        self._remembered: OrderedDict[tuple[bytes, int], Resident] = OrderedDict()
+        self._visits = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="netfold door", daemon=True)
+        self._thread.start()
+
+    def admit(self, resident: Resident) -> None:
+        self._residents[resident.key] = resident
+
+    def bid_farewell(self, resident: Resident, reason: str, fault: int) -> None:
+        """It has left; whoever asks for it hears why, and which rank is at fault (-1: nobody knows)."""
+        if self._residents.pop(resident.key, None) is None:
+            return
+        resident.answer = lambda _, __: ({"type": "ended", "reason": reason, "rank": fault}, None)
+        self._remembered[resident.key] = resident
+        while len(self._remembered) > _MOST_REMEMBERED:
+            self._remembered.popitem(last=False)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self.close_listeners()
+
+    def close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        tasks = [self._loop.create_task(self._serve(listener)) for listener in self._listeners]
+        self._loop.run_forever()
+        pending = [*tasks, *asyncio.all_tasks(self._loop)]
+        for task in pending:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    async def _serve(self, listener: socket.socket) -> None:
+        visits: set[asyncio.Task[None]] = set()
+        while True:
+            try:
+                stream, _ = await self._loop.sock_accept(listener)
+            except OSError:  # out of descriptors: those who come find no open door until some are free
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if self._visits >= _MOST_VISITS:
+                stream.close()
+                continue
+            self._visits += 1
+            visit = self._loop.create_task(self._receive(stream))
+            visits.add(visit)
+            visit.add_done_callback(visits.discard)
+
+    async def _receive(self, stream: socket.socket) -> None:
+        kept = False
+        try:
+            stream.setblocking(False)
+            hello = await asyncio.wait_for(handshake.open_to(stream, self._secret_of), HANDSHAKE_TIMEOUT_S)
+            if hello is None:
+                return
+            resident = self._find(hello)
+            if resident is None:
+                return
+            if hello.purpose == handshake.JOIN:
+                kept = True
+                resident.welcome((hello.knocker, hello.lane, hello.rail), stream)
+            elif resident.answer is not None:
+                await self._loop.run_in_executor(None, _converse, stream, resident.answer, hello.knocker)
+        except (OSError, EOFError, TimeoutError, asyncio.TimeoutError, control.ProtocolError):
+            pass  # a stranger, or a rank that gave up: the real one, if any, is still to come
+        finally:
+            self._visits -= 1
+            if not kept:
+                stream.close()
+
+    def _find(self, hello: Hello) -> Resident | None:
+        key = (hello.token, hello.at)
+        resident = self._residents.get(key)
+        if resident is None and hello.purpose == handshake.CALL:
+            resident = self._remembered.get(key)
+        return resident if resident is not None and resident.expects(hello) else None
+
+    def _secret_of(self, hello: Hello) -> bytes | None:
+        resident = self._find(hello)
+        return None if resident is None else resident.secret
+
+
+def _converse(stream: socket.socket, answer: Answer, peer: int) -> None:
+    stream.settimeout(HANDSHAKE_TIMEOUT_S)
+    reply, then = answer(peer, control.receive(stream))
+    control.send(stream, reply)
+    if then is not None:
+        then(stream)
+
+
+def _listen(rank: int, hosts: Sequence[str], ports: range, deadline: float) -> list[socket.socket]:
+    """Listeners on the first port that is free on all of them."""
+    while True:
+        for port in ports:
+            listeners: list[socket.socket] = []
+            try:
+                for host in hosts:
+                    listeners.append(_bound(host, listeners[0].getsockname()[1] if listeners else port))
+                return listeners
+            except OSError as error:
+                for listener in listeners:
+                    listener.close()
+                if error.errno != errno.EADDRINUSE:
+                    where = format_endpoint(hosts[len(listeners)], port)
+                    raise RendezvousError(
+                        f"rank {rank} cannot listen on {where}: {error} (NETFOLD_INTERFACE)"
+                    ) from None
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"rank {rank}: no port of {ports.start}-{ports.stop - 1} is free on {', '.join(hosts)} "
+                "(NETFOLD_PORTS); every process of a host needs one"
+            )
+        time.sleep(_RETRY_S)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # Connections of former processes keep the port, but nobody listens there.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(4096)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+_doors: dict[tuple[tuple[str, ...], range], Door] = {}
+_doors_lock = threading.Lock()
+
+
+def open_door(rank: int, hosts: Sequence[str], ports: range, deadline: float) -> Door:
+    """This process's door on those addresses and ports, opened for the first and kept for all who ask. Give it back by
+    `leave`. Raises RendezvousError."""
+    key = (tuple(hosts), ports)
+    with _doors_lock:
+        if key not in _doors:
+            _doors[key] = Door(rank, hosts, ports, deadline)
+        _doors[key].guests += 1
+        return _doors[key]
+
+
+def leave(door: Door) -> None:
+    with _doors_lock:
+        door.guests -= 1
+        if door.guests > 0:
+            return
+        for key in [key for key, each in _doors.items() if each is door]:
+            del _doors[key]
+    door.close()
+
+
+def _forget_in_child() -> None:
+    """A child made by fork must not keep its parent's port open: others would think that the parent lives."""
+    global _doors_lock
+    _doors_lock = threading.Lock()
+    for door in _doors.values():
+        door.close_listeners()
+    _doors.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

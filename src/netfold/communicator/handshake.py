@@ -1,0 +1,115 @@
+"""Who is at the other end of a connection: proved, by HMAC over fresh nonces, before it is used for anything.
+
+    knocks  magic, purpose, group's token, from, to, size, lane, rail, nonce
+    opens   + nonce, proof        or -: nobody of that group and rank is at home here
+    knocks  proof
+    opens   +
+
+The token says which group is meant and is no secret; the proofs show that each end knows the group's. They cover
+everything that was said and which end says it, so neither can be replayed or reflected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from netfold.control import receive_exactly
+
+JOIN, CALL = 1, 2  # what a connection is for: a place in the mesh; a question to a group that stands
+
+_MAGIC = b"netfold3"
+_HELLO = struct.Struct(">8sB16sIIIBB32s")
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_YES, _NO = b"+", b"-"
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Who knocks, at whose door, and what for."""
+
+    purpose: int
+    token: bytes  # 16 bytes
+    knocker: int
+    at: int
+    size: int
+    lane: int = 0
+    rail: int = 0
+
+
+class NotAtHome(Exception):  # noqa: N818 - what it says is who is there
+    """Somebody answered, and knows no such group or rank."""
+
+
+class WrongSecret(Exception):  # noqa: N818
+    """Who answered does not know the group's secret."""
+
+
+def token_of(secret: bytes) -> bytes:
+    return hashlib.sha256(b"netfold door" + secret).digest()[:16]
+
+
+def knock(stream: socket.socket, hello: Hello, secret: bytes) -> None:
+    """The connecting side, blocking under the socket's timeout. EOFError or OSError when the other goes away."""
+    said = _HELLO.pack(
+        _MAGIC,
+        hello.purpose,
+        hello.token,
+        hello.knocker,
+        hello.at,
+        hello.size,
+        hello.lane,
+        hello.rail,
+        secrets.token_bytes(_NONCE_BYTES),
+    )
+    stream.sendall(said)
+    if receive_exactly(stream, 1) != _YES:
+        raise NotAtHome
+    nonce = receive_exactly(stream, _NONCE_BYTES)
+    if not hmac.compare_digest(receive_exactly(stream, _PROOF_BYTES), _proof(secret, b"open", said, nonce)):
+        raise WrongSecret
+    stream.sendall(_proof(secret, b"knock", said, nonce))
+    if receive_exactly(stream, 1) != _YES:  # else we would count a connection that the other has given up
+        raise NotAtHome
+
+
+async def open_to(stream: socket.socket, secret_of: Callable[[Hello], bytes | None]) -> Hello | None:
+    """The accepting side, of a non-blocking socket; None for a stranger. `secret_of` says whether somebody is in."""
+    loop = asyncio.get_running_loop()
+    said = await _exactly(lambda count: loop.sock_recv(stream, count), _HELLO.size)
+    magic, *fields, _ = _HELLO.unpack(said)
+    if magic != _MAGIC:
+        return None
+    hello = Hello(*fields)
+    secret = secret_of(hello)
+    if secret is None:
+        await loop.sock_sendall(stream, _NO)
+        return None
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    await loop.sock_sendall(stream, _YES + nonce + _proof(secret, b"open", said, nonce))
+    proof = await _exactly(lambda count: loop.sock_recv(stream, count), _PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(secret, b"knock", said, nonce)):
+        return None
+    await loop.sock_sendall(stream, _YES)
+    return hello
+
+
+async def _exactly(receive: Callable[[int], Awaitable[bytes]], count: int) -> bytes:
+    parts = b""
+    while len(parts) < count:
+        part = await receive(count - len(parts))
+        if not part:
+            raise EOFError("the connection was closed")
+        parts += part
+    return parts
+
+
+def _proof(secret: bytes, side: bytes, said: bytes, nonce: bytes) -> bytes:
+    return hmac.new(secret, side + said + nonce, hashlib.sha256).digest()

@@ -1,0 +1,229 @@
+"""Connections between hosts that break while both ends live: made again, with nothing lost, doubled or made up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Outcome, run_ranks, values
+
+from netfold import Communicator, FileStore, Options
+
+pytestmark = pytest.mark.native
+
+# Ranks that may not share memory are hosts to each other.
+APART = Options(transport="tcp", reconnect_s=10)
+
+
+def connections() -> list[int]:
+    """Descriptors of this process's established TCP connections."""
+    found = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as stream:
+                    if stream.type == socket.SOCK_STREAM and stream.family == socket.AF_INET and stream.getpeername():
+                        found.append(fd)
+    return found
+
+
+def hang_up(fd: int) -> None:
+    """Both directions end, in order: the peer reads what was sent, then an end that nobody meant."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as stream:
+        stream.shutdown(socket.SHUT_RDWR)
+
+
+def reset(fd: int) -> None:
+    """As a firewall or a lost address does it: what is on its way is gone, and both ends hear a reset."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as stream:
+        port = stream.getsockname()[1]
+        subprocess.run(["ss", "-K", "sport", "=", str(port)], capture_output=True, check=False)
+
+
+def can_reset() -> bool:
+    """ss -K needs rights and a kernel that has it."""
+    if os.geteuid() != 0 or shutil.which("ss") is None:
+        return False
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as stream:
+        reset(stream.fileno())
+        try:
+            stream.send(b"x")
+        except OSError:
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def breaking(how: Callable[[int], None], seed: int, every_s: float) -> Iterator[list[int]]:
+    """Breaks one of this process's connections every so often."""
+    stop = threading.Event()
+    broken: list[int] = []
+
+    def work() -> None:
+        choose = random.Random(seed)
+        while not stop.wait(every_s):
+            if there := connections():
+                fd = choose.choice(there)
+                how(fd)
+                broken.append(fd)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield broken
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _work_while_breaking(rank: int, size: int, folder: str, how: str, algorithm: str, interface: str | None) -> int:
+    options = Options(transport="tcp", reconnect_s=20, algorithm=algorithm, interface=interface)
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=60) as group:
+        method = {"hang_up": hang_up, "reset": reset}[how]
+        with breaking(method, rank, 0.06) if rank != 1 else contextlib.nullcontext([]) as broken:
+            began = time.monotonic()
+            turn = 0
+            while time.monotonic() - began < 3.0 or turn % 8:
+                count = (1, 1000, 300_001, 2_000_003)[turn % 4]
+                array = np.arange(count, dtype=np.int64) * (rank + 1) + turn
+                group.all_reduce(array)
+                total = size * (size + 1) // 2
+                np.testing.assert_array_equal(array, np.arange(count, dtype=np.int64) * total + turn * size)
+                to, source = (rank + 1) % size, (rank - 1) % size
+                got = np.zeros(count, np.int64)
+                sent = group.send(np.full(count, rank + turn), to, tag=turn, asynchronous=True)
+                group.receive(got, source, tag=turn)
+                sent.wait()
+                assert (got == source + turn).all()
+                # All ranks go on for as long as rank 0 does.
+                clock = np.array([began], np.float64)
+                group.broadcast(clock, 0)
+                began = float(clock[0])
+                turn += 1
+            # Nobody leaves while another still needs it.
+        group.barrier()
+        return len(broken)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_connections_that_end_are_made_again_and_no_byte_is_lost(algorithm: str) -> None:
+    broken = values(run_ranks(_work_while_breaking, 3, "hang_up", algorithm, None, timeout_s=120))
+    assert sum(broken) > 10
+
+
+@pytest.mark.parametrize("interface", [None, "127.0.0.1,127.0.0.2"])
+def test_connections_that_are_reset_are_made_again_and_no_byte_is_lost(interface: str | None) -> None:
+    if not can_reset():
+        pytest.skip("resetting connections from outside needs root, ss and INET_DIAG_DESTROY")
+    broken = values(run_ranks(_work_while_breaking, 3, "reset", "ring", interface, timeout_s=120))
+    assert sum(broken) > 10
+
+
+def _stripes(rank: int, size: int, folder: str) -> list[int]:
+    """Bytes that left over each address."""
+    hosts = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    options = Options(transport="tcp", interface=",".join(hosts), algorithm="ring", probe="off")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=30) as group:
+        array = np.arange(3_000_000, dtype=np.float32)
+        group.all_reduce(array)
+        np.testing.assert_array_equal(array, np.arange(3_000_000, dtype=np.float32) * size)
+        sent = dict.fromkeys(hosts, 0)
+        for fd in connections():
+            with socket.socket(fileno=os.dup(fd)) as stream:
+                here, there = stream.getsockname()[0], stream.getpeername()[0]
+                if here == there:
+                    info = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    sent[here] += int.from_bytes(info[120:128], "little")  # tcpi_bytes_acked
+        group.barrier()
+    return list(sent.values())
+
+
+def test_over_several_interfaces_a_transfer_goes_in_equal_stripes() -> None:
+    for sent in values(run_ranks(_stripes, 2)):
+        assert min(sent) > 0.9 * max(sent) > 1_000_000, sent
+
+
+def _lost(rank: int, size: int, folder: str, fate: str, options: Options) -> Any:
+    group = Communicator(FileStore(folder), rank, size, options=options, timeout_s=20)
+    group.barrier()
+    if rank == 0:
+        Path(folder, "pid").write_text(str(os.getpid()))
+        if fate == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fate == "closes":
+            group.close()
+            time.sleep(3)  # its process lives on
+            return None
+        if fate == "throws away":
+            # What this end had received and nobody had read is gone with the socket: nobody may guess it.
+            time.sleep(0.5)
+            for fd in connections():
+                with open(os.devnull, "rb") as nothing:
+                    os.dup2(nothing.fileno(), fd)
+        if fate == "stops":
+            for fd in connections():
+                hang_up(fd)
+            os.kill(os.getpid(), signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        for turn in range(50):
+            array = np.full(1_000_000, turn + rank, np.int64)
+            group.all_reduce(array)
+            assert (array == size * turn + size * (size - 1) // 2).all(), "a wrong sum"
+            if fate == "throws away" and turn == 0 and rank == 1:
+                group.send(np.arange(30_000), 0, tag=9)
+        return "nothing happened"
+    finally:
+        Path(folder, f"took-{rank}").write_text(str(time.monotonic() - began))
+        if fate == "stops":
+            os.kill(int(Path(folder, "pid").read_text()), signal.SIGCONT)
+
+
+def lost(fate: str, options: Options, dies: tuple[int, ...] = ()) -> list[Outcome]:
+    return run_ranks(_lost, 2, fate, options, dies=dies, timeout_s=60)
+
+
+def test_who_died_is_missed_at_once_although_a_connection_may_come_back() -> None:
+    began = time.monotonic()
+    outcome = lost("dies", APART, dies=(0,))[1]
+    assert outcome.error == "PeerLost"
+    assert "rank 0 closed its connection" in outcome.text
+    assert "rank 0 is not listening on 127.0.0.1:" in outcome.text
+    assert time.monotonic() - began < 10
+
+
+def test_who_left_the_group_is_missed_with_its_reason() -> None:
+    outcome = lost("closes", APART)[1]
+    assert outcome.error == "PeerLost"
+    assert "rank 0 closed the group" in outcome.text or "it closed the group" in outcome.text, outcome.text
+
+
+def test_without_time_to_come_back_a_connection_that_ends_is_the_end() -> None:
+    outcome = lost("dies", Options(transport="tcp", reconnect_s=0), dies=(0,))[1]
+    assert outcome.error == "PeerLost"
+    assert "it died or left the group: see its own output" in outcome.text
+
+
+def test_who_does_not_come_back_in_time_is_given_up() -> None:
+    outcome = lost("stops", Options(transport="tcp", reconnect_s=1))[1]
+    assert outcome.error == "PeerLost"
+    assert "s of trying to make it again" in outcome.text
+
+
+def test_what_cannot_be_said_again_is_an_error_and_no_guess() -> None:
+    for outcome in lost("throws away", APART):
+        assert outcome.error == "PeerLost", outcome
+        assert "are not kept any more" in outcome.text or "gave up" in outcome.text or "left the group" in outcome.text
