@@ -17,7 +17,7 @@ Hierarchical::Hierarchical(const Call& call, const Paths& paths) : call_(call), 
   }
   inside_ = hosts_[numbers.at(paths.nodes[static_cast<std::size_t>(paths.mesh.rank())])].size();
   const bool even = std::all_of(hosts_.begin(), hosts_.end(), [&](const auto& host) { return host.size() == inside_; });
-  if (even) rails_ = inside_;
+  if (even && call.between != AlgorithmId::in_network) rails_ = inside_;
   begin(Stage::fold_inside);
 }
 
@@ -106,7 +106,9 @@ void Hierarchical::wait_for(WaitSet& set) const {
 
 std::vector<int> Hierarchical::awaited() const { return step_ != nullptr ? step_->awaited() : std::vector<int>{}; }
 
-// Whoever is waited for inside a host may be waiting for another host.
-bool Hierarchical::awaited_may_wait() const { return true; }
+// Whoever is waited for may be waiting for another host; but not at the beginning, inside this one.
+bool Hierarchical::awaited_may_wait() const {
+  return stage_ != Stage::fold_inside || step_ == nullptr || step_->awaited_may_wait();
+}
 
 }  // namespace netfold::collective

@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from folds import contribution
+from hosts import apart
 from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import group as group_module
-from netfold.communicator import nodes
 
 pytestmark = pytest.mark.native
 
 # Even and uneven hosts, neighbours or not, some with one rank.
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 1), (0, 0, 1, 1, 2, 2), (0, 1, 2, 2, 2, 1)]
 COUNTS = (0, 1, 2, 3, 1000, 4097, 300_007)
-
-
-def apart(monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]) -> None:
-    """A rank reaches those of its host only."""
-    exchange = nodes._exchange
-
-    def exchange_apart(rank: int, size: int, sockets: Any, *rest: Any) -> None:
-        streams = [stream and _Hidden(stream, layout[peer] != layout[rank]) for peer, stream in enumerate(sockets)]
-        exchange(rank, size, streams, *rest)
-
-    monkeypatch.setattr(nodes, "_exchange", exchange_apart)
-
-
-class _Hidden:
-    """A connection over which a rank tells a wrong path to who is on another host."""
-
-    def __init__(self, stream: Any, hidden: bool) -> None:
-        self._stream = stream
-        self._hidden = hidden
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def sendall(self, data: bytes) -> None:
-        if self._hidden and b"netfold-" in data:
-            data = data.replace(b"netfold-", b"nothing-")
-        self._stream.sendall(data)
 
 
 def reduce(rank: int, size: int, folder: str, algorithm: str) -> tuple[tuple[int, ...], str]:
@@ -75,7 +46,7 @@ def reduce(rank: int, size: int, folder: str, algorithm: str) -> tuple[tuple[int
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_rank_gets_the_sum(monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]) -> None:
-    apart(monkeypatch, layout)
+    monkeypatch.setattr(*apart(layout))
     for found, why in values(run_threads(reduce, len(layout), "all_reduce=hierarchical", timeout_s=60)):
         assert found == layout
         assert why.startswith("hierarchical")
@@ -83,6 +54,6 @@ def test_every_rank_gets_the_sum(monkeypatch: pytest.MonkeyPatch, layout: tuple[
 
 def test_auto_takes_it_where_hosts_have_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = (0, 0, 1, 1)
-    apart(monkeypatch, layout)
+    monkeypatch.setattr(*apart(layout))
     for _, why in values(run_threads(reduce, len(layout), "auto", timeout_s=60)):
         assert why.startswith("hierarchical (") and "between hosts" in why

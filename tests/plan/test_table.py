@@ -248,7 +248,7 @@ ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hi
         (
             {"algorithm": "direct", "wire": "bf16"},
             "NETFOLD_ALGORITHM=direct sends tensors as they are; NETFOLD_WIRE=bf16 needs ring or halving_doubling or "
-            "tree or in_network",
+            "tree or in_network or hierarchical",
         ),
     ],
 )

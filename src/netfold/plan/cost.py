@@ -22,11 +22,17 @@ POST_BYTES, CHUNK_BYTES = 16 << 10, 256 << 10
 
 @dataclass(frozen=True)
 class Case:
-    """ranks (P) move `size` bytes (n)."""
+    """ranks (P) move `size` bytes (n).
+
+    switch: all_reduce between hosts goes through one. narrow: f32 tensors travel in half of their bytes, and `size`
+    counts those.
+    """
 
     size: float
     topology: Topology
     links: Links
+    switch: bool = False
+    narrow: bool = False
 
     @property
     def ranks(self) -> int:
@@ -265,40 +271,55 @@ def _shared_memory_barrier(case: Case) -> float:
     return case.links.memory.latency_s
 
 
-# What can run between hosts, one rank of each.
+# What can run between hosts without a switch, one rank of each.
 _BETWEEN = ("direct", "ring", "halving_doubling", "tree")
 
 
-def best_between(size: float, topology: Topology, links: Links) -> str:
-    """The algorithm that a hierarchical all_reduce takes between hosts."""
-    case = Case(size, Topology.apart(topology.node_count), links)
-    return min(_BETWEEN, key=lambda name: FORMULAS["all_reduce", name].seconds(case))
+def best_between(case: Case) -> str:
+    """The algorithm that a hierarchical all_reduce takes between hosts: the switch, if there is one."""
+    if case.switch:
+        return "in_network"
+    hosts = replace(case, topology=Topology.apart(case.topology.node_count))
+    able = [name for name in _BETWEEN if not case.narrow or FORMULAS["all_reduce", name].narrow]
+    return min(able, key=lambda name: FORMULAS["all_reduce", name].seconds(hosts))
 
 
-@_formula(
-    "all_reduce", "hierarchical", "reduce-scatter and all-gather inside a host, the best all_reduce of one rank a host"
-)
+@_formula("all_reduce", "hierarchical", "inside a host through memory; between hosts as one rank a host", narrow=True)
 def _hierarchical(case: Case) -> float:
-    inside = replace(case, topology=Topology((0,) * case.topology.most_on_a_node))
+    whole = 2 * case.size if case.narrow else case.size
+    inside = replace(case, size=whole, topology=Topology((0,) * case.topology.most_on_a_node))
     between = replace(case, topology=Topology.apart(case.topology.node_count))
-    across = best_between(case.size, case.topology, case.links)
-    return _shared_memory(inside) + FORMULAS["all_reduce", across].seconds(between)
+    return _shared_memory(inside) + FORMULAS["all_reduce", best_between(case)].seconds(between)
 
 
 def algorithms_of(operation: str) -> list[str]:
     return [algorithm for kind, algorithm in FORMULAS if kind == operation]
 
 
-def predict(operation: str, algorithm: str, size: float, topology: Topology, links: Links, wire: str = "auto") -> float:
-    """Seconds; KeyError where there is no formula. A 16-bit wire sends half the bytes of f32 tensors.
+def case_of(size: float, topology: Topology, links: Links, wire: str = "auto", switch: bool = False) -> Case:
+    """A 16-bit wire sends half the bytes of f32 tensors."""
+    half = wire in ("bf16", "f16")
+    return Case(size / 2 if half else size, topology, links, switch, wire != "auto")
+
+
+def predict(
+    operation: str,
+    algorithm: str,
+    size: float,
+    topology: Topology,
+    links: Links,
+    wire: str = "auto",
+    *,
+    switch: bool = False,
+) -> float:
+    """Seconds; KeyError where there is no formula. `switch`: there is one for all_reduce.
 
     Ranks of one host share its link to the others: one at a time uses it where only neighbours talk, all of them, at
     worst, in other algorithms.
     """
-    half = wire in ("bf16", "f16")
     formula = FORMULAS[operation, algorithm]
     sharing = 1 if formula.neighbours or topology.node_count == 1 else topology.most_on_a_node
     if sharing > 1 and algorithm != "hierarchical":
         network = replace(links.network, bytes_per_s=links.network.bytes_per_s / sharing)
         links = replace(links, network=network)
-    return formula.seconds(Case(size / 2 if half else size, topology, links))
+    return formula.seconds(case_of(size, topology, links, wire, switch))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from netfold._native import engine
-from netfold.plan.cost import FORMULAS, algorithms_of, best_between, predict
+from netfold.plan.cost import FORMULAS, algorithms_of, best_between, case_of, predict
 from netfold.plan.overrides import Overrides, parse_overrides
 from netfold.plan.topology import DEFAULT_LINKS, Links, Topology
 
@@ -64,6 +64,14 @@ class ChoiceTable:
             raise KeyError(f"no operation {operation!r}; there are {', '.join(OPERATIONS)}")
         return max(fitting, key=lambda row: row.min_bytes)
 
+    def workers(self, topology: Topology) -> tuple[int, ...]:
+        """The ranks that join the switch, in the order in which it adds: all, or one a host, or, without one, none."""
+        if any(row.algorithm == "in_network" for row in self.rows):
+            return tuple(range(topology.ranks))
+        if any(row.between == "in_network" for row in self.rows):
+            return topology.leaders
+        return ()
+
     @property
     def hash16(self) -> int:
         """What travels with every packet and message. Reasons count: ranks that differ in them differ in something."""
@@ -100,8 +108,11 @@ def candidates(
     for algorithm in algorithms_of(operation):
         why_not = _why_not(operation, algorithm, topology, switch, wire)
         if why_not is None or (operation, algorithm) in _BY_NAME_ONLY:
-            seconds = predict(operation, algorithm, size_bytes, topology, links, wire)
-            found.append(Candidate(algorithm, seconds, why_not or FORMULAS[operation, algorithm].source))
+            seconds = predict(operation, algorithm, size_bytes, topology, links, wire, switch=switch is not None)
+            note = why_not or FORMULAS[operation, algorithm].source
+            if algorithm == "hierarchical":
+                note += f": {best_between(case_of(size_bytes, topology, links, wire, switch is not None))}"
+            found.append(Candidate(algorithm, seconds, note))
         else:
             found.append(Candidate(algorithm, None, why_not))
     return sorted(found, key=lambda each: (each.seconds is None, each.seconds))
@@ -165,12 +176,25 @@ def _rows(
             _refuse(operation, asked, overrides, topology, switch, wire)
             if asked == "hierarchical":
                 return [
-                    Row(operation, size, name, wire, overrides.named(operation) + in_wire, between)
-                    for size, name, between in _starts(operation, ["hierarchical"], topology, links, wire)
+                    Row(
+                        operation,
+                        size,
+                        name,
+                        wire,
+                        f"{overrides.named(operation)}: {between} between hosts{in_wire}",
+                        between,
+                    )
+                    for size, name, between in _starts(operation, ["hierarchical"], topology, links, switch, wire)
                 ]
             return [Row(operation, 0, asked, wire, overrides.named(operation) + in_wire)]
         suffix = f"; {overrides.named(operation)} does not do {operation}"
     if operation == "all_reduce" and switch is not None:
+        if topology.has_levels:
+            reason = (
+                f"in_network between hosts; NETFOLD_SWITCH={switch}: a host sends n bytes through the switch for all "
+                "of its ranks, which add through memory"
+            )
+            return [Row(operation, 0, "hierarchical", wire, reason + in_wire, "in_network")]
         reason = f"NETFOLD_SWITCH={switch}: a rank sends n bytes through the switch, where a ring sends 2n(P-1)/P"
         return [Row(operation, 0, "in_network", wire, reason + in_wire)]
     if topology.node_count == 1 and _why_not(operation, "shared_memory", topology, switch, wire) is None:
@@ -183,7 +207,7 @@ def _by_cost(operation: str, topology: Topology, links: Links, wire: str, suffix
     able = [name for name in algorithms_of(operation) if _why_not(operation, name, topology, None, wire) is None]
     if len(able) == 1:
         return [Row(operation, 0, able[0], wire, "the one algorithm there is for it here" + suffix)]
-    starts = _starts(operation, able, topology, links, wire)
+    starts = _starts(operation, able, topology, links, None, wire)
     rows = []
     for index, (size, name, between) in enumerate(starts):
         # Times are of a size inside the row: of its start times four, where that is still inside.
@@ -196,15 +220,18 @@ def _by_cost(operation: str, topology: Topology, links: Links, wire: str, suffix
     return rows
 
 
-def _starts(operation: str, able: list[str], topology: Topology, links: Links, wire: str) -> list[tuple[int, str, str]]:
+def _starts(
+    operation: str, able: list[str], topology: Topology, links: Links, switch: str | None, wire: str
+) -> list[tuple[int, str, str]]:
     """Sizes from which on another algorithm is the cheapest, or, of a hierarchical one, another between hosts."""
     starts: list[tuple[int, str, str]] = []
     for size in _GRID:
-        times = {name: predict(operation, name, size, topology, links, wire) for name in able}
+        case = case_of(size, topology, links, wire, switch is not None)
+        times = {name: predict(operation, name, size, topology, links, wire, switch=case.switch) for name in able}
         best = min(times, key=lambda name: times[name])
         if starts and times[best] >= _WORTH_A_ROW * times[starts[-1][1]]:
             best = starts[-1][1]
-        between = best_between(size, topology, links) if best == "hierarchical" else "local"
+        between = best_between(case) if best == "hierarchical" else "local"
         if not starts or (best, between) != starts[-1][1:]:
             starts.append((size, best, between))
     return starts
@@ -226,7 +253,7 @@ def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | N
         return "no NETFOLD_SWITCH"
     if algorithm == "shared_memory" and topology.node_count > 1:
         return f"the ranks are on {topology.node_count} hosts"
-    if algorithm == "hierarchical" and (topology.node_count == 1 or topology.most_on_a_node == 1):
+    if algorithm == "hierarchical" and not topology.has_levels:
         return "needs several hosts and several ranks on one"
     if wire != "auto" and not FORMULAS[operation, algorithm].narrow:
         return f"sends tensors as they are, not as {wire}"

@@ -2,8 +2,9 @@
 // few bytes as one rank a host would send.
 //
 // Where every host has the same number of ranks L, each is a rail: reduce-scatter inside (rank p keeps part p), an
-// all_reduce of part p among the p-th ranks of all hosts, all L of them at once, all-gather inside. Elsewhere the first
-// rank of a host speaks for it: reduce inside, all_reduce among the first ones, broadcast inside.
+// all_reduce of part p among the p-th ranks of all hosts, all L of them at once, all-gather inside. Elsewhere, and
+// where a switch adds between hosts, the first rank of a host speaks for it: reduce inside, all_reduce among the first
+// ones, broadcast inside.
 //
 // Steps: those of the algorithm between hosts, and two through memory. Bytes a host sends for n bytes of tensor: what
 // that algorithm sends for n among as many ranks as there are hosts. (Hierarchical collectives: Karonis et al., 2000.)
