@@ -110,8 +110,9 @@ bool supports(AlgorithmId algorithm, Kind kind) {
       return kind == Kind::all_reduce || kind == Kind::reduce_scatter || kind == Kind::all_gather;
     case AlgorithmId::halving_doubling:
     case AlgorithmId::in_network:
-    case AlgorithmId::hierarchical:
       return kind == Kind::all_reduce;
+    case AlgorithmId::hierarchical:
+      return moves_or_reduces && kind != Kind::gather && kind != Kind::scatter;
     case AlgorithmId::tree:
       return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast;
     case AlgorithmId::chain:

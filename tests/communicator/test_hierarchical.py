@@ -1,15 +1,18 @@
-"""all_reduce through memory inside hosts and over the mesh between them. Hosts are made up: ranks are threads."""
+"""Collectives through memory inside hosts and over the mesh between them. Hosts are made up: ranks are threads."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from folds import contribution
+from folds import UFUNCS, Array, contribution
 from hosts import apart
 from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import group as group_module
+from netfold.plan import SUPPORTS
 
 pytestmark = pytest.mark.native
 
@@ -57,3 +60,152 @@ def test_auto_takes_it_where_hosts_have_several_ranks(monkeypatch: pytest.Monkey
     monkeypatch.setattr(*apart(layout))
     for _, why in values(run_threads(reduce, len(layout), "auto", timeout_s=60)):
         assert why.startswith("hierarchical (") and "between hosts" in why
+
+
+# --- the other operations --------------------------------------------------------------------------------------------
+
+UNEVEN = [(0, 0, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1, 1), (1, 0, 0, 2, 1)]
+BLOCKS = (0, 1, 7, 1009, 60_013)
+REDUCTIONS = (("sum", "int64"), ("bxor", "uint8"), ("max", "float32"), ("avg", "float64"), ("sum", "float16"))
+
+
+def expect(got: Array, op: str, parts: list[Array]) -> None:
+    """`got` is the reduction of `parts`: exact, or, for sums of floats, within the error bound of any order."""
+    if op not in ("sum", "avg") or parts[0].dtype.kind in "iu":
+        folded = parts[0]
+        for part in parts[1:]:
+            folded = UFUNCS[op](folded, part)
+        np.testing.assert_array_equal(got, folded, strict=True)
+        return
+    wide = [part.astype(np.longdouble) for part in parts]
+    total = np.sum(wide, axis=0) / (len(parts) if op == "avg" else 1)
+    magnitude = np.sum(np.abs(wide), axis=0)
+    assert got.dtype == parts[0].dtype
+    assert (np.abs(got - total) <= len(parts) * np.finfo(got.dtype).eps * magnitude).all()
+
+
+def blocks(group: Communicator, count: int, uneven: int, dtype: str, together: bool) -> list[Array]:
+    """A buffer for each rank, `count` elements and more; one behind the other in memory, or not."""
+    counts = [count + uneven * ((rank * 3) % 4) for rank in range(group.size)]
+    if not together:
+        return [np.zeros(each, dtype) for each in counts]
+    whole = np.zeros(sum(counts), dtype)
+    return list(np.split(whole, np.cumsum(counts)[:-1]))
+
+
+def every_operation(rank: int, size: int, folder: str) -> dict[str, set[int]]:
+    options = Options(algorithm="hierarchical", probe="off")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+        for count in BLOCKS:
+            for root in range(size):
+                moved = contribution(rank, count, "int32")
+                group.broadcast(moved, root)
+                np.testing.assert_array_equal(moved, contribution(root, count, "int32"))
+            for op, dtype in REDUCTIONS:
+                parts = [contribution(other, count, dtype) for other in range(size)]
+                for root in {0, size // 2, size - 1}:
+                    mine = parts[rank].copy()
+                    group.reduce(mine, root, op=op)
+                    if rank == root:
+                        expect(mine, op, parts)
+                    else:
+                        np.testing.assert_array_equal(mine, parts[rank])
+            for uneven, together in ((0, True), (0, False), (5, True), (5, False)):
+                gathered = blocks(group, count, uneven, "float32", together)
+                group.all_gather(contribution(rank, len(gathered[rank]), "float32"), gathered)
+                for other, got in enumerate(gathered):
+                    np.testing.assert_array_equal(got, contribution(other, len(got), "float32"))
+                group.all_gather(gathered[rank], gathered)  # in place
+                for other, got in enumerate(gathered):
+                    np.testing.assert_array_equal(got, contribution(other, len(got), "float32"))
+                for op, dtype in REDUCTIONS:
+                    given = blocks(group, count, uneven, dtype, together)
+                    for other, block in enumerate(given):
+                        block[:] = contribution(rank * size + other, len(block), dtype)
+                    before = [block.copy() for block in given]
+                    into = np.zeros_like(given[rank])
+                    group.reduce_scatter(given, into, op=op)
+                    expect(into, op, [contribution(o * size + rank, len(into), dtype) for o in range(size)])
+                    for was, block in zip(before, given, strict=True):
+                        np.testing.assert_array_equal(block, was)
+                given = [contribution(rank * size + o, count + uneven * (rank + 2 * o), "int16") for o in range(size)]
+                taken = [np.zeros(count + uneven * (other + 2 * rank), np.int16) for other in range(size)]
+                group.all_to_all(given, taken)
+                for other, got in enumerate(taken):
+                    np.testing.assert_array_equal(got, contribution(other * size + rank, len(got), "int16"))
+            group.barrier()
+        ran: dict[str, set[int]] = {}
+        for event in group.group.events():
+            name = next(kind for kind, number in group_module.KINDS.items() if number == event["operation"])
+            ran.setdefault(name, set()).add(int(event["algorithm"]))
+        return ran
+
+
+@pytest.mark.parametrize("layout", UNEVEN, ids=str)
+def test_every_operation_gives_what_it_must_on_uneven_hosts(
+    monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(*apart(layout))
+    able = {name for name in group_module.KINDS if name in SUPPORTS["hierarchical"]} - {"all_reduce"}
+    for ran in values(run_threads(every_operation, len(layout), timeout_s=100)):
+        assert ran == {name: {group_module.engine.ALGORITHMS["hierarchical"]} for name in able}
+
+
+def disagrees(rank: int, size: int, folder: str, operation: str) -> str:
+    """Rank 2, alone on its host, holds that ranks 0 and 1 have 1 and 3 elements; they hold that they have 3 and 1."""
+    options = Options(algorithm="hierarchical", probe="off")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=10, join_timeout_s=20) as group:
+        counts = (1, 3, 2) if rank == 2 else (3, 1, 2)
+        buffers = [np.ones(count) for count in counts]
+        try:
+            if operation == "all_gather":
+                group.all_gather(np.ones(counts[rank]), buffers)
+            else:
+                group.reduce_scatter(buffers, np.ones(counts[rank]))
+            group.barrier()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter"])
+def test_hosts_that_disagree_about_sizes_of_the_same_sum_hear_of_it(
+    monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    monkeypatch.setattr(*apart((0, 0, 1)))
+    found = values(run_threads(disagrees, 3, operation))
+    assert any(said.startswith("Mismatch") and f"a step of {operation}" in said for said in found), found
+    assert all(said.startswith(("Mismatch", "PeerLost")) for said in found), found
+
+
+def ends_early(rank: int, size: int, folder: str, victim: int, operation: str) -> Any:
+    options = Options(algorithm="hierarchical", probe="off")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+        buffers = [np.ones(50_000) for _ in range(size)]
+        call = {
+            "broadcast": lambda: group.broadcast(buffers[0], 0),
+            "reduce": lambda: group.reduce(buffers[0], 0),
+            "all_gather": lambda: group.all_gather(np.ones(50_000), buffers),
+            "reduce_scatter": lambda: group.reduce_scatter(buffers, np.ones(50_000)),
+            "all_to_all": lambda: group.all_to_all(buffers, [np.ones(50_000) for _ in buffers]),
+            "barrier": group.barrier,
+        }[operation]
+        call()
+        if rank == victim:
+            group.group.abort("it had enough")
+        try:
+            while True:
+                call()
+        except Exception as error:
+            return getattr(error, "rank", None), str(error)
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"])
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_that_gives_up_is_named_on_both_hosts(
+    monkeypatch: pytest.MonkeyPatch, victim: int, operation: str
+) -> None:
+    monkeypatch.setattr(*apart((0, 0, 1, 1)))
+    for named, said in values(run_threads(ends_early, 4, victim, operation)):
+        assert named == victim, said
+        assert "it had enough" in said

@@ -259,13 +259,13 @@ def late(rank: int, size: int, folder: str, endpoint: str) -> None:
         join_for_host = group_module.join_for_host
 
         def stay_away(*arguments: Any, **named: Any) -> Any:
-            time.sleep(3.0)
+            time.sleep(5.0)
             return join_for_host(*arguments, **named)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(group_module, "join_for_host", stay_away)
-            Communicator(FileStore(folder), rank, size, options=options, join_timeout_s=2).close()
-    Communicator(FileStore(folder), rank, size, options=options, join_timeout_s=2).close()
+            Communicator(FileStore(folder), rank, size, options=options, join_timeout_s=4).close()
+    Communicator(FileStore(folder), rank, size, options=options, join_timeout_s=4).close()
 
 
 def test_a_worker_that_does_not_come_is_named_by_its_rank() -> None:
@@ -273,7 +273,7 @@ def test_a_worker_that_does_not_come_is_named_by_its_rank() -> None:
         outcomes = run_ranks(_apart_late, 4, switch.endpoint)
     for rank in (0, 1):
         assert outcomes[rank].error == "SwitchError", outcomes[rank].text
-        assert "rank 2 did not join within 2 s" in outcomes[rank].text
+        assert re.search(r"rank 2 did not join within \d s", outcomes[rank].text), outcomes[rank].text
 
 
 def _apart_late(rank: int, size: int, folder: str, endpoint: str) -> None:

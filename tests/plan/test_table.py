@@ -238,7 +238,7 @@ ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hi
         (
             {"algorithm": "broadcast=ring"},
             "NETFOLD_ALGORITHM='broadcast=ring': there is no broadcast by ring; there are direct, shared_memory, tree, "
-            "chain",
+            "hierarchical, chain",
         ),
         ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16"),
         (

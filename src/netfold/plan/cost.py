@@ -271,25 +271,75 @@ def _shared_memory_barrier(case: Case) -> float:
     return case.links.memory.latency_s
 
 
-# What can run between hosts without a switch, one rank of each.
-_BETWEEN = ("direct", "ring", "halving_doubling", "tree")
+# Not between hosts, one rank of each: these are for ranks that share more, or send what they have not got.
+_NOT_BETWEEN = ("in_network", "shared_memory", "hierarchical")
+# Kept out of every choice, with the reason.
+BY_NAME_ONLY = {
+    ("all_to_all", "bruck"): "by name only: no rank can know that all blocks are equal",
+    ("all_to_all", "hierarchical"): "by name only: ranks that give different sizes must all choose it",
+}
 
 
-def best_between(case: Case) -> str:
-    """The algorithm that a hierarchical all_reduce takes between hosts: the switch, if there is one."""
-    if case.switch:
+def best_between(operation: str, case: Case) -> str:
+    """The algorithm that a hierarchical `operation` takes between hosts: for all_reduce the switch, if there is one."""
+    if operation == "all_reduce" and case.switch:
         return "in_network"
-    hosts = replace(case, topology=Topology.apart(case.topology.node_count))
-    able = [name for name in _BETWEEN if not case.narrow or FORMULAS["all_reduce", name].narrow]
-    return min(able, key=lambda name: FORMULAS["all_reduce", name].seconds(hosts))
+    able = [
+        name for name in algorithms_of(operation) if name not in _NOT_BETWEEN and (operation, name) not in BY_NAME_ONLY
+    ]
+    narrow = [name for name in able if not case.narrow or FORMULAS[operation, name].narrow]
+    return min(narrow, key=lambda name: FORMULAS[operation, name].seconds(_hosts(operation, case)))
 
 
-@_formula("all_reduce", "hierarchical", "inside a host through memory; between hosts as one rank a host", narrow=True)
-def _hierarchical(case: Case) -> float:
-    whole = 2 * case.size if case.narrow else case.size
-    inside = replace(case, size=whole, topology=Topology((0,) * case.topology.most_on_a_node))
-    between = replace(case, topology=Topology.apart(case.topology.node_count))
-    return _shared_memory(inside) + FORMULAS["all_reduce", best_between(case)].seconds(between)
+def _hosts(operation: str, case: Case) -> Case:
+    """What goes between hosts: among one rank of each; in all_to_all among all, over links that they share."""
+    if operation != "all_to_all":
+        return replace(case, topology=Topology.apart(case.topology.node_count))
+    most = case.topology.most_on_a_node
+    network = replace(case.links.network, bytes_per_s=case.links.network.bytes_per_s / most)
+    size = case.size * (case.ranks - most) / (case.ranks - 1)
+    return replace(case, size=size, topology=Topology.apart(case.ranks), links=replace(case.links, network=network))
+
+
+# What a hierarchical operation does inside a host, with which part of its bytes (of H hosts); and whether blocks are
+# sorted by hosts first or last, a copy more on every rank.
+_INSIDE: dict[str, tuple[tuple[tuple[str, Callable[[int], float]], ...], bool]] = {
+    "all_reduce": ((("all_reduce", lambda hosts: 1),), False),
+    "reduce": ((("reduce", lambda hosts: 1),), False),
+    "broadcast": ((("broadcast", lambda hosts: 1),), False),
+    "all_gather": ((("gather", lambda hosts: 1 / hosts), ("broadcast", lambda hosts: 1)), True),
+    "reduce_scatter": ((("reduce", lambda hosts: 1), ("scatter", lambda hosts: 1 / hosts)), True),
+    "all_to_all": ((("all_to_all", lambda hosts: 1 / hosts),), False),
+    "barrier": ((("barrier", lambda hosts: 1), ("barrier", lambda hosts: 1)), False),
+}
+
+
+def _hierarchical(operation: str) -> Callable[[Case], float]:
+    stages, sorts = _INSIDE[operation]
+
+    def seconds(case: Case) -> float:
+        on_host = Topology((0,) * case.topology.most_on_a_node)
+        whole = 2 * case.size if case.narrow else case.size
+        inside = sum(
+            FORMULAS[kind, "shared_memory"].seconds(
+                replace(case, size=whole * part(case.topology.node_count), topology=on_host)
+            )
+            for kind, part in stages
+        )
+        if sorts:
+            inside += 2 * on_host.ranks * case.size / case.links.memory.bytes_per_s
+        return inside + FORMULAS[operation, best_between(operation, case)].seconds(_hosts(operation, case))
+
+    return seconds
+
+
+for _operation in _INSIDE:
+    _formula(
+        _operation,
+        "hierarchical",
+        "inside a host through memory; between hosts as one rank a host",
+        narrow=_operation == "all_reduce",
+    )(_hierarchical(_operation))
 
 
 def algorithms_of(operation: str) -> list[str]:

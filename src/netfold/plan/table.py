@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from netfold._native import engine
-from netfold.plan.cost import FORMULAS, algorithms_of, best_between, case_of, predict
+from netfold.plan.cost import BY_NAME_ONLY, FORMULAS, algorithms_of, best_between, case_of, predict
 from netfold.plan.overrides import Overrides, parse_overrides
 from netfold.plan.topology import DEFAULT_LINKS, Links, Topology
 
@@ -34,8 +34,6 @@ UNSIZED = ("gather", "scatter", "barrier")
 _GRID = (0, *(1 << power for power in range(6, 34)))
 # Another algorithm must be this much better before it gets a row of its own: the model is no finer.
 _WORTH_A_ROW = 0.98
-# Kept out of `auto`, with the reason.
-_BY_NAME_ONLY = {("all_to_all", "bruck"): "by name only: no rank can know that all blocks are equal"}
 
 
 @dataclass(frozen=True)
@@ -107,11 +105,11 @@ def candidates(
     found = []
     for algorithm in algorithms_of(operation):
         why_not = _why_not(operation, algorithm, topology, switch, wire)
-        if why_not is None or (operation, algorithm) in _BY_NAME_ONLY:
+        if why_not is None or (operation, algorithm) in BY_NAME_ONLY:
             seconds = predict(operation, algorithm, size_bytes, topology, links, wire, switch=switch is not None)
             note = why_not or FORMULAS[operation, algorithm].source
             if algorithm == "hierarchical":
-                note += f": {best_between(case_of(size_bytes, topology, links, wire, switch is not None))}"
+                note += f": {best_between(operation, case_of(size_bytes, topology, links, wire, switch is not None))}"
             found.append(Candidate(algorithm, seconds, note))
         else:
             found.append(Candidate(algorithm, None, why_not))
@@ -231,7 +229,7 @@ def _starts(
         best = min(times, key=lambda name: times[name])
         if starts and times[best] >= _WORTH_A_ROW * times[starts[-1][1]]:
             best = starts[-1][1]
-        between = best_between(case) if best == "hierarchical" else "local"
+        between = best_between(operation, case) if best == "hierarchical" else "local"
         if not starts or (best, between) != starts[-1][1:]:
             starts.append((size, best, between))
     return starts
@@ -247,8 +245,8 @@ def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | N
     """Why `auto` cannot take it; None where it can."""
     if operation not in SUPPORTS.get(algorithm, ()):
         return "not built in"
-    if (operation, algorithm) in _BY_NAME_ONLY:
-        return _BY_NAME_ONLY[operation, algorithm]
+    if (operation, algorithm) in BY_NAME_ONLY:
+        return BY_NAME_ONLY[operation, algorithm]
     if algorithm == "in_network" and switch is None:
         return "no NETFOLD_SWITCH"
     if algorithm == "shared_memory" and topology.node_count > 1:
@@ -273,7 +271,7 @@ def _refuse(
             f"{overrides.named(operation)} sends tensors as they are; NETFOLD_WIRE={wire} needs {' or '.join(able)}"
         )
     why_not = _why_not(operation, asked, topology, switch, wire)
-    if why_not is not None and (operation, asked) not in _BY_NAME_ONLY:
+    if why_not is not None and (operation, asked) not in BY_NAME_ONLY:
         raise ValueError(f"{overrides.named(operation)} cannot be: {why_not}")
 
 
