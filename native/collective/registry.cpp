@@ -107,8 +107,8 @@ bool supports(AlgorithmId algorithm, Kind kind) {
     case AlgorithmId::shared_memory:
       return moves_or_reduces;
     case AlgorithmId::ring:
-      return kind == Kind::all_reduce || kind == Kind::reduce_scatter || kind == Kind::all_gather;
     case AlgorithmId::halving_doubling:
+      return kind == Kind::all_reduce || kind == Kind::reduce_scatter || kind == Kind::all_gather;
     case AlgorithmId::in_network:
       return kind == Kind::all_reduce;
     case AlgorithmId::hierarchical:
@@ -118,7 +118,7 @@ bool supports(AlgorithmId algorithm, Kind kind) {
     case AlgorithmId::chain:
       return kind == Kind::broadcast;
     case AlgorithmId::bruck:
-      return kind == Kind::all_gather || kind == Kind::all_to_all;
+      return kind == Kind::all_gather || kind == Kind::all_to_all || kind == Kind::barrier;
     case AlgorithmId::pairwise:
       return kind == Kind::all_to_all;
     default:

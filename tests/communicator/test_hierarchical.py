@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,26 @@ def test_every_operation_gives_what_it_must_on_uneven_hosts(
     able = {name for name in group_module.KINDS if name in SUPPORTS["hierarchical"]} - {"all_reduce"}
     for ran in values(run_threads(every_operation, len(layout), timeout_s=100)):
         assert ran == {name: {group_module.engine.ALGORITHMS["hierarchical"]} for name in able}
+
+
+def held_back(rank: int, size: int, folder: str, arrived: list[int]) -> None:
+    options = Options(algorithm="hierarchical", probe="off")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+        for turn in range(size):
+            if rank == turn:
+                time.sleep(0.02)
+            arrived[rank] += 1
+            came = arrived[rank]
+            group.barrier()
+            assert min(arrived) >= came, f"rank {rank} went on before all of {arrived} were there"
+
+
+@pytest.mark.parametrize("layout", UNEVEN, ids=str)
+def test_nobody_passes_a_barrier_before_the_last_is_there(
+    monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(*apart(layout))
+    values(run_threads(held_back, len(layout), [0] * len(layout)))
 
 
 def disagrees(rank: int, size: int, folder: str, operation: str) -> str:

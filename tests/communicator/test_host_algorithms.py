@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import math
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from folds import by_halving, by_rank, by_ring, by_ring_scatter, by_tree, contribution
+from folds import by_halving, by_halving_scatter, by_rank, by_ring, by_ring_scatter, by_tree, contribution
 from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
@@ -27,12 +28,18 @@ SETS = (
     "all_reduce=ring,reduce_scatter=ring,all_gather=ring,broadcast=chain,all_to_all=pairwise,reduce=tree",
     "all_reduce=halving_doubling,broadcast=tree,all_gather=bruck,all_to_all=bruck,reduce=direct",
     "all_reduce=tree,broadcast=direct,all_gather=direct,all_to_all=direct,reduce_scatter=direct",
+    "all_gather=halving_doubling,reduce_scatter=halving_doubling,barrier=bruck",
 )
 FOLDS: dict[str, Callable[..., Any]] = {
     "ring": by_ring,
     "halving_doubling": by_halving,
     "tree": by_tree,
     "direct": by_rank,
+}
+SCATTER_FOLDS: dict[str, Callable[..., Any]] = {
+    "ring": by_ring_scatter,
+    "halving_doubling": by_halving_scatter,
+    "direct": lambda op, parts, owner: by_rank(op, parts),
 }
 HEADER, WORD = 40, 8
 LARGE = 60_013
@@ -116,7 +123,7 @@ def check_reduce_scatter(group: Communicator, algorithm: str, op: str, dtype: st
         parts = [contribution(rank * size + group.rank, counts[group.rank], dtype) for rank in range(size)]
         into = np.empty(counts[group.rank], dtype)
         group.reduce_scatter(buffers, into, op=op)
-        expected = by_ring_scatter(op, parts, group.rank) if algorithm == "ring" else by_rank(op, parts)
+        expected = SCATTER_FOLDS[algorithm](op, parts, group.rank)
         np.testing.assert_array_equal(into, expected, strict=True, err_msg=f"{algorithm} {op} {count}")
         for was, buffer in zip(before, buffers, strict=True):
             np.testing.assert_array_equal(buffer, was)
@@ -134,6 +141,10 @@ def check_all_to_all(group: Communicator, algorithm: str, op: str, dtype: str, c
         for rank, got in enumerate(into):
             expected = contribution(rank * size + group.rank, len(got), dtype)
             np.testing.assert_array_equal(got, expected, err_msg=f"{algorithm} {count}")
+
+
+def check_barrier(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
+    group.barrier()
 
 
 def pieces_of(block_bytes: int, least: int = 4) -> int:
@@ -182,6 +193,10 @@ def total_bytes(name: str, count: int, ranks: int) -> int:
         pieces = pieces_of(4 * half[0], 64)
         values = ways * others * (2 * WORD * pieces + 4 * count)
         return values + HEADER * tree_directions(ranks, ways)
+    if operation == "barrier":
+        return ranks * math.ceil(math.log2(ranks)) * (HEADER + WORD + 1)
+    if algorithm == "halving_doubling" and operation != "all_reduce":
+        return halves_bytes(operation, count, ranks)
     if algorithm == "halving_doubling":
         return halving_bytes(count, ranks)
     raise AssertionError(f"no formula for {name}")
@@ -201,6 +216,20 @@ def halving_bytes(count: int, ranks: int) -> int:
             total += stream([given]) + stream([kept]) - 2 * HEADER
             held = kept
     return total
+
+
+def halves_bytes(operation: str, count: int, ranks: int) -> int:
+    core = 1 << (ranks.bit_length() - 1)
+    extra = ranks - core
+    members = [2 if number < extra else 1 for number in range(core)]
+    sent = extra * (1 + (ranks if operation == "reduce_scatter" else ranks - 1))  # blocks of pairs, both ways
+    for bit in (1 << power for power in range(core.bit_length() - 1)):
+        for number in range(core):
+            first = number & ~(bit - 1)
+            first ^= bit if operation == "reduce_scatter" else 0
+            sent += sum(members[first : first + bit])
+    streams = core * (core.bit_length() - 1) + 2 * extra
+    return streams * HEADER + sent * (stream([count]) - HEADER)
 
 
 def tree_directions(ranks: int, ways: int) -> int:
@@ -230,6 +259,23 @@ def test_every_algorithm_gives_the_bits_and_sends_the_bytes_that_it_states(size:
             totals[name, count] = totals.get((name, count), 0) + sent
     for (name, count), sent in totals.items():
         assert sent == total_bytes(name, count, size), f"{name}, {count} f32, {size} ranks"
+
+
+def held_back(rank: int, size: int, folder: str, arrived: list[int]) -> None:
+    for algorithm in ("direct", "bruck"):
+        with join(rank, size, f"{folder}/{algorithm}", f"barrier={algorithm}") as group:
+            for turn in range(size):
+                if rank == turn:
+                    time.sleep(0.02)
+                arrived[rank] += 1
+                came = arrived[rank]
+                group.barrier()
+                assert min(arrived) >= came, f"{algorithm}: rank {rank} went on before all of {arrived} were there"
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_nobody_passes_a_barrier_before_the_last_is_there(size: int) -> None:
+    values(run_threads(held_back, size, [0] * size))
 
 
 def narrow(rank: int, size: int, folder: str) -> None:

@@ -162,6 +162,25 @@ def _halving_doubling(case: Case) -> float:
     return seconds
 
 
+@_formula("reduce_scatter", "halving_doubling", "Thakur et al., 2005, section 4.3: recursive halving, log2 Q steps")
+def _halving(case: Case) -> float:
+    return _half_of_it(case) + case.folded(case.share)
+
+
+@_formula("all_gather", "halving_doubling", "Thakur et al., 2005, section 4.1: recursive doubling, log2 Q steps")
+def _doubling(case: Case) -> float:
+    return _half_of_it(case)
+
+
+def _half_of_it(case: Case) -> float:
+    core = 2 ** int(math.log2(case.ranks))
+    steps = math.log2(core)
+    seconds = case.steps(steps) + case.messages(case.ranks - 1 - steps) + case.restarted(case.size * (core - 1) / core)
+    if core < case.ranks:  # one way all of it, the other way a block
+        seconds += case.steps(2) + case.sent(case.size) + case.folded(case.size)
+    return seconds
+
+
 def _piece(block: float) -> float:
     wanted = min(max(block / 64, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
     return block / max(1, math.ceil(block / wanted))
@@ -214,6 +233,11 @@ def _bruck_all_to_all(case: Case) -> float:
         + case.messages(blocks - case.doublings)
         + case.restarted(case.doublings * case.size / 2)
     )
+
+
+@_formula("barrier", "bruck", "Hensgen, Finkel & Manber, 1988: dissemination, ceil(log2 P) steps")
+def _dissemination(case: Case) -> float:
+    return case.steps(case.doublings)
 
 
 @_formula("all_to_all", "pairwise", "P-1 exchanges with one partner each, two under way at a time")
