@@ -10,6 +10,7 @@
 #include <netfold/collective/shared_fold.hpp>
 #include <netfold/collective/shared_notice.hpp>
 #include <netfold/collective/tree.hpp>
+#include <netfold/collective/tree_blocks.hpp>
 #include <netfold/kernels/reduce.hpp>
 
 #include <algorithm>
@@ -114,7 +115,8 @@ bool supports(AlgorithmId algorithm, Kind kind) {
     case AlgorithmId::hierarchical:
       return moves_or_reduces && kind != Kind::gather && kind != Kind::scatter;
     case AlgorithmId::tree:
-      return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast;
+      return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::gather ||
+             kind == Kind::scatter;
     case AlgorithmId::chain:
       return kind == Kind::broadcast;
     case AlgorithmId::bruck:
@@ -162,6 +164,9 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, 
     case AlgorithmId::halving_doubling:
       return std::make_unique<HalvingDoubling>(call, paths.mesh, std::move(team));
     case AlgorithmId::tree:
+      if (call.kind == Kind::gather || call.kind == Kind::scatter) {
+        return std::make_unique<TreeBlocks>(call, paths.mesh, std::move(team));
+      }
       return std::make_unique<Tree>(call, paths.mesh, std::move(team));
     case AlgorithmId::chain:
       return std::make_unique<Chain>(call, paths.mesh, std::move(team));

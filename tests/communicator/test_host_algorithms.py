@@ -28,7 +28,7 @@ SETS = (
     "all_reduce=ring,reduce_scatter=ring,all_gather=ring,broadcast=chain,all_to_all=pairwise,reduce=tree",
     "all_reduce=halving_doubling,broadcast=tree,all_gather=bruck,all_to_all=bruck,reduce=direct",
     "all_reduce=tree,broadcast=direct,all_gather=direct,all_to_all=direct,reduce_scatter=direct",
-    "all_gather=halving_doubling,reduce_scatter=halving_doubling,barrier=bruck",
+    "all_gather=halving_doubling,reduce_scatter=halving_doubling,barrier=bruck,gather=tree,scatter=tree",
 )
 FOLDS: dict[str, Callable[..., Any]] = {
     "ring": by_ring,
@@ -143,6 +143,26 @@ def check_all_to_all(group: Communicator, algorithm: str, op: str, dtype: str, c
             np.testing.assert_array_equal(got, expected, err_msg=f"{algorithm} {count}")
 
 
+def check_gather(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
+    for root in {group.size // 2, group.size - 1, 0}:
+        for uneven in (3, 0):
+            counts = [count + uneven * ((rank * 5) % 7) for rank in range(group.size)]
+            into = [np.zeros(each, dtype) for each in counts] if group.rank == root else None
+            group.gather(contribution(group.rank, counts[group.rank], dtype), into, root)
+            for rank, got in enumerate(into or ()):
+                np.testing.assert_array_equal(got, contribution(rank, counts[rank], dtype), err_msg=f"{count} {root}")
+
+
+def check_scatter(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
+    for root in {group.size // 2, group.size - 1, 0}:
+        for uneven in (3, 0):
+            counts = [count + uneven * ((rank * 5) % 7) for rank in range(group.size)]
+            given = [contribution(rank, each, dtype) for rank, each in enumerate(counts)]
+            into = np.zeros(counts[group.rank], dtype)
+            group.scatter(given if group.rank == root else None, into, root)
+            np.testing.assert_array_equal(into, contribution(group.rank, len(into), dtype), err_msg=f"{count} {root}")
+
+
 def check_barrier(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
     group.barrier()
 
@@ -171,6 +191,9 @@ def total_bytes(name: str, count: int, ranks: int) -> int:
     if algorithm in ("direct", "pairwise"):
         messages = ranks * others if operation not in ("broadcast", "reduce") else others
         return messages * (HEADER + 4 * count)
+    if operation in ("gather", "scatter"):
+        spans = [min(number & -number, ranks - number) for number in range(1, ranks)]
+        return sum(2 * HEADER + span * (WORD + 4 * count) for span in spans)
     if algorithm == "ring" and operation == "all_reduce":
         blocks = cut(count, ranks)
         pieces = pieces_of(4 * blocks[0])
@@ -259,6 +282,29 @@ def test_every_algorithm_gives_the_bits_and_sends_the_bytes_that_it_states(size:
             totals[name, count] = totals.get((name, count), 0) + sent
     for (name, count), sent in totals.items():
         assert sent == total_bytes(name, count, size), f"{name}, {count} f32, {size} ranks"
+
+
+def uneven_gather(rank: int, size: int, folder: str, operation: str) -> str:
+    """The root, rank 0, holds that rank 3 has 2 elements and rank 2 has 1; they hold that it is the other way round."""
+    with join(rank, size, folder, f"{operation}=tree") as group:
+        own = np.ones((1, 1, 2, 1, 1)[rank])
+        all_of_them = [np.ones(count) for count in (1, 1, 1, 2, 1)] if rank == 0 else None
+        try:
+            if operation == "gather":
+                group.gather(own, all_of_them, 0)
+            else:
+                group.scatter(all_of_them, own, 0)
+            group.barrier()
+        except Exception as error:
+            return f"{type(error).__name__} {getattr(error, 'rank', None)}: {error}"
+        return ""
+
+
+@pytest.mark.parametrize("operation", ["gather", "scatter"])
+def test_a_tree_that_passes_blocks_on_hears_of_sizes_that_differ_at_their_ends(operation: str) -> None:
+    found = values(run_threads(uneven_gather, 5, operation))
+    assert any(said.startswith("Mismatch") and "16 bytes" in said and "8 bytes" in said for said in found), found
+    assert all(said.startswith(("Mismatch", "PeerLost")) for said in found), found
 
 
 def held_back(rank: int, size: int, folder: str, arrived: list[int]) -> None:
@@ -393,7 +439,7 @@ def test_ranks_choose_alike_where_their_own_blocks_differ_in_size() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 6, 8])
 def test_no_plan_waits_in_a_circle_where_a_socket_holds_less_than_a_piece(size: int) -> None:
-    kinds = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+    kinds = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
     cases = [
         (kind, algorithm)
         for algorithm, able in engine.SUPPORTS.items()
@@ -404,8 +450,10 @@ def test_no_plan_waits_in_a_circle_where_a_socket_holds_less_than_a_piece(size: 
         groups = native_groups([[(engine.KINDS[kind], 0, engine.ALGORITHMS[algorithm], -1)]] * size, buffer_bytes=4096)
         blocks = [[contribution(a * size + b, 40_009, "uint8") for b in range(size)] for a in range(size)]
         given = {"all_gather": [row[:1] for row in blocks], "reduce_scatter": blocks, "all_to_all": blocks}
-        many = kind in ("all_gather", "all_to_all")
-        into = [[np.zeros(40_009, np.uint8) for _ in range(size if many else 1)] for _ in range(size)]
+        given |= {"gather": given["all_gather"], "scatter": [blocks[0], *([] for _ in range(size - 1))]}
+        many = [kind in ("all_gather", "all_to_all") or (kind == "gather" and rank == 0) for rank in range(size)]
+        counts = [size if many[rank] else kind != "gather" for rank in range(size)]
+        into = [[np.zeros(40_009, np.uint8) for _ in range(count)] for count in counts]
         if kind not in given:
             into = [[row[0].copy()] for row in blocks]
         submit_all(groups, kind, given.get(kind, [[]] * size), into)
@@ -419,6 +467,8 @@ def test_no_plan_waits_in_a_circle_where_a_socket_holds_less_than_a_piece(size: 
                 "all_gather": [row[0] for row in blocks],
                 "reduce_scatter": [np.max([row[rank] for row in blocks], axis=0)],
                 "all_to_all": [row[rank] for row in blocks],
+                "gather": [row[0] for row in blocks] if rank == 0 else [],
+                "scatter": [blocks[0][rank]],
             }[kind]
             for got, wanted in zip(into[rank], expected, strict=True):
                 np.testing.assert_array_equal(got, wanted, err_msg=f"{kind} by {algorithm}, rank {rank}")

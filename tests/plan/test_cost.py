@@ -43,6 +43,7 @@ def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: floa
         ("reduce_scatter", "halving_doubling", 8, 3, 0.875, 0.875),
         ("reduce_scatter", "halving_doubling", 6, 4, 1.75, 5 / 6 + 1),
         ("barrier", "bruck", 5, 3, 0, 0),
+        ("gather", "tree", 5, 3, 0.8, 0),
         ("all_to_all", "direct", 4, 1, 0.75, 0),
         ("all_to_all", "pairwise", 5, 2, 0.8, 0),
         ("all_to_all", "bruck", 8, 3, 1.5, 0),

@@ -132,6 +132,15 @@ def _direct_root(case: Case) -> float:
     return case.steps(1) + case.messages(case.ranks - 2) + case.sent(case.share)
 
 
+_BINOMIAL = "a binomial tree of whole subtrees' blocks: ceil(log2 P) steps, n(P-1)/P bytes at the root"
+
+
+@_formula("gather", "tree", _BINOMIAL)
+@_formula("scatter", "tree", _BINOMIAL)
+def _tree_root(case: Case) -> float:
+    return case.steps(case.doublings) + case.messages(2 * case.doublings - 1) + case.sent(case.share)
+
+
 @_formula("barrier", "direct", "one step, a header to each")
 def _direct_barrier(case: Case) -> float:
     return case.steps(1) + case.messages(2 * (case.ranks - 2))
