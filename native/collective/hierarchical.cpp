@@ -2,6 +2,7 @@
 #include <netfold/collective/hierarchical.hpp>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <numeric>
 
@@ -45,6 +46,10 @@ void Hierarchical::plan() {
       return plan_all_gather();
     case Kind::reduce_scatter:
       return plan_reduce_scatter();
+    case Kind::gather:
+      return plan_gather();
+    case Kind::scatter:
+      return plan_scatter();
     case Kind::all_to_all:
       return plan_all_to_all();
     default:
@@ -89,15 +94,13 @@ void Hierarchical::plan_reduce() {
     copy({tensor}, {call_.outputs[0]});
   }
   inside(Kind::reduce, speaker_inside(), {}, {tensor});
-  const auto root = std::find(team_.begin(), team_.end(), call_.root) - team_.begin();
-  between(Kind::reduce, static_cast<int>(root), {}, {tensor});
+  between(Kind::reduce, root_in_team(), {}, {tensor});
   if (paths_.mesh.rank() == call_.root) divide_by_ranks(tensor);
 }
 
 void Hierarchical::plan_broadcast() {
   let_speak(call_.root);
-  const auto root = std::find(team_.begin(), team_.end(), call_.root) - team_.begin();
-  between(Kind::broadcast, static_cast<int>(root), {}, {call_.outputs[0]});
+  between(Kind::broadcast, root_in_team(), {}, {call_.outputs[0]});
   inside(Kind::broadcast, speaker_inside(), {}, {call_.outputs[0]});
 }
 
@@ -121,8 +124,122 @@ void Hierarchical::plan_reduce_scatter() {
   }
   inside(Kind::reduce, 0, {}, {given->whole});
   between(Kind::reduce_scatter, 0, given->of_host, {shares ? given->of_host[host_] : call_.outputs[0]});
-  inside(Kind::scatter, 0, of_this_host(given->of_rank), {call_.outputs[0]});
+  if (shares) inside(Kind::scatter, 0, of_this_host(given->of_rank), {call_.outputs[0]});
   divide_by_ranks(call_.outputs[0]);
+}
+
+void Hierarchical::plan_gather() {
+  let_speak(call_.root);
+  sizes_.resize(1 + (speaks() ? hosts_[host_].size() : 0));
+  std::vector<Buffer> words = size_words();
+  sizes_.back() = call_.inputs[0].bytes;
+  const Buffer own = words.back();
+  words.pop_back();
+  inside(Kind::gather, speaker_inside(), {own}, std::move(words));
+  if (speaks()) {
+    stages_.push_back({.where = Where::plan_rest});
+  } else {
+    inside(Kind::gather, speaker_inside(), {call_.inputs[0]}, {});
+  }
+}
+
+void Hierarchical::plan_gathered() {
+  constexpr std::size_t kWord = sizeof(std::uint64_t);
+  if (paths_.mesh.rank() == call_.root) {
+    std::vector<Buffer> of_hosts(hosts_.size());
+    std::size_t bytes = 0;
+    for (std::size_t h = 0; h < hosts_.size(); ++h) {
+      if (h == host_) continue;
+      of_hosts[h].bytes = hosts_[h].size() * kWord;
+      for (const int rank : hosts_[h]) of_hosts[h].bytes += call_.outputs[static_cast<std::size_t>(rank)].bytes;
+      bytes += of_hosts[h].bytes;
+    }
+    std::byte* next = scratch(bytes).data;
+    for (Buffer& buffer : of_hosts) {
+      buffer.data = next;
+      next += buffer.bytes;
+    }
+    inside(Kind::gather, speaker_inside(), {call_.inputs[0]}, of_this_host(call_.outputs));
+    between(Kind::gather, root_in_team(), {{}}, std::move(of_hosts));
+    stages_.push_back({.where = Where::unpack});
+    return;
+  }
+  const std::size_t count = hosts_[host_].size();
+  const Buffer whole = scratch(std::accumulate(sizes_.begin(), sizes_.end() - 1, count * kWord));
+  std::memcpy(whole.data, sizes_.data(), count * kWord);
+  std::vector<Buffer> blocks;
+  std::byte* next = whole.data + count * kWord;
+  for (std::size_t i = 0; i < count; ++i) {
+    blocks.push_back({next, sizes_[i]});
+    next += sizes_[i];
+  }
+  inside(Kind::gather, speaker_inside(), {call_.inputs[0]}, std::move(blocks));
+  between(Kind::gather, root_in_team(), {whole}, {});
+}
+
+void Hierarchical::unpack() {
+  const std::byte* next = scratch_.get();
+  for (std::size_t h = 0; h < hosts_.size(); ++h) {
+    if (h == host_) continue;
+    const std::byte* table = next;
+    next += hosts_[h].size() * sizeof(std::uint64_t);
+    for (const int rank : hosts_[h]) {
+      const Buffer& to = call_.outputs[static_cast<std::size_t>(rank)];
+      std::uint64_t bytes = 0;
+      std::memcpy(&bytes, table, sizeof bytes);
+      table += sizeof bytes;
+      if (bytes != to.bytes) {
+        failure_ =
+            mismatch(rank, MessageHeader::of(call_, bytes), paths_.mesh.rank(), MessageHeader::of(call_, to.bytes));
+        return;
+      }
+      if (bytes > 0) std::memcpy(to.data, next, bytes);
+      next += bytes;
+    }
+  }
+}
+
+void Hierarchical::plan_scatter() {
+  let_speak(call_.root);
+  if (paths_.mesh.rank() == call_.root) {
+    for (const auto& host : hosts_) {
+      for (const int rank : host) sizes_.push_back(call_.inputs[static_cast<std::size_t>(rank)].bytes);
+    }
+    const std::vector<Buffer> words = size_words();
+    std::vector<Buffer> tables;
+    std::size_t first = 0;
+    for (const auto& host : hosts_) {
+      tables.push_back({words[first].data, host.size() * sizeof(std::uint64_t)});
+      first += host.size();
+    }
+    auto given = lying_together(call_.inputs);
+    if (!given) {
+      given = scratch_for(call_.inputs);
+      copy(given->of_rank, call_.inputs);
+    }
+    between(Kind::scatter, root_in_team(), tables, {tables[host_]});
+    given->of_host[host_] = {};
+    between(Kind::scatter, root_in_team(), std::move(given->of_host), {{}});
+    inside(Kind::scatter, speaker_inside(), of_this_host(call_.inputs), {call_.outputs[0]});
+  } else if (speaks()) {
+    sizes_.resize(hosts_[host_].size());
+    between(Kind::scatter, root_in_team(), {}, {{size_words()[0].data, sizes_.size() * sizeof(std::uint64_t)}});
+    stages_.push_back({.where = Where::plan_rest});
+  } else {
+    inside(Kind::scatter, speaker_inside(), {}, {call_.outputs[0]});
+  }
+}
+
+void Hierarchical::plan_scattered() {
+  const Buffer whole = scratch(std::accumulate(sizes_.begin(), sizes_.end(), std::size_t{0}));
+  std::vector<Buffer> blocks;
+  std::byte* next = whole.data;
+  for (const std::uint64_t bytes : sizes_) {
+    blocks.push_back({next, bytes});
+    next += bytes;
+  }
+  between(Kind::scatter, root_in_team(), {}, {whole});
+  inside(Kind::scatter, speaker_inside(), std::move(blocks), {call_.outputs[0]});
 }
 
 void Hierarchical::plan_all_to_all() {
@@ -144,7 +261,7 @@ void Hierarchical::plan_barrier() {
 
 void Hierarchical::inside(Kind kind, int root, std::vector<Buffer> inputs, std::vector<Buffer> outputs) {
   // A rank alone has nothing to add to or to share; its own block still has to come where it belongs.
-  const bool moves_own = kind == Kind::gather || kind == Kind::all_to_all;
+  const bool moves_own = kind == Kind::gather || kind == Kind::scatter || kind == Kind::all_to_all;
   if (hosts_[host_].size() == 1 && !moves_own) return;
   stages_.push_back({Where::inside, kind, root, std::move(inputs), std::move(outputs)});
 }
@@ -222,7 +339,19 @@ std::vector<Buffer> Hierarchical::of_this_host(const std::vector<Buffer>& of_ran
   return buffers;
 }
 
+int Hierarchical::root_in_team() const {
+  return static_cast<int>(std::find(team_.begin(), team_.end(), call_.root) - team_.begin());
+}
+
+std::vector<Buffer> Hierarchical::size_words() {
+  std::vector<Buffer> words;
+  for (std::uint64_t& size : sizes_) words.push_back({reinterpret_cast<std::byte*>(&size), sizeof size});
+  return words;
+}
+
 void Hierarchical::start(const Stage& stage) {
+  if (stage.where == Where::plan_rest) return call_.kind == Kind::gather ? plan_gathered() : plan_scattered();
+  if (stage.where == Where::unpack) return unpack();
   if (stage.where == Where::copy) {
     for (std::size_t i = 0; i < stage.inputs.size(); ++i) copy_block(stage.outputs[i], stage.inputs[i]);
     return;
@@ -262,6 +391,7 @@ Progress Hierarchical::poll(std::int64_t now_ns) {
     }
     if (next_ == stages_.size()) return Progress::done;
     start(stages_[next_++]);
+    if (failure_) return Progress::failed;
     moved = true;
   }
 }

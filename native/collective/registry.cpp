@@ -113,7 +113,7 @@ bool supports(AlgorithmId algorithm, Kind kind) {
     case AlgorithmId::in_network:
       return kind == Kind::all_reduce;
     case AlgorithmId::hierarchical:
-      return moves_or_reduces && kind != Kind::gather && kind != Kind::scatter;
+      return moves_or_reduces;
     case AlgorithmId::tree:
       return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::gather ||
              kind == Kind::scatter;

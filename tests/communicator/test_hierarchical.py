@@ -13,7 +13,8 @@ from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import group as group_module
-from netfold.plan import SUPPORTS
+from netfold.plan import SUPPORTS, build_table, table
+from netfold.plan.cost import BY_NAME_ONLY, Case, best_between
 
 pytestmark = pytest.mark.native
 
@@ -129,6 +130,17 @@ def every_operation(rank: int, size: int, folder: str) -> dict[str, set[int]]:
                     expect(into, op, [contribution(o * size + rank, len(into), dtype) for o in range(size)])
                     for was, block in zip(before, given, strict=True):
                         np.testing.assert_array_equal(block, was)
+                for root in {0, size // 2, size - 1}:
+                    into = blocks(group, count, uneven, "float32", together)
+                    mine = contribution(rank, len(into[rank]), "float32")
+                    group.gather(mine, into if rank == root else None, root)
+                    for other, got in enumerate(into if rank == root else ()):
+                        np.testing.assert_array_equal(got, contribution(other, len(got), "float32"))
+                    for other, block in enumerate(into):
+                        block[:] = contribution(root * size + other, len(block), "float32")
+                    mine[:] = 0
+                    group.scatter(into if rank == root else None, mine, root)
+                    np.testing.assert_array_equal(mine, contribution(root * size + rank, len(mine), "float32"))
                 given = [contribution(rank * size + o, count + uneven * (rank + 2 * o), "int16") for o in range(size)]
                 taken = [np.zeros(count + uneven * (other + 2 * rank), np.int16) for other in range(size)]
                 group.all_to_all(given, taken)
@@ -152,6 +164,26 @@ def test_every_operation_gives_what_it_must_on_uneven_hosts(
         assert ran == {name: {group_module.engine.ALGORITHMS["hierarchical"]} for name in able}
 
 
+@pytest.mark.parametrize("between", ["direct", "ring", "halving_doubling", "tree", "chain", "bruck", "pairwise"])
+@pytest.mark.parametrize("layout", [(1, 0, 0, 2, 1), (0, 1, 2, 2, 3, 4)], ids=str)
+def test_every_algorithm_runs_between_hosts_for_what_it_can_do(
+    monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...], between: str
+) -> None:
+    def forced(operation: str, case: Case) -> str:
+        able = operation in SUPPORTS[between] and (operation, between) not in BY_NAME_ONLY
+        return between if able else best_between(operation, case)
+
+    monkeypatch.setattr(*apart(layout))
+    monkeypatch.setattr(table, "best_between", forced)
+    build_table.cache_clear()
+    try:
+        values(run_threads(every_operation, len(layout), timeout_s=100))
+        for _, why in values(run_threads(reduce, len(layout), "all_reduce=hierarchical", timeout_s=60)):
+            assert "all_reduce" not in SUPPORTS[between] or f": {between} between hosts" in why
+    finally:
+        build_table.cache_clear()
+
+
 def held_back(rank: int, size: int, folder: str, arrived: list[int]) -> None:
     options = Options(algorithm="hierarchical", probe="off")
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
@@ -173,7 +205,7 @@ def test_nobody_passes_a_barrier_before_the_last_is_there(
 
 
 def disagrees(rank: int, size: int, folder: str, operation: str) -> str:
-    """Rank 2, alone on its host, holds that ranks 0 and 1 have 1 and 3 elements; they hold that they have 3 and 1."""
+    """Rank 2, the root, alone on its host, holds that ranks 0 and 1 have 1 and 3 elements; they hold the opposite."""
     options = Options(algorithm="hierarchical", probe="off")
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=10, join_timeout_s=20) as group:
         counts = (1, 3, 2) if rank == 2 else (3, 1, 2)
@@ -181,21 +213,25 @@ def disagrees(rank: int, size: int, folder: str, operation: str) -> str:
         try:
             if operation == "all_gather":
                 group.all_gather(np.ones(counts[rank]), buffers)
-            else:
+            elif operation == "reduce_scatter":
                 group.reduce_scatter(buffers, np.ones(counts[rank]))
+            elif operation == "gather":
+                group.gather(np.ones(counts[rank]), buffers if rank == 2 else None, 2)
+            else:
+                group.scatter(buffers if rank == 2 else None, np.ones(counts[rank]), 2)
             group.barrier()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
 
-@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "gather", "scatter"])
 def test_hosts_that_disagree_about_sizes_of_the_same_sum_hear_of_it(
     monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     monkeypatch.setattr(*apart((0, 0, 1)))
     found = values(run_threads(disagrees, 3, operation))
-    assert any(said.startswith("Mismatch") and f"a step of {operation}" in said for said in found), found
+    assert any(said.startswith("Mismatch") and f"{operation} #1" in said for said in found), found
     assert all(said.startswith(("Mismatch", "PeerLost")) for said in found), found
 
 
@@ -209,6 +245,8 @@ def ends_early(rank: int, size: int, folder: str, victim: int, operation: str) -
             "all_gather": lambda: group.all_gather(np.ones(50_000), buffers),
             "reduce_scatter": lambda: group.reduce_scatter(buffers, np.ones(50_000)),
             "all_to_all": lambda: group.all_to_all(buffers, [np.ones(50_000) for _ in buffers]),
+            "gather": lambda: group.gather(buffers[0], buffers if rank == 0 else None, 0),
+            "scatter": lambda: group.scatter(buffers if rank == 0 else None, np.ones(50_000), 0),
             "barrier": group.barrier,
         }[operation]
         call()
@@ -221,7 +259,10 @@ def ends_early(rank: int, size: int, folder: str, victim: int, operation: str) -
             return getattr(error, "rank", None), str(error)
 
 
-@pytest.mark.parametrize("operation", ["broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"])
+@pytest.mark.parametrize(
+    "operation",
+    ["broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "barrier"],
+)
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_rank_that_gives_up_is_named_on_both_hosts(
     monkeypatch: pytest.MonkeyPatch, victim: int, operation: str

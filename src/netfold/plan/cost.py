@@ -343,6 +343,8 @@ _INSIDE: dict[str, tuple[tuple[tuple[str, Callable[[int], float]], ...], bool]] 
     "all_gather": ((("gather", lambda hosts: 1 / hosts), ("broadcast", lambda hosts: 1)), True),
     "reduce_scatter": ((("reduce", lambda hosts: 1), ("scatter", lambda hosts: 1 / hosts)), True),
     "all_to_all": ((("all_to_all", lambda hosts: 1 / hosts),), False),
+    "gather": ((("barrier", lambda hosts: 1), ("gather", lambda hosts: 1 / hosts)), False),
+    "scatter": ((("scatter", lambda hosts: 1 / hosts),), False),
     "barrier": ((("barrier", lambda hosts: 1), ("barrier", lambda hosts: 1)), False),
 }
 

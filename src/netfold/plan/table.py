@@ -27,8 +27,9 @@ OPERATIONS = (
     "scatter",
     "barrier",
 )
-# Ranks know different sizes of these (Call::choice_bytes): one row.
+# Ranks know different sizes of these (Call::choice_bytes): one row, for all sizes, by what one of this size costs.
 UNSIZED = ("gather", "scatter", "barrier")
+_TYPICAL_BYTES = 64 << 10
 
 # Sizes at which the choice may change.
 _GRID = (0, *(1 << power for power in range(6, 34)))
@@ -210,7 +211,7 @@ def _by_cost(operation: str, topology: Topology, links: Links, wire: str, suffix
     for index, (size, name, between) in enumerate(starts):
         # Times are of a size inside the row: of its start times four, where that is still inside.
         after = starts[index + 1][0] if index + 1 < len(starts) else 1 << 40
-        shown = min(max(4 * size, 1024), after - 1)
+        shown = _TYPICAL_BYTES if operation in UNSIZED else min(max(4 * size, 1024), after - 1)
         reason = _reason(operation, shown, able, topology, links, wire)
         if between != "local":
             reason = f"{between} between hosts; {reason}"
@@ -223,9 +224,10 @@ def _starts(
 ) -> list[tuple[int, str, str]]:
     """Sizes from which on another algorithm is the cheapest, or, of a hierarchical one, another between hosts."""
     starts: list[tuple[int, str, str]] = []
-    for size in _GRID:
-        case = case_of(size, topology, links, wire, switch is not None)
-        times = {name: predict(operation, name, size, topology, links, wire, switch=case.switch) for name in able}
+    for size in (0,) if operation in UNSIZED else _GRID:
+        judged = _TYPICAL_BYTES if operation in UNSIZED else size
+        case = case_of(judged, topology, links, wire, switch is not None)
+        times = {name: predict(operation, name, judged, topology, links, wire, switch=case.switch) for name in able}
         best = min(times, key=lambda name: times[name])
         if starts and times[best] >= _WORTH_A_ROW * times[starts[-1][1]]:
             best = starts[-1][1]

@@ -9,6 +9,9 @@
 //   broadcast       among the speakers, then inside. The root speaks for its host.
 //   all_gather      gather inside, all_gather of what each host has, broadcast inside
 //   reduce_scatter  reduce inside, reduce_scatter of what each host wants, scatter inside
+//   gather          sizes inside, so that the speaker has room for its host's blocks; blocks inside; then among the
+//                   speakers, each host's sizes before its blocks. The root speaks for its host.
+//   scatter         each host's sizes among the speakers, then its blocks; inside. The root speaks for its host.
 //   all_to_all      inside; then with everybody else, each rank for itself
 //   barrier         inside, among the speakers, inside
 //
@@ -36,7 +39,7 @@ class Hierarchical final : public Algorithm {
   bool awaited_may_wait() const override;
 
  private:
-  enum class Where : std::uint8_t { inside, between, copy, divide };
+  enum class Where : std::uint8_t { inside, between, copy, divide, plan_rest, unpack };
   struct Stage {
     Where where;
     Kind kind = Kind::barrier;
@@ -57,6 +60,13 @@ class Hierarchical final : public Algorithm {
   void plan_broadcast();
   void plan_all_gather();
   void plan_reduce_scatter();
+  void plan_gather();
+  void plan_scatter();
+  // Of a gather or scatter, on a rank that speaks: once it has heard the sizes of its host's blocks.
+  void plan_gathered();
+  void plan_scattered();
+  // At the root of a gather: what came from other hosts, if it has the sizes that this rank expects.
+  void unpack();
   void plan_all_to_all();
   void plan_barrier();
 
@@ -76,6 +86,8 @@ class Hierarchical final : public Algorithm {
   Blocks scratch_for(const std::vector<Buffer>& buffers);
   Buffer scratch(std::size_t bytes);
   std::vector<Buffer> of_this_host(const std::vector<Buffer>& of_ranks) const;
+  int root_in_team() const;
+  std::vector<Buffer> size_words();
   void start(const Stage& stage);
 
   const Call& call_;
@@ -85,6 +97,8 @@ class Hierarchical final : public Algorithm {
   int position_ = 0;                     // of this rank on its host
   std::vector<int> team_;                // who runs what is between hosts
   std::unique_ptr<std::byte[]> scratch_;
+  std::vector<std::uint64_t>
+      sizes_;  // of a gather's or scatter's blocks: of this host, or, at the root, of all, by host
   std::vector<Stage> stages_;
   std::size_t next_ = 0;  // of the stages
   Call step_call_;
