@@ -18,21 +18,22 @@ _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 16 << 10, 256 << 10
 BINOMIAL_BYTES = 16 << 10
 # Of shared memory (native/transport/shared_node.hpp): what one synchronisation hands on, at most.
 POST_BYTES, CHUNK_BYTES = 16 << 10, 256 << 10
+# Wire formats of half the bytes of f32.
+_HALVES = ("bf16", "f16")
 
 
 @dataclass(frozen=True)
 class Case:
     """ranks (P) move `size` bytes (n).
 
-    switch: all_reduce between hosts goes through one. narrow: f32 tensors travel in half of their bytes, and `size`
-    counts those.
+    switch: all_reduce between hosts goes through one. wire: what f32 tensors travel as; `size` counts those bytes.
     """
 
     size: float
     topology: Topology
     links: Links
     switch: bool = False
-    narrow: bool = False
+    wire: str = "auto"
 
     @property
     def ranks(self) -> int:
@@ -320,7 +321,7 @@ def best_between(operation: str, case: Case) -> str:
     able = [
         name for name in algorithms_of(operation) if name not in _NOT_BETWEEN and (operation, name) not in BY_NAME_ONLY
     ]
-    narrow = [name for name in able if not case.narrow or FORMULAS[operation, name].narrow]
+    narrow = [name for name in able if case.wire == "auto" or FORMULAS[operation, name].narrow]
     return min(narrow, key=lambda name: FORMULAS[operation, name].seconds(_hosts(operation, case)))
 
 
@@ -354,7 +355,7 @@ def _hierarchical(operation: str) -> Callable[[Case], float]:
 
     def seconds(case: Case) -> float:
         on_host = Topology((0,) * case.topology.most_on_a_node)
-        whole = 2 * case.size if case.narrow else case.size
+        whole = 2 * case.size if case.wire in _HALVES else case.size
         inside = sum(
             FORMULAS[kind, "shared_memory"].seconds(
                 replace(case, size=whole * part(case.topology.node_count), topology=on_host)
@@ -383,8 +384,7 @@ def algorithms_of(operation: str) -> list[str]:
 
 def case_of(size: float, topology: Topology, links: Links, wire: str = "auto", switch: bool = False) -> Case:
     """A 16-bit wire sends half the bytes of f32 tensors."""
-    half = wire in ("bf16", "f16")
-    return Case(size / 2 if half else size, topology, links, switch, wire != "auto")
+    return Case(size / 2 if wire in _HALVES else size, topology, links, switch, wire)
 
 
 def predict(
