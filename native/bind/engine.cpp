@@ -260,15 +260,16 @@ void bind_engine(nb::module_& m) {
       .def(
           "attach",
           [](Group& self, UdpPort& port, const std::string& host, std::uint16_t to_port, std::uint32_t job,
-             std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker, std::uint16_t workers,
+             std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker, const std::vector<int>& ranks,
              std::uint32_t window, std::uint32_t payload_bytes) {
             if (!port.socket) throw nb::value_error("this port was given to a group before");
+            const auto workers = static_cast<std::uint16_t>(ranks.size());
             const protocol::WorkerConfig config{job, epoch, incarnation, worker, workers, window, payload_bytes};
-            self.attach(std::make_unique<collective::Channel>(config, std::move(port.socket),
+            self.attach(std::make_unique<collective::Channel>(config, ranks, std::move(port.socket),
                                                               transport::Address::parse(host, to_port)));
           },
           nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("job"), nb::arg("epoch"),
-          nb::arg("incarnation"), nb::arg("worker"), nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"))
+          nb::arg("incarnation"), nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"))
       .def(
           "share",
           [](Group& self, int position, const std::vector<int>& ranks, const std::vector<int>& segments,

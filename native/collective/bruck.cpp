@@ -5,6 +5,7 @@ namespace netfold::collective {
 Bruck::Bruck(const Call& call, transport::Mesh& mesh, Team team) : Streams(call, mesh, std::move(team)) {
   if (call.kind == Kind::all_gather) plan_all_gather();
   if (call.kind == Kind::all_to_all) plan_all_to_all();
+  if (call.kind == Kind::barrier) plan_barrier();
   seal();
 }
 
@@ -62,7 +63,17 @@ void Bruck::plan_all_to_all() {
   for (const Travelling& block : blocks) arrived_.push_back(block.data);
 }
 
+void Bruck::plan_barrier() {
+  const int me = team().position();
+  Mark heard;
+  for (int far = 1; far < team().size(); far *= 2) {
+    add(to(team().wrapped(me + far)), Send{&word_, sizeof word_, heard});
+    heard = add(from(team().wrapped(me - far)), Receive{&word_, sizeof word_, nullptr, false, heard});
+  }
+}
+
 void Bruck::meanwhile() {
+  if (call().kind == Kind::barrier) return;
   const auto self = static_cast<std::size_t>(team().position());
   copy_block(call().outputs[self], call().inputs[call().kind == Kind::all_gather ? 0 : self]);
 }

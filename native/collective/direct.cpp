@@ -125,7 +125,14 @@ Progress Direct::poll(std::int64_t) {
     wire_bytes_ += bytes;
     moved |= bytes > 0;
     done &= message.done();
-    if (failure_) break;
+    if (failure_) {
+      // Nothing else may be expected from that peer: what it said last is read here or nowhere.
+      const auto is_from_it = [&](const Incoming& other) { return other.peer() == message.peer(); };
+      if (std::none_of(incoming_.begin(), incoming_.end(), is_from_it)) {
+        failure_ = last_words(mesh_, message.peer(), call_, std::move(failure_));
+      }
+      break;
+    }
   }
   // A peer that gave up says why on its connection before it closes it; that is worth more than a broken
   // pipe.

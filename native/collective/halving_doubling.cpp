@@ -4,47 +4,157 @@ namespace netfold::collective {
 
 HalvingDoubling::HalvingDoubling(const Call& call, transport::Mesh& mesh, Team team_of)
     : Streams(call, mesh, std::move(team_of)) {
-  const int ranks = team().size();
+  while (core_ * 2 <= team().size()) core_ *= 2;
+  extra_ = team().size() - core_;
+  number_ = is_paired() ? team().position() / 2 : team().position() - extra_;
+  if (call.kind == Kind::all_reduce) plan_all_reduce();
+  if (call.kind == Kind::reduce_scatter) plan_reduce_scatter();
+  if (call.kind == Kind::all_gather) plan_all_gather();
+  seal();
+}
+
+void HalvingDoubling::plan_all_reduce() {
   const int me = team().position();
-  int core = 1;  // Q
-  while (core * 2 <= ranks) core *= 2;
-  const int extra = ranks - core;
-  // The first 2(P-Q) ranks stand in pairs: the even one hands over to the odd one.
-  const bool paired = me < 2 * extra;
-  const Span whole{0, call.elements()};
-  if (paired && me % 2 == 0) {
+  const Span whole{0, call().elements()};
+  if (hands_over()) {
     send_all(me + 1, whole, {}, false);
     receive_all(me + 1, whole, {}, false);
-    seal();
     return;
   }
-  const int number = paired ? me / 2 : me - extra;
-  const auto position_of = [&](int other) { return other < extra ? 2 * other + 1 : other + extra; };
-
   Mark stage;
-  if (paired) stage = receive_all(me - 1, whole, {}, true);
+  if (is_paired()) stage = receive_all(me - 1, whole, {}, true);
   std::vector<Span> held{whole};
-  for (int bit = 1; bit < core; bit *= 2) {
-    const int partner = position_of(number ^ bit);
+  for (int bit = 1; bit < core_; bit *= 2) {
+    const int partner = position_of(number_ ^ bit);
     const Span low = part(held.back(), 2, 0);
     const Span high = part(held.back(), 2, 1);
-    const bool keeps_low = (number & bit) == 0;
+    const bool keeps_low = (number_ & bit) == 0;
     send_all(partner, keeps_low ? high : low, stage, false);
     held.push_back(keeps_low ? low : high);
     stage = receive_all(partner, held.back(), stage, true);
   }
   bool finished = true;  // what leaves now is what its owner, and then everyone, keeps
-  for (int bit = core / 2; bit >= 1; bit /= 2) {
-    const int partner = position_of(number ^ bit);
+  for (int bit = core_ / 2; bit >= 1; bit /= 2) {
+    const int partner = position_of(number_ ^ bit);
     const Span mine = held.back();
     held.pop_back();
-    const bool kept_low = (number & bit) == 0;
+    const bool kept_low = (number_ & bit) == 0;
     send_all(partner, mine, stage, finished);
     stage = receive_all(partner, part(held.back(), 2, kept_low ? 1 : 0), stage, false);
     finished = false;
   }
-  if (paired) send_all(me - 1, whole, stage, false);
-  seal();
+  if (is_paired()) send_all(me - 1, whole, stage, false);
+}
+
+void HalvingDoubling::plan_reduce_scatter() {
+  const int me = team().position();
+  std::vector<Block> blocks;
+  for (const Buffer& input : call().inputs) blocks.push_back(block(input));
+  Block& own = blocks[static_cast<std::size_t>(me)];
+  std::byte* const result = call().outputs[0].data;
+  if (hands_over()) {
+    for (const Block& goes : blocks) send_block(me + 1, goes);
+    own.here.assign(own.here.size(), {});
+    receive_block(me + 1, own, result, false);
+    return;
+  }
+  // Sums stand in scratch, each block's in a place of its own; this rank's last one goes where it belongs.
+  int first = 0;
+  int last = core_;
+  const auto halve = [&](int bit) { (number_ & bit) == 0 ? last = first + bit : first = last - bit; };
+  if (!is_paired()) halve(core_ / 2);
+  const Span summed = ranks_of(first, last);
+  std::vector<std::byte*> sums(blocks.size());
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < summed.count; ++i) bytes += blocks[summed.first + i].bytes;
+  scratch_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
+  std::byte* next = scratch_.get();
+  for (std::size_t i = summed.first; i < summed.first + summed.count; ++i) {
+    sums[i] = next;
+    next += blocks[i].bytes;
+  }
+  if (is_paired()) {
+    for (std::size_t i = 0; i < blocks.size(); ++i) receive_block(me - 1, blocks[i], sums[i], true);
+  }
+  first = 0;
+  last = core_;
+  for (int bit = core_ / 2; bit >= 1; bit /= 2) {
+    const int partner = position_of(number_ ^ bit);
+    const Span before = ranks_of(first, last);
+    halve(bit);
+    const Span kept = ranks_of(first, last);
+    for (std::size_t i = before.first; i < before.first + before.count; ++i) {
+      if (i < kept.first || i >= kept.first + kept.count) send_block(partner, blocks[i]);
+    }
+    for (std::size_t i = kept.first; i < kept.first + kept.count; ++i) {
+      receive_block(partner, blocks[i], bit == 1 && i == static_cast<std::size_t>(me) ? result : sums[i], true);
+    }
+  }
+  if (is_paired()) send_block(me - 1, blocks[static_cast<std::size_t>(me - 1)]);
+}
+
+void HalvingDoubling::plan_all_gather() {
+  const int me = team().position();
+  std::vector<Block> blocks;
+  for (const Buffer& output : call().outputs) blocks.push_back(block(output));
+  blocks[static_cast<std::size_t>(me)].data = call().inputs[0].data;
+  const auto receive = [&](int position, std::size_t rank) {
+    receive_block(position, blocks[rank], blocks[rank].data, false);
+  };
+  if (is_paired()) {
+    const int other = hands_over() ? me + 1 : me - 1;
+    if (hands_over()) {
+      send_block(other, blocks[static_cast<std::size_t>(me)]);
+    } else {
+      receive(other, static_cast<std::size_t>(other));
+    }
+  }
+  for (int bit = 1; bit < core_ && !hands_over(); bit *= 2) {
+    const int first = number_ & ~(bit - 1);
+    const int partner = position_of(number_ ^ bit);
+    const Span mine = ranks_of(first, first + bit);
+    const Span theirs = ranks_of(first ^ bit, (first ^ bit) + bit);
+    for (std::size_t i = mine.first; i < mine.first + mine.count; ++i) send_block(partner, blocks[i]);
+    for (std::size_t i = theirs.first; i < theirs.first + theirs.count; ++i) receive(partner, i);
+  }
+  if (!is_paired()) return;
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    if (hands_over() && i != static_cast<std::size_t>(me)) receive(me + 1, i);
+    if (!hands_over() && i != static_cast<std::size_t>(me - 1)) send_block(me - 1, blocks[i]);
+  }
+}
+
+void HalvingDoubling::meanwhile() {
+  if (call().kind != Kind::all_gather) return;
+  copy_block(call().outputs[static_cast<std::size_t>(team().position())], call().inputs[0]);
+}
+
+Span HalvingDoubling::ranks_of(int first, int last) const {
+  const auto begin = [&](int number) { return static_cast<std::size_t>(number + std::min(number, extra_)); };
+  return {begin(first), begin(last) - begin(first)};
+}
+
+HalvingDoubling::Block HalvingDoubling::block(const Buffer& buffer) const {
+  return {buffer.data, buffer.bytes, std::vector<Mark>(pieces_of(buffer.bytes))};
+}
+
+void HalvingDoubling::send_block(int position, const Block& block) {
+  const std::size_t unit = element_bytes();
+  for (std::size_t i = 0; i < block.here.size(); ++i) {
+    const Span what = part({0, block.bytes / unit}, block.here.size(), i);
+    add(to(position), Send{block.data + what.first * unit, what.count * unit, block.here[i]});
+  }
+}
+
+void HalvingDoubling::receive_block(int position, Block& block, std::byte* into, bool fold) {
+  const std::size_t unit = element_bytes();
+  for (std::size_t i = 0; i < block.here.size(); ++i) {
+    const Span what = part({0, block.bytes / unit}, block.here.size(), i);
+    const std::byte* own = fold ? block.data + what.first * unit : nullptr;
+    block.here[i] =
+        add(from(position), Receive{into + what.first * unit, what.count * unit, own, false, block.here[i]});
+  }
+  block.data = into;
 }
 
 Streams::Mark HalvingDoubling::send_all(int position, Span what, Mark after, bool finished) {

@@ -22,9 +22,9 @@ std::string text(const protocol::Header& header) {
 
 }  // namespace
 
-Channel::Channel(const protocol::WorkerConfig& config, std::unique_ptr<transport::UdpSocket> socket,
-                 const transport::Address& to)
-    : machine_(config), socket_(std::move(socket)), to_(to) {
+Channel::Channel(const protocol::WorkerConfig& config, std::vector<int> ranks,
+                 std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to)
+    : machine_(config), ranks_(std::move(ranks)), socket_(std::move(socket)), to_(to) {
   headers_.resize(kBatchPackets * protocol::kHeaderBytes);
   staging_.resize(kBatchPackets * config.payload_bytes);
   zeros_.resize(config.payload_bytes);
@@ -96,9 +96,9 @@ void Channel::take(std::span<const std::byte> bytes, const transport::Address& s
       ++drops_[static_cast<std::size_t>(received.drop)];
       return;
     case protocol::Worker::Outcome::mismatch:
-      failure_ = {Failure::Kind::mismatch, received.header.worker,
-                  "rank " + std::to_string(received.header.worker) + " is in " + text(received.header) +
-                      ", which does not match what this rank " + std::to_string(machine_.config().worker) +
+      failure_ = {Failure::Kind::mismatch, rank_of(received.header.worker),
+                  "rank " + std::to_string(rank_of(received.header.worker)) + " is in " + text(received.header) +
+                      ", which does not match what this rank " + std::to_string(rank_of(machine_.config().worker)) +
                       " called at the same place; every rank must make the same calls in the same order with the "
                       "same sizes and dtypes"};
       return;
@@ -110,7 +110,7 @@ void Channel::take(std::span<const std::byte> bytes, const transport::Address& s
   const Call& call = *active->call;
   std::byte* into = call.outputs[0].data + received.first * kernels::element_bytes(call.dtype);
   kernels::convert(call.dtype, into, call.wire, received.values.data(), received.header.count);
-  active->last_worker = received.header.worker;
+  active->last_rank = rank_of(received.header.worker);
   if (received.finished) active->finished = true;
 }
 
@@ -180,7 +180,7 @@ Progress InNetwork::poll(std::int64_t now_ns) {
   const Progress progress = channel_.poll(now_ns);
   wire_bytes_ = channel_.wire_bytes(token_);
   retransmissions_ = channel_.retransmissions(token_);
-  slowest_rank_ = channel_.last_worker(token_);
+  slowest_rank_ = channel_.last_rank(token_);
   if (channel_.finished(token_)) {
     if (call_.average) divide(call_.dtype, call_.outputs[0], ranks_);
     return Progress::done;

@@ -31,6 +31,8 @@ MessageHeader MessageHeader::of(const Call& call, std::uint64_t bytes) {
   if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::broadcast) {
     header.elements = call.elements();
   }
+  header.step_of = call.step_of;
+  if (call.layout != 0) header.elements = call.layout;
   header.bytes = bytes;
   return header;
 }
@@ -48,7 +50,11 @@ std::string MessageHeader::words() const {
   const auto algorithm_name = [](std::uint8_t v) { return name(static_cast<AlgorithmId>(v)); };
   std::string text = word(kind, kKindCount, kind_name);
   text += " #" + std::to_string(sequence);
-  if (elements > 0) text += " of " + std::to_string(elements);
+  const auto whole = static_cast<Kind>(step_of - 1);
+  const bool has_layout = step_of > 0 && (whole == Kind::all_gather || whole == Kind::reduce_scatter);
+  if (step_of > 0) text += std::string(" (a step of ") + word(step_of - 1, kKindCount, kind_name) + ")";
+  if (has_layout) text += " (digest of all sizes: " + std::to_string(elements & 0xffff) + ")";
+  if (elements > 0 && !has_layout) text += " of " + std::to_string(elements);
   text += std::string(" ") + word(dtype, kernels::kDTypeCount, dtype_name);
   text += std::string(" (") + (average != 0 ? "avg" : word(reduce, kernels::kReduceOpCount, reduce_name));
   text += ", root " + std::to_string(root);

@@ -10,6 +10,7 @@
 #include <netfold/collective/shared_fold.hpp>
 #include <netfold/collective/shared_notice.hpp>
 #include <netfold/collective/tree.hpp>
+#include <netfold/collective/tree_blocks.hpp>
 #include <netfold/kernels/reduce.hpp>
 
 #include <algorithm>
@@ -107,17 +108,19 @@ bool supports(AlgorithmId algorithm, Kind kind) {
     case AlgorithmId::shared_memory:
       return moves_or_reduces;
     case AlgorithmId::ring:
-      return kind == Kind::all_reduce || kind == Kind::reduce_scatter || kind == Kind::all_gather;
     case AlgorithmId::halving_doubling:
+      return kind == Kind::all_reduce || kind == Kind::reduce_scatter || kind == Kind::all_gather;
     case AlgorithmId::in_network:
-    case AlgorithmId::hierarchical:
       return kind == Kind::all_reduce;
+    case AlgorithmId::hierarchical:
+      return moves_or_reduces;
     case AlgorithmId::tree:
-      return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast;
+      return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::gather ||
+             kind == Kind::scatter;
     case AlgorithmId::chain:
       return kind == Kind::broadcast;
     case AlgorithmId::bruck:
-      return kind == Kind::all_gather || kind == Kind::all_to_all;
+      return kind == Kind::all_gather || kind == Kind::all_to_all || kind == Kind::barrier;
     case AlgorithmId::pairwise:
       return kind == Kind::all_to_all;
     default:
@@ -161,6 +164,9 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, 
     case AlgorithmId::halving_doubling:
       return std::make_unique<HalvingDoubling>(call, paths.mesh, std::move(team));
     case AlgorithmId::tree:
+      if (call.kind == Kind::gather || call.kind == Kind::scatter) {
+        return std::make_unique<TreeBlocks>(call, paths.mesh, std::move(team));
+      }
       return std::make_unique<Tree>(call, paths.mesh, std::move(team));
     case AlgorithmId::chain:
       return std::make_unique<Chain>(call, paths.mesh, std::move(team));

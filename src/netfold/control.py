@@ -2,15 +2,15 @@
 
 Membership lives here, data does not. A message is a map with a `type`; sizes are bounded, unknown types are an error.
 
-    worker -> switch   join      job, rank, size, window_bytes, timeout_s
+    worker -> switch   join      job, rank, ranks, window_bytes, timeout_s   (ranks: of all workers, in worker order)
     switch -> worker   admitted  job_id, incarnation, nonce, port           (send hello packets to that UDP port)
                        refused   reason
     worker -> switch   ready     payload_bytes                              (the longest that came back)
     switch -> worker   start     epoch, payload_bytes, window               (every rank is ready)
     worker -> switch   missing   chunk, serial
     switch -> worker   missing   ranks, serial
-                       left      rank, reason                               (a rank's connection ended)
-    worker -> switch   leave     reason
+                       left      rank, reason, fault                        (a rank's connection ended)
+    worker -> switch   leave     reason, fault                              (the rank that it holds to be at fault)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgpack
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 16
 _LENGTH = struct.Struct(">I")
 

@@ -125,6 +125,23 @@ def by_halving(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
     return _average(result, ranks) if op == "avg" else result
 
 
+def by_halving_scatter(op: str, parts: Sequence[Array], owner: int) -> Array:
+    """Recursive halving: a folded-in neighbour first, then own + partner's, the farthest partner first."""
+    ranks = len(parts)
+    core = 1 << (ranks.bit_length() - 1)
+    extra = ranks - core
+    held = [
+        _fold(op, parts[2 * number + 1], parts[2 * number]) if number < extra else parts[number + extra]
+        for number in range(core)
+    ]
+    bit = core // 2
+    while bit:
+        held = [_fold(op, held[number], held[number ^ bit]) for number in range(core)]
+        bit //= 2
+    total = held[owner // 2 if owner < 2 * extra else owner - extra]
+    return _average(total, ranks) if op == "avg" else total
+
+
 def by_tree(op: str, parts: Sequence[Array], wire: str = "f32", root: int = 0) -> Array:
     """Trees: own, then the children's in ascending order; one binomial tree for small tensors, else two binary trees
     on the ranks without the root, the second one's numbers mirrored or moved by one."""

@@ -1,50 +1,26 @@
-"""all_reduce through memory inside hosts and over the mesh between them. Hosts are made up: ranks are threads."""
+"""Collectives through memory inside hosts and over the mesh between them. Hosts are made up: ranks are threads."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
-from folds import contribution
+from folds import UFUNCS, Array, contribution
+from hosts import apart
 from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import group as group_module
-from netfold.communicator import nodes
+from netfold.plan import SUPPORTS, build_table, table
+from netfold.plan.cost import BY_NAME_ONLY, Case, best_between
 
 pytestmark = pytest.mark.native
 
 # Even and uneven hosts, neighbours or not, some with one rank.
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 1), (0, 0, 1, 1, 2, 2), (0, 1, 2, 2, 2, 1)]
 COUNTS = (0, 1, 2, 3, 1000, 4097, 300_007)
-
-
-def apart(monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]) -> None:
-    """A rank reaches those of its host only."""
-    exchange = nodes._exchange
-
-    def exchange_apart(rank: int, size: int, sockets: Any, *rest: Any) -> None:
-        streams = [stream and _Hidden(stream, layout[peer] != layout[rank]) for peer, stream in enumerate(sockets)]
-        exchange(rank, size, streams, *rest)
-
-    monkeypatch.setattr(nodes, "_exchange", exchange_apart)
-
-
-class _Hidden:
-    """A connection over which a rank tells a wrong path to who is on another host."""
-
-    def __init__(self, stream: Any, hidden: bool) -> None:
-        self._stream = stream
-        self._hidden = hidden
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def sendall(self, data: bytes) -> None:
-        if self._hidden and b"netfold-" in data:
-            data = data.replace(b"netfold-", b"nothing-")
-        self._stream.sendall(data)
 
 
 def reduce(rank: int, size: int, folder: str, algorithm: str) -> tuple[tuple[int, ...], str]:
@@ -75,7 +51,7 @@ def reduce(rank: int, size: int, folder: str, algorithm: str) -> tuple[tuple[int
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_rank_gets_the_sum(monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]) -> None:
-    apart(monkeypatch, layout)
+    monkeypatch.setattr(*apart(layout))
     for found, why in values(run_threads(reduce, len(layout), "all_reduce=hierarchical", timeout_s=60)):
         assert found == layout
         assert why.startswith("hierarchical")
@@ -83,6 +59,215 @@ def test_every_rank_gets_the_sum(monkeypatch: pytest.MonkeyPatch, layout: tuple[
 
 def test_auto_takes_it_where_hosts_have_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = (0, 0, 1, 1)
-    apart(monkeypatch, layout)
+    monkeypatch.setattr(*apart(layout))
     for _, why in values(run_threads(reduce, len(layout), "auto", timeout_s=60)):
         assert why.startswith("hierarchical (") and "between hosts" in why
+
+
+# --- the other operations --------------------------------------------------------------------------------------------
+
+UNEVEN = [(0, 0, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1, 1), (1, 0, 0, 2, 1)]
+BLOCKS = (0, 1, 7, 1009, 60_013)
+REDUCTIONS = (("sum", "int64"), ("bxor", "uint8"), ("max", "float32"), ("avg", "float64"), ("sum", "float16"))
+
+
+def expect(got: Array, op: str, parts: list[Array]) -> None:
+    """`got` is the reduction of `parts`: exact, or, for sums of floats, within the error bound of any order."""
+    if op not in ("sum", "avg") or parts[0].dtype.kind in "iu":
+        folded = parts[0]
+        for part in parts[1:]:
+            folded = UFUNCS[op](folded, part)
+        np.testing.assert_array_equal(got, folded, strict=True)
+        return
+    wide = [part.astype(np.longdouble) for part in parts]
+    total = np.sum(wide, axis=0) / (len(parts) if op == "avg" else 1)
+    magnitude = np.sum(np.abs(wide), axis=0)
+    assert got.dtype == parts[0].dtype
+    assert (np.abs(got - total) <= len(parts) * np.finfo(got.dtype).eps * magnitude).all()
+
+
+def blocks(group: Communicator, count: int, uneven: int, dtype: str, together: bool) -> list[Array]:
+    """A buffer for each rank, `count` elements and more; one behind the other in memory, or not."""
+    counts = [count + uneven * ((rank * 3) % 4) for rank in range(group.size)]
+    if not together:
+        return [np.zeros(each, dtype) for each in counts]
+    whole = np.zeros(sum(counts), dtype)
+    return list(np.split(whole, np.cumsum(counts)[:-1]))
+
+
+def every_operation(rank: int, size: int, folder: str) -> dict[str, set[int]]:
+    options = Options(algorithm="hierarchical", probe="off")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+        for count in BLOCKS:
+            for root in range(size):
+                moved = contribution(rank, count, "int32")
+                group.broadcast(moved, root)
+                np.testing.assert_array_equal(moved, contribution(root, count, "int32"))
+            for op, dtype in REDUCTIONS:
+                parts = [contribution(other, count, dtype) for other in range(size)]
+                for root in {0, size // 2, size - 1}:
+                    mine = parts[rank].copy()
+                    group.reduce(mine, root, op=op)
+                    if rank == root:
+                        expect(mine, op, parts)
+                    else:
+                        np.testing.assert_array_equal(mine, parts[rank])
+            for uneven, together in ((0, True), (0, False), (5, True), (5, False)):
+                gathered = blocks(group, count, uneven, "float32", together)
+                group.all_gather(contribution(rank, len(gathered[rank]), "float32"), gathered)
+                for other, got in enumerate(gathered):
+                    np.testing.assert_array_equal(got, contribution(other, len(got), "float32"))
+                group.all_gather(gathered[rank], gathered)  # in place
+                for other, got in enumerate(gathered):
+                    np.testing.assert_array_equal(got, contribution(other, len(got), "float32"))
+                for op, dtype in REDUCTIONS:
+                    given = blocks(group, count, uneven, dtype, together)
+                    for other, block in enumerate(given):
+                        block[:] = contribution(rank * size + other, len(block), dtype)
+                    before = [block.copy() for block in given]
+                    into = np.zeros_like(given[rank])
+                    group.reduce_scatter(given, into, op=op)
+                    expect(into, op, [contribution(o * size + rank, len(into), dtype) for o in range(size)])
+                    for was, block in zip(before, given, strict=True):
+                        np.testing.assert_array_equal(block, was)
+                for root in {0, size // 2, size - 1}:
+                    into = blocks(group, count, uneven, "float32", together)
+                    mine = contribution(rank, len(into[rank]), "float32")
+                    group.gather(mine, into if rank == root else None, root)
+                    for other, got in enumerate(into if rank == root else ()):
+                        np.testing.assert_array_equal(got, contribution(other, len(got), "float32"))
+                    for other, block in enumerate(into):
+                        block[:] = contribution(root * size + other, len(block), "float32")
+                    mine[:] = 0
+                    group.scatter(into if rank == root else None, mine, root)
+                    np.testing.assert_array_equal(mine, contribution(root * size + rank, len(mine), "float32"))
+                given = [contribution(rank * size + o, count + uneven * (rank + 2 * o), "int16") for o in range(size)]
+                taken = [np.zeros(count + uneven * (other + 2 * rank), np.int16) for other in range(size)]
+                group.all_to_all(given, taken)
+                for other, got in enumerate(taken):
+                    np.testing.assert_array_equal(got, contribution(other * size + rank, len(got), "int16"))
+            group.barrier()
+        ran: dict[str, set[int]] = {}
+        for event in group.group.events():
+            name = next(kind for kind, number in group_module.KINDS.items() if number == event["operation"])
+            ran.setdefault(name, set()).add(int(event["algorithm"]))
+        return ran
+
+
+@pytest.mark.parametrize("layout", UNEVEN, ids=str)
+def test_every_operation_gives_what_it_must_on_uneven_hosts(
+    monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(*apart(layout))
+    able = {name for name in group_module.KINDS if name in SUPPORTS["hierarchical"]} - {"all_reduce"}
+    for ran in values(run_threads(every_operation, len(layout), timeout_s=100)):
+        assert ran == {name: {group_module.engine.ALGORITHMS["hierarchical"]} for name in able}
+
+
+@pytest.mark.parametrize("between", ["direct", "ring", "halving_doubling", "tree", "chain", "bruck", "pairwise"])
+@pytest.mark.parametrize("layout", [(1, 0, 0, 2, 1), (0, 1, 2, 2, 3, 4)], ids=str)
+def test_every_algorithm_runs_between_hosts_for_what_it_can_do(
+    monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...], between: str
+) -> None:
+    def forced(operation: str, case: Case) -> str:
+        able = operation in SUPPORTS[between] and (operation, between) not in BY_NAME_ONLY
+        return between if able else best_between(operation, case)
+
+    monkeypatch.setattr(*apart(layout))
+    monkeypatch.setattr(table, "best_between", forced)
+    build_table.cache_clear()
+    try:
+        values(run_threads(every_operation, len(layout), timeout_s=100))
+        for _, why in values(run_threads(reduce, len(layout), "all_reduce=hierarchical", timeout_s=60)):
+            assert "all_reduce" not in SUPPORTS[between] or f": {between} between hosts" in why
+    finally:
+        build_table.cache_clear()
+
+
+def held_back(rank: int, size: int, folder: str, arrived: list[int]) -> None:
+    options = Options(algorithm="hierarchical", probe="off")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+        for turn in range(size):
+            if rank == turn:
+                time.sleep(0.02)
+            arrived[rank] += 1
+            came = arrived[rank]
+            group.barrier()
+            assert min(arrived) >= came, f"rank {rank} went on before all of {arrived} were there"
+
+
+@pytest.mark.parametrize("layout", UNEVEN, ids=str)
+def test_nobody_passes_a_barrier_before_the_last_is_there(
+    monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(*apart(layout))
+    values(run_threads(held_back, len(layout), [0] * len(layout)))
+
+
+def disagrees(rank: int, size: int, folder: str, operation: str) -> str:
+    """Rank 2, the root, alone on its host, holds that ranks 0 and 1 have 1 and 3 elements; they hold the opposite."""
+    options = Options(algorithm="hierarchical", probe="off")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=10, join_timeout_s=20) as group:
+        counts = (1, 3, 2) if rank == 2 else (3, 1, 2)
+        buffers = [np.ones(count) for count in counts]
+        try:
+            if operation == "all_gather":
+                group.all_gather(np.ones(counts[rank]), buffers)
+            elif operation == "reduce_scatter":
+                group.reduce_scatter(buffers, np.ones(counts[rank]))
+            elif operation == "gather":
+                group.gather(np.ones(counts[rank]), buffers if rank == 2 else None, 2)
+            else:
+                group.scatter(buffers if rank == 2 else None, np.ones(counts[rank]), 2)
+            group.barrier()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "gather", "scatter"])
+def test_hosts_that_disagree_about_sizes_of_the_same_sum_hear_of_it(
+    monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    monkeypatch.setattr(*apart((0, 0, 1)))
+    found = values(run_threads(disagrees, 3, operation))
+    assert any(said.startswith("Mismatch") and f"{operation} #1" in said for said in found), found
+    assert all(said.startswith(("Mismatch", "PeerLost")) for said in found), found
+
+
+def ends_early(rank: int, size: int, folder: str, victim: int, operation: str) -> Any:
+    options = Options(algorithm="hierarchical", probe="off")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+        buffers = [np.ones(50_000) for _ in range(size)]
+        call = {
+            "broadcast": lambda: group.broadcast(buffers[0], 0),
+            "reduce": lambda: group.reduce(buffers[0], 0),
+            "all_gather": lambda: group.all_gather(np.ones(50_000), buffers),
+            "reduce_scatter": lambda: group.reduce_scatter(buffers, np.ones(50_000)),
+            "all_to_all": lambda: group.all_to_all(buffers, [np.ones(50_000) for _ in buffers]),
+            "gather": lambda: group.gather(buffers[0], buffers if rank == 0 else None, 0),
+            "scatter": lambda: group.scatter(buffers if rank == 0 else None, np.ones(50_000), 0),
+            "barrier": group.barrier,
+        }[operation]
+        call()
+        if rank == victim:
+            group.group.abort("it had enough")
+        try:
+            while True:
+                call()
+        except Exception as error:
+            return getattr(error, "rank", None), str(error)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    ["broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "barrier"],
+)
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_that_gives_up_is_named_on_both_hosts(
+    monkeypatch: pytest.MonkeyPatch, victim: int, operation: str
+) -> None:
+    monkeypatch.setattr(*apart((0, 0, 1, 1)))
+    for named, said in values(run_threads(ends_early, 4, victim, operation)):
+        assert named == victim, said
+        assert "it had enough" in said

@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import math
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from folds import by_halving, by_rank, by_ring, by_ring_scatter, by_tree, contribution
+from folds import by_halving, by_halving_scatter, by_rank, by_ring, by_ring_scatter, by_tree, contribution
 from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
@@ -27,12 +28,18 @@ SETS = (
     "all_reduce=ring,reduce_scatter=ring,all_gather=ring,broadcast=chain,all_to_all=pairwise,reduce=tree",
     "all_reduce=halving_doubling,broadcast=tree,all_gather=bruck,all_to_all=bruck,reduce=direct",
     "all_reduce=tree,broadcast=direct,all_gather=direct,all_to_all=direct,reduce_scatter=direct",
+    "all_gather=halving_doubling,reduce_scatter=halving_doubling,barrier=bruck,gather=tree,scatter=tree",
 )
 FOLDS: dict[str, Callable[..., Any]] = {
     "ring": by_ring,
     "halving_doubling": by_halving,
     "tree": by_tree,
     "direct": by_rank,
+}
+SCATTER_FOLDS: dict[str, Callable[..., Any]] = {
+    "ring": by_ring_scatter,
+    "halving_doubling": by_halving_scatter,
+    "direct": lambda op, parts, owner: by_rank(op, parts),
 }
 HEADER, WORD = 40, 8
 LARGE = 60_013
@@ -116,7 +123,7 @@ def check_reduce_scatter(group: Communicator, algorithm: str, op: str, dtype: st
         parts = [contribution(rank * size + group.rank, counts[group.rank], dtype) for rank in range(size)]
         into = np.empty(counts[group.rank], dtype)
         group.reduce_scatter(buffers, into, op=op)
-        expected = by_ring_scatter(op, parts, group.rank) if algorithm == "ring" else by_rank(op, parts)
+        expected = SCATTER_FOLDS[algorithm](op, parts, group.rank)
         np.testing.assert_array_equal(into, expected, strict=True, err_msg=f"{algorithm} {op} {count}")
         for was, buffer in zip(before, buffers, strict=True):
             np.testing.assert_array_equal(buffer, was)
@@ -134,6 +141,30 @@ def check_all_to_all(group: Communicator, algorithm: str, op: str, dtype: str, c
         for rank, got in enumerate(into):
             expected = contribution(rank * size + group.rank, len(got), dtype)
             np.testing.assert_array_equal(got, expected, err_msg=f"{algorithm} {count}")
+
+
+def check_gather(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
+    for root in {group.size // 2, group.size - 1, 0}:
+        for uneven in (3, 0):
+            counts = [count + uneven * ((rank * 5) % 7) for rank in range(group.size)]
+            into = [np.zeros(each, dtype) for each in counts] if group.rank == root else None
+            group.gather(contribution(group.rank, counts[group.rank], dtype), into, root)
+            for rank, got in enumerate(into or ()):
+                np.testing.assert_array_equal(got, contribution(rank, counts[rank], dtype), err_msg=f"{count} {root}")
+
+
+def check_scatter(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
+    for root in {group.size // 2, group.size - 1, 0}:
+        for uneven in (3, 0):
+            counts = [count + uneven * ((rank * 5) % 7) for rank in range(group.size)]
+            given = [contribution(rank, each, dtype) for rank, each in enumerate(counts)]
+            into = np.zeros(counts[group.rank], dtype)
+            group.scatter(given if group.rank == root else None, into, root)
+            np.testing.assert_array_equal(into, contribution(group.rank, len(into), dtype), err_msg=f"{count} {root}")
+
+
+def check_barrier(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
+    group.barrier()
 
 
 def pieces_of(block_bytes: int, least: int = 4) -> int:
@@ -160,6 +191,9 @@ def total_bytes(name: str, count: int, ranks: int) -> int:
     if algorithm in ("direct", "pairwise"):
         messages = ranks * others if operation not in ("broadcast", "reduce") else others
         return messages * (HEADER + 4 * count)
+    if operation in ("gather", "scatter"):
+        spans = [min(number & -number, ranks - number) for number in range(1, ranks)]
+        return sum(2 * HEADER + span * (WORD + 4 * count) for span in spans)
     if algorithm == "ring" and operation == "all_reduce":
         blocks = cut(count, ranks)
         pieces = pieces_of(4 * blocks[0])
@@ -182,6 +216,10 @@ def total_bytes(name: str, count: int, ranks: int) -> int:
         pieces = pieces_of(4 * half[0], 64)
         values = ways * others * (2 * WORD * pieces + 4 * count)
         return values + HEADER * tree_directions(ranks, ways)
+    if operation == "barrier":
+        return ranks * math.ceil(math.log2(ranks)) * (HEADER + WORD + 1)
+    if algorithm == "halving_doubling" and operation != "all_reduce":
+        return halves_bytes(operation, count, ranks)
     if algorithm == "halving_doubling":
         return halving_bytes(count, ranks)
     raise AssertionError(f"no formula for {name}")
@@ -201,6 +239,20 @@ def halving_bytes(count: int, ranks: int) -> int:
             total += stream([given]) + stream([kept]) - 2 * HEADER
             held = kept
     return total
+
+
+def halves_bytes(operation: str, count: int, ranks: int) -> int:
+    core = 1 << (ranks.bit_length() - 1)
+    extra = ranks - core
+    members = [2 if number < extra else 1 for number in range(core)]
+    sent = extra * (1 + (ranks if operation == "reduce_scatter" else ranks - 1))  # blocks of pairs, both ways
+    for bit in (1 << power for power in range(core.bit_length() - 1)):
+        for number in range(core):
+            first = number & ~(bit - 1)
+            first ^= bit if operation == "reduce_scatter" else 0
+            sent += sum(members[first : first + bit])
+    streams = core * (core.bit_length() - 1) + 2 * extra
+    return streams * HEADER + sent * (stream([count]) - HEADER)
 
 
 def tree_directions(ranks: int, ways: int) -> int:
@@ -230,6 +282,46 @@ def test_every_algorithm_gives_the_bits_and_sends_the_bytes_that_it_states(size:
             totals[name, count] = totals.get((name, count), 0) + sent
     for (name, count), sent in totals.items():
         assert sent == total_bytes(name, count, size), f"{name}, {count} f32, {size} ranks"
+
+
+def uneven_gather(rank: int, size: int, folder: str, operation: str) -> str:
+    """The root, rank 0, holds that rank 3 has 2 elements and rank 2 has 1; they hold that it is the other way round."""
+    with join(rank, size, folder, f"{operation}=tree") as group:
+        own = np.ones((1, 1, 2, 1, 1)[rank])
+        all_of_them = [np.ones(count) for count in (1, 1, 1, 2, 1)] if rank == 0 else None
+        try:
+            if operation == "gather":
+                group.gather(own, all_of_them, 0)
+            else:
+                group.scatter(all_of_them, own, 0)
+            group.barrier()
+        except Exception as error:
+            return f"{type(error).__name__} {getattr(error, 'rank', None)}: {error}"
+        return ""
+
+
+@pytest.mark.parametrize("operation", ["gather", "scatter"])
+def test_a_tree_that_passes_blocks_on_hears_of_sizes_that_differ_at_their_ends(operation: str) -> None:
+    found = values(run_threads(uneven_gather, 5, operation))
+    assert any(said.startswith("Mismatch") and "16 bytes" in said and "8 bytes" in said for said in found), found
+    assert all(said.startswith(("Mismatch", "PeerLost")) for said in found), found
+
+
+def held_back(rank: int, size: int, folder: str, arrived: list[int]) -> None:
+    for algorithm in ("direct", "bruck"):
+        with join(rank, size, f"{folder}/{algorithm}", f"barrier={algorithm}") as group:
+            for turn in range(size):
+                if rank == turn:
+                    time.sleep(0.02)
+                arrived[rank] += 1
+                came = arrived[rank]
+                group.barrier()
+                assert min(arrived) >= came, f"{algorithm}: rank {rank} went on before all of {arrived} were there"
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_nobody_passes_a_barrier_before_the_last_is_there(size: int) -> None:
+    values(run_threads(held_back, size, [0] * size))
 
 
 def narrow(rank: int, size: int, folder: str) -> None:
@@ -348,7 +440,7 @@ def test_ranks_choose_alike_where_their_own_blocks_differ_in_size() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 6, 8])
 def test_no_plan_waits_in_a_circle_where_a_socket_holds_less_than_a_piece(size: int) -> None:
-    kinds = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+    kinds = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
     cases = [
         (kind, algorithm)
         for algorithm, able in engine.SUPPORTS.items()
@@ -359,8 +451,10 @@ def test_no_plan_waits_in_a_circle_where_a_socket_holds_less_than_a_piece(size: 
         groups = native_groups([[(engine.KINDS[kind], 0, engine.ALGORITHMS[algorithm], -1)]] * size, buffer_bytes=4096)
         blocks = [[contribution(a * size + b, 40_009, "uint8") for b in range(size)] for a in range(size)]
         given = {"all_gather": [row[:1] for row in blocks], "reduce_scatter": blocks, "all_to_all": blocks}
-        many = kind in ("all_gather", "all_to_all")
-        into = [[np.zeros(40_009, np.uint8) for _ in range(size if many else 1)] for _ in range(size)]
+        given |= {"gather": given["all_gather"], "scatter": [blocks[0], *([] for _ in range(size - 1))]}
+        many = [kind in ("all_gather", "all_to_all") or (kind == "gather" and rank == 0) for rank in range(size)]
+        counts = [size if many[rank] else kind != "gather" for rank in range(size)]
+        into = [[np.zeros(40_009, np.uint8) for _ in range(count)] for count in counts]
         if kind not in given:
             into = [[row[0].copy()] for row in blocks]
         submit_all(groups, kind, given.get(kind, [[]] * size), into)
@@ -374,6 +468,8 @@ def test_no_plan_waits_in_a_circle_where_a_socket_holds_less_than_a_piece(size: 
                 "all_gather": [row[0] for row in blocks],
                 "reduce_scatter": [np.max([row[rank] for row in blocks], axis=0)],
                 "all_to_all": [row[rank] for row in blocks],
+                "gather": [row[0] for row in blocks] if rank == 0 else [],
+                "scatter": [blocks[0][rank]],
             }[kind]
             for got, wanted in zip(into[rank], expected, strict=True):
                 np.testing.assert_array_equal(got, wanted, err_msg=f"{kind} by {algorithm}, rank {rank}")

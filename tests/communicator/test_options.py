@@ -25,6 +25,7 @@ def test_a_field_beats_its_variable_which_beats_the_default() -> None:
         window_bytes=1 << 20,
         probe="on",
         spin_us=7,
+        reconnect_s=10,
     )
 
 
@@ -61,7 +62,7 @@ def _join(rank: int, size: int, folder: str, options: Options) -> None:
         (Options(algorithm="nonsense"), "NETFOLD_ALGORITHM='nonsense' is not one of"),
         (
             Options(algorithm="broadcast=ring"),
-            "there is no broadcast by ring; there are direct, shared_memory, tree, chain",
+            "there is no broadcast by ring; there are direct, shared_memory, tree, hierarchical, chain",
         ),
         (Options(wire="nonsense"), "NETFOLD_WIRE='nonsense' is not one of"),
         (Options(probe="nonsense"), "NETFOLD_PROBE='nonsense' is not one of on, off"),

@@ -45,6 +45,8 @@ def rank(number: int, **fields: object) -> Rank:
         done_operation="barrier",
         done_ns=NOW - 2 * S,
         failure="",
+        site="",
+        done_site="",
     )
     return replace(plain, **fields)  # type: ignore[arg-type]
 

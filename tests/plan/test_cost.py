@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from netfold.plan import DEFAULT_LINKS, OPERATIONS, SUPPORTS, Link, Links, Topology, fit_link
+from netfold.plan import DEFAULT_LINKS, OPERATIONS, SUPPORTS, Link, Links, Topology, build_table, fit_link
 from netfold.plan.cost import FORMULAS, predict
 
 # A message takes a second and a byte a second: steps and bytes can be read off.
@@ -39,6 +39,11 @@ def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: floa
         ("reduce_scatter", "direct", 4, 1, 0.75, 0.75),
         ("all_gather", "ring", 8, 7, 0.875, 0),
         ("all_gather", "bruck", 5, 3, 0.8, 0),
+        ("all_gather", "halving_doubling", 8, 3, 0.875, 0),
+        ("reduce_scatter", "halving_doubling", 8, 3, 0.875, 0.875),
+        ("reduce_scatter", "halving_doubling", 6, 4, 1.75, 5 / 6 + 1),
+        ("barrier", "bruck", 5, 3, 0, 0),
+        ("gather", "tree", 5, 3, 0.8, 0),
         ("all_to_all", "direct", 4, 1, 0.75, 0),
         ("all_to_all", "pairwise", 5, 2, 0.8, 0),
         ("all_to_all", "bruck", 8, 3, 1.5, 0),
@@ -53,6 +58,34 @@ def test_a_formula_has_the_steps_bytes_and_folds_of_its_algorithm(
     assert seconds(STEPS, operation, algorithm, ranks) == pytest.approx(steps)
     assert seconds(BYTES, operation, algorithm, ranks) / (1 << 20) == pytest.approx(sent)
     assert seconds(FOLDS, operation, algorithm, ranks) / (1 << 20) == pytest.approx(folded, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("operation", "sent"),
+    # Four ranks on two hosts: what two ranks would send each, where four apart would share links.
+    [
+        ("all_reduce", 1.0),
+        ("reduce", 1.0),
+        ("broadcast", 1.0),
+        ("all_gather", 0.5),
+        ("reduce_scatter", 0.5),
+        ("barrier", 0.0),
+    ],
+)
+def test_a_hierarchical_operation_sends_what_one_rank_a_host_would(operation: str, sent: float) -> None:
+    memory = dataclasses.replace(BYTES, memory=Link(latency_s=0.0, bytes_per_s=1e30))
+    pairs = Topology((0, 1, 0, 1))
+    size = 1 << 20
+    assert predict(operation, "hierarchical", size, pairs, memory) / size == pytest.approx(sent)
+    chosen = build_table(ranks=4, switch=None, topology=pairs, links=DEFAULT_LINKS).choose(operation, size)
+    assert chosen.algorithm == "hierarchical" and "between hosts; predicted" in chosen.reason
+
+
+def test_a_switch_takes_one_tensor_a_host_where_ranks_share_memory() -> None:
+    memory = dataclasses.replace(BYTES, memory=Link(latency_s=0.0, bytes_per_s=1e30))
+    pairs = Topology.even(8, 2)
+    assert predict("all_reduce", "hierarchical", 1000, pairs, memory, switch=True) == pytest.approx(1000)
+    assert predict("all_reduce", "in_network", 1000, pairs, memory, switch=True) == pytest.approx(4000)
 
 
 def test_pipelines_approach_one_tensor_a_link_and_pay_a_piece_a_hop() -> None:

@@ -9,7 +9,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from netfold.plan import DEFAULT_LINKS, OPERATIONS, SUPPORTS, WIRES, ChoiceTable, Row, Topology, build_table, candidates
+from netfold.plan import (
+    DEFAULT_LINKS,
+    OPERATIONS,
+    SUPPORTS,
+    WIRES,
+    ChoiceTable,
+    Link,
+    Row,
+    Topology,
+    build_table,
+    candidates,
+)
 from netfold.plan.cost import predict
 
 SWITCH = "127.0.0.1:7171"
@@ -108,6 +119,23 @@ def test_the_choice_is_nowhere_much_dearer_than_the_cheapest(ranks: int) -> None
             cheapest = min(seconds for name, seconds in times.items() if (operation, name) != ("all_to_all", "bruck"))
             chosen = times[table.choose(operation, size).algorithm]
             assert chosen <= 1.35 * cheapest, (operation, size, found)
+
+
+@pytest.mark.parametrize(
+    "topology", [Topology.apart(4), Topology.apart(300), Topology((0, 0, 1)), Topology.even(64, 4)]
+)
+def test_what_ranks_know_different_sizes_of_has_one_row(topology: Topology) -> None:
+    table = build_table(ranks=topology.ranks, switch=None, topology=topology)
+    for operation in ("gather", "scatter", "barrier"):
+        (row,) = [row for row in table.rows if row.operation == operation]
+        assert row.min_bytes == 0
+
+
+def test_gathers_of_many_ranks_go_up_a_tree_where_a_step_is_short() -> None:
+    near = dataclasses.replace(DEFAULT_LINKS, network=Link(20e-6, 118e6))
+    for operation in ("gather", "scatter"):
+        assert build_table(ranks=4, switch=None).choose(operation, 0).algorithm == "direct"
+        assert build_table(ranks=64, switch=None, links=near).choose(operation, 0).algorithm == "tree"
 
 
 def test_every_reason_of_a_choice_by_cost_gives_the_predicted_times() -> None:
@@ -238,7 +266,7 @@ ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hi
         (
             {"algorithm": "broadcast=ring"},
             "NETFOLD_ALGORITHM='broadcast=ring': there is no broadcast by ring; there are direct, shared_memory, tree, "
-            "chain",
+            "hierarchical, chain",
         ),
         ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16"),
         (
@@ -248,7 +276,7 @@ ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hi
         (
             {"algorithm": "direct", "wire": "bf16"},
             "NETFOLD_ALGORITHM=direct sends tensors as they are; NETFOLD_WIRE=bf16 needs ring or halving_doubling or "
-            "tree or in_network",
+            "tree or in_network or hierarchical",
         ),
     ],
 )

@@ -184,7 +184,7 @@ JOIN: dict[str, Any] = {
     "version": control.VERSION,
     "job": "j",
     "rank": 0,
-    "size": 2,
+    "ranks": [0, 1],
     "window_bytes": 1 << 20,
     "timeout_s": 5.0,
 }
@@ -205,7 +205,10 @@ GARBAGE: dict[str, bytes] = {
     "a join as a rank that is none": control.encode({**JOIN, "rank": 2}),
     "a join as a negative rank": control.encode({**JOIN, "rank": -1}),
     "a join as a rank in words": control.encode({**JOIN, "rank": "zero"}),
-    "a join of a million ranks": control.encode({**JOIN, "size": 1_000_000}),
+    "a join of a job of many ranks": control.encode({**JOIN, "ranks": list(range(20_000))}),
+    "a join of a job of no rank": control.encode({**JOIN, "ranks": []}),
+    "a join of a job of one rank twice": control.encode({**JOIN, "ranks": [0, 0]}),
+    "a join of a job of ranks in words": control.encode({**JOIN, "ranks": ["zero", "one"]}),
     "a join with a window in words": control.encode({**JOIN, "window_bytes": "large"}),
     "a join with a negative window": control.encode({**JOIN, "window_bytes": -4096}),
     "a join with a timeout in words": control.encode({**JOIN, "timeout_s": "later"}),
@@ -303,7 +306,7 @@ def test_the_second_of_two_workers_with_one_rank_is_refused_by_the_switch() -> N
 def test_ranks_that_name_different_sizes_for_one_job_are_told() -> None:
     with running_switch() as switch:
         with socket.create_connection(switch.address, 5) as first, socket.create_connection(switch.address, 5) as other:
-            for stream, join in ((first, JOIN), (other, {**JOIN, "rank": 2, "size": 3})):
+            for stream, join in ((first, JOIN), (other, {**JOIN, "rank": 2, "ranks": [0, 1, 2]})):
                 stream.settimeout(5)
                 stream.sendall(control.encode(join))
                 answer = control.receive(stream)

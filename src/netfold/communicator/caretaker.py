@@ -85,11 +85,11 @@ class Ward:
         lane, rail = question["lane"], question["rail"]
         poked = question["type"] == "poke"
         broken = self.native.sever(lane, peer, rail, question["mends"] if poked else -1)
-        if poked:
+        failure = self.native.failure
+        if poked and failure is None:
             _caretaker.look_into(partial(self.mend, lane, peer, rail))
             return {"type": "poked"}, None
-        if broken is None:
-            failure = self.native.failure
+        if poked or broken is None:
             reason = "it closed the group" if failure is None else failure[2]
             return {"type": "ended", "reason": reason, "rank": -1 if failure is None else failure[1]}, None
 
@@ -133,11 +133,13 @@ class Ward:
                     )
                     stream.close()
                     if reply["type"] == "poked":
-                        while time.monotonic() < began + self.reconnect_s and not self.over.wait(_RETRY_S):
+                        # It has some time for that, then it is asked again: it may have ended meanwhile.
+                        until = min(time.monotonic() + _POKE_S, began + self.reconnect_s)
+                        while time.monotonic() < until and not self.over.wait(_RETRY_S):
                             if self.native.broken(lane, peer, rail) != (received, mends):
                                 return
                         why = "it did not connect again"
-                        break
+                        continue
                 else:
                     message = {**_about("mend", lane, rail), "received": received}
                     stream, reply = self.call(peer, rail, message, left_s)

@@ -21,7 +21,7 @@ from netfold.communicator.addresses import interface_of, own_interfaces
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Resident, leave, open_door
 from netfold.communicator.errors import NetfoldError, RendezvousError, error_of
-from netfold.communicator.membership import Membership
+from netfold.communicator.membership import Membership, join_for_host
 from netfold.communicator.nodes import Node, find_nodes
 from netfold.communicator.options import Options
 from netfold.communicator.store import Store
@@ -97,7 +97,6 @@ class Group:
         self.store = store = rendezvous.claim(store, rank, size, deadline)
         job = rendezvous.agree(store, rank, size, options, deadline)
         interfaces = own_interfaces(options, store_host)
-        host = interfaces.hosts[0]
         self._resident = Resident(job.secret, rank, size, _LANES, interfaces.rails)
         self._door = door = open_door(rank, interfaces.hosts, options.port_range(), deadline)
         sockets: rendezvous.Sockets = []
@@ -129,19 +128,20 @@ class Group:
             self.table: ChoiceTable = choice.table
             self.links = choice.links
             self.topology = choice.topology
-            if job.switch is not None and any(row.algorithm == "in_network" for row in self.table.rows):
-                if size > protocol.MAX_WORKERS:
-                    raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {size}")
+            workers = self.table.workers(self.topology)
+            if len(workers) > protocol.MAX_WORKERS:
+                raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {len(workers)}")
+            if workers:
                 assert job.switch is not None
-                # The name is a digest: the switch learns which ranks belong together, not the secret behind it.
-                self.membership = Membership.join(
+                self.membership = join_for_host(
                     job.switch,
+                    # A digest: the switch learns which ranks belong together, not the secret behind it.
                     job=hashlib.sha256(job.name.encode() + job.secret).hexdigest()[:32],
                     rank=rank,
-                    size=size,
-                    host=host,
+                    workers=workers,
+                    host={peer: streams[peer] for peer in range(size) if self.nodes[peer] == self.nodes[rank]},
                     window_bytes=job.window_bytes,
-                    timeout_s=max(0.1, deadline - time.monotonic()),
+                    deadline=deadline,
                 )
         except BaseException:
             rendezvous.close_all(sockets)
@@ -185,10 +185,10 @@ class Group:
         if self.membership is not None:
             self.membership.attach(self._native, self._fail)
             log.info(
-                "rank %d of %d joined the switch at %s: window %d x %d bytes",
+                "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes",
                 rank,
-                size,
                 job.switch,
+                len(self.membership.workers),
                 self.membership.window,
                 self.membership.payload_bytes,
             )
@@ -287,9 +287,15 @@ class Group:
         if name == "timeout":
             text += self._last_seen(rank)
         record = records_of(operation.record())[0]
-        in_network = record["algorithm"] == engine.ALGORITHMS["in_network"]
-        if name == "timeout" and in_network and self.membership is not None:
-            traffic = self._native.traffic()
+        traffic = self._native.traffic()
+        asks = (
+            name == "timeout"
+            and rank < 0
+            and self.membership is not None
+            and record["algorithm"] in (engine.ALGORITHMS["in_network"], engine.ALGORITHMS["hierarchical"])
+        )
+        if asks:
+            assert self.membership is not None
             missing = self.membership.missing(traffic["oldest_unanswered"])
             if missing:
                 rank = missing[0]
@@ -297,6 +303,9 @@ class Group:
             else:
                 text += "; the switch has every rank's part, or cannot be reached: packets to it may be lost"
             text += ". Did every rank make this call?"
+        if self.membership is not None and self._native.failure is not None:
+            # Who waits at the switch for this rank hears why now, and not when this rank closes the group.
+            self.membership.leave(text, rank)
         return error_of(name, rank, text)
 
     def _last_seen(self, rank: int) -> str:
@@ -351,10 +360,10 @@ class Group:
         if self._pid != os.getpid():
             return
         failure = self._native.failure
-        if self.membership is not None:
-            self.membership.leave(failure[2] if failure is not None else "it closed the group")
-        caretaker.let_go(self._id)
         why, fault = ("it closed the group", -1) if failure is None else (failure[2], failure[1])
+        if self.membership is not None:
+            self.membership.leave(why, fault)
+        caretaker.let_go(self._id)
         self._door.bid_farewell(self._resident, why, fault)
         engine.remove_group(self._native)
         leave(self._door)

@@ -1,5 +1,8 @@
 """A rank's membership of a job on a switch: joining, and hearing who left.
 
+Where several ranks share memory, one of a host joins, for all of them: a worker is a rank that joined, and the switch
+calls it by its rank.
+
 The control connection lives as long as the group. A daemon thread reads it: the switch's end fails the group at once;
 a rank that left fails it only when a chunk is waiting for that rank, since one that leaves after its last contribution
 harms nobody.
@@ -7,18 +10,19 @@ harms nobody.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from netfold import control
 from netfold._native import protocol
 from netfold._native.transport import UdpPort
-from netfold.communicator.errors import SwitchError
+from netfold.communicator.errors import RendezvousError, SwitchError
 
 # Longest first; the first whose packets come back from the switch is used. 8896 bytes fill a jumbo frame (MTU 9000)
 # with headers and an authentication tag, 1408 an MTU of 1500; 1152 fits IPv6's least MTU of 1280. Longer packets, on
@@ -34,10 +38,10 @@ _GRACE_S = 2.0
 class Membership:
     """Made by `join`. `attach` hands the data port to the native group."""
 
-    def __init__(self, stream: socket.socket, endpoint: str, rank: int, size: int) -> None:
+    def __init__(self, stream: socket.socket, endpoint: str, rank: int, workers: Sequence[int]) -> None:
         self.endpoint = endpoint
         self.rank = rank
-        self.size = size
+        self.workers = tuple(workers)
         self.payload_bytes = 0
         self.window = 0
         self._stream = stream
@@ -47,14 +51,14 @@ class Membership:
         self._serials = itertools.count(1)
         self._answers: dict[int, list[int]] = {}
         self._answered = threading.Condition()
-        self._left: dict[int, str] = {}
+        self._left: dict[int, tuple[str, int]] = {}  # why, and the rank at fault
         self._closed = False
 
     @classmethod
     def join(
-        cls, endpoint: str, *, job: str, rank: int, size: int, host: str, window_bytes: int, timeout_s: float
+        cls, endpoint: str, *, job: str, rank: int, workers: Sequence[int], window_bytes: int, timeout_s: float
     ) -> Membership:
-        """Join `job` at the switch as one of its ranks; returns when all have. SwitchError says what went wrong."""
+        """Join `job` at the switch as `rank`, one of `workers`; returns when all have. SwitchError says what failed."""
         deadline = time.monotonic() + timeout_s
         switch_host, switch_port = control.parse_endpoint(endpoint, what="NETFOLD_SWITCH")
         who = f"rank {rank}: the switch at {endpoint} (NETFOLD_SWITCH)"
@@ -71,14 +75,14 @@ class Membership:
             raise SwitchError(f"{who} did not answer within {timeout_s:.1f} s; is the address right?") from None
         except OSError as error:
             raise SwitchError(f"{who} cannot be reached: {error.strerror or error}") from None
-        self = cls(stream, endpoint, rank, size)
+        self = cls(stream, endpoint, rank, workers)
         try:
-            self._join(who, job, host, window_bytes, deadline, timeout_s)
+            self._join(who, job, window_bytes, deadline, timeout_s)
         except TimeoutError:
             stream.close()
             raise SwitchError(
                 f"{who} did not answer within {timeout_s:.1f} s: either it is no netfold switch, or not all of the "
-                f"{size} ranks joined"
+                f"{len(workers)} ranks joined"
             ) from None
         except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
             stream.close()
@@ -88,7 +92,7 @@ class Membership:
             raise
         return self
 
-    def _join(self, who: str, job: str, host: str, window_bytes: int, deadline: float, timeout_s: float) -> None:
+    def _join(self, who: str, job: str, window_bytes: int, deadline: float, timeout_s: float) -> None:
         control.send(
             self._stream,
             {
@@ -96,7 +100,7 @@ class Membership:
                 "version": control.VERSION,
                 "job": job,
                 "rank": self.rank,
-                "size": self.size,
+                "ranks": list(self.workers),
                 "window_bytes": window_bytes,
                 "timeout_s": timeout_s,
             },
@@ -122,8 +126,8 @@ class Membership:
             "job": int(admitted["job_id"]),
             "epoch": int(start["epoch"]),
             "incarnation": int(admitted["incarnation"]),
-            "worker": self.rank,
-            "workers": self.size,
+            "worker": int(admitted["worker"]),
+            "ranks": list(self.workers),
             "window": self.window,
             "payload_bytes": self.payload_bytes,
         }
@@ -138,7 +142,7 @@ class Membership:
                 port=int(admitted["port"]),
                 job=int(admitted["job_id"]),
                 incarnation=int(admitted["incarnation"]),
-                worker=self.rank,
+                worker=int(admitted["worker"]),
                 nonce=int(admitted["nonce"]),
                 packet_bytes=payload + protocol.HEADER_BYTES,
                 timeout_ns=int(min(seconds, 5.0) * 1e9),
@@ -175,8 +179,8 @@ class Membership:
             self._answered.wait_for(lambda: serial in self._answers or self._closed, timeout_s)
             return self._answers.pop(serial, [])
 
-    def leave(self, reason: str) -> None:
-        """Say goodbye and close. Idempotent."""
+    def leave(self, reason: str, fault: int = -1) -> None:
+        """Say goodbye and close; `fault`: the rank that is the reason, -1 for none. Idempotent."""
         with self._answered:
             if self._closed:
                 return
@@ -185,7 +189,7 @@ class Membership:
         try:
             with self._send_lock:
                 self._stream.settimeout(1.0)
-                control.send(self._stream, {"type": "leave", "reason": reason[:400]})
+                control.send(self._stream, {"type": "leave", "reason": reason[:400], "fault": fault})
             self._stream.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
@@ -203,7 +207,9 @@ class Membership:
                         self._answered.notify_all()
                 elif message["type"] == "left":
                     with self._answered:
-                        self._left[int(message["rank"])] = str(message.get("reason", ""))
+                        fault = message.get("fault")
+                        why = str(message.get("reason", "")), fault if isinstance(fault, int) else -1
+                        self._left[int(message["rank"])] = why
                         self._answered.notify_all()
                 elif message["type"] == "refused":
                     reason = str(message.get("reason"))
@@ -222,11 +228,64 @@ class Membership:
             if traffic is not None and not traffic["idle"]:
                 gone = [rank for rank in self.missing(traffic["oldest_unanswered"]) if rank in self._left]
                 if gone:
+                    reason, fault = self._left[gone[0]]
                     fail(
                         "peer_lost",
-                        gone[0],
-                        f"rank {gone[0]} left while its contribution was needed: "
-                        f"{self._left[gone[0]]}; see its own output",
+                        fault if fault >= 0 and fault != self.rank else gone[0],
+                        f"rank {gone[0]} left while its contribution was needed: {reason}; see its own output",
                     )
                     return
             time.sleep(_WATCH_S)
+
+
+def join_for_host(
+    endpoint: str,
+    *,
+    job: str,
+    rank: int,
+    workers: Sequence[int],
+    host: Mapping[int, socket.socket | None],
+    window_bytes: int,
+    deadline: float,
+) -> Membership | None:
+    """Join, where `rank` is one of `workers`; None on the other ranks, once the worker of their host has joined.
+
+    `host`: a connection to each rank of this host, None to itself. Raises SwitchError on every rank of a host whose
+    worker was refused, with the same reason.
+    """
+    others = {peer: stream for peer, stream in host.items() if stream is not None}
+    if rank not in workers:
+        (worker,) = (peer for peer in others if peer in workers)
+        _hear_of_join(others[worker], worker, rank, deadline)
+        return None
+    timeout_s = max(0.1, deadline - time.monotonic())
+    waiting = [stream for peer, stream in others.items() if peer not in workers]
+    refused: str | None = f"rank {rank} failed while it joined the switch; see its own output"
+    try:
+        membership = Membership.join(
+            endpoint, job=job, rank=rank, workers=workers, window_bytes=window_bytes, timeout_s=timeout_s
+        )
+        refused = None
+        return membership
+    except SwitchError as error:
+        refused = str(error)
+        raise
+    finally:
+        for stream in waiting:
+            with contextlib.suppress(OSError):  # one that is gone is missed at the first operation
+                stream.settimeout(_GRACE_S)
+                control.send(stream, {"type": "joined", "refused": refused})
+
+
+def _hear_of_join(stream: socket.socket, worker: int, rank: int, deadline: float) -> None:
+    stream.settimeout(max(0.1, deadline - time.monotonic()) + 2 * _GRACE_S)
+    try:
+        refused = control.receive(stream).get("refused")
+    except (EOFError, OSError, control.ProtocolError) as error:
+        raise RendezvousError(
+            f"rank {rank}: rank {worker}, which joins the switch for this host, did not say that it has ({error}); "
+            "see its own output",
+            rank=worker,
+        ) from None
+    if refused is not None:
+        raise SwitchError(f"rank {rank}: {refused}")

@@ -18,15 +18,22 @@ _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 16 << 10, 256 << 10
 BINOMIAL_BYTES = 16 << 10
 # Of shared memory (native/transport/shared_node.hpp): what one synchronisation hands on, at most.
 POST_BYTES, CHUNK_BYTES = 16 << 10, 256 << 10
+# Wire formats of half the bytes of f32.
+_HALVES = ("bf16", "f16")
 
 
 @dataclass(frozen=True)
 class Case:
-    """ranks (P) move `size` bytes (n)."""
+    """ranks (P) move `size` bytes (n).
+
+    switch: all_reduce between hosts goes through one. wire: what f32 tensors travel as; `size` counts those bytes.
+    """
 
     size: float
     topology: Topology
     links: Links
+    switch: bool = False
+    wire: str = "auto"
 
     @property
     def ranks(self) -> int:
@@ -126,6 +133,15 @@ def _direct_root(case: Case) -> float:
     return case.steps(1) + case.messages(case.ranks - 2) + case.sent(case.share)
 
 
+_BINOMIAL = "a binomial tree of whole subtrees' blocks: ceil(log2 P) steps, n(P-1)/P bytes at the root"
+
+
+@_formula("gather", "tree", _BINOMIAL)
+@_formula("scatter", "tree", _BINOMIAL)
+def _tree_root(case: Case) -> float:
+    return case.steps(case.doublings) + case.messages(2 * case.doublings - 1) + case.sent(case.share)
+
+
 @_formula("barrier", "direct", "one step, a header to each")
 def _direct_barrier(case: Case) -> float:
     return case.steps(1) + case.messages(2 * (case.ranks - 2))
@@ -153,6 +169,25 @@ def _halving_doubling(case: Case) -> float:
     seconds = case.steps(2 * math.log2(core)) + case.restarted(2 * share) + case.folded(share)
     if core < case.ranks:  # ranks that are folded in: their n bytes before and after
         seconds += case.steps(2) + case.sent(2 * case.size) + case.folded(case.size)
+    return seconds
+
+
+@_formula("reduce_scatter", "halving_doubling", "Thakur et al., 2005, section 4.3: recursive halving, log2 Q steps")
+def _halving(case: Case) -> float:
+    return _half_of_it(case) + case.folded(case.share)
+
+
+@_formula("all_gather", "halving_doubling", "Thakur et al., 2005, section 4.1: recursive doubling, log2 Q steps")
+def _doubling(case: Case) -> float:
+    return _half_of_it(case)
+
+
+def _half_of_it(case: Case) -> float:
+    core = 2 ** int(math.log2(case.ranks))
+    steps = math.log2(core)
+    seconds = case.steps(steps) + case.messages(case.ranks - 1 - steps) + case.restarted(case.size * (core - 1) / core)
+    if core < case.ranks:  # one way all of it, the other way a block
+        seconds += case.steps(2) + case.sent(case.size) + case.folded(case.size)
     return seconds
 
 
@@ -210,6 +245,11 @@ def _bruck_all_to_all(case: Case) -> float:
     )
 
 
+@_formula("barrier", "bruck", "Hensgen, Finkel & Manber, 1988: dissemination, ceil(log2 P) steps")
+def _dissemination(case: Case) -> float:
+    return case.steps(case.doublings)
+
+
 @_formula("all_to_all", "pairwise", "P-1 exchanges with one partner each, two under way at a time")
 def _pairwise(case: Case) -> float:
     steps = math.ceil((case.ranks - 1) / 2)
@@ -265,40 +305,106 @@ def _shared_memory_barrier(case: Case) -> float:
     return case.links.memory.latency_s
 
 
-# What can run between hosts, one rank of each.
-_BETWEEN = ("direct", "ring", "halving_doubling", "tree")
+# Not between hosts, one rank of each: these are for ranks that share more, or send what they have not got.
+_NOT_BETWEEN = ("in_network", "shared_memory", "hierarchical")
+# Kept out of every choice, with the reason.
+BY_NAME_ONLY = {
+    ("all_to_all", "bruck"): "by name only: no rank can know that all blocks are equal",
+    ("all_to_all", "hierarchical"): "by name only: ranks that give different sizes must all choose it",
+}
 
 
-def best_between(size: float, topology: Topology, links: Links) -> str:
-    """The algorithm that a hierarchical all_reduce takes between hosts."""
-    case = Case(size, Topology.apart(topology.node_count), links)
-    return min(_BETWEEN, key=lambda name: FORMULAS["all_reduce", name].seconds(case))
+def best_between(operation: str, case: Case) -> str:
+    """The algorithm that a hierarchical `operation` takes between hosts: for all_reduce the switch, if there is one."""
+    if operation == "all_reduce" and case.switch:
+        return "in_network"
+    able = [
+        name for name in algorithms_of(operation) if name not in _NOT_BETWEEN and (operation, name) not in BY_NAME_ONLY
+    ]
+    narrow = [name for name in able if case.wire == "auto" or FORMULAS[operation, name].narrow]
+    return min(narrow, key=lambda name: FORMULAS[operation, name].seconds(_hosts(operation, case)))
 
 
-@_formula(
-    "all_reduce", "hierarchical", "reduce-scatter and all-gather inside a host, the best all_reduce of one rank a host"
-)
-def _hierarchical(case: Case) -> float:
-    inside = replace(case, topology=Topology((0,) * case.topology.most_on_a_node))
-    between = replace(case, topology=Topology.apart(case.topology.node_count))
-    across = best_between(case.size, case.topology, case.links)
-    return _shared_memory(inside) + FORMULAS["all_reduce", across].seconds(between)
+def _hosts(operation: str, case: Case) -> Case:
+    """What goes between hosts: among one rank of each; in all_to_all among all, over links that they share."""
+    if operation != "all_to_all":
+        return replace(case, topology=Topology.apart(case.topology.node_count))
+    most = case.topology.most_on_a_node
+    network = replace(case.links.network, bytes_per_s=case.links.network.bytes_per_s / most)
+    size = case.size * (case.ranks - most) / (case.ranks - 1)
+    return replace(case, size=size, topology=Topology.apart(case.ranks), links=replace(case.links, network=network))
+
+
+# What a hierarchical operation does inside a host, with which part of its bytes (of H hosts); and whether blocks are
+# sorted by hosts first or last, a copy more on every rank.
+_INSIDE: dict[str, tuple[tuple[tuple[str, Callable[[int], float]], ...], bool]] = {
+    "all_reduce": ((("all_reduce", lambda hosts: 1),), False),
+    "reduce": ((("reduce", lambda hosts: 1),), False),
+    "broadcast": ((("broadcast", lambda hosts: 1),), False),
+    "all_gather": ((("gather", lambda hosts: 1 / hosts), ("broadcast", lambda hosts: 1)), True),
+    "reduce_scatter": ((("reduce", lambda hosts: 1), ("scatter", lambda hosts: 1 / hosts)), True),
+    "all_to_all": ((("all_to_all", lambda hosts: 1 / hosts),), False),
+    "gather": ((("barrier", lambda hosts: 1), ("gather", lambda hosts: 1 / hosts)), False),
+    "scatter": ((("scatter", lambda hosts: 1 / hosts),), False),
+    "barrier": ((("barrier", lambda hosts: 1), ("barrier", lambda hosts: 1)), False),
+}
+
+
+def _hierarchical(operation: str) -> Callable[[Case], float]:
+    stages, sorts = _INSIDE[operation]
+
+    def seconds(case: Case) -> float:
+        on_host = Topology((0,) * case.topology.most_on_a_node)
+        whole = 2 * case.size if case.wire in _HALVES else case.size
+        inside = sum(
+            FORMULAS[kind, "shared_memory"].seconds(
+                replace(case, size=whole * part(case.topology.node_count), topology=on_host)
+            )
+            for kind, part in stages
+        )
+        if sorts:
+            inside += 2 * on_host.ranks * case.size / case.links.memory.bytes_per_s
+        return inside + FORMULAS[operation, best_between(operation, case)].seconds(_hosts(operation, case))
+
+    return seconds
+
+
+for _operation in _INSIDE:
+    _formula(
+        _operation,
+        "hierarchical",
+        "inside a host through memory; between hosts as one rank a host",
+        narrow=_operation == "all_reduce",
+    )(_hierarchical(_operation))
 
 
 def algorithms_of(operation: str) -> list[str]:
     return [algorithm for kind, algorithm in FORMULAS if kind == operation]
 
 
-def predict(operation: str, algorithm: str, size: float, topology: Topology, links: Links, wire: str = "auto") -> float:
-    """Seconds; KeyError where there is no formula. A 16-bit wire sends half the bytes of f32 tensors.
+def case_of(size: float, topology: Topology, links: Links, wire: str = "auto", switch: bool = False) -> Case:
+    """A 16-bit wire sends half the bytes of f32 tensors."""
+    return Case(size / 2 if wire in _HALVES else size, topology, links, switch, wire)
+
+
+def predict(
+    operation: str,
+    algorithm: str,
+    size: float,
+    topology: Topology,
+    links: Links,
+    wire: str = "auto",
+    *,
+    switch: bool = False,
+) -> float:
+    """Seconds; KeyError where there is no formula. `switch`: there is one for all_reduce.
 
     Ranks of one host share its link to the others: one at a time uses it where only neighbours talk, all of them, at
     worst, in other algorithms.
     """
-    half = wire in ("bf16", "f16")
     formula = FORMULAS[operation, algorithm]
     sharing = 1 if formula.neighbours or topology.node_count == 1 else topology.most_on_a_node
     if sharing > 1 and algorithm != "hierarchical":
         network = replace(links.network, bytes_per_s=links.network.bytes_per_s / sharing)
         links = replace(links, network=network)
-    return formula.seconds(Case(size / 2 if half else size, topology, links))
+    return formula.seconds(case_of(size, topology, links, wire, switch))

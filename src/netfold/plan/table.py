@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from netfold._native import engine
-from netfold.plan.cost import FORMULAS, algorithms_of, best_between, predict
+from netfold.plan.cost import BY_NAME_ONLY, FORMULAS, algorithms_of, best_between, case_of, predict
 from netfold.plan.overrides import Overrides, parse_overrides
 from netfold.plan.topology import DEFAULT_LINKS, Links, Topology
 
@@ -27,15 +27,14 @@ OPERATIONS = (
     "scatter",
     "barrier",
 )
-# Ranks know different sizes of these (Call::choice_bytes): one row.
+# Ranks know different sizes of these (Call::choice_bytes): one row, for all sizes, by what one of this size costs.
 UNSIZED = ("gather", "scatter", "barrier")
+_TYPICAL_BYTES = 64 << 10
 
 # Sizes at which the choice may change.
 _GRID = (0, *(1 << power for power in range(6, 34)))
 # Another algorithm must be this much better before it gets a row of its own: the model is no finer.
 _WORTH_A_ROW = 0.98
-# Kept out of `auto`, with the reason.
-_BY_NAME_ONLY = {("all_to_all", "bruck"): "by name only: no rank can know that all blocks are equal"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,14 @@ class ChoiceTable:
         if not fitting:
             raise KeyError(f"no operation {operation!r}; there are {', '.join(OPERATIONS)}")
         return max(fitting, key=lambda row: row.min_bytes)
+
+    def workers(self, topology: Topology) -> tuple[int, ...]:
+        """The ranks that join the switch, in the order in which it adds: all, or one a host, or, without one, none."""
+        if any(row.algorithm == "in_network" for row in self.rows):
+            return tuple(range(topology.ranks))
+        if any(row.between == "in_network" for row in self.rows):
+            return topology.leaders
+        return ()
 
     @property
     def hash16(self) -> int:
@@ -99,9 +106,12 @@ def candidates(
     found = []
     for algorithm in algorithms_of(operation):
         why_not = _why_not(operation, algorithm, topology, switch, wire)
-        if why_not is None or (operation, algorithm) in _BY_NAME_ONLY:
-            seconds = predict(operation, algorithm, size_bytes, topology, links, wire)
-            found.append(Candidate(algorithm, seconds, why_not or FORMULAS[operation, algorithm].source))
+        if why_not is None or (operation, algorithm) in BY_NAME_ONLY:
+            seconds = predict(operation, algorithm, size_bytes, topology, links, wire, switch=switch is not None)
+            note = why_not or FORMULAS[operation, algorithm].source
+            if algorithm == "hierarchical":
+                note += f": {best_between(operation, case_of(size_bytes, topology, links, wire, switch is not None))}"
+            found.append(Candidate(algorithm, seconds, note))
         else:
             found.append(Candidate(algorithm, None, why_not))
     return sorted(found, key=lambda each: (each.seconds is None, each.seconds))
@@ -165,12 +175,25 @@ def _rows(
             _refuse(operation, asked, overrides, topology, switch, wire)
             if asked == "hierarchical":
                 return [
-                    Row(operation, size, name, wire, overrides.named(operation) + in_wire, between)
-                    for size, name, between in _starts(operation, ["hierarchical"], topology, links, wire)
+                    Row(
+                        operation,
+                        size,
+                        name,
+                        wire,
+                        f"{overrides.named(operation)}: {between} between hosts{in_wire}",
+                        between,
+                    )
+                    for size, name, between in _starts(operation, ["hierarchical"], topology, links, switch, wire)
                 ]
             return [Row(operation, 0, asked, wire, overrides.named(operation) + in_wire)]
         suffix = f"; {overrides.named(operation)} does not do {operation}"
     if operation == "all_reduce" and switch is not None:
+        if topology.has_levels:
+            reason = (
+                f"in_network between hosts; NETFOLD_SWITCH={switch}: a host sends n bytes through the switch for all "
+                "of its ranks, which add through memory"
+            )
+            return [Row(operation, 0, "hierarchical", wire, reason + in_wire, "in_network")]
         reason = f"NETFOLD_SWITCH={switch}: a rank sends n bytes through the switch, where a ring sends 2n(P-1)/P"
         return [Row(operation, 0, "in_network", wire, reason + in_wire)]
     if topology.node_count == 1 and _why_not(operation, "shared_memory", topology, switch, wire) is None:
@@ -183,12 +206,12 @@ def _by_cost(operation: str, topology: Topology, links: Links, wire: str, suffix
     able = [name for name in algorithms_of(operation) if _why_not(operation, name, topology, None, wire) is None]
     if len(able) == 1:
         return [Row(operation, 0, able[0], wire, "the one algorithm there is for it here" + suffix)]
-    starts = _starts(operation, able, topology, links, wire)
+    starts = _starts(operation, able, topology, links, None, wire)
     rows = []
     for index, (size, name, between) in enumerate(starts):
         # Times are of a size inside the row: of its start times four, where that is still inside.
         after = starts[index + 1][0] if index + 1 < len(starts) else 1 << 40
-        shown = min(max(4 * size, 1024), after - 1)
+        shown = _TYPICAL_BYTES if operation in UNSIZED else min(max(4 * size, 1024), after - 1)
         reason = _reason(operation, shown, able, topology, links, wire)
         if between != "local":
             reason = f"{between} between hosts; {reason}"
@@ -196,15 +219,19 @@ def _by_cost(operation: str, topology: Topology, links: Links, wire: str, suffix
     return rows
 
 
-def _starts(operation: str, able: list[str], topology: Topology, links: Links, wire: str) -> list[tuple[int, str, str]]:
+def _starts(
+    operation: str, able: list[str], topology: Topology, links: Links, switch: str | None, wire: str
+) -> list[tuple[int, str, str]]:
     """Sizes from which on another algorithm is the cheapest, or, of a hierarchical one, another between hosts."""
     starts: list[tuple[int, str, str]] = []
-    for size in _GRID:
-        times = {name: predict(operation, name, size, topology, links, wire) for name in able}
+    for size in (0,) if operation in UNSIZED else _GRID:
+        judged = _TYPICAL_BYTES if operation in UNSIZED else size
+        case = case_of(judged, topology, links, wire, switch is not None)
+        times = {name: predict(operation, name, judged, topology, links, wire, switch=case.switch) for name in able}
         best = min(times, key=lambda name: times[name])
         if starts and times[best] >= _WORTH_A_ROW * times[starts[-1][1]]:
             best = starts[-1][1]
-        between = best_between(size, topology, links) if best == "hierarchical" else "local"
+        between = best_between(operation, case) if best == "hierarchical" else "local"
         if not starts or (best, between) != starts[-1][1:]:
             starts.append((size, best, between))
     return starts
@@ -220,13 +247,13 @@ def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | N
     """Why `auto` cannot take it; None where it can."""
     if operation not in SUPPORTS.get(algorithm, ()):
         return "not built in"
-    if (operation, algorithm) in _BY_NAME_ONLY:
-        return _BY_NAME_ONLY[operation, algorithm]
+    if (operation, algorithm) in BY_NAME_ONLY:
+        return BY_NAME_ONLY[operation, algorithm]
     if algorithm == "in_network" and switch is None:
         return "no NETFOLD_SWITCH"
     if algorithm == "shared_memory" and topology.node_count > 1:
         return f"the ranks are on {topology.node_count} hosts"
-    if algorithm == "hierarchical" and (topology.node_count == 1 or topology.most_on_a_node == 1):
+    if algorithm == "hierarchical" and not topology.has_levels:
         return "needs several hosts and several ranks on one"
     if wire != "auto" and not FORMULAS[operation, algorithm].narrow:
         return f"sends tensors as they are, not as {wire}"
@@ -246,7 +273,7 @@ def _refuse(
             f"{overrides.named(operation)} sends tensors as they are; NETFOLD_WIRE={wire} needs {' or '.join(able)}"
         )
     why_not = _why_not(operation, asked, topology, switch, wire)
-    if why_not is not None and (operation, asked) not in _BY_NAME_ONLY:
+    if why_not is not None and (operation, asked) not in BY_NAME_ONLY:
         raise ValueError(f"{overrides.named(operation)} cannot be: {why_not}")
 
 

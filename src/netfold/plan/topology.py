@@ -89,5 +89,15 @@ class Topology:
         return len(set(self.nodes))
 
     @cached_property
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of every host, ascending."""
+        return tuple(rank for rank, node in enumerate(self.nodes) if self.nodes.index(node) == rank)
+
+    @property
+    def has_levels(self) -> bool:
+        """Several hosts, and several ranks on one of them."""
+        return 1 < self.node_count < self.ranks
+
+    @cached_property
     def most_on_a_node(self) -> int:
         return max(Counter(self.nodes).values())

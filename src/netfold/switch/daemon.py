@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +52,7 @@ class _Member:
 class _Job:
     name: str
     id: int
-    size: int
+    ranks: tuple[int, ...]  # what its workers, by number, are called
     host: str
     port: int
     nonces: list[int]
@@ -62,6 +63,10 @@ class _Job:
     started: bool = False
     memory_bytes: int = 0
     timer: asyncio.TimerHandle | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 class _RefusedError(Exception):
@@ -144,7 +149,7 @@ class Switch:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
         message = await asyncio.wait_for(_read(reader), JOIN_TIMEOUT_S)
         job, member = self._admit(message, writer, address)
-        reason = "its connection was lost"
+        reason, fault = "its connection was lost", None
         try:
             await _tell(
                 writer,
@@ -152,7 +157,8 @@ class Switch:
                     "type": "admitted",
                     "job_id": job.id,
                     "incarnation": self.incarnation,
-                    "nonce": job.nonces[member.rank],
+                    "worker": job.ranks.index(member.rank),
+                    "nonce": job.nonces[job.ranks.index(member.rank)],
                     "port": job.port,
                 },
             )
@@ -164,7 +170,7 @@ class Switch:
                 elif kind == "missing":
                     await self._missing(job, member, message)
                 elif kind == "leave":
-                    reason = str(message.get("reason", ""))[:512] or "it left"
+                    reason, fault = str(message.get("reason", ""))[:512] or "it left", message.get("fault")
                     return
                 else:
                     raise control.ProtocolError(f"unknown message {kind!r}")
@@ -177,7 +183,7 @@ class Switch:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
-            await self._leave(job, member, reason)
+            await self._leave(job, member, reason, fault if isinstance(fault, int) else None)
 
     def _admit(self, message: control.Message, writer: asyncio.StreamWriter, address: str) -> tuple[_Job, _Member]:
         if message["type"] != "join":
@@ -188,16 +194,20 @@ class Switch:
                 "run the same netfold on both sides"
             )
         name = message.get("job")
-        rank, size = message.get("rank"), message.get("size")
+        rank, ranks = message.get("rank"), _ranks(message)
         if not isinstance(name, str) or not 0 < len(name) <= MAX_JOB_NAME:
             raise control.ProtocolError("join without a job name")
-        if not isinstance(rank, int) or not isinstance(size, int) or not 0 <= rank < size:
-            raise control.ProtocolError(f"join as rank {rank!r} of {size!r}")
+        if rank not in ranks:
+            raise control.ProtocolError(f"join as rank {rank!r}, which is not one of the job's {len(ranks)}")
         job = self._jobs.get(name)
         if job is None:
-            job = self._open(name, size, message, writer)
-        if job.size != size:
-            raise _RefusedError(f"rank {rank} says that its job has {size} ranks; others said {job.size}")
+            job = self._open(name, ranks, message, writer)
+        if job.size != len(ranks):
+            raise _RefusedError(f"rank {rank} says that its job has {len(ranks)} ranks; others said {job.size}")
+        if job.ranks != ranks:
+            raise _RefusedError(
+                f"rank {rank} says that the ranks of its job are {_list(ranks)}; others said other ones"
+            )
         if rank in job.members:
             raise _RefusedError(
                 f"rank {rank} of this job has joined before, from {job.members[rank].address}: two processes were "
@@ -206,10 +216,11 @@ class Switch:
         if job.started:
             raise _RefusedError("this job is under way; a restarted worker must come with a new group")
         member = job.members[rank] = _Member(rank, writer, address)
-        log.info("job %s: rank %d of %d joined from %s", name, rank, size, address)
+        log.info("job %s: rank %d of %d joined from %s", name, rank, job.size, address)
         return job, member
 
-    def _open(self, name: str, size: int, message: control.Message, writer: asyncio.StreamWriter) -> _Job:
+    def _open(self, name: str, ranks: tuple[int, ...], message: control.Message, writer: asyncio.StreamWriter) -> _Job:
+        size = len(ranks)
         if len(self._jobs) >= self.limits.jobs:
             raise _RefusedError(f"this switch is full: it serves {self.limits.jobs} jobs (--max-jobs)")
         if size > self.limits.workers:
@@ -237,7 +248,7 @@ class Switch:
         job = _Job(
             name=name,
             id=job_id,
-            size=size,
+            ranks=ranks,
             host=host,
             port=port,
             nonces=nonces,
@@ -259,7 +270,7 @@ class Switch:
     async def _give_up(self, job: _Job) -> None:
         if job.started or self._jobs.get(job.name) is not job:
             return
-        absent = [rank for rank in range(job.size) if rank not in job.members]
+        absent = [rank for rank in job.ranks if rank not in job.members]
         slow = [rank for rank, member in job.members.items() if member.payload_bytes == 0]
         what = f"rank {_list(absent)} did not join" if absent else f"rank {_list(slow)} did not get a packet through"
         await self._end(job, f"{what} within {job.deadline:.0f} s")
@@ -324,10 +335,10 @@ class Switch:
         chunk = message.get("chunk")
         if not isinstance(chunk, int) or not 0 <= chunk < 1 << 64:
             raise control.ProtocolError("missing without a chunk")
-        ranks = self._plane.missing(job.id, chunk)
+        ranks = [job.ranks[worker] for worker in self._plane.missing(job.id, chunk)]
         await _tell(member.writer, {"type": "missing", "serial": message.get("serial"), "ranks": ranks})
 
-    async def _leave(self, job: _Job, member: _Member, reason: str) -> None:
+    async def _leave(self, job: _Job, member: _Member, reason: str, fault: int | None) -> None:
         if job.members.get(member.rank) is not member:
             return
         del job.members[member.rank]
@@ -340,7 +351,7 @@ class Switch:
             self._close(job)
             return
         for other in list(job.members.values()):
-            await _tell(other.writer, {"type": "left", "rank": member.rank, "reason": reason})
+            await _tell(other.writer, {"type": "left", "rank": member.rank, "reason": reason, "fault": fault})
 
     async def _end(self, job: _Job, reason: str) -> None:
         """Refuse what is assembled so far, or end what is under way; everything is given back."""
@@ -391,5 +402,14 @@ async def _tell(writer: asyncio.StreamWriter, message: control.Message) -> None:
         await asyncio.wait_for(writer.drain(), 5.0)
 
 
-def _list(ranks: list[int]) -> str:
+def _ranks(message: control.Message) -> tuple[int, ...]:
+    ranks = message.get("ranks")
+    if not isinstance(ranks, list) or not ranks or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
+        raise control.ProtocolError("join without the job's ranks")
+    if len(set(ranks)) != len(ranks):
+        raise control.ProtocolError("join with a rank that is there twice")
+    return tuple(ranks)
+
+
+def _list(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))

@@ -5,6 +5,9 @@
 //   all_to_all  step k: every block that has bit k in the distance it has to go is passed on to the rank 2^k further:
 //               about (n/2) log2 P bytes, more than any other way, in fewer messages. Equal blocks only: a rank that
 //               passes blocks on knows no other sizes than its own.
+//   barrier     step k: a rank tells the one 2^k further that all up to 2^k before it are there (the dissemination
+//   barrier
+//               of Hensgen, Finkel & Manber, 1988). A byte a step.
 //
 // A header a partner, a word a block.
 #pragma once
@@ -23,10 +26,12 @@ class Bruck final : public Streams {
  private:
   void plan_all_gather();
   void plan_all_to_all();
+  void plan_barrier();
   void meanwhile() override;
   void finish() override;
 
   std::unique_ptr<std::byte[]> scratch_;
+  std::byte word_{};                 // of a barrier: what travels
   std::vector<std::byte*> arrived_;  // all_to_all: the block for us from so many ranks before us
 };
 

@@ -76,6 +76,9 @@ struct Call {
   std::uint32_t sequence = 0;
   int root = 0;
   int tag = 0;  // of a send or receive, not negative
+  // Of a stage of a hierarchical call: 1 + that call's kind, and, where each rank has a block, a digest of their sizes.
+  std::uint8_t step_of = 0;
+  std::uint64_t layout = 0;
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;
 

@@ -1,12 +1,26 @@
-// all_reduce of ranks on several hosts, some of which share memory: inside a host through memory, between hosts with as
-// few bytes as one rank a host would send.
+// Collectives of ranks on several hosts, some of which share memory: inside a host through memory, between hosts one
+// rank of each speaks for all of them, or, in an all_reduce among hosts with equally many ranks, all at once. A call is
+// a list of stages, each a call of its own inside the host or among the speakers, by the algorithms there are for that.
 //
-// Where every host has the same number of ranks L, each is a rail: reduce-scatter inside (rank p keeps part p), an
-// all_reduce of part p among the p-th ranks of all hosts, all L of them at once, all-gather inside. Elsewhere the first
-// rank of a host speaks for it: reduce inside, all_reduce among the first ones, broadcast inside.
+//   all_reduce      Hosts of L ranks each: reduce-scatter inside (rank p keeps part p), an all_reduce of part p among
+//                   the p-th ranks of all hosts, all L of them at once, all-gather inside. Elsewhere, and where a
+//                   switch adds between hosts: reduce inside, all_reduce among the speakers, broadcast inside.
+//   reduce          inside, then among the speakers. The root speaks for its host.
+//   broadcast       among the speakers, then inside. The root speaks for its host.
+//   all_gather      gather inside, all_gather of what each host has, broadcast inside
+//   reduce_scatter  reduce inside, reduce_scatter of what each host wants, scatter inside
+//   gather          sizes inside, so that the speaker has room for its host's blocks; blocks inside; then among the
+//                   speakers, each host's sizes before its blocks. The root speaks for its host.
+//   scatter         each host's sizes among the speakers, then its blocks; inside. The root speaks for its host.
+//   all_to_all      inside; then with everybody else, each rank for itself
+//   barrier         inside, among the speakers, inside
 //
-// Steps: those of the algorithm between hosts, and two through memory. Bytes a host sends for n bytes of tensor: what
-// that algorithm sends for n among as many ranks as there are hosts. (Hierarchical collectives: Karonis et al., 2000.)
+// Steps: those of the algorithm between hosts, and one or two through memory. Bytes a host sends: what that algorithm
+// sends among as many ranks as there are hosts (all_to_all: what its ranks give to other hosts).
+//
+// The blocks of a host's ranks travel as one. Where a call's buffers do not lie in memory host by host they are copied
+// to or from scratch of n bytes, and a speaker's sums need n bytes of their own (reduce: unless it is the root).
+// (Hierarchical collectives: Karonis et al., 2000.)
 #pragma once
 
 #include <netfold/collective/registry.hpp>
@@ -25,20 +39,68 @@ class Hierarchical final : public Algorithm {
   bool awaited_may_wait() const override;
 
  private:
-  enum class Stage : std::uint8_t { fold_inside, between, copy_inside, done };
-  // A step of this call, over `buffers`: of its own kind, with nothing but its own algorithm's arithmetic.
-  Call step(Kind kind, AlgorithmId algorithm) const;
-  std::vector<Buffer> parts() const;
-  void begin(Stage stage);
-  bool has_rails() const { return rails_ > 1; }
+  enum class Where : std::uint8_t { inside, between, copy, divide, plan_rest, unpack };
+  struct Stage {
+    Where where;
+    Kind kind = Kind::barrier;
+    int root = 0;  // a position in the host or in the team
+    std::vector<Buffer> inputs;
+    std::vector<Buffer> outputs;  // copy: of each input; divide: of each by the number of ranks
+  };
+  // A buffer for each rank, those of a host side by side.
+  struct Blocks {
+    std::vector<Buffer> of_rank;
+    std::vector<Buffer> of_host;
+    Buffer whole;
+  };
+
+  void plan();
+  void plan_all_reduce();
+  void plan_reduce();
+  void plan_broadcast();
+  void plan_all_gather();
+  void plan_reduce_scatter();
+  void plan_gather();
+  void plan_scatter();
+  // Of a gather or scatter, on a rank that speaks: once it has heard the sizes of its host's blocks.
+  void plan_gathered();
+  void plan_scattered();
+  // At the root of a gather: what came from other hosts, if it has the sizes that this rank expects.
+  void unpack();
+  void plan_all_to_all();
+  void plan_barrier();
+
+  void inside(Kind kind, int root, std::vector<Buffer> inputs, std::vector<Buffer> outputs);
+  // Left out on ranks that do not speak.
+  void between(Kind kind, int root, std::vector<Buffer> inputs, std::vector<Buffer> outputs);
+  void copy(std::vector<Buffer> to, std::vector<Buffer> from);
+  void divide_by_ranks(const Buffer& buffer);
+
+  // `root` speaks for its host, the first rank for every other.
+  void let_speak(int root);
+  bool speaks() const { return team_[host_] == paths_.mesh.rank(); }
+  int speaker_inside() const;
+  // The buffers as they are where each begins where the one before it, host by host, ends; else empty.
+  std::optional<Blocks> lying_together(const std::vector<Buffer>& buffers) const;
+  // Scratch for buffers of the same sizes.
+  Blocks scratch_for(const std::vector<Buffer>& buffers);
+  Buffer scratch(std::size_t bytes);
+  std::vector<Buffer> of_this_host(const std::vector<Buffer>& of_ranks) const;
+  int root_in_team() const;
+  std::vector<Buffer> size_words();
+  void start(const Stage& stage);
 
   const Call& call_;
   const Paths paths_;
   std::vector<std::vector<int>> hosts_;  // ranks of each, ascending
+  std::size_t host_ = 0;                 // of this rank
   int position_ = 0;                     // of this rank on its host
-  std::size_t inside_ = 1;               // ranks on this host
-  std::size_t rails_ = 1;
-  Stage stage_ = Stage::fold_inside;
+  std::vector<int> team_;                // who runs what is between hosts
+  std::unique_ptr<std::byte[]> scratch_;
+  std::vector<std::uint64_t>
+      sizes_;  // of a gather's or scatter's blocks: of this host, or, at the root, of all, by host
+  std::vector<Stage> stages_;
+  std::size_t next_ = 0;  // of the stages
   Call step_call_;
   std::unique_ptr<Algorithm> step_;  // null where the stage has nothing to do
 };

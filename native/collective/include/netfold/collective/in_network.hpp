@@ -20,7 +20,8 @@ namespace netfold::collective {
 
 class Channel {
  public:
-  Channel(const protocol::WorkerConfig& config, std::unique_ptr<transport::UdpSocket> socket,
+  // `ranks`: what the job's workers, by number, are called in this group.
+  Channel(const protocol::WorkerConfig& config, std::vector<int> ranks, std::unique_ptr<transport::UdpSocket> socket,
           const transport::Address& to);
 
   static constexpr std::size_t kMaxOperations = protocol::Worker::kMaxOperations;
@@ -31,7 +32,8 @@ class Channel {
   bool finished(int token) const { return active_[static_cast<std::size_t>(token)].finished; }
   std::uint64_t wire_bytes(int token) const { return active_[static_cast<std::size_t>(token)].wire_bytes; }
   std::uint32_t retransmissions(int token) const { return active_[static_cast<std::size_t>(token)].retransmissions; }
-  int last_worker(int token) const { return active_[static_cast<std::size_t>(token)].last_worker; }
+  // The rank whose contribution came last, of the newest result.
+  int last_rank(int token) const { return active_[static_cast<std::size_t>(token)].last_rank; }
   void release(int token) { active_[static_cast<std::size_t>(token)] = Active{}; }
 
   // Receives, decodes, sends. Called once a turn however many operations are under way.
@@ -49,7 +51,7 @@ class Channel {
     bool finished = false;
     std::uint64_t wire_bytes = 0;
     std::uint32_t retransmissions = 0;
-    int last_worker = -1;
+    int last_rank = -1;
   };
   static constexpr std::size_t kBatchPackets = 256;
 
@@ -59,7 +61,10 @@ class Channel {
   Active* find(std::uint32_t operation);
   std::size_t stage(const protocol::Worker::Send& send, const Call& call, iovec* pieces);
 
+  int rank_of(std::uint16_t worker) const { return worker < ranks_.size() ? ranks_[worker] : -1; }
+
   protocol::Worker machine_;
+  std::vector<int> ranks_;
   std::unique_ptr<transport::UdpSocket> socket_;
   transport::Address to_;
   Failure failure_;

@@ -26,9 +26,10 @@ struct MessageHeader {
   std::int32_t root = 0;  // of an abort: the rank at fault, -1 where nobody knows
   std::uint8_t average = 0;
   std::uint8_t between = 0;
-  std::uint8_t reserved[2] = {};
-  std::uint64_t elements = 0;
-  std::uint64_t bytes = 0;  // behind this header
+  std::uint8_t step_of = 0;  // Call::step_of
+  std::uint8_t reserved = 0;
+  std::uint64_t elements = 0;  // or Call::layout
+  std::uint64_t bytes = 0;     // behind this header
 
   static MessageHeader of(const Call& call, std::uint64_t bytes);
   // "all_reduce #12 of 10 f32 (sum, root 0, ring, wire f32, 40 bytes)"

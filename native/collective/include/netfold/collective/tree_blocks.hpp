@@ -1,0 +1,59 @@
+// Gather and scatter along a binomial tree: a rank hands over its whole subtree's blocks as one message.
+//
+// ceil(log2 P) steps; n(P-1)/P bytes through the root's link, in log2 P messages instead of P-1, and up to half of that
+// through the links of the ranks next to it. A rank inside the tree allocates its subtree's blocks, the root all of n.
+//
+// Blocks may differ in size, and only the root and their owners know the sizes: they go first, a word a block, each in
+// the message before the blocks, so that who passes blocks on knows where they begin, and the root, or a block's owner,
+// compares them with its own.
+#pragma once
+
+#include <netfold/collective/message.hpp>
+#include <netfold/collective/team.hpp>
+
+#include <memory>
+
+namespace netfold::collective {
+
+class TreeBlocks final : public Algorithm {
+ public:
+  // Borrows call and mesh for its life. Kinds gather, scatter; P >= 2.
+  TreeBlocks(const Call& call, transport::Mesh& mesh, Team team);
+  Progress poll(std::int64_t now_ns) override;
+  void wait_for(WaitSet& set) const override;
+  std::vector<int> awaited() const override;
+  bool awaited_may_wait() const override;
+
+ private:
+  // Each is over when its messages are; the last ones have nothing to wait for but the sockets.
+  enum class Stage : std::uint8_t { sizes_in, sizes_out, blocks_in, blocks_out, done };
+
+  // Ranks are numbered from the root: 0 is the root. A subtree is the numbers [number, number + span).
+  int span(int number) const;
+  int rank(int number) const { return team_.rank(position(number)); }
+  int position(int number) const { return team_.wrapped(call_.root + number); }
+  bool gathers() const { return call_.kind == Kind::gather; }
+  void begin(Stage stage);
+  void send(int number, const void* data, std::size_t bytes);
+  void receive(int number, void* data, std::size_t bytes);
+  // Blocks of the subtree of `number`, in this rank's.
+  Buffer blocks_of(int number) const;
+  bool compare_sizes();
+  void take_own();
+  void give_own();
+
+  const Call& call_;
+  transport::Mesh& mesh_;
+  Team team_;
+  int number_;
+  int parent_ = -1;
+  std::vector<int> children_;            // numbers, ascending
+  std::vector<std::uint64_t> sizes_;     // of the blocks of this rank's subtree, by number
+  std::unique_ptr<std::byte[]> blocks_;  // likewise
+  Stage stage_ = Stage::sizes_in;
+  std::vector<Outgoing> outgoing_;
+  std::vector<Incoming> incoming_;
+  std::vector<int> senders_;  // a number each
+};
+
+}  // namespace netfold::collective

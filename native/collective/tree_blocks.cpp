@@ -1,0 +1,185 @@
+#include <netfold/collective/tree_blocks.hpp>
+
+#include <algorithm>
+#include <numeric>
+
+namespace netfold::collective {
+
+TreeBlocks::TreeBlocks(const Call& call, transport::Mesh& mesh, Team team)
+    : call_(call), mesh_(mesh), team_(std::move(team)), number_(team_.wrapped(team_.position() - call.root)) {
+  if (number_ > 0) parent_ = number_ & (number_ - 1);
+  for (int step = 1; step < span(number_); step *= 2) children_.push_back(number_ + step);
+  sizes_.resize(static_cast<std::size_t>(span(number_)));
+  if (gathers()) {
+    sizes_[0] = call.inputs[0].bytes;
+  } else if (number_ == 0) {
+    for (std::size_t i = 0; i < sizes_.size(); ++i) {
+      sizes_[i] = call.inputs[static_cast<std::size_t>(position(static_cast<int>(i)))].bytes;
+    }
+  }
+  begin(Stage::sizes_in);
+}
+
+int TreeBlocks::span(int number) const {
+  const int left = team_.size() - number;
+  return number == 0 ? left : std::min(left, number & -number);
+}
+
+void TreeBlocks::send(int number, const void* data, std::size_t bytes) {
+  outgoing_.emplace_back(call_, rank(number), static_cast<const std::byte*>(data), bytes);
+}
+
+void TreeBlocks::receive(int number, void* data, std::size_t bytes) {
+  incoming_.emplace_back(call_, rank(number), static_cast<std::byte*>(data), bytes);
+  senders_.push_back(number);
+}
+
+void TreeBlocks::begin(Stage stage) {
+  constexpr std::size_t kWord = sizeof(std::uint64_t);
+  stage_ = stage;
+  incoming_.clear();
+  senders_.clear();
+  const auto sizes_of = [&](int number) { return sizes_.data() + (number - number_); };
+  const auto words = [&](int number) { return static_cast<std::size_t>(span(number)) * kWord; };
+  switch (stage) {
+    case Stage::sizes_in:
+      if (!gathers() && parent_ >= 0) receive(parent_, sizes_.data(), words(number_));
+      for (const int child : children_) {
+        if (gathers()) receive(child, sizes_of(child), words(child));
+      }
+      return;
+    case Stage::sizes_out:
+      if (gathers() && parent_ >= 0) send(parent_, sizes_.data(), words(number_));
+      for (const int child : children_) {
+        if (!gathers()) send(child, sizes_of(child), words(child));
+      }
+      return;
+    case Stage::blocks_in:
+      blocks_ =
+          std::make_unique_for_overwrite<std::byte[]>(std::accumulate(sizes_.begin(), sizes_.end(), std::size_t{0}));
+      if (gathers() || number_ == 0) give_own();
+      if (!gathers() && parent_ >= 0) receive(parent_, blocks_of(number_).data, blocks_of(number_).bytes);
+      for (const int child : children_) {
+        if (gathers()) receive(child, blocks_of(child).data, blocks_of(child).bytes);
+      }
+      return;
+    case Stage::blocks_out:
+      if (gathers() && parent_ >= 0) send(parent_, blocks_of(number_).data, blocks_of(number_).bytes);
+      for (const int child : children_) {
+        if (!gathers()) send(child, blocks_of(child).data, blocks_of(child).bytes);
+      }
+      if (!gathers() || number_ == 0) take_own();
+      return;
+    case Stage::done:
+      return;
+  }
+}
+
+Buffer TreeBlocks::blocks_of(int number) const {
+  const auto first = sizes_.begin() + (number - number_);
+  const auto before = std::accumulate(sizes_.begin(), first, std::size_t{0});
+  return {blocks_.get() + before, std::accumulate(first, first + span(number), std::size_t{0})};
+}
+
+// What this rank puts in: its block, or, the root of a scatter, everybody's.
+void TreeBlocks::give_own() {
+  std::byte* next = blocks_.get();
+  const std::size_t count = gathers() ? 1 : sizes_.size();
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto at = static_cast<std::size_t>(position(static_cast<int>(i)));
+    const Buffer& from = call_.inputs[gathers() ? 0 : at];
+    copy_block({next, from.bytes}, from);
+    next += from.bytes;
+  }
+}
+
+// What is this rank's: its block, or, the root of a gather, everybody's.
+void TreeBlocks::take_own() {
+  std::byte* next = blocks_.get();
+  const std::size_t count = gathers() ? sizes_.size() : 1;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto at = static_cast<std::size_t>(position(static_cast<int>(i)));
+    const Buffer& to = call_.outputs[gathers() ? at : 0];
+    copy_block(to, {next, to.bytes});
+    next += to.bytes;
+  }
+}
+
+// Of whoever knows what they must be: the root of a gather, everybody in a scatter.
+bool TreeBlocks::compare_sizes() {
+  if (gathers() && number_ > 0) return true;
+  const std::size_t count = gathers() ? sizes_.size() : 1;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto at = static_cast<std::size_t>(position(static_cast<int>(i)));
+    const std::size_t expected = call_.outputs[gathers() ? at : 0].bytes;
+    if (sizes_[i] == expected) continue;
+    const int peer = gathers() ? team_.rank(static_cast<int>(at)) : rank(0);
+    failure_ = mismatch(peer, MessageHeader::of(call_, sizes_[i]), mesh_.rank(), MessageHeader::of(call_, expected));
+    return false;
+  }
+  return true;
+}
+
+Progress TreeBlocks::poll(std::int64_t) {
+  bool moved = false;
+  for (;;) {
+    for (auto message = outgoing_.begin(); message != outgoing_.end() && !failure_; ++message) {
+      const auto is_before = [&](const Outgoing& other) { return other.peer() == message->peer() && !other.done(); };
+      if (message->done() || std::any_of(outgoing_.begin(), message, is_before))
+        continue;  // the blocks behind the sizes
+      const std::size_t bytes = message->advance(mesh_, failure_);
+      wire_bytes_ += bytes;
+      moved |= bytes > 0;
+      // Who is sent to sends nothing but the reason why it left.
+      if (failure_) failure_ = last_words(mesh_, message->peer(), call_, std::move(failure_));
+    }
+    for (Incoming& message : incoming_) {
+      if (message.done()) continue;
+      Failure heard;
+      moved |= message.advance(mesh_, heard) > 0;
+      if (heard) failure_ = std::move(heard);
+      if (failure_) break;
+    }
+    if (failure_) return Progress::failed;
+    const auto done = [](const auto& message) { return message.done(); };
+    if (!std::all_of(incoming_.begin(), incoming_.end(), done)) return moved ? Progress::moved : Progress::idle;
+    if (stage_ == Stage::sizes_in && !compare_sizes()) return Progress::failed;
+    if (stage_ == Stage::blocks_out) {
+      if (!std::all_of(outgoing_.begin(), outgoing_.end(), done)) return moved ? Progress::moved : Progress::idle;
+      stage_ = Stage::done;
+      return Progress::done;
+    }
+    begin(static_cast<Stage>(static_cast<int>(stage_) + 1));
+    moved = true;
+  }
+}
+
+void TreeBlocks::wait_for(WaitSet& set) const {
+  for (const Outgoing& message : outgoing_) {
+    if (!message.done()) mesh_.wait_for(message.peer(), POLLOUT, set.fds);
+  }
+  for (const Incoming& message : incoming_) {
+    if (!message.done()) mesh_.wait_for(message.peer(), POLLIN, set.fds);
+  }
+}
+
+std::vector<int> TreeBlocks::awaited() const {
+  std::vector<int> ranks;
+  for (const Incoming& message : incoming_) {
+    if (!message.done()) ranks.push_back(message.peer());
+  }
+  for (const Outgoing& message : outgoing_) {
+    if (ranks.empty() && !message.done()) ranks.push_back(message.peer());
+  }
+  return ranks;
+}
+
+// A leaf of a gather and the root of a scatter wait for nobody.
+bool TreeBlocks::awaited_may_wait() const {
+  for (std::size_t i = 0; i < incoming_.size(); ++i) {
+    if (!incoming_[i].done() && (gathers() ? span(senders_[i]) > 1 : senders_[i] > 0)) return true;
+  }
+  return false;
+}
+
+}  // namespace netfold::collective
