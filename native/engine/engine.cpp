@@ -157,6 +157,7 @@ void Group::attach(std::unique_ptr<collective::Channel> channel) {
 void Group::share(std::unique_ptr<transport::SharedNode> node) {
   std::lock_guard lock(mutex_);
   node_ = std::move(node);
+  lane_->share(*node_);
 }
 
 Choice Group::choose(collective::Kind kind, kernels::DType dtype, std::uint64_t bytes) const {
@@ -520,7 +521,8 @@ std::int64_t Group::spin_ns() const {
   const auto in_memory = [](const auto& operation) {
     return operation->call_.algorithm == collective::AlgorithmId::shared_memory;
   };
-  if (!options_.spins_for_sockets && std::none_of(active_.begin(), active_.end(), in_memory)) return 0;
+  const bool for_memory = std::any_of(active_.begin(), active_.end(), in_memory) || lane_->waits_for_memory();
+  if (!options_.spins_for_sockets && !for_memory) return 0;
   return static_cast<std::int64_t>(options_.spin_us) * 1000;
 }
 
@@ -536,7 +538,7 @@ void Group::wait_for(collective::WaitSet& set) {
     set.wake_at(operation->deadline_ns_);
   }
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
-  if (node_ != nullptr && active_on_mesh_ > 0) {
+  if (node_ != nullptr && (active_on_mesh_ > 0 || !transfers_.empty())) {
     node_->lie_down();
     set.add(node_->bell(), POLLIN);
     set.look_again = true;
@@ -685,6 +687,7 @@ void Engine::run() {
     std::int64_t spin_ns = 0;
     bool yields = false;
     for (const auto& group : driven) {
+      if (!group->driven_by_engine()) continue;  // what it is at is its driver's to know
       spin_ns = std::max(spin_ns, group->spin_ns());
       yields |= group->options_.yields;
     }

@@ -6,7 +6,7 @@
 // costs no hop between threads. Operations start strictly in order of submission. Those over the mesh run one
 // at a time, those inside the network stream through one window together; the two kinds overlap each other.
 //
-// Messages between two ranks (send, receive) are outside that order: they go over connections of their own, are
+// Messages between two ranks (send, receive) are outside that order: they go over pipes of their own, are
 // taken up at once, and neither wait for collectives nor hold them up. One that nobody waits for is the engine
 // thread's after `kGraceNs`; until then, and whenever nobody drives, who waits for it drives.
 //
