@@ -62,8 +62,11 @@ class DefaultFloats {
 #endif
 };
 
+// Between two looks. On a host with other work the rank that is waited for may stand in line behind us: yield at times.
 void pause(bool yields) {
-  if (yields) {
+  constexpr unsigned kLooksAYield = 16;
+  thread_local unsigned looks = 0;
+  if (yields || ++looks % kLooksAYield == 0) {
     sched_yield();
     return;
   }
@@ -652,11 +655,11 @@ bool Engine::turn_all(const std::vector<std::shared_ptr<Group>>& driven) {
   return moved;
 }
 
-// For what may be done before: at most kGraceNs from now, whoever asks again meanwhile.
+// For what may be done before: at most kMaxGraceNs from now, whoever asks again meanwhile.
 void Engine::wake_later() {
   if (timer_armed_.exchange(true)) return;
   std::lock_guard lock(mutex_);
-  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = kGraceNs}};
+  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = grace_ns_}};
   if (timer_) timerfd_settime(timer_.get(), 0, &once, nullptr);
 }
 
@@ -666,7 +669,8 @@ void Engine::run() {
   std::int64_t idle_since = 0;
   for (;;) {
     clear(wake_);
-    if (clear(timer_)) timer_armed_.exchange(false);  // reads what wake_later wrote: this turn sees what it was for
+    const bool is_late = clear(timer_);
+    if (is_late) timer_armed_.exchange(false);  // reads what wake_later wrote: this turn sees what it was for
     driven.clear();
     {
       std::lock_guard lock(mutex_);
@@ -678,6 +682,8 @@ void Engine::run() {
         driven.push_back(group);
       }
     }
+    // Who woke us for nothing, as callers that wait for each of their messages do, is let alone for longer.
+    if (is_late) grace_ns_ = driven.empty() ? std::min(2 * grace_ns_.load(), kMaxGraceNs) : kGraceNs;
     bool moved = turn_all(driven);
     if (moved) {
       idle_since = 0;

@@ -8,7 +8,7 @@
 //
 // Messages between two ranks (send, receive) are outside that order: they go over pipes of their own, are
 // taken up at once, and neither wait for collectives nor hold them up. One that nobody waits for is the engine
-// thread's after `kGraceNs`; until then, and whenever nobody drives, who waits for it drives.
+// thread's after `kGraceNs`, or a little more; until then, and whenever nobody drives, who waits for it drives.
 //
 // A failure is the group's: streams between ranks are no longer at a known place, so the operation under way,
 // those queued and all later ones fail with the first reason, and the peers are told. Other groups are
@@ -228,7 +228,9 @@ class Engine {
  private:
   friend class Group;
   // How long the engine thread leaves a message to a caller who may be about to wait for it: a hop costs more.
+  // Twice as much after each time that there was nothing left to do.
   static constexpr std::int64_t kGraceNs = 100'000;
+  static constexpr std::int64_t kMaxGraceNs = 800'000;
   Engine() = default;
   void run();
   static bool turn_all(const std::vector<std::shared_ptr<Group>>& driven);
@@ -244,6 +246,7 @@ class Engine {
   transport::Fd wake_;
   transport::Fd timer_;
   std::atomic<bool> timer_armed_{false};
+  std::atomic<std::int64_t> grace_ns_{kGraceNs};
   std::atomic<std::uint64_t> next_operation_id_{1};
 
   std::mutex completion_mutex_;
