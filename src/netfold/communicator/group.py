@@ -39,6 +39,7 @@ _LOG_FORMAT = "%(asctime)s %(name)s %(levelname)-7s %(message)s"
 KINDS: dict[str, int] = engine.KINDS
 DTYPES: dict[str, int] = engine.DTYPES
 REDUCE_OPS: dict[str, int] = engine.REDUCE_OPS
+_SEND = KINDS["send"]
 # The `root` of a receive from whoever sends first.
 ANY_SOURCE: int = engine.ANY_SOURCE
 
@@ -222,6 +223,16 @@ class Group:
             self._native.wait(operation, -1)
         if operation.failure is not None:
             raise self.error(operation)
+
+    def start_transfer(self, kind: int, dtype: int, peer: int, tag: int, region: Region) -> Any:
+        """`submit` for a send or receive, by native codes."""
+        if self._pid != os.getpid() or self._closed:
+            self._refuse()
+        ours, none = (region,), ()
+        inputs, outputs = (ours, none) if kind == _SEND else (none, ours)
+        return self._native.submit(
+            kind, dtype, 0, False, peer, inputs, outputs, int(self.timeout_s * 1e9), False, tag
+        )
 
     def all_reduce_here(self, array: Any, reduce: int, average: bool, timeout_s: float | None) -> bool:
         """A blocking all_reduce in place by the short way, for small arrays: what `array` is, is found natively.

@@ -14,7 +14,7 @@ import collections
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,10 @@ from netfold.torch import calls, monitored, sparse
 from netfold.torch.buckets import SharedBuckets
 from netfold.torch.calls import Prepared, copies
 from netfold.torch.transfers import Transfers
-from netfold.torch.work import CompletedWork, NetfoldWork
+from netfold.torch.work import CompletedWork, NetfoldWork, Work
 
 Tensor = torch.Tensor
-Work = CompletedWork | NetfoldWork
+AnyWork = TypeVar("AnyWork", CompletedWork, NetfoldWork, Work)
 
 _ALL_REDUCE = KINDS["all_reduce"]
 _profiling = torch._C._autograd._profiler_enabled
@@ -48,7 +48,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         self._unfinished: collections.deque[NetfoldWork] = collections.deque()
         self._unfinished_lock = threading.Lock()
         self._buckets = SharedBuckets(enabled=group.shares_buckets, ranks=group.size)
-        self._transfers = Transfers(group, calls.DTYPE_NAMES)
+        self._transfers = Transfers(group)
         self._coalesced = _Coalesced()
         self._barriers = monitored.Turns(part, group.rank, group.size)
         # torch reads a group's devices off its backends; this one trips on whatever reaches it past this class.
@@ -257,13 +257,13 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 
     # --- point to point --------------------------------------------------------------------------------------------
 
-    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> NetfoldWork | None:
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work | None:
         return self._handed_out(self._transfers.send(tensors, to, tag))
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> NetfoldWork | None:
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work | None:
         return self._handed_out(self._transfers.receive(tensors, source, tag))
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> NetfoldWork | None:
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work | None:
         return self._handed_out(self._transfers.receive(tensors, None, tag))
 
     # --- submission ------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
             self._keep(work)
         return self._handed_out(work)
 
-    def _handed_out(self, work: NetfoldWork) -> NetfoldWork | None:
+    def _handed_out(self, work: AnyWork) -> AnyWork | None:
         if self._coalesced.works is None:
             return work
         self._coalesced.works.append(work)
@@ -331,10 +331,10 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 class _Coalesced(threading.local):
     """The works of a coalescing manager that is open in this thread, None without one."""
 
-    works: list[NetfoldWork] | None = None
+    works: list[Work] | None = None
 
 
-def together(group: Group, works: list[NetfoldWork]) -> NetfoldWork:
+def together(group: Group, works: list[Work]) -> NetfoldWork:
     """One Work for several; its result is the list of theirs."""
 
     def finish() -> None:
