@@ -100,9 +100,13 @@ bool Operation::wait(std::int64_t timeout_ns) const {
 }
 
 bool Operation::notify() {
-  std::lock_guard lock(mutex_);
-  if (done()) return false;
-  notify_ = true;
+  {
+    std::lock_guard lock(mutex_);
+    if (done()) return false;
+    notify_ = true;
+  }
+  // Who wants to be told is not about to wait, which what was left over may be left for.
+  Engine::instance().wake();
   return true;
 }
 
@@ -177,7 +181,8 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   collective::validate(call, rank(), size());
   auto operation = std::make_shared<Operation>();
   const std::uint64_t bytes = call.tensor().bytes;
-  const Choice choice = choose(call.kind, call.dtype, call.choice_bytes());
+  const std::uint64_t all_bytes = call.choice_bytes();
+  const Choice choice = choose(call.kind, call.dtype, all_bytes);
   const bool is_transfer = collective::is_transfer(call.kind);
   call.algorithm = is_transfer ? collective::AlgorithmId::point_to_point : choice.algorithm;
   call.between = choice.between;
@@ -220,10 +225,10 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
     inbox_.push_back(operation);
     if (driver_ == Driver::none) {
       const bool alone = inbox_.size() == 1;
-      // A message is tried at once in any case: small ones are then on their way, or there.
-      if (alone && (on_this_thread || (is_transfer && queue_.empty() && active_.empty()))) {
+      // A message, and what is small, is tried at once in any case: it is then on its way, or even done.
+      const bool tried = (is_transfer || all_bytes <= kTryBytes) && queue_.empty() && active_.empty();
+      if (alone && (on_this_thread || tried)) {
         driver_ = Driver::caller;
-        record.inlined = on_this_thread ? 1 : 0;
         drive = true;
       } else {
         wake_engine = true;
@@ -291,7 +296,7 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
     std::lock_guard lock(mutex_);
     driver_ = Driver::none;
     more = has_work();
-    can_wait = has_only_transfers() && waiting_ == 0;
+    can_wait = waiting_ == 0 && can_be_left();
     driver_left_.notify_all();
   }
   if (more && can_wait) return engine_.wake_later();
@@ -305,6 +310,15 @@ bool Group::driven_by_engine() const {
 
 bool Group::has_work() const {
   return !inbox_.empty() || !queue_.empty() || !active_.empty() || !transfers_.empty() || (failure_ && !closed_);
+}
+
+bool Group::can_be_left() const {
+  // What others need of a small call through memory was said at the first look.
+  const auto is_said = [](const auto& operation) {
+    return operation->call_.algorithm == collective::AlgorithmId::shared_memory &&
+           operation->call_.choice_bytes() <= kTryBytes;
+  };
+  return inbox_.empty() && queue_.empty() && !failure_ && std::all_of(active_.begin(), active_.end(), is_said);
 }
 
 bool Group::can_start(const Operation& operation) const {
@@ -441,6 +455,7 @@ void Group::complete(Operation& operation, Failure failure) {
   }
   {
     std::lock_guard lock(mutex_);
+    record.inlined = driver_ == Driver::caller ? 1 : 0;
     if (events_.size() < kEventCapacity) {
       events_.push_back(record);
     } else {

@@ -210,15 +210,28 @@ class Group:
             tag,
         )
 
-    def run_in_place(
-        self, kind: int, dtype: int, reduce: int, average: bool, region: Region, timeout_s: float | None = None
-    ) -> None:
-        """`submit` and `wait` at once for one region, by native codes: nothing on the way that a small call would feel.
-        Raises what befell the operation."""
+    def start_in_place(
+        self,
+        kind: int,
+        dtype: int,
+        reduce: int,
+        average: bool,
+        region: Region,
+        timeout_s: float | None,
+        *,
+        wait_here: bool,
+    ) -> Any:
+        """`submit` for one region, by native codes: nothing on the way that a small call would feel."""
         if self._pid != os.getpid() or self._closed:
             self._refuse()
         seconds = self.timeout_s if timeout_s is None else timeout_s
-        operation = self._native.submit(kind, dtype, reduce, average, 0, (), (region,), int(seconds * 1e9), True)
+        return self._native.submit(kind, dtype, reduce, average, 0, (), (region,), int(seconds * 1e9), wait_here)
+
+    def run_in_place(
+        self, kind: int, dtype: int, reduce: int, average: bool, region: Region, timeout_s: float | None = None
+    ) -> None:
+        """`start_in_place` and `wait` at once. Raises what befell the operation."""
+        operation = self.start_in_place(kind, dtype, reduce, average, region, timeout_s, wait_here=True)
         if not operation.done:
             self._native.wait(operation, -1)
         if operation.failure is not None:
@@ -230,9 +243,7 @@ class Group:
             self._refuse()
         ours, none = (region,), ()
         inputs, outputs = (ours, none) if kind == _SEND else (none, ours)
-        return self._native.submit(
-            kind, dtype, 0, False, peer, inputs, outputs, int(self.timeout_s * 1e9), False, tag
-        )
+        return self._native.submit(kind, dtype, 0, False, peer, inputs, outputs, int(self.timeout_s * 1e9), False, tag)
 
     def all_reduce_here(self, array: Any, reduce: int, average: bool, timeout_s: float | None) -> bool:
         """A blocking all_reduce in place by the short way, for small arrays: what `array` is, is found natively.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, FakeProcessGroup, Store
 
 from netfold.communicator import Group
-from netfold.communicator.group import KINDS
+from netfold.communicator.group import KINDS, Region
 from netfold.torch import calls, monitored, sparse
 from netfold.torch.buckets import SharedBuckets
 from netfold.torch.calls import Prepared, copies
@@ -91,16 +91,24 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         if opts is None or not hasattr(opts, "asyncOp"):
             tensors, opts = calls.listed(tensors), calls.with_op(AllreduceOptions(), opts)
         if len(tensors) == 1:
-            if not opts.asyncOp and self._all_reduce_at_once(tensors[0], opts):
+            plain = self._plain_all_reduce(tensors[0], opts)
+            if plain is not None and not opts.asyncOp:
+                self.netfold.run_in_place(_ALL_REDUCE, *plain, _region(tensors[0]), calls.timeout_of(opts))
                 return CompletedWork(tensors)
             if tensors[0].is_sparse:
                 return sparse.all_reduce(self, tensors[0], opts)
             self._buckets.consider(tensors[0])
+            if plain is not None:
+                operation = self.netfold.start_in_place(
+                    _ALL_REDUCE, *plain, _region(tensors[0]), calls.timeout_of(opts), wait_here=False
+                )
+                return self._plain_work(operation, tensors)
         prepared = [calls.reduction("all_reduce", tensor, opts.reduceOp) for tensor in tensors]
         return self._together(prepared, tensors, opts)
 
-    def _all_reduce_at_once(self, tensor: Tensor, opts: Any) -> bool:
-        """The commonest call without ceremony, which costs more than a small operation; False where it needs some."""
+    def _plain_all_reduce(self, tensor: Tensor, opts: Any) -> tuple[int, int, bool] | None:
+        """The native codes of the commonest call, which then goes without ceremony: that costs more than a small
+        operation. None where it needs some."""
         dtype = calls.DTYPE_CODES.get(tensor.dtype)
         reduce = calls.REDUCE_CODES.get(hash(opts.reduceOp))
         if (
@@ -113,11 +121,17 @@ class ProcessGroupNetfold(dist.ProcessGroup):
             or self._coalesced.works is not None
             or _profiling()
         ):
-            return False
-        self.netfold.run_in_place(
-            _ALL_REDUCE, dtype, *reduce, (tensor.data_ptr(), tensor.nbytes), calls.timeout_of(opts)
-        )
-        return True
+            return None
+        return dtype, *reduce
+
+    def _plain_work(self, operation: Any, tensors: list[Tensor]) -> Work:
+        """Of an operation on the tensors themselves, which may be done."""
+        if operation.done and operation.failure is None:
+            return CompletedWork(tensors)
+        work = NetfoldWork(self.netfold, [operation], tensors, keep=tensors)
+        if not work._ended:
+            self._keep(work)
+        return work
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
         return self.allreduce(tensors, opts)
@@ -326,6 +340,10 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         if works is None:
             raise RuntimeError("no coalescing manager is open in this thread and group")
         return together(self.netfold, works)
+
+
+def _region(tensor: Tensor) -> Region:
+    return tensor.data_ptr(), tensor.nbytes
 
 
 class _Coalesced(threading.local):
