@@ -40,7 +40,8 @@ def ends(operation: Any) -> bool:
 def alone(rank: int, size: int, folder: str) -> None:
     with join(rank, size, folder) as group:
         for size_bytes in (4, TRY_BYTES, TRY_BYTES + 4):
-            operation = start_all_reduce(group, np.ones(size_bytes // 4, np.float32))
+            buffer = np.ones(size_bytes // 4, np.float32)
+            operation = start_all_reduce(group, buffer)
             small = size_bytes <= TRY_BYTES
             assert operation.done or not small
             assert ends(operation)
