@@ -1,5 +1,6 @@
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/point_to_point.hpp>
+#include <netfold/transport/memory_pipe.hpp>
 
 #include <algorithm>
 #include <cstring>
@@ -13,6 +14,9 @@ constexpr std::size_t kHeaderBytes = sizeof(FrameHeader);
 constexpr std::size_t kMaxReasonBytes = 1024;
 // Read ahead of what is known to come: several small messages in one call; large values go past it.
 constexpr std::size_t kStagingBytes = 16 << 10;
+// What a sender may leave to a rank that is busy elsewhere lies in the ring; it need not wait.
+static_assert(PointToPoint::kCreditBytes <= transport::SharedNode::kRingBytes);
+static_assert(kHeaderBytes <= PointToPoint::kMessageBytes);
 // System calls a peer and turn, so that no peer keeps the others, or a deadline, waiting.
 constexpr int kCallsATurn = 16;
 
@@ -27,6 +31,16 @@ std::string size_text(std::uint64_t bytes, std::uint8_t dtype) {
 
 PointToPoint::PointToPoint(std::unique_ptr<transport::Mesh> lane)
     : lane_(std::move(lane)), peers_(static_cast<std::size_t>(lane_->size())) {}
+
+void PointToPoint::share(transport::SharedNode& node) {
+  for (int position = 0; position < node.size(); ++position) {
+    if (position == node.self()) continue;
+    const int rank = node.rank(position);
+    auto connection = lane_->exchange(rank, nullptr);
+    lane_->exchange(rank, std::make_unique<transport::MemoryPipe>(node, position, std::move(connection)));
+    at(rank).in_memory = true;
+  }
+}
 
 // --- what this rank asks for -----------------------------------------------------------------------------------------
 
@@ -401,6 +415,12 @@ void PointToPoint::wait_for(WaitSet& set) const {
     const int events = (writes ? POLLOUT : 0) | (reads ? POLLIN : 0);
     if (events != 0) lane_->wait_for(rank, static_cast<short>(events), set.fds);
   }
+}
+
+bool PointToPoint::waits_for_memory() const {
+  return std::any_of(peers_.begin(), peers_.end(), [this](const Peer& peer) {
+    return peer.in_memory && (peer.outstanding > 0 || posted_to_any_ > 0);
+  });
 }
 
 // --- what goes wrong -------------------------------------------------------------------------------------------------

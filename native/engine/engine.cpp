@@ -62,8 +62,11 @@ class DefaultFloats {
 #endif
 };
 
+// Between two looks. On a host with other work the rank that is waited for may stand in line behind us: yield at times.
 void pause(bool yields) {
-  if (yields) {
+  constexpr unsigned kLooksAYield = 16;
+  thread_local unsigned looks = 0;
+  if (yields || ++looks % kLooksAYield == 0) {
     sched_yield();
     return;
   }
@@ -97,9 +100,13 @@ bool Operation::wait(std::int64_t timeout_ns) const {
 }
 
 bool Operation::notify() {
-  std::lock_guard lock(mutex_);
-  if (done()) return false;
-  notify_ = true;
+  {
+    std::lock_guard lock(mutex_);
+    if (done()) return false;
+    notify_ = true;
+  }
+  // Who wants to be told is not about to wait, which what was left over may be left for.
+  Engine::instance().wake();
   return true;
 }
 
@@ -158,6 +165,7 @@ void Group::attach(std::unique_ptr<collective::Channel> channel) {
 void Group::share(std::unique_ptr<transport::SharedNode> node) {
   std::lock_guard lock(mutex_);
   node_ = std::move(node);
+  lane_->share(*node_);
 }
 
 Choice Group::choose(collective::Kind kind, kernels::DType dtype, std::uint64_t bytes) const {
@@ -175,7 +183,8 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   collective::validate(call, rank(), size());
   auto operation = std::make_shared<Operation>();
   const std::uint64_t bytes = call.tensor().bytes;
-  const Choice choice = choose(call.kind, call.dtype, call.choice_bytes());
+  const std::uint64_t all_bytes = call.choice_bytes();
+  const Choice choice = choose(call.kind, call.dtype, all_bytes);
   const bool is_transfer = collective::is_transfer(call.kind);
   call.algorithm = is_transfer ? collective::AlgorithmId::point_to_point : choice.algorithm;
   call.between = choice.between;
@@ -221,10 +230,10 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
     inbox_.push_back(operation);
     if (driver_ == Driver::none) {
       const bool alone = inbox_.size() == 1;
-      // A message is tried at once in any case: small ones are then on their way, or there.
-      if (alone && (on_this_thread || (is_transfer && queue_.empty() && active_.empty()))) {
+      // A message, and what is small, is tried at once in any case: it is then on its way, or even done.
+      const bool tried = (is_transfer || all_bytes <= kTryBytes) && queue_.empty() && active_.empty();
+      if (alone && (on_this_thread || tried)) {
         driver_ = Driver::caller;
-        record.inlined = on_this_thread ? 1 : 0;
         drive = true;
       } else {
         wake_engine = true;
@@ -292,7 +301,7 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
     std::lock_guard lock(mutex_);
     driver_ = Driver::none;
     more = has_work();
-    can_wait = has_only_transfers() && waiting_ == 0;
+    can_wait = waiting_ == 0 && can_be_left();
     driver_left_.notify_all();
   }
   if (more && can_wait) return engine_.wake_later();
@@ -309,6 +318,16 @@ bool Group::driven_by_engine() const {
 bool Group::has_work() const {
   return !inbox_.empty() || !errands_.empty() || behind_ || !queue_.empty() || !active_.empty() ||
          !transfers_.empty() || (failure_ && !closed_);
+}
+
+bool Group::can_be_left() const {
+  // What others need of a small call through memory was said at the first look.
+  const auto is_said = [](const auto& operation) {
+    return operation->call_.algorithm == collective::AlgorithmId::shared_memory &&
+           operation->call_.choice_bytes() <= kTryBytes;
+  };
+  return inbox_.empty() && errands_.empty() && !behind_ && queue_.empty() && !failure_ &&
+         std::all_of(active_.begin(), active_.end(), is_said);
 }
 
 bool Group::can_start(const Operation& operation) const {
@@ -454,6 +473,7 @@ void Group::complete(Operation& operation, Failure failure) {
   }
   {
     std::lock_guard lock(mutex_);
+    record.inlined = driver_ == Driver::caller ? 1 : 0;
     if (events_.size() < kEventCapacity) {
       events_.push_back(record);
     } else {
@@ -537,7 +557,8 @@ std::int64_t Group::spin_ns() const {
   const auto in_memory = [](const auto& operation) {
     return operation->call_.algorithm == collective::AlgorithmId::shared_memory;
   };
-  if (!options_.spins_for_sockets && std::none_of(active_.begin(), active_.end(), in_memory)) return 0;
+  const bool for_memory = std::any_of(active_.begin(), active_.end(), in_memory) || lane_->waits_for_memory();
+  if (!options_.spins_for_sockets && !for_memory) return 0;
   return static_cast<std::int64_t>(options_.spin_us) * 1000;
 }
 
@@ -556,7 +577,7 @@ void Group::wait_for(collective::WaitSet& set) {
   mesh_->wait_to_catch_up(set.fds);
   lane_->mesh().wait_to_catch_up(set.fds);
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
-  if (node_ != nullptr && active_on_mesh_ > 0) {
+  if (node_ != nullptr && (active_on_mesh_ > 0 || !transfers_.empty())) {
     node_->lie_down();
     set.add(node_->bell(), POLLIN);
     set.look_again = true;
@@ -672,11 +693,11 @@ bool Engine::turn_all(const std::vector<std::shared_ptr<Group>>& driven) {
   return moved;
 }
 
-// For what may be done before: at most kGraceNs from now, whoever asks again meanwhile.
+// For what may be done before: at most kMaxGraceNs from now, whoever asks again meanwhile.
 void Engine::wake_later() {
   if (timer_armed_.exchange(true)) return;
   std::lock_guard lock(mutex_);
-  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = kGraceNs}};
+  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = grace_ns_}};
   if (timer_) timerfd_settime(timer_.get(), 0, &once, nullptr);
 }
 
@@ -686,7 +707,8 @@ void Engine::run() {
   std::int64_t idle_since = 0;
   for (;;) {
     clear(wake_);
-    if (clear(timer_)) timer_armed_.exchange(false);  // reads what wake_later wrote: this turn sees what it was for
+    const bool is_late = clear(timer_);
+    if (is_late) timer_armed_.exchange(false);  // reads what wake_later wrote: this turn sees what it was for
     driven.clear();
     {
       std::lock_guard lock(mutex_);
@@ -698,6 +720,8 @@ void Engine::run() {
         driven.push_back(group);
       }
     }
+    // Who woke us for nothing, as callers that wait for each of their messages do, is let alone for longer.
+    if (is_late) grace_ns_ = driven.empty() ? std::min(2 * grace_ns_.load(), kMaxGraceNs) : kGraceNs;
     bool moved = turn_all(driven);
     if (moved) {
       idle_since = 0;
@@ -707,6 +731,7 @@ void Engine::run() {
     std::int64_t spin_ns = 0;
     bool yields = false;
     for (const auto& group : driven) {
+      if (!group->driven_by_engine()) continue;  // what it is at is its driver's to know
       spin_ns = std::max(spin_ns, group->spin_ns());
       yields |= group->options_.yields;
     }

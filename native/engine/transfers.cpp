@@ -32,10 +32,6 @@ bool Group::turn_transfers(std::int64_t now, Failure& failure) {
     EventRecord& record = operation.record_;
     record.wire_bytes = done.wire_bytes;
     if (operation.call_.kind == collective::Kind::receive) record.slowest_rank = done.peer;
-    {
-      std::lock_guard lock(mutex_);
-      record.inlined = driver_ == Driver::caller ? 1 : 0;
-    }
     complete(operation, {});
   }
   if (progress == Progress::failed) {
@@ -64,10 +60,6 @@ void Group::check_transfer_deadlines(std::int64_t now, Failure& failure) {
   failure.rank = late->call_.root;
   failure.text =
       describe(*late) + " did not finish within its timeout; still waiting for " + lane_->awaited(late->call_);
-}
-
-bool Group::has_only_transfers() const {
-  return !transfers_.empty() && inbox_.empty() && queue_.empty() && active_.empty() && !failure_;
 }
 
 }  // namespace netfold::engine

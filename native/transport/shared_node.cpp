@@ -34,12 +34,32 @@ void SharedNode::ring() {
   // Either the sleeper sees the counter when it looks once more, or we see that it sleeps.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int position = 0; position < size(); ++position) {
-    if (position == self_) continue;
-    auto& asleep = segment(position).asleep;
-    if (asleep.load(std::memory_order_relaxed) == 0 || asleep.exchange(0) == 0) continue;
-    const std::uint64_t one = 1;
-    [[maybe_unused]] const auto written = ::write(bells_[static_cast<std::size_t>(position)].get(), &one, sizeof one);
+    if (position != self_) wake(position);
   }
+}
+
+void SharedNode::ring(int position, short event) {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  const auto& awaits = segment(position).awaits[self_];
+  if ((awaits.load(std::memory_order_relaxed) & event) != 0) wake(position);
+}
+
+void SharedNode::wake(int position) {
+  auto& asleep = segment(position).asleep;
+  if (asleep.load(std::memory_order_relaxed) == 0 || asleep.exchange(0) == 0) return;
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(bells_[static_cast<std::size_t>(position)].get(), &one, sizeof one);
+}
+
+void SharedNode::lie_down() {
+  for (auto& events : own().awaits) events.store(0, std::memory_order_relaxed);
+  lies_ = true;
+  own().asleep.store(1, std::memory_order_seq_cst);
+}
+
+void SharedNode::await(int position, short events) {
+  own().awaits[position].store(static_cast<std::uint8_t>(events), std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
 void SharedNode::get_up() {

@@ -47,6 +47,7 @@ def test_the_goals_are_those_that_netfold_set_itself() -> None:
     assert asked("small", ours="netfold")[0] == 5.0
     assert asked("small", peers=("mpi:openmpi",))[0] == pytest.approx(1 / 3)
     assert set(asked("collectives")) == {2.5} and len(asked("collectives")) == 16
+    assert asked("messages") == [4.0, 2.0, 1.0]
     assert asked("hosts", size_bytes=MB) == [1 / 1.10] and asked("hosts", size_bytes=16 * MB) == [1 / 1.05]
     assert asked("in-network", size_bytes=16 * MB) == [1.35, 1.35]
 

@@ -29,6 +29,13 @@ PIECE_BYTES = 1 << 20
 SOON_S = 3.0
 
 
+@pytest.fixture(autouse=True, params=["auto", "tcp"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything holds through memory and over connections."""
+    monkeypatch.setenv("NETFOLD_TRANSPORT", request.param)
+    return str(request.param)
+
+
 def join(rank: int, size: int, folder: str, timeout_s: float = 20.0) -> Communicator:
     return Communicator(FileStore(folder), rank, size, timeout_s=timeout_s, join_timeout_s=20)
 
@@ -475,8 +482,8 @@ def dies(rank: int, size: int, folder: str, call: str) -> tuple[str, int | None,
 
 
 @pytest.mark.parametrize("call", ["receive", "receive from any", "send"])
-def test_a_rank_that_dies_is_named_by_who_waits_for_its_messages(call: str) -> None:
-    outcomes = run_ranks(dies, 3, call, dies=[2])
+def test_a_rank_that_dies_is_named_by_who_waits_for_its_messages(call: str, transport: str) -> None:
+    outcomes = run_ranks(dies, 3, call, dies=[2], env={"NETFOLD_TRANSPORT": transport})
     for rank in (0, 1):
         assert not outcomes[rank].error, outcomes[rank].text
         error, named, text, took = outcomes[rank].value

@@ -55,6 +55,7 @@ COLLECTIVES = {
         Collective("broadcast", None, True, False, lambda ranks: 1.0),
         Collective("reduce", None, True, True, lambda ranks: 1.0),
         Collective("send_recv", None, False, False, lambda ranks: 1.0),
+        Collective("ping_pong", None, False, False, lambda ranks: 1.0),
         Collective("barrier", None, True, False, lambda ranks: 1.0),
     )
 }
@@ -67,6 +68,12 @@ def parse_collective(name: str) -> Collective:
         names = ", ".join(one.replace("_", "-") for one in COLLECTIVES)
         raise ValueError(f"collective {name!r} is not known; there are {names}")
     return known
+
+
+def partner(rank: int, ranks: int) -> int | None:
+    """Whom `rank` plays ping_pong with: 0 with 1, 2 with 3; None for the odd one out."""
+    other = rank ^ 1
+    return other if other < ranks else None
 
 
 def expected(collective: Collective, rank: int, ranks: int, count: int) -> list[Piece]:
@@ -87,5 +94,8 @@ def expected(collective: Collective, rank: int, ranks: int, count: int) -> list[
             return [Piece(source, rank * part, part) for source in range(ranks)]
         case "send_recv":
             return [Piece((rank - 1) % ranks, 0, count)]
+        case "ping_pong":
+            other = partner(rank, ranks)
+            return [] if other is None else [Piece(other, 0, count)]
         case _:
             return []

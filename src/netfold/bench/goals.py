@@ -12,6 +12,7 @@ SECTIONS = {
     "shared": "Tensors in shared buffers: all_reduce",
     "small": "4 bytes: all_reduce",
     "collectives": "The other collectives, through torch",
+    "messages": "A message to another rank and one back, through torch",
     "hosts": "Between hosts: TCP in a rack of 1 Gbit/s links, against the alpha-beta limit",
     "waiting": "CPU time used while waiting",
     "ddp": "A DDP training step",
@@ -60,6 +61,9 @@ def all_goals(quick: bool) -> list[Goal]:
                 for name in ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
                 for size_bytes in (MB, 64 * MB)
             ]
+    pair = Place(2, switch=False, deadline_s=STAGE_DEADLINE_S)
+    for size_bytes, least in ((8, 4.0), (64 << 10, 2.0), (16 * MB, 1.0)):
+        goals.append(Goal("messages", pair, "ping_pong", size_bytes, "netfold", ("gloo",), least))
     rack = Place(4, rack_rate="1gbit", switch=False, deadline_s=STAGE_DEADLINE_S)
     for size_bytes in (MB, 16 * MB) if quick else (MB, 16 * MB, 64 * MB):
         least = 1 / 1.10 if size_bytes == MB else 1 / 1.05
@@ -91,7 +95,7 @@ def trials_at(place: Place, goals: Sequence[Goal], quick: bool, missing: Sequenc
             [size_bytes],
             rounds=rounds_of(size_bytes, quick),
             warmups=1 if quick else 2,
-            breakdown=size_bytes <= SMALL_BYTES,
+            breakdown=size_bytes <= SMALL_BYTES and collective != "ping_pong",  # whose calls are two operations
         )
         for (collective, size_bytes), names in sides.items()
     ]

@@ -91,7 +91,7 @@ def _bench(
 # One verb a collective; their names are spelled out so that `netfold --help` need not import the bench.
 for _collective in (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
-    *("broadcast", "reduce", "send-recv", "barrier"),
+    *("broadcast", "reduce", "send-recv", "ping-pong", "barrier"),
 ):
     app.command(_collective)(_bench)
 

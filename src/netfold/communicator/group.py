@@ -43,6 +43,7 @@ _LOG_FORMAT = "%(asctime)s %(name)s %(levelname)-7s %(message)s"
 KINDS: dict[str, int] = engine.KINDS
 DTYPES: dict[str, int] = engine.DTYPES
 REDUCE_OPS: dict[str, int] = engine.REDUCE_OPS
+_SEND = KINDS["send"]
 # The `root` of a receive from whoever sends first.
 ANY_SOURCE: int = engine.ANY_SOURCE
 
@@ -239,19 +240,40 @@ class Group:
             tag,
         )
 
-    def run_in_place(
-        self, kind: int, dtype: int, reduce: int, average: bool, region: Region, timeout_s: float | None = None
-    ) -> None:
-        """`submit` and `wait` at once for one region, by native codes: nothing on the way that a small call would feel.
-        Raises what befell the operation."""
+    def start_in_place(
+        self,
+        kind: int,
+        dtype: int,
+        reduce: int,
+        average: bool,
+        region: Region,
+        timeout_s: float | None,
+        *,
+        wait_here: bool,
+    ) -> Any:
+        """`submit` for one region, by native codes: nothing on the way that a small call would feel."""
         if self._pid != os.getpid() or self._closed:
             self._refuse()
         seconds = self.timeout_s if timeout_s is None else timeout_s
-        operation = self._native.submit(kind, dtype, reduce, average, 0, (), (region,), int(seconds * 1e9), True)
+        return self._native.submit(kind, dtype, reduce, average, 0, (), (region,), int(seconds * 1e9), wait_here)
+
+    def run_in_place(
+        self, kind: int, dtype: int, reduce: int, average: bool, region: Region, timeout_s: float | None = None
+    ) -> None:
+        """`start_in_place` and `wait` at once. Raises what befell the operation."""
+        operation = self.start_in_place(kind, dtype, reduce, average, region, timeout_s, wait_here=True)
         if not operation.done:
             self._native.wait(operation, -1)
         if operation.failure is not None:
             raise self.error(operation)
+
+    def start_transfer(self, kind: int, dtype: int, peer: int, tag: int, region: Region) -> Any:
+        """`submit` for a send or receive, by native codes."""
+        if self._pid != os.getpid() or self._closed:
+            self._refuse()
+        ours, none = (region,), ()
+        inputs, outputs = (ours, none) if kind == _SEND else (none, ours)
+        return self._native.submit(kind, dtype, 0, False, peer, inputs, outputs, int(self.timeout_s * 1e9), False, tag)
 
     def all_reduce_here(self, array: Any, reduce: int, average: bool, timeout_s: float | None) -> bool:
         """A blocking all_reduce in place by the short way, for small arrays: what `array` is, is found natively.

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,15 @@ from torch._C._distributed_c10d import AllreduceOptions, FakeProcessGroup, Store
 
 from netfold._native import engine
 from netfold.communicator import Group
-from netfold.communicator.group import KINDS
+from netfold.communicator.group import KINDS, Region
 from netfold.torch import calls, monitored, sparse
 from netfold.torch.buckets import SharedBuckets
 from netfold.torch.calls import Prepared, copies
 from netfold.torch.transfers import Transfers
-from netfold.torch.work import CompletedWork, NetfoldWork
+from netfold.torch.work import CompletedWork, NetfoldWork, Work
 
 Tensor = torch.Tensor
-Work = CompletedWork | NetfoldWork
+AnyWork = TypeVar("AnyWork", CompletedWork, NetfoldWork, Work)
 
 _ALL_REDUCE = KINDS["all_reduce"]
 _profiling = torch._C._autograd._profiler_enabled
@@ -53,7 +53,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         self._unfinished: collections.deque[NetfoldWork] = collections.deque()
         self._unfinished_lock = threading.Lock()
         self._buckets = SharedBuckets(enabled=group.shares_buckets, ranks=group.size)
-        self._transfers = Transfers(group, calls.DTYPE_NAMES)
+        self._transfers = Transfers(group)
         self._coalesced = _Coalesced()
         self._barriers = monitored.Turns(part, group.rank, group.size)
         # torch reads a group's devices off its backends; this one trips on whatever reaches it past this class.
@@ -96,16 +96,24 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         if opts is None or not hasattr(opts, "asyncOp"):
             tensors, opts = calls.listed(tensors), calls.with_op(AllreduceOptions(), opts)
         if len(tensors) == 1:
-            if not opts.asyncOp and self._all_reduce_at_once(tensors[0], opts):
+            plain = self._plain_all_reduce(tensors[0], opts)
+            if plain is not None and not opts.asyncOp:
+                self.netfold.run_in_place(_ALL_REDUCE, *plain, _region(tensors[0]), calls.timeout_of(opts))
                 return CompletedWork(tensors)
             if tensors[0].is_sparse:
                 return sparse.all_reduce(self, tensors[0], opts)
             self._buckets.consider(tensors[0])
+            if plain is not None:
+                operation = self.netfold.start_in_place(
+                    _ALL_REDUCE, *plain, _region(tensors[0]), calls.timeout_of(opts), wait_here=False
+                )
+                return self._plain_work(operation, tensors)
         prepared = [calls.reduction("all_reduce", tensor, opts.reduceOp) for tensor in tensors]
         return self._together(prepared, tensors, opts)
 
-    def _all_reduce_at_once(self, tensor: Tensor, opts: Any) -> bool:
-        """The commonest call without ceremony, which costs more than a small operation; False where it needs some."""
+    def _plain_all_reduce(self, tensor: Tensor, opts: Any) -> tuple[int, int, bool] | None:
+        """The native codes of the commonest call, which then goes without ceremony: that costs more than a small
+        operation. None where it needs some."""
         dtype = calls.DTYPE_CODES.get(tensor.dtype)
         reduce = calls.REDUCE_CODES.get(hash(opts.reduceOp))
         if (
@@ -118,11 +126,17 @@ class ProcessGroupNetfold(dist.ProcessGroup):
             or self._coalesced.works is not None
             or _profiling()
         ):
-            return False
-        self.netfold.run_in_place(
-            _ALL_REDUCE, dtype, *reduce, (tensor.data_ptr(), tensor.nbytes), calls.timeout_of(opts)
-        )
-        return True
+            return None
+        return dtype, *reduce
+
+    def _plain_work(self, operation: Any, tensors: list[Tensor]) -> Work:
+        """Of an operation on the tensors themselves, which may be done."""
+        if operation.done and operation.failure is None:
+            return CompletedWork(tensors)
+        work = NetfoldWork(self.netfold, [operation], tensors, keep=tensors)
+        if not work._ended:
+            self._keep(work)
+        return work
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
         return self.allreduce(tensors, opts)
@@ -262,13 +276,13 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 
     # --- point to point --------------------------------------------------------------------------------------------
 
-    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> NetfoldWork | None:
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work | None:
         return self._handed_out(self._transfers.send(tensors, to, tag))
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> NetfoldWork | None:
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work | None:
         return self._handed_out(self._transfers.receive(tensors, source, tag))
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> NetfoldWork | None:
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work | None:
         return self._handed_out(self._transfers.receive(tensors, None, tag))
 
     # --- submission ------------------------------------------------------------------------------------------------
@@ -302,7 +316,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
             self._keep(work)
         return self._handed_out(work)
 
-    def _handed_out(self, work: NetfoldWork) -> NetfoldWork | None:
+    def _handed_out(self, work: AnyWork) -> AnyWork | None:
         if self._coalesced.works is None:
             return work
         self._coalesced.works.append(work)
@@ -333,13 +347,17 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         return together(self.netfold, works)
 
 
+def _region(tensor: Tensor) -> Region:
+    return tensor.data_ptr(), tensor.nbytes
+
+
 class _Coalesced(threading.local):
     """The works of a coalescing manager that is open in this thread, None without one."""
 
-    works: list[NetfoldWork] | None = None
+    works: list[Work] | None = None
 
 
-def together(group: Group, works: list[NetfoldWork]) -> NetfoldWork:
+def together(group: Group, works: list[Work]) -> NetfoldWork:
     """One Work for several; its result is the list of theirs."""
 
     def finish() -> None:

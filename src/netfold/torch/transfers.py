@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from netfold.communicator import Group
-from netfold.communicator.group import ANY_SOURCE
-from netfold.torch.work import NetfoldWork
+from netfold.communicator.group import ANY_SOURCE, DTYPES, KINDS
+from netfold.torch.calls import DTYPE_CODES
+from netfold.torch.work import CompletedWork, NetfoldWork, Work
 
 Tensor = torch.Tensor
 
 # What a message of other dtypes (bool, complex, float8) says of itself: bytes.
-_BYTES = "u8"
+_BYTES = DTYPES["u8"]
+_SEND, _RECEIVE = KINDS["send"], KINDS["receive"]
 # Works that nobody kept are looked through when there are this many.
 _SWEEP_AT = 64
 
@@ -28,42 +30,37 @@ _SWEEP_AT = 64
 class Transfers:
     """A group's sends and receives under way, with the tensors that they borrow: users drop Works."""
 
-    def __init__(self, group: Group, dtypes: dict[torch.dtype, str]) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
-        self._dtypes = dtypes
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[Any, Tensor]] = {}
         self._sweep_at = _SWEEP_AT
 
-    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> NetfoldWork:
-        return self._transfer("send", tensors, to, tag)
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Work:
+        return self._transfer(_SEND, tensors, to, tag)
 
-    def receive(self, tensors: Sequence[Tensor], source: int | None, tag: int) -> NetfoldWork:
-        return self._transfer("receive", tensors, ANY_SOURCE if source is None else source, tag)
+    def receive(self, tensors: Sequence[Tensor], source: int | None, tag: int) -> Work:
+        return self._transfer(_RECEIVE, tensors, ANY_SOURCE if source is None else source, tag)
 
-    def _transfer(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> NetfoldWork:
+    def _transfer(self, kind: int, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
         if len(tensors) != 1:
-            raise ValueError(f"{kind}: takes one tensor, not {len(tensors)}")
+            raise ValueError(f"{_names(kind)}: takes one tensor, not {len(tensors)}")
         (tensor,) = tensors
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            raise ValueError(f"{kind}: netfold takes dense CPU tensors, this one is {tensor.layout} on {tensor.device}")
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{_names(kind)}: netfold takes dense CPU tensors, this one is {tensor.layout} on {tensor.device}"
+            )
         staged = tensor.contiguous()
-        region = [(staged.data_ptr(), staged.numel() * staged.element_size())]
-        operation = self.group.submit(
-            kind,
-            dtype=self._dtypes.get(tensor.dtype, _BYTES),
-            root=peer,
-            tag=tag,
-            inputs=region if kind == "send" else (),
-            outputs=region if kind == "receive" else (),
-            wait_here=False,
-        )
-        if kind == "receive" and staged.data_ptr() != tensor.data_ptr():
+        dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
+        operation = self.group.start_transfer(kind, dtype, peer, tag, (staged.data_ptr(), staged.nbytes))
+        if kind == _RECEIVE and staged.data_ptr() != tensor.data_ptr():
             # Copied back when it is there, whoever waits: as the other operations do it.
             finish = lambda: tensor.copy_(staged)
             return TransferWork(self, operation, tensors, keep=(tensor, staged), finish=finish)
         if not operation.done:
             self._keep(operation, staged)
+        elif operation.failure is None:
+            return CompletedTransfer(tensors, operation)
         return TransferWork(self, operation, tensors)
 
     def _keep(self, operation: Any, tensor: Tensor) -> None:
@@ -77,6 +74,25 @@ class Transfers:
     def ended(self, operation: Any) -> None:
         with self._lock:
             self._under_way.pop(operation.id, None)
+
+
+def _names(kind: int) -> str:
+    return "send" if kind == _SEND else "receive"
+
+
+class CompletedTransfer(CompletedWork):
+    """One that was done at once."""
+
+    def __init__(self, result: Any, operation: Any) -> None:
+        super().__init__(result)
+        self._operation = operation
+
+    def source_rank(self) -> int:
+        """As `TransferWork.source_rank`."""
+        return int(self._operation.peer)
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
 
 
 class TransferWork(NetfoldWork):

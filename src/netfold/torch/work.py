@@ -174,6 +174,8 @@ class NetfoldWork(dist.Work):
 class CompletedWork(dist.Work):
     """What is done on return, without failure: the cheapest Work there can be."""
 
+    _operations: Sequence[Any] = ()  # nothing to wait for
+
     def __init__(self, result: Any) -> None:
         super().__init__()
         self._result = result
@@ -203,6 +205,9 @@ class CompletedWork(dist.Work):
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
         return future
+
+
+Work = CompletedWork | NetfoldWork
 
 
 class _Completions:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 import netfold
-from netfold.bench.collectives import ROOT, Collective
-from netfold.bench.sides.side import Buffer, RefusedError, SideName, shared_empty
+from netfold.bench.collectives import ROOT, Collective, partner
+from netfold.bench.sides.side import Buffer, RefusedError, SideName, ping_pong, shared_empty
 from netfold.bench.sizes import parse_dtype
 
 
@@ -66,6 +66,13 @@ class CommunicatorSide:
             case "all_to_all":
                 parts, into = np.split(ours, group.size), np.split(out, group.size)
                 return lambda: group.all_to_all(parts, into)
+            case "ping_pong":
+                return ping_pong(
+                    partner(group.rank, group.size),
+                    group.rank,
+                    lambda other: group.send(ours, other),
+                    lambda other: group.receive(out, other),
+                )
             case "barrier":
                 return group.barrier
             case _:

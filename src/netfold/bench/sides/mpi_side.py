@@ -7,8 +7,8 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from netfold.bench.collectives import ROOT, Collective
-from netfold.bench.sides.side import Buffer, RefusedError, SideName
+from netfold.bench.collectives import ROOT, Collective, partner
+from netfold.bench.sides.side import Buffer, RefusedError, SideName, ping_pong
 from netfold.bench.sizes import parse_dtype
 
 
@@ -61,6 +61,13 @@ class MpiSide:
             case "send_recv":
                 after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
                 return lambda: comm.Sendrecv(ours, after, 0, out, before, 0)
+            case "ping_pong":
+                return ping_pong(
+                    partner(comm.rank, comm.size),
+                    comm.rank,
+                    lambda other: comm.Send(ours, other),
+                    lambda other: comm.Recv(out, other),
+                )
             case _:
                 return comm.Barrier
 

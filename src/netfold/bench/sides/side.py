@@ -98,3 +98,18 @@ def unique_labels(sides: Sequence[str]) -> list[str]:
         seen[side] = seen.get(side, 0) + 1
         result.append(side if seen[side] == 1 else f"{side}#{seen[side]}")
     return result
+
+
+def ping_pong(
+    other: int | None, rank: int, send: Callable[[int], object], receive: Callable[[int], object]
+) -> Callable[[], object]:
+    """The call of one of two partners: the lower rank speaks first. Nothing for who has none."""
+    if other is None:
+        return lambda: None
+    first, second = (send, receive) if rank < other else (receive, send)
+
+    def play() -> None:
+        first(other)
+        second(other)
+
+    return play

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from netfold.bench.collectives import ROOT, Collective
-from netfold.bench.sides.side import Buffer, SideName, shared_empty
+from netfold.bench.collectives import ROOT, Collective, partner
+from netfold.bench.sides.side import Buffer, SideName, ping_pong, shared_empty
 from netfold.bench.sizes import parse_dtype
 
 
@@ -61,6 +61,13 @@ class TorchSide:
                 return lambda: dist.all_to_all_single(out, ours, group=group)
             case "send_recv":
                 return self._exchange(out, ours)
+            case "ping_pong":
+                return ping_pong(
+                    partner(dist.get_rank(), dist.get_world_size()),
+                    dist.get_rank(),
+                    lambda other: dist.send(ours, other, group=group),
+                    lambda other: dist.recv(out, other, group=group),
+                )
             case _:
                 return lambda: dist.barrier(group=group)
 

@@ -1,4 +1,5 @@
-// Messages between two ranks: send and receive, matched by source and tag, over connections of their own.
+// Messages between two ranks: send and receive, matched by source and tag, over pipes of their own: through memory
+// where two ranks share it, else a connection.
 //
 // What travels for a message of n bytes, in frames that each begin with a FrameHeader (H bytes):
 //   eager       n <= kEagerBytes, within the receiver's credit: header and values at once.   1 way,  H + n
@@ -19,6 +20,7 @@
 
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/transport/mesh.hpp>
+#include <netfold/transport/shared_node.hpp>
 
 #include <deque>
 #include <map>
@@ -68,6 +70,10 @@ class PointToPoint {
 
   explicit PointToPoint(std::unique_ptr<transport::Mesh> lane);
 
+  // Before the first call. Frames to and from the node's ranks then go through memory, and the connections to them only
+  // say who is there. `node` must outlive the last call.
+  void share(transport::SharedNode& node);
+
   // Takes up a send or receive. Borrows its buffer until it is done, or the whole lane failed. Tickets are not 0.
   void post(Ticket ticket, const Call& call);
   // Does what can be done without blocking: moved or idle; failed once there is a fault.
@@ -76,6 +82,8 @@ class PointToPoint {
   std::vector<Done> take_done() { return std::exchange(done_, {}); }
   const std::optional<Fault>& fault() const { return fault_; }
   void wait_for(WaitSet& set) const;
+  // Whether one of the ranks that calls wait for shares memory: its words come in microseconds, if it runs.
+  bool waits_for_memory() const;
   // For whom and what a call that is not done waits: "rank 2 to send with tag 7; ...".
   std::string awaited(const Call& call) const;
 
@@ -143,6 +151,7 @@ class PointToPoint {
     std::size_t kept_announced = 0;
     std::size_t owed = 0;         // credit to give back
     std::size_t outstanding = 0;  // calls of ours that need this peer
+    bool in_memory = false;
     Failure gone;
   };
   using Key = std::pair<int, int>;  // tag, source

@@ -3,20 +3,23 @@
 //
 // A group has one queue and at most one *driver* at a time. The driver is the process's engine thread, or the
 // caller's own thread when the queue is empty and the caller is going to wait anyway: a small operation then
-// costs no hop between threads. Operations start strictly in order of submission. Those over the mesh run one
-// at a time, those inside the network stream through one window together; the two kinds overlap each other.
+// costs no hop between threads. A small one is tried once on the caller's thread even if the caller will not
+// wait; the engine thread is woken for what is left over. Operations start strictly in order of submission. Those
+// over the mesh run one at a time, those inside the network stream through one window together; the two kinds
+// overlap each other.
 //
-// Messages between two ranks (send, receive) are outside that order: they go over connections of their own, are
+// Messages between two ranks (send, receive) are outside that order: they go over pipes of their own, are
 // taken up at once, and neither wait for collectives nor hold them up. One that nobody waits for is the engine
-// thread's after `kGraceNs`; until then, and whenever nobody drives, who waits for it drives.
+// thread's after `kGraceNs`, or a little more; until then, and whenever nobody drives, who waits for it drives. So it
+// is with a small call through memory that was tried: the others have what they need of it.
 //
 // A failure is the group's: streams between ranks are no longer at a known place, so the operation under way,
 // those queued and all later ones fail with the first reason, and the peers are told. Other groups are
 // untouched.
 //
-// Waiting for memory looks again and again for `spin_us` (with a word to the scheduler each time where there are more
-// ranks than cores), then sleeps in ppoll until a socket, a bell, a timer or a submission wakes it. It never holds a
-// core.
+// Waiting for memory looks again and again for `spin_us` (with a word to the scheduler now and then, each time where
+// there are more ranks than cores), then sleeps in ppoll until a socket, a bell, a timer or a submission wakes it. It
+// never holds a core.
 #pragma once
 
 #include <netfold/collective/in_network.hpp>
@@ -187,6 +190,8 @@ class Group {
   friend class Engine;
   enum class Driver : std::uint8_t { none, engine, caller };
   static constexpr std::size_t kEventCapacity = 8192;
+  // Up to so much in all tensors together, a call of a caller who will not wait is tried once on its thread.
+  static constexpr std::uint64_t kTryBytes = 16 << 10;
   // Beyond its deadline, how long an operation that waits for a rank that may wait for another listens for the
   // name of that other.
   static constexpr std::int64_t kPatienceNs = 250'000'000;
@@ -221,8 +226,8 @@ class Group {
   void wait_for(collective::WaitSet& set);
   void get_up();
   std::int64_t spin_ns() const;
-  bool has_work() const;            // under mutex_
-  bool has_only_transfers() const;  // likewise, and without a driver
+  bool has_work() const;     // under mutex_
+  bool can_be_left() const;  // likewise, and without a driver: to who may be about to wait for it
   void wake_driver();
   bool driven_by_engine() const;
   std::string describe(const Operation& operation) const;
@@ -286,8 +291,11 @@ class Engine {
 
  private:
   friend class Group;
-  // How long the engine thread leaves a message to a caller who may be about to wait for it: a hop costs more.
+  friend class Operation;
+  // How long the engine thread leaves a message, or a small operation, to a caller who may be about to wait for it: a
+  // hop costs more. Twice as much after each time that there was nothing left to do.
   static constexpr std::int64_t kGraceNs = 100'000;
+  static constexpr std::int64_t kMaxGraceNs = 800'000;
   Engine() = default;
   void run();
   static bool turn_all(const std::vector<std::shared_ptr<Group>>& driven);
@@ -303,6 +311,7 @@ class Engine {
   transport::Fd wake_;
   transport::Fd timer_;
   std::atomic<bool> timer_armed_{false};
+  std::atomic<std::int64_t> grace_ns_{kGraceNs};
   std::atomic<std::uint64_t> next_operation_id_{1};
 
   std::mutex completion_mutex_;

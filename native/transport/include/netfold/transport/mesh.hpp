@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace netfold::transport {
@@ -21,6 +22,11 @@ class Mesh {
   int size() const { return static_cast<int>(pipes_.size()); }
   // Whether there is a pipe to `peer`: not to ourselves, and to nobody once closed.
   bool leads_to(int peer) const { return pipes_[static_cast<std::size_t>(peer)] != nullptr; }
+
+  // Puts `other` in the place of the pipe to `peer`, which it returns.
+  std::unique_ptr<Pipe> exchange(int peer, std::unique_ptr<Pipe> other) {
+    return std::exchange(pipes_[static_cast<std::size_t>(peer)], std::move(other));
+  }
 
   // As Pipe says; `peer` is another rank.
   Io send(int peer, std::span<const iovec> pieces) { return pipe(peer).send(pieces); }

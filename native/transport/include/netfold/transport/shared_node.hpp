@@ -8,6 +8,8 @@
 //   stream   a ring of kSlots slots of kSlotBytes for what is long; one for values that readers fold, one for values
 //            that they copy
 //   tag      how far a rank has come in a stream: (call << 24) + rounds within the call, so that it only ever grows
+//   ring     of bytes to one other rank, for messages between the two: MemoryPipe. A ring that is not used costs
+//            addresses, no memory
 //
 // Segments are anonymous (memfd), so they need no room in /dev/shm and leave nothing behind; they are sealed against
 // shrinking, so nobody can take pages away under a reader. Absent on purpose: any idea of what the bytes mean.
@@ -34,6 +36,7 @@ class SharedNode {
   static constexpr std::size_t kSlotBytes = 256 << 10;
   static constexpr std::uint64_t kSlots = 8;
   static constexpr std::uint64_t kMaxRounds = (1 << 24) - 1;
+  static constexpr std::size_t kRingBytes = 1 << 20;  // a power of two
 
   // The first line holds the announcement and eight bytes of data: a scalar costs one cache miss a reader.
   struct alignas(64) Post {
@@ -46,6 +49,11 @@ class SharedNode {
     alignas(64) std::atomic<std::uint64_t> taken[kMaxSize];  // tags: how far the owner has come in others' streams
     alignas(4096) std::byte slots[kSlots][kSlotBytes];
   };
+  // Of the owner and one other rank. Counted from the beginning, so these only ever grow.
+  struct Ends {
+    alignas(64) std::atomic<std::uint64_t> written;  // bytes into the owner's ring to the other
+    alignas(64) std::atomic<std::uint64_t> read;     // bytes out of the other's ring to the owner
+  };
   struct Segment {
     alignas(64) std::atomic<std::uint32_t> asleep;
     alignas(64) std::atomic<std::uint32_t> left;  // Left
@@ -56,6 +64,9 @@ class SharedNode {
     Post posts[kPosts];
     Stream to_fold;
     Stream to_copy;
+    alignas(64) std::atomic<std::uint8_t> awaits[kMaxSize];  // POLLIN, POLLOUT: of whose ring, while asleep
+    Ends ends[kMaxSize];
+    alignas(4096) std::byte rings[kMaxSize][kRingBytes];
   };
 
   // `ranks[p]` is the rank of position p, ascending; `segments[p]` and `bells[p]` its memfd of sizeof(Segment) zero
@@ -82,11 +93,12 @@ class SharedNode {
   // Makes what was written visible and wakes the others where they sleep.
   void publish(std::atomic<std::uint64_t>& counter, std::uint64_t value);
   void ring();
+  // As `ring`, for one rank: only where it sleeps and awaits `event` (POLLIN, POLLOUT) of the ring between us.
+  void ring(int position, short event);
   // Says that this rank is about to sleep until its bell rings; look once more after this.
-  void lie_down() {
-    lies_ = true;
-    own().asleep.store(1, std::memory_order_seq_cst);
-  }
+  void lie_down();
+  // While it lies: also for `events` of the ring between it and that rank. Look once more after this.
+  void await(int position, short events);
   // Awake again, whatever the reason.
   void get_up();
   int bell() const { return bells_[static_cast<std::size_t>(self_)].get(); }
@@ -99,6 +111,8 @@ class SharedNode {
   void leave(Left how, int fault_rank, const std::string& reason);
 
  private:
+  void wake(int position);
+
   int self_;
   std::vector<int> ranks_;
   std::vector<Segment*> segments_;
