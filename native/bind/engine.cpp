@@ -10,6 +10,9 @@
 #include <netfold/engine/engine.hpp>
 #include <netfold/transport/tcp_pipe.hpp>
 
+#include <cerrno>
+#include <cstring>
+
 #include "call_site.hpp"
 #include "module.hpp"
 #include "transport.hpp"
@@ -89,6 +92,7 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
   }
   auto mesh = make_mesh(rank, fds, mends, id, 0);
   auto lane = make_mesh(rank, lane_fds, mends, id, 1);
+  nb::gil_scoped_release release;
   return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane));
 }
 
@@ -243,6 +247,26 @@ void bind_engine(nb::module_& m) {
       },
       nb::arg("address"));
 
+  using transport::PeerMemory;
+  nb::class_<PeerMemory>(e, "PeerMemory", "Reads what stands in the other processes of a node, once it has met them.")
+      // Never owned by a Python object: the engine thread may be the last to let go of it, and takes no GIL.
+      .def(nb::new_([](int size) { return std::make_shared<PeerMemory>(size); }), nb::arg("size"))
+      .def_prop_ro("address", [](const PeerMemory& self) { return std::uintptr_t(&self.mark()); })
+      .def_prop_ro("bytes_read", &PeerMemory::bytes_read)
+      .def_prop_ro("mark", [](const PeerMemory& self) { return nb::bytes(self.mark().data(), self.mark().size()); })
+      .def(
+          "meet",
+          [](PeerMemory& self, int position, int pid, std::uintptr_t address, const nb::bytes& mark) -> std::string {
+            PeerMemory::Mark expected{};
+            if (mark.size() != expected.size()) throw nb::value_error("that is no mark");
+            std::memcpy(expected.data(), mark.data(), expected.size());
+            const auto met = self.meet(position, pid, address, expected);
+            if (met == PeerMemory::Met::refused) return std::strerror(errno);
+            return met == PeerMemory::Met::another ? "another process has its number here" : "";
+          },
+          nb::arg("position"), nb::arg("pid"), nb::arg("address"), nb::arg("mark"),
+          "Whether the mark of the rank at `position` can be read: empty, or why not.");
+
   nb::class_<Operation>(e, "Operation")
       .def("wait", &Operation::wait, nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>())
       .def("notify", &Operation::notify, "Queue the id when done; False: it is done already.")
@@ -273,13 +297,15 @@ void bind_engine(nb::module_& m) {
       .def(
           "share",
           [](Group& self, int position, const std::vector<int>& ranks, const std::vector<int>& segments,
-             const std::vector<int>& bells, const std::vector<int>& links) {
-            self.share(
-                std::make_unique<transport::SharedNode>(position, ranks, owned(segments), owned(bells), owned(links)));
+             const std::vector<int>& bells, const std::vector<int>& links,
+             std::shared_ptr<transport::PeerMemory> memory) {
+            self.share(std::make_unique<transport::SharedNode>(position, ranks, owned(segments), owned(bells),
+                                                               owned(links), std::move(memory)));
           },
           nb::arg("position"), nb::arg("ranks"), nb::arg("segments"), nb::arg("bells"), nb::arg("links"),
+          nb::arg("memory").none(),
           "segments[p], bells[p], links[p]: memfd, eventfd and a local socket to the node's position p (-1 at this "
-          "rank's). Takes ownership of them.")
+          "rank's). Takes ownership of them. memory: where each rank has met every other, on all ranks alike; or None.")
       .def("submit", &submit, nb::arg("kind"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("average"), nb::arg("root"),
            nb::arg("inputs"), nb::arg("outputs"), nb::arg("timeout_ns"), nb::arg("on_this_thread"), nb::arg("tag") = 0)
       .def("all_reduce_here", &all_reduce_here, nb::arg("array"), nb::arg("reduce"), nb::arg("average"),

@@ -26,7 +26,7 @@ Progress SharedCall::poll(std::int64_t now_ns) {
   if (posted_ && !all_posts_read_) moved |= read_posts();
   if (failure_) return Progress::failed;
   if (all_posts_read_) {
-    while (!failure_ && advance()) moved = true;
+    moved |= advance();
     if (failure_) return Progress::failed;
     if (done()) {
       if (mine_.rounds > 0) node_.set_last_stream_call(number_);
@@ -141,14 +141,32 @@ void SharedCall::refer(std::byte* data, std::span<const Buffer> buffers) {
     std::memcpy(data, &reference, sizeof reference);
     data += sizeof reference;
   }
-  mine_.refers = 1;
+  mine_.refers = Refers::to_regions;
+}
+
+void SharedCall::refer_by_address(std::byte* data, std::span<const Buffer> buffers) {
+  for (const Buffer& buffer : buffers) {
+    const Reference reference{0, reinterpret_cast<std::uint64_t>(buffer.data)};
+    std::memcpy(data, &reference, sizeof reference);
+    data += sizeof reference;
+  }
+  mine_.refers = Refers::to_addresses;
+}
+
+SharedCall::Reference SharedCall::reference(int position, std::size_t index) const {
+  Reference reference;
+  std::memcpy(&reference, post_data(position) + table_bytes() + index * sizeof reference, sizeof reference);
+  return reference;
+}
+
+std::uint64_t SharedCall::referred_address(int position, std::size_t index) const {
+  return reference(position, index).offset;
 }
 
 std::byte* SharedCall::referred(int position, std::size_t index, std::size_t bytes) {
   if (bytes == 0) return nullptr;
-  Reference reference;
-  std::memcpy(&reference, post_data(position) + table_bytes() + index * sizeof reference, sizeof reference);
-  std::byte* mapped = node_.links().mapped(position, reference.region, reference.offset, bytes);
+  const Reference at = reference(position, index);
+  std::byte* mapped = node_.links().mapped(position, at.region, at.offset, bytes);
   if (mapped == nullptr) {
     failure_ = {Failure::Kind::system, mesh_.rank(),
                 "rank " + std::to_string(mesh_.rank()) + " cannot map " + std::to_string(bytes) + " bytes that rank " +
@@ -156,6 +174,22 @@ std::byte* SharedCall::referred(int position, std::size_t index, std::size_t byt
                     " shares; is this process at its limit of mappings or of memory?"};
   }
   return mapped;
+}
+
+bool SharedCall::still_lends(int position) {
+  // What was read is read before this is.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (node_.segment(position).left.load(std::memory_order_acquire) == Node::kHere) return true;
+  hear_from(position);
+  return false;
+}
+
+void SharedCall::ask_for_slots(Stream stream, int position) {
+  node_.publish((node_.own().*stream).asked[position], number_);
+}
+
+bool SharedCall::is_asked_for_slots(Stream stream, int position) const {
+  return (node_.segment(position).*stream).asked[self_].load(std::memory_order_acquire) == number_;
 }
 
 std::uint32_t SharedCall::published(Stream stream, int position) const {
@@ -231,21 +265,29 @@ void SharedCall::wait_to_look(WaitSet& set) const {
 void SharedCall::look_for_lost() {
   for (int position = 0; position < size_ && !failure_; ++position) {
     if (position == self_) continue;
-    const Node::Segment& segment = node_.segment(position);
-    const int rank = node_.rank(position);
-    const auto left = segment.left.load(std::memory_order_acquire);
+    const auto left = node_.segment(position).left.load(std::memory_order_acquire);
     // What it did before it went is read before it is missed: at the next look, a poll later.
-    const bool went = left == Node::kLeft || (is_awaited(position) && mesh_.hung_up(rank));
+    const bool went = left == Node::kLeft || (is_awaited(position) && mesh_.hung_up(node_.rank(position)));
     const bool is_missed = went && is_awaited(position) && leaving_[static_cast<std::size_t>(position)];
     leaving_[static_cast<std::size_t>(position)] = went && is_awaited(position);
     if (left == Node::kFailed || (left == Node::kLeft && is_missed)) {
       // After a failure nobody goes on, whoever this rank waits for.
-      failure_ = gave_up(rank, segment.fault_rank, std::string(segment.reason, segment.reason_bytes), mesh_.rank(),
-                         mine_.header);
+      hear_from(position);
     } else if (is_missed) {
-      failure_ = last_words(mesh_, rank, call_, peer_lost(rank, {}, mine_.header));
+      lose(position);
     }
   }
+}
+
+void SharedCall::hear_from(int position) {
+  const Node::Segment& segment = node_.segment(position);
+  failure_ = gave_up(node_.rank(position), segment.fault_rank, std::string(segment.reason, segment.reason_bytes),
+                     mesh_.rank(), mine_.header);
+}
+
+void SharedCall::lose(int position) {
+  const int rank = node_.rank(position);
+  failure_ = last_words(mesh_, rank, call_, peer_lost(rank, {}, mine_.header));
 }
 
 }  // namespace netfold::collective

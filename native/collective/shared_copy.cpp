@@ -7,6 +7,12 @@ namespace netfold::collective {
 namespace {
 
 constexpr auto kStream = &transport::SharedNode::Segment::to_copy;
+// Between two looks at the deadline and at who has left.
+constexpr std::size_t kPieceBytes = 1 << 20;
+// Who lends a buffer waits for its readers; who goes through slots is done first and takes half of the work of a single
+// reader off it. So with several readers, or with one of a whole broadcast, one copy is not always less time; measured,
+// docs/algorithms.md.
+constexpr std::size_t kLendBytes = 512 << 10;
 
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
@@ -17,6 +23,8 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
 SharedCopy::SharedCopy(const Call& call, transport::Mesh& mesh, transport::SharedNode& node)
     : SharedCall(call, mesh, node),
       collected_(static_cast<std::size_t>(node.size())),
+      copied_(static_cast<std::size_t>(node.size())),
+      by_slots_(static_cast<std::size_t>(node.size())),
       complete_(static_cast<std::size_t>(node.size())),
       part_bytes_(Node::kSlotBytes / static_cast<std::size_t>(node.size()) / kLine * kLine) {
   if (gives() && has_table()) {
@@ -28,9 +36,9 @@ SharedCopy::SharedCopy(const Call& call, transport::Mesh& mesh, transport::Share
     }
   }
   for (int position = 0; position < size_; ++position) {
-    complete_[static_cast<std::size_t>(position)] = position == self_ || !takes_from(position);
+    complete_[static_cast<std::size_t>(position)] = !takes_from(position);
   }
-  copy_own();
+  if (!gives() || call.kind == Kind::broadcast) complete_[static_cast<std::size_t>(self_)] = true;
 }
 
 bool SharedCopy::gives() const {
@@ -71,10 +79,15 @@ const Buffer& SharedCopy::into(int source) const {
 
 const Buffer& SharedCopy::given() const { return call_.kind == Kind::broadcast ? call_.outputs[0] : call_.inputs[0]; }
 
-void SharedCopy::copy_own() {
-  if (!gives() || !takes_from(self_) || call_.kind == Kind::broadcast) return;
-  const Buffer& mine = has_table() ? call_.inputs[static_cast<std::size_t>(self_)] : given();
-  copy_bytes(into(self_).data, mine.data, mine.bytes);
+bool SharedCopy::copy_own() {
+  const auto at = static_cast<std::size_t>(self_);
+  const Buffer& to = into(self_);
+  const Buffer& mine = has_table() ? call_.inputs[at] : given();
+  const std::size_t bytes = std::min(kPieceBytes, to.bytes - copied_[at]);
+  copy_bytes(to.data + copied_[at], mine.data + copied_[at], bytes);
+  copied_[at] += bytes;
+  complete_[at] = copied_[at] == to.bytes;
+  return true;
 }
 
 SharedCopy::Part SharedCopy::part(std::uint32_t round, int reader, std::size_t bytes) const {
@@ -88,16 +101,29 @@ bool SharedCopy::needs_post(int position) const { return takes_from(position) ||
 void SharedCopy::write_post(std::byte* data) {
   if (!gives()) return;
   if (!has_table()) {
-    if (mine_.rounds > 0) return refer(data, {&given(), 1});
+    if (mine_.rounds > 0) return lend(data, {&given(), 1});
     return copy_bytes(data, given().data, given().bytes);
   }
   write_table(data);
   data += table_bytes();
-  if (mine_.rounds > 0) return refer(data, call_.inputs);
+  if (mine_.rounds > 0) return lend(data, call_.inputs);
   for (const Buffer& input : call_.inputs) {
     copy_bytes(data, input.data, input.bytes);
     data += round_up(input.bytes, kLine);
   }
+}
+
+void SharedCopy::lend(std::byte* data, std::span<const Buffer> buffers) {
+  refer(data, buffers);
+  if (mine_.refers != Refers::not_at_all || node_.memory() == nullptr) return;
+  std::size_t widest = 0;
+  for (const Buffer& buffer : buffers) widest = std::max(widest, buffer.bytes);
+  if (pays_to_lend(widest)) refer_by_address(data, buffers);
+}
+
+bool SharedCopy::pays_to_lend(std::size_t bytes) const {
+  if (call_.kind == Kind::broadcast) return size_ == 2 && bytes < kLendBytes;
+  return size_ == 2 || call_.kind == Kind::all_to_all || bytes >= kLendBytes;
 }
 
 std::uint64_t SharedCopy::expected_bytes(int position) const {
@@ -105,14 +131,20 @@ std::uint64_t SharedCopy::expected_bytes(int position) const {
 }
 
 bool SharedCopy::advance() {
-  bool moved = mine_.refers == 0 ? offer() : wait_for_readers();
-  for (int source = 0; source < size_; ++source) {
+  bool moved = mine_.refers == Refers::not_at_all ? offer() : wait_for_readers();
+  // Each starts behind itself: not everybody reads from the same rank at once.
+  for (int i = 1; i <= size_ && !failure_; ++i) {
+    const int source = (self_ + i) % size_;
     const auto at = static_cast<std::size_t>(source);
     if (complete_[at]) continue;
-    if (theirs_[at].rounds == 0) {
+    if (source == self_) {
+      moved |= copy_own();
+    } else if (theirs_[at].rounds == 0) {
       moved |= copy_post(source);
+    } else if (theirs_[at].refers == Refers::not_at_all || by_slots_[at]) {
+      moved |= collect(source);
     } else {
-      moved |= theirs_[at].refers == 0 ? collect(source) : copy_referred(source);
+      moved |= copy_referred(source);
     }
   }
   return moved;
@@ -131,23 +163,54 @@ bool SharedCopy::copy_post(int source) {
 
 bool SharedCopy::copy_referred(int source) {
   const auto at = static_cast<std::size_t>(source);
-  const Buffer& to = into(source);
-  const std::byte* from = referred(source, has_table() ? static_cast<std::size_t>(self_) : 0, to.bytes);
-  if (failure_) return false;
-  copy_bytes(to.data, from, to.bytes);
-  take(kStream, source, 1);
+  const std::size_t first = copied_[at];
+  const std::size_t bytes = std::min(kPieceBytes, into(source).bytes - first);
+  if (bytes > 0 && !read_piece(source, first, bytes)) return false;
+  if (!still_lends(source)) return false;
+  copied_[at] += bytes;
+  if (copied_[at] < into(source).bytes) return true;
+  take(kStream, source, theirs_[at].rounds);
   node_.ring();
   return complete_[at] = true;
 }
 
+bool SharedCopy::read_piece(int source, std::size_t first, std::size_t bytes) {
+  const auto at = static_cast<std::size_t>(source);
+  const Buffer& to = into(source);
+  const std::size_t index = has_table() ? static_cast<std::size_t>(self_) : 0;
+  if (theirs_[at].refers == Refers::to_regions) {
+    const std::byte* from = referred(source, index, to.bytes);
+    if (failure_) return false;
+    copy_bytes(to.data + first, from + first, bytes);
+    return true;
+  }
+  using Read = transport::PeerMemory::Read;
+  const Read got = node_.memory()->read(source, to.data + first, referred_address(source, index) + first, bytes);
+  if (got == Read::all) return true;
+  if (!still_lends(source)) return false;
+  if (got == Read::gone) {
+    lose(source);
+  } else {
+    by_slots_[at] = true;
+    ask_for_slots(kStream, source);
+  }
+  return false;
+}
+
 bool SharedCopy::wait_for_readers() {
   if (offered_ == mine_.rounds) return false;
+  bool all = true;
   for (int position = 0; position < size_; ++position) {
     if (position == self_ || !reads(kStream, position)) continue;
-    if ((node_.segment(position).*kStream).taken[self_].load(std::memory_order_acquire) < tag(1)) return false;
+    if (is_asked_for_slots(kStream, position)) {
+      // Who has read the buffer has taken all rounds already.
+      mine_.refers = Refers::not_at_all;
+      return offer();
+    }
+    all &= (node_.segment(position).*kStream).taken[self_].load(std::memory_order_acquire) >= tag(mine_.rounds);
   }
-  offered_ = mine_.rounds;
-  return true;
+  if (all) offered_ = mine_.rounds;
+  return all;
 }
 
 bool SharedCopy::offer() {

@@ -95,7 +95,7 @@ void SharedFold::choose_way() {
   way_ = Way::streams;
   for (int position = 0; position < size_; ++position) {
     const Announcement& announcement = position == self_ ? mine_ : theirs_[static_cast<std::size_t>(position)];
-    if (announcement.refers == 0) return;
+    if (announcement.refers != Refers::to_regions) return;
   }
   way_ = Way::folding_in_place;
   const auto self = static_cast<std::size_t>(self_);

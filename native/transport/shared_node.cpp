@@ -8,8 +8,12 @@
 namespace netfold::transport {
 
 SharedNode::SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> bells,
-                       std::vector<Fd> links)
-    : self_(self), ranks_(std::move(ranks)), bells_(std::move(bells)), links_(std::move(links)) {
+                       std::vector<Fd> links, std::shared_ptr<PeerMemory> memory)
+    : self_(self),
+      ranks_(std::move(ranks)),
+      bells_(std::move(bells)),
+      links_(std::move(links)),
+      memory_(std::move(memory)) {
   segments_.reserve(ranks_.size());
   for (const Fd& fd : segments) {
     void* mapped = mmap(nullptr, sizeof(Segment), PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);

@@ -21,6 +21,7 @@ def test_a_field_beats_its_variable_which_beats_the_default() -> None:
         algorithm="ring",
         wire="f16",
         transport="auto",
+        single_copy="on",
         share_buckets="on",
         window_bytes=1 << 20,
         probe="on",

@@ -16,7 +16,7 @@ import numpy as np
 
 import netfold
 from netfold._native import engine, protocol
-from netfold.communicator import caretaker, probe, rendezvous
+from netfold.communicator import caretaker, peer_memory, probe, rendezvous
 from netfold.communicator.addresses import interface_of, own_interfaces
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Resident, leave, open_door
@@ -54,6 +54,9 @@ Region = tuple[int, int]
 _LANES = 2
 # What comes through memory comes in microseconds, if its sender runs; who yields meanwhile takes nothing from anybody.
 _SPIN_US, _CROWDED_SPIN_US = 200, 1000
+
+# What only moves values: where ranks share memory, in one copy if the kernel lets them.
+_COPIES = ("broadcast", "all_gather", "gather", "scatter", "all_to_all")
 
 # Where the user's own lines begin.
 engine.hide_from_call_sites(os.path.dirname(netfold.__file__) + os.sep)
@@ -108,6 +111,11 @@ class Group:
             streams = rendezvous.first_rail(sockets[0])
             enabled = options.transport != "tcp"
             self.nodes, node = find_nodes(rank, size, streams, enabled=enabled, deadline=deadline)
+            self.peer_memory: Any = None
+            self._single_copy = ""
+            if node is not None:
+                enabled = options.single_copy != "off"
+                self.peer_memory, self._single_copy = peer_memory.meet(node, enabled=enabled, deadline=deadline)
             shared = node is not None and len(node.ranks) == size
             self.shares_buckets = shared and options.share_buckets != "off"
             topology = Topology(self.nodes)
@@ -182,7 +190,8 @@ class Group:
             nodes=list(self.nodes),
         )
         if node is not None:
-            self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links)
+            self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links, self.peer_memory)
+            log.info("rank %d of %d: %s", rank, size, self._single_copy)
         if self.membership is not None:
             self.membership.attach(self._native, self._fail)
             log.info(
@@ -357,7 +366,10 @@ class Group:
             for each in self.candidates(operation, size_bytes)
             if each.seconds is not None
         ]
-        return f"{row.algorithm} ({row.reason}); for {size_bytes} bytes the model says {', '.join(times)}"
+        reason = row.reason
+        if row.algorithm == "shared_memory" and operation in _COPIES:
+            reason += f"; {self._single_copy}"
+        return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}"
 
     def events(self) -> Records:
         """The newest records of this group's operations (`netfold.profile.RECORD`), oldest first."""

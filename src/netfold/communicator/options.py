@@ -19,6 +19,8 @@ class Options:
         (NETFOLD_ALGORITHM; docs/algorithms.md).
     wire: auto, f32, bf16 or f16: what f32 tensors travel as (NETFOLD_WIRE); auto never loses a bit.
     transport: auto, or tcp to keep ranks that share memory from using it (NETFOLD_TRANSPORT).
+    single_copy: on or off: ranks of one machine read what is sent straight from each other's memory, where the kernel
+        lets them (NETFOLD_SINGLE_COPY); off on any rank is off for its machine.
     share_buckets: on or off: move DDP's buckets to shared memory, in place, where all ranks are on one machine
         (NETFOLD_SHARE_BUCKETS).
     interface: names or addresses of the interfaces to use, by commas (NETFOLD_INTERFACE); over several every transfer
@@ -39,6 +41,7 @@ class Options:
     algorithm: str | None = None
     wire: str | None = None
     transport: str | None = None
+    single_copy: str | None = None
     share_buckets: str | None = None
     interface: str | None = None
     ports: str | None = None
@@ -62,7 +65,7 @@ class Options:
         options = replace(self, **values)  # type: ignore[arg-type]
         if options.transport not in TRANSPORTS:
             raise ValueError(f"NETFOLD_TRANSPORT={options.transport!r} is not one of {', '.join(TRANSPORTS)}")
-        for name in ("share_buckets", "probe"):
+        for name in ("single_copy", "share_buckets", "probe"):
             if getattr(options, name) not in ("on", "off"):
                 raise ValueError(f"NETFOLD_{name.upper()}={getattr(options, name)!r} is not one of on, off")
         options.port_range()
@@ -82,7 +85,14 @@ class Options:
 
 
 TRANSPORTS = ("auto", "tcp")
-_DEFAULT_WORDS = {"algorithm": "auto", "wire": "auto", "transport": "auto", "share_buckets": "on", "probe": "on"}
+_DEFAULT_WORDS = {
+    "algorithm": "auto",
+    "wire": "auto",
+    "transport": "auto",
+    "single_copy": "on",
+    "share_buckets": "on",
+    "probe": "on",
+}
 _DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "reconnect_s": 10, "spin_us": None}
 
 

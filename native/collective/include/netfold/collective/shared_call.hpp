@@ -3,8 +3,12 @@
 // Every rank posts what it is about to do, with the header that messages carry between hosts: who called something
 // else is heard of before a wrong value is read. With few bytes the data stand in the post. What is longer goes round
 // by round through a stream of slots, several rounds in flight, so that nearly all copies stay in the caches; unless
-// it lies in memory that the others can map (transport/shared_regions.hpp): then the post refers to it, and they read
-// it where it is.
+// it lies in memory that the others can map (transport/shared_regions.hpp), or they may read this process's
+// (transport/peer_memory.hpp): then the post refers to it, and they read it where it is.
+//
+// What a post refers to is lent until every reader has taken it. A rank that gives up says so before its call has
+// failed and the buffer is its user's again; so who reads looks once more afterwards, and takes nothing of one that has
+// left.
 //
 // A post's place and a stream's slots are used again once every reader has said that it is through with them; so a
 // rank can be ahead of the others by a few calls, and of its readers by the slots of its stream.
@@ -61,8 +65,18 @@ class SharedCall : public Algorithm {
 
   // Refers to `buffers` behind the table of a post that is being written; or does not, where they are not all shared.
   void refer(std::byte* data, std::span<const Buffer> buffers);
+  // The same by their addresses here, for those who read this process's memory.
+  void refer_by_address(std::byte* data, std::span<const Buffer> buffers);
   // Buffer `index` that the post of `position` refers to, in our memory; fills `failure_` where it cannot be mapped.
   std::byte* referred(int position, std::size_t index, std::size_t bytes);
+  std::uint64_t referred_address(int position, std::size_t index) const;
+  // Whether what `position` lends in this call was still lent at the last read of it; fills `failure_`.
+  bool still_lends(int position);
+  // In place of what `position` refers to, its slots; and whether it wants ours.
+  void ask_for_slots(Stream stream, int position);
+  bool is_asked_for_slots(Stream stream, int position) const;
+  // Of a rank whose connection is closed, or whose process has ended.
+  void lose(int position);
 
   std::uint64_t tag(std::uint32_t rounds) const { return (number_ << 24) + rounds; }
   // How many rounds of this call `position` has published.
@@ -72,10 +86,11 @@ class SharedCall : public Algorithm {
   void publish(Stream stream, std::uint32_t rounds);
   void take(Stream stream, int position, std::uint32_t rounds);
 
+  enum class Refers : std::uint32_t { not_at_all = 0, to_regions = 1, to_addresses = 2 };
   struct Announcement {
     MessageHeader header;
     std::uint32_t rounds = 0;  // of the stream; 0: the data stand in the post
-    std::uint32_t refers = 0;  // 1: the post refers to the data
+    Refers refers = Refers::not_at_all;
   };
   static_assert(sizeof(Announcement) == Node::kAnnouncementBytes);
 
@@ -89,9 +104,10 @@ class SharedCall : public Algorithm {
 
  private:
   struct Reference {
-    std::uint64_t region = 0;
+    std::uint64_t region = 0;  // 0: at an address
     std::uint64_t offset = 0;
   };
+  Reference reference(int position, std::size_t index) const;
   // Between two looks at whether those who are waited for are still there.
   static constexpr std::int64_t kLookNs = 1'000'000;
 
@@ -101,6 +117,8 @@ class SharedCall : public Algorithm {
   void compare(int position);
   bool is_awaited(int position) const;
   void look_for_lost();
+  // The reason that a rank has left behind.
+  void hear_from(int position);
 
   const std::uint64_t number_;
   bool posted_ = false;

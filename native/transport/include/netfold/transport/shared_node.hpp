@@ -15,11 +15,13 @@
 // shrinking, so nobody can take pages away under a reader. Absent on purpose: any idea of what the bytes mean.
 #pragma once
 
+#include <netfold/transport/peer_memory.hpp>
 #include <netfold/transport/shared_links.hpp>
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -47,6 +49,7 @@ class SharedNode {
   struct Stream {
     alignas(64) std::atomic<std::uint64_t> published;        // tag
     alignas(64) std::atomic<std::uint64_t> taken[kMaxSize];  // tags: how far the owner has come in others' streams
+    alignas(64) std::atomic<std::uint64_t> asked[kMaxSize];  // calls: the owner wants slots, and cannot read a buffer
     alignas(4096) std::byte slots[kSlots][kSlotBytes];
   };
   // Of the owner and one other rank. Counted from the beginning, so these only ever grow.
@@ -70,9 +73,10 @@ class SharedNode {
   };
 
   // `ranks[p]` is the rank of position p, ascending; `segments[p]` and `bells[p]` its memfd of sizeof(Segment) zero
-  // bytes and its eventfd, this rank's own included; `links` as SharedLinks takes them. Takes ownership. Throws
-  // std::system_error.
-  SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> bells, std::vector<Fd> links);
+  // bytes and its eventfd, this rank's own included; `links` as SharedLinks takes them. Takes ownership. `memory`:
+  // where every rank of the node has met every other; else null. Throws std::system_error.
+  SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> bells, std::vector<Fd> links,
+             std::shared_ptr<PeerMemory> memory);
   ~SharedNode();
   SharedNode(const SharedNode&) = delete;
   SharedNode& operator=(const SharedNode&) = delete;
@@ -104,6 +108,8 @@ class SharedNode {
   int bell() const { return bells_[static_cast<std::size_t>(self_)].get(); }
 
   SharedLinks& links() { return links_; }
+  // Null where some rank of the node cannot read another's memory: alike on all of them.
+  PeerMemory* memory() const { return memory_.get(); }
 
   // What `Segment::left` says. Who leaves in order is missed only by those who still wait for it.
   enum Left : std::uint32_t { kHere = 0, kFailed = 1, kLeft = 2 };
@@ -118,6 +124,7 @@ class SharedNode {
   std::vector<Segment*> segments_;
   std::vector<Fd> bells_;
   SharedLinks links_;
+  std::shared_ptr<PeerMemory> memory_;
   bool lies_ = false;
   std::uint64_t calls_ = 0;
   std::uint64_t last_stream_call_ = 0;
