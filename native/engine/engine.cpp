@@ -411,6 +411,7 @@ bool Group::turn(std::int64_t now) {
     }
   }
   if (failure) {
+    hear_in_memory(failure);
     {
       std::lock_guard lock(mutex_);
       if (!failure_) {
@@ -533,6 +534,21 @@ void Group::fail_all() {
   lane_->close();
   std::lock_guard lock(mutex_);
   closed_ = true;
+}
+
+void Group::hear_in_memory(Failure& failure) const {
+  if (node_ == nullptr || failure.kind != Failure::Kind::peer_lost || !failure.heard.empty()) return;
+  for (int position = 0; position < node_->size(); ++position) {
+    const auto& segment = node_->segment(position);
+    if (node_->rank(position) != failure.rank ||
+        segment.left.load(std::memory_order_acquire) != transport::SharedNode::kFailed) {
+      continue;
+    }
+    failure.heard.assign(segment.reason, segment.reason_bytes);
+    failure.text += "; it gave up on the group: " + failure.heard;
+    if (segment.fault_rank >= 0 && segment.fault_rank != rank()) failure.rank = segment.fault_rank;
+    return;
+  }
 }
 
 void Group::fail(Failure failure) {

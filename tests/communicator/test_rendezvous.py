@@ -53,7 +53,7 @@ def mesh(
         rendezvous.close_all(sockets)
         return met
     finally:
-        here.bid_farewell(resident, "the test is over", -1)
+        here.bid_farewell(resident, None)
         leave(here)
 
 

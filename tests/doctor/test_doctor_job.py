@@ -130,6 +130,7 @@ def test_a_rank_that_does_not_call_is_found_from_outside(transport: str) -> None
     lines, at_fault = values(run_ranks(hang, 3, transport, timeout_s=40))[2]
     assert at_fault == (2,)
     assert [line.split(";")[-1] for _, line in lines[:2]] == [" waits for rank 2"] * 2, lines
+    assert all(f"(called at {__file__}:" in line for _, line in lines), lines
 
 
 SLEEPER = """

@@ -5,8 +5,8 @@ piece of news is looked into on a thread of its own, by way of the other ranks' 
 
     broken  the rank that had connected knocks again and both go on from where the other stands; the other pokes it. Who
             finds no such group there, or nobody, or no way in time, gives the connection up, with that as the reason.
-    late    those who are waited for are asked what they do. One that has failed, or made another call in this one's
-            place, ends the wait at once; of a long one the log tells.
+    late    those who are waited for, and others, are asked what they do. One that has failed, or made another call in
+            this one's place, ends the wait at once; of a long one the log tells.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ from typing import Any
 from netfold import control
 from netfold._native import engine
 from netfold.communicator import handshake, rendezvous
-from netfold.communicator.door import Resident
+from netfold.communicator.door import Failure, Resident
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.handshake import CALL, Hello
 from netfold.communicator.rendezvous import Neighbours
@@ -80,7 +81,7 @@ class Ward:
                 "type": "seen",
                 "said": self.native.said(question["sequence"]),
                 "doing": self.native.last_seen(),
-                "failure": None if failure is None else list(failure),
+                "failure": failure,
             }, None
         lane, rail = question["lane"], question["rail"]
         poked = question["type"] == "poke"
@@ -90,8 +91,7 @@ class Ward:
             _caretaker.look_into(partial(self.mend, lane, peer, rail))
             return {"type": "poked"}, None
         if poked or broken is None:
-            reason = "it closed the group" if failure is None else failure[2]
-            return {"type": "ended", "reason": reason, "rank": -1 if failure is None else failure[1]}, None
+            return {"type": "ended", "failure": failure}, None
 
         def go_on(stream: Any) -> None:
             # The door closes its own end of the descriptor.
@@ -148,7 +148,9 @@ class Ward:
                         self.native.mend(lane, peer, rail, mends, stream.detach(), reply["received"])
                         return
                     stream.close()
-                why = f"it has left the group: {reply['reason']}"
+                if reply["failure"] is not None:
+                    return self._hear(peer, reply["failure"])
+                why = "it closed the group"
                 break
             except RendezvousError as error:
                 why = str(error)
@@ -158,6 +160,12 @@ class Ward:
                 self.over.wait(_RETRY_S)
         waited_s = time.monotonic() - began
         self.native.lose(lane, peer, rail, mends, f"after {waited_s:.1f} s of trying to make it again: {why}")
+
+    def _hear(self, peer: int, failure: Failure) -> None:
+        """After a failure nobody goes on: what a rank says that befell it."""
+        _, fault, why = failure
+        fault = fault if fault not in (-1, self.rank) else peer
+        self.native.fail(_FAILURES.index("peer_lost"), fault, f"rank {peer} gave up on the group: {why}")
 
     def _log_mended(self, lane: int, peer: int, rail: int, stream: Any) -> None:
         here, there = (format_endpoint(*end[:2]) for end in (stream.getsockname(), stream.getpeername()))
@@ -184,13 +192,18 @@ class Ward:
             return {"type": "silent", "doing": "not answering (stopped, or its host cannot be reached)"}
         stream.close()
         if reply["type"] == "ended":
-            return {**reply, "doing": f"gone: {reply['reason']}"}
+            failure = reply["failure"]
+            return {**reply, "doing": "gone: " + ("it closed the group" if failure is None else failure[2])}
         return reply
 
     def look_at_late(self, ranks: list[int], sequence: int, waited_s: float) -> None:
-        """An operation waits: end it where that is hopeless, tell of it where it takes long."""
-        others = ranks or [rank for rank in range(self.resident.size) if rank != self.rank]
-        seen = self.ask(others, sequence)
+        """An operation waits for some ranks: end it where that is hopeless, tell of it where it takes long.
+
+        The others are asked, too, or of many some: one that has failed is heard of although nothing of it is missing.
+        """
+        others = [rank for rank in range(self.resident.size) if rank != self.rank and rank not in ranks]
+        random.shuffle(others)
+        seen = self.ask([*ranks, *others], sequence)
         mine = self.native.said(sequence)
         for rank, reply in seen.items():
             said = reply.get("said")
@@ -202,12 +215,10 @@ class Ward:
                 self.native.fail(_FAILURES.index("mismatch"), rank, text)
                 return
             if reply.get("failure") is not None:
-                _, fault, why = reply["failure"]
-                fault = fault if fault not in (-1, self.rank) else rank
-                self.native.fail(_FAILURES.index("peer_lost"), fault, f"rank {rank} gave up on the group: {why}")
-                return
+                return self._hear(rank, reply["failure"])
         if waited_s >= _LOG_FROM_S:
-            log.warning("rank %d has waited %.0f s in %s: %s", self.rank, waited_s, mine, describe(seen))
+            awaited = {rank: reply for rank, reply in seen.items() if rank in ranks} or seen
+            log.warning("rank %d has waited %.0f s in %s: %s", self.rank, waited_s, mine, describe(awaited))
 
 
 def describe(seen: dict[int, control.Message]) -> str:

@@ -31,6 +31,9 @@ _MOST_VISITS = 4096
 _MOST_REMEMBERED = 256
 
 Place = tuple[int, int, int]  # peer, lane, rail
+Failure = tuple[
+    int, int, str
+]  # its kind, the rank at fault (-1: nobody knows) and what befell, as native groups say it
 # (the rank that asks, its question) -> the reply, and what is done with the connection once the reply is on its way.
 Answer = Callable[[int, control.Message], tuple[control.Message, Callable[[socket.socket], None] | None]]
 
@@ -89,11 +92,11 @@ class Door:
     def admit(self, resident: Resident) -> None:
         self._residents[resident.key] = resident
 
-    def bid_farewell(self, resident: Resident, reason: str, fault: int) -> None:
-        """It has left; whoever asks for it hears why, and which rank is at fault (-1: nobody knows)."""
+    def bid_farewell(self, resident: Resident, failure: Failure | None) -> None:
+        """It has left, in order or after a failure; whoever asks for it hears that."""
         if self._residents.pop(resident.key, None) is None:
             return
-        resident.answer = lambda _, __: ({"type": "ended", "reason": reason, "rank": fault}, None)
+        resident.answer = lambda _, __: ({"type": "ended", "failure": failure}, None)
         self._remembered[resident.key] = resident
         while len(self._remembered) > _MOST_REMEMBERED:
             self._remembered.popitem(last=False)

@@ -156,7 +156,7 @@ class Group:
             rendezvous.close_all(sockets)
             if node is not None:
                 node.close()
-            door.bid_farewell(self._resident, "it could not join", -1)
+            door.bid_farewell(self._resident, (engine.FAILURES.index("system"), -1, "it could not join"))
             leave(door)
             raise
         self._switch = job.switch
@@ -398,7 +398,7 @@ class Group:
         if self.membership is not None:
             self.membership.leave(why, fault)
         caretaker.let_go(self._id)
-        self._door.bid_farewell(self._resident, why, fault)
+        self._door.bid_farewell(self._resident, failure)
         engine.remove_group(self._native)
         leave(self._door)
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from netfold.communicator import handshake
@@ -143,6 +143,9 @@ class Neighbours:
         places = {self.endpoints[other].index(used) for (other, _), used in self.used.items()}
         return sorted(endpoints, key=lambda each: endpoints.index(each) not in places)
 
+    def note(self, errors: Iterable[str]) -> None:
+        self.failed.extend(error for error in dict.fromkeys(errors) if error not in self.failed)
+
     def source(self, rail: int) -> tuple[str, int] | None:
         """What to connect from: the interface that the user named; else what the routing table says."""
         return (self.interfaces.hosts[rail], 0) if self.interfaces.named else None
@@ -176,7 +179,8 @@ def connect_mesh(
         if isinstance(error, TimeoutError):
             raise RendezvousError(
                 f"rank {rank}: rank {', '.join(map(str, absent))} of {size} did not connect in time; did every rank "
-                f"start, and does {', '.join(interfaces.hosts)} reach their hosts?{_tried(neighbours)}",
+                f"start, and does {', '.join(interfaces.hosts)} reach their hosts (NETFOLD_INTERFACE; behind a firewall "
+                f"NETFOLD_PORTS)?{_tried(neighbours)}",
                 rank=absent[0] if absent else None,
             ) from None
         raise
@@ -252,11 +256,12 @@ def connect(neighbours: Neighbours, hello: Hello, secret: bytes, deadline: float
                 errors.append(f"rank {hello.knocker} cannot reach rank {peer} at {where}: {error} (NETFOLD_INTERFACE)")
             else:
                 neighbours.used[peer, rail] = (host, port)
-                neighbours.failed.extend(error for error in errors if error not in neighbours.failed)
+                neighbours.note(errors)
                 return stream
         if final and final == len(errors):
             raise RendezvousError("; ".join(errors), rank=peer)
         if time.monotonic() > deadline:
+            neighbours.note(errors)
             raise TimeoutError("; ".join(errors))
         time.sleep(_RETRY_S)
 

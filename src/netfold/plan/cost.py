@@ -268,7 +268,9 @@ def _through_memory(case: Case, copied: float, folded: float = 0) -> float:
     return chunks * memory.latency_s + copied / memory.bytes_per_s + case.folded(folded)
 
 
-_MEMORY = "through the memory that the ranks share, in chunks: a byte copied in once, and out once a reader, or straight"
+_MEMORY = (
+    "through the memory that the ranks share, in chunks: a byte copied in once, and out once a reader, or straight"
+)
 
 
 @_formula("all_reduce", "shared_memory", "flat: all read all; else 2n a rank through the memory they share, in chunks")

@@ -221,6 +221,8 @@ class Group {
   void begin_transfers(std::int64_t now);
   void check_transfer_deadlines(std::int64_t now, collective::Failure& failure);
   void fail_all();
+  // A connection that broke does not say why; in shared memory its owner may have.
+  void hear_in_memory(collective::Failure& failure) const;
   void publish_traffic();
   void publish_status();
   void wait_for(collective::WaitSet& set);

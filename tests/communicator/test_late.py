@@ -1,0 +1,139 @@
+"""Ranks that wait for each other between hosts ask what the others do: hopeless waits end, and errors say what was
+seen. Where a rank waits for somebody else than who is at fault, no message would ever tell it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import Outcome, run_ranks, run_threads, values
+
+from netfold import Communicator, FileStore, Options
+
+pytestmark = pytest.mark.native
+
+# Ranks that may not share memory are hosts to each other.
+APART = Options(transport="tcp")
+TIMEOUT_S = 30.0
+HERE = re.escape(__file__)
+
+
+def join(rank: int, size: int, folder: str, timeout_s: float = TIMEOUT_S, options: Options = APART) -> Communicator:
+    return Communicator(FileStore(folder), rank, size, options=options, timeout_s=timeout_s)
+
+
+def _own_roots(rank: int, size: int, folder: str, algorithm: str) -> None:
+    with join(rank, size, folder, options=Options(transport="tcp", algorithm=f"broadcast={algorithm}")) as group:
+        group.barrier()
+        began = time.monotonic()
+        try:
+            group.broadcast(np.zeros(10_000), root=rank)
+            group.barrier()
+        finally:
+            assert time.monotonic() - began < TIMEOUT_S / 3
+            time.sleep(0.5)  # nobody leaves while another still asks
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "tree", "chain"])
+def test_ranks_that_name_different_roots_hear_of_both_long_before_the_timeout(algorithm: str) -> None:
+    """As the root, each sends and waits for nobody: what it left behind is met by the next call."""
+    outcomes = run_threads(_own_roots, 3, algorithm)
+    for outcome in outcomes:
+        assert outcome.error in ("Mismatch", "PeerLost"), outcome
+    mismatch = next(outcome for outcome in outcomes if outcome.error == "Mismatch")
+    assert len(set(re.findall(r"root (\d)", mismatch.text))) > 1, mismatch.text
+
+
+def _one_gives_up(rank: int, size: int, folder: str) -> float:
+    """Rank 0 waits for rank 2, which never calls; rank 1 has sent its part and gives up."""
+    with join(rank, size, folder, options=Options(transport="tcp", algorithm="all_gather=direct")) as group:
+        group.barrier()
+        began = time.monotonic()
+        if rank == 2:
+            while not Path(folder, "heard").exists():
+                time.sleep(0.05)
+                assert time.monotonic() - began < TIMEOUT_S
+            return 0.0
+        outs = [np.zeros(4) for _ in range(size)]
+        try:
+            group.all_gather(np.full(4, float(rank)), outs, timeout_s=1.0 if rank == 1 else None)
+        finally:
+            if rank == 0:
+                Path(folder, "heard").touch()
+                Path(folder, "after").write_text(str(time.monotonic() - began))
+        return 0.0
+
+
+def test_who_gave_up_is_heard_by_ranks_that_wait_for_another() -> None:
+    outcomes = run_threads(_one_gives_up, 3)
+    assert outcomes[1].error == "CollectiveTimeout"
+    assert outcomes[0].error == "PeerLost"
+    assert "rank 1 gave up on the group: rank 1: all_gather #2" in outcomes[0].text
+    assert "still waiting for rank 2" in outcomes[0].text
+
+
+def _waits_for_silence(rank: int, size: int, folder: str, fate: str, options: Options) -> None:
+    pid = Path(folder, "pid")
+    with join(rank, size, folder, timeout_s=2.5, options=options) as group:
+        group.all_reduce(np.ones(3))
+        if rank == 1:
+            pid.write_text(str(os.getpid()))
+            if fate == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while not Path(folder, "over").exists():
+                time.sleep(0.05)
+            return
+        while not pid.exists() or not pid.read_text():
+            time.sleep(0.02)
+        try:
+            group.all_reduce(np.ones(1000))
+        finally:
+            Path(folder, "over").touch()
+            if fate == "stops":
+                os.kill(int(pid.read_text()), signal.SIGCONT)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize(
+    ("fate", "seen"),
+    [
+        (
+            "never calls",
+            r"Just now rank 1 is in no collective for [\d.]+ s, its last having been all_reduce #\d+, called",
+        ),
+        ("stops", r"Just now rank 1 is not answering \(stopped, or its host cannot be reached\)"),
+    ],
+)
+def test_a_timeout_says_where_it_was_called_and_what_the_awaited_rank_was_last_seen_doing(
+    transport: str, fate: str, seen: str
+) -> None:
+    options = Options(transport=transport, reconnect_s=0)
+    outcome: Outcome = run_ranks(_waits_for_silence, 2, fate, options)[0]
+    assert outcome.error == "CollectiveTimeout"
+    first_line = outcome.text.splitlines()[0]
+    assert re.match(
+        rf"rank 0: all_reduce #\d+ of 1000 f64 \(8000 bytes\) by \w+, called at {HERE}:\d+, after 2\.\d s, "
+        r"did not finish within its timeout of 2\.5 s; still waiting for rank 1\. ",
+        first_line,
+    ), first_line
+    assert re.search(seen, first_line), first_line
+
+
+def _short_waits(rank: int, size: int, folder: str) -> list[float]:
+    """Late twice as long as until the first question, and nothing is wrong."""
+    with join(rank, size, folder) as group:
+        if rank == 1:
+            time.sleep(2.2)
+        array = np.full(5, rank + 1.0)
+        group.all_reduce(array)
+        group.barrier()
+        return list(array)
+
+
+def test_who_is_only_slow_is_waited_for() -> None:
+    assert values(run_threads(_short_waits, 2)) == [[3.0] * 5] * 2
