@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <mutex>
 
 namespace netfold::transport {
 namespace {
@@ -16,6 +17,34 @@ namespace {
 // again at 1 Gbit/s several times over. More would let a sender believe that it is through with one peer, and start on
 // the next, megabytes too early.
 constexpr int kUnsentBytes = 512 << 10;
+
+// Blocks that rails keep bytes in, of all the process's: memory that malloc hands back and forth with the kernel costs
+// more than the copy. The last one given back is the next one taken: it is in the cache.
+class SpareBlocks {
+ public:
+  std::unique_ptr<std::byte[]> take(std::size_t bytes) {
+    std::lock_guard lock(mutex_);
+    if (blocks_.empty()) return std::make_unique_for_overwrite<std::byte[]>(bytes);
+    auto block = std::move(blocks_.back());
+    blocks_.pop_back();
+    return block;
+  }
+  void give(std::unique_ptr<std::byte[]> block) {
+    std::lock_guard lock(mutex_);
+    if (blocks_.size() < kMost) blocks_.push_back(std::move(block));
+  }
+
+ private:
+  static constexpr std::size_t kMost = 128;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<std::byte[]>> blocks_;
+};
+
+SpareBlocks& spare_blocks() {
+  // Never destroyed: threads of a dying process may still be inside.
+  static auto* blocks = new SpareBlocks;
+  return *blocks;
+}
 
 }  // namespace
 
@@ -173,8 +202,7 @@ void Rail::keep(std::span<const iovec> pieces, std::size_t bytes) {
     bytes -= left;
     while (left > 0) {
       if (at == kept_.size() * kBlockBytes) {
-        kept_.push_back(spare_ != nullptr ? std::move(spare_)
-                                          : std::make_unique_for_overwrite<std::byte[]>(kBlockBytes));
+        kept_.push_back(spare_blocks().take(kBlockBytes));
       }
       const std::size_t some = std::min(left, kBlockBytes - at % kBlockBytes);
       std::memcpy(kept_[at / kBlockBytes].get() + at % kBlockBytes, from, some);
@@ -193,7 +221,7 @@ void Rail::let_go() {
   if (!socket_ || !greeted_ || ::ioctl(socket_.get(), SIOCOUTQ, &unconfirmed) != 0) return;
   const std::uint64_t confirmed = written_ - std::min<std::uint64_t>(written_, static_cast<std::uint64_t>(unconfirmed));
   while (!kept_.empty() && kept_from_ + kBlockBytes <= confirmed) {
-    spare_ = std::move(kept_.front());
+    spare_blocks().give(std::move(kept_.front()));
     kept_.pop_front();
     kept_from_ += kBlockBytes;
   }

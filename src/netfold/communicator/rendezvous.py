@@ -179,8 +179,8 @@ def connect_mesh(
         if isinstance(error, TimeoutError):
             raise RendezvousError(
                 f"rank {rank}: rank {', '.join(map(str, absent))} of {size} did not connect in time; did every rank "
-                f"start, and does {', '.join(interfaces.hosts)} reach their hosts (NETFOLD_INTERFACE; behind a firewall "
-                f"NETFOLD_PORTS)?{_tried(neighbours)}",
+                f"start, and does {', '.join(interfaces.hosts)} reach their hosts (NETFOLD_INTERFACE, NETFOLD_PORTS)?"
+                f"{_tried(neighbours)}",
                 rank=absent[0] if absent else None,
             ) from None
         raise

@@ -82,7 +82,6 @@ class Rail {
   std::uint64_t written_ = 0;  // of these, handed to the present socket, or known to have arrived
   std::uint64_t kept_from_ = 0;
   std::deque<std::unique_ptr<std::byte[]>> kept_;  // [kept_from_, sent_), in whole blocks
-  std::unique_ptr<std::byte[]> spare_;
 };
 
 }  // namespace netfold::transport
