@@ -11,6 +11,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <netfold/kernels/block_quantise.hpp>
+#include <netfold/kernels/copy.hpp>
 #include <netfold/kernels/isa.hpp>
 
 #include <optional>
@@ -96,6 +97,12 @@ void convert_array(const std::string& to_name, Output dst, const std::string& fr
   kernel(dst.data(), src.data(), count);
 }
 
+void copy_array(Output dst, Input src, bool streams) {
+  const std::size_t count = count_of(dst, DType::u8, "dst");
+  expect_count(count_of(src, DType::u8, "src"), count, "src");
+  copy(static_cast<std::byte*>(dst.data()), static_cast<const std::byte*>(src.data()), count, streams);
+}
+
 void block_exponents_of_array(Output exponents, Input src, const IsaName& isa) {
   const std::size_t count = count_of(src, DType::f32, "src");
   expect_count(count_of(exponents, DType::i16, "exponents"), quantise_block_count(count), "exponents");
@@ -150,6 +157,8 @@ void bind_kernels(nb::module_& m) {
               "dst[i] = op over all sources[k][i], folded in the order of `sources`; dst may be a source.");
   kernels.def("convert", convert_array, nb::arg("to"), nb::arg("dst"), nb::arg("from_"), nb::arg("src"), isa(),
               "dst = src as dtype `to`; narrowing rounds to nearest even.");
+  kernels.def("copy", copy_array, nb::arg("dst"), nb::arg("src"), nb::arg("streams"),
+              "dst = src, of u8 alike; `streams`: past the caches.");
   kernels.def("block_exponents", block_exponents_of_array, nb::arg("exponents"), nb::arg("src"), isa(),
               "The i32 wire format's exponent for each block of `block_elements` float32.");
   kernels.def("quantise", quantise_array, nb::arg("dst"), nb::arg("src"), nb::arg("exponents"),

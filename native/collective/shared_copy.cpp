@@ -1,10 +1,13 @@
 #include <netfold/collective/shared_copy.hpp>
+#include <netfold/kernels/copy.hpp>
 
 #include <algorithm>
 #include <cstring>
 
 namespace netfold::collective {
 namespace {
+
+using kernels::copy;
 
 constexpr auto kStream = &transport::SharedNode::Segment::to_copy;
 // Between two looks at the deadline and at who has left.
@@ -14,14 +17,11 @@ constexpr std::size_t kPieceBytes = 1 << 20;
 // docs/algorithms.md.
 constexpr std::size_t kLendBytes = 512 << 10;
 
-void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
-}
-
 }  // namespace
 
 SharedCopy::SharedCopy(const Call& call, transport::Mesh& mesh, transport::SharedNode& node)
     : SharedCall(call, mesh, node),
+      streams_(call.choice_bytes() >= kernels::kBeyondCaches),
       collected_(static_cast<std::size_t>(node.size())),
       copied_(static_cast<std::size_t>(node.size())),
       by_slots_(static_cast<std::size_t>(node.size())),
@@ -84,7 +84,7 @@ bool SharedCopy::copy_own() {
   const Buffer& to = into(self_);
   const Buffer& mine = has_table() ? call_.inputs[at] : given();
   const std::size_t bytes = std::min(kPieceBytes, to.bytes - copied_[at]);
-  copy_bytes(to.data + copied_[at], mine.data + copied_[at], bytes);
+  copy(to.data + copied_[at], mine.data + copied_[at], bytes, streams_);
   copied_[at] += bytes;
   complete_[at] = copied_[at] == to.bytes;
   return true;
@@ -102,13 +102,13 @@ void SharedCopy::write_post(std::byte* data) {
   if (!gives()) return;
   if (!has_table()) {
     if (mine_.rounds > 0) return lend(data, {&given(), 1});
-    return copy_bytes(data, given().data, given().bytes);
+    return copy(data, given().data, given().bytes, false);
   }
   write_table(data);
   data += table_bytes();
   if (mine_.rounds > 0) return lend(data, call_.inputs);
   for (const Buffer& input : call_.inputs) {
-    copy_bytes(data, input.data, input.bytes);
+    copy(data, input.data, input.bytes, false);
     data += round_up(input.bytes, kLine);
   }
 }
@@ -123,6 +123,8 @@ void SharedCopy::lend(std::byte* data, std::span<const Buffer> buffers) {
 
 bool SharedCopy::pays_to_lend(std::size_t bytes) const {
   if (call_.kind == Kind::broadcast) return size_ == 2 && bytes < kLendBytes;
+  if (call_.kind == Kind::all_gather && size_ > 2 && streams_)
+    return false;  // the kernel does not copy past the caches
   return size_ == 2 || call_.kind == Kind::all_to_all || bytes >= kLendBytes;
 }
 
@@ -157,7 +159,7 @@ bool SharedCopy::copy_post(int source) {
     std::memcpy(&bytes, post_data(source) + static_cast<std::size_t>(i) * sizeof bytes, sizeof bytes);
     from += round_up(bytes, kLine);
   }
-  copy_bytes(into(source).data, from, into(source).bytes);
+  copy(into(source).data, from, into(source).bytes, false);
   return complete_[static_cast<std::size_t>(source)] = true;
 }
 
@@ -181,7 +183,7 @@ bool SharedCopy::read_piece(int source, std::size_t first, std::size_t bytes) {
   if (theirs_[at].refers == Refers::to_regions) {
     const std::byte* from = referred(source, index, to.bytes);
     if (failure_) return false;
-    copy_bytes(to.data + first, from + first, bytes);
+    copy(to.data + first, from + first, bytes, streams_);
     return true;
   }
   using Read = transport::PeerMemory::Read;
@@ -220,7 +222,7 @@ bool SharedCopy::offer() {
     if (has_table() && reader == self_) continue;
     const Buffer& from = has_table() ? call_.inputs[static_cast<std::size_t>(reader)] : given();
     const Part what = part(offered_, reader, from.bytes);
-    copy_bytes(to + what.in_slot, from.data + what.first, what.bytes);
+    copy(to + what.in_slot, from.data + what.first, what.bytes, false);
     if (!has_table()) break;  // one for all
   }
   publish(kStream, ++offered_);
@@ -233,7 +235,7 @@ bool SharedCopy::collect(int source) {
   if (published(kStream, source) <= collected) return false;
   const Buffer& to = into(source);
   const Part what = part(collected, self_, to.bytes);
-  copy_bytes(to.data + what.first, slot(kStream, source, collected) + what.in_slot, what.bytes);
+  copy(to.data + what.first, slot(kStream, source, collected) + what.in_slot, what.bytes, streams_);
   take(kStream, source, ++collected);
   complete_[at] = collected == theirs_[at].rounds;
   node_.ring();

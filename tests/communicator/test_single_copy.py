@@ -84,6 +84,18 @@ def call(group: Communicator, operation: str, bytes_: int, *, uneven: int = 0, s
             same(into[other], other, rank)
 
 
+def long_ones(rank: int, size: int, folder: str, single_copy: str) -> None:
+    with join(rank, size, folder, single_copy=single_copy) as group:
+        for operation in OPERATIONS:
+            call(group, operation, (33 << 20) + 5 if operation == "broadcast" else (33 << 20) // size + 4099, uneven=3)
+
+
+@pytest.mark.parametrize("single_copy", ["on", "off"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_long_is_copied_past_the_caches_to_the_last_byte(size: int, single_copy: str) -> None:
+    values(run_threads(long_ones, size, single_copy))
+
+
 def every_operation(rank: int, size: int, folder: str, single_copy: str) -> tuple[int | None, str]:
     with join(rank, size, folder, single_copy=single_copy) as group:
         for operation in OPERATIONS:

@@ -304,6 +304,19 @@ def test_convert_handles_every_size_and_alignment_and_stays_in_bounds(to, from_,
         assert_same_bits(dst, expected, f"{from_} -> {to} {isa} count={count} unaligned")
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_copy_past_the_caches_is_a_copy_at_every_size_and_alignment_and_stays_in_bounds(streams):
+    source = np.random.default_rng(16).integers(0, 256, 5000, np.uint8)
+    for count in (0, 1, 63, 64, 65, 127, 128, 200, 4096, 4500):
+        for target in (0, 1, 17, 63):
+            for first in (0, 5):
+                memory = np.full(count + 200, 0x2A, np.uint8)
+                at = -memory.ctypes.data % 64 + target
+                kernels.copy(memory[at : at + count], source[first : first + count], streams=streams)
+                assert (memory[at : at + count] == source[first : first + count]).all()
+                assert (memory[:at] == 0x2A).all() and (memory[at + count :] == 0x2A).all()
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", MEMORY)
 def test_a_dtype_to_itself_is_a_copy_of_the_bits(dtype, isa):

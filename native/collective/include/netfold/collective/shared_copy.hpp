@@ -55,6 +55,7 @@ class SharedCopy final : public SharedCall {
   bool waits_for(int position) const override;
   bool reads(Stream stream, int reader) const override;
 
+  const bool streams_;                    // so much is copied that it goes past the caches
   std::uint32_t offered_ = 0;             // rounds
   std::vector<std::uint32_t> collected_;  // by position
   std::vector<std::size_t> copied_;       // bytes of what they refer to, and of this rank's own; by position
