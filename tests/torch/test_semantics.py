@@ -30,6 +30,23 @@ def raises(kind: type[BaseException], call: Any) -> BaseException:
 
 
 @case
+def a_group_outside_the_world_ends_with_its_last_reference(dist: Any, rank: int, size: int, folder: str) -> None:
+    import torch
+
+    import netfold.torch
+
+    store = dist.FileStore(f"{folder}/outside", size)
+    group = netfold.torch.new_process_group(store, rank, size, timeout=timedelta(seconds=30))
+    group.allreduce([torch.ones(3)]).wait()
+    if rank == 1:
+        del group
+    else:
+        error = raises(RuntimeError, lambda: group.allreduce([torch.ones(3)]).wait())
+        assert "rank 1 closed the group" in str(error), str(error)
+    dist.barrier()
+
+
+@case
 def the_coalescing_manager_makes_one_operation_of_several(dist: Any, rank: int, size: int, folder: str) -> None:
     import torch
     from torch.distributed import _coalescing_manager

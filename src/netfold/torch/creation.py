@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import os
 import sys
+import threading
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -46,7 +47,16 @@ def create(options: Any, pg_options: Any) -> ProcessGroupNetfold:
 def standalone(store: Store, rank: int, size: int, timeout: timedelta, options: Options | None) -> ProcessGroupNetfold:
     """See `netfold.torch.new_process_group`."""
     part = PrefixStore("netfold", store)
-    return _known(ProcessGroupNetfold(_meet(part, rank, size, timeout, options), store, part))
+    group = _meet(part, rank, size, timeout, options)
+    made = _known(ProcessGroupNetfold(group, store, part))
+    # torch does not know of this one, so nobody but its user says when it ends; torchft forgets it without a word.
+    weakref.finalize(made, _close_apart, group).atexit = False
+    return made
+
+
+def _close_apart(group: Group) -> None:
+    """On a thread of its own: objects are collected in any thread, whatever locks it holds."""
+    threading.Thread(target=group.close, name="netfold closes", daemon=True).start()
 
 
 def _meet(store: Store, rank: int, size: int, timeout: timedelta, options: Options | None) -> Group:
