@@ -19,6 +19,12 @@ namespace {
 
 constexpr std::uint32_t kWakeId = 0xffffffff;  // job ids stay below it
 
+std::int64_t monotonic_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
 }  // namespace
 
 Plane::Plane() : epoll_(epoll_create1(EPOLL_CLOEXEC)), wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
@@ -71,6 +77,8 @@ std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const
     job->workers.back().nonce = nonce;
   }
   job->counters.last_arrivals.resize(nonces.size());
+  job->counters.arrivals.resize(nonces.size());
+  job->counters.arrival_lag_ns.resize(nonces.size());
   const std::uint16_t port = job->socket->local().port();
   on_thread([&] {
     epoll_event event{.events = EPOLLIN, .data = {.u64 = job_id}};
@@ -92,6 +100,7 @@ int Plane::receive_buffer_bytes(std::uint32_t job_id) {
 void Plane::begin(const protocol::JobConfig& config) {
   // Slots are allocated here, not between two batches of other jobs.
   auto machine = std::make_unique<SwitchJob>(config);
+  std::vector<First> firsts(machine->slot_count());
   on_thread([&] {
     const auto found = jobs_.find(config.job);
     if (found == jobs_.end()) throw std::invalid_argument("begin: no such job");
@@ -102,6 +111,7 @@ void Plane::begin(const protocol::JobConfig& config) {
     }
     if (!silent.empty()) throw std::invalid_argument("begin: no hello came from worker" + silent);
     job.machine = std::move(machine);
+    job.firsts = std::move(firsts);
   });
 }
 
@@ -123,6 +133,10 @@ std::optional<JobCounters> Plane::counters(std::uint32_t job_id) {
       counters = found->second->counters;
       counters->receive_calls = found->second->socket->receive_calls;
       counters->received_datagrams = found->second->socket->received_datagrams;
+      if (const auto* machine = found->second->machine.get()) {
+        counters->slots = machine->slot_count();
+        counters->slots_collecting = machine->collecting_count();
+      }
     }
   });
   return counters;
@@ -181,11 +195,14 @@ void Plane::run() {
 }
 
 void Plane::receive(Job& job) {
-  job.socket->receive(
-      [&](std::span<const std::byte> bytes, const transport::Address& source) { take(job, bytes, source); });
+  std::int64_t now_ns = 0;
+  job.socket->receive([&](std::span<const std::byte> bytes, const transport::Address& source) {
+    if (now_ns == 0) now_ns = monotonic_ns();
+    take(job, bytes, source, now_ns);
+  });
 }
 
-void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Address& source) {
+void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Address& source, std::int64_t now_ns) {
   const auto count_drop = [&](Drop reason) { ++job.counters.drops[static_cast<std::size_t>(reason)]; };
   const auto view = protocol::PacketView::parse(bytes);
   if (!view) return count_drop(Drop::malformed);
@@ -201,11 +218,11 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Ad
     case SwitchJob::Outcome::dropped:
       return count_drop(handled.drop);
     case SwitchJob::Outcome::stored:
-      ++job.counters.contributions;
-      return;
+      return arrived(job, handled, now_ns);
     case SwitchJob::Outcome::completed:
-      ++job.counters.contributions;
+      arrived(job, handled, now_ns);
       ++job.counters.results;
+      job.counters.result_bytes += job.machine->agreement(handled.slot).value_bytes();
       ++job.counters.last_arrivals[handled.worker];
       for (Worker& worker : job.workers) queue(job, worker, handled.slot);
       return;
@@ -215,6 +232,14 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Ad
     case SwitchJob::Outcome::mismatch:
       return tell_mismatch(job, handled, bytes);
   }
+}
+
+void Plane::arrived(Job& job, const SwitchJob::Handled& handled, std::int64_t now_ns) {
+  ++job.counters.contributions;
+  First& first = job.firsts[handled.slot];
+  if (first.chunk != handled.chunk) first = {handled.chunk, now_ns};
+  ++job.counters.arrivals[handled.worker];
+  job.counters.arrival_lag_ns[handled.worker] += static_cast<std::uint64_t>(now_ns - first.ns);
 }
 
 void Plane::hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,

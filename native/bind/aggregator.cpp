@@ -38,6 +38,7 @@ void bind_aggregator(nb::module_& m) {
         nb::dict out;
         out["contributions"] = counters->contributions;
         out["results"] = counters->results;
+        out["result_bytes"] = counters->result_bytes;
         out["answers_sent"] = counters->answers_sent;
         out["answers_again"] = counters->answers_again;
         out["mismatches"] = counters->mismatches;
@@ -48,6 +49,10 @@ void bind_aggregator(nb::module_& m) {
         out["receive_calls"] = counters->receive_calls;
         out["received_datagrams"] = counters->received_datagrams;
         out["last_arrivals"] = counters->last_arrivals;
+        out["arrivals"] = counters->arrivals;
+        out["arrival_lag_ns"] = counters->arrival_lag_ns;
+        out["slots"] = counters->slots;
+        out["slots_collecting"] = counters->slots_collecting;
         nb::dict drops;
         for (int i = 1; i < protocol::kDropCount; ++i) {
           drops[protocol::name(static_cast<protocol::Drop>(i))] = counters->drops[i];

@@ -118,4 +118,6 @@ void Agreement::fill(Header& header) const {
   header.table = table;
 }
 
+std::size_t Agreement::value_bytes() const { return count * kernels::element_bytes(static_cast<kernels::DType>(wire)); }
+
 }  // namespace netfold::protocol

@@ -173,6 +173,12 @@ std::vector<std::uint16_t> SwitchJob::missing(std::uint64_t chunk) const {
   return workers;
 }
 
+std::uint32_t SwitchJob::collecting_count() const {
+  std::uint32_t count = 0;
+  for (const Slot& slot : slots_) count += !slot.complete && slot.contributed_count > 0;
+  return count;
+}
+
 std::byte* SwitchJob::contribution(std::uint32_t slot, std::uint16_t worker) {
   const std::size_t index = static_cast<std::size_t>(slot) * config_.workers + worker;
   return contributions_.data() + index * config_.payload_bytes;

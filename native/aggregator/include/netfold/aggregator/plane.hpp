@@ -29,6 +29,7 @@ namespace netfold::aggregator {
 struct JobCounters {
   std::uint64_t contributions = 0;  // packets that counted
   std::uint64_t results = 0;        // chunks completed
+  std::uint64_t result_bytes = 0;   // of their values, without padding
   std::uint64_t answers_sent = 0;   // packets
   std::uint64_t answers_again = 0;  // to late duplicates
   std::uint64_t mismatches = 0;
@@ -40,6 +41,12 @@ struct JobCounters {
   std::uint64_t receive_calls = 0;
   std::uint64_t received_datagrams = 0;
   std::vector<std::uint64_t> last_arrivals;  // by worker: how often it was the one all others waited for
+  // By worker: contributions that counted, and how long after their chunk's first they came, summed. The clock is
+  // read once a batch, so what arrived in one batch counts as simultaneous.
+  std::vector<std::uint64_t> arrivals;
+  std::vector<std::uint64_t> arrival_lag_ns;
+  std::uint32_t slots = 0;             // 0 before the job begins
+  std::uint32_t slots_collecting = 0;  // hold contributions of some workers and wait for the others
 };
 
 class Plane {
@@ -73,6 +80,11 @@ class Plane {
     // needed.
     std::deque<std::uint32_t> pending;
   };
+  // When the first contribution to a slot's present chunk came.
+  struct First {
+    std::uint64_t chunk = ~std::uint64_t{0};
+    std::int64_t ns = 0;
+  };
   struct Job {
     std::uint32_t id = 0;
     std::uint32_t incarnation = 0;
@@ -80,6 +92,7 @@ class Plane {
     std::unique_ptr<protocol::SwitchJob> machine;
     std::vector<Worker> workers;
     JobCounters counters;
+    std::vector<First> firsts;  // by slot
     bool blocked = false;
     std::vector<iovec> pieces;
   };
@@ -87,7 +100,8 @@ class Plane {
   void run();
   void on_thread(const std::function<void()>& command);
   void receive(Job& job);
-  void take(Job& job, std::span<const std::byte> bytes, const transport::Address& source);
+  void take(Job& job, std::span<const std::byte> bytes, const transport::Address& source, std::int64_t now_ns);
+  void arrived(Job& job, const protocol::SwitchJob::Handled& handled, std::int64_t now_ns);
   void hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
              const transport::Address& source);
   void queue(Job& job, Worker& worker, std::uint32_t slot);

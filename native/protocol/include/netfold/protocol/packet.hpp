@@ -115,6 +115,7 @@ struct Agreement {
 
   static Agreement of(const Header& header);
   void fill(Header& header) const;
+  std::size_t value_bytes() const;  // of a packet's values, without padding
   bool operator==(const Agreement&) const = default;
 };
 

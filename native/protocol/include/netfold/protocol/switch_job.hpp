@@ -80,6 +80,9 @@ class SwitchJob {
   // unknown.
   std::vector<std::uint16_t> missing(std::uint64_t chunk) const;
 
+  // Slots that hold contributions of some workers and wait for the others. Looks at every slot.
+  std::uint32_t collecting_count() const;
+
   const JobConfig& config() const { return config_; }
   std::size_t packet_bytes() const { return kHeaderBytes + config_.payload_bytes; }
   std::uint32_t slot_count() const { return 2 * config_.window; }
