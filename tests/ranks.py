@@ -158,7 +158,7 @@ def running_switch(*options: str) -> Iterator[RunningSwitch]:
     """A daemon on a free loopback port. Stopped by SIGTERM, which must end it with exit code 0."""
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0", *options],
+            [sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0", "--drain-s", "0", *options],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

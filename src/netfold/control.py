@@ -2,7 +2,8 @@
 
 Membership lives here, data does not. A message is a map with a `type`; sizes are bounded, unknown types are an error.
 
-    worker -> switch   join      job, rank, ranks, window_bytes, timeout_s   (ranks: of all workers, in worker order)
+    worker -> switch   join      version, job, name, rank, ranks, window_bytes, timeout_s
+                                 (job: a digest; name: what people call it; ranks: of all workers, in worker order)
     switch -> worker   admitted  job_id, incarnation, nonce, port           (send hello packets to that UDP port)
                        refused   reason
     worker -> switch   ready     payload_bytes                              (the longest that came back)

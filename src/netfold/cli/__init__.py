@@ -17,8 +17,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo.demo)
-app.command("switch")(switch.switch)
 app.command("explain")(explain.explain)
+app.add_typer(switch.app, name="switch")
 app.add_typer(bench.app, name="bench")
 app.add_typer(rack.app, name="rack")
 app.add_typer(doctor.app, name="doctor")

@@ -1,17 +1,26 @@
-"""`netfold switch`: run an aggregator."""
+"""`netfold switch`: run an aggregator, and look at one."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
+from collections.abc import Awaitable
 from typing import Annotated
 
 import typer
 
+app = typer.Typer(help="Run an aggregator: it adds up the gradients of the jobs that join it.")
 
+# As of a shell: the command line, or this machine, cannot do what was asked.
+CANNOT = 2
+
+
+@app.callback(invoke_without_command=True)
 def switch(
+    context: typer.Context,
     listen: Annotated[
         str, typer.Option(help="Address and port to listen on; port 0 takes a free one.")
     ] = "127.0.0.1:7171",
@@ -23,21 +32,37 @@ def switch(
     max_workers: Annotated[int, typer.Option(min=1, max=256, help="Workers a job may have.")] = 256,
     memory: Annotated[str, typer.Option(help="Memory for slots of all jobs, such as 512M or 2G.")] = "1G",
     window: Annotated[str, typer.Option(help="Bytes one worker may have in flight.")] = "1M",
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            help="Address and port for /metrics, /healthz and /status: plain HTTP, readable by who reaches it."
+        ),
+    ] = None,
+    drain_s: Annotated[
+        float, typer.Option("--drain-s", min=0, help="Seconds that running jobs have to end after SIGTERM.")
+    ] = 30.0,
     log: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run an aggregator: it adds up the gradients of the jobs that join it.
 
     Workers find it by NETFOLD_SWITCH=host:port. The address above is TCP, for membership; each job gets a UDP port of
-    its own for data. SIGTERM or Ctrl-C stops it: workers are told, and the exit code is 0.
+    its own for data. SIGTERM drains it: no new job, and running ones have --drain-s seconds; Ctrl-C, or a second
+    signal, stops it at once. Workers that are still there are told, and the exit code is 0.
     """
+    if context.invoked_subcommand is not None:
+        return
     from netfold import control
     from netfold.bench.sizes import parse_size
     from netfold.switch import Limits, Switch
+    from netfold.switch.facts import OneLine, say
+    from netfold.switch.web import Web
 
     level = getattr(logging, log.upper(), None)
     if not isinstance(level, int):
         raise typer.BadParameter(f"{log!r} is not a log level", param_hint="--log")
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(message)s")
+    output = logging.StreamHandler(sys.stderr)
+    output.setFormatter(OneLine())
+    logging.basicConfig(level=level, handlers=[output])
     try:
         host, port = control.parse_endpoint(listen, what="--listen")
         limits = Limits(
@@ -47,32 +72,100 @@ def switch(
             window_bytes=parse_size(window),
         )
         daemon = Switch(host, port, limits=limits, open_to_all=open_to_all)
+        web = None if metrics is None else Web(*control.parse_endpoint(metrics, what="--metrics"), daemon.status)
     except ValueError as error:
         typer.echo(f"netfold switch: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise typer.Exit(CANNOT) from None
 
     async def serve() -> None:
-        stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        told = asyncio.Event()
+        at_once = asyncio.Event()
+        signals: list[signal.Signals] = []
 
         def stop(number: signal.Signals) -> None:
-            if not stopped.done():
-                stopped.set_result(number.name)
+            signals.append(number)
+            told.set()
+            if number == signal.SIGINT or len(signals) > 1:
+                at_once.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
-        bound_host, bound_port = await daemon.start()
+        if web is not None:
+            address = control.format_endpoint(*await bind(web.start(), metrics or ""))
+            say(logging.INFO, "metrics", f"metrics at http://{address}/metrics", address=address)
+        bound_host, bound_port = await bind(daemon.start(), listen)
         # One line on stdout, for who starts a switch from a program; all else is log, on stderr.
         print(f"netfold switch listening on {control.format_endpoint(bound_host, bound_port)}", flush=True)
-        reason = await stopped
+        await told.wait()
+        reason = signals[0].name
+        drained = asyncio.ensure_future(daemon.drain(reason, drain_s))
+        hurried = asyncio.ensure_future(at_once.wait())
+        await asyncio.wait([drained, hurried], return_when=asyncio.FIRST_COMPLETED)
+        for each in (drained, hurried):
+            each.cancel()
         await daemon.stop(reason)
-        logging.getLogger("netfold.switch").info("stopped by %s", reason)
+        if web is not None:
+            web.stop()
+        say(logging.INFO, "stopped", f"stopped by {reason}", signal=reason)
+
+    async def bind(starting: Awaitable[tuple[str, int]], where: str) -> tuple[str, int]:
+        try:
+            return await starting
+        except OSError as error:
+            typer.echo(
+                f"netfold switch: cannot listen on {where}: {error.strerror or error}. Is another switch running "
+                "there, or is the address not this machine's?",
+                err=True,
+            )
+            raise typer.Exit(1) from None
+
+    asyncio.run(serve())
+
+
+@app.command()
+def status(
+    endpoint: Annotated[str, typer.Argument(help="host:port of the switch's --metrics.")],
+    once: Annotated[bool, typer.Option("--once", help="Print it once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
+    every_s: Annotated[float, typer.Option("--every-s", min=0.1, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """What a switch is doing: its jobs, their traffic, and which rank is late. Ctrl-C ends it.
+
+    The exit code is 1 when the switch does not answer.
+    """
+    import json
+    import time
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from netfold import control
+    from netfold.switch.view import read_status, show
 
     try:
-        asyncio.run(serve())
+        address = control.parse_endpoint(endpoint, what="ENDPOINT")
+    except ValueError as error:
+        typer.echo(f"netfold switch status: {error}", err=True)
+        raise typer.Exit(CANNOT) from None
+    try:
+        now = read_status(address)
+        if as_json:
+            print(json.dumps(now, indent=2))
+            return
+        # A pipe has no width; a line a job is what a program can cut up.
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        if once:
+            console.print(show(now, None))
+            return
+        with contextlib.suppress(KeyboardInterrupt), Live(show(now, None), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(every_s)
+                before, now = now, read_status(address)
+                live.update(show(now, before), refresh=True)
     except OSError as error:
         typer.echo(
-            f"netfold switch: cannot listen on {listen}: {error.strerror or error}. Is another switch running there, "
-            "or is the address not this machine's?",
+            f"netfold switch status: nothing to read at http://{endpoint}/status ({error}). Is the switch up, with "
+            f"`--metrics {endpoint}`?",
             err=True,
         )
         raise typer.Exit(1) from None

@@ -56,9 +56,20 @@ class Membership:
 
     @classmethod
     def join(
-        cls, endpoint: str, *, job: str, rank: int, workers: Sequence[int], window_bytes: int, timeout_s: float
+        cls,
+        endpoint: str,
+        *,
+        job: str,
+        name: str,
+        rank: int,
+        workers: Sequence[int],
+        window_bytes: int,
+        timeout_s: float,
     ) -> Membership:
-        """Join `job` at the switch as `rank`, one of `workers`; returns when all have. SwitchError says what failed."""
+        """Join `job` at the switch as `rank`, one of `workers`; returns when all have.
+
+        job: the digest that names it to the switch; name: what people call it. SwitchError says what failed.
+        """
         deadline = time.monotonic() + timeout_s
         switch_host, switch_port = control.parse_endpoint(endpoint, what="NETFOLD_SWITCH")
         who = f"rank {rank}: the switch at {endpoint} (NETFOLD_SWITCH)"
@@ -77,7 +88,7 @@ class Membership:
             raise SwitchError(f"{who} cannot be reached: {error.strerror or error}") from None
         self = cls(stream, endpoint, rank, workers)
         try:
-            self._join(who, job, window_bytes, deadline, timeout_s)
+            self._join(who, job, name, window_bytes, deadline, timeout_s)
         except TimeoutError:
             stream.close()
             raise SwitchError(
@@ -92,13 +103,14 @@ class Membership:
             raise
         return self
 
-    def _join(self, who: str, job: str, window_bytes: int, deadline: float, timeout_s: float) -> None:
+    def _join(self, who: str, job: str, name: str, window_bytes: int, deadline: float, timeout_s: float) -> None:
         control.send(
             self._stream,
             {
                 "type": "join",
                 "version": control.VERSION,
                 "job": job,
+                "name": name,
                 "rank": self.rank,
                 "ranks": list(self.workers),
                 "window_bytes": window_bytes,
@@ -242,6 +254,7 @@ def join_for_host(
     endpoint: str,
     *,
     job: str,
+    name: str,
     rank: int,
     workers: Sequence[int],
     host: Mapping[int, socket.socket | None],
@@ -263,7 +276,13 @@ def join_for_host(
     refused: str | None = f"rank {rank} failed while it joined the switch; see its own output"
     try:
         membership = Membership.join(
-            endpoint, job=job, rank=rank, workers=workers, window_bytes=window_bytes, timeout_s=timeout_s
+            endpoint,
+            job=job,
+            name=name,
+            rank=rank,
+            workers=workers,
+            window_bytes=window_bytes,
+            timeout_s=timeout_s,
         )
         refused = None
         return membership

@@ -15,6 +15,7 @@ class Options:
     """Options of a group. A field that is None takes its environment variable, else its default.
 
     switch: the aggregator as host:port (NETFOLD_SWITCH); none: host algorithms.
+    job_name: what the switch's metrics and log call this job (NETFOLD_JOB_NAME); letters, digits and _.:/+-, up to 64.
     algorithm: auto, the name of an algorithm for every operation that it can do, or operation=algorithm pairs by commas
         (NETFOLD_ALGORITHM; docs/algorithms.md).
     wire: auto, f32, bf16 or f16: what f32 tensors travel as (NETFOLD_WIRE); auto never loses a bit.
@@ -38,6 +39,7 @@ class Options:
     """
 
     switch: str | None = None
+    job_name: str | None = None
     algorithm: str | None = None
     wire: str | None = None
     transport: str | None = None
@@ -69,6 +71,10 @@ class Options:
             if getattr(options, name) not in ("on", "off"):
                 raise ValueError(f"NETFOLD_{name.upper()}={getattr(options, name)!r} is not one of on, off")
         options.port_range()
+        if options.job_name is not None and not re.fullmatch(r"[\w.:/+-]{1,64}", options.job_name, re.ASCII):
+            raise ValueError(
+                f"NETFOLD_JOB_NAME={options.job_name!r} is no name for a job: up to 64 letters, digits and _.:/+-"
+            )
         if options.switch is not None:
             parse_endpoint(options.switch, what="NETFOLD_SWITCH")
         return options

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +16,7 @@ from typing import Any
 from netfold import control
 from netfold._native import protocol
 from netfold._native.aggregator import Plane
-
-log = logging.getLogger("netfold.switch")
+from netfold.switch.facts import say
 
 # A connection that has not said `join` by then is no worker.
 JOIN_TIMEOUT_S = 10.0
@@ -25,6 +26,12 @@ MAX_ASSEMBLY_S = 600.0
 MIN_WINDOW_CHUNKS = 8
 MIN_PAYLOAD_BYTES = 512
 MAX_JOB_NAME = 128
+# What people call a job: a label in metrics and a word in the log.
+_LABEL = re.compile(r"[\w.:/+-]{0,64}", re.ASCII)
+# How often a switch that drains looks whether its jobs have ended.
+_DRAIN_POLL_S = 0.1
+# Counters that stay when their job has ended.
+_TOTALS = ("result_bytes", "results", "contributions", "answers_sent", "answers_again")
 # Two types until Python 3.11, one since.
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError)
 
@@ -50,7 +57,8 @@ class _Member:
 
 @dataclass
 class _Job:
-    name: str
+    name: str  # a digest that only its ranks know
+    label: str
     id: int
     ranks: tuple[int, ...]  # what its workers, by number, are called
     host: str
@@ -61,6 +69,7 @@ class _Job:
     created: float
     members: dict[int, _Member] = field(default_factory=dict)
     started: bool = False
+    epoch: int = 0
     memory_bytes: int = 0
     timer: asyncio.TimerHandle | None = None
 
@@ -68,9 +77,18 @@ class _Job:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def who(self) -> dict[str, object]:
+        """Its fields in the log."""
+        return {"job": self.name, "name": self.label or None, "id": f"{self.id:08x}"}
+
 
 class _RefusedError(Exception):
-    """Said to the worker in its words."""
+    """Said to the worker in its words; `kind` is the reason in one, for counting."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
 
 
 class Switch:
@@ -95,6 +113,13 @@ class Switch:
         self._next_epoch = 1
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._draining = ""
+        self._started_s = time.monotonic()
+        self._jobs_started = 0
+        self._refusals: Counter[str] = Counter()
+        # What jobs did that have ended.
+        self._ended: Counter[str] = Counter()
+        self._ended_drops: Counter[str] = Counter()
 
     async def start(self) -> tuple[str, int]:
         """Bind and listen; the address that was bound. OSError where it cannot be."""
@@ -103,23 +128,70 @@ class Switch:
         self._port = bound[1]
         return str(bound[0]), int(bound[1])
 
+    async def drain(self, reason: str, within_s: float) -> None:
+        """Take no new job, end those that have not begun, and wait for the others to end, at most `within_s`."""
+        self._draining = reason
+        for job in [job for job in self._jobs.values() if not job.started]:
+            await self._end(job, "draining", f"the switch is shutting down: {reason}")
+        say(logging.INFO, "drain", f"draining after {reason}", jobs=len(self._jobs), within_s=within_s)
+        deadline = time.monotonic() + within_s
+        while self._jobs and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+
     async def stop(self, reason: str) -> None:
         """Tell every worker, end every job, close the port."""
         if self._server is not None:
             self._server.close()
         for job in list(self._jobs.values()):
-            await self._end(job, f"the switch is shutting down: {reason}")
+            await self._end(job, "draining", f"the switch is shutting down: {reason}")
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    @property
-    def job_count(self) -> int:
-        return len(self._jobs)
+    def status(self) -> dict[str, Any]:
+        """What there is to see from outside, as plain values; units are last in the names."""
+        jobs = [self._job_status(job) for job in self._jobs.values()]
+        drops = self._ended_drops.copy()
+        totals = self._ended.copy()
+        for counters in (job["counters"] for job in jobs):
+            drops.update(counters["drops"])
+            totals.update({name: counters[name] for name in _TOTALS})
+        return {
+            "state": "draining" if self._draining else "serving",
+            "uptime_s": time.monotonic() - self._started_s,
+            "cpu_s": self._plane.cpu_ns() / 1e9,
+            "incarnation": self.incarnation,
+            "connections": self._connections,
+            "memory_granted_bytes": self._memory_bytes,
+            "memory_free_bytes": self.limits.memory_bytes - self._memory_bytes,
+            "jobs_limit": self.limits.jobs,
+            "jobs_started": self._jobs_started,
+            "refusals": dict(self._refusals),
+            "totals": {**{name: totals[name] for name in _TOTALS}, "drops": dict(drops)},
+            "jobs": jobs,
+        }
 
-    @property
-    def granted_bytes(self) -> int:
-        return self._memory_bytes
+    def _job_status(self, job: _Job) -> dict[str, Any]:
+        counters = self._plane.counters(job.id)
+        assert counters is not None, "a job is there as long as its data port"
+        lags = zip(job.ranks, counters["arrivals"], counters["arrival_lag_ns"], counters["last_arrivals"], strict=True)
+        return {
+            "id": f"{job.id:08x}",
+            "name": job.label,
+            "state": "running" if job.started else "assembling",
+            "size": job.size,
+            "joined": len(job.members),
+            "epoch": job.epoch,
+            "port": job.port,
+            "age_s": time.monotonic() - job.created,
+            "memory_bytes": job.memory_bytes,
+            "retransmissions": _retransmissions(counters),
+            "counters": counters,
+            "ranks": [
+                {"rank": rank, "arrivals": arrivals, "lag_s": lag_ns / 1e9, "last": last}
+                for rank, arrivals, lag_ns, last in lags
+            ],
+        }
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -130,13 +202,15 @@ class Switch:
         address = control.format_endpoint(peer[0], peer[1]) if peer else "?"
         try:
             if self._connections > self.limits.connections:
-                raise _RefusedError(f"this switch serves at most {self.limits.connections} connections")
+                raise _RefusedError("full", f"this switch serves at most {self.limits.connections} connections")
             await self._serve(reader, writer, address)
         except _RefusedError as refusal:
-            log.warning("refused %s: %s", address, refusal)
+            self._refusals[refusal.kind] += 1
+            say(logging.WARNING, "refused", f"refused {address}: {refusal}", peer=address, reason=refusal.kind)
             await _tell(writer, {"type": "refused", "reason": str(refusal)})
         except (control.ProtocolError, asyncio.IncompleteReadError, ConnectionError, *_TIMEOUTS) as error:
-            log.warning("dropped connection from %s before it joined: %s", address, error or type(error).__name__)
+            what = f"dropped connection from {address} before it joined: {error or type(error).__name__}"
+            say(logging.WARNING, "stranger", what, peer=address)
         except asyncio.CancelledError:
             pass
         finally:
@@ -179,7 +253,8 @@ class Switch:
             raise
         except control.ProtocolError as error:
             reason = f"it broke the control protocol: {error}"
-            log.warning("job %s: rank %d: %s", job.name, member.rank, reason)
+            what = f"job {job.name}: rank {member.rank}: {reason}"
+            say(logging.WARNING, "protocol_error", what, **job.who, rank=member.rank)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -190,41 +265,60 @@ class Switch:
             raise control.ProtocolError(f"expected join, not {message['type']!r}")
         if message.get("version") != control.VERSION:
             raise _RefusedError(
+                "version",
                 f"this switch speaks control protocol {control.VERSION}, the worker {message.get('version')}: "
-                "run the same netfold on both sides"
+                "run the same netfold on both sides",
             )
-        name = message.get("job")
+        name, label = message.get("job"), message.get("name", "")
         rank, ranks = message.get("rank"), _ranks(message)
         if not isinstance(name, str) or not 0 < len(name) <= MAX_JOB_NAME:
             raise control.ProtocolError("join without a job name")
+        if not isinstance(label, str) or not _LABEL.fullmatch(label):
+            raise control.ProtocolError(f"join of a job that is called {str(label)[:80]!r}")
         if rank not in ranks:
             raise control.ProtocolError(f"join as rank {rank!r}, which is not one of the job's {len(ranks)}")
         job = self._jobs.get(name)
         if job is None:
-            job = self._open(name, ranks, message, writer)
+            job = self._open(name, label, ranks, message, writer)
         if job.size != len(ranks):
-            raise _RefusedError(f"rank {rank} says that its job has {len(ranks)} ranks; others said {job.size}")
+            raise _RefusedError(
+                "mismatch", f"rank {rank} says that its job has {len(ranks)} ranks; others said {job.size}"
+            )
         if job.ranks != ranks:
             raise _RefusedError(
-                f"rank {rank} says that the ranks of its job are {_list(ranks)}; others said other ones"
+                "mismatch",
+                f"rank {rank} says that the ranks of its job are {_list(ranks)}; others said other ones",
             )
         if rank in job.members:
             raise _RefusedError(
+                "duplicate",
                 f"rank {rank} of this job has joined before, from {job.members[rank].address}: two processes were "
-                "started with the same rank"
+                "started with the same rank",
             )
         if job.started:
-            raise _RefusedError("this job is under way; a restarted worker must come with a new group")
+            raise _RefusedError("under way", "this job is under way; a restarted worker must come with a new group")
         member = job.members[rank] = _Member(rank, writer, address)
-        log.info("job %s: rank %d of %d joined from %s", name, rank, job.size, address)
+        what = f"job {name}: rank {rank} of {job.size} joined from {address}"
+        say(logging.INFO, "joined", what, **job.who, rank=rank, peer=address)
         return job, member
 
-    def _open(self, name: str, ranks: tuple[int, ...], message: control.Message, writer: asyncio.StreamWriter) -> _Job:
+    def _open(
+        self,
+        name: str,
+        label: str,
+        ranks: tuple[int, ...],
+        message: control.Message,
+        writer: asyncio.StreamWriter,
+    ) -> _Job:
         size = len(ranks)
+        if self._draining:
+            raise _RefusedError("draining", f"the switch is shutting down: {self._draining}")
         if len(self._jobs) >= self.limits.jobs:
-            raise _RefusedError(f"this switch is full: it serves {self.limits.jobs} jobs (--max-jobs)")
+            raise _RefusedError("full", f"this switch is full: it serves {self.limits.jobs} jobs (--max-jobs)")
         if size > self.limits.workers:
-            raise _RefusedError(f"a job has at most {self.limits.workers} workers here (--max-workers), not {size}")
+            raise _RefusedError(
+                "bound", f"a job has at most {self.limits.workers} workers here (--max-workers), not {size}"
+            )
         window_bytes = message.get("window_bytes", self.limits.window_bytes)
         seconds = message.get("timeout_s", 60.0)
         if not isinstance(window_bytes, int) or window_bytes <= 0:
@@ -242,11 +336,12 @@ class Switch:
             # Twice the window a worker: the kernel counts its own overhead in.
             port = self._plane.open(job_id, self.incarnation, host, nonces, 2 * window_bytes * size)
         except OSError as error:
-            raise _RefusedError(f"the switch cannot open a data port on {host}: {error}") from None
+            raise _RefusedError("port", f"the switch cannot open a data port on {host}: {error}") from None
         granted = self._plane.receive_buffer_bytes(job_id)
         window_bytes = min(window_bytes, granted // (2 * size))
         job = _Job(
             name=name,
+            label=label,
             id=job_id,
             ranks=ranks,
             host=host,
@@ -273,7 +368,7 @@ class Switch:
         absent = [rank for rank in job.ranks if rank not in job.members]
         slow = [rank for rank, member in job.members.items() if member.payload_bytes == 0]
         what = f"rank {_list(absent)} did not join" if absent else f"rank {_list(slow)} did not get a packet through"
-        await self._end(job, f"{what} within {job.deadline:.0f} s")
+        await self._end(job, "absent", f"{what} within {job.deadline:.0f} s")
 
     async def _ready(self, job: _Job, member: _Member, message: control.Message) -> None:
         payload = message.get("payload_bytes")
@@ -292,6 +387,7 @@ class Switch:
         if self._memory_bytes + memory > self.limits.memory_bytes:
             await self._end(
                 job,
+                "full",
                 f"this switch is full: the job needs {memory >> 20} MiB of slots, "
                 f"{(self.limits.memory_bytes - self._memory_bytes) >> 20} of "
                 f"{self.limits.memory_bytes >> 20} MiB are free (--memory, or a smaller --window)",
@@ -308,22 +404,30 @@ class Switch:
                 payload_bytes=payload,
             )
         except ValueError as error:
-            await self._end(job, str(error))
+            await self._end(job, "absent", str(error))
             return
         job.started = True
+        job.epoch = epoch
+        self._jobs_started += 1
         job.memory_bytes = memory
         self._memory_bytes += memory
         if job.timer is not None:
             job.timer.cancel()
-        log.info(
-            "job %s: epoch %d starts with %d workers, window %d x %d bytes, %.1f MiB, data port %d",
-            job.name,
-            epoch,
-            job.size,
-            window,
-            payload,
-            memory / 2**20,
-            job.port,
+        what = (
+            f"job {job.name}: epoch {epoch} starts with {job.size} workers, window {window} x {payload} bytes, "
+            f"{memory / 2**20:.1f} MiB, data port {job.port}"
+        )
+        say(
+            logging.INFO,
+            "started",
+            what,
+            **job.who,
+            epoch=epoch,
+            workers=job.size,
+            window=window,
+            payload_bytes=payload,
+            memory_bytes=memory,
+            port=job.port,
         )
         start = control.encode({"type": "start", "epoch": epoch, "payload_bytes": payload, "window": window})
         # All at once: with a pause between them, one that starts and leaves at once would be told of before the start.
@@ -342,10 +446,11 @@ class Switch:
         if job.members.get(member.rank) is not member:
             return
         del job.members[member.rank]
-        log.info("job %s: rank %d left: %s", job.name, member.rank, reason)
+        what = f"job {job.name}: rank {member.rank} left: {reason}"
+        say(logging.INFO, "left", what, **job.who, rank=member.rank)
         if not job.started:
             if self._jobs.get(job.name) is job:
-                await self._end(job, f"rank {member.rank} left before the job started: {reason}")
+                await self._end(job, "left", f"rank {member.rank} left before the job started: {reason}")
             return
         if not job.members:
             self._close(job)
@@ -353,11 +458,13 @@ class Switch:
         for other in list(job.members.values()):
             await _tell(other.writer, {"type": "left", "rank": member.rank, "reason": reason, "fault": fault})
 
-    async def _end(self, job: _Job, reason: str) -> None:
+    async def _end(self, job: _Job, kind: str, reason: str) -> None:
         """Refuse what is assembled so far, or end what is under way; everything is given back."""
         if self._jobs.get(job.name) is not job:
             return
-        log.warning("job %s ends: %s", job.name, reason)
+        if not job.started:
+            self._refusals[kind] += 1
+        say(logging.WARNING, "ended", f"job {job.name} ends: {reason}", **job.who, reason=kind)
         members = list(job.members.values())
         job.members.clear()
         self._close(job)
@@ -375,20 +482,34 @@ class Switch:
         self._memory_bytes -= job.memory_bytes
         if counters is None:
             return
+        self._ended.update({name: counters[name] for name in _TOTALS})
+        self._ended_drops.update(counters["drops"])
+        seconds = time.monotonic() - job.created
         drops = ", ".join(f"{count} {why}" for why, count in counters["drops"].items() if count) or "none"
-        log.info(
-            "job %s closed after %.1f s: %d chunks from %d contributions, %d answers (%d again), dropped: %s%s",
-            job.name,
-            time.monotonic() - job.created,
-            counters["results"],
-            counters["contributions"],
-            counters["answers_sent"],
-            counters["answers_again"],
-            drops,
-            f"; send errors: {counters['send_errors']}, last: {counters['last_send_error']}"
-            if counters["send_errors"]
-            else "",
+        what = (
+            f"job {job.name} closed after {seconds:.1f} s: {counters['results']} chunks from "
+            f"{counters['contributions']} contributions, {counters['answers_sent']} answers "
+            f"({counters['answers_again']} again), dropped: {drops}"
         )
+        if counters["send_errors"]:
+            what += f"; send errors: {counters['send_errors']}, last: {counters['last_send_error']}"
+        say(
+            logging.INFO,
+            "closed",
+            what,
+            **job.who,
+            seconds=seconds,
+            result_bytes=counters["result_bytes"],
+            contributions=counters["contributions"],
+            retransmissions=_retransmissions(counters),
+            dropped=sum(counters["drops"].values()),
+        )
+
+
+def _retransmissions(counters: dict[str, Any]) -> int:
+    """Contributions that came again: answered from the kept result, or dropped as known."""
+    drops = counters["drops"]
+    return int(counters["answers_again"] + drops["duplicate"] + drops["stale"])
 
 
 async def _read(reader: asyncio.StreamReader) -> control.Message:

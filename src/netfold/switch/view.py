@@ -1,0 +1,92 @@
+"""A switch's status for people: read over HTTP, shown as a table a job."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.request
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from netfold import control
+
+# A page of 64 jobs of 256 ranks has a few megabytes.
+MAX_STATUS_BYTES = 64 << 20
+READ_S = 5.0
+
+
+def read_status(address: tuple[str, int]) -> dict[str, Any]:
+    """/status of the switch whose --metrics is at `address`; OSError where there is none."""
+    url = f"http://{control.format_endpoint(*address)}/status"
+    # A proxy of the environment has no business between an operator and a switch.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=READ_S) as page:
+            body = page.read(MAX_STATUS_BYTES)
+        status = json.loads(body)
+        if not isinstance(status, dict) or "incarnation" not in status:
+            raise ValueError("another service's page")
+    except (ValueError, http.client.HTTPException) as error:
+        raise OSError(f"no status of a switch: {error}") from None
+    return status
+
+
+def show(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType:
+    """Tables of `now`; rates since `before`, a look of some time ago, or since each job's start."""
+    headline = Text(_headline(now))
+    if not now["jobs"]:
+        return headline
+    table = Table(box=None)
+    for name in ("job", "name", "workers", "MiB", "Mbit/s", "busy slots", "again", "dropped", "latest rank"):
+        table.add_column(name, justify="left" if name in ("job", "name", "latest rank") else "right", no_wrap=True)
+    earlier = {} if before is None else {job["id"]: job for job in before["jobs"]}
+    for job in now["jobs"]:
+        table.add_row(*_row(job, earlier.get(job["id"])))
+    return Group(headline, table)
+
+
+def _headline(now: dict[str, Any]) -> str:
+    granted = now["memory_granted_bytes"]
+    total = granted + now["memory_free_bytes"]
+    return (
+        f"{now['state']} for {now['uptime_s']:.0f} s: {len(now['jobs'])} of {now['jobs_limit']} jobs, "
+        f"{granted / 2**20:.1f} of {total / 2**20:.0f} MiB granted, {now['connections']} connections, "
+        f"{sum(now['refusals'].values())} refusals"
+    )
+
+
+def _row(job: dict[str, Any], earlier: dict[str, Any] | None) -> list[str]:
+    counters = job["counters"]
+    seconds = job["age_s"] - (earlier["age_s"] if earlier else 0.0)
+    done = counters["result_bytes"] - (earlier["counters"]["result_bytes"] if earlier else 0)
+    busy = f"{counters['slots_collecting']}/{counters['slots']}" if counters["slots"] else "-"
+    return [
+        job["id"],
+        escape(job["name"]),
+        str(job["size"]) if job["state"] == "running" else f"{job['joined']} of {job['size']}",
+        f"{job['memory_bytes'] / 2**20:.1f}",
+        f"{done * 8e-6 / seconds:.0f}" if seconds > 0 else "-",
+        busy,
+        str(job["retransmissions"]),
+        str(sum(counters["drops"].values())),
+        _latest(job, earlier),
+    ]
+
+
+def _latest(job: dict[str, Any], earlier: dict[str, Any] | None) -> str:
+    """The rank whose contributions came latest, by how much in the mean, and for how many chunks all waited for it."""
+    known = {each["rank"]: each for each in earlier["ranks"]} if earlier else {}
+    lags = []
+    for each in job["ranks"]:
+        since = known.get(each["rank"], {"arrivals": 0, "lag_s": 0.0, "last": 0})
+        arrivals = each["arrivals"] - since["arrivals"]
+        if arrivals > 0:
+            lags.append(((each["lag_s"] - since["lag_s"]) / arrivals, each["rank"], each["last"] - since["last"]))
+    if not lags:
+        return "-"
+    lag_s, rank, last = max(lags)
+    return f"{rank}: {lag_s * 1e3:.1f} ms, {last} x last"

@@ -1,0 +1,75 @@
+"""The switch's second port: /metrics, /healthz and /status over HTTP, to read and nothing else.
+
+A page of asyncio rather than a web server's thread: what it shows belongs to the daemon's loop, and is read there
+without a lock. Plain HTTP, without authentication, as scrapers expect it: who names a network address shows the names,
+sizes and traffic of all jobs to everyone who reaches it. Nothing there lets a reader join or inject.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from netfold.switch.metrics import CONTENT_TYPE, exposition
+
+# A request is a line and some headers; a reader that is slower, or says more, is hung up on.
+REQUEST_S = 5.0
+MAX_REQUEST_BYTES = 8192
+# Readers at once; one more is hung up on.
+MAX_READERS = 32
+
+
+class Web:
+    """Serve until `stop`. status: what there is to see now, as plain values."""
+
+    def __init__(self, host: str, port: int, status: Callable[[], dict[str, Any]]) -> None:
+        self._host, self._port, self._status = host, port, status
+        self._server: asyncio.Server | None = None
+        self._readers = 0
+
+    async def start(self) -> tuple[str, int]:
+        """Bind and listen; the address that was bound. OSError where it cannot be."""
+        self._server = await asyncio.start_server(self._on_reader, self._host, self._port, limit=MAX_REQUEST_BYTES)
+        bound: tuple[Any, ...] = self._server.sockets[0].getsockname()
+        return str(bound[0]), int(bound[1])
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def _on_reader(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._readers += 1
+        try:
+            if self._readers <= MAX_READERS:
+                await asyncio.wait_for(self._serve(reader, writer), REQUEST_S)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, asyncio.TimeoutError):
+            pass
+        finally:
+            self._readers -= 1
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)[0].decode("latin-1").split(" ")
+        method, target = (request[0], request[1].partition("?")[0]) if len(request) == 3 else ("", "")
+        code, kind, body = self._answer(method, target)
+        head = f"HTTP/1.1 {code}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode() + (b"" if method == "HEAD" else body))
+        await writer.drain()
+
+    def _answer(self, method: str, target: str) -> tuple[str, str, bytes]:
+        text = "text/plain; charset=utf-8"
+        if method not in ("GET", "HEAD"):
+            return "405 Method Not Allowed", text, b"GET /metrics, /healthz or /status\n"
+        if target == "/metrics":
+            return "200 OK", CONTENT_TYPE, exposition(self._status())
+        if target == "/status":
+            return "200 OK", "application/json", json.dumps(self._status()).encode() + b"\n"
+        if target == "/healthz":
+            # The status asks the thread that handles packets, so this page vouches for both.
+            return "200 OK", text, f"{self._status()['state']}\n".encode()
+        return "404 Not Found", text, b"there are /metrics, /healthz and /status\n"

@@ -1,0 +1,359 @@
+"""What a switch shows: metrics, health, status, its log; how it drains; the files in deploy/."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer.main
+from prometheus_client.parser import text_string_to_metric_families
+from ranks import RunningSwitch, run_threads, running_switch, values
+
+from netfold import Communicator, FileStore, Options
+from netfold.cli import app
+from netfold.switch.facts import OneLine, say
+
+ROOT = Path(__file__).parents[2]
+WATCHED = ("--metrics", "127.0.0.1:0")
+
+
+def pages(switch: RunningSwitch) -> str:
+    (address,) = switch.wait_for(r"event=metrics address=(\S+)")
+    return str(address)
+
+
+def get(address: str, target: str, method: str = "GET") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(address, timeout=5)
+    try:
+        connection.request(method, target)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def samples(address: str) -> dict[tuple[str, ...], float]:
+    """Every sample by name and the values of its labels, without a job's id."""
+    code, text = get(address, "/metrics")
+    assert code == 200
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            labels = [value for name, value in sorted(sample.labels.items()) if name != "id"]
+            found[(sample.name, *labels)] = sample.value
+    return found
+
+
+class Held:
+    """Two ranks that add 1000 f32 for `turns` times, rank 1 late each time, and stay until released."""
+
+    def __init__(self, switch: RunningSwitch, turns: int = 20, late_s: float = 0.02) -> None:
+        self.switch, self.turns, self.late_s = switch, turns, late_s
+        self.done, self.release = threading.Barrier(3), threading.Event()
+        self.outcomes: list[Any] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Held:
+        self._thread.start()
+        self.done.wait(20)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release.set()
+        self._thread.join(20)
+
+    def _run(self) -> None:
+        self.outcomes = run_threads(self._rank, 2)
+
+    def _rank(self, rank: int, size: int, folder: str) -> float:
+        options = Options(switch=self.switch.endpoint, job_name="vision/a")
+        with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20) as group:
+            buffer = np.zeros(1000, np.float32)
+            for _ in range(self.turns):
+                time.sleep(self.late_s if rank == 1 else 0)
+                buffer = np.ones(1000, np.float32)
+                group.all_reduce(buffer)
+            self.done.wait(20)
+            self.release.wait(20)
+            group.all_reduce(buffer)
+            return float(buffer[-1])
+
+
+def test_metrics_count_a_jobs_bytes_packets_and_who_is_late() -> None:
+    with running_switch(*WATCHED) as switch:
+        address = pages(switch)
+        with Held(switch) as job:
+            seen = samples(address)
+            status = json.loads(get(address, "/status")[1])
+            name = "vision/a"
+            assert seen["netfold_switch_jobs",] == 1
+            assert seen["netfold_switch_workers",] == 2
+            assert seen["netfold_switch_job_workers", name] == 2
+            assert seen["netfold_switch_job_goodput_bytes_total", name] == 20 * 4000
+            contributions = seen["netfold_switch_job_packets_total", "contribution", name]
+            assert contributions % 2 == 0 and contributions >= 40
+            assert seen["netfold_switch_job_packets_total", "answer", name] >= contributions
+            assert seen["netfold_switch_job_packets_total", "hello", name] >= 2
+            assert seen["netfold_switch_job_drops_total", name, "foreign"] == 0
+            assert seen["netfold_switch_job_slots_collecting", name] == 0
+            granted = seen["netfold_switch_memory_granted_bytes",]
+            assert granted == seen["netfold_switch_job_memory_granted_bytes", name] > 0
+            assert granted + seen["netfold_switch_memory_free_bytes",] == 1 << 30
+            assert seen["netfold_switch_job_slots", name] == status["jobs"][0]["counters"]["slots"] > 0
+            lag = [seen["netfold_switch_job_arrival_lag_seconds_sum", name, str(rank)] for rank in range(2)]
+            assert seen["netfold_switch_job_arrival_lag_seconds_count", name, "1"] == contributions / 2
+            assert lag[1] > 20 * 0.01 > 4 * lag[0], lag
+            assert seen["netfold_switch_job_last_arrivals_total", name, "1"] > contributions / 4
+            assert seen["netfold_switch_job_retransmissions_total", name] == status["jobs"][0]["retransmissions"]
+        assert values(job.outcomes) == [4.0, 4.0]
+        switch.wait_for("event=closed")
+        after = samples(address)
+        assert not [name for name in after if name[0].startswith("netfold_switch_job_")], "a job's series end with it"
+        assert after["netfold_switch_goodput_bytes_total",] == 21 * 4000
+        assert after["netfold_switch_jobs_started_total",] == 1
+        assert after["netfold_switch_memory_granted_bytes",] == 0
+
+
+def test_a_slot_that_waits_for_a_rank_is_seen_as_collecting() -> None:
+    with running_switch(*WATCHED) as switch:
+        address = pages(switch)
+
+        def rank(rank: int, size: int, folder: str) -> float:
+            with Communicator(FileStore(folder), rank, size, options=Options(switch=switch.endpoint)) as group:
+                buffer = np.ones(1000, np.float32)
+                if rank == 1:
+                    deadline = time.monotonic() + 10
+                    while not samples(address).get(("netfold_switch_job_slots_collecting", "")):
+                        assert time.monotonic() < deadline
+                        time.sleep(0.01)
+                group.all_reduce(buffer)
+                return float(buffer[0])
+
+        assert values(run_threads(rank, 2)) == [2.0, 2.0]
+
+
+def test_names_follow_prometheus_guide() -> None:
+    with running_switch(*WATCHED) as switch, Held(switch, turns=1):
+        text = get(pages(switch), "/metrics")[1].decode()
+    assert text.endswith("\n")
+    for family in text_string_to_metric_families(text):
+        assert family.documentation.endswith("."), family.name
+        assert re.fullmatch(r"netfold_switch_[a-z_]+", family.name)
+        if family.type == "counter":
+            assert {sample.name for sample in family.samples} <= {family.name + "_total"}
+
+
+def test_refusals_are_counted_by_reason() -> None:
+    def refused(rank: int, size: int, folder: str, endpoint: str) -> None:
+        Communicator(FileStore(folder), rank, size, options=Options(switch=endpoint), join_timeout_s=5).close()
+
+    with running_switch(*WATCHED, "--max-workers", "1") as switch:
+        for outcome in run_threads(refused, 2, switch.endpoint):
+            assert outcome.error == "SwitchError"
+        assert samples(pages(switch))["netfold_switch_refusals_total", "bound"] == 2
+        switch.wait_for("event=refused peer=.* reason=bound", count=2)
+
+
+def test_pages_answer_what_they_have_and_nothing_else() -> None:
+    with running_switch(*WATCHED) as switch:
+        address = pages(switch)
+        assert get(address, "/healthz") == (200, b"serving\n")
+        assert get(address, "/healthz", "HEAD") == (200, b"")
+        assert get(address, "/metrics?name=x")[0] == 200
+        assert get(address, "/")[0] == 404
+        assert get(address, "/metrics", "POST")[0] == 405
+        host, _, port = address.rpartition(":")
+        for words in (b"\r\n\r\n", b"GET\r\n\r\n", b"\x00" * 20_000, b"GET /metrics HTTP/1.1\r\n" + b"a: b\r\n" * 9000):
+            with socket.create_connection((host, int(port)), 5) as stream:
+                stream.settimeout(5)
+                try:
+                    stream.sendall(words)
+                    stream.shutdown(socket.SHUT_WR)
+                    answer = b"".join(iter(lambda stream=stream: stream.recv(4096), b""))
+                except ConnectionError:
+                    answer = b""
+                assert answer[:12] in (b"", b"HTTP/1.1 405"), answer
+        assert get(address, "/healthz")[0] == 200
+
+
+def test_readers_that_say_nothing_are_hung_up_on_and_keep_nobody_out_for_long() -> None:
+    with running_switch(*WATCHED) as switch:
+        address = pages(switch)
+        host, _, port = address.rpartition(":")
+        silent = [socket.create_connection((host, int(port)), 5) for _ in range(40)]
+        try:
+            deadline = time.monotonic() + 8
+            while True:
+                try:
+                    assert get(address, "/healthz") == (200, b"serving\n")
+                    break
+                except (ConnectionError, http.client.HTTPException):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+        finally:
+            for stream in silent:
+                stream.close()
+
+
+def status_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "netfold.cli", "switch", "status", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20)
+
+
+def test_status_shows_jobs_and_the_latest_rank() -> None:
+    with running_switch(*WATCHED) as switch, Held(switch):
+        address = pages(switch)
+        shown = status_command(address, "--once")
+        told = json.loads(status_command(address, "--json").stdout)
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(r"serving for \d+ s: 1 of 64 jobs", shown.stdout)
+    (line,) = [line for line in shown.stdout.splitlines() if "vision/a" in line]
+    assert re.search(r"[0-9a-f]{8} +vision/a +2 .* 1: \d+\.\d ms, \d+ x last", line), line
+    assert told["jobs"][0]["name"] == "vision/a"
+
+
+def test_status_lives_until_it_is_interrupted() -> None:
+    with running_switch(*WATCHED) as switch, Held(switch):
+        command = [sys.executable, "-m", "netfold.cli", "switch", "status", pages(switch), "--every-s", "0.1"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+            time.sleep(2)
+            watching.send_signal(signal.SIGINT)
+            out, err = watching.communicate(timeout=10)
+    assert (watching.returncode, err) == (0, "")
+    assert "vision/a" in out
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "code", "words"),
+    [
+        ("nonsense", 2, "ENDPOINT is 'nonsense'; expected host:port"),
+        ("127.0.0.1:1", 1, "with `--metrics 127.0.0.1:1`?"),
+    ],
+)
+def test_status_of_nothing_says_so(endpoint: str, code: int, words: str) -> None:
+    ended = status_command(endpoint, "--once")
+    assert ended.returncode == code
+    assert words in ended.stderr
+
+
+def test_status_of_the_wrong_port_says_so() -> None:
+    with running_switch() as switch:
+        ended = status_command(switch.endpoint, "--json")
+    assert ended.returncode == 1
+    assert "nothing to read at" in ended.stderr
+
+
+def test_a_metrics_address_in_use_is_said_to_be() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = [sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0", "--metrics", address]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 1
+    assert f"cannot listen on {address}" in ended.stderr
+
+
+def test_sigterm_lets_running_jobs_end_and_takes_no_new_one() -> None:
+    with running_switch(*WATCHED, "--drain-s", "20") as switch:
+        address = pages(switch)
+        with Held(switch, turns=1) as job:
+            switch.process.send_signal(signal.SIGTERM)
+            switch.wait_for("event=drain jobs=1")
+            assert get(address, "/healthz") == (200, b"draining\n")
+
+            def late(rank: int, size: int, folder: str) -> None:
+                options = Options(switch=switch.endpoint)
+                Communicator(FileStore(folder), rank, size, options=options, join_timeout_s=5).close()
+
+            for outcome in run_threads(late, 2):
+                assert outcome.error == "SwitchError"
+                assert "refused: the switch is shutting down: SIGTERM" in outcome.text
+            assert switch.process.poll() is None
+        assert values(job.outcomes) == [4.0, 4.0]
+        assert switch.process.wait(5) == 0
+        switch.wait_for("event=stopped signal=SIGTERM")
+
+
+def test_sigterm_ends_a_job_that_stays_too_long_and_a_second_signal_ends_it_at_once() -> None:
+    for drain_s, signals in (("0.5", 1), ("60", 2)):
+        with running_switch("--drain-s", drain_s) as switch:
+            with Held(switch, turns=1) as job:
+                for count in range(signals):
+                    switch.process.send_signal(signal.SIGTERM)
+                    switch.wait_for("event=drain", count=1) if count == 0 else None
+                assert switch.process.wait(5) == 0
+            for outcome in job.outcomes:
+                assert outcome.error in ("SwitchLost", "PeerLost")
+            assert "the switch is shutting down: SIGTERM" in "".join(outcome.text for outcome in job.outcomes)
+
+
+def test_a_fact_is_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    record: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = record.append  # type: ignore[method-assign]
+    logging.getLogger("netfold.switch").addHandler(handler)
+    try:
+        say(logging.ERROR, "left", 'a "b"\nlevel=info \\ \x1b', rank=3, seconds=0.25, peer=None, name="ä b")
+    finally:
+        logging.getLogger("netfold.switch").removeHandler(handler)
+    line = OneLine().format(record[0])
+    assert re.fullmatch(
+        r"time=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z level=error event=left rank=3 seconds=0\.25 "
+        r'name="ä b" msg="a \\"b\\"\\nlevel=info \\\\ \\u001b"',
+        line,
+    ), line
+
+
+def parses(arguments: list[str]) -> None:
+    """The command line is one that `netfold` would take; click raises where an option is unknown or wrong."""
+    command: Any = typer.main.get_command(app)
+    name, *options = arguments
+    command.commands[name].make_context(name, options)
+
+
+def test_the_units_command_is_one_that_there_is() -> None:
+    unit = (ROOT / "deploy/netfold-switch.service").read_text()
+    (start,) = re.findall(r"^ExecStart=(.*)$", unit, re.M)
+    (options,) = re.findall(r'^Environment="NETFOLD_SWITCH_OPTIONS=(.*)"$', unit, re.M)
+    binary, *arguments = shlex.split(start.replace("$NETFOLD_SWITCH_OPTIONS", options))
+    assert binary.endswith("/bin/netfold")
+    parses(arguments)
+    stop_s = int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.M)[0])
+    assert stop_s > float(arguments[arguments.index("--drain-s") + 1]) + 10, "the switch ends jobs, not systemd"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
+    unit = (ROOT / "deploy/netfold-switch.service").read_text().replace("/opt/netfold/bin/netfold", "/bin/true")
+    (tmp_path / "netfold-switch.service").write_text(unit)
+    ended = subprocess.run(
+        ["systemd-analyze", "verify", str(tmp_path / "netfold-switch.service")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "netfold-switch.service" not in ended.stderr, ended.stderr
+
+
+def test_the_containers_command_is_one_that_there_is() -> None:
+    text = (ROOT / "deploy/Containerfile").read_text()
+    (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.M)
+    (command,) = re.findall(r"^CMD (\[.*\])$", text, re.M)
+    parses([*json.loads(entry)[1:], *json.loads(command)])
+    for sources in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M):
+        for source in sources.split():
+            assert (ROOT / source).exists(), source
