@@ -4,6 +4,7 @@ Membership lives here, data does not. A message is a map with a `type`; sizes ar
 
     worker -> switch   join      version, job, name, rank, ranks, window_bytes, timeout_s
                                  (job: a digest; name: what people call it; ranks: of all workers, in worker order)
+                                 token                       (where the switch wants one, which is inside TLS only)
     switch -> worker   admitted  job_id, incarnation, nonce, port           (send hello packets to that UDP port)
                        refused   reason
     worker -> switch   ready     payload_bytes                              (the longest that came back)
@@ -17,17 +18,31 @@ Membership lives here, data does not. A message is a map with a `type`; sizes ar
 from __future__ import annotations
 
 import ipaddress
-import socket
+import os
+import re
+import stat
 import struct
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE_BYTES = 1 << 16
 _LENGTH = struct.Struct(">I")
 
+# Tokens and lists of them; what is longer is no such file.
+MAX_PRIVATE_BYTES = 1 << 20
+_TOKEN = re.compile(r"[\w+/=.-]{32,256}", re.ASCII)
+
 Message = dict[str, Any]
+
+
+class Stream(Protocol):
+    """What a control connection is made of: a socket, or one inside TLS."""
+
+    def sendall(self, data: bytes, /) -> None: ...
+    def recv(self, count: int, /) -> bytes: ...
 
 
 class ProtocolError(ValueError):
@@ -56,16 +71,16 @@ def length_of(prefix: bytes) -> int:
     return int(length)
 
 
-def send(stream: socket.socket, message: Message) -> None:
+def send(stream: Stream, message: Message) -> None:
     stream.sendall(encode(message))
 
 
-def receive(stream: socket.socket) -> Message:
+def receive(stream: Stream) -> Message:
     """One message; EOFError at an orderly end, TimeoutError by the socket's timeout."""
     return decode(receive_exactly(stream, length_of(receive_exactly(stream, _LENGTH.size))))
 
 
-def receive_exactly(stream: socket.socket, count: int) -> bytes:
+def receive_exactly(stream: Stream, count: int) -> bytes:
     """`count` bytes; EOFError when the stream ends before, TimeoutError by the socket's timeout."""
     parts = bytearray()
     while len(parts) < count:
@@ -82,6 +97,48 @@ def parse_endpoint(text: str, *, what: str) -> tuple[str, int]:
     if not colon or not port.isdigit() or not 0 <= int(port) <= 65535 or not host:
         raise ValueError(f"{what} is {text!r}; expected host:port, such as 127.0.0.1:7171 or [::1]:7171")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class SwitchAddress(NamedTuple):
+    """Where a switch is and, where it speaks TLS, the SHA-256 of its certificate in hexadecimal."""
+
+    host: str
+    port: int
+    fingerprint: str | None
+
+
+def parse_switch(text: str, *, what: str) -> SwitchAddress:
+    """`host:port` or `host:port#fingerprint`; ValueError with a sentence that names `what`.
+
+    One word for both: nobody can set the address and forget who is expected there.
+    """
+    endpoint, hash_sign, fingerprint = text.strip().partition("#")
+    if hash_sign and not re.fullmatch(r"[0-9a-fA-F]{64}", fingerprint):
+        raise ValueError(
+            f"{what} is {text!r}: behind # stands a certificate's fingerprint, 64 hexadecimal digits, as the switch "
+            "says it when it starts"
+        )
+    return SwitchAddress(*parse_endpoint(endpoint, what=what), fingerprint.lower() or None)
+
+
+def read_private(path: Path | str) -> str:
+    """The text of a file that nobody but its owner can read: ours, or root's. ValueError where it is another's too."""
+    with open(path, "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode) or about.st_uid not in (0, os.geteuid()):
+            raise ValueError(f"{path} is no file of this user or of root: whoever owns it knows what is in it")
+        if about.st_mode & 0o077:
+            raise ValueError(f"{path} can be read by others (mode {about.st_mode & 0o777:03o}): chmod 600 {path}")
+        content = file.read(MAX_PRIVATE_BYTES + 1)
+    if len(content) > MAX_PRIVATE_BYTES:
+        raise ValueError(f"{path} is longer than {MAX_PRIVATE_BYTES} bytes")
+    return content.decode("utf-8", errors="strict")
+
+
+def check_token(token: str) -> None:
+    """ValueError, without the token, where it is none."""
+    if not _TOKEN.fullmatch(token):
+        raise ValueError("a token is 32 to 256 letters and digits, such as `openssl rand -hex 32` prints")
 
 
 def format_endpoint(host: str, port: int) -> str:

@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,8 +27,14 @@ def switch(
     ] = "127.0.0.1:7171",
     open_to_all: Annotated[
         bool,
-        typer.Option("--open", help="Serve a network address without authentication, on a trusted wire."),
+        typer.Option("--open", help="Serve a network address without TLS and tokens, on a trusted wire."),
     ] = False,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Who may join: a line `tenant token` each (docs/switch.md). Turns TLS on.")
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Folder for the certificate; else each start has a new fingerprint.")
+    ] = None,
     max_jobs: Annotated[int, typer.Option(min=1, help="Jobs served at once.")] = 64,
     max_workers: Annotated[int, typer.Option(min=1, max=256, help="Workers a job may have.")] = 256,
     memory: Annotated[str, typer.Option(help="Memory for slots of all jobs, such as 512M or 2G.")] = "1G",
@@ -45,15 +52,16 @@ def switch(
 ) -> None:
     """Run an aggregator: it adds up the gradients of the jobs that join it.
 
-    Workers find it by NETFOLD_SWITCH=host:port. The address above is TCP, for membership; each job gets a UDP port of
-    its own for data. SIGTERM drains it: no new job, and running ones have --drain-s seconds; Ctrl-C, or a second
-    signal, stops it at once. Workers that are still there are told, and the exit code is 0.
+    Workers find it by NETFOLD_SWITCH, set to what it says when it listens. The address above is TCP, for membership;
+    each job gets a UDP port of its own for data. SIGTERM drains it: no new job, and running ones have --drain-s
+    seconds; Ctrl-C, or a second signal, stops it at once. Workers that are still there are told, and the exit code is
+    0.
     """
     if context.invoked_subcommand is not None:
         return
     from netfold import control
     from netfold.bench.sizes import parse_size
-    from netfold.switch import Limits, Switch
+    from netfold.switch import Limits, Switch, Tokens
     from netfold.switch.facts import OneLine, say
     from netfold.switch.web import Web
 
@@ -71,11 +79,15 @@ def switch(
             memory_bytes=parse_size(memory),
             window_bytes=parse_size(window),
         )
-        daemon = Switch(host, port, limits=limits, open_to_all=open_to_all)
+        tokens = None if token_file is None else Tokens.read(token_file)
+        daemon = Switch(host, port, limits=limits, open_to_all=open_to_all, tokens=tokens, state_dir=state_dir)
         web = None if metrics is None else Web(*control.parse_endpoint(metrics, what="--metrics"), daemon.status)
     except ValueError as error:
         typer.echo(f"netfold switch: {error}", err=True)
         raise typer.Exit(CANNOT) from None
+    except OSError as error:
+        typer.echo(f"netfold switch: {error.filename or state_dir}: {error.strerror}", err=True)
+        raise typer.Exit(1) from None
 
     async def serve() -> None:
         told = asyncio.Event()
@@ -91,11 +103,11 @@ def switch(
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
         if web is not None:
-            address = control.format_endpoint(*await bind(web.start(), metrics or ""))
+            address = await bind(web.start(), metrics or "")
             say(logging.INFO, "metrics", f"metrics at http://{address}/metrics", address=address)
-        bound_host, bound_port = await bind(daemon.start(), listen)
+        endpoint = await bind(daemon.start(), listen)
         # One line on stdout, for who starts a switch from a program; all else is log, on stderr.
-        print(f"netfold switch listening on {control.format_endpoint(bound_host, bound_port)}", flush=True)
+        print(f"netfold switch listening on {endpoint}", flush=True)
         await told.wait()
         reason = signals[0].name
         drained = asyncio.ensure_future(daemon.drain(reason, drain_s))
@@ -108,7 +120,7 @@ def switch(
             web.stop()
         say(logging.INFO, "stopped", f"stopped by {reason}", signal=reason)
 
-    async def bind(starting: Awaitable[tuple[str, int]], where: str) -> tuple[str, int]:
+    async def bind(starting: Awaitable[str], where: str) -> str:
         try:
             return await starting
         except OSError as error:

@@ -147,6 +147,7 @@ class Group:
                     # A digest: the switch learns which ranks belong together, not the secret behind it.
                     job=hashlib.sha256(job.name.encode() + job.secret).hexdigest()[:32],
                     name=options.job_name or "",
+                    token_file=options.token_file,
                     rank=rank,
                     workers=workers,
                     host={peer: streams[peer] for peer in range(size) if self.nodes[peer] == self.nodes[rank]},

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from netfold import control
 from netfold._native import protocol
 from netfold._native.transport import UdpPort
 from netfold.communicator.errors import RendezvousError, SwitchError
+from netfold.communicator.pinned import FingerprintError, PinnedStream
 
 # Longest first; the first whose packets come back from the switch is used. 8896 bytes fill a jumbo frame (MTU 9000)
 # with headers and an authentication tag, 1408 an MTU of 1500; 1152 fits IPv6's least MTU of 1280. Longer packets, on
@@ -38,7 +40,7 @@ _GRACE_S = 2.0
 class Membership:
     """Made by `join`. `attach` hands the data port to the native group."""
 
-    def __init__(self, stream: socket.socket, endpoint: str, rank: int, workers: Sequence[int]) -> None:
+    def __init__(self, stream: socket.socket | PinnedStream, endpoint: str, rank: int, workers: Sequence[int]) -> None:
         self.endpoint = endpoint
         self.rank = rank
         self.workers = tuple(workers)
@@ -61,6 +63,7 @@ class Membership:
         *,
         job: str,
         name: str,
+        token_file: str | None,
         rank: int,
         workers: Sequence[int],
         window_bytes: int,
@@ -68,11 +71,14 @@ class Membership:
     ) -> Membership:
         """Join `job` at the switch as `rank`, one of `workers`; returns when all have.
 
-        job: the digest that names it to the switch; name: what people call it. SwitchError says what failed.
+        job: the digest that names it to the switch; name: what people call it; token_file: sent only to a switch whose
+        certificate has the fingerprint that `endpoint` names. SwitchError says what failed.
         """
         deadline = time.monotonic() + timeout_s
-        switch_host, switch_port = control.parse_endpoint(endpoint, what="NETFOLD_SWITCH")
+        switch_host, switch_port, fingerprint = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
+        endpoint = control.format_endpoint(switch_host, switch_port)
         who = f"rank {rank}: the switch at {endpoint} (NETFOLD_SWITCH)"
+        token = _token(who, token_file, fingerprint)
         try:
             stream = socket.create_connection((switch_host, switch_port), timeout=timeout_s)
         except ConnectionRefusedError:
@@ -86,9 +92,9 @@ class Membership:
             raise SwitchError(f"{who} did not answer within {timeout_s:.1f} s; is the address right?") from None
         except OSError as error:
             raise SwitchError(f"{who} cannot be reached: {error.strerror or error}") from None
-        self = cls(stream, endpoint, rank, workers)
+        self = cls(_shake_hands(who, stream, fingerprint), endpoint, rank, workers)
         try:
-            self._join(who, job, name, window_bytes, deadline, timeout_s)
+            self._join(who, job, name, token, window_bytes, deadline, timeout_s)
         except TimeoutError:
             stream.close()
             raise SwitchError(
@@ -97,16 +103,22 @@ class Membership:
             ) from None
         except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
             stream.close()
-            raise SwitchError(f"{who} is no netfold switch, or it stopped while this rank joined: {error}") from None
+            hint = "" if fingerprint else "; one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint"
+            raise SwitchError(
+                f"{who} is no netfold switch, or it stopped while this rank joined: {error}{hint}"
+            ) from None
         except BaseException:
             stream.close()
             raise
         return self
 
-    def _join(self, who: str, job: str, name: str, window_bytes: int, deadline: float, timeout_s: float) -> None:
+    def _join(
+        self, who: str, job: str, name: str, token: str | None, window_bytes: int, deadline: float, timeout_s: float
+    ) -> None:
         control.send(
             self._stream,
             {
+                **({"token": token} if token is not None else {}),
                 "type": "join",
                 "version": control.VERSION,
                 "job": job,
@@ -250,11 +262,50 @@ class Membership:
             time.sleep(_WATCH_S)
 
 
+def _token(who: str, token_file: str | None, fingerprint: str | None) -> str | None:
+    if token_file is None:
+        return None
+    if fingerprint is None:
+        raise SwitchError(
+            f"{who}: NETFOLD_TOKEN_FILE is set, and NETFOLD_SWITCH has no fingerprint: whoever answers there would get "
+            "the token. Set NETFOLD_SWITCH to all of what the switch says when it starts, host:port#fingerprint"
+        )
+    try:
+        token = control.read_private(token_file).strip()
+        control.check_token(token)
+    except OSError as error:
+        raise SwitchError(f"{who}: NETFOLD_TOKEN_FILE={token_file}: {error.strerror}") from None
+    except ValueError as error:
+        raise SwitchError(f"{who}: NETFOLD_TOKEN_FILE={token_file}: {error}") from None
+    return token
+
+
+def _shake_hands(who: str, stream: socket.socket, fingerprint: str | None) -> socket.socket | PinnedStream:
+    if fingerprint is None:
+        return stream
+    try:
+        return PinnedStream(stream, fingerprint)
+    except FingerprintError as error:
+        stream.close()
+        raise SwitchError(
+            f"{who} is not the one that NETFOLD_SWITCH names: {error}. Either it was started again without "
+            "--state-dir, or somebody else answers there; nothing was sent"
+        ) from None
+    except (EOFError, OSError) as error:  # ssl.SSLError is an OSError
+        stream.close()
+        what = error.reason if isinstance(error, ssl.SSLError) else error
+        raise SwitchError(
+            f"{who} did not shake hands ({what}): is it a netfold switch, started with --token-file? One that is open "
+            "speaks no TLS and has no fingerprint"
+        ) from None
+
+
 def join_for_host(
     endpoint: str,
     *,
     job: str,
     name: str,
+    token_file: str | None,
     rank: int,
     workers: Sequence[int],
     host: Mapping[int, socket.socket | None],
@@ -279,6 +330,7 @@ def join_for_host(
             endpoint,
             job=job,
             name=name,
+            token_file=token_file,
             rank=rank,
             workers=workers,
             window_bytes=window_bytes,

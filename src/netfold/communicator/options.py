@@ -7,14 +7,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from netfold.control import parse_endpoint
+from netfold.control import parse_switch
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of a group. A field that is None takes its environment variable, else its default.
 
-    switch: the aggregator as host:port (NETFOLD_SWITCH); none: host algorithms.
+    switch: the aggregator as host:port, or host:port#fingerprint where it wants a token (NETFOLD_SWITCH); none: host
+        algorithms.
+    token_file: a file with the token that the switch wants, for this user's eyes only (NETFOLD_TOKEN_FILE).
     job_name: what the switch's metrics and log call this job (NETFOLD_JOB_NAME); letters, digits and _.:/+-, up to 64.
     algorithm: auto, the name of an algorithm for every operation that it can do, or operation=algorithm pairs by commas
         (NETFOLD_ALGORITHM; docs/algorithms.md).
@@ -39,6 +41,7 @@ class Options:
     """
 
     switch: str | None = None
+    token_file: str | None = None
     job_name: str | None = None
     algorithm: str | None = None
     wire: str | None = None
@@ -76,7 +79,7 @@ class Options:
                 f"NETFOLD_JOB_NAME={options.job_name!r} is no name for a job: up to 64 letters, digits and _.:/+-"
             )
         if options.switch is not None:
-            parse_endpoint(options.switch, what="NETFOLD_SWITCH")
+            parse_switch(options.switch, what="NETFOLD_SWITCH")
         return options
 
     def port_range(self) -> range:

@@ -10,5 +10,6 @@ Tests: `.venv/bin/pytest tests/switch`
 """
 
 from netfold.switch.daemon import Limits, Switch
+from netfold.switch.tokens import Tokens
 
-__all__ = ["Limits", "Switch"]
+__all__ = ["Limits", "Switch", "Tokens"]

@@ -7,19 +7,22 @@ import contextlib
 import logging
 import re
 import secrets
+import ssl
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from netfold import control
 from netfold._native import protocol
 from netfold._native.aggregator import Plane
+from netfold.switch.certificate import server_context
+from netfold.switch.entrance import Entrance, Guest
 from netfold.switch.facts import say
+from netfold.switch.tokens import Tenant, Tokens
 
-# A connection that has not said `join` by then is no worker.
-JOIN_TIMEOUT_S = 10.0
 # Longest that a job waits for its ranks, whatever a worker asks for.
 MAX_ASSEMBLY_S = 600.0
 # Fewer chunks in flight than this and a round trip is mostly waiting.
@@ -32,6 +35,8 @@ _LABEL = re.compile(r"[\w.:/+-]{0,64}", re.ASCII)
 _DRAIN_POLL_S = 0.1
 # Counters that stay when their job has ended.
 _TOTALS = ("result_bytes", "results", "contributions", "answers_sent", "answers_again")
+# The tenant of a switch without tokens.
+EVERYBODY = Tenant("everybody")
 # Two types until Python 3.11, one since.
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError)
 
@@ -59,6 +64,7 @@ class _Member:
 class _Job:
     name: str  # a digest that only its ranks know
     label: str
+    tenant: Tenant
     id: int
     ranks: tuple[int, ...]  # what its workers, by number, are called
     host: str
@@ -80,7 +86,7 @@ class _Job:
     @property
     def who(self) -> dict[str, object]:
         """Its fields in the log."""
-        return {"job": self.name, "name": self.label or None, "id": f"{self.id:08x}"}
+        return {"job": self.name, "name": self.label or None, "tenant": self.tenant.name, "id": f"{self.id:08x}"}
 
 
 class _RefusedError(Exception):
@@ -92,26 +98,46 @@ class _RefusedError(Exception):
 
 
 class Switch:
-    """Serve until `stop`. `open_to_all` is needed off loopback, as there are no tokens yet."""
+    """Serve until `stop`.
 
-    def __init__(self, host: str, port: int, *, limits: Limits | None = None, open_to_all: bool = False) -> None:
-        if not control.is_loopback(host) and not open_to_all:
+    tokens: who may join, over TLS with the certificate of `state_dir` (or one that lasts as long as the switch).
+    Without, everybody who reaches it may, in the clear: on loopback, or where `open_to_all` is said. ValueError for
+    what contradicts itself, OSError where the certificate cannot be kept.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        limits: Limits | None = None,
+        open_to_all: bool = False,
+        tokens: Tokens | None = None,
+        state_dir: Path | None = None,
+    ) -> None:
+        if tokens is not None and open_to_all:
+            raise ValueError("--open turns tokens and TLS off, and --token-file asks for both: say one of the two")
+        if tokens is None and state_dir is not None:
+            raise ValueError("--state-dir keeps the certificate, which only a switch with --token-file has")
+        if tokens is None and not open_to_all and not control.is_loopback(host):
             raise ValueError(
-                f"{host} is not a loopback address: anyone who reaches it could join. Say --open if every host on "
-                "that network is trusted, or listen on 127.0.0.1"
+                f"{host} is not a loopback address: anyone who reaches it could join. Name those who may with "
+                "--token-file, say --open if every host on that network is trusted, or listen on 127.0.0.1"
             )
+        self._tokens = tokens
+        context: ssl.SSLContext | None = None
+        self.fingerprint: str | None = None
+        if tokens is not None:
+            context, self.fingerprint = server_context(state_dir)
+        self._entrance = Entrance(host, port, context, self._on_guest)
         self.limits = limits or Limits()
         self.incarnation = secrets.randbits(32)
-        self._host = host
-        self._port = port
         self._plane = Plane()
         self._jobs: dict[str, _Job] = {}
         self._ids: set[int] = set()
         self._memory_bytes = 0
-        self._connections = 0
         # An epoch is never given twice in an incarnation, not even to a job of the same name.
         self._next_epoch = 1
-        self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = ""
         self._started_s = time.monotonic()
@@ -121,12 +147,13 @@ class Switch:
         self._ended: Counter[str] = Counter()
         self._ended_drops: Counter[str] = Counter()
 
-    async def start(self) -> tuple[str, int]:
-        """Bind and listen; the address that was bound. OSError where it cannot be."""
-        self._server = await asyncio.start_server(self._on_connection, self._host, self._port)
-        bound: tuple[Any, ...] = self._server.sockets[0].getsockname()
-        self._port = bound[1]
-        return str(bound[0]), int(bound[1])
+    async def start(self) -> str:
+        """Bind and listen; what workers take as NETFOLD_SWITCH. OSError where it cannot be."""
+        endpoint = control.format_endpoint(*self._entrance.start())
+        if self.fingerprint is None:
+            say(logging.WARNING, "open", f"no tokens and no TLS: whoever reaches {endpoint} may join", address=endpoint)
+            return endpoint
+        return f"{endpoint}#{self.fingerprint}"
 
     async def drain(self, reason: str, within_s: float) -> None:
         """Take no new job, end those that have not begun, and wait for the others to end, at most `within_s`."""
@@ -140,10 +167,9 @@ class Switch:
 
     async def stop(self, reason: str) -> None:
         """Tell every worker, end every job, close the port."""
-        if self._server is not None:
-            self._server.close()
         for job in list(self._jobs.values()):
             await self._end(job, "draining", f"the switch is shutting down: {reason}")
+        await self._entrance.stop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -161,7 +187,8 @@ class Switch:
             "uptime_s": time.monotonic() - self._started_s,
             "cpu_s": self._plane.cpu_ns() / 1e9,
             "incarnation": self.incarnation,
-            "connections": self._connections,
+            "connections": self._entrance.connections,
+            "strangers": self._entrance.strangers,
             "memory_granted_bytes": self._memory_bytes,
             "memory_free_bytes": self.limits.memory_bytes - self._memory_bytes,
             "jobs_limit": self.limits.jobs,
@@ -178,6 +205,7 @@ class Switch:
         return {
             "id": f"{job.id:08x}",
             "name": job.label,
+            "tenant": job.tenant.name,
             "state": "running" if job.started else "assembling",
             "size": job.size,
             "joined": len(job.members),
@@ -193,36 +221,24 @@ class Switch:
             ],
         }
 
-    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        self._connections += 1
-        peer = writer.get_extra_info("peername")
-        address = control.format_endpoint(peer[0], peer[1]) if peer else "?"
+    async def _on_guest(self, guest: Guest) -> None:
+        address = guest.address
         try:
-            if self._connections > self.limits.connections:
+            if self._entrance.connections > self.limits.connections:
                 raise _RefusedError("full", f"this switch serves at most {self.limits.connections} connections")
-            await self._serve(reader, writer, address)
+            await self._serve(guest)
         except _RefusedError as refusal:
             self._refusals[refusal.kind] += 1
             say(logging.WARNING, "refused", f"refused {address}: {refusal}", peer=address, reason=refusal.kind)
-            await _tell(writer, {"type": "refused", "reason": str(refusal)})
-        except (control.ProtocolError, asyncio.IncompleteReadError, ConnectionError, *_TIMEOUTS) as error:
+            await _tell(guest.writer, {"type": "refused", "reason": str(refusal)})
+        except (control.ProtocolError, asyncio.IncompleteReadError, OSError, *_TIMEOUTS) as error:
             what = f"dropped connection from {address} before it joined: {error or type(error).__name__}"
             say(logging.WARNING, "stranger", what, peer=address)
-        except asyncio.CancelledError:
-            pass
-        finally:
-            self._connections -= 1
-            self._tasks.discard(task)
-            writer.close()
-            with contextlib.suppress(Exception, asyncio.CancelledError):
-                await writer.wait_closed()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
-        message = await asyncio.wait_for(_read(reader), JOIN_TIMEOUT_S)
-        job, member = self._admit(message, writer, address)
+    async def _serve(self, guest: Guest) -> None:
+        reader, writer = guest.reader, guest.writer
+        job, member = self._admit(await _read(reader), writer, guest.address)
+        guest.admitted()
         reason, fault = "its connection was lost", None
         try:
             await _tell(
@@ -255,7 +271,7 @@ class Switch:
             reason = f"it broke the control protocol: {error}"
             what = f"job {job.name}: rank {member.rank}: {reason}"
             say(logging.WARNING, "protocol_error", what, **job.who, rank=member.rank)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
             await self._leave(job, member, reason, fault if isinstance(fault, int) else None)
@@ -269,6 +285,7 @@ class Switch:
                 f"this switch speaks control protocol {control.VERSION}, the worker {message.get('version')}: "
                 "run the same netfold on both sides",
             )
+        tenant = self._tenant(message)
         name, label = message.get("job"), message.get("name", "")
         rank, ranks = message.get("rank"), _ranks(message)
         if not isinstance(name, str) or not 0 < len(name) <= MAX_JOB_NAME:
@@ -277,9 +294,16 @@ class Switch:
             raise control.ProtocolError(f"join of a job that is called {str(label)[:80]!r}")
         if rank not in ranks:
             raise control.ProtocolError(f"join as rank {rank!r}, which is not one of the job's {len(ranks)}")
+        if not tenant.may_call(label):
+            raise _RefusedError(
+                "name",
+                f"{tenant.name}'s jobs are called {' or '.join(tenant.names)}, not {label!r} (NETFOLD_JOB_NAME)",
+            )
         job = self._jobs.get(name)
         if job is None:
-            job = self._open(name, label, ranks, message, writer)
+            job = self._open(name, label, tenant, ranks, message, writer)
+        if job.tenant != tenant:
+            raise _RefusedError("token", "this job belongs to another token: all its ranks need the same")
         if job.size != len(ranks):
             raise _RefusedError(
                 "mismatch", f"rank {rank} says that its job has {len(ranks)} ranks; others said {job.size}"
@@ -302,10 +326,22 @@ class Switch:
         say(logging.INFO, "joined", what, **job.who, rank=rank, peer=address)
         return job, member
 
+    def _tenant(self, message: control.Message) -> Tenant:
+        if self._tokens is None:
+            return EVERYBODY
+        token = message.get("token")
+        if not isinstance(token, str):
+            raise _RefusedError("token", "this switch wants a token, and none came: set NETFOLD_TOKEN_FILE")
+        tenant = self._tokens.find(token)
+        if tenant is None:
+            raise _RefusedError("token", "the token of NETFOLD_TOKEN_FILE is not known here")
+        return tenant
+
     def _open(
         self,
         name: str,
         label: str,
+        tenant: Tenant,
         ranks: tuple[int, ...],
         message: control.Message,
         writer: asyncio.StreamWriter,
@@ -342,6 +378,7 @@ class Switch:
         job = _Job(
             name=name,
             label=label,
+            tenant=tenant,
             id=job_id,
             ranks=ranks,
             host=host,
@@ -518,7 +555,7 @@ async def _read(reader: asyncio.StreamReader) -> control.Message:
 
 async def _tell(writer: asyncio.StreamWriter, message: control.Message) -> None:
     # A worker that does not read is as good as gone; its own task will notice.
-    with contextlib.suppress(ConnectionError, RuntimeError, *_TIMEOUTS):
+    with contextlib.suppress(OSError, RuntimeError, *_TIMEOUTS):
         writer.write(control.encode(message))
         await asyncio.wait_for(writer.drain(), 5.0)
 

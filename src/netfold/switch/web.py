@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from netfold import control
 from netfold.switch.metrics import CONTENT_TYPE, exposition
 
 # A request is a line and some headers; a reader that is slower, or says more, is hung up on.
@@ -30,11 +31,11 @@ class Web:
         self._server: asyncio.Server | None = None
         self._readers = 0
 
-    async def start(self) -> tuple[str, int]:
-        """Bind and listen; the address that was bound. OSError where it cannot be."""
+    async def start(self) -> str:
+        """Bind and listen; where, as host:port. OSError where it cannot be."""
         self._server = await asyncio.start_server(self._on_reader, self._host, self._port, limit=MAX_REQUEST_BYTES)
         bound: tuple[Any, ...] = self._server.sockets[0].getsockname()
-        return str(bound[0]), int(bound[1])
+        return control.format_endpoint(bound[0], bound[1])
 
     def stop(self) -> None:
         if self._server is not None:

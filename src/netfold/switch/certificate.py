@@ -1,0 +1,89 @@
+"""The switch's certificate: self-signed, known by its fingerprint, kept in a folder if one is named.
+
+Nobody vouches for it but who passes the fingerprint on: workers compare the SHA-256 of the whole certificate, so its
+name and dates mean nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import ssl
+import tempfile
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from netfold import control
+
+FILE = "switch.pem"
+_LIFE = datetime.timedelta(days=36500)
+
+
+def server_context(state_dir: Path | None) -> tuple[ssl.SSLContext, str]:
+    """TLS 1.3 with the certificate of `state_dir`, made where there is none, and the certificate's fingerprint.
+
+    Without a folder it lasts as long as the process. ValueError where the file is not private or holds no certificate,
+    OSError where it can be neither read nor written; nothing is left half written.
+    """
+    if state_dir is None:
+        with tempfile.TemporaryDirectory(prefix="netfold-") as folder:
+            return _context(_kept(Path(folder)))
+    return _context(_kept(state_dir))
+
+
+def _kept(folder: Path) -> Path:
+    path = folder / FILE
+    if not path.exists():
+        _write(path, _make())
+    control.read_private(path)
+    return path
+
+
+def _context(path: Path) -> tuple[ssl.SSLContext, str]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # every connection is a handshake: workers pin the certificate
+    try:
+        context.load_cert_chain(path)
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    except (ssl.SSLError, ValueError) as error:
+        raise ValueError(f"{path} holds no key and certificate ({error}); remove it, and a new one is made") from None
+    return context, hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest()
+
+
+def _make() -> bytes:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "netfold switch")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + _LIFE)
+        .sign(key, hashes.SHA256())
+    )
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ) + certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All of it or nothing, for the owner alone."""
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise

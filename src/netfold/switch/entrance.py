@@ -1,0 +1,131 @@
+"""Who connects to a switch, until they have said who they are: TLS, deadlines, and a bound on strangers.
+
+A stranger is a connection that has not been admitted. It costs a task and a socket for STRANGER_S at most, and at most
+MAX_STRANGERS are there at once; one more ends the one that has been a stranger for longest. A worker is none after some
+milliseconds, so those who connect and say nothing keep no worker out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from netfold import control
+from netfold.switch.facts import say
+
+MAX_STRANGERS = 512
+# From connecting to a join that was admitted.
+STRANGER_S = 10.0
+# After the kernel refused a connection for want of descriptors or memory.
+_BREATH_S = 0.2
+
+
+@dataclass
+class Guest:
+    """A connection, and `admitted`, to be called once it is no stranger any more."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    address: str
+    admitted: Callable[[], None]
+
+
+class Entrance:
+    """Listens until `stop`. serve: speaks with a guest to its end. context: TLS, None for none."""
+
+    def __init__(
+        self, host: str, port: int, context: ssl.SSLContext | None, serve: Callable[[Guest], Awaitable[None]]
+    ) -> None:
+        self._host, self._port, self._context, self._serve = host, port, context, serve
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._guests: set[asyncio.Task[None]] = set()
+        # In the order in which they came: what ends the wait of a task, and its address.
+        self._strangers: dict[asyncio.Task[None], tuple[asyncio.TimerHandle, str]] = {}
+
+    @property
+    def connections(self) -> int:
+        return len(self._guests)
+
+    @property
+    def strangers(self) -> int:
+        return len(self._strangers)
+
+    def start(self) -> tuple[str, int]:
+        """Bind and listen; the address that was bound. OSError where it cannot be."""
+        family, _, _, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(address[:2], family=family, backlog=1024)
+        self._listener.setblocking(False)
+        self._accepting = asyncio.ensure_future(self._accept(self._listener))
+        bound: tuple[Any, ...] = self._listener.getsockname()
+        return str(bound[0]), int(bound[1])
+
+    async def stop(self) -> None:
+        tasks = [*self._guests, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                stream, peer = await loop.sock_accept(listener)
+            except OSError as error:
+                say(logging.ERROR, "accept_failed", f"cannot take a connection: {error.strerror or error}")
+                await asyncio.sleep(_BREATH_S)
+                continue
+            if len(self._strangers) >= MAX_STRANGERS:
+                self._end(next(iter(self._strangers)), "others came")
+            address = control.format_endpoint(peer[0], peer[1])
+            task = asyncio.ensure_future(self._meet(stream, address))
+            self._guests.add(task)
+            timer = loop.call_later(STRANGER_S, self._end, task, f"{STRANGER_S:.0f} s were over")
+            self._strangers[task] = timer, address
+            task.add_done_callback(self._left)
+
+    def _end(self, stranger: asyncio.Task[None], why: str) -> None:
+        timer, address = self._strangers.pop(stranger)
+        timer.cancel()
+        stranger.cancel()
+        say(logging.WARNING, "stranger", f"dropped connection from {address}: {why} before it joined", peer=address)
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        self._guests.discard(task)
+        self._known(task)
+
+    def _known(self, task: asyncio.Task[None]) -> None:
+        if task in self._strangers:
+            self._strangers.pop(task)[0].cancel()
+
+    async def _meet(self, stream: socket.socket, address: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=control.MAX_MESSAGE_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        try:
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, stream, ssl=self._context)
+        except (OSError, ssl.SSLError) as error:
+            say(logging.WARNING, "stranger", f"dropped connection from {address}: no TLS ({error})", peer=address)
+            stream.close()
+            return
+        except asyncio.CancelledError:
+            stream.close()
+            raise
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        try:
+            await self._serve(Guest(reader, writer, address, lambda: self._known(task)))
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        finally:
+            transport.abort()

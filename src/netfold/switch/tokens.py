@@ -1,0 +1,108 @@
+"""Who may use a switch: a file with a line a tenant.
+
+    # tenant  token (32 letters or more)   what it may
+    vision    8f14e45fceea167a5a36dedd4bea2543
+    speech    c9f0f895fb98ab9159f51fd0297e236d   weight=2 names=asr-*,tts-* slots=4096 memory=512M
+
+weight: its part of the memory, against the others' (1). names: patterns of NETFOLD_JOB_NAME, by commas (all). slots,
+memory: bounds on what its jobs have together (its part of the whole).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import hmac
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from netfold import control
+
+MAX_TENANTS = 1024
+_TENANT = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_SIZE = re.compile(r"(\d+)([KMG]?)")
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Whose jobs share a part of the switch. slots, memory_bytes: None for no bound but that part."""
+
+    name: str
+    weight: int = 1
+    names: tuple[str, ...] = ("*",)
+    slots: int | None = None
+    memory_bytes: int | None = None
+
+    def may_call(self, label: str) -> bool:
+        return any(fnmatch.fnmatchcase(label, pattern) for pattern in self.names)
+
+
+class Tokens:
+    """The tenants of a file, found by their token. It keeps digests of tokens, never a token."""
+
+    def __init__(self, tenants: dict[bytes, Tenant]) -> None:
+        self._tenants = tenants
+
+    @classmethod
+    def read(cls, path: Path) -> Tokens:
+        """ValueError with file and line where it is not private or makes no sense; OSError where it cannot be read."""
+        tenants: dict[bytes, Tenant] = {}
+        for number, line in enumerate(control.read_private(path).splitlines(), 1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            try:
+                token, tenant = _tenant(words)
+                if token in tenants or tenant.name in [other.name for other in tenants.values()]:
+                    raise ValueError(f"tenant {tenant.name!r}, or its token, is there twice")
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+            tenants[token] = tenant
+        if not 0 < len(tenants) <= MAX_TENANTS:
+            raise ValueError(f"{path} has {len(tenants)} tenants; from 1 to {MAX_TENANTS} make sense")
+        return cls(tenants)
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        return list(self._tenants.values())
+
+    def find(self, token: str) -> Tenant | None:
+        """Takes as long for a token that is almost right as for one that is not."""
+        digest = hashlib.sha256(token.encode()).digest()
+        found = None
+        for known, tenant in self._tenants.items():
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+
+def _tenant(words: list[str]) -> tuple[bytes, Tenant]:
+    # Never a word of the line in the error but the names of things: it may be the token.
+    if len(words) < 2 or not _TENANT.fullmatch(words[0]):
+        raise ValueError("expected: tenant token [weight=] [names=] [slots=] [memory=]")
+    control.check_token(words[1])
+    bounds: dict[str, str] = {}
+    for word in words[2:]:
+        name, equals, value = word.partition("=")
+        if not equals or name not in ("weight", "names", "slots", "memory") or name in bounds:
+            raise ValueError(
+                f"tenant {words[0]!r}: weight=, names=, slots= and memory= may follow the token, each once"
+            )
+        bounds[name] = value
+    tenant = Tenant(
+        words[0],
+        weight=_positive("weight", bounds.get("weight", "1")),
+        names=tuple(bounds.get("names", "*").split(",")),
+        slots=_positive("slots", bounds["slots"]) if "slots" in bounds else None,
+        memory_bytes=_positive("memory", bounds["memory"]) if "memory" in bounds else None,
+    )
+    return hashlib.sha256(words[1].encode()).digest(), tenant
+
+
+def _positive(name: str, text: str) -> int:
+    found = _SIZE.fullmatch(text)
+    value = int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]] if found else 0
+    if value <= 0:
+        raise ValueError(f"{name}= wants a number above 0, such as 2 or 512M")
+    return value

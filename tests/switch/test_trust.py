@@ -1,0 +1,442 @@
+"""TLS, fingerprints and tokens: who may join a switch, what a stranger learns and costs."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Outcome, RunningSwitch, run_threads, running_switch, values
+
+from netfold import Communicator, FileStore, Options, control
+from netfold.communicator.pinned import FingerprintError, PinnedStream
+from netfold.switch import Switch, Tokens
+from netfold.switch.certificate import server_context
+
+VISION = "a" * 31 + "1"
+SPEECH = "b" * 31 + "2"
+LINES = f"""
+# tenant  token
+vision {VISION} names=vision-*,shared
+speech {SPEECH} weight=2  # twice as much
+"""
+
+
+def private(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    return private(tmp_path / "tokens", LINES)
+
+
+@pytest.fixture
+def switch(tokens: str) -> Iterator[RunningSwitch]:
+    with running_switch("--token-file", tokens) as running:
+        yield running
+
+
+def add(rank: int, size: int, folder: str, options: Options) -> float:
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=5) as group:
+        buffer = np.arange(300_000, dtype=np.float32) % 1000 + rank
+        group.all_reduce(buffer)
+        assert (buffer == np.arange(300_000) % 1000 * size + size * (size - 1) / 2).all()
+        return float(buffer[-1])
+
+
+def vision(running: RunningSwitch, tmp_path: Path, token: str = VISION, **words: Any) -> Options:
+    return Options(
+        **{
+            "switch": running.endpoint,
+            "token_file": private(tmp_path / "token", token + "\n"),
+            "job_name": "vision-1",
+            **words,
+        }
+    )
+
+
+def refused(outcomes: list[Outcome], *words: str) -> None:
+    for outcome in outcomes:
+        assert outcome.error == "SwitchError", outcome.text
+        for word in words:
+            assert word in outcome.text
+
+
+def test_a_job_with_a_token_adds_over_tls(switch: RunningSwitch, tmp_path: Path) -> None:
+    assert re.fullmatch(r"127\.0\.0\.1:\d+#[0-9a-f]{64}", switch.endpoint)
+    assert values(run_threads(add, 3, vision(switch, tmp_path))) == [999 * 3 + 3.0] * 3
+    switch.wait_for("event=started .*name=vision-1 tenant=vision")
+    for secret in (VISION, SPEECH):
+        assert secret not in switch.log()
+
+
+def test_a_token_that_is_not_known_is_refused_and_not_repeated(switch: RunningSwitch, tmp_path: Path) -> None:
+    wrong = VISION[:-1] + "9"
+    outcomes = run_threads(add, 2, vision(switch, tmp_path, wrong))
+    refused(outcomes, "refused: the token of NETFOLD_TOKEN_FILE is not known here")
+    assert wrong not in switch.log() + "".join(outcome.text for outcome in outcomes)
+    switch.wait_for("event=refused .*reason=token", count=2)
+
+
+def test_no_token_is_refused(switch: RunningSwitch) -> None:
+    refused(
+        run_threads(add, 2, Options(switch=switch.endpoint)), "wants a token, and none came: set NETFOLD_TOKEN_FILE"
+    )
+
+
+def test_a_job_is_called_what_its_token_allows(switch: RunningSwitch, tmp_path: Path) -> None:
+    outcomes = run_threads(add, 2, vision(switch, tmp_path, job_name="nlp-1"))
+    refused(outcomes, "refused: vision's jobs are called vision-* or shared, not 'nlp-1' (NETFOLD_JOB_NAME)")
+
+
+def eavesdropper(forward_to: tuple[str, int] | None, said: list[bytes], answer: bytes = b"") -> str:
+    """A listener that keeps what it is told and answers once; with `forward_to`, a relay that changes nothing."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def pump(source: socket.socket, sink: socket.socket, keep: bool) -> None:
+        try:
+            while data := source.recv(65536):
+                if keep:
+                    said.append(data)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def serve() -> None:
+        with server:
+            while True:
+                stream, _ = server.accept()
+                if forward_to is None:
+                    said.append(stream.recv(65536))
+                    stream.sendall(answer)
+                    stream.close()
+                    continue
+                other = socket.create_connection(forward_to)
+                threading.Thread(target=pump, args=(stream, other, True), daemon=True).start()
+                threading.Thread(target=pump, args=(other, stream, False), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_token_goes_to_no_switch_with_another_certificate(switch: RunningSwitch, tmp_path: Path) -> None:
+    wrong = switch.endpoint.split("#")[0] + "#" + "0" * 64
+    began = time.monotonic()
+    outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=wrong))
+    refused(outcomes, "is not the one that NETFOLD_SWITCH names", switch.endpoint.split("#")[1], "nothing was sent")
+    assert time.monotonic() - began < 5
+    assert "event=refused" not in switch.log(), "no join arrived"
+
+
+def test_a_token_is_not_sent_where_the_fingerprint_is_forgotten(switch: RunningSwitch, tmp_path: Path) -> None:
+    said: list[bytes] = []
+    endpoint = eavesdropper(None, said)
+    outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=endpoint))
+    refused(outcomes, "NETFOLD_SWITCH has no fingerprint: whoever answers there would get the token", "host:port#")
+    assert said == []
+
+
+def test_a_worker_without_fingerprint_is_told_what_the_switch_may_want(switch: RunningSwitch) -> None:
+    outcomes = run_threads(add, 2, Options(switch=switch.endpoint.split("#")[0]))
+    refused(outcomes, "one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint")
+
+
+def test_a_fingerprint_at_an_open_switch_says_that_it_has_none(tmp_path: Path) -> None:
+    with running_switch() as switch:
+        outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=switch.endpoint + "#" + "0" * 64))
+    refused(outcomes, "did not shake hands", "One that is open speaks no TLS")
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "words"),
+    [
+        (None, 0o600, "No such file"),
+        (VISION, 0o640, "can be read by others (mode 640): chmod 600"),
+        ("short", 0o600, "a token is 32 to 256 letters and digits"),
+        (f"vision {VISION}", 0o600, "a token is 32 to 256 letters and digits"),
+        ("\udcff", 0o600, "NETFOLD_TOKEN_FILE="),
+    ],
+)
+def test_a_token_file_that_makes_no_sense_is_named_and_not_quoted(
+    switch: RunningSwitch, tmp_path: Path, content: str | None, mode: int, words: str
+) -> None:
+    path = tmp_path / "mine"
+    if content is not None:
+        path.write_bytes(content.encode("utf-8", errors="surrogateescape"))
+        path.chmod(mode)
+    outcomes = run_threads(add, 2, vision(switch, tmp_path, token_file=str(path)))
+    refused(outcomes, f"NETFOLD_TOKEN_FILE={path}", words)
+    assert VISION not in "".join(outcome.text for outcome in outcomes)
+
+
+def join(switch: RunningSwitch, token: str, **words: Any) -> PinnedStream:
+    """A join by hand, over TLS."""
+    host, port, fingerprint = control.parse_switch(switch.endpoint, what="endpoint")
+    assert fingerprint is not None
+    stream = PinnedStream(socket.create_connection((host, port), 5), fingerprint)
+    message = {"type": "join", "version": control.VERSION, "job": "j", "name": "vision-1", "rank": 0, "ranks": [0, 1]}
+    control.send(stream, {**message, "token": token, **words})
+    return stream
+
+
+def test_another_tenant_who_knows_a_jobs_name_cannot_take_a_rank_in_it(switch: RunningSwitch) -> None:
+    ours = join(switch, VISION, timeout_s=5.0)
+    assert control.receive(ours)["type"] == "admitted"
+    theirs = join(switch, SPEECH, rank=1)
+    answer = control.receive(theirs)
+    assert answer == {"type": "refused", "reason": "this job belongs to another token: all its ranks need the same"}
+    mine = join(switch, VISION, rank=1)
+    assert control.receive(mine)["type"] == "admitted"
+    for stream in (ours, theirs, mine):
+        stream.close()
+
+
+def test_a_token_that_is_no_text_is_refused_like_none(switch: RunningSwitch) -> None:
+    for token in (7, None, [VISION], b"\xff" * 40):
+        answer = control.receive(join(switch, token))  # type: ignore[arg-type]
+        assert answer["type"] == "refused"
+        assert "none came" in answer["reason"]
+
+
+def test_the_wire_shows_neither_token_nor_name(switch: RunningSwitch, tmp_path: Path) -> None:
+    said: list[bytes] = []
+    host, port, fingerprint = control.parse_switch(switch.endpoint, what="endpoint")
+    relay = eavesdropper((host, port), said)
+    stream = PinnedStream(socket.create_connection(control.parse_endpoint(relay, what="relay"), 5), fingerprint or "")
+    join_message = {"type": "join", "version": control.VERSION, "job": "j", "name": "vision-1", "rank": 0, "ranks": [0]}
+    control.send(stream, {**join_message, "token": VISION})
+    assert control.receive(stream)["type"] == "admitted"
+    stream.close()
+    assert said
+    for secret in (VISION, "vision-1"):
+        assert secret.encode() not in b"".join(said)
+
+
+def test_strangers_who_say_nothing_keep_no_worker_out(switch: RunningSwitch, tmp_path: Path) -> None:
+    host, port, _ = control.parse_switch(switch.endpoint, what="endpoint")
+    silent = [socket.create_connection((host, port), 5) for _ in range(600)]
+    try:
+        assert values(run_threads(add, 2, vision(switch, tmp_path))) == [999 * 2 + 1.0] * 2
+        switch.wait_for("others came before it joined", count=88)
+        silent[0].settimeout(5)
+        assert _hung_up(silent[0])
+    finally:
+        for stream in silent:
+            stream.close()
+    assert values(run_threads(add, 2, vision(switch, tmp_path))) == [999 * 2 + 1.0] * 2
+
+
+def _hung_up(stream: socket.socket) -> bool:
+    try:
+        return stream.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_stranger_who_says_nothing_is_hung_up_on_in_time(switch: RunningSwitch) -> None:
+    host, port, fingerprint = control.parse_switch(switch.endpoint, what="endpoint")
+    before_tls = socket.create_connection((host, port), 5)
+    within_tls = PinnedStream(socket.create_connection((host, port), 5), fingerprint or "")
+    began = time.monotonic()
+    for stream in (before_tls, within_tls):
+        stream.settimeout(15)
+        assert stream.recv(1) == b""
+    assert 8 < time.monotonic() - began < 14
+    switch.wait_for("10 s were over before it joined", count=2)
+
+
+def test_garbage_instead_of_a_handshake_is_dropped(switch: RunningSwitch, tmp_path: Path) -> None:
+    host, port, _ = control.parse_switch(switch.endpoint, what="endpoint")
+    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+    for words in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(3000),
+        hello,
+        hello + os.urandom(600),
+        b"\x15\x03\x03\x00\x02\x02\x28",
+    ):
+        with socket.create_connection((host, port), 5) as stream:
+            stream.sendall(words)
+            stream.shutdown(socket.SHUT_WR)
+            stream.settimeout(5)
+            try:
+                while stream.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+    assert values(run_threads(add, 2, vision(switch, tmp_path))) == [999 * 2 + 1.0] * 2
+
+
+def test_a_certificate_that_is_kept_has_one_fingerprint_in_every_life(tokens: str, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    fingerprints = []
+    for folder in (("--state-dir", str(state)), ("--state-dir", str(state)), ()):
+        with running_switch("--token-file", tokens, *folder) as switch:
+            fingerprints.append(switch.endpoint.split("#")[1])
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+    assert [(path.name, path.stat().st_mode & 0o777) for path in state.iterdir()] == [("switch.pem", 0o600)]
+
+
+def command(*options: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0", *options]
+    return subprocess.run(line, capture_output=True, text=True, timeout=20)
+
+
+def test_a_state_folder_that_cannot_be_used_is_named(tokens: str, tmp_path: Path) -> None:
+    absent = command("--token-file", tokens, "--state-dir", str(tmp_path / "none"))
+    assert (absent.returncode, "No such file or directory" in absent.stderr) == (1, True), absent.stderr
+    private(tmp_path / "switch.pem", "no certificate")
+    broken = command("--token-file", tokens, "--state-dir", str(tmp_path))
+    assert broken.returncode == 2
+    assert "holds no key and certificate" in broken.stderr
+    (tmp_path / "switch.pem").chmod(0o644)
+    shown = command("--token-file", tokens, "--state-dir", str(tmp_path))
+    assert shown.returncode == 2
+    assert "can be read by others (mode 644)" in shown.stderr
+
+
+def test_a_full_disk_leaves_no_half_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        server_context(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tokens_and_open_contradict_each_other(tokens: str) -> None:
+    ended = command("--token-file", tokens, "--open")
+    assert ended.returncode == 2
+    assert "--open turns tokens and TLS off, and --token-file asks for both" in ended.stderr
+
+
+def test_a_state_folder_without_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="which only a switch with --token-file has"):
+        Switch("127.0.0.1", 0, state_dir=tmp_path)
+
+
+def test_tokens_let_a_switch_listen_to_a_network(tokens: str) -> None:
+    Switch("0.0.0.0", 0, tokens=Tokens.read(Path(tokens)))
+
+
+def test_an_open_switch_says_so_in_its_log() -> None:
+    with running_switch() as switch:
+        switch.wait_for("level=warning event=open .*no tokens and no TLS: whoever reaches")
+
+
+def test_a_tenant_has_what_its_line_says(tokens: str) -> None:
+    found = Tokens.read(Path(tokens))
+    vision, speech = found.find(VISION), found.find(SPEECH)
+    assert vision is not None and speech is not None
+    assert (vision.name, vision.weight, vision.slots, vision.memory_bytes) == ("vision", 1, None, None)
+    assert (speech.name, speech.weight) == ("speech", 2)
+    assert [vision.may_call(name) for name in ("vision-a", "shared", "shared2", "")] == [True, True, False, False]
+    assert speech.may_call("")
+    assert found.find(VISION[:-1]) is None
+    assert VISION not in repr(vars(found))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has 0 tenants"),
+        ("vision", "line 1: expected: tenant token"),
+        ("vision short", "line 1: a token is 32 to 256"),
+        (f"\nvi/sion {VISION}", "line 2: expected: tenant token"),
+        (f"vision {VISION} speed=9", "line 1: tenant 'vision': weight=, names=, slots= and memory="),
+        (f"vision {VISION} weight=1 weight=2", "each once"),
+        (f"vision {VISION} weight=0", "weight= wants a number above 0"),
+        (f"vision {VISION} memory=lots", "memory= wants a number above 0"),
+        (f"vision {VISION}\nspeech {VISION}", "line 2: tenant 'speech', or its token, is there twice"),
+        (f"vision {VISION}\nvision {SPEECH}", "line 2: tenant 'vision', or its token, is there twice"),
+    ],
+)
+def test_a_line_that_makes_no_sense_is_named_without_its_token(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        Tokens.read(Path(private(tmp_path / "tokens", text)))
+    assert VISION not in str(caught.value)
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:1#", "127.0.0.1:1#12", "127.0.0.1:1#" + "g" * 64, "#" + "0" * 64])
+def test_an_endpoint_with_half_a_fingerprint_is_refused(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="NETFOLD_SWITCH is "):
+        Options(switch=endpoint).resolved({})
+
+
+def tls_server(serve: Callable[[ssl.SSLSocket], None]) -> str:
+    """One connection, served over TLS in a thread; host:port#fingerprint."""
+    context, fingerprint = server_context(None)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        with listener:
+            stream, _ = listener.accept()
+            with context.wrap_socket(stream, server_side=True) as inside:
+                serve(inside)
+
+    threading.Thread(target=run, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}#{fingerprint}"
+
+
+def test_one_thread_receives_while_others_send() -> None:
+    count, size = 300, 5000
+
+    def echo(inside: ssl.SSLSocket) -> None:
+        while data := inside.recv(1 << 16):
+            inside.sendall(data)
+
+    host, port, fingerprint = control.parse_switch(tls_server(echo), what="endpoint")
+    stream = PinnedStream(socket.create_connection((host, port), 5), fingerprint or "")
+    stream.settimeout(10)
+    found: list[bytes] = []
+
+    def receive() -> None:
+        for _ in range(2 * count):
+            found.append(control.receive(stream)["body"])
+
+    receiver = threading.Thread(target=receive, daemon=True)
+    receiver.start()
+
+    def send(letter: bytes) -> None:
+        for number in range(count):
+            control.send(stream, {"type": "x", "body": letter * (size + number)})
+
+    senders = [threading.Thread(target=send, args=(letter,), daemon=True) for letter in (b"a", b"b")]
+    for sender in senders:
+        sender.start()
+    for thread in (*senders, receiver):
+        thread.join(20)
+        assert not thread.is_alive()
+    stream.close()
+    for letter in (b"a", b"b"):
+        assert [body for body in found if body[:1] == letter] == [letter * (size + number) for number in range(count)]
+
+
+def test_a_stream_that_is_cut_ends_like_a_socket() -> None:
+    host, port, fingerprint = control.parse_switch(tls_server(lambda inside: inside.sendall(b"abc")), what="endpoint")
+    stream = PinnedStream(socket.create_connection((host, port), 5), fingerprint or "")
+    assert control.receive_exactly(stream, 3) == b"abc"
+    assert stream.recv(1) == b""
+    stream.close()
+
+
+def test_another_certificate_is_no_stream() -> None:
+    host, port, _ = control.parse_switch(tls_server(lambda inside: None), what="endpoint")
+    with socket.create_connection((host, port), 5) as stream, pytest.raises(FingerprintError, match="0" * 64):
+        PinnedStream(stream, "0" * 64)
