@@ -61,6 +61,8 @@ def test_job_after_job_gives_back_what_it_was_granted() -> None:
         assert len(os.listdir(f"/proc/{switch.process.pid}/fd")) == descriptors
         epochs = [int(epoch) for epoch in re.findall(r"epoch (\d+) starts", switch.log())]
         assert epochs == sorted(set(epochs)), "an epoch is never given twice"
+        windows = re.findall(r"window (\d+ x \d+) bytes", switch.log())
+        assert len(windows) == 31 and len(set(windows)) == 1, "a later job found less room"
 
 
 def test_two_jobs_at_a_time_do_not_disturb_each_other() -> None:

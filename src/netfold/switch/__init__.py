@@ -9,7 +9,8 @@ it ends, gives everything back; a job's failure is nobody else's.
 Tests: `.venv/bin/pytest tests/switch`
 """
 
-from netfold.switch.daemon import Limits, Switch
+from netfold.switch.daemon import Switch
+from netfold.switch.parts import Limits
 from netfold.switch.tokens import Tokens
 
 __all__ = ["Limits", "Switch", "Tokens"]

@@ -21,6 +21,7 @@ from netfold._native.aggregator import Plane
 from netfold.switch.certificate import server_context
 from netfold.switch.entrance import Entrance, Guest
 from netfold.switch.facts import say
+from netfold.switch.parts import Limits, Part, fitting_window, part_of
 from netfold.switch.tokens import Tenant, Tokens
 
 # Longest that a job waits for its ranks, whatever a worker asks for.
@@ -39,17 +40,6 @@ _TOTALS = ("result_bytes", "results", "contributions", "answers_sent", "answers_
 EVERYBODY = Tenant("everybody")
 # Two types until Python 3.11, one since.
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a switch grants in all. Past a bound a job is refused, with the bound in the reason."""
-
-    jobs: int = 64
-    workers: int = protocol.MAX_WORKERS  # of one job
-    memory_bytes: int = 1 << 30
-    window_bytes: int = 1 << 20  # in flight from one worker
-    connections: int = 4096
 
 
 @dataclass
@@ -77,6 +67,7 @@ class _Job:
     started: bool = False
     epoch: int = 0
     memory_bytes: int = 0
+    slots: int = 0
     timer: asyncio.TimerHandle | None = None
 
     @property
@@ -131,6 +122,8 @@ class Switch:
             context, self.fingerprint = server_context(state_dir)
         self._entrance = Entrance(host, port, context, self._on_guest)
         self.limits = limits or Limits()
+        tenants = [EVERYBODY] if tokens is None else tokens.tenants
+        self._parts = {tenant: part_of(tenant, tenants, self.limits) for tenant in tenants}
         self.incarnation = secrets.randbits(32)
         self._plane = Plane()
         self._jobs: dict[str, _Job] = {}
@@ -195,7 +188,18 @@ class Switch:
             "jobs_started": self._jobs_started,
             "refusals": dict(self._refusals),
             "totals": {**{name: totals[name] for name in _TOTALS}, "drops": dict(drops)},
+            "tenants": [self._tenant_status(tenant, part) for tenant, part in self._parts.items()],
             "jobs": jobs,
+        }
+
+    def _tenant_status(self, tenant: Tenant, part: Part) -> dict[str, Any]:
+        own = self._jobs_of(tenant)
+        granted_bytes = sum(job.memory_bytes for job in own)
+        return {
+            "name": tenant.name,
+            "jobs": len(own),
+            "memory_granted_bytes": granted_bytes,
+            "memory_free_bytes": part.memory_bytes - granted_bytes,
         }
 
     def _job_status(self, job: _Job) -> dict[str, Any]:
@@ -224,8 +228,6 @@ class Switch:
     async def _on_guest(self, guest: Guest) -> None:
         address = guest.address
         try:
-            if self._entrance.connections > self.limits.connections:
-                raise _RefusedError("full", f"this switch serves at most {self.limits.connections} connections")
             await self._serve(guest)
         except _RefusedError as refusal:
             self._refusals[refusal.kind] += 1
@@ -326,6 +328,9 @@ class Switch:
         say(logging.INFO, "joined", what, **job.who, rank=rank, peer=address)
         return job, member
 
+    def _jobs_of(self, tenant: Tenant) -> list[_Job]:
+        return [job for job in self._jobs.values() if job.tenant == tenant]
+
     def _tenant(self, message: control.Message) -> Tenant:
         if self._tokens is None:
             return EVERYBODY
@@ -349,8 +354,11 @@ class Switch:
         size = len(ranks)
         if self._draining:
             raise _RefusedError("draining", f"the switch is shutting down: {self._draining}")
-        if len(self._jobs) >= self.limits.jobs:
-            raise _RefusedError("full", f"this switch is full: it serves {self.limits.jobs} jobs (--max-jobs)")
+        part, own = self._parts[tenant], self._jobs_of(tenant)
+        if len(own) >= part.jobs:
+            raise _RefusedError("full", f"this switch is full: it serves {part.jobs} jobs (--max-jobs){_for(tenant)}")
+        if sum(job.size for job in own) + size > part.connections:
+            raise _RefusedError("full", f"this switch is full: it serves {part.connections} workers{_for(tenant)}")
         if size > self.limits.workers:
             raise _RefusedError(
                 "bound", f"a job has at most {self.limits.workers} workers here (--max-workers), not {size}"
@@ -419,17 +427,22 @@ class Switch:
         if len(job.members) < job.size or any(m.payload_bytes == 0 for m in job.members.values()):
             return
         payload = min(m.payload_bytes for m in job.members.values())
-        window = max(MIN_WINDOW_CHUNKS, job.window_bytes // (payload + protocol.HEADER_BYTES))
-        memory = protocol.job_memory_bytes(job.size, window, payload)
-        if self._memory_bytes + memory > self.limits.memory_bytes:
+        part, own = self._parts[job.tenant], self._jobs_of(job.tenant)
+        free_bytes = part.memory_bytes - sum(other.memory_bytes for other in own)
+        free_slots = None if part.slots is None else part.slots - sum(other.slots for other in own)
+        window = fitting_window(job.size, payload, job.window_bytes, free_bytes, free_slots, MIN_WINDOW_CHUNKS)
+        if window == 0:
+            least = protocol.job_memory_bytes(job.size, MIN_WINDOW_CHUNKS, payload)
             await self._end(
                 job,
                 "full",
-                f"this switch is full: the job needs {memory >> 20} MiB of slots, "
-                f"{(self.limits.memory_bytes - self._memory_bytes) >> 20} of "
-                f"{self.limits.memory_bytes >> 20} MiB are free (--memory, or a smaller --window)",
+                f"this switch is full: the job needs {least / 2**20:.1f} MiB and {2 * MIN_WINDOW_CHUNKS} slots at "
+                f"least, {free_bytes / 2**20:.1f} of {part.memory_bytes / 2**20:.1f} MiB"
+                + ("" if part.slots is None else f" and {free_slots} of {part.slots} slots")
+                + f" are free (--memory){_for(job.tenant)}",
             )
             return
+        memory = protocol.job_memory_bytes(job.size, window, payload)
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         try:
             self._plane.begin(
@@ -447,6 +460,7 @@ class Switch:
         job.epoch = epoch
         self._jobs_started += 1
         job.memory_bytes = memory
+        job.slots = 2 * window
         self._memory_bytes += memory
         if job.timer is not None:
             job.timer.cancel()
@@ -558,6 +572,11 @@ async def _tell(writer: asyncio.StreamWriter, message: control.Message) -> None:
     with contextlib.suppress(OSError, RuntimeError, *_TIMEOUTS):
         writer.write(control.encode(message))
         await asyncio.wait_for(writer.drain(), 5.0)
+
+
+def _for(tenant: Tenant) -> str:
+    """What a bound is a part of, where it is one."""
+    return "" if tenant is EVERYBODY else f"; that is the part of {tenant.name}"
 
 
 def _ranks(message: control.Message) -> tuple[int, ...]:

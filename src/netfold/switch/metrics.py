@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_JOB = ("id", "name")
+_JOB = ("id", "name", "tenant")
 # Kinds of packets that were no drop, and where a job's counters have them.
 PACKET_KINDS = {
     "contribution": "contributions",
@@ -68,6 +68,11 @@ def _switch(status: dict[str, Any]) -> Iterator[Metric]:
     for reason, count in totals["drops"].items():
         drops.add_metric([reason], count)
     yield drops
+    for name, text in (("granted", "Memory granted to a tenant's jobs."), ("free", "What is left of a tenant's part.")):
+        memory = GaugeMetricFamily(f"netfold_switch_tenant_memory_{name}_bytes", text, labels=["tenant"])
+        for tenant in status["tenants"]:
+            memory.add_metric([tenant["name"]], tenant[f"memory_{name}_bytes"])
+        yield memory
 
 
 def _jobs(jobs: list[dict[str, Any]]) -> Iterator[Metric]:
@@ -87,7 +92,7 @@ def _jobs(jobs: list[dict[str, Any]]) -> Iterator[Metric]:
     )
     last = family(CounterMetricFamily, "last_arrivals", "Chunks for which all others waited for this rank.", "rank")
     for job in jobs:
-        labels = [job["id"], job["name"]]
+        labels = [job["id"], job["name"], job["tenant"]]
         counters = job["counters"]
         workers.add_metric(labels, job["joined"])
         memory.add_metric(labels, job["memory_bytes"])
