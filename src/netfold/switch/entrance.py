@@ -113,14 +113,16 @@ class Entrance:
         reader = asyncio.StreamReader(limit=control.MAX_MESSAGE_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         try:
-            transport, _ = await loop.connect_accepted_socket(lambda: protocol, stream, ssl=self._context)
-        except (OSError, ssl.SSLError) as error:
+            # From here on the loop owns the socket, and closes it where no handshake comes of it.
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol,
+                stream,
+                ssl=self._context,
+                ssl_handshake_timeout=None if self._context is None else STRANGER_S,
+            )
+        except OSError as error:  # ssl.SSLError among them
             say(logging.WARNING, "stranger", f"dropped connection from {address}: no TLS ({error})", peer=address)
-            stream.close()
             return
-        except asyncio.CancelledError:
-            stream.close()
-            raise
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
             await self._serve(Guest(reader, writer, address, lambda: self._known(task)))
