@@ -134,6 +134,16 @@ Group::~Group() { StatusPage::instance().close(status_); }
 void Group::publish_status() {
   StatusWrite status(status_);
   if (!status) return;
+  status->transfers = static_cast<std::uint32_t>(transfers_.size());
+  if (!transfers_.empty()) {
+    const Operation& transfer = *transfers_.begin()->second;
+    status->transfer_peer = transfer.call_.root == collective::kAnySource ? -1 : transfer.call_.root;
+    status->transfer_tag = transfer.call_.tag;
+    status->transfer_kind = static_cast<std::uint8_t>(transfer.call_.kind);
+    status->transfer_bytes = transfer.record_.bytes;
+    status->transfer_ns = transfer.record_.queued_ns;
+    StatusWrite::put(status->transfer_site, sizeof status->transfer_site, transfer.site_);
+  }
   status->waiting = static_cast<std::uint32_t>(active_.size() + queue_.size());
   status->sequence = 0;
   status->awaited_count = 0;
@@ -460,6 +470,7 @@ void Group::complete(Operation& operation, Failure failure) {
   if (StatusWrite status(status_); status) {
     status->sequence = 0;
     status->waiting = static_cast<std::uint32_t>(active_.size() + queue_.size());
+    status->transfers = static_cast<std::uint32_t>(transfers_.size());
     // Messages are counted apart: their numbers say nothing about who is behind.
     if (!collective::is_transfer(operation.call_.kind)) {
       status->done_sequence = record.sequence;

@@ -35,12 +35,12 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 namespace netfold::engine {
@@ -264,7 +264,7 @@ class Group {
   std::size_t active_on_mesh_ = 0;
   StatusEntry* status_;
   std::deque<std::shared_ptr<Operation>> arrived_;  // transfers, not yet given to the lane
-  std::unordered_map<std::uint64_t, std::shared_ptr<Operation>> transfers_;
+  std::map<std::uint64_t, std::shared_ptr<Operation>> transfers_;  // the oldest first
   std::int64_t transfer_deadline_ns_ = -1;  // not after the first of them
   std::int64_t linger_until_ns_ = -1;
   std::int64_t close_ns_ = -1;  // of a failed group: when its connections end
