@@ -263,9 +263,9 @@ class Group {
   std::vector<std::shared_ptr<Operation>> active_;
   std::size_t active_on_mesh_ = 0;
   StatusEntry* status_;
-  std::deque<std::shared_ptr<Operation>> arrived_;  // transfers, not yet given to the lane
+  std::deque<std::shared_ptr<Operation>> arrived_;                 // transfers, not yet given to the lane
   std::map<std::uint64_t, std::shared_ptr<Operation>> transfers_;  // the oldest first
-  std::int64_t transfer_deadline_ns_ = -1;  // not after the first of them
+  std::int64_t transfer_deadline_ns_ = -1;                         // not after the first of them
   std::int64_t linger_until_ns_ = -1;
   std::int64_t close_ns_ = -1;  // of a failed group: when its connections end
   bool failure_names_operation_ = false;
