@@ -143,7 +143,7 @@ class Group {
   bool wait(const Operation& operation, std::int64_t timeout_ns);
 
   // What would run this: the table's word.
-  Choice choose(collective::Kind kind, kernels::DType dtype, std::uint64_t bytes) const;
+  Choice choose(collective::Kind kind, kernels::DType dtype, kernels::ReduceOp reduce, std::uint64_t bytes) const;
 
   // From any thread: everything under way and to come fails with `failure`. Idempotent.
   void fail(collective::Failure failure);
