@@ -639,9 +639,13 @@ def receives_ahead(rank: int, size: int, folder: str) -> None:
         works = [group.receive(buffer, None, tag=tag, asynchronous=True) for tag, buffer in enumerate(into)]
         assert not any(work.done for work in works)
         group.barrier()
-        for tag in reversed(range(3)):
+        sent = [
             group.send(np.full(into[tag].size, 10 * rank + tag, np.int32), other, tag, asynchronous=True)
+            for tag in reversed(range(3))
+        ]
         assert [work.wait() for work in works] == [other] * 3
+        for work in sent:
+            work.wait()
         assert all(work.done and work.result == other for work in works)
         assert all((buffer == 10 * other + tag).all() for tag, buffer in enumerate(into))
 

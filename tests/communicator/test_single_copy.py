@@ -26,6 +26,8 @@ from netfold.communicator import PeerLost
 pytestmark = pytest.mark.native
 
 SOON_S = 3.0
+# For much data under a sanitizer, on a machine with other work.
+PATIENCE_S = 150.0
 OPERATIONS = ("broadcast", "all_gather", "gather", "scatter", "all_to_all")
 # Of what one rank has for another: round a post, the least that is lent to several, and a piece.
 BYTES = (
@@ -99,7 +101,7 @@ def long_ones(rank: int, size: int, folder: str, single_copy: str) -> None:
 @pytest.mark.parametrize("single_copy", ["on", "off"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_is_long_is_copied_past_the_caches_to_the_last_byte(size: int, single_copy: str) -> None:
-    values(run_threads(long_ones, size, single_copy))
+    values(run_threads(long_ones, size, single_copy, timeout_s=PATIENCE_S))
 
 
 def every_operation(rank: int, size: int, folder: str, single_copy: str) -> tuple[int | None, str]:
@@ -115,14 +117,14 @@ def every_operation(rank: int, size: int, folder: str, single_copy: str) -> tupl
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_operation_moves_every_byte_in_one_copy(size: int) -> None:
-    for bytes_read, why in values(run_threads(every_operation, size, "on")):
+    for bytes_read, why in values(run_threads(every_operation, size, "on", timeout_s=PATIENCE_S)):
         assert bytes_read is not None and bytes_read > 4 << 20
         assert "one copy, each rank reads the others' memory" in why
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_operation_moves_every_byte_through_slots(size: int) -> None:
-    for bytes_read, why in values(run_threads(every_operation, size, "off")):
+    for bytes_read, why in values(run_threads(every_operation, size, "off", timeout_s=PATIENCE_S)):
         assert bytes_read is None
         assert "two copies through slots, since rank 0 has NETFOLD_SINGLE_COPY=off" in why
 
