@@ -1,0 +1,58 @@
+// States of the search, and the events that lead from one to the next.
+#pragma once
+
+#include "parts.hpp"
+
+#include <array>
+#include <functional>
+
+namespace netfold::prove {
+
+// Numbers of the parts: those beyond the scope's workers are zero.
+struct State {
+  Id machine = 0;  // the switch's
+  Id network = 0;
+  std::array<Id, kMaxWorkers> workers{};
+  bool operator==(const State&) const = default;
+};
+
+struct Move {
+  enum class Kind : std::uint8_t { deliver, copy, lose, ring, call, rejoin, restart_group, restart_switch };
+  Kind kind = Kind::deliver;
+  std::uint32_t what = 0;   // deliver, copy, lose: a packet; ring, call, rejoin: a worker
+  std::uint32_t times = 0;  // ring: how many timers, one after the other
+
+  bool is_fault() const { return kind == Kind::lose || kind == Kind::restart_group || kind == Kind::restart_switch; }
+};
+
+class Moves {
+ public:
+  explicit Moves(const Scope& scope) : parts(scope), scope_(scope) {}
+
+  State first();
+  // What `move` makes of `state`; the second is the step of the machine that it happens to.
+  std::pair<State, Step> done(const State& state, const Move& move);
+  // The move and what it leads to, for every one there is, but deliveries that change nothing. Ends when `visit`
+  // returns false.
+  using Visit = std::function<bool(const Move&, const State&, const std::string& broken)>;
+  void each(const State& state, const Visit& visit);
+  // Where the machines of `state` can get with an empty network: a packet is sent, or sent again, and arrives, and its
+  // answers arrive or are left in the network.
+  void each_alone(const State& state, const Visit& visit);
+
+  bool finished(const State& state) const;
+
+  // Moves that `each` has looked at, those included that change nothing.
+  std::uint64_t tried() const { return tried_; }
+
+  Parts parts;
+
+ private:
+  const Step& delivered(const State& state, Id packet);
+  bool rejoins(const State& state, std::uint16_t worker) const;
+
+  Scope scope_;
+  std::uint64_t tried_ = 0;
+};
+
+}  // namespace netfold::prove
