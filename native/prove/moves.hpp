@@ -36,8 +36,8 @@ class Moves {
   // returns false.
   using Visit = std::function<bool(const Move&, const State&, const std::string& broken)>;
   void each(const State& state, const Visit& visit);
-  // Where the machines of `state` can get with an empty network: a packet is sent, or sent again, and arrives, and its
-  // answers arrive or are left in the network.
+  // Where the machines of `state` can get by themselves, its network being lost: a worker calls, rejoins or sends
+  // again, and what that makes the machines send arrives, up to a point.
   void each_alone(const State& state, const Visit& visit);
 
   bool finished(const State& state) const;

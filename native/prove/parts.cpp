@@ -15,6 +15,7 @@ constexpr std::uint32_t kJob = 7;
 constexpr std::uint32_t kPayloadBytes = 8;  // one i64: a chunk is an element
 constexpr std::int64_t kNumbers = 1024;     // contributions are in [1024, 2048)
 constexpr int kWorkerBits = 16;
+constexpr std::uint32_t kLives = kMaxRestarts + 1;  // most incarnations, and most epochs of one
 
 void check(const Scope& scope) {
   std::uint64_t chunks = 0;
@@ -189,7 +190,7 @@ bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& st
   if (worker.received & bit) {
     step.broken = "a worker is given chunk " + std::to_string(chunk) + " twice";
   } else if (value != result(worker.life(), chunk)) {
-    step.broken = "a worker is given a wrong sum of chunk " + std::to_string(chunk);
+    step.broken = "a worker is given a wrong sum of chunk " + std::to_string(chunk) + ":" + taken_apart(value);
   }
   worker.received |= bit;
   return step.broken.empty();
@@ -197,8 +198,9 @@ bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& st
 
 bool Parts::send(WorkerState& worker, Step& step) {
   const std::uint16_t index = worker.now.machine.config().worker;
-  // A window of new chunks, and one of chunks given up.
-  for (std::uint32_t left = 2 * scope_.window + 1; const auto send = worker.now.machine.poll_send(worker.now.now_ns);) {
+  // Every chunk there is, and a window of those given up: more than any worker ever sends at once.
+  for (std::uint64_t left = chunk_count_ + scope_.window + 1;
+       const auto send = worker.now.machine.poll_send(worker.now.now_ns);) {
     Header header = send->header;
     const std::uint64_t chunk = place(header.operation, send->first);
     if (chunk == chunk_count_ || send->count != 1 || --left == 0) {
@@ -319,9 +321,26 @@ std::uint64_t Parts::place(std::uint32_t operation, std::uint64_t first) const {
 }
 
 std::int64_t Parts::contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const {
-  const std::uint64_t number = (life.incarnation - 1) * (kMaxRestarts + 1) + (life.epoch - 1);
-  static_assert((kMaxRestarts + 1) * (kMaxRestarts + 1) * kMaxChunks <= kNumbers);
+  const std::uint64_t number = (life.incarnation - 1) * kLives + (life.epoch - 1);
+  static_assert(kLives * kLives * kMaxChunks <= kNumbers);
   return (kNumbers + static_cast<std::int64_t>(number * kMaxChunks + chunk)) << (kWorkerBits * worker);
+}
+
+std::string Parts::taken_apart(std::int64_t sum) const {
+  std::string parts;
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+    const std::int64_t number = (sum >> (kWorkerBits * worker) & 0xffff) - kNumbers;
+    parts += (worker == 0 ? " worker " : ", worker ") + std::to_string(worker);
+    if (number < 0) {
+      parts += " nothing";
+    } else if (number >= kNumbers) {
+      parts += " several";
+    } else {
+      const auto life = static_cast<std::uint32_t>(number / kMaxChunks);
+      parts += " chunk " + std::to_string(number % kMaxChunks) + " of " + words({life / kLives + 1, life % kLives + 1});
+    }
+  }
+  return parts;
 }
 
 std::int64_t Parts::result(Life life, std::uint64_t chunk) const {

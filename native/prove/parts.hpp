@@ -111,6 +111,8 @@ class Parts {
   std::uint64_t place(std::uint32_t operation, std::uint64_t first) const;
   std::int64_t contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const;
   std::int64_t result(Life life, std::uint64_t chunk) const;
+  // What a sum is made of.
+  std::string taken_apart(std::int64_t sum) const;
 
   Scope scope_;
   std::uint64_t chunk_count_ = 0;
