@@ -108,8 +108,8 @@ def svg(lines: Sequence[Line], workers: int) -> str:
             way = 1 if to > source else -1
             colour = "black" if line.arrives else "crimson"
             end = to if line.arrives else (source + to) / 2
-            tip = f"l{-6 * way} -4v8z" if line.arrives else "m-4 -4l8 8m0 -8l-8 8"
-            out.append(f'<path d="M{source:.0f} {y}H{end:.0f}{tip}" stroke="{colour}" fill="{colour}"/>')
+            tip = f"m{-6 * way} -4l{6 * way} 4l{-6 * way} 4" if line.arrives else "m-4 -4l8 8m0 -8l-8 8"
+            out.append(f'<path d="M{source:.0f} {y}H{end:.0f}{tip}" stroke="{colour}" fill="none"/>')
             label, anchor = source + 8 * way, "start" if way > 0 else "end"
         out.append(f'<text x="{label:.0f}" y="{y - 4}" text-anchor="{anchor}">{escape(line.label)}</text>')
     return "\n".join([*out, "</svg>", ""])
