@@ -22,7 +22,10 @@ struct Move {
   std::uint32_t what = 0;   // deliver, copy, lose: a packet; ring, call, rejoin: a worker
   std::uint32_t times = 0;  // ring: how many timers, one after the other
 
-  bool is_fault() const { return kind == Kind::lose || kind == Kind::restart_group || kind == Kind::restart_switch; }
+  // Of network or machines: what no way to the end may count on.
+  bool is_fault() const {
+    return kind == Kind::copy || kind == Kind::lose || kind == Kind::restart_group || kind == Kind::restart_switch;
+  }
 };
 
 class Moves {

@@ -70,7 +70,7 @@ class Parts {
   bool can_call(Id worker) const { return workers_[worker].called < scope_.operations.size(); }
   bool finished(Id worker) const { return !can_call(worker) && workers_[worker].now.machine.idle(); }
 
-  // Good until the next call of either.
+  // Both stay good.
   const Step& at_switch(Id machine, Id packet);
   const Step& at_worker(Id machine, Id packet);
   // The worker's script calls its next operation. Precondition: can_call.

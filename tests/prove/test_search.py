@@ -83,6 +83,16 @@ def test_a_trace_is_replayed_step_by_step():
     assert records[4].state == "life 1.1, has 0, waits for 1"
 
 
+def test_production_drops_the_packet_that_a_version_bit_lets_pass():
+    # The trace of the mutant "switch-version-bit": worker 1 sent chunk 0 twice, and one comes two turns of its slot late.
+    rounds = "1.1/0>{0}; 1.1/1>{0}; 1.1/0<{0}; 1.1/1<{0}"
+    steps = "; ".join(["call 0; call 1", *(rounds.format(chunk) for chunk in range(4)), "1.1/0>4; 1.1/1>0"]).split("; ")
+    records = replay(Scope(operations="6"), steps)
+    assert [record.became for record in records[-2:]] == ["stored", "dropped: stale"]
+    with pytest.raises(ValueError, match=r"step 21, 1\.1/0<4"):
+        replay(Scope(operations="6"), [*steps, "1.1/0<4"])
+
+
 def test_a_step_that_cannot_happen_is_named():
     with pytest.raises(ValueError, match=r"step 2, 1\.1/1>0, cannot happen then"):
         replay(Scope(), ["call 0", "1.1/1>0"])

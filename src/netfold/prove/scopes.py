@@ -20,6 +20,7 @@ QUICK = {
 # Searched by `make prove`, after those above.
 LARGE = {
     "wide": Scope(workers=3, window=2, operations="6"),
+    "restarted-twice-kept": Scope(workers=2, window=1, operations="3", restarts=2),
     "three-restarted": Scope(workers=3, window=1, operations="4", restarts=1),
     "three-restarted-twice": Scope(workers=3, window=1, operations="4", restarts=2, network="joined"),
     "three-streamed-restarted-twice": Scope(workers=3, window=1, operations="2,2", restarts=2, network="joined"),

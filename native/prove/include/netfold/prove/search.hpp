@@ -4,8 +4,7 @@
 // network as a set of packets. From each state every event is tried, breadth first, so the first broken promise found
 // has the shortest trace there is.
 //
-//   network    A packet may be delivered at any time after it was sent, in any order. Three views of what becomes of
-//   it:
+//   network    A packet may be delivered at any time after it was sent, in any order. There are three views of it:
 //     kept     It stays for ever. This holds every loss (it is never delivered), delay (later), reordering and
 //              duplicate (again), all without bound: a run with any of them meets the same machines with fewer packets
 //              in the network, so it is one of the runs searched. Corruption is a loss.
@@ -14,9 +13,11 @@
 //              what is found here is to be looked for once more with packets kept. The largest scopes are for this.
 //     taken    A delivery takes it away or leaves a copy, or it is lost, as a network really does. As many states as
 //              there are subsets of packets: for scopes so small that the three can be compared.
-//   time       A worker's clock may say anything. Timers ring whenever something is in flight; every worker is tried as
-//              it is, and after each number of timers, with the chunks they gave up sent again and not yet sent; all
-//              must become the same. Only then do workers count as equal that differ in clocks, counters and estimates.
+//   time       A worker's clock may say anything. Workers count as equal that differ in clocks, counters and estimates
+//              alone: these decide which chunk is sent again, and when, and a chunk that is sent again is a packet that
+//              is in the network already. This is checked at every state of a worker: each packet reaches it as it is,
+//              and after each number of timers, with what they gave up sent again and not yet sent; all must become
+//              the same, and what timers send must have been sent before.
 //   sending    A worker sends as soon as it may: one that sends later is one whose packets arrive later.
 //   restart    The only fault with a bound. Of the group: the next epoch. Of the switch: a new incarnation, whose
 //              epochs start from the first. The new switch machine is there at once, and each worker rejoins at any
@@ -87,7 +88,8 @@ struct Record {
 //   L/W<C             an answer reaches the worker
 //   restart group     restart switch     rejoin W
 // Where the network holds several such answers, =N picks the N-th that was sent.
-// Throws std::invalid_argument at a step that cannot be; `so_far` then says which.
+// Packets taken: also `copy` or `lose` before a packet, and `ring W N`, N timers of a worker, one after the other.
+// Throws std::invalid_argument at a step that cannot happen, naming it.
 std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& steps);
 
 }  // namespace netfold::prove
