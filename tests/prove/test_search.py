@@ -84,7 +84,7 @@ def test_a_trace_is_replayed_step_by_step():
 
 
 def test_production_drops_the_packet_that_a_version_bit_lets_pass():
-    # The trace of the mutant "switch-version-bit": worker 1 sent chunk 0 twice, and one comes two turns of its slot late.
+    # The trace of the mutant "switch-version-bit": worker 1 sent chunk 0 twice, and one comes two turns too late.
     rounds = "1.1/0>{0}; 1.1/1>{0}; 1.1/0<{0}; 1.1/1<{0}"
     steps = "; ".join(["call 0; call 1", *(rounds.format(chunk) for chunk in range(4)), "1.1/0>4; 1.1/1>0"]).split("; ")
     records = replay(Scope(operations="6"), steps)
