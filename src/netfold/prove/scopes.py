@@ -14,11 +14,11 @@ QUICK = {
     "restarted-twice": Scope(workers=2, window=1, operations="3", restarts=2, network="joined"),
     # The network as it is, against which the other views of it are held.
     "taken": Scope(workers=2, window=1, operations="3", network="taken"),
-    "taken-restarted": Scope(workers=2, window=1, operations="1", restarts=2, network="taken"),
 }
 
 # Searched by `make prove`, after those above.
 LARGE = {
+    "taken-restarted": Scope(workers=2, window=1, operations="1", restarts=2, network="taken"),
     "wide": Scope(workers=3, window=2, operations="6"),
     "restarted-twice-kept": Scope(workers=2, window=1, operations="3", restarts=2),
     "three-restarted": Scope(workers=3, window=1, operations="4", restarts=1),
