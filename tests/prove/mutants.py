@@ -22,7 +22,7 @@ from netfold.sim import diagram
 
 ROOT = Path(__file__).parents[2]
 PROTOCOL = ROOT / "native" / "protocol"
-COMPILE = ["c++", "-std=c++20", "-O1", "-ffp-contract=off"]
+COMPILE = ["c++", "-std=c++20", "-O0", "-ffp-contract=off"]
 INCLUDES = [f"-I{ROOT / 'native' / room / 'include'}" for room in ("prove", "protocol", "kernels")]
 
 WRONG = "a worker is given a wrong sum of chunk"

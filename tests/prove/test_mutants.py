@@ -1,4 +1,4 @@
-"""The search bites: with any one check missing it finds a broken promise. `conftest.py` prints the traces."""
+"""The search bites: with any one check missing it finds a broken promise. `tests/conftest.py` prints the traces."""
 
 import pytest
 from mutants import MUTANTS, STUCK, make, search
