@@ -275,6 +275,7 @@ Parts::Key Parts::key_of(const WorkerState& worker) const {
   append(key, machine.oldest_unanswered());
   append(key, machine.in_flight());
   append(key, machine.sendable());
+  append(key, machine.congestion_window());
   append(key, machine.idle());
   return key;
 }

@@ -82,6 +82,7 @@ def test_wire_formats_and_operators_are_those_of_the_page():
 def test_constants_are_those_of_the_page():
     include = ROOT / "native/protocol/include/netfold/protocol"
     text = (include / "packet.hpp").read_text() + (include / "worker.hpp").read_text()
+    text += (include / "arrivals.hpp").read_text()
     for name, value, *_ in table("constant"):
         assert re.findall(rf"\b{name} = ([^;]+);", text) == [value], name
 
@@ -195,28 +196,38 @@ def _flight_is_answered():
     return _result(worker, sends[0]) == "received" and worker.in_flight == 0
 
 
-def _gap():
-    worker, sends = _flight(10)
-    _result(worker, sends[7])
-    assert worker.sendable() == 0
-    _result(worker, sends[8])
-    return _sent(worker) == [(0, True)]
+def _notice():
+    worker, _ = _flight(4)
+    named = {"flags": FLAGS["answer"] | FLAGS["notice"], "chunk": 3, "elements": 1, "count": 0}
+    assert receive(worker, make_packet(**named)).outcome == "notice"
+    return _sent(worker) == [(2, True)]  # counters begin at 1
 
 
-def _gap_again():
-    worker = make_worker(window=64)
-    worker.start(0, 2 * 9, I32, SUM)
-    first = send_all(worker)
-    for send in first[1:]:
-        _result(worker, send, 1 * MS)
-    assert _sent(worker, 1 * MS) == [(0, True)]
+def _numbered(worker, send, number, now_ns):
+    assert receive(worker, answer_to(send, RESULT, counter=number), now_ns).outcome == "received"
+
+
+def _skipped():
+    worker, sends = _flight(12)
+    _numbered(worker, sends[0], 1, 1)
+    for chunk in range(2, 10):
+        _numbered(worker, sends[chunk], chunk + 1, 1)  # the second answer was chunk 1's
+        assert _again(worker) == ([] if chunk < 9 else [1])
+    return True
+
+
+def _passed_over():
+    worker, sends = _flight(24)
     found = []
-    for operation, when_ns in [(1, 1 * MS), (2, 50 * MS)]:  # at first it is not overdue
-        worker.start(operation, 2 * 9, I32, SUM)
-        for send in send_all(worker, when_ns):
-            _result(worker, send, when_ns + 1 * MS)
-        found.append(_sent(worker, when_ns + 1 * MS))
-    return found == [[], [(0, True)]]
+    # Chunk 0 waits for another worker, and no number is missing; a repair takes no longer than the longest timeout.
+    for number, when_ns in [*((number, 1 * MS) for number in range(1, 20)), (20, 5 * MS), (21, 200 * MS)]:
+        _numbered(worker, sends[number], number, when_ns)
+        found.append(_again(worker, when_ns))
+    return found == [[]] * 20 + [[0]]
+
+
+def _again(worker, now_ns=0):
+    return [chunk for chunk, again in _sent(worker, now_ns) if again]
 
 
 def _timer():
@@ -232,7 +243,9 @@ def _probe():
     worker.handle_timeout(50 * MS)
     send_all(worker, 50 * MS)
     _result(worker, sends[0], 60 * MS)
-    return [again for again in _sent(worker, 60 * MS) if again[1]] == [(1, True), (2, True)]
+    assert _again(worker, 60 * MS) == []
+    worker.handle_timeout(62 * MS)
+    return _again(worker, 62 * MS) == [1, 2]
 
 
 def _lost_is_sent():
@@ -279,12 +292,16 @@ def _unsent_is_answered():
 
 
 WORKER_ROWS = {
-    ("unsent", "it is below the lowest unanswered + W"): _unsent_is_sent,
+    ("unsent", "it is below the lowest unanswered + W, and the congestion window has room"): _unsent_is_sent,
     ("in flight", "its result"): _flight_is_answered,
-    ("in flight", "the result of one sent 8 or more later, and it was sent once"): _gap,
-    ("in flight", "the result of one sent 8 or more later; it was sent again, and is overdue"): _gap_again,
+    ("in flight", "a notice of the packet that it was sent in"): _notice,
+    ("in flight", "the result of one sent 8 or more later, and the number of its own was skipped"): _skipped,
+    ("in flight", "the result of one sent 8 or more later, and it is overdue by a repair"): _passed_over,
     ("in flight", "the timer, and it is the one sent longest ago"): _timer,
-    ("in flight", "a probe is answered, and it is overdue and among the 2 sent longest ago"): _probe,
+    (
+        "in flight",
+        "only probes' results for 2 ms, and it is overdue and among the 2 a probe sent longest ago",
+    ): _probe,
     ("lost", "there is room to send"): _lost_is_sent,
     ("lost", "its result"): _lost_is_answered,
     ("answered", "its result"): _answered_twice,

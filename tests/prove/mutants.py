@@ -102,14 +102,18 @@ MUTANTS = {
         ((WORKER, "if (entry.state == State::answered) return drop(Drop::duplicate);", ""),),
     ),
     "worker-timer": Mutant(
-        Scope(operations="2"), STUCK, ((WORKER, "mark_lost(flight_.head, true);\n  ++backoff_;", "++backoff_;"),)
+        Scope(operations="2"), STUCK, ((WORKER, "mark_lost(flight_.head, true);\n    ++backoff_;", "++backoff_;"),)
     ),
     # The worker runs ahead of its window, and no switch tells it so.
     "worker-window": Mutant(
         Scope(operations="4"),
         TWICE,
         (
-            (WORKER, "} else if (next_ < end_ && next_ < base_ + config_.window) {", "} else if (next_ < end_) {"),
+            (
+                WORKER,
+                "} else if (lost_.head == kNone && next_ < end_ && next_ < base_ + config_.window && has_room()) {",
+                "} else if (next_ < end_) {",
+            ),
             (SWITCH, WINDOW, ""),
         ),
     ),
