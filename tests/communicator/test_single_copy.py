@@ -217,6 +217,37 @@ def test_a_buffer_that_cannot_be_read_after_all_comes_through_slots() -> None:
     assert read == [3 * (5 << 20) * (2 + 2 + 1), 3 * (5 << 20) * 3, 3 * (5 << 20) * 3]
 
 
+def leaves_first(rank: int, size: int, folder: str, operation: str, single_copy: str) -> None:
+    """Rank 1 is through, and leaves; rank 2 comes half a second later, and rank 0 must not miss rank 1 meanwhile."""
+    count = 6 << 20  # more than slots hold
+    group = join(rank, size, folder, single_copy=single_copy)
+    group.barrier()
+    if rank == 2:
+        time.sleep(0.5)
+    if operation == "scatter":
+        blocks = [np.full(count, other, np.uint8) for other in range(size)] if rank == 0 else None
+        got = np.zeros(count if rank else 8, np.uint8)
+        if rank == 0:
+            assert blocks is not None
+            blocks[0] = blocks[0][:8]
+        group.scatter(blocks, got, 0)
+        assert (got == rank).all()
+    else:
+        # The root reads rank 1's few bytes at once and rank 2's, which come late; rank 0 gives much to the last one.
+        mine = np.full(count if rank == 0 else 8, rank, np.uint8)
+        into = [np.zeros(count if source == 0 else 8, np.uint8) for source in range(size)] if rank == 2 else None
+        group.gather(mine, into, 2)
+        if into is not None:
+            assert all((each == source).all() for source, each in enumerate(into))
+    group.close()
+
+
+@pytest.mark.parametrize("single_copy", ["on", "off"])
+@pytest.mark.parametrize("operation", ["scatter", "gather"])
+def test_who_is_through_may_leave_while_others_still_read(operation: str, single_copy: str) -> None:
+    values(run_threads(leaves_first, 3, operation, single_copy))
+
+
 def dies(rank: int, size: int, folder: str, operation: str, victim: int) -> Any:
     with join(rank, size, folder) as group:
         group.barrier()
