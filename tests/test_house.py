@@ -13,11 +13,12 @@ MAY_INCLUDE = {
     "kernels": set(),
     "transport": set(),
     "protocol": {"kernels"},
+    "prove": {"protocol"},
     "collective": {"protocol", "transport", "kernels"},
     # The vocabulary behind collective's own headers.
     "engine": {"collective", "protocol", "transport", "kernels"},
     "aggregator": {"protocol", "transport"},
-    "bind": {"kernels", "transport", "protocol", "collective", "engine", "aggregator"},
+    "bind": {"kernels", "transport", "protocol", "prove", "collective", "engine", "aggregator"},
 }
 
 

@@ -214,6 +214,12 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Ad
   if (!job.machine) return count_drop(Drop::epoch);
 
   const SwitchJob::Handled handled = job.machine->handle_packet(bytes);
+  // A copy of what came before, or of what nobody needs any more, is as good a sign of life of the packets around it.
+  if (handled.outcome != SwitchJob::Outcome::dropped || handled.drop == Drop::stale ||
+      handled.drop == Drop::duplicate) {
+    const auto gap = job.workers[header.worker].arrivals.take(header.counter);
+    if (gap.count > 0) notice(job, header.worker, gap);
+  }
   switch (handled.outcome) {
     case SwitchJob::Outcome::dropped:
       return count_drop(handled.drop);
@@ -314,6 +320,16 @@ void Plane::flush(Job& job) {
     job.blocked = blocked;
     watch(job, blocked);
   }
+}
+
+void Plane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap) {
+  ++job.counters.notices;
+  std::vector<std::byte> packet(job.machine->packet_bytes());
+  job.machine->write_notice(to, gap, packet.data());
+  const iovec piece{packet.data(), packet.size()};
+  const transport::UdpSocket::Run run{
+      .to = &*job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
+  job.socket->send({&run, 1});  // a hint: where there is no room for it, the worker's timer will do
 }
 
 void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, std::span<const std::byte> bytes) {

@@ -41,6 +41,7 @@ void bind_aggregator(nb::module_& m) {
         out["result_bytes"] = counters->result_bytes;
         out["answers_sent"] = counters->answers_sent;
         out["answers_again"] = counters->answers_again;
+        out["notices"] = counters->notices;
         out["mismatches"] = counters->mismatches;
         out["hellos"] = counters->hellos;
         out["backlog_dropped"] = counters->backlog_dropped;

@@ -314,8 +314,8 @@ void bind_engine(nb::module_& m) {
            "Wait for an operation of this group, on whose behalf this thread may be made to drive.")
       .def("choose",
            [](const Group& self, int kind, int dtype, std::uint64_t bytes) {
-             const auto choice =
-                 self.choose(static_cast<collective::Kind>(kind), static_cast<kernels::DType>(dtype), bytes);
+             const auto choice = self.choose(static_cast<collective::Kind>(kind), static_cast<kernels::DType>(dtype),
+                                             kernels::ReduceOp::sum, bytes);
              return std::tuple(name(choice.algorithm), name(static_cast<kernels::DType>(choice.wire)));
            })
       .def(

@@ -11,6 +11,7 @@ NB_MODULE(_native, m) {
   bind_kernels(m);
   bind_transport(m);
   bind_protocol(m);
+  bind_prove(m);
   bind_engine(m);
   bind_aggregator(m);
 }

@@ -47,6 +47,7 @@ void bind_protocol(nb::module_& m) {
   p.attr("FLAGS")["non_finite"] = static_cast<int>(kNonFinite);
   p.attr("FLAGS")["mismatch"] = static_cast<int>(kMismatch);
   p.attr("FLAGS")["hello"] = static_cast<int>(kHello);
+  p.attr("FLAGS")["notice"] = static_cast<int>(kNotice);
 
   nb::class_<Header>(p, "Header")
       .def(nb::init<>())
@@ -108,9 +109,26 @@ void bind_protocol(nb::module_& m) {
              self.write_mismatch(chunk, Agreement::of(view->header()), about, out.data());
              return to_bytes(out);
            })
+      .def("notice_packet",
+           [](const SwitchJob& self, std::uint16_t to, std::uint64_t first, std::uint32_t count) {
+             std::vector<std::byte> out(self.packet_bytes());
+             self.write_notice(to, {first, count}, out.data());
+             return to_bytes(out);
+           })
       .def("missing", &SwitchJob::missing)
       .def("canonical", &canonical<SwitchJob>)
       .def("copy", [](const SwitchJob& self) { return SwitchJob(self); })
+      .def(nb::self == nb::self);
+
+  p.attr("REORDER_THRESHOLD") = kReorderThreshold;
+  nb::class_<Arrivals>(p, "Arrivals")
+      .def(nb::init<>())
+      .def("take",
+           [](Arrivals& self, std::uint64_t counter) {
+             const auto gap = self.take(counter);
+             return nb::make_tuple(gap.first, gap.count);
+           })
+      .def("copy", [](const Arrivals& self) { return Arrivals(self); })
       .def(nb::self == nb::self);
 
   nb::class_<Worker::Send>(p, "Send")
@@ -145,7 +163,7 @@ void bind_protocol(nb::module_& m) {
       .def("sendable", &Worker::sendable)
       .def("handle_packet",
            [](Worker& self, const nb::bytes& bytes, std::int64_t now_ns) {
-             static const char* const outcomes[] = {"dropped", "received", "mismatch"};
+             static const char* const outcomes[] = {"dropped", "received", "mismatch", "notice"};
              const auto received = self.handle_packet(bytes_of(bytes), now_ns);
              return nb::make_tuple(outcomes[static_cast<int>(received.outcome)], name(received.drop), received.header,
                                    received.first, received.finished, to_bytes(received.values));
@@ -154,10 +172,12 @@ void bind_protocol(nb::module_& m) {
       .def("handle_timeout", &Worker::handle_timeout)
       .def_prop_ro("idle", &Worker::idle)
       .def_prop_ro("in_flight", &Worker::in_flight)
+      .def_prop_ro("answered_probes", &Worker::answered_probes)
       .def_prop_ro("oldest_unanswered", &Worker::oldest_unanswered)
       .def_prop_ro("retransmissions", &Worker::retransmissions)
       .def_prop_ro("packets_sent", &Worker::packets_sent)
       .def_prop_ro("smoothed_rtt_ns", &Worker::smoothed_rtt_ns)
+      .def_prop_ro("congestion_window", &Worker::congestion_window)
       .def("canonical", &canonical<Worker>)
       .def("copy", [](const Worker& self) { return Worker(self); })
       .def(nb::self == nb::self);

@@ -102,6 +102,8 @@ void Channel::take(std::span<const std::byte> bytes, const transport::Address& s
                       " called at the same place; every rank must make the same calls in the same order with the "
                       "same sizes and dtypes"};
       return;
+    case protocol::Worker::Outcome::notice:
+      return;
     case protocol::Worker::Outcome::received:
       break;
   }

@@ -4,6 +4,7 @@
 #include <netfold/collective/halving_doubling.hpp>
 #include <netfold/collective/hierarchical.hpp>
 #include <netfold/collective/pairwise.hpp>
+#include <netfold/collective/quantised.hpp>
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/ring.hpp>
 #include <netfold/collective/shared_copy.hpp>
@@ -139,6 +140,9 @@ void validate_choice(const Call& call) {
 }
 
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) {
+  if (call.is_quantised() && paths.mesh.size() > 1 && call.elements() > 0) {
+    return std::make_unique<Quantised>(call, paths);
+  }
   auto algorithm = make_algorithm(call, paths, Team::everyone(paths.mesh));
   switch (call.algorithm) {
     case AlgorithmId::local:

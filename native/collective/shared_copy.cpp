@@ -247,7 +247,13 @@ bool SharedCopy::done() const {
 }
 
 bool SharedCopy::waits_for(int position) const {
-  return offered_ < mine_.rounds || !complete_[static_cast<std::size_t>(position)];
+  if (!complete_[static_cast<std::size_t>(position)]) return true;
+  if (offered_ == mine_.rounds) return false;
+  // Who has taken everything may have left the group while others still read.
+  const Node::Segment& segment = node_.segment(position);
+  if (segment.done.load(std::memory_order_acquire) < node_.last_stream_call()) return true;
+  return reads(kStream, position) &&
+         (segment.*kStream).taken[self_].load(std::memory_order_acquire) < tag(mine_.rounds);
 }
 
 }  // namespace netfold::collective

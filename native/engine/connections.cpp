@@ -119,9 +119,16 @@ std::string Group::last_seen() const {
     if (entry.awaited_count > 1) text += " and " + std::to_string(entry.awaited_count - 1) + " more";
   } else {
     text = "in no collective for " + since(entry.done_sequence != 0 ? entry.done_ns : entry.joined_ns);
-    if (entry.done_sequence == 0) return text + ", since it joined";
-    text += ", its last having been " + kind(entry.done_kind) + " #" + std::to_string(entry.done_sequence) +
-            at(entry.done_site);
+    text += entry.done_sequence == 0 ? std::string(", since it joined")
+                                     : ", its last having been " + kind(entry.done_kind) + " #" +
+                                           std::to_string(entry.done_sequence) + at(entry.done_site);
+  }
+  if (entry.failed == 0 && entry.transfers > 0) {
+    const bool is_send = entry.transfer_kind == static_cast<std::uint8_t>(collective::Kind::send);
+    text += std::string("; in a ") + (is_send ? "send to " : "receive from ") +
+            (entry.transfer_peer < 0 ? "any rank" : "rank " + std::to_string(entry.transfer_peer)) + " with tag " +
+            std::to_string(entry.transfer_tag) + " of " + std::to_string(entry.transfer_bytes) + " bytes for " +
+            since(entry.transfer_ns) + at(entry.transfer_site);
   }
   return text;
 }

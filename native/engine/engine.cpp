@@ -134,6 +134,16 @@ Group::~Group() { StatusPage::instance().close(status_); }
 void Group::publish_status() {
   StatusWrite status(status_);
   if (!status) return;
+  status->transfers = static_cast<std::uint32_t>(transfers_.size());
+  if (!transfers_.empty()) {
+    const Operation& transfer = *transfers_.begin()->second;
+    status->transfer_peer = transfer.call_.root == collective::kAnySource ? -1 : transfer.call_.root;
+    status->transfer_tag = transfer.call_.tag;
+    status->transfer_kind = static_cast<std::uint8_t>(transfer.call_.kind);
+    status->transfer_bytes = transfer.record_.bytes;
+    status->transfer_ns = transfer.record_.queued_ns;
+    StatusWrite::put(status->transfer_site, sizeof status->transfer_site, transfer.site_);
+  }
   status->waiting = static_cast<std::uint32_t>(active_.size() + queue_.size());
   status->sequence = 0;
   status->awaited_count = 0;
@@ -168,13 +178,17 @@ void Group::share(std::unique_ptr<transport::SharedNode> node) {
   lane_->share(*node_);
 }
 
-Choice Group::choose(collective::Kind kind, kernels::DType dtype, std::uint64_t bytes) const {
+Choice Group::choose(collective::Kind kind, kernels::DType dtype, kernels::ReduceOp reduce, std::uint64_t bytes) const {
   Choice chosen{.kind = kind};
   for (const Choice& row : options_.table) {
     if (row.kind == kind && row.min_bytes <= bytes) chosen = row;
   }
-  // A narrower wire format is for f32 tensors; others always travel as they are.
-  if (dtype != kernels::DType::f32 || chosen.wire < 0) chosen.wire = static_cast<int>(dtype);
+  // Another wire format is for f32 tensors; others always travel as they are. Integers that share exponents can be
+  // added, and nothing else.
+  const bool as_integers = chosen.wire == static_cast<int>(kernels::DType::i32);
+  if (dtype != kernels::DType::f32 || chosen.wire < 0 || (as_integers && reduce != kernels::ReduceOp::sum)) {
+    chosen.wire = static_cast<int>(dtype);
+  }
   return chosen;
 }
 
@@ -184,7 +198,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   auto operation = std::make_shared<Operation>();
   const std::uint64_t bytes = call.tensor().bytes;
   const std::uint64_t all_bytes = call.choice_bytes();
-  const Choice choice = choose(call.kind, call.dtype, all_bytes);
+  const Choice choice = choose(call.kind, call.dtype, call.reduce, all_bytes);
   const bool is_transfer = collective::is_transfer(call.kind);
   call.algorithm = is_transfer ? collective::AlgorithmId::point_to_point : choice.algorithm;
   call.between = choice.between;
@@ -331,8 +345,17 @@ bool Group::can_be_left() const {
 }
 
 bool Group::can_start(const Operation& operation) const {
-  if (operation.call_.algorithm == collective::AlgorithmId::in_network)
-    return channel_ == nullptr || channel_->can_start();
+  const auto in_network = [](const Operation& other) {
+    return other.call_.algorithm == collective::AlgorithmId::in_network;
+  };
+  if (in_network(operation)) {
+    // One as integers is two on the channel, the second when the first is done: which is not at the same moment on
+    // every rank, while all must start the same in the same order. So it has the channel to itself.
+    const auto in_the_way = [&](const auto& other) {
+      return in_network(*other) && (other->call_.is_quantised() || operation.call_.is_quantised());
+    };
+    return channel_ == nullptr || (channel_->can_start() && std::none_of(active_.begin(), active_.end(), in_the_way));
+  }
   return active_on_mesh_ == 0;
 }
 
@@ -460,6 +483,7 @@ void Group::complete(Operation& operation, Failure failure) {
   if (StatusWrite status(status_); status) {
     status->sequence = 0;
     status->waiting = static_cast<std::uint32_t>(active_.size() + queue_.size());
+    status->transfers = static_cast<std::uint32_t>(transfers_.size());
     // Messages are counted apart: their numbers say nothing about who is behind.
     if (!collective::is_transfer(operation.call_.kind)) {
       status->done_sequence = record.sequence;

@@ -19,7 +19,7 @@ void store_be(std::byte* at, T value) {
   }
 }
 
-constexpr std::uint8_t kKnownFlags = kAnswer | kNonFinite | kMismatch | kHello;
+constexpr std::uint8_t kKnownFlags = kAnswer | kNonFinite | kMismatch | kHello | kNotice;
 
 }  // namespace
 

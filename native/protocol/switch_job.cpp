@@ -49,7 +49,7 @@ Drop SwitchJob::check(const Header& header, std::size_t bytes) const {
   if (header.job != config_.job) return Drop::foreign;
   if (header.incarnation != config_.incarnation) return Drop::incarnation;
   if (header.epoch != config_.epoch) return Drop::epoch;
-  if (header.flags & (kAnswer | kMismatch | kHello)) return Drop::direction;
+  if (header.flags & (kAnswer | kMismatch | kHello | kNotice)) return Drop::direction;
   if (header.worker >= config_.workers) return Drop::worker;
   const auto wire = static_cast<kernels::DType>(header.wire);
   const auto reduce = static_cast<kernels::ReduceOp>(header.reduce);
@@ -158,6 +158,18 @@ void SwitchJob::write_mismatch(std::uint64_t chunk, const Agreement& said, std::
                 .chunk = chunk,
                 .worker = about};
   said.fill(header);
+  std::memset(out, 0, packet_bytes());
+  write_header(header, out);
+}
+
+void SwitchJob::write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::byte* out) const {
+  const Header header{.flags = kAnswer | kNotice,
+                      .job = config_.job,
+                      .epoch = config_.epoch,
+                      .incarnation = config_.incarnation,
+                      .chunk = gap.first,
+                      .elements = gap.count,
+                      .worker = to};
   std::memset(out, 0, packet_bytes());
   write_header(header, out);
 }

@@ -20,6 +20,7 @@ Worker::Worker(const WorkerConfig& config) : config_(config) {
     throw std::invalid_argument("payload_bytes is a multiple of 8, up to the protocol's bound");
   }
   entries_.resize(config.window);
+  congestion_window_ = config.window;
 }
 
 void Worker::start(const Operation& operation) {
@@ -36,19 +37,25 @@ void Worker::start(const Operation& operation) {
 
 std::uint32_t Worker::sendable() const {
   const std::uint64_t limit = std::min(end_, base_ + config_.window);
-  return lost_.count + static_cast<std::uint32_t>(limit - next_);
+  const std::uint64_t waiting = lost_.count + (limit - next_);
+  std::uint64_t room = congestion_window_ > flight_.count ? congestion_window_ - flight_.count : 0;
+  if (backoff_ > 0) room = std::max<std::uint64_t>(room, lost_.count);
+  return static_cast<std::uint32_t>(std::min(waiting, room));
 }
+
+bool Worker::has_room() const { return flight_.count < congestion_window_; }
 
 std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
   std::uint64_t chunk = 0;
   std::uint32_t index = 0;
   bool again = false;
-  if (lost_.head != kNone) {
+  // After a timeout nothing that is in flight is on the way any more: it must not hold the probe back.
+  if (lost_.head != kNone && (has_room() || backoff_ > 0)) {
     index = lost_.head;
     chunk = chunk_at(index);
     again = entries_[index].again;
     unlink(lost_, index);
-  } else if (next_ < end_ && next_ < base_ + config_.window) {
+  } else if (lost_.head == kNone && next_ < end_ && next_ < base_ + config_.window && has_room()) {
     chunk = next_++;
     index = static_cast<std::uint32_t>(chunk % config_.window);
   } else {
@@ -58,6 +65,7 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
   Entry& entry = entries_[index];
   entry.state = State::flight;
   entry.again = again;
+  entry.suspect = false;
   entry.send_number = ++counter_;
   entry.sent_ns = now_ns;
   push_back(flight_, index);
@@ -111,6 +119,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   if (!kernels::is_defined(static_cast<kernels::ReduceOp>(header.reduce), static_cast<kernels::DType>(header.wire))) {
     return drop(Drop::malformed);
   }
+  if (header.flags & kNotice) return handle_notice(header);
   if (header.chunk < base_) return drop(Drop::stale);
   if (header.chunk >= next_) return drop(Drop::window);
   received.header = header;
@@ -131,14 +140,18 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
     return drop(Drop::malformed);
   }
 
-  const bool was_probe = entry.probe;
   const bool first_try = entry.state == State::flight && !entry.again;
-  const std::uint64_t send_number = entry.send_number;
+  note_skipped(header, entry, first_try);
   unlink(entry.state == State::flight ? flight_ : lost_, index);
   // A chunk that was sent twice says nothing about the round trip (Karn), nor about which send was answered.
   if (first_try) {
     measure(now_ns - entry.sent_ns);
-    highest_answered_send_ = std::max(highest_answered_send_, send_number);
+    if (entry.send_number > paused_send_) note_path(now_ns - entry.sent_ns, now_ns);
+    highest_answered_send_ = std::max(highest_answered_send_, entry.send_number);
+    if (highest_answered_send_ > round_start_) end_round();
+    answered_probes_ = 0;
+  } else if (entry.state == State::flight && entry.probe) {
+    ++answered_probes_;
   }
   entry.state = State::answered;
   backoff_ = 0;
@@ -163,14 +176,8 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
     const Entry& earlier = entries_[at];
     if (earlier.send_number + kReorderThreshold > highest_answered_send_) break;
     const std::uint32_t following = earlier.next;
-    if (!earlier.again || now_ns - earlier.sent_ns >= base_timeout_ns()) mark_lost(at, false);
+    if (earlier.complete || earlier.suspect || now_ns - earlier.sent_ns >= repair_timeout_ns()) mark_lost(at, false);
     at = following;
-  }
-  if (was_probe) {
-    for (std::uint32_t i = 0; i < kProbeGrowth && flight_.head != kNone; ++i) {
-      if (now_ns - entries_[flight_.head].sent_ns < base_timeout_ns()) break;
-      mark_lost(flight_.head, true);
-    }
   }
   return received;
 }
@@ -180,7 +187,11 @@ std::int64_t Worker::base_timeout_ns() const {
   return std::clamp(smoothed_rtt_ns_ + 4 * rtt_variation_ns_, kMinTimeoutNs, kMaxTimeoutNs);
 }
 
+// Another worker's loss is noticed and sent again: one more round trip.
+std::int64_t Worker::repair_timeout_ns() const { return std::min(kMaxTimeoutNs, base_timeout_ns() + smoothed_rtt_ns_); }
+
 std::int64_t Worker::timeout_ns() const {
+  if (answered_probes_ > 0) return kProbeWaitNs;
   return std::min(kMaxTimeoutNs, base_timeout_ns() << std::min<std::uint32_t>(backoff_, 8));
 }
 
@@ -188,9 +199,18 @@ std::int64_t Worker::poll_timeout() const { return flight_.count == 0 ? -1 : tim
 
 void Worker::handle_timeout(std::int64_t now_ns) {
   if (flight_.count == 0 || now_ns < poll_timeout()) return;
-  mark_lost(flight_.head, true);
-  ++backoff_;
   timer_start_ns_ = now_ns;
+  paused_send_ = counter_;
+  if (answered_probes_ == 0) {
+    mark_lost(flight_.head, true);
+    ++backoff_;
+    return;
+  }
+  for (std::uint32_t left = kProbeGrowth * answered_probes_; left > 0 && flight_.head != kNone; --left) {
+    if (now_ns - entries_[flight_.head].sent_ns < base_timeout_ns()) break;
+    mark_lost(flight_.head, true);
+  }
+  answered_probes_ = 0;
 }
 
 void Worker::mark_lost(std::uint32_t index, bool probe) {
@@ -198,7 +218,86 @@ void Worker::mark_lost(std::uint32_t index, bool probe) {
   entries_[index].state = State::lost;
   entries_[index].again = true;
   entries_[index].probe = probe;
+  // A probe may be for a straggler's chunk, which says nothing of the path.
+  if (!probe) ++round_lost_;
   push_back(lost_, index);
+}
+
+Worker::Received Worker::handle_notice(const Header& header) {
+  Received received;
+  const auto drop = [&](Drop reason) {
+    received.drop = reason;
+    return received;
+  };
+  if (header.worker != config_.worker) return drop(Drop::worker);
+  if (header.count != 0 || header.elements == 0) return drop(Drop::malformed);
+  for (std::uint32_t at = flight_.head; at != kNone;) {
+    const std::uint64_t send_number = entries_[at].send_number;
+    const std::uint32_t following = entries_[at].next;
+    if (send_number >= header.chunk) {
+      if (send_number - header.chunk >= header.elements) break;
+      mark_lost(at, false);
+      received.outcome = Outcome::notice;
+    }
+    at = following;
+  }
+  // Answered, or sent again, since: the notice came late, or named packets that never left.
+  if (received.outcome != Outcome::notice) return drop(Drop::stale);
+  received.header = header;
+  return received;
+}
+
+// The switch numbers answers in the order in which chunks are complete: where a number is skipped, the chunk that it
+// was for was most likely sent between those that were answered before and after it. Where nothing unanswered is
+// between them, it was one of those that had been passed over and waited for a repair.
+void Worker::note_skipped(const Header& header, const Entry& answered, bool first_try) {
+  if (header.counter <= newest_answer_) return;
+  answer_skipped_ = answer_skipped_ || header.counter != newest_answer_ + 1;
+  newest_answer_ = header.counter;
+  if (!first_try) return;  // its place in the order of sending is not where it was answered
+  if (answer_skipped_) {
+    bool between = false;
+    for (std::uint32_t at = answered.previous; at != kNone; at = entries_[at].previous) {
+      const bool passed_over = entries_[at].send_number <= highest_answered_send_;
+      if (passed_over && between) break;
+      between = !passed_over;
+      (passed_over ? entries_[at].suspect : entries_[at].complete) = true;
+    }
+  }
+  answer_skipped_ = false;
+}
+
+void Worker::note_path(std::int64_t rtt_ns, std::int64_t now_ns) {
+  rtt_ns = std::max<std::int64_t>(rtt_ns, 1);
+  const auto lower = [rtt_ns](std::int64_t least_ns) { return least_ns == 0 ? rtt_ns : std::min(least_ns, rtt_ns); };
+  if (now_ns - period_start_ns_ >= kLeastRttPeriodNs) {
+    least_rtt_ns_ = period_least_rtt_ns_;
+    period_least_rtt_ns_ = 0;
+    period_start_ns_ = now_ns;
+  }
+  least_rtt_ns_ = lower(least_rtt_ns_);
+  period_least_rtt_ns_ = lower(period_least_rtt_ns_);
+  round_least_rtt_ns_ = lower(round_least_rtt_ns_);
+}
+
+// One decision a round trip: what is sent after it is what the next one judges.
+void Worker::end_round() {
+  const std::int64_t target_ns = least_rtt_ns_ + kQueueTargetNs;
+  const std::uint64_t window = congestion_window_;
+  std::uint64_t wanted = window;
+  if (round_lost_ * kLossTolerance > counter_ - round_start_) {
+    wanted = window * 7 / 10;
+  } else if (round_least_rtt_ns_ > target_ns) {
+    wanted = std::max(window / 2,
+                      window * static_cast<std::uint64_t>(target_ns) / static_cast<std::uint64_t>(round_least_rtt_ns_));
+  } else if (next_ < end_) {  // else it is the script that holds back, and nothing was tried
+    wanted = window + kWindowGrowth;
+  }
+  const std::uint64_t least = std::min(kLeastWindow, config_.window);
+  congestion_window_ = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(wanted, least, config_.window));
+  round_start_ = counter_;
+  round_lost_ = 0;
+  round_least_rtt_ns_ = 0;
 }
 
 // RFC 6298, section 2, in nanoseconds.
@@ -277,15 +376,28 @@ void Worker::append_canonical(std::vector<std::byte>& out) const {
   append(end_);
   append(counter_);
   append(highest_answered_send_);
+  append(newest_answer_);
+  append(answer_skipped_);
   append(retransmissions_);
   append(smoothed_rtt_ns_);
   append(rtt_variation_ns_);
+  append(congestion_window_);
+  append(paused_send_);
+  append(least_rtt_ns_);
+  append(period_least_rtt_ns_);
+  append(period_start_ns_);
+  append(round_start_);
+  append(round_lost_);
+  append(round_least_rtt_ns_);
   append(backoff_);
+  append(answered_probes_);
   append(timer_start_ns_);
   for (const Entry& entry : entries_) {
     append(entry.state);
     append(entry.again);
     append(entry.probe);
+    append(entry.complete);
+    append(entry.suspect);
     append(entry.previous);
     append(entry.next);
     append(entry.send_number);

@@ -630,3 +630,26 @@ def records(rank: int, size: int, folder: str) -> None:
 @native
 def test_messages_leave_their_records() -> None:
     values(run_threads(records, 2))
+
+
+def receives_ahead(rank: int, size: int, folder: str) -> None:
+    with Communicator(FileStore(folder), rank, size, timeout_s=20, join_timeout_s=20) as group:
+        other = 1 - rank
+        into = [np.zeros(count, np.int32) for count in (3, 50_000, 1_000_000)]
+        works = [group.receive(buffer, None, tag=tag, asynchronous=True) for tag, buffer in enumerate(into)]
+        assert not any(work.done for work in works)
+        group.barrier()
+        sent = [
+            group.send(np.full(into[tag].size, 10 * rank + tag, np.int32), other, tag, asynchronous=True)
+            for tag in reversed(range(3))
+        ]
+        assert [work.wait() for work in works] == [other] * 3
+        for work in sent:
+            work.wait()
+        assert all(work.done and work.result == other for work in works)
+        assert all((buffer == 10 * other + tag).all() for tag, buffer in enumerate(into))
+
+
+@pytest.mark.native
+def test_receives_may_be_asked_for_before_anybody_sends() -> None:
+    values(run_threads(receives_ahead, 2))

@@ -26,6 +26,8 @@ from netfold.communicator import PeerLost
 pytestmark = pytest.mark.native
 
 SOON_S = 3.0
+# For much data under a sanitizer, on a machine with other work.
+PATIENCE_S = 150.0
 OPERATIONS = ("broadcast", "all_gather", "gather", "scatter", "all_to_all")
 # Of what one rank has for another: round a post, the least that is lent to several, and a piece.
 BYTES = (
@@ -99,7 +101,7 @@ def long_ones(rank: int, size: int, folder: str, single_copy: str) -> None:
 @pytest.mark.parametrize("single_copy", ["on", "off"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_is_long_is_copied_past_the_caches_to_the_last_byte(size: int, single_copy: str) -> None:
-    values(run_threads(long_ones, size, single_copy))
+    values(run_threads(long_ones, size, single_copy, timeout_s=PATIENCE_S))
 
 
 def every_operation(rank: int, size: int, folder: str, single_copy: str) -> tuple[int | None, str]:
@@ -115,14 +117,14 @@ def every_operation(rank: int, size: int, folder: str, single_copy: str) -> tupl
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_operation_moves_every_byte_in_one_copy(size: int) -> None:
-    for bytes_read, why in values(run_threads(every_operation, size, "on")):
+    for bytes_read, why in values(run_threads(every_operation, size, "on", timeout_s=PATIENCE_S)):
         assert bytes_read is not None and bytes_read > 4 << 20
         assert "one copy, each rank reads the others' memory" in why
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_operation_moves_every_byte_through_slots(size: int) -> None:
-    for bytes_read, why in values(run_threads(every_operation, size, "off")):
+    for bytes_read, why in values(run_threads(every_operation, size, "off", timeout_s=PATIENCE_S)):
         assert bytes_read is None
         assert "two copies through slots, since rank 0 has NETFOLD_SINGLE_COPY=off" in why
 
@@ -213,6 +215,37 @@ def test_a_buffer_that_cannot_be_read_after_all_comes_through_slots() -> None:
     # all_to_all and all_gather from both others, scatter from rank 1; who may not read rank 0 has it from one, and
     # rank 1 gathers from rank 2.
     assert read == [3 * (5 << 20) * (2 + 2 + 1), 3 * (5 << 20) * 3, 3 * (5 << 20) * 3]
+
+
+def leaves_first(rank: int, size: int, folder: str, operation: str, single_copy: str) -> None:
+    """Rank 1 is through, and leaves; rank 2 comes half a second later, and rank 0 must not miss rank 1 meanwhile."""
+    count = 6 << 20  # more than slots hold
+    group = join(rank, size, folder, single_copy=single_copy)
+    group.barrier()
+    if rank == 2:
+        time.sleep(0.5)
+    if operation == "scatter":
+        blocks = [np.full(count, other, np.uint8) for other in range(size)] if rank == 0 else None
+        got = np.zeros(count if rank else 8, np.uint8)
+        if rank == 0:
+            assert blocks is not None
+            blocks[0] = blocks[0][:8]
+        group.scatter(blocks, got, 0)
+        assert (got == rank).all()
+    else:
+        # The root reads rank 1's few bytes at once and rank 2's, which come late; rank 0 gives much to the last one.
+        mine = np.full(count if rank == 0 else 8, rank, np.uint8)
+        into = [np.zeros(count if source == 0 else 8, np.uint8) for source in range(size)] if rank == 2 else None
+        group.gather(mine, into, 2)
+        if into is not None:
+            assert all((each == source).all() for source, each in enumerate(into))
+    group.close()
+
+
+@pytest.mark.parametrize("single_copy", ["on", "off"])
+@pytest.mark.parametrize("operation", ["scatter", "gather"])
+def test_who_is_through_may_leave_while_others_still_read(operation: str, single_copy: str) -> None:
+    values(run_threads(leaves_first, 3, operation, single_copy))
 
 
 def dies(rank: int, size: int, folder: str, operation: str, victim: int) -> Any:

@@ -9,13 +9,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from ranks import run_ranks, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.doctor import Rank, diagnose, find_ranks
+from netfold.doctor import Rank, Transfer, diagnose, find_ranks
 
 S = 1_000_000_000
 NOW = 100 * S
@@ -47,6 +48,7 @@ def rank(number: int, **fields: object) -> Rank:
         failure="",
         site="",
         done_site="",
+        transfer=None,
     )
     return replace(plain, **fields)  # type: ignore[arg-type]
 
@@ -80,6 +82,22 @@ def test_different_calls_at_the_same_place_are_shown_side_by_side() -> None:
     (verdict,) = diagnose([waiting(0), waiting(1, bytes=8), waiting(2)], NOW)
     (finding,) = verdict.findings
     assert "rank 0 all_reduce of 4000 bytes f32 (sum) by ring; rank 1 all_reduce of 8 bytes" in finding
+
+
+def test_who_waits_for_a_message_of_one_that_is_elsewhere_names_it() -> None:
+    receive = Transfer("receive", 1, 7, 4096, NOW - 3 * S, "train.py:9")
+    (verdict,) = diagnose([rank(0, transfer=receive), rank(1), rank(2)], NOW)
+    assert verdict.at_fault == (1,)
+    assert verdict.findings == (
+        "rank 0 waits in a receive of 4096 bytes from rank 1 with tag 7 (called at train.py:9) for 3.0 s",
+        "rank 1 is in no operation meanwhile",
+    )
+    assert dict(verdict.lines)[0].startswith("in a receive of 4096 bytes from rank 1 with tag 7")
+    # Both in messages: neither is outside, and the tags stand side by side.
+    crossed = [rank(0, transfer=receive), rank(1, transfer=Transfer("send", 0, 8, 4096, NOW - S, "")), rank(2)]
+    (verdict,) = diagnose(crossed, NOW)
+    assert verdict.at_fault == ()
+    assert "rank 1 waits in a send of 4096 bytes to rank 0 with tag 8 for 1.0 s" in verdict.findings
 
 
 def test_a_stopped_process_and_an_absent_rank_are_named() -> None:
@@ -131,6 +149,39 @@ def test_a_rank_that_does_not_call_is_found_from_outside(transport: str) -> None
     assert at_fault == (2,)
     assert [line.split(";")[-1] for _, line in lines[:2]] == [" waits for rank 2"] * 2, lines
     assert all(f"(called at {__file__}:" in line for _, line in lines), lines
+
+
+def waits_for_a_message(number: int, size: int, folder: str, transport: str) -> tuple[Any, str]:
+    """Rank 1 sends late; rank 0 looks meanwhile from another thread, and asks it."""
+    options = Options(transport=transport)
+    with Communicator(FileStore(folder), number, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+        buffer, sent = np.zeros(1 << 20, np.uint8), Path(folder, "looked")
+        if number == 1:
+            while not sent.exists():
+                time.sleep(0.01)
+            group.send(buffer, 0, tag=7)
+            return None, ""
+        work = group.receive(buffer, 1, tag=7, asynchronous=True)
+        deadline, found = time.monotonic() + 10, None
+        while found is None and time.monotonic() < deadline:
+            found = next(each.transfer for each in find_ranks(os.getpid()) if each.rank == 0)
+            time.sleep(0.01)
+        seen = group.group._native.last_seen()
+        sent.touch()
+        work.wait()
+        while find_ranks(os.getpid())[0].transfer is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert find_ranks(os.getpid())[0].transfer is None, "a message that is done is not shown"
+        return found, seen
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_message_that_is_waited_for_is_seen_from_outside_and_by_others(transport: str) -> None:
+    found, seen = values(run_ranks(waits_for_a_message, 2, transport, timeout_s=40))[0]
+    assert (found.kind, found.peer, found.tag, found.bytes) == ("receive", 1, 7, 1 << 20)
+    assert found.site.startswith(f"{__file__}:")
+    assert "in no collective" in seen and "; in a receive from rank 1 with tag 7 of 1048576 bytes for" in seen, seen
 
 
 SLEEPER = """

@@ -511,6 +511,17 @@ def test_packets_may_begin_and_end_inside_a_block(isa):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_quantise_works_in_place(isa):
+    for count in (1, 127, 500, 4099):
+        values = log_uniform(np.random.default_rng(count), count, -30, 30)
+        exponents = block_exponents(values, isa)
+        expected = quantise(values, exponents, 3, isa)
+        memory = values.copy()
+        kernels.quantise(memory.view(np.int32), memory, exponents, 3, isa=isa)
+        assert_same_bits(memory.view(np.int32), expected, f"{isa} count={count}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_dequantise_works_in_place(isa):
     values = distinct("f32", 1000, 4)
     exponents = block_exponents(values, isa)

@@ -268,7 +268,7 @@ ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hi
             "NETFOLD_ALGORITHM='broadcast=ring': there is no broadcast by ring; there are direct, shared_memory, tree, "
             "hierarchical, chain",
         ),
-        ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16"),
+        ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16, i32"),
         (
             {"algorithm": "in_network"},
             "NETFOLD_ALGORITHM=in_network needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port",

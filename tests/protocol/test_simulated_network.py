@@ -4,12 +4,14 @@ What is checked at every step stands in netfold/sim/world.py. Examples shrink to
 their replay command.
 """
 
+import random
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from netfold._native import protocol
 from netfold.sim import (
     DELIVERED,
     GUARDED_BITS,
@@ -185,6 +187,109 @@ def test_one_loss_in_a_long_stream_is_repaired_from_the_gap_without_a_timeout():
         summary = Simulation(**job, fates=ListedFates(schedule)).run()
         assert summary.timeouts == 0
         assert 1 <= summary.retransmissions <= 2, "a lost contribution looks like a loss to both workers"
+
+
+class Links:
+    """A link to each worker and one from it, a packet at a time, each with a queue; `loses` says what is lost."""
+
+    PACKET_NS = 200_000
+    CHUNKS = 3000
+
+    def __init__(self, loses):
+        self._loses = loses
+        self._free_ns = {}
+        self.simulation = Simulation(
+            workers=4,
+            window=192,
+            payload_bytes=8,
+            operations=[Operation(0, 2 * self.CHUNKS, "i32")],
+            fates=self._fate,
+            compare_machines=False,
+            watch=self._watch,
+        )
+
+    def _watch(self, record):
+        # A timer that was set before the end rings after it.
+        if record.verdict is not None and record.verdict.outcome == "received":
+            self.finished_ns = record.when_ns
+
+    def _fate(self, packet):
+        now_ns = self.simulation.clock.now_ns
+        link = (packet.source, packet.to)
+        waits_ns = max(0, self._free_ns.get(link, 0) - now_ns) + self.PACKET_NS
+        self._free_ns[link] = now_ns + waits_ns
+        # Behind the queue, as on a bad cable: a lost packet takes its time all the same.
+        return LOST if self._loses(packet) else Fate((Copy(waits_ns),))
+
+
+def first_tries(count, to, source, chunks):
+    """Loses the first `count` packets about each of these chunks on that way."""
+    left = dict.fromkeys(chunks, count)
+
+    def loses(packet):
+        chunk = protocol.Header.parse(packet.data).chunk
+        if (packet.to, packet.source) != (to, source) or left.get(chunk, 0) == 0:
+            return False
+        left[chunk] -= 1
+        return True
+
+    return loses
+
+
+# A ratio of packets, each way; how much longer the whole may take; how many are sent again for one that is lost.
+LOSSES = [(0.001, 1.03, 1.2), (0.01, 1.2, 1.4), (0.05, 1.5, 1.5), (0.2, 9, 2)]
+
+
+def run_links(loses):
+    """The summary, and when the last answer came."""
+    links = Links(loses)
+    return links.simulation.run(), links.finished_ns
+
+
+CLEAN_NS = run_links(lambda _: False)[1]
+
+
+def test_a_queue_is_kept_short_and_the_link_busy():
+    links = Links(lambda _: False)
+    summary = links.simulation.run()
+    assert links.finished_ns < 1.03 * Links.CHUNKS * Links.PACKET_NS
+    for side in links.simulation.world.workers:
+        assert 32 <= side.machine.congestion_window < 80
+        assert side.machine.smoothed_rtt_ns < 14 * MS, "192 packets would take 38 ms"
+    assert summary.retransmissions == 0
+
+
+def test_a_contribution_that_is_lost_twice_is_found_twice_without_a_timeout():
+    summary, finished_ns = run_links(first_tries(2, SWITCH, 1, [500]))
+    assert (summary.packets["lost"], summary.timeouts) == (2, 0)
+    assert summary.retransmissions <= 2 + 3, "the other three workers wait, and ask once at most"
+    assert finished_ns <= CLEAN_NS + 3 * Links.PACKET_NS
+
+
+def test_an_answer_lost_to_one_worker_is_asked_for_by_that_one_alone():
+    summary, finished_ns = run_links(first_tries(1, 2, SWITCH, [500]))
+    assert (summary.packets["lost"], summary.timeouts, summary.retransmissions) == (1, 0, 1)
+    assert finished_ns <= CLEAN_NS + 3 * Links.PACKET_NS
+
+
+@pytest.mark.parametrize("burst", [5, 15, 40])
+@pytest.mark.parametrize("way", [(SWITCH, 1), (1, SWITCH)], ids=["to_the_switch", "from_the_switch"])
+def test_a_burst_of_losses_amid_a_stream_is_repaired_packet_by_packet(burst, way):
+    summary, _ = run_links(first_tries(1, *way, range(500, 500 + burst)))
+    assert summary.packets["lost"] >= burst
+    # A stretch as long as what is in flight takes everything that could tell of it with it: one probe each does.
+    assert summary.timeouts <= (0 if burst < 10 else 16)
+    # What takes long to repair the others ask for once.
+    assert summary.retransmissions <= 4 * summary.packets["lost"] + summary.timeouts
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("loss", "longer", "again"), LOSSES)
+def test_losses_both_ways_cost_little_more_than_their_packets(loss, longer, again, seed):
+    chance = random.Random(seed)
+    summary, finished_ns = run_links(lambda _: chance.random() < loss)
+    assert finished_ns <= longer * CLEAN_NS + 20 * MS, "and a tail that is repaired by the timer"
+    assert summary.retransmissions <= again * summary.packets["lost"] + 8
 
 
 def test_a_straggler_costs_each_other_worker_a_probe_a_timeout_and_at_most_one_window():

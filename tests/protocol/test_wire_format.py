@@ -57,7 +57,7 @@ def test_the_header_is_big_endian_at_its_documented_offsets():
 
 
 def test_flags_are_the_documented_bits():
-    assert protocol.FLAGS == {"answer": 1, "non_finite": 2, "mismatch": 4, "hello": 8}
+    assert protocol.FLAGS == {"answer": 1, "non_finite": 2, "mismatch": 4, "hello": 8, "notice": 16}
 
 
 @pytest.mark.parametrize("bit", range(48 * 8))
@@ -71,7 +71,7 @@ def test_no_header_bit_is_ignored(bit):
 
 @pytest.mark.parametrize(
     ("offset", "value"),
-    [(0, 0x4F), (1, 0x47), (2, 0), (2, 2), (3, 0x10), (3, 0x80), (44, 14), (44, 255), (45, 9), (45, 255)],
+    [(0, 0x4F), (1, 0x47), (2, 0), (2, 2), (3, 0x20), (3, 0x80), (44, 14), (44, 255), (45, 9), (45, 255)],
 )
 def test_an_unknown_magic_version_flag_wire_or_operator_is_no_packet(offset, value):
     packet = bytearray(make_packet())

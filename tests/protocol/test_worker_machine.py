@@ -28,7 +28,10 @@ from netfold._native import protocol
 pytestmark = pytest.mark.native
 
 PROBE_GROWTH = 2
+PROBE_WAIT_NS = 2 * MS
 REORDER_THRESHOLD = 8
+WINDOW_GROWTH = 8
+LEAST_RTT_PERIOD_NS = 10_000 * MS
 
 
 def started(elements, window=1, **shape):
@@ -39,6 +42,17 @@ def started(elements, window=1, **shape):
 
 def chunks(sends):
     return [send.header.chunk for send in sends]
+
+
+def numbered(send, number):
+    """The answer to `send`, the switch's `number`-th."""
+    return answer_to(send, counter=number)
+
+
+def notice(first, packets, **changes):
+    """Worker 0 is told that so many packets of its own, from number `first` on, did not come."""
+    fields = {"flags": FLAGS["answer"] | FLAGS["notice"], "chunk": first, "elements": packets, "count": 0, "wire": F32}
+    return make_packet(**{**fields, **changes})
 
 
 def test_a_worker_sends_its_window_and_waits():
@@ -169,8 +183,26 @@ def test_an_answered_probe_brings_what_is_overdue_at_twice_the_rate_each_round_t
         now_ns += MS
         for send in flight:
             receive(worker, answer_to(send), now_ns)
+        assert send_all(worker, now_ns) == [], "the other answers may be right behind"
+        if not worker.idle:
+            assert worker.poll_timeout() == now_ns + PROBE_WAIT_NS
+            now_ns = worker.poll_timeout()
+            worker.handle_timeout(now_ns)
     assert rounds == [PROBE_GROWTH**turn for turn in range(5)], "a whole lost window of 31 in five round trips"
     assert worker.idle
+
+
+def test_a_pause_of_the_path_costs_one_probe():
+    # What looked lost was late: its answers come behind that of the probe, and nothing is sent again for it.
+    worker = started(100, window=30)
+    sends = send_all(worker)
+    worker.handle_timeout(50 * MS)
+    send_all(worker, 50 * MS)
+    for send in sends[:10]:
+        receive(worker, answer_to(send), 51 * MS)
+    worker.handle_timeout(51 * MS + PROBE_WAIT_NS)
+    assert not any(send.again for send in send_all(worker, 51 * MS + PROBE_WAIT_NS))
+    assert worker.retransmissions == 1
 
 
 def test_an_answered_probe_leaves_alone_what_is_not_overdue():
@@ -200,24 +232,212 @@ def test_an_answer_to_a_chunk_sent_again_for_a_gap_is_no_answered_probe():
     assert not any(send.again for send in send_all(worker, now_ns))
 
 
-def test_a_chunk_sent_again_is_given_up_to_a_gap_only_when_it_is_overdue():
-    # Its answer waits for the slowest worker's repair, so answers to later sends say little.
-    worker = make_worker(window=32)
-    worker.start(0, 24, I32)
+def test_a_chunk_that_is_passed_over_waits_for_anothers_repair_while_no_answer_is_missing():
+    worker = make_worker(window=128)
+    worker.start(0, 84, I32)
     sends = send_all(worker)
-    for chunk in range(1, REORDER_THRESHOLD + 1):
-        receive(worker, answer_to(sends[chunk]), 100)
+    for number, send in enumerate(sends[1:], start=1):
+        receive(worker, numbered(send, number), 2 * MS)
+    assert send_all(worker, 2 * MS) == [], "the switch answered all it had, in this order"
+    worker.start(1, 80, I32)
+    later = send_all(worker, 9 * MS)
+    # What a repair may take: a timeout, here its floor, and a round trip.
+    receive(worker, numbered(later[0], 42), 11 * MS)
+    assert send_all(worker, 11 * MS) == []
+    receive(worker, numbered(later[1], 43), 13 * MS)
+    assert chunks(send_all(worker, 13 * MS)) == [0]
+
+
+def test_a_skipped_number_is_asked_for_where_it_lies_and_nowhere_else():
+    worker = started(200, window=64)
+    sends = send_all(worker)
+    # Chunk 0 waits for another worker; the answer to chunk 3, the third, was lost.
+    for number, chunk in [(1, 1), (2, 2), *((chunk, chunk) for chunk in range(4, 12))]:
+        receive(worker, numbered(sends[chunk], number), 100)
+    assert [send.header.chunk for send in send_all(worker, 100) if send.again] == [3]
+
+
+def test_a_skipped_number_with_nothing_between_was_for_a_chunk_that_had_been_passed_over():
+    worker = started(200, window=64)
+    sends = send_all(worker)
+    for number, chunk in enumerate(range(1, 20), start=1):
+        receive(worker, numbered(sends[chunk], number), 100)
+    # Chunk 0 is complete at last, and its answer, the twentieth, lost.
+    receive(worker, numbered(sends[20], 21), 100)
+    assert [send.header.chunk for send in send_all(worker, 100) if send.again] == [0]
+
+
+def test_an_answer_that_is_lost_twice_is_asked_for_twice_without_a_timer():
+    worker = started(40, window=64)
+    sends = send_all(worker)
+    for chunk in range(1, 10):
+        receive(worker, numbered(sends[chunk], chunk + 1), 100)
     assert chunks(send_all(worker, 100)) == [0]
     worker.start(1, 40, I32)
     later = send_all(worker, 200)
-    for send in later[: REORDER_THRESHOLD + 2]:
-        receive(worker, answer_to(send), 300)
-    others = send_all(worker, 300)
-    assert chunks(others)[:3] == [9, 10, 11], "sent once, before the answered ones; but not chunk 0"
-    receive(worker, answer_to(others[0]), 10 * MS + 99)
-    assert chunks(send_all(worker, 10 * MS + 99)) == []
-    receive(worker, answer_to(others[1]), 10 * MS + 100)
-    assert chunks(send_all(worker, 10 * MS + 100)) == [0]
+    for place, send in enumerate(sends[10:] + later[:7], start=11):
+        receive(worker, numbered(send, place), 300)
+    assert send_all(worker, 300) == []
+    receive(worker, numbered(later[7], 28), 300)
+    assert chunks(send_all(worker, 300)) == [0], "the switch answers such a question at once"
+
+
+def test_a_notice_brings_those_packets_again_and_no_others():
+    worker = started(100, window=16)
+    sends = send_all(worker)
+    got = receive(worker, notice(3, 2))
+    assert got.outcome == "notice"
+    again = send_all(worker)
+    assert chunks(again) == [2, 3], "counters begin at 1"
+    assert all(send.again for send in again)
+    assert [send.header.counter for send in again] == [17, 18]
+    before = worker.copy()
+    assert receive(worker, notice(3, 2)).drop == "stale", "they are under way again"
+    assert_same(worker, before)
+    receive(worker, notice(18, 1))
+    assert chunks(send_all(worker)) == [3], "lost a second time, found as the first"
+    receive(worker, answer_to(sends[0]))
+    assert receive(worker, notice(1, 1)).drop == "stale"
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("worker", {"worker": 1}),
+        ("worker", {"worker": 2}),
+        ("epoch", {"epoch": EPOCH - 1}),
+        ("direction", {"flags": FLAGS["notice"]}),
+        ("malformed", {"count": 1}),
+        ("malformed", {"elements": 0}),
+        ("stale", {"chunk": 17}),
+        ("stale", {"chunk": 0, "elements": 1}),
+    ],
+)
+def test_a_worker_drops_a_notice_that_is_none(reason, changes):
+    worker = started(100, window=16)
+    send_all(worker)
+    before = worker.copy()
+    got = receive(worker, notice(1, 3, **changes))
+    assert (got.outcome, got.drop) == ("dropped", reason)
+    assert_same(worker, before)
+
+
+# The congestion window.
+
+
+class Path:
+    """A worker that streams; each round trip takes what the test says, and all that was sent is answered in order."""
+
+    def __init__(self, window=320):
+        self.worker, self.now_ns, self.numbers = started(10_000_000, window=window), 0, 0
+
+    def round_trip(self, rtt_ns, lost=0):
+        """The window before it and after it. `lost`: of the first packets of it, by notice."""
+        sends = send_all(self.worker, self.now_ns)
+        before = self.worker.congestion_window
+        self.now_ns += rtt_ns
+        if lost:
+            receive(self.worker, notice(sends[0].header.counter, lost), self.now_ns)
+        for send in sends[lost:]:
+            self.numbers += 1
+            receive(self.worker, numbered(send, self.numbers), self.now_ns)
+        again = [send for send in send_all(self.worker, self.now_ns) if send.again][:lost] if lost else []
+        for send in again:
+            self.numbers += 1
+            receive(self.worker, numbered(send, self.numbers), self.now_ns)
+        return before, self.worker.congestion_window
+
+
+def test_the_congestion_window_starts_at_what_was_granted():
+    worker = started(10_000, window=320)
+    assert worker.congestion_window == 320
+    assert len(send_all(worker)) == 320
+
+
+def test_a_queue_on_the_path_shrinks_what_is_in_flight_to_what_the_target_allows():
+    path = Path()
+    path.round_trip(1 * MS)
+    sizes = [path.round_trip(path.worker.congestion_window * MS // 8)[1] for _ in range(8)]  # 40 ms at 320
+    # 1 + 10 ms at an eighth of a millisecond a packet.
+    assert all(80 <= size <= 96 for size in sizes[-3:])
+    assert path.worker.in_flight <= path.worker.congestion_window
+
+
+def test_the_congestion_window_grows_back_and_never_beyond_what_was_granted():
+    path = Path()
+    path.round_trip(1 * MS)
+    for _ in range(3):
+        path.round_trip(60 * MS)
+    before, after = path.round_trip(1 * MS)
+    before, after = path.round_trip(1 * MS)
+    assert after == before + WINDOW_GROWTH
+    for _ in range(60):
+        before, after = path.round_trip(1 * MS)
+        assert after <= 320
+    assert after == 320
+
+
+def test_a_long_path_is_no_queue():
+    path = Path()
+    for _ in range(5):
+        assert path.round_trip(80 * MS)[1] == 320
+
+
+def test_a_path_that_became_longer_is_learnt_in_two_periods():
+    path = Path()
+    path.round_trip(1 * MS)
+    for _ in range(10):
+        path.round_trip(60 * MS)
+    assert path.worker.congestion_window < 80
+    for _ in range(2 * LEAST_RTT_PERIOD_NS // (60 * MS) + 60):
+        path.round_trip(60 * MS)
+    assert path.worker.congestion_window == 320
+
+
+def test_few_losses_are_no_congestion_and_many_are():
+    path = Path()
+    path.round_trip(1 * MS)
+    for _ in range(4):
+        assert path.round_trip(1 * MS, lost=15)[1] == 320
+    assert path.round_trip(1 * MS, lost=120)[1] <= 320
+    assert path.round_trip(1 * MS)[1] < 320
+
+
+def test_a_straggler_is_no_queue():
+    worker = started(10_000, window=320)
+    sends = send_all(worker)
+    receive(worker, numbered(sends[0], 1), 1 * MS)
+    now_ns = 1 * MS
+    for _ in range(10):
+        now_ns = worker.poll_timeout()
+        worker.handle_timeout(now_ns)
+        send_all(worker, now_ns)
+    for number, send in enumerate(sends[1:], start=2):
+        receive(worker, numbered(send, number), now_ns + MS)
+    fresh = send_all(worker, now_ns + MS)
+    receive(worker, numbered(fresh[-1], 321), now_ns + 2 * MS)
+    assert worker.congestion_window == 320
+
+
+def test_a_probe_goes_out_though_more_is_in_flight_than_the_path_carries():
+    path = Path()
+    path.round_trip(1 * MS)
+    path.round_trip(60 * MS)
+    sends = send_all(path.worker, path.now_ns)
+    path.now_ns += 60 * MS
+    for send in sends[:9]:
+        path.numbers += 1
+        receive(path.worker, numbered(send, path.numbers), path.now_ns)
+    assert path.worker.in_flight > path.worker.congestion_window
+    assert send_all(path.worker, path.now_ns) == []
+    path.now_ns = path.worker.poll_timeout()
+    path.worker.handle_timeout(path.now_ns)
+    assert path.worker.sendable() == 1
+    (probe,) = send_all(path.worker, path.now_ns)
+    assert probe.again
+
+
+# Timers.
 
 
 def test_timeouts_back_off_to_a_bound_and_an_answer_ends_it():
@@ -232,7 +452,10 @@ def test_timeouts_back_off_to_a_bound_and_an_answer_ends_it():
         send_all(worker, now_ns)
     assert waits_ms == [50, 100] + [200] * 18
     assert worker.retransmissions == 20
-    receive(worker, answer_to(sends[0]), now_ns)
+    receive(worker, answer_to(sends[2]), now_ns)
+    assert worker.poll_timeout() == now_ns + PROBE_WAIT_NS
+    now_ns += PROBE_WAIT_NS
+    worker.handle_timeout(now_ns)
     assert worker.poll_timeout() == now_ns + 50 * MS
 
 
@@ -260,8 +483,8 @@ def test_an_answer_to_a_chunk_given_up_as_lost_is_taken_and_nothing_is_resent():
     worker.handle_timeout(50 * MS)
     assert worker.sendable() == 1
     assert receive(worker, answer_to(sends[0]), 50 * MS).outcome == "received"
-    assert chunks(send_all(worker, 50 * MS)) == [1, 2, 3], "what is overdue, then what the window now allows"
-    assert worker.retransmissions == 2
+    assert chunks(send_all(worker, 50 * MS)) == [3], "what the window now allows"
+    assert worker.retransmissions == 0
 
 
 def test_not_sent_gives_the_chunks_back_in_order_and_counts_no_retransmission():

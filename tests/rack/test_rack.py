@@ -120,7 +120,8 @@ def test_tcp_between_two_hosts_runs_at_the_rate_asked_for(rate: str, loss: str) 
 def test_a_link_loses_single_packets_at_the_ratio_asked_for_each_way(up: bool) -> None:
     count, loss_ratio = 32000, 0.02
     receive, send = [sys.executable, "-c", RECEIVE_UDP], [sys.executable, "-c", SEND_UDP]
-    with Rack(1, "1gbit", "2%") as rack:
+    # Of three hosts, so that a rule which other links meet too would show.
+    with Rack(3, "1gbit", "2%") as rack:
         if up:
             receiver = rack.popen_switch(receive)
             await_ready(receiver)

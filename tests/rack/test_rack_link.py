@@ -85,3 +85,9 @@ def test_loss_is_made_where_packets_are_single_and_only_when_asked_for() -> None
     assert sum("nft" in line for line in words(0.01)) == 4
     assert sum("ethtool" in line and "tso off" in line for line in words(0.01)) == 4
     assert "random mod 1000000 < 1000 " in loss_rules("eth0", Link(10**9, 0.001))
+
+
+def test_every_interface_has_a_table_of_its_own() -> None:
+    # In one table all interfaces of a namespace share a chain, and each would meet every other one's rule too.
+    tables = {loss_rules(f"h{host}", Link(10**9, 0.001)).split("{")[0] for host in range(4)}
+    assert len(tables) == 4

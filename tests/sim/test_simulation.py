@@ -67,6 +67,21 @@ def test_the_simulator_runs_as_a_module():
     assert [line.split(":")[0] for line in out.splitlines()] == ["seed 3", "seed 4"]
 
 
+def test_a_run_is_drawn_with_what_was_lost(tmp_path, capsys):
+    file = tmp_path / "run.svg"
+    run = ["--seed", "5", "--workers", "2", "--operations", "1", "--max-elements", "20", "--loss", "0.4"]
+    assert main([*run, "--diagram", "--svg", str(file)]) == 0
+    names, *rows, summary = capsys.readouterr().out.splitlines()
+    assert names.split() == ["worker", "0", "worker", "1", "switch"]
+    lost = [row for row in rows if row.endswith("lost")]
+    assert f"lost={len(lost)} " in summary
+    assert lost and all("x" in row for row in lost)
+    assert sum(row.endswith("completed") for row in rows) == 1
+    assert file.read_text().count("crimson") == len(lost)
+    assert main(run) == 0
+    assert capsys.readouterr().out == f"{summary}\n", "who watches changes nothing"
+
+
 def test_a_broken_promise_exits_with_1_and_the_way_to_see_it_again(monkeypatch, capsys):
     # The harness is told to expect a sum that no switch will ever give.
     monkeypatch.setattr(values, "fold", lambda reduce, wire, contributions: contributions[0])

@@ -11,7 +11,7 @@ import numpy as np
 from netfold.communicator.arrays import Array, Lent, lend, like, travels_as
 from netfold.communicator.group import ANY_SOURCE, REDUCE_OPS, Group, Region, region
 from netfold.communicator.located import LOCATED_OPS, pack, unpack
-from netfold.communicator.work import Work
+from netfold.communicator.work import Receiving, Work
 
 # op -> what the native floor calls it, for the short way.
 _SHORT = {op: (code, False) for op, code in REDUCE_OPS.items() if op not in LOCATED_OPS}
@@ -227,14 +227,24 @@ class Collectives:
         self.group.wait(operation)
         return None
 
-    def receive(self, buffer: Any, source: int | None = None, tag: int = 0, *, timeout_s: float | None = None) -> int:
+    def receive(
+        self,
+        buffer: Any,
+        source: int | None = None,
+        tag: int = 0,
+        *,
+        timeout_s: float | None = None,
+        asynchronous: bool = False,
+    ) -> Any:
         """Fill `buffer` with what rank `source`, or any rank, sent with this tag; the rank that sent it.
 
         A message of another size or dtype is a Mismatch here, and ends the group; the sender hears of it.
         """
         lent = lend(buffer, writable=True)
         root = ANY_SOURCE if source is None else source
-        operation = self._transfer("receive", lent, root, tag, timeout_s, False, outputs=[lent.region])
+        operation = self._transfer("receive", lent, root, tag, timeout_s, asynchronous, outputs=[lent.region])
+        if asynchronous:
+            return Receiving(self.group, operation, lent, None)
         self.group.wait(operation)
         return int(operation.peer)
 

@@ -46,6 +46,14 @@ class Work:
         return self.wait()
 
 
+class Receiving(Work):
+    """A receive: its result is the rank that sent."""
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        super().wait(timeout_s)
+        return int(self._operation.peer)
+
+
 # Works whose operation may still write. Operations end, by their deadline at the latest, so this cannot grow without
 # end: what has ended is let go whenever one begins or was waited for.
 _under_way: collections.deque[Work] = collections.deque()

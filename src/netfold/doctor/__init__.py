@@ -9,6 +9,6 @@ Tests: `.venv/bin/pytest tests/doctor`
 """
 
 from netfold.doctor.job import Verdict, diagnose
-from netfold.doctor.page import Rank, find_ranks
+from netfold.doctor.page import Rank, Transfer, find_ranks
 
-__all__ = ["Rank", "Verdict", "diagnose", "find_ranks"]
+__all__ = ["Rank", "Transfer", "Verdict", "diagnose", "find_ranks"]

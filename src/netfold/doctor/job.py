@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from netfold.doctor.page import Rank
+from netfold.doctor.page import Rank, Transfer
 
 _STATES = {"T": "stopped", "t": "being debugged", "Z": "dead", "X": "dead", "D": "waiting for a disk"}
 
@@ -58,7 +58,13 @@ def _verdict(ranks: list[Rank], now_ns: int) -> Verdict:
                 f"at #{front} ranks called different things: "
                 + "; ".join(f"rank {rank.rank} {_call(rank)}" for rank in leaders)
             )
+    outside = {rank.rank for rank in ranks if not rank.sequence and rank.transfer is None and not rank.failure}
     for rank in ranks:
+        if rank.transfer is not None and not rank.sequence:
+            findings.append(f"rank {rank.rank} waits in {_transfer(rank.transfer, now_ns)}")
+            if rank.transfer.peer in outside:
+                at_fault.append(rank.transfer.peer)
+                findings.append(f"rank {rank.transfer.peer} is in no operation meanwhile")
         if rank.process_state in _STATES:
             at_fault.append(rank.rank)
             findings.append(f"rank {rank.rank} (process {rank.pid}) is {_STATES[rank.process_state]}")
@@ -81,12 +87,22 @@ def _call(rank: Rank) -> str:
     return f"{rank.operation} of {rank.bytes} bytes {rank.dtype} ({rank.reduce}) by {rank.algorithm}"
 
 
+def _transfer(transfer: Transfer, now_ns: int) -> str:
+    peer = "any rank" if transfer.peer < 0 else f"rank {transfer.peer}"
+    return (
+        f"a {transfer.kind} of {transfer.bytes} bytes {'to' if transfer.kind == 'send' else 'from'} {peer} with tag "
+        f"{transfer.tag}{_at(transfer.site)} for {(now_ns - transfer.since_ns) / 1e9:.1f} s"
+    )
+
+
 def _at(site: str) -> str:
     return f" (called at {site})" if site else ""
 
 
 def _doing(rank: Rank, now_ns: int) -> str:
     if rank.sequence == 0:
+        if rank.transfer is not None:
+            return f"in {_transfer(rank.transfer, now_ns)}"
         if rank.done_sequence == 0:
             return f"no operation yet; joined {(now_ns - rank.joined_ns) / 1e9:.1f} s ago"
         ago_s = (now_ns - rank.done_ns) / 1e9
@@ -94,6 +110,8 @@ def _doing(rank: Rank, now_ns: int) -> str:
     text = f"in {_call(rank)} #{rank.sequence}{_at(rank.site)} for {(now_ns - rank.queued_ns) / 1e9:.1f} s"
     if rank.awaited:
         text += f"; waits for rank {', '.join(map(str, rank.awaited))}"
+    if rank.transfer is not None:
+        text += f"; also in {_transfer(rank.transfer, now_ns)}"
     if rank.waiting > 1:
         text += f"; {rank.waiting - 1} more queued"
     return text

@@ -50,6 +50,14 @@ _ENTRY = np.dtype(
         ("failure", "S512"),
         ("site", "S160"),
         ("done_site", "S160"),
+        ("transfers", "u4"),
+        ("transfer_peer", "i4"),
+        ("transfer_tag", "i4"),
+        ("transfer_kind", "u1"),
+        ("transfer_reserved", "u1", 3),
+        ("transfer_bytes", "u8"),
+        ("transfer_ns", "i8"),
+        ("transfer_site", "S160"),
     ]
 )
 _LAYOUT = 1
@@ -85,6 +93,19 @@ class Rank:
     failure: str
     site: str  # where the operation under way was called, and the newest that is done; empty: not known
     done_site: str
+    transfer: Transfer | None  # the oldest send or receive that is not done
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A send or receive under way."""
+
+    kind: str
+    peer: int  # -1: any
+    tag: int
+    bytes: int
+    since_ns: int
+    site: str
 
 
 def find_ranks(pid: int | None = None) -> list[Rank]:
@@ -166,6 +187,18 @@ def _rank(pid: int, state: str, command: str, entry: np.void) -> Rank:
         failure=bytes(entry["failure"]).decode(errors="replace"),
         site=bytes(entry["site"]).decode(errors="replace"),
         done_site=bytes(entry["done_site"]).decode(errors="replace"),
+        transfer=_transfer(entry) if entry["transfers"] else None,
+    )
+
+
+def _transfer(entry: np.void) -> Transfer:
+    return Transfer(
+        kind=_name(engine.KINDS, entry["transfer_kind"]),
+        peer=int(entry["transfer_peer"]),
+        tag=int(entry["transfer_tag"]),
+        bytes=int(entry["transfer_bytes"]),
+        since_ns=int(entry["transfer_ns"]),
+        site=bytes(entry["transfer_site"]).decode(errors="replace"),
     )
 
 

@@ -18,8 +18,10 @@ _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 16 << 10, 256 << 10
 BINOMIAL_BYTES = 16 << 10
 # Of shared memory (native/transport/shared_node.hpp): what one synchronisation hands on, at most.
 POST_BYTES, CHUNK_BYTES = 16 << 10, 256 << 10
+# Elements that share an exponent in the i32 format (native/kernels/block_quantise.hpp).
+BLOCK_ELEMENTS = 128
 # Wire formats of half the bytes of f32.
-_HALVES = ("bf16", "f16")
+HALVES = ("bf16", "f16")
 
 
 @dataclass(frozen=True)
@@ -323,7 +325,7 @@ def best_between(operation: str, case: Case) -> str:
     able = [
         name for name in algorithms_of(operation) if name not in _NOT_BETWEEN and (operation, name) not in BY_NAME_ONLY
     ]
-    narrow = [name for name in able if case.wire == "auto" or FORMULAS[operation, name].narrow]
+    narrow = [name for name in able if case.wire not in HALVES or FORMULAS[operation, name].narrow]
     return min(narrow, key=lambda name: FORMULAS[operation, name].seconds(_hosts(operation, case)))
 
 
@@ -357,7 +359,7 @@ def _hierarchical(operation: str) -> Callable[[Case], float]:
 
     def seconds(case: Case) -> float:
         on_host = Topology((0,) * case.topology.most_on_a_node)
-        whole = 2 * case.size if case.wire in _HALVES else case.size
+        whole = 2 * case.size if case.wire in HALVES else case.size
         inside = sum(
             FORMULAS[kind, "shared_memory"].seconds(
                 replace(case, size=whole * part(case.topology.node_count), topology=on_host)
@@ -386,7 +388,7 @@ def algorithms_of(operation: str) -> list[str]:
 
 def case_of(size: float, topology: Topology, links: Links, wire: str = "auto", switch: bool = False) -> Case:
     """A 16-bit wire sends half the bytes of f32 tensors."""
-    return Case(size / 2 if wire in _HALVES else size, topology, links, switch, wire)
+    return Case(size / 2 if wire in HALVES else size, topology, links, switch, wire)
 
 
 def predict(
@@ -409,4 +411,9 @@ def predict(
     if sharing > 1 and algorithm != "hierarchical":
         network = replace(links.network, bytes_per_s=links.network.bytes_per_s / sharing)
         links = replace(links, network=network)
-    return formula.seconds(case_of(size, topology, links, wire, switch))
+    case = case_of(size, topology, links, wire, switch)
+    if wire != "i32" or operation != "all_reduce":
+        return formula.seconds(case)
+    # The exponents of its blocks first; and four passes over the tensor.
+    exponents = replace(case, size=max(4.0, size / BLOCK_ELEMENTS))
+    return formula.seconds(exponents) + formula.seconds(case) + 4 * size / links.memory.bytes_per_s

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from netfold._native import engine
-from netfold.plan.cost import BY_NAME_ONLY, FORMULAS, algorithms_of, best_between, case_of, predict
+from netfold.plan.cost import BY_NAME_ONLY, FORMULAS, HALVES, algorithms_of, best_between, case_of, predict
 from netfold.plan.overrides import Overrides, parse_overrides
 from netfold.plan.topology import DEFAULT_LINKS, Links, Topology
 
-WIRES = ("auto", "f32", "bf16", "f16")
+WIRES = ("auto", "f32", "bf16", "f16", "i32")
 SUPPORTS: Mapping[str, Sequence[str]] = engine.SUPPORTS
 
 OPERATIONS = (
@@ -255,7 +255,7 @@ def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | N
         return f"the ranks are on {topology.node_count} hosts"
     if algorithm == "hierarchical" and not topology.has_levels:
         return "needs several hosts and several ranks on one"
-    if wire != "auto" and not FORMULAS[operation, algorithm].narrow:
+    if wire in HALVES and not FORMULAS[operation, algorithm].narrow:
         return f"sends tensors as they are, not as {wire}"
     return None
 
@@ -267,7 +267,7 @@ def _refuse(
         raise ValueError(
             f"{overrides.named(operation)} needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port"
         )
-    if wire != "auto" and not FORMULAS[operation, asked].narrow:
+    if wire in HALVES and not FORMULAS[operation, asked].narrow:
         able = [name for name in algorithms_of(operation) if FORMULAS[operation, name].narrow]
         raise ValueError(
             f"{overrides.named(operation)} sends tensors as they are; NETFOLD_WIRE={wire} needs {' or '.join(able)}"

@@ -74,11 +74,12 @@ def single_packets_command(namespace: str, interface: str) -> list[str]:
 def loss_rules(interface: str, link: Link) -> str:
     """nftables rules that drop what *arrives* at `interface`, where packets are single already.
 
-    Only IP is dropped: a lost ARP question costs a second and says nothing of the protocol under test.
+    Only IP is dropped: a lost ARP question costs a second and says nothing of the protocol under test. A table of its
+    own for each interface: in one that they shared, every interface would run through every other one's rule too.
     """
     below = round(link.loss_ratio * LOSS_STEPS)
     return (
-        "table netdev loss {\n"
+        f"table netdev loss_{interface} {{\n"
         "  chain arriving {\n"
         f'    type filter hook ingress device "{interface}" priority 0; policy accept;\n'
         f"    meta protocol ip numgen random mod {LOSS_STEPS} < {below} counter drop\n"

@@ -6,6 +6,7 @@
   world       workers and switch as their glue drives them, with every promise checked at every step
   simulation  one run: world, network and clock, until nothing is due
   scenario    a run made from a seed
+  diagram     a run as a sequence diagram
 
 May import netfold._native.protocol and NumPy, and no other room. Always: the machines are the production ones, never
 models of them; no sleep and no wall clock; the same seed gives the same run; every run is bounded, and a failure names

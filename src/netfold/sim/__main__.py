@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 
+from netfold.sim import diagram
 from netfold.sim.scenario import Scenario
 from netfold.sim.simulation import Record, SimulationError
 
@@ -22,25 +24,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--no-compare", action="store_true", help="do not hold machines against their copies; for large windows"
     )
+    parser.add_argument("--diagram", action="store_true", help="draw the run as a sequence diagram")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the (last) run as a sequence diagram into FILE")
     options = vars(parser.parse_args(arguments))
     runs, trace, compare = options.pop("runs"), options.pop("trace"), not options.pop("no_compare")
+    draw, svg = options.pop("diagram"), options.pop("svg")
     try:
         first = Scenario(**options)
         for seed in range(first.seed, first.seed + runs):
+            lines: list[diagram.Line] = []
+
+            def watch(record: Record, lines: list[diagram.Line] = lines) -> None:
+                lines.append(diagram.line_of(record))
+                if trace:
+                    print(record)
+
             simulation = replace(first, seed=seed).simulation(
-                compare_machines=compare, watch=_print_record if trace else None
+                compare_machines=compare, watch=watch if trace or draw or svg else None
             )
-            print(f"seed {seed}: {simulation.run()}", flush=True)
+            try:
+                summary = simulation.run()
+            finally:  # a run that breaks a promise is the one to look at
+                if draw:
+                    print(diagram.text(lines, first.workers))
+                if svg:
+                    svg.write_text(diagram.svg(lines, first.workers))
+            print(f"seed {seed}: {summary}", flush=True)
     except ValueError as wrong:
         parser.error(str(wrong))
     except SimulationError as broken:
         print(f"seed {seed}: FAILED: {broken}", file=sys.stderr)
         return 1
     return 0
-
-
-def _print_record(record: Record) -> None:
-    print(record)
 
 
 if __name__ == "__main__":

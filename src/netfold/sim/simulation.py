@@ -40,7 +40,14 @@ class Room:
     worker: int
 
 
-Event = Packet | Call | Timer | Room
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The network loses a packet; only a trace hears of it."""
+
+    packet: Packet
+
+
+Event = Packet | Call | Timer | Room | Lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,11 @@ class Record:
     verdict: Verdict | None = None
 
     def __str__(self) -> str:
-        what = describe(self.event) if isinstance(self.event, Packet) else str(self.event)
+        what = str(self.event)
+        if isinstance(self.event, Packet):
+            what = describe(self.event)
+        elif isinstance(self.event, Lost):
+            what = f"lost: {describe(self.event.packet)}"
         became = "" if self.verdict is None else f": {self.verdict.outcome}"
         reason = "" if self.verdict is None or self.verdict.outcome != "dropped" else f" ({self.verdict.drop})"
         return f"{self.when_ns:>12} ns  {what}{became}{reason}"
@@ -119,6 +130,7 @@ class Simulation:
         self._replay = replay
         self._watch = watch
         self._past: deque[Record] = deque(maxlen=_REMEMBERED_EVENTS)
+        self._lost: list[Packet] = []  # of what the present event sent
         self._events = 0
         packets = 2 * workers * len(self.world.chunks)
         self._max_events = max_events or 10_000 + 100 * packets + 4 * len(injected)
@@ -165,7 +177,7 @@ class Simulation:
                 verdict = world.arrive(event, now_ns)
                 self._past[-1] = Record(now_ns, event, verdict)
                 for answer in verdict.answers:
-                    self.network.send(answer)
+                    self._give(answer)
                 if to >= 0:
                     self._serve(to)
             case Call(worker):
@@ -180,6 +192,9 @@ class Simulation:
                 self._serve(worker)
         if self._watch is not None:
             self._watch(self._past[-1])
+            for packet in self._lost:
+                self._watch(Record(now_ns, Lost(packet)))
+        self._lost.clear()
 
     def _serve(self, worker: int) -> None:
         """Send what the worker offers, as far as its socket takes it, and set its timer."""
@@ -195,7 +210,7 @@ class Simulation:
     def _send(self, worker: int) -> None:
         offers = self.world.offers(worker, self.clock.now_ns)
         for place, offer in enumerate(offers):
-            if self.network.send(offer.packet):
+            if self._give(offer.packet):
                 self.world.sent(worker, offer)
                 continue
             for kept in offers[place:]:
@@ -203,6 +218,14 @@ class Simulation:
             self._room_awaited[worker] = True
             self.clock.at(self.clock.now_ns + _ROOM_AFTER_NS, Room(worker))
             return
+
+    def _give(self, packet: Packet) -> bool:
+        """To the network; False: the socket refused it."""
+        lost = self.network.counts["lost"]
+        left = self.network.send(packet)
+        if self.network.counts["lost"] > lost:
+            self._lost.append(packet)
+        return left
 
     def _report(self, broken: BrokenPromiseError) -> str:
         lines = [str(broken), f"at {self.clock.now_ns} ns, event {self._events}"]

@@ -120,6 +120,8 @@ class World:
         shape = {**self.identity.fields(), "workers": workers, "window": window, "payload_bytes": payload_bytes}
         self.packet_bytes: int = protocol.HEADER_BYTES + payload_bytes
         self.switch: Any = protocol.SwitchJob(**shape)
+        self.arrivals: list[Any] = [protocol.Arrivals() for _ in range(workers)]
+        self._named = [0] * workers  # the last packet that a notice named
         self.workers = tuple(_WorkerSide(index, protocol.Worker(**shape, worker=index)) for index in range(workers))
         self.chunks = _lay_out(self.operations, payload_bytes)
         self.drops: Counter[str] = Counter()
@@ -179,11 +181,15 @@ class World:
             self._unchanged(f"worker {worker}", machine, before, "a timer that rang too early")
             return False
         flight: int = machine.in_flight
+        probes: int = machine.answered_probes
         machine.handle_timeout(now_ns)
-        if flight - machine.in_flight != 1:
-            raise BrokenPromiseError(
-                f"worker {worker} gave up {flight - machine.in_flight} chunks at one timeout, not 1"
-            )
+        given_up = flight - machine.in_flight
+        if probes > 0:
+            if given_up > PROBE_GROWTH * probes:
+                raise BrokenPromiseError(f"worker {worker} gave up {given_up} chunks after {probes} answered probes")
+            return True
+        if given_up != 1:
+            raise BrokenPromiseError(f"worker {worker} gave up {given_up} chunks at one timeout, not 1")
         if side.timeout_ns is not None and now_ns - side.timeout_ns < MIN_TIMEOUT_NS:
             raise BrokenPromiseError(f"worker {worker} had two timeouts within {now_ns - side.timeout_ns} ns")
         side.timeout_ns = now_ns
@@ -225,10 +231,10 @@ class World:
                 raise BrokenPromiseError(
                     f"{who} counts {machine.retransmissions} retransmissions, but sent {side.sent_again}"
                 )
-            # Every gap mark of chunk c rests on the answer to a chunk of (c, c + W) that was sent, for the first
+            # Every other mark of chunk c rests on the answer to a chunk of (c, c + W) that was sent, for the first
             # time, after c was last sent: at most W - 1 a chunk. A chunk that is answered after it was sent again
-            # brings at most PROBE_GROWTH overdue ones. All others are a timeout's, one each.
-            bound = side.timeouts + (self.window - 1 + PROBE_GROWTH) * len(self.chunks)
+            # brings at most PROBE_GROWTH overdue ones. All others are a timeout's, one each, or a notice's.
+            bound = side.timeouts + side.noticed + (self.window - 1 + PROBE_GROWTH) * len(self.chunks)
             if side.timeouts > now_ns // MIN_TIMEOUT_NS + 1 or side.sent_again > bound:
                 raise BrokenPromiseError(
                     f"{who} sent {side.sent_again} packets again after {side.timeouts} timeouts in {now_ns} ns"
@@ -298,17 +304,33 @@ class World:
         switch = self.switch
         before = switch.copy() if self._compare else None
         outcome, drop, slot, number, worker, _ = switch.handle_packet(packet.data)
+        notices = self._notices(header) if outcome != "dropped" or drop in HONEST_DROPS else ()
         if outcome in ("stored", "completed"):
             self._count(number, worker, outcome)
             if outcome == "stored":
-                return Verdict(outcome, drop)
+                return Verdict(outcome, drop, notices)
             self._announce(number, slot)
-            return Verdict(outcome, drop, tuple(self._answer(slot, side.index) for side in self.workers))
+            answers = tuple(self._answer(slot, side.index) for side in self.workers)
+            return Verdict(outcome, drop, notices + answers)
         self._unchanged("the switch", switch, before, f"a packet that was {outcome}")
         if outcome == "answered":
             self._announce(number, slot)
-            return Verdict(outcome, drop, (self._answer(slot, worker),))
-        return Verdict(outcome, drop)
+            return Verdict(outcome, drop, (*notices, self._answer(slot, worker)))
+        return Verdict(outcome, drop, notices)
+
+    def _notices(self, header: Any) -> tuple[Packet, ...]:
+        worker: int = header.worker
+        first, count = self.arrivals[worker].take(header.counter)
+        if count == 0:
+            return ()
+        last = first + count - 1
+        if first <= self._named[worker] or last + protocol.REORDER_THRESHOLD > header.counter:
+            raise BrokenPromiseError(
+                f"worker {worker} is told of packets {first} to {last} by packet {header.counter}, after it was told "
+                f"of those up to {self._named[worker]}"
+            )
+        self._named[worker] = last
+        return (Packet(SWITCH, worker, self.switch.notice_packet(worker, first, count)),)
 
     def _count(self, number: int, worker: int, outcome: str) -> None:
         contributed = self._contributed.setdefault(number, set())
@@ -333,7 +355,11 @@ class World:
     def _at_worker(self, packet: Packet, now_ns: int) -> Verdict:
         side = self.workers[packet.to]
         before = side.machine.copy() if self._compare else None
+        flight: int = side.machine.in_flight
         outcome, drop, header, first, finished, got = side.machine.handle_packet(packet.data, now_ns)
+        if outcome == "notice":
+            side.noticed += flight - side.machine.in_flight
+            return Verdict(outcome, drop)
         if outcome != "received":
             self._unchanged(f"worker {side.index}", side.machine, before, f"a packet that was {outcome}")
             return Verdict(outcome, drop)
@@ -392,6 +418,7 @@ class _WorkerSide:
         self.sent_again = 0
         self.timeouts = 0
         self.timeout_ns: int | None = None
+        self.noticed = 0  # chunks given up to notices
 
 
 def _lay_out(operations: Sequence[Operation], payload_bytes: int) -> tuple[Chunk, ...]:
@@ -411,6 +438,8 @@ def describe(packet: Packet) -> str:
     header = protocol.Header.parse(packet.data)
     if header is None:
         return f"{way} {len(packet.data)} bytes that are no packet"
+    if header.flags & protocol.FLAGS["notice"]:
+        return f"{way} notice that packets {header.chunk} to {header.chunk + header.elements - 1} did not come"
     kind = "answer" if header.flags & protocol.FLAGS["answer"] else "contribution"
     return (
         f"{way} {kind} to chunk {header.chunk} of operation {header.operation}, worker {header.worker}, epoch "

@@ -32,6 +32,7 @@ struct JobCounters {
   std::uint64_t result_bytes = 0;   // of their values, without padding
   std::uint64_t answers_sent = 0;   // packets
   std::uint64_t answers_again = 0;  // to late duplicates
+  std::uint64_t notices = 0;        // to workers, of packets that did not come
   std::uint64_t mismatches = 0;
   std::uint64_t hellos = 0;
   std::uint64_t backlog_dropped = 0;  // answers dropped since a worker's queue was full; it will ask again
@@ -75,6 +76,7 @@ class Plane {
   struct Worker {
     std::uint64_t nonce = 0;
     std::optional<transport::Address> address;
+    protocol::Arrivals arrivals;
     // Slots whose answer this worker gets, at most slot_count(). A slot that has a new tenant by the time it
     // is sent still holds a whole, final result, with its own chunk number on it: never wrong, at worst not
     // needed.
@@ -106,6 +108,7 @@ class Plane {
              const transport::Address& source);
   void queue(Job& job, Worker& worker, std::uint32_t slot);
   void flush(Job& job);
+  void notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap);
   void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, std::span<const std::byte> bytes);
   void watch(const Job& job, bool writable);
 

@@ -82,6 +82,8 @@ struct Call {
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;
 
+  // Whether it runs as integers that share exponents: Quantised.
+  bool is_quantised() const { return wire == kernels::DType::i32 && dtype == kernels::DType::f32; }
   Buffer tensor() const;         // outputs[0], a send's inputs[0], empty for a barrier
   std::size_t elements() const;  // of that
   // The size that the choice of an algorithm goes by, the same on every rank: the whole tensor that is reduced, sent to

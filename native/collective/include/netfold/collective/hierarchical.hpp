@@ -97,8 +97,8 @@ class Hierarchical final : public Algorithm {
   int position_ = 0;                     // of this rank on its host
   std::vector<int> team_;                // who runs what is between hosts
   std::unique_ptr<std::byte[]> scratch_;
-  std::vector<std::uint64_t>
-      sizes_;  // of a gather's or scatter's blocks: of this host, or, at the root, of all, by host
+  // Of a gather's or scatter's blocks: of this host, or, at the root, of all, by host.
+  std::vector<std::uint64_t> sizes_;
   std::vector<Stage> stages_;
   std::size_t next_ = 0;  // of the stages
   Call step_call_;

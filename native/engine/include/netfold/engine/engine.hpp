@@ -35,12 +35,12 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 namespace netfold::engine {
@@ -143,7 +143,7 @@ class Group {
   bool wait(const Operation& operation, std::int64_t timeout_ns);
 
   // What would run this: the table's word.
-  Choice choose(collective::Kind kind, kernels::DType dtype, std::uint64_t bytes) const;
+  Choice choose(collective::Kind kind, kernels::DType dtype, kernels::ReduceOp reduce, std::uint64_t bytes) const;
 
   // From any thread: everything under way and to come fails with `failure`. Idempotent.
   void fail(collective::Failure failure);
@@ -263,9 +263,9 @@ class Group {
   std::vector<std::shared_ptr<Operation>> active_;
   std::size_t active_on_mesh_ = 0;
   StatusEntry* status_;
-  std::deque<std::shared_ptr<Operation>> arrived_;  // transfers, not yet given to the lane
-  std::unordered_map<std::uint64_t, std::shared_ptr<Operation>> transfers_;
-  std::int64_t transfer_deadline_ns_ = -1;  // not after the first of them
+  std::deque<std::shared_ptr<Operation>> arrived_;                 // transfers, not yet given to the lane
+  std::map<std::uint64_t, std::shared_ptr<Operation>> transfers_;  // the oldest first
+  std::int64_t transfer_deadline_ns_ = -1;                         // not after the first of them
   std::int64_t linger_until_ns_ = -1;
   std::int64_t close_ns_ = -1;  // of a failed group: when its connections end
   bool failure_names_operation_ = false;

@@ -2,8 +2,8 @@
 //
 // One page of anonymous memory a process, found by its name among the process's descriptors (/proc/PID/fd): nothing is
 // left behind, whoever may read the process's descriptors may look, and a process that hangs need not answer. Each
-// group has an entry; its driver alone writes it, under a count that is odd meanwhile. Collectives only: sends and
-// receives are not shown. Readers: netfold/doctor/page.py.
+// group has an entry; its driver alone writes it, under a count that is odd meanwhile. Of sends and receives it shows
+// the oldest that is not done. Readers: netfold/doctor/page.py.
 #pragma once
 
 #include <netfold/collective/call.hpp>
@@ -48,6 +48,15 @@ struct StatusEntry {
   // Where the two operations were called; empty where that is not known.
   char site[160];
   char done_site[160];
+  // Sends and receives under way, and the oldest of them.
+  std::uint32_t transfers;
+  std::int32_t transfer_peer;  // -1: any
+  std::int32_t transfer_tag;
+  std::uint8_t transfer_kind;
+  std::uint8_t transfer_reserved[3];
+  std::uint64_t transfer_bytes;
+  std::int64_t transfer_ns;  // since when
+  char transfer_site[160];
 };
 
 class StatusPage {

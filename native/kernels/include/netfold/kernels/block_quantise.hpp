@@ -64,7 +64,8 @@ void block_exponents(std::int16_t* exponents, const float* src, std::size_t coun
 // dst[i] = src[i] in units of its block, rounded to nearest even. `exponents` are the group-wide maxima of
 // the whole operation, and src[0] is the operation's element number `first_element`, so a packet may begin
 // inside a block. An exponent below the block's own breaks the contract: the integers are then unspecified
-// (no undefined behaviour). An exponent that no float has counts as the nearest that one has.
+// (no undefined behaviour). An exponent that no float has counts as the nearest that one has. `dst` may be where `src`
+// is.
 //
 // Requires 0 <= headroom_bits <= kMaxHeadroomBits.
 void quantise(std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents, int headroom_bits,

@@ -9,11 +9,11 @@
 //   offset bytes field
 //        0     2 magic          0x4e46 ("NF")
 //        2     1 version        1
-//        3     1 flags          bit 0 answer, bit 1 non-finite, bit 2 mismatch, bit 3 hello
+//        3     1 flags          bit 0 answer, bit 1 non-finite, bit 2 mismatch, bit 3 hello, bit 4 notice
 //        4     4 job            given by the switch at admission
 //        8     4 epoch          given by the switch when the job's workers are complete; always growing
 //       12     4 incarnation    drawn by the switch when it starts
-//       16     8 chunk          full sequence number over the life of the epoch; never wraps
+//       16     8 chunk          full sequence number over the life of the epoch; never wraps (notice: see below)
 //       24     8 counter        packets sent so far by this sender in this epoch; never repeats
 //       32     4 operation      the group's operation sequence number
 //       36     4 elements       low 32 bits of the operation's element count (a check, and an error's text)
@@ -23,6 +23,9 @@
 //       45     1 reduce         ReduceOp
 //       46     2 table          low 16 bits of the hash of the group's choice table
 //       48       values         payload_bytes of the job
+//
+// A notice tells a worker (`worker`) that packets of its own did not come: those whose counters are `chunk` up to
+// `chunk` + `elements` - 1. It carries no values: `count` is 0, which no answer's is.
 //
 // A packet is first a PacketView (bytes whose length, magic and version were checked) and only then a Header.
 #pragma once
@@ -51,6 +54,7 @@ enum Flag : std::uint8_t {
   kNonFinite = 2,  // a contribution to this chunk held NaN or Inf that the wire format cannot carry
   kMismatch = 4,   // an answer that carries no result: it describes the worker that disagrees with the reader
   kHello = 8,      // path probe: the switch returns it to the registered address, same length
+  kNotice = 16,    // an answer that carries no result: packets of the reader did not come
 };
 
 struct Header {

@@ -24,6 +24,7 @@
 // bytes. It has no socket, clock or thread, and allocates only when it is made.
 #pragma once
 
+#include <netfold/protocol/arrivals.hpp>
 #include <netfold/protocol/packet.hpp>
 
 #include <array>
@@ -74,6 +75,8 @@ class SwitchJob {
   // After `mismatch`: the packet that tells `to` what `about` said. `out` has config().payload_bytes +
   // kHeaderBytes.
   void write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::byte* out) const;
+  // The packet that tells `to` which of its packets did not come; `out` as above. Precondition: gap.count > 0.
+  void write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::byte* out) const;
   Agreement agreement(std::uint32_t slot) const { return slots_[slot].agreement; }
 
   // Workers whose contribution to `chunk` has not come (bit index order); empty when it is complete or

@@ -5,28 +5,48 @@
 // switch's proof rests on this). Operations follow each other through the window with no barrier between.
 //
 //   chunk state   event                                        becomes      action
-//   (unsent)      window has room, poll_send                   in flight    send
+//   (unsent)      both windows have room, poll_send            in flight    send
 //   in flight     its answer                                   answered     deliver values
-//   in flight     answers to kReorderThreshold later sends,    lost         -
-//                 and, if it was sent again, overdue
+//   in flight     a notice: this send did not reach the switch lost         -
+//   in flight     passed over, and its answer was skipped      lost         -
+//   in flight     passed over, and overdue by a repair         lost         -
 //   in flight     oldest, and no answer for one timeout        lost         - (timeout doubles)
-//   in flight     overdue, and a probe is answered             lost         - (kProbeGrowth at a time)
+//   in flight     overdue, and nothing but an answer to a      lost         - (kProbeGrowth a probe)
+//                 probe came for kProbeWaitNs
 //   lost          poll_send                                    in flight    send again
 //   lost          its answer                                   answered     deliver values
 //   answered      every chunk before it answered too           (forgotten)  window moves
 //
-// Losses are found by gaps in the answers, in order of sending, as TCP does with selective acknowledgements; the timer
-// only catches the tail. One worker's loss is a gap to all of them, and the others cannot tell: they send once more in
-// vain, but not twice, since a chunk that was sent again must be overdue as well (its answer waits for the slowest
-// repair). A straggler, too, looks like a loss to everybody else: so a timeout sends one chunk again, as a probe, and
-// backs off. When a probe is answered, what is overdue follows, twice as much each round trip: a whole lost window is
-// repaired in log2(W) of them. A duplicate changes nothing at the switch, but costs the wire.
+// Losses are found by what came later, at both ends, and the timer only catches the tail. A contribution that did not
+// come shows at the switch as a gap in this worker's packet counters, and the switch tells it, and it alone, by a
+// notice (arrivals.hpp). A lost answer shows here: the switch numbers its answers in the order in which chunks are
+// complete, so a number that is skipped between the answers to sends s and t was, most likely, for a chunk sent between
+// them, else for one that had been passed over before. It is asked for again once answers to kReorderThreshold later
+// sends passed it over, and again where they pass over that send too, since the switch answers it at once. A chunk that
+// is passed over while no number is missing waits for another worker's repair, and only where that takes longer than
+// repairs do is it sent once more (a notice may be lost too). A chunk that is sent again has a new counter and a new
+// place in the order of sending, so a second loss of its contribution is found like the first.
+//
+// A straggler looks like a loss to everybody else: so a timeout sends one chunk again, as a probe, and backs off. When
+// a probe is answered, and nothing else is, what is overdue follows, twice as much each round trip: a whole lost window
+// is repaired in log2(W) of them. Where the timeout was wrong, since the switch or the path paused, the other answers
+// are right behind the probe's, and that is waited for. A duplicate changes nothing at the switch, but costs the wire.
+//
+// Within W, a congestion window bounds what is in flight. It starts at W and is set once a round trip: smaller by what
+// the path's queue holds beyond kQueueTargetNs, by three tenths where more than one packet in kLossTolerance is lost,
+// and else larger by kWindowGrowth. A queue is what the quickest answer of a round trip takes beyond the least that was
+// seen lately: a queue at the switch's end of the path, at this end, or of contributions that wait in slots for a
+// worker that is a little behind. What was in flight at a timeout does not count: that was a straggler, or a loss. So
+// two jobs that share a port both see its queue, and share it; and W exceeds what is in flight by enough to go on
+// sending while the oldest chunk is repaired. Fewer losses than one in kLossTolerance say nothing of a queue, and
+// answering them by sending less would only add to what they cost.
 //
 // The machine holds no values: the caller encodes what `Send` names and decodes what `Received` names. Like
 // its counterpart it is a value (copyable, comparable, canonical bytes) with no socket, clock or thread, and
 // allocates only when it is made.
 #pragma once
 
+#include <netfold/protocol/arrivals.hpp>
 #include <netfold/protocol/packet.hpp>
 
 #include <array>
@@ -51,15 +71,23 @@ class Worker {
  public:
   // Operations that may be under way at once.
   static constexpr std::size_t kMaxOperations = 16;
-  // Answers to later sends after which a chunk counts as lost. Small, since one path rarely reorders; more
-  // than TCP's three, since a batch of one socket call may be processed out of order by several receive
-  // queues.
-  static constexpr std::uint64_t kReorderThreshold = 8;
   static constexpr std::int64_t kInitialTimeoutNs = 50'000'000;
   static constexpr std::int64_t kMinTimeoutNs = 10'000'000;
   static constexpr std::int64_t kMaxTimeoutNs = 200'000'000;
-  // Overdue chunks that follow the answer to a probe, as probes themselves.
+  // Overdue chunks that follow the answer to a probe, as probes themselves, and after what silence.
   static constexpr std::uint32_t kProbeGrowth = 2;
+  static constexpr std::int64_t kProbeWaitNs = 2'000'000;
+  // What a path's queue may add to a round trip: it must feed the link while a host's cores are busy with something
+  // else for a while, and no more.
+  static constexpr std::int64_t kQueueTargetNs = 10'000'000;
+  // The least round trip is that of the last one to two periods: a path may change to a longer one.
+  static constexpr std::int64_t kLeastRttPeriodNs = 10'000'000'000;
+  // Losses up to one in so many are not taken for congestion.
+  static constexpr std::uint64_t kLossTolerance = 16;
+  // Chunks: what the congestion window grows by each round trip, and the least that it shrinks to. With less in flight
+  // than kReorderThreshold, and some to be lost, nothing would tell of a loss but the timer.
+  static constexpr std::uint32_t kWindowGrowth = 8;
+  static constexpr std::uint32_t kLeastWindow = 4 * kReorderThreshold;
 
   // Throws std::invalid_argument.
   explicit Worker(const WorkerConfig& config);
@@ -88,10 +116,11 @@ class Worker {
   std::optional<Send> poll_send(std::int64_t now_ns);
   // The socket did not take the packet after all; it will be offered again.
   void not_sent(std::uint64_t chunk);
-  // How many chunks could be sent now without further answers (lost ones included).
+  // How many chunks could be sent now without further answers or timeouts (lost ones included).
   std::uint32_t sendable() const;
 
-  enum class Outcome : std::uint8_t { dropped, received, mismatch };
+  // notice: packets of ours did not come; what they carried will be offered again.
+  enum class Outcome : std::uint8_t { dropped, received, mismatch, notice };
   struct Received {
     Outcome outcome = Outcome::dropped;
     Drop drop = Drop::none;
@@ -107,6 +136,10 @@ class Worker {
   void handle_timeout(std::int64_t now_ns);
 
   std::uint32_t in_flight() const { return flight_.count; }
+  // Chunks that may be in flight now, 1 to W.
+  std::uint32_t congestion_window() const { return congestion_window_; }
+  // Answers to probes, and to nothing else, since a timeout: the next one is a growth (kProbeGrowth for each).
+  std::uint32_t answered_probes() const { return answered_probes_; }
   std::uint64_t oldest_unanswered() const { return base_; }
   bool idle() const { return base_ == end_; }
   std::int64_t smoothed_rtt_ns() const { return smoothed_rtt_ns_; }
@@ -124,7 +157,9 @@ class Worker {
   struct Entry {  // of chunk c at index c mod W
     State state = State::unsent;
     bool again = false;
-    bool probe = false;  // sent again by the timer's doing, not a gap's
+    bool probe = false;     // sent again by the timer's doing, not a gap's
+    bool complete = false;  // the number of an answer that did not come lies where its would: the switch has the result
+    bool suspect = false;   // this send's answer may be the one whose number was skipped
     std::uint32_t previous = kNone;
     std::uint32_t next = kNone;
     std::uint64_t send_number = 0;
@@ -149,9 +184,15 @@ class Worker {
   void push_back(List& list, std::uint32_t index);
   void unlink(List& list, std::uint32_t index);
   void mark_lost(std::uint32_t index, bool probe);
+  bool has_room() const;
+  Received handle_notice(const Header& header);
+  void note_skipped(const Header& header, const Entry& answered, bool first_try);
+  void note_path(std::int64_t rtt_ns, std::int64_t now_ns);
+  void end_round();
   void measure(std::int64_t rtt_ns);
   Line* line_of(std::uint64_t chunk);
   std::int64_t base_timeout_ns() const;
+  std::int64_t repair_timeout_ns() const;
   std::int64_t timeout_ns() const;
   std::uint64_t chunk_at(std::uint32_t index) const;
   std::uint16_t count_of(const Line& line, std::uint64_t chunk) const;
@@ -166,11 +207,22 @@ class Worker {
   std::uint64_t next_ = 0;  // lowest chunk never sent
   std::uint64_t end_ = 0;   // first chunk after the last operation
   std::uint64_t counter_ = 0;
-  std::uint64_t highest_answered_send_ = 0;
+  std::uint64_t highest_answered_send_ = 0;  // of chunks that were sent once
+  std::uint64_t newest_answer_ = 0;          // the switch's number of it
+  bool answer_skipped_ = false;              // since the answer to highest_answered_send_
   std::uint64_t retransmissions_ = 0;
   std::int64_t smoothed_rtt_ns_ = 0;
   std::int64_t rtt_variation_ns_ = 0;
-  std::uint32_t backoff_ = 0;
+  std::uint32_t congestion_window_ = 0;
+  std::uint64_t paused_send_ = 0;         // up to here round trips say nothing of the path: a timeout came between
+  std::int64_t least_rtt_ns_ = 0;         // 0: not known
+  std::int64_t period_least_rtt_ns_ = 0;  // of the running period
+  std::int64_t period_start_ns_ = 0;
+  std::uint64_t round_start_ = 0;        // counter_ when the round trip began; it ends with an answer to a later send
+  std::uint64_t round_lost_ = 0;         // found in it
+  std::int64_t round_least_rtt_ns_ = 0;  // of it; 0: none
+  std::uint32_t backoff_ = 0;            // timeouts since the last answer
+  std::uint32_t answered_probes_ = 0;    // since an answer to a chunk that was sent once
   std::int64_t timer_start_ns_ = 0;
 };
 

@@ -1,0 +1,69 @@
+// netfold._native.prove: the search over the protocol's machines, and its traces.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <netfold/prove/search.hpp>
+
+#include "module.hpp"
+
+namespace nb = nanobind;
+using namespace netfold::prove;
+
+namespace {
+
+Scope scope_of(std::uint16_t workers, std::uint32_t window, const std::vector<std::uint32_t>& operations,
+               std::uint32_t restarts, const std::string& network, std::uint64_t max_states) {
+  Scope scope{
+      .workers = workers, .window = window, .operations = operations, .restarts = restarts, .max_states = max_states};
+  if (network == "joined") {
+    scope.network = Network::joined;
+  } else if (network == "taken") {
+    scope.network = Network::taken;
+  } else if (network != "kept") {
+    throw nb::value_error("network is kept, joined or taken");
+  }
+  return scope;
+}
+
+}  // namespace
+
+void bind_prove(nb::module_& m) {
+  nb::module_ p = m.def_submodule("prove");
+  nb::class_<Report>(p, "Report")
+      .def_ro("states", &Report::states)
+      .def_ro("transitions", &Report::transitions)
+      .def_ro("depth", &Report::depth)
+      .def_ro("machines", &Report::machines)
+      .def_ro("switches", &Report::switches)
+      .def_ro("workers", &Report::workers)
+      .def_ro("packets", &Report::packets)
+      .def_ro("exhausted", &Report::exhausted)
+      .def_ro("broken", &Report::broken)
+      .def_ro("trace", &Report::trace)
+      .def_ro("seconds", &Report::seconds);
+  nb::class_<Record>(p, "Record")
+      .def_ro("step", &Record::step)
+      .def_ro("source", &Record::source)
+      .def_ro("to", &Record::to)
+      .def_ro("what", &Record::what)
+      .def_ro("became", &Record::became)
+      .def_ro("state", &Record::state)
+      .def_ro("broken", &Record::broken);
+  p.def(
+      "search",
+      [](std::uint16_t workers, std::uint32_t window, const std::vector<std::uint32_t>& operations,
+         std::uint32_t restarts, const std::string& network, std::uint64_t max_states) {
+        const Scope scope = scope_of(workers, window, operations, restarts, network, max_states);
+        const nb::gil_scoped_release released;
+        return search(scope);
+      },
+      nb::kw_only(), nb::arg("workers"), nb::arg("window"), nb::arg("operations"), nb::arg("restarts"),
+      nb::arg("network"), nb::arg("max_states"));
+  p.def(
+      "replay",
+      [](std::uint16_t workers, std::uint32_t window, const std::vector<std::uint32_t>& operations,
+         std::uint32_t restarts, const std::string& network, const std::vector<std::string>& steps) {
+        return replay(scope_of(workers, window, operations, restarts, network, 0), steps);
+      },
+      nb::kw_only(), nb::arg("workers"), nb::arg("window"), nb::arg("operations"), nb::arg("restarts"),
+      nb::arg("network"), nb::arg("steps"));
+}

@@ -1,0 +1,34 @@
+#include <netfold/protocol/arrivals.hpp>
+
+#include <algorithm>
+#include <limits>
+
+namespace netfold::protocol {
+
+Arrivals::Gap Arrivals::take(std::uint64_t counter) {
+  if (counter <= newest_) {
+    const std::uint64_t age = newest_ - counter;
+    if (age < 64) seen_ |= std::uint64_t{1} << age;
+    return {};
+  }
+  // Those that this packet makes too old: of the last kReorderThreshold the unseen ones, and all that it jumped over.
+  const std::uint64_t ahead = counter - newest_;
+  std::uint64_t first = 0;
+  std::uint64_t last = 0;
+  for (std::uint64_t age = kReorderThreshold; age-- > 0;) {
+    if (age + ahead < kReorderThreshold || (seen_ >> age & 1) != 0) continue;
+    last = newest_ - age;
+    if (first == 0) first = last;
+  }
+  if (ahead > kReorderThreshold) {
+    if (first == 0) first = newest_ + 1;
+    last = counter - kReorderThreshold;
+  }
+  newest_ = counter;
+  seen_ = (ahead < 64 ? seen_ << ahead : 0) | 1;
+  if (first == 0) return {};
+  const std::uint64_t count = last - first + 1;
+  return {first, static_cast<std::uint32_t>(std::min<std::uint64_t>(count, std::numeric_limits<std::uint32_t>::max()))};
+}
+
+}  // namespace netfold::protocol

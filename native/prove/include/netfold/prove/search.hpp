@@ -1,0 +1,95 @@
+// Exhaustive search of small scopes: every order of events that the production machines can meet.
+//
+// Theory of operation. A state is the switch's machine, every worker's machine with what was delivered to it, and the
+// network as a set of packets. From each state every event is tried, breadth first, so the first broken promise found
+// has the shortest trace there is.
+//
+//   network    A packet may be delivered at any time after it was sent, in any order. There are three views of it:
+//     kept     It stays for ever. This holds every loss (it is never delivered), delay (later), reordering and
+//              duplicate (again), all without bound: a run with any of them meets the same machines with fewer packets
+//              in the network, so it is one of the runs searched. Corruption is a loss.
+//     joined   Kept, and one state for all that have the same machines: its network has every packet that any of theirs
+//              has. More packets can only do more, so nothing is missed; a trace may mix packets of several runs, so
+//              what is found here is to be looked for once more with packets kept. The largest scopes are for this.
+//     taken    A delivery takes it away or leaves a copy, or it is lost, as a network really does. As many states as
+//              there are subsets of packets: for scopes so small that the three can be compared.
+//   time       A worker's clock may say anything. Workers count as equal that differ in clocks, counters and estimates
+//              alone: these decide which chunk is sent again, and when, and a chunk that is sent again is a packet that
+//              is in the network already. This is checked at every state of a worker: each packet reaches it as it is,
+//              and after each number of timers, with what they gave up sent again and not yet sent; all must become
+//              the same, and what timers send must have been sent before.
+//   sending    A worker sends as soon as it may: one that sends later is one whose packets arrive later.
+//   restart    The only fault with a bound. Of the group: the next epoch. Of the switch: a new incarnation, whose
+//              epochs start from the first. The new switch machine is there at once, and each worker rejoins at any
+//              later time; until then the old one goes on (admission promises more: all are gone before any starts).
+//
+// Safety. What a worker is given is the exact sum of every worker's contribution to that chunk in that life, once; no
+// two workers are said to disagree. Contributions are such that no other subset, no double count, and no mixture of
+// chunks or lives has the same sum: worker w's is a number in [1024, 2048), different for each chunk and life, times
+// 2^16w; two of them are already too much.
+//
+// Possibility. From every state reached there is a way, without a further fault, to where every worker has finished all
+// operations. Unless packets are taken, that is asked of the machines with nothing in the network, since a packet more
+// can only help (it can be left where it is): the hardest case, everything lost.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace netfold::prove {
+
+inline constexpr std::uint16_t kMaxWorkers = 4;
+inline constexpr std::uint32_t kMaxChunks = 32;
+inline constexpr std::uint32_t kMaxRestarts = 4;
+
+enum class Network : std::uint8_t { kept, joined, taken };
+
+struct Scope {
+  std::uint16_t workers = 2;              // 1..kMaxWorkers
+  std::uint32_t window = 1;               // W; the switch has 2W slots
+  std::vector<std::uint32_t> operations;  // chunks of each, in the order in which workers call them; kMaxChunks in all
+  std::uint32_t restarts = 0;             // of group or switch, in total; up to kMaxRestarts
+  Network network = Network::kept;
+  std::uint64_t max_states = 0;  // stop there and say so; 0 means 2^32 - 2
+};
+
+struct Report {
+  std::uint64_t states = 0;       // packets joined: as many as machines
+  std::uint64_t transitions = 0;  // tried, those that change nothing included
+  std::uint32_t depth = 0;        // events from the start to the state found last; packets joined: at least
+  std::uint64_t machines = 0;     // states, the network left out of account
+  std::uint64_t switches = 0;     // different states of the switch, by its canonical bytes
+  std::uint64_t workers = 0;      // different states of a worker
+  std::uint64_t packets = 0;      // different packets
+  bool exhausted = false;
+  std::string broken;              // which promise, or empty
+  std::vector<std::string> trace;  // steps that break it, as `replay` takes them
+  double seconds = 0;
+};
+
+// Throws std::invalid_argument for a scope without sense or beyond a bound.
+Report search(const Scope& scope);
+
+// One step of a trace, done again.
+struct Record {
+  std::string step;
+  std::string source;  // "worker 0", "switch"; empty where nothing travels
+  std::string to;
+  std::string what;    // what happens, in words
+  std::string became;  // what the machine made of it
+  std::string state;   // of the machine that it happened to, afterwards
+  std::string broken;  // the promise that this step breaks, or empty
+};
+
+// Steps, as words (L a life, such as 1.2: incarnation and epoch; W a worker; C a chunk):
+//   call W            the worker calls its next operation
+//   L/W>C             its contribution reaches the switch
+//   L/W<C             an answer reaches the worker
+//   restart group     restart switch     rejoin W
+// Where the network holds several such answers, =N picks the N-th that was sent.
+// Packets taken: also `copy` or `lose` before a packet, and `ring W N`, N timers of a worker, one after the other.
+// Throws std::invalid_argument at a step that cannot happen, naming it.
+std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& steps);
+
+}  // namespace netfold::prove

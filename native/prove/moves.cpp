@@ -1,0 +1,146 @@
+#include "moves.hpp"
+
+namespace netfold::prove {
+
+using Kind = Move::Kind;
+
+State Moves::first() {
+  State state{.machine = parts.new_switch(Life{}, 0), .network = parts.network_of({})};
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+    state.workers[worker] = parts.new_worker(Life{}, worker);
+  }
+  return state;
+}
+
+bool Moves::finished(const State& state) const {
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+    if (rejoins(state, worker) || !parts.finished(state.workers[worker])) return false;
+  }
+  return true;
+}
+
+bool Moves::rejoins(const State& state, std::uint16_t worker) const {
+  return parts.worker_state(state.workers[worker]).life() != parts.switch_state(state.machine).life();
+}
+
+const Step& Moves::delivered(const State& state, Id packet) {
+  const Packet& arriving = parts.packet(packet);
+  return arriving.answer ? parts.at_worker(state.workers[arriving.worker], packet)
+                         : parts.at_switch(state.machine, packet);
+}
+
+std::pair<State, Step> Moves::done(const State& state, const Move& move) {
+  std::pair<State, Step> made{state, {}};
+  auto& [next, step] = made;
+  switch (move.kind) {
+    case Kind::deliver:
+    case Kind::copy: {
+      step = delivered(state, move.what);
+      const Packet& packet = parts.packet(move.what);
+      (packet.answer ? next.workers[packet.worker] : next.machine) = step.next;
+      if (scope_.network == Network::taken && move.kind == Kind::deliver) {
+        next.network = parts.without(next.network, move.what);
+      }
+      break;
+    }
+    case Kind::lose:
+      next.network = parts.without(next.network, move.what);
+      step.became = "lost";
+      return made;
+    case Kind::ring: {
+      const std::vector<Id>& again = parts.worker_state(next.workers[move.what]).again;
+      step.sent.assign(again.begin(), again.begin() + move.times);
+      step.became = "sends again";
+      break;
+    }
+    case Kind::call:
+      step = parts.call(next.workers[move.what]);
+      next.workers[move.what] = step.next;
+      break;
+    case Kind::rejoin: {
+      const Life life = parts.switch_state(next.machine).life();
+      next.workers[move.what] = parts.new_worker(life, static_cast<std::uint16_t>(move.what));
+      step.became = "life " + words(life);
+      break;
+    }
+    case Kind::restart_group:
+    case Kind::restart_switch: {
+      const SwitchState& old = parts.switch_state(next.machine);
+      Life life = old.life();
+      if (move.kind == Kind::restart_group) {
+        ++life.epoch;
+      } else {
+        life = {life.incarnation + 1, Life{}.epoch};
+      }
+      next.machine = parts.new_switch(life, old.restarts + 1);
+      step.became = "life " + words(life);
+      break;
+    }
+  }
+  if (step.broken.empty()) next.network = parts.with(next.network, step.sent);
+  return made;
+}
+
+void Moves::each(const State& state, const Visit& visit) {
+  bool go_on = true;
+  const auto one = [&](const Move& move) {
+    if (!go_on) return;
+    ++tried_;
+    const auto [next, step] = done(state, move);
+    go_on = visit(move, next, step.broken);
+  };
+  for (const Id packet : parts.network(state.network)) {
+    const Step& step = delivered(state, packet);
+    const Packet& arriving = parts.packet(packet);
+    const Id before = arriving.answer ? state.workers[arriving.worker] : state.machine;
+    if (scope_.network == Network::taken) {
+      one({Kind::deliver, packet});
+      one({Kind::copy, packet});
+      one({Kind::lose, packet});
+    } else if (step.next != before || !step.sent.empty()) {
+      one({Kind::deliver, packet});
+    } else {
+      ++tried_;  // most packets of former lives: worth a short way
+    }
+  }
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+    const Id id = state.workers[worker];
+    if (parts.can_call(id)) one({Kind::call, worker});
+    if (rejoins(state, worker)) one({Kind::rejoin, worker});
+    if (scope_.network == Network::taken) {
+      for (std::uint32_t rings = 1; rings <= parts.worker_state(id).again.size(); ++rings) {
+        one({Kind::ring, worker, rings});
+      }
+    }
+  }
+  if (parts.switch_state(state.machine).restarts < scope_.restarts) {
+    one({Kind::restart_group});
+    one({Kind::restart_switch});
+  }
+}
+
+void Moves::each_alone(const State& state, const Visit& visit) {
+  bool go_on = true;
+  // The move, and the arrival of all that it makes the machines send, one after the other.
+  const std::function<void(State&, const Move&)> one = [&](State& at, const Move& move) {
+    if (!go_on) return;
+    auto [next, step] = done(at, move);
+    next.network = state.network;
+    at = next;
+    go_on = visit(move, next, step.broken);
+    for (const Id sent : step.sent) one(at, {Kind::deliver, sent});
+  };
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+    const Id id = state.workers[worker];
+    State next = state;
+    if (parts.can_call(id)) one(next, {Kind::call, worker});
+    next = state;
+    if (rejoins(state, worker)) one(next, {Kind::rejoin, worker});
+    for (const Id packet : parts.worker_state(id).again) {
+      next = state;
+      one(next, {Kind::deliver, packet});
+    }
+  }
+}
+
+}  // namespace netfold::prove

@@ -1,0 +1,61 @@
+// States of the search, and the events that lead from one to the next.
+#pragma once
+
+#include "parts.hpp"
+
+#include <array>
+#include <functional>
+
+namespace netfold::prove {
+
+// Numbers of the parts: those beyond the scope's workers are zero.
+struct State {
+  Id machine = 0;  // the switch's
+  Id network = 0;
+  std::array<Id, kMaxWorkers> workers{};
+  bool operator==(const State&) const = default;
+};
+
+struct Move {
+  enum class Kind : std::uint8_t { deliver, copy, lose, ring, call, rejoin, restart_group, restart_switch };
+  Kind kind = Kind::deliver;
+  std::uint32_t what = 0;   // deliver, copy, lose: a packet; ring, call, rejoin: a worker
+  std::uint32_t times = 0;  // ring: how many timers, one after the other
+
+  // Of network or machines: what no way to the end may count on.
+  bool is_fault() const {
+    return kind == Kind::copy || kind == Kind::lose || kind == Kind::restart_group || kind == Kind::restart_switch;
+  }
+};
+
+class Moves {
+ public:
+  explicit Moves(const Scope& scope) : parts(scope), scope_(scope) {}
+
+  State first();
+  // What `move` makes of `state`; the second is the step of the machine that it happens to.
+  std::pair<State, Step> done(const State& state, const Move& move);
+  // The move and what it leads to, for every one there is, but deliveries that change nothing. Ends when `visit`
+  // returns false.
+  using Visit = std::function<bool(const Move&, const State&, const std::string& broken)>;
+  void each(const State& state, const Visit& visit);
+  // Where the machines of `state` can get by themselves, its network being lost: a worker calls, rejoins or sends
+  // again, and what that makes the machines send arrives, up to a point.
+  void each_alone(const State& state, const Visit& visit);
+
+  bool finished(const State& state) const;
+
+  // Moves that `each` has looked at, those included that change nothing.
+  std::uint64_t tried() const { return tried_; }
+
+  Parts parts;
+
+ private:
+  const Step& delivered(const State& state, Id packet);
+  bool rejoins(const State& state, std::uint16_t worker) const;
+
+  Scope scope_;
+  std::uint64_t tried_ = 0;
+};
+
+}  // namespace netfold::prove

@@ -1,0 +1,353 @@
+#include "parts.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace netfold::prove {
+namespace {
+
+using protocol::Header;
+using protocol::SwitchJob;
+using protocol::Worker;
+
+constexpr std::uint32_t kJob = 7;
+constexpr std::uint32_t kPayloadBytes = 8;  // one i64: a chunk is an element
+constexpr std::int64_t kNumbers = 1024;     // contributions are in [1024, 2048)
+constexpr int kWorkerBits = 16;
+constexpr std::uint32_t kLives = kMaxRestarts + 1;  // most incarnations, and most epochs of one
+
+void check(const Scope& scope) {
+  std::uint64_t chunks = 0;
+  for (const std::uint32_t each : scope.operations) chunks += each;
+  const bool empty = std::ranges::any_of(scope.operations, [](std::uint32_t each) { return each == 0; });
+  if (scope.workers == 0 || scope.workers > kMaxWorkers) {
+    throw std::invalid_argument("a scope has 1 to " + std::to_string(kMaxWorkers) + " workers");
+  }
+  if (scope.operations.empty() || empty || chunks > kMaxChunks || scope.operations.size() > Worker::kMaxOperations) {
+    throw std::invalid_argument("a scope has 1 to " + std::to_string(kMaxChunks) + " chunks, in 1 to " +
+                                std::to_string(Worker::kMaxOperations) + " operations, none of them empty");
+  }
+  if (scope.restarts > kMaxRestarts) {
+    throw std::invalid_argument("a scope has at most " + std::to_string(kMaxRestarts) + " restarts");
+  }
+}
+
+template <class T>
+void append(std::string& key, T value) {
+  key.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+std::string dropped(protocol::Drop reason) { return std::string("dropped: ") + protocol::name(reason); }
+
+}  // namespace
+
+std::string words(Life life) { return std::to_string(life.incarnation) + "." + std::to_string(life.epoch); }
+
+Parts::Parts(const Scope& scope) : scope_(scope) {
+  check(scope);
+  for (const std::uint32_t each : scope.operations) chunk_count_ += each;
+}
+
+Id Parts::new_switch(Life life, std::uint32_t restarts) {
+  return switch_id({SwitchJob({.job = kJob,
+                               .epoch = life.epoch,
+                               .incarnation = life.incarnation,
+                               .workers = scope_.workers,
+                               .window = scope_.window,
+                               .payload_bytes = kPayloadBytes}),
+                    restarts});
+}
+
+Id Parts::new_worker(Life life, std::uint16_t worker) {
+  WorkerState state{.now = {Worker({.job = kJob,
+                                    .epoch = life.epoch,
+                                    .incarnation = life.incarnation,
+                                    .worker = worker,
+                                    .workers = scope_.workers,
+                                    .window = scope_.window,
+                                    .payload_bytes = kPayloadBytes}),
+                            1}};
+  Step nothing;
+  return worker_id(std::move(state), nothing);
+}
+
+const Step& Parts::at_switch(Id machine, Id packet) {
+  auto& known = switch_steps_[machine];
+  if (known.size() <= packet) known.resize(packets_.size(), kNoId);
+  if (known[packet] == kNoId) {
+    steps_.push_back(switch_step(machine, packet));
+    switch_steps_[machine][packet] = static_cast<Id>(steps_.size() - 1);
+  }
+  return steps_[switch_steps_[machine][packet]];
+}
+
+const Step& Parts::at_worker(Id machine, Id packet) {
+  auto& known = worker_steps_[machine];
+  if (known.size() <= packet) known.resize(packets_.size(), kNoId);
+  if (known[packet] == kNoId) {
+    steps_.push_back(worker_step(machine, packet));
+    worker_steps_[machine][packet] = static_cast<Id>(steps_.size() - 1);
+  }
+  return steps_[worker_steps_[machine][packet]];
+}
+
+Step Parts::switch_step(Id machine, Id packet) {
+  Step step;
+  SwitchState state = switches_[machine];
+  const auto handled = state.machine.handle_packet(packets_[packet].bytes);
+  const auto answer = [&](std::uint16_t worker) {
+    const auto frame = state.machine.frame(handled.slot);
+    Packet sent{.answer = true, .worker = worker, .bytes = {frame.begin(), frame.end()}};
+    Header header = protocol::PacketView::parse(frame)->header();
+    header.counter = 0;
+    protocol::write_header(header, sent.bytes.data());
+    sent.chunk = header.chunk;
+    sent.life = {header.incarnation, header.epoch};
+    step.sent.push_back(packet_id(std::move(sent)));
+  };
+  switch (handled.outcome) {
+    case SwitchJob::Outcome::dropped:
+      step.became = dropped(handled.drop);
+      break;
+    case SwitchJob::Outcome::stored:
+      step.became = "stored";
+      break;
+    case SwitchJob::Outcome::completed:
+      step.became = "completed";
+      for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) answer(worker);
+      break;
+    case SwitchJob::Outcome::answered:
+      step.became = "answered again";
+      answer(handled.worker);
+      break;
+    case SwitchJob::Outcome::mismatch:
+      step.became = "mismatch";
+      step.broken = "workers that agree are said not to";
+      return step;
+  }
+  step.next = switch_id(std::move(state));
+  return step;
+}
+
+Step Parts::worker_step(Id machine, Id packet) {
+  Step step;
+  WorkerState state = workers_[machine];
+  if (!receive(state, packets_[packet], step) || !send(state, step)) return step;
+  for (const Timed& later : workers_[machine].later) {
+    Step other;
+    WorkerState late = workers_[machine];
+    late.now = later;
+    if (!receive(late, packets_[packet], other) || !send(late, other)) return other;
+    if (key_of(late) != key_of(state) || other.became != step.became) {
+      step.broken = "it depends on the worker's timers what an answer makes of it";
+      return step;
+    }
+  }
+  step.next = worker_id(std::move(state), step);
+  return step;
+}
+
+Step Parts::call(Id worker) {
+  Step step;
+  WorkerState state = workers_[worker];
+  state.now.machine.start({.operation = state.called,
+                           .elements = scope_.operations[state.called],
+                           .wire = kernels::DType::i64,
+                           .reduce = kernels::ReduceOp::sum});
+  ++state.called;
+  step.became = "called";
+  if (send(state, step)) step.next = worker_id(std::move(state), step);
+  return step;
+}
+
+bool Parts::receive(WorkerState& worker, const Packet& packet, Step& step) const {
+  const auto received = worker.now.machine.handle_packet(packet.bytes, worker.now.now_ns);
+  switch (received.outcome) {
+    case Worker::Outcome::dropped:
+      step.became = dropped(received.drop);
+      return true;
+    case Worker::Outcome::mismatch:
+      step.became = "mismatch";
+      step.broken = "workers that agree are said not to";
+      return false;
+    case Worker::Outcome::received:
+      return take(worker, received, step);
+  }
+  return false;
+}
+
+bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& step) const {
+  const std::uint64_t chunk = place(received.header.operation, received.first);
+  std::int64_t value = 0;
+  if (chunk == chunk_count_ || received.values.size() != sizeof value) {
+    step.broken = "a worker is given values of no chunk";
+    return false;
+  }
+  std::memcpy(&value, received.values.data(), sizeof value);
+  step.became = "received";
+  const std::uint64_t bit = std::uint64_t{1} << chunk;
+  if (worker.received & bit) {
+    step.broken = "a worker is given chunk " + std::to_string(chunk) + " twice";
+  } else if (value != result(worker.life(), chunk)) {
+    step.broken = "a worker is given a wrong sum of chunk " + std::to_string(chunk) + ":" + taken_apart(value);
+  }
+  worker.received |= bit;
+  return step.broken.empty();
+}
+
+bool Parts::send(WorkerState& worker, Step& step) {
+  const std::uint16_t index = worker.now.machine.config().worker;
+  // Every chunk there is, and a window of those given up: more than any worker ever sends at once.
+  for (std::uint64_t left = chunk_count_ + scope_.window + 1;
+       const auto send = worker.now.machine.poll_send(worker.now.now_ns);) {
+    Header header = send->header;
+    const std::uint64_t chunk = place(header.operation, send->first);
+    if (chunk == chunk_count_ || send->count != 1 || --left == 0) {
+      step.broken = left == 0 ? "a worker sends without end" : "a worker sends values of no chunk";
+      return false;
+    }
+    header.counter = 0;
+    Packet packet{.worker = index, .chunk = header.chunk, .life = worker.life()};
+    packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);
+    protocol::write_header(header, packet.bytes.data());
+    const std::int64_t value = contribution(worker.life(), index, chunk);
+    std::memcpy(packet.bytes.data() + protocol::kHeaderBytes, &value, sizeof value);
+
+    const std::size_t known = packets_.size();
+    const Id id = packet_id(std::move(packet));
+    const std::uint64_t bit = std::uint64_t{1} << chunk;
+    if ((worker.sent & bit) && id == known) {
+      step.broken = "a worker sends chunk " + std::to_string(chunk) + " again, and not as it was";
+      return false;
+    }
+    worker.sent |= bit;
+    step.sent.push_back(id);
+  }
+  return true;
+}
+
+// As if all of its timers rang, one after the other.
+Id Parts::worker_id(WorkerState state, Step& step) {
+  const auto [at, added] = worker_ids_.try_emplace(key_of(state), static_cast<Id>(workers_.size()));
+  if (!added) return at->second;
+  state.later.clear();
+  WorkerState late = state;
+  Step resent;
+  for (std::uint32_t rings = state.now.machine.in_flight(); rings > 0; --rings) {
+    late.now.now_ns = std::max(late.now.now_ns, late.now.machine.poll_timeout());
+    late.now.machine.handle_timeout(late.now.now_ns);
+    state.later.push_back(late.now);  // given up, and not yet sent again
+    if (!send(late, resent) || late.sent != state.sent) {
+      step.broken = resent.broken.empty() ? "a timer sends what was never sent" : resent.broken;
+      worker_ids_.erase(at);
+      return kNoId;
+    }
+    state.later.push_back(late.now);
+  }
+  state.again = resent.sent;
+  workers_.push_back(std::move(state));
+  worker_steps_.emplace_back();
+  return at->second;
+}
+
+Id Parts::switch_id(SwitchState state) {
+  std::vector<std::byte> bytes;
+  state.machine.append_canonical(bytes);
+  Key key(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  append(key, state.restarts);
+  const auto [at, added] = switch_ids_.try_emplace(std::move(key), static_cast<Id>(switches_.size()));
+  if (added) {
+    switches_.push_back(std::move(state));
+    switch_steps_.emplace_back();
+  }
+  return at->second;
+}
+
+Parts::Key Parts::key_of(const WorkerState& worker) const {
+  const Worker& machine = worker.now.machine;
+  Key key;
+  append(key, machine.config().worker);
+  append(key, worker.life());
+  append(key, worker.called);
+  append(key, worker.sent);
+  append(key, worker.received);
+  append(key, machine.oldest_unanswered());
+  append(key, machine.in_flight());
+  append(key, machine.sendable());
+  append(key, machine.congestion_window());
+  append(key, machine.idle());
+  return key;
+}
+
+Id Parts::packet_id(Packet packet) {
+  Key key(reinterpret_cast<const char*>(packet.bytes.data()), packet.bytes.size());
+  append(key, packet.worker);
+  const auto [at, added] = packet_ids_.try_emplace(std::move(key), static_cast<Id>(packets_.size()));
+  if (added) packets_.push_back(std::move(packet));
+  return at->second;
+}
+
+Id Parts::network_of(std::vector<Id> packets) {
+  Key key(reinterpret_cast<const char*>(packets.data()), packets.size() * sizeof(Id));
+  const auto [at, added] = network_ids_.try_emplace(std::move(key), static_cast<Id>(networks_.size()));
+  if (added) networks_.push_back(std::move(packets));
+  return at->second;
+}
+
+Id Parts::with(Id network, const std::vector<Id>& sent) {
+  for (const Id packet : sent) {
+    const auto [at, added] = grown_.try_emplace(std::uint64_t{network} << 32 | packet, kNoId);
+    if (added) {
+      std::vector<Id> packets = networks_[network];
+      const auto before = std::ranges::lower_bound(packets, packet);
+      if (before == packets.end() || *before != packet) packets.insert(before, packet);
+      at->second = network_of(std::move(packets));
+    }
+    network = at->second;
+  }
+  return network;
+}
+
+Id Parts::without(Id network, Id packet) {
+  std::vector<Id> packets = networks_[network];
+  std::erase(packets, packet);
+  return network_of(std::move(packets));
+}
+
+std::uint64_t Parts::place(std::uint32_t operation, std::uint64_t first) const {
+  if (operation >= scope_.operations.size() || first >= scope_.operations[operation]) return chunk_count_;
+  for (std::uint32_t earlier = 0; earlier < operation; ++earlier) first += scope_.operations[earlier];
+  return first;
+}
+
+std::int64_t Parts::contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const {
+  const std::uint64_t number = (life.incarnation - 1) * kLives + (life.epoch - 1);
+  static_assert(kLives * kLives * kMaxChunks <= kNumbers);
+  return (kNumbers + static_cast<std::int64_t>(number * kMaxChunks + chunk)) << (kWorkerBits * worker);
+}
+
+std::string Parts::taken_apart(std::int64_t sum) const {
+  std::string parts;
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+    const std::int64_t number = (sum >> (kWorkerBits * worker) & 0xffff) - kNumbers;
+    parts += (worker == 0 ? " worker " : ", worker ") + std::to_string(worker);
+    if (number < 0) {
+      parts += " nothing";
+    } else if (number >= kNumbers) {
+      parts += " several";
+    } else {
+      const auto life = static_cast<std::uint32_t>(number / kMaxChunks);
+      parts += " chunk " + std::to_string(number % kMaxChunks) + " of " + words({life / kLives + 1, life % kLives + 1});
+    }
+  }
+  return parts;
+}
+
+std::int64_t Parts::result(Life life, std::uint64_t chunk) const {
+  std::int64_t sum = 0;
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) sum += contribution(life, worker, chunk);
+  return sum;
+}
+
+}  // namespace netfold::prove

@@ -1,0 +1,131 @@
+// What states are made of. Every machine state, packet and network is kept once and has a number; a state of the search
+// is a few numbers. What a packet makes of a machine depends on these two alone, so it is found out once and kept.
+#pragma once
+
+#include <netfold/protocol/switch_job.hpp>
+#include <netfold/protocol/worker.hpp>
+#include <netfold/prove/search.hpp>
+
+#include <deque>
+#include <unordered_map>
+
+namespace netfold::prove {
+
+using Id = std::uint32_t;
+inline constexpr Id kNoId = 0xffffffff;
+
+// Which life of the job. A switch that restarts begins its epochs anew.
+struct Life {
+  std::uint32_t incarnation = 1;
+  std::uint32_t epoch = 1;
+  bool operator==(const Life&) const = default;
+};
+
+// On its way from a worker to the switch, or back. Its counter is zero: no machine reads it.
+struct Packet {
+  bool answer = false;
+  std::uint16_t worker = 0;
+  std::uint64_t chunk = 0;
+  Life life;
+  std::vector<std::byte> bytes;
+};
+
+struct SwitchState {
+  protocol::SwitchJob machine;
+  std::uint32_t restarts = 0;  // so far
+  Life life() const { return {machine.config().incarnation, machine.config().epoch}; }
+};
+
+// A worker's machine, and what its clock says.
+struct Timed {
+  protocol::Worker machine;
+  std::int64_t now_ns = 0;
+};
+
+struct WorkerState {
+  Timed now;
+  std::uint32_t called = 0;    // operations
+  std::uint64_t sent = 0;      // chunks, a bit each
+  std::uint64_t received = 0;  // chunks, a bit each
+  std::vector<Timed> later;    // what timers may have made of it
+  std::vector<Id> again;       // the packets that its timers send once more, in this order
+  Life life() const { return {now.machine.config().incarnation, now.machine.config().epoch}; }
+};
+
+// What an event makes of a machine.
+struct Step {
+  Id next = kNoId;
+  std::vector<Id> sent;  // packets
+  std::string became;
+  std::string broken;  // a promise, or empty; then there is no next
+};
+
+class Parts {
+ public:
+  // Throws std::invalid_argument for a scope without sense or beyond a bound.
+  explicit Parts(const Scope& scope);
+
+  Id new_switch(Life life, std::uint32_t restarts);
+  Id new_worker(Life life, std::uint16_t worker);
+  bool can_call(Id worker) const { return workers_[worker].called < scope_.operations.size(); }
+  bool finished(Id worker) const { return !can_call(worker) && workers_[worker].now.machine.idle(); }
+
+  // Both stay good.
+  const Step& at_switch(Id machine, Id packet);
+  const Step& at_worker(Id machine, Id packet);
+  // The worker's script calls its next operation. Precondition: can_call.
+  Step call(Id worker);
+
+  const SwitchState& switch_state(Id id) const { return switches_[id]; }
+  const WorkerState& worker_state(Id id) const { return workers_[id]; }
+  const Packet& packet(Id id) const { return packets_[id]; }
+
+  // A network's packets, by number.
+  const std::vector<Id>& network(Id id) const { return networks_[id]; }
+  Id network_of(std::vector<Id> packets);
+  Id with(Id network, const std::vector<Id>& sent);
+  Id without(Id network, Id packet);
+
+  std::size_t switch_count() const { return switches_.size(); }
+  std::size_t worker_count() const { return workers_.size(); }
+  std::size_t packet_count() const { return packets_.size(); }
+
+ private:
+  using Key = std::string;
+  using Table = std::deque<std::vector<Id>>;  // steps, by machine and packet
+
+  Id switch_id(SwitchState state);
+  Id worker_id(WorkerState state, Step& step);
+  Id packet_id(Packet packet);
+  Key key_of(const WorkerState& worker) const;
+
+  Step switch_step(Id machine, Id packet);
+  Step worker_step(Id machine, Id packet);
+  // The packet reaches the worker; true when nothing was broken.
+  bool receive(WorkerState& worker, const Packet& packet, Step& step) const;
+  bool take(WorkerState& worker, const protocol::Worker::Received& received, Step& step) const;
+  // All that the worker sends now.
+  bool send(WorkerState& worker, Step& step);
+
+  // Chunk by its place on the line of operations, or chunk_count_.
+  std::uint64_t place(std::uint32_t operation, std::uint64_t first) const;
+  std::int64_t contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const;
+  std::int64_t result(Life life, std::uint64_t chunk) const;
+  // What a sum is made of.
+  std::string taken_apart(std::int64_t sum) const;
+
+  Scope scope_;
+  std::uint64_t chunk_count_ = 0;
+  std::deque<SwitchState> switches_;
+  std::deque<WorkerState> workers_;
+  std::deque<Packet> packets_;
+  std::deque<std::vector<Id>> networks_;
+  std::deque<Step> steps_;
+  std::unordered_map<Key, Id> switch_ids_, worker_ids_, packet_ids_, network_ids_;
+  Table switch_steps_, worker_steps_;
+  std::unordered_map<std::uint64_t, Id> grown_;  // by network and packet
+};
+
+std::string words(Life life);
+
+}  // namespace netfold::prove

@@ -1,0 +1,168 @@
+#include <netfold/prove/search.hpp>
+
+#include "moves.hpp"
+#include "state_set.hpp"
+#include "steps.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <deque>
+#include <stdexcept>
+
+namespace netfold::prove {
+namespace {
+
+class Search {
+ public:
+  explicit Search(const Scope& scope)
+      : scope_(scope), moves_(scope), most_(scope.max_states == 0 ? kNoId - 1 : scope.max_states) {}
+
+  Report run() {
+    const auto start = std::chrono::steady_clock::now();
+    safety();
+    report_.transitions = moves_.tried();
+    if (report_.broken.empty() && report_.exhausted) possibility();
+    report_.states = states_.size();
+    report_.depth = depth_of_last();
+    report_.machines = machines_.size();
+    report_.switches = moves_.parts.switch_count();
+    report_.workers = moves_.parts.worker_count();
+    report_.packets = moves_.parts.packet_count();
+    report_.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return report_;
+  }
+
+ private:
+  struct Came {  // how a state was found first
+    Id from = kNoId;
+    Move move;
+  };
+  struct Edge {
+    Id to = 0;
+    Id from = 0;
+  };
+
+  // Breadth first: states are expanded in the order in which they were found. Packets joined: and once more when their
+  // network has grown.
+  void safety() {
+    add(moves_.first(), {});
+    while (!due_.empty()) {
+      const Id at = due_.front();
+      due_.pop_front();
+      is_due_[at] = false;
+      State state = states_[at];
+      state.network = networks_[at];
+      moves_.each(state, [&](const Move& move, const State& next, const std::string& broken) {
+        if (broken.empty()) return add(next, {at, move});
+        report_.broken = broken;
+        report_.trace = trace(at, &move);
+        return false;
+      });
+      if (!report_.broken.empty() || states_.size() >= most_) return;
+    }
+    report_.exhausted = true;
+  }
+
+  bool add(const State& state, const Came& came) {
+    State machines = state;
+    machines.network = 0;
+    const auto [id, added] = states_.add(scope_.network == Network::joined ? machines : state);
+    if (added) {
+      came_.push_back(came);
+      networks_.push_back(state.network);
+      is_due_.push_back(true);
+      due_.push_back(id);
+      if (machines_.add(machines).second) found_.push_back(id);
+    } else if (scope_.network == Network::joined) {
+      const Id joined = moves_.parts.with(networks_[id], moves_.parts.network(state.network));
+      if (joined != networks_[id] && !is_due_[id]) {
+        is_due_[id] = true;
+        due_.push_back(id);
+      }
+      networks_[id] = joined;
+    }
+    return states_.size() < most_;
+  }
+
+  void possibility() {
+    const bool alone = scope_.network != Network::taken;
+    const StateSet& from = alone ? machines_ : states_;
+    std::vector<Edge> edges;
+    for (Id at = 0; at < from.size(); ++at) {
+      const auto visit = [&](const Move& move, const State& next, const std::string&) {
+        if (move.is_fault() || next == from[at]) return true;
+        edges.push_back({from.find(next), at});
+        if (edges.back().to == kNoId) throw std::logic_error("a way leads out of the states that were searched");
+        return true;
+      };
+      if (alone) {
+        moves_.each_alone(from[at], visit);
+      } else {
+        moves_.each(from[at], visit);
+      }
+    }
+    const Id stuck = first_without_a_way(from, edges);
+    if (stuck == kNoId) return;
+    report_.broken = "from here, with everything lost, no retransmission leads to where all have finished";
+    report_.trace = trace(alone ? found_[stuck] : stuck, nullptr);
+  }
+
+  Id first_without_a_way(const StateSet& states, std::vector<Edge>& edges) const {
+    std::ranges::sort(edges, {}, &Edge::to);
+    std::vector<bool> has_way(states.size());
+    std::vector<Id> reached;
+    for (Id at = 0; at < states.size(); ++at) {
+      if (moves_.finished(states[at])) {
+        has_way[at] = true;
+        reached.push_back(at);
+      }
+    }
+    while (!reached.empty()) {
+      const Id to = reached.back();
+      reached.pop_back();
+      for (auto edge = std::ranges::lower_bound(edges, to, {}, &Edge::to); edge != edges.end() && edge->to == to;
+           ++edge) {
+        if (has_way[edge->from]) continue;
+        has_way[edge->from] = true;
+        reached.push_back(edge->from);
+      }
+    }
+    const auto stuck = std::ranges::find(has_way, false);
+    return stuck == has_way.end() ? kNoId : static_cast<Id>(stuck - has_way.begin());
+  }
+
+  std::vector<Move> path_to(Id state) const {
+    std::vector<Move> moves;
+    for (; came_[state].from != kNoId; state = came_[state].from) moves.push_back(came_[state].move);
+    std::ranges::reverse(moves);
+    return moves;
+  }
+
+  std::vector<std::string> trace(Id state, const Move* last) {
+    std::vector<Move> moves = path_to(state);
+    if (last != nullptr) moves.push_back(*last);
+    return words_of(moves_, moves);
+  }
+
+  std::uint32_t depth_of_last() const {
+    return states_.size() == 0 ? 0 : static_cast<std::uint32_t>(path_to(static_cast<Id>(states_.size() - 1)).size());
+  }
+
+  Scope scope_;
+  Moves moves_;
+  std::uint64_t most_;
+  Report report_;
+  StateSet states_;
+  std::vector<Came> came_;    // by state
+  std::vector<Id> networks_;  // by state
+  std::vector<bool> is_due_;  // by state
+  std::deque<Id> due_;        // states to expand
+  StateSet machines_;         // states without their networks
+  std::vector<Id> found_;     // by machines: the first state that has them
+};
+
+}  // namespace
+
+Report search(const Scope& scope) { return Search(scope).run(); }
+
+}  // namespace netfold::prove

@@ -1,0 +1,176 @@
+#include "steps.hpp"
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+
+namespace netfold::prove {
+namespace {
+
+using Kind = Move::Kind;
+
+std::string name_of(const Packet& packet) {
+  return words(packet.life) + "/" + std::to_string(packet.worker) + (packet.answer ? "<" : ">") +
+         std::to_string(packet.chunk);
+}
+
+// One run, event by event, and the packets that it has sent, in that order.
+class Run {
+ public:
+  explicit Run(Moves& moves) : moves_(moves), state_(moves.first()) {}
+
+  Step happen(const Move& move) {
+    auto [next, step] = moves_.done(state_, move);
+    if (step.broken.empty()) state_ = next;
+    for (const Id packet : step.sent) {
+      if (std::ranges::find(sent_, packet) == sent_.end()) sent_.push_back(packet);
+    }
+    return step;
+  }
+
+  std::string say(const Move& move) const {
+    switch (move.kind) {
+      case Kind::deliver:
+        return say_packet(move.what);
+      case Kind::copy:
+        return "copy " + say_packet(move.what);
+      case Kind::lose:
+        return "lose " + say_packet(move.what);
+      case Kind::ring:
+        return "ring " + std::to_string(move.what) + (move.times == 1 ? "" : " " + std::to_string(move.times));
+      case Kind::call:
+        return "call " + std::to_string(move.what);
+      case Kind::rejoin:
+        return "rejoin " + std::to_string(move.what);
+      case Kind::restart_group:
+        return "restart group";
+      case Kind::restart_switch:
+        return "restart switch";
+    }
+    return {};
+  }
+
+  // The move that `step` says, if it can happen now.
+  std::optional<Move> understand(const std::string& step) {
+    for (const Id packet : moves_.parts.network(state_.network)) {
+      // `each` leaves those out that change nothing.
+      if (say({Kind::deliver, packet}) == step) return Move{Kind::deliver, packet};
+    }
+    std::optional<Move> found;
+    moves_.each(state_, [&](const Move& move, const State&, const std::string&) {
+      if (say(move) == step) found = move;
+      return !found;
+    });
+    return found;
+  }
+
+  // What there is to say about the machine that a move happened to.
+  std::string state_after(const Move& move) const {
+    switch (move.kind) {
+      case Kind::deliver:
+      case Kind::copy:
+        return moves_.parts.packet(move.what).answer ? worker(moves_.parts.packet(move.what).worker)
+                                                     : slot(moves_.parts.packet(move.what).chunk);
+      case Kind::ring:
+      case Kind::call:
+      case Kind::rejoin:
+        return worker(static_cast<std::uint16_t>(move.what));
+      default:
+        return {};
+    }
+  }
+
+ private:
+  std::string say_packet(Id packet) const {
+    const std::string name = name_of(moves_.parts.packet(packet));
+    int nth = 0;
+    for (const Id other : sent_) {
+      nth += name_of(moves_.parts.packet(other)) == name;
+      if (other == packet) break;
+    }
+    return nth <= 1 ? name : name + "=" + std::to_string(nth);
+  }
+
+  std::string worker(std::uint16_t index) const {
+    const WorkerState& state = moves_.parts.worker_state(state_.workers[index]);
+    std::string has, waits;
+    for (std::uint64_t chunk = 0; chunk < kMaxChunks; ++chunk) {
+      if (state.received >> chunk & 1) {
+        has += " " + std::to_string(chunk);
+      } else if (state.sent >> chunk & 1) {
+        waits += " " + std::to_string(chunk);
+      }
+    }
+    return "life " + words(state.life()) + ", has" + (has.empty() ? " nothing" : has) + ", waits for" +
+           (waits.empty() ? " nothing" : waits);
+  }
+
+  std::string slot(std::uint64_t chunk) const {
+    std::string missing;
+    for (const std::uint16_t index : moves_.parts.switch_state(state_.machine).machine.missing(chunk)) {
+      missing += " " + std::to_string(index);
+    }
+    return missing.empty() ? "" : "chunk " + std::to_string(chunk) + " misses" + missing;
+  }
+
+  Moves& moves_;
+  State state_;
+  std::vector<Id> sent_;
+};
+
+}  // namespace
+
+std::vector<std::string> words_of(Moves& moves, const std::vector<Move>& path) {
+  Run run(moves);
+  std::vector<std::string> words;
+  for (const Move& move : path) {
+    words.push_back(run.say(move));
+    run.happen(move);
+  }
+  return words;
+}
+
+std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& steps) {
+  Moves moves(scope);
+  Run run(moves);
+  std::vector<Record> records;
+  for (const std::string& words : steps) {
+    const auto move = run.understand(words);
+    if (!move) {
+      throw std::invalid_argument("step " + std::to_string(records.size() + 1) + ", " + words + ", cannot happen then");
+    }
+    Record record{.step = words};
+    const Step step = run.happen(*move);
+    record.became = step.became;
+    record.broken = step.broken;
+    record.state = run.state_after(*move);
+    switch (move->kind) {
+      case Kind::deliver:
+      case Kind::copy:
+      case Kind::lose: {
+        const Packet& packet = moves.parts.packet(move->what);
+        record.source = packet.answer ? "switch" : "worker " + std::to_string(packet.worker);
+        record.to = packet.answer ? "worker " + std::to_string(packet.worker) : "switch";
+        record.what = (packet.answer ? "result " : "chunk ") + std::to_string(packet.chunk) + " of " +
+                      netfold::prove::words(packet.life);
+        break;
+      }
+      case Kind::ring:
+      case Kind::call:
+      case Kind::rejoin:
+        record.to = "worker " + std::to_string(move->what);
+        record.what = move->kind == Kind::ring ? "timer" : move->kind == Kind::call ? "next operation" : "rejoins";
+        break;
+      case Kind::restart_group:
+      case Kind::restart_switch:
+        record.to = "switch";
+        record.what = move->kind == Kind::restart_group ? "the group restarts" : "the switch restarts";
+        break;
+    }
+    records.push_back(std::move(record));
+    if (!step.broken.empty()) break;
+  }
+  return records;
+}
+
+}  // namespace netfold::prove

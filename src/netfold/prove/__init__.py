@@ -1,0 +1,99 @@
+"""Exhaustive search of small scopes over the production machines: what native/prove does, with names and words.
+
+  scopes    the named scopes: those that CI searches, and those of `make prove`
+
+The machines, the network and time, what is asked of every state, and why that is enough: native/prove's header,
+search.hpp. May import netfold._native.prove and sim's diagrams. Always: a report says whether its scope was exhausted;
+a broken promise comes with the shortest trace, and the command that shows it again.
+
+Tests: `.venv/bin/pytest tests/prove`    All scopes: `make prove`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from netfold._native import prove as native
+from netfold.sim import SWITCH, diagram
+
+__all__ = ["Scope", "draw", "replay", "search", "sentence"]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is searched. Each field is an option of `python -m netfold.prove`.
+
+    operations: chunks of each, as "2,2". window: W; the switch has 2W slots. restarts: of group or switch, in total.
+    network: kept, joined or taken. max_states: stop there; 0 for as many as can be counted.
+    """
+
+    workers: int = 2
+    window: int = 1
+    operations: str = "2"
+    restarts: int = 0
+    network: str = "kept"
+    max_states: int = 0
+
+    def command(self) -> str:
+        """What searches this scope."""
+        options = [
+            f"--{field.name.replace('_', '-')} {getattr(self, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return " ".join(["python -m netfold.prove", *options])
+
+    def _arguments(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        arguments["operations"] = [int(chunks) for chunks in self.operations.split(",")]
+        return arguments
+
+
+def search(scope: Scope) -> Any:
+    """Search `scope`; the report's fields are those of native/prove's Report. ValueError for one without sense."""
+    return native.search(**scope._arguments())
+
+
+def replay(scope: Scope, steps: Sequence[str]) -> list[Any]:
+    """Do the steps of a trace once more; a record each. ValueError at one that cannot happen, saying which."""
+    arguments = scope._arguments()
+    del arguments["max_states"]
+    return native.replay(**arguments, steps=list(steps))  # type: ignore[no-any-return]
+
+
+def sentence(scope: Scope, report: Any) -> str:
+    """A report in one line."""
+    slots = 2 * scope.window
+    found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
+    return (
+        f"{scope.workers} workers, {slots} slots, chunks {scope.operations}, {scope.restarts} restarts, packets "
+        f"{scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "
+        f"{report.transitions:,} transitions, depth {report.depth}, {report.seconds:.2f} s"
+    )
+
+
+def draw(scope: Scope, records: Sequence[Any]) -> list[diagram.Line]:
+    """Records as lines of a sequence diagram."""
+    lines = []
+    for number, record in enumerate(records, 1):
+        to = _lane(record.to)
+        became = "; ".join(part for part in (record.became, record.state) if part)
+        if record.broken:
+            became = f"BROKEN: {record.broken}"
+        lines.append(
+            diagram.Line(
+                str(number),
+                _lane(record.source) if record.source else to,
+                to,
+                record.what,
+                became,
+                arrives=record.became != "lost",
+            )
+        )
+    return lines
+
+
+def _lane(name: str) -> int:
+    return SWITCH if name == "switch" else int(name.split()[1])

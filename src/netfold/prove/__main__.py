@@ -1,0 +1,60 @@
+"""`python -m netfold.prove`: search the named scopes or one of your own, or show a trace step by step."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from netfold.prove import Scope, draw, replay, search, sentence
+from netfold.prove.scopes import LARGE, QUICK
+from netfold.sim import diagram
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line a scope; 1 when a promise was broken (with the trace that breaks it) or a scope not exhausted."""
+    parser = argparse.ArgumentParser(prog="python -m netfold.prove", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the scopes that CI searches")
+    parser.add_argument("--all", action="store_true", help="these, and those that take longer")
+    for field in fields(Scope):
+        option = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(option, type=type(field.default), default=field.default, metavar="X")
+    parser.add_argument("--replay", metavar="STEPS", help='a trace to show, as "call 0; 1.1/0>0"')
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the trace into FILE as well")
+    options = vars(parser.parse_args(arguments))
+    quick, everything = options.pop("quick"), options.pop("all")
+    steps, svg = options.pop("replay"), options.pop("svg")
+    scope = Scope(**options)
+    scopes = {**QUICK, **LARGE} if everything else QUICK if quick else {"scope": scope}
+    try:
+        if steps is not None:
+            show(scope, [step.strip() for step in steps.split(";") if step.strip()], svg)
+            return 0
+        return max([_search(name, each, svg) for name, each in scopes.items()])
+    except ValueError as wrong:
+        parser.error(str(wrong))
+
+
+def _search(name: str, scope: Scope, svg: Path | None) -> int:
+    report = search(scope)
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{name}: {sentence(scope, report)}, peak memory so far {peak_mb:.0f} MB", flush=True)
+    if report.broken:
+        print(f'  {scope.command()} --replay "{"; ".join(report.trace)}"')
+        show(scope, report.trace, svg)
+    return int(bool(report.broken) or not report.exhausted)
+
+
+def show(scope: Scope, steps: Sequence[str], svg: Path | None = None) -> None:
+    """Print a trace as a sequence diagram; `svg`: draw it into that file, too."""
+    lines = draw(scope, replay(scope, steps))
+    print(diagram.text(lines, scope.workers))
+    if svg is not None:
+        svg.write_text(diagram.svg(lines, scope.workers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

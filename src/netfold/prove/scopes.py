@@ -1,0 +1,29 @@
+"""The named scopes."""
+
+from netfold.prove import Scope
+
+# Searched by `make test`, in seconds. What each is for:
+QUICK = {
+    # A slot is used three times, and kept results are asked for.
+    "one-slot-pair": Scope(workers=2, window=1, operations="6"),
+    # Operations follow each other through the window, called at any time.
+    "streamed": Scope(workers=2, window=2, operations="2,1,3"),
+    "three": Scope(workers=3, window=1, operations="4"),
+    # Packets and workers of a former life, also after two lives.
+    "restarted": Scope(workers=2, window=1, operations="3", restarts=1),
+    "restarted-twice": Scope(workers=2, window=1, operations="3", restarts=2, network="joined"),
+    # The network as it is, against which the other views of it are held.
+    "taken": Scope(workers=2, window=1, operations="3", network="taken"),
+}
+
+# Searched by `make prove`, after those above.
+LARGE = {
+    "taken-restarted": Scope(workers=2, window=1, operations="1", restarts=2, network="taken"),
+    "wide": Scope(workers=3, window=2, operations="6"),
+    "restarted-twice-kept": Scope(workers=2, window=1, operations="3", restarts=2),
+    "three-restarted": Scope(workers=3, window=1, operations="4", restarts=1),
+    "three-restarted-twice": Scope(workers=3, window=1, operations="4", restarts=2, network="joined"),
+    "three-streamed-restarted-twice": Scope(workers=3, window=1, operations="2,2", restarts=2, network="joined"),
+    "wide-restarted-twice": Scope(workers=2, window=2, operations="6", restarts=2, network="joined"),
+    "four": Scope(workers=4, window=1, operations="4", restarts=1, network="joined"),
+}

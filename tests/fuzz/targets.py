@@ -1,0 +1,92 @@
+"""The parsers under a fuzzer and sanitizers: how targets are compiled and run.
+
+    .venv/bin/python tests/fuzz/targets.py SECONDS [NAME...]     fuzz each target, and keep new inputs in the corpus
+
+libFuzzer comes with clang (Debian: clang and libclang-rt-dev). Without it the kept inputs still run, compiled by c++
+under the same sanitizers; nothing new is looked for.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NATIVE = HERE.parents[1] / "native"
+NAMES = ("packet", "switch_job", "worker")
+# The whole parser with its checks, but the kernels as they were built: theirs are tests of their own.
+SOURCES = sorted((NATIVE / "protocol").glob("*.cpp"))
+FLAGS = ["-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+FLAGS += [f"-I{NATIVE / room / 'include'}" for room in ("protocol", "kernels")]
+
+
+def corpus(name: str) -> Path:
+    return HERE / "corpus" / name
+
+
+def fuzzer_compiler() -> str | None:
+    """A clang++ that has libFuzzer, or None."""
+    names = ["clang++", *(f"clang++-{version}" for version in range(21, 13, -1))]
+    for path in filter(None, map(shutil.which, names)):
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "probe.cpp"
+            source.write_text('extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }\n')
+            command = [path, "-fsanitize=fuzzer,address,undefined", str(source), "-o", str(source.with_suffix(""))]
+            if subprocess.run(command, capture_output=True).returncode == 0:
+                return path
+    return None
+
+
+def make(name: str, folder: Path, compiler: str | None) -> Path:
+    """Compile a target: with a fuzzer by `compiler`, or without one by c++."""
+    kernels = sorted(NATIVE.parent.glob("build/*/native/libnetfold_kernels.a"), key=lambda path: path.stat().st_mtime)
+    if not kernels:
+        raise FileNotFoundError("build/*/native has no libnetfold_kernels.a; `make build` makes it")
+    program = folder / name
+    sources = [HERE / f"{name}.cpp", *SOURCES]
+    sanitizers = "fuzzer,address,undefined"
+    if compiler is None:
+        sources.append(HERE / "replay.cpp")
+        sanitizers = "address,undefined"
+    command = [compiler or "c++", *FLAGS, f"-fsanitize={sanitizers}", *map(str, sources), str(kernels[-1])]
+    subprocess.run([*command, "-o", str(program)], check=True, timeout=300)
+    return program
+
+
+def fuzz(name: str, program: Path, seconds: int, found: Path) -> subprocess.CompletedProcess[str]:
+    """Fuzz for that long, beginning with the kept inputs; new ones, and one that breaks a promise, go to `found`."""
+    found.mkdir(parents=True, exist_ok=True)
+    command = [str(program), f"-max_total_time={seconds}", "-seed=1", "-max_len=1024", "-use_value_profile=1"]
+    command += [f"-artifact_prefix={found}/", str(found), str(corpus(name))]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60)
+
+
+def main(seconds: str, *names: str) -> int:
+    compiler = fuzzer_compiler()
+    if compiler is None:
+        print("there is no clang++ with libFuzzer (Debian: clang and libclang-rt-dev)", file=sys.stderr)
+        return 2
+    for name in names or NAMES:
+        corpus(name).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            program, found = make(name, Path(folder), compiler), Path(folder) / "found"
+            run = fuzz(name, program, int(seconds), found)
+            if run.returncode != 0:
+                print(run.stderr, file=sys.stderr)
+                return 1
+            # Keep as few as reach every line that any of them reaches.
+            kept = Path(folder) / "kept"
+            kept.mkdir()
+            merge = [str(program), "-merge=1", "-use_counters=0", str(kept), str(corpus(name)), str(found)]
+            subprocess.run(merge, check=True, capture_output=True, timeout=300)
+            shutil.rmtree(corpus(name))
+            shutil.copytree(kept, corpus(name))
+        print(f"{name}: {run.stderr.strip().splitlines()[-1]}; {len(list(corpus(name).iterdir()))} inputs kept")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,362 @@
+"""docs/protocol.md says what the code does: every row of its tables is held against it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from machines import (
+    BAND,
+    FLAGS,
+    I32,
+    INCARNATION,
+    MS,
+    SUM,
+    answer_to,
+    contribute,
+    handle,
+    i32,
+    make_header,
+    make_packet,
+    make_switch,
+    make_worker,
+    receive,
+    send_all,
+)
+
+from netfold._native import protocol
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "protocol.md").read_text()
+
+pytestmark = pytest.mark.native
+
+
+def table(first):
+    """Rows of the table whose heading begins with `first`, without their backquotes."""
+    lines = PAGE.split(f"\n| {first} |", 1)[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip().strip("`") for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+# The header.
+
+
+@pytest.mark.parametrize("row", table("offset"), ids=lambda row: row[2])
+def test_a_header_field_lies_where_the_page_says(row):
+    offset, size, field = int(row[0]), int(row[1]), row[2]
+    if field in ("magic", "version"):
+        assert make_header().pack()[offset : offset + size] == int(row[3], 0).to_bytes(size, "big")
+        return
+    zeros = dict.fromkeys([name for _, _, name, _ in table("offset")[2:]], 0)
+    before = make_header(**zeros).pack()
+    number = 0xF if field == "flags" else int.from_bytes(bytes(range(0xA1, 0xA1 + size)), "big")
+    after = make_header(**{**zeros, field: number}).pack()
+    assert after[offset : offset + size] == number.to_bytes(size, "big")
+    assert after[:offset] + after[offset + size :] == before[:offset] + before[offset + size :]
+
+
+def test_the_headers_fields_fill_it():
+    end = 0
+    for offset, size, *_ in table("offset"):
+        assert (int(offset), end % int(size)) == (end, 0), "no hole, and every field aligned"
+        end += int(size)
+    assert end == protocol.HEADER_BYTES
+
+
+def test_flags_are_those_of_the_page():
+    assert {name: 1 << int(bit) for name, bit, _ in table("flag")} == FLAGS
+
+
+def _enum(name):
+    text = (ROOT / "native/kernels/include/netfold/kernels/types.hpp").read_text()
+    body = re.search(rf"enum class {name} .*?\{{(.*?)\}};", text, re.S)
+    return {key: int(code) for key, code in re.findall(r"(\w+) = (\d+),", body[1])}
+
+
+def test_wire_formats_and_operators_are_those_of_the_page():
+    rows = [re.findall(r"[\w]+", line) for line in PAGE.split("\n| wire |", 1)[1].split("\n\n")[0].splitlines()[2:]]
+    wires = {row[0]: int(row[1]) for row in rows}
+    reduces = {row[2]: int(row[3]) for row in rows if len(row) == 4}
+    assert (wires, reduces) == (_enum("DType"), _enum("ReduceOp"))
+
+
+def test_constants_are_those_of_the_page():
+    include = ROOT / "native/protocol/include/netfold/protocol"
+    text = (include / "packet.hpp").read_text() + (include / "worker.hpp").read_text()
+    text += (include / "arrivals.hpp").read_text()
+    for name, value, *_ in table("constant"):
+        assert re.findall(rf"\b{name} = ([^;]+);", text) == [value], name
+
+
+# The state tables: a row each, done with the machines.
+
+RESULT = i32(11, 22)
+
+
+def _collecting():
+    switch = make_switch(workers=3, window=1)
+    contribute(switch, 0, 0, 1, 2)
+    return switch
+
+
+def _complete():
+    switch = _collecting()
+    contribute(switch, 1, 0, 4, 8)
+    contribute(switch, 2, 0, 6, 12)
+    assert switch.frame(0)[protocol.HEADER_BYTES :] == RESULT
+    return switch
+
+
+# What the machine says, by what the page calls the answer.
+ANSWERS = {
+    "none": ("stored", "none"),
+    "none (`duplicate`)": ("dropped", "duplicate"),
+    "none (`window`)": ("dropped", "window"),
+    "none (`stale`)": ("dropped", "stale"),
+    "the result, to every worker": ("completed", "none"),
+    "the result once more, to the sender": ("answered", "none"),
+    "a mismatch, to the sender and to the first": ("mismatch", "none"),
+}
+
+
+def _past():
+    switch = _complete()
+    contribute(switch, 0, 2, 1, 1)  # the slot's second chunk: what was before it is stale
+    return switch
+
+
+SWITCH_ROWS = {
+    ("collecting", "c is the slot's; a new worker, not the last"): (_collecting, 1, 0, {}),
+    ("collecting", "c is the slot's; the last worker"): (
+        lambda: [switch := _collecting(), contribute(switch, 1, 0, 4, 8)][0],
+        2,
+        0,
+        {},
+    ),
+    ("collecting", "c is the slot's; a worker that has contributed"): (_collecting, 0, 0, {}),
+    ("collecting", "c is the slot's; not what the first agreed on"): (_collecting, 1, 0, {"operation": 9}),
+    ("complete", "c is the slot's"): (_complete, 1, 0, {}),
+    ("complete", "c is the slot's; not what was agreed on"): (_complete, 1, 0, {"table": 9}),
+    ("complete", "c is the slot's + 2W"): (_complete, 1, 2, {}),
+    ("collecting", "c is the slot's + 2W"): (_collecting, 1, 2, {}),
+    ("any", "c is below the slot's"): (_past, 1, 0, {}),
+    ("any", "c is above the slot's + 2W"): (_complete, 1, 4, {}),
+}
+
+
+def test_the_switch_has_the_rows_of_the_page():
+    assert [(slot, packet) for slot, packet, _, _ in table("slot")] == list(SWITCH_ROWS)
+
+
+@pytest.mark.parametrize("row", table("slot"), ids=lambda row: f"{row[0]}-{row[1]}")
+def test_the_switch_does_what_the_page_says(row):
+    slot, packet, becomes, answer = row
+    prepare, worker, chunk, changes = SWITCH_ROWS[slot, packet]
+    switch = prepare()
+    before = switch.copy()
+    handled = contribute(switch, worker, chunk, 4, 8, **changes)
+    assert (handled.outcome, handled.drop) == ANSWERS[answer]
+    assert (switch == before) == (becomes == "unchanged")
+    missing = switch.missing(chunk)
+    if becomes.startswith("collecting"):
+        assert missing and worker not in missing
+    elif becomes == "complete":
+        assert missing == []
+
+
+def _flight(window=1, **shape):
+    worker = make_worker(window=window, **shape)
+    worker.start(0, 2 * 24, I32, SUM)  # 24 chunks of two
+    return worker, send_all(worker)
+
+
+def _result(worker, send, now_ns=0):
+    got = receive(worker, answer_to(send, RESULT), now_ns)
+    return got.outcome if got.outcome != "dropped" else got.drop
+
+
+def _sent(worker, now_ns=0):
+    return [(send.header.chunk, send.again) for send in send_all(worker, now_ns)]
+
+
+def _lost():
+    worker, sends = _flight()
+    worker.handle_timeout(50 * MS)
+    return worker, sends
+
+
+def _unsent_is_sent():
+    worker, sends = _flight(2)
+    assert [send.header.chunk for send in sends] == [0, 1]
+    _result(worker, sends[0])
+    return _sent(worker) == [(2, False)]
+
+
+def _flight_is_answered():
+    worker, sends = _flight()
+    return _result(worker, sends[0]) == "received" and worker.in_flight == 0
+
+
+def _notice():
+    worker, _ = _flight(4)
+    named = {"flags": FLAGS["answer"] | FLAGS["notice"], "chunk": 3, "elements": 1, "count": 0}
+    assert receive(worker, make_packet(**named)).outcome == "notice"
+    return _sent(worker) == [(2, True)]  # counters begin at 1
+
+
+def _numbered(worker, send, number, now_ns):
+    assert receive(worker, answer_to(send, RESULT, counter=number), now_ns).outcome == "received"
+
+
+def _skipped():
+    worker, sends = _flight(12)
+    _numbered(worker, sends[0], 1, 1)
+    for chunk in range(2, 10):
+        _numbered(worker, sends[chunk], chunk + 1, 1)  # the second answer was chunk 1's
+        assert _again(worker) == ([] if chunk < 9 else [1])
+    return True
+
+
+def _passed_over():
+    worker, sends = _flight(24)
+    found = []
+    # Chunk 0 waits for another worker, and no number is missing; a repair takes no longer than the longest timeout.
+    for number, when_ns in [*((number, 1 * MS) for number in range(1, 20)), (20, 5 * MS), (21, 200 * MS)]:
+        _numbered(worker, sends[number], number, when_ns)
+        found.append(_again(worker, when_ns))
+    return found == [[]] * 20 + [[0]]
+
+
+def _again(worker, now_ns=0):
+    return [chunk for chunk, again in _sent(worker, now_ns) if again]
+
+
+def _timer():
+    worker, _ = _flight(3)
+    timeout_ns = worker.poll_timeout()
+    worker.handle_timeout(timeout_ns)
+    doubled = worker.poll_timeout() - timeout_ns == 2 * timeout_ns
+    return doubled and _sent(worker, timeout_ns) == [(0, True)]
+
+
+def _probe():
+    worker, sends = _flight(5)
+    worker.handle_timeout(50 * MS)
+    send_all(worker, 50 * MS)
+    _result(worker, sends[0], 60 * MS)
+    assert _again(worker, 60 * MS) == []
+    worker.handle_timeout(62 * MS)
+    return _again(worker, 62 * MS) == [1, 2]
+
+
+def _lost_is_sent():
+    worker, sends = _flight(3)
+    _result(worker, sends[1])
+    worker.handle_timeout(60 * MS)
+    _result(worker, sends[2], 60 * MS)
+    return _sent(worker, 60 * MS) == [(0, True)]
+
+
+def _lost_is_answered():
+    worker, sends = _lost()
+    assert worker.in_flight == 0
+    return _result(worker, sends[0]) == "received" and _sent(worker) == [(1, False)]
+
+
+def _answered_twice():
+    worker, sends = _flight(2)
+    _result(worker, sends[1])
+    before = worker.copy()
+    return _result(worker, sends[1]) == "duplicate" and worker == before
+
+
+def _window_moves():
+    worker, sends = _flight(2)
+    _result(worker, sends[1])
+    assert worker.oldest_unanswered == 0
+    _result(worker, sends[0])
+    return worker.oldest_unanswered == 2 and _sent(worker) == [(2, False), (3, False)]
+
+
+def _forgotten():
+    worker, sends = _flight()
+    _result(worker, sends[0])
+    before = worker.copy()
+    return _result(worker, sends[0]) == "stale" and worker == before
+
+
+def _unsent_is_answered():
+    worker, sends = _flight()
+    before = worker.copy()
+    got = receive(worker, answer_to(sends[0], RESULT, chunk=1))
+    return got.drop == "window" and worker == before
+
+
+WORKER_ROWS = {
+    ("unsent", "it is below the lowest unanswered + W, and the congestion window has room"): _unsent_is_sent,
+    ("in flight", "its result"): _flight_is_answered,
+    ("in flight", "a notice of the packet that it was sent in"): _notice,
+    ("in flight", "the result of one sent 8 or more later, and the number of its own was skipped"): _skipped,
+    ("in flight", "the result of one sent 8 or more later, and it is overdue by a repair"): _passed_over,
+    ("in flight", "the timer, and it is the one sent longest ago"): _timer,
+    (
+        "in flight",
+        "only probes' results for 2 ms, and it is overdue and among the 2 a probe sent longest ago",
+    ): _probe,
+    ("lost", "there is room to send"): _lost_is_sent,
+    ("lost", "its result"): _lost_is_answered,
+    ("answered", "its result"): _answered_twice,
+    ("answered", "all before it are answered"): _window_moves,
+    ("forgotten", "its result"): _forgotten,
+    ("unsent", "its result"): _unsent_is_answered,
+}
+
+
+def test_the_worker_has_the_rows_of_the_page():
+    assert [(chunk, event) for chunk, event, _, _ in table("chunk")] == list(WORKER_ROWS)
+
+
+@pytest.mark.parametrize("row", WORKER_ROWS, ids=lambda row: "-".join(row))
+def test_a_worker_does_what_the_page_says(row):
+    assert WORKER_ROWS[row]()
+
+
+# Drops.
+
+
+def test_reasons_for_a_drop_are_those_of_the_page():
+    assert ["none", *(reason for reason, _, _ in table("reason"))] == list(protocol.DROPS)
+
+
+# What makes the machines drop a packet for each reason that they look at before a chunk's state, on its own.
+WRONG = {
+    "foreign": {"job": 99},
+    "incarnation": {"incarnation": INCARNATION + 1},
+    "epoch": {"epoch": 99},
+    "worker": {"worker": 99},
+    "malformed": {"wire": 0, "reduce": BAND},
+}
+
+
+@pytest.mark.parametrize("at", ["switch", "worker"])
+def test_reasons_are_looked_at_in_the_order_of_the_page(at):
+    switch = make_switch()
+    worker, _ = _flight()
+    right = FLAGS["answer"] if at == "worker" else 0
+    order = re.search(r"looks at\n?(.*?)\.", PAGE, re.S)[1].replace("\n", " ").replace("`", "")
+    order = [reason.strip().removeprefix("then ") for reason in order.split(",")]
+    assert order[:2] == ["malformed (the header alone)", "length"]
+    assert order[-3:] == ["stale", "window", "duplicate"]
+    # From the last to the first: each packet has everything wrong that comes later as well.
+    wrong, longer = {"flags": right, "chunk": 1 << 40}, b""
+    for reason in reversed(order[:-3]):
+        if reason == "direction":
+            wrong["flags"] ^= FLAGS["answer"]
+        elif reason == "malformed (the header alone)":
+            wrong["wire"] = 99
+        elif reason == "length":
+            longer = b"\0"
+        else:
+            wrong |= WRONG[reason.split()[0]]
+        packet = make_packet(i32(1, 2), **wrong) + longer
+        got = handle(switch, packet).drop if at == "switch" else receive(worker, packet).drop
+        assert got == reason.split()[0]

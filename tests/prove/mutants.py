@@ -1,0 +1,188 @@
+"""Machines with one check missing, each made from the production source, and the search that must catch it.
+
+A mutant is a text that stands exactly once in a source of native/protocol, and what stands there instead. The source is
+compiled so changed and linked with the search; production itself has nothing that could be turned off. Where a text
+is not found, the code has changed: look for where the check has gone, and change the mutant.
+
+    .venv/bin/python tests/prove/mutants.py [NAME...]      the shortest trace of each
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from netfold.prove import Scope, draw
+from netfold.sim import diagram
+
+ROOT = Path(__file__).parents[2]
+PROTOCOL = ROOT / "native" / "protocol"
+COMPILE = ["c++", "-std=c++20", "-O0", "-ffp-contract=off"]
+INCLUDES = [f"-I{ROOT / 'native' / room / 'include'}" for room in ("prove", "protocol", "kernels")]
+
+WRONG = "a worker is given a wrong sum of chunk"
+TWICE = "a worker is given chunk"
+STUCK = "from here, with everything lost, no retransmission leads to where all have finished"
+
+SWITCH, WORKER = "switch_job.cpp", "worker.cpp"
+SWITCH_HEADER = "include/netfold/protocol/switch_job.hpp"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What is changed, where it shows, and how the search's words for it begin."""
+
+    scope: Scope
+    breaks: str
+    edits: tuple[tuple[str, str, str], ...]  # source, text, what stands there instead
+
+
+STALE = "if (header.chunk < slot.chunk) return drop(Drop::stale);"
+OPENS = "if (header.chunk > slot.chunk) {"
+WINDOW = "if (header.chunk != slot.chunk + slot_count() || !slot.complete) return drop(Drop::window);"
+EPOCH = "if (header.epoch != config_.epoch) return {};"
+INCARNATION = "if (header.incarnation != config_.incarnation) return {};"
+
+MUTANTS = {
+    "switch-chunk": Mutant(Scope(operations="3"), WRONG, ((SWITCH, STALE, ""),)),
+    # SwitchML's: which of two turns of the slot, in place of the number (VeriNC, ICNP'26).
+    "switch-version-bit": Mutant(
+        Scope(operations="6"),
+        WRONG,
+        (
+            (SWITCH, STALE, "const bool same = header.chunk / slot_count() % 2 == slot.chunk / slot_count() % 2;"),
+            (SWITCH, OPENS, "if (!same) {"),
+            (SWITCH, WINDOW, "if (!slot.complete) return drop(Drop::window);"),
+        ),
+    ),
+    "switch-epoch": Mutant(Scope(operations="2", restarts=1), WRONG, ((SWITCH, EPOCH.format("Drop::epoch"), ""),)),
+    "switch-incarnation": Mutant(
+        Scope(operations="2", restarts=1), WRONG, ((SWITCH, INCARNATION.format("Drop::incarnation"), ""),)
+    ),
+    "switch-bitmap": Mutant(
+        Scope(operations="2"), WRONG, ((SWITCH, "if (word & bit) return drop(Drop::duplicate);", ""),)
+    ),
+    "switch-kept-result": Mutant(
+        Scope(operations="2"),
+        STUCK,
+        ((SWITCH, "handled.outcome = Outcome::answered;\n    return handled;", "return drop(Drop::duplicate);"),),
+    ),
+    # A pool of W slots: the next chunk takes the place of a result that somebody may still ask for.
+    "switch-half-the-slots": Mutant(
+        Scope(operations="3"), STUCK, ((SWITCH_HEADER, "return 2 * config_.window;", "return config_.window;"),)
+    ),
+    "switch-count": Mutant(
+        Scope(operations="1"),
+        WRONG,
+        (
+            (
+                SWITCH,
+                "if (slot.contributed_count < config_.workers) {",
+                "if (slot.contributed_count + 1 < config_.workers) {",
+            ),
+        ),
+    ),
+    "worker-epoch": Mutant(
+        Scope(operations="2", restarts=1), WRONG, ((WORKER, EPOCH.format("drop(Drop::epoch)"), ""),)
+    ),
+    "worker-incarnation": Mutant(
+        Scope(operations="2", restarts=1), WRONG, ((WORKER, INCARNATION.format("drop(Drop::incarnation)"), ""),)
+    ),
+    "worker-chunk": Mutant(
+        Scope(operations="3"), TWICE, ((WORKER, "if (header.chunk < base_) return drop(Drop::stale);", ""),)
+    ),
+    "worker-duplicate": Mutant(
+        Scope(window=2, operations="3"),
+        TWICE,
+        ((WORKER, "if (entry.state == State::answered) return drop(Drop::duplicate);", ""),),
+    ),
+    "worker-timer": Mutant(
+        Scope(operations="2"), STUCK, ((WORKER, "mark_lost(flight_.head, true);\n    ++backoff_;", "++backoff_;"),)
+    ),
+    # The worker runs ahead of its window, and no switch tells it so.
+    "worker-window": Mutant(
+        Scope(operations="4"),
+        TWICE,
+        (
+            (
+                WORKER,
+                "} else if (lost_.head == kNone && next_ < end_ && next_ < base_ + config_.window && has_room()) {",
+                "} else if (next_ < end_) {",
+            ),
+            (SWITCH, WINDOW, ""),
+        ),
+    ),
+}
+
+
+def make(mutant: Mutant, folder: Path) -> Path:
+    """Compile the mutant into `folder`; the program."""
+    texts: dict[str, str] = {}
+    for source, text, instead in mutant.edits:
+        before = texts.get(source) or (PROTOCOL / source).read_text()
+        if before.count(text) != 1:
+            raise LookupError(f"{source} has {before.count(text)} times, and not once: {text}")
+        texts[source] = before.replace(text, instead)
+    compiled = []
+    for source, text in texts.items():
+        (folder / source).parent.mkdir(parents=True, exist_ok=True)
+        (folder / source).write_text(text)
+        if source == SWITCH_HEADER:
+            compiled.append(str(PROTOCOL / SWITCH))
+        else:
+            compiled.append(str(folder / source))
+    libraries = [_library(name) for name in ("prove", "protocol", "kernels")]
+    program = folder / "prove"
+    # Its own machines come first: those of the libraries are then not asked for.
+    main = str(Path(__file__).with_name("main.cpp"))
+    command = [*COMPILE, f"-I{folder / 'include'}", *INCLUDES, main, *compiled, *libraries, "-o", str(program)]
+    subprocess.run(command, check=True, timeout=300)
+    return program
+
+
+def _library(room: str) -> str:
+    found = sorted(ROOT.glob(f"build/*/native/libnetfold_{room}.a"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise FileNotFoundError(f"build/*/native has no libnetfold_{room}.a; `make build` makes it")
+    return str(found[-1])
+
+
+def search(mutant: Mutant, folder: Path) -> tuple[str, list[SimpleNamespace]]:
+    """Which promise the mutant breaks, or nothing; and the records of the shortest trace."""
+    scope = mutant.scope
+    arguments = [scope.workers, scope.window, scope.restarts, *scope.operations.split(",")]
+    command = [str(make(mutant, folder)), *map(str, arguments)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    broken, records = "", []
+    for kind, *fields in (line.split("\t") for line in out.splitlines()):
+        if kind == "report":
+            broken = fields[2]
+        else:
+            names = ("step", "source", "to", "what", "became", "state", "broken")
+            records.append(SimpleNamespace(**dict(zip(names, fields, strict=True))))
+    return broken, records
+
+
+def show(name: str, broken: str, records: list[SimpleNamespace]) -> str:
+    mutant = MUTANTS[name]
+    drawn = diagram.text(draw(mutant.scope, records), mutant.scope.workers)
+    return f"{name}, {mutant.scope.operations} chunks, caught in {len(records)} steps: {broken}\n{drawn}\n"
+
+
+def main(names: Iterable[str]) -> int:
+    missed = 0
+    for name in list(names) or MUTANTS:
+        with tempfile.TemporaryDirectory() as folder:
+            broken, records = search(MUTANTS[name], Path(folder))
+        print(show(name, broken, records) if broken else f"{name}: NOT caught", flush=True)
+        missed += not broken
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

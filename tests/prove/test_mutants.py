@@ -1,0 +1,32 @@
+"""The search bites: with any one check missing it finds a broken promise. `tests/conftest.py` prints the traces."""
+
+import pytest
+from mutants import MUTANTS, STUCK, make, search
+
+from netfold.prove import Scope
+from netfold.prove import search as search_production
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_machine_without_its_check_is_caught(name, tmp_path):
+    mutant = MUTANTS[name]
+    broken, records = search(mutant, tmp_path)
+    assert broken.startswith(mutant.breaks)
+    # The trace ends with the step that breaks the promise, or in the state that there is no way out of.
+    ends = "" if mutant.breaks == STUCK else broken
+    assert [record.broken for record in records] == [""] * (len(records) - 1) + [ends]
+    print(f"{name}: {broken}\n  {'; '.join(record.step for record in records)}")
+
+
+@pytest.mark.parametrize("scope", sorted({mutant.scope for mutant in MUTANTS.values()}, key=str), ids=str)
+def test_production_holds_where_mutants_break(scope):
+    report = search_production(scope)
+    assert report.exhausted
+    assert report.broken == ""
+
+
+def test_a_mutant_of_code_that_has_changed_is_refused(tmp_path):
+    mutant = next(iter(MUTANTS.values()))
+    changed = type(mutant)(Scope(), "", (("worker.cpp", "a text that is not there", ""),))
+    with pytest.raises(LookupError, match=r"worker\.cpp has 0 times"):
+        make(changed, tmp_path)

@@ -1,0 +1,146 @@
+"""The search: its scopes hold, its three views of the network agree, and what it finds can be shown again."""
+
+import pytest
+
+from netfold.prove import Scope, draw, replay, search, sentence
+from netfold.prove.__main__ import main
+from netfold.prove.scopes import LARGE, QUICK
+from netfold.sim import SWITCH, diagram
+
+pytestmark = pytest.mark.native
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_every_promise_holds_in_scope(name):
+    report = search(QUICK[name])
+    print(sentence(QUICK[name], report))
+    assert report.broken == ""
+    assert report.exhausted
+    assert report.machines <= report.states <= report.transitions
+
+
+@pytest.mark.parametrize(
+    "scope", [{"operations": "3"}, {"operations": "1,1"}, {"operations": "1", "restarts": 1}], ids=lambda s: str(s)
+)
+def test_the_views_of_the_network_reach_the_same_machines(scope):
+    reports = [search(Scope(**scope, network=network)) for network in ("kept", "joined", "taken")]
+    assert all(report.exhausted and not report.broken for report in reports)
+    assert len({report.machines for report in reports}) == 1
+    assert len({report.packets for report in reports}) == 1
+    kept, joined, taken = (report.states for report in reports)
+    assert joined <= kept < taken
+
+
+def test_the_smallest_scope_has_the_states_that_one_can_count():
+    # One worker, one chunk. The machines: not called; chunk sent; at the switch; and received.
+    report = search(Scope(workers=1, operations="1"))
+    assert (report.states, report.machines, report.packets, report.depth) == (4, 4, 2, 3)
+
+
+def test_a_search_that_is_stopped_says_that_it_is_not_exhausted():
+    scope = Scope(workers=3, operations="4", max_states=100)
+    report = search(scope)
+    assert (report.states, report.exhausted, report.broken) == (100, False, "")
+    assert "NOT exhausted" in sentence(scope, report)
+
+
+@pytest.mark.parametrize(
+    ("scope", "complaint"),
+    [
+        ({"workers": 0}, "1 to 4 workers"),
+        ({"workers": 5}, "1 to 4 workers"),
+        ({"operations": "33"}, "1 to 32 chunks"),
+        ({"operations": "2,0"}, "none of them empty"),
+        ({"restarts": 5}, "at most 4 restarts"),
+        ({"window": 0}, "window"),
+        ({"network": "lossy"}, r"kept, joined or taken"),
+    ],
+)
+def test_a_scope_without_sense_is_refused(scope, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        search(Scope(**scope))
+
+
+STALE = ["call 0", "1.1/0>0", "call 1", "1.1/1>0", "1.1/0<0", "restart group", "1.1/1<0", "rejoin 0", "call 0"]
+
+
+def test_a_trace_is_replayed_step_by_step():
+    records = replay(Scope(restarts=1), [*STALE, "1.1/1>1", "1.2/0>0"])
+    assert [(record.to, record.became) for record in records] == [
+        ("worker 0", "called"),
+        ("switch", "stored"),
+        ("worker 1", "called"),
+        ("switch", "completed"),
+        ("worker 0", "received"),
+        ("switch", "life 1.2"),
+        ("worker 1", "received"),  # it has not heard yet that its life is over
+        ("worker 0", "life 1.2"),
+        ("worker 0", "called"),
+        ("switch", "dropped: epoch"),
+        ("switch", "stored"),
+    ]
+    assert records[1].state == "chunk 0 misses 1"
+    assert records[4].state == "life 1.1, has 0, waits for 1"
+
+
+def test_production_drops_the_packet_that_a_version_bit_lets_pass():
+    # The trace of the mutant "switch-version-bit": worker 1 sent chunk 0 twice, and one comes two turns too late.
+    rounds = "1.1/0>{0}; 1.1/1>{0}; 1.1/0<{0}; 1.1/1<{0}"
+    steps = "; ".join(["call 0; call 1", *(rounds.format(chunk) for chunk in range(4)), "1.1/0>4; 1.1/1>0"]).split("; ")
+    records = replay(Scope(operations="6"), steps)
+    assert [record.became for record in records[-2:]] == ["stored", "dropped: stale"]
+    with pytest.raises(ValueError, match=r"step 21, 1\.1/0<4"):
+        replay(Scope(operations="6"), [*steps, "1.1/0<4"])
+
+
+def test_a_step_that_cannot_happen_is_named():
+    with pytest.raises(ValueError, match=r"step 2, 1\.1/1>0, cannot happen then"):
+        replay(Scope(), ["call 0", "1.1/1>0"])
+
+
+def test_a_packet_that_was_taken_is_gone_unless_it_was_copied():
+    taken = Scope(network="taken")
+    with pytest.raises(ValueError, match="step 3"):
+        replay(taken, ["call 0", "1.1/0>0", "1.1/0>0"])
+    assert [record.became for record in replay(taken, ["call 0", "copy 1.1/0>0", "1.1/0>0", "ring 0", "1.1/0>0"])] == [
+        "called",
+        "stored",
+        "dropped: duplicate",
+        "sends again",
+        "dropped: duplicate",
+    ]
+    assert replay(taken, ["call 0", "lose 1.1/0>0"])[1].became == "lost"
+
+
+def test_a_trace_is_drawn(tmp_path, capsys):
+    file = tmp_path / "trace.svg"
+    assert main(["--restarts", "1", "--replay", "; ".join(STALE), "--svg", str(file)]) == 0
+    drawn = capsys.readouterr().out.splitlines()
+    assert drawn[0].split() == ["worker", "0", "worker", "1", "switch"]
+    assert "|-- chunk 0 of 1.1 ------------------------>|" in drawn[2]
+    assert drawn[2].endswith("stored; chunk 0 misses 1")
+    assert file.read_text().count("<text") == 3 + 3 * len(STALE)
+
+
+def test_a_packet_that_is_lost_does_not_arrive_in_the_drawing():
+    scope = Scope(network="taken")
+    line = draw(scope, replay(scope, ["call 0", "lose 1.1/0>0"]))[1]
+    assert (line.source, line.to, line.arrives) == (0, SWITCH, False)
+    assert "x|" in diagram.text([line], 2)
+
+
+def test_the_command_that_a_scope_names_searches_it(capsys):
+    scope = Scope(workers=2, operations="1,1", restarts=1, network="joined")
+    assert scope.command() == "python -m netfold.prove --operations 1,1 --restarts 1 --network joined"
+    assert main(scope.command().split()[3:]) == 0
+    assert capsys.readouterr().out.startswith(
+        "scope: 2 workers, 2 slots, chunks 1,1, 1 restarts, packets joined: exhaus"
+    )
+
+
+def test_a_search_that_was_not_exhausted_fails_the_command():
+    assert main(["--workers", "3", "--max-states", "10"]) == 1
+
+
+def test_the_scope_that_make_prove_promises_is_among_the_named():
+    assert Scope(workers=3, window=1, operations="4", restarts=2, network="joined") in LARGE.values()
