@@ -143,9 +143,12 @@ std::size_t Incoming::advance(transport::Mesh& mesh, Failure& failure) {
 }
 
 Failure mismatch(int peer, const MessageHeader& theirs, int self, const MessageHeader& ours) {
-  return {Failure::Kind::mismatch, peer,
-          "rank " + std::to_string(peer) + " is in " + theirs.text() + ", this rank " + std::to_string(self) + " in " +
-              ours.text() + "; every rank must make the same calls in the same order with the same sizes"};
+  Failure failure{Failure::Kind::mismatch, peer,
+                  "rank " + std::to_string(peer) + " is in " + theirs.text() + ", this rank " + std::to_string(self) +
+                      " in " + ours.text() +
+                      "; every rank must make the same calls in the same order with the same sizes"};
+  failure.their_call = theirs.sequence;
+  return failure;
 }
 
 Failure gave_up(int peer, int fault, const std::string& reason, int self, const MessageHeader& during) {

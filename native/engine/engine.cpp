@@ -395,6 +395,10 @@ bool Group::turn(std::int64_t now) {
     moved |= progress != Progress::idle;
     if (progress == Progress::failed) {
       failure = operation.algorithm_->failure();
+      // Where this rank went on, what matters is how it made the call that the other is still in.
+      if (failure.their_call < operation.call_.sequence) {
+        if (const auto mine = said(failure.their_call)) failure.text += "; this rank has been in " + *mine;
+      }
       failure.text = describe(operation) + " failed: " + failure.text;
     } else if (progress != Progress::done && operation.deadline_ns_ >= 0 && now >= operation.deadline_ns_) {
       if (!operation.patient_ && operation.algorithm_->awaited_may_wait()) {

@@ -27,10 +27,12 @@ def join(rank: int, size: int, folder: str, timeout_s: float = TIMEOUT_S, option
     return Communicator(FileStore(folder), rank, size, options=options, timeout_s=timeout_s)
 
 
-def _own_roots(rank: int, size: int, folder: str, algorithm: str) -> None:
+def _own_roots(rank: int, size: int, folder: str, algorithm: str, late: int | None) -> None:
     with join(rank, size, folder, options=Options(transport="tcp", algorithm=f"broadcast={algorithm}")) as group:
         group.barrier()
         began = time.monotonic()
+        if rank == late:
+            time.sleep(0.3)  # the others are in their barriers when they hear of it
         try:
             group.broadcast(np.zeros(10_000), root=rank)
             group.barrier()
@@ -39,10 +41,11 @@ def _own_roots(rank: int, size: int, folder: str, algorithm: str) -> None:
             time.sleep(0.5)  # nobody leaves while another still asks
 
 
+@pytest.mark.parametrize("late", [None, 0, 2])
 @pytest.mark.parametrize("algorithm", ["direct", "tree", "chain"])
-def test_ranks_that_name_different_roots_hear_of_both_long_before_the_timeout(algorithm: str) -> None:
+def test_ranks_that_name_different_roots_hear_of_both_long_before_the_timeout(algorithm: str, late: int | None) -> None:
     """As the root, each sends and waits for nobody: what it left behind is met by the next call."""
-    outcomes = run_threads(_own_roots, 3, algorithm)
+    outcomes = run_threads(_own_roots, 3, algorithm, late)
     for outcome in outcomes:
         assert outcome.error in ("Mismatch", "PeerLost"), outcome
     mismatch = next(outcome for outcome in outcomes if outcome.error == "Mismatch")

@@ -108,6 +108,8 @@ struct Failure {
   std::string heard;
   // This rank only left: that harms nobody who does not wait for it.
   bool orderly = false;
+  // Of a mismatch: the call that the other rank was in.
+  std::uint32_t their_call = 0;
   explicit operator bool() const { return kind != Kind::none; }
 };
 
