@@ -1,0 +1,310 @@
+"""What the switch costs its host: contributions in Gbit/s a CPU-second of its thread and of the softirqs it causes.
+
+    .venv/bin/python bench/switch_cost.py [ROUNDS] [HOSTS]      # 10 4; as root, two cores
+
+One rack with unshaped links of MTU 1500. The switch and all that the kernel does to bring it packets have core 0 to
+themselves (its ports' NAPI threads are pinned there, and packets steered there); workers have core 1. So what core 0
+is not idle is the switch's cost, GRO and the bridge included. Contributions are single packets on their links, always.
+Three ways, in turn: the switch hands its link super-packets, as to a card that cuts them (USO), with GRO at its ports
+on, and off; or its kernel cuts them, too. Afterwards each once more under `perf`, for where the time goes. Writes
+bench/results/switch_cost.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from netfold import Communicator, FileStore
+from netfold.bench.machine import describe_machine, describe_versions
+from netfold.bench.spread import spread
+from netfold.bench.start_line import StartLine
+from netfold.rack import Rack
+from netfold.rack.aggregator import aggregator_argv
+from netfold.rack.command import run
+from netfold.rack.names import (
+    HOST_INTERFACE,
+    SWITCH_ADDRESS,
+    SWITCH_PORT,
+    host_namespace,
+    port_name,
+    switch_namespace,
+)
+from netfold.rack.processes import exit_on_signals
+
+SIZE = 16 << 20
+CALLS = 6  # all_reduces a round, so that a round is long against the clock of /proc/stat
+METRICS = f"{SWITCH_ADDRESS}:9171"
+RESULT = Path(__file__).parent / "results" / "switch_cost.md"
+DEADLINE_S = 600
+SWITCH_CPU, WORKER_CPU = 0, 1
+GOAL_GBIT = 8.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """Who cuts the switch's super-packets: its links (tx-udp-segmentation) or its kernel; and its ports' GRO."""
+
+    name: str
+    uso: bool
+    gro: bool
+
+
+WAYS = (
+    Way("GRO on, results cut by the link", uso=True, gro=True),
+    Way("GRO off, results cut by the link", uso=True, gro=False),
+    Way("GRO on, results cut by the kernel", uso=False, gro=True),
+)
+
+# Where a sample belongs: the first of these that any frame of its stack matches. What interrupts a system call is what
+# it interrupted it for, so softirqs come first.
+PLACES = (
+    ("softirq: packets to the switch's socket, GRO and bridge included", r"net_rx_action|napi_threaded_poll"),
+    ("sendmmsg: results, cut up and handed to the links", r"sendmmsg"),
+    ("recvmmsg: out of the socket", r"recvmmsg"),
+    ("epoll and other system calls", r"do_syscall|entry_SYSCALL|syscall"),
+    ("fold: adding up the contributions", r"kernels::"),
+    ("keeping contributions (memcpy)", r"mem(cpy|move)|SwitchJob"),
+    ("the rest of the switch's own code", r"netfold|_native|Plane"),
+)
+ELSEWHERE = "everything else on the core"
+
+
+def serve(control: str, folder: str) -> None:
+    """A rank: a round a line that comes, and what it took as a line back."""
+    os.sched_setaffinity(0, {WORKER_CPU})
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    line = StartLine(Path(folder, "line"), rank, size)
+    tensor = np.empty(SIZE // 4, np.float32)
+    pattern = (np.arange(len(tensor)) % 4093).astype(np.float32)
+    with socket.socket(socket.AF_UNIX) as connection, Communicator(FileStore(folder), rank, size) as group:
+        connection.connect(control)
+        stream = connection.makefile("rw")
+        for _ in stream:
+            took_s = 0.0
+            wrong = 0
+            for call in range(CALLS):
+                np.add(pattern, float(rank + call), out=tensor)
+                line.cross()
+                began = time.perf_counter()
+                group.all_reduce(tensor)
+                took_s += time.perf_counter() - began
+                wrong += int(np.count_nonzero(tensor != pattern * size + float(sum(range(size)) + size * call)))
+            stream.write(json.dumps({"took_s": took_s, "wrong": wrong}) + "\n")
+            stream.flush()
+
+
+def ends(rack: Rack) -> list[tuple[str, str, int]]:
+    """Each end of each link: its namespace, its device, and the core of who receives there."""
+    return [
+        end
+        for host in range(rack.hosts)
+        for end in (
+            (switch_namespace(rack.rack_id), port_name(host), SWITCH_CPU),
+            (host_namespace(rack.rack_id, host), HOST_INTERFACE, WORKER_CPU),
+        )
+    ]
+
+
+def go(rack: Rack, way: Way) -> None:
+    for namespace, device, cpu in ends(rack):
+        offload = "on" if cpu == SWITCH_CPU and way.uso else "off"
+        inside(namespace, "ethtool", "-K", device, "tso", offload, "tx-udp-segmentation", offload)
+        if cpu == SWITCH_CPU:
+            inside(namespace, "ethtool", "-K", device, "gro", "on" if way.gro else "off")
+            if way.gro:  # without it a veth has no NAPI
+                write_device(namespace, device, "threaded", "1")
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if re.fullmatch(r"napi/h\d+-\d+", (process / "comm").read_text().strip()):
+                os.sched_setaffinity(int(process.name), {SWITCH_CPU})
+        except OSError:
+            pass  # it ended meanwhile
+
+
+def steer(rack: Rack) -> None:
+    """No shaping, and every packet handled on the core of who receives it."""
+    for namespace, device, cpu in ends(rack):
+        run(["tc", "-netns", namespace, "qdisc", "del", "dev", device, "root"])
+        write_device(namespace, device, "queues/rx-0/rps_cpus", f"{1 << cpu:x}")
+
+
+def write_device(namespace: str, device: str, name: str, value: str) -> None:
+    inside(namespace, "sh", "-c", f"echo {value} > /sys/class/net/{device}/{name}")
+
+
+def inside(namespace: str, *argv: str) -> None:
+    run(["ip", "netns", "exec", namespace, *argv])
+
+
+def status(rack: Rack) -> dict[str, Any]:
+    read = f"import urllib.request as u; print(u.urlopen('http://{METRICS}/status').read().decode())"
+    argv = ["ip", "netns", "exec", switch_namespace(rack.rack_id), sys.executable, "-c", read]
+    found: dict[str, Any] = json.loads(subprocess.check_output(argv))
+    return found
+
+
+def seconds(cpu: int) -> tuple[float, float]:
+    """That a core has not been idle, nor taken away from this machine; and of these, those in softirqs."""
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *ticks = line.split()
+        if name == f"cpu{cpu}":
+            user, nice, system, _idle, _iowait, irq, softirq = (int(tick) for tick in ticks[:7])
+            hertz = os.sysconf("SC_CLK_TCK")
+            return (user + nice + system + irq + softirq) / hertz, softirq / hertz
+    raise SystemExit(f"there is no core {cpu} here: this bench needs two")
+
+
+class Bench:
+    """The rack, its switch and ranks; `round` is one round."""
+
+    def __init__(self, rack: Rack, streams: list[Any]) -> None:
+        self.rack, self.streams = rack, streams
+
+    def round(self, way: Way) -> dict[str, float]:
+        go(self.rack, way)
+        before = status(self.rack)
+        began = seconds(SWITCH_CPU)
+        for stream in self.streams:
+            stream.write("go\n")
+            stream.flush()
+        answers = [json.loads(stream.readline()) for stream in self.streams]
+        busy, softirq = (end - begin for end, begin in zip(seconds(SWITCH_CPU), began, strict=True))
+        after = status(self.rack)
+        was, now = before["jobs"][0]["counters"], after["jobs"][0]["counters"]
+        bits = CALLS * SIZE * 8 * self.rack.hosts
+        return {
+            "gbit_a_cpu_s": bits / busy / 1e9,
+            "gbit_a_thread_s": bits / (after["cpu_s"] - before["cpu_s"]) / 1e9,
+            "softirq_share": softirq / busy,
+            "gbit_a_s": bits / max(answer["took_s"] for answer in answers) / 1e9,
+            "datagrams": (now["received_datagrams"] - was["received_datagrams"])
+            / (now["receive_calls"] - was["receive_calls"]),
+            "again": after["jobs"][0]["retransmissions"] - before["jobs"][0]["retransmissions"],
+            "wrong": sum(answer["wrong"] for answer in answers),
+        }
+
+
+def measure(rounds: int, hosts: int) -> tuple[dict[Way, list[dict[str, float]]], dict[Way, Counter[str]]]:
+    """Rounds of every way; and where core 0's time went, in samples."""
+    with (
+        tempfile.TemporaryDirectory(prefix="netfold-cost-") as folder,
+        socket.socket(socket.AF_UNIX) as server,
+        Rack(hosts, "10gbit") as rack,
+    ):
+        control = f"{folder}/control"
+        server.bind(control)
+        server.listen(hosts)
+        server.settimeout(DEADLINE_S)
+        StartLine.draw(Path(folder, "line"), hosts)
+        steer(rack)
+        aggregator = aggregator_argv(f"{SWITCH_ADDRESS}:{SWITCH_PORT}")
+        rack.start_switch(lambda line: None, ["taskset", "-c", str(SWITCH_CPU), *aggregator, "--metrics", METRICS])
+        argv = [sys.executable, str(Path(__file__).resolve()), "rank", control, folder]
+        for host in range(hosts):
+            rack.popen(host, argv, {"NETFOLD_INTERFACE": HOST_INTERFACE, "NETFOLD_ALGORITHM": "all_reduce=in_network"})
+        streams = []
+        for _ in range(hosts):
+            connection = server.accept()[0]
+            connection.settimeout(DEADLINE_S)
+            streams.append(connection.makefile("rw"))
+        bench = Bench(rack, streams)
+        rows: dict[Way, list[dict[str, float]]] = {way: [] for way in WAYS}
+        for turn in range(-1, rounds):
+            for place in range(len(WAYS)):
+                way = WAYS[(turn + place) % len(WAYS)]
+                row = bench.round(way)
+                if turn >= 0:
+                    rows[way].append(row)
+        return rows, {way: where(bench, way, Path(folder, "perf")) for way in WAYS}
+
+
+def where(bench: Bench, way: Way, data: Path) -> Counter[str]:
+    """One more round under `perf`: core 0's samples by place, what is idle left out."""
+    argv = ["perf", "record", "-q", "-e", "cpu-clock", "-F", "1999", "-C", str(SWITCH_CPU), "-g", "-o", str(data)]
+    perf = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(0.5)
+    bench.round(way)
+    perf.send_signal(2)
+    perf.wait(60)
+    script = ["perf", "script", "-i", str(data), "-F", "comm,ip,sym,dso"]
+    stacks = subprocess.run(script, capture_output=True, text=True, check=True).stdout.split("\n\n")
+    places: Counter[str] = Counter()
+    for stack in stacks:
+        if not stack.strip() or re.search(r"do_idle|pv_native_safe_halt|cpuidle|default_idle", stack):
+            continue
+        places[next((name for name, pattern in PLACES if re.search(pattern, stack)), ELSEWHERE)] += 1
+    return places
+
+
+def render(
+    rows: dict[Way, list[dict[str, float]]], places: dict[Way, Counter[str]], hosts: int, load: tuple[float, float]
+) -> str:
+    lines = [
+        f"{CALLS} all_reduces of {SIZE >> 20} MB f32 a round, {hosts} workers on one core, the switch on the other; "
+        "unshaped links of MTU 1500. Contributions cross as single packets (workers' tso and tx-udp-segmentation off); "
+        "the switch's own are on where its link cuts, else off.",
+        "",
+        "| packets | contributions, Gbit/s a CPU-second | 5% .. 95% | of the thread alone | softirq's share "
+        "| Gbit/s as it ran | datagrams a receive | sent again | wrong |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for way, taken in rows.items():
+        cost = spread([row["gbit_a_cpu_s"] for row in taken])
+        rest = [
+            spread([row[name] for row in taken]).median
+            for name in ("gbit_a_thread_s", "softirq_share", "gbit_a_s", "datagrams")
+        ]
+        lines.append(
+            f"| {way.name} | {cost.median:.2f} | {cost.p5:.2f} .. {cost.p95:.2f} | {rest[0]:.2f} | {rest[1]:.0%} "
+            f"| {rest[2]:.2f} | {rest[3]:.1f} | {sum(row['again'] for row in taken):.0f} "
+            f"| {sum(row['wrong'] for row in taken):.0f} |"
+        )
+    head = " | ".join(way.name for way in WAYS)
+    lines += ["", "Where the switch's core spends its time (perf's samples of one more round each):", ""]
+    lines += [f"| | {head} |", "|---" * (len(WAYS) + 1) + "|"]
+    for name in [*(name for name, _ in PLACES), ELSEWHERE]:
+        shares = (places[way][name] / max(1, sum(places[way].values())) for way in WAYS)
+        lines.append(f"| {name} | " + " | ".join(f"{share:.1%}" for share in shares) + " |")
+    machine, versions = describe_machine(), describe_versions({})
+    verdicts = (
+        f"{way.name}: {'met' if spread([row['gbit_a_cpu_s'] for row in rows[way]]).median >= GOAL_GBIT else 'missed'}"
+        for way in WAYS
+        if way.gro
+    )
+    lines += [
+        "",
+        f"Goal: at least {GOAL_GBIT:.0f} with GRO on; {'; '.join(verdicts)}. {len(rows[WAYS[0]])} interleaved rounds; "
+        f"{os.cpu_count()} cores of {machine['cpu']}, Linux {machine['kernel']}, "
+        f"load {load[0]:.1f} to {load[1]:.1f}; netfold {versions['netfold']}, commit {versions['commit']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["rank"]:
+        return serve(*arguments[1:])
+    rounds, hosts = (int(given) for given in [*arguments, *("10", "4")[len(arguments) :]])
+    load = os.getloadavg()[0]
+    os.sched_setaffinity(0, {WORKER_CPU})
+    with exit_on_signals():
+        rows, places = measure(rounds, hosts)
+    text = render(rows, places, hosts, (load, os.getloadavg()[0]))
+    RESULT.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
