@@ -226,3 +226,28 @@ def test_down_removes_what_a_killed_rack_left_and_spares_a_living_one() -> None:
     while not nothing_is_left(living.rack_id) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert nothing_is_left(living.rack_id)
+
+
+def test_a_rack_of_racks_is_what_was_asked_for() -> None:
+    verb = [sys.executable, "-m", "netfold.cli", "rack", "check", "--hosts", "4", "--rate", "400mbit"]
+    more = ["--racks", "2", "--uplink", "100mbit", "--mtu", "4000", "--loss", "0.5%"]
+    done = subprocess.run([*verb, *more], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("as asked") == 12
+
+
+def test_the_aggregator_may_be_a_host_behind_a_link_of_its_own() -> None:
+    verb = [sys.executable, "-m", "netfold.cli", "rack", "check", "--rate", "400mbit", "--switch-rate", "100mbit"]
+    done = subprocess.run(verb, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "96 Mbit/s" in done.stdout  # 1448 of 1514 bytes, of 100 Mbit/s
+
+
+def test_a_delay_is_made_or_refused_with_the_reason() -> None:
+    lack = missing(loss=False, delay=True)
+    verb = [sys.executable, "-m", "netfold.cli", "rack", "check", "--rate", "100mbit", "--delay", "2ms"]
+    done = subprocess.run(verb, capture_output=True, text=True, timeout=120, check=False)
+    if lack is None:
+        assert done.returncode == 0, done.stdout + done.stderr
+    else:
+        assert (done.returncode, "netem" in done.stderr) == (2, True)

@@ -3,8 +3,10 @@
 import pytest
 
 from netfold.rack import Rack, names
-from netfold.rack.link import BURST_BYTES, Link, loss_rules, parse_link
-from netfold.rack.topology import build_steps
+from netfold.rack.check import judge, ways
+from netfold.rack.link import BURST_BYTES, Link, loss_rules, parse_link, shape_commands
+from netfold.rack.topology import Layout, build_steps
+from netfold.rack.wire import Measured
 
 
 @pytest.mark.parametrize(
@@ -45,13 +47,16 @@ def test_the_queue_grows_with_the_rate() -> None:
 def test_a_namespace_names_its_rack_and_foreign_ones_do_not() -> None:
     assert names.rack_id_of(names.switch_namespace("0a1b")) == "0a1b"
     assert names.rack_id_of(names.host_namespace("0a1b", 12)) == "0a1b"
+    assert names.rack_id_of(names.rack_namespace("0a1b", 3)) == "0a1b"
+    assert names.rack_id_of(names.aggregator_namespace("0a1b")) == "0a1b"
     for foreign in ("", "nf-", "nf-0a1b", "nf-xyz-h1", "nf-0a1b-h", "my-nf-0a1b-h1", "nf-0a1b-h1-more"):
         assert names.rack_id_of(foreign) is None
 
 
 def test_every_host_has_an_address_of_its_own_beside_the_switch() -> None:
     addresses = {names.host_address(host) for host in range(names.HOSTS_MAX)}
-    assert len(addresses | {names.SWITCH_ADDRESS}) == names.HOSTS_MAX + 1
+    switches = {names.SWITCH_ADDRESS, *(names.rack_address(rack) for rack in range(names.RACKS_MAX))}
+    assert len(addresses | switches) == names.HOSTS_MAX + names.RACKS_MAX + 1
     with pytest.raises(ValueError, match="no address"):
         names.host_address(names.HOSTS_MAX)
 
@@ -70,7 +75,7 @@ def test_a_worker_learns_its_rank_its_rendezvous_and_the_switch() -> None:
 
 
 def test_every_link_is_shaped_at_both_ends_and_nothing_is_made_outside_our_namespaces() -> None:
-    steps = build_steps("0a1b", 3, Link(10**9, 0))
+    steps = build_steps("0a1b", Layout(3, Link(10**9)))
     shaped = [step.argv[2] for step in steps if step.argv[0] == "tc"]
     assert sorted(shaped) == ["nf-0a1b-h0", "nf-0a1b-h1", "nf-0a1b-h2", *["nf-0a1b-switch"] * 3]
     for step in steps:
@@ -79,7 +84,7 @@ def test_every_link_is_shaped_at_both_ends_and_nothing_is_made_outside_our_names
 
 def test_loss_is_made_where_packets_are_single_and_only_when_asked_for() -> None:
     def words(loss_ratio: float) -> list[str]:
-        return [" ".join(step.argv) for step in build_steps("0a1b", 2, Link(10**9, loss_ratio))]
+        return [" ".join(step.argv) for step in build_steps("0a1b", Layout(2, Link(10**9, loss_ratio)))]
 
     assert not any("nft" in line or "ethtool" in line for line in words(0))
     assert sum("nft" in line for line in words(0.01)) == 4
@@ -91,3 +96,76 @@ def test_every_interface_has_a_table_of_its_own() -> None:
     # In one table all interfaces of a namespace share a chain, and each would meet every other one's rule too.
     tables = {loss_rules(f"h{host}", Link(10**9, 0.001)).split("{")[0] for host in range(4)}
     assert len(tables) == 4
+
+
+@pytest.mark.parametrize(("delay", "delay_ns"), [("0us", 0), ("50us", 50_000), ("1.5ms", 1_500_000), ("2s", 2 * 10**9)])
+def test_delays_are_read_as_tc_reads_them(delay: str, delay_ns: int) -> None:
+    assert parse_link("1gbit", "0%", delay).delay_ns == delay_ns
+
+
+@pytest.mark.parametrize("delay", ["", "50", "-1ms", "5 ms", "1m"])
+def test_a_delay_that_tc_would_not_understand_is_refused_with_an_example(delay: str) -> None:
+    with pytest.raises(ValueError, match="50us"):
+        parse_link("1gbit", "0%", delay)
+
+
+def test_a_delayed_link_holds_packets_and_shapes_them_and_its_queue_has_room_for_what_is_under_way() -> None:
+    link = parse_link("1gbit", "0%", "8ms")
+    held, shaped = (" ".join(argv) for argv in shape_commands("nf-0a1b-h0", "eth0", link))
+    assert "root handle 1: netem delay 8000us" in held and "parent 1:1 tbf rate 1000000000bit" in shaped
+    assert link.queue_bytes - parse_link("1gbit").queue_bytes == 10**9 * 8 // 1000 // 8
+
+
+def test_hosts_stand_in_racks_of_equal_size_and_uplinks_lie_between_racks() -> None:
+    link, uplink = Link(10**9), Link(10**8)
+    layout = Layout(7, link, racks=3, uplink=uplink)
+    assert [layout.rack_of(host) for host in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+    assert layout.path(0, 2) == [link, link]
+    assert layout.path(0, 3) == [link, uplink, uplink, link]
+    assert layout.path(0, None) == [link, uplink]
+    assert Layout(2, link, aggregator=uplink).path(1, None) == [link, uplink]
+    shaped = [step.argv[2] for step in build_steps("0a1b", layout) if step.argv[0] == "tc"]
+    assert shaped.count("nf-0a1b-switch") == 3 and shaped.count("nf-0a1b-rack0") == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"racks": 3, "uplink": "1gbit"}, "1 to 2 racks"),
+        ({"racks": 2}, "uplinks"),
+        ({"uplink": "1gbit"}, "one rack has none"),
+        ({"mtu": 576}, "1280"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(wrong: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Rack(2, "1gbit", **wrong)  # type: ignore[arg-type]
+
+
+GOOD = Measured(round_trip_s=110e-6, mss=1448, stream_bits=0.9e9, sent=10_000, there=9_990, back=9_991)
+
+
+@pytest.mark.parametrize(
+    ("change", "bad"),
+    [
+        ({}, None),
+        ({"stream_bits": 0.1e9}, "rate"),
+        ({"stream_bits": 2e9}, "rate"),
+        ({"round_trip_s": 20e-6}, "delay"),
+        ({"round_trip_s": 0.02}, "delay"),
+        ({"there": 10_000}, None),  # as likely as not to be above four deviations: 10 +- 12.6
+        ({"there": 9_900}, "loss"),
+        ({"back": 9_900}, "loss"),
+        ({"mss": 8948}, "MTU"),
+    ],
+)
+def test_a_check_names_what_is_not_as_asked(change: dict[str, float], bad: str | None) -> None:
+    found = judge("h0 to h1", [Link(10**9, 0.001, 50_000)], 1500, Measured(**{**GOOD.__dict__, **change}))
+    assert [finding.what.split(",")[0] for finding in found if not finding.good] == ([] if bad is None else [bad])
+
+
+def test_a_check_takes_one_way_of_each_kind() -> None:
+    link = Link(10**9)
+    assert [way[1:] for way in ways(Layout(1, link))] == [(0, None)]
+    assert [way[1:] for way in ways(Layout(4, link, racks=2, uplink=link))] == [(0, None), (0, 1), (0, 3)]
+    assert [way[1:] for way in ways(Layout(2, link, racks=2, uplink=link))] == [(0, None), (0, 1)]

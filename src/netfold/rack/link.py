@@ -1,4 +1,4 @@
-"""A link's rate and loss, as the user says them and as `tc` and `nft` want them. Pure."""
+"""A link's rate, delay and loss, as the user says them and as `tc` and `nft` want them. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -20,44 +20,57 @@ LOSS_STEPS = 1_000_000
 
 _RATE = re.compile(r"^(?P<number>\d+(\.\d+)?)(?P<unit>[kmg]?)bit$")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_DELAY = re.compile(r"^(?P<number>\d+(\.\d+)?)(?P<unit>us|ms|s)$")
+_DELAY_UNITS = {"us": 10**3, "ms": 10**6, "s": 10**9}
 _LOSS = re.compile(r"^(?P<percent>\d+(\.\d+)?)%$")
 
 
 @dataclass(frozen=True)
 class Link:
-    """rate_bits: a second, each way, counted with Ethernet headers. loss_ratio: of IP packets, each way."""
+    """rate_bits: a second, each way, counted with Ethernet headers. loss_ratio: of IP packets, each way. delay_ns: each
+    way, beside what the rate takes."""
 
     rate_bits: int
-    loss_ratio: float
+    loss_ratio: float = 0.0
+    delay_ns: int = 0
 
     @property
     def queue_bytes(self) -> int:
-        return QUEUE_WINDOW_BYTES + self.rate_bits * QUEUE_NS // (8 * 10**9)
+        return QUEUE_WINDOW_BYTES + self.rate_bits * (QUEUE_NS + self.delay_ns) // (8 * 10**9)
 
 
-def parse_link(rate: str, loss: str) -> Link:
-    """The link that `--rate 1gbit --loss 0.1%` asks for; ValueError says what was not understood."""
+def parse_link(rate: str, loss: str = "0%", delay: str = "0us") -> Link:
+    """The link that `--rate 1gbit --loss 0.1% --delay 50us` asks for; ValueError says what was not understood."""
     rate_match = _RATE.match(rate)
     if rate_match is None or float(rate_match["number"]) == 0:
         raise ValueError(f"rate {rate!r} is not understood; write it as tc does: 1gbit, 200mbit, 2.5gbit")
     loss_match = _LOSS.match(loss)
     if loss_match is None or float(loss_match["percent"]) >= 100:
         raise ValueError(f"loss {loss!r} is not understood; write a percentage below 100 with its sign: 0.1%")
+    delay_match = _DELAY.match(delay)
+    if delay_match is None:
+        raise ValueError(f"delay {delay!r} is not understood; write it as tc does: 50us, 1.5ms")
     link = Link(
         rate_bits=round(float(rate_match["number"]) * _UNITS[rate_match["unit"]]),
         loss_ratio=float(loss_match["percent"]) / 100,
+        delay_ns=round(float(delay_match["number"]) * _DELAY_UNITS[delay_match["unit"]]),
     )
     if 0 < link.loss_ratio < 1 / LOSS_STEPS:
         raise ValueError(f"loss {loss!r} is finer than {100 / LOSS_STEPS}%, the smallest a rack can make")
     return link
 
 
-def shape_command(namespace: str, interface: str, link: Link) -> list[str]:
-    """Limit what leaves `interface`. A link is shaped at both its ends, so the switch itself is not."""
-    return [
-        *("tc", "-netns", namespace, "qdisc", "add", "dev", interface, "root", "tbf"),
-        *("rate", f"{link.rate_bits}bit", "burst", f"{BURST_BYTES}b", "limit", f"{link.queue_bytes}b"),
-    ]
+def shape_commands(namespace: str, interface: str, link: Link) -> list[list[str]]:
+    """Limit what leaves `interface`, and hold it for the delay. A link is shaped at both its ends, so the switch itself
+    is not."""
+    add = ["tc", "-netns", namespace, "qdisc", "add", "dev", interface]
+    rate = ["tbf", "rate", f"{link.rate_bits}bit", "burst", f"{BURST_BYTES}b", "limit", f"{link.queue_bytes}b"]
+    if link.delay_ns == 0:
+        return [[*add, "root", *rate]]
+    # netem holds, and the shaper in it lets go. Its limit counts packets: as many of the smallest as fill the delay.
+    held = link.rate_bits * link.delay_ns // (8 * 64 * 10**9) + 1000
+    delay = ["netem", "delay", f"{link.delay_ns / 1000:g}us", "limit", str(held)]
+    return [[*add, "root", "handle", "1:", *delay], [*add, "parent", "1:1", *rate]]
 
 
 def single_packets_command(namespace: str, interface: str) -> list[str]:

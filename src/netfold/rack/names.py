@@ -11,14 +11,27 @@ SUBNET_BITS = 24
 SWITCH_ADDRESS = f"{SUBNET}.254"
 SWITCH_PORT = 7171
 MASTER_PORT = 29500
-# .1 to .253: what the /24 leaves beside the switch's .254.
-HOSTS_MAX = 253
+# Racks that a core joins; each has a switch of its own, with an address below the core's .254.
+RACKS_MAX = 8
+# .1 to .245: what the /24 leaves beside the switches.
+HOSTS_MAX = 253 - RACKS_MAX
 
-_NAMESPACE = re.compile(rf"^{PREFIX}(?P<rack_id>[0-9a-f]+)-(switch|h\d+)$")
+_NAMESPACE = re.compile(rf"^{PREFIX}(?P<rack_id>[0-9a-f]+)-(switch|rack\d+|aggregator|h\d+)$")
 
 
 def switch_namespace(rack_id: str) -> str:
+    """Of the switch that everything hangs on: the rack's only one, or the core between several."""
     return f"{PREFIX}{rack_id}-switch"
+
+
+def rack_namespace(rack_id: str, rack: int) -> str:
+    """Of a rack's own switch, where there are several racks."""
+    return f"{PREFIX}{rack_id}-rack{rack}"
+
+
+def aggregator_namespace(rack_id: str) -> str:
+    """Of the aggregator, where it is a host behind a link of its own."""
+    return f"{PREFIX}{rack_id}-aggregator"
 
 
 def host_namespace(rack_id: str, host: int) -> str:
@@ -34,6 +47,16 @@ def rack_id_of(namespace: str) -> str | None:
 def port_name(host: int) -> str:
     """The switch's end of the link to `host`."""
     return f"h{host}"
+
+
+def uplink_names(rack: int) -> tuple[str, str]:
+    """A rack's end of its uplink, and the core's."""
+    return "uplink", f"rack{rack}"
+
+
+def rack_address(rack: int) -> str:
+    """Of a rack's own switch, where there are several racks."""
+    return f"{SUBNET}.{253 - rack}"
 
 
 def host_address(host: int) -> str:

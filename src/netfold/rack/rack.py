@@ -10,33 +10,54 @@ from netfold.rack.aggregator import aggregator_argv, start_aggregator
 from netfold.rack.command import RackError, missing, run
 from netfold.rack.link import parse_link
 from netfold.rack.processes import Process, spawn, stop, uninterrupted
-from netfold.rack.topology import build_steps
+from netfold.rack.topology import Layout, build_steps
 
 
 class Rack:
-    """`hosts` hosts, each on a link of `rate` ("1gbit") that loses `loss` ("0.1%") of its packets each way.
+    """`hosts` hosts, each on a link of `rate` ("1gbit") that loses `loss` ("0.1%") of its packets each way, and holds
+    each for `delay` ("50us").
 
-    A packet from host to host crosses two links, and so meets the loss twice; to the switch it crosses one.
-    Cost: about 20 ms a host to build. Raises ValueError (not understood), RackError (cannot be had here).
+    A packet from host to host crosses two links, and so meets loss and delay twice; to the switch it crosses one.
+    racks: so many, of equal size, each with a switch of its own and an uplink of rate `uplink` to a core, which loses
+    nothing. switch_rate: the aggregator is a host at the core, behind a link of this rate (None: in the switch's place,
+    behind none). mtu: of every link. Cost: about 20 ms a host to build. Raises ValueError (not understood), RackError
+    (cannot be had here).
     """
 
-    def __init__(self, hosts: int, rate: str, loss: str = "0%") -> None:
-        if not 1 <= hosts <= names.HOSTS_MAX:
-            raise ValueError(f"a rack has 1 to {names.HOSTS_MAX} hosts, not {hosts}")
+    def __init__(
+        self,
+        hosts: int,
+        rate: str,
+        loss: str = "0%",
+        *,
+        delay: str = "0us",
+        mtu: int = 1500,
+        racks: int = 1,
+        uplink: str | None = None,
+        switch_rate: str | None = None,
+    ) -> None:
+        self.layout = Layout(
+            hosts=hosts,
+            link=parse_link(rate, loss, delay),
+            racks=racks,
+            uplink=None if uplink is None else parse_link(uplink),
+            aggregator=None if switch_rate is None else parse_link(switch_rate),
+            mtu=mtu,
+        )
         self.hosts = hosts
-        self.link = parse_link(rate, loss)
+        self.link = self.layout.link
         self.rack_id = secrets.token_hex(4)
         self.switch_address: str | None = None
         self._processes: list[Process] = []
         self._claim: int | None = None
 
     def __enter__(self) -> "Rack":
-        lack = missing(loss=self.link.loss_ratio > 0)
+        lack = missing(loss=self.link.loss_ratio > 0, delay=self.link.delay_ns > 0)
         if lack is not None:
             raise RackError(lack)
         try:
             self._claim = remains.claim(self.rack_id)
-            for step in build_steps(self.rack_id, self.hosts, self.link):
+            for step in build_steps(self.rack_id, self.layout):
                 run(step.argv, step.stdin)
         except BaseException:
             self._tear_down()
@@ -58,9 +79,14 @@ class Rack:
         alone = ["sh", "-c", 'mount -t tmpfs netfold "$TMPDIR" && exec "$@"', "sh", *argv]
         return self._spawn(names.host_namespace(self.rack_id, host), alone, {**worker, **(environment or {})})
 
+    def address(self, host: int | None) -> str:
+        """Of a host, or of the aggregator's place (None)."""
+        return names.SWITCH_ADDRESS if host is None else names.host_address(host)
+
     def popen_switch(self, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Process:
-        """Start `argv` where the switch is."""
-        return self._spawn(names.switch_namespace(self.rack_id), argv, environment or {})
+        """Start `argv` where the aggregator is."""
+        place = names.switch_namespace if self.layout.aggregator is None else names.aggregator_namespace
+        return self._spawn(place(self.rack_id), argv, environment or {})
 
     def start_switch(self, on_line: Callable[[str], None], argv: Sequence[str] | None = None) -> Process:
         """Start the aggregator, or `argv` in its place; workers started from now on learn its address."""

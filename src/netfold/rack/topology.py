@@ -1,9 +1,58 @@
-"""The commands that build a rack, in order. Pure: a list that a test, or a reader, can look at."""
+"""What a rack is made of, and the commands that build it, in order. Pure: a list to look at."""
 
 from dataclasses import dataclass
 
 from netfold.rack import names
-from netfold.rack.link import Link, loss_rules, shape_command, single_packets_command
+from netfold.rack.link import Link, loss_rules, shape_commands, single_packets_command
+
+# IPv6's least; and what a veth takes.
+MTU_MIN, MTU_MAX = 1280, 65535
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hosts in one rack, or in several racks of equal size (the first ones have one more where it does not divide).
+
+    link: of every host; uplink: of every rack to the core, where there are several; aggregator: of the aggregator,
+    where it is a host of its own at the core, and no part of the switch (None).
+    """
+
+    hosts: int
+    link: Link
+    racks: int = 1
+    uplink: Link | None = None
+    aggregator: Link | None = None
+    mtu: int = 1500
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hosts <= names.HOSTS_MAX:
+            raise ValueError(f"a rack has 1 to {names.HOSTS_MAX} hosts, not {self.hosts}")
+        if not 1 <= self.racks <= min(names.RACKS_MAX, self.hosts):
+            raise ValueError(
+                f"{self.hosts} hosts stand in 1 to {min(names.RACKS_MAX, self.hosts)} racks, not {self.racks}"
+            )
+        if (self.uplink is None) != (self.racks == 1):
+            raise ValueError("several racks want the rate of their uplinks, and one rack has none")
+        if not MTU_MIN <= self.mtu <= MTU_MAX:
+            raise ValueError(f"an MTU is {MTU_MIN} to {MTU_MAX} bytes here, not {self.mtu}")
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return tuple(link for link in (self.link, self.uplink, self.aggregator) if link is not None)
+
+    def rack_of(self, host: int) -> int:
+        smaller, larger_racks = divmod(self.hosts, self.racks)
+        in_larger = larger_racks * (smaller + 1)
+        return host // (smaller + 1) if host < in_larger else larger_racks + (host - in_larger) // smaller
+
+    def path(self, host: int, other: int | None) -> list[Link]:
+        """The links between a host and another, or the aggregator (None), in order."""
+        here = self.rack_of(host)
+        there = None if other is None else self.rack_of(other)
+        up = [] if self.uplink is None or here == there else [self.uplink]
+        if other is None:
+            return [self.link, *up, *([] if self.aggregator is None else [self.aggregator])]
+        return [self.link, *up, *up, self.link]
 
 
 @dataclass(frozen=True)
@@ -12,43 +61,78 @@ class Step:
     stdin: str = ""
 
 
-def build_steps(rack_id: str, hosts: int, link: Link) -> list[Step]:
-    """A bridge in the switch's namespace, and for every host a namespace and a link to the bridge."""
-    switch = names.switch_namespace(rack_id)
-    steps = [
-        _step("ip", "netns", "add", switch),
-        _step("ip", "-netns", switch, "link", "add", names.BRIDGE, "type", "bridge"),
-        _step(*_address_add(switch, names.SWITCH_ADDRESS, names.BRIDGE)),
-        _step("ip", "-netns", switch, "link", "set", "lo", "up"),
-        _step("ip", "-netns", switch, "link", "set", names.BRIDGE, "up"),
-    ]
-    for host in range(hosts):
-        steps += _host_steps(rack_id, host, link)
+@dataclass(frozen=True)
+class _End:
+    namespace: str
+    device: str
+
+
+def build_steps(rack_id: str, layout: Layout) -> list[Step]:
+    """A bridge for every switch, and for every host, uplink and aggregator a link to its bridge."""
+    core = names.switch_namespace(rack_id)
+    aggregator = layout.aggregator
+    steps = _bridge_steps(core, names.SWITCH_ADDRESS if aggregator is None else None, layout.mtu)
+    switches = [core]
+    if layout.uplink is not None:
+        switches = [names.rack_namespace(rack_id, rack) for rack in range(layout.racks)]
+        for rack, namespace in enumerate(switches):
+            up, down = names.uplink_names(rack)
+            steps += _bridge_steps(namespace, names.rack_address(rack), layout.mtu)
+            steps += _link_steps(_End(namespace, up), _End(core, down), layout.uplink, layout.mtu)
+            steps += [_to_bridge(namespace, up), _to_bridge(core, down)]
+    for host in range(layout.hosts):
+        namespace, switch = names.host_namespace(rack_id, host), switches[layout.rack_of(host)]
+        steps += _host_steps(
+            namespace, names.host_address(host), switch, names.port_name(host), layout.link, layout.mtu
+        )
+    if aggregator is not None:
+        namespace = names.aggregator_namespace(rack_id)
+        steps += _host_steps(namespace, names.SWITCH_ADDRESS, core, "aggregator", aggregator, layout.mtu)
     return steps
 
 
-def _host_steps(rack_id: str, host: int, link: Link) -> list[Step]:
-    switch, namespace = names.switch_namespace(rack_id), names.host_namespace(rack_id, host)
-    port, interface = names.port_name(host), names.HOST_INTERFACE
-    ends = [(switch, port), (namespace, interface)]
-    steps = [
+def _bridge_steps(namespace: str, address: str | None, mtu: int) -> list[Step]:
+    inside = ["ip", "-netns", namespace, "link"]
+    return [
         _step("ip", "netns", "add", namespace),
-        # Both ends are born inside their namespaces: nothing of ours is ever seen outside.
-        _step(
-            *("ip", "link", "add", interface, "netns", namespace, "type", "veth"),
-            *("peer", "name", port, "netns", switch),
-        ),
-        _step("ip", "-netns", switch, "link", "set", port, "master", names.BRIDGE),
-        _step(*_address_add(namespace, names.host_address(host), interface)),
+        _step(*inside, "add", names.BRIDGE, "mtu", str(mtu), "type", "bridge"),
+        *([_step(*_address_add(namespace, address, names.BRIDGE))] if address is not None else []),
+        _step(*inside, "set", "lo", "up"),
+        _step(*inside, "set", names.BRIDGE, "up"),
+    ]
+
+
+def _host_steps(namespace: str, address: str, switch: str, port: str, link: Link, mtu: int) -> list[Step]:
+    interface = names.HOST_INTERFACE
+    return [
+        _step("ip", "netns", "add", namespace),
+        *_link_steps(_End(namespace, interface), _End(switch, port), link, mtu),
+        _to_bridge(switch, port),
+        _step(*_address_add(namespace, address, interface)),
         _step("ip", "-netns", namespace, "link", "set", "lo", "up"),
     ]
-    for end, device in ends:
-        steps.append(Step(shape_command(end, device, link)))
+
+
+def _link_steps(one: _End, other: _End, link: Link, mtu: int) -> list[Step]:
+    """A link between two namespaces that are there, both ends shaped and up."""
+    steps = [
+        # Both ends are born inside their namespaces: nothing of ours is ever seen outside.
+        _step(
+            *("ip", "link", "add", one.device, "mtu", str(mtu), "netns", one.namespace, "type", "veth"),
+            *("peer", "name", other.device, "mtu", str(mtu), "netns", other.namespace),
+        )
+    ]
+    for end in (one, other):
+        steps += [Step(argv) for argv in shape_commands(end.namespace, end.device, link)]
         if link.loss_ratio > 0:
-            steps.append(Step(single_packets_command(end, device)))
-            steps.append(Step(["ip", "netns", "exec", end, "nft", "-f", "-"], loss_rules(device, link)))
-        steps.append(_step("ip", "-netns", end, "link", "set", device, "up"))
+            steps.append(Step(single_packets_command(end.namespace, end.device)))
+            steps.append(Step(["ip", "netns", "exec", end.namespace, "nft", "-f", "-"], loss_rules(end.device, link)))
+        steps.append(_step("ip", "-netns", end.namespace, "link", "set", end.device, "up"))
     return steps
+
+
+def _to_bridge(namespace: str, device: str) -> Step:
+    return _step("ip", "-netns", namespace, "link", "set", device, "master", names.BRIDGE)
 
 
 def _address_add(namespace: str, address: str, device: str) -> list[str]:
