@@ -18,11 +18,18 @@ using protocol::SwitchJob;
 namespace {
 
 constexpr std::uint32_t kWakeId = 0xffffffff;  // job ids stay below it
+constexpr std::size_t kPieces = 2;             // of an answer: the slot's frame and its tag, which may be empty
 
 std::int64_t monotonic_ns() {
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+// Whether a packet that is long enough for a header ends with its tag.
+bool authentic(seal::Sealer& sealer, std::span<const std::byte> bytes) {
+  return bytes.size() >= protocol::kHeaderBytes + seal::kTagBytes &&
+         sealer.matches(protocol::nonce_of(bytes.data(), bytes.size() - seal::kTagBytes), bytes);
 }
 
 }  // namespace
@@ -67,14 +74,18 @@ void Plane::on_thread(const std::function<void()>& command) {
 }
 
 std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const std::string& host,
-                          const std::vector<std::uint64_t>& nonces, int buffer_bytes) {
+                          const std::vector<std::uint64_t>& nonces, const std::vector<seal::Key>& hello_keys,
+                          int buffer_bytes) {
+  if (!hello_keys.empty() && hello_keys.size() != nonces.size()) throw std::invalid_argument("open: a key a worker");
   auto job = std::make_unique<Job>();
   job->id = job_id;
   job->incarnation = incarnation;
   job->socket = std::make_unique<transport::UdpSocket>(transport::Address::parse(host, 0), buffer_bytes);
-  for (const std::uint64_t nonce : nonces) {
-    job->workers.emplace_back();
-    job->workers.back().nonce = nonce;
+  job->authenticated = !hello_keys.empty();
+  for (std::size_t i = 0; i < nonces.size(); ++i) {
+    Worker& worker = job->workers.emplace_back();
+    worker.nonce = nonces[i];
+    if (job->authenticated) worker.hello_sealer.emplace(hello_keys[i]);
   }
   job->counters.last_arrivals.resize(nonces.size());
   job->counters.arrivals.resize(nonces.size());
@@ -88,6 +99,14 @@ std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const
   return port;
 }
 
+void Plane::expect(std::uint32_t job_id, std::uint16_t worker, const std::string& host, std::uint16_t port) {
+  const transport::Address address = transport::Address::parse(host, port);
+  on_thread([&] {
+    if (const auto found = jobs_.find(job_id); found != jobs_.end())
+      found->second->workers.at(worker).expected = address;
+  });
+}
+
 int Plane::receive_buffer_bytes(std::uint32_t job_id) {
   int bytes = 0;
   on_thread([&] {
@@ -97,14 +116,24 @@ int Plane::receive_buffer_bytes(std::uint32_t job_id) {
   return bytes;
 }
 
-void Plane::begin(const protocol::JobConfig& config) {
+void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys) {
   // Slots are allocated here, not between two batches of other jobs.
   auto machine = std::make_unique<SwitchJob>(config);
   std::vector<First> firsts(machine->slot_count());
+  std::vector<std::optional<seal::Sealer>> sealers(config.workers);
+  std::optional<seal::Sealer> answer_sealer;
+  std::vector<std::byte> tags;
+  if (keys) {
+    for (std::size_t i = 0; i < sealers.size(); ++i) sealers[i].emplace(keys->contributions.at(i));
+    answer_sealer.emplace(keys->answers);
+    tags.resize(machine->slot_count() * seal::kTagBytes);
+  }
   on_thread([&] {
     const auto found = jobs_.find(config.job);
     if (found == jobs_.end()) throw std::invalid_argument("begin: no such job");
     Job& job = *found->second;
+    if (job.authenticated != keys.has_value()) throw std::invalid_argument("begin: keys are for a job that has them");
+    if (job.workers.size() != sealers.size()) throw std::invalid_argument("begin: not as many workers as were opened");
     std::string silent;
     for (std::size_t i = 0; i < job.workers.size(); ++i) {
       if (!job.workers[i].address) silent += " " + std::to_string(i);
@@ -112,6 +141,9 @@ void Plane::begin(const protocol::JobConfig& config) {
     if (!silent.empty()) throw std::invalid_argument("begin: no hello came from worker" + silent);
     job.machine = std::move(machine);
     job.firsts = std::move(firsts);
+    for (std::size_t i = 0; i < job.workers.size(); ++i) job.workers[i].sealer = std::move(sealers[i]);
+    job.answer_sealer = std::move(answer_sealer);
+    job.tags = std::move(tags);
   });
 }
 
@@ -209,15 +241,19 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Ad
   const protocol::Header header = view->header();
   if (header.flags & protocol::kHello) return hello(job, header, bytes, source);
   if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
-  const auto& registered = job.workers[header.worker].address;
-  if (!registered || !(*registered == source)) return count_drop(Drop::source);
+  Worker& from = job.workers[header.worker];
+  if (!from.address || !(*from.address == source)) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
+  if (from.sealer) {
+    if (!authentic(*from.sealer, bytes)) return count_drop(Drop::unauthenticated);
+    bytes = bytes.first(bytes.size() - seal::kTagBytes);
+  }
 
   const SwitchJob::Handled handled = job.machine->handle_packet(bytes);
   // A copy of what came before, or of what nobody needs any more, is as good a sign of life of the packets around it.
   if (handled.outcome != SwitchJob::Outcome::dropped || handled.drop == Drop::stale ||
       handled.drop == Drop::duplicate) {
-    const auto gap = job.workers[header.worker].arrivals.take(header.counter);
+    const auto gap = from.arrivals.take(header.counter);
     if (gap.count > 0) notice(job, header.worker, gap);
   }
   switch (handled.outcome) {
@@ -227,6 +263,9 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Ad
       return arrived(job, handled, now_ns);
     case SwitchJob::Outcome::completed:
       arrived(job, handled, now_ns);
+      if (job.answer_sealer) {
+        tag_answer(job, job.machine->frame(handled.slot), job.tags.data() + handled.slot * seal::kTagBytes);
+      }
       ++job.counters.results;
       job.counters.result_bytes += job.machine->agreement(handled.slot).value_bytes();
       ++job.counters.last_arrivals[handled.worker];
@@ -250,21 +289,17 @@ void Plane::arrived(Job& job, const SwitchJob::Handled& handled, std::int64_t no
 
 void Plane::hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
                   const transport::Address& source) {
-  if (header.job != job.id || header.incarnation != job.incarnation) {
-    ++job.counters.drops[static_cast<std::size_t>(Drop::foreign)];
-    return;
-  }
-  if (header.worker >= job.workers.size() || job.workers[header.worker].nonce != header.counter) {
-    ++job.counters.drops[static_cast<std::size_t>(Drop::worker)];
-    return;
-  }
-  ++job.counters.hellos;
+  const auto count_drop = [&](Drop reason) { ++job.counters.drops[static_cast<std::size_t>(reason)]; };
+  if (header.job != job.id || header.incarnation != job.incarnation) return count_drop(Drop::foreign);
+  if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
   Worker& worker = job.workers[header.worker];
-  if (!job.machine) worker.address = source;  // once counting has begun, an address stays
-  if (!(*worker.address == source)) return;
-  const iovec piece{const_cast<std::byte*>(bytes.data()), bytes.size()};
-  const transport::UdpSocket::Run run{.to = &*worker.address, .pieces = {&piece, 1}, .packet_bytes = bytes.size()};
-  job.socket->send({&run, 1});
+  // Who hears a hello on the wire and sends it from elsewhere must not take the worker's place.
+  if (!worker.expected || !(*worker.expected == source)) return count_drop(Drop::source);
+  if (worker.hello_sealer && !authentic(*worker.hello_sealer, bytes)) return count_drop(Drop::unauthenticated);
+  if (worker.nonce != header.counter) return count_drop(Drop::worker);
+  ++job.counters.hellos;
+  worker.address = source;
+  send(job, header.worker, bytes);
 }
 
 void Plane::queue(Job& job, Worker& worker, std::uint32_t slot) {
@@ -277,12 +312,13 @@ void Plane::queue(Job& job, Worker& worker, std::uint32_t slot) {
 
 void Plane::flush(Job& job) {
   if (!job.machine) return;
-  const std::size_t packet_bytes = job.machine->packet_bytes();
+  const std::size_t tag_bytes = job.authenticated ? seal::kTagBytes : 0;
+  const std::size_t packet_bytes = job.machine->packet_bytes() + tag_bytes;
   const std::size_t per_run =
       std::min(transport::UdpSocket::kMaxSegments, transport::UdpSocket::kMaxSuperBytes / packet_bytes + 1);
   std::array<transport::UdpSocket::Run, transport::UdpSocket::kMessagesPerCall> runs;
   std::array<Worker*, transport::UdpSocket::kMessagesPerCall> owners;
-  job.pieces.resize(runs.size() * per_run);
+  job.pieces.resize(runs.size() * per_run * kPieces);
   bool blocked = false;
   for (bool more = true; more && !blocked;) {
     more = false;
@@ -294,12 +330,16 @@ void Plane::flush(Job& job) {
         Worker& worker = job.workers[next];
         if (worker.pending.empty()) continue;
         const std::size_t take = std::min(worker.pending.size(), per_run);
-        iovec* first = job.pieces.data() + count * per_run;
+        iovec* first = job.pieces.data() + count * per_run * kPieces;
         for (std::size_t i = 0; i < take; ++i) {
           const auto frame = job.machine->frame(worker.pending[i]);
-          first[i] = {const_cast<std::byte*>(frame.data()), frame.size()};
+          first[i * kPieces] = {const_cast<std::byte*>(frame.data()), frame.size()};
+          first[i * kPieces + 1] = {job.tags.data() + worker.pending[i] * tag_bytes, tag_bytes};
         }
-        runs[count] = {.to = &*worker.address, .pieces = {first, take}, .packet_bytes = packet_bytes};
+        runs[count] = {.to = &*worker.address,
+                       .pieces = {first, take * kPieces},
+                       .pieces_per_packet = kPieces,
+                       .packet_bytes = packet_bytes};
         owners[count++] = &worker;
         packets += take;
       }
@@ -308,7 +348,7 @@ void Plane::flush(Job& job) {
       job.counters.answers_sent += sent;
       blocked = sent < packets;
       for (std::size_t i = 0; i < count; ++i) {
-        const std::size_t mine = std::min(sent, runs[i].pieces.size());
+        const std::size_t mine = std::min(sent, runs[i].pieces.size() / kPieces);
         owners[i]->pending.erase(owners[i]->pending.begin(),
                                  owners[i]->pending.begin() + static_cast<std::ptrdiff_t>(mine));
         sent -= mine;
@@ -325,29 +365,44 @@ void Plane::flush(Job& job) {
 void Plane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap) {
   ++job.counters.notices;
   std::vector<std::byte> packet(job.machine->packet_bytes());
-  job.machine->write_notice(to, gap, packet.data());
-  const iovec piece{packet.data(), packet.size()};
-  const transport::UdpSocket::Run run{
-      .to = &*job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
-  job.socket->send({&run, 1});  // a hint: where there is no room for it, the worker's timer will do
+  job.machine->write_notice(to, gap, ++job.told, packet.data());
+  append_tag(job, packet);
+  send(job, to, packet);  // a hint: where there is no room for it, the worker's timer will do
 }
 
 void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, std::span<const std::byte> bytes) {
   ++job.counters.mismatches;
   const auto said = protocol::Agreement::of(protocol::PacketView::parse(bytes)->header());
   std::vector<std::byte> packet(job.machine->packet_bytes());
-  const auto send = [&](std::uint16_t to) {
-    const iovec piece{packet.data(), packet.size()};
-    const transport::UdpSocket::Run run{
-        .to = &*job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
-    job.socket->send({&run, 1});
-  };
-  job.machine->write_mismatch(handled.chunk, said, handled.worker, packet.data());
+  job.machine->write_mismatch(handled.chunk, said, handled.worker, ++job.told, packet.data());
+  append_tag(job, packet);
   for (std::uint16_t to = 0; to < job.workers.size(); ++to) {
-    if (to != handled.worker) send(to);
+    if (to != handled.worker) send(job, to, packet);
   }
-  job.machine->write_mismatch(handled.chunk, job.machine->agreement(handled.slot), handled.other, packet.data());
-  send(handled.worker);
+  packet.resize(job.machine->packet_bytes());
+  job.machine->write_mismatch(handled.chunk, job.machine->agreement(handled.slot), handled.other, ++job.told,
+                              packet.data());
+  append_tag(job, packet);
+  send(job, handled.worker, packet);
+}
+
+void Plane::append_tag(Job& job, std::vector<std::byte>& packet) {
+  if (!job.authenticated) return;
+  const std::size_t bytes = packet.size();
+  packet.resize(bytes + seal::kTagBytes);
+  tag_answer(job, {packet.data(), bytes}, packet.data() + bytes);
+}
+
+void Plane::tag_answer(Job& job, std::span<const std::byte> packet, std::byte* tag) {
+  const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
+  job.answer_sealer->tag(protocol::nonce_of(packet.data(), packet.size()), {&piece, 1}, tag);
+}
+
+void Plane::send(Job& job, std::uint16_t to, std::span<const std::byte> packet) {
+  const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
+  const transport::UdpSocket::Run run{
+      .to = &*job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
+  job.socket->send({&run, 1});
 }
 
 void Plane::watch(const Job& job, bool writable) {

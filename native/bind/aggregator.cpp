@@ -5,6 +5,7 @@
 #include <netfold/aggregator/plane.hpp>
 
 #include "module.hpp"
+#include "seal.hpp"
 
 namespace nb = nanobind;
 using netfold::aggregator::Plane;
@@ -15,16 +16,31 @@ void bind_aggregator(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Plane>(a, "Plane")
       .def(nb::init<>())
-      .def("open", &Plane::open, nb::arg("job"), nb::arg("incarnation"), nb::arg("host"), nb::arg("nonces"),
-           nb::arg("buffer_bytes"), Release())
+      .def(
+          "open",
+          [](Plane& self, std::uint32_t job, std::uint32_t incarnation, const std::string& host,
+             const std::vector<std::uint64_t>& nonces, const std::vector<nb::bytes>& hello_keys, int buffer_bytes) {
+            const auto keys = keys_of(hello_keys);
+            nb::gil_scoped_release release;
+            return self.open(job, incarnation, host, nonces, keys, buffer_bytes);
+          },
+          nb::arg("job"), nb::arg("incarnation"), nb::arg("host"), nb::arg("nonces"), nb::arg("hello_keys"),
+          nb::arg("buffer_bytes"))
+      .def("expect", &Plane::expect, nb::arg("job"), nb::arg("worker"), nb::arg("host"), nb::arg("port"), Release())
       .def("receive_buffer_bytes", &Plane::receive_buffer_bytes, Release())
       .def(
           "begin",
           [](Plane& self, std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t workers,
-             std::uint32_t window,
-             std::uint32_t payload_bytes) { self.begin({job, epoch, incarnation, workers, window, payload_bytes}); },
+             std::uint32_t window, std::uint32_t payload_bytes,
+             const std::optional<std::tuple<std::vector<nb::bytes>, nb::bytes>>& keys) {
+            std::optional<netfold::aggregator::JobKeys> job_keys;
+            if (keys) job_keys = {keys_of(std::get<0>(*keys)), key_of(std::get<1>(*keys))};
+            nb::gil_scoped_release release;
+            self.begin({job, epoch, incarnation, workers, window, payload_bytes}, job_keys);
+          },
           nb::kw_only(), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"), nb::arg("workers"),
-          nb::arg("window"), nb::arg("payload_bytes"), Release())
+          nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(),
+          "keys: of contributions, by worker, and of the answers; None without tags.")
       .def("close", &Plane::close, Release())
       .def("missing", &Plane::missing, Release())
       .def("cpu_ns", &Plane::cpu_ns, Release())

@@ -15,6 +15,7 @@
 
 #include "call_site.hpp"
 #include "module.hpp"
+#include "seal.hpp"
 #include "transport.hpp"
 
 namespace nb = nanobind;
@@ -285,15 +286,19 @@ void bind_engine(nb::module_& m) {
           "attach",
           [](Group& self, UdpPort& port, const std::string& host, std::uint16_t to_port, std::uint32_t job,
              std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker, const std::vector<int>& ranks,
-             std::uint32_t window, std::uint32_t payload_bytes) {
+             std::uint32_t window, std::uint32_t payload_bytes,
+             const std::optional<std::tuple<nb::bytes, nb::bytes>>& keys) {
             if (!port.socket) throw nb::value_error("this port was given to a group before");
             const auto workers = static_cast<std::uint16_t>(ranks.size());
             const protocol::WorkerConfig config{job, epoch, incarnation, worker, workers, window, payload_bytes};
-            self.attach(std::make_unique<collective::Channel>(config, ranks, std::move(port.socket),
+            std::optional<collective::ChannelKeys> channel_keys;
+            if (keys) channel_keys = {key_of(std::get<0>(*keys)), key_of(std::get<1>(*keys))};
+            self.attach(std::make_unique<collective::Channel>(config, channel_keys, ranks, std::move(port.socket),
                                                               transport::Address::parse(host, to_port)));
           },
           nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("job"), nb::arg("epoch"),
-          nb::arg("incarnation"), nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"))
+          nb::arg("incarnation"), nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"),
+          nb::arg("keys").none(), "keys: of this worker's contributions and of the answers; None without tags.")
       .def(
           "share",
           [](Group& self, int position, const std::vector<int>& ranks, const std::vector<int>& segments,

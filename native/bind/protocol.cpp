@@ -101,20 +101,25 @@ void bind_protocol(nb::module_& m) {
                                    handled.chunk, handled.worker, handled.other);
            })
       .def("frame", [](const SwitchJob& self, std::uint32_t slot) { return to_bytes(self.frame(slot)); })
-      .def("mismatch_packet",
-           [](const SwitchJob& self, std::uint64_t chunk, const nb::bytes& contribution, std::uint16_t about) {
-             const auto view = PacketView::parse(bytes_of(contribution));
-             if (!view) throw nb::value_error("not a packet");
-             std::vector<std::byte> out(self.packet_bytes());
-             self.write_mismatch(chunk, Agreement::of(view->header()), about, out.data());
-             return to_bytes(out);
-           })
-      .def("notice_packet",
-           [](const SwitchJob& self, std::uint16_t to, std::uint64_t first, std::uint32_t count) {
-             std::vector<std::byte> out(self.packet_bytes());
-             self.write_notice(to, {first, count}, out.data());
-             return to_bytes(out);
-           })
+      .def(
+          "mismatch_packet",
+          [](const SwitchJob& self, std::uint64_t chunk, const nb::bytes& contribution, std::uint16_t about,
+             std::uint64_t number) {
+            const auto view = PacketView::parse(bytes_of(contribution));
+            if (!view) throw nb::value_error("not a packet");
+            std::vector<std::byte> out(self.packet_bytes());
+            self.write_mismatch(chunk, Agreement::of(view->header()), about, number, out.data());
+            return to_bytes(out);
+          },
+          nb::arg("chunk"), nb::arg("contribution"), nb::arg("about"), nb::arg("number") = 1)
+      .def(
+          "notice_packet",
+          [](const SwitchJob& self, std::uint16_t to, std::uint64_t first, std::uint32_t count, std::uint64_t number) {
+            std::vector<std::byte> out(self.packet_bytes());
+            self.write_notice(to, {first, count}, number, out.data());
+            return to_bytes(out);
+          },
+          nb::arg("to"), nb::arg("first"), nb::arg("count"), nb::arg("number") = 1)
       .def("missing", &SwitchJob::missing)
       .def("canonical", &canonical<SwitchJob>)
       .def("copy", [](const SwitchJob& self) { return SwitchJob(self); })

@@ -10,8 +10,9 @@
 namespace netfold::collective {
 namespace {
 
-// Each packet is header, values, padding: three pieces, so that a run of packets is uniform.
-constexpr std::size_t kPieces = 3;
+// Each packet is header, values, padding, tag: four pieces, so that a run of packets is uniform. The last two may be
+// empty.
+constexpr std::size_t kPieces = 4;
 
 std::string text(const protocol::Header& header) {
   return "operation #" + std::to_string(header.operation) + " of " + std::to_string(header.elements) + " elements (" +
@@ -22,12 +23,21 @@ std::string text(const protocol::Header& header) {
 
 }  // namespace
 
-Channel::Channel(const protocol::WorkerConfig& config, std::vector<int> ranks,
+Channel::Channel(const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys, std::vector<int> ranks,
                  std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to)
-    : machine_(config), ranks_(std::move(ranks)), socket_(std::move(socket)), to_(to) {
+    : machine_(config),
+      tag_bytes_(keys ? seal::kTagBytes : 0),
+      ranks_(std::move(ranks)),
+      socket_(std::move(socket)),
+      to_(to) {
+  if (keys) {
+    sealer_.emplace(keys->contributions);
+    answer_sealer_.emplace(keys->answers);
+  }
   headers_.resize(kBatchPackets * protocol::kHeaderBytes);
   staging_.resize(kBatchPackets * config.payload_bytes);
   zeros_.resize(config.payload_bytes);
+  tags_.resize(kBatchPackets * tag_bytes_);
   pieces_.resize(kBatchPackets * kPieces);
   chunks_.resize(kBatchPackets);
   owners_.resize(kBatchPackets);
@@ -90,6 +100,14 @@ void Channel::take(std::span<const std::byte> bytes, const transport::Address& s
     ++drops_[static_cast<std::size_t>(protocol::Drop::source)];
     return;
   }
+  if (answer_sealer_) {
+    if (bytes.size() < protocol::kHeaderBytes + tag_bytes_ ||
+        !answer_sealer_->matches(protocol::nonce_of(bytes.data(), bytes.size() - tag_bytes_), bytes)) {
+      ++drops_[static_cast<std::size_t>(protocol::Drop::unauthenticated)];
+      return;
+    }
+    bytes = bytes.first(bytes.size() - tag_bytes_);
+  }
   const auto received = machine_.handle_packet(bytes, now_ns);
   switch (received.outcome) {
     case protocol::Worker::Outcome::dropped:
@@ -116,7 +134,7 @@ void Channel::take(std::span<const std::byte> bytes, const transport::Address& s
   if (received.finished) active->finished = true;
 }
 
-std::size_t Channel::stage(const protocol::Worker::Send& send, const Call& call, iovec* pieces) {
+void Channel::stage(const protocol::Worker::Send& send, const Call& call, iovec* pieces) {
   const std::size_t index = static_cast<std::size_t>(pieces - pieces_.data()) / kPieces;
   std::byte* header = headers_.data() + index * protocol::kHeaderBytes;
   protocol::write_header(send.header, header);
@@ -130,7 +148,9 @@ std::size_t Channel::stage(const protocol::Worker::Send& send, const Call& call,
   pieces[0] = {header, protocol::kHeaderBytes};
   pieces[1] = {values, value_bytes};
   pieces[2] = {zeros_.data(), machine_.config().payload_bytes - value_bytes};
-  return machine_.packet_bytes();
+  std::byte* tag = tags_.data() + index * tag_bytes_;
+  if (sealer_) sealer_->tag(protocol::nonce_of(header, machine_.packet_bytes()), {pieces, kPieces - 1}, tag);
+  pieces[3] = {tag, tag_bytes_};
 }
 
 bool Channel::send(std::int64_t now_ns) {
@@ -150,13 +170,14 @@ bool Channel::send(std::int64_t now_ns) {
       ++count;
     }
     if (count == 0) return moved;
+    const std::size_t packet_bytes = machine_.packet_bytes() + tag_bytes_;
     const transport::UdpSocket::Run run{.to = &to_,
                                         .pieces = {pieces_.data(), count * kPieces},
                                         .pieces_per_packet = kPieces,
-                                        .packet_bytes = machine_.packet_bytes()};
+                                        .packet_bytes = packet_bytes};
     const std::size_t sent = socket_->send({&run, 1});
     for (std::size_t i = 0; i < sent; ++i) {
-      owners_[i]->wire_bytes += machine_.packet_bytes();
+      owners_[i]->wire_bytes += packet_bytes;
       owners_[i]->retransmissions += again_[i] ? 1 : 0;
     }
     for (std::size_t i = sent; i < count; ++i) machine_.not_sent(chunks_[i]);

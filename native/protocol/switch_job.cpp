@@ -150,24 +150,27 @@ std::span<const std::byte> SwitchJob::frame(std::uint32_t slot) const {
   return {frames_.data() + static_cast<std::size_t>(slot) * packet_bytes(), packet_bytes()};
 }
 
-void SwitchJob::write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::byte* out) const {
+void SwitchJob::write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::uint64_t number,
+                               std::byte* out) const {
   Header header{.flags = kAnswer | kMismatch,
                 .job = config_.job,
                 .epoch = config_.epoch,
                 .incarnation = config_.incarnation,
                 .chunk = chunk,
+                .counter = number,
                 .worker = about};
   said.fill(header);
   std::memset(out, 0, packet_bytes());
   write_header(header, out);
 }
 
-void SwitchJob::write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::byte* out) const {
+void SwitchJob::write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::uint64_t number, std::byte* out) const {
   const Header header{.flags = kAnswer | kNotice,
                       .job = config_.job,
                       .epoch = config_.epoch,
                       .incarnation = config_.incarnation,
                       .chunk = gap.first,
+                      .counter = number,
                       .elements = gap.count,
                       .worker = to};
   std::memset(out, 0, packet_bytes());

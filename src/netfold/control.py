@@ -2,10 +2,12 @@
 
 Membership lives here, data does not. A message is a map with a `type`; sizes are bounded, unknown types are an error.
 
-    worker -> switch   join      version, job, name, rank, ranks, window_bytes, timeout_s
-                                 (job: a digest; name: what people call it; ranks: of all workers, in worker order)
+    worker -> switch   join      version, job, name, rank, ranks, port, window_bytes, timeout_s
+                                 (job: a digest; name: what people call it; ranks: of all workers, in worker order;
+                                 port: the UDP port that this worker's packets will come from)
                                  token                       (where the switch wants one, which is inside TLS only)
     switch -> worker   admitted  job_id, incarnation, nonce, port           (send hello packets to that UDP port)
+                                 secret, answer_secret       (inside TLS only: for the keys of packets)
                        refused   reason
     worker -> switch   ready     payload_bytes                              (the longest that came back)
     switch -> worker   start     epoch, payload_bytes, window               (every rank is ready)
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE_BYTES = 1 << 16
 _LENGTH = struct.Struct(">I")
 

@@ -103,6 +103,7 @@ def test_metrics_count_a_jobs_bytes_packets_and_who_is_late() -> None:
             seen = samples(address)
             status = json.loads(get(address, "/status")[1])
             name = "vision/a"
+            assert seen["netfold_switch_authenticated",] == 0
             assert seen["netfold_switch_jobs",] == 1
             assert seen["netfold_switch_workers",] == 2
             assert seen["netfold_switch_job_workers", name] == 2
@@ -223,7 +224,7 @@ def test_status_shows_jobs_and_the_latest_rank() -> None:
         shown = status_command(address, "--once")
         told = json.loads(status_command(address, "--json").stdout)
     assert shown.returncode == 0, shown.stderr
-    assert re.search(r"serving for \d+ s: 1 of 64 jobs", shown.stdout)
+    assert re.search(r"serving for \d+ s: 1 of 64 jobs, .* packets not authenticated", shown.stdout)
     (line,) = [line for line in shown.stdout.splitlines() if "vision/a" in line]
     assert re.search(r"[0-9a-f]{8} +vision/a +2 .* 1: \d+\.\d ms, \d+ x last", line), line
     assert told["jobs"][0]["name"] == "vision/a"

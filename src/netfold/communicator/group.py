@@ -197,12 +197,13 @@ class Group:
         if self.membership is not None:
             self.membership.attach(self._native, self._fail)
             log.info(
-                "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes",
+                "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes, packets %sauthenticated",
                 rank,
                 job.switch,
                 len(self.membership.workers),
                 self.membership.window,
                 self.membership.payload_bytes,
+                "" if self.membership.authenticated else "not ",
             )
         self._ward = Ward(self._native, self._resident, neighbours, float(options.reconnect_s or 0))
         caretaker.take_care(self._id, self._ward)

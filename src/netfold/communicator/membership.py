@@ -20,16 +20,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from netfold import control
-from netfold._native import protocol
+from netfold import control, packet_keys
+from netfold._native import protocol, seal
 from netfold._native.transport import UdpPort
 from netfold.communicator.errors import RendezvousError, SwitchError
 from netfold.communicator.pinned import FingerprintError, PinnedStream
 
-# Longest first; the first whose packets come back from the switch is used. 8896 bytes fill a jumbo frame (MTU 9000)
-# with headers and an authentication tag, 1408 an MTU of 1500; 1152 fits IPv6's least MTU of 1280. Longer packets, on
-# loopback, measured no faster, and a small operation pads to a whole packet.
-PAYLOAD_CANDIDATES = (8896, protocol.ETHERNET_PAYLOAD_BYTES, 1152)
+# Longest first; the first whose packets come back from the switch is used. With headers and a tag 8880 bytes fit a
+# jumbo frame (MTU 9000), of IPv6 too; 1408 fill an MTU of 1500, and 1152 fit IPv6's least MTU of 1280. Longer packets,
+# on loopback, measured no faster, and a small operation pads to a whole packet.
+PAYLOAD_CANDIDATES = (8880, protocol.ETHERNET_PAYLOAD_BYTES, 1152)
 _PROBE_S = 0.12
 # How often a rank that waits looks whether it waits for one that has left.
 _WATCH_S = 0.2
@@ -46,6 +46,7 @@ class Membership:
         self.workers = tuple(workers)
         self.payload_bytes = 0
         self.window = 0
+        self.authenticated = isinstance(stream, PinnedStream)  # whether its packets carry tags
         self._stream = stream
         self._port: UdpPort | None = None
         self._attach_arguments: dict[str, Any] = {}
@@ -79,6 +80,11 @@ class Membership:
         endpoint = control.format_endpoint(switch_host, switch_port)
         who = f"rank {rank}: the switch at {endpoint} (NETFOLD_SWITCH)"
         token = _token(who, token_file, fingerprint)
+        if fingerprint is not None and seal.missing():
+            raise SwitchError(
+                f"{who} wants packets to be authenticated, and this host cannot: {seal.missing()}. Without it only a "
+                "switch with --open can be joined"
+            )
         try:
             stream = socket.create_connection((switch_host, switch_port), timeout=timeout_s)
         except ConnectionRefusedError:
@@ -115,6 +121,9 @@ class Membership:
     def _join(
         self, who: str, job: str, name: str, token: str | None, window_bytes: int, deadline: float, timeout_s: float
     ) -> None:
+        # From the address that the control connection uses: the switch takes packets from no other host.
+        local = self._stream.getsockname()[0]
+        self._port = UdpPort(host=local, buffer_bytes=4 * window_bytes)
         control.send(
             self._stream,
             {
@@ -125,20 +134,18 @@ class Membership:
                 "name": name,
                 "rank": self.rank,
                 "ranks": list(self.workers),
+                "port": self._port.port,
                 "window_bytes": window_bytes,
                 "timeout_s": timeout_s,
             },
         )
         admitted = self._expect("admitted", who, deadline)
         switch_host = self._stream.getpeername()[0]
-        # From the address that the control connection uses: the switch may see another host otherwise.
-        local = self._stream.getsockname()[0]
-        self._port = UdpPort(host=local, buffer_bytes=4 * window_bytes)
         payload = self._probe(switch_host, admitted, deadline)
         if payload is None:
             raise SwitchError(
                 f"{who} is reached by TCP, but no UDP packet came back from its data port {admitted['port']}: a "
-                "firewall may drop UDP"
+                "firewall may drop UDP, or an address translation change its port"
             )
         control.send(self._stream, {"type": "ready", "payload_bytes": payload})
         start = self._expect("start", who, deadline)
@@ -154,21 +161,34 @@ class Membership:
             "ranks": list(self.workers),
             "window": self.window,
             "payload_bytes": self.payload_bytes,
+            "keys": self._keys(admitted, int(start["epoch"])),
         }
+
+    def _keys(self, admitted: control.Message, epoch: int) -> tuple[bytes, bytes] | None:
+        if not self.authenticated:
+            return None
+        job, worker = int(admitted["job_id"]), int(admitted["worker"])
+        return (
+            packet_keys.contribution_key(admitted["secret"], job=job, epoch=epoch, worker=worker),
+            packet_keys.answer_key(admitted["answer_secret"], job=job, epoch=epoch),
+        )
 
     def _probe(self, switch_host: str, admitted: control.Message, deadline: float) -> int | None:
         assert self._port is not None
+        job, worker = int(admitted["job_id"]), int(admitted["worker"])
+        key = packet_keys.hello_key(admitted["secret"], job=job, worker=worker) if self.authenticated else None
         for payload in PAYLOAD_CANDIDATES:
             last = payload == PAYLOAD_CANDIDATES[-1]
             seconds = max(0.0, deadline - time.monotonic()) if last else _PROBE_S
             if self._port.hello(
                 host=switch_host,
                 port=int(admitted["port"]),
-                job=int(admitted["job_id"]),
+                job=job,
                 incarnation=int(admitted["incarnation"]),
-                worker=int(admitted["worker"]),
+                worker=worker,
                 nonce=int(admitted["nonce"]),
                 packet_bytes=payload + protocol.HEADER_BYTES,
+                key=key,
                 timeout_ns=int(min(seconds, 5.0) * 1e9),
             ):
                 return payload

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold import control
-from netfold._native import protocol
+from netfold import control, packet_keys
+from netfold._native import protocol, seal
 from netfold._native.aggregator import Plane
 from netfold.switch.certificate import server_context
 from netfold.switch.entrance import Entrance, Guest
@@ -60,6 +60,8 @@ class _Job:
     host: str
     port: int
     nonces: list[int]
+    secrets: list[bytes]  # of workers, by number; empty where packets carry no tags
+    answer_secret: bytes
     window_bytes: int
     deadline: float
     created: float
@@ -92,8 +94,9 @@ class Switch:
     """Serve until `stop`.
 
     tokens: who may join, over TLS with the certificate of `state_dir` (or one that lasts as long as the switch).
-    Without, everybody who reaches it may, in the clear: on loopback, or where `open_to_all` is said. ValueError for
-    what contradicts itself, OSError where the certificate cannot be kept.
+    Without, everybody who reaches it may, in the clear: on loopback, or where `open_to_all` is said. With tokens, data
+    packets are authenticated too. ValueError for what contradicts itself or cannot be had here, OSError where the
+    certificate cannot be kept.
     """
 
     def __init__(
@@ -114,6 +117,11 @@ class Switch:
             raise ValueError(
                 f"{host} is not a loopback address: anyone who reaches it could join. Name those who may with "
                 "--token-file, say --open if every host on that network is trusted, or listen on 127.0.0.1"
+            )
+        if tokens is not None and seal.missing():
+            raise ValueError(
+                f"--token-file: packets cannot be authenticated here: {seal.missing()}. Without it only --open, for a "
+                "wire where every host is trusted, works"
             )
         self._tokens = tokens
         context: ssl.SSLContext | None = None
@@ -140,11 +148,17 @@ class Switch:
         self._ended: Counter[str] = Counter()
         self._ended_drops: Counter[str] = Counter()
 
+    @property
+    def authenticated(self) -> bool:
+        """Whether data packets carry tags."""
+        return self._tokens is not None
+
     async def start(self) -> str:
         """Bind and listen; what workers take as NETFOLD_SWITCH. OSError where it cannot be."""
         endpoint = control.format_endpoint(*self._entrance.start())
         if self.fingerprint is None:
-            say(logging.WARNING, "open", f"no tokens and no TLS: whoever reaches {endpoint} may join", address=endpoint)
+            what = f"no tokens and no TLS: whoever reaches {endpoint} may join, and packets are not authenticated"
+            say(logging.WARNING, "open", what, address=endpoint)
             return endpoint
         return f"{endpoint}#{self.fingerprint}"
 
@@ -180,6 +194,7 @@ class Switch:
             "uptime_s": time.monotonic() - self._started_s,
             "cpu_s": self._plane.cpu_ns() / 1e9,
             "incarnation": self.incarnation,
+            "authenticated": self.authenticated,
             "connections": self._entrance.connections,
             "strangers": self._entrance.strangers,
             "memory_granted_bytes": self._memory_bytes,
@@ -243,17 +258,18 @@ class Switch:
         guest.admitted()
         reason, fault = "its connection was lost", None
         try:
-            await _tell(
-                writer,
-                {
-                    "type": "admitted",
-                    "job_id": job.id,
-                    "incarnation": self.incarnation,
-                    "worker": job.ranks.index(member.rank),
-                    "nonce": job.nonces[job.ranks.index(member.rank)],
-                    "port": job.port,
-                },
-            )
+            worker = job.ranks.index(member.rank)
+            admitted: control.Message = {
+                "type": "admitted",
+                "job_id": job.id,
+                "incarnation": self.incarnation,
+                "worker": worker,
+                "nonce": job.nonces[worker],
+                "port": job.port,
+            }
+            if job.secrets:
+                admitted |= {"secret": job.secrets[worker], "answer_secret": job.answer_secret}
+            await _tell(writer, admitted)
             while True:
                 message = await _read(reader)
                 kind = message["type"]
@@ -289,13 +305,15 @@ class Switch:
             )
         tenant = self._tenant(message)
         name, label = message.get("job"), message.get("name", "")
-        rank, ranks = message.get("rank"), _ranks(message)
+        rank, ranks, port = message.get("rank"), _ranks(message), message.get("port")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_JOB_NAME:
             raise control.ProtocolError("join without a job name")
         if not isinstance(label, str) or not _LABEL.fullmatch(label):
             raise control.ProtocolError(f"join of a job that is called {str(label)[:80]!r}")
         if rank not in ranks:
             raise control.ProtocolError(f"join as rank {rank!r}, which is not one of the job's {len(ranks)}")
+        if not isinstance(port, int) or not 0 < port < 1 << 16:
+            raise control.ProtocolError(f"join with the port {port!r}")
         if not tenant.may_call(label):
             raise _RefusedError(
                 "name",
@@ -323,6 +341,8 @@ class Switch:
             )
         if job.started:
             raise _RefusedError("under way", "this job is under way; a restarted worker must come with a new group")
+        # Its packets will come from where it speaks now, and from no other host.
+        self._plane.expect(job.id, ranks.index(rank), writer.get_extra_info("peername")[0], port)
         member = job.members[rank] = _Member(rank, writer, address)
         what = f"job {name}: rank {rank} of {job.size} joined from {address}"
         say(logging.INFO, "joined", what, **job.who, rank=rank, peer=address)
@@ -375,10 +395,12 @@ class Switch:
         while job_id in self._ids:
             job_id = secrets.randbelow(0xFFFFFFFE) + 1
         nonces = [secrets.randbits(64) for _ in range(size)]
+        drawn = [packet_keys.draw_secret() for _ in range(size)] if self.authenticated else []
+        hello_keys = [packet_keys.hello_key(secret, job=job_id, worker=i) for i, secret in enumerate(drawn)]
         host = writer.get_extra_info("sockname")[0]
         try:
             # Twice the window a worker: the kernel counts its own overhead in.
-            port = self._plane.open(job_id, self.incarnation, host, nonces, 2 * window_bytes * size)
+            port = self._plane.open(job_id, self.incarnation, host, nonces, hello_keys, 2 * window_bytes * size)
         except OSError as error:
             raise _RefusedError("port", f"the switch cannot open a data port on {host}: {error}") from None
         granted = self._plane.receive_buffer_bytes(job_id)
@@ -392,6 +414,8 @@ class Switch:
             host=host,
             port=port,
             nonces=nonces,
+            secrets=drawn,
+            answer_secret=packet_keys.draw_secret(),
             window_bytes=window_bytes,
             deadline=seconds,
             created=time.monotonic(),
@@ -452,6 +476,7 @@ class Switch:
                 workers=job.size,
                 window=window,
                 payload_bytes=payload,
+                keys=_keys(job, epoch),
             )
         except ValueError as error:
             await self._end(job, "absent", str(error))
@@ -466,7 +491,7 @@ class Switch:
             job.timer.cancel()
         what = (
             f"job {job.name}: epoch {epoch} starts with {job.size} workers, window {window} x {payload} bytes, "
-            f"{memory / 2**20:.1f} MiB, data port {job.port}"
+            f"{memory / 2**20:.1f} MiB, data port {job.port}, packets {'' if job.secrets else 'not '}authenticated"
         )
         say(
             logging.INFO,
@@ -479,6 +504,7 @@ class Switch:
             payload_bytes=payload,
             memory_bytes=memory,
             port=job.port,
+            authenticated="yes" if job.secrets else "no",
         )
         start = control.encode({"type": "start", "epoch": epoch, "payload_bytes": payload, "window": window})
         # All at once: with a pause between them, one that starts and leaves at once would be told of before the start.
@@ -555,6 +581,17 @@ class Switch:
             retransmissions=_retransmissions(counters),
             dropped=sum(counters["drops"].values()),
         )
+
+
+def _keys(job: _Job, epoch: int) -> tuple[list[bytes], bytes] | None:
+    """Of the job's packets in this epoch, None where they carry no tags."""
+    if not job.secrets:
+        return None
+    own = [
+        packet_keys.contribution_key(secret, job=job.id, epoch=epoch, worker=worker)
+        for worker, secret in enumerate(job.secrets)
+    ]
+    return own, packet_keys.answer_key(job.answer_secret, job=job.id, epoch=epoch)
 
 
 def _retransmissions(counters: dict[str, Any]) -> int:

@@ -42,6 +42,7 @@ class _Status:
 def _switch(status: dict[str, Any]) -> Iterator[Metric]:
     for name, text, value in (
         ("draining", "1 while the switch takes no new job, else 0.", status["state"] == "draining"),
+        ("authenticated", "1 where data packets carry tags, else 0.", status["authenticated"]),
         ("jobs", "Jobs that are assembled or under way.", len(status["jobs"])),
         ("workers", "Workers of those jobs that have joined.", sum(job["joined"] for job in status["jobs"])),
         ("connections", "Control connections, of strangers too.", status["connections"]),

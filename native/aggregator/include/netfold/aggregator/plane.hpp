@@ -3,13 +3,17 @@
 // Each job has a socket of its own and a SwitchJob; one thread serves them all, a batch of a job at a time.
 // Membership is decided elsewhere (netfold.switch): a job is opened with a nonce a worker; a worker proves
 // the path and its address by a hello packet that carries its nonce, which comes back unchanged; `begin`
-// gives the epoch. The plane answers no address that has not shown a nonce, and takes no contribution from
-// another than the registered address.
+// gives the epoch. The plane answers no address that has not shown a nonce and that its worker did not name
+// over the control connection, and takes no contribution from another than the registered address.
+//
+// Every packet of a job with keys carries a tag (netfold/seal), its own ones too: nothing in a packet is believed
+// before its tag is checked. A result gets its tag once, when its chunk is complete, for all workers.
 //
 // Commands from other threads run between two batches, so the data path takes no lock.
 #pragma once
 
 #include <netfold/protocol/switch_job.hpp>
+#include <netfold/seal/sealer.hpp>
 #include <netfold/transport/udp.hpp>
 
 #include <atomic>
@@ -50,6 +54,12 @@ struct JobCounters {
   std::uint32_t slots_collecting = 0;  // hold contributions of some workers and wait for the others
 };
 
+// The keys of a job's packets in one epoch.
+struct JobKeys {
+  std::vector<seal::Key> contributions;  // by worker
+  seal::Key answers{};                   // one for all: an answer is the same bytes for each
+};
+
 class Plane {
  public:
   Plane();
@@ -57,14 +67,18 @@ class Plane {
   Plane(const Plane&) = delete;
   Plane& operator=(const Plane&) = delete;
 
-  // Binds a port of `host` for the job and waits for hellos; returns the port. Throws std::system_error.
+  // Binds a port of `host` for the job and waits for hellos; returns the port. `hello_keys`: by worker, or empty for a
+  // job whose packets carry no tags. Throws std::system_error; std::runtime_error where no tag can be checked.
   std::uint16_t open(std::uint32_t job, std::uint32_t incarnation, const std::string& host,
-                     const std::vector<std::uint64_t>& nonces, int buffer_bytes);
+                     const std::vector<std::uint64_t>& nonces, const std::vector<seal::Key>& hello_keys,
+                     int buffer_bytes);
+  // Where the worker will send from, a numeric address: hellos from elsewhere are dropped, and so are all before.
+  void expect(std::uint32_t job, std::uint16_t worker, const std::string& host, std::uint16_t port);
   // What the kernel granted the job's socket to hold what has arrived and was not read.
   int receive_buffer_bytes(std::uint32_t job);
-  // All workers are verified: allocate the slots and start to count. Throws std::invalid_argument naming the
-  // workers that have not said hello.
-  void begin(const protocol::JobConfig& config);
+  // All workers are verified: allocate the slots and start to count. `keys`: of a job that was opened with keys, and of
+  // no other. Throws std::invalid_argument naming the workers that have not said hello.
+  void begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys);
   void close(std::uint32_t job);
 
   std::optional<JobCounters> counters(std::uint32_t job);
@@ -75,7 +89,10 @@ class Plane {
  private:
   struct Worker {
     std::uint64_t nonce = 0;
-    std::optional<transport::Address> address;
+    std::optional<transport::Address> expected;
+    std::optional<transport::Address> address;  // the expected one, once a hello came from there
+    std::optional<seal::Sealer> hello_sealer;
+    std::optional<seal::Sealer> sealer;  // of contributions
     protocol::Arrivals arrivals;
     // Slots whose answer this worker gets, at most slot_count(). A slot that has a new tenant by the time it
     // is sent still holds a whole, final result, with its own chunk number on it: never wrong, at worst not
@@ -95,6 +112,10 @@ class Plane {
     std::vector<Worker> workers;
     JobCounters counters;
     std::vector<First> firsts;  // by slot
+    bool authenticated = false;
+    std::optional<seal::Sealer> answer_sealer;
+    std::vector<std::byte> tags;  // of the slots' frames
+    std::uint64_t told = 0;       // mismatches and notices written
     bool blocked = false;
     std::vector<iovec> pieces;
   };
@@ -108,6 +129,9 @@ class Plane {
              const transport::Address& source);
   void queue(Job& job, Worker& worker, std::uint32_t slot);
   void flush(Job& job);
+  void send(Job& job, std::uint16_t to, std::span<const std::byte> packet);
+  void append_tag(Job& job, std::vector<std::byte>& packet);
+  void tag_answer(Job& job, std::span<const std::byte> packet, std::byte* tag);
   void notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap);
   void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, std::span<const std::byte> bytes);
   void watch(const Job& job, bool writable);

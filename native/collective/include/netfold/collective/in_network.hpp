@@ -11,18 +11,27 @@
 
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/protocol/worker.hpp>
+#include <netfold/seal/sealer.hpp>
 #include <netfold/transport/udp.hpp>
 
 #include <array>
 #include <memory>
+#include <optional>
 
 namespace netfold::collective {
 
+// The keys of a worker's packets in one epoch.
+struct ChannelKeys {
+  seal::Key contributions{};  // this worker's own
+  seal::Key answers{};        // all workers'
+};
+
 class Channel {
  public:
-  // `ranks`: what the job's workers, by number, are called in this group.
-  Channel(const protocol::WorkerConfig& config, std::vector<int> ranks, std::unique_ptr<transport::UdpSocket> socket,
-          const transport::Address& to);
+  // `ranks`: what the job's workers, by number, are called in this group. `keys`: none in a job whose packets carry no
+  // tags; std::runtime_error where no tag can be made.
+  Channel(const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys, std::vector<int> ranks,
+          std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to);
 
   static constexpr std::size_t kMaxOperations = protocol::Worker::kMaxOperations;
 
@@ -59,11 +68,14 @@ class Channel {
   bool send(std::int64_t now_ns);
   void take(std::span<const std::byte> bytes, const transport::Address& source, std::int64_t now_ns);
   Active* find(std::uint32_t operation);
-  std::size_t stage(const protocol::Worker::Send& send, const Call& call, iovec* pieces);
+  void stage(const protocol::Worker::Send& send, const Call& call, iovec* pieces);
 
   int rank_of(std::uint16_t worker) const { return worker < ranks_.size() ? ranks_[worker] : -1; }
 
   protocol::Worker machine_;
+  std::optional<seal::Sealer> sealer_;         // of contributions
+  std::optional<seal::Sealer> answer_sealer_;  // of what the switch says
+  std::size_t tag_bytes_;                      // of a packet: 0 without keys
   std::vector<int> ranks_;
   std::unique_ptr<transport::UdpSocket> socket_;
   transport::Address to_;
@@ -77,6 +89,7 @@ class Channel {
   std::vector<std::byte> headers_;  // of a batch
   std::vector<std::byte> staging_;  // values of a batch, in the wire format where it differs from the tensor's
   std::vector<std::byte> zeros_;    // the tail chunk's padding
+  std::vector<std::byte> tags_;     // of a batch
   std::vector<iovec> pieces_;
   std::vector<std::uint64_t> chunks_;
   std::vector<Active*> owners_;

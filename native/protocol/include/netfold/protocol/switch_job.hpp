@@ -72,11 +72,13 @@ class SwitchJob {
   // The answer packet of the slot's last completed chunk, ready to send: whole and final, with its chunk
   // number on it. The bytes change when a later tenant of the slot completes.
   std::span<const std::byte> frame(std::uint32_t slot) const;
-  // After `mismatch`: the packet that tells `to` what `about` said. `out` has config().payload_bytes +
-  // kHeaderBytes.
-  void write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::byte* out) const;
-  // The packet that tells `to` which of its packets did not come; `out` as above. Precondition: gap.count > 0.
-  void write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::byte* out) const;
+  // After `mismatch`: the packet that tells the others what `about` said. `number`: another one for each mismatch and
+  // notice that is written. `out` has config().payload_bytes + kHeaderBytes.
+  void write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::uint64_t number,
+                      std::byte* out) const;
+  // The packet that tells `to` which of its packets did not come; `number` and `out` as above. Precondition:
+  // gap.count > 0.
+  void write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::uint64_t number, std::byte* out) const;
   Agreement agreement(std::uint32_t slot) const { return slots_[slot].agreement; }
 
   // Workers whose contribution to `chunk` has not come (bit index order); empty when it is complete or
