@@ -91,6 +91,7 @@ class Group:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
+        self.options = options  # for groups that are to be like this one
         self._pid = os.getpid()
         self._closed = False
         self._close_lock = threading.Lock()
