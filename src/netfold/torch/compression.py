@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from netfold.torch.process_group import ProcessGroupNetfold
@@ -40,21 +41,23 @@ class GradientCompression:
         found = self._lost.get(parameter)
         return torch.zeros_like(parameter) if found is None else found.view_as(parameter)
 
-    def residual_of(self, bucket: dist.GradBucket) -> Tensor:
+    def residual_of(self, bucket: GradBucket) -> Tensor:
         """As long as the bucket, and what its parameters lost in earlier steps."""
         parameters = bucket.parameters()
         known = self._buckets.get(bucket.index())
         if known is not None and _same(known.parameters, parameters):
             return known.residual
         residual = torch.zeros_like(bucket.buffer())
-        for parameter, part in zip(parameters, residual.split([each.numel() for each in parameters]), strict=True):
+        for parameter, part in zip(
+            parameters, torch.split(residual, [each.numel() for each in parameters]), strict=True
+        ):
             if parameter in self._lost:
                 part.copy_(self._lost[parameter])
             self._lost[parameter] = part
         self._buckets[bucket.index()] = _Bucket(parameters, residual)
         return residual
 
-    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         if self._compressed is None or buffer.dtype is not torch.float32:
             return self._whole.average(buffer)
@@ -66,7 +69,7 @@ def _same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 # DDP reads a hook's annotations and wants its own types there: they must not be postponed in this file.
-def _average(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _average(state: GradientCompression, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return state.average(bucket)
 
 
