@@ -63,6 +63,10 @@ void validate(const Call& call, int rank, int ranks) {
   };
   switch (call.kind) {
     case Kind::all_reduce:
+      sized(call.outputs, 1, "output");
+      require(call.inputs.empty() || (call.inputs.size() == 1 && call.inputs[0].bytes == call.outputs[0].bytes), call,
+              "takes one residual, as long as the tensor");
+      break;
     case Kind::reduce:
     case Kind::broadcast:
       sized(call.outputs, 1, "output");
@@ -131,6 +135,9 @@ bool supports(AlgorithmId algorithm, Kind kind) {
 
 void validate_choice(const Call& call) {
   require(supports(call.algorithm, call.kind), call, std::string("there is none by ") + name(call.algorithm));
+  require(
+      call.kind != Kind::all_reduce || call.inputs.empty() || (call.is_quantised() && call.wire == kernels::DType::i8),
+      call, "a residual is for sums of f32 that travel as i8; here nothing is rounded that could be kept");
   if (call.algorithm == AlgorithmId::bruck && call.kind == Kind::all_to_all) {
     const auto equal = [&](const Buffer& buffer) { return buffer.bytes == call.inputs[0].bytes; };
     require(std::all_of(call.inputs.begin(), call.inputs.end(), equal) &&

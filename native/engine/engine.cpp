@@ -183,9 +183,10 @@ Choice Group::choose(collective::Kind kind, kernels::DType dtype, kernels::Reduc
   for (const Choice& row : options_.table) {
     if (row.kind == kind && row.min_bytes <= bytes) chosen = row;
   }
-  // Another wire format is for f32 tensors; others always travel as they are. Integers that share exponents can be
+  // Another wire format is for f32 tensors; others always travel as they are. Integers that share a scale can be
   // added, and nothing else.
-  const bool as_integers = chosen.wire == static_cast<int>(kernels::DType::i32);
+  const bool as_integers =
+      chosen.wire == static_cast<int>(kernels::DType::i32) || chosen.wire == static_cast<int>(kernels::DType::i8);
   if (dtype != kernels::DType::f32 || chosen.wire < 0 || (as_integers && reduce != kernels::ReduceOp::sum)) {
     chosen.wire = static_cast<int>(dtype);
   }

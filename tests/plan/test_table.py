@@ -245,6 +245,16 @@ def test_a_narrow_wire_excludes_what_has_none_and_counts_half_the_bytes() -> Non
     assert half == predict("all_reduce", "ring", 1 << 19, apart, DEFAULT_LINKS)
 
 
+def test_i8_counts_a_quarter_of_the_bytes_and_the_scales_of_its_blocks() -> None:
+    apart, size = Topology.apart(4), 1 << 24
+    whole, scales, quarter = (
+        predict("all_reduce", "ring", each, apart, DEFAULT_LINKS) for each in (size, size // 128, size // 4)
+    )
+    passes = predict("all_reduce", "ring", size, apart, DEFAULT_LINKS, "i32") - whole - scales
+    assert predict("all_reduce", "ring", size, apart, DEFAULT_LINKS, "i8") == pytest.approx(quarter + scales + passes)
+    assert {row.wire for row in build_table(ranks=32, switch=None, wire="i8").rows} == {"i8", "auto"}
+
+
 ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hierarchical, bruck, pairwise, chain"
 
 
@@ -268,7 +278,7 @@ ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hi
             "NETFOLD_ALGORITHM='broadcast=ring': there is no broadcast by ring; there are direct, shared_memory, tree, "
             "hierarchical, chain",
         ),
-        ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16, i32"),
+        ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16, i32, i8"),
         (
             {"algorithm": "in_network"},
             "NETFOLD_ALGORITHM=in_network needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port",

@@ -91,6 +91,7 @@ class Group:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
+        self.options = options  # for groups that are to be like this one
         self._pid = os.getpid()
         self._closed = False
         self._close_lock = threading.Lock()
@@ -235,6 +236,8 @@ class Group:
 
         send and receive name the other rank by `root` (receive: ANY_SOURCE for whoever comes first; the operation's
         `peer` then says who it was) and are matched by `tag`. They are no part of the group's order of calls.
+        all_reduce takes an input where the wire is i8: the residual, as long as the output. It is added to this rank's
+        part, and then holds what rounding took from that.
         """
         if self._pid != os.getpid() or self._closed:
             self._refuse()

@@ -20,8 +20,8 @@ class Options:
     job_name: what the switch's metrics and log call this job (NETFOLD_JOB_NAME); letters, digits and _.:/+-, up to 64.
     algorithm: auto, the name of an algorithm for every operation that it can do, or operation=algorithm pairs by commas
         (NETFOLD_ALGORITHM; docs/algorithms.md).
-    wire: auto, f32, bf16, f16 or i32: what f32 tensors travel as in all_reduce (NETFOLD_WIRE); auto never loses a bit,
-        the bits of a sum by i32 are the same whatever runs it.
+    wire: auto, f32, bf16, f16, i32 or i8: what f32 tensors travel as in all_reduce (NETFOLD_WIRE, docs/numbers.md);
+        auto never loses a bit, the bits of a sum by i32 are the same whatever runs it, i8 is for gradients.
     transport: auto, or tcp to keep ranks that share memory from using it (NETFOLD_TRANSPORT).
     single_copy: on or off: ranks of one machine read what is sent straight from each other's memory, where the kernel
         lets them (NETFOLD_SINGLE_COPY); off on any rank is off for its machine.

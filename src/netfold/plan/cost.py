@@ -18,10 +18,11 @@ _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 16 << 10, 256 << 10
 BINOMIAL_BYTES = 16 << 10
 # Of shared memory (native/transport/shared_node.hpp): what one synchronisation hands on, at most.
 POST_BYTES, CHUNK_BYTES = 16 << 10, 256 << 10
-# Elements that share an exponent in the i32 format (native/kernels/block_quantise.hpp).
+# Elements that share a scale in the formats of integers (native/kernels/block_quantise.hpp).
 BLOCK_ELEMENTS = 128
-# Wire formats of half the bytes of f32.
+# Wire formats of half the bytes of f32; and those of integers, with their part of its bytes.
 HALVES = ("bf16", "f16")
+INTEGERS = {"i32": 1.0, "i8": 0.25}
 
 
 @dataclass(frozen=True)
@@ -412,8 +413,9 @@ def predict(
         network = replace(links.network, bytes_per_s=links.network.bytes_per_s / sharing)
         links = replace(links, network=network)
     case = case_of(size, topology, links, wire, switch)
-    if wire != "i32" or operation != "all_reduce":
+    if wire not in INTEGERS or operation != "all_reduce":
         return formula.seconds(case)
-    # The exponents of its blocks first; and four passes over the tensor.
-    exponents = replace(case, size=max(4.0, size / BLOCK_ELEMENTS))
-    return formula.seconds(exponents) + formula.seconds(case) + 4 * size / links.memory.bytes_per_s
+    # The scales of its blocks first; and four passes over the tensor.
+    scales = replace(case, size=max(4.0, size / BLOCK_ELEMENTS))
+    values = replace(case, size=size * INTEGERS[wire])
+    return formula.seconds(scales) + formula.seconds(values) + 4 * size / links.memory.bytes_per_s

@@ -8,12 +8,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from netfold._native import engine
+from netfold._native import engine, kernels
 from netfold.plan.cost import BY_NAME_ONLY, FORMULAS, HALVES, algorithms_of, best_between, case_of, predict
 from netfold.plan.overrides import Overrides, parse_overrides
 from netfold.plan.topology import DEFAULT_LINKS, Links, Topology
 
-WIRES = ("auto", "f32", "bf16", "f16", "i32")
+WIRES = ("auto", "f32", "bf16", "f16", "i32", "i8")
 SUPPORTS: Mapping[str, Sequence[str]] = engine.SUPPORTS
 
 OPERATIONS = (
@@ -136,6 +136,11 @@ def build_table(
     overrides = parse_overrides(algorithm, SUPPORTS, OPERATIONS)
     if wire not in WIRES:
         raise ValueError(f"NETFOLD_WIRE={wire!r} is not one of {', '.join(WIRES)}")
+    if wire == "i8" and ranks > kernels.max_byte_contributions:
+        raise ValueError(
+            f"NETFOLD_WIRE=i8 adds for at most {kernels.max_byte_contributions} ranks, not {ranks}: a byte that must "
+            f"hold the sum of {ranks} has too few levels left for each; bf16 and i32 take any number"
+        )
     for operation in OPERATIONS:
         if overrides.asked(operation) == "in_network" and operation in SUPPORTS["in_network"]:
             _refuse(operation, "in_network", overrides, topology, switch, wire)

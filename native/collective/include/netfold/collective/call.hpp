@@ -63,6 +63,7 @@ void copy_block(const Buffer& to, const Buffer& from);
 //   inputs[0], outputs[P] at the root reduce_scatter       inputs[P], outputs[0]        scatter  inputs[P] at
 //   the root, outputs[0] all_to_all           inputs[P], outputs[P]        barrier  none
 //   send                 inputs[0], to `root`            receive  outputs[0], from `root` or kAnySource
+// all_reduce may have inputs[0] too, written as well: the residual of the i8 wire format (quantised.hpp), no output.
 // An output may equal an input exactly; partial overlap is not allowed.
 struct Call {
   Kind kind = Kind::barrier;
@@ -82,8 +83,10 @@ struct Call {
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;
 
-  // Whether it runs as integers that share exponents: Quantised.
-  bool is_quantised() const { return wire == kernels::DType::i32 && dtype == kernels::DType::f32; }
+  // Whether it runs as integers that share a scale: Quantised.
+  bool is_quantised() const {
+    return dtype == kernels::DType::f32 && (wire == kernels::DType::i32 || wire == kernels::DType::i8);
+  }
   Buffer tensor() const;         // outputs[0], a send's inputs[0], empty for a barrier
   std::size_t elements() const;  // of that
   // The size that the choice of an algorithm goes by, the same on every rank: the whole tensor that is reduced, sent to
