@@ -37,7 +37,7 @@ void Quantised::start(kernels::ReduceOp reduce, Buffer buffer) {
   step_call_.dtype = step_call_.wire = kernels::DType::i32;
   step_call_.reduce = reduce;
   step_call_.average = false;
-  step_call_.step_of = static_cast<std::uint8_t>(1 + static_cast<int>(call_.kind));
+  step_call_.step_of = call_.step();
   step_call_.outputs = {buffer};
   step_ = make_algorithm(step_call_, paths_);
 }
