@@ -1,6 +1,6 @@
 #include <netfold/collective/direct.hpp>
 #include <netfold/collective/in_network.hpp>
-#include <netfold/kernels/convert.hpp>
+#include <netfold/collective/terms.hpp>
 
 #include <algorithm>
 #include <cerrno>
@@ -14,11 +14,12 @@ namespace {
 // empty.
 constexpr std::size_t kPieces = 4;
 
-std::string text(const protocol::Header& header) {
-  return "operation #" + std::to_string(header.operation) + " of " + std::to_string(header.elements) + " elements (" +
-         kernels::name(static_cast<kernels::ReduceOp>(header.reduce)) + ", wire " +
-         kernels::name(static_cast<kernels::DType>(header.wire)) + ", choice table " + std::to_string(header.table) +
-         ")";
+// What a rank whose choice table is `table` called, if it is: "broadcast #12 of 100 f32 (root 2), wire u32".
+std::string text(const protocol::Agreement& said, std::uint16_t table) {
+  const auto terms = Terms::unpacked(said.table ^ table);
+  const std::string wire = std::string(", wire ") + kernels::name(static_cast<kernels::DType>(said.wire));
+  if (!terms) return "operation #" + std::to_string(said.operation) + wire + ", by another choice table";
+  return terms->text(said.operation, said.elements, static_cast<kernels::ReduceOp>(said.reduce)) + wire;
 }
 
 }  // namespace
@@ -49,15 +50,18 @@ bool Channel::can_start() const {
          std::any_of(active_.begin(), active_.end(), [](const Active& active) { return active.call == nullptr; });
 }
 
-int Channel::start(const Call& call) {
+int Channel::start(const Call& call, const Segments& segments) {
+  table_ = call.table;
   machine_.start({.operation = call.sequence,
-                  .elements = call.elements(),
-                  .wire = call.wire,
-                  .reduce = call.reduce,
-                  .table = call.table});
+                  .elements = segments.elements(),
+                  .wire = segments.wire(),
+                  .reduce = segments.reduce(),
+                  .table = static_cast<std::uint16_t>(call.table ^ Terms::of(call).packed()),
+                  .size_word = segments.size_word()});
   for (std::size_t token = 0; token < active_.size(); ++token) {
     if (active_[token].call == nullptr) {
       active_[token].call = &call;
+      active_[token].segments = &segments;
       return static_cast<int>(token);
     }
   }
@@ -114,11 +118,7 @@ void Channel::take(std::span<const std::byte> bytes, const transport::Address& s
       ++drops_[static_cast<std::size_t>(received.drop)];
       return;
     case protocol::Worker::Outcome::mismatch:
-      failure_ = {Failure::Kind::mismatch, rank_of(received.header.worker),
-                  "rank " + std::to_string(rank_of(received.header.worker)) + " is in " + text(received.header) +
-                      ", which does not match what this rank " + std::to_string(rank_of(machine_.config().worker)) +
-                      " called at the same place; every rank must make the same calls in the same order with the "
-                      "same sizes and dtypes"};
+      failure_ = mismatch(received.header);
       return;
     case protocol::Worker::Outcome::notice:
       return;
@@ -127,26 +127,29 @@ void Channel::take(std::span<const std::byte> bytes, const transport::Address& s
   }
   Active* active = find(received.header.operation);
   if (active == nullptr) return;  // its owner gave it up
-  const Call& call = *active->call;
-  std::byte* into = call.outputs[0].data + received.first * kernels::element_bytes(call.dtype);
-  kernels::convert(call.dtype, into, call.wire, received.values.data(), received.header.count);
+  active->segments->deliver(received.first, received.header.count, received.values.data());
   active->last_rank = rank_of(received.header.worker);
   if (received.finished) active->finished = true;
 }
 
-void Channel::stage(const protocol::Worker::Send& send, const Call& call, iovec* pieces) {
+Failure Channel::mismatch(const protocol::Header& theirs) const {
+  const int rank = rank_of(theirs.worker);
+  return {Failure::Kind::mismatch, rank,
+          "rank " + std::to_string(rank) + " is in " + text(protocol::Agreement::of(theirs), table_) + ", this rank " +
+              std::to_string(rank_of(machine_.config().worker)) + " in " +
+              text(machine_.agreement_at(theirs.chunk), table_) +
+              "; every rank must make the same calls in the same order with the same sizes and dtypes"};
+}
+
+void Channel::stage(const protocol::Worker::Send& send, const Segments& segments, iovec* pieces) {
   const std::size_t index = static_cast<std::size_t>(pieces - pieces_.data()) / kPieces;
   std::byte* header = headers_.data() + index * protocol::kHeaderBytes;
   protocol::write_header(send.header, header);
-  std::byte* values = call.outputs[0].data + send.first * kernels::element_bytes(call.dtype);
-  if (call.wire != call.dtype) {
-    std::byte* staged = staging_.data() + index * machine_.config().payload_bytes;
-    kernels::convert(call.wire, staged, call.dtype, values, send.count);
-    values = staged;
-  }
-  const std::size_t value_bytes = send.count * kernels::element_bytes(call.wire);
+  std::byte* staging = staging_.data() + index * machine_.config().payload_bytes;
+  const std::byte* values = segments.contribution(send.first, send.count, staging, zeros_.data());
+  const std::size_t value_bytes = send.count * kernels::element_bytes(segments.wire());
   pieces[0] = {header, protocol::kHeaderBytes};
-  pieces[1] = {values, value_bytes};
+  pieces[1] = {const_cast<std::byte*>(values), value_bytes};
   pieces[2] = {zeros_.data(), machine_.config().payload_bytes - value_bytes};
   std::byte* tag = tags_.data() + index * tag_bytes_;
   if (sealer_) sealer_->tag(protocol::nonce_of(header, machine_.packet_bytes()), {pieces, kPieces - 1}, tag);
@@ -163,7 +166,7 @@ bool Channel::send(std::int64_t now_ns) {
       if (!send) break;
       Active* active = find(send->header.operation);
       if (active == nullptr) continue;  // given up: the group is failing
-      stage(*send, *active->call, pieces_.data() + count * kPieces);
+      stage(*send, *active->segments, pieces_.data() + count * kPieces);
       chunks_[count] = send->header.chunk;
       owners_[count] = active;
       again_[count] = send->again;
@@ -194,18 +197,24 @@ void Channel::wait_for(WaitSet& set) const {
   set.wake_at(machine_.poll_timeout());
 }
 
-InNetwork::InNetwork(const Call& call, Channel& channel, int ranks)
-    : call_(call), channel_(channel), ranks_(ranks), token_(channel.start(call)) {}
+InNetwork::InNetwork(const Call& call, Channel& channel, int position, int ranks)
+    : call_(call), channel_(channel), position_(position), ranks_(ranks), segments_(call, position, ranks) {
+  if (segments_.elements() > 0) token_ = channel.start(call, segments_);
+}
 
-InNetwork::~InNetwork() { channel_.release(token_); }
+InNetwork::~InNetwork() {
+  if (token_ >= 0) channel_.release(token_);
+}
 
 Progress InNetwork::poll(std::int64_t now_ns) {
+  if (token_ < 0) return Progress::done;
   const Progress progress = channel_.poll(now_ns);
   wire_bytes_ = channel_.wire_bytes(token_);
   retransmissions_ = channel_.retransmissions(token_);
   slowest_rank_ = channel_.last_rank(token_);
   if (channel_.finished(token_)) {
-    if (call_.average) divide(call_.dtype, call_.outputs[0], ranks_);
+    const bool has_result = call_.kind != Kind::reduce || position_ == call_.root;
+    if (call_.average && has_result) divide(call_.dtype, call_.outputs[0], ranks_);
     return Progress::done;
   }
   return progress == Progress::failed ? fail(channel_.failure()) : progress;

@@ -63,7 +63,7 @@ void Quantised::start(kernels::DType dtype, kernels::ReduceOp reduce, Buffer buf
   step_call_.dtype = step_call_.wire = dtype;
   step_call_.reduce = reduce;
   step_call_.average = false;
-  step_call_.step_of = static_cast<std::uint8_t>(1 + static_cast<int>(call_.kind));
+  step_call_.step_of = call_.step();
   step_call_.inputs.clear();
   step_call_.outputs = {buffer};
   step_ = make_algorithm(step_call_, paths_);

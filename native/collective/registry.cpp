@@ -116,7 +116,8 @@ bool supports(AlgorithmId algorithm, Kind kind) {
     case AlgorithmId::halving_doubling:
       return kind == Kind::all_reduce || kind == Kind::reduce_scatter || kind == Kind::all_gather;
     case AlgorithmId::in_network:
-      return kind == Kind::all_reduce;
+      return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast ||
+             kind == Kind::reduce_scatter || kind == Kind::all_gather || kind == Kind::barrier;
     case AlgorithmId::hierarchical:
       return moves_or_reduces;
     case AlgorithmId::tree:
@@ -186,7 +187,7 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, 
     case AlgorithmId::pairwise:
       return std::make_unique<Pairwise>(call, paths.mesh, std::move(team));
     case AlgorithmId::in_network:
-      return std::make_unique<InNetwork>(call, *paths.channel, paths.mesh.size());
+      return std::make_unique<InNetwork>(call, *paths.channel, team.position(), team.size());
     case AlgorithmId::shared_memory:
       if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter) {
         return std::make_unique<SharedFold>(call, paths.mesh, *paths.node);

@@ -79,6 +79,14 @@ def test_wire_formats_and_operators_are_those_of_the_page():
     assert (wires, reduces) == (_enum("DType"), _enum("ReduceOp"))
 
 
+def test_forms_of_calls_are_those_of_the_page():
+    text = (ROOT / "native/collective/include/netfold/collective/terms.hpp").read_text()
+    body = re.search(r"enum class Form .*?\{(.*?)\};", text, re.S)[1]
+    forms = {name: int(code) for name, code in re.findall(r"(\w+) = (\d+),", body)}
+    assert {name: int(code) for name, code in table("form")} == forms
+    assert len(forms) == int(re.search(r"kFormCount = (\d+)", text)[1]) <= 16
+
+
 def test_constants_are_those_of_the_page():
     include = ROOT / "native/protocol/include/netfold/protocol"
     text = (include / "packet.hpp").read_text() + (include / "worker.hpp").read_text()
@@ -277,6 +285,23 @@ def _window_moves():
     return worker.oldest_unanswered == 2 and _sent(worker) == [(2, False), (3, False)]
 
 
+def _mismatch(**said):
+    worker, sends = _flight()
+    before = worker.copy()
+    flags = {"flags": FLAGS["answer"] | FLAGS["mismatch"]}
+    got = receive(worker, answer_to(sends[0], b"", **{**flags, **said}))
+    assert worker == before
+    return got
+
+
+def _differs():
+    return all(_mismatch(**{field: 9}).outcome == "mismatch" for field in ("operation", "elements", "count", "table"))
+
+
+def _agrees():
+    return _mismatch().drop == "stale"
+
+
 def _forgotten():
     worker, sends = _flight()
     _result(worker, sends[0])
@@ -306,6 +331,8 @@ WORKER_ROWS = {
     ("lost", "its result"): _lost_is_answered,
     ("answered", "its result"): _answered_twice,
     ("answered", "all before it are answered"): _window_moves,
+    ("in flight", "a mismatch, which says something else than this worker did"): _differs,
+    ("in flight", "a mismatch, which says what this worker did"): _agrees,
     ("forgotten", "its result"): _forgotten,
     ("unsent", "its result"): _unsent_is_answered,
 }

@@ -1,15 +1,16 @@
-// All-reduce inside the network: this rank's end of the aggregation protocol.
+// Collectives inside the network: this rank's end of the aggregation protocol.
 //
 // One step. Bytes sent by a rank for n bytes of tensor: n and a header a packet, whatever the number of ranks
-// (a ring sends 2n(P-1)/P). The values are gathered from the tensor by the socket call and results are
-// written in place; a chunk's contribution is never needed again once its result is here, since the result
-// proves that it was counted.
+// (an all_reduce's ring sends 2n(P-1)/P); what each operation is to the switch: segments.hpp. The values are gathered
+// from the tensor by the socket call and results are written in place; a chunk's contribution is never needed again
+// once its result is here, since the result proves that it was counted.
 //
 // A Channel is a group's membership of a job on a switch: one socket, one protocol machine, several
 // operations at once that stream through one window. An InNetwork is one operation in it.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
+#include <netfold/collective/segments.hpp>
 #include <netfold/protocol/worker.hpp>
 #include <netfold/seal/sealer.hpp>
 #include <netfold/transport/udp.hpp>
@@ -36,8 +37,9 @@ class Channel {
   static constexpr std::size_t kMaxOperations = protocol::Worker::kMaxOperations;
 
   bool can_start() const;
-  // Operations start in the same order on every rank. The call's buffer is borrowed until finished(token).
-  int start(const Call& call);
+  // Operations start in the same order on every rank. Both are borrowed until release(token). Precondition: there are
+  // elements on the line.
+  int start(const Call& call, const Segments& segments);
   bool finished(int token) const { return active_[static_cast<std::size_t>(token)].finished; }
   std::uint64_t wire_bytes(int token) const { return active_[static_cast<std::size_t>(token)].wire_bytes; }
   std::uint32_t retransmissions(int token) const { return active_[static_cast<std::size_t>(token)].retransmissions; }
@@ -57,6 +59,7 @@ class Channel {
  private:
   struct Active {
     const Call* call = nullptr;
+    const Segments* segments = nullptr;
     bool finished = false;
     std::uint64_t wire_bytes = 0;
     std::uint32_t retransmissions = 0;
@@ -68,7 +71,9 @@ class Channel {
   bool send(std::int64_t now_ns);
   void take(std::span<const std::byte> bytes, const transport::Address& source, std::int64_t now_ns);
   Active* find(std::uint32_t operation);
-  void stage(const protocol::Worker::Send& send, const Call& call, iovec* pieces);
+  void stage(const protocol::Worker::Send& send, const Segments& segments, iovec* pieces);
+  // What another rank called at a chunk, against what this one did.
+  Failure mismatch(const protocol::Header& theirs) const;
 
   int rank_of(std::uint16_t worker) const { return worker < ranks_.size() ? ranks_[worker] : -1; }
 
@@ -80,6 +85,7 @@ class Channel {
   std::unique_ptr<transport::UdpSocket> socket_;
   transport::Address to_;
   Failure failure_;
+  std::uint16_t table_ = 0;  // hash of the group's choice table
   std::array<Active, kMaxOperations> active_;
   std::array<std::uint64_t, protocol::kDropCount> drops_{};
   std::int64_t polled_ns_ = -1;
@@ -87,8 +93,8 @@ class Channel {
   bool blocked_ = false;  // the socket had no room
 
   std::vector<std::byte> headers_;  // of a batch
-  std::vector<std::byte> staging_;  // values of a batch, in the wire format where it differs from the tensor's
-  std::vector<std::byte> zeros_;    // the tail chunk's padding
+  std::vector<std::byte> staging_;  // values of a batch that do not stand in one place as they travel
+  std::vector<std::byte> zeros_;    // padding, and what changes nothing
   std::vector<std::byte> tags_;     // of a batch
   std::vector<iovec> pieces_;
   std::vector<std::uint64_t> chunks_;
@@ -98,8 +104,8 @@ class Channel {
 
 class InNetwork final : public Algorithm {
  public:
-  // Precondition: channel.can_start(). Borrows both.
-  InNetwork(const Call& call, Channel& channel, int ranks);
+  // Precondition: channel.can_start(). Borrows both. `position` of `ranks`: as in the call's root and buffers.
+  InNetwork(const Call& call, Channel& channel, int position, int ranks);
   ~InNetwork() override;
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override { channel_.wait_for(set); }
@@ -108,8 +114,10 @@ class InNetwork final : public Algorithm {
  private:
   const Call& call_;
   Channel& channel_;
+  int position_;
   int ranks_;
-  int token_;
+  Segments segments_;
+  int token_ = -1;  // -1: nothing to do
 };
 
 }  // namespace netfold::collective

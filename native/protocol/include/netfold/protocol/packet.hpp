@@ -16,12 +16,14 @@
 //       16     8 chunk          full sequence number over the life of the epoch; never wraps (notice: see below)
 //       24     8 counter        packets sent so far by this sender in this epoch; never repeats among packets of a kind
 //       32     4 operation      the group's operation sequence number
-//       36     4 elements       low 32 bits of the operation's element count (a check, and an error's text)
+//       36     4 elements       low 32 bits of the operation's element count (a check, and an error's text), or a
+//       digest
+//                               of the sizes of its blocks
 //       40     2 worker         sender's bit index; in an answer: the worker whose contribution came last
 //       42     2 count          values that mean something; the rest is zero padding
 //       44     1 wire           DType of the values on the wire
 //       45     1 reduce         ReduceOp
-//       46     2 table          low 16 bits of the hash of the group's choice table
+//       46     2 table          low 16 bits of the hash of the group's choice table, and what is called
 //       48       values         payload_bytes of the job
 //
 // In a job that is authenticated a tag of 16 bytes follows, over all that is before it. The machines know nothing of
