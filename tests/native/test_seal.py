@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -46,25 +43,6 @@ def test_flags_length_and_counter_are_the_nonce() -> None:
 def test_a_key_of_another_length_is_none() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
         seal.tagged(bytes(15), packet(b""))
-
-
-def hkdf(secret: bytes, info: bytes) -> bytes:
-    """RFC 5869 with SHA-256 and no salt, its first 16 bytes."""
-    extracted = hmac.digest(bytes(hashlib.sha256().digest_size), secret, "sha256")
-    return hmac.digest(extracted, info + b"\x01", "sha256")[:16]
-
-
-def test_keys_are_those_of_the_page() -> None:
-    where = {"job": 0xA1B2C3D4, "worker": 0x0102}
-    assert packet_keys.hello_key(SECRET, **where) == hkdf(
-        SECRET, b"netfold packets 1 hellos" + struct.pack(">IIH", 0xA1B2C3D4, 0, 0x0102)
-    )
-    assert packet_keys.contribution_key(SECRET, epoch=9, **where) == hkdf(
-        SECRET, b"netfold packets 1 contributions" + struct.pack(">IIH", 0xA1B2C3D4, 9, 0x0102)
-    )
-    assert packet_keys.answer_key(SECRET, job=0xA1B2C3D4, epoch=9) == hkdf(
-        SECRET, b"netfold packets 1 answers" + struct.pack(">IIH", 0xA1B2C3D4, 9, 0)
-    )
 
 
 def test_no_two_lives_workers_or_directions_share_a_key() -> None:

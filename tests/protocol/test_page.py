@@ -1,5 +1,6 @@
 """docs/protocol.md says what the code does: every row of its tables is held against it."""
 
+import hmac
 import re
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from machines import (
     send_all,
 )
 
+from netfold import packet_keys
 from netfold._native import protocol
 
 ROOT = Path(__file__).parents[2]
@@ -345,6 +347,27 @@ def test_the_worker_has_the_rows_of_the_page():
 @pytest.mark.parametrize("row", WORKER_ROWS, ids=lambda row: "-".join(row))
 def test_a_worker_does_what_the_page_says(row):
     assert WORKER_ROWS[row]()
+
+
+# Keys.
+
+
+def test_keys_are_made_as_the_page_says():
+    secret = bytes(range(packet_keys.SECRET_BYTES))
+    job, epoch, worker = 0xA1B2C3D4, 9, 0x0102
+    made = {
+        "hellos": packet_keys.hello_key(secret, job=job, worker=worker),
+        "contributions": packet_keys.contribution_key(secret, job=job, epoch=epoch, worker=worker),
+        "answers": packet_keys.answer_key(secret, job=job, epoch=epoch),
+    }
+    numbers = {"0": 0, "the job's": epoch, "its number": worker}
+    (text,) = re.findall(r"`(netfold packets \d )`", PAGE)
+    for kind, _, of_epoch, of_worker in table("kind"):
+        behind = b"".join([job.to_bytes(4, "big"), numbers[of_epoch].to_bytes(4, "big")])
+        info = text.encode() + kind.encode() + behind + numbers.get(of_worker, 0).to_bytes(2, "big")
+        extracted = hmac.digest(bytes(32), secret, "sha256")  # RFC 5869, without salt
+        assert made.pop(kind) == hmac.digest(extracted, info + b"\x01", "sha256")[:16]
+    assert made == {}
 
 
 # Drops.

@@ -42,10 +42,14 @@ class Sealer {
   bool matches(const Nonce& nonce, std::span<const std::byte> tagged);
 
  private:
-  struct Free {
-    void operator()(void* context) const;
+  struct FreeCipher {
+    void operator()(void* cipher) const;
   };
-  std::unique_ptr<void, Free> context_;
+  struct FreeGcm {
+    void operator()(void* gcm) const;
+  };
+  std::unique_ptr<void, FreeCipher> cipher_;
+  std::unique_ptr<void, FreeGcm> gcm_;  // uses cipher_
 };
 
 }  // namespace netfold::seal
