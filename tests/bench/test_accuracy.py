@@ -111,6 +111,8 @@ def test_the_tables_have_every_format_and_say_who_diverged_and_who_disagreed():
         trained(task, form, seed, seed + 1.0) for task, form, seed in itertools.product(TASKS, FORMATS, (0, 1))
     ]
     trainings[0]["loss"] = None
+    (worse,) = (each for each in trainings if (each["task"], each["format"], each["seed"]) == ("text", "i8", 1))
+    worse["loss"] += 0.25
     trainings[-1]["agree"] = False
     error = {"greatest": 1e-3, "rms": math.inf, "gone": 0.25}
     found = {
@@ -122,7 +124,8 @@ def test_the_tables_have_every_format_and_say_who_diverged_and_who_disagreed():
         "seconds": 3.0,
     }
     text = report.render(Settings(), found, "a machine")
-    assert "| f32 | 0.500 (0.500 .. 0.500) | 2.000; 1 of 2 diverged | 1.500 (1.000 .. 2.000) |" in text
+    assert "| f32 | 0.500 (0.500 .. 0.500) | 2.000; 1 of 2 diverged | 1.500 (1.000 .. 2.000) | +0.0000 (" in text
+    assert "| +0.1250 (+0.0000 .. +0.2500) |" in text
     assert "1e-03; inf; 25.0%" in text
     assert "| 2^-30 | 0.500 | 2.000 |" in text
     assert f"**Ranks ended with different parameters**: text by {HALF}, seed 1." in text

@@ -71,6 +71,7 @@ def run(rank: int, size: int, folder: str) -> dict[str, Any]:
     dist.all_gather(gathered, bits)
     found["same bits"] = all(torch.equal(each, bits) for each in gathered)
     found["other dtypes"] = other_dtypes(rank, size)
+    found["channels last"] = channels_last(rank, size)
     found["infinite"] = infinite(rank)
     dist.destroy_process_group()
     return found
@@ -88,6 +89,30 @@ def other_dtypes(rank: int, size: int) -> bool:
     model(torch.full((1, 3), float(rank), dtype=torch.float64)).sum().backward()
     (gradient,) = gradients(model)
     return bool((gradient == sum(range(size)) / size).all())
+
+
+def channels_last(rank: int, size: int) -> bool:
+    """A gradient that does not lie in memory in the order of its indices, and what it lost."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import netfold.torch
+
+    torch.manual_seed(2)
+    model = torch.nn.Conv2d(3, 8, 3, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    inputs = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(rank))
+    model(inputs).square().sum().backward()
+    true = model.weight.grad.clone()
+    model.weight.grad = None
+    replica = DistributedDataParallel(model)
+    kept = netfold.torch.compress_gradients(replica)
+    replica(inputs).square().sum().backward()
+    lost = kept.residual(model.weight)
+    missing = true - lost
+    dist.all_reduce(missing)
+    same = torch.allclose(missing / size, model.weight.grad, rtol=0, atol=float(true.abs().max()) * 2.0**-18)
+    return bool(same and lost.abs().max() > 0 and not lost.is_contiguous())
 
 
 def infinite(rank: int) -> list[float]:
@@ -122,6 +147,7 @@ def test_gradients_travel_as_bytes_and_nothing_is_lost_over_many_steps() -> None
         assert engine.DTYPES["i8"] not in found["wires"], "everything else travels as before"
         assert found["same bits"]
         assert found["other dtypes"]
+        assert found["channels last"]
         assert found["infinite"] == [float("inf"), 0.0, 1.0, 0.0]
 
 

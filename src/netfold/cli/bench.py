@@ -128,7 +128,7 @@ def accuracy(
     quick: Annotated[bool, typer.Option("--quick", help="Every part once, in seconds: too short to learn.")] = False,
     timeout: Annotated[int, typer.Option(help="Seconds for the whole run.")] = 1800,
 ) -> None:
-    """What each wire format keeps of sums, and what becomes of two small models trained with it; about six minutes."""
+    """What each wire format keeps of sums, and what becomes of two models trained with it; four to nine minutes."""
     import os
 
     from netfold.bench.accuracy.report import render

@@ -39,7 +39,10 @@ class GradientCompression:
         """[as the parameter] f32, in units of this rank's own gradient; zeros before the first step. Borrowed: good
         until the next step."""
         found = self._lost.get(parameter)
-        return torch.zeros_like(parameter) if found is None else found.view_as(parameter)
+        if found is None:
+            return torch.zeros_like(parameter)
+        # DDP lays a gradient out as its parameter (channels_last, say).
+        return found.as_strided(parameter.shape, parameter.stride(), found.storage_offset())
 
     def residual_of(self, bucket: GradBucket) -> Tensor:
         """As long as the bucket, and what its parameters lost in earlier steps."""

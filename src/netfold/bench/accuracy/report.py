@@ -70,10 +70,16 @@ def _trainings(trainings: Sequence[Training]) -> str:
         return [each for each in trainings if each["format"] == form and each["task"] == task]
 
     rows = [
-        [form, _range(of(form, "images"), "accuracy"), *(_range(of(form, task), "loss") for task in TASKS)]
+        [
+            form,
+            _range(of(form, "images"), "accuracy"),
+            *(_range(of(form, task), "loss") for task in TASKS),
+            _over(of(form, "text"), of("f32", "text")),
+        ]
         for form in FORMATS
     ]
-    return _table(["", "images: accuracy", *(f"{task}: loss" for task in TASKS)], rows)
+    header = ["", "images: accuracy", *(f"{task}: loss" for task in TASKS), "text: loss over f32's, seed by seed"]
+    return _table(header, rows)
 
 
 def _sweep(sweep: Sequence[Training]) -> str:
@@ -103,6 +109,13 @@ def _range(trainings: Sequence[Training], what: str) -> str:
     if len(known) > 1:
         said += f" ({known[0]:.3f} .. {known[-1]:.3f})"
     return f"{said}; {lost}" if lost else said
+
+
+def _over(trainings: Sequence[Training], others: Sequence[Training]) -> str:
+    """The differences of two formats' losses, each with the same seed."""
+    pairs = [(one["loss"], other["loss"]) for one, other in zip(trainings, others, strict=True)]
+    known = sorted(one - other for one, other in pairs if one is not None and other is not None)
+    return f"{sum(known) / len(known):+.4f} ({known[0]:+.4f} .. {known[-1]:+.4f})" if known else "diverged"
 
 
 def _part(value: float) -> str:

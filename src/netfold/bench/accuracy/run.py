@@ -35,13 +35,12 @@ def measure_accuracy(settings: Settings, say: Say, deadline_s: float) -> dict[st
 
     with tempfile.TemporaryDirectory(prefix="netfold-accuracy-") as folder:
         try:
-            silent: Callable[[str], None] = lambda line: None
-            environment["NETFOLD_SWITCH"] = start_aggregator(start, aggregator_argv("127.0.0.1:0"), silent).address
+            environment["NETFOLD_SWITCH"] = start_aggregator(start, aggregator_argv("127.0.0.1:0"), _silent).address
             ranks, said, readers = [], [], []
             for rank in range(settings.ranks):
                 environment["RANK"] = str(rank)
                 ranks.append(start([sys.executable, "-m", __package__ + ".rank", settings.to_json(), folder]))
-                said.append(_Heard(say if rank == 0 else silent))
+                said.append(_Heard(say if rank == 0 else _silent))
                 readers.append(follow(ranks[-1], said[-1]))
             outcome = supervise(ranks, deadline_s)
         finally:
@@ -55,6 +54,10 @@ def measure_accuracy(settings: Settings, say: Say, deadline_s: float) -> dict[st
             raise AccuracyError(f"rank {failed} {reason}; it said:\n" + "\n".join(said[failed].lines))
         found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
         return found
+
+
+def _silent(line: str) -> None:
+    """Of what is not shown."""
 
 
 class _Heard:

@@ -18,7 +18,7 @@ class Settings:
     steps: int = 100
     seeds: Sequence[int] = (0, 1, 2)
     factors: Sequence[int] = FACTORS
-    sweep_seeds: Sequence[int] = (0,)
+    sweep_seeds: Sequence[int] = (0, 1)
 
     @classmethod
     def quick(cls) -> "Settings":
