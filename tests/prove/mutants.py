@@ -27,6 +27,9 @@ INCLUDES = [f"-I{ROOT / 'native' / room / 'include'}" for room in ("prove", "pro
 
 WRONG = "a worker is given a wrong sum of chunk"
 TWICE = "a worker is given chunk"
+DISAGREED = "a worker is given a sum of chunk 0, on which workers disagree"
+NON_FINITE = "a worker is told the wrong thing of non-finite values in chunk 1"
+SAID = "a worker is told that another differs, which said the same"
 STUCK = "from here, with everything lost, no retransmission leads to where all have finished"
 
 SWITCH, WORKER = "switch_job.cpp", "worker.cpp"
@@ -104,6 +107,59 @@ MUTANTS = {
     "worker-timer": Mutant(
         Scope(operations="2"), STUCK, ((WORKER, "mark_lost(flight_.head, true);\n    ++backoff_;", "++backoff_;"),)
     ),
+    "switch-agreement": Mutant(
+        Scope(operations="1,1", last="2"),
+        DISAGREED,
+        ((SWITCH, "if (slot.contributed_count > 0 && said != slot.agreement) {", "if (false) {"),),
+    ),
+    # It compares everything but the size: the worker cannot see it, since sizes are no part of what it looks at.
+    "switch-agreed-elements": Mutant(
+        Scope(operations="1,1", last="2"),
+        DISAGREED,
+        (
+            (
+                SWITCH,
+                "const Agreement said = Agreement::of(header);",
+                "Agreement said = Agreement::of(header);\n  if (slot.contributed_count > 0) "
+                "said.elements = slot.agreement.elements;",
+            ),
+        ),
+    ),
+    "switch-silent-mismatch": Mutant(
+        Scope(operations="1,1", last="2"),
+        STUCK,
+        ((SWITCH, "handled.outcome = Outcome::mismatch;", "return drop(Drop::malformed);"),),
+    ),
+    "switch-non-finite": Mutant(
+        Scope(operations="2"),
+        NON_FINITE,
+        ((SWITCH, "slot.non_finite |= (header.flags", "slot.non_finite = (header.flags"),),
+    ),
+    "switch-non-finite-stays": Mutant(
+        Scope(operations="4"),
+        "a worker is told the wrong thing of non-finite values in chunk 2",
+        ((SWITCH, "slot = Slot{.chunk = header.chunk};", "slot = Slot{.chunk = header.chunk, .non_finite = true};"),),
+    ),
+    "switch-job": Mutant(
+        Scope(operations="2", strangers=1),
+        WRONG,
+        ((SWITCH, "if (header.job != config_.job) return Drop::foreign;", ""),),
+    ),
+    "worker-job": Mutant(
+        Scope(operations="2", strangers=1),
+        WRONG,
+        ((WORKER, "if (header.job != config_.job) return drop(Drop::foreign);", ""),),
+    ),
+    "worker-mismatch": Mutant(
+        Scope(operations="1,1", last="2"),
+        STUCK,
+        ((WORKER, "received.outcome = Outcome::mismatch;", ""),),
+    ),
+    "worker-own-mismatch": Mutant(
+        Scope(workers=3, operations="1,1", last="2"),
+        SAID,
+        ((WORKER, "if (Agreement::of(header) == agreement_at(header.chunk)) return drop(Drop::stale);", ""),),
+    ),
     # The worker runs ahead of its window, and no switch tells it so.
     "worker-window": Mutant(
         Scope(operations="4"),
@@ -155,7 +211,9 @@ def _library(room: str) -> str:
 def search(mutant: Mutant, folder: Path) -> tuple[str, list[SimpleNamespace]]:
     """Which promise the mutant breaks, or nothing; and the records of the shortest trace."""
     scope = mutant.scope
-    arguments = [scope.workers, scope.window, scope.restarts, *scope.operations.split(",")]
+    arguments = [scope.workers, scope.window, scope.restarts, scope.strangers, *scope.operations.split(",")]
+    if scope.last:
+        arguments += [0, *scope.last.split(",")]
     command = [str(make(mutant, folder)), *map(str, arguments)]
     out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     broken, records = "", []

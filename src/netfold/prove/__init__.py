@@ -25,13 +25,16 @@ __all__ = ["Scope", "draw", "replay", "search", "sentence"]
 class Scope:
     """What is searched. Each field is an option of `python -m netfold.prove`.
 
-    operations: chunks of each, as "2,2". window: W; the switch has 2W slots. restarts: of group or switch, in total.
-    network: kept, joined or taken. max_states: stop there; 0 for as many as can be counted.
+    operations: chunks of each, as "2,2". last: the same of the last worker, if it calls something else. strangers: 1
+    where another job's packets are on the wire. window: W; the switch has 2W slots. restarts: of group or switch, in
+    total. network: kept, joined or taken. max_states: stop there; 0 for as many as can be counted.
     """
 
     workers: int = 2
     window: int = 1
     operations: str = "2"
+    last: str = ""
+    strangers: int = 0
     restarts: int = 0
     network: str = "kept"
     max_states: int = 0
@@ -47,7 +50,9 @@ class Scope:
 
     def _arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        arguments["operations"] = [int(chunks) for chunks in self.operations.split(",")]
+        for name in ("operations", "last"):
+            arguments[name] = [int(chunks) for chunks in arguments[name].split(",") if chunks]
+        arguments["strangers"] = bool(self.strangers)
         return arguments
 
 
@@ -67,8 +72,10 @@ def sentence(scope: Scope, report: Any) -> str:
     """A report in one line."""
     slots = 2 * scope.window
     found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
+    others = f" (the last worker {scope.last})" if scope.last else ""
+    others += ", another job's packets" if scope.strangers else ""
     return (
-        f"{scope.workers} workers, {slots} slots, chunks {scope.operations}, {scope.restarts} restarts, packets "
+        f"{scope.workers} workers, {slots} slots, chunks {scope.operations}{others}, {scope.restarts} restarts, packets "
         f"{scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "
         f"{report.transitions:,} transitions, depth {report.depth}, {report.seconds:.2f} s"
     )
