@@ -209,8 +209,7 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Ad
   const protocol::Header header = view->header();
   if (header.flags & protocol::kHello) return hello(job, header, bytes, source);
   if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
-  const auto& registered = job.workers[header.worker].address;
-  if (!registered || !(*registered == source)) return count_drop(Drop::source);
+  if (!job.workers[header.worker].is_at(source)) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
 
   const SwitchJob::Handled handled = job.machine->handle_packet(bytes);
@@ -250,18 +249,12 @@ void Plane::arrived(Job& job, const SwitchJob::Handled& handled, std::int64_t no
 
 void Plane::hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
                   const transport::Address& source) {
-  if (header.job != job.id || header.incarnation != job.incarnation) {
-    ++job.counters.drops[static_cast<std::size_t>(Drop::foreign)];
-    return;
-  }
-  if (header.worker >= job.workers.size() || job.workers[header.worker].nonce != header.counter) {
-    ++job.counters.drops[static_cast<std::size_t>(Drop::worker)];
-    return;
-  }
-  ++job.counters.hellos;
+  const auto count_drop = [&](Drop reason) { ++job.counters.drops[static_cast<std::size_t>(reason)]; };
+  if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
   Worker& worker = job.workers[header.worker];
-  if (!job.machine) worker.address = source;  // once counting has begun, an address stays
-  if (!(*worker.address == source)) return;
+  const Drop drop = worker.handle_hello(header, job.id, job.incarnation, job.machine != nullptr, source);
+  if (drop != Drop::none) return count_drop(drop);
+  ++job.counters.hellos;
   const iovec piece{const_cast<std::byte*>(bytes.data()), bytes.size()};
   const transport::UdpSocket::Run run{.to = &*worker.address, .pieces = {&piece, 1}, .packet_bytes = bytes.size()};
   job.socket->send({&run, 1});

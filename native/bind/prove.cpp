@@ -1,7 +1,7 @@
 // netfold._native.prove: the search over the protocol's machines, and its traces.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <netfold/prove/search.hpp>
+#include <netfold/prove/hellos.hpp>
 
 #include "module.hpp"
 
@@ -65,6 +65,7 @@ void bind_prove(nb::module_& m) {
       },
       nb::kw_only(), nb::arg("workers"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
       nb::arg("strangers"), nb::arg("restarts"), nb::arg("network"), nb::arg("max_states"));
+  p.def("search_hellos", &search_hellos, nb::arg("workers"));
   p.def(
       "replay",
       [](std::uint16_t workers, std::uint32_t window, const Chunks& operations, const Chunks& last, bool strangers,

@@ -34,6 +34,9 @@ STUCK = "from here, with everything lost, no retransmission leads to where all h
 
 SWITCH, WORKER = "switch_job.cpp", "worker.cpp"
 SWITCH_HEADER = "include/netfold/protocol/switch_job.hpp"
+SEAT = "include/netfold/protocol/seat.hpp"
+# What is compiled anew where a header changes.
+BUILT_FROM = {SWITCH_HEADER: PROTOCOL / SWITCH, SEAT: ROOT / "native" / "prove" / "hellos.cpp"}
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,35 @@ MUTANTS = {
 }
 
 
+FOREIGN_HELLO = "if (hello.job != job || hello.incarnation != incarnation) return Drop::foreign;"
+OTHERS_ADDRESS = "an address becomes a worker's that is not its own"
+
+# Of the search over hellos: what is changed in SEAT, and the promise that breaks.
+HELLOS = {
+    "hello-nonce": ("if (hello.counter != nonce) return Drop::worker;", "", OTHERS_ADDRESS),
+    "hello-job": (FOREIGN_HELLO, "if (hello.incarnation != incarnation) return Drop::foreign;", OTHERS_ADDRESS),
+    "hello-incarnation": (FOREIGN_HELLO, "if (hello.job != job) return Drop::foreign;", OTHERS_ADDRESS),
+    "hello-started": ("if (!started) address = source;", "address = source;", "an address changes after the start"),
+    "hello-first": (
+        "if (!started) address = source;",
+        "if (address) address = source;",
+        "a worker's own hello gives it no seat",
+    ),
+    "hello-answer": (
+        "return is_at(source) ? Drop::none : Drop::source;",
+        "return Drop::none;",
+        "a hello is returned to an address that is no worker's",
+    ),
+}
+
+
+def search_hellos(name: str, folder: Path) -> str:
+    """Which promise the mutant of SEAT breaks, or nothing."""
+    text, instead, breaks = HELLOS[name]
+    program = make(Mutant(Scope(), breaks, ((SEAT, text, instead),)), folder)
+    return subprocess.run([str(program), "hellos"], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
 def make(mutant: Mutant, folder: Path) -> Path:
     """Compile the mutant into `folder`; the program."""
     texts: dict[str, str] = {}
@@ -188,10 +220,7 @@ def make(mutant: Mutant, folder: Path) -> Path:
     for source, text in texts.items():
         (folder / source).parent.mkdir(parents=True, exist_ok=True)
         (folder / source).write_text(text)
-        if source == SWITCH_HEADER:
-            compiled.append(str(PROTOCOL / SWITCH))
-        else:
-            compiled.append(str(folder / source))
+        compiled.append(str(BUILT_FROM.get(source, folder / source)))
     libraries = [_library(name) for name in ("prove", "protocol", "kernels")]
     program = folder / "prove"
     # Its own machines come first: those of the libraries are then not asked for.
@@ -234,7 +263,13 @@ def show(name: str, broken: str, records: list[SimpleNamespace]) -> str:
 
 def main(names: Iterable[str]) -> int:
     missed = 0
-    for name in list(names) or MUTANTS:
+    for name in list(names) or [*MUTANTS, *HELLOS]:
+        if name in HELLOS:
+            with tempfile.TemporaryDirectory() as folder:
+                broken = search_hellos(name, Path(folder))
+            print(f"{name}, caught: {broken}" if broken else f"{name}: NOT caught", flush=True)
+            missed += not broken
+            continue
         with tempfile.TemporaryDirectory() as folder:
             broken, records = search(MUTANTS[name], Path(folder))
         print(show(name, broken, records) if broken else f"{name}: NOT caught", flush=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from netfold.prove import Scope, draw, replay, search, sentence
+from netfold.prove import Scope, draw, replay, search, search_hellos, sentence
 from netfold.prove.__main__ import main
 from netfold.prove.scopes import LARGE, QUICK
 from netfold.sim import SWITCH, diagram
@@ -109,6 +109,15 @@ def test_workers_that_disagree_end_and_who_says_the_same_waits_for_the_one_that_
     assert not any(record.broken for record in records)
     with pytest.raises(ValueError, match="step 2, hear 1, cannot happen then"):
         replay(scope, ["call 0", "hear 1"])
+
+
+def test_only_a_workers_own_hello_gives_it_a_seat():
+    report = search_hellos()
+    assert (report.exhausted, report.broken) == (True, "")
+    # Each of three seats is empty, at the worker's first address or at its second; and once all are taken, a start.
+    assert (report.states, report.depth) == (3**3 + 2**3, 4)
+    with pytest.raises(ValueError, match="1 to 4 workers"):
+        search_hellos(0)
 
 
 def test_packets_of_another_job_change_nothing():

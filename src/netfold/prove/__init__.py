@@ -18,7 +18,10 @@ from typing import Any
 from netfold._native import prove as native
 from netfold.sim import SWITCH, diagram
 
-__all__ = ["Scope", "draw", "replay", "search", "sentence"]
+__all__ = ["HELLO_WORKERS", "Scope", "draw", "replay", "search", "search_hellos", "sentence"]
+
+# Workers of the search over hellos: one that claims another's place is among them, and one that is left alone.
+HELLO_WORKERS = 3
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ class Scope:
 def search(scope: Scope) -> Any:
     """Search `scope`; the report's fields are those of native/prove's Report. ValueError for one without sense."""
     return native.search(**scope._arguments())
+
+
+def search_hellos(workers: int = HELLO_WORKERS) -> Any:
+    """Search which hellos make an address a worker's (native/prove, hellos.hpp); a report as of `search`."""
+    return native.search_hellos(workers)
 
 
 def replay(scope: Scope, steps: Sequence[str]) -> list[Any]:

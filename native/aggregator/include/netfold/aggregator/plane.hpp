@@ -9,6 +9,7 @@
 // Commands from other threads run between two batches, so the data path takes no lock.
 #pragma once
 
+#include <netfold/protocol/seat.hpp>
 #include <netfold/protocol/switch_job.hpp>
 #include <netfold/transport/udp.hpp>
 
@@ -73,9 +74,7 @@ class Plane {
   std::int64_t cpu_ns();
 
  private:
-  struct Worker {
-    std::uint64_t nonce = 0;
-    std::optional<transport::Address> address;
+  struct Worker : protocol::Seat<transport::Address> {
     protocol::Arrivals arrivals;
     // Slots whose answer this worker gets, at most slot_count(). A slot that has a new tenant by the time it
     // is sent still holds a whole, final result, with its own chunk number on it: never wrong, at worst not
