@@ -83,8 +83,8 @@ def sentence(scope: Scope, report: Any) -> str:
     others = f" (the last worker {scope.last})" if scope.last else ""
     others += ", another job's packets" if scope.strangers else ""
     return (
-        f"{scope.workers} workers, {slots} slots, chunks {scope.operations}{others}, {scope.restarts} restarts, packets "
-        f"{scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "
+        f"{scope.workers} workers, {slots} slots, chunks {scope.operations}{others}, {scope.restarts} restarts, "
+        f"packets {scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "
         f"{report.transitions:,} transitions, depth {report.depth}, {report.seconds:.2f} s"
     )
 

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(scope, [step.strip() for step in steps.split(";") if step.strip()], svg)
             return 0
         found = [_search(name, each, svg) for name, each in scopes.items()]
-        return max(found + [_search_hellos()] if quick or everything else found)
+        return max([*found, _search_hellos()] if quick or everything else found)
     except ValueError as wrong:
         parser.error(str(wrong))
 
