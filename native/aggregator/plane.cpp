@@ -242,7 +242,7 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Ad
   if (header.flags & protocol::kHello) return hello(job, header, bytes, source);
   if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
   Worker& from = job.workers[header.worker];
-  if (!from.address || !(*from.address == source)) return count_drop(Drop::source);
+  if (!from.is_at(source)) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
   if (from.sealer) {
     if (!authentic(*from.sealer, bytes)) return count_drop(Drop::unauthenticated);
@@ -290,15 +290,12 @@ void Plane::arrived(Job& job, const SwitchJob::Handled& handled, std::int64_t no
 void Plane::hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
                   const transport::Address& source) {
   const auto count_drop = [&](Drop reason) { ++job.counters.drops[static_cast<std::size_t>(reason)]; };
-  if (header.job != job.id || header.incarnation != job.incarnation) return count_drop(Drop::foreign);
   if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
   Worker& worker = job.workers[header.worker];
-  // Who hears a hello on the wire and sends it from elsewhere must not take the worker's place.
-  if (!worker.expected || !(*worker.expected == source)) return count_drop(Drop::source);
-  if (worker.hello_sealer && !authentic(*worker.hello_sealer, bytes)) return count_drop(Drop::unauthenticated);
-  if (worker.nonce != header.counter) return count_drop(Drop::worker);
+  const auto right = [&] { return !worker.hello_sealer || authentic(*worker.hello_sealer, bytes); };
+  const Drop drop = worker.handle_hello(header, job.id, job.incarnation, source, right);
+  if (drop != Drop::none) return count_drop(drop);
   ++job.counters.hellos;
-  worker.address = source;
   send(job, header.worker, bytes);
 }
 

@@ -80,7 +80,7 @@ Progress Channel::poll(std::int64_t now_ns) {
   polled_ns_ = now_ns;
   bool moved = false;
   try {
-    moved = receive(now_ns);
+    if (machine_.awaits_answers()) moved = receive(now_ns);
     machine_.handle_timeout(now_ns);
     if (!failure_) moved |= send(now_ns);
   } catch (const std::system_error& error) {

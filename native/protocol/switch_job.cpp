@@ -42,6 +42,7 @@ SwitchJob::SwitchJob(const JobConfig& config) : config_(config) {
   for (std::uint32_t i = 0; i < slot_count(); ++i) slots_[i].chunk = i;
   contributions_.resize(static_cast<std::size_t>(slot_count()) * config.workers * config.payload_bytes);
   frames_.resize(static_cast<std::size_t>(slot_count()) * packet_bytes());
+  values_in_frame_.resize(slot_count());
 }
 
 Drop SwitchJob::check(const Header& header, std::size_t bytes) const {
@@ -111,7 +112,8 @@ SwitchJob::Handled SwitchJob::handle_packet(std::span<const std::byte> bytes) {
   slot.agreement = said;
   slot.non_finite |= (header.flags & kNonFinite) != 0;
   slot.contributed_count = static_cast<std::uint16_t>(slot.contributed_count + 1);
-  std::memcpy(contribution(handled.slot, header.worker), view->payload().data(), config_.payload_bytes);
+  // Its padding is in no sum: small operations must not pay for long packets.
+  std::memcpy(contribution(handled.slot, header.worker), view->payload().data(), said.value_bytes());
   if (slot.contributed_count < config_.workers) {
     handled.outcome = Outcome::stored;
   } else {
@@ -129,10 +131,12 @@ void SwitchJob::complete(std::uint32_t index, std::uint16_t last_worker) {
   }
   std::byte* frame = frames_.data() + static_cast<std::size_t>(index) * packet_bytes();
   const auto wire = static_cast<kernels::DType>(slot.agreement.wire);
-  const std::size_t value_bytes = slot.agreement.count * kernels::element_bytes(wire);
+  const std::size_t value_bytes = slot.agreement.value_bytes();
+  const std::size_t former_bytes = values_in_frame_[index];
   kernels::reduce(static_cast<kernels::ReduceOp>(slot.agreement.reduce), wire, frame + kHeaderBytes, sources.data(),
                   config_.workers, slot.agreement.count);
-  std::memset(frame + kHeaderBytes + value_bytes, 0, config_.payload_bytes - value_bytes);
+  if (former_bytes > value_bytes) std::memset(frame + kHeaderBytes + value_bytes, 0, former_bytes - value_bytes);
+  values_in_frame_[index] = static_cast<std::uint32_t>(value_bytes);
 
   Header answer{.flags = static_cast<std::uint8_t>(kAnswer | (slot.non_finite ? kNonFinite : 0)),
                 .job = config_.job,

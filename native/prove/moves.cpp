@@ -6,6 +6,7 @@ using Kind = Move::Kind;
 
 State Moves::first() {
   State state{.machine = parts.new_switch(Life{}, 0), .network = parts.network_of({})};
+  state.network = parts.with(state.network, parts.strangers());
   for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
     state.workers[worker] = parts.new_worker(Life{}, worker);
   }
@@ -21,6 +22,16 @@ bool Moves::finished(const State& state) const {
 
 bool Moves::rejoins(const State& state, std::uint16_t worker) const {
   return parts.worker_state(state.workers[worker]).life() != parts.switch_state(state.machine).life();
+}
+
+bool Moves::can_hear(const State& state, std::uint16_t worker) const {
+  if (parts.ended(state.workers[worker])) return false;
+  for (std::uint16_t other = 0; other < scope_.workers; ++other) {
+    const Id id = state.workers[other];
+    const Life life = parts.worker_state(id).life();
+    if (parts.ended(id) && life == parts.worker_state(state.workers[worker]).life()) return true;
+  }
+  return false;
 }
 
 const Step& Moves::delivered(const State& state, Id packet) {
@@ -55,6 +66,10 @@ std::pair<State, Step> Moves::done(const State& state, const Move& move) {
     }
     case Kind::call:
       step = parts.call(next.workers[move.what]);
+      next.workers[move.what] = step.next;
+      break;
+    case Kind::hear:
+      step = parts.hear(next.workers[move.what]);
       next.workers[move.what] = step.next;
       break;
     case Kind::rejoin: {
@@ -106,6 +121,7 @@ void Moves::each(const State& state, const Visit& visit) {
   for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
     const Id id = state.workers[worker];
     if (parts.can_call(id)) one({Kind::call, worker});
+    if (can_hear(state, worker)) one({Kind::hear, worker});
     if (rejoins(state, worker)) one({Kind::rejoin, worker});
     if (scope_.network == Network::taken) {
       for (std::uint32_t rings = 1; rings <= parts.worker_state(id).again.size(); ++rings) {
@@ -134,6 +150,8 @@ void Moves::each_alone(const State& state, const Visit& visit) {
     const Id id = state.workers[worker];
     State next = state;
     if (parts.can_call(id)) one(next, {Kind::call, worker});
+    next = state;
+    if (can_hear(state, worker)) one(next, {Kind::hear, worker});
     next = state;
     if (rejoins(state, worker)) one(next, {Kind::rejoin, worker});
     for (const Id packet : parts.worker_state(id).again) {

@@ -17,9 +17,9 @@ struct State {
 };
 
 struct Move {
-  enum class Kind : std::uint8_t { deliver, copy, lose, ring, call, rejoin, restart_group, restart_switch };
+  enum class Kind : std::uint8_t { deliver, copy, lose, ring, call, hear, rejoin, restart_group, restart_switch };
   Kind kind = Kind::deliver;
-  std::uint32_t what = 0;   // deliver, copy, lose: a packet; ring, call, rejoin: a worker
+  std::uint32_t what = 0;   // deliver, copy, lose: a packet; ring, call, hear, rejoin: a worker
   std::uint32_t times = 0;  // ring: how many timers, one after the other
 
   // Of network or machines: what no way to the end may count on.
@@ -53,6 +53,7 @@ class Moves {
  private:
   const Step& delivered(const State& state, Id packet);
   bool rejoins(const State& state, std::uint16_t worker) const;
+  bool can_hear(const State& state, std::uint16_t worker) const;
 
   Scope scope_;
   std::uint64_t tried_ = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 
 namespace netfold::prove {
@@ -17,14 +18,24 @@ constexpr std::int64_t kNumbers = 1024;     // contributions are in [1024, 2048)
 constexpr int kWorkerBits = 16;
 constexpr std::uint32_t kLives = kMaxRestarts + 1;  // most incarnations, and most epochs of one
 
+std::uint64_t chunks_of(const std::vector<std::uint32_t>& line) {
+  return std::accumulate(line.begin(), line.end(), std::uint64_t{0});
+}
+
+// One worker in turn says so, of every second chunk.
+bool says_non_finite(const Scope& scope, std::uint16_t worker, std::uint64_t chunk) {
+  return chunk % 2 == 1 && chunk / 2 % scope.workers == worker;
+}
+
 void check(const Scope& scope) {
-  std::uint64_t chunks = 0;
-  for (const std::uint32_t each : scope.operations) chunks += each;
-  const bool empty = std::ranges::any_of(scope.operations, [](std::uint32_t each) { return each == 0; });
+  const std::uint64_t chunks = std::max(chunks_of(scope.operations), chunks_of(scope.last));
+  const auto is_zero = [](std::uint32_t each) { return each == 0; };
+  const bool empty = std::ranges::any_of(scope.operations, is_zero) || std::ranges::any_of(scope.last, is_zero);
   if (scope.workers == 0 || scope.workers > kMaxWorkers) {
     throw std::invalid_argument("a scope has 1 to " + std::to_string(kMaxWorkers) + " workers");
   }
-  if (scope.operations.empty() || empty || chunks > kMaxChunks || scope.operations.size() > Worker::kMaxOperations) {
+  const std::size_t operations = std::max(scope.operations.size(), scope.last.size());
+  if (scope.operations.empty() || empty || chunks > kMaxChunks || operations > Worker::kMaxOperations) {
     throw std::invalid_argument("a scope has 1 to " + std::to_string(kMaxChunks) + " chunks, in 1 to " +
                                 std::to_string(Worker::kMaxOperations) + " operations, none of them empty");
   }
@@ -46,7 +57,46 @@ std::string words(Life life) { return std::to_string(life.incarnation) + "." + s
 
 Parts::Parts(const Scope& scope) : scope_(scope) {
   check(scope);
-  for (const std::uint32_t each : scope.operations) chunk_count_ += each;
+  chunk_count_ = std::max(chunks_of(scope.operations), chunks_of(scope.last));
+}
+
+std::vector<Id> Parts::strangers() {
+  std::vector<Id> packets;
+  if (!scope_.strangers) return packets;
+  for (std::uint64_t chunk = 0; chunk < chunk_count_; ++chunk) {
+    for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+      const Line& line = line_of(worker);
+      const std::uint32_t operation = std::min<std::uint32_t>(operation_at(line, chunk), line.size() - 1);
+      for (const bool answer : {false, true}) {
+        const Header header{.flags = static_cast<std::uint8_t>(answer ? protocol::kAnswer : 0),
+                            .job = kJob + 1,
+                            .epoch = Life{}.epoch,
+                            .incarnation = Life{}.incarnation,
+                            .chunk = chunk,
+                            .operation = operation,
+                            .elements = line[operation],
+                            .worker = worker,
+                            .count = 1,
+                            .wire = static_cast<std::uint8_t>(kernels::DType::i64),
+                            .reduce = static_cast<std::uint8_t>(kernels::ReduceOp::sum)};
+        Packet packet{.answer = answer, .worker = worker, .chunk = chunk, .life = {}, .foreign = true};
+        packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);  // of zeros, which are in no sum
+        protocol::write_header(header, packet.bytes.data());
+        packets.push_back(packet_id(std::move(packet)));
+      }
+    }
+  }
+  return packets;
+}
+
+bool Parts::can_call(Id worker) const {
+  const WorkerState& state = workers_[worker];
+  return !state.ended && state.called < line_of(state.now.machine.config().worker).size();
+}
+
+bool Parts::finished(Id worker) const {
+  const WorkerState& state = workers_[worker];
+  return state.ended || (!can_call(worker) && state.now.machine.idle());
 }
 
 Id Parts::new_switch(Life life, std::uint32_t restarts) {
@@ -121,10 +171,28 @@ Step Parts::switch_step(Id machine, Id packet) {
       step.became = "answered again";
       answer(handled.worker);
       break;
-    case SwitchJob::Outcome::mismatch:
+    case SwitchJob::Outcome::mismatch: {
       step.became = "mismatch";
-      step.broken = "workers that agree are said not to";
-      return step;
+      if (agreed(handled.chunk)) {
+        step.broken = "workers that agree are said not to";
+        return step;
+      }
+      // As the aggregator tells them (native/aggregator/plane.cpp).
+      const auto tell = [&](std::uint16_t to, const protocol::Agreement& said, std::uint16_t about) {
+        const Life life = state.life();
+        Packet sent{.answer = true, .worker = to, .chunk = handled.chunk, .life = life};
+        sent.bytes.resize(state.machine.packet_bytes());
+        // Its number is a nonce, which no machine looks at.
+        state.machine.write_mismatch(handled.chunk, said, about, 0, sent.bytes.data());
+        step.sent.push_back(packet_id(std::move(sent)));
+      };
+      const Header said = protocol::PacketView::parse(packets_[packet].bytes)->header();
+      for (std::uint16_t to = 0; to < scope_.workers; ++to) {
+        if (to != handled.worker) tell(to, protocol::Agreement::of(said), handled.worker);
+      }
+      tell(handled.worker, state.machine.agreement(handled.slot), handled.other);
+      break;
+    }
   }
   step.next = switch_id(std::move(state));
   return step;
@@ -132,6 +200,11 @@ Step Parts::switch_step(Id machine, Id packet) {
 
 Step Parts::worker_step(Id machine, Id packet) {
   Step step;
+  if (ended(machine)) {
+    step.became = "ended before";
+    step.next = machine;
+    return step;
+  }
   WorkerState state = workers_[machine];
   if (!receive(state, packets_[packet], step) || !send(state, step)) return step;
   for (const Timed& later : workers_[machine].later) {
@@ -152,12 +225,21 @@ Step Parts::call(Id worker) {
   Step step;
   WorkerState state = workers_[worker];
   state.now.machine.start({.operation = state.called,
-                           .elements = scope_.operations[state.called],
+                           .elements = line_of(state.now.machine.config().worker)[state.called],
                            .wire = kernels::DType::i64,
                            .reduce = kernels::ReduceOp::sum});
   ++state.called;
   step.became = "called";
   if (send(state, step)) step.next = worker_id(std::move(state), step);
+  return step;
+}
+
+Step Parts::hear(Id worker) {
+  Step step;
+  WorkerState state = workers_[worker];
+  state.ended = true;
+  step.became = "ended";
+  step.next = worker_id(std::move(state), step);
   return step;
 }
 
@@ -168,17 +250,29 @@ bool Parts::receive(WorkerState& worker, const Packet& packet, Step& step) const
       step.became = dropped(received.drop);
       return true;
     case Worker::Outcome::mismatch:
-      step.became = "mismatch";
-      step.broken = "workers that agree are said not to";
-      return false;
+      return end(worker, received.header, step);
     case Worker::Outcome::received:
       return take(worker, received, step);
   }
   return false;
 }
 
+bool Parts::end(WorkerState& worker, const Header& said, Step& step) const {
+  const Line& line = line_of(worker.now.machine.config().worker);
+  const std::uint32_t own = operation_at(line, said.chunk);
+  step.became = "ended: mismatch";
+  if (agreed(said.chunk)) {
+    step.broken = "workers that agree are said not to";
+  } else if (own < line.size() && said.operation == own && said.elements == line[own]) {
+    step.broken = "a worker is told that another differs, which said the same";
+  }
+  worker.ended = true;
+  return step.broken.empty();
+}
+
 bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& step) const {
-  const std::uint64_t chunk = place(received.header.operation, received.first);
+  const Line& line = line_of(worker.now.machine.config().worker);
+  const std::uint64_t chunk = place(line, received.header.operation, received.first);
   std::int64_t value = 0;
   if (chunk == chunk_count_ || received.values.size() != sizeof value) {
     step.broken = "a worker is given values of no chunk";
@@ -187,7 +281,13 @@ bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& st
   std::memcpy(&value, received.values.data(), sizeof value);
   step.became = "received";
   const std::uint64_t bit = std::uint64_t{1} << chunk;
-  if (worker.received & bit) {
+  bool non_finite = false;
+  for (std::uint16_t other = 0; other < scope_.workers; ++other) non_finite |= says_non_finite(scope_, other, chunk);
+  if (!agreed(chunk)) {
+    step.broken = "a worker is given a sum of chunk " + std::to_string(chunk) + ", on which workers disagree";
+  } else if (((received.header.flags & protocol::kNonFinite) != 0) != non_finite) {
+    step.broken = "a worker is told the wrong thing of non-finite values in chunk " + std::to_string(chunk);
+  } else if (worker.received & bit) {
     step.broken = "a worker is given chunk " + std::to_string(chunk) + " twice";
   } else if (value != result(worker.life(), chunk)) {
     step.broken = "a worker is given a wrong sum of chunk " + std::to_string(chunk) + ":" + taken_apart(value);
@@ -198,16 +298,18 @@ bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& st
 
 bool Parts::send(WorkerState& worker, Step& step) {
   const std::uint16_t index = worker.now.machine.config().worker;
+  if (worker.ended) return true;
   // Every chunk there is, and a window of those given up: more than any worker ever sends at once.
   for (std::uint64_t left = chunk_count_ + scope_.window + 1;
        const auto send = worker.now.machine.poll_send(worker.now.now_ns);) {
     Header header = send->header;
-    const std::uint64_t chunk = place(header.operation, send->first);
+    const std::uint64_t chunk = place(line_of(index), header.operation, send->first);
     if (chunk == chunk_count_ || send->count != 1 || --left == 0) {
       step.broken = left == 0 ? "a worker sends without end" : "a worker sends values of no chunk";
       return false;
     }
     header.counter = 0;
+    if (says_non_finite(scope_, index, chunk)) header.flags |= protocol::kNonFinite;
     Packet packet{.worker = index, .chunk = header.chunk, .life = worker.life()};
     packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);
     protocol::write_header(header, packet.bytes.data());
@@ -234,7 +336,7 @@ Id Parts::worker_id(WorkerState state, Step& step) {
   state.later.clear();
   WorkerState late = state;
   Step resent;
-  for (std::uint32_t rings = state.now.machine.in_flight(); rings > 0; --rings) {
+  for (std::uint32_t rings = state.ended ? 0 : state.now.machine.in_flight(); rings > 0; --rings) {
     late.now.now_ns = std::max(late.now.now_ns, late.now.machine.poll_timeout());
     late.now.machine.handle_timeout(late.now.now_ns);
     state.later.push_back(late.now);  // given up, and not yet sent again
@@ -269,6 +371,7 @@ Parts::Key Parts::key_of(const WorkerState& worker) const {
   Key key;
   append(key, machine.config().worker);
   append(key, worker.life());
+  if (worker.ended) return key;  // nothing of it matters any more
   append(key, worker.called);
   append(key, worker.sent);
   append(key, worker.received);
@@ -315,10 +418,27 @@ Id Parts::without(Id network, Id packet) {
   return network_of(std::move(packets));
 }
 
-std::uint64_t Parts::place(std::uint32_t operation, std::uint64_t first) const {
-  if (operation >= scope_.operations.size() || first >= scope_.operations[operation]) return chunk_count_;
-  for (std::uint32_t earlier = 0; earlier < operation; ++earlier) first += scope_.operations[earlier];
-  return first;
+const Parts::Line& Parts::line_of(std::uint16_t worker) const {
+  return !scope_.last.empty() && worker + 1 == scope_.workers ? scope_.last : scope_.operations;
+}
+
+std::uint32_t Parts::operation_at(const Line& line, std::uint64_t chunk) {
+  std::uint32_t operation = 0;
+  while (operation < line.size() && chunk >= line[operation]) chunk -= line[operation++];
+  return operation;
+}
+
+bool Parts::agreed(std::uint64_t chunk) const {
+  if (scope_.last.empty()) return true;
+  const std::uint32_t usual = operation_at(scope_.operations, chunk);
+  const std::uint32_t other = operation_at(scope_.last, chunk);
+  return usual == other && usual < scope_.operations.size() && other < scope_.last.size() &&
+         scope_.operations[usual] == scope_.last[other];
+}
+
+std::uint64_t Parts::place(const Line& line, std::uint32_t operation, std::uint64_t first) const {
+  if (operation >= line.size() || first >= line[operation]) return chunk_count_;
+  return std::accumulate(line.begin(), line.begin() + operation, first);
 }
 
 std::int64_t Parts::contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const {

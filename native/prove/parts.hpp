@@ -27,6 +27,7 @@ struct Packet {
   std::uint16_t worker = 0;
   std::uint64_t chunk = 0;
   Life life;
+  bool foreign = false;  // of another job
   std::vector<std::byte> bytes;
 };
 
@@ -47,6 +48,7 @@ struct WorkerState {
   std::uint32_t called = 0;    // operations
   std::uint64_t sent = 0;      // chunks, a bit each
   std::uint64_t received = 0;  // chunks, a bit each
+  bool ended = false;          // by a mismatch
   std::vector<Timed> later;    // what timers may have made of it
   std::vector<Id> again;       // the packets that its timers send once more, in this order
   Life life() const { return {now.machine.config().incarnation, now.machine.config().epoch}; }
@@ -67,14 +69,20 @@ class Parts {
 
   Id new_switch(Life life, std::uint32_t restarts);
   Id new_worker(Life life, std::uint16_t worker);
-  bool can_call(Id worker) const { return workers_[worker].called < scope_.operations.size(); }
-  bool finished(Id worker) const { return !can_call(worker) && workers_[worker].now.machine.idle(); }
+  // What the wire carries from the start.
+  std::vector<Id> strangers();
+  bool can_call(Id worker) const;
+  bool ended(Id worker) const { return workers_[worker].ended; }
+  // Or has ended.
+  bool finished(Id worker) const;
 
   // Both stay good.
   const Step& at_switch(Id machine, Id packet);
   const Step& at_worker(Id machine, Id packet);
   // The worker's script calls its next operation. Precondition: can_call.
   Step call(Id worker);
+  // It hears that another one has ended.
+  Step hear(Id worker);
 
   const SwitchState& switch_state(Id id) const { return switches_[id]; }
   const WorkerState& worker_state(Id id) const { return workers_[id]; }
@@ -104,11 +112,18 @@ class Parts {
   // The packet reaches the worker; true when nothing was broken.
   bool receive(WorkerState& worker, const Packet& packet, Step& step) const;
   bool take(WorkerState& worker, const protocol::Worker::Received& received, Step& step) const;
+  bool end(WorkerState& worker, const protocol::Header& said, Step& step) const;
   // All that the worker sends now.
   bool send(WorkerState& worker, Step& step);
 
-  // Chunk by its place on the line of operations, or chunk_count_.
-  std::uint64_t place(std::uint32_t operation, std::uint64_t first) const;
+  using Line = std::vector<std::uint32_t>;  // chunks of each operation
+  const Line& line_of(std::uint16_t worker) const;
+  // Which operation of a line a chunk is of; their number where it is beyond.
+  static std::uint32_t operation_at(const Line& line, std::uint64_t chunk);
+  // Whether all workers call the same there.
+  bool agreed(std::uint64_t chunk) const;
+  // Chunk by its place on a line of operations, or chunk_count_.
+  std::uint64_t place(const Line& line, std::uint32_t operation, std::uint64_t first) const;
   std::int64_t contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const;
   std::int64_t result(Life life, std::uint64_t chunk) const;
   // What a sum is made of.

@@ -10,8 +10,8 @@ namespace {
 using Kind = Move::Kind;
 
 std::string name_of(const Packet& packet) {
-  return words(packet.life) + "/" + std::to_string(packet.worker) + (packet.answer ? "<" : ">") +
-         std::to_string(packet.chunk);
+  return (packet.foreign ? "x" : "") + words(packet.life) + "/" + std::to_string(packet.worker) +
+         (packet.answer ? "<" : ">") + std::to_string(packet.chunk);
 }
 
 // One run, event by event, and the packets that it has sent, in that order.
@@ -40,6 +40,8 @@ class Run {
         return "ring " + std::to_string(move.what) + (move.times == 1 ? "" : " " + std::to_string(move.times));
       case Kind::call:
         return "call " + std::to_string(move.what);
+      case Kind::hear:
+        return "hear " + std::to_string(move.what);
       case Kind::rejoin:
         return "rejoin " + std::to_string(move.what);
       case Kind::restart_group:
@@ -73,6 +75,7 @@ class Run {
                                                      : slot(moves_.parts.packet(move.what).chunk);
       case Kind::ring:
       case Kind::call:
+      case Kind::hear:
       case Kind::rejoin:
         return worker(static_cast<std::uint16_t>(move.what));
       default:
@@ -93,6 +96,7 @@ class Run {
 
   std::string worker(std::uint16_t index) const {
     const WorkerState& state = moves_.parts.worker_state(state_.workers[index]);
+    if (state.ended) return "life " + words(state.life());
     std::string has, waits;
     for (std::uint64_t chunk = 0; chunk < kMaxChunks; ++chunk) {
       if (state.received >> chunk & 1) {
@@ -152,14 +156,18 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
         record.source = packet.answer ? "switch" : "worker " + std::to_string(packet.worker);
         record.to = packet.answer ? "worker " + std::to_string(packet.worker) : "switch";
         record.what = (packet.answer ? "result " : "chunk ") + std::to_string(packet.chunk) + " of " +
-                      netfold::prove::words(packet.life);
+                      (packet.foreign ? "another job" : netfold::prove::words(packet.life));
         break;
       }
       case Kind::ring:
       case Kind::call:
+      case Kind::hear:
       case Kind::rejoin:
         record.to = "worker " + std::to_string(move->what);
-        record.what = move->kind == Kind::ring ? "timer" : move->kind == Kind::call ? "next operation" : "rejoins";
+        record.what = move->kind == Kind::ring   ? "timer"
+                      : move->kind == Kind::call ? "next operation"
+                      : move->kind == Kind::hear ? "another has ended"
+                                                 : "rejoins";
         break;
       case Kind::restart_group:
       case Kind::restart_switch:

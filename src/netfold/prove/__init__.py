@@ -18,20 +18,26 @@ from typing import Any
 from netfold._native import prove as native
 from netfold.sim import SWITCH, diagram
 
-__all__ = ["Scope", "draw", "replay", "search", "sentence"]
+__all__ = ["HELLO_WORKERS", "Scope", "draw", "replay", "search", "search_hellos", "sentence"]
+
+# Workers of the search over hellos: one that claims another's place is among them, and one that is left alone.
+HELLO_WORKERS = 3
 
 
 @dataclass(frozen=True)
 class Scope:
     """What is searched. Each field is an option of `python -m netfold.prove`.
 
-    operations: chunks of each, as "2,2". window: W; the switch has 2W slots. restarts: of group or switch, in total.
-    network: kept, joined or taken. max_states: stop there; 0 for as many as can be counted.
+    operations: chunks of each, as "2,2". last: the same of the last worker, if it calls something else. strangers: 1
+    where another job's packets are on the wire. window: W; the switch has 2W slots. restarts: of group or switch, in
+    total. network: kept, joined or taken. max_states: stop there; 0 for as many as can be counted.
     """
 
     workers: int = 2
     window: int = 1
     operations: str = "2"
+    last: str = ""
+    strangers: int = 0
     restarts: int = 0
     network: str = "kept"
     max_states: int = 0
@@ -47,13 +53,20 @@ class Scope:
 
     def _arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        arguments["operations"] = [int(chunks) for chunks in self.operations.split(",")]
+        for name in ("operations", "last"):
+            arguments[name] = [int(chunks) for chunks in arguments[name].split(",") if chunks]
+        arguments["strangers"] = bool(self.strangers)
         return arguments
 
 
 def search(scope: Scope) -> Any:
     """Search `scope`; the report's fields are those of native/prove's Report. ValueError for one without sense."""
     return native.search(**scope._arguments())
+
+
+def search_hellos(workers: int = HELLO_WORKERS) -> Any:
+    """Search which hellos make an address a worker's (native/prove, hellos.hpp); a report as of `search`."""
+    return native.search_hellos(workers)
 
 
 def replay(scope: Scope, steps: Sequence[str]) -> list[Any]:
@@ -67,9 +80,11 @@ def sentence(scope: Scope, report: Any) -> str:
     """A report in one line."""
     slots = 2 * scope.window
     found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
+    others = f" (the last worker {scope.last})" if scope.last else ""
+    others += ", another job's packets" if scope.strangers else ""
     return (
-        f"{scope.workers} workers, {slots} slots, chunks {scope.operations}, {scope.restarts} restarts, packets "
-        f"{scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "
+        f"{scope.workers} workers, {slots} slots, chunks {scope.operations}{others}, {scope.restarts} restarts, "
+        f"packets {scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "
         f"{report.transitions:,} transitions, depth {report.depth}, {report.seconds:.2f} s"
     )
 

@@ -12,6 +12,7 @@
 // Commands from other threads run between two batches, so the data path takes no lock.
 #pragma once
 
+#include <netfold/protocol/seat.hpp>
 #include <netfold/protocol/switch_job.hpp>
 #include <netfold/seal/sealer.hpp>
 #include <netfold/transport/udp.hpp>
@@ -87,10 +88,7 @@ class Plane {
   std::int64_t cpu_ns();
 
  private:
-  struct Worker {
-    std::uint64_t nonce = 0;
-    std::optional<transport::Address> expected;
-    std::optional<transport::Address> address;  // the expected one, once a hello came from there
+  struct Worker : protocol::Seat<transport::Address> {
     std::optional<seal::Sealer> hello_sealer;
     std::optional<seal::Sealer> sealer;  // of contributions
     protocol::Arrivals arrivals;

@@ -113,8 +113,9 @@ class SwitchJob {
 
   JobConfig config_;
   std::vector<Slot> slots_;
-  std::vector<std::byte> contributions_;  // [slot][worker][payload]
-  std::vector<std::byte> frames_;         // [slot][header + payload]
+  std::vector<std::byte> contributions_;        // [slot][worker][payload]
+  std::vector<std::byte> frames_;               // [slot][header + payload]
+  std::vector<std::uint32_t> values_in_frame_;  // bytes of each frame; zeros follow
   std::uint64_t counter_ = 0;
 };
 

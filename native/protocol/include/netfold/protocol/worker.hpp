@@ -140,6 +140,8 @@ class Worker {
   void handle_timeout(std::int64_t now_ns);
 
   std::uint32_t in_flight() const { return flight_.count; }
+  // Whether something was sent that is not answered: else no packet can matter.
+  bool awaits_answers() const { return base_ < next_; }
   // Chunks that may be in flight now, 1 to W.
   std::uint32_t congestion_window() const { return congestion_window_; }
   // Answers to probes, and to nothing else, since a timeout: the next one is a growth (kProbeGrowth for each).
