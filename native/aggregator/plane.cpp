@@ -18,6 +18,8 @@ using protocol::SwitchJob;
 namespace {
 
 constexpr std::uint32_t kWakeId = 0xffffffff;  // job ids stay below it
+// With a job's id: an event of its socket to the parent.
+constexpr std::uint64_t kParentBit = std::uint64_t{1} << 32;
 
 std::int64_t monotonic_ns() {
   timespec now{};
@@ -97,6 +99,19 @@ int Plane::receive_buffer_bytes(std::uint32_t job_id) {
   return bytes;
 }
 
+void Plane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::UdpSocket> socket,
+                           const transport::Address& to) {
+  on_thread([&] {
+    const auto found = jobs_.find(job_id);
+    if (found == jobs_.end()) throw std::invalid_argument("connect_parent: no such job");
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = kParentBit | job_id}};
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket->fd(), &event) != 0) transport::throw_errno("epoll_ctl");
+    found->second->parent.emplace();
+    found->second->parent->socket = std::move(socket);
+    found->second->parent->address = to;
+  });
+}
+
 void Plane::begin(const protocol::JobConfig& config) {
   // Slots are allocated here, not between two batches of other jobs.
   auto machine = std::make_unique<SwitchJob>(config);
@@ -110,6 +125,10 @@ void Plane::begin(const protocol::JobConfig& config) {
       if (!job.workers[i].address) silent += " " + std::to_string(i);
     }
     if (!silent.empty()) throw std::invalid_argument("begin: no hello came from worker" + silent);
+    if (machine->config().parent.has_value() != job.parent.has_value()) {
+      throw std::invalid_argument("begin: a job has a parent in its config and a socket to it, or neither");
+    }
+    if (job.parent) job.parent->machine = protocol::Uplink(machine->slot_count());
     job.machine = std::move(machine);
     job.firsts = std::move(firsts);
   });
@@ -123,6 +142,7 @@ void Plane::close(std::uint32_t job_id) {
     ended = std::move(found->second);
     jobs_.erase(found);
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, ended->socket->fd(), nullptr);
+    if (ended->parent) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, ended->parent->socket->fd(), nullptr);
   });
 }
 
@@ -136,6 +156,11 @@ std::optional<JobCounters> Plane::counters(std::uint32_t job_id) {
       if (const auto* machine = found->second->machine.get()) {
         counters->slots = machine->slot_count();
         counters->slots_collecting = machine->collecting_count();
+        counters->slots_summed = machine->config().parent ? machine->summed_count() : 0;
+      }
+      if (const auto& parent = found->second->parent) {
+        counters->sums_sent = parent->machine.packets_sent();
+        counters->sums_again = parent->machine.sent_again();
       }
     }
   });
@@ -162,7 +187,8 @@ void Plane::run() {
   while (!stopping_) {
     const int ready = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
     for (int i = 0; i < ready; ++i) {
-      const auto id = static_cast<std::uint32_t>(events[static_cast<std::size_t>(i)].data.u64);
+      const std::uint64_t source = events[static_cast<std::size_t>(i)].data.u64;
+      const auto id = static_cast<std::uint32_t>(source);
       if (id == kWakeId) {
         std::uint64_t value = 0;
         [[maybe_unused]] const auto got = ::read(wake_.get(), &value, sizeof value);
@@ -182,8 +208,13 @@ void Plane::run() {
       if (found == jobs_.end()) continue;  // closed by a command of this very turn
       Job& job = *found->second;
       try {
-        receive(job);
+        if (source & kParentBit) {
+          receive_from_parent(job);
+        } else {
+          receive(job);
+        }
         flush(job);
+        flush_sums(job);
       } catch (const std::system_error& error) {
         // A firewall or a shrunken MTU: this job's workers will run into their deadlines; other jobs go on.
         ++job.counters.send_errors;
@@ -227,16 +258,86 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Ad
       return arrived(job, handled, now_ns);
     case SwitchJob::Outcome::completed:
       arrived(job, handled, now_ns);
-      ++job.counters.results;
-      job.counters.result_bytes += job.machine->agreement(handled.slot).value_bytes();
       ++job.counters.last_arrivals[handled.worker];
-      for (Worker& worker : job.workers) queue(job, worker, handled.slot);
-      return;
+      return completed(job, handled.slot);
+    case SwitchJob::Outcome::summed:
+      arrived(job, handled, now_ns);
+      ++job.counters.last_arrivals[handled.worker];
+      return job.parent->machine.offer(handled.slot);
+    case SwitchJob::Outcome::asked:
+      count_drop(Drop::duplicate);  // as far as this switch's own sum is concerned
+      return job.parent->machine.offer(handled.slot);
+    case SwitchJob::Outcome::notice:
+      return;  // from a parent alone
     case SwitchJob::Outcome::answered:
       ++job.counters.answers_again;
       return queue(job, job.workers[handled.worker], handled.slot);
     case SwitchJob::Outcome::mismatch:
       return tell_mismatch(job, handled, bytes);
+  }
+}
+
+void Plane::completed(Job& job, std::uint32_t slot) {
+  ++job.counters.results;
+  job.counters.result_bytes += job.machine->agreement(slot).value_bytes();
+  for (Worker& worker : job.workers) queue(job, worker, slot);
+}
+
+void Plane::receive_from_parent(Job& job) {
+  job.parent->socket->receive([&](std::span<const std::byte> bytes, const transport::Address& source) {
+    take_from_parent(job, bytes, source);
+  });
+}
+
+void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, const transport::Address& source) {
+  const auto count_drop = [&](Drop reason) { ++job.counters.parent_drops[static_cast<std::size_t>(reason)]; };
+  if (!(source == job.parent->address)) return count_drop(Drop::source);
+  if (!job.machine) return count_drop(Drop::epoch);
+  const SwitchJob::Handled handled = job.machine->handle_parent(bytes);
+  if (handled.outcome == SwitchJob::Outcome::dropped) return count_drop(handled.drop);
+  const protocol::Header header = protocol::PacketView::parse(bytes)->header();
+  if (handled.outcome == SwitchJob::Outcome::completed) {
+    job.parent->machine.handle_result(handled.slot, header.counter);
+    completed(job, handled.slot);
+  } else if (handled.outcome == SwitchJob::Outcome::notice) {
+    ++job.counters.parent_notices;
+    job.parent->machine.handle_notice(header.chunk, header.elements);
+  } else {  // who it is about is called the same at every switch of the tree
+    ++job.counters.mismatches;
+    std::vector<std::byte> packet(job.machine->packet_bytes());
+    job.machine->write_mismatch(handled.chunk, protocol::Agreement::of(header), header.worker, packet.data());
+    for (const Worker& worker : job.workers) send_one(job, worker, packet);
+  }
+}
+
+void Plane::flush_sums(Job& job) {
+  if (!job.machine || !job.parent) return;
+  Parent& parent = *job.parent;
+  const std::size_t packet_bytes = job.machine->packet_bytes();
+  const std::size_t per_run =
+      std::min(transport::UdpSocket::kMaxSegments, transport::UdpSocket::kMaxSuperBytes / packet_bytes + 1);
+  std::array<std::uint32_t, transport::UdpSocket::kMaxSegments> slots;
+  std::array<iovec, transport::UdpSocket::kMaxSegments> pieces;
+  bool blocked = false;
+  while (!blocked) {
+    std::size_t count = 0;
+    while (count < per_run) {
+      const auto send = parent.machine.poll_send();
+      if (!send) break;
+      const auto sum = job.machine->sum(send->slot, send->counter);
+      pieces[count] = {const_cast<std::byte*>(sum.data()), sum.size()};
+      slots[count++] = send->slot;
+    }
+    if (count == 0) break;
+    const transport::UdpSocket::Run run{
+        .to = &parent.address, .pieces = {pieces.data(), count}, .packet_bytes = packet_bytes};
+    const std::size_t sent = parent.socket->send({&run, 1});
+    for (std::size_t i = sent; i < count; ++i) parent.machine.not_sent(slots[i]);
+    blocked = sent < count;
+  }
+  if (blocked != parent.blocked) {
+    parent.blocked = blocked;
+    watch(kParentBit | job.id, parent.socket->fd(), blocked);
   }
 }
 
@@ -318,43 +419,42 @@ void Plane::flush(Job& job) {
   }
   if (blocked != job.blocked) {
     job.blocked = blocked;
-    watch(job, blocked);
+    watch(job.id, job.socket->fd(), blocked);
   }
+}
+
+// A hint, or a word that is asked for again: where there is no room for it, it is lost.
+void Plane::send_one(Job& job, const Worker& to, std::span<const std::byte> packet) {
+  const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
+  const transport::UdpSocket::Run run{.to = &*to.address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
+  job.socket->send({&run, 1});
 }
 
 void Plane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap) {
   ++job.counters.notices;
   std::vector<std::byte> packet(job.machine->packet_bytes());
   job.machine->write_notice(to, gap, packet.data());
-  const iovec piece{packet.data(), packet.size()};
-  const transport::UdpSocket::Run run{
-      .to = &*job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
-  job.socket->send({&run, 1});  // a hint: where there is no room for it, the worker's timer will do
+  send_one(job, job.workers[to], packet);
 }
 
 void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, std::span<const std::byte> bytes) {
   ++job.counters.mismatches;
   const auto said = protocol::Agreement::of(protocol::PacketView::parse(bytes)->header());
   std::vector<std::byte> packet(job.machine->packet_bytes());
-  const auto send = [&](std::uint16_t to) {
-    const iovec piece{packet.data(), packet.size()};
-    const transport::UdpSocket::Run run{
-        .to = &*job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
-    job.socket->send({&run, 1});
-  };
-  job.machine->write_mismatch(handled.chunk, said, handled.worker, packet.data());
+  job.machine->write_mismatch(handled.chunk, said, job.machine->name_of(handled.worker), packet.data());
   for (std::uint16_t to = 0; to < job.workers.size(); ++to) {
-    if (to != handled.worker) send(to);
+    if (to != handled.worker) send_one(job, job.workers[to], packet);
   }
-  job.machine->write_mismatch(handled.chunk, job.machine->agreement(handled.slot), handled.other, packet.data());
-  send(handled.worker);
+  job.machine->write_mismatch(handled.chunk, job.machine->agreement(handled.slot), job.machine->name_of(handled.other),
+                              packet.data());
+  send_one(job, job.workers[handled.worker], packet);
 }
 
-void Plane::watch(const Job& job, bool writable) {
+void Plane::watch(std::uint64_t id, int fd, bool writable) {
   std::uint32_t events = EPOLLIN;
   if (writable) events |= EPOLLOUT;
-  epoll_event event{.events = events, .data = {.u64 = job.id}};
-  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, job.socket->fd(), &event);
+  epoll_event event{.events = events, .data = {.u64 = id}};
+  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
 
 }  // namespace netfold::aggregator

@@ -289,7 +289,7 @@ void bind_engine(nb::module_& m) {
             if (!port.socket) throw nb::value_error("this port was given to a group before");
             const auto workers = static_cast<std::uint16_t>(ranks.size());
             const protocol::WorkerConfig config{job, epoch, incarnation, worker, workers, window, payload_bytes};
-            self.attach(std::make_unique<collective::Channel>(config, ranks, std::move(port.socket),
+            self.attach(std::make_unique<collective::Channel>(config, ranks, self.rank(), std::move(port.socket),
                                                               transport::Address::parse(host, to_port)));
           },
           nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("job"), nb::arg("epoch"),

@@ -22,9 +22,9 @@ std::string text(const protocol::Header& header) {
 
 }  // namespace
 
-Channel::Channel(const protocol::WorkerConfig& config, std::vector<int> ranks,
+Channel::Channel(const protocol::WorkerConfig& config, std::vector<int> ranks, int rank,
                  std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to)
-    : machine_(config), ranks_(std::move(ranks)), socket_(std::move(socket)), to_(to) {
+    : machine_(config), ranks_(std::move(ranks)), rank_(rank), socket_(std::move(socket)), to_(to) {
   headers_.resize(kBatchPackets * protocol::kHeaderBytes);
   staging_.resize(kBatchPackets * config.payload_bytes);
   zeros_.resize(config.payload_bytes);
@@ -98,7 +98,7 @@ void Channel::take(std::span<const std::byte> bytes, const transport::Address& s
     case protocol::Worker::Outcome::mismatch:
       failure_ = {Failure::Kind::mismatch, rank_of(received.header.worker),
                   "rank " + std::to_string(rank_of(received.header.worker)) + " is in " + text(received.header) +
-                      ", which does not match what this rank " + std::to_string(rank_of(machine_.config().worker)) +
+                      ", which does not match what this rank " + std::to_string(rank_) +
                       " called at the same place; every rank must make the same calls in the same order with the "
                       "same sizes and dtypes"};
       return;

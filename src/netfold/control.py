@@ -2,17 +2,32 @@
 
 Membership lives here, data does not. A message is a map with a `type`; sizes are bounded, unknown types are an error.
 
+    worker -> switch   path      version, below               (below: ids of the switches that ask on its behalf)
+    switch -> worker   path      switches, broken             (id and address of this switch and of each above it, its
+                                                               own address empty; why it goes no further, or empty)
     worker -> switch   join      version, job, name, rank, ranks, window_bytes, timeout_s
                                  (job: a digest; name: what people call it; ranks: of all workers, in worker order)
-                                 token                       (where the switch wants one, which is inside TLS only)
+                                 paths                       (by worker: ids of the switches from its own to the root;
+                                                              left out where all join this one)
     switch -> worker   admitted  job_id, incarnation, nonce, port           (send hello packets to that UDP port)
-                       refused   reason
+                       refused   reason                      (switch: the address of one that is gone; loop: parents
+                                                              go in a circle)
     worker -> switch   ready     payload_bytes                              (the longest that came back)
     switch -> worker   start     epoch, payload_bytes, window               (every rank is ready)
     worker -> switch   missing   chunk, serial
     switch -> worker   missing   ranks, serial
                        left      rank, reason, fault                        (a rank's connection ended)
     worker -> switch   leave     reason, fault                              (the rank that it holds to be at fault)
+
+`path` and `join` carry a token where the switch wants one, which is inside TLS only; after a path the connection ends.
+A switch's id is its incarnation. A leaf is a worker of its parent, and says more there:
+
+    leaf -> parent     join      switch, endpoint            (its id and address; rank: the lowest below it)
+                       ready     window                      (the most chunks that it can grant)
+                       left      rank, reason, fault         (one below it)
+                       leave     switch                      (the address of one that is gone, if that is why)
+    parent -> leaf     missing   chunk, serial               (asked both ways)
+    leaf -> parent     missing   ranks, serial
 """
 
 from __future__ import annotations
@@ -27,9 +42,16 @@ from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE_BYTES = 1 << 16
 _LENGTH = struct.Struct(">I")
+
+# Bytes of values in a packet, longest first; the first whose packets come back from the switch is used. 8896 fill a
+# jumbo frame (MTU 9000) with headers and an authentication tag, 1408 an MTU of 1500; 1152 fits IPv6's least MTU of
+# 1280. Longer packets, on loopback, measured no faster, and a small operation pads to a whole packet.
+PAYLOAD_CANDIDATES = (8896, 1408, 1152)
+# How long each but the last is tried.
+PROBE_S = 0.12
 
 # Tokens and lists of them; what is longer is no such file.
 MAX_PRIVATE_BYTES = 1 << 20

@@ -51,11 +51,16 @@ def show(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType:
 
 def _headline(now: dict[str, Any]) -> str:
     granted = now["memory_granted_bytes"]
+    parent = now["parent"]
+    below = ""
+    if parent is not None:
+        below = f"; below {parent['endpoint']} with {parent['jobs']} jobs"
+        below += f" ({parent['trouble']})" if parent["trouble"] else ""
     total = granted + now["memory_free_bytes"]
     return (
         f"{now['state']} for {now['uptime_s']:.0f} s: {len(now['jobs'])} of {now['jobs_limit']} jobs, "
         f"{granted / 2**20:.1f} of {total / 2**20:.0f} MiB granted, {now['connections']} connections, "
-        f"{sum(now['refusals'].values())} refusals"
+        f"{sum(now['refusals'].values())} refusals{below}"
     )
 
 

@@ -6,10 +6,14 @@
 // gives the epoch. The plane answers no address that has not shown a nonce, and takes no contribution from
 // another than the registered address.
 //
+// A job whose switch is a leaf has a second socket, to the parent: sums go up there, and the parent's results, notices
+// and mismatches come down, from the parent's address alone.
+//
 // Commands from other threads run between two batches, so the data path takes no lock.
 #pragma once
 
 #include <netfold/protocol/switch_job.hpp>
+#include <netfold/protocol/uplink.hpp>
 #include <netfold/transport/udp.hpp>
 
 #include <atomic>
@@ -48,6 +52,12 @@ struct JobCounters {
   std::vector<std::uint64_t> arrival_lag_ns;
   std::uint32_t slots = 0;             // 0 before the job begins
   std::uint32_t slots_collecting = 0;  // hold contributions of some workers and wait for the others
+  // Of the link to the parent; all 0 without one.
+  std::uint32_t slots_summed = 0;  // wait for the parent's result
+  std::uint64_t sums_sent = 0;     // packets
+  std::uint64_t sums_again = 0;    // among them, of sums that were sent before
+  std::uint64_t parent_notices = 0;
+  std::uint64_t parent_drops[protocol::kDropCount] = {};
 };
 
 class Plane {
@@ -62,8 +72,10 @@ class Plane {
                      const std::vector<std::uint64_t>& nonces, int buffer_bytes);
   // What the kernel granted the job's socket to hold what has arrived and was not read.
   int receive_buffer_bytes(std::uint32_t job);
+  // The job's sums go to the parent's data port `to`, through `socket`, which showed the parent its address by a hello.
+  void connect_parent(std::uint32_t job, std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to);
   // All workers are verified: allocate the slots and start to count. Throws std::invalid_argument naming the
-  // workers that have not said hello.
+  // workers that have not said hello. With a parent in the config, after connect_parent.
   void begin(const protocol::JobConfig& config);
   void close(std::uint32_t job);
 
@@ -87,6 +99,12 @@ class Plane {
     std::uint64_t chunk = ~std::uint64_t{0};
     std::int64_t ns = 0;
   };
+  struct Parent {
+    std::unique_ptr<transport::UdpSocket> socket;
+    transport::Address address;
+    protocol::Uplink machine{0};
+    bool blocked = false;
+  };
   struct Job {
     std::uint32_t id = 0;
     std::uint32_t incarnation = 0;
@@ -95,6 +113,7 @@ class Plane {
     std::vector<Worker> workers;
     JobCounters counters;
     std::vector<First> firsts;  // by slot
+    std::optional<Parent> parent;
     bool blocked = false;
     std::vector<iovec> pieces;
   };
@@ -108,9 +127,14 @@ class Plane {
              const transport::Address& source);
   void queue(Job& job, Worker& worker, std::uint32_t slot);
   void flush(Job& job);
+  void receive_from_parent(Job& job);
+  void take_from_parent(Job& job, std::span<const std::byte> bytes, const transport::Address& source);
+  void flush_sums(Job& job);
+  void completed(Job& job, std::uint32_t slot);
+  void send_one(Job& job, const Worker& to, std::span<const std::byte> packet);
   void notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap);
   void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, std::span<const std::byte> bytes);
-  void watch(const Job& job, bool writable);
+  void watch(std::uint64_t id, int fd, bool writable);
 
   transport::Fd epoll_;
   transport::Fd wake_;

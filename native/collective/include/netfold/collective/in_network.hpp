@@ -20,9 +20,10 @@ namespace netfold::collective {
 
 class Channel {
  public:
-  // `ranks`: what the job's workers, by number, are called in this group.
-  Channel(const protocol::WorkerConfig& config, std::vector<int> ranks, std::unique_ptr<transport::UdpSocket> socket,
-          const transport::Address& to);
+  // `ranks`: what the job's workers, by number in the whole job, are called in this group; `rank`: this one. In a tree
+  // of switches the number that a worker has at its own (in `config`) is another.
+  Channel(const protocol::WorkerConfig& config, std::vector<int> ranks, int rank,
+          std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to);
 
   static constexpr std::size_t kMaxOperations = protocol::Worker::kMaxOperations;
 
@@ -65,6 +66,7 @@ class Channel {
 
   protocol::Worker machine_;
   std::vector<int> ranks_;
+  int rank_;
   std::unique_ptr<transport::UdpSocket> socket_;
   transport::Address to_;
   Failure failure_;
