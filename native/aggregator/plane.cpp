@@ -301,7 +301,7 @@ void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, const t
     completed(job, handled.slot);
   } else if (handled.outcome == SwitchJob::Outcome::notice) {
     ++job.counters.parent_notices;
-    job.parent->machine.handle_notice(header.chunk, header.elements);
+    if (job.parent->machine.handle_notice(header.chunk, header.elements) == 0) count_drop(Drop::stale);
   } else {  // who it is about is called the same at every switch of the tree
     ++job.counters.mismatches;
     std::vector<std::byte> packet(job.machine->packet_bytes());

@@ -10,10 +10,15 @@ using namespace netfold::prove;
 
 namespace {
 
-Scope scope_of(std::uint16_t workers, std::uint32_t window, const std::vector<std::uint32_t>& operations,
-               std::uint32_t restarts, const std::string& network, std::uint64_t max_states) {
-  Scope scope{
-      .workers = workers, .window = window, .operations = operations, .restarts = restarts, .max_states = max_states};
+Scope scope_of(std::uint16_t workers, const std::vector<std::uint16_t>& leaves, std::uint32_t window,
+               const std::vector<std::uint32_t>& operations, std::uint32_t restarts, const std::string& network,
+               std::uint64_t max_states) {
+  Scope scope{.workers = workers,
+              .leaves = leaves,
+              .window = window,
+              .operations = operations,
+              .restarts = restarts,
+              .max_states = max_states};
   if (network == "joined") {
     scope.network = Network::joined;
   } else if (network == "taken") {
@@ -50,20 +55,22 @@ void bind_prove(nb::module_& m) {
       .def_ro("broken", &Record::broken);
   p.def(
       "search",
-      [](std::uint16_t workers, std::uint32_t window, const std::vector<std::uint32_t>& operations,
-         std::uint32_t restarts, const std::string& network, std::uint64_t max_states) {
-        const Scope scope = scope_of(workers, window, operations, restarts, network, max_states);
+      [](std::uint16_t workers, const std::vector<std::uint16_t>& leaves, std::uint32_t window,
+         const std::vector<std::uint32_t>& operations, std::uint32_t restarts, const std::string& network,
+         std::uint64_t max_states) {
+        const Scope scope = scope_of(workers, leaves, window, operations, restarts, network, max_states);
         const nb::gil_scoped_release released;
         return search(scope);
       },
-      nb::kw_only(), nb::arg("workers"), nb::arg("window"), nb::arg("operations"), nb::arg("restarts"),
-      nb::arg("network"), nb::arg("max_states"));
+      nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"),
+      nb::arg("restarts"), nb::arg("network"), nb::arg("max_states"));
   p.def(
       "replay",
-      [](std::uint16_t workers, std::uint32_t window, const std::vector<std::uint32_t>& operations,
-         std::uint32_t restarts, const std::string& network, const std::vector<std::string>& steps) {
-        return replay(scope_of(workers, window, operations, restarts, network, 0), steps);
+      [](std::uint16_t workers, const std::vector<std::uint16_t>& leaves, std::uint32_t window,
+         const std::vector<std::uint32_t>& operations, std::uint32_t restarts, const std::string& network,
+         const std::vector<std::string>& steps) {
+        return replay(scope_of(workers, leaves, window, operations, restarts, network, 0), steps);
       },
-      nb::kw_only(), nb::arg("workers"), nb::arg("window"), nb::arg("operations"), nb::arg("restarts"),
-      nb::arg("network"), nb::arg("steps"));
+      nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"),
+      nb::arg("restarts"), nb::arg("network"), nb::arg("steps"));
 }

@@ -164,8 +164,8 @@ SwitchJob::Handled SwitchJob::handle_parent(std::span<const std::byte> bytes) {
   }
   handled.slot = static_cast<std::uint32_t>(header.chunk % slot_count());
   Slot& slot = slots_[handled.slot];
-  if (header.chunk < slot.chunk) return drop(Drop::stale);
-  if (header.chunk == slot.chunk && slot.complete) return drop(Drop::duplicate);
+  if (slot.chunk > header.chunk) return drop(Drop::stale);
+  if (slot.chunk == header.chunk && slot.complete) return drop(Drop::duplicate);
   if (header.flags & kMismatch) {
     handled.outcome = Outcome::mismatch;
     return handled;

@@ -57,16 +57,19 @@ void Uplink::handle_result(std::uint32_t slot, std::uint64_t number) {
   }
 }
 
-void Uplink::handle_notice(std::uint64_t first, std::uint64_t count) {
+std::uint32_t Uplink::handle_notice(std::uint64_t first, std::uint64_t count) {
+  std::uint32_t again = 0;
   for (std::uint32_t at = flight_.head; at != kNone;) {
     const std::uint64_t send_number = entries_[at].send_number;
     const std::uint32_t following = entries_[at].next;
     if (send_number >= first) {
       if (send_number - first >= count) break;
       make_due(at);
+      ++again;
     }
     at = following;
   }
+  return again;
 }
 
 void Uplink::make_due(std::uint32_t slot) {

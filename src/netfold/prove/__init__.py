@@ -17,6 +17,7 @@ from typing import Any
 
 from netfold._native import prove as native
 from netfold.sim import SWITCH, diagram
+from netfold.sim.network import address_of
 
 __all__ = ["Scope", "draw", "replay", "search", "sentence"]
 
@@ -25,11 +26,12 @@ __all__ = ["Scope", "draw", "replay", "search", "sentence"]
 class Scope:
     """What is searched. Each field is an option of `python -m netfold.prove`.
 
-    operations: chunks of each, as "2,2". window: W; the switch has 2W slots. restarts: of group or switch, in total.
+    leaves: workers below each, as "1,1"; none: all of them at one switch. operations: chunks of each, as "2,2". window: W; the switch has 2W slots. restarts: of group or switch, in total.
     network: kept, joined or taken. max_states: stop there; 0 for as many as can be counted.
     """
 
     workers: int = 2
+    leaves: str = ""
     window: int = 1
     operations: str = "2"
     restarts: int = 0
@@ -48,7 +50,13 @@ class Scope:
     def _arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         arguments["operations"] = [int(chunks) for chunks in self.operations.split(",")]
+        arguments["leaves"] = self.below
         return arguments
+
+    @property
+    def below(self) -> list[int]:
+        """By leaf, how many workers."""
+        return [int(workers) for workers in self.leaves.split(",")] if self.leaves else []
 
 
 def search(scope: Scope) -> Any:
@@ -68,7 +76,7 @@ def sentence(scope: Scope, report: Any) -> str:
     slots = 2 * scope.window
     found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
     return (
-        f"{scope.workers} workers, {slots} slots, chunks {scope.operations}, {scope.restarts} restarts, packets "
+        f"{scope.workers} workers{f' below leaves {scope.leaves}' if scope.leaves else ''}, {slots} slots, chunks {scope.operations}, {scope.restarts} restarts, packets "
         f"{scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "
         f"{report.transitions:,} transitions, depth {report.depth}, {report.seconds:.2f} s"
     )
@@ -96,4 +104,7 @@ def draw(scope: Scope, records: Sequence[Any]) -> list[diagram.Line]:
 
 
 def _lane(name: str) -> int:
-    return SWITCH if name == "switch" else int(name.split()[1])
+    if name == "switch":
+        return SWITCH
+    kind, number = name.split()
+    return address_of(int(number)) if kind == "leaf" else int(number)

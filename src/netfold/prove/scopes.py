@@ -12,6 +12,11 @@ QUICK = {
     # Packets and workers of a former life, also after two lives.
     "restarted": Scope(workers=2, window=1, operations="3", restarts=1),
     "restarted-twice": Scope(workers=2, window=1, operations="3", restarts=2, network="joined"),
+    # Leaves and a root: each slot used twice, and sums and results asked for again on both links.
+    "leaf-pair": Scope(workers=2, leaves="1,1", window=1, operations="5"),
+    "leaf-of-two": Scope(workers=3, leaves="2,1", window=1, operations="4"),
+    "leaves-streamed": Scope(workers=2, leaves="1,1", window=2, operations="2,2"),
+    "leaves-taken": Scope(workers=2, leaves="1,1", window=1, operations="1", network="taken"),
     # The network as it is, against which the other views of it are held.
     "taken": Scope(workers=2, window=1, operations="3", network="taken"),
 }
@@ -25,5 +30,7 @@ LARGE = {
     "three-restarted-twice": Scope(workers=3, window=1, operations="4", restarts=2, network="joined"),
     "three-streamed-restarted-twice": Scope(workers=3, window=1, operations="2,2", restarts=2, network="joined"),
     "wide-restarted-twice": Scope(workers=2, window=2, operations="6", restarts=2, network="joined"),
+    "leaves-wide": Scope(workers=2, leaves="1,1", window=2, operations="2,1,3"),
+    "leaves-of-two": Scope(workers=4, leaves="2,2", window=1, operations="6"),
     "four": Scope(workers=4, window=1, operations="4", restarts=1, network="joined"),
 }

@@ -48,8 +48,9 @@ class Uplink {
 
   // The parent's result for the slot, `number` in its order, came.
   void handle_result(std::uint32_t slot, std::uint64_t number);
-  // The parent misses our packets [first, first + count).
-  void handle_notice(std::uint64_t first, std::uint64_t count);
+  // The parent misses our packets [first, first + count): how many sums go again. None were named where they were
+  // answered, or sent again, since.
+  std::uint32_t handle_notice(std::uint64_t first, std::uint64_t count);
 
   std::uint32_t in_flight() const { return flight_.count; }
   std::uint64_t packets_sent() const { return packets_sent_; }

@@ -19,6 +19,10 @@
 //              and after each number of timers, with what they gave up sent again and not yet sent; all must become
 //              the same, and what timers send must have been sent before.
 //   sending    A worker sends as soon as it may: one that sends later is one whose packets arrive later.
+//   leaves     Workers may be below leaf switches, and these below the switch, which is then the root. A leaf sends its
+//              sum when it is summed, and once more for each contribution that comes again; what its Uplink sends
+//              besides is a packet that is in the network already. Not together with restarts: a leaf knows another
+//              life as a worker does.
 //   restart    The only fault with a bound. Of the group: the next epoch. Of the switch: a new incarnation, whose
 //              epochs start from the first. The new switch machine is there at once, and each worker rejoins at any
 //              later time; until then the old one goes on (admission promises more: all are gone before any starts).
@@ -40,6 +44,7 @@
 namespace netfold::prove {
 
 inline constexpr std::uint16_t kMaxWorkers = 4;
+inline constexpr std::size_t kMaxLeaves = 2;
 inline constexpr std::uint32_t kMaxChunks = 32;
 inline constexpr std::uint32_t kMaxRestarts = 4;
 
@@ -47,6 +52,7 @@ enum class Network : std::uint8_t { kept, joined, taken };
 
 struct Scope {
   std::uint16_t workers = 2;              // 1..kMaxWorkers
+  std::vector<std::uint16_t> leaves;      // workers below each, in order; all of them, or empty for no leaves
   std::uint32_t window = 1;               // W; the switch has 2W slots
   std::vector<std::uint32_t> operations;  // chunks of each, in the order in which workers call them; kMaxChunks in all
   std::uint32_t restarts = 0;             // of group or switch, in total; up to kMaxRestarts
@@ -84,8 +90,9 @@ struct Record {
 
 // Steps, as words (L a life, such as 1.2: incarnation and epoch; W a worker; C a chunk):
 //   call W            the worker calls its next operation
-//   L/W>C             its contribution reaches the switch
+//   L/W>C             its contribution reaches its switch
 //   L/W<C             an answer reaches the worker
+//   L/^F>C  L/^F<C    the sum of leaf F reaches the root, an answer of the root reaches leaf F
 //   restart group     restart switch     rejoin W
 // Where the network holds several such answers, =N picks the N-th that was sent.
 // Packets taken: also `copy` or `lose` before a packet, and `ring W N`, N timers of a worker, one after the other.
