@@ -149,7 +149,7 @@ def render(rows: list[list[dict[str, Any]]], rate: str, load: tuple[float, float
     lines = [
         f"{SIZE >> 20} MB f32 all_reduce of {WORKERS} workers, {rate} links; a leaf has one such link to the root.",
         "",
-        "| | ms: median | 5% .. 95% | slowest | median / one switch | goodput Mbit/s | tensors up to the topmost switch "
+        "| | ms: median | 5% .. 95% | slowest | median / one switch | goodput Mbit/s | tensors into the topmost switch "
         "| sent again | wrong |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -165,7 +165,7 @@ def render(rows: list[list[dict[str, Any]]], rate: str, load: tuple[float, float
     machine, versions = describe_machine(), describe_versions({})
     lines += [
         "",
-        f"{len(rows[0])} interleaved rounds; {machine['cores']} cores of {machine['cpu']} for all workers and switches, "
+        f"{len(rows[0])} interleaved rounds; {machine['cores']} cores of {machine['cpu']} for all of it, "
         f"Linux {machine['kernel']}, load {load[0]:.1f} to {load[1]:.1f}; netfold {versions['netfold']}, commit "
         f"{versions['commit']}.",
     ]

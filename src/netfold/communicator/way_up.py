@@ -127,7 +127,7 @@ def _hear(stream: socket.socket, peer: int, rank: int, deadline: float, within_s
         return control.receive(stream)
     except TimeoutError:
         raise SwitchError(
-            f"rank {rank}: rank {peer} did not join within {within_s:.0f} s, or could not say which switches it is below"
+            f"rank {rank}: rank {peer} did not join within {within_s:.0f} s: it has not said what is above it"
         ) from None
     except (EOFError, OSError, control.ProtocolError) as error:
         raise SwitchError(

@@ -26,7 +26,8 @@ __all__ = ["Scope", "draw", "replay", "search", "sentence"]
 class Scope:
     """What is searched. Each field is an option of `python -m netfold.prove`.
 
-    leaves: workers below each, as "1,1"; none: all of them at one switch. operations: chunks of each, as "2,2". window: W; the switch has 2W slots. restarts: of group or switch, in total.
+    leaves: workers below each, as "1,1"; none: all of them at one switch. operations: chunks of each, as "2,2". window:
+    W; the switch has 2W slots. restarts: of group or switch, in total.
     network: kept, joined or taken. max_states: stop there; 0 for as many as can be counted.
     """
 
@@ -74,9 +75,10 @@ def replay(scope: Scope, steps: Sequence[str]) -> list[Any]:
 def sentence(scope: Scope, report: Any) -> str:
     """A report in one line."""
     slots = 2 * scope.window
+    below = f" below leaves {scope.leaves}" if scope.leaves else ""
     found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
     return (
-        f"{scope.workers} workers{f' below leaves {scope.leaves}' if scope.leaves else ''}, {slots} slots, chunks {scope.operations}, {scope.restarts} restarts, packets "
+        f"{scope.workers} workers{below}, {slots} slots, chunks {scope.operations}, {scope.restarts} restarts, packets "
         f"{scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "
         f"{report.transitions:,} transitions, depth {report.depth}, {report.seconds:.2f} s"
     )

@@ -26,6 +26,7 @@ class TreeWorld(World):
         if not leaves or min(leaves) < 1 or len(self._leaf_of) != how["workers"]:
             raise ValueError(f"leaves {leaves} are not those of {how['workers']} workers")
         self._sides: dict[int, _SwitchSide] = {}
+        self._sums: dict[tuple[int, int], bytes] = {}  # by leaf and operation: of its own workers' values
         super().__init__(**how)
 
     def switch_of(self, worker: int) -> int:
@@ -58,8 +59,7 @@ class TreeWorld(World):
 
     def _fold_of(self, operation: Operation, leaf: int, terms: Sequence[values.Array]) -> values.Array:
         total = values.fold(operation.reduce, operation.wire, [terms[worker] for worker in self._below[leaf]])
-        kept = self.__dict__.setdefault("_sums", {})
-        kept[leaf, operation.number] = total.tobytes()
+        self._sums[leaf, operation.number] = total.tobytes()
         return total
 
     @property
