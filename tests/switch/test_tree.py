@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hosts import apart
 from ranks import Outcome, RunningSwitch, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
@@ -91,6 +92,24 @@ def test_three_levels_and_workers_at_each_of_them() -> None:
         # Each switch adds in the order of the lowest rank of each part.
         middle = fold(fold(0, 2, 7), 3, 6)
         assert found == [fold(middle, fold(1, 4), 5).tobytes()] * 8
+
+
+def add_with_memory(rank: int, size: int, folder: str, homes: list[str]) -> tuple[bytes, tuple[int, ...]]:
+    options = Options(switch=homes[rank], probe="off")
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+        buffer = np.arange(50_000, dtype=np.float64) * (rank + 1)
+        group.all_reduce(buffer)
+        assert group.group.membership is None or group.group.membership.workers == (0, 2, 4)
+        return buffer.tobytes(), group.group.table.workers(group.group.topology)
+
+
+def test_one_rank_a_host_joins_for_it_whatever_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*apart((0, 0, 1, 1, 2, 2)))
+    with running_tree(*TWO_RACKS) as tree:
+        homes = [tree["left" if rank < 2 else "right"].endpoint for rank in range(6)]
+        found = values(run_threads(add_with_memory, 6, homes))
+        assert found == [((np.arange(50_000) * 21.0).tobytes(), (0, 2, 4))] * 6
+        tree["root"].wait_for(r"the switch of rank 2, 4 of 3 joined from " + re.escape(tree["right"].endpoint))
 
 
 def test_a_job_below_one_leaf_asks_nothing_of_the_parent_beside_one_that_does() -> None:

@@ -163,7 +163,7 @@ class Switch:
         self._memory_bytes = 0
         # An epoch is never given twice in an incarnation, not even to a job of the same name.
         self._next_epoch = 1
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._draining = ""
         self._started_s = time.monotonic()
         self._jobs_started = 0
@@ -258,8 +258,8 @@ class Switch:
     def _job_status(self, job: _Job) -> dict[str, Any]:
         counters = self._plane.counters(job.id)
         assert counters is not None, "a job is there as long as its data port"
-        names = [_name(job.ranks_of(child)) for child in job.place.children]
-        lags = zip(names, counters["arrivals"], counters["arrival_lag_ns"], counters["last_arrivals"], strict=True)
+        parts = [job.ranks_of(child) for child in job.place.children]
+        lags = zip(parts, counters["arrivals"], counters["arrival_lag_ns"], counters["last_arrivals"], strict=True)
         return {
             "id": f"{job.id:08x}",
             "name": job.label,
@@ -275,8 +275,9 @@ class Switch:
             "retransmissions": _retransmissions(counters),
             "counters": counters,
             "ranks": [
-                {"rank": rank, "arrivals": arrivals, "lag_s": lag_ns / 1e9, "last": last}
-                for rank, arrivals, lag_ns, last in lags
+                # A leaf is named by the lowest rank below it; `below` are all of them.
+                {"rank": ranks[0], "below": list(ranks[1:]), "arrivals": arrivals, "lag_s": lag_ns / 1e9, "last": last}
+                for ranks, arrivals, lag_ns, last in lags
             ],
         }
 
@@ -365,7 +366,7 @@ class Switch:
                 above = await self._parent.path([*below, self.incarnation])
             else:  # many workers ask at once, and hear one answer
                 if self._asking is None or self._asking.done():
-                    self._asking = asyncio.ensure_future(self._parent.path([self.incarnation]))
+                    self._asking = self._spawn(self._parent.path([self.incarnation]))
                 above = await asyncio.shield(self._asking)
         except ParentError as error:
             if error.loop:
@@ -397,7 +398,7 @@ class Switch:
         if job is None:
             job = self._open(name, label, tenant, ranks, message, writer)
             if job.link is not None:
-                job.climb = self._spawn(self._climb(job, job.link, message))
+                job.climb = self._spawn(self._climb(job, job.link))
         if job.tenant != tenant:
             raise _RefusedError("token", "this job belongs to another token: all its ranks need the same")
         if len(job.ranks) != len(ranks):
@@ -535,13 +536,13 @@ class Switch:
             raise _RefusedError("tree", "this switch has no parent (--parent), and the job has workers beyond it")
         return place
 
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _climb(self, job: _Job, link: Link, message: control.Message) -> None:
+    async def _climb(self, job: _Job, link: Link) -> None:
         """Be a worker of the parent for this job, to its end."""
         seconds = max(0.1, job.created + job.deadline - time.monotonic())
         lowest = min(worker for worker, path in enumerate(job.paths) if self.incarnation in path)
@@ -564,8 +565,17 @@ class Switch:
                 told = await link.read()
                 kind = told["type"]
                 if kind == "start":
-                    await self._begin(job, int(told["payload_bytes"]), int(told["window"]), int(told["epoch"]))
+                    payload, window = int(told["payload_bytes"]), int(told["window"])
+                    if (
+                        job.started
+                        or link.ready is None
+                        or not all(0 < given <= said for given, said in zip((payload, window), link.ready, strict=True))
+                    ):
+                        raise control.ProtocolError(f"start with window {window} x {payload} bytes")
+                    await self._begin(job, payload, window, int(told["epoch"]))
                 elif kind == "left":
+                    if told.get("rank") not in job.ranks:
+                        raise control.ProtocolError(f"left of rank {told.get('rank')!r}, which the job does not have")
                     await self._announce(job, told, None)
                 elif kind == "missing":
                     await self._missing(job, None, told)
@@ -580,11 +590,11 @@ class Switch:
         except (asyncio.IncompleteReadError, OSError, ValueError, KeyError, TypeError) as error:
             if not isinstance(error, asyncio.IncompleteReadError):
                 reason = str(error)
-        trouble = link.parent.error(f"ended it: {reason}")
         if job.started:
+            link.parent.trouble = f"the parent switch at {link.parent.endpoint} ended a job: {reason}"
             await self._end(job, "parent", reason, gone)
         else:
-            await self._end(job, "parent", str(trouble))
+            await self._end(job, "parent", str(link.parent.error(f"refused: {reason}")))
 
     async def _give_up(self, job: _Job) -> None:
         if job.started or self._jobs.get(job.name) is not job:
@@ -627,7 +637,7 @@ class Switch:
         payloads = [member.payload_bytes for member in job.members.values()]
         link = job.link
         if link is not None:
-            if link.ready_said or link.payload_bytes == 0:
+            if link.ready is not None or link.payload_bytes == 0:
                 return
             payloads.append(link.payload_bytes)
         payload = min(payloads)
@@ -656,7 +666,7 @@ class Switch:
             return
         # Granted now, and not more later: the parent's word is at most this.
         self._grant(job, window, payload)
-        link.ready_said = True
+        link.ready = payload, window
         await link.tell({"type": "ready", "payload_bytes": payload, "window": window})
 
     def _grant(self, job: _Job, window: int, payload: int) -> None:
@@ -879,7 +889,7 @@ def _child(job: _Job, worker: int, switch: object) -> tuple[int, Child]:
 
 def _name(ranks: Sequence[int]) -> str:
     """A label for whom a contribution is from."""
-    return str(ranks[0]) if len(ranks) == 1 else "+".join(map(str, ranks))
+    return "+".join(map(str, ranks))
 
 
 def _list(ranks: Sequence[int]) -> str:

@@ -114,7 +114,7 @@ def _jobs(jobs: list[dict[str, Any]]) -> Iterator[Metric]:
         for reason, count in counters["drops"].items():
             drops.add_metric([*labels, reason], count)
         for member in job["ranks"]:
-            rank = [*labels, str(member["rank"])]
+            rank = [*labels, "+".join(map(str, [member["rank"], *member["below"]]))]
             lag.add_metric(rank, count_value=member["arrivals"], sum_value=member["lag_s"])
             last.add_metric(rank, member["last"])
     yield from (workers, memory, slots, collecting, goodput, packets, drops, again, sums_again, lag, last)

@@ -154,7 +154,7 @@ class Link:
         self.host = ""
         self.to_port = 0
         self.numbers: tuple[int, int, int] = (0, 0, 0)  # job, incarnation and worker, as the parent gave them
-        self.ready_said = False
+        self.ready: tuple[int, int] | None = None  # the payload and the window that it was told, at most
         self._stream: Stream | None = None
 
     async def join(self, join: control.Message, listens: tuple[str, int], timeout_s: float) -> None:
@@ -178,6 +178,7 @@ class Link:
                 "drop UDP"
             )
         self.payload_bytes = payload
+        self.parent.trouble = ""
 
     def _probe(self, nonce: int, deadline: float) -> int | None:
         job, incarnation, worker = self.numbers
