@@ -18,7 +18,9 @@ using protocol::SwitchJob;
 namespace {
 
 constexpr std::uint32_t kWakeId = 0xffffffff;  // job ids stay below it
-constexpr std::size_t kPieces = 2;             // of an answer: the slot's frame and its tag, which may be empty
+constexpr std::size_t kPieces = 2;             // of a packet: what the machine wrote, and its tag, which may be empty
+// With a job's id: an event of its socket to the parent.
+constexpr std::uint64_t kParentBit = std::uint64_t{1} << 32;
 
 std::int64_t monotonic_ns() {
   timespec now{};
@@ -30,6 +32,11 @@ std::int64_t monotonic_ns() {
 bool authentic(seal::Sealer& sealer, std::span<const std::byte> bytes) {
   return bytes.size() >= protocol::kHeaderBytes + seal::kTagBytes &&
          sealer.matches(protocol::nonce_of(bytes.data(), bytes.size() - seal::kTagBytes), bytes);
+}
+
+void tag(seal::Sealer& sealer, std::span<const std::byte> packet, std::byte* out) {
+  const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
+  sealer.tag(protocol::nonce_of(packet.data(), packet.size()), {&piece, 1}, out);
 }
 
 }  // namespace
@@ -116,13 +123,33 @@ int Plane::receive_buffer_bytes(std::uint32_t job_id) {
   return bytes;
 }
 
-void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys) {
+void Plane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::UdpSocket> socket,
+                           const transport::Address& to) {
+  on_thread([&] {
+    const auto found = jobs_.find(job_id);
+    if (found == jobs_.end()) throw std::invalid_argument("connect_parent: no such job");
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = kParentBit | job_id}};
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket->fd(), &event) != 0) transport::throw_errno("epoll_ctl");
+    found->second->parent.emplace();
+    found->second->parent->socket = std::move(socket);
+    found->second->parent->address = to;
+  });
+}
+
+void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
+                  const std::optional<ParentKeys>& parent_keys) {
   // Slots are allocated here, not between two batches of other jobs.
   auto machine = std::make_unique<SwitchJob>(config);
   std::vector<First> firsts(machine->slot_count());
   std::vector<std::optional<seal::Sealer>> sealers(config.workers);
   std::optional<seal::Sealer> answer_sealer;
+  std::optional<seal::Sealer> sum_sealer;
+  std::optional<seal::Sealer> parent_sealer;
   std::vector<std::byte> tags;
+  if (parent_keys) {
+    sum_sealer.emplace(parent_keys->sums);
+    parent_sealer.emplace(parent_keys->answers);
+  }
   if (keys) {
     for (std::size_t i = 0; i < sealers.size(); ++i) sealers[i].emplace(keys->contributions.at(i));
     answer_sealer.emplace(keys->answers);
@@ -139,6 +166,14 @@ void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys
       if (!job.workers[i].address) silent += " " + std::to_string(i);
     }
     if (!silent.empty()) throw std::invalid_argument("begin: no hello came from worker" + silent);
+    if (machine->config().parent.has_value() != job.parent.has_value()) {
+      throw std::invalid_argument("begin: a job has a parent in its config and a socket to it, or neither");
+    }
+    if (job.parent) {
+      job.parent->machine = protocol::Uplink(machine->slot_count());
+      job.parent->sealer = std::move(sum_sealer);
+      job.parent->answer_sealer = std::move(parent_sealer);
+    }
     job.machine = std::move(machine);
     job.firsts = std::move(firsts);
     for (std::size_t i = 0; i < job.workers.size(); ++i) job.workers[i].sealer = std::move(sealers[i]);
@@ -155,6 +190,7 @@ void Plane::close(std::uint32_t job_id) {
     ended = std::move(found->second);
     jobs_.erase(found);
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, ended->socket->fd(), nullptr);
+    if (ended->parent) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, ended->parent->socket->fd(), nullptr);
   });
 }
 
@@ -168,6 +204,11 @@ std::optional<JobCounters> Plane::counters(std::uint32_t job_id) {
       if (const auto* machine = found->second->machine.get()) {
         counters->slots = machine->slot_count();
         counters->slots_collecting = machine->collecting_count();
+        counters->slots_summed = machine->config().parent ? machine->summed_count() : 0;
+      }
+      if (const auto& parent = found->second->parent) {
+        counters->sums_sent = parent->machine.packets_sent();
+        counters->sums_again = parent->machine.sent_again();
       }
     }
   });
@@ -194,7 +235,8 @@ void Plane::run() {
   while (!stopping_) {
     const int ready = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
     for (int i = 0; i < ready; ++i) {
-      const auto id = static_cast<std::uint32_t>(events[static_cast<std::size_t>(i)].data.u64);
+      const std::uint64_t source = events[static_cast<std::size_t>(i)].data.u64;
+      const auto id = static_cast<std::uint32_t>(source);
       if (id == kWakeId) {
         std::uint64_t value = 0;
         [[maybe_unused]] const auto got = ::read(wake_.get(), &value, sizeof value);
@@ -214,8 +256,13 @@ void Plane::run() {
       if (found == jobs_.end()) continue;  // closed by a command of this very turn
       Job& job = *found->second;
       try {
-        receive(job);
+        if (source & kParentBit) {
+          receive_from_parent(job);
+        } else {
+          receive(job);
+        }
         flush(job);
+        flush_sums(job);
       } catch (const std::system_error& error) {
         // A firewall or a shrunken MTU: this job's workers will run into their deadlines; other jobs go on.
         ++job.counters.send_errors;
@@ -263,19 +310,100 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Ad
       return arrived(job, handled, now_ns);
     case SwitchJob::Outcome::completed:
       arrived(job, handled, now_ns);
-      if (job.answer_sealer) {
-        tag_answer(job, job.machine->frame(handled.slot), job.tags.data() + handled.slot * seal::kTagBytes);
-      }
-      ++job.counters.results;
-      job.counters.result_bytes += job.machine->agreement(handled.slot).value_bytes();
       ++job.counters.last_arrivals[handled.worker];
-      for (Worker& worker : job.workers) queue(job, worker, handled.slot);
-      return;
+      return completed(job, handled.slot);
+    case SwitchJob::Outcome::summed:
+      arrived(job, handled, now_ns);
+      ++job.counters.last_arrivals[handled.worker];
+      return job.parent->machine.offer(handled.slot);
+    case SwitchJob::Outcome::asked:
+      count_drop(Drop::duplicate);  // as far as this switch's own sum is concerned
+      return job.parent->machine.offer(handled.slot);
+    case SwitchJob::Outcome::notice:
+      return;  // from a parent alone
     case SwitchJob::Outcome::answered:
       ++job.counters.answers_again;
       return queue(job, job.workers[handled.worker], handled.slot);
     case SwitchJob::Outcome::mismatch:
       return tell_mismatch(job, handled, bytes);
+  }
+}
+
+void Plane::completed(Job& job, std::uint32_t slot) {
+  if (job.answer_sealer) tag(*job.answer_sealer, job.machine->frame(slot), job.tags.data() + slot * seal::kTagBytes);
+  ++job.counters.results;
+  job.counters.result_bytes += job.machine->agreement(slot).value_bytes();
+  for (Worker& worker : job.workers) queue(job, worker, slot);
+}
+
+void Plane::receive_from_parent(Job& job) {
+  job.parent->socket->receive([&](std::span<const std::byte> bytes, const transport::Address& source) {
+    take_from_parent(job, bytes, source);
+  });
+}
+
+void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, const transport::Address& source) {
+  const auto count_drop = [&](Drop reason) { ++job.counters.parent_drops[static_cast<std::size_t>(reason)]; };
+  if (!(source == job.parent->address)) return count_drop(Drop::source);
+  if (!job.machine) return count_drop(Drop::epoch);
+  if (job.parent->answer_sealer) {
+    if (!authentic(*job.parent->answer_sealer, bytes)) return count_drop(Drop::unauthenticated);
+    bytes = bytes.first(bytes.size() - seal::kTagBytes);
+  }
+  const SwitchJob::Handled handled = job.machine->handle_parent(bytes);
+  if (handled.outcome == SwitchJob::Outcome::dropped) return count_drop(handled.drop);
+  const protocol::Header header = protocol::PacketView::parse(bytes)->header();
+  if (handled.outcome == SwitchJob::Outcome::completed) {
+    job.parent->machine.handle_result(handled.slot, header.counter);
+    completed(job, handled.slot);
+  } else if (handled.outcome == SwitchJob::Outcome::notice) {
+    ++job.counters.parent_notices;
+    if (job.parent->machine.handle_notice(header.chunk, header.elements) == 0) count_drop(Drop::stale);
+  } else {  // who it is about is called the same at every switch of the tree
+    ++job.counters.mismatches;
+    std::vector<std::byte> packet(job.machine->packet_bytes());
+    job.machine->write_mismatch(handled.chunk, protocol::Agreement::of(header), header.worker, ++job.told,
+                                packet.data());
+    append_tag(job, packet);
+    for (std::uint16_t to = 0; to < job.workers.size(); ++to) send(job, to, packet);
+  }
+}
+
+void Plane::flush_sums(Job& job) {
+  if (!job.machine || !job.parent) return;
+  Parent& parent = *job.parent;
+  const std::size_t tag_bytes = parent.sealer ? seal::kTagBytes : 0;
+  const std::size_t packet_bytes = job.machine->packet_bytes() + tag_bytes;
+  const std::size_t per_run =
+      std::min(transport::UdpSocket::kMaxSegments, transport::UdpSocket::kMaxSuperBytes / packet_bytes + 1);
+  std::array<std::uint32_t, transport::UdpSocket::kMaxSegments> slots;
+  std::array<iovec, kPieces * transport::UdpSocket::kMaxSegments> pieces;
+  std::array<std::byte, seal::kTagBytes * transport::UdpSocket::kMaxSegments> tags;
+  bool blocked = false;
+  while (!blocked) {
+    std::size_t count = 0;
+    while (count < per_run) {
+      const auto send = parent.machine.poll_send();
+      if (!send) break;
+      const auto sum = job.machine->sum(send->slot, send->counter);
+      std::byte* tag_of = tags.data() + count * seal::kTagBytes;
+      if (parent.sealer) tag(*parent.sealer, sum, tag_of);
+      pieces[count * kPieces] = {const_cast<std::byte*>(sum.data()), sum.size()};
+      pieces[count * kPieces + 1] = {tag_of, tag_bytes};
+      slots[count++] = send->slot;
+    }
+    if (count == 0) break;
+    const transport::UdpSocket::Run run{.to = &parent.address,
+                                        .pieces = {pieces.data(), count * kPieces},
+                                        .pieces_per_packet = kPieces,
+                                        .packet_bytes = packet_bytes};
+    const std::size_t sent = parent.socket->send({&run, 1});
+    for (std::size_t i = sent; i < count; ++i) parent.machine.not_sent(slots[i]);
+    blocked = sent < count;
+  }
+  if (blocked != parent.blocked) {
+    parent.blocked = blocked;
+    watch(kParentBit | job.id, parent.socket->fd(), blocked);
   }
 }
 
@@ -355,7 +483,7 @@ void Plane::flush(Job& job) {
   }
   if (blocked != job.blocked) {
     job.blocked = blocked;
-    watch(job, blocked);
+    watch(job.id, job.socket->fd(), blocked);
   }
 }
 
@@ -371,14 +499,14 @@ void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, std::span
   ++job.counters.mismatches;
   const auto said = protocol::Agreement::of(protocol::PacketView::parse(bytes)->header());
   std::vector<std::byte> packet(job.machine->packet_bytes());
-  job.machine->write_mismatch(handled.chunk, said, handled.worker, ++job.told, packet.data());
+  job.machine->write_mismatch(handled.chunk, said, job.machine->name_of(handled.worker), ++job.told, packet.data());
   append_tag(job, packet);
   for (std::uint16_t to = 0; to < job.workers.size(); ++to) {
     if (to != handled.worker) send(job, to, packet);
   }
   packet.resize(job.machine->packet_bytes());
-  job.machine->write_mismatch(handled.chunk, job.machine->agreement(handled.slot), handled.other, ++job.told,
-                              packet.data());
+  job.machine->write_mismatch(handled.chunk, job.machine->agreement(handled.slot), job.machine->name_of(handled.other),
+                              ++job.told, packet.data());
   append_tag(job, packet);
   send(job, handled.worker, packet);
 }
@@ -387,12 +515,7 @@ void Plane::append_tag(Job& job, std::vector<std::byte>& packet) {
   if (!job.authenticated) return;
   const std::size_t bytes = packet.size();
   packet.resize(bytes + seal::kTagBytes);
-  tag_answer(job, {packet.data(), bytes}, packet.data() + bytes);
-}
-
-void Plane::tag_answer(Job& job, std::span<const std::byte> packet, std::byte* tag) {
-  const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
-  job.answer_sealer->tag(protocol::nonce_of(packet.data(), packet.size()), {&piece, 1}, tag);
+  tag(*job.answer_sealer, {packet.data(), bytes}, packet.data() + bytes);
 }
 
 void Plane::send(Job& job, std::uint16_t to, std::span<const std::byte> packet) {
@@ -402,11 +525,11 @@ void Plane::send(Job& job, std::uint16_t to, std::span<const std::byte> packet) 
   job.socket->send({&run, 1});
 }
 
-void Plane::watch(const Job& job, bool writable) {
+void Plane::watch(std::uint64_t id, int fd, bool writable) {
   std::uint32_t events = EPOLLIN;
   if (writable) events |= EPOLLOUT;
-  epoll_event event{.events = events, .data = {.u64 = job.id}};
-  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, job.socket->fd(), &event);
+  epoll_event event{.events = events, .data = {.u64 = id}};
+  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
 
 }  // namespace netfold::aggregator

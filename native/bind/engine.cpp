@@ -293,7 +293,8 @@ void bind_engine(nb::module_& m) {
             const protocol::WorkerConfig config{job, epoch, incarnation, worker, workers, window, payload_bytes};
             std::optional<collective::ChannelKeys> channel_keys;
             if (keys) channel_keys = {key_of(std::get<0>(*keys)), key_of(std::get<1>(*keys))};
-            self.attach(std::make_unique<collective::Channel>(config, channel_keys, ranks, std::move(port.socket),
+            self.attach(std::make_unique<collective::Channel>(config, channel_keys, ranks, self.rank(),
+                                                              std::move(port.socket),
                                                               transport::Address::parse(host, to_port)));
           },
           nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("job"), nb::arg("epoch"),

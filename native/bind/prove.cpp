@@ -11,10 +11,13 @@ using namespace netfold::prove;
 namespace {
 
 using Chunks = std::vector<std::uint32_t>;  // of each operation
+using Leaves = std::vector<std::uint16_t>;  // workers below each
 
-Scope scope_of(std::uint16_t workers, std::uint32_t window, const Chunks& operations, const Chunks& last,
-               bool strangers, std::uint32_t restarts, const std::string& network, std::uint64_t max_states) {
+Scope scope_of(std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
+               const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network,
+               std::uint64_t max_states) {
   Scope scope{.workers = workers,
+              .leaves = leaves,
               .window = window,
               .operations = operations,
               .last = last,
@@ -57,21 +60,24 @@ void bind_prove(nb::module_& m) {
       .def_ro("broken", &Record::broken);
   p.def(
       "search",
-      [](std::uint16_t workers, std::uint32_t window, const Chunks& operations, const Chunks& last, bool strangers,
-         std::uint32_t restarts, const std::string& network, std::uint64_t max_states) {
-        const Scope scope = scope_of(workers, window, operations, last, strangers, restarts, network, max_states);
+      [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
+         const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network,
+         std::uint64_t max_states) {
+        const Scope scope =
+            scope_of(workers, leaves, window, operations, last, strangers, restarts, network, max_states);
         const nb::gil_scoped_release released;
         return search(scope);
       },
-      nb::kw_only(), nb::arg("workers"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
+      nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
       nb::arg("strangers"), nb::arg("restarts"), nb::arg("network"), nb::arg("max_states"));
   p.def("search_hellos", &search_hellos, nb::arg("workers"));
   p.def(
       "replay",
-      [](std::uint16_t workers, std::uint32_t window, const Chunks& operations, const Chunks& last, bool strangers,
-         std::uint32_t restarts, const std::string& network, const std::vector<std::string>& steps) {
-        return replay(scope_of(workers, window, operations, last, strangers, restarts, network, 0), steps);
+      [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
+         const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network,
+         const std::vector<std::string>& steps) {
+        return replay(scope_of(workers, leaves, window, operations, last, strangers, restarts, network, 0), steps);
       },
-      nb::kw_only(), nb::arg("workers"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
+      nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
       nb::arg("strangers"), nb::arg("restarts"), nb::arg("network"), nb::arg("steps"));
 }

@@ -25,10 +25,11 @@ std::string text(const protocol::Agreement& said, std::uint16_t table) {
 }  // namespace
 
 Channel::Channel(const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys, std::vector<int> ranks,
-                 std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to)
+                 int rank, std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to)
     : machine_(config),
       tag_bytes_(keys ? seal::kTagBytes : 0),
       ranks_(std::move(ranks)),
+      rank_(rank),
       socket_(std::move(socket)),
       to_(to) {
   if (keys) {
@@ -136,8 +137,7 @@ Failure Channel::mismatch(const protocol::Header& theirs) const {
   const int rank = rank_of(theirs.worker);
   return {Failure::Kind::mismatch, rank,
           "rank " + std::to_string(rank) + " is in " + text(protocol::Agreement::of(theirs), table_) + ", this rank " +
-              std::to_string(rank_of(machine_.config().worker)) + " in " +
-              text(machine_.agreement_at(theirs.chunk), table_) +
+              std::to_string(rank_) + " in " + text(machine_.agreement_at(theirs.chunk), table_) +
               "; every rank must make the same calls in the same order with the same sizes and dtypes"};
 }
 

@@ -10,6 +10,7 @@ State Moves::first() {
   for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
     state.workers[worker] = parts.new_worker(Life{}, worker);
   }
+  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) state.leaves[leaf] = parts.new_leaf(Life{}, leaf);
   return state;
 }
 
@@ -34,10 +35,17 @@ bool Moves::can_hear(const State& state, std::uint16_t worker) const {
   return false;
 }
 
+Id& Moves::place_of(State& state, const Packet& packet) const {
+  if (packet.leaf) return packet.answer ? state.leaves[packet.worker] : state.machine;
+  if (packet.answer) return state.workers[packet.worker];
+  return scope_.leaves.empty() ? state.machine : state.leaves[parts.leaf_of(packet.worker)];
+}
+
 const Step& Moves::delivered(const State& state, Id packet) {
   const Packet& arriving = parts.packet(packet);
-  return arriving.answer ? parts.at_worker(state.workers[arriving.worker], packet)
-                         : parts.at_switch(state.machine, packet);
+  State at = state;
+  const Id machine = place_of(at, arriving);
+  return arriving.answer && !arriving.leaf ? parts.at_worker(machine, packet) : parts.at_switch(machine, packet);
 }
 
 std::pair<State, Step> Moves::done(const State& state, const Move& move) {
@@ -47,8 +55,7 @@ std::pair<State, Step> Moves::done(const State& state, const Move& move) {
     case Kind::deliver:
     case Kind::copy: {
       step = delivered(state, move.what);
-      const Packet& packet = parts.packet(move.what);
-      (packet.answer ? next.workers[packet.worker] : next.machine) = step.next;
+      place_of(next, parts.packet(move.what)) = step.next;
       if (scope_.network == Network::taken && move.kind == Kind::deliver) {
         next.network = parts.without(next.network, move.what);
       }
@@ -106,8 +113,8 @@ void Moves::each(const State& state, const Visit& visit) {
   };
   for (const Id packet : parts.network(state.network)) {
     const Step& step = delivered(state, packet);
-    const Packet& arriving = parts.packet(packet);
-    const Id before = arriving.answer ? state.workers[arriving.worker] : state.machine;
+    State at = state;
+    const Id before = place_of(at, parts.packet(packet));
     if (scope_.network == Network::taken) {
       one({Kind::deliver, packet});
       one({Kind::copy, packet});

@@ -8,11 +8,12 @@
 
 namespace netfold::prove {
 
-// Numbers of the parts: those beyond the scope's workers are zero.
+// Numbers of the parts: those beyond the scope's workers and leaves are zero.
 struct State {
-  Id machine = 0;  // the switch's
+  Id machine = 0;  // the switch's, or the root's
   Id network = 0;
   std::array<Id, kMaxWorkers> workers{};
+  std::array<Id, kMaxLeaves> leaves{};
   bool operator==(const State&) const = default;
 };
 
@@ -44,6 +45,7 @@ class Moves {
   void each_alone(const State& state, const Visit& visit);
 
   bool finished(const State& state) const;
+  const Scope& scope() const { return scope_; }
 
   // Moves that `each` has looked at, those included that change nothing.
   std::uint64_t tried() const { return tried_; }
@@ -51,6 +53,8 @@ class Moves {
   Parts parts;
 
  private:
+  // Where the packet arrives.
+  Id& place_of(State& state, const Packet& packet) const;
   const Step& delivered(const State& state, Id packet);
   bool rejoins(const State& state, std::uint16_t worker) const;
   bool can_hear(const State& state, std::uint16_t worker) const;

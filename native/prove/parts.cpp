@@ -42,6 +42,17 @@ void check(const Scope& scope) {
   if (scope.restarts > kMaxRestarts) {
     throw std::invalid_argument("a scope has at most " + std::to_string(kMaxRestarts) + " restarts");
   }
+  if (scope.leaves.empty()) return;
+  std::uint32_t below = 0;
+  for (const std::uint16_t each : scope.leaves) below += each;
+  const bool childless = std::ranges::any_of(scope.leaves, [](std::uint16_t each) { return each == 0; });
+  if (childless || scope.leaves.size() > kMaxLeaves || below != scope.workers) {
+    throw std::invalid_argument("a scope has no leaves, or 1 to " + std::to_string(kMaxLeaves) +
+                                " with all of its workers below them");
+  }
+  if (scope.restarts > 0 || scope.strangers || !scope.last.empty()) {
+    throw std::invalid_argument("a scope with leaves has no restarts, no strangers, and no worker that disagrees");
+  }
 }
 
 template <class T>
@@ -58,6 +69,12 @@ std::string words(Life life) { return std::to_string(life.incarnation) + "." + s
 Parts::Parts(const Scope& scope) : scope_(scope) {
   check(scope);
   chunk_count_ = std::max(chunks_of(scope.operations), chunks_of(scope.last));
+  for (std::uint16_t leaf = 0; leaf < scope.leaves.size(); ++leaf)
+    homes_.resize(homes_.size() + scope.leaves[leaf], leaf);
+}
+
+std::uint16_t Parts::first_below(std::uint16_t leaf) const {
+  return static_cast<std::uint16_t>(std::ranges::find(homes_, leaf) - homes_.begin());
 }
 
 std::vector<Id> Parts::strangers() {
@@ -91,7 +108,7 @@ std::vector<Id> Parts::strangers() {
 
 bool Parts::can_call(Id worker) const {
   const WorkerState& state = workers_[worker];
-  return !state.ended && state.called < line_of(state.now.machine.config().worker).size();
+  return !state.ended && state.called < line_of(state.number).size();
 }
 
 bool Parts::finished(Id worker) const {
@@ -100,24 +117,40 @@ bool Parts::finished(Id worker) const {
 }
 
 Id Parts::new_switch(Life life, std::uint32_t restarts) {
+  return switch_id(
+      {SwitchJob({.job = kJob,
+                  .epoch = life.epoch,
+                  .incarnation = life.incarnation,
+                  .workers = scope_.leaves.empty() ? scope_.workers : static_cast<std::uint16_t>(scope_.leaves.size()),
+                  .window = scope_.window,
+                  .payload_bytes = kPayloadBytes}),
+       restarts});
+}
+
+Id Parts::new_leaf(Life life, std::uint16_t leaf) {
+  const protocol::ParentLink parent{kJob, life.epoch, life.incarnation, leaf};
   return switch_id({SwitchJob({.job = kJob,
                                .epoch = life.epoch,
                                .incarnation = life.incarnation,
-                               .workers = scope_.workers,
+                               .workers = scope_.leaves[leaf],
                                .window = scope_.window,
-                               .payload_bytes = kPayloadBytes}),
-                    restarts});
+                               .payload_bytes = kPayloadBytes,
+                               .parent = parent}),
+                    0, leaf});
 }
 
 Id Parts::new_worker(Life life, std::uint16_t worker) {
+  const std::uint16_t here =
+      scope_.leaves.empty() ? worker : static_cast<std::uint16_t>(worker - first_below(leaf_of(worker)));
   WorkerState state{.now = {Worker({.job = kJob,
                                     .epoch = life.epoch,
                                     .incarnation = life.incarnation,
-                                    .worker = worker,
+                                    .worker = here,
                                     .workers = scope_.workers,
                                     .window = scope_.window,
                                     .payload_bytes = kPayloadBytes}),
-                            1}};
+                            1},
+                    .number = worker};
   Step nothing;
   return worker_id(std::move(state), nothing);
 }
@@ -145,10 +178,15 @@ const Step& Parts::at_worker(Id machine, Id packet) {
 Step Parts::switch_step(Id machine, Id packet) {
   Step step;
   SwitchState state = switches_[machine];
-  const auto handled = state.machine.handle_packet(packets_[packet].bytes);
+  const bool root = state.leaf == SwitchState::kRoot;
+  const bool from_parent = packets_[packet].answer;
+  const auto handled = from_parent ? state.machine.handle_parent(packets_[packet].bytes)
+                                   : state.machine.handle_packet(packets_[packet].bytes);
   const auto answer = [&](std::uint16_t worker) {
     const auto frame = state.machine.frame(handled.slot);
-    Packet sent{.answer = true, .worker = worker, .bytes = {frame.begin(), frame.end()}};
+    Packet sent{.answer = true, .leaf = root && !scope_.leaves.empty(), .worker = worker};
+    if (!root) sent.worker = static_cast<std::uint16_t>(first_below(state.leaf) + worker);
+    sent.bytes = {frame.begin(), frame.end()};
     Header header = protocol::PacketView::parse(frame)->header();
     header.counter = 0;
     protocol::write_header(header, sent.bytes.data());
@@ -165,8 +203,21 @@ Step Parts::switch_step(Id machine, Id packet) {
       break;
     case SwitchJob::Outcome::completed:
       step.became = "completed";
-      for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) answer(worker);
+      for (std::uint16_t worker = 0; worker < state.machine.config().workers; ++worker) answer(worker);
       break;
+    case SwitchJob::Outcome::summed:
+    case SwitchJob::Outcome::asked: {
+      step.became = handled.outcome == SwitchJob::Outcome::summed ? "summed" : "sums again";
+      const auto sum = state.machine.sum(handled.slot, 0);
+      step.sent.push_back(packet_id({.leaf = true,
+                                     .worker = state.leaf,
+                                     .chunk = handled.chunk,
+                                     .life = state.life(),
+                                     .bytes = {sum.begin(), sum.end()}}));
+      break;
+    }
+    case SwitchJob::Outcome::notice:
+      break;  // nobody sends any
     case SwitchJob::Outcome::answered:
       step.became = "answered again";
       answer(handled.worker);
@@ -297,7 +348,7 @@ bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& st
 }
 
 bool Parts::send(WorkerState& worker, Step& step) {
-  const std::uint16_t index = worker.now.machine.config().worker;
+  const std::uint16_t index = worker.number;
   if (worker.ended) return true;
   // Every chunk there is, and a window of those given up: more than any worker ever sends at once.
   for (std::uint64_t left = chunk_count_ + scope_.window + 1;
@@ -358,6 +409,7 @@ Id Parts::switch_id(SwitchState state) {
   state.machine.append_canonical(bytes);
   Key key(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   append(key, state.restarts);
+  append(key, state.leaf);
   const auto [at, added] = switch_ids_.try_emplace(std::move(key), static_cast<Id>(switches_.size()));
   if (added) {
     switches_.push_back(std::move(state));
@@ -369,7 +421,7 @@ Id Parts::switch_id(SwitchState state) {
 Parts::Key Parts::key_of(const WorkerState& worker) const {
   const Worker& machine = worker.now.machine;
   Key key;
-  append(key, machine.config().worker);
+  append(key, worker.number);
   append(key, worker.life());
   if (worker.ended) return key;  // nothing of it matters any more
   append(key, worker.called);
@@ -386,6 +438,7 @@ Parts::Key Parts::key_of(const WorkerState& worker) const {
 Id Parts::packet_id(Packet packet) {
   Key key(reinterpret_cast<const char*>(packet.bytes.data()), packet.bytes.size());
   append(key, packet.worker);
+  append(key, packet.leaf);
   const auto [at, added] = packet_ids_.try_emplace(std::move(key), static_cast<Id>(packets_.size()));
   if (added) packets_.push_back(std::move(packet));
   return at->second;

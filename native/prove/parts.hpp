@@ -21,10 +21,11 @@ struct Life {
   bool operator==(const Life&) const = default;
 };
 
-// On its way from a worker to the switch, or back. Its counter is zero: no machine reads it.
+// On its way from a worker, or a leaf, to its switch, or back. Its counter is zero: no machine reads it.
 struct Packet {
   bool answer = false;
-  std::uint16_t worker = 0;
+  bool leaf = false;         // between a leaf and the root
+  std::uint16_t worker = 0;  // which worker, or leaf, of all
   std::uint64_t chunk = 0;
   Life life;
   bool foreign = false;  // of another job
@@ -34,6 +35,8 @@ struct Packet {
 struct SwitchState {
   protocol::SwitchJob machine;
   std::uint32_t restarts = 0;  // so far
+  std::uint16_t leaf = kRoot;  // which one
+  static constexpr std::uint16_t kRoot = 0xffff;
   Life life() const { return {machine.config().incarnation, machine.config().epoch}; }
 };
 
@@ -45,6 +48,7 @@ struct Timed {
 
 struct WorkerState {
   Timed now;
+  std::uint16_t number = 0;    // of all; its machine knows the one that it has at its switch
   std::uint32_t called = 0;    // operations
   std::uint64_t sent = 0;      // chunks, a bit each
   std::uint64_t received = 0;  // chunks, a bit each
@@ -68,6 +72,9 @@ class Parts {
   explicit Parts(const Scope& scope);
 
   Id new_switch(Life life, std::uint32_t restarts);
+  Id new_leaf(Life life, std::uint16_t leaf);
+  // Which leaf the worker is below.
+  std::uint16_t leaf_of(std::uint16_t worker) const { return homes_[worker]; }
   Id new_worker(Life life, std::uint16_t worker);
   // What the wire carries from the start.
   std::vector<Id> strangers();
@@ -126,11 +133,13 @@ class Parts {
   std::uint64_t place(const Line& line, std::uint32_t operation, std::uint64_t first) const;
   std::int64_t contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const;
   std::int64_t result(Life life, std::uint64_t chunk) const;
+  std::uint16_t first_below(std::uint16_t leaf) const;
   // What a sum is made of.
   std::string taken_apart(std::int64_t sum) const;
 
   Scope scope_;
   std::uint64_t chunk_count_ = 0;
+  std::vector<std::uint16_t> homes_;  // by worker: its leaf
   std::deque<SwitchState> switches_;
   std::deque<WorkerState> workers_;
   std::deque<Packet> packets_;

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import secrets
 import struct
+from collections.abc import Mapping
+from typing import Any
 
 from netfold._native import seal
 
@@ -16,6 +18,24 @@ SECRET_BYTES = 32
 
 def draw_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
+
+
+def of_hellos(admitted: Mapping[str, Any]) -> bytes | None:
+    """The key of who was `admitted` (control.py); None where packets carry no tags."""
+    if "secret" not in admitted:
+        return None
+    return hello_key(admitted["secret"], job=int(admitted["job_id"]), worker=int(admitted["worker"]))
+
+
+def of_member(admitted: Mapping[str, Any], epoch: int) -> tuple[bytes, bytes] | None:
+    """The keys of what it sends, and of what the switch answers; None where packets carry no tags."""
+    if "secret" not in admitted:
+        return None
+    job, worker = int(admitted["job_id"]), int(admitted["worker"])
+    return (
+        contribution_key(admitted["secret"], job=job, epoch=epoch, worker=worker),
+        answer_key(admitted["answer_secret"], job=job, epoch=epoch),
+    )
 
 
 def hello_key(secret: bytes, *, job: int, worker: int) -> bytes:

@@ -14,9 +14,8 @@ from folds import FLOAT_OPS, INTEGER_OPS, by_rank, contribution
 from hosts import apart
 from ranks import RunningSwitch, run_threads, running_switch, values
 
-from netfold import Communicator, FileStore, Options
+from netfold import Communicator, FileStore, Options, control
 from netfold._native import engine
-from netfold.communicator import membership
 from netfold.communicator.group import region
 
 THROUGH = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "barrier")
@@ -35,7 +34,7 @@ def switch() -> Iterator[RunningSwitch]:
 @pytest.fixture
 def short_packets(monkeypatch: pytest.MonkeyPatch) -> None:
     """As over Ethernet: many packets an operation."""
-    monkeypatch.setattr(membership, "PAYLOAD_CANDIDATES", (1408,))
+    monkeypatch.setattr(control, "PAYLOAD_CANDIDATES", (1408,))
 
 
 def join(rank: int, size: int, folder: str, endpoint: str, timeout_s: float = 20.0, **options: str) -> Communicator:

@@ -12,6 +12,7 @@ from machines import (
     INCARNATION,
     MS,
     SUM,
+    Handled,
     answer_to,
     contribute,
     handle,
@@ -171,6 +172,90 @@ def test_the_switch_does_what_the_page_says(row):
         assert missing and worker not in missing
     elif becomes == "complete":
         assert missing == []
+
+
+# A leaf's rows: prepared, and what happens.
+
+PARENT = (17, 18, 19, 1)  # job, epoch, incarnation and worker at the parent
+
+
+def _leaf():
+    leaf = make_switch(workers=2, window=1, parent=PARENT, names=[4, 5])
+    contribute(leaf, 0, 0, 1, 2)
+    return leaf
+
+
+def _summed():
+    leaf = _leaf()
+    contribute(leaf, 1, 0, 10, 20)
+    return leaf
+
+
+def _leaf_complete():
+    leaf = _summed()
+    from_parent(leaf)
+    return leaf
+
+
+def _leaf_past():
+    leaf = _leaf_complete()
+    contribute(leaf, 0, 2, 1, 1)
+    return leaf
+
+
+def from_parent(leaf, flags=0, **changes):
+    job, epoch, incarnation, _ = PARENT
+    header = {"job": job, "epoch": epoch, "incarnation": incarnation, "worker": 3, "counter": 9, **changes}
+    packet = make_packet(i32(111, 222), flags=FLAGS["answer"] | flags, **header)
+    return Handled(*leaf.handle_parent(packet))
+
+
+LEAF_ROWS = {
+    ("collecting", "from the last of its workers"): (_leaf, lambda leaf: contribute(leaf, 1, 0, 10, 20)),
+    ("summed", "from any of its workers"): (_summed, lambda leaf: contribute(leaf, 0, 0, 1, 2)),
+    ("summed", "the parent's result"): (_summed, from_parent),
+    ("summed", "the parent's mismatch"): (_summed, lambda leaf: from_parent(leaf, FLAGS["mismatch"])),
+    ("collecting", "the parent's mismatch"): (_leaf, lambda leaf: from_parent(leaf, FLAGS["mismatch"])),
+    ("collecting", "the parent's result"): (_leaf, from_parent),
+    ("complete", "the parent's result"): (_leaf_complete, from_parent),
+    ("complete", "from any of its workers"): (_leaf_complete, lambda leaf: contribute(leaf, 0, 0, 1, 2)),
+    ("any", "the parent's, of a chunk below the slot's"): (_leaf_past, from_parent),
+}
+LEAF_ANSWERS = {
+    **ANSWERS,
+    "the sum, to the parent": ("summed", "none"),
+    "the sum once more, to the parent": ("asked", "none"),
+    "the mismatch, to every worker": ("mismatch", "none"),
+}
+
+
+def test_the_leaf_has_the_rows_of_the_page():
+    assert [(slot, packet) for slot, packet, _, _ in table("at a leaf")] == list(LEAF_ROWS)
+
+
+@pytest.mark.parametrize("row", table("at a leaf"), ids=lambda row: f"{row[0]}-{row[1]}")
+def test_a_leaf_does_what_the_page_says(row):
+    slot, packet, becomes, answer = row
+    prepare, happens = LEAF_ROWS[slot, packet]
+    leaf = prepare()
+    before = leaf.copy()
+    handled = happens(leaf)
+    assert (handled.outcome, handled.drop) == LEAF_ANSWERS[answer]
+    assert (leaf == before) == (becomes == "unchanged")
+    if becomes == "complete":
+        header = protocol.Header.parse(leaf.frame(0))
+        # Its own life and order, and the parent's word on whose contribution came last.
+        assert (header.job, header.epoch, header.counter, header.worker) == (7, 3, 1, 3)
+        assert leaf.frame(0)[protocol.HEADER_BYTES :] == i32(111, 222)
+
+
+def test_a_sum_is_a_contribution_to_the_parent():
+    leaf = _summed()
+    packet = leaf.sum(0, 77)
+    header = protocol.Header.parse(packet)
+    assert (header.job, header.epoch, header.incarnation, header.worker) == PARENT
+    assert (header.chunk, header.counter, header.flags, header.count) == (0, 77, 0, 2)
+    assert packet[protocol.HEADER_BYTES :] == RESULT
 
 
 def _flight(window=1, **shape):

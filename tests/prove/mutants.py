@@ -70,9 +70,7 @@ MUTANTS = {
     "switch-incarnation": Mutant(
         Scope(operations="2", restarts=1), WRONG, ((SWITCH, INCARNATION.format("Drop::incarnation"), ""),)
     ),
-    "switch-bitmap": Mutant(
-        Scope(operations="2"), WRONG, ((SWITCH, "if (word & bit) return drop(Drop::duplicate);", ""),)
-    ),
+    "switch-bitmap": Mutant(Scope(operations="2"), WRONG, ((SWITCH, "if (word & bit) {", "if (false) {"),)),
     "switch-kept-result": Mutant(
         Scope(operations="2"),
         STUCK,
@@ -163,6 +161,33 @@ MUTANTS = {
         SAID,
         ((WORKER, "if (Agreement::of(header) == agreement_at(header.chunk)) return drop(Drop::stale);", ""),),
     ),
+    # A leaf does not send its sum again: what is lost between it and the root stays lost.
+    "leaf-asked": Mutant(
+        Scope(leaves="1,1", operations="1"),
+        STUCK,
+        ((SWITCH, "if (!summed(slot)) return drop(Drop::duplicate);", "return drop(Drop::duplicate);"),),
+    ),
+    # A leaf takes the root's result of another chunk of the slot.
+    "leaf-chunk": Mutant(
+        Scope(leaves="1,1", operations="3"),
+        WRONG,
+        (
+            (SWITCH, "if (slot.chunk > header.chunk) return drop(Drop::stale);", ""),
+            (SWITCH, "if (header.chunk != slot.chunk || !summed(slot)) return", "if (!summed(slot)) return"),
+        ),
+    ),
+    # A leaf sends what it has when the first of its workers contributed.
+    "leaf-sum": Mutant(
+        Scope(leaves="2", operations="1"),
+        WRONG,
+        (
+            (
+                SWITCH,
+                "if (slot.contributed_count < config_.workers) {",
+                "if (slot.contributed_count < config_.workers && !config_.parent) {",
+            ),
+        ),
+    ),
     # The worker runs ahead of its window, and no switch tells it so.
     "worker-window": Mutant(
         Scope(operations="4"),
@@ -231,7 +256,8 @@ def _library(room: str) -> str:
 def search(mutant: Mutant, folder: Path) -> tuple[str, list[SimpleNamespace]]:
     """Which promise the mutant breaks, or nothing; and the records of the shortest trace."""
     scope = mutant.scope
-    arguments = [scope.workers, scope.window, scope.restarts, scope.strangers, *scope.operations.split(",")]
+    arguments: list[object] = [scope.workers, scope.leaves or "-", scope.window, scope.restarts, scope.strangers]
+    arguments += scope.operations.split(",")
     if scope.last:
         arguments += [0, *scope.last.split(",")]
     command = [str(make(mutant, folder)), *map(str, arguments)]
@@ -248,7 +274,7 @@ def search(mutant: Mutant, folder: Path) -> tuple[str, list[SimpleNamespace]]:
 
 def show(name: str, broken: str, records: list[SimpleNamespace]) -> str:
     mutant = MUTANTS[name]
-    drawn = diagram.text(draw(mutant.scope, records), mutant.scope.workers)
+    drawn = diagram.text(draw(mutant.scope, records), mutant.scope.workers, len(mutant.scope.below))
     return f"{name}, {mutant.scope.operations} chunks, caught in {len(records)} steps: {broken}\n{drawn}\n"
 
 

@@ -142,16 +142,17 @@ class Group:
             if len(workers) > protocol.MAX_WORKERS:
                 raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {len(workers)}")
             if workers:
-                assert job.switch is not None
+                assert options.switch is not None
                 self.membership = join_for_host(
-                    job.switch,
+                    options.switch,
                     # A digest: the switch learns which ranks belong together, not the secret behind it.
                     job=hashlib.sha256(job.name.encode() + job.secret).hexdigest()[:32],
                     name=options.job_name or "",
                     token_file=options.token_file,
                     rank=rank,
                     workers=workers,
-                    host={peer: streams[peer] for peer in range(size) if self.nodes[peer] == self.nodes[rank]},
+                    streams=streams,
+                    host=[peer for peer in range(size) if self.nodes[peer] == self.nodes[rank]],
                     window_bytes=job.window_bytes,
                     deadline=deadline,
                 )
@@ -200,7 +201,7 @@ class Group:
             log.info(
                 "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes, packets %sauthenticated",
                 rank,
-                job.switch,
+                self.membership.endpoint,
                 len(self.membership.workers),
                 self.membership.window,
                 self.membership.payload_bytes,

@@ -1,5 +1,8 @@
 """A rank's membership of a job on a switch: joining, and hearing who left.
 
+A job's ranks may have several switches, in a tree: each joins its own, and says in its join which tree all of them make
+(way_up.py). A rank whose switch cannot be reached joins the next one above it, if it heard of that before.
+
 Where several ranks share memory, one of a host joins, for all of them: a worker is a rank that joined, and the switch
 calls it by its rank.
 
@@ -12,12 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from netfold import control, packet_keys
@@ -25,16 +29,20 @@ from netfold._native import protocol, seal
 from netfold._native.transport import UdpPort
 from netfold.communicator.errors import RendezvousError, SwitchError
 from netfold.communicator.pinned import FingerprintError, PinnedStream
+from netfold.communicator.way_up import WayUp, above, agree_on_tree
 
-# Longest first; the first whose packets come back from the switch is used. With headers and a tag 8880 bytes fit a
-# jumbo frame (MTU 9000), of IPv6 too; 1408 fill an MTU of 1500, and 1152 fit IPv6's least MTU of 1280. Longer packets,
-# on loopback, measured no faster, and a small operation pads to a whole packet.
-PAYLOAD_CANDIDATES = (8880, protocol.ETHERNET_PAYLOAD_BYTES, 1152)
-_PROBE_S = 0.12
+log = logging.getLogger("netfold")
+
+# To connect to a switch, where there is another to try.
+_CONNECT_S = 5.0
 # How often a rank that waits looks whether it waits for one that has left.
 _WATCH_S = 0.2
 # Time beyond the job's own for the switch's word that it has given up.
 _GRACE_S = 2.0
+
+
+class _UnreachableError(Exception):
+    """Nobody answers there; the sentence for a SwitchError."""
 
 
 class Membership:
@@ -67,79 +75,43 @@ class Membership:
         token_file: str | None,
         rank: int,
         workers: Sequence[int],
+        paths: Sequence[Sequence[int]],
         window_bytes: int,
         timeout_s: float,
     ) -> Membership:
         """Join `job` at the switch as `rank`, one of `workers`; returns when all have.
 
         job: the digest that names it to the switch; name: what people call it; token_file: sent only to a switch whose
-        certificate has the fingerprint that `endpoint` names. SwitchError says what failed.
+        certificate has the fingerprint that `endpoint` names; paths: of all workers, from `agree_on_tree`.
+        SwitchError says what failed.
         """
         deadline = time.monotonic() + timeout_s
-        switch_host, switch_port, fingerprint = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
-        endpoint = control.format_endpoint(switch_host, switch_port)
-        who = f"rank {rank}: the switch at {endpoint} (NETFOLD_SWITCH)"
-        token = _token(who, token_file, fingerprint)
-        if fingerprint is not None and seal.missing():
-            raise SwitchError(
-                f"{who} wants packets to be authenticated, and this host cannot: {seal.missing()}. Without it only a "
-                "switch with --open can be joined"
-            )
+        tree = {"paths": [list(path) for path in paths]} if any(len(path) > 1 for path in paths) else {}
+        message = {
+            "type": "join",
+            "version": control.VERSION,
+            "job": job,
+            "name": name,
+            "rank": rank,
+            "ranks": list(workers),
+            "window_bytes": window_bytes,
+            "timeout_s": timeout_s,
+            **tree,
+        }
         try:
-            stream = socket.create_connection((switch_host, switch_port), timeout=timeout_s)
-        except ConnectionRefusedError:
-            raise SwitchError(
-                f"{who} refused the connection: nothing listens there. Start it with `netfold switch --listen "
-                f"{endpoint}`, or unset NETFOLD_SWITCH to use host algorithms"
-            ) from None
-        except socket.gaierror as error:
-            raise SwitchError(f"{who}: {switch_host!r} is no host that is known here ({error.strerror})") from None
-        except TimeoutError:
-            raise SwitchError(f"{who} did not answer within {timeout_s:.1f} s; is the address right?") from None
-        except OSError as error:
-            raise SwitchError(f"{who} cannot be reached: {error.strerror or error}") from None
-        self = cls(_shake_hands(who, stream, fingerprint), endpoint, rank, workers)
-        try:
-            self._join(who, job, name, token, window_bytes, deadline, timeout_s)
-        except TimeoutError:
-            stream.close()
-            raise SwitchError(
-                f"{who} did not answer within {timeout_s:.1f} s: either it is no netfold switch, or not all of the "
-                f"{len(workers)} ranks joined"
-            ) from None
-        except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
-            stream.close()
-            hint = "" if fingerprint else "; one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint"
-            raise SwitchError(
-                f"{who} is no netfold switch, or it stopped while this rank joined: {error}{hint}"
-            ) from None
-        except BaseException:
-            stream.close()
-            raise
-        return self
+            with _conversation(endpoint, token_file, rank, len(workers), timeout_s) as (stream, who, token):
+                self = cls(stream, _bare(endpoint), rank, workers)
+                self._join(who, {**message, **token}, window_bytes, deadline)
+                return self
+        except _UnreachableError as error:
+            raise SwitchError(str(error)) from None
 
-    def _join(
-        self, who: str, job: str, name: str, token: str | None, window_bytes: int, deadline: float, timeout_s: float
-    ) -> None:
+    def _join(self, who: str, message: control.Message, window_bytes: int, deadline: float) -> None:
         # From the address that the control connection uses: the switch takes packets from no other host.
         local = self._stream.getsockname()[0]
         self._port = UdpPort(host=local, buffer_bytes=4 * window_bytes)
-        control.send(
-            self._stream,
-            {
-                **({"token": token} if token is not None else {}),
-                "type": "join",
-                "version": control.VERSION,
-                "job": job,
-                "name": name,
-                "rank": self.rank,
-                "ranks": list(self.workers),
-                "port": self._port.port,
-                "window_bytes": window_bytes,
-                "timeout_s": timeout_s,
-            },
-        )
-        admitted = self._expect("admitted", who, deadline)
+        control.send(self._stream, {**message, "port": self._port.port})
+        admitted = _expect(self._stream, "admitted", who, deadline)
         switch_host = self._stream.getpeername()[0]
         payload = self._probe(switch_host, admitted, deadline)
         if payload is None:
@@ -148,7 +120,7 @@ class Membership:
                 "firewall may drop UDP, or an address translation change its port"
             )
         control.send(self._stream, {"type": "ready", "payload_bytes": payload})
-        start = self._expect("start", who, deadline)
+        start = _expect(self._stream, "start", who, deadline)
         self.payload_bytes = int(start["payload_bytes"])
         self.window = int(start["window"])
         self._attach_arguments = {
@@ -161,31 +133,21 @@ class Membership:
             "ranks": list(self.workers),
             "window": self.window,
             "payload_bytes": self.payload_bytes,
-            "keys": self._keys(admitted, int(start["epoch"])),
+            "keys": packet_keys.of_member(admitted, int(start["epoch"])),
         }
-
-    def _keys(self, admitted: control.Message, epoch: int) -> tuple[bytes, bytes] | None:
-        if not self.authenticated:
-            return None
-        job, worker = int(admitted["job_id"]), int(admitted["worker"])
-        return (
-            packet_keys.contribution_key(admitted["secret"], job=job, epoch=epoch, worker=worker),
-            packet_keys.answer_key(admitted["answer_secret"], job=job, epoch=epoch),
-        )
 
     def _probe(self, switch_host: str, admitted: control.Message, deadline: float) -> int | None:
         assert self._port is not None
-        job, worker = int(admitted["job_id"]), int(admitted["worker"])
-        key = packet_keys.hello_key(admitted["secret"], job=job, worker=worker) if self.authenticated else None
-        for payload in PAYLOAD_CANDIDATES:
-            last = payload == PAYLOAD_CANDIDATES[-1]
-            seconds = max(0.0, deadline - time.monotonic()) if last else _PROBE_S
+        key = packet_keys.of_hellos(admitted)
+        for payload in control.PAYLOAD_CANDIDATES:
+            last = payload == control.PAYLOAD_CANDIDATES[-1]
+            seconds = max(0.0, deadline - time.monotonic()) if last else control.PROBE_S
             if self._port.hello(
                 host=switch_host,
                 port=int(admitted["port"]),
-                job=job,
+                job=int(admitted["job_id"]),
                 incarnation=int(admitted["incarnation"]),
-                worker=worker,
+                worker=int(admitted["worker"]),
                 nonce=int(admitted["nonce"]),
                 packet_bytes=payload + protocol.HEADER_BYTES,
                 key=key,
@@ -193,15 +155,6 @@ class Membership:
             ):
                 return payload
         return None
-
-    def _expect(self, kind: str, who: str, deadline: float) -> control.Message:
-        self._stream.settimeout(max(0.01, deadline + _GRACE_S - time.monotonic()))
-        message = control.receive(self._stream)
-        if message["type"] == "refused":
-            raise SwitchError(f"{who} refused: {message.get('reason')}")
-        if message["type"] != kind:
-            raise control.ProtocolError(f"expected {kind!r}, got {message['type']!r}")
-        return message
 
     def attach(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
         """Give the data port to the native group and begin to listen; `fail(kind, rank, text)` ends the group."""
@@ -241,7 +194,7 @@ class Membership:
 
     def _listen(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
         pid = os.getpid()
-        reason = "it closed the connection"
+        reason, gone = "it closed the connection", self.endpoint
         try:
             while True:
                 message = control.receive(self._stream)
@@ -256,11 +209,12 @@ class Membership:
                         self._left[int(message["rank"])] = why
                         self._answered.notify_all()
                 elif message["type"] == "refused":
-                    reason = str(message.get("reason"))
+                    # Another switch of the tree may be the one that is gone.
+                    reason, gone = str(message.get("reason")), str(message.get("switch") or gone)
         except (EOFError, OSError, control.ProtocolError, ValueError):
             pass
         if not self._closed and os.getpid() == pid:
-            fail("switch_lost", -1, f"the switch at {self.endpoint} is gone: {reason}")
+            fail("switch_lost", -1, f"the switch at {gone} is gone: {reason}")
 
     def _watch(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
         while True:
@@ -280,6 +234,93 @@ class Membership:
                     )
                     return
             time.sleep(_WATCH_S)
+
+
+def ask_way_up(endpoint: str, *, token_file: str | None, rank: int, workers: Sequence[int], timeout_s: float) -> WayUp:
+    """The switches above `endpoint`, or, where that cannot be reached, above the next that it is known to be below."""
+    deadline = time.monotonic() + timeout_s
+    candidates = [endpoint, *above(endpoint)]
+    failure = ""
+    for place, candidate in enumerate(candidates):
+        left_s = max(0.1, deadline - time.monotonic())
+        if place + 1 < len(candidates):
+            left_s = min(left_s, _CONNECT_S)
+        try:
+            with _conversation(candidate, token_file, rank, len(workers), left_s) as (stream, who, token):
+                control.send(stream, {"type": "path", "version": control.VERSION, "below": [], **token})
+                way = WayUp.of(_expect(stream, "path", who, time.monotonic() + left_s), candidate)
+                stream.close()
+        except _UnreachableError as error:
+            failure = failure or str(error)
+            continue
+        if failure:
+            log.warning("%s; joins the one above it, at %s", failure, _bare(candidate))
+        return way
+    raise SwitchError(failure)
+
+
+@contextlib.contextmanager
+def _conversation(
+    endpoint: str, token_file: str | None, rank: int, workers: int, timeout_s: float
+) -> Iterator[tuple[socket.socket | PinnedStream, str, dict[str, str]]]:
+    """A connection to the switch, what it is called in errors, and the token as it stands in a message.
+
+    _UnreachableError where there is none. What goes wrong inside closes it, and becomes a SwitchError that says what it
+    may mean.
+    """
+    host, port, fingerprint = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
+    who = f"rank {rank}: the switch at {_bare(endpoint)} (NETFOLD_SWITCH)"
+    token = _token(who, token_file, fingerprint)
+    if fingerprint is not None and seal.missing():
+        raise SwitchError(
+            f"{who} wants packets to be authenticated, and this host cannot: {seal.missing()}. Without it only a "
+            "switch with --open can be joined"
+        )
+    try:
+        stream = socket.create_connection((host, port), timeout=timeout_s)
+    except ConnectionRefusedError:
+        raise _UnreachableError(
+            f"{who} refused the connection: nothing listens there. Start it with `netfold switch --listen "
+            f"{_bare(endpoint)}`, or unset NETFOLD_SWITCH to use host algorithms"
+        ) from None
+    except socket.gaierror as error:
+        raise SwitchError(f"{who}: {host!r} is no host that is known here ({error.strerror})") from None
+    except TimeoutError:
+        raise _UnreachableError(f"{who} did not answer within {timeout_s:.1f} s; is the address right?") from None
+    except OSError as error:
+        raise _UnreachableError(f"{who} cannot be reached: {error.strerror or error}") from None
+    pinned = _shake_hands(who, stream, fingerprint)
+    try:
+        yield pinned, who, {} if token is None else {"token": token}
+    except TimeoutError:
+        stream.close()
+        raise SwitchError(
+            f"{who} did not answer within {timeout_s:.1f} s: either it is no netfold switch, or not all of the "
+            f"{workers} ranks joined"
+        ) from None
+    except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
+        stream.close()
+        hint = "" if fingerprint else "; one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint"
+        raise SwitchError(f"{who} is no netfold switch, or it stopped while this rank joined: {error}{hint}") from None
+    except BaseException:
+        stream.close()
+        raise
+
+
+def _expect(stream: socket.socket | PinnedStream, kind: str, who: str, deadline: float) -> control.Message:
+    stream.settimeout(max(0.01, deadline + _GRACE_S - time.monotonic()))
+    message = control.receive(stream)
+    if message["type"] == "refused":
+        raise SwitchError(f"{who} refused: {message.get('reason')}")
+    if message["type"] != kind:
+        raise control.ProtocolError(f"expected {kind!r}, got {message['type']!r}")
+    return message
+
+
+def _bare(endpoint: str) -> str:
+    """Without the fingerprint."""
+    host, port, _ = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
+    return control.format_endpoint(host, port)
 
 
 def _token(who: str, token_file: str | None, fingerprint: str | None) -> str | None:
@@ -328,16 +369,19 @@ def join_for_host(
     token_file: str | None,
     rank: int,
     workers: Sequence[int],
-    host: Mapping[int, socket.socket | None],
+    streams: Sequence[socket.socket | None],
+    host: Sequence[int],
     window_bytes: int,
     deadline: float,
 ) -> Membership | None:
     """Join, where `rank` is one of `workers`; None on the other ranks, once the worker of their host has joined.
 
-    `host`: a connection to each rank of this host, None to itself. Raises SwitchError on every rank of a host whose
-    worker was refused, with the same reason.
+    endpoint: of this rank's own switch; where that cannot be reached, and was joined before, the next above it takes
+    its place. May be called again, for a new job, once all have left the old one. `streams`: a connection to each rank,
+    None to itself; `host`: the ranks of this host. Raises SwitchError on every rank of a host whose worker was refused,
+    with the same reason.
     """
-    others = {peer: stream for peer, stream in host.items() if stream is not None}
+    others = {peer: stream for peer in host if (stream := streams[peer]) is not None}
     if rank not in workers:
         (worker,) = (peer for peer in others if peer in workers)
         _hear_of_join(others[worker], worker, rank, deadline)
@@ -346,15 +390,24 @@ def join_for_host(
     waiting = [stream for peer, stream in others.items() if peer not in workers]
     refused: str | None = f"rank {rank} failed while it joined the switch; see its own output"
     try:
+        way: WayUp | SwitchError
+        try:
+            way = ask_way_up(endpoint, token_file=token_file, rank=rank, workers=workers, timeout_s=timeout_s)
+        except SwitchError as error:
+            way = error
+        among = {peer: stream for peer in workers if (stream := streams[peer]) is not None}
+        paths = agree_on_tree(way, rank, workers, among, deadline)
+        assert isinstance(way, WayUp)
         membership = Membership.join(
-            endpoint,
+            way.endpoints[0],
             job=job,
             name=name,
             token_file=token_file,
             rank=rank,
             workers=workers,
+            paths=paths,
             window_bytes=window_bytes,
-            timeout_s=timeout_s,
+            timeout_s=max(0.1, deadline - time.monotonic()),
         )
         refused = None
         return membership

@@ -107,9 +107,11 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
     if read["size"] != size:
         raise RendezvousError(f"rank {rank} was told of {size} ranks, rank 0 of {read['size']} (check WORLD_SIZE)")
     # Everyone uses what rank 0 chose; that another rank's environment says otherwise is worth an error, not a guess.
-    if options.switch != read["switch"]:
+    # Which switch is each rank's own affair, as long as those of all are in one tree (way_up.py).
+    if (options.switch is None) != (read["switch"] is None):
         raise RendezvousError(
-            f"rank {rank} has NETFOLD_SWITCH={options.switch}, rank 0 has {read['switch']}: all ranks need the same",
+            f"rank {rank} has NETFOLD_SWITCH={options.switch}, rank 0 has {read['switch']}: all ranks need one, or "
+            "none",
             rank=rank,
         )
     return Job(

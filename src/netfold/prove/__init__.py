@@ -17,6 +17,7 @@ from typing import Any
 
 from netfold._native import prove as native
 from netfold.sim import SWITCH, diagram
+from netfold.sim.network import address_of
 
 __all__ = ["HELLO_WORKERS", "Scope", "draw", "replay", "search", "search_hellos", "sentence"]
 
@@ -28,12 +29,14 @@ HELLO_WORKERS = 3
 class Scope:
     """What is searched. Each field is an option of `python -m netfold.prove`.
 
-    operations: chunks of each, as "2,2". last: the same of the last worker, if it calls something else. strangers: 1
-    where another job's packets are on the wire. window: W; the switch has 2W slots. restarts: of group or switch, in
-    total. network: kept, joined or taken. max_states: stop there; 0 for as many as can be counted.
+    leaves: workers below each, as "1,1"; none: all of them at one switch. operations: chunks of each, as "2,2". last:
+    the same of the last worker, if it calls something else. strangers: 1 where another job's packets are on the wire.
+    window: W; the switch has 2W slots. restarts: of group or switch, in total. network: kept, joined or taken.
+    max_states: stop there; 0 for as many as can be counted.
     """
 
     workers: int = 2
+    leaves: str = ""
     window: int = 1
     operations: str = "2"
     last: str = ""
@@ -56,7 +59,13 @@ class Scope:
         for name in ("operations", "last"):
             arguments[name] = [int(chunks) for chunks in arguments[name].split(",") if chunks]
         arguments["strangers"] = bool(self.strangers)
+        arguments["leaves"] = self.below
         return arguments
+
+    @property
+    def below(self) -> list[int]:
+        """By leaf, how many workers."""
+        return [int(workers) for workers in self.leaves.split(",")] if self.leaves else []
 
 
 def search(scope: Scope) -> Any:
@@ -79,11 +88,12 @@ def replay(scope: Scope, steps: Sequence[str]) -> list[Any]:
 def sentence(scope: Scope, report: Any) -> str:
     """A report in one line."""
     slots = 2 * scope.window
+    below = f" below leaves {scope.leaves}" if scope.leaves else ""
     found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
     others = f" (the last worker {scope.last})" if scope.last else ""
     others += ", another job's packets" if scope.strangers else ""
     return (
-        f"{scope.workers} workers, {slots} slots, chunks {scope.operations}{others}, {scope.restarts} restarts, "
+        f"{scope.workers} workers{below}, {slots} slots, chunks {scope.operations}{others}, {scope.restarts} restarts, "
         f"packets {scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "
         f"{report.transitions:,} transitions, depth {report.depth}, {report.seconds:.2f} s"
     )
@@ -111,4 +121,7 @@ def draw(scope: Scope, records: Sequence[Any]) -> list[diagram.Line]:
 
 
 def _lane(name: str) -> int:
-    return SWITCH if name == "switch" else int(name.split()[1])
+    if name == "switch":
+        return SWITCH
+    kind, number = name.split()
+    return address_of(int(number)) if kind == "leaf" else int(number)

@@ -62,9 +62,9 @@ def _search_hellos() -> int:
 def show(scope: Scope, steps: Sequence[str], svg: Path | None = None) -> None:
     """Print a trace as a sequence diagram; `svg`: draw it into that file, too."""
     lines = draw(scope, replay(scope, steps))
-    print(diagram.text(lines, scope.workers))
+    print(diagram.text(lines, scope.workers, len(scope.below)))
     if svg is not None:
-        svg.write_text(diagram.svg(lines, scope.workers))
+        svg.write_text(diagram.svg(lines, scope.workers, len(scope.below)))
 
 
 if __name__ == "__main__":

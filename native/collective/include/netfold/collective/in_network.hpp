@@ -29,10 +29,11 @@ struct ChannelKeys {
 
 class Channel {
  public:
-  // `ranks`: what the job's workers, by number, are called in this group. `keys`: none in a job whose packets carry no
-  // tags; std::runtime_error where no tag can be made.
+  // `ranks`: what the job's workers, by number in the whole job, are called in this group; `rank`: this one. In a tree
+  // of switches the number that a worker has at its own (in `config`) is another. `keys`: none in a job whose packets
+  // carry no tags; std::runtime_error where no tag can be made.
   Channel(const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys, std::vector<int> ranks,
-          std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to);
+          int rank, std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to);
 
   static constexpr std::size_t kMaxOperations = protocol::Worker::kMaxOperations;
 
@@ -82,6 +83,7 @@ class Channel {
   std::optional<seal::Sealer> answer_sealer_;  // of what the switch says
   std::size_t tag_bytes_;                      // of a packet: 0 without keys
   std::vector<int> ranks_;
+  int rank_;
   std::unique_ptr<transport::UdpSocket> socket_;
   transport::Address to_;
   Failure failure_;

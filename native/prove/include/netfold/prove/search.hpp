@@ -23,6 +23,10 @@
 //   others     The last worker may call something else than the others do. Who hears of a mismatch ends, and takes and
 //              sends nothing more; from then on every other worker of that life may hear of it over the control
 //              connection, and ends as well.
+//   leaves     Workers may be below leaf switches, and these below the switch, which is then the root. A leaf sends its
+//              sum when it is summed, and once more for each contribution that comes again; what its Uplink sends
+//              besides is a packet that is in the network already. Not together with restarts, strangers or others: a
+//              leaf knows another life and another job as a worker does, and hands on what its parent says.
 //   restart    The only fault with a bound. Of the group: the next epoch. Of the switch: a new incarnation, whose
 //              epochs start from the first. The new switch machine is there at once, and each worker rejoins at any
 //              later time; until then the old one goes on (admission promises more: all are gone before any starts).
@@ -46,6 +50,7 @@
 namespace netfold::prove {
 
 inline constexpr std::uint16_t kMaxWorkers = 4;
+inline constexpr std::size_t kMaxLeaves = 2;
 inline constexpr std::uint32_t kMaxChunks = 32;
 inline constexpr std::uint32_t kMaxRestarts = 4;
 
@@ -53,6 +58,7 @@ enum class Network : std::uint8_t { kept, joined, taken };
 
 struct Scope {
   std::uint16_t workers = 2;              // 1..kMaxWorkers
+  std::vector<std::uint16_t> leaves;      // workers below each, in order; all of them, or empty for no leaves
   std::uint32_t window = 1;               // W; the switch has 2W slots
   std::vector<std::uint32_t> operations;  // chunks of each, in the order in which workers call them; kMaxChunks in all
   std::vector<std::uint32_t> last;        // the last worker's, if it calls something else
@@ -92,9 +98,10 @@ struct Record {
 
 // Steps, as words (L a life, such as 1.2: incarnation and epoch; W a worker; C a chunk):
 //   call W            the worker calls its next operation
-//   L/W>C             its contribution reaches the switch
+//   L/W>C             its contribution reaches its switch
 //   L/W<C             an answer reaches the worker
 //   hear W            the worker hears that another one has ended
+//   L/^F>C  L/^F<C    the sum of leaf F reaches the root, an answer of the root reaches leaf F
 //   restart group     restart switch     rejoin W
 // A packet of another job has an x before its life.
 // Where the network holds several such answers, =N picks the N-th that was sent.
