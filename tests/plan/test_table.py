@@ -225,6 +225,14 @@ def test_a_wire_format_is_named_in_the_reason() -> None:
         assert "f32 tensors travel as bf16 (NETFOLD_WIRE)" in row.reason
 
 
+def test_a_narrow_wire_leaves_the_switchs_other_operations_as_they_are() -> None:
+    """Found by the sweep over wires: a broadcast by the switch was refused for a wire that it does not take."""
+    for topology in (Topology.apart(4), Topology.even(4, 2)):
+        table = build_table(ranks=4, switch=SWITCH, algorithm="in_network", wire="bf16", topology=topology)
+        wires = {row.operation: row.wire for row in table.rows if row.algorithm == "in_network"}
+        assert wires == {**dict.fromkeys(THROUGH, "auto"), "all_reduce": "bf16"}
+
+
 def test_a_group_of_one_needs_nobody() -> None:
     for switch in (None, SWITCH):
         table = build_table(ranks=1, switch=switch)

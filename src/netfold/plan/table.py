@@ -143,15 +143,18 @@ def build_table(
         )
     for operation in OPERATIONS:
         if overrides.asked(operation) == "in_network" and operation in SUPPORTS["in_network"]:
-            _refuse(operation, "in_network", overrides, topology, switch, wire)
+            _refuse(operation, "in_network", overrides, topology, switch, _wired(operation, wire))
     if ranks == 1:
         return ChoiceTable(tuple(Row(operation, 0, "local", "auto", "a group of one rank") for operation in OPERATIONS))
     rows = []
     for operation in OPERATIONS:
-        # A narrower wire loses bits in a sum, which was asked for; it never changes values that are only moved.
-        wired = wire if operation == "all_reduce" else "auto"
-        rows += _rows(operation, overrides, topology, links, switch, wired)
+        rows += _rows(operation, overrides, topology, links, switch, _wired(operation, wire))
     return ChoiceTable(tuple(rows))
+
+
+def _wired(operation: str, wire: str) -> str:
+    """A narrower wire loses bits in an all_reduce's sum, which was asked for; everything else travels as it is."""
+    return wire if operation == "all_reduce" else "auto"
 
 
 def check_words(*, ranks: int, switch: str | None, algorithm: str, wire: str) -> None:
