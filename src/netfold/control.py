@@ -48,9 +48,9 @@ VERSION = 4
 MAX_MESSAGE_BYTES = 1 << 16
 _LENGTH = struct.Struct(">I")
 
-# Bytes of values in a packet, longest first; the first whose packets come back from the switch is used. With headers and
-# a tag 8880 fit a jumbo frame (MTU 9000), of IPv6 too; 1408 fill an MTU of 1500, and 1152 fit IPv6's least MTU of 1280.
-# Longer packets, on loopback, measured no faster, and a small operation pads to a whole packet.
+# Bytes of values in a packet, longest first; the first whose packets come back from the switch is used. With headers
+# and a tag 8880 fit a jumbo frame (MTU 9000), of IPv6 too; 1408 fill an MTU of 1500, and 1152 fit IPv6's least MTU of
+# 1280. Longer packets, on loopback, measured no faster, and a small operation pads to a whole packet.
 PAYLOAD_CANDIDATES = (8880, 1408, 1152)
 # How long each but the last is tried.
 PROBE_S = 0.12

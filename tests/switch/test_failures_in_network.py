@@ -247,10 +247,12 @@ def test_a_switch_that_ends_in_mid_operation_is_said_to_be_gone(number: signal.S
 
 def test_a_switch_that_is_gone_before_the_next_operation_fails_it_at_once() -> None:
     gone = threading.Event()
+    through = threading.Barrier(3)  # the ranks have done one operation
 
     def either(rank: int, size: int, folder: str, endpoint: str) -> tuple[str, float]:
         with join(rank, size, folder, endpoint) as group:
             group.barrier()
+            through.wait(10)
             gone.wait(10)
             time.sleep(0.3)
             began = time.monotonic()
@@ -261,7 +263,7 @@ def test_a_switch_that_is_gone_before_the_next_operation_fails_it_at_once() -> N
     with running_switch() as switch:
 
         def kill() -> None:
-            switch.wait_for("starts with 2 workers")
+            through.wait(10)
             switch.process.kill()
             switch.process.wait()
             gone.set()

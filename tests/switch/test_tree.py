@@ -20,7 +20,9 @@ import pytest
 from hosts import apart
 from ranks import Outcome, RunningSwitch, run_threads, running_switch, values
 
-from netfold import Communicator, FileStore, Options
+from netfold import Communicator, FileStore, Options, control
+from netfold._native import protocol
+from netfold._native.transport import UdpPort
 from netfold.communicator import membership
 from netfold.switch.view import read_status
 
@@ -457,3 +459,73 @@ def test_status_metrics_and_log_show_the_link_to_the_parent(shown: tuple[Tree, s
     values(run_threads(hold, 2, [tree["leaf"].endpoint, root]))
     watcher.join()
     assert re.search(rf"event=started .*parent={re.escape(root)}", tree["leaf"].log())
+
+
+# A parent is trusted with sums and with no more.
+
+
+def serve_as_parent(server: socket.socket, start: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """One question for the path, and one job, started as `start` makes it of what the leaf is ready for."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
+        port.bind(("127.0.0.1", 0))
+        for _ in range(3):
+            with server.accept()[0] as stream:
+                asked = control.receive(stream)
+                if asked["type"] == "path":
+                    control.send(stream, {"type": "path", "switches": [[77, ""]], "broken": ""})
+                    continue
+                admitted = {"job_id": 5, "incarnation": 77, "worker": 0, "nonce": 9, "port": port.getsockname()[1]}
+                control.send(stream, {"type": "admitted", **admitted})
+                port.settimeout(5)
+                hello, leaf = port.recvfrom(1 << 16)
+                port.sendto(hello, leaf)
+                control.send(stream, start(control.receive(stream)))
+                with contextlib.suppress(OSError, EOFError):
+                    control.receive(stream)
+                return
+
+
+@pytest.mark.parametrize(
+    ("start", "says"),
+    [
+        (lambda ready: {"window": 2 * ready["window"]}, r"start with window \d+ x \d+ bytes"),
+        (lambda ready: {"payload_bytes": 8 + ready["payload_bytes"]}, r"start with window \d+ x \d+ bytes"),
+        (lambda ready: {"type": "left", "rank": 7}, "left of rank 7, which the job does not have"),
+    ],
+    ids=["window", "payload", "left"],
+)
+def test_a_parent_that_says_more_than_was_granted_ends_the_job(
+    start: Callable[[dict[str, Any]], dict[str, Any]], says: str
+) -> None:
+    def word(ready: dict[str, Any]) -> dict[str, Any]:
+        usual = {"type": "start", "epoch": 1, "payload_bytes": ready["payload_bytes"], "window": ready["window"]}
+        return {**usual, **start(ready)}
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        parent = threading.Thread(target=serve_as_parent, args=(server, word), daemon=True)
+        parent.start()
+        with running_switch("--parent", f"127.0.0.1:{server.getsockname()[1]}") as leaf:
+            with socket.create_connection(leaf.address, 10) as stream:
+                control.send(stream, {"type": "path", "version": control.VERSION, "below": []})
+                (me, _), (above, _) = control.receive(stream)["switches"]
+            with socket.create_connection(leaf.address, 10) as stream:
+                join = {"version": control.VERSION, "job": "j", "name": "", "rank": 0, "ranks": [0, 1]}
+                paths = [[me, above], [above]]
+                control.send(stream, {"type": "join", **join, "paths": paths, "window_bytes": 1 << 20, "timeout_s": 10})
+                admitted = control.receive(stream)
+                port = UdpPort(host="127.0.0.1", buffer_bytes=1 << 20)
+                assert port.hello(
+                    host="127.0.0.1",
+                    port=admitted["port"],
+                    job=admitted["job_id"],
+                    incarnation=admitted["incarnation"],
+                    worker=admitted["worker"],
+                    nonce=admitted["nonce"],
+                    packet_bytes=1408 + protocol.HEADER_BYTES,
+                    timeout_ns=5_000_000_000,
+                )
+                control.send(stream, {"type": "ready", "payload_bytes": 1408})
+                refused = control.receive(stream)
+            assert refused["type"] == "refused"
+            assert re.search(says, refused["reason"]), refused
+            parent.join(10)

@@ -60,7 +60,8 @@ def _headline(now: dict[str, Any]) -> str:
     return (
         f"{now['state']} for {now['uptime_s']:.0f} s: {len(now['jobs'])} of {now['jobs_limit']} jobs, "
         f"{granted / 2**20:.1f} of {total / 2**20:.0f} MiB granted, {now['connections']} connections, "
-        f"{sum(now['refusals'].values())} refusals, packets {'' if now['authenticated'] else 'not '}authenticated{below}"
+        f"{sum(now['refusals'].values())} refusals, packets {'' if now['authenticated'] else 'not '}authenticated"
+        f"{below}"
     )
 
 
