@@ -30,6 +30,7 @@ from netfold._native.transport import UdpPort
 from netfold.communicator.errors import RendezvousError, SwitchError
 from netfold.communicator.pinned import FingerprintError, PinnedStream
 from netfold.communicator.way_up import WayUp, above, agree_on_tree
+from netfold.control import PAYLOAD_CANDIDATES
 
 log = logging.getLogger("netfold")
 
@@ -136,8 +137,8 @@ class Membership:
 
     def _probe(self, switch_host: str, admitted: control.Message, deadline: float) -> int | None:
         assert self._port is not None
-        for payload in control.PAYLOAD_CANDIDATES:
-            last = payload == control.PAYLOAD_CANDIDATES[-1]
+        for payload in PAYLOAD_CANDIDATES:
+            last = payload == PAYLOAD_CANDIDATES[-1]
             seconds = max(0.0, deadline - time.monotonic()) if last else control.PROBE_S
             if self._port.hello(
                 host=switch_host,
