@@ -129,7 +129,13 @@ MUTANTS = {
     "switch-silent-mismatch": Mutant(
         Scope(operations="1,1", last="2"),
         STUCK,
-        ((SWITCH, "handled.outcome = Outcome::mismatch;", "return drop(Drop::malformed);"),),
+        (
+            (
+                SWITCH,
+                "said != slot.agreement) {\n    handled.outcome = Outcome::mismatch;",
+                "said != slot.agreement) {\n    return drop(Drop::malformed);",
+            ),
+        ),
     ),
     "switch-non-finite": Mutant(
         Scope(operations="2"),

@@ -181,7 +181,7 @@ def test_ranks_of_different_leaves_that_call_different_things_hear_who() -> None
             assert took_s < SOON_S
         for error, named, text, _ in found:
             if error == "Mismatch":
-                assert re.search(rf"rank {named} is in operation #1 of 10[01] elements", text), text
+                assert re.search(rf"rank {named} is in all_reduce #1 of 10[01] f32", text), text
         assert {error for error, *_ in found[:2]} | {error for error, *_ in found[2:]} >= {"Mismatch"}
 
 
@@ -232,7 +232,7 @@ def test_a_switch_that_dies_ends_its_jobs_at_once_by_name_and_no_other(dies: str
             return call_and_say(rank, 4, f"{folder}/tree", homes, calls, 20.0)
         with join(rank - 4, 2, f"{folder}/local", local) as group:
             turns = 0
-            while not over.is_set() or turns < 3:
+            while True:
                 buffer = np.ones(1000, np.float32)
                 group.all_reduce(buffer)
                 assert (buffer == 2).all()
@@ -241,8 +241,7 @@ def test_a_switch_that_dies_ends_its_jobs_at_once_by_name_and_no_other(dies: str
                 group.all_reduce(word)
                 turns += 1
                 if word[0] == 2:
-                    break
-            return turns
+                    return turns
 
     over = threading.Event()
     with running_tree(*TWO_RACKS) as tree:
@@ -509,11 +508,12 @@ def test_a_parent_that_says_more_than_was_granted_ends_the_job(
                 control.send(stream, {"type": "path", "version": control.VERSION, "below": []})
                 (me, _), (above, _) = control.receive(stream)["switches"]
             with socket.create_connection(leaf.address, 10) as stream:
+                port = UdpPort(host="127.0.0.1", buffer_bytes=1 << 20)
                 join = {"version": control.VERSION, "job": "j", "name": "", "rank": 0, "ranks": [0, 1]}
+                join |= {"port": port.port}
                 paths = [[me, above], [above]]
                 control.send(stream, {"type": "join", **join, "paths": paths, "window_bytes": 1 << 20, "timeout_s": 10})
                 admitted = control.receive(stream)
-                port = UdpPort(host="127.0.0.1", buffer_bytes=1 << 20)
                 assert port.hello(
                     host="127.0.0.1",
                     port=admitted["port"],
@@ -522,6 +522,7 @@ def test_a_parent_that_says_more_than_was_granted_ends_the_job(
                     worker=admitted["worker"],
                     nonce=admitted["nonce"],
                     packet_bytes=1408 + protocol.HEADER_BYTES,
+                    key=None,
                     timeout_ns=5_000_000_000,
                 )
                 control.send(stream, {"type": "ready", "payload_bytes": 1408})

@@ -620,6 +620,9 @@ class Switch:
             await self._end(job, "parent", str(link.parent.error(f"refused: {reason}")))
 
     async def _give_up(self, job: _Job) -> None:
+        # What a leaf waits for it knows best, and has a deadline of its own.
+        if any(member.child.switch is not None and member.payload_bytes == 0 for member in job.members.values()):
+            await asyncio.sleep(_GRACE_S)
         if job.started or self._jobs.get(job.name) is not job:
             return
         absent = [
