@@ -28,6 +28,7 @@ Channel::Channel(const protocol::WorkerConfig& config, std::vector<int> ranks,
   headers_.resize(kBatchPackets * protocol::kHeaderBytes);
   staging_.resize(kBatchPackets * config.payload_bytes);
   zeros_.resize(config.payload_bytes);
+  kept_ = std::make_unique<std::byte[]>(config.window * machine_.packet_bytes());
   pieces_.resize(kBatchPackets * kPieces);
   chunks_.resize(kBatchPackets);
   owners_.resize(kBatchPackets);
@@ -40,6 +41,7 @@ bool Channel::can_start() const {
 }
 
 int Channel::start(const Call& call) {
+  const std::uint64_t first_chunk = machine_.line_end();
   machine_.start({.operation = call.sequence,
                   .elements = call.elements(),
                   .wire = call.wire,
@@ -48,6 +50,7 @@ int Channel::start(const Call& call) {
   for (std::size_t token = 0; token < active_.size(); ++token) {
     if (active_[token].call == nullptr) {
       active_[token].call = &call;
+      active_[token].first_chunk = first_chunk;
       return static_cast<int>(token);
     }
   }
@@ -62,6 +65,7 @@ Channel::Active* Channel::find(std::uint32_t operation) {
 }
 
 Progress Channel::poll(std::int64_t now_ns) {
+  if (frozen_) return Progress::idle;
   if (now_ns == polled_ns_) return polled_;
   polled_ns_ = now_ns;
   bool moved = false;
@@ -90,30 +94,79 @@ void Channel::take(std::span<const std::byte> bytes, const transport::Address& s
     ++drops_[static_cast<std::size_t>(protocol::Drop::source)];
     return;
   }
+  accept(bytes, now_ns);
+}
+
+bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
   const auto received = machine_.handle_packet(bytes, now_ns);
   switch (received.outcome) {
     case protocol::Worker::Outcome::dropped:
       ++drops_[static_cast<std::size_t>(received.drop)];
-      return;
+      return false;
     case protocol::Worker::Outcome::mismatch:
       failure_ = {Failure::Kind::mismatch, rank_of(received.header.worker),
                   "rank " + std::to_string(rank_of(received.header.worker)) + " is in " + text(received.header) +
                       ", which does not match what this rank " + std::to_string(rank_of(machine_.config().worker)) +
                       " called at the same place; every rank must make the same calls in the same order with the "
                       "same sizes and dtypes"};
-      return;
+      return false;
     case protocol::Worker::Outcome::notice:
-      return;
+      return false;
     case protocol::Worker::Outcome::received:
       break;
   }
+  std::memcpy(kept_at(received.header.chunk), bytes.data(), bytes.size());
   Active* active = find(received.header.operation);
-  if (active == nullptr) return;  // its owner gave it up
+  if (active == nullptr) return true;  // its owner gave it up
   const Call& call = *active->call;
   std::byte* into = call.outputs[0].data + received.first * kernels::element_bytes(call.dtype);
   kernels::convert(call.dtype, into, call.wire, received.values.data(), received.header.count);
   active->last_rank = rank_of(received.header.worker);
   if (received.finished) active->finished = true;
+  return true;
+}
+
+std::uint64_t Channel::life() const {
+  return static_cast<std::uint64_t>(machine_.config().incarnation) << 32 | machine_.config().epoch;
+}
+
+std::byte* Channel::kept_at(std::uint64_t chunk) const {
+  return kept_.get() + chunk % machine_.config().window * machine_.packet_bytes();
+}
+
+std::span<const std::byte> Channel::kept(std::uint64_t chunk) const {
+  const std::span<const std::byte> packet(kept_at(chunk), machine_.packet_bytes());
+  const auto view = protocol::PacketView::parse(packet);  // of a place that nothing has come to yet: none
+  if (!view || view->header().chunk != chunk) return {};
+  return packet;
+}
+
+Channel::Words Channel::words() const {
+  const std::uint32_t window = machine_.config().window;
+  Words words{.base = machine_.oldest_unanswered(), .end = machine_.line_end(), .held = {}};
+  words.held.resize((window + 7) / 8);
+  for (std::uint32_t i = 0; i < window; ++i) {
+    if (machine_.is_answered(words.base + i)) words.held[i / 8] |= std::byte{1} << (i % 8);
+  }
+  return words;
+}
+
+std::vector<Range> Channel::missing(int token) const {
+  const Active& active = active_[static_cast<std::size_t>(token)];
+  const std::size_t elements = active.call->elements();
+  const std::size_t per_chunk = machine_.config().payload_bytes / kernels::element_bytes(active.call->wire);
+  std::vector<Range> ranges;
+  std::uint64_t chunk = active.first_chunk;
+  for (std::size_t first = 0; first < elements; first += per_chunk, ++chunk) {
+    if (machine_.is_answered(chunk)) continue;
+    const std::size_t count = std::min(per_chunk, elements - first);
+    if (!ranges.empty() && ranges.back().first + ranges.back().count == first) {
+      ranges.back().count += count;
+    } else {
+      ranges.push_back({first, count});
+    }
+  }
+  return ranges;
 }
 
 std::size_t Channel::stage(const protocol::Worker::Send& send, const Call& call, iovec* pieces) {
@@ -169,6 +222,7 @@ bool Channel::send(std::int64_t now_ns) {
 }
 
 void Channel::wait_for(WaitSet& set) const {
+  if (frozen_) return;
   set.add(socket_->fd(), static_cast<short>(POLLIN | (blocked_ ? POLLOUT : 0)));
   set.wake_at(machine_.poll_timeout());
 }

@@ -149,6 +149,11 @@ def build_table(
     return ChoiceTable(tuple(rows))
 
 
+def table_without_switch(workers: int, *, wire: str, links: Links = DEFAULT_LINKS) -> ChoiceTable:
+    """What does a switch's work while it is gone, among the ranks that had joined it: by cost, over connections."""
+    return build_table(ranks=workers, switch=None, wire=wire, links=links)
+
+
 def check_words(*, ranks: int, switch: str | None, algorithm: str, wire: str) -> None:
     """ValueError, in a sentence, where no placement of the ranks on hosts could make what was asked for possible."""
     first: ValueError | None = None
