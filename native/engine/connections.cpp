@@ -46,6 +46,7 @@ void Group::on_uplink(const std::function<void(collective::Uplink&)>& errand) {
     if (uplink_ == nullptr) return;
     errand(*uplink_);
     publish_traffic();
+    publish_status();
   });
 }
 
@@ -133,6 +134,7 @@ std::string Group::last_seen() const {
                                      : ", its last having been " + kind(entry.done_kind) + " #" +
                                            std::to_string(entry.done_sequence) + at(entry.done_site);
   }
+  if (entry.failed == 0 && entry.without_switch != 0) text += "; its switch is lost";
   if (entry.failed == 0 && entry.transfers > 0) {
     const bool is_send = entry.transfer_kind == static_cast<std::uint8_t>(collective::Kind::send);
     text += std::string("; in a ") + (is_send ? "send to " : "receive from ") +

@@ -135,6 +135,7 @@ Group::~Group() { StatusPage::instance().close(status_); }
 void Group::publish_status() {
   StatusWrite status(status_);
   if (!status) return;
+  status->without_switch = uplink_ != nullptr && !uplink_->is_up() ? 1 : 0;
   status->transfers = static_cast<std::uint32_t>(transfers_.size());
   if (!transfers_.empty()) {
     const Operation& transfer = *transfers_.begin()->second;

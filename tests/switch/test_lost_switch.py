@@ -21,6 +21,7 @@ from ranks import run_ranks, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine
+from netfold.doctor.page import find_ranks
 
 IN_NETWORK = engine.ALGORITHMS["in_network"]
 TIMEOUT_S = 15.0
@@ -214,6 +215,9 @@ def test_one_ranks_connection_that_breaks_takes_the_whole_group_off_the_switch(
                     cut.set()
                 if turn > 20:
                     time.sleep(0.005)
+            mine = [each for each in find_ranks(os.getpid()) if each.group == group.group._id]
+            assert [each.without_switch for each in mine] == [True]
+            assert "its switch is lost" in group.group._native.last_seen()
             return set(group.group.events()["algorithm"][-50:].tolist()), group.group.why("all_reduce", 1000)
 
     with MortalSwitch() as switch:
@@ -261,7 +265,7 @@ def test_a_real_switch_that_ends_in_mid_operation_costs_no_step(
         ender.join()
     (warning,) = warnings_of(caplog)
     assert f"the switch at {switch.endpoint} is gone ({reason})" in warning
-    assert "This rank was in all_reduce #" in warning
+    assert re.search(r"This rank was in .*all_reduce #\d+", warning), warning
 
 
 def stops(rank: int, size: int, folder: str, endpoint: str, pid: int) -> tuple[float, list[int]]:
@@ -436,7 +440,7 @@ def test_a_worker_that_dies_with_the_switch_is_named_by_all_others(victim: int) 
 
 def test_a_rank_that_is_stopped_makes_the_others_wait_until_their_deadline_and_is_named() -> None:
     def call(rank: int, size: int, folder: str, endpoint: str, switch: MortalSwitch) -> tuple[str, str, float]:
-        with join(rank, size, folder, endpoint, timeout_s=1.5) as group:
+        with join(rank, size, folder, endpoint) as group:
             group.all_reduce(np.ones(10))
             if rank == 2:
                 # Its door stays shut: like a process that is stopped, in threads of one.
@@ -449,7 +453,7 @@ def test_a_rank_that_is_stopped_makes_the_others_wait_until_their_deadline_and_i
                 switch.die()
             began = time.monotonic()
             try:
-                group.all_reduce(np.ones(10))
+                group.all_reduce(np.ones(10), timeout_s=1.5)
             except Exception as error:
                 return type(error).__name__, str(error), time.monotonic() - began
         return "", "", 0.0
@@ -460,7 +464,7 @@ def test_a_rank_that_is_stopped_makes_the_others_wait_until_their_deadline_and_i
     for error, text, took_s in found[:2]:
         assert error in ("CollectiveTimeout", "PeerLost"), text
         assert "rank 2" in text
-        assert took_s < 4.5
+        assert took_s < 8.0
     assert any("rank 2 did not say what it has" in text for _, text, _ in found)
 
 
