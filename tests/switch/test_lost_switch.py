@@ -442,6 +442,7 @@ def test_a_rank_that_is_stopped_makes_the_others_wait_until_their_deadline_and_i
     def call(rank: int, size: int, folder: str, endpoint: str, switch: MortalSwitch) -> tuple[str, str, float]:
         with join(rank, size, folder, endpoint) as group:
             group.all_reduce(np.ones(10))
+            group.barrier()
             if rank == 2:
                 # Its door stays shut: like a process that is stopped, in threads of one.
                 group.group._ward.questions.update(freeze=lambda _, __: time.sleep(3))  # type: ignore[union-attr]
