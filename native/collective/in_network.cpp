@@ -1,4 +1,3 @@
-#include <netfold/collective/direct.hpp>
 #include <netfold/collective/in_network.hpp>
 #include <netfold/collective/terms.hpp>
 
@@ -40,6 +39,7 @@ Channel::Channel(const protocol::WorkerConfig& config, const std::optional<Chann
   staging_.resize(kBatchPackets * config.payload_bytes);
   zeros_.resize(config.payload_bytes);
   tags_.resize(kBatchPackets * tag_bytes_);
+  kept_ = std::make_unique<std::byte[]>(config.window * machine_.packet_bytes());
   pieces_.resize(kBatchPackets * kPieces);
   chunks_.resize(kBatchPackets);
   owners_.resize(kBatchPackets);
@@ -53,6 +53,7 @@ bool Channel::can_start() const {
 
 int Channel::start(const Call& call, const Segments& segments) {
   table_ = call.table;
+  const std::uint64_t first_chunk = machine_.line_end();
   machine_.start({.operation = call.sequence,
                   .elements = segments.elements(),
                   .wire = segments.wire(),
@@ -63,6 +64,7 @@ int Channel::start(const Call& call, const Segments& segments) {
     if (active_[token].call == nullptr) {
       active_[token].call = &call;
       active_[token].segments = &segments;
+      active_[token].first_chunk = first_chunk;
       return static_cast<int>(token);
     }
   }
@@ -77,6 +79,7 @@ Channel::Active* Channel::find(std::uint32_t operation) {
 }
 
 Progress Channel::poll(std::int64_t now_ns) {
+  if (frozen_) return Progress::idle;
   if (now_ns == polled_ns_) return polled_;
   polled_ns_ = now_ns;
   bool moved = false;
@@ -113,24 +116,75 @@ void Channel::take(std::span<const std::byte> bytes, const transport::Address& s
     }
     bytes = bytes.first(bytes.size() - tag_bytes_);
   }
+  accept(bytes, now_ns);
+}
+
+bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
   const auto received = machine_.handle_packet(bytes, now_ns);
   switch (received.outcome) {
     case protocol::Worker::Outcome::dropped:
       ++drops_[static_cast<std::size_t>(received.drop)];
-      return;
+      return false;
     case protocol::Worker::Outcome::mismatch:
       failure_ = mismatch(received.header);
-      return;
+      return false;
     case protocol::Worker::Outcome::notice:
-      return;
+      return false;
     case protocol::Worker::Outcome::received:
       break;
   }
+  // What is behind the values is nothing to anybody.
+  const std::size_t value_bytes = protocol::Agreement::of(received.header).value_bytes();
+  std::memcpy(kept_at(received.header.chunk), bytes.data(), protocol::kHeaderBytes + value_bytes);
   Active* active = find(received.header.operation);
-  if (active == nullptr) return;  // its owner gave it up
+  if (active == nullptr) return true;  // its owner gave it up
   active->segments->deliver(received.first, received.header.count, received.values.data());
   active->last_rank = rank_of(received.header.worker);
   if (received.finished) active->finished = true;
+  return true;
+}
+
+std::uint64_t Channel::life() const {
+  return static_cast<std::uint64_t>(machine_.config().incarnation) << 32 | machine_.config().epoch;
+}
+
+std::byte* Channel::kept_at(std::uint64_t chunk) const {
+  return kept_.get() + chunk % machine_.config().window * machine_.packet_bytes();
+}
+
+std::span<const std::byte> Channel::kept(std::uint64_t chunk) const {
+  const std::span<const std::byte> packet(kept_at(chunk), machine_.packet_bytes());
+  const auto view = protocol::PacketView::parse(packet);  // of a place that nothing has come to yet: none
+  if (!view || view->header().chunk != chunk) return {};
+  return packet;
+}
+
+Channel::Words Channel::words() const {
+  const std::uint32_t window = machine_.config().window;
+  Words words{.base = machine_.oldest_unanswered(), .end = machine_.line_end(), .held = {}};
+  words.held.resize((window + 7) / 8);
+  for (std::uint32_t i = 0; i < window; ++i) {
+    if (machine_.is_answered(words.base + i)) words.held[i / 8] |= std::byte{1} << (i % 8);
+  }
+  return words;
+}
+
+std::vector<Range> Channel::missing(int token) const {
+  const Active& active = active_[static_cast<std::size_t>(token)];
+  const std::size_t elements = active.segments->elements();
+  const std::size_t per_chunk = machine_.config().payload_bytes / kernels::element_bytes(active.segments->wire());
+  std::vector<Range> ranges;
+  std::uint64_t chunk = active.first_chunk;
+  for (std::size_t first = 0; first < elements; first += per_chunk, ++chunk) {
+    if (machine_.is_answered(chunk)) continue;
+    const std::size_t count = std::min(per_chunk, elements - first);
+    if (!ranges.empty() && ranges.back().first + ranges.back().count == first) {
+      ranges.back().count += count;
+    } else {
+      ranges.push_back({first, count});
+    }
+  }
+  return ranges;
 }
 
 Failure Channel::mismatch(const protocol::Header& theirs) const {
@@ -193,30 +247,22 @@ bool Channel::send(std::int64_t now_ns) {
 }
 
 void Channel::wait_for(WaitSet& set) const {
+  if (frozen_) return;
   set.add(socket_->fd(), static_cast<short>(POLLIN | (blocked_ ? POLLOUT : 0)));
   set.wake_at(machine_.poll_timeout());
 }
 
-InNetwork::InNetwork(const Call& call, Channel& channel, int position, int ranks)
-    : call_(call), channel_(channel), position_(position), ranks_(ranks), segments_(call, position, ranks) {
-  if (segments_.elements() > 0) token_ = channel.start(call, segments_);
-}
+InNetwork::InNetwork(const Call& call, Channel& channel, const Segments& segments)
+    : channel_(channel), token_(channel.start(call, segments)) {}
 
-InNetwork::~InNetwork() {
-  if (token_ >= 0) channel_.release(token_);
-}
+InNetwork::~InNetwork() { channel_.release(token_); }
 
 Progress InNetwork::poll(std::int64_t now_ns) {
-  if (token_ < 0) return Progress::done;
   const Progress progress = channel_.poll(now_ns);
   wire_bytes_ = channel_.wire_bytes(token_);
   retransmissions_ = channel_.retransmissions(token_);
   slowest_rank_ = channel_.last_rank(token_);
-  if (channel_.finished(token_)) {
-    const bool has_result = call_.kind != Kind::reduce || position_ == call_.root;
-    if (call_.average && has_result) divide(call_.dtype, call_.outputs[0], ranks_);
-    return Progress::done;
-  }
+  if (channel_.finished(token_)) return Progress::done;
   return progress == Progress::failed ? fail(channel_.failure()) : progress;
 }
 

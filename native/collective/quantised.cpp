@@ -79,6 +79,7 @@ Progress Quantised::poll(std::int64_t now_ns) {
       wire_bytes_ += step_->wire_bytes();
       retransmissions_ += step_->retransmissions();
       if (step_->slowest_rank() >= 0) slowest_rank_ = step_->slowest_rank();
+      if (step_->instead() != AlgorithmId::local) instead_ = step_->instead();
       step_.reset();
     }
     moved = true;

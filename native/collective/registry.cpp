@@ -187,7 +187,7 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, 
     case AlgorithmId::pairwise:
       return std::make_unique<Pairwise>(call, paths.mesh, std::move(team));
     case AlgorithmId::in_network:
-      return std::make_unique<InNetwork>(call, *paths.channel, team.position(), team.size());
+      return std::make_unique<Uplinked>(call, *paths.uplink, team.position(), team.size());
     case AlgorithmId::shared_memory:
       if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter) {
         return std::make_unique<SharedFold>(call, paths.mesh, *paths.node);

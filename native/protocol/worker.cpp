@@ -43,6 +43,10 @@ std::uint32_t Worker::sendable() const {
   return static_cast<std::uint32_t>(std::min(waiting, room));
 }
 
+bool Worker::is_answered(std::uint64_t chunk) const {
+  return chunk < base_ || (chunk < next_ && entries_[chunk % config_.window].state == State::answered);
+}
+
 bool Worker::has_room() const { return flight_.count < congestion_window_; }
 
 std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {

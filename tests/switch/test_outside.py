@@ -305,7 +305,9 @@ def test_sigterm_lets_running_jobs_end_and_takes_no_new_one() -> None:
         switch.wait_for("event=stopped signal=SIGTERM")
 
 
-def test_sigterm_ends_a_job_that_stays_too_long_and_a_second_signal_ends_it_at_once() -> None:
+def test_sigterm_ends_a_job_that_stays_too_long_and_a_second_signal_ends_it_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for drain_s, signals in (("0.5", 1), ("60", 2)):
         with running_switch("--drain-s", drain_s) as switch:
             with Held(switch, turns=1) as job:
@@ -313,9 +315,11 @@ def test_sigterm_ends_a_job_that_stays_too_long_and_a_second_signal_ends_it_at_o
                     switch.process.send_signal(signal.SIGTERM)
                     switch.wait_for("event=drain", count=1) if count == 0 else None
                 assert switch.process.wait(5) == 0
-            for outcome in job.outcomes:
-                assert outcome.error in ("SwitchLost", "PeerLost")
-            assert "the switch is shutting down: SIGTERM" in "".join(outcome.text for outcome in job.outcomes)
+            # The job goes on without it, and says why.
+            assert values(job.outcomes) == [4.0, 4.0]
+            (warning,) = [record.getMessage() for record in caplog.records if record.name == "netfold"]
+            assert "the switch is shutting down: SIGTERM" in warning
+        caplog.clear()
 
 
 def test_a_fact_is_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,10 +21,12 @@ from netfold.communicator.addresses import interface_of, own_interfaces
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Resident, leave, open_door
 from netfold.communicator.errors import NetfoldError, RendezvousError, error_of
-from netfold.communicator.membership import Membership, join_for_host
+from netfold.communicator.membership import Membership, ask_way_up, join_for_host
 from netfold.communicator.nodes import Node, find_nodes
 from netfold.communicator.options import Options
+from netfold.communicator.recovery import Recovery
 from netfold.communicator.store import Store
+from netfold.communicator.way_up import WayUp
 from netfold.plan import (
     DEFAULT_LINKS,
     Candidate,
@@ -34,6 +36,7 @@ from netfold.plan import (
     build_table,
     candidates,
     format_seconds,
+    table_without_switch,
 )
 from netfold.profile import Records, records_of
 
@@ -50,8 +53,9 @@ ANY_SOURCE: int = engine.ANY_SOURCE
 # (address, bytes). The caller keeps the memory alive until the operation is done.
 Region = tuple[int, int]
 
-# Connections between two ranks: one for collectives, one for messages, so that neither waits for the other.
-_LANES = 2
+# Connections between two ranks: one for collectives, one for messages, so that neither waits for the other; and with a
+# switch one for what it was to do, should it be lost.
+_LANES, _LANES_WITH_SWITCH = 2, 3
 # What comes through memory comes in microseconds, if its sender runs; who yields meanwhile takes nothing from anybody.
 _SPIN_US, _CROWDED_SPIN_US = 200, 1000
 
@@ -96,13 +100,15 @@ class Group:
         self._closed = False
         self._close_lock = threading.Lock()
         self._seen: str | None = None
-        self.membership: Membership | None = None
+        self.recovery: Recovery | None = None
+        membership: Membership | None = None
 
         # The part of the store that this life of the group has to itself.
         self.store = store = rendezvous.claim(store, rank, size, deadline)
         job = rendezvous.agree(store, rank, size, options, deadline)
         interfaces = own_interfaces(options, store_host)
-        self._resident = Resident(job.secret, rank, size, _LANES, interfaces.rails)
+        lanes = _LANES if job.switch is None else _LANES_WITH_SWITCH
+        self._resident = Resident(job.secret, rank, size, lanes, interfaces.rails)
         self._door = door = open_door(rank, interfaces.hosts, options.port_range(), deadline)
         sockets: rendezvous.Sockets = []
         node: Node | None = None
@@ -143,7 +149,7 @@ class Group:
                 raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {len(workers)}")
             if workers:
                 assert options.switch is not None
-                self.membership = join_for_host(
+                membership = join_for_host(
                     options.switch,
                     # A digest: the switch learns which ranks belong together, not the secret behind it.
                     job=hashlib.sha256(job.name.encode() + job.secret).hexdigest()[:32],
@@ -165,7 +171,7 @@ class Group:
             raise
         self._switch = job.switch
         used = _by_interface(sockets[0])
-        fds, lane_fds = ([[_detached(stream) for stream in row] for row in lane] for lane in sockets)
+        fds, lane_fds, *spares = ([[_detached(stream) for stream in row] for row in lane] for lane in sockets)
         # A connection inside a host breaks only where a process dies.
         mends = [options.reconnect_s != 0 and node != self.nodes[rank] for node in self.nodes]
         self._id = next(_ids)
@@ -174,6 +180,7 @@ class Group:
             rank=rank,
             fds=fds,
             lane_fds=lane_fds,
+            spare_fds=spares[0] if spares else [[] for _ in range(size)],
             mends=mends,
             id=self._id,
             job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
@@ -196,18 +203,9 @@ class Group:
         if node is not None:
             self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links, self.peer_memory)
             log.info("rank %d of %d: %s", rank, size, self._single_copy)
-        if self.membership is not None:
-            self.membership.attach(self._native, self._fail)
-            log.info(
-                "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes, packets %sauthenticated",
-                rank,
-                self.membership.endpoint,
-                len(self.membership.workers),
-                self.membership.window,
-                self.membership.payload_bytes,
-                "" if self.membership.authenticated else "not ",
-            )
         self._ward = Ward(self._native, self._resident, neighbours, float(options.reconnect_s or 0))
+        if membership is not None:
+            self.recovery = self._go_by(membership, job, options)
         caretaker.take_care(self._id, self._ward)
         log.info(
             "rank %d of %d listens on %s, port %d; %s; all_reduce: %s",
@@ -218,6 +216,56 @@ class Group:
             "; ".join([*used, *(f"not used: {failed}" for failed in neighbours.failed)]),
             self.why("all_reduce", 1 << 24),
         )
+
+    def _go_by(self, membership: Membership, job: rendezvous.Job, options: Options) -> Recovery:
+        """Give a membership of a switch to the native group, and see to it that its loss costs no step."""
+        log.info(
+            "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes, packets %sauthenticated",
+            self.rank,
+            membership.endpoint,
+            len(membership.workers),
+            membership.window,
+            membership.payload_bytes,
+            "" if membership.authenticated else "not ",
+        )
+        table = table_without_switch(len(membership.workers), wire=job.wire, links=self.links)
+        rows = [(KINDS[row.operation], row.min_bytes, engine.ALGORITHMS[row.algorithm]) for row in table.rows]
+        membership.attach(self._native, rows, table.hash16)
+
+        mine: dict[str, Any] = {
+            "token_file": options.token_file,
+            "rank": self.rank,
+            "workers": membership.workers,
+        }
+
+        def look_up(timeout_s: float) -> WayUp:
+            return ask_way_up(str(options.switch), **mine, timeout_s=timeout_s)
+
+        def join(digest: str, way: WayUp, paths: Sequence[Sequence[int]], timeout_s: float) -> Membership:
+            return Membership.join(
+                way.endpoints[0],
+                **mine,
+                job=digest,
+                name=options.job_name or "",
+                paths=paths,
+                window_bytes=job.window_bytes,
+                timeout_s=timeout_s,
+            )
+
+        return Recovery(
+            self._ward,
+            membership,
+            look_up,
+            join,
+            job=job.name.encode() + job.secret,
+            rejoin_s=float(options.rejoin_s or 0),
+            table=table,
+        )
+
+    @property
+    def membership(self) -> Membership | None:
+        """Of the switch; None on a rank that did not join one, and while the switch is gone."""
+        return None if self.recovery is None else self.recovery.membership()
 
     def submit(
         self,
@@ -329,21 +377,27 @@ class Group:
         asks = (
             name == "timeout"
             and rank < 0
-            and self.membership is not None
+            and self.recovery is not None
             and record["algorithm"] in (engine.ALGORITHMS["in_network"], engine.ALGORITHMS["hierarchical"])
         )
         if asks:
-            assert self.membership is not None
-            missing = self.membership.missing(traffic["oldest_unanswered"])
-            if missing:
+            assert self.recovery is not None
+            membership = self.membership
+            missing = self.recovery.silent() if membership is None else membership.missing(traffic["oldest_unanswered"])
+            if membership is None:
+                text += f"; {self.recovery.state}"
+                if missing:
+                    rank = missing[0]
+                    text += f"; rank {', '.join(map(str, missing))} did not say what it has"
+            elif missing:
                 rank = missing[0]
                 text += f"; the switch still waits for rank {', '.join(map(str, missing))}"
             else:
                 text += "; the switch has every rank's part, or cannot be reached: packets to it may be lost"
             text += ". Did every rank make this call?"
-        if self.membership is not None and self._native.failure is not None:
+        if self.recovery is not None and self._native.failure is not None:
             # Who waits at the switch for this rank hears why now, and not when this rank closes the group.
-            self.membership.leave(text, rank)
+            self.recovery.leave(text, rank)
         return error_of(name, rank, text)
 
     def _last_seen(self, rank: int) -> str:
@@ -374,6 +428,8 @@ class Group:
             if each.seconds is not None
         ]
         reason = row.reason
+        if self.recovery is not None and "in_network" in (row.algorithm, row.between):
+            reason += self.recovery.state and f"; {self.recovery.state}"
         if row.algorithm == "shared_memory" and operation in _COPIES:
             reason += f"; {self._single_copy}"
         return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}"
@@ -402,8 +458,8 @@ class Group:
             return
         failure = self._native.failure
         why, fault = ("it closed the group", -1) if failure is None else (failure[2], failure[1])
-        if self.membership is not None:
-            self.membership.leave(why, fault)
+        if self.recovery is not None:
+            self.recovery.close(why, fault)
         caretaker.let_go(self._id)
         self._door.bid_farewell(self._resident, failure)
         engine.remove_group(self._native)

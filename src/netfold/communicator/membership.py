@@ -6,9 +6,11 @@ A job's ranks may have several switches, in a tree: each joins its own, and says
 Where several ranks share memory, one of a host joins, for all of them: a worker is a rank that joined, and the switch
 calls it by its rank.
 
-The control connection lives as long as the group. A daemon thread reads it: the switch's end fails the group at once;
-a rank that left fails it only when a chunk is waiting for that rank, since one that leaves after its last contribution
-harms nobody.
+The control connection lives as long as the membership. A daemon thread reads it; another looks at what comes of
+operations. The switch is lost when the connection ends, and when nothing comes back for a while and it does not answer
+a question over the connection either: one that waits for a rank does answer, and says for which. What is done about it
+is another's (recovery.py). A rank that left fails the group only when a chunk is waiting for it, since one that leaves
+after its last contribution harms nobody; and only if it is gone, and has not just lost its connection to the switch.
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ log = logging.getLogger("netfold")
 
 # To connect to a switch, where there is another to try.
 _CONNECT_S = 5.0
-# How often a rank that waits looks whether it waits for one that has left.
+# How often a rank that waits looks whether it waits for one that has left, or for a switch that is silent.
 _WATCH_S = 0.2
+# Several of the longest timeouts without a result, and as long again and more for the word that all is well.
+_QUIET_S = 1.0
+_WORD_S = 3.0
 # Time beyond the job's own for the switch's word that it has given up.
 _GRACE_S = 2.0
 
@@ -46,7 +51,7 @@ class _UnreachableError(Exception):
 
 
 class Membership:
-    """Made by `join`. `attach` hands the data port to the native group."""
+    """Made by `join`. `attach` or `stand_by` hands the data port to the native group; `listen` says what is heard."""
 
     def __init__(self, stream: socket.socket | PinnedStream, endpoint: str, rank: int, workers: Sequence[int]) -> None:
         self.endpoint = endpoint
@@ -56,6 +61,7 @@ class Membership:
         self.window = 0
         self.authenticated = isinstance(stream, PinnedStream)  # whether its packets carry tags
         self._stream = stream
+        self.life = 0  # names this membership and no other (collective::Channel::life)
         self._port: UdpPort | None = None
         self._attach_arguments: dict[str, Any] = {}
         self._send_lock = threading.Lock()
@@ -63,6 +69,7 @@ class Membership:
         self._answers: dict[int, list[int]] = {}
         self._answered = threading.Condition()
         self._left: dict[int, tuple[str, int]] = {}  # why, and the rank at fault
+        self._given_up = False
         self._closed = False
 
     @classmethod
@@ -123,6 +130,7 @@ class Membership:
         start = _expect(self._stream, "start", who, deadline)
         self.payload_bytes = int(start["payload_bytes"])
         self.window = int(start["window"])
+        self.life = int(admitted["incarnation"]) << 32 | int(start["epoch"])
         self._attach_arguments = {
             "host": switch_host,
             "to_port": int(admitted["port"]),
@@ -156,25 +164,50 @@ class Membership:
                 return payload
         return None
 
-    def attach(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
-        """Give the data port to the native group and begin to listen; `fail(kind, rank, text)` ends the group."""
-        native.attach(self._port, **self._attach_arguments)
+    def attach(self, native: Any, rows: Sequence[tuple[int, int, int]], table_hash: int) -> None:
+        """Give the data port to a native group that has none; `rows` and hash of the table without a switch."""
+        native.attach(self._port, **self._attach_arguments, rows=rows, table_hash=table_hash)
         self._port = None
+
+    def stand_by(self, native: Any) -> None:
+        """Give the data port to a native group whose switch is lost, for the day when all ranks are told to go on."""
+        native.stand_by(self._port, **self._attach_arguments)
+        self._port = None
+
+    def listen(
+        self,
+        native: Any,
+        fail: Callable[[str, int, str], None],
+        lost: Callable[[int, str], None],
+        is_alive: Callable[[int], bool],
+    ) -> None:
+        """Begin to listen. `fail(kind, rank, text)` ends the group; `lost(life, why)`: a switch is; `is_alive`:
+        whether a rank that the switch calls gone is there, and in the group."""
         self._stream.settimeout(None)
-        for work in (self._listen, self._watch):
-            threading.Thread(target=work, args=(native, fail), name="netfold-membership", daemon=True).start()
+        for target, arguments in ((self._listen, (lost,)), (self._watch, (native, fail, lost, is_alive))):
+            threading.Thread(target=target, args=arguments, name="netfold-membership", daemon=True).start()
+
+    def give_up(self) -> None:
+        """What the switch says from now on means nothing. Idempotent."""
+        with self._answered:
+            self._given_up = True
+            self._answered.notify_all()
 
     def missing(self, chunk: int, timeout_s: float = 1.0) -> list[int]:
         """Ranks whose contribution to `chunk` the switch has not seen; empty where it does not say in time."""
+        return self._ask(chunk, timeout_s) or []
+
+    def _ask(self, chunk: int, timeout_s: float) -> list[int] | None:
+        """`missing`; None where the switch does not say in time."""
         serial = next(self._serials)
         try:
             with self._send_lock:
                 control.send(self._stream, {"type": "missing", "chunk": chunk, "serial": serial})
         except OSError:
-            return []
+            return None
         with self._answered:
-            self._answered.wait_for(lambda: serial in self._answers or self._closed, timeout_s)
-            return self._answers.pop(serial, [])
+            self._answered.wait_for(lambda: serial in self._answers or self._given_up or self._closed, timeout_s)
+            return self._answers.pop(serial, None)
 
     def leave(self, reason: str, fault: int = -1) -> None:
         """Say goodbye and close; `fault`: the rank that is the reason, -1 for none. Idempotent."""
@@ -192,7 +225,7 @@ class Membership:
             pass
         self._stream.close()
 
-    def _listen(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
+    def _listen(self, lost: Callable[[int, str], None]) -> None:
         pid = os.getpid()
         reason, gone = "it closed the connection", self.endpoint
         try:
@@ -207,33 +240,58 @@ class Membership:
                         fault = message.get("fault")
                         why = str(message.get("reason", "")), fault if isinstance(fault, int) else -1
                         self._left[int(message["rank"])] = why
-                        self._answered.notify_all()
                 elif message["type"] == "refused":
                     # Another switch of the tree may be the one that is gone.
                     reason, gone = str(message.get("reason")), str(message.get("switch") or gone)
         except (EOFError, OSError, control.ProtocolError, ValueError):
             pass
-        if not self._closed and os.getpid() == pid:
-            fail("switch_lost", -1, f"the switch at {gone} is gone: {reason}")
+        if os.getpid() == pid:
+            self._say_lost(lost, reason, gone)
 
-    def _watch(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
+    def _say_lost(self, lost: Callable[[int, str], None], reason: str, gone: str) -> None:
+        with self._answered:
+            if self._given_up or self._closed:
+                return
+            self._given_up = True
+            self._answered.notify_all()
+        lost(self.life, f"the switch at {gone} is gone ({reason})")
+
+    def _watch(
+        self,
+        native: Any,
+        fail: Callable[[str, int, str], None],
+        lost: Callable[[int, str], None],
+        is_alive: Callable[[int], bool],
+    ) -> None:
+        chunk, since = -1, 0.0
         while True:
             with self._answered:
-                self._answered.wait_for(lambda: bool(self._left) or self._closed)
-            if self._closed:
-                return
-            traffic = native.traffic()
-            if traffic is not None and not traffic["idle"]:
-                gone = [rank for rank in self.missing(traffic["oldest_unanswered"]) if rank in self._left]
-                if gone:
-                    reason, fault = self._left[gone[0]]
-                    fail(
-                        "peer_lost",
-                        fault if fault >= 0 and fault != self.rank else gone[0],
-                        f"rank {gone[0]} left while its contribution was needed: {reason}; see its own output",
-                    )
+                if self._answered.wait_for(lambda: self._given_up or self._closed, _WATCH_S):
                     return
-            time.sleep(_WATCH_S)
+            traffic = native.traffic()
+            if traffic is None or traffic["life"] != self.life or traffic["idle"]:
+                chunk = -1
+                continue
+            now = time.monotonic()
+            if traffic["oldest_unanswered"] != chunk:
+                chunk, since = traffic["oldest_unanswered"], now
+            is_quiet = now - since >= _QUIET_S
+            if not is_quiet and not self._left:
+                continue
+            missing = self._ask(chunk, _WORD_S)
+            if missing is None:
+                self._say_lost(lost, f"it has not answered for {time.monotonic() - since:.1f} s", self.endpoint)
+                return
+            since = time.monotonic() if is_quiet else since
+            gone = [rank for rank in missing if rank in self._left and not is_alive(rank)]
+            if gone:
+                reason, fault = self._left[gone[0]]
+                fail(
+                    "peer_lost",
+                    fault if fault >= 0 and fault != self.rank else gone[0],
+                    f"rank {gone[0]} left while its contribution was needed: {reason}; see its own output",
+                )
+                return
 
 
 def ask_way_up(endpoint: str, *, token_file: str | None, rank: int, workers: Sequence[int], timeout_s: float) -> WayUp:

@@ -34,6 +34,8 @@ class Options:
         needs one.
     reconnect_s: seconds within which a connection between hosts that broke may come back (NETFOLD_RECONNECT_S); 0: it
         is not tried, and nothing is kept for it.
+    rejoin_s: seconds after which a switch that was lost is asked to have the group again (NETFOLD_REJOIN_S), twice as
+        long after each time in vain, up to sixteen times; 0: never. Rank 0's is the group's.
     window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
     probe: on or off: whether a new group measures its links (NETFOLD_PROBE); off: built-in figures, and the
         same choice of algorithms in every run.
@@ -53,6 +55,7 @@ class Options:
     ports: str | None = None
     window_bytes: int | None = None
     reconnect_s: int | None = None
+    rejoin_s: int | None = None
     probe: str | None = None
     spin_us: int | None = None
 
@@ -64,7 +67,7 @@ class Options:
                 continue
             variable = f"NETFOLD_{field.name.upper()}"
             text = environment.get(variable, "").strip()
-            if field.name in ("window_bytes", "reconnect_s", "spin_us"):
+            if field.name in ("window_bytes", "reconnect_s", "rejoin_s", "spin_us"):
                 values[field.name] = _number(variable, text) if text else _DEFAULT_NUMBERS[field.name]
             else:
                 values[field.name] = text or _DEFAULT_WORDS.get(field.name)
@@ -103,7 +106,7 @@ _DEFAULT_WORDS = {
     "share_buckets": "on",
     "probe": "on",
 }
-_DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "reconnect_s": 10, "spin_us": None}
+_DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "reconnect_s": 10, "rejoin_s": 5, "spin_us": None}
 
 
 def _number(variable: str, text: str) -> int:

@@ -152,6 +152,11 @@ def build_table(
     return ChoiceTable(tuple(rows))
 
 
+def table_without_switch(workers: int, *, wire: str, links: Links = DEFAULT_LINKS) -> ChoiceTable:
+    """What does a switch's work while it is gone, among the ranks that had joined it: by cost, over connections."""
+    return build_table(ranks=workers, switch=None, wire=wire, links=links)
+
+
 def _wired(operation: str, wire: str) -> str:
     """A narrower wire loses bits in an all_reduce's sum, which was asked for; everything else travels as it is."""
     return wire if operation == "all_reduce" else "auto"

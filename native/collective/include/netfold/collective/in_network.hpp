@@ -7,6 +7,14 @@
 //
 // A Channel is a group's membership of a job on a switch: one socket, one protocol machine, several
 // operations at once that stream through one window. An InNetwork is one operation in it.
+//
+// What a lost switch leaves behind. A channel keeps the results of its last W chunks as they came, to give them to
+// ranks that have not got them. W are enough. Let b be the lowest chunk that some rank r lacks: a chunk has a result
+// only when r has contributed to it, and r contributes to chunk c only when it has the results of all chunks up to c -
+// W. So no rank has a result of chunk b + W or above, and what anybody lacks is not below b. This is about the line of
+// chunks and not about operations: one whose sums were given back, and whose buffer holds something else by now, lies
+// on the line like any other. It holds while nothing is received: every rank freezes its channel before any rank says
+// what it has.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
@@ -25,6 +33,12 @@ namespace netfold::collective {
 struct ChannelKeys {
   seal::Key contributions{};  // this worker's own
   seal::Key answers{};        // all workers'
+};
+
+// A part of an operation's elements on the line.
+struct Range {
+  std::size_t first = 0;
+  std::size_t count = 0;
 };
 
 class Channel {
@@ -53,7 +67,29 @@ class Channel {
   void wait_for(WaitSet& set) const;
   const Failure& failure() const { return failure_; }
 
+  // Names this membership and no other: a life of a job has an epoch, a switch's an incarnation.
+  std::uint64_t life() const;
+  // Gives the switch up: nothing is sent, and nothing more taken from it.
+  void freeze() { frozen_ = true; }
+  bool frozen() const { return frozen_; }
+  // The results that this rank has: of all chunks below `base`, and of base + i where bit i of `held` is set (the
+  // lowest bit of a byte first). It has begun operations up to chunk `end`.
+  struct Words {
+    std::uint64_t base = 0;
+    std::uint64_t end = 0;
+    std::vector<std::byte> held;
+  };
+  Words words() const;
+  // A chunk's result as it came, header and all; empty where it is not kept.
+  std::span<const std::byte> kept(std::uint64_t chunk) const;
+  // A result that another rank kept: taken as if the switch had sent it, by the same checks. False where they failed.
+  bool accept(std::span<const std::byte> packet, std::int64_t now_ns);
+  // Where an operation begins on the line of chunks; its elements without a result, in ascending order.
+  std::uint64_t first_chunk(int token) const { return active_[static_cast<std::size_t>(token)].first_chunk; }
+  std::vector<Range> missing(int token) const;
+
   const protocol::Worker& machine() const { return machine_; }
+  const std::vector<int>& ranks() const { return ranks_; }
   const transport::UdpSocket& socket() const { return *socket_; }
   std::uint64_t drops(protocol::Drop reason) const { return drops_[static_cast<std::size_t>(reason)]; }
 
@@ -62,6 +98,7 @@ class Channel {
     const Call* call = nullptr;
     const Segments* segments = nullptr;
     bool finished = false;
+    std::uint64_t first_chunk = 0;
     std::uint64_t wire_bytes = 0;
     std::uint32_t retransmissions = 0;
     int last_rank = -1;
@@ -75,6 +112,8 @@ class Channel {
   void stage(const protocol::Worker::Send& send, const Segments& segments, iovec* pieces);
   // What another rank called at a chunk, against what this one did.
   Failure mismatch(const protocol::Header& theirs) const;
+
+  std::byte* kept_at(std::uint64_t chunk) const;
 
   int rank_of(std::uint16_t worker) const { return worker < ranks_.size() ? ranks_[worker] : -1; }
 
@@ -93,11 +132,13 @@ class Channel {
   std::int64_t polled_ns_ = -1;
   Progress polled_ = Progress::idle;
   bool blocked_ = false;  // the socket had no room
+  bool frozen_ = false;
 
-  std::vector<std::byte> headers_;  // of a batch
-  std::vector<std::byte> staging_;  // values of a batch that do not stand in one place as they travel
-  std::vector<std::byte> zeros_;    // padding, and what changes nothing
-  std::vector<std::byte> tags_;     // of a batch
+  std::vector<std::byte> headers_;     // of a batch
+  std::vector<std::byte> staging_;     // values of a batch that do not stand in one place as they travel
+  std::vector<std::byte> zeros_;       // padding, and what changes nothing
+  std::vector<std::byte> tags_;        // of a batch
+  std::unique_ptr<std::byte[]> kept_;  // packets of the newest results, without tags: of chunk c at c mod W
   std::vector<iovec> pieces_;
   std::vector<std::uint64_t> chunks_;
   std::vector<Active*> owners_;
@@ -106,20 +147,17 @@ class Channel {
 
 class InNetwork final : public Algorithm {
  public:
-  // Precondition: channel.can_start(). Borrows both. `position` of `ranks`: as in the call's root and buffers.
-  InNetwork(const Call& call, Channel& channel, int position, int ranks);
+  // Preconditions: channel.can_start(), and there are elements on the line. Borrows all three.
+  InNetwork(const Call& call, Channel& channel, const Segments& segments);
   ~InNetwork() override;
+  int token() const { return token_; }
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override { channel_.wait_for(set); }
   std::vector<int> awaited() const override { return {}; }
 
  private:
-  const Call& call_;
   Channel& channel_;
-  int position_;
-  int ranks_;
-  Segments segments_;
-  int token_ = -1;  // -1: nothing to do
+  int token_;
 };
 
 }  // namespace netfold::collective

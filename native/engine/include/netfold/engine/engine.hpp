@@ -22,9 +22,9 @@
 // never holds a core.
 #pragma once
 
-#include <netfold/collective/in_network.hpp>
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/point_to_point.hpp>
+#include <netfold/collective/uplink.hpp>
 #include <netfold/engine/event.hpp>
 #include <netfold/engine/status.hpp>
 #include <netfold/transport/mesh.hpp>
@@ -122,12 +122,18 @@ class Group {
     std::uint16_t table_hash = 0;
     std::vector<int> nodes;  // the host of each rank, by a number
   };
-  // Use Engine::add_group. `lane`: further connections to the same ranks, for messages between two of them.
-  Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh, std::unique_ptr<transport::Mesh> lane);
+  // Use Engine::add_group. `lane`: further connections to the same ranks, for messages between two of them; `spare`:
+  // for what a switch was to do and cannot, without any in a group without one.
+  Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh, std::unique_ptr<transport::Mesh> lane,
+        std::unique_ptr<transport::Mesh> spare);
   ~Group();
 
-  // Before the first operation. The group's all_reduce may then run inside the network.
-  void attach(std::unique_ptr<collective::Channel> channel);
+  // Before the first operation. The group's all_reduce may then run inside the network; `rows`, of a table with the
+  // hash `table`, say what takes its place while the switch is gone.
+  void attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Uplink::Row> rows,
+              std::uint16_t table);
+  // From any thread, what recovery asks of the uplink (collective/uplink.hpp); of a group without one, nothing.
+  void on_uplink(const std::function<void(collective::Uplink&)>& errand);
 
   // Before the first operation. The ranks of this rank's host share this memory.
   void share(std::unique_ptr<transport::SharedNode> node);
@@ -150,7 +156,8 @@ class Group {
   // The reason this group failed, if it did.
   collective::Failure failure() const;
 
-  // The connections under the mesh (lane 0) and the lane of messages (1); from any thread, see transport/rail.hpp.
+  // The connections under the mesh (lane 0), the lane of messages (1) and the spare mesh (2); from any thread, see
+  // transport/rail.hpp.
   struct Broken {
     std::uint64_t received = 0;
     int mends = 0;
@@ -170,6 +177,7 @@ class Group {
   std::string last_seen() const;
 
   struct Traffic {
+    std::uint64_t life = 0;  // of the membership; 0: the switch is gone
     std::uint64_t packets_sent = 0;
     std::uint64_t retransmissions = 0;
     std::int64_t smoothed_rtt_ns = 0;
@@ -177,7 +185,7 @@ class Group {
     bool idle = true;
     std::uint64_t drops[protocol::kDropCount] = {};
   };
-  // Of the in-network channel, as of the last turn; empty without one.
+  // Of the channel to the switch, as of the last turn; empty without one.
   std::optional<Traffic> traffic() const;
 
   // The newest records, oldest first, and how many there ever were.
@@ -208,7 +216,7 @@ class Group {
 
   // Runs it as a driver does, and returns when it was run.
   void run_errand(std::function<void()> errand);
-  transport::Rail* rail(int lane, int peer, int number);
+  transport::Mesh& mesh_of(int lane);
   void catch_up();
   void look_whether_late(Operation& operation, std::int64_t now);
   // Until the operation is done, or at the first turn past `until_ns` (-1: none).
@@ -239,7 +247,8 @@ class Group {
   Options options_;
   std::unique_ptr<transport::Mesh> mesh_;
   std::unique_ptr<collective::PointToPoint> lane_;
-  std::unique_ptr<collective::Channel> channel_;
+  std::unique_ptr<transport::Mesh> spare_;
+  std::unique_ptr<collective::Uplink> uplink_;
   std::unique_ptr<transport::SharedNode> node_;
 
   mutable std::mutex mutex_;  // guards what follows, up to the blank line
@@ -277,7 +286,7 @@ class Engine {
  public:
   static Engine& instance();
   std::shared_ptr<Group> add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
-                                   std::unique_ptr<transport::Mesh> lane);
+                                   std::unique_ptr<transport::Mesh> lane, std::unique_ptr<transport::Mesh> spare);
   // Fails what is under way, waits until no driver is left, forgets the group.
   void remove_group(const std::shared_ptr<Group>& group);
 

@@ -147,6 +147,10 @@ class Worker {
   // Answers to probes, and to nothing else, since a timeout: the next one is a growth (kProbeGrowth for each).
   std::uint32_t answered_probes() const { return answered_probes_; }
   std::uint64_t oldest_unanswered() const { return base_; }
+  // The chunk that the next operation will begin with.
+  std::uint64_t line_end() const { return end_; }
+  // Whether its result came, at any time.
+  bool is_answered(std::uint64_t chunk) const;
   bool idle() const { return base_ == end_; }
   std::int64_t smoothed_rtt_ns() const { return smoothed_rtt_ns_; }
   std::uint64_t retransmissions() const { return retransmissions_; }
