@@ -10,11 +10,11 @@
 //
 // What a lost switch leaves behind. A channel keeps the results of its last W chunks as they came, to give them to
 // ranks that have not got them. W are enough. Let b be the lowest chunk that some rank r lacks: a chunk has a result
-// only when r has contributed to it, and r contributes to chunk c only when it has the results of all chunks up to c -
-// W. So no rank has a result of chunk b + W or above, and what anybody lacks is not below b. This is about the line of
-// chunks and not about operations: one whose sums were given back, and whose buffer holds something else by now, lies
-// on the line like any other. It holds while nothing is received: every rank freezes its channel before any rank says
-// what it has.
+// only when r has contributed to it, and r contributes to a chunk only when it has all results W and more before it. So
+// no rank has a result of chunk b + W or above, and what anybody lacks is not below b. This is about the line of chunks
+// and not about operations: one whose sums were given back, and whose buffer holds something else by now, lies on the
+// line like any other. It holds while nothing is received: every rank freezes its channel before any rank says what it
+// has.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
