@@ -98,6 +98,9 @@ class MortalSwitch:
         job, rank = None, -1
         try:
             message = control.receive(stream)
+            if message["type"] == "path":
+                control.send(stream, {"type": "path", "switches": [[self.incarnation, ""]], "broken": ""})
+                return
             rank = message["rank"]
             with self._lock:
                 job = self._jobs.setdefault(message["job"], _Job(message["ranks"]))

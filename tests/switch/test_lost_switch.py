@@ -23,6 +23,8 @@ from netfold import Communicator, FileStore, Options
 from netfold._native import engine
 from netfold.doctor.page import find_ranks
 
+KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+REDUCE = {"sum": lambda parts: parts.sum(0), "avg": lambda parts: parts.mean(0), "max": lambda parts: parts.max(0)}
 IN_NETWORK = engine.ALGORITHMS["in_network"]
 TIMEOUT_S = 15.0
 
@@ -45,13 +47,14 @@ class Stream:
     dtype: str
     wire: str
     op: str
+    kinds: tuple[str, ...] = ()  # of each; none: all_reduces
 
     @classmethod
     def of(cls, seed: int) -> Stream:
         draw = random.Random(seed)
         dtype, wire = draw.choice([("float32", "auto"), ("float32", "bf16"), ("float32", "i32"), ("int32", "auto"),
                                    ("float64", "auto"), ("float16", "auto")])  # fmt: skip
-        return cls(
+        drawn = cls(
             seed=seed,
             size=draw.choice([2, 2, 3, 4]),
             counts=tuple(draw.choice([1, 7, 16, 100, 500, 2000]) for _ in range(draw.randrange(1, 8))),
@@ -60,6 +63,15 @@ class Stream:
             wire=wire,
             op=draw.choice(["sum", "avg"] if dtype.startswith("float") else ["sum", "max"]),
         )
+        # A narrow wire is all_reduce's alone.
+        mixed = wire == "auto" and draw.random() < 0.7
+        return dataclasses.replace(drawn, kinds=tuple(draw.choice(KINDS) for _ in drawn.counts)) if mixed else drawn
+
+    def kind(self, turn: int) -> str:
+        return self.kinds[turn] if self.kinds else "all_reduce"
+
+    def root(self, turn: int) -> int:
+        return (self.seed + turn) % self.size
 
     def part(self, rank: int, turn: int) -> Any:
         generator = np.random.default_rng([self.seed, rank, turn])
@@ -71,6 +83,8 @@ class Stream:
         """The results; each buffer is written over as soon as it is given back."""
         draw = random.Random(self.seed * 1000 + rank)
         results: list[Any] = []
+        if endpoint is not None:
+            options = {"algorithm": "in_network", **options}
         with join(rank, size, folder, endpoint, wire=self.wire, **options) as group:
             under_way: list[tuple[Any, Any]] = []
             for turn in range(len(self.counts)):
@@ -78,31 +92,65 @@ class Stream:
                     results.append(taken(under_way))
                 if draw.random() < 0.3:
                     time.sleep(draw.random() * 0.01)
-                buffer = self.part(rank, turn)
-                under_way.append((group.all_reduce(buffer, op=self.op, asynchronous=True), buffer))
+                under_way.append(self.start(group, turn, self.part(rank, turn)))
             while under_way:
                 results.append(taken(under_way))
             group.barrier()
         return results
+
+    def start(self, group: Communicator, turn: int, part: Any) -> tuple[Any, Any]:
+        """The work, and the array that it fills."""
+        kind, root = self.kind(turn), self.root(turn)
+        if kind == "all_gather":
+            into = np.zeros((self.size, len(part)), part.dtype)
+            return group.all_gather(part, into, asynchronous=True), into
+        if kind == "reduce_scatter":
+            into = np.zeros_like(part)
+            # What goes to rank r is its turn of the part, so that all blocks differ.
+            return group.reduce_scatter(
+                [np.roll(part, to) for to in range(self.size)], into, op=self.op, asynchronous=True
+            ), into
+        if kind == "reduce":
+            return group.reduce(part, root, op=self.op, asynchronous=True), part
+        if kind == "broadcast":
+            return group.broadcast(part, root, asynchronous=True), part
+        return group.all_reduce(part, op=self.op, asynchronous=True), part
+
+    def wanted(self, rank: int, turn: int) -> tuple[list[Any], bool]:
+        """The contributions to this rank's result, and whether they are to be reduced (or are there as they were)."""
+        kind, parts = self.kind(turn), [self.part(each, turn) for each in range(self.size)]
+        if kind == "all_gather":
+            return [np.array(parts)], False
+        if kind == "broadcast":
+            return [parts[self.root(turn)]], False
+        if kind == "reduce" and rank != self.root(turn):
+            return [parts[rank]], False
+        return [np.roll(part, rank) if kind == "reduce_scatter" else part for part in parts], True
 
     def check(self, results: list[list[Any]]) -> None:
         # Integers that share exponents: the bits of a group that never had a switch.
         without = values(run_threads(self.run, self.size, None))[0] if self.wire == "i32" else None
         for turn in range(len(self.counts)):
             of_ranks = [each[turn] for each in results]
-            assert all(each.tobytes() == of_ranks[0].tobytes() for each in of_ranks), f"turn {turn}: ranks differ"
-            if without is not None:
-                assert of_ranks[0].tobytes() == without[turn].tobytes(), f"turn {turn}"
-                continue
-            parts = np.array([self.part(rank, turn) for rank in range(self.size)]).astype(np.float64)
-            exact = {"sum": parts.sum(0), "avg": parts.mean(0), "max": parts.max(0)}[self.op]
-            if self.dtype == "int32":
-                assert (of_ranks[0] == exact).all(), f"turn {turn}"
-            else:
+            if self.kind(turn) == "all_reduce":
+                assert all(each.tobytes() == of_ranks[0].tobytes() for each in of_ranks), f"turn {turn}: ranks differ"
+            for rank, found in enumerate(of_ranks):
+                where = f"turn {turn}, {self.kind(turn)}, rank {rank}"
+                if without is not None:
+                    assert found.tobytes() == without[turn].tobytes(), where
+                    continue
+                parts, reduced = self.wanted(rank, turn)
+                if not reduced:
+                    assert found.tobytes() == parts[0].tobytes(), where
+                    continue
+                exact = REDUCE[self.op](np.array(parts).astype(np.float64))
+                if self.dtype == "int32":
+                    assert (found == exact).all(), where
+                    continue
                 # At most P + 1 roundings, each by half a unit of the last place of what is at most the sum of all.
                 bits = {"bf16": 8, "f16": 11}.get(self.wire, {"float16": 11, "float32": 24, "float64": 53}[self.dtype])
-                bound = (self.size + 1) * np.abs(parts).sum(0) * 2.0**-bits
-                assert (np.abs(of_ranks[0] - exact) <= bound + 1e-30).all(), f"turn {turn}"
+                bound = (self.size + 1) * np.abs(np.array(parts).astype(np.float64)).sum(0) * 2.0**-bits
+                assert (np.abs(found - exact) <= bound + 1e-30).all(), where
 
 
 def taken(under_way: list[tuple[Any, Any]]) -> Any:
@@ -416,14 +464,12 @@ def test_rejoin_0_never_asks_again() -> None:
 
 def dies_with_the_switch(rank: int, size: int, folder: str, endpoint: str, victim: int, pid: int) -> Any:
     with join(rank, size, folder, endpoint) as group:
-        for _ in range(3):
-            group.all_reduce(np.ones(100_000, np.float32))
-        if rank == victim:
-            os.kill(pid, signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
         try:
-            while True:
+            for turn in itertools.count():
+                if rank == victim and turn == 3:
+                    os.kill(pid, signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
                 began = time.monotonic()
                 buffer = np.ones(100_000, np.float32)
                 group.all_reduce(buffer)
