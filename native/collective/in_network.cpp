@@ -23,9 +23,11 @@ std::string text(const protocol::Agreement& said, std::uint16_t table) {
 
 }  // namespace
 
-Channel::Channel(const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys, std::vector<int> ranks,
-                 int rank, std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to)
-    : machine_(config),
+Channel::Channel(std::uint64_t life, const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys,
+                 std::vector<int> ranks, int rank, std::unique_ptr<transport::UdpSocket> socket,
+                 const transport::Address& to)
+    : life_(life),
+      machine_(config),
       tag_bytes_(keys ? seal::kTagBytes : 0),
       ranks_(std::move(ranks)),
       rank_(rank),
@@ -144,8 +146,16 @@ bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
   return true;
 }
 
-std::uint64_t Channel::life() const {
-  return static_cast<std::uint64_t>(machine_.config().incarnation) << 32 | machine_.config().epoch;
+bool Channel::accept_kept(std::span<const std::byte> packet, std::int64_t now_ns) {
+  const auto view = protocol::PacketView::parse(packet);
+  if (!view) return false;
+  protocol::Header header = view->header();
+  header.job = machine_.config().job;
+  header.epoch = machine_.config().epoch;
+  header.incarnation = machine_.config().incarnation;
+  std::vector<std::byte> ours(packet.begin(), packet.end());
+  protocol::write_header(header, ours.data());
+  return accept(ours, now_ns);
 }
 
 std::byte* Channel::kept_at(std::uint64_t chunk) const {

@@ -52,7 +52,7 @@ std::optional<std::vector<std::vector<std::byte>>> Uplink::kept(std::uint64_t li
 bool Uplink::accept(std::uint64_t life, const std::vector<std::span<const std::byte>>& packets, std::int64_t now_ns) {
   if (channel_->life() != life || !channel_->frozen() || down_) return false;
   return std::all_of(packets.begin(), packets.end(),
-                     [&](const auto& packet) { return channel_->accept(packet, now_ns); });
+                     [&](const auto& packet) { return channel_->accept_kept(packet, now_ns); });
 }
 
 void Uplink::fall_back(std::uint64_t life, std::uint64_t end, bool promised) {

@@ -64,7 +64,7 @@ def _join(rank: int, size: int, folder: str, options: Options) -> None:
         (Options(algorithm="nonsense"), "NETFOLD_ALGORITHM='nonsense' is not one of"),
         (
             Options(algorithm="broadcast=ring"),
-            "there is no broadcast by ring; there are direct, shared_memory, tree, hierarchical, chain",
+            "there is no broadcast by ring; there are direct, in_network, shared_memory, tree, hierarchical, chain",
         ),
         (Options(wire="nonsense"), "NETFOLD_WIRE='nonsense' is not one of"),
         (Options(probe="nonsense"), "NETFOLD_PROBE='nonsense' is not one of on, off"),

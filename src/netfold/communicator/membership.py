@@ -130,10 +130,12 @@ class Membership:
         start = _expect(self._stream, "start", who, deadline)
         self.payload_bytes = int(start["payload_bytes"])
         self.window = int(start["window"])
-        self.life = int(admitted["incarnation"]) << 32 | int(start["epoch"])
+        # A job's name is used once; that a switch gives epochs as well is between each worker and its own switch.
+        self.life = int(message["job"][:16], 16) or 1
         self._attach_arguments = {
             "host": switch_host,
             "to_port": int(admitted["port"]),
+            "life": self.life,
             "job": int(admitted["job_id"]),
             "epoch": int(start["epoch"]),
             "incarnation": int(admitted["incarnation"]),

@@ -28,8 +28,9 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from netfold import control
@@ -317,9 +318,10 @@ class Recovery:
     def _tree(self) -> list[list[int]] | None:
         """The paths of all workers; None where there is no tree of them yet."""
         question: control.Message = {"type": "way up"}
-        if "refused" in self._say_way_up(self._rank, question)[0]:
+        mine, _ = self._say_way_up(self._rank, question)
+        if "refused" in mine:
             return None  # nobody else needs to look
-        said = self._tell_all(lambda _: question)
+        said = self._tell_all(lambda _: question, said={self._rank: mine})
         if said is None:
             return None
         try:
@@ -405,11 +407,15 @@ class Recovery:
     # --- speaking ----------------------------------------------------------------------------------------------------
 
     def _tell_all(
-        self, message_for: Callable[[int], control.Message], heard: Callable[[int], None] = lambda _: None
+        self,
+        message_for: Callable[[int], control.Message],
+        heard: Callable[[int], None] = lambda _: None,
+        said: Mapping[int, control.Message] = MappingProxyType({}),
     ) -> dict[int, control.Message] | None:
-        """Every rank's reply, this one's among them; None when the group is over before all have replied."""
+        """Every rank's reply, this one's among them; None when the group is over before all have replied. `said`: the
+        replies of those that need not be asked."""
 
-        replies: dict[int, control.Message] = {}
+        replies = dict(said)
 
         def tell(rank: int) -> None:
             reply = self._tell(rank, message_for(rank))
@@ -418,7 +424,7 @@ class Recovery:
                 heard(rank)
 
         # Not a pool's: those would hold up the end of the process.
-        threads = [self._start(partial(tell, rank)) for rank in self._workers]
+        threads = [self._start(partial(tell, rank)) for rank in self._workers if rank not in said]
         for thread in threads:
             thread.join()
         return replies if len(replies) == len(self._workers) else None

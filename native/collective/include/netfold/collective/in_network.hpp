@@ -45,9 +45,9 @@ class Channel {
  public:
   // `ranks`: what the job's workers, by number in the whole job, are called in this group; `rank`: this one. In a tree
   // of switches the number that a worker has at its own (in `config`) is another. `keys`: none in a job whose packets
-  // carry no tags; std::runtime_error where no tag can be made.
-  Channel(const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys, std::vector<int> ranks,
-          int rank, std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to);
+  // carry no tags; std::runtime_error where no tag can be made. `life`: not 0, and another one for each membership.
+  Channel(std::uint64_t life, const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys,
+          std::vector<int> ranks, int rank, std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to);
 
   static constexpr std::size_t kMaxOperations = protocol::Worker::kMaxOperations;
 
@@ -67,8 +67,8 @@ class Channel {
   void wait_for(WaitSet& set) const;
   const Failure& failure() const { return failure_; }
 
-  // Names this membership and no other: a life of a job has an epoch, a switch's an incarnation.
-  std::uint64_t life() const;
+  // Names this membership and no other, on all ranks alike: in a tree each switch calls its part of the job otherwise.
+  std::uint64_t life() const { return life_; }
   // Gives the switch up: nothing is sent, and nothing more taken from it.
   void freeze() { frozen_ = true; }
   bool frozen() const { return frozen_; }
@@ -82,8 +82,9 @@ class Channel {
   Words words() const;
   // A chunk's result as it came, header and all; empty where it is not kept.
   std::span<const std::byte> kept(std::uint64_t chunk) const;
-  // A result that another rank kept: taken as if the switch had sent it, by the same checks. False where they failed.
-  bool accept(std::span<const std::byte> packet, std::int64_t now_ns);
+  // A result that another rank kept: taken as if the switch had sent it, by the same checks, but for what its own
+  // switch calls the job. False where they failed.
+  bool accept_kept(std::span<const std::byte> packet, std::int64_t now_ns);
   // Where an operation begins on the line of chunks; its elements without a result, in ascending order.
   std::uint64_t first_chunk(int token) const { return active_[static_cast<std::size_t>(token)].first_chunk; }
   std::vector<Range> missing(int token) const;
@@ -113,10 +114,12 @@ class Channel {
   // What another rank called at a chunk, against what this one did.
   Failure mismatch(const protocol::Header& theirs) const;
 
+  bool accept(std::span<const std::byte> packet, std::int64_t now_ns);
   std::byte* kept_at(std::uint64_t chunk) const;
 
   int rank_of(std::uint16_t worker) const { return worker < ranks_.size() ? ranks_[worker] : -1; }
 
+  std::uint64_t life_;
   protocol::Worker machine_;
   std::optional<seal::Sealer> sealer_;         // of contributions
   std::optional<seal::Sealer> answer_sealer_;  // of what the switch says
