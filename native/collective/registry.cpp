@@ -7,6 +7,7 @@
 #include <netfold/collective/quantised.hpp>
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/ring.hpp>
+#include <netfold/collective/sharded.hpp>
 #include <netfold/collective/shared_copy.hpp>
 #include <netfold/collective/shared_fold.hpp>
 #include <netfold/collective/shared_notice.hpp>
@@ -164,6 +165,18 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) 
   }
 }
 
+namespace {
+
+std::unique_ptr<Algorithm> in_network(const Call& call, std::span<const std::unique_ptr<Uplink>> uplinks, int position,
+                                      int ranks) {
+  if (uplinks.size() == 1) return std::make_unique<Uplinked>(call, *uplinks[0], position, ranks);
+  return std::make_unique<Sharded>(call, uplinks.size(), [&](const Call& part, std::size_t shard) {
+    return std::make_unique<Uplinked>(part, *uplinks[shard], position, ranks);
+  });
+}
+
+}  // namespace
+
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, Team team) {
   const bool empty = call.kind == Kind::all_reduce && call.elements() == 0;
   if (team.size() == 1 || call.algorithm == AlgorithmId::direct) {
@@ -187,7 +200,7 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, 
     case AlgorithmId::pairwise:
       return std::make_unique<Pairwise>(call, paths.mesh, std::move(team));
     case AlgorithmId::in_network:
-      return std::make_unique<Uplinked>(call, *paths.uplink, team.position(), team.size());
+      return in_network(call, paths.uplinks, team.position(), team.size());
     case AlgorithmId::shared_memory:
       if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter) {
         return std::make_unique<SharedFold>(call, paths.mesh, *paths.node);

@@ -38,13 +38,13 @@ void Group::run_errand(std::function<void()> errand) {
 
 transport::Mesh& Group::mesh_of(int lane) {
   if (lane == 0) return *mesh_;
-  return lane == 1 ? lane_->mesh() : *spare_;
+  return lane == 1 ? lane_->mesh() : *spares_.at(static_cast<std::size_t>(lane) - 2);
 }
 
-void Group::on_uplink(const std::function<void(collective::Uplink&)>& errand) {
+void Group::on_uplink(std::size_t shard, const std::function<void(collective::Uplink&)>& errand) {
   run_errand([&] {
-    if (uplink_ == nullptr) return;
-    errand(*uplink_);
+    if (shard >= uplinks_.size()) return;  // the group is over
+    errand(*uplinks_[shard]);
     publish_traffic();
     publish_status();
   });
@@ -87,9 +87,10 @@ void Group::lose(int lane, int peer, int number, int mends, const std::string& w
 void Group::catch_up() {
   const bool of_mesh = mesh_->catch_up();
   const bool of_lane = lane_->mesh().catch_up();
-  const bool of_spare = spare_->catch_up();
+  bool of_spares = true;
+  for (const auto& spare : spares_) of_spares = spare->catch_up() && of_spares;
   std::lock_guard lock(mutex_);
-  behind_ = !of_mesh || !of_lane || !of_spare;
+  behind_ = !of_mesh || !of_lane || !of_spares;
 }
 
 void Group::look_whether_late(Operation& operation, std::int64_t now) {

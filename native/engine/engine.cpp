@@ -111,12 +111,12 @@ bool Operation::notify() {
 }
 
 Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh,
-             std::unique_ptr<transport::Mesh> lane, std::unique_ptr<transport::Mesh> spare)
+             std::unique_ptr<transport::Mesh> lane, std::vector<std::unique_ptr<transport::Mesh>> spares)
     : engine_(engine),
       options_(std::move(options)),
       mesh_(std::move(mesh)),
       lane_(std::make_unique<collective::PointToPoint>(std::move(lane))),
-      spare_(std::move(spare)),
+      spares_(std::move(spares)),
       status_(StatusPage::instance().open()),
       wake_(make_event()) {
   events_.reserve(kEventCapacity);
@@ -135,7 +135,8 @@ Group::~Group() { StatusPage::instance().close(status_); }
 void Group::publish_status() {
   StatusWrite status(status_);
   if (!status) return;
-  status->without_switch = uplink_ != nullptr && !uplink_->is_up() ? 1 : 0;
+  const auto is_down = [](const auto& uplink) { return !uplink->is_up(); };
+  status->without_switch = std::any_of(uplinks_.begin(), uplinks_.end(), is_down) ? 1 : 0;
   status->transfers = static_cast<std::uint32_t>(transfers_.size());
   if (!transfers_.empty()) {
     const Operation& transfer = *transfers_.begin()->second;
@@ -171,8 +172,9 @@ void Group::publish_status() {
 void Group::attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Uplink::Row> rows,
                    std::uint16_t table) {
   std::lock_guard lock(mutex_);
-  uplink_ = std::make_unique<collective::Uplink>(std::move(channel), *spare_, std::move(rows), table);
-  traffic_ = Traffic{.life = uplink_->channel().life()};
+  traffic_.push_back({.life = channel->life()});
+  auto& spare = *spares_.at(uplinks_.size());
+  uplinks_.push_back(std::make_unique<collective::Uplink>(std::move(channel), spare, std::move(rows), table));
 }
 
 void Group::share(std::unique_ptr<transport::SharedNode> node) {
@@ -208,7 +210,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   call.between = choice.between;
   if (size() == 1) call.algorithm = collective::AlgorithmId::local;
   call.wire = static_cast<kernels::DType>(choice.wire);
-  if (call.algorithm == collective::AlgorithmId::in_network && uplink_ == nullptr) {
+  if (call.algorithm == collective::AlgorithmId::in_network && uplinks_.empty()) {
     throw std::invalid_argument("the choice table says in_network, but this group has not joined a switch");
   }
   if (call.algorithm == collective::AlgorithmId::shared_memory && (node_ == nullptr || node_->size() != size())) {
@@ -358,7 +360,9 @@ bool Group::can_start(const Operation& operation) const {
     const auto in_the_way = [&](const auto& other) {
       return in_network(*other) && (other->call_.is_quantised() || operation.call_.is_quantised());
     };
-    return uplink_ == nullptr || (uplink_->can_start() && std::none_of(active_.begin(), active_.end(), in_the_way));
+    const auto has_room = [](const auto& uplink) { return uplink->can_start(); };
+    return std::all_of(uplinks_.begin(), uplinks_.end(), has_room) &&
+           std::none_of(active_.begin(), active_.end(), in_the_way);
   }
   return active_on_mesh_ == 0;
 }
@@ -452,29 +456,33 @@ bool Group::turn(std::int64_t now) {
     }
     fail_all();
   }
-  if (uplink_ != nullptr) publish_traffic();
+  publish_traffic();
   return moved;
 }
 
 void Group::publish_traffic() {
-  const collective::Channel& channel = uplink_->channel();
-  const protocol::Worker& machine = channel.machine();
+  if (uplinks_.empty()) return;
   std::lock_guard lock(mutex_);
-  traffic_->life = uplink_->is_up() ? channel.life() : 0;
-  traffic_->packets_sent = machine.packets_sent();
-  traffic_->retransmissions = machine.retransmissions();
-  traffic_->smoothed_rtt_ns = machine.smoothed_rtt_ns();
-  traffic_->oldest_unanswered = machine.oldest_unanswered();
-  traffic_->idle = machine.idle();
-  for (int i = 0; i < protocol::kDropCount; ++i) {
-    traffic_->drops[i] = channel.drops(static_cast<protocol::Drop>(i));
+  for (std::size_t shard = 0; shard < uplinks_.size(); ++shard) {
+    const collective::Channel& channel = uplinks_[shard]->channel();
+    const protocol::Worker& machine = channel.machine();
+    Traffic& traffic = traffic_[shard];
+    traffic.life = uplinks_[shard]->is_up() ? channel.life() : 0;
+    traffic.packets_sent = machine.packets_sent();
+    traffic.retransmissions = machine.retransmissions();
+    traffic.smoothed_rtt_ns = machine.smoothed_rtt_ns();
+    traffic.oldest_unanswered = machine.oldest_unanswered();
+    traffic.idle = machine.idle();
+    for (int i = 0; i < protocol::kDropCount; ++i) {
+      traffic.drops[i] = channel.drops(static_cast<protocol::Drop>(i));
+    }
   }
 }
 
 void Group::start(const std::shared_ptr<Operation>& operation, std::int64_t now) {
   operation->record_.started_ns = now;
   const collective::Call& call = operation->call_;
-  operation->algorithm_ = collective::make_algorithm(call, {*mesh_, uplink_.get(), node_.get(), options_.nodes});
+  operation->algorithm_ = collective::make_algorithm(call, {*mesh_, uplinks_, node_.get(), options_.nodes});
   if (call.algorithm != collective::AlgorithmId::in_network) ++active_on_mesh_;
   active_.push_back(operation);
 }
@@ -538,7 +546,7 @@ void Group::fail_all() {
                    failure.heard.empty() ? failure.text : failure.heard);
     }
     collective::send_abort(*mesh_, failure);
-    collective::send_abort(*spare_, failure);
+    for (const auto& spare : spares_) collective::send_abort(*spare, failure);
     if (lane_->unconfirmed()) linger_until_ns_ = now + kLingerNs;
     lane_->abort(failure);
     // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
@@ -569,7 +577,7 @@ void Group::fail_all() {
   }
   mesh_->close();
   lane_->close();
-  spare_->close();
+  for (const auto& spare : spares_) spare->close();
   std::lock_guard lock(mutex_);
   closed_ = true;
 }
@@ -630,7 +638,7 @@ void Group::wait_for(collective::WaitSet& set) {
   }
   mesh_->wait_to_catch_up(set.fds);
   lane_->mesh().wait_to_catch_up(set.fds);
-  spare_->wait_to_catch_up(set.fds);
+  for (const auto& spare : spares_) spare->wait_to_catch_up(set.fds);
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
   if (node_ != nullptr && (active_on_mesh_ > 0 || !transfers_.empty())) {
     node_->lie_down();
@@ -642,7 +650,7 @@ void Group::wait_for(collective::WaitSet& set) {
   set.wake_at(transfer_deadline_ns_);
 }
 
-std::optional<Group::Traffic> Group::traffic() const {
+std::vector<Group::Traffic> Group::traffic() const {
   std::lock_guard lock(mutex_);
   return traffic_;
 }
@@ -686,8 +694,8 @@ Engine& Engine::instance() {
 
 std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
                                          std::unique_ptr<transport::Mesh> lane,
-                                         std::unique_ptr<transport::Mesh> spare) {
-  auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh), std::move(lane), std::move(spare));
+                                         std::vector<std::unique_ptr<transport::Mesh>> spares) {
+  auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh), std::move(lane), std::move(spares));
   std::lock_guard life(life_mutex_);
   std::lock_guard lock(mutex_);
   groups_.push_back(group);
@@ -710,7 +718,7 @@ void Engine::remove_group(const std::shared_ptr<Group>& group) {
     std::unique_lock lock(group->mutex_);
     group->driver_left_.wait(lock, [&] { return group->driver_ == Group::Driver::none && !group->has_work(); });
     // Its port on the switch goes now, not when the last who knows the group has forgotten it.
-    group->uplink_.reset();
+    group->uplinks_.clear();
   }
   // Held until the thread has ended: a group that is added meanwhile would take back its word to stop.
   std::lock_guard life(life_mutex_);

@@ -46,6 +46,8 @@ import msgpack
 
 VERSION = 4
 MAX_MESSAGE_BYTES = 1 << 16
+# That a group goes over side by side.
+MAX_SWITCHES = 8
 _LENGTH = struct.Struct(">I")
 
 # Bytes of values in a packet, longest first; the first whose packets come back from the switch is used. With headers
@@ -143,6 +145,21 @@ def parse_switch(text: str, *, what: str) -> SwitchAddress:
             "says it when it starts"
         )
     return SwitchAddress(*parse_endpoint(endpoint, what=what), fingerprint.lower() or None)
+
+
+def switches_of(text: str | None) -> tuple[str, ...]:
+    """What NETFOLD_SWITCH names: switches side by side, with commas between; none where it is None.
+
+    ValueError with a sentence for what is none, or too many.
+    """
+    if text is None:
+        return ()
+    endpoints = tuple(each.strip() for each in text.split(","))
+    for each in endpoints:
+        parse_switch(each, what="NETFOLD_SWITCH")
+    if len(endpoints) > MAX_SWITCHES:
+        raise ValueError(f"NETFOLD_SWITCH names {len(endpoints)} switches; a group goes over up to {MAX_SWITCHES}")
+    return endpoints
 
 
 def read_private(path: Path | str) -> str:

@@ -27,6 +27,7 @@ from netfold.communicator.options import Options
 from netfold.communicator.recovery import Recovery
 from netfold.communicator.store import Store
 from netfold.communicator.way_up import WayUp
+from netfold.control import switches_of
 from netfold.plan import (
     DEFAULT_LINKS,
     Candidate,
@@ -53,9 +54,9 @@ ANY_SOURCE: int = engine.ANY_SOURCE
 # (address, bytes). The caller keeps the memory alive until the operation is done.
 Region = tuple[int, int]
 
-# Connections between two ranks: one for collectives, one for messages, so that neither waits for the other; and with a
-# switch one for what it was to do, should it be lost.
-_LANES, _LANES_WITH_SWITCH = 2, 3
+# Connections between two ranks: one for collectives, one for messages, so that neither waits for the other; and one a
+# switch, for what it was to do, should it be lost.
+_LANES = 2
 # What comes through memory comes in microseconds, if its sender runs; who yields meanwhile takes nothing from anybody.
 _SPIN_US, _CROWDED_SPIN_US = 200, 1000
 
@@ -100,14 +101,16 @@ class Group:
         self._closed = False
         self._close_lock = threading.Lock()
         self._seen: str | None = None
-        self.recovery: Recovery | None = None
-        membership: Membership | None = None
+        # By switch; none on a rank that did not join any.
+        self.recoveries: list[Recovery] = []
+        memberships: list[Membership] = []
 
         # The part of the store that this life of the group has to itself.
         self.store = store = rendezvous.claim(store, rank, size, deadline)
         job = rendezvous.agree(store, rank, size, options, deadline)
         interfaces = own_interfaces(options, store_host)
-        lanes = _LANES if job.switch is None else _LANES_WITH_SWITCH
+        switches = switches_of(options.switch)
+        lanes = _LANES + len(switches)
         self._resident = Resident(job.secret, rank, size, lanes, interfaces.rails)
         self._door = door = open_door(rank, interfaces.hosts, options.port_range(), deadline)
         sockets: rendezvous.Sockets = []
@@ -147,12 +150,11 @@ class Group:
             workers = self.table.workers(self.topology)
             if len(workers) > protocol.MAX_WORKERS:
                 raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {len(workers)}")
-            if workers:
-                assert options.switch is not None
+            for number, switch in enumerate(switches if workers else ()):
                 membership = join_for_host(
-                    options.switch,
+                    switch,
                     # A digest: the switch learns which ranks belong together, not the secret behind it.
-                    job=hashlib.sha256(job.name.encode() + job.secret).hexdigest()[:32],
+                    job=hashlib.sha256(_of_switch(number, job)).hexdigest()[:32],
                     name=options.job_name or "",
                     token_file=options.token_file,
                     rank=rank,
@@ -162,7 +164,11 @@ class Group:
                     window_bytes=job.window_bytes,
                     deadline=deadline,
                 )
+                if membership is not None:
+                    memberships.append(membership)
         except BaseException:
+            for joined in memberships:
+                joined.leave("it could not join all of its switches")
             rendezvous.close_all(sockets)
             if node is not None:
                 node.close()
@@ -180,7 +186,7 @@ class Group:
             rank=rank,
             fds=fds,
             lane_fds=lane_fds,
-            spare_fds=spares[0] if spares else [[] for _ in range(size)],
+            spare_fds=spares,
             mends=mends,
             id=self._id,
             job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
@@ -204,8 +210,8 @@ class Group:
             self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links, self.peer_memory)
             log.info("rank %d of %d: %s", rank, size, self._single_copy)
         self._ward = Ward(self._native, self._resident, neighbours, float(options.reconnect_s or 0))
-        if membership is not None:
-            self.recovery = self._go_by(membership, job, options)
+        for number, (switch, joined) in enumerate(zip(switches, memberships, strict=bool(memberships))):
+            self.recoveries.append(self._go_by(number, switch, joined, job, options))
         caretaker.take_care(self._id, self._ward)
         log.info(
             "rank %d of %d listens on %s, port %d; %s; all_reduce: %s",
@@ -217,7 +223,9 @@ class Group:
             self.why("all_reduce", 1 << 24),
         )
 
-    def _go_by(self, membership: Membership, job: rendezvous.Job, options: Options) -> Recovery:
+    def _go_by(
+        self, number: int, switch: str, membership: Membership, job: rendezvous.Job, options: Options
+    ) -> Recovery:
         """Give a membership of a switch to the native group, and see to it that its loss costs no step."""
         log.info(
             "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes, packets %sauthenticated",
@@ -239,7 +247,7 @@ class Group:
         }
 
         def look_up(timeout_s: float) -> WayUp:
-            return ask_way_up(str(options.switch), **mine, timeout_s=timeout_s)
+            return ask_way_up(switch, **mine, timeout_s=timeout_s)
 
         def join(digest: str, way: WayUp, paths: Sequence[Sequence[int]], timeout_s: float) -> Membership:
             return Membership.join(
@@ -257,15 +265,16 @@ class Group:
             membership,
             look_up,
             join,
-            job=job.name.encode() + job.secret,
+            number=number,
+            job=_of_switch(number, job),
             rejoin_s=float(options.rejoin_s or 0),
             table=table,
         )
 
     @property
     def membership(self) -> Membership | None:
-        """Of the switch; None on a rank that did not join one, and while the switch is gone."""
-        return None if self.recovery is None else self.recovery.membership()
+        """Of the first switch; None on a rank that did not join one, and while the switch is gone."""
+        return self.recoveries[0].membership() if self.recoveries else None
 
     def submit(
         self,
@@ -373,31 +382,17 @@ class Group:
         if name == "timeout":
             text += self._last_seen(rank)
         record = records_of(operation.record())[0]
-        traffic = self._native.traffic()
-        asks = (
-            name == "timeout"
-            and rank < 0
-            and self.recovery is not None
-            and record["algorithm"] in (engine.ALGORITHMS["in_network"], engine.ALGORITHMS["hierarchical"])
-        )
-        if asks:
-            assert self.recovery is not None
-            membership = self.membership
-            missing = self.recovery.silent() if membership is None else membership.missing(traffic["oldest_unanswered"])
-            if membership is None:
-                text += f"; {self.recovery.state}"
-                if missing:
-                    rank = missing[0]
-                    text += f"; rank {', '.join(map(str, missing))} did not say what it has"
-            elif missing:
-                rank = missing[0]
-                text += f"; the switch still waits for rank {', '.join(map(str, missing))}"
-            else:
-                text += "; the switch has every rank's part, or cannot be reached: packets to it may be lost"
+        in_network = record["algorithm"] in (engine.ALGORITHMS["in_network"], engine.ALGORITHMS["hierarchical"])
+        if name == "timeout" and rank < 0 and in_network and self.recoveries:
+            for recovery in self.recoveries:
+                missing, words = recovery.waits_for()
+                rank = missing[0] if missing and rank < 0 else rank
+                text += f"; {words}"
             text += ". Did every rank make this call?"
-        if self.recovery is not None and self._native.failure is not None:
-            # Who waits at the switch for this rank hears why now, and not when this rank closes the group.
-            self.recovery.leave(text, rank)
+        if self._native.failure is not None:
+            # Who waits at a switch for this rank hears why now, and not when this rank closes the group.
+            for recovery in self.recoveries:
+                recovery.leave(text, rank)
         return error_of(name, rank, text)
 
     def _last_seen(self, rank: int) -> str:
@@ -428,8 +423,8 @@ class Group:
             if each.seconds is not None
         ]
         reason = row.reason
-        if self.recovery is not None and "in_network" in (row.algorithm, row.between):
-            reason += self.recovery.state and f"; {self.recovery.state}"
+        if "in_network" in (row.algorithm, row.between):
+            reason += "".join(f"; {recovery.state}" for recovery in self.recoveries if recovery.state)
         if row.algorithm == "shared_memory" and operation in _COPIES:
             reason += f"; {self._single_copy}"
         return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}"
@@ -439,9 +434,9 @@ class Group:
         _, raw = self._native.events()
         return records_of(raw)
 
-    def traffic(self) -> dict[str, Any] | None:
-        """Counters of the path to the switch, None without one."""
-        traffic: dict[str, Any] | None = self._native.traffic()
+    def traffic(self, switch: int = 0) -> dict[str, Any] | None:
+        """Counters of the path to a switch, by its place in NETFOLD_SWITCH; None without one."""
+        traffic: dict[str, Any] | None = self._native.shard(switch).traffic()
         return traffic
 
     def abort(self, reason: str) -> None:
@@ -458,8 +453,8 @@ class Group:
             return
         failure = self._native.failure
         why, fault = ("it closed the group", -1) if failure is None else (failure[2], failure[1])
-        if self.recovery is not None:
-            self.recovery.close(why, fault)
+        for recovery in self.recoveries:
+            recovery.close(why, fault)
         caretaker.let_go(self._id)
         self._door.bid_farewell(self._resident, failure)
         engine.remove_group(self._native)
@@ -503,3 +498,8 @@ def _detached(stream: socket.socket) -> int:
 
 
 __all__ = ["Group", "Region", "RendezvousError", "region"]
+
+
+def _of_switch(number: int, job: rendezvous.Job) -> bytes:
+    """What only this group's ranks know, another thing for each of its switches."""
+    return (b"%d " % number if number else b"") + job.name.encode() + job.secret

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from netfold.control import parse_switch
+from netfold.control import switches_of
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ class Options:
             raise ValueError(
                 f"NETFOLD_JOB_NAME={options.job_name!r} is no name for a job: up to 64 letters, digits and _.:/+-"
             )
-        if options.switch is not None:
-            parse_switch(options.switch, what="NETFOLD_SWITCH")
+        switches_of(options.switch)
         return options
 
     def port_range(self) -> range:

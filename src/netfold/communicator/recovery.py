@@ -36,6 +36,7 @@ from typing import Any
 from netfold import control
 from netfold._native import engine
 from netfold.communicator.caretaker import Ward
+from netfold.communicator.door import Answer
 from netfold.communicator.errors import RendezvousError, SwitchError
 from netfold.communicator.membership import Membership
 from netfold.communicator.recovery_plan import Plan, Words, chunks_of, make_plan, pack, unpack
@@ -73,13 +74,17 @@ class Recovery:
         look_up: Callable[[float], WayUp],
         join: Join,
         *,
+        number: int,
         job: bytes,
         rejoin_s: float,
         table: ChoiceTable,
     ) -> None:
-        """membership: attached. job: what only this group's ranks know. table: in force while there is no switch."""
+        """membership: attached, as switch `number`. job: what only this group's ranks know, of this switch alone.
+        table: in force while there is no switch."""
         self._ward = ward
         self._native = ward.native
+        self._uplink = ward.native.shard(number)
+        self._number = number
         self._rank = membership.rank
         self._workers = membership.workers
         self._look_up = look_up
@@ -102,18 +107,19 @@ class Recovery:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._pid = os.getpid()
-        ward.questions.update(
-            lost=self._hear_lost,
-            freeze=self._freeze,
-            recover=self._hear_plan,
-            kept=self._give,
-            rejoin=self._hear_rejoin,
-            rejoined=self._hear_rejoined,
-            **{"way up": self._say_way_up},
-            over=self._hear_over,
-            silent=lambda _, __: ({"type": "silent", "ranks": sorted(self._silent)}, None),
-        )
-        membership.listen(self._native, self._fail, self.lose, ward.is_well)
+        questions: dict[str, Answer] = {
+            "lost": self._hear_lost,
+            "freeze": self._freeze,
+            "recover": self._hear_plan,
+            "kept": self._give,
+            "rejoin": self._hear_rejoin,
+            "rejoined": self._hear_rejoined,
+            "way up": self._say_way_up,
+            "over": self._hear_over,
+            "silent": lambda _, __: ({"type": "silent", "ranks": sorted(self._silent)}, None),
+        }
+        ward.questions.update({self._of_switch(kind): answer for kind, answer in questions.items()})
+        membership.listen(self._uplink, self._fail, self.lose, ward.is_well)
 
     @property
     def leads(self) -> bool:
@@ -123,21 +129,33 @@ class Recovery:
     def state(self) -> str:
         """Empty while the switch does its work; else a sentence."""
         with self._lock:
-            if not self._lost or self._native.traffic()["life"] != 0:
+            if not self._lost or self._uplink.traffic()["life"] != 0:
                 return ""
             return f"{list(self._lost.values())[-1]}: {self._without}"
 
     def membership(self) -> Membership | None:
         """That by which operations go; None while the switch is gone."""
         with self._lock:
-            return self._memberships.get(self._native.traffic()["life"])
+            return self._memberships.get(self._uplink.traffic()["life"])
 
-    def silent(self) -> list[int]:
+    def waits_for(self) -> tuple[list[int], str]:
+        """Ranks that this rank waits for at the switch, or that hold up recovery from its loss; and a sentence."""
+        membership = self.membership()
+        if membership is None:
+            ranks = self._silent_ranks()
+            named = f"; rank {', '.join(map(str, ranks))} did not say what it has" if ranks else ""
+            return ranks, self.state + named
+        ranks = membership.missing(self._uplink.traffic()["oldest_unanswered"])
+        if ranks:
+            return ranks, f"the switch still waits for rank {', '.join(map(str, ranks))}"
+        return [], "the switch has every rank's part, or cannot be reached: packets to it may be lost"
+
+    def _silent_ranks(self) -> list[int]:
         """Ranks that have not said what they have, of a loss that is being recovered from."""
         if self.leads:
             return sorted(self._silent)
         try:
-            stream, reply = self._ward.call(self._workers[0], 0, {"type": "silent"}, 1.0)
+            stream, reply = self._ward.call(self._workers[0], 0, {"type": self._of_switch("silent")}, 1.0)
         except (RendezvousError, OSError, EOFError):
             return [self._workers[0]]
         stream.close()
@@ -165,7 +183,7 @@ class Recovery:
             if life in self._lost or self._over():
                 return
             self._lost[life] = why
-        self._native.freeze(life)
+        self._uplink.freeze(life)
         if self.leads:
             self._start(lambda: self._lead(life, why))
         else:
@@ -185,7 +203,7 @@ class Recovery:
             membership.give_up()
         if is_news:
             self._start(lambda: self._await_plan(life, why))
-        words = self._native.freeze(life)
+        words = self._uplink.freeze(life)
         base, end, held, promised = words if words is not None else (0, 0, b"", False)
         return {"type": "words", "base": base, "end": end, "held": held, "promised": promised}, None
 
@@ -247,15 +265,15 @@ class Recovery:
         life = plan["life"]
         for giver, bits in plan["gets"]:
             for packets in self._fetch(giver, life, plan["base"], bits):
-                if not self._native.accept(life, packets):
+                if not self._uplink.accept(life, packets):
                     return self._fail(
                         "switch_lost", giver, f"rank {giver} passed on a result that is not one of this job"
                     )
-        words = self._native.freeze(life)
+        words = self._uplink.freeze(life)
         has = Words(words[0], words[1], unpack(words[2])).from_chunk(plan["base"]) if words is not None else 0
         if has != unpack(plan["held"]):
             return self._fail("switch_lost", -1, "this rank has other results than the plan of recovery says")
-        self._native.fall_back(life, plan["end"], plan["promised"])
+        self._uplink.fall_back(life, plan["end"], plan["promised"])
         with self._lock:
             membership = self._memberships.pop(life, None)
         if membership is not None:
@@ -282,7 +300,7 @@ class Recovery:
     def _give(
         self, _: int, question: control.Message
     ) -> tuple[control.Message, Callable[[socket.socket], None] | None]:
-        packets = self._native.kept(question["life"], chunks_of(unpack(question["chunks"]), question["base"]))
+        packets = self._uplink.kept(question["life"], chunks_of(unpack(question["chunks"]), question["base"]))
         if packets is None:
             return {"type": "unknown"}, None
         each = max(1, _PARCEL_BYTES // len(packets[0]))
@@ -354,7 +372,7 @@ class Recovery:
             log.info("rank %d: no switch has the group again: %s", self._rank, said)
             return 0
         (life,) = lives
-        if not self._native.promise(life):
+        if not self._uplink.promise(life):
             return 0
         log.warning(
             "rank %d: the switch at %s has the group again, from the next operation on",
@@ -372,7 +390,7 @@ class Recovery:
             if attempt <= self._attempt and not self.leads:
                 return  # asked twice
             self._attempt = attempt
-            in_vain = [each for life, each in self._memberships.items() if life != self._native.traffic()["life"]]
+            in_vain = [each for life, each in self._memberships.items() if life != self._uplink.traffic()["life"]]
         for membership in in_vain:
             membership.give_up()
             membership.leave("it tries again")
@@ -388,8 +406,8 @@ class Recovery:
             with self._lock:
                 self._memberships = {life: membership}
                 self._windows[life] = membership.window
-            membership.stand_by(self._native)
-            membership.listen(self._native, self._fail, self.lose, self._ward.is_well)
+            membership.stand_by(self._uplink)
+            membership.listen(self._uplink, self._fail, self.lose, self._ward.is_well)
             if self._ward.over.is_set():
                 membership.leave("the group is over")
                 return
@@ -432,7 +450,7 @@ class Recovery:
     def _tell(self, peer: int, message: control.Message) -> control.Message | None:
         """A rank's reply, however long it takes; None when the group is over before."""
         if peer == self._rank:
-            return self._ward.questions[message["type"]](peer, message)[0]
+            return self._ward.questions[self._of_switch(message["type"])](peer, message)[0]
         while not self._over():
             reply = self._try(peer, message)
             if reply is not None:
@@ -443,7 +461,8 @@ class Recovery:
     def _try(self, peer: int, message: control.Message) -> tuple[Any, control.Message] | None:
         """One try, and the connection; None where it failed, which ends the group if the rank is gone."""
         try:
-            stream, reply = self._ward.call(peer, 0, message, _CALL_S)
+            asked = {**message, "type": self._of_switch(message["type"])}
+            stream, reply = self._ward.call(peer, 0, asked, _CALL_S)
         except RendezvousError as error:
             self._fail("peer_lost", peer, f"rank {peer} is gone: {error}")
         except (OSError, EOFError):
@@ -457,13 +476,17 @@ class Recovery:
             self._fail("peer_lost", fault, f"rank {peer} left the group: {failure[2] if failure else 'it closed it'}")
         return None
 
+    def _of_switch(self, kind: str) -> str:
+        """What a question is called that is about this switch, and not another of the group's."""
+        return f"{kind} {self._number}"
+
     def _over(self) -> bool:
         return self._ward.over.is_set() or self._native.failure is not None or self._pid != os.getpid()
 
     def _fail(self, kind: str, rank: int, text: str) -> None:
         """End the group; those who wait for this rank's plan hear why."""
         if self.leads:
-            message = {"type": "over", "kind": kind, "rank": rank, "why": text[:_MOST_WORDS]}
+            message = {"type": self._of_switch("over"), "kind": kind, "rank": rank, "why": text[:_MOST_WORDS]}
             others = [each for each in self._workers if each not in (self._rank, rank)]
             for thread in [self._start(partial(self._say_last, each, message)) for each in others]:
                 thread.join(_LAST_WORD_S)

@@ -19,9 +19,9 @@ void validate(const Call& call, int rank, int ranks);
 // The ways between the ranks of a group that an algorithm can take.
 struct Paths {
   transport::Mesh& mesh;
-  Uplink* uplink = nullptr;               // to the switch, if the group joined one
-  transport::SharedNode* node = nullptr;  // memory that this rank shares with others, if it does
-  std::span<const int> nodes = {};        // the host of each rank, by a number
+  std::span<const std::unique_ptr<Uplink>> uplinks = {};  // to switches, if the group joined any
+  transport::SharedNode* node = nullptr;                  // memory that this rank shares with others, if it does
+  std::span<const int> nodes = {};                        // the host of each rank, by a number
 };
 
 // Whether there is a machine for it: written here once, and read by the planner.

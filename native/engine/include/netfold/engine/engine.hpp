@@ -122,18 +122,19 @@ class Group {
     std::uint16_t table_hash = 0;
     std::vector<int> nodes;  // the host of each rank, by a number
   };
-  // Use Engine::add_group. `lane`: further connections to the same ranks, for messages between two of them; `spare`:
-  // for what a switch was to do and cannot, without any in a group without one.
+  // Use Engine::add_group. `lane`: further connections to the same ranks, for messages between two of them; `spares`:
+  // for what each switch was to do and cannot.
   Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh, std::unique_ptr<transport::Mesh> lane,
-        std::unique_ptr<transport::Mesh> spare);
+        std::vector<std::unique_ptr<transport::Mesh>> spares);
   ~Group();
 
-  // Before the first operation. The group's all_reduce may then run inside the network; `rows`, of a table with the
-  // hash `table`, say what takes its place while the switch is gone.
+  // Before the first operation, once for each spare mesh. Operations may then run inside the network, over all that are
+  // attached at once; `rows`, of a table with the hash `table`, say what takes this one's place while its switch is
+  // gone.
   void attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Uplink::Row> rows,
               std::uint16_t table);
-  // From any thread, what recovery asks of the uplink (collective/uplink.hpp); of a group without one, nothing.
-  void on_uplink(const std::function<void(collective::Uplink&)>& errand);
+  // From any thread, what recovery asks of an uplink (collective/uplink.hpp), by the order of attaching.
+  void on_uplink(std::size_t shard, const std::function<void(collective::Uplink&)>& errand);
 
   // Before the first operation. The ranks of this rank's host share this memory.
   void share(std::unique_ptr<transport::SharedNode> node);
@@ -156,8 +157,8 @@ class Group {
   // The reason this group failed, if it did.
   collective::Failure failure() const;
 
-  // The connections under the mesh (lane 0), the lane of messages (1) and the spare mesh (2); from any thread, see
-  // transport/rail.hpp.
+  // The connections under the mesh (lane 0), the lane of messages (1) and the spare meshes (from 2 on); from any
+  // thread, see transport/rail.hpp.
   struct Broken {
     std::uint64_t received = 0;
     int mends = 0;
@@ -185,8 +186,8 @@ class Group {
     bool idle = true;
     std::uint64_t drops[protocol::kDropCount] = {};
   };
-  // Of the channel to the switch, as of the last turn; empty without one.
-  std::optional<Traffic> traffic() const;
+  // Of each channel to a switch, by the order of attaching, as of the last turn.
+  std::vector<Traffic> traffic() const;
 
   // The newest records, oldest first, and how many there ever were.
   std::vector<EventRecord> events(std::uint64_t* total) const;
@@ -247,8 +248,8 @@ class Group {
   Options options_;
   std::unique_ptr<transport::Mesh> mesh_;
   std::unique_ptr<collective::PointToPoint> lane_;
-  std::unique_ptr<transport::Mesh> spare_;
-  std::unique_ptr<collective::Uplink> uplink_;
+  std::vector<std::unique_ptr<transport::Mesh>> spares_;
+  std::vector<std::unique_ptr<collective::Uplink>> uplinks_;
   std::unique_ptr<transport::SharedNode> node_;
 
   mutable std::mutex mutex_;  // guards what follows, up to the blank line
@@ -261,7 +262,7 @@ class Group {
   std::uint32_t next_transfer_ = 1;  // counted apart: ranks differ in how many they make
   std::vector<EventRecord> events_;
   std::uint64_t event_count_ = 0;
-  std::optional<Traffic> traffic_;
+  std::vector<Traffic> traffic_;
   bool closed_ = false;
   std::deque<std::function<void()>> errands_;
   bool behind_ = false;  // a mended connection has things to say again
@@ -286,7 +287,8 @@ class Engine {
  public:
   static Engine& instance();
   std::shared_ptr<Group> add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
-                                   std::unique_ptr<transport::Mesh> lane, std::unique_ptr<transport::Mesh> spare);
+                                   std::unique_ptr<transport::Mesh> lane,
+                                   std::vector<std::unique_ptr<transport::Mesh>> spares);
   // Fails what is under way, waits until no driver is left, forgets the group.
   void remove_group(const std::shared_ptr<Group>& group);
 
