@@ -49,6 +49,15 @@ def switch(
     max_workers: Annotated[int, typer.Option(min=1, max=256, help="Workers a job may have.")] = 256,
     memory: Annotated[str, typer.Option(help="Memory for slots of all jobs, such as 512M or 2G.")] = "1G",
     window: Annotated[str, typer.Option(help="Bytes one worker may have in flight.")] = "1M",
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=64,
+            help="Threads that handle packets, each those of jobs of its own. A group that names this switch twice in "
+            "NETFOLD_SWITCH goes over two of them.",
+        ),
+    ] = 1,
     metrics: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +104,14 @@ def switch(
             raise ValueError("--parent-token-file is for the switch that --parent names, and none is")
         above = None if parent is None else Parent(parent, parent_token_file)
         daemon = Switch(
-            host, port, limits=limits, open_to_all=open_to_all, tokens=tokens, state_dir=state_dir, parent=above
+            host,
+            port,
+            limits=limits,
+            open_to_all=open_to_all,
+            tokens=tokens,
+            state_dir=state_dir,
+            parent=above,
+            threads=threads,
         )
         web = None if metrics is None else Web(*control.parse_endpoint(metrics, what="--metrics"), daemon.status)
     except ValueError as error:

@@ -15,7 +15,8 @@ class Options:
     """Options of a group. A field that is None takes its environment variable, else its default.
 
     switch: the aggregator as host:port, or host:port#fingerprint where it wants a token (NETFOLD_SWITCH); ranks
-        may have different ones that are in one tree; none: host algorithms.
+        may have different ones that are in one tree; several with commas between are gone over side by side; none:
+        host algorithms.
     token_file: a file with the token that the switch wants, for this user's eyes only (NETFOLD_TOKEN_FILE).
     job_name: what the switch's metrics and log call this job (NETFOLD_JOB_NAME); letters, digits and _.:/+-, up to 64.
     algorithm: auto, the name of an algorithm for every operation that it can do, or operation=algorithm pairs by commas

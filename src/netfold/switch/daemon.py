@@ -76,6 +76,7 @@ class _Job:
     ranks: tuple[int, ...]  # what its workers, by number, are called; of the whole tree
     paths: Any  # of its workers, as they said
     place: Place
+    plane: Plane
     host: str
     port: int
     nonces: list[int]
@@ -122,9 +123,9 @@ class Switch:
 
     tokens: who may join, over TLS with the certificate of `state_dir` (or one that lasts as long as the switch).
     Without, everybody who reaches it may, in the clear: on loopback, or where `open_to_all` is said. With tokens, data
-    packets are authenticated too. parent: where sums of jobs go that have workers beyond this switch. ValueError for
-    what contradicts itself or cannot be had here, OSError where the
-    certificate cannot be kept.
+    packets are authenticated too. parent: where sums of jobs go that have workers beyond this switch. threads: that
+    handle packets, each those of jobs of its own. ValueError for what contradicts itself or cannot be had here, OSError
+    where the certificate cannot be kept.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Switch:
         tokens: Tokens | None = None,
         state_dir: Path | None = None,
         parent: Parent | None = None,
+        threads: int = 1,
     ) -> None:
         if tokens is not None and open_to_all:
             raise ValueError("--open turns tokens and TLS off, and --token-file asks for both: say one of the two")
@@ -165,7 +167,7 @@ class Switch:
         self._parent = parent
         self._asking: asyncio.Task[control.Message] | None = None  # the way up, for workers
         self._listens = (host, port)
-        self._plane = Plane()
+        self._planes = [Plane() for _ in range(threads)]
         self._jobs: dict[str, _Job] = {}
         self._ids: set[int] = set()
         self._memory_bytes = 0
@@ -240,7 +242,8 @@ class Switch:
         return {
             "state": "draining" if self._draining else "serving",
             "uptime_s": time.monotonic() - self._started_s,
-            "cpu_s": self._plane.cpu_ns() / 1e9,
+            "threads": len(self._planes),
+            "cpu_s": sum(plane.cpu_ns() for plane in self._planes) / 1e9,
             "incarnation": self.incarnation,
             "authenticated": self.authenticated,
             "connections": self._entrance.connections,
@@ -271,7 +274,7 @@ class Switch:
         }
 
     def _job_status(self, job: _Job) -> dict[str, Any]:
-        counters = self._plane.counters(job.id)
+        counters = job.plane.counters(job.id)
         assert counters is not None, "a job is there as long as its data port"
         parts = [job.ranks_of(child) for child in job.place.children]
         lags = zip(parts, counters["arrivals"], counters["arrival_lag_ns"], counters["last_arrivals"], strict=True)
@@ -442,7 +445,7 @@ class Switch:
         if job.started:
             raise _RefusedError("under way", "this job is under way; a restarted worker must come with a new group")
         # Its packets will come from where it speaks now, and from no other host.
-        self._plane.expect(job.id, number, writer.get_extra_info("peername")[0], port)
+        job.plane.expect(job.id, number, writer.get_extra_info("peername")[0], port)
         listens = message.get("endpoint", "")
         member = job.members[number] = _Member(
             child, ours, writer, address if child.switch is None else f"{listens or address}"
@@ -510,12 +513,14 @@ class Switch:
         drawn = [packet_keys.draw_secret() for _ in range(size)] if self.authenticated else []
         hello_keys = [packet_keys.hello_key(secret, job=job_id, worker=i) for i, secret in enumerate(drawn)]
         host = writer.get_extra_info("sockname")[0]
+        # The thread with the fewest jobs: a group that goes over this switch twice has two of them.
+        plane = min(self._planes, key=lambda each: sum(job.plane is each for job in self._jobs.values()))
         try:
             # Twice the window a worker: the kernel counts its own overhead in.
-            port = self._plane.open(job_id, self.incarnation, host, nonces, hello_keys, 2 * window_bytes * size)
+            port = plane.open(job_id, self.incarnation, host, nonces, hello_keys, 2 * window_bytes * size)
         except OSError as error:
             raise _RefusedError("port", f"the switch cannot open a data port on {host}: {error}") from None
-        granted = self._plane.receive_buffer_bytes(job_id)
+        granted = plane.receive_buffer_bytes(job_id)
         window_bytes = min(window_bytes, granted // (2 * size))
         job = _Job(
             name=name,
@@ -525,6 +530,7 @@ class Switch:
             ranks=ranks,
             paths=message.get("paths"),
             place=place,
+            plane=plane,
             link=None if place.parent is None or self._parent is None else Link(self._parent),
             host=host,
             port=port,
@@ -582,7 +588,7 @@ class Switch:
         reason, gone = "it closed the connection", link.parent.endpoint
         try:
             await link.join(join, self._listens, seconds)
-            self._plane.connect_parent(job.id, link.port, link.host, link.to_port)
+            job.plane.connect_parent(job.id, link.port, link.host, link.to_port)
             await self._advance(job)
             while True:
                 told = await link.read()
@@ -709,7 +715,7 @@ class Switch:
             parent_job, incarnation, worker = job.link.numbers
             parent = (parent_job, parent_epoch, incarnation, worker)
         try:
-            self._plane.begin(
+            job.plane.begin(
                 job=job.id,
                 epoch=epoch,
                 incarnation=self.incarnation,
@@ -771,7 +777,7 @@ class Switch:
         """Those that this switch waits for; of switches, who they wait for: each is asked away from who asks."""
         ranks: set[int] = set()
         asks = []
-        for number in self._plane.missing(job.id, chunk):
+        for number in job.plane.missing(job.id, chunk):
             child, other = job.place.children[number], job.members.get(number)
             if child.switch is None:
                 ranks.update(job.ranks_of(child))
@@ -857,8 +863,8 @@ class Switch:
             job.link.leave({"type": "leave", "reason": reason, **more})
         if job.climb is not None and job.climb is not asyncio.current_task():
             job.climb.cancel()
-        counters = self._plane.counters(job.id)
-        self._plane.close(job.id)
+        counters = job.plane.counters(job.id)
+        job.plane.close(job.id)
         del self._jobs[job.name]
         self._ids.discard(job.id)
         self._memory_bytes -= job.memory_bytes
