@@ -2,9 +2,9 @@
 
     .venv/bin/python bench/links.py [ROUNDS]      # 15; some three minutes
 
-Racks of 2 to 8 hosts, links of MTU 1500, 16 MB of f32. In each rack the sides take turns in the same processes, round by
-round: through the switch as f32 and as bf16, and gloo. Times are the slowest rank's; every element is checked. Goodput is
-the tensor's bits in that time, against the link's rate. Writes bench/results/links.md.
+Racks of 2 to 8 hosts, links of MTU 1500, 16 MB of f32. In each rack the sides take turns in the same processes, round
+by round: through the switch as f32 and as bf16, and gloo. Times are the slowest rank's; every element is checked.
+Goodput is the tensor's bits in that time, against the link's rate. Writes bench/results/links.md.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def render(found: dict[tuple[str, int], dict[str, list[float]]], load: tuple[flo
     lines += [
         "",
         f"Time at 8 hosts over time at 2, 200 Mbit/s, f32: {times[0] / times[1]:.3f} (at most {FLAT:g}). Headers leave "
-        f"{1408 / (1408 + 48 + 28 + 14):.3f} of the rate, and a link lets its first 128 KB pass at once. {rounds} rounds a rack; {machine['cores']} cores of "
-        f"{machine['cpu']}, Linux {machine['kernel']}, load {load[0]:.1f} to {load[1]:.1f}; netfold "
-        f"{versions['netfold']}, commit {versions['commit']}.",
+        f"{1408 / (1408 + 48 + 28 + 14):.3f} of the rate, and a link lets its first 128 KB pass at once. {rounds} "
+        f"rounds a rack; {machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, load {load[0]:.1f} "
+        f"to {load[1]:.1f}; netfold {versions['netfold']}, commit {versions['commit']}.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -28,7 +28,7 @@ from ranks import RunningSwitch, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.cli import app
-from netfold.switch.facts import OneLine, say
+from netfold.switch.facts import OneLine, Sparingly, say
 
 ROOT = Path(__file__).parents[2]
 WATCHED = ("--metrics", "127.0.0.1:0")
@@ -344,6 +344,25 @@ def parses(arguments: list[str]) -> None:
     command: Any = typer.main.get_command(app)
     name, *options = arguments
     command.commands[name].make_context(name, options)
+
+
+def test_strangers_do_not_fill_the_log() -> None:
+    now = [0.0]
+    sparingly = Sparingly(clock=lambda: now[0])
+
+    def lines(event: str, count: int) -> list[logging.LogRecord]:
+        records = [logging.makeLogRecord({"event": event, "fields": {"peer": str(each)}}) for each in range(count)]
+        return [record for record in records if sparingly.filter(record)]
+
+    assert len(lines("joined", 1000)) == 1000
+    assert len(lines("stranger", 1000)) == Sparingly.AT_ONCE
+    assert lines("refused", 10) == []
+    now[0] += 2.5
+    first, second = lines("stranger", 5)
+    assert first.fields == {"peer": "0", "kept_back": 990}  # type: ignore[attr-defined]
+    assert second.fields == {"peer": "1"}  # type: ignore[attr-defined]
+    now[0] += 1000
+    assert len(lines("stranger", 1000)) == Sparingly.AT_ONCE
 
 
 def test_the_units_command_is_one_that_there_is() -> None:

@@ -81,7 +81,7 @@ def switch(
     from netfold import control
     from netfold.bench.sizes import parse_size
     from netfold.switch import Limits, Switch, Tokens
-    from netfold.switch.facts import OneLine, say
+    from netfold.switch.facts import OneLine, Sparingly, say
     from netfold.switch.parent import Parent
     from netfold.switch.web import Web
 
@@ -90,6 +90,7 @@ def switch(
         raise typer.BadParameter(f"{log!r} is not a log level", param_hint="--log")
     output = logging.StreamHandler(sys.stderr)
     output.setFormatter(OneLine())
+    output.addFilter(Sparingly())
     logging.basicConfig(level=level, handlers=[output])
     try:
         host, port = control.parse_endpoint(listen, what="--listen")
