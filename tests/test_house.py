@@ -12,13 +12,14 @@ ROOT = Path(__file__).parent.parent
 MAY_INCLUDE = {
     "kernels": set(),
     "transport": set(),
+    "seal": set(),
     "protocol": {"kernels"},
     "prove": {"protocol"},
-    "collective": {"protocol", "transport", "kernels"},
+    "collective": {"protocol", "transport", "seal", "kernels"},
     # The vocabulary behind collective's own headers.
     "engine": {"collective", "protocol", "transport", "kernels"},
-    "aggregator": {"protocol", "transport"},
-    "bind": {"kernels", "transport", "protocol", "prove", "collective", "engine", "aggregator"},
+    "aggregator": {"protocol", "transport", "seal"},
+    "bind": {"kernels", "transport", "seal", "protocol", "prove", "collective", "engine", "aggregator"},
 }
 
 

@@ -18,11 +18,25 @@ using protocol::SwitchJob;
 namespace {
 
 constexpr std::uint32_t kWakeId = 0xffffffff;  // job ids stay below it
+constexpr std::size_t kPieces = 2;             // of a packet: what the machine wrote, and its tag, which may be empty
+// With a job's id: an event of its socket to the parent.
+constexpr std::uint64_t kParentBit = std::uint64_t{1} << 32;
 
 std::int64_t monotonic_ns() {
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+// Whether a packet that is long enough for a header ends with its tag.
+bool authentic(seal::Sealer& sealer, std::span<const std::byte> bytes) {
+  return bytes.size() >= protocol::kHeaderBytes + seal::kTagBytes &&
+         sealer.matches(protocol::nonce_of(bytes.data(), bytes.size() - seal::kTagBytes), bytes);
+}
+
+void tag(seal::Sealer& sealer, std::span<const std::byte> packet, std::byte* out) {
+  const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
+  sealer.tag(protocol::nonce_of(packet.data(), packet.size()), {&piece, 1}, out);
 }
 
 }  // namespace
@@ -67,14 +81,18 @@ void Plane::on_thread(const std::function<void()>& command) {
 }
 
 std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const std::string& host,
-                          const std::vector<std::uint64_t>& nonces, int buffer_bytes) {
+                          const std::vector<std::uint64_t>& nonces, const std::vector<seal::Key>& hello_keys,
+                          int buffer_bytes) {
+  if (!hello_keys.empty() && hello_keys.size() != nonces.size()) throw std::invalid_argument("open: a key a worker");
   auto job = std::make_unique<Job>();
   job->id = job_id;
   job->incarnation = incarnation;
   job->socket = std::make_unique<transport::UdpSocket>(transport::Address::parse(host, 0), buffer_bytes);
-  for (const std::uint64_t nonce : nonces) {
-    job->workers.emplace_back();
-    job->workers.back().nonce = nonce;
+  job->authenticated = !hello_keys.empty();
+  for (std::size_t i = 0; i < nonces.size(); ++i) {
+    Worker& worker = job->workers.emplace_back();
+    worker.nonce = nonces[i];
+    if (job->authenticated) worker.hello_sealer.emplace(hello_keys[i]);
   }
   job->counters.last_arrivals.resize(nonces.size());
   job->counters.arrivals.resize(nonces.size());
@@ -88,6 +106,14 @@ std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const
   return port;
 }
 
+void Plane::expect(std::uint32_t job_id, std::uint16_t worker, const std::string& host, std::uint16_t port) {
+  const transport::Address address = transport::Address::parse(host, port);
+  on_thread([&] {
+    if (const auto found = jobs_.find(job_id); found != jobs_.end())
+      found->second->workers.at(worker).expected = address;
+  });
+}
+
 int Plane::receive_buffer_bytes(std::uint32_t job_id) {
   int bytes = 0;
   on_thread([&] {
@@ -97,21 +123,62 @@ int Plane::receive_buffer_bytes(std::uint32_t job_id) {
   return bytes;
 }
 
-void Plane::begin(const protocol::JobConfig& config) {
+void Plane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::UdpSocket> socket,
+                           const transport::Address& to) {
+  on_thread([&] {
+    const auto found = jobs_.find(job_id);
+    if (found == jobs_.end()) throw std::invalid_argument("connect_parent: no such job");
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = kParentBit | job_id}};
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket->fd(), &event) != 0) transport::throw_errno("epoll_ctl");
+    found->second->parent.emplace();
+    found->second->parent->socket = std::move(socket);
+    found->second->parent->address = to;
+  });
+}
+
+void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
+                  const std::optional<ParentKeys>& parent_keys) {
   // Slots are allocated here, not between two batches of other jobs.
   auto machine = std::make_unique<SwitchJob>(config);
   std::vector<First> firsts(machine->slot_count());
+  std::vector<std::optional<seal::Sealer>> sealers(config.workers);
+  std::optional<seal::Sealer> answer_sealer;
+  std::optional<seal::Sealer> sum_sealer;
+  std::optional<seal::Sealer> parent_sealer;
+  std::vector<std::byte> tags;
+  if (parent_keys) {
+    sum_sealer.emplace(parent_keys->sums);
+    parent_sealer.emplace(parent_keys->answers);
+  }
+  if (keys) {
+    for (std::size_t i = 0; i < sealers.size(); ++i) sealers[i].emplace(keys->contributions.at(i));
+    answer_sealer.emplace(keys->answers);
+    tags.resize(machine->slot_count() * seal::kTagBytes);
+  }
   on_thread([&] {
     const auto found = jobs_.find(config.job);
     if (found == jobs_.end()) throw std::invalid_argument("begin: no such job");
     Job& job = *found->second;
+    if (job.authenticated != keys.has_value()) throw std::invalid_argument("begin: keys are for a job that has them");
+    if (job.workers.size() != sealers.size()) throw std::invalid_argument("begin: not as many workers as were opened");
     std::string silent;
     for (std::size_t i = 0; i < job.workers.size(); ++i) {
       if (!job.workers[i].address) silent += " " + std::to_string(i);
     }
     if (!silent.empty()) throw std::invalid_argument("begin: no hello came from worker" + silent);
+    if (machine->config().parent.has_value() != job.parent.has_value()) {
+      throw std::invalid_argument("begin: a job has a parent in its config and a socket to it, or neither");
+    }
+    if (job.parent) {
+      job.parent->machine = protocol::Uplink(machine->slot_count());
+      job.parent->sealer = std::move(sum_sealer);
+      job.parent->answer_sealer = std::move(parent_sealer);
+    }
     job.machine = std::move(machine);
     job.firsts = std::move(firsts);
+    for (std::size_t i = 0; i < job.workers.size(); ++i) job.workers[i].sealer = std::move(sealers[i]);
+    job.answer_sealer = std::move(answer_sealer);
+    job.tags = std::move(tags);
   });
 }
 
@@ -123,6 +190,7 @@ void Plane::close(std::uint32_t job_id) {
     ended = std::move(found->second);
     jobs_.erase(found);
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, ended->socket->fd(), nullptr);
+    if (ended->parent) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, ended->parent->socket->fd(), nullptr);
   });
 }
 
@@ -136,6 +204,11 @@ std::optional<JobCounters> Plane::counters(std::uint32_t job_id) {
       if (const auto* machine = found->second->machine.get()) {
         counters->slots = machine->slot_count();
         counters->slots_collecting = machine->collecting_count();
+        counters->slots_summed = machine->config().parent ? machine->summed_count() : 0;
+      }
+      if (const auto& parent = found->second->parent) {
+        counters->sums_sent = parent->machine.packets_sent();
+        counters->sums_again = parent->machine.sent_again();
       }
     }
   });
@@ -162,7 +235,8 @@ void Plane::run() {
   while (!stopping_) {
     const int ready = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
     for (int i = 0; i < ready; ++i) {
-      const auto id = static_cast<std::uint32_t>(events[static_cast<std::size_t>(i)].data.u64);
+      const std::uint64_t source = events[static_cast<std::size_t>(i)].data.u64;
+      const auto id = static_cast<std::uint32_t>(source);
       if (id == kWakeId) {
         std::uint64_t value = 0;
         [[maybe_unused]] const auto got = ::read(wake_.get(), &value, sizeof value);
@@ -182,8 +256,13 @@ void Plane::run() {
       if (found == jobs_.end()) continue;  // closed by a command of this very turn
       Job& job = *found->second;
       try {
-        receive(job);
+        if (source & kParentBit) {
+          receive_from_parent(job);
+        } else {
+          receive(job);
+        }
         flush(job);
+        flush_sums(job);
       } catch (const std::system_error& error) {
         // A firewall or a shrunken MTU: this job's workers will run into their deadlines; other jobs go on.
         ++job.counters.send_errors;
@@ -209,15 +288,19 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Ad
   const protocol::Header header = view->header();
   if (header.flags & protocol::kHello) return hello(job, header, bytes, source);
   if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
-  const auto& registered = job.workers[header.worker].address;
-  if (!registered || !(*registered == source)) return count_drop(Drop::source);
+  Worker& from = job.workers[header.worker];
+  if (!from.is_at(source)) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
+  if (from.sealer) {
+    if (!authentic(*from.sealer, bytes)) return count_drop(Drop::unauthenticated);
+    bytes = bytes.first(bytes.size() - seal::kTagBytes);
+  }
 
   const SwitchJob::Handled handled = job.machine->handle_packet(bytes);
   // A copy of what came before, or of what nobody needs any more, is as good a sign of life of the packets around it.
   if (handled.outcome != SwitchJob::Outcome::dropped || handled.drop == Drop::stale ||
       handled.drop == Drop::duplicate) {
-    const auto gap = job.workers[header.worker].arrivals.take(header.counter);
+    const auto gap = from.arrivals.take(header.counter);
     if (gap.count > 0) notice(job, header.worker, gap);
   }
   switch (handled.outcome) {
@@ -227,16 +310,100 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Ad
       return arrived(job, handled, now_ns);
     case SwitchJob::Outcome::completed:
       arrived(job, handled, now_ns);
-      ++job.counters.results;
-      job.counters.result_bytes += job.machine->agreement(handled.slot).value_bytes();
       ++job.counters.last_arrivals[handled.worker];
-      for (Worker& worker : job.workers) queue(job, worker, handled.slot);
-      return;
+      return completed(job, handled.slot);
+    case SwitchJob::Outcome::summed:
+      arrived(job, handled, now_ns);
+      ++job.counters.last_arrivals[handled.worker];
+      return job.parent->machine.offer(handled.slot);
+    case SwitchJob::Outcome::asked:
+      count_drop(Drop::duplicate);  // as far as this switch's own sum is concerned
+      return job.parent->machine.offer(handled.slot);
+    case SwitchJob::Outcome::notice:
+      return;  // from a parent alone
     case SwitchJob::Outcome::answered:
       ++job.counters.answers_again;
       return queue(job, job.workers[handled.worker], handled.slot);
     case SwitchJob::Outcome::mismatch:
       return tell_mismatch(job, handled, bytes);
+  }
+}
+
+void Plane::completed(Job& job, std::uint32_t slot) {
+  if (job.answer_sealer) tag(*job.answer_sealer, job.machine->frame(slot), job.tags.data() + slot * seal::kTagBytes);
+  ++job.counters.results;
+  job.counters.result_bytes += job.machine->agreement(slot).value_bytes();
+  for (Worker& worker : job.workers) queue(job, worker, slot);
+}
+
+void Plane::receive_from_parent(Job& job) {
+  job.parent->socket->receive([&](std::span<const std::byte> bytes, const transport::Address& source) {
+    take_from_parent(job, bytes, source);
+  });
+}
+
+void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, const transport::Address& source) {
+  const auto count_drop = [&](Drop reason) { ++job.counters.parent_drops[static_cast<std::size_t>(reason)]; };
+  if (!(source == job.parent->address)) return count_drop(Drop::source);
+  if (!job.machine) return count_drop(Drop::epoch);
+  if (job.parent->answer_sealer) {
+    if (!authentic(*job.parent->answer_sealer, bytes)) return count_drop(Drop::unauthenticated);
+    bytes = bytes.first(bytes.size() - seal::kTagBytes);
+  }
+  const SwitchJob::Handled handled = job.machine->handle_parent(bytes);
+  if (handled.outcome == SwitchJob::Outcome::dropped) return count_drop(handled.drop);
+  const protocol::Header header = protocol::PacketView::parse(bytes)->header();
+  if (handled.outcome == SwitchJob::Outcome::completed) {
+    job.parent->machine.handle_result(handled.slot, header.counter);
+    completed(job, handled.slot);
+  } else if (handled.outcome == SwitchJob::Outcome::notice) {
+    ++job.counters.parent_notices;
+    if (job.parent->machine.handle_notice(header.chunk, header.elements) == 0) count_drop(Drop::stale);
+  } else {  // who it is about is called the same at every switch of the tree
+    ++job.counters.mismatches;
+    std::vector<std::byte> packet(job.machine->packet_bytes());
+    job.machine->write_mismatch(handled.chunk, protocol::Agreement::of(header), header.worker, ++job.told,
+                                packet.data());
+    append_tag(job, packet);
+    for (std::uint16_t to = 0; to < job.workers.size(); ++to) send(job, to, packet);
+  }
+}
+
+void Plane::flush_sums(Job& job) {
+  if (!job.machine || !job.parent) return;
+  Parent& parent = *job.parent;
+  const std::size_t tag_bytes = parent.sealer ? seal::kTagBytes : 0;
+  const std::size_t packet_bytes = job.machine->packet_bytes() + tag_bytes;
+  const std::size_t per_run =
+      std::min(transport::UdpSocket::kMaxSegments, transport::UdpSocket::kMaxSuperBytes / packet_bytes + 1);
+  std::array<std::uint32_t, transport::UdpSocket::kMaxSegments> slots;
+  std::array<iovec, kPieces * transport::UdpSocket::kMaxSegments> pieces;
+  std::array<std::byte, seal::kTagBytes * transport::UdpSocket::kMaxSegments> tags;
+  bool blocked = false;
+  while (!blocked) {
+    std::size_t count = 0;
+    while (count < per_run) {
+      const auto send = parent.machine.poll_send();
+      if (!send) break;
+      const auto sum = job.machine->sum(send->slot, send->counter);
+      std::byte* tag_of = tags.data() + count * seal::kTagBytes;
+      if (parent.sealer) tag(*parent.sealer, sum, tag_of);
+      pieces[count * kPieces] = {const_cast<std::byte*>(sum.data()), sum.size()};
+      pieces[count * kPieces + 1] = {tag_of, tag_bytes};
+      slots[count++] = send->slot;
+    }
+    if (count == 0) break;
+    const transport::UdpSocket::Run run{.to = &parent.address,
+                                        .pieces = {pieces.data(), count * kPieces},
+                                        .pieces_per_packet = kPieces,
+                                        .packet_bytes = packet_bytes};
+    const std::size_t sent = parent.socket->send({&run, 1});
+    for (std::size_t i = sent; i < count; ++i) parent.machine.not_sent(slots[i]);
+    blocked = sent < count;
+  }
+  if (blocked != parent.blocked) {
+    parent.blocked = blocked;
+    watch(kParentBit | job.id, parent.socket->fd(), blocked);
   }
 }
 
@@ -250,21 +417,14 @@ void Plane::arrived(Job& job, const SwitchJob::Handled& handled, std::int64_t no
 
 void Plane::hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
                   const transport::Address& source) {
-  if (header.job != job.id || header.incarnation != job.incarnation) {
-    ++job.counters.drops[static_cast<std::size_t>(Drop::foreign)];
-    return;
-  }
-  if (header.worker >= job.workers.size() || job.workers[header.worker].nonce != header.counter) {
-    ++job.counters.drops[static_cast<std::size_t>(Drop::worker)];
-    return;
-  }
-  ++job.counters.hellos;
+  const auto count_drop = [&](Drop reason) { ++job.counters.drops[static_cast<std::size_t>(reason)]; };
+  if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
   Worker& worker = job.workers[header.worker];
-  if (!job.machine) worker.address = source;  // once counting has begun, an address stays
-  if (!(*worker.address == source)) return;
-  const iovec piece{const_cast<std::byte*>(bytes.data()), bytes.size()};
-  const transport::UdpSocket::Run run{.to = &*worker.address, .pieces = {&piece, 1}, .packet_bytes = bytes.size()};
-  job.socket->send({&run, 1});
+  const auto right = [&] { return !worker.hello_sealer || authentic(*worker.hello_sealer, bytes); };
+  const Drop drop = worker.handle_hello(header, job.id, job.incarnation, source, right);
+  if (drop != Drop::none) return count_drop(drop);
+  ++job.counters.hellos;
+  send(job, header.worker, bytes);
 }
 
 void Plane::queue(Job& job, Worker& worker, std::uint32_t slot) {
@@ -277,12 +437,13 @@ void Plane::queue(Job& job, Worker& worker, std::uint32_t slot) {
 
 void Plane::flush(Job& job) {
   if (!job.machine) return;
-  const std::size_t packet_bytes = job.machine->packet_bytes();
+  const std::size_t tag_bytes = job.authenticated ? seal::kTagBytes : 0;
+  const std::size_t packet_bytes = job.machine->packet_bytes() + tag_bytes;
   const std::size_t per_run =
       std::min(transport::UdpSocket::kMaxSegments, transport::UdpSocket::kMaxSuperBytes / packet_bytes + 1);
   std::array<transport::UdpSocket::Run, transport::UdpSocket::kMessagesPerCall> runs;
   std::array<Worker*, transport::UdpSocket::kMessagesPerCall> owners;
-  job.pieces.resize(runs.size() * per_run);
+  job.pieces.resize(runs.size() * per_run * kPieces);
   bool blocked = false;
   for (bool more = true; more && !blocked;) {
     more = false;
@@ -294,12 +455,16 @@ void Plane::flush(Job& job) {
         Worker& worker = job.workers[next];
         if (worker.pending.empty()) continue;
         const std::size_t take = std::min(worker.pending.size(), per_run);
-        iovec* first = job.pieces.data() + count * per_run;
+        iovec* first = job.pieces.data() + count * per_run * kPieces;
         for (std::size_t i = 0; i < take; ++i) {
           const auto frame = job.machine->frame(worker.pending[i]);
-          first[i] = {const_cast<std::byte*>(frame.data()), frame.size()};
+          first[i * kPieces] = {const_cast<std::byte*>(frame.data()), frame.size()};
+          first[i * kPieces + 1] = {job.tags.data() + worker.pending[i] * tag_bytes, tag_bytes};
         }
-        runs[count] = {.to = &*worker.address, .pieces = {first, take}, .packet_bytes = packet_bytes};
+        runs[count] = {.to = &*worker.address,
+                       .pieces = {first, take * kPieces},
+                       .pieces_per_packet = kPieces,
+                       .packet_bytes = packet_bytes};
         owners[count++] = &worker;
         packets += take;
       }
@@ -308,7 +473,7 @@ void Plane::flush(Job& job) {
       job.counters.answers_sent += sent;
       blocked = sent < packets;
       for (std::size_t i = 0; i < count; ++i) {
-        const std::size_t mine = std::min(sent, runs[i].pieces.size());
+        const std::size_t mine = std::min(sent, runs[i].pieces.size() / kPieces);
         owners[i]->pending.erase(owners[i]->pending.begin(),
                                  owners[i]->pending.begin() + static_cast<std::ptrdiff_t>(mine));
         sent -= mine;
@@ -318,43 +483,53 @@ void Plane::flush(Job& job) {
   }
   if (blocked != job.blocked) {
     job.blocked = blocked;
-    watch(job, blocked);
+    watch(job.id, job.socket->fd(), blocked);
   }
 }
 
 void Plane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap) {
   ++job.counters.notices;
   std::vector<std::byte> packet(job.machine->packet_bytes());
-  job.machine->write_notice(to, gap, packet.data());
-  const iovec piece{packet.data(), packet.size()};
-  const transport::UdpSocket::Run run{
-      .to = &*job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
-  job.socket->send({&run, 1});  // a hint: where there is no room for it, the worker's timer will do
+  job.machine->write_notice(to, gap, ++job.told, packet.data());
+  append_tag(job, packet);
+  send(job, to, packet);  // a hint: where there is no room for it, the worker's timer will do
 }
 
 void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, std::span<const std::byte> bytes) {
   ++job.counters.mismatches;
   const auto said = protocol::Agreement::of(protocol::PacketView::parse(bytes)->header());
   std::vector<std::byte> packet(job.machine->packet_bytes());
-  const auto send = [&](std::uint16_t to) {
-    const iovec piece{packet.data(), packet.size()};
-    const transport::UdpSocket::Run run{
-        .to = &*job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
-    job.socket->send({&run, 1});
-  };
-  job.machine->write_mismatch(handled.chunk, said, handled.worker, packet.data());
+  job.machine->write_mismatch(handled.chunk, said, job.machine->name_of(handled.worker), ++job.told, packet.data());
+  append_tag(job, packet);
   for (std::uint16_t to = 0; to < job.workers.size(); ++to) {
-    if (to != handled.worker) send(to);
+    if (to != handled.worker) send(job, to, packet);
   }
-  job.machine->write_mismatch(handled.chunk, job.machine->agreement(handled.slot), handled.other, packet.data());
-  send(handled.worker);
+  packet.resize(job.machine->packet_bytes());
+  job.machine->write_mismatch(handled.chunk, job.machine->agreement(handled.slot), job.machine->name_of(handled.other),
+                              ++job.told, packet.data());
+  append_tag(job, packet);
+  send(job, handled.worker, packet);
 }
 
-void Plane::watch(const Job& job, bool writable) {
+void Plane::append_tag(Job& job, std::vector<std::byte>& packet) {
+  if (!job.authenticated) return;
+  const std::size_t bytes = packet.size();
+  packet.resize(bytes + seal::kTagBytes);
+  tag(*job.answer_sealer, {packet.data(), bytes}, packet.data() + bytes);
+}
+
+void Plane::send(Job& job, std::uint16_t to, std::span<const std::byte> packet) {
+  const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
+  const transport::UdpSocket::Run run{
+      .to = &*job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
+  job.socket->send({&run, 1});
+}
+
+void Plane::watch(std::uint64_t id, int fd, bool writable) {
   std::uint32_t events = EPOLLIN;
   if (writable) events |= EPOLLOUT;
-  epoll_event event{.events = events, .data = {.u64 = job.id}};
-  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, job.socket->fd(), &event);
+  epoll_event event{.events = events, .data = {.u64 = id}};
+  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
 
 }  // namespace netfold::aggregator

@@ -1,10 +1,13 @@
 // netfold._native.aggregator: the data plane, commanded by netfold.switch.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <netfold/aggregator/plane.hpp>
 
 #include "module.hpp"
+#include "seal.hpp"
+#include "transport.hpp"
 
 namespace nb = nanobind;
 using netfold::aggregator::Plane;
@@ -15,16 +18,51 @@ void bind_aggregator(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Plane>(a, "Plane")
       .def(nb::init<>())
-      .def("open", &Plane::open, nb::arg("job"), nb::arg("incarnation"), nb::arg("host"), nb::arg("nonces"),
-           nb::arg("buffer_bytes"), Release())
+      .def(
+          "open",
+          [](Plane& self, std::uint32_t job, std::uint32_t incarnation, const std::string& host,
+             const std::vector<std::uint64_t>& nonces, const std::vector<nb::bytes>& hello_keys, int buffer_bytes) {
+            const auto keys = keys_of(hello_keys);
+            nb::gil_scoped_release release;
+            return self.open(job, incarnation, host, nonces, keys, buffer_bytes);
+          },
+          nb::arg("job"), nb::arg("incarnation"), nb::arg("host"), nb::arg("nonces"), nb::arg("hello_keys"),
+          nb::arg("buffer_bytes"))
+      .def("expect", &Plane::expect, nb::arg("job"), nb::arg("worker"), nb::arg("host"), nb::arg("port"), Release())
       .def("receive_buffer_bytes", &Plane::receive_buffer_bytes, Release())
       .def(
+          "connect_parent",
+          [](Plane& self, std::uint32_t job, UdpPort& port, const std::string& host, std::uint16_t to_port) {
+            if (!port.socket) throw nb::value_error("this port was given to a job");
+            auto socket = std::move(port.socket);
+            const auto to = netfold::transport::Address::parse(host, to_port);
+            nb::gil_scoped_release release;
+            self.connect_parent(job, std::move(socket), to);
+          },
+          nb::arg("job"), nb::arg("port"), nb::arg("host"), nb::arg("to_port"))
+      .def(
           "begin",
+          // parent: job, epoch, incarnation and worker as the parent gave them.
           [](Plane& self, std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t workers,
-             std::uint32_t window,
-             std::uint32_t payload_bytes) { self.begin({job, epoch, incarnation, workers, window, payload_bytes}); },
+             std::uint32_t window, std::uint32_t payload_bytes,
+             const std::optional<std::tuple<std::vector<nb::bytes>, nb::bytes>>& keys,
+             const std::optional<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint16_t>>& parent,
+             const std::optional<std::tuple<nb::bytes, nb::bytes>>& parent_keys, std::vector<std::uint16_t> names) {
+            std::optional<netfold::aggregator::JobKeys> job_keys;
+            if (keys) job_keys = {keys_of(std::get<0>(*keys)), key_of(std::get<1>(*keys))};
+            std::optional<protocol::ParentLink> link;
+            if (parent) link = std::make_from_tuple<protocol::ParentLink>(*parent);
+            std::optional<netfold::aggregator::ParentKeys> link_keys;
+            if (parent_keys) link_keys = {key_of(std::get<0>(*parent_keys)), key_of(std::get<1>(*parent_keys))};
+            nb::gil_scoped_release release;
+            self.begin({job, epoch, incarnation, workers, window, payload_bytes, link, std::move(names)}, job_keys,
+                       link_keys);
+          },
           nb::kw_only(), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"), nb::arg("workers"),
-          nb::arg("window"), nb::arg("payload_bytes"), Release())
+          nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(), nb::arg("parent") = nb::none(),
+          nb::arg("parent_keys") = nb::none(), nb::arg("names") = std::vector<std::uint16_t>{},
+          "keys: of contributions, by worker, and of the answers; None without tags. parent_keys: of sums, and of the "
+          "parent's answers.")
       .def("close", &Plane::close, Release())
       .def("missing", &Plane::missing, Release())
       .def("cpu_ns", &Plane::cpu_ns, Release())
@@ -54,11 +92,18 @@ void bind_aggregator(nb::module_& m) {
         out["arrival_lag_ns"] = counters->arrival_lag_ns;
         out["slots"] = counters->slots;
         out["slots_collecting"] = counters->slots_collecting;
+        out["slots_summed"] = counters->slots_summed;
+        out["sums_sent"] = counters->sums_sent;
+        out["sums_again"] = counters->sums_again;
+        out["parent_notices"] = counters->parent_notices;
         nb::dict drops;
+        nb::dict parent_drops;
         for (int i = 1; i < protocol::kDropCount; ++i) {
           drops[protocol::name(static_cast<protocol::Drop>(i))] = counters->drops[i];
+          parent_drops[protocol::name(static_cast<protocol::Drop>(i))] = counters->parent_drops[i];
         }
         out["drops"] = drops;
+        out["parent_drops"] = parent_drops;
         return out;
       });
 }

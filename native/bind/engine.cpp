@@ -15,6 +15,7 @@
 
 #include "call_site.hpp"
 #include "module.hpp"
+#include "seal.hpp"
 #include "transport.hpp"
 
 namespace nb = nanobind;
@@ -65,12 +66,15 @@ std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, con
 }
 
 std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connections& lane_fds,
-                                  std::vector<bool> mends, std::uint64_t id, std::string job, int spin_us,
-                                  bool spins_for_sockets, bool yields,
+                                  const std::vector<Connections>& spare_fds, std::vector<bool> mends, std::uint64_t id,
+                                  std::string job, int spin_us, bool spins_for_sockets, bool yields,
                                   const std::vector<std::tuple<int, std::uint64_t, int, int, int>>& table,
                                   std::uint16_t table_hash, std::vector<int> nodes) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
-  if (lane_fds.size() != fds.size()) throw nb::value_error("every lane needs as many places as there are ranks");
+  const auto fits = [&](const Connections& lane) { return lane.size() == fds.size(); };
+  if (!fits(lane_fds) || !std::all_of(spare_fds.begin(), spare_fds.end(), fits)) {
+    throw nb::value_error("every lane needs as many places as there are ranks");
+  }
   mends.resize(fds.size());
   if (nodes.size() != fds.size()) throw nb::value_error("every rank is on some node");
   Group::Options options{.id = id,
@@ -92,8 +96,90 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
   }
   auto mesh = make_mesh(rank, fds, mends, id, 0);
   auto lane = make_mesh(rank, lane_fds, mends, id, 1);
+  std::vector<std::unique_ptr<transport::Mesh>> spares;
+  for (const Connections& spare : spare_fds) {
+    spares.push_back(make_mesh(rank, spare, mends, id, 2 + static_cast<int>(spares.size())));
+  }
   nb::gil_scoped_release release;
-  return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane));
+  return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane), std::move(spares));
+}
+
+// A group's way to one of its switches, by the order in which they were attached.
+struct Shard {
+  std::shared_ptr<Group> group;
+  std::size_t number;
+};
+
+nb::object traffic_of(const Shard& shard) {
+  const auto all = shard.group->traffic();
+  if (shard.number >= all.size()) return nb::none();
+  const Group::Traffic& traffic = all[shard.number];
+  nb::dict out;
+  out["life"] = traffic.life;
+  out["packets_sent"] = traffic.packets_sent;
+  out["retransmissions"] = traffic.retransmissions;
+  out["smoothed_rtt_ns"] = traffic.smoothed_rtt_ns;
+  out["oldest_unanswered"] = traffic.oldest_unanswered;
+  out["idle"] = traffic.idle;
+  nb::dict drops;
+  for (int i = 1; i < protocol::kDropCount; ++i) {
+    drops[protocol::name(static_cast<protocol::Drop>(i))] = traffic.drops[i];
+  }
+  out["drops"] = drops;
+  return out;
+}
+
+using Keys = std::tuple<nb::bytes, nb::bytes>;  // of this worker's contributions, of the answers
+
+std::unique_ptr<collective::Channel> make_channel(const Group& group, UdpPort& port, const std::string& host,
+                                                  std::uint16_t to_port, std::uint64_t life,
+                                                  const protocol::WorkerConfig& config, const std::vector<int>& ranks,
+                                                  const std::optional<Keys>& keys) {
+  if (!port.socket) throw nb::value_error("this port was given to a group before");
+  std::optional<collective::ChannelKeys> channel_keys;
+  if (keys) channel_keys = {key_of(std::get<0>(*keys)), key_of(std::get<1>(*keys))};
+  return std::make_unique<collective::Channel>(life, config, channel_keys, ranks, group.rank(), std::move(port.socket),
+                                               transport::Address::parse(host, to_port));
+}
+
+nb::bytes as_bytes(const std::vector<std::byte>& bytes) {
+  return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+// (base, end, held, promised), see collective::Channel::words; None: no such membership.
+nb::object freeze_life(const Shard& shard, std::uint64_t life) {
+  std::optional<collective::Uplink::Words> words;
+  {
+    nb::gil_scoped_release release;
+    shard.group->on_uplink(shard.number, [&](collective::Uplink& uplink) { words = uplink.freeze(life); });
+  }
+  if (!words) return nb::none();
+  const auto& said = words->of_channel;
+  return nb::make_tuple(said.base, said.end, as_bytes(said.held), words->promised);
+}
+
+nb::object kept_packets(const Shard& shard, std::uint64_t life, const std::vector<std::uint64_t>& chunks) {
+  std::optional<std::vector<std::vector<std::byte>>> packets;
+  {
+    nb::gil_scoped_release release;
+    shard.group->on_uplink(shard.number, [&](collective::Uplink& uplink) { packets = uplink.kept(life, chunks); });
+  }
+  if (!packets) return nb::none();
+  nb::list out;
+  for (const auto& packet : *packets) out.append(as_bytes(packet));
+  return out;
+}
+
+bool accept_packets(const Shard& shard, std::uint64_t life, const std::vector<nb::bytes>& packets) {
+  std::vector<std::span<const std::byte>> views;
+  for (const nb::bytes& packet : packets) {
+    views.emplace_back(reinterpret_cast<const std::byte*>(packet.c_str()), packet.size());
+  }
+  nb::gil_scoped_release release;
+  bool accepted = false;
+  shard.group->on_uplink(shard.number,
+                         [&](collective::Uplink& uplink) { accepted = uplink.accept(life, views, engine::now_ns()); });
+  return accepted;
 }
 
 std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce, bool average, int root,
@@ -283,17 +369,30 @@ void bind_engine(nb::module_& m) {
   nb::class_<Group>(e, "Group")
       .def(
           "attach",
-          [](Group& self, UdpPort& port, const std::string& host, std::uint16_t to_port, std::uint32_t job,
-             std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker, const std::vector<int>& ranks,
-             std::uint32_t window, std::uint32_t payload_bytes) {
-            if (!port.socket) throw nb::value_error("this port was given to a group before");
-            const auto workers = static_cast<std::uint16_t>(ranks.size());
-            const protocol::WorkerConfig config{job, epoch, incarnation, worker, workers, window, payload_bytes};
-            self.attach(std::make_unique<collective::Channel>(config, ranks, std::move(port.socket),
-                                                              transport::Address::parse(host, to_port)));
+          [](Group& self, UdpPort& port, const std::string& host, std::uint16_t to_port, std::uint64_t life,
+             std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker,
+             const std::vector<int>& ranks, std::uint32_t window, std::uint32_t payload_bytes,
+             const std::optional<Keys>& keys, const std::vector<std::tuple<int, std::uint64_t, int>>& rows,
+             std::uint16_t table_hash) {
+            std::vector<collective::Uplink::Row> table;
+            for (const auto& [kind, min_bytes, algorithm] : rows) {
+              if (kind < 0 || kind >= collective::kKindCount || algorithm < 0 ||
+                  algorithm >= collective::kAlgorithmCount) {
+                throw nb::value_error("the table names an operation or algorithm that does not exist");
+              }
+              table.push_back(
+                  {static_cast<collective::Kind>(kind), min_bytes, static_cast<collective::AlgorithmId>(algorithm)});
+            }
+            const protocol::WorkerConfig config{
+                job, epoch, incarnation, worker, static_cast<std::uint16_t>(ranks.size()), window, payload_bytes};
+            self.attach(make_channel(self, port, host, to_port, life, config, ranks, keys), std::move(table),
+                        table_hash);
           },
-          nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("job"), nb::arg("epoch"),
-          nb::arg("incarnation"), nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"))
+          nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("life"), nb::arg("job"),
+          nb::arg("epoch"), nb::arg("incarnation"), nb::arg("worker"), nb::arg("ranks"), nb::arg("window"),
+          nb::arg("payload_bytes"), nb::arg("keys").none(), nb::arg("rows"), nb::arg("table_hash"),
+          "keys: of this worker's contributions and of the answers; None without tags. rows: (operation, bytes from "
+          "which on, algorithm) for as long as the switch is gone, hashed.")
       .def(
           "share",
           [](Group& self, int position, const std::vector<int>& ranks, const std::vector<int>& segments,
@@ -367,31 +466,62 @@ void bind_engine(nb::module_& m) {
              const auto records = self.events(&total);
              return nb::make_tuple(total, record_bytes(records.data(), records.size()));
            })
-      .def("traffic",
-           [](const Group& self) -> nb::object {
-             const auto traffic = self.traffic();
-             if (!traffic) return nb::none();
-             nb::dict out;
-             out["packets_sent"] = traffic->packets_sent;
-             out["retransmissions"] = traffic->retransmissions;
-             out["smoothed_rtt_ns"] = traffic->smoothed_rtt_ns;
-             out["oldest_unanswered"] = traffic->oldest_unanswered;
-             out["idle"] = traffic->idle;
-             nb::dict drops;
-             for (int i = 1; i < protocol::kDropCount; ++i) {
-               drops[protocol::name(static_cast<protocol::Drop>(i))] = traffic->drops[i];
-             }
-             out["drops"] = drops;
-             return out;
-           })
+      .def(
+          "shard", [](const std::shared_ptr<Group>& self, std::size_t number) { return Shard{self, number}; },
+          nb::arg("number"), "The way to one of its switches, by the order of attaching.")
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size);
 
-  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("mends"), nb::arg("id"),
-        nb::arg("job"), nb::arg("spin_us"), nb::arg("spins_for_sockets"), nb::arg("yields"), nb::arg("table"),
-        nb::arg("table_hash"), nb::arg("nodes"),
-        "fds[r]: connected stream sockets to rank r, one a rail, none at this rank's place; lane_fds[r]: others, for "
-        "messages between two ranks; mends[r]: whether one that breaks may be made again. Takes ownership of them.");
+  nb::class_<Shard>(e, "Shard")
+      .def(
+          "stand_by",
+          [](const Shard& self, UdpPort& port, const std::string& host, std::uint16_t to_port, std::uint64_t life,
+             std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker,
+             const std::vector<int>& ranks, std::uint32_t window, std::uint32_t payload_bytes,
+             const std::optional<Keys>& keys) {
+            const protocol::WorkerConfig config{
+                job, epoch, incarnation, worker, static_cast<std::uint16_t>(ranks.size()), window, payload_bytes};
+            auto channel = make_channel(*self.group, port, host, to_port, life, config, ranks, keys);
+            nb::gil_scoped_release release;
+            self.group->on_uplink(self.number,
+                                  [&](collective::Uplink& uplink) { uplink.stand_by(std::move(channel)); });
+          },
+          nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("life"), nb::arg("job"),
+          nb::arg("epoch"), nb::arg("incarnation"), nb::arg("worker"), nb::arg("ranks"), nb::arg("window"),
+          nb::arg("payload_bytes"), nb::arg("keys").none(),
+          "A membership to go on by, once the first of `ranks` says so (promise).")
+      .def("freeze", &freeze_life, nb::arg("life"),
+           "Stop a membership. (base, end, held, promised), see collective::Uplink::Words; None: there is no such.")
+      .def("kept", &kept_packets, nb::arg("life"), nb::arg("chunks"),
+           "Results as they came; None where one is not kept.")
+      .def("accept", &accept_packets, nb::arg("life"), nb::arg("packets"),
+           "Results that another rank kept. False: one was not for this rank.")
+      .def(
+          "fall_back",
+          [](const Shard& self, std::uint64_t life, std::uint64_t end, bool promised) {
+            self.group->on_uplink(self.number,
+                                  [&](collective::Uplink& uplink) { uplink.fall_back(life, end, promised); });
+          },
+          nb::arg("life"), nb::arg("end"), nb::arg("promised"), nb::call_guard<nb::gil_scoped_release>(),
+          "Go on without it. end: the lowest chunk that some rank had not begun; promised: as the first rank said.")
+      .def(
+          "promise",
+          [](const Shard& self, std::uint64_t life) {
+            bool promised = false;
+            self.group->on_uplink(self.number, [&](collective::Uplink& uplink) { promised = uplink.promise(life); });
+            return promised;
+          },
+          nb::arg("life"), nb::call_guard<nb::gil_scoped_release>(),
+          "At the first rank: the next operation, on all ranks, goes by this membership. False: it cannot.")
+      .def("traffic", &traffic_of, "None: not attached.");
+
+  e.def(
+      "add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("spare_fds"),
+      nb::arg("mends"), nb::arg("id"), nb::arg("job"), nb::arg("spin_us"), nb::arg("spins_for_sockets"),
+      nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"), nb::arg("nodes"),
+      "fds[r]: connected stream sockets to rank r, one a rail, none at this rank's place; lane_fds[r]: others, for "
+      "messages between two ranks; spare_fds[i][r]: for what switch i was to do; mends[r]: whether one that breaks may "
+      "be made again. Takes ownership of them.");
   e.def(
       "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },
       nb::call_guard<nb::gil_scoped_release>());

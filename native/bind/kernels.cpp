@@ -10,7 +10,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <netfold/kernels/block_quantise.hpp>
+#include <netfold/kernels/byte_quantise.hpp>
 #include <netfold/kernels/copy.hpp>
 #include <netfold/kernels/isa.hpp>
 
@@ -106,8 +106,45 @@ void copy_array(Output dst, Input src, bool streams) {
 void block_exponents_of_array(Output exponents, Input src, const IsaName& isa) {
   const std::size_t count = count_of(src, DType::f32, "src");
   expect_count(count_of(exponents, DType::i16, "exponents"), quantise_block_count(count), "exponents");
-  block_exponents(table_of(isa), static_cast<std::int16_t*>(exponents.data()), static_cast<const float*>(src.data()),
-                  count);
+  std::vector<std::int32_t> magnitudes(quantise_block_count(count));
+  block_magnitudes(table_of(isa), magnitudes.data(), static_cast<const float*>(src.data()), count);
+  block_exponents(static_cast<std::int16_t*>(exponents.data()), magnitudes.data(), magnitudes.size());
+}
+
+void block_magnitudes_of_array(Output magnitudes, Input src, const IsaName& isa) {
+  const std::size_t count = count_of(src, DType::f32, "src");
+  expect_count(count_of(magnitudes, DType::i32, "magnitudes"), quantise_block_count(count), "magnitudes");
+  block_magnitudes(table_of(isa), static_cast<std::int32_t*>(magnitudes.data()), static_cast<const float*>(src.data()),
+                   count);
+}
+
+// The element count, once everything fits.
+std::size_t check_bytes(const Output& dst, DType to, const Input& src, DType from, const Input& magnitudes,
+                        int contributions) {
+  if (contributions < 1 || contributions > kMaxByteContributions) {
+    refuse("contributions is " + std::to_string(contributions) + ", expected 1 to " +
+           std::to_string(kMaxByteContributions));
+  }
+  const std::size_t count = count_of(dst, to, "dst");
+  expect_count(count_of(src, from, "src"), count, "src");
+  expect_count(count_of(magnitudes, DType::i32, "magnitudes"), quantise_block_count(count), "magnitudes");
+  return count;
+}
+
+void quantise_bytes_of_array(Output dst, Input src, Input magnitudes, int contributions, std::uint32_t operation,
+                             std::uint32_t worker, std::optional<Output> lost, const IsaName& isa) {
+  const std::size_t count = check_bytes(dst, DType::i8, src, DType::f32, magnitudes, contributions);
+  if (lost) expect_count(count_of(*lost, DType::f32, "lost"), count, "lost");
+  quantise_bytes(table_of(isa), static_cast<std::int8_t*>(dst.data()), static_cast<const float*>(src.data()),
+                 lost ? static_cast<float*>(lost->data()) : nullptr, count,
+                 static_cast<const std::int32_t*>(magnitudes.data()), byte_levels_for(contributions),
+                 rounding_key(operation, worker));
+}
+
+void dequantise_bytes_of_array(Output dst, Input src, Input magnitudes, int contributions, const IsaName& isa) {
+  const std::size_t count = check_bytes(dst, DType::f32, src, DType::i8, magnitudes, contributions);
+  dequantise_bytes(table_of(isa), static_cast<float*>(dst.data()), static_cast<const std::int8_t*>(src.data()), count,
+                   static_cast<const std::int32_t*>(magnitudes.data()), byte_levels_for(contributions));
 }
 
 // What quantise and dequantise alike need: the element count, once everything fits.
@@ -161,6 +198,13 @@ void bind_kernels(nb::module_& m) {
               "dst = src, of u8 alike; `streams`: past the caches.");
   kernels.def("block_exponents", block_exponents_of_array, nb::arg("exponents"), nb::arg("src"), isa(),
               "The i32 wire format's exponent for each block of `block_elements` float32.");
+  kernels.def("block_magnitudes", block_magnitudes_of_array, nb::arg("magnitudes"), nb::arg("src"), isa(),
+              "The bits of the greatest magnitude in each block of `block_elements` float32, as int32.");
+  kernels.def("quantise_bytes", quantise_bytes_of_array, nb::arg("dst"), nb::arg("src"), nb::arg("magnitudes"),
+              nb::arg("contributions"), nb::arg("operation"), nb::arg("worker"), nb::arg("lost") = nb::none(), isa(),
+              "float32 to int8 in units of each block, rounded at random; `lost` takes what rounding left.");
+  kernels.def("dequantise_bytes", dequantise_bytes_of_array, nb::arg("dst"), nb::arg("src"), nb::arg("magnitudes"),
+              nb::arg("contributions"), isa(), "The inverse of quantise_bytes, on a sum.");
   kernels.def("quantise", quantise_array, nb::arg("dst"), nb::arg("src"), nb::arg("exponents"),
               nb::arg("headroom_bits"), nb::arg("first_element") = 0, isa(),
               "float32 to int32 in units of each block; `exponents` covers the operation from its first element.");
@@ -180,4 +224,5 @@ void bind_kernels(nb::module_& m) {
   kernels.attr("exponent_all_zero") = kExponentAllZero;
   kernels.attr("exponent_non_finite") = kExponentNonFinite;
   kernels.attr("max_headroom_bits") = kMaxHeadroomBits;
+  kernels.attr("max_byte_contributions") = kMaxByteContributions;
 }

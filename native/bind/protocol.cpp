@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <netfold/protocol/switch_job.hpp>
+#include <netfold/protocol/uplink.hpp>
 #include <netfold/protocol/worker.hpp>
 
 #include "module.hpp"
@@ -21,6 +22,13 @@ std::span<const std::byte> bytes_of(const nb::bytes& bytes) {
 
 nb::bytes to_bytes(std::span<const std::byte> bytes) {
   return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+nb::tuple told(const SwitchJob::Handled& handled) {
+  static const char* const outcomes[] = {"dropped",  "stored", "completed", "answered",
+                                         "mismatch", "summed", "asked",     "notice"};
+  return nb::make_tuple(outcomes[static_cast<int>(handled.outcome)], name(handled.drop), handled.slot, handled.chunk,
+                        handled.worker, handled.other);
 }
 
 template <class Machine>
@@ -79,42 +87,54 @@ void bind_protocol(nb::module_& m) {
 
   p.def(
       "job_memory_bytes",
-      [](std::uint16_t workers, std::uint32_t window, std::uint32_t payload_bytes) {
-        return JobConfig{.workers = workers, .window = window, .payload_bytes = payload_bytes}.memory_bytes();
+      [](std::uint16_t workers, std::uint32_t window, std::uint32_t payload_bytes, bool has_parent) {
+        JobConfig config{.workers = workers, .window = window, .payload_bytes = payload_bytes};
+        if (has_parent) config.parent.emplace();
+        return config.memory_bytes();
       },
-      nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"), "What admission grants a job of this shape.");
+      nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("has_parent") = false,
+      "What admission grants a job of this shape.");
 
   nb::class_<SwitchJob>(p, "SwitchJob")
       .def(
           "__init__",
           [](SwitchJob* self, std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t workers,
-             std::uint32_t window, std::uint32_t payload_bytes) {
-            new (self) SwitchJob({job, epoch, incarnation, workers, window, payload_bytes});
+             std::uint32_t window, std::uint32_t payload_bytes,
+             const std::optional<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint16_t>>& parent,
+             std::vector<std::uint16_t> names) {
+            std::optional<ParentLink> link;
+            if (parent) link = std::make_from_tuple<ParentLink>(*parent);
+            new (self) SwitchJob({job, epoch, incarnation, workers, window, payload_bytes, link, std::move(names)});
           },
           nb::kw_only(), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"), nb::arg("workers"),
-          nb::arg("window"), nb::arg("payload_bytes"))
+          nb::arg("window"), nb::arg("payload_bytes"), nb::arg("parent") = nb::none(),
+          nb::arg("names") = std::vector<std::uint16_t>{})
       .def("handle_packet",
-           [](SwitchJob& self, const nb::bytes& bytes) {
-             static const char* const outcomes[] = {"dropped", "stored", "completed", "answered", "mismatch"};
-             const auto handled = self.handle_packet(bytes_of(bytes));
-             return nb::make_tuple(outcomes[static_cast<int>(handled.outcome)], name(handled.drop), handled.slot,
-                                   handled.chunk, handled.worker, handled.other);
-           })
+           [](SwitchJob& self, const nb::bytes& bytes) { return told(self.handle_packet(bytes_of(bytes))); })
+      .def("handle_parent",
+           [](SwitchJob& self, const nb::bytes& bytes) { return told(self.handle_parent(bytes_of(bytes))); })
+      .def("sum",
+           [](SwitchJob& self, std::uint32_t slot, std::uint64_t counter) { return to_bytes(self.sum(slot, counter)); })
       .def("frame", [](const SwitchJob& self, std::uint32_t slot) { return to_bytes(self.frame(slot)); })
-      .def("mismatch_packet",
-           [](const SwitchJob& self, std::uint64_t chunk, const nb::bytes& contribution, std::uint16_t about) {
-             const auto view = PacketView::parse(bytes_of(contribution));
-             if (!view) throw nb::value_error("not a packet");
-             std::vector<std::byte> out(self.packet_bytes());
-             self.write_mismatch(chunk, Agreement::of(view->header()), about, out.data());
-             return to_bytes(out);
-           })
-      .def("notice_packet",
-           [](const SwitchJob& self, std::uint16_t to, std::uint64_t first, std::uint32_t count) {
-             std::vector<std::byte> out(self.packet_bytes());
-             self.write_notice(to, {first, count}, out.data());
-             return to_bytes(out);
-           })
+      .def(
+          "mismatch_packet",
+          [](const SwitchJob& self, std::uint64_t chunk, const nb::bytes& contribution, std::uint16_t about,
+             std::uint64_t number) {
+            const auto view = PacketView::parse(bytes_of(contribution));
+            if (!view) throw nb::value_error("not a packet");
+            std::vector<std::byte> out(self.packet_bytes());
+            self.write_mismatch(chunk, Agreement::of(view->header()), about, number, out.data());
+            return to_bytes(out);
+          },
+          nb::arg("chunk"), nb::arg("contribution"), nb::arg("about"), nb::arg("number") = 1)
+      .def(
+          "notice_packet",
+          [](const SwitchJob& self, std::uint16_t to, std::uint64_t first, std::uint32_t count, std::uint64_t number) {
+            std::vector<std::byte> out(self.packet_bytes());
+            self.write_notice(to, {first, count}, number, out.data());
+            return to_bytes(out);
+          },
+          nb::arg("to"), nb::arg("first"), nb::arg("count"), nb::arg("number") = 1)
       .def("missing", &SwitchJob::missing)
       .def("canonical", &canonical<SwitchJob>)
       .def("copy", [](const SwitchJob& self) { return SwitchJob(self); })
@@ -130,6 +150,22 @@ void bind_protocol(nb::module_& m) {
            })
       .def("copy", [](const Arrivals& self) { return Arrivals(self); })
       .def(nb::self == nb::self);
+
+  nb::class_<Uplink>(p, "Uplink")
+      .def(nb::init<std::uint32_t>(), nb::arg("slot_count"))
+      .def("offer", &Uplink::offer)
+      .def("poll_send",
+           [](Uplink& self) -> nb::object {
+             const auto send = self.poll_send();
+             if (!send) return nb::none();
+             return nb::make_tuple(send->slot, send->counter);
+           })
+      .def("not_sent", &Uplink::not_sent)
+      .def("handle_result", &Uplink::handle_result)
+      .def("handle_notice", &Uplink::handle_notice)
+      .def_prop_ro("in_flight", &Uplink::in_flight)
+      .def_prop_ro("packets_sent", &Uplink::packets_sent)
+      .def_prop_ro("sent_again", &Uplink::sent_again);
 
   nb::class_<Worker::Send>(p, "Send")
       .def_ro("header", &Worker::Send::header)

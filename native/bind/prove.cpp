@@ -1,7 +1,7 @@
 // netfold._native.prove: the search over the protocol's machines, and its traces.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <netfold/prove/search.hpp>
+#include <netfold/prove/hellos.hpp>
 
 #include "module.hpp"
 
@@ -10,10 +10,20 @@ using namespace netfold::prove;
 
 namespace {
 
-Scope scope_of(std::uint16_t workers, std::uint32_t window, const std::vector<std::uint32_t>& operations,
-               std::uint32_t restarts, const std::string& network, std::uint64_t max_states) {
-  Scope scope{
-      .workers = workers, .window = window, .operations = operations, .restarts = restarts, .max_states = max_states};
+using Chunks = std::vector<std::uint32_t>;  // of each operation
+using Leaves = std::vector<std::uint16_t>;  // workers below each
+
+Scope scope_of(std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
+               const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network,
+               std::uint64_t max_states) {
+  Scope scope{.workers = workers,
+              .leaves = leaves,
+              .window = window,
+              .operations = operations,
+              .last = last,
+              .strangers = strangers,
+              .restarts = restarts,
+              .max_states = max_states};
   if (network == "joined") {
     scope.network = Network::joined;
   } else if (network == "taken") {
@@ -50,20 +60,24 @@ void bind_prove(nb::module_& m) {
       .def_ro("broken", &Record::broken);
   p.def(
       "search",
-      [](std::uint16_t workers, std::uint32_t window, const std::vector<std::uint32_t>& operations,
-         std::uint32_t restarts, const std::string& network, std::uint64_t max_states) {
-        const Scope scope = scope_of(workers, window, operations, restarts, network, max_states);
+      [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
+         const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network,
+         std::uint64_t max_states) {
+        const Scope scope =
+            scope_of(workers, leaves, window, operations, last, strangers, restarts, network, max_states);
         const nb::gil_scoped_release released;
         return search(scope);
       },
-      nb::kw_only(), nb::arg("workers"), nb::arg("window"), nb::arg("operations"), nb::arg("restarts"),
-      nb::arg("network"), nb::arg("max_states"));
+      nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
+      nb::arg("strangers"), nb::arg("restarts"), nb::arg("network"), nb::arg("max_states"));
+  p.def("search_hellos", &search_hellos, nb::arg("workers"));
   p.def(
       "replay",
-      [](std::uint16_t workers, std::uint32_t window, const std::vector<std::uint32_t>& operations,
-         std::uint32_t restarts, const std::string& network, const std::vector<std::string>& steps) {
-        return replay(scope_of(workers, window, operations, restarts, network, 0), steps);
+      [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
+         const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network,
+         const std::vector<std::string>& steps) {
+        return replay(scope_of(workers, leaves, window, operations, last, strangers, restarts, network, 0), steps);
       },
-      nb::kw_only(), nb::arg("workers"), nb::arg("window"), nb::arg("operations"), nb::arg("restarts"),
-      nb::arg("network"), nb::arg("steps"));
+      nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
+      nb::arg("strangers"), nb::arg("restarts"), nb::arg("network"), nb::arg("steps"));
 }

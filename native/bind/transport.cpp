@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "module.hpp"
+#include "seal.hpp"
 
 namespace nb = nanobind;
 namespace protocol = netfold::protocol;
@@ -23,10 +24,13 @@ std::int64_t monotonic_ns() {
   return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
-// Sends a hello of `packet_bytes` until it comes back; 20 ms between tries.
+// Sends a hello of `packet_bytes`, and its tag where there is a key, until it comes back; 20 ms between tries.
 bool hello(UdpPort& port, const std::string& host, std::uint16_t to_port, std::uint32_t job, std::uint32_t incarnation,
-           std::uint16_t worker, std::uint64_t nonce, std::size_t packet_bytes, std::int64_t timeout_ns) {
+           std::uint16_t worker, std::uint64_t nonce, std::size_t packet_bytes, const std::optional<nb::bytes>& key,
+           std::int64_t timeout_ns) {
   if (!port.socket) throw nb::value_error("this port was given to a group");
+  std::optional<netfold::seal::Sealer> sealer;
+  if (key) sealer.emplace(key_of(*key));
   nb::gil_scoped_release release;
   const auto to = transport::Address::parse(host, to_port);
   std::vector<std::byte> packet(std::max(packet_bytes, protocol::kHeaderBytes));
@@ -34,6 +38,12 @@ bool hello(UdpPort& port, const std::string& host, std::uint16_t to_port, std::u
   header.counter = nonce;
   header.worker = worker;
   protocol::write_header(header, packet.data());
+  if (sealer) {
+    const std::size_t bytes = packet.size();
+    packet.resize(bytes + netfold::seal::kTagBytes);
+    const iovec untagged{packet.data(), bytes};
+    sealer->tag(protocol::nonce_of(packet.data(), bytes), {&untagged, 1}, packet.data() + bytes);
+  }
   const iovec piece{packet.data(), packet.size()};
   const transport::UdpSocket::Run run{.to = &to, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
   const std::int64_t deadline = monotonic_ns() + timeout_ns;
@@ -69,6 +79,7 @@ void bind_transport(nb::module_& m) {
           nb::arg("host"), nb::arg("buffer_bytes"))
       .def_prop_ro("port", [](const UdpPort& self) { return self.socket ? self.socket->local().port() : 0; })
       .def("hello", &hello, nb::arg("host"), nb::arg("port"), nb::arg("job"), nb::arg("incarnation"), nb::arg("worker"),
-           nb::arg("nonce"), nb::arg("packet_bytes"), nb::arg("timeout_ns"),
-           "Whether packets of this length pass to the switch and back; registers this address with it.");
+           nb::arg("nonce"), nb::arg("packet_bytes"), nb::arg("key").none(), nb::arg("timeout_ns"),
+           "Whether packets of this length, and a tag behind it where there is a key, pass to the switch and back; "
+           "registers this address with it.");
 }

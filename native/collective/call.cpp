@@ -67,6 +67,19 @@ void copy_block(const Buffer& to, const Buffer& from) {
   if (to.bytes > 0 && to.data != from.data) std::memcpy(to.data, from.data, to.bytes);
 }
 
+std::uint64_t layout_of(const std::vector<Buffer>& blocks) {
+  std::uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  for (const Buffer& block : blocks) {
+    for (int byte = 0; byte < 8; ++byte) hash = (hash ^ ((block.bytes >> (8 * byte)) & 0xff)) * 0x100000001b3;
+  }
+  return hash;
+}
+
+std::uint8_t Call::step() const {
+  const bool averages = average || (step_of & kStepOfAverage) != 0;
+  return static_cast<std::uint8_t>((1 + static_cast<int>(kind)) | (averages ? kStepOfAverage : 0));
+}
+
 Buffer Call::tensor() const {
   if (kind == Kind::send) return inputs.empty() ? Buffer{} : inputs[0];
   return outputs.empty() ? Buffer{} : outputs[0];

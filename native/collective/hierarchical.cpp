@@ -7,19 +7,6 @@
 #include <numeric>
 
 namespace netfold::collective {
-namespace {
-
-// Of the sizes of all blocks: ranks that disagree about them hear of it, also where a host's come to the same sum.
-std::uint64_t layout_of(const std::vector<Buffer>& buffers) {
-  std::uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
-  for (const Buffer& buffer : buffers) {
-    for (int byte = 0; byte < 8; ++byte) hash = (hash ^ ((buffer.bytes >> (8 * byte)) & 0xff)) * 0x100000001b3;
-  }
-  return hash;
-}
-
-}  // namespace
-
 Hierarchical::Hierarchical(const Call& call, const Paths& paths) : call_(call), paths_(paths) {
   std::map<int, std::size_t> numbers;
   for (int rank = 0; rank < paths.mesh.size(); ++rank) {
@@ -95,13 +82,21 @@ void Hierarchical::plan_reduce() {
   }
   inside(Kind::reduce, speaker_inside(), {}, {tensor});
   between(Kind::reduce, root_in_team(), {}, {tensor});
+  if (root_is_spoken_for()) {
+    const bool root = paths_.mesh.rank() == call_.root;
+    std::vector<Buffer> blocks(speaks() ? hosts_[host_].size() : 0);
+    if (speaks()) blocks[position_inside(call_.root)] = tensor;
+    inside(Kind::scatter, speaker_inside(), std::move(blocks), {root ? tensor : Buffer{}});
+  }
   if (paths_.mesh.rank() == call_.root) divide_by_ranks(tensor);
 }
 
 void Hierarchical::plan_broadcast() {
   let_speak(call_.root);
+  const bool root_first = root_is_spoken_for();
+  if (root_first) inside(Kind::broadcast, static_cast<int>(position_inside(call_.root)), {}, {call_.outputs[0]});
   between(Kind::broadcast, root_in_team(), {}, {call_.outputs[0]});
-  inside(Kind::broadcast, speaker_inside(), {}, {call_.outputs[0]});
+  if (!root_first) inside(Kind::broadcast, speaker_inside(), {}, {call_.outputs[0]});
 }
 
 void Hierarchical::plan_all_gather() {
@@ -279,15 +274,21 @@ void Hierarchical::divide_by_ranks(const Buffer& buffer) {
 }
 
 void Hierarchical::let_speak(int root) {
-  for (std::size_t h = 0; h < hosts_.size(); ++h) {
-    if (std::find(hosts_[h].begin(), hosts_[h].end(), root) != hosts_[h].end()) team_[h] = root;
-  }
+  if (call_.between != AlgorithmId::in_network) team_[host_of(root)] = root;
 }
 
-int Hierarchical::speaker_inside() const {
-  const std::vector<int>& host = hosts_[host_];
-  return static_cast<int>(std::find(host.begin(), host.end(), team_[host_]) - host.begin());
+std::size_t Hierarchical::host_of(int rank) const {
+  const auto has_it = [&](const std::vector<int>& host) { return std::ranges::find(host, rank) != host.end(); };
+  return static_cast<std::size_t>(std::ranges::find_if(hosts_, has_it) - hosts_.begin());
 }
+
+std::size_t Hierarchical::position_inside(int rank) const {
+  return static_cast<std::size_t>(std::ranges::find(hosts_[host_], rank) - hosts_[host_].begin());
+}
+
+int Hierarchical::speaker_inside() const { return static_cast<int>(position_inside(team_[host_])); }
+
+bool Hierarchical::root_is_spoken_for() const { return host_of(call_.root) == host_ && team_[host_] != call_.root; }
 
 std::optional<Hierarchical::Blocks> Hierarchical::lying_together(const std::vector<Buffer>& buffers) const {
   Blocks blocks{.of_rank = buffers, .of_host = {}, .whole = {}};
@@ -339,9 +340,7 @@ std::vector<Buffer> Hierarchical::of_this_host(const std::vector<Buffer>& of_ran
   return buffers;
 }
 
-int Hierarchical::root_in_team() const {
-  return static_cast<int>(std::find(team_.begin(), team_.end(), call_.root) - team_.begin());
-}
+int Hierarchical::root_in_team() const { return static_cast<int>(host_of(call_.root)); }
 
 std::vector<Buffer> Hierarchical::size_words() {
   std::vector<Buffer> words;
@@ -360,7 +359,7 @@ void Hierarchical::start(const Stage& stage) {
   const bool is_inside = stage.where == Where::inside;
   const std::uint64_t layout = step_call_.layout;
   step_call_ = call_;
-  step_call_.step_of = static_cast<std::uint8_t>(1 + static_cast<int>(call_.kind));
+  step_call_.step_of = call_.step();
   step_call_.layout = layout;
   step_call_.kind = stage.kind;
   step_call_.algorithm = is_inside ? AlgorithmId::shared_memory : call_.between;

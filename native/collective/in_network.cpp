@@ -1,6 +1,5 @@
-#include <netfold/collective/direct.hpp>
 #include <netfold/collective/in_network.hpp>
-#include <netfold/kernels/convert.hpp>
+#include <netfold/collective/terms.hpp>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,24 +9,39 @@
 namespace netfold::collective {
 namespace {
 
-// Each packet is header, values, padding: three pieces, so that a run of packets is uniform.
-constexpr std::size_t kPieces = 3;
+// Each packet is header, values, padding, tag: four pieces, so that a run of packets is uniform. The last two may be
+// empty.
+constexpr std::size_t kPieces = 4;
 
-std::string text(const protocol::Header& header) {
-  return "operation #" + std::to_string(header.operation) + " of " + std::to_string(header.elements) + " elements (" +
-         kernels::name(static_cast<kernels::ReduceOp>(header.reduce)) + ", wire " +
-         kernels::name(static_cast<kernels::DType>(header.wire)) + ", choice table " + std::to_string(header.table) +
-         ")";
+// What a rank whose choice table is `table` called, if it is: "broadcast #12 of 100 f32 (root 2), wire u32".
+std::string text(const protocol::Agreement& said, std::uint16_t table) {
+  const auto terms = Terms::unpacked(said.table ^ table);
+  const std::string wire = std::string(", wire ") + kernels::name(static_cast<kernels::DType>(said.wire));
+  if (!terms) return "operation #" + std::to_string(said.operation) + wire + ", by another choice table";
+  return terms->text(said.operation, said.elements, static_cast<kernels::ReduceOp>(said.reduce)) + wire;
 }
 
 }  // namespace
 
-Channel::Channel(const protocol::WorkerConfig& config, std::vector<int> ranks,
-                 std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to)
-    : machine_(config), ranks_(std::move(ranks)), socket_(std::move(socket)), to_(to) {
+Channel::Channel(std::uint64_t life, const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys,
+                 std::vector<int> ranks, int rank, std::unique_ptr<transport::UdpSocket> socket,
+                 const transport::Address& to)
+    : life_(life),
+      machine_(config),
+      tag_bytes_(keys ? seal::kTagBytes : 0),
+      ranks_(std::move(ranks)),
+      rank_(rank),
+      socket_(std::move(socket)),
+      to_(to) {
+  if (keys) {
+    sealer_.emplace(keys->contributions);
+    answer_sealer_.emplace(keys->answers);
+  }
   headers_.resize(kBatchPackets * protocol::kHeaderBytes);
   staging_.resize(kBatchPackets * config.payload_bytes);
   zeros_.resize(config.payload_bytes);
+  tags_.resize(kBatchPackets * tag_bytes_);
+  kept_ = std::make_unique<std::byte[]>(config.window * machine_.packet_bytes());
   pieces_.resize(kBatchPackets * kPieces);
   chunks_.resize(kBatchPackets);
   owners_.resize(kBatchPackets);
@@ -39,15 +53,20 @@ bool Channel::can_start() const {
          std::any_of(active_.begin(), active_.end(), [](const Active& active) { return active.call == nullptr; });
 }
 
-int Channel::start(const Call& call) {
+int Channel::start(const Call& call, const Segments& segments) {
+  table_ = call.table;
+  const std::uint64_t first_chunk = machine_.line_end();
   machine_.start({.operation = call.sequence,
-                  .elements = call.elements(),
-                  .wire = call.wire,
-                  .reduce = call.reduce,
-                  .table = call.table});
+                  .elements = segments.elements(),
+                  .wire = segments.wire(),
+                  .reduce = segments.reduce(),
+                  .table = static_cast<std::uint16_t>(call.table ^ Terms::of(call).packed()),
+                  .size_word = segments.size_word()});
   for (std::size_t token = 0; token < active_.size(); ++token) {
     if (active_[token].call == nullptr) {
       active_[token].call = &call;
+      active_[token].segments = &segments;
+      active_[token].first_chunk = first_chunk;
       return static_cast<int>(token);
     }
   }
@@ -62,11 +81,12 @@ Channel::Active* Channel::find(std::uint32_t operation) {
 }
 
 Progress Channel::poll(std::int64_t now_ns) {
+  if (frozen_) return Progress::idle;
   if (now_ns == polled_ns_) return polled_;
   polled_ns_ = now_ns;
   bool moved = false;
   try {
-    moved = receive(now_ns);
+    if (machine_.awaits_answers()) moved = receive(now_ns);
     machine_.handle_timeout(now_ns);
     if (!failure_) moved |= send(now_ns);
   } catch (const std::system_error& error) {
@@ -90,47 +110,114 @@ void Channel::take(std::span<const std::byte> bytes, const transport::Address& s
     ++drops_[static_cast<std::size_t>(protocol::Drop::source)];
     return;
   }
+  if (answer_sealer_) {
+    if (bytes.size() < protocol::kHeaderBytes + tag_bytes_ ||
+        !answer_sealer_->matches(protocol::nonce_of(bytes.data(), bytes.size() - tag_bytes_), bytes)) {
+      ++drops_[static_cast<std::size_t>(protocol::Drop::unauthenticated)];
+      return;
+    }
+    bytes = bytes.first(bytes.size() - tag_bytes_);
+  }
+  accept(bytes, now_ns);
+}
+
+bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
   const auto received = machine_.handle_packet(bytes, now_ns);
   switch (received.outcome) {
     case protocol::Worker::Outcome::dropped:
       ++drops_[static_cast<std::size_t>(received.drop)];
-      return;
+      return false;
     case protocol::Worker::Outcome::mismatch:
-      failure_ = {Failure::Kind::mismatch, rank_of(received.header.worker),
-                  "rank " + std::to_string(rank_of(received.header.worker)) + " is in " + text(received.header) +
-                      ", which does not match what this rank " + std::to_string(rank_of(machine_.config().worker)) +
-                      " called at the same place; every rank must make the same calls in the same order with the "
-                      "same sizes and dtypes"};
-      return;
+      failure_ = mismatch(received.header);
+      return false;
     case protocol::Worker::Outcome::notice:
-      return;
+      return false;
     case protocol::Worker::Outcome::received:
       break;
   }
+  // What is behind the values is nothing to anybody.
+  const std::size_t value_bytes = protocol::Agreement::of(received.header).value_bytes();
+  std::memcpy(kept_at(received.header.chunk), bytes.data(), protocol::kHeaderBytes + value_bytes);
   Active* active = find(received.header.operation);
-  if (active == nullptr) return;  // its owner gave it up
-  const Call& call = *active->call;
-  std::byte* into = call.outputs[0].data + received.first * kernels::element_bytes(call.dtype);
-  kernels::convert(call.dtype, into, call.wire, received.values.data(), received.header.count);
+  if (active == nullptr) return true;  // its owner gave it up
+  active->segments->deliver(received.first, received.header.count, received.values.data());
   active->last_rank = rank_of(received.header.worker);
   if (received.finished) active->finished = true;
+  return true;
 }
 
-std::size_t Channel::stage(const protocol::Worker::Send& send, const Call& call, iovec* pieces) {
+bool Channel::accept_kept(std::span<const std::byte> packet, std::int64_t now_ns) {
+  const auto view = protocol::PacketView::parse(packet);
+  if (!view) return false;
+  protocol::Header header = view->header();
+  header.job = machine_.config().job;
+  header.epoch = machine_.config().epoch;
+  header.incarnation = machine_.config().incarnation;
+  std::vector<std::byte> ours(packet.begin(), packet.end());
+  protocol::write_header(header, ours.data());
+  return accept(ours, now_ns);
+}
+
+std::byte* Channel::kept_at(std::uint64_t chunk) const {
+  return kept_.get() + chunk % machine_.config().window * machine_.packet_bytes();
+}
+
+std::span<const std::byte> Channel::kept(std::uint64_t chunk) const {
+  const std::span<const std::byte> packet(kept_at(chunk), machine_.packet_bytes());
+  const auto view = protocol::PacketView::parse(packet);  // of a place that nothing has come to yet: none
+  if (!view || view->header().chunk != chunk) return {};
+  return packet;
+}
+
+Channel::Words Channel::words() const {
+  const std::uint32_t window = machine_.config().window;
+  Words words{.base = machine_.oldest_unanswered(), .end = machine_.line_end(), .held = {}};
+  words.held.resize((window + 7) / 8);
+  for (std::uint32_t i = 0; i < window; ++i) {
+    if (machine_.is_answered(words.base + i)) words.held[i / 8] |= std::byte{1} << (i % 8);
+  }
+  return words;
+}
+
+std::vector<Range> Channel::missing(int token) const {
+  const Active& active = active_[static_cast<std::size_t>(token)];
+  const std::size_t elements = active.segments->elements();
+  const std::size_t per_chunk = machine_.config().payload_bytes / kernels::element_bytes(active.segments->wire());
+  std::vector<Range> ranges;
+  std::uint64_t chunk = active.first_chunk;
+  for (std::size_t first = 0; first < elements; first += per_chunk, ++chunk) {
+    if (machine_.is_answered(chunk)) continue;
+    const std::size_t count = std::min(per_chunk, elements - first);
+    if (!ranges.empty() && ranges.back().first + ranges.back().count == first) {
+      ranges.back().count += count;
+    } else {
+      ranges.push_back({first, count});
+    }
+  }
+  return ranges;
+}
+
+Failure Channel::mismatch(const protocol::Header& theirs) const {
+  const int rank = rank_of(theirs.worker);
+  return {Failure::Kind::mismatch, rank,
+          "rank " + std::to_string(rank) + " is in " + text(protocol::Agreement::of(theirs), table_) + ", this rank " +
+              std::to_string(rank_) + " in " + text(machine_.agreement_at(theirs.chunk), table_) +
+              "; every rank must make the same calls in the same order with the same sizes and dtypes"};
+}
+
+void Channel::stage(const protocol::Worker::Send& send, const Segments& segments, iovec* pieces) {
   const std::size_t index = static_cast<std::size_t>(pieces - pieces_.data()) / kPieces;
   std::byte* header = headers_.data() + index * protocol::kHeaderBytes;
   protocol::write_header(send.header, header);
-  std::byte* values = call.outputs[0].data + send.first * kernels::element_bytes(call.dtype);
-  if (call.wire != call.dtype) {
-    std::byte* staged = staging_.data() + index * machine_.config().payload_bytes;
-    kernels::convert(call.wire, staged, call.dtype, values, send.count);
-    values = staged;
-  }
-  const std::size_t value_bytes = send.count * kernels::element_bytes(call.wire);
+  std::byte* staging = staging_.data() + index * machine_.config().payload_bytes;
+  const std::byte* values = segments.contribution(send.first, send.count, staging, zeros_.data());
+  const std::size_t value_bytes = send.count * kernels::element_bytes(segments.wire());
   pieces[0] = {header, protocol::kHeaderBytes};
-  pieces[1] = {values, value_bytes};
+  pieces[1] = {const_cast<std::byte*>(values), value_bytes};
   pieces[2] = {zeros_.data(), machine_.config().payload_bytes - value_bytes};
-  return machine_.packet_bytes();
+  std::byte* tag = tags_.data() + index * tag_bytes_;
+  if (sealer_) sealer_->tag(protocol::nonce_of(header, machine_.packet_bytes()), {pieces, kPieces - 1}, tag);
+  pieces[3] = {tag, tag_bytes_};
 }
 
 bool Channel::send(std::int64_t now_ns) {
@@ -143,20 +230,21 @@ bool Channel::send(std::int64_t now_ns) {
       if (!send) break;
       Active* active = find(send->header.operation);
       if (active == nullptr) continue;  // given up: the group is failing
-      stage(*send, *active->call, pieces_.data() + count * kPieces);
+      stage(*send, *active->segments, pieces_.data() + count * kPieces);
       chunks_[count] = send->header.chunk;
       owners_[count] = active;
       again_[count] = send->again;
       ++count;
     }
     if (count == 0) return moved;
+    const std::size_t packet_bytes = machine_.packet_bytes() + tag_bytes_;
     const transport::UdpSocket::Run run{.to = &to_,
                                         .pieces = {pieces_.data(), count * kPieces},
                                         .pieces_per_packet = kPieces,
-                                        .packet_bytes = machine_.packet_bytes()};
+                                        .packet_bytes = packet_bytes};
     const std::size_t sent = socket_->send({&run, 1});
     for (std::size_t i = 0; i < sent; ++i) {
-      owners_[i]->wire_bytes += machine_.packet_bytes();
+      owners_[i]->wire_bytes += packet_bytes;
       owners_[i]->retransmissions += again_[i] ? 1 : 0;
     }
     for (std::size_t i = sent; i < count; ++i) machine_.not_sent(chunks_[i]);
@@ -169,12 +257,13 @@ bool Channel::send(std::int64_t now_ns) {
 }
 
 void Channel::wait_for(WaitSet& set) const {
+  if (frozen_) return;
   set.add(socket_->fd(), static_cast<short>(POLLIN | (blocked_ ? POLLOUT : 0)));
   set.wake_at(machine_.poll_timeout());
 }
 
-InNetwork::InNetwork(const Call& call, Channel& channel, int ranks)
-    : call_(call), channel_(channel), ranks_(ranks), token_(channel.start(call)) {}
+InNetwork::InNetwork(const Call& call, Channel& channel, const Segments& segments)
+    : channel_(channel), token_(channel.start(call, segments)) {}
 
 InNetwork::~InNetwork() { channel_.release(token_); }
 
@@ -183,10 +272,7 @@ Progress InNetwork::poll(std::int64_t now_ns) {
   wire_bytes_ = channel_.wire_bytes(token_);
   retransmissions_ = channel_.retransmissions(token_);
   slowest_rank_ = channel_.last_rank(token_);
-  if (channel_.finished(token_)) {
-    if (call_.average) divide(call_.dtype, call_.outputs[0], ranks_);
-    return Progress::done;
-  }
+  if (channel_.finished(token_)) return Progress::done;
   return progress == Progress::failed ? fail(channel_.failure()) : progress;
 }
 

@@ -50,9 +50,13 @@ std::string MessageHeader::words() const {
   const auto algorithm_name = [](std::uint8_t v) { return name(static_cast<AlgorithmId>(v)); };
   std::string text = word(kind, kKindCount, kind_name);
   text += " #" + std::to_string(sequence);
-  const auto whole = static_cast<Kind>(step_of - 1);
+  const int whole_kind = (step_of & ~kStepOfAverage) - 1;
+  const auto whole = static_cast<Kind>(whole_kind);
   const bool has_layout = step_of > 0 && (whole == Kind::all_gather || whole == Kind::reduce_scatter);
-  if (step_of > 0) text += std::string(" (a step of ") + word(step_of - 1, kKindCount, kind_name) + ")";
+  if (step_of > 0) {
+    text += std::string(" (a step of ") + word(static_cast<std::uint8_t>(whole_kind), kKindCount, kind_name) +
+            ((step_of & kStepOfAverage) != 0 ? ", avg)" : ")");
+  }
   if (has_layout) text += " (digest of all sizes: " + std::to_string(elements & 0xffff) + ")";
   if (elements > 0 && !has_layout) text += " of " + std::to_string(elements);
   text += std::string(" ") + word(dtype, kernels::kDTypeCount, dtype_name);

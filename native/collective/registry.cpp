@@ -7,6 +7,7 @@
 #include <netfold/collective/quantised.hpp>
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/ring.hpp>
+#include <netfold/collective/sharded.hpp>
 #include <netfold/collective/shared_copy.hpp>
 #include <netfold/collective/shared_fold.hpp>
 #include <netfold/collective/shared_notice.hpp>
@@ -63,6 +64,10 @@ void validate(const Call& call, int rank, int ranks) {
   };
   switch (call.kind) {
     case Kind::all_reduce:
+      sized(call.outputs, 1, "output");
+      require(call.inputs.empty() || (call.inputs.size() == 1 && call.inputs[0].bytes == call.outputs[0].bytes), call,
+              "takes one residual, as long as the tensor");
+      break;
     case Kind::reduce:
     case Kind::broadcast:
       sized(call.outputs, 1, "output");
@@ -112,7 +117,8 @@ bool supports(AlgorithmId algorithm, Kind kind) {
     case AlgorithmId::halving_doubling:
       return kind == Kind::all_reduce || kind == Kind::reduce_scatter || kind == Kind::all_gather;
     case AlgorithmId::in_network:
-      return kind == Kind::all_reduce;
+      return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast ||
+             kind == Kind::reduce_scatter || kind == Kind::all_gather || kind == Kind::barrier;
     case AlgorithmId::hierarchical:
       return moves_or_reduces;
     case AlgorithmId::tree:
@@ -131,6 +137,9 @@ bool supports(AlgorithmId algorithm, Kind kind) {
 
 void validate_choice(const Call& call) {
   require(supports(call.algorithm, call.kind), call, std::string("there is none by ") + name(call.algorithm));
+  require(
+      call.kind != Kind::all_reduce || call.inputs.empty() || (call.is_quantised() && call.wire == kernels::DType::i8),
+      call, "a residual is for sums of f32 that travel as i8; here nothing is rounded that could be kept");
   if (call.algorithm == AlgorithmId::bruck && call.kind == Kind::all_to_all) {
     const auto equal = [&](const Buffer& buffer) { return buffer.bytes == call.inputs[0].bytes; };
     require(std::all_of(call.inputs.begin(), call.inputs.end(), equal) &&
@@ -156,6 +165,18 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) 
   }
 }
 
+namespace {
+
+std::unique_ptr<Algorithm> in_network(const Call& call, std::span<const std::unique_ptr<Uplink>> uplinks, int position,
+                                      int ranks) {
+  if (uplinks.size() == 1) return std::make_unique<Uplinked>(call, *uplinks[0], position, ranks);
+  return std::make_unique<Sharded>(call, uplinks.size(), [&](const Call& part, std::size_t shard) {
+    return std::make_unique<Uplinked>(part, *uplinks[shard], position, ranks);
+  });
+}
+
+}  // namespace
+
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, Team team) {
   const bool empty = call.kind == Kind::all_reduce && call.elements() == 0;
   if (team.size() == 1 || call.algorithm == AlgorithmId::direct) {
@@ -179,7 +200,7 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, 
     case AlgorithmId::pairwise:
       return std::make_unique<Pairwise>(call, paths.mesh, std::move(team));
     case AlgorithmId::in_network:
-      return std::make_unique<InNetwork>(call, *paths.channel, paths.mesh.size());
+      return in_network(call, paths.uplinks, team.position(), team.size());
     case AlgorithmId::shared_memory:
       if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter) {
         return std::make_unique<SharedFold>(call, paths.mesh, *paths.node);

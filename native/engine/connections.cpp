@@ -36,14 +36,24 @@ void Group::run_errand(std::function<void()> errand) {
   condition.wait(wait, [&] { return done; });
 }
 
-transport::Rail* Group::rail(int lane, int peer, int number) {
-  return (lane == 0 ? *mesh_ : lane_->mesh()).rail(peer, number);
+transport::Mesh& Group::mesh_of(int lane) {
+  if (lane == 0) return *mesh_;
+  return lane == 1 ? lane_->mesh() : *spares_.at(static_cast<std::size_t>(lane) - 2);
+}
+
+void Group::on_uplink(std::size_t shard, const std::function<void(collective::Uplink&)>& errand) {
+  run_errand([&] {
+    if (shard >= uplinks_.size()) return;  // the group is over
+    errand(*uplinks_[shard]);
+    publish_traffic();
+    publish_status();
+  });
 }
 
 std::optional<Group::Broken> Group::broken(int lane, int peer, int number) {
   std::optional<Broken> state;
   run_errand([&] {
-    const auto* found = rail(lane, peer, number);
+    const auto* found = mesh_of(lane).rail(peer, number);
     if (found != nullptr && found->is_broken()) state = {found->received(), found->mends()};
   });
   return state;
@@ -51,7 +61,7 @@ std::optional<Group::Broken> Group::broken(int lane, int peer, int number) {
 
 std::optional<Group::Broken> Group::sever(int lane, int peer, int number, int mends) {
   run_errand([&] {
-    auto* found = rail(lane, peer, number);
+    auto* found = mesh_of(lane).rail(peer, number);
     if (found != nullptr && (mends < 0 || found->mends() <= mends)) found->sever();
   });
   return broken(lane, peer, number);
@@ -60,7 +70,7 @@ std::optional<Group::Broken> Group::sever(int lane, int peer, int number, int me
 bool Group::mend(int lane, int peer, int number, int mends, transport::Fd socket, std::uint64_t peer_received) {
   bool mended = false;
   run_errand([&] {
-    auto* found = rail(lane, peer, number);
+    auto* found = mesh_of(lane).rail(peer, number);
     mended = found != nullptr && found->mends() == mends && found->mend(std::move(socket), peer_received);
     if (mended) catch_up();
   });
@@ -69,7 +79,7 @@ bool Group::mend(int lane, int peer, int number, int mends, transport::Fd socket
 
 void Group::lose(int lane, int peer, int number, int mends, const std::string& why) {
   run_errand([&] {
-    auto* found = rail(lane, peer, number);
+    auto* found = mesh_of(lane).rail(peer, number);
     if (found != nullptr && found->is_broken() && found->mends() == mends) found->lose(why);
   });
 }
@@ -77,8 +87,10 @@ void Group::lose(int lane, int peer, int number, int mends, const std::string& w
 void Group::catch_up() {
   const bool of_mesh = mesh_->catch_up();
   const bool of_lane = lane_->mesh().catch_up();
+  bool of_spares = true;
+  for (const auto& spare : spares_) of_spares = spare->catch_up() && of_spares;
   std::lock_guard lock(mutex_);
-  behind_ = !of_mesh || !of_lane;
+  behind_ = !of_mesh || !of_lane || !of_spares;
 }
 
 void Group::look_whether_late(Operation& operation, std::int64_t now) {
@@ -123,6 +135,7 @@ std::string Group::last_seen() const {
                                      : ", its last having been " + kind(entry.done_kind) + " #" +
                                            std::to_string(entry.done_sequence) + at(entry.done_site);
   }
+  if (entry.failed == 0 && entry.without_switch != 0) text += "; its switch is lost";
   if (entry.failed == 0 && entry.transfers > 0) {
     const bool is_send = entry.transfer_kind == static_cast<std::uint8_t>(collective::Kind::send);
     text += std::string("; in a ") + (is_send ? "send to " : "receive from ") +

@@ -111,11 +111,12 @@ bool Operation::notify() {
 }
 
 Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh,
-             std::unique_ptr<transport::Mesh> lane)
+             std::unique_ptr<transport::Mesh> lane, std::vector<std::unique_ptr<transport::Mesh>> spares)
     : engine_(engine),
       options_(std::move(options)),
       mesh_(std::move(mesh)),
       lane_(std::make_unique<collective::PointToPoint>(std::move(lane))),
+      spares_(std::move(spares)),
       status_(StatusPage::instance().open()),
       wake_(make_event()) {
   events_.reserve(kEventCapacity);
@@ -134,6 +135,8 @@ Group::~Group() { StatusPage::instance().close(status_); }
 void Group::publish_status() {
   StatusWrite status(status_);
   if (!status) return;
+  const auto is_down = [](const auto& uplink) { return !uplink->is_up(); };
+  status->without_switch = std::any_of(uplinks_.begin(), uplinks_.end(), is_down) ? 1 : 0;
   status->transfers = static_cast<std::uint32_t>(transfers_.size());
   if (!transfers_.empty()) {
     const Operation& transfer = *transfers_.begin()->second;
@@ -166,10 +169,12 @@ void Group::publish_status() {
   }
 }
 
-void Group::attach(std::unique_ptr<collective::Channel> channel) {
+void Group::attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Uplink::Row> rows,
+                   std::uint16_t table) {
   std::lock_guard lock(mutex_);
-  channel_ = std::move(channel);
-  traffic_.emplace();
+  traffic_.push_back({.life = channel->life()});
+  auto& spare = *spares_.at(uplinks_.size());
+  uplinks_.push_back(std::make_unique<collective::Uplink>(std::move(channel), spare, std::move(rows), table));
 }
 
 void Group::share(std::unique_ptr<transport::SharedNode> node) {
@@ -183,9 +188,10 @@ Choice Group::choose(collective::Kind kind, kernels::DType dtype, kernels::Reduc
   for (const Choice& row : options_.table) {
     if (row.kind == kind && row.min_bytes <= bytes) chosen = row;
   }
-  // Another wire format is for f32 tensors; others always travel as they are. Integers that share exponents can be
+  // Another wire format is for f32 tensors; others always travel as they are. Integers that share a scale can be
   // added, and nothing else.
-  const bool as_integers = chosen.wire == static_cast<int>(kernels::DType::i32);
+  const bool as_integers =
+      chosen.wire == static_cast<int>(kernels::DType::i32) || chosen.wire == static_cast<int>(kernels::DType::i8);
   if (dtype != kernels::DType::f32 || chosen.wire < 0 || (as_integers && reduce != kernels::ReduceOp::sum)) {
     chosen.wire = static_cast<int>(dtype);
   }
@@ -204,7 +210,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   call.between = choice.between;
   if (size() == 1) call.algorithm = collective::AlgorithmId::local;
   call.wire = static_cast<kernels::DType>(choice.wire);
-  if (call.algorithm == collective::AlgorithmId::in_network && channel_ == nullptr) {
+  if (call.algorithm == collective::AlgorithmId::in_network && uplinks_.empty()) {
     throw std::invalid_argument("the choice table says in_network, but this group has not joined a switch");
   }
   if (call.algorithm == collective::AlgorithmId::shared_memory && (node_ == nullptr || node_->size() != size())) {
@@ -354,7 +360,9 @@ bool Group::can_start(const Operation& operation) const {
     const auto in_the_way = [&](const auto& other) {
       return in_network(*other) && (other->call_.is_quantised() || operation.call_.is_quantised());
     };
-    return channel_ == nullptr || (channel_->can_start() && std::none_of(active_.begin(), active_.end(), in_the_way));
+    const auto has_room = [](const auto& uplink) { return uplink->can_start(); };
+    return std::all_of(uplinks_.begin(), uplinks_.end(), has_room) &&
+           std::none_of(active_.begin(), active_.end(), in_the_way);
   }
   return active_on_mesh_ == 0;
 }
@@ -448,27 +456,33 @@ bool Group::turn(std::int64_t now) {
     }
     fail_all();
   }
-  if (channel_ != nullptr) publish_traffic();
+  publish_traffic();
   return moved;
 }
 
 void Group::publish_traffic() {
-  const protocol::Worker& machine = channel_->machine();
+  if (uplinks_.empty()) return;
   std::lock_guard lock(mutex_);
-  traffic_->packets_sent = machine.packets_sent();
-  traffic_->retransmissions = machine.retransmissions();
-  traffic_->smoothed_rtt_ns = machine.smoothed_rtt_ns();
-  traffic_->oldest_unanswered = machine.oldest_unanswered();
-  traffic_->idle = machine.idle();
-  for (int i = 0; i < protocol::kDropCount; ++i) {
-    traffic_->drops[i] = channel_->drops(static_cast<protocol::Drop>(i));
+  for (std::size_t shard = 0; shard < uplinks_.size(); ++shard) {
+    const collective::Channel& channel = uplinks_[shard]->channel();
+    const protocol::Worker& machine = channel.machine();
+    Traffic& traffic = traffic_[shard];
+    traffic.life = uplinks_[shard]->is_up() ? channel.life() : 0;
+    traffic.packets_sent = machine.packets_sent();
+    traffic.retransmissions = machine.retransmissions();
+    traffic.smoothed_rtt_ns = machine.smoothed_rtt_ns();
+    traffic.oldest_unanswered = machine.oldest_unanswered();
+    traffic.idle = machine.idle();
+    for (int i = 0; i < protocol::kDropCount; ++i) {
+      traffic.drops[i] = channel.drops(static_cast<protocol::Drop>(i));
+    }
   }
 }
 
 void Group::start(const std::shared_ptr<Operation>& operation, std::int64_t now) {
   operation->record_.started_ns = now;
   const collective::Call& call = operation->call_;
-  operation->algorithm_ = collective::make_algorithm(call, {*mesh_, channel_.get(), node_.get(), options_.nodes});
+  operation->algorithm_ = collective::make_algorithm(call, {*mesh_, uplinks_, node_.get(), options_.nodes});
   if (call.algorithm != collective::AlgorithmId::in_network) ++active_on_mesh_;
   active_.push_back(operation);
 }
@@ -481,6 +495,8 @@ void Group::complete(Operation& operation, Failure failure) {
     record.wire_bytes = operation.algorithm_->wire_bytes();
     record.retransmissions = operation.algorithm_->retransmissions();
     record.slowest_rank = operation.algorithm_->slowest_rank();
+    const auto instead = operation.algorithm_->instead();
+    if (instead != collective::AlgorithmId::local) record.algorithm = static_cast<std::uint8_t>(instead);
   }
   record.error = static_cast<std::uint8_t>(failure.kind);
   operation.algorithm_.reset();
@@ -530,6 +546,7 @@ void Group::fail_all() {
                    failure.heard.empty() ? failure.text : failure.heard);
     }
     collective::send_abort(*mesh_, failure);
+    for (const auto& spare : spares_) collective::send_abort(*spare, failure);
     if (lane_->unconfirmed()) linger_until_ns_ = now + kLingerNs;
     lane_->abort(failure);
     // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
@@ -560,6 +577,7 @@ void Group::fail_all() {
   }
   mesh_->close();
   lane_->close();
+  for (const auto& spare : spares_) spare->close();
   std::lock_guard lock(mutex_);
   closed_ = true;
 }
@@ -620,6 +638,7 @@ void Group::wait_for(collective::WaitSet& set) {
   }
   mesh_->wait_to_catch_up(set.fds);
   lane_->mesh().wait_to_catch_up(set.fds);
+  for (const auto& spare : spares_) spare->wait_to_catch_up(set.fds);
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
   if (node_ != nullptr && (active_on_mesh_ > 0 || !transfers_.empty())) {
     node_->lie_down();
@@ -631,7 +650,7 @@ void Group::wait_for(collective::WaitSet& set) {
   set.wake_at(transfer_deadline_ns_);
 }
 
-std::optional<Group::Traffic> Group::traffic() const {
+std::vector<Group::Traffic> Group::traffic() const {
   std::lock_guard lock(mutex_);
   return traffic_;
 }
@@ -674,8 +693,9 @@ Engine& Engine::instance() {
 }
 
 std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
-                                         std::unique_ptr<transport::Mesh> lane) {
-  auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh), std::move(lane));
+                                         std::unique_ptr<transport::Mesh> lane,
+                                         std::vector<std::unique_ptr<transport::Mesh>> spares) {
+  auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh), std::move(lane), std::move(spares));
   std::lock_guard life(life_mutex_);
   std::lock_guard lock(mutex_);
   groups_.push_back(group);
@@ -698,7 +718,7 @@ void Engine::remove_group(const std::shared_ptr<Group>& group) {
     std::unique_lock lock(group->mutex_);
     group->driver_left_.wait(lock, [&] { return group->driver_ == Group::Driver::none && !group->has_work(); });
     // Its port on the switch goes now, not when the last who knows the group has forgotten it.
-    group->channel_.reset();
+    group->uplinks_.clear();
   }
   // Held until the thread has ended: a group that is added meanwhile would take back its word to stop.
   std::lock_guard life(life_mutex_);

@@ -161,6 +161,53 @@ void scale_to_f32(void* dst, const void* src, std::size_t count, float scale) {
   kSerialTable.scale_to_f32(at(dst, i * 4), at(src, i * 4), count - i, scale);
 }
 
+// Eight bytes, each in 32 bits.
+struct I8Wide : I32 {
+  static constexpr std::size_t kElementBytes = 1, kBytes = 8;
+  static Register load(const std::byte* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store(std::byte* p, Register v) {
+    const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
+  }
+};
+
+__m256i rounding_bits(__m256i bits) {
+  const __m256i once = _mm256_mullo_epi32(_mm256_xor_si256(bits, _mm256_srli_epi32(bits, 16)),
+                                          _mm256_set1_epi32(static_cast<int>(0x7feb352du)));
+  const __m256i twice = _mm256_mullo_epi32(_mm256_xor_si256(once, _mm256_srli_epi32(once, 15)),
+                                           _mm256_set1_epi32(static_cast<int>(0x846ca68bu)));
+  return _mm256_srli_epi32(_mm256_xor_si256(twice, _mm256_srli_epi32(twice, 16)), 8);
+}
+
+void round_to_i8(void* dst, const void* src, std::size_t count, float scale, float levels, std::uint32_t seed) {
+  const __m256 scales = _mm256_set1_ps(scale);
+  const __m256 most = _mm256_set1_ps(levels);
+  const __m256 least = _mm256_set1_ps(-levels);
+  const __m256i stride = _mm256_set1_epi32(static_cast<int>(kRoundingStride));
+  __m256i draws = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(seed)),
+                                   _mm256_mullo_epi32(stride, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
+  const std::size_t i = map_registers<I8Wide, F32>(dst, src, count, [&](__m256 v) {
+    const __m256 scaled = _mm256_mul_ps(v, scales);
+    const __m256 below = _mm256_floor_ps(scaled);
+    const __m256 fraction = _mm256_mul_ps(_mm256_sub_ps(scaled, below), _mm256_set1_ps(0x1p24f));
+    const __m256 up = _mm256_cmp_ps(fraction, _mm256_cvtepi32_ps(rounding_bits(draws)), _CMP_GT_OQ);
+    draws = _mm256_add_epi32(draws, _mm256_slli_epi32(stride, 3));
+    const __m256 rounded = _mm256_add_ps(below, _mm256_and_ps(up, _mm256_set1_ps(1.0f)));
+    return _mm256_cvtps_epi32(_mm256_max_ps(_mm256_min_ps(rounded, most), least));
+  });
+  kSerialTable.round_to_i8(at(dst, i), at(src, i * 4), count - i, scale, levels,
+                           seed + static_cast<std::uint32_t>(i) * kRoundingStride);
+}
+
+void scale_i8_to_f32(void* dst, const void* src, std::size_t count, float unit) {
+  const __m256 units = _mm256_set1_ps(unit);
+  const std::size_t i = map_registers<F32, I8Wide>(
+      dst, src, count, [units](__m256i v) { return _mm256_mul_ps(_mm256_cvtepi32_ps(v), units); });
+  kSerialTable.scale_i8_to_f32(at(dst, i * 4), at(src, i), count - i, unit);
+}
+
 }  // namespace
 
 void add_avx2(Table& table) {
@@ -195,6 +242,8 @@ void add_avx2(Table& table) {
   table.largest_magnitude_bits = largest_magnitude_bits;
   table.scale_to_i32 = scale_to_i32;
   table.scale_to_f32 = scale_to_f32;
+  table.round_to_i8 = round_to_i8;
+  table.scale_i8_to_f32 = scale_i8_to_f32;
 }
 
 }  // namespace netfold::kernels

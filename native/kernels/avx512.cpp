@@ -162,6 +162,52 @@ void scale_to_f32(void* dst, const void* src, std::size_t count, float scale) {
   kSerialTable.scale_to_f32(at(dst, i * 4), at(src, i * 4), count - i, scale);
 }
 
+// Sixteen bytes, each in 32 bits.
+struct I8Wide : I32 {
+  static constexpr std::size_t kElementBytes = 1, kBytes = 16;
+  static Register load(const std::byte* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store(std::byte* p, Register v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
+  }
+};
+
+__m512i rounding_bits(__m512i bits) {
+  const __m512i once = _mm512_mullo_epi32(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16)),
+                                          _mm512_set1_epi32(static_cast<int>(0x7feb352du)));
+  const __m512i twice = _mm512_mullo_epi32(_mm512_xor_si512(once, _mm512_srli_epi32(once, 15)),
+                                           _mm512_set1_epi32(static_cast<int>(0x846ca68bu)));
+  return _mm512_srli_epi32(_mm512_xor_si512(twice, _mm512_srli_epi32(twice, 16)), 8);
+}
+
+void round_to_i8(void* dst, const void* src, std::size_t count, float scale, float levels, std::uint32_t seed) {
+  const __m512 scales = _mm512_set1_ps(scale);
+  const __m512 most = _mm512_set1_ps(levels);
+  const __m512 least = _mm512_set1_ps(-levels);
+  const __m512i stride = _mm512_set1_epi32(static_cast<int>(kRoundingStride));
+  const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512i draws = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(seed)), _mm512_mullo_epi32(stride, places));
+  const std::size_t i = map_registers<I8Wide, F32>(dst, src, count, [&](__m512 v) {
+    const __m512 scaled = _mm512_mul_ps(v, scales);
+    const __m512 below = _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    const __m512 fraction = _mm512_mul_ps(_mm512_sub_ps(scaled, below), _mm512_set1_ps(0x1p24f));
+    const __mmask16 up = _mm512_cmp_ps_mask(fraction, _mm512_cvtepi32_ps(rounding_bits(draws)), _CMP_GT_OQ);
+    draws = _mm512_add_epi32(draws, _mm512_slli_epi32(stride, 4));
+    const __m512 rounded = _mm512_mask_add_ps(below, up, below, _mm512_set1_ps(1.0f));
+    return _mm512_cvtps_epi32(_mm512_max_ps(_mm512_min_ps(rounded, most), least));
+  });
+  kSerialTable.round_to_i8(at(dst, i), at(src, i * 4), count - i, scale, levels,
+                           seed + static_cast<std::uint32_t>(i) * kRoundingStride);
+}
+
+void scale_i8_to_f32(void* dst, const void* src, std::size_t count, float unit) {
+  const __m512 units = _mm512_set1_ps(unit);
+  const std::size_t i = map_registers<F32, I8Wide>(
+      dst, src, count, [units](__m512i v) { return _mm512_mul_ps(_mm512_cvtepi32_ps(v), units); });
+  kSerialTable.scale_i8_to_f32(at(dst, i * 4), at(src, i), count - i, unit);
+}
+
 }  // namespace
 
 void add_avx512(Table& table) {
@@ -196,6 +242,8 @@ void add_avx512(Table& table) {
   table.largest_magnitude_bits = largest_magnitude_bits;
   table.scale_to_i32 = scale_to_i32;
   table.scale_to_f32 = scale_to_f32;
+  table.round_to_i8 = round_to_i8;
+  table.scale_i8_to_f32 = scale_i8_to_f32;
 }
 
 }  // namespace netfold::kernels

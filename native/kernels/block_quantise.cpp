@@ -83,11 +83,16 @@ void for_each_block(std::size_t count, const std::int16_t* exponents, std::size_
 
 }  // namespace
 
-void block_exponents(const Table& table, std::int16_t* exponents, const float* src, std::size_t count) {
+void block_magnitudes(const Table& table, std::int32_t* magnitudes, const float* src, std::size_t count) {
   for (std::size_t begin = 0; begin < count; begin += kQuantiseBlock) {
     const std::size_t length = std::min(kQuantiseBlock, count - begin);
-    exponents[begin / kQuantiseBlock] = exponent_of(table.largest_magnitude_bits(src + begin, length));
+    magnitudes[begin / kQuantiseBlock] = static_cast<std::int32_t>(table.largest_magnitude_bits(src + begin, length));
   }
+}
+
+void block_exponents(std::int16_t* exponents, const std::int32_t* magnitudes, std::size_t block_count) {
+  std::transform(magnitudes, magnitudes + block_count, exponents,
+                 [](std::int32_t bits) { return exponent_of(static_cast<std::uint32_t>(bits)); });
 }
 
 void quantise(const Table& table, std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents,
@@ -126,8 +131,8 @@ void dequantise(const Table& table, float* dst, const std::int32_t* src, std::si
   });
 }
 
-void block_exponents(std::int16_t* exponents, const float* src, std::size_t count) {
-  block_exponents(active_table(), exponents, src, count);
+void block_magnitudes(std::int32_t* magnitudes, const float* src, std::size_t count) {
+  block_magnitudes(active_table(), magnitudes, src, count);
 }
 
 void quantise(std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents, int headroom_bits,

@@ -218,6 +218,23 @@ void scale_to_f32(void* dst, const void* src, std::size_t count, float scale) {
   }
 }
 
+void round_to_i8(void* dst, const void* src, std::size_t count, float scale, float levels, std::uint32_t seed) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const float scaled = load_bits<float>(src, i) * scale;
+    const float below = std::floor(scaled);
+    const bool up = (scaled - below) * 0x1p24f > static_cast<float>(rounding_bits(seed, i));
+    const float rounded = below + (up ? 1.0f : 0.0f);
+    const float bounded = rounded < levels ? rounded : levels;
+    store_bits(dst, i, static_cast<std::int8_t>(bounded > -levels ? bounded : -levels));
+  }
+}
+
+void scale_i8_to_f32(void* dst, const void* src, std::size_t count, float unit) {
+  for (std::size_t i = 0; i < count; ++i) {
+    store_bits(dst, i, static_cast<float>(load_bits<std::int8_t>(src, i)) * unit);
+  }
+}
+
 template <class Element>
 constexpr void add_dtype(Table& table, DType dtype) {
   table.reduce[index(ReduceOp::sum)][index(dtype)] = fold<Element, Sum>;
@@ -268,6 +285,8 @@ constexpr Table build_table() {
   table.largest_magnitude_bits = largest_magnitude_bits;
   table.scale_to_i32 = scale_to_i32;
   table.scale_to_f32 = scale_to_f32;
+  table.round_to_i8 = round_to_i8;
+  table.scale_i8_to_f32 = scale_i8_to_f32;
   return table;
 }
 

@@ -26,7 +26,22 @@ struct Table {
   // i32 = round(f32 * scale), f32 = i32 * scale; scale is a normal power of two, results of the first fit.
   void (*scale_to_i32)(void* dst, const void* src, std::size_t count, float scale);
   void (*scale_to_f32)(void* dst, const void* src, std::size_t count, float scale);
+  // For byte_quantise: i8 = f32 * scale, element i rounded up where its fraction is above rounding_bits(seed, i) /
+  // 2^24, never past +-levels; f32 = i8 * unit.
+  void (*round_to_i8)(void* dst, const void* src, std::size_t count, float scale, float levels, std::uint32_t seed);
+  void (*scale_i8_to_f32)(void* dst, const void* src, std::size_t count, float unit);
 };
+
+// Element i of a block draws from seed + i * kRoundingStride.
+inline constexpr std::uint32_t kRoundingStride = 0x9e3779b9u;
+
+// 24 evenly distributed bits ("lowbias32", Wellons 2018; its constants are in the vector leaves too).
+constexpr std::uint32_t rounding_bits(std::uint32_t seed, std::size_t index) {
+  std::uint32_t bits = seed + static_cast<std::uint32_t>(index) * kRoundingStride;
+  bits = (bits ^ (bits >> 16)) * 0x7feb352du;
+  bits = (bits ^ (bits >> 15)) * 0x846ca68bu;
+  return (bits ^ (bits >> 16)) >> 8;
+}
 
 constexpr std::size_t index(ReduceOp op) { return static_cast<std::size_t>(op); }
 constexpr std::size_t index(DType dtype) { return static_cast<std::size_t>(dtype); }
@@ -40,11 +55,15 @@ void add_avx512(Table& table);
 const Table* find_table(Isa isa);
 const Table& active_table();
 
-// block_quantise.hpp's functions on a given table.
-void block_exponents(const Table& table, std::int16_t* exponents, const float* src, std::size_t count);
+// The functions of block_quantise.hpp and byte_quantise.hpp on a given table.
+void block_magnitudes(const Table& table, std::int32_t* magnitudes, const float* src, std::size_t count);
 void quantise(const Table& table, std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents,
               int headroom_bits, std::size_t first_element);
 void dequantise(const Table& table, float* dst, const std::int32_t* src, std::size_t count,
                 const std::int16_t* exponents, int headroom_bits, std::size_t first_element);
+void quantise_bytes(const Table& table, std::int8_t* dst, const float* src, float* lost, std::size_t count,
+                    const std::int32_t* magnitudes, int levels, std::uint64_t key);
+void dequantise_bytes(const Table& table, float* dst, const std::int8_t* src, std::size_t count,
+                      const std::int32_t* magnitudes, int levels);
 
 }  // namespace netfold::kernels

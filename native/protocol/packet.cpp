@@ -1,5 +1,7 @@
 #include <netfold/protocol/packet.hpp>
 
+#include <cstring>
+
 namespace netfold::protocol {
 namespace {
 
@@ -41,6 +43,8 @@ const char* name(Drop reason) {
       return "worker";
     case Drop::source:
       return "source";
+    case Drop::unauthenticated:
+      return "unauthenticated";
     case Drop::direction:
       return "direction";
     case Drop::stale:
@@ -98,6 +102,14 @@ void write_header(const Header& header, std::byte* out) {
   store_be(out + 44, header.wire);
   store_be(out + 45, header.reduce);
   store_be(out + 46, header.table);
+}
+
+std::array<std::byte, 12> nonce_of(const std::byte* header, std::size_t bytes) {
+  std::array<std::byte, 12> nonce;
+  store_be(nonce.data(), static_cast<std::uint32_t>(bytes));  // at most 24 bits: the first byte is the flags'
+  nonce[0] = header[3];
+  std::memcpy(nonce.data() + 4, header + 24, sizeof(std::uint64_t));
+  return nonce;
 }
 
 Agreement Agreement::of(const Header& header) {

@@ -22,7 +22,8 @@ void append_value(std::vector<std::byte>& out, T value) {
 
 std::size_t JobConfig::memory_bytes() const {
   const std::size_t slots = 2 * static_cast<std::size_t>(window);
-  return slots * (static_cast<std::size_t>(workers) * payload_bytes + kHeaderBytes + payload_bytes + 128);
+  const std::size_t packets = parent ? 2 : 1;  // the result, and the sum
+  return slots * (static_cast<std::size_t>(workers) * payload_bytes + packets * (kHeaderBytes + payload_bytes) + 128);
 }
 
 SwitchJob::SwitchJob(const JobConfig& config) : config_(config) {
@@ -38,10 +39,19 @@ SwitchJob::SwitchJob(const JobConfig& config) : config_(config) {
     throw std::invalid_argument("payload_bytes is a multiple of 8 up to " + std::to_string(kMaxPayloadBytes) +
                                 ", not " + std::to_string(config.payload_bytes));
   }
+  if (!config.names.empty() && config.names.size() != config.workers) {
+    throw std::invalid_argument("a job of " + std::to_string(config.workers) + " workers has as many names, not " +
+                                std::to_string(config.names.size()));
+  }
   slots_.resize(slot_count());
   for (std::uint32_t i = 0; i < slot_count(); ++i) slots_[i].chunk = i;
   contributions_.resize(static_cast<std::size_t>(slot_count()) * config.workers * config.payload_bytes);
   frames_.resize(static_cast<std::size_t>(slot_count()) * packet_bytes());
+  if (config.parent) {
+    sums_.resize(frames_.size());
+    values_in_sum_.resize(slot_count());
+  }
+  values_in_frame_.resize(slot_count());
 }
 
 Drop SwitchJob::check(const Header& header, std::size_t bytes) const {
@@ -105,35 +115,99 @@ SwitchJob::Handled SwitchJob::handle_packet(std::span<const std::byte> bytes) {
   }
   const std::uint64_t bit = std::uint64_t{1} << (header.worker % 64);
   std::uint64_t& word = slot.contributed[header.worker / 64];
-  if (word & bit) return drop(Drop::duplicate);
+  if (word & bit) {
+    if (!summed(slot)) return drop(Drop::duplicate);
+    handled.outcome = Outcome::asked;
+    return handled;
+  }
 
   word |= bit;
   slot.agreement = said;
   slot.non_finite |= (header.flags & kNonFinite) != 0;
   slot.contributed_count = static_cast<std::uint16_t>(slot.contributed_count + 1);
-  std::memcpy(contribution(handled.slot, header.worker), view->payload().data(), config_.payload_bytes);
+  // Its padding is in no sum: small operations must not pay for long packets.
+  std::memcpy(contribution(handled.slot, header.worker), view->payload().data(), said.value_bytes());
   if (slot.contributed_count < config_.workers) {
     handled.outcome = Outcome::stored;
+  } else if (config_.parent) {
+    fold(handled.slot, sum_at(handled.slot), values_in_sum_[handled.slot]);
+    handled.outcome = Outcome::summed;
   } else {
-    complete(handled.slot, header.worker);
+    fold(handled.slot, frame_at(handled.slot), values_in_frame_[handled.slot]);
+    complete(handled.slot, name_of(header.worker));
     handled.outcome = Outcome::completed;
   }
   return handled;
 }
 
-void SwitchJob::complete(std::uint32_t index, std::uint16_t last_worker) {
-  Slot& slot = slots_[index];
+Drop SwitchJob::check_parent(const Header& header, std::size_t bytes) const {
+  if (bytes != packet_bytes()) return Drop::length;
+  if (header.job != config_.parent->job) return Drop::foreign;
+  if (header.incarnation != config_.parent->incarnation) return Drop::incarnation;
+  if (header.epoch != config_.parent->epoch) return Drop::epoch;
+  if (!(header.flags & kAnswer) || (header.flags & kHello)) return Drop::direction;
+  return Drop::none;
+}
+
+SwitchJob::Handled SwitchJob::handle_parent(std::span<const std::byte> bytes) {
+  Handled handled;
+  const auto drop = [&](Drop reason) {
+    handled.drop = reason;
+    return handled;
+  };
+  const auto view = PacketView::parse(bytes);
+  if (!view) return drop(Drop::malformed);
+  const Header header = view->header();
+  if (const Drop reason = check_parent(header, bytes.size()); reason != Drop::none) return drop(reason);
+  handled.chunk = header.chunk;
+  handled.worker = header.worker;
+  if (header.flags & kNotice) {
+    if (header.worker != config_.parent->worker) return drop(Drop::worker);
+    if (header.count != 0 || header.elements == 0) return drop(Drop::malformed);
+    handled.outcome = Outcome::notice;
+    return handled;
+  }
+  handled.slot = static_cast<std::uint32_t>(header.chunk % slot_count());
+  Slot& slot = slots_[handled.slot];
+  if (slot.chunk > header.chunk) return drop(Drop::stale);
+  if (slot.chunk == header.chunk && slot.complete) return drop(Drop::duplicate);
+  if (header.flags & kMismatch) {
+    handled.outcome = Outcome::mismatch;
+    return handled;
+  }
+  // A result without this switch's own sum is of no chunk of this life.
+  if (header.chunk != slot.chunk || !summed(slot)) return drop(Drop::window);
+  // The parent compared all sums, ours among them.
+  if (Agreement::of(header) != slot.agreement) return drop(Drop::malformed);
+  slot.non_finite = (header.flags & kNonFinite) != 0;
+  const std::size_t value_bytes = slot.agreement.value_bytes();
+  std::memcpy(frame_at(handled.slot) + kHeaderBytes, view->payload().data(), value_bytes);
+  clear_behind(frame_at(handled.slot), values_in_frame_[handled.slot], value_bytes);
+  complete(handled.slot, header.worker);
+  handled.outcome = Outcome::completed;
+  return handled;
+}
+
+void SwitchJob::fold(std::uint32_t index, std::byte* packet, std::uint32_t& values) {
+  const Slot& slot = slots_[index];
   std::array<const void*, kMaxWorkers> sources;
   for (std::uint16_t worker = 0; worker < config_.workers; ++worker) {
     sources[worker] = contribution(index, worker);
   }
-  std::byte* frame = frames_.data() + static_cast<std::size_t>(index) * packet_bytes();
   const auto wire = static_cast<kernels::DType>(slot.agreement.wire);
-  const std::size_t value_bytes = slot.agreement.count * kernels::element_bytes(wire);
-  kernels::reduce(static_cast<kernels::ReduceOp>(slot.agreement.reduce), wire, frame + kHeaderBytes, sources.data(),
+  const std::size_t value_bytes = slot.agreement.value_bytes();
+  kernels::reduce(static_cast<kernels::ReduceOp>(slot.agreement.reduce), wire, packet + kHeaderBytes, sources.data(),
                   config_.workers, slot.agreement.count);
-  std::memset(frame + kHeaderBytes + value_bytes, 0, config_.payload_bytes - value_bytes);
+  clear_behind(packet, values, value_bytes);
+}
 
+void SwitchJob::clear_behind(std::byte* packet, std::uint32_t& values, std::size_t value_bytes) {
+  if (values > value_bytes) std::memset(packet + kHeaderBytes + value_bytes, 0, values - value_bytes);
+  values = static_cast<std::uint32_t>(value_bytes);
+}
+
+void SwitchJob::complete(std::uint32_t index, std::uint16_t last_worker) {
+  Slot& slot = slots_[index];
   Header answer{.flags = static_cast<std::uint8_t>(kAnswer | (slot.non_finite ? kNonFinite : 0)),
                 .job = config_.job,
                 .epoch = config_.epoch,
@@ -142,32 +216,49 @@ void SwitchJob::complete(std::uint32_t index, std::uint16_t last_worker) {
                 .counter = ++counter_,
                 .worker = last_worker};
   slot.agreement.fill(answer);
-  write_header(answer, frame);
+  write_header(answer, frame_at(index));
   slot.complete = true;
+}
+
+std::span<const std::byte> SwitchJob::sum(std::uint32_t index, std::uint64_t counter) {
+  const Slot& slot = slots_[index];
+  Header header{.flags = static_cast<std::uint8_t>(slot.non_finite ? kNonFinite : 0),
+                .job = config_.parent->job,
+                .epoch = config_.parent->epoch,
+                .incarnation = config_.parent->incarnation,
+                .chunk = slot.chunk,
+                .counter = counter,
+                .worker = config_.parent->worker};
+  slot.agreement.fill(header);
+  write_header(header, sum_at(index));
+  return {sum_at(index), packet_bytes()};
 }
 
 std::span<const std::byte> SwitchJob::frame(std::uint32_t slot) const {
   return {frames_.data() + static_cast<std::size_t>(slot) * packet_bytes(), packet_bytes()};
 }
 
-void SwitchJob::write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::byte* out) const {
+void SwitchJob::write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::uint64_t number,
+                               std::byte* out) const {
   Header header{.flags = kAnswer | kMismatch,
                 .job = config_.job,
                 .epoch = config_.epoch,
                 .incarnation = config_.incarnation,
                 .chunk = chunk,
+                .counter = number,
                 .worker = about};
   said.fill(header);
   std::memset(out, 0, packet_bytes());
   write_header(header, out);
 }
 
-void SwitchJob::write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::byte* out) const {
+void SwitchJob::write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::uint64_t number, std::byte* out) const {
   const Header header{.flags = kAnswer | kNotice,
                       .job = config_.job,
                       .epoch = config_.epoch,
                       .incarnation = config_.incarnation,
                       .chunk = gap.first,
+                      .counter = number,
                       .elements = gap.count,
                       .worker = to};
   std::memset(out, 0, packet_bytes());
@@ -187,7 +278,13 @@ std::vector<std::uint16_t> SwitchJob::missing(std::uint64_t chunk) const {
 
 std::uint32_t SwitchJob::collecting_count() const {
   std::uint32_t count = 0;
-  for (const Slot& slot : slots_) count += !slot.complete && slot.contributed_count > 0;
+  for (const Slot& slot : slots_) count += !slot.complete && !summed(slot) && slot.contributed_count > 0;
+  return count;
+}
+
+std::uint32_t SwitchJob::summed_count() const {
+  std::uint32_t count = 0;
+  for (const Slot& slot : slots_) count += summed(slot);
   return count;
 }
 
@@ -203,6 +300,14 @@ void SwitchJob::append_canonical(std::vector<std::byte>& out) const {
   append_value(out, config_.workers);
   append_value(out, config_.window);
   append_value(out, config_.payload_bytes);
+  append_value(out, config_.parent.has_value());
+  if (config_.parent) {
+    append_value(out, config_.parent->job);
+    append_value(out, config_.parent->epoch);
+    append_value(out, config_.parent->incarnation);
+    append_value(out, config_.parent->worker);
+  }
+  append(out, config_.names.data(), config_.names.size() * sizeof(std::uint16_t));
   for (std::uint32_t i = 0; i < slot_count(); ++i) {
     const Slot& slot = slots_[i];
     append_value(out, slot.chunk);
@@ -219,6 +324,7 @@ void SwitchJob::append_canonical(std::vector<std::byte>& out) const {
   }
   append(out, contributions_.data(), contributions_.size());
   append(out, frames_.data(), frames_.size());
+  append(out, sums_.data(), sums_.size());
   append_value(out, counter_);
 }
 

@@ -43,6 +43,10 @@ std::uint32_t Worker::sendable() const {
   return static_cast<std::uint32_t>(std::min(waiting, room));
 }
 
+bool Worker::is_answered(std::uint64_t chunk) const {
+  return chunk < base_ || (chunk < next_ && entries_[chunk % config_.window].state == State::answered);
+}
+
 bool Worker::has_room() const { return flight_.count < congestion_window_; }
 
 std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
@@ -78,14 +82,20 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
                        .incarnation = config_.incarnation,
                        .chunk = chunk,
                        .counter = counter_,
-                       .operation = line.operation.operation,
-                       .elements = static_cast<std::uint32_t>(line.operation.elements),
-                       .worker = config_.worker,
-                       .count = send.count,
-                       .wire = static_cast<std::uint8_t>(line.operation.wire),
-                       .reduce = static_cast<std::uint8_t>(line.operation.reduce),
-                       .table = line.operation.table};
+                       .worker = config_.worker};
+  agreement_at(chunk).fill(send.header);
   return send;
+}
+
+Agreement Worker::agreement_at(std::uint64_t chunk) const {
+  const Line& line = *line_of(chunk);
+  const Operation& operation = line.operation;
+  return {.operation = operation.operation,
+          .elements = operation.size_word != 0 ? operation.size_word : static_cast<std::uint32_t>(operation.elements),
+          .count = count_of(line, chunk),
+          .wire = static_cast<std::uint8_t>(operation.wire),
+          .reduce = static_cast<std::uint8_t>(operation.reduce),
+          .table = operation.table};
 }
 
 void Worker::not_sent(std::uint64_t chunk) {
@@ -124,8 +134,10 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   if (header.chunk >= next_) return drop(Drop::window);
   received.header = header;
 
-  Line& line = *line_of(header.chunk);
+  Line& line = lines_[static_cast<std::size_t>(line_of(header.chunk) - lines_.data())];
   if (header.flags & kMismatch) {
+    // Others who called the same hear of it too, in case it is they who differ from the first.
+    if (Agreement::of(header) == agreement_at(header.chunk)) return drop(Drop::stale);
     received.outcome = Outcome::mismatch;
     return received;
   }
@@ -312,9 +324,9 @@ void Worker::measure(std::int64_t rtt_ns) {
   smoothed_rtt_ns_ = std::max<std::int64_t>(smoothed_rtt_ns_, 1);
 }
 
-Worker::Line* Worker::line_of(std::uint64_t chunk) {
+const Worker::Line* Worker::line_of(std::uint64_t chunk) const {
   for (std::size_t i = 0; i < operation_count_; ++i) {
-    Line& line = lines_[i];
+    const Line& line = lines_[i];
     if (chunk < line.first_chunk + line.chunk_count) return &line;
   }
   return nullptr;  // unreachable: chunks in [base, end) belong to an operation
@@ -410,6 +422,7 @@ void Worker::append_canonical(std::vector<std::byte>& out) const {
     append(line.operation.wire);
     append(line.operation.reduce);
     append(line.operation.table);
+    append(line.operation.size_word);
     append(line.first_chunk);
     append(line.answered);
   }

@@ -6,9 +6,11 @@ using Kind = Move::Kind;
 
 State Moves::first() {
   State state{.machine = parts.new_switch(Life{}, 0), .network = parts.network_of({})};
+  state.network = parts.with(state.network, parts.strangers());
   for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
     state.workers[worker] = parts.new_worker(Life{}, worker);
   }
+  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) state.leaves[leaf] = parts.new_leaf(Life{}, leaf);
   return state;
 }
 
@@ -23,10 +25,27 @@ bool Moves::rejoins(const State& state, std::uint16_t worker) const {
   return parts.worker_state(state.workers[worker]).life() != parts.switch_state(state.machine).life();
 }
 
+bool Moves::can_hear(const State& state, std::uint16_t worker) const {
+  if (parts.ended(state.workers[worker])) return false;
+  for (std::uint16_t other = 0; other < scope_.workers; ++other) {
+    const Id id = state.workers[other];
+    const Life life = parts.worker_state(id).life();
+    if (parts.ended(id) && life == parts.worker_state(state.workers[worker]).life()) return true;
+  }
+  return false;
+}
+
+Id& Moves::place_of(State& state, const Packet& packet) const {
+  if (packet.leaf) return packet.answer ? state.leaves[packet.worker] : state.machine;
+  if (packet.answer) return state.workers[packet.worker];
+  return scope_.leaves.empty() ? state.machine : state.leaves[parts.leaf_of(packet.worker)];
+}
+
 const Step& Moves::delivered(const State& state, Id packet) {
   const Packet& arriving = parts.packet(packet);
-  return arriving.answer ? parts.at_worker(state.workers[arriving.worker], packet)
-                         : parts.at_switch(state.machine, packet);
+  State at = state;
+  const Id machine = place_of(at, arriving);
+  return arriving.answer && !arriving.leaf ? parts.at_worker(machine, packet) : parts.at_switch(machine, packet);
 }
 
 std::pair<State, Step> Moves::done(const State& state, const Move& move) {
@@ -36,8 +55,7 @@ std::pair<State, Step> Moves::done(const State& state, const Move& move) {
     case Kind::deliver:
     case Kind::copy: {
       step = delivered(state, move.what);
-      const Packet& packet = parts.packet(move.what);
-      (packet.answer ? next.workers[packet.worker] : next.machine) = step.next;
+      place_of(next, parts.packet(move.what)) = step.next;
       if (scope_.network == Network::taken && move.kind == Kind::deliver) {
         next.network = parts.without(next.network, move.what);
       }
@@ -55,6 +73,10 @@ std::pair<State, Step> Moves::done(const State& state, const Move& move) {
     }
     case Kind::call:
       step = parts.call(next.workers[move.what]);
+      next.workers[move.what] = step.next;
+      break;
+    case Kind::hear:
+      step = parts.hear(next.workers[move.what]);
       next.workers[move.what] = step.next;
       break;
     case Kind::rejoin: {
@@ -91,8 +113,8 @@ void Moves::each(const State& state, const Visit& visit) {
   };
   for (const Id packet : parts.network(state.network)) {
     const Step& step = delivered(state, packet);
-    const Packet& arriving = parts.packet(packet);
-    const Id before = arriving.answer ? state.workers[arriving.worker] : state.machine;
+    State at = state;
+    const Id before = place_of(at, parts.packet(packet));
     if (scope_.network == Network::taken) {
       one({Kind::deliver, packet});
       one({Kind::copy, packet});
@@ -106,6 +128,7 @@ void Moves::each(const State& state, const Visit& visit) {
   for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
     const Id id = state.workers[worker];
     if (parts.can_call(id)) one({Kind::call, worker});
+    if (can_hear(state, worker)) one({Kind::hear, worker});
     if (rejoins(state, worker)) one({Kind::rejoin, worker});
     if (scope_.network == Network::taken) {
       for (std::uint32_t rings = 1; rings <= parts.worker_state(id).again.size(); ++rings) {
@@ -134,6 +157,8 @@ void Moves::each_alone(const State& state, const Visit& visit) {
     const Id id = state.workers[worker];
     State next = state;
     if (parts.can_call(id)) one(next, {Kind::call, worker});
+    next = state;
+    if (can_hear(state, worker)) one(next, {Kind::hear, worker});
     next = state;
     if (rejoins(state, worker)) one(next, {Kind::rejoin, worker});
     for (const Id packet : parts.worker_state(id).again) {

@@ -8,18 +8,19 @@
 
 namespace netfold::prove {
 
-// Numbers of the parts: those beyond the scope's workers are zero.
+// Numbers of the parts: those beyond the scope's workers and leaves are zero.
 struct State {
-  Id machine = 0;  // the switch's
+  Id machine = 0;  // the switch's, or the root's
   Id network = 0;
   std::array<Id, kMaxWorkers> workers{};
+  std::array<Id, kMaxLeaves> leaves{};
   bool operator==(const State&) const = default;
 };
 
 struct Move {
-  enum class Kind : std::uint8_t { deliver, copy, lose, ring, call, rejoin, restart_group, restart_switch };
+  enum class Kind : std::uint8_t { deliver, copy, lose, ring, call, hear, rejoin, restart_group, restart_switch };
   Kind kind = Kind::deliver;
-  std::uint32_t what = 0;   // deliver, copy, lose: a packet; ring, call, rejoin: a worker
+  std::uint32_t what = 0;   // deliver, copy, lose: a packet; ring, call, hear, rejoin: a worker
   std::uint32_t times = 0;  // ring: how many timers, one after the other
 
   // Of network or machines: what no way to the end may count on.
@@ -44,6 +45,7 @@ class Moves {
   void each_alone(const State& state, const Visit& visit);
 
   bool finished(const State& state) const;
+  const Scope& scope() const { return scope_; }
 
   // Moves that `each` has looked at, those included that change nothing.
   std::uint64_t tried() const { return tried_; }
@@ -51,8 +53,11 @@ class Moves {
   Parts parts;
 
  private:
+  // Where the packet arrives.
+  Id& place_of(State& state, const Packet& packet) const;
   const Step& delivered(const State& state, Id packet);
   bool rejoins(const State& state, std::uint16_t worker) const;
+  bool can_hear(const State& state, std::uint16_t worker) const;
 
   Scope scope_;
   std::uint64_t tried_ = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 
 namespace netfold::prove {
@@ -17,19 +18,40 @@ constexpr std::int64_t kNumbers = 1024;     // contributions are in [1024, 2048)
 constexpr int kWorkerBits = 16;
 constexpr std::uint32_t kLives = kMaxRestarts + 1;  // most incarnations, and most epochs of one
 
+std::uint64_t chunks_of(const std::vector<std::uint32_t>& line) {
+  return std::accumulate(line.begin(), line.end(), std::uint64_t{0});
+}
+
+// One worker in turn says so, of every second chunk.
+bool says_non_finite(const Scope& scope, std::uint16_t worker, std::uint64_t chunk) {
+  return chunk % 2 == 1 && chunk / 2 % scope.workers == worker;
+}
+
 void check(const Scope& scope) {
-  std::uint64_t chunks = 0;
-  for (const std::uint32_t each : scope.operations) chunks += each;
-  const bool empty = std::ranges::any_of(scope.operations, [](std::uint32_t each) { return each == 0; });
+  const std::uint64_t chunks = std::max(chunks_of(scope.operations), chunks_of(scope.last));
+  const auto is_zero = [](std::uint32_t each) { return each == 0; };
+  const bool empty = std::ranges::any_of(scope.operations, is_zero) || std::ranges::any_of(scope.last, is_zero);
   if (scope.workers == 0 || scope.workers > kMaxWorkers) {
     throw std::invalid_argument("a scope has 1 to " + std::to_string(kMaxWorkers) + " workers");
   }
-  if (scope.operations.empty() || empty || chunks > kMaxChunks || scope.operations.size() > Worker::kMaxOperations) {
+  const std::size_t operations = std::max(scope.operations.size(), scope.last.size());
+  if (scope.operations.empty() || empty || chunks > kMaxChunks || operations > Worker::kMaxOperations) {
     throw std::invalid_argument("a scope has 1 to " + std::to_string(kMaxChunks) + " chunks, in 1 to " +
                                 std::to_string(Worker::kMaxOperations) + " operations, none of them empty");
   }
   if (scope.restarts > kMaxRestarts) {
     throw std::invalid_argument("a scope has at most " + std::to_string(kMaxRestarts) + " restarts");
+  }
+  if (scope.leaves.empty()) return;
+  std::uint32_t below = 0;
+  for (const std::uint16_t each : scope.leaves) below += each;
+  const bool childless = std::ranges::any_of(scope.leaves, [](std::uint16_t each) { return each == 0; });
+  if (childless || scope.leaves.size() > kMaxLeaves || below != scope.workers) {
+    throw std::invalid_argument("a scope has no leaves, or 1 to " + std::to_string(kMaxLeaves) +
+                                " with all of its workers below them");
+  }
+  if (scope.restarts > 0 || scope.strangers || !scope.last.empty()) {
+    throw std::invalid_argument("a scope with leaves has no restarts, no strangers, and no worker that disagrees");
   }
 }
 
@@ -46,28 +68,89 @@ std::string words(Life life) { return std::to_string(life.incarnation) + "." + s
 
 Parts::Parts(const Scope& scope) : scope_(scope) {
   check(scope);
-  for (const std::uint32_t each : scope.operations) chunk_count_ += each;
+  chunk_count_ = std::max(chunks_of(scope.operations), chunks_of(scope.last));
+  for (std::uint16_t leaf = 0; leaf < scope.leaves.size(); ++leaf)
+    homes_.resize(homes_.size() + scope.leaves[leaf], leaf);
+}
+
+std::uint16_t Parts::first_below(std::uint16_t leaf) const {
+  return static_cast<std::uint16_t>(std::ranges::find(homes_, leaf) - homes_.begin());
+}
+
+std::vector<Id> Parts::strangers() {
+  std::vector<Id> packets;
+  if (!scope_.strangers) return packets;
+  for (std::uint64_t chunk = 0; chunk < chunk_count_; ++chunk) {
+    for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+      const Line& line = line_of(worker);
+      const std::uint32_t operation = std::min<std::uint32_t>(operation_at(line, chunk), line.size() - 1);
+      for (const bool answer : {false, true}) {
+        const Header header{.flags = static_cast<std::uint8_t>(answer ? protocol::kAnswer : 0),
+                            .job = kJob + 1,
+                            .epoch = Life{}.epoch,
+                            .incarnation = Life{}.incarnation,
+                            .chunk = chunk,
+                            .operation = operation,
+                            .elements = line[operation],
+                            .worker = worker,
+                            .count = 1,
+                            .wire = static_cast<std::uint8_t>(kernels::DType::i64),
+                            .reduce = static_cast<std::uint8_t>(kernels::ReduceOp::sum)};
+        Packet packet{.answer = answer, .worker = worker, .chunk = chunk, .life = {}, .foreign = true};
+        packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);  // of zeros, which are in no sum
+        protocol::write_header(header, packet.bytes.data());
+        packets.push_back(packet_id(std::move(packet)));
+      }
+    }
+  }
+  return packets;
+}
+
+bool Parts::can_call(Id worker) const {
+  const WorkerState& state = workers_[worker];
+  return !state.ended && state.called < line_of(state.number).size();
+}
+
+bool Parts::finished(Id worker) const {
+  const WorkerState& state = workers_[worker];
+  return state.ended || (!can_call(worker) && state.now.machine.idle());
 }
 
 Id Parts::new_switch(Life life, std::uint32_t restarts) {
+  return switch_id(
+      {SwitchJob({.job = kJob,
+                  .epoch = life.epoch,
+                  .incarnation = life.incarnation,
+                  .workers = scope_.leaves.empty() ? scope_.workers : static_cast<std::uint16_t>(scope_.leaves.size()),
+                  .window = scope_.window,
+                  .payload_bytes = kPayloadBytes}),
+       restarts});
+}
+
+Id Parts::new_leaf(Life life, std::uint16_t leaf) {
+  const protocol::ParentLink parent{kJob, life.epoch, life.incarnation, leaf};
   return switch_id({SwitchJob({.job = kJob,
                                .epoch = life.epoch,
                                .incarnation = life.incarnation,
-                               .workers = scope_.workers,
+                               .workers = scope_.leaves[leaf],
                                .window = scope_.window,
-                               .payload_bytes = kPayloadBytes}),
-                    restarts});
+                               .payload_bytes = kPayloadBytes,
+                               .parent = parent}),
+                    0, leaf});
 }
 
 Id Parts::new_worker(Life life, std::uint16_t worker) {
+  const std::uint16_t here =
+      scope_.leaves.empty() ? worker : static_cast<std::uint16_t>(worker - first_below(leaf_of(worker)));
   WorkerState state{.now = {Worker({.job = kJob,
                                     .epoch = life.epoch,
                                     .incarnation = life.incarnation,
-                                    .worker = worker,
+                                    .worker = here,
                                     .workers = scope_.workers,
                                     .window = scope_.window,
                                     .payload_bytes = kPayloadBytes}),
-                            1}};
+                            1},
+                    .number = worker};
   Step nothing;
   return worker_id(std::move(state), nothing);
 }
@@ -95,10 +178,15 @@ const Step& Parts::at_worker(Id machine, Id packet) {
 Step Parts::switch_step(Id machine, Id packet) {
   Step step;
   SwitchState state = switches_[machine];
-  const auto handled = state.machine.handle_packet(packets_[packet].bytes);
+  const bool root = state.leaf == SwitchState::kRoot;
+  const bool from_parent = packets_[packet].answer;
+  const auto handled = from_parent ? state.machine.handle_parent(packets_[packet].bytes)
+                                   : state.machine.handle_packet(packets_[packet].bytes);
   const auto answer = [&](std::uint16_t worker) {
     const auto frame = state.machine.frame(handled.slot);
-    Packet sent{.answer = true, .worker = worker, .bytes = {frame.begin(), frame.end()}};
+    Packet sent{.answer = true, .leaf = root && !scope_.leaves.empty(), .worker = worker};
+    if (!root) sent.worker = static_cast<std::uint16_t>(first_below(state.leaf) + worker);
+    sent.bytes = {frame.begin(), frame.end()};
     Header header = protocol::PacketView::parse(frame)->header();
     header.counter = 0;
     protocol::write_header(header, sent.bytes.data());
@@ -115,16 +203,47 @@ Step Parts::switch_step(Id machine, Id packet) {
       break;
     case SwitchJob::Outcome::completed:
       step.became = "completed";
-      for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) answer(worker);
+      for (std::uint16_t worker = 0; worker < state.machine.config().workers; ++worker) answer(worker);
       break;
+    case SwitchJob::Outcome::summed:
+    case SwitchJob::Outcome::asked: {
+      step.became = handled.outcome == SwitchJob::Outcome::summed ? "summed" : "sums again";
+      const auto sum = state.machine.sum(handled.slot, 0);
+      step.sent.push_back(packet_id({.leaf = true,
+                                     .worker = state.leaf,
+                                     .chunk = handled.chunk,
+                                     .life = state.life(),
+                                     .bytes = {sum.begin(), sum.end()}}));
+      break;
+    }
+    case SwitchJob::Outcome::notice:
+      break;  // nobody sends any
     case SwitchJob::Outcome::answered:
       step.became = "answered again";
       answer(handled.worker);
       break;
-    case SwitchJob::Outcome::mismatch:
+    case SwitchJob::Outcome::mismatch: {
       step.became = "mismatch";
-      step.broken = "workers that agree are said not to";
-      return step;
+      if (agreed(handled.chunk)) {
+        step.broken = "workers that agree are said not to";
+        return step;
+      }
+      // As the aggregator tells them (native/aggregator/plane.cpp).
+      const auto tell = [&](std::uint16_t to, const protocol::Agreement& said, std::uint16_t about) {
+        const Life life = state.life();
+        Packet sent{.answer = true, .worker = to, .chunk = handled.chunk, .life = life};
+        sent.bytes.resize(state.machine.packet_bytes());
+        // Its number is a nonce, which no machine looks at.
+        state.machine.write_mismatch(handled.chunk, said, about, 0, sent.bytes.data());
+        step.sent.push_back(packet_id(std::move(sent)));
+      };
+      const Header said = protocol::PacketView::parse(packets_[packet].bytes)->header();
+      for (std::uint16_t to = 0; to < scope_.workers; ++to) {
+        if (to != handled.worker) tell(to, protocol::Agreement::of(said), handled.worker);
+      }
+      tell(handled.worker, state.machine.agreement(handled.slot), handled.other);
+      break;
+    }
   }
   step.next = switch_id(std::move(state));
   return step;
@@ -132,6 +251,11 @@ Step Parts::switch_step(Id machine, Id packet) {
 
 Step Parts::worker_step(Id machine, Id packet) {
   Step step;
+  if (ended(machine)) {
+    step.became = "ended before";
+    step.next = machine;
+    return step;
+  }
   WorkerState state = workers_[machine];
   if (!receive(state, packets_[packet], step) || !send(state, step)) return step;
   for (const Timed& later : workers_[machine].later) {
@@ -152,12 +276,21 @@ Step Parts::call(Id worker) {
   Step step;
   WorkerState state = workers_[worker];
   state.now.machine.start({.operation = state.called,
-                           .elements = scope_.operations[state.called],
+                           .elements = line_of(state.now.machine.config().worker)[state.called],
                            .wire = kernels::DType::i64,
                            .reduce = kernels::ReduceOp::sum});
   ++state.called;
   step.became = "called";
   if (send(state, step)) step.next = worker_id(std::move(state), step);
+  return step;
+}
+
+Step Parts::hear(Id worker) {
+  Step step;
+  WorkerState state = workers_[worker];
+  state.ended = true;
+  step.became = "ended";
+  step.next = worker_id(std::move(state), step);
   return step;
 }
 
@@ -168,17 +301,29 @@ bool Parts::receive(WorkerState& worker, const Packet& packet, Step& step) const
       step.became = dropped(received.drop);
       return true;
     case Worker::Outcome::mismatch:
-      step.became = "mismatch";
-      step.broken = "workers that agree are said not to";
-      return false;
+      return end(worker, received.header, step);
     case Worker::Outcome::received:
       return take(worker, received, step);
   }
   return false;
 }
 
+bool Parts::end(WorkerState& worker, const Header& said, Step& step) const {
+  const Line& line = line_of(worker.now.machine.config().worker);
+  const std::uint32_t own = operation_at(line, said.chunk);
+  step.became = "ended: mismatch";
+  if (agreed(said.chunk)) {
+    step.broken = "workers that agree are said not to";
+  } else if (own < line.size() && said.operation == own && said.elements == line[own]) {
+    step.broken = "a worker is told that another differs, which said the same";
+  }
+  worker.ended = true;
+  return step.broken.empty();
+}
+
 bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& step) const {
-  const std::uint64_t chunk = place(received.header.operation, received.first);
+  const Line& line = line_of(worker.now.machine.config().worker);
+  const std::uint64_t chunk = place(line, received.header.operation, received.first);
   std::int64_t value = 0;
   if (chunk == chunk_count_ || received.values.size() != sizeof value) {
     step.broken = "a worker is given values of no chunk";
@@ -187,7 +332,13 @@ bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& st
   std::memcpy(&value, received.values.data(), sizeof value);
   step.became = "received";
   const std::uint64_t bit = std::uint64_t{1} << chunk;
-  if (worker.received & bit) {
+  bool non_finite = false;
+  for (std::uint16_t other = 0; other < scope_.workers; ++other) non_finite |= says_non_finite(scope_, other, chunk);
+  if (!agreed(chunk)) {
+    step.broken = "a worker is given a sum of chunk " + std::to_string(chunk) + ", on which workers disagree";
+  } else if (((received.header.flags & protocol::kNonFinite) != 0) != non_finite) {
+    step.broken = "a worker is told the wrong thing of non-finite values in chunk " + std::to_string(chunk);
+  } else if (worker.received & bit) {
     step.broken = "a worker is given chunk " + std::to_string(chunk) + " twice";
   } else if (value != result(worker.life(), chunk)) {
     step.broken = "a worker is given a wrong sum of chunk " + std::to_string(chunk) + ":" + taken_apart(value);
@@ -197,17 +348,19 @@ bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& st
 }
 
 bool Parts::send(WorkerState& worker, Step& step) {
-  const std::uint16_t index = worker.now.machine.config().worker;
+  const std::uint16_t index = worker.number;
+  if (worker.ended) return true;
   // Every chunk there is, and a window of those given up: more than any worker ever sends at once.
   for (std::uint64_t left = chunk_count_ + scope_.window + 1;
        const auto send = worker.now.machine.poll_send(worker.now.now_ns);) {
     Header header = send->header;
-    const std::uint64_t chunk = place(header.operation, send->first);
+    const std::uint64_t chunk = place(line_of(index), header.operation, send->first);
     if (chunk == chunk_count_ || send->count != 1 || --left == 0) {
       step.broken = left == 0 ? "a worker sends without end" : "a worker sends values of no chunk";
       return false;
     }
     header.counter = 0;
+    if (says_non_finite(scope_, index, chunk)) header.flags |= protocol::kNonFinite;
     Packet packet{.worker = index, .chunk = header.chunk, .life = worker.life()};
     packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);
     protocol::write_header(header, packet.bytes.data());
@@ -234,7 +387,7 @@ Id Parts::worker_id(WorkerState state, Step& step) {
   state.later.clear();
   WorkerState late = state;
   Step resent;
-  for (std::uint32_t rings = state.now.machine.in_flight(); rings > 0; --rings) {
+  for (std::uint32_t rings = state.ended ? 0 : state.now.machine.in_flight(); rings > 0; --rings) {
     late.now.now_ns = std::max(late.now.now_ns, late.now.machine.poll_timeout());
     late.now.machine.handle_timeout(late.now.now_ns);
     state.later.push_back(late.now);  // given up, and not yet sent again
@@ -256,6 +409,7 @@ Id Parts::switch_id(SwitchState state) {
   state.machine.append_canonical(bytes);
   Key key(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   append(key, state.restarts);
+  append(key, state.leaf);
   const auto [at, added] = switch_ids_.try_emplace(std::move(key), static_cast<Id>(switches_.size()));
   if (added) {
     switches_.push_back(std::move(state));
@@ -267,8 +421,9 @@ Id Parts::switch_id(SwitchState state) {
 Parts::Key Parts::key_of(const WorkerState& worker) const {
   const Worker& machine = worker.now.machine;
   Key key;
-  append(key, machine.config().worker);
+  append(key, worker.number);
   append(key, worker.life());
+  if (worker.ended) return key;  // nothing of it matters any more
   append(key, worker.called);
   append(key, worker.sent);
   append(key, worker.received);
@@ -283,6 +438,7 @@ Parts::Key Parts::key_of(const WorkerState& worker) const {
 Id Parts::packet_id(Packet packet) {
   Key key(reinterpret_cast<const char*>(packet.bytes.data()), packet.bytes.size());
   append(key, packet.worker);
+  append(key, packet.leaf);
   const auto [at, added] = packet_ids_.try_emplace(std::move(key), static_cast<Id>(packets_.size()));
   if (added) packets_.push_back(std::move(packet));
   return at->second;
@@ -315,10 +471,27 @@ Id Parts::without(Id network, Id packet) {
   return network_of(std::move(packets));
 }
 
-std::uint64_t Parts::place(std::uint32_t operation, std::uint64_t first) const {
-  if (operation >= scope_.operations.size() || first >= scope_.operations[operation]) return chunk_count_;
-  for (std::uint32_t earlier = 0; earlier < operation; ++earlier) first += scope_.operations[earlier];
-  return first;
+const Parts::Line& Parts::line_of(std::uint16_t worker) const {
+  return !scope_.last.empty() && worker + 1 == scope_.workers ? scope_.last : scope_.operations;
+}
+
+std::uint32_t Parts::operation_at(const Line& line, std::uint64_t chunk) {
+  std::uint32_t operation = 0;
+  while (operation < line.size() && chunk >= line[operation]) chunk -= line[operation++];
+  return operation;
+}
+
+bool Parts::agreed(std::uint64_t chunk) const {
+  if (scope_.last.empty()) return true;
+  const std::uint32_t usual = operation_at(scope_.operations, chunk);
+  const std::uint32_t other = operation_at(scope_.last, chunk);
+  return usual == other && usual < scope_.operations.size() && other < scope_.last.size() &&
+         scope_.operations[usual] == scope_.last[other];
+}
+
+std::uint64_t Parts::place(const Line& line, std::uint32_t operation, std::uint64_t first) const {
+  if (operation >= line.size() || first >= line[operation]) return chunk_count_;
+  return std::accumulate(line.begin(), line.begin() + operation, first);
 }
 
 std::int64_t Parts::contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const {

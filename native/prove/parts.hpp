@@ -21,18 +21,22 @@ struct Life {
   bool operator==(const Life&) const = default;
 };
 
-// On its way from a worker to the switch, or back. Its counter is zero: no machine reads it.
+// On its way from a worker, or a leaf, to its switch, or back. Its counter is zero: no machine reads it.
 struct Packet {
   bool answer = false;
-  std::uint16_t worker = 0;
+  bool leaf = false;         // between a leaf and the root
+  std::uint16_t worker = 0;  // which worker, or leaf, of all
   std::uint64_t chunk = 0;
   Life life;
+  bool foreign = false;  // of another job
   std::vector<std::byte> bytes;
 };
 
 struct SwitchState {
   protocol::SwitchJob machine;
   std::uint32_t restarts = 0;  // so far
+  std::uint16_t leaf = kRoot;  // which one
+  static constexpr std::uint16_t kRoot = 0xffff;
   Life life() const { return {machine.config().incarnation, machine.config().epoch}; }
 };
 
@@ -44,9 +48,11 @@ struct Timed {
 
 struct WorkerState {
   Timed now;
+  std::uint16_t number = 0;    // of all; its machine knows the one that it has at its switch
   std::uint32_t called = 0;    // operations
   std::uint64_t sent = 0;      // chunks, a bit each
   std::uint64_t received = 0;  // chunks, a bit each
+  bool ended = false;          // by a mismatch
   std::vector<Timed> later;    // what timers may have made of it
   std::vector<Id> again;       // the packets that its timers send once more, in this order
   Life life() const { return {now.machine.config().incarnation, now.machine.config().epoch}; }
@@ -66,15 +72,24 @@ class Parts {
   explicit Parts(const Scope& scope);
 
   Id new_switch(Life life, std::uint32_t restarts);
+  Id new_leaf(Life life, std::uint16_t leaf);
+  // Which leaf the worker is below.
+  std::uint16_t leaf_of(std::uint16_t worker) const { return homes_[worker]; }
   Id new_worker(Life life, std::uint16_t worker);
-  bool can_call(Id worker) const { return workers_[worker].called < scope_.operations.size(); }
-  bool finished(Id worker) const { return !can_call(worker) && workers_[worker].now.machine.idle(); }
+  // What the wire carries from the start.
+  std::vector<Id> strangers();
+  bool can_call(Id worker) const;
+  bool ended(Id worker) const { return workers_[worker].ended; }
+  // Or has ended.
+  bool finished(Id worker) const;
 
   // Both stay good.
   const Step& at_switch(Id machine, Id packet);
   const Step& at_worker(Id machine, Id packet);
   // The worker's script calls its next operation. Precondition: can_call.
   Step call(Id worker);
+  // It hears that another one has ended.
+  Step hear(Id worker);
 
   const SwitchState& switch_state(Id id) const { return switches_[id]; }
   const WorkerState& worker_state(Id id) const { return workers_[id]; }
@@ -104,18 +119,27 @@ class Parts {
   // The packet reaches the worker; true when nothing was broken.
   bool receive(WorkerState& worker, const Packet& packet, Step& step) const;
   bool take(WorkerState& worker, const protocol::Worker::Received& received, Step& step) const;
+  bool end(WorkerState& worker, const protocol::Header& said, Step& step) const;
   // All that the worker sends now.
   bool send(WorkerState& worker, Step& step);
 
-  // Chunk by its place on the line of operations, or chunk_count_.
-  std::uint64_t place(std::uint32_t operation, std::uint64_t first) const;
+  using Line = std::vector<std::uint32_t>;  // chunks of each operation
+  const Line& line_of(std::uint16_t worker) const;
+  // Which operation of a line a chunk is of; their number where it is beyond.
+  static std::uint32_t operation_at(const Line& line, std::uint64_t chunk);
+  // Whether all workers call the same there.
+  bool agreed(std::uint64_t chunk) const;
+  // Chunk by its place on a line of operations, or chunk_count_.
+  std::uint64_t place(const Line& line, std::uint32_t operation, std::uint64_t first) const;
   std::int64_t contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const;
   std::int64_t result(Life life, std::uint64_t chunk) const;
+  std::uint16_t first_below(std::uint16_t leaf) const;
   // What a sum is made of.
   std::string taken_apart(std::int64_t sum) const;
 
   Scope scope_;
   std::uint64_t chunk_count_ = 0;
+  std::vector<std::uint16_t> homes_;  // by worker: its leaf
   std::deque<SwitchState> switches_;
   std::deque<WorkerState> workers_;
   std::deque<Packet> packets_;

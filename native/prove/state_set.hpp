@@ -1,4 +1,4 @@
-// States in the order in which they were found, each once: 28 bytes and a half-full table of 4-byte numbers.
+// States in the order in which they were found, each once: 36 bytes and a half-full table of 4-byte numbers.
 #pragma once
 
 #include "moves.hpp"
@@ -42,6 +42,7 @@ class StateSet {
     };
     mix(std::uint64_t{state.machine} << 32 | state.network);
     for (std::size_t i = 0; i < kMaxWorkers; i += 2) mix(std::uint64_t{state.workers[i]} << 32 | state.workers[i + 1]);
+    mix(std::uint64_t{state.leaves[0]} << 32 | state.leaves[1]);
     return hash;
   }
   void grow() {

@@ -10,8 +10,8 @@ namespace {
 using Kind = Move::Kind;
 
 std::string name_of(const Packet& packet) {
-  return words(packet.life) + "/" + std::to_string(packet.worker) + (packet.answer ? "<" : ">") +
-         std::to_string(packet.chunk);
+  return (packet.foreign ? "x" : "") + words(packet.life) + "/" + (packet.leaf ? "^" : "") +
+         std::to_string(packet.worker) + (packet.answer ? "<" : ">") + std::to_string(packet.chunk);
 }
 
 // One run, event by event, and the packets that it has sent, in that order.
@@ -40,6 +40,8 @@ class Run {
         return "ring " + std::to_string(move.what) + (move.times == 1 ? "" : " " + std::to_string(move.times));
       case Kind::call:
         return "call " + std::to_string(move.what);
+      case Kind::hear:
+        return "hear " + std::to_string(move.what);
       case Kind::rejoin:
         return "rejoin " + std::to_string(move.what);
       case Kind::restart_group:
@@ -69,10 +71,10 @@ class Run {
     switch (move.kind) {
       case Kind::deliver:
       case Kind::copy:
-        return moves_.parts.packet(move.what).answer ? worker(moves_.parts.packet(move.what).worker)
-                                                     : slot(moves_.parts.packet(move.what).chunk);
+        return arrived(moves_.parts.packet(move.what));
       case Kind::ring:
       case Kind::call:
+      case Kind::hear:
       case Kind::rejoin:
         return worker(static_cast<std::uint16_t>(move.what));
       default:
@@ -93,6 +95,7 @@ class Run {
 
   std::string worker(std::uint16_t index) const {
     const WorkerState& state = moves_.parts.worker_state(state_.workers[index]);
+    if (state.ended) return "life " + words(state.life());
     std::string has, waits;
     for (std::uint64_t chunk = 0; chunk < kMaxChunks; ++chunk) {
       if (state.received >> chunk & 1) {
@@ -105,9 +108,16 @@ class Run {
            (waits.empty() ? " nothing" : waits);
   }
 
-  std::string slot(std::uint64_t chunk) const {
+  std::string arrived(const Packet& packet) const {
+    if (packet.leaf && packet.answer) return {};  // nothing is missing there any more
+    if (packet.answer) return worker(packet.worker);
+    if (packet.leaf || moves_.scope().leaves.empty()) return slot(state_.machine, packet.chunk);
+    return slot(state_.leaves[moves_.parts.leaf_of(packet.worker)], packet.chunk);
+  }
+
+  std::string slot(Id machine, std::uint64_t chunk) const {
     std::string missing;
-    for (const std::uint16_t index : moves_.parts.switch_state(state_.machine).machine.missing(chunk)) {
+    for (const std::uint16_t index : moves_.parts.switch_state(machine).machine.missing(chunk)) {
       missing += " " + std::to_string(index);
     }
     return missing.empty() ? "" : "chunk " + std::to_string(chunk) + " misses" + missing;
@@ -149,17 +159,28 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
       case Kind::copy:
       case Kind::lose: {
         const Packet& packet = moves.parts.packet(move->what);
-        record.source = packet.answer ? "switch" : "worker " + std::to_string(packet.worker);
-        record.to = packet.answer ? "worker " + std::to_string(packet.worker) : "switch";
-        record.what = (packet.answer ? "result " : "chunk ") + std::to_string(packet.chunk) + " of " +
-                      netfold::prove::words(packet.life);
+        const std::string below = (packet.leaf ? "leaf " : "worker ") + std::to_string(packet.worker);
+        const std::string above = packet.leaf || scope.leaves.empty()
+                                      ? "switch"
+                                      : "leaf " + std::to_string(moves.parts.leaf_of(packet.worker));
+        record.source = packet.answer ? above : below;
+        record.to = packet.answer ? below : above;
+        record.what = (packet.answer ? "result "
+                       : packet.leaf ? "sum "
+                                     : "chunk ") +
+                      std::to_string(packet.chunk) + " of " +
+                      (packet.foreign ? "another job" : netfold::prove::words(packet.life));
         break;
       }
       case Kind::ring:
       case Kind::call:
+      case Kind::hear:
       case Kind::rejoin:
         record.to = "worker " + std::to_string(move->what);
-        record.what = move->kind == Kind::ring ? "timer" : move->kind == Kind::call ? "next operation" : "rejoins";
+        record.what = move->kind == Kind::ring   ? "timer"
+                      : move->kind == Kind::call ? "next operation"
+                      : move->kind == Kind::hear ? "another has ended"
+                                                 : "rejoins";
         break;
       case Kind::restart_group:
       case Kind::restart_switch:

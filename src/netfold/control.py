@@ -2,17 +2,34 @@
 
 Membership lives here, data does not. A message is a map with a `type`; sizes are bounded, unknown types are an error.
 
-    worker -> switch   join      version, job, name, rank, ranks, window_bytes, timeout_s
-                                 (job: a digest; name: what people call it; ranks: of all workers, in worker order)
-                                 token                       (where the switch wants one, which is inside TLS only)
+    worker -> switch   path      version, below               (below: ids of the switches that ask on its behalf)
+    switch -> worker   path      switches, broken             (id and address of this switch and of each above it, its
+                                                               own address empty; why it goes no further, or empty)
+    worker -> switch   join      version, job, name, rank, ranks, port, window_bytes, timeout_s
+                                 (job: a digest; name: what people call it; ranks: of all workers, in worker order;
+                                 port: the UDP port that this worker's packets will come from)
+                                 paths                       (by worker: ids of the switches from its own to the root;
+                                                              left out where all join this one)
     switch -> worker   admitted  job_id, incarnation, nonce, port           (send hello packets to that UDP port)
-                       refused   reason
+                                 secret, answer_secret       (inside TLS only: for the keys of packets)
+                       refused   reason                      (switch: the address of one that is gone; loop: parents
+                                                              go in a circle)
     worker -> switch   ready     payload_bytes                              (the longest that came back)
     switch -> worker   start     epoch, payload_bytes, window               (every rank is ready)
     worker -> switch   missing   chunk, serial
     switch -> worker   missing   ranks, serial
                        left      rank, reason, fault                        (a rank's connection ended)
     worker -> switch   leave     reason, fault                              (the rank that it holds to be at fault)
+
+`path` and `join` carry a token where the switch wants one, which is inside TLS only; after a path the connection ends.
+A switch's id is its incarnation. A leaf is a worker of its parent, and says more there:
+
+    leaf -> parent     join      switch, endpoint            (its id and address; rank: the lowest below it)
+                       ready     window                      (the most chunks that it can grant)
+                       left      rank, reason, fault         (one below it)
+                       leave     switch                      (the address of one that is gone, if that is why)
+    parent -> leaf     missing   chunk, serial               (asked both ways)
+    leaf -> parent     missing   ranks, serial
 """
 
 from __future__ import annotations
@@ -27,9 +44,18 @@ from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE_BYTES = 1 << 16
+# That a group goes over side by side.
+MAX_SWITCHES = 8
 _LENGTH = struct.Struct(">I")
+
+# Bytes of values in a packet, longest first; the first whose packets come back from the switch is used. With headers
+# and a tag 8880 fit a jumbo frame (MTU 9000), of IPv6 too; 1408 fill an MTU of 1500, and 1152 fit IPv6's least MTU of
+# 1280. Longer packets, on loopback, measured no faster, and a small operation pads to a whole packet.
+PAYLOAD_CANDIDATES = (8880, 1408, 1152)
+# How long each but the last is tried.
+PROBE_S = 0.12
 
 # Tokens and lists of them; what is longer is no such file.
 MAX_PRIVATE_BYTES = 1 << 20
@@ -119,6 +145,21 @@ def parse_switch(text: str, *, what: str) -> SwitchAddress:
             "says it when it starts"
         )
     return SwitchAddress(*parse_endpoint(endpoint, what=what), fingerprint.lower() or None)
+
+
+def switches_of(text: str | None) -> tuple[str, ...]:
+    """What NETFOLD_SWITCH names: switches side by side, with commas between; none where it is None.
+
+    ValueError with a sentence for what is none, or too many.
+    """
+    if text is None:
+        return ()
+    endpoints = tuple(each.strip() for each in text.split(","))
+    for each in endpoints:
+        parse_switch(each, what="NETFOLD_SWITCH")
+    if len(endpoints) > MAX_SWITCHES:
+        raise ValueError(f"NETFOLD_SWITCH names {len(endpoints)} switches; a group goes over up to {MAX_SWITCHES}")
+    return endpoints
 
 
 def read_private(path: Path | str) -> str:

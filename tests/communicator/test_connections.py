@@ -113,8 +113,13 @@ def _work_while_breaking(rank: int, size: int, folder: str, how: str, algorithm:
                 group.broadcast(clock, 0)
                 began = float(clock[0])
                 turn += 1
-            # Nobody leaves while another still needs it.
         group.barrier()
+        # Nobody leaves while another still needs it: what was broken last may still be being made again.
+        Path(folder, f"through{rank}").touch()
+        deadline = time.monotonic() + 20
+        while any(not Path(folder, f"through{other}").exists() for other in range(size)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         return len(broken)
 
 

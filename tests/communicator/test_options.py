@@ -27,6 +27,7 @@ def test_a_field_beats_its_variable_which_beats_the_default() -> None:
         probe="on",
         spin_us=7,
         reconnect_s=10,
+        rejoin_s=5,
     )
 
 
@@ -46,7 +47,7 @@ def test_a_switch_address_may_be_a_name_or_of_either_family(text: str) -> None:
     assert Options().resolved({"NETFOLD_SWITCH": text}).switch == text
 
 
-@pytest.mark.parametrize("variable", ["NETFOLD_WINDOW_BYTES", "NETFOLD_SPIN_US"])
+@pytest.mark.parametrize("variable", ["NETFOLD_WINDOW_BYTES", "NETFOLD_SPIN_US", "NETFOLD_REJOIN_S"])
 @pytest.mark.parametrize("text", ["many", "-1", "1.5", "0x10"])
 def test_a_number_that_is_none_is_refused_by_the_variables_name(variable: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"{variable}='{text}' is not a whole number"):
@@ -63,7 +64,7 @@ def _join(rank: int, size: int, folder: str, options: Options) -> None:
         (Options(algorithm="nonsense"), "NETFOLD_ALGORITHM='nonsense' is not one of"),
         (
             Options(algorithm="broadcast=ring"),
-            "there is no broadcast by ring; there are direct, shared_memory, tree, hierarchical, chain",
+            "there is no broadcast by ring; there are direct, in_network, shared_memory, tree, hierarchical, chain",
         ),
         (Options(wire="nonsense"), "NETFOLD_WIRE='nonsense' is not one of"),
         (Options(probe="nonsense"), "NETFOLD_PROBE='nonsense' is not one of on, off"),

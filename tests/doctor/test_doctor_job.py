@@ -48,6 +48,7 @@ def rank(number: int, **fields: object) -> Rank:
         failure="",
         site="",
         done_site="",
+        without_switch=False,
         transfer=None,
     )
     return replace(plain, **fields)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "native"
-NAMES = ("packet", "switch_job", "worker")
+NAMES = ("packet", "switch_job", "leaf", "worker")
 # The whole parser with its checks, but the kernels as they were built: theirs are tests of their own.
 SOURCES = sorted((NATIVE / "protocol").glob("*.cpp"))
 FLAGS = ["-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]

@@ -50,6 +50,11 @@ def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: floa
         ("broadcast", "direct", 4, 1, 3, 0),
         ("reduce", "direct", 4, 1, 3, 3),
         ("all_reduce", "in_network", 64, 2, 1, 0),
+        ("reduce", "in_network", 64, 2, 1, 0),
+        ("broadcast", "in_network", 64, 2, 1, 0),
+        ("reduce_scatter", "in_network", 4, 2, 1, 0),
+        ("all_gather", "in_network", 4, 2, 1, 0),
+        ("barrier", "in_network", 64, 2, 0, 0),
     ],
 )
 def test_a_formula_has_the_steps_bytes_and_folds_of_its_algorithm(

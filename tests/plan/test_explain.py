@@ -50,3 +50,21 @@ def test_what_was_asked_for_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], sentence: str) -> None:
     code, said = explain(*arguments)
     assert code == 2 and sentence in said
+
+
+@pytest.mark.parametrize(
+    ("switch", "sentence"),
+    [
+        ("10.0.0.7:7171", "are not authenticated: NETFOLD_SWITCH names no fingerprint"),
+        ("10.0.0.7:7171#" + "a" * 64, "are authenticated (AES-GMAC, 16 bytes each)"),
+    ],
+)
+def test_it_says_whether_packets_are_authenticated(monkeypatch: pytest.MonkeyPatch, switch: str, sentence: str) -> None:
+    monkeypatch.setenv("NETFOLD_SWITCH", switch)
+    assert sentence in explain("all-reduce")[1].splitlines()[-1]
+
+
+def test_a_switch_that_is_no_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NETFOLD_SWITCH", "10.0.0.7:7171#abc")
+    code, said = explain("all-reduce")
+    assert code == 2 and "64 hexadecimal digits" in said

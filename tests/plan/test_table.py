@@ -162,6 +162,57 @@ def test_a_switch_makes_all_reduce_in_network_and_the_reason_names_it() -> None:
         assert f"NETFOLD_SWITCH={SWITCH}" in row.reason
 
 
+THROUGH = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "barrier")
+
+
+def test_a_switch_is_a_candidate_for_what_it_does_and_is_taken_where_it_is_quicker() -> None:
+    assert set(SUPPORTS["in_network"]) == set(THROUGH)
+    for ranks, operation, size in itertools.product((2, 4, 16, 64), THROUGH[1:], (0, 1000, 100_000, 16 << 20)):
+        found = candidates(operation, size, Topology.apart(ranks), switch=SWITCH)
+        able = {each.algorithm: each.seconds for each in found if each.seconds is not None}
+        assert "in_network" in able
+        row = build_table(ranks=ranks, switch=SWITCH).choose(operation, size)
+        assert able[row.algorithm] <= 1.35 * min(able.values()), (ranks, operation, size)  # type: ignore[operator]
+    table = build_table(ranks=16, switch=SWITCH)
+    assert {operation: table.choose(operation, 16 << 20).algorithm for operation in THROUGH} == {
+        "all_reduce": "in_network",  # asked for, by naming a switch
+        "reduce": "in_network",
+        "broadcast": "in_network",
+        "reduce_scatter": "ring",  # which sends n(P-1)/P
+        "all_gather": "ring",
+        "barrier": "in_network",
+    }
+    assert "predicted for " in table.choose("broadcast", 16 << 20).reason
+
+
+def test_one_rank_a_host_joins_and_takes_the_switch_between_hosts_where_it_is_quicker() -> None:
+    hosts = Topology.even(64, 16)
+    table = build_table(ranks=64, switch=SWITCH, topology=hosts)
+    assert table.workers(hosts) == hosts.leaders
+    assert "in_network" not in {row.algorithm for row in table.rows}
+    for operation in ("reduce", "broadcast", "barrier"):
+        row = table.choose(operation, 16 << 20)
+        assert (row.algorithm, row.between) == ("hierarchical", "in_network"), operation
+        assert row.reason.startswith("in_network between hosts; predicted for ")
+
+
+def test_where_every_rank_was_told_to_join_none_speaks_for_its_host_through_the_switch() -> None:
+    hosts = Topology.even(64, 16)
+    for asked in ("in_network", "broadcast=in_network", "broadcast=in_network,reduce=hierarchical"):
+        table = build_table(ranks=64, switch=SWITCH, topology=hosts, algorithm=asked)
+        assert table.workers(hosts) == tuple(range(64))
+        assert "in_network" not in {row.between for row in table.rows}, asked
+        assert table.choose("all_reduce", 1).algorithm == "in_network"
+
+
+def test_ranks_of_one_host_take_the_switch_for_sums_alone() -> None:
+    table = build_table(ranks=4, switch=SWITCH, topology=Topology.even(4, 1))
+    assert {operation: table.choose(operation, 1 << 20).algorithm for operation in THROUGH} == {
+        **dict.fromkeys(THROUGH, "shared_memory"),
+        "all_reduce": "in_network",
+    }
+
+
 def test_the_ring_may_be_asked_for_although_there_is_a_switch() -> None:
     row = build_table(ranks=4, switch=SWITCH, algorithm="ring").choose("all_reduce", 1)
     assert (row.algorithm, row.reason) == ("ring", "NETFOLD_ALGORITHM=ring")
@@ -172,6 +223,14 @@ def test_a_wire_format_is_named_in_the_reason() -> None:
         row = build_table(ranks=4, switch=switch, wire="bf16").choose("all_reduce", 1)
         assert row.wire == "bf16"
         assert "f32 tensors travel as bf16 (NETFOLD_WIRE)" in row.reason
+
+
+def test_a_narrow_wire_leaves_the_switchs_other_operations_as_they_are() -> None:
+    """Found by the sweep over wires: a broadcast by the switch was refused for a wire that it does not take."""
+    for topology in (Topology.apart(4), Topology.even(4, 2)):
+        table = build_table(ranks=4, switch=SWITCH, algorithm="in_network", wire="bf16", topology=topology)
+        wires = {row.operation: row.wire for row in table.rows if row.algorithm == "in_network"}
+        assert wires == {**dict.fromkeys(THROUGH, "auto"), "all_reduce": "bf16"}
 
 
 def test_a_group_of_one_needs_nobody() -> None:
@@ -245,6 +304,16 @@ def test_a_narrow_wire_excludes_what_has_none_and_counts_half_the_bytes() -> Non
     assert half == predict("all_reduce", "ring", 1 << 19, apart, DEFAULT_LINKS)
 
 
+def test_i8_counts_a_quarter_of_the_bytes_and_the_scales_of_its_blocks() -> None:
+    apart, size = Topology.apart(4), 1 << 24
+    whole, scales, quarter = (
+        predict("all_reduce", "ring", each, apart, DEFAULT_LINKS) for each in (size, size // 128, size // 4)
+    )
+    passes = predict("all_reduce", "ring", size, apart, DEFAULT_LINKS, "i32") - whole - scales
+    assert predict("all_reduce", "ring", size, apart, DEFAULT_LINKS, "i8") == pytest.approx(quarter + scales + passes)
+    assert {row.wire for row in build_table(ranks=32, switch=None, wire="i8").rows} == {"i8", "auto"}
+
+
 ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hierarchical, bruck, pairwise, chain"
 
 
@@ -265,10 +334,10 @@ ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hi
         ),
         (
             {"algorithm": "broadcast=ring"},
-            "NETFOLD_ALGORITHM='broadcast=ring': there is no broadcast by ring; there are direct, shared_memory, tree, "
-            "hierarchical, chain",
+            "NETFOLD_ALGORITHM='broadcast=ring': there is no broadcast by ring; there are direct, in_network, "
+            "shared_memory, tree, hierarchical, chain",
         ),
-        ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16, i32"),
+        ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16, i32, i8"),
         (
             {"algorithm": "in_network"},
             "NETFOLD_ALGORITHM=in_network needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port",

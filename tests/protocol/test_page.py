@@ -1,5 +1,6 @@
 """docs/protocol.md says what the code does: every row of its tables is held against it."""
 
+import hmac
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from machines import (
     INCARNATION,
     MS,
     SUM,
+    Handled,
     answer_to,
     contribute,
     handle,
@@ -23,6 +25,7 @@ from machines import (
     send_all,
 )
 
+from netfold import packet_keys
 from netfold._native import protocol
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +80,14 @@ def test_wire_formats_and_operators_are_those_of_the_page():
     wires = {row[0]: int(row[1]) for row in rows}
     reduces = {row[2]: int(row[3]) for row in rows if len(row) == 4}
     assert (wires, reduces) == (_enum("DType"), _enum("ReduceOp"))
+
+
+def test_forms_of_calls_are_those_of_the_page():
+    text = (ROOT / "native/collective/include/netfold/collective/terms.hpp").read_text()
+    body = re.search(r"enum class Form .*?\{(.*?)\};", text, re.S)[1]
+    forms = {name: int(code) for name, code in re.findall(r"(\w+) = (\d+),", body)}
+    assert {name: int(code) for name, code in table("form")} == forms
+    assert len(forms) == int(re.search(r"kFormCount = (\d+)", text)[1]) <= 16
 
 
 def test_constants_are_those_of_the_page():
@@ -161,6 +172,90 @@ def test_the_switch_does_what_the_page_says(row):
         assert missing and worker not in missing
     elif becomes == "complete":
         assert missing == []
+
+
+# A leaf's rows: prepared, and what happens.
+
+PARENT = (17, 18, 19, 1)  # job, epoch, incarnation and worker at the parent
+
+
+def _leaf():
+    leaf = make_switch(workers=2, window=1, parent=PARENT, names=[4, 5])
+    contribute(leaf, 0, 0, 1, 2)
+    return leaf
+
+
+def _summed():
+    leaf = _leaf()
+    contribute(leaf, 1, 0, 10, 20)
+    return leaf
+
+
+def _leaf_complete():
+    leaf = _summed()
+    from_parent(leaf)
+    return leaf
+
+
+def _leaf_past():
+    leaf = _leaf_complete()
+    contribute(leaf, 0, 2, 1, 1)
+    return leaf
+
+
+def from_parent(leaf, flags=0, **changes):
+    job, epoch, incarnation, _ = PARENT
+    header = {"job": job, "epoch": epoch, "incarnation": incarnation, "worker": 3, "counter": 9, **changes}
+    packet = make_packet(i32(111, 222), flags=FLAGS["answer"] | flags, **header)
+    return Handled(*leaf.handle_parent(packet))
+
+
+LEAF_ROWS = {
+    ("collecting", "from the last of its workers"): (_leaf, lambda leaf: contribute(leaf, 1, 0, 10, 20)),
+    ("summed", "from any of its workers"): (_summed, lambda leaf: contribute(leaf, 0, 0, 1, 2)),
+    ("summed", "the parent's result"): (_summed, from_parent),
+    ("summed", "the parent's mismatch"): (_summed, lambda leaf: from_parent(leaf, FLAGS["mismatch"])),
+    ("collecting", "the parent's mismatch"): (_leaf, lambda leaf: from_parent(leaf, FLAGS["mismatch"])),
+    ("collecting", "the parent's result"): (_leaf, from_parent),
+    ("complete", "the parent's result"): (_leaf_complete, from_parent),
+    ("complete", "from any of its workers"): (_leaf_complete, lambda leaf: contribute(leaf, 0, 0, 1, 2)),
+    ("any", "the parent's, of a chunk below the slot's"): (_leaf_past, from_parent),
+}
+LEAF_ANSWERS = {
+    **ANSWERS,
+    "the sum, to the parent": ("summed", "none"),
+    "the sum once more, to the parent": ("asked", "none"),
+    "the mismatch, to every worker": ("mismatch", "none"),
+}
+
+
+def test_the_leaf_has_the_rows_of_the_page():
+    assert [(slot, packet) for slot, packet, _, _ in table("at a leaf")] == list(LEAF_ROWS)
+
+
+@pytest.mark.parametrize("row", table("at a leaf"), ids=lambda row: f"{row[0]}-{row[1]}")
+def test_a_leaf_does_what_the_page_says(row):
+    slot, packet, becomes, answer = row
+    prepare, happens = LEAF_ROWS[slot, packet]
+    leaf = prepare()
+    before = leaf.copy()
+    handled = happens(leaf)
+    assert (handled.outcome, handled.drop) == LEAF_ANSWERS[answer]
+    assert (leaf == before) == (becomes == "unchanged")
+    if becomes == "complete":
+        header = protocol.Header.parse(leaf.frame(0))
+        # Its own life and order, and the parent's word on whose contribution came last.
+        assert (header.job, header.epoch, header.counter, header.worker) == (7, 3, 1, 3)
+        assert leaf.frame(0)[protocol.HEADER_BYTES :] == i32(111, 222)
+
+
+def test_a_sum_is_a_contribution_to_the_parent():
+    leaf = _summed()
+    packet = leaf.sum(0, 77)
+    header = protocol.Header.parse(packet)
+    assert (header.job, header.epoch, header.incarnation, header.worker) == PARENT
+    assert (header.chunk, header.counter, header.flags, header.count) == (0, 77, 0, 2)
+    assert packet[protocol.HEADER_BYTES :] == RESULT
 
 
 def _flight(window=1, **shape):
@@ -277,6 +372,23 @@ def _window_moves():
     return worker.oldest_unanswered == 2 and _sent(worker) == [(2, False), (3, False)]
 
 
+def _mismatch(**said):
+    worker, sends = _flight()
+    before = worker.copy()
+    flags = {"flags": FLAGS["answer"] | FLAGS["mismatch"]}
+    got = receive(worker, answer_to(sends[0], b"", **{**flags, **said}))
+    assert worker == before
+    return got
+
+
+def _differs():
+    return all(_mismatch(**{field: 9}).outcome == "mismatch" for field in ("operation", "elements", "count", "table"))
+
+
+def _agrees():
+    return _mismatch().drop == "stale"
+
+
 def _forgotten():
     worker, sends = _flight()
     _result(worker, sends[0])
@@ -306,6 +418,8 @@ WORKER_ROWS = {
     ("lost", "its result"): _lost_is_answered,
     ("answered", "its result"): _answered_twice,
     ("answered", "all before it are answered"): _window_moves,
+    ("in flight", "a mismatch, which says something else than this worker did"): _differs,
+    ("in flight", "a mismatch, which says what this worker did"): _agrees,
     ("forgotten", "its result"): _forgotten,
     ("unsent", "its result"): _unsent_is_answered,
 }
@@ -318,6 +432,27 @@ def test_the_worker_has_the_rows_of_the_page():
 @pytest.mark.parametrize("row", WORKER_ROWS, ids=lambda row: "-".join(row))
 def test_a_worker_does_what_the_page_says(row):
     assert WORKER_ROWS[row]()
+
+
+# Keys.
+
+
+def test_keys_are_made_as_the_page_says():
+    secret = bytes(range(packet_keys.SECRET_BYTES))
+    job, epoch, worker = 0xA1B2C3D4, 9, 0x0102
+    made = {
+        "hellos": packet_keys.hello_key(secret, job=job, worker=worker),
+        "contributions": packet_keys.contribution_key(secret, job=job, epoch=epoch, worker=worker),
+        "answers": packet_keys.answer_key(secret, job=job, epoch=epoch),
+    }
+    numbers = {"0": 0, "the job's": epoch, "its number": worker}
+    (text,) = re.findall(r"`(netfold packets \d )`", PAGE)
+    for kind, _, of_epoch, of_worker in table("kind"):
+        behind = b"".join([job.to_bytes(4, "big"), numbers[of_epoch].to_bytes(4, "big")])
+        info = text.encode() + kind.encode() + behind + numbers.get(of_worker, 0).to_bytes(2, "big")
+        extracted = hmac.digest(bytes(32), secret, "sha256")  # RFC 5869, without salt
+        assert made.pop(kind) == hmac.digest(extracted, info + b"\x01", "sha256")[:16]
+    assert made == {}
 
 
 # Drops.

@@ -7,6 +7,7 @@ their replay command.
 import random
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,6 +115,31 @@ def test_workers_may_start_at_different_times(job, schedule, data):
 def test_many_short_operations_stream_through_one_window(job, schedule):
     # More than MAX_OPERATIONS: the rest wait outside the machine.
     Simulation(**job, fates=ListedFates(schedule)).run()
+
+
+@given(jobs(), schedules(fates), st.data())
+def test_blocks_that_one_worker_gives_and_the_others_leave_out_reach_all_as_they_are(job, schedule, data):
+    # What a broadcast and an all_gather are to the protocol: zeros, but in one's own block; a bitwise or of all.
+    unsigned = st.sampled_from(["u8", "u16", "u32", "u64"])
+    operations = [Operation(each.number, each.elements, data.draw(unsigned), "bor") for each in job["operations"]]
+    moved, owners = [], []
+    for each in operations:
+        bits = random.Random(each.number).randbytes(each.elements * values.WIRES[each.wire].element_bytes)
+        moved.append(np.frombuffer(bits, values.WIRES[each.wire].storage))
+        ends = sorted(data.draw(st.integers(0, each.elements)) for _ in range(job["workers"] - 1))
+        owners.append(np.searchsorted(ends, np.arange(each.elements), side="right"))
+
+    def contributions(operation, worker):
+        return np.where(owners[operation.number] == worker, moved[operation.number], 0).astype(
+            moved[operation.number].dtype
+        )
+
+    simulation = Simulation(
+        **{**job, "operations": operations}, fates=ListedFates(schedule), contributions=contributions
+    )
+    simulation.run()
+    for side in simulation.world.workers:
+        assert [bytes(buffer) for buffer in side.buffers] == [each.tobytes() for each in moved]
 
 
 @given(jobs(most=2), schedules(fates, longest=60), st.data())

@@ -1,16 +1,34 @@
-// One search, for machines that are linked in from elsewhere (mutants.py): workers, window, restarts and operations in;
-// a line of fields with tabs between for each thing found out.
-#include <netfold/prove/search.hpp>
+// One search, for machines that are linked in from elsewhere (mutants.py). In: workers, leaves (as 1,1 or -), window,
+// restarts, whether strangers' packets are on the wire, the operations, and, behind a 0, the last worker's if it calls
+// others. Out: a line of fields with tabs between for each thing found out. With the one word `hellos`: what that search
+// finds broken.
+#include <netfold/prove/hellos.hpp>
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 int main(int count, char** arguments) {
   using namespace netfold::prove;
-  if (count < 5) return 2;
+  if (count == 2 && std::strcmp(arguments[1], "hellos") == 0) {
+    std::fputs(search_hellos(3).broken.c_str(), stdout);
+    return 0;
+  }
+  if (count < 7) return 2;
   const auto number = [&](int at) { return static_cast<std::uint32_t>(std::strtoul(arguments[at], nullptr, 10)); };
-  Scope scope{.workers = static_cast<std::uint16_t>(number(1)), .window = number(2), .restarts = number(3)};
-  for (int at = 4; at < count; ++at) scope.operations.push_back(number(at));
+  Scope scope{.workers = static_cast<std::uint16_t>(number(1)), .window = number(3), .restarts = number(4)};
+  for (const char* at = arguments[2]; *at != '\0'; ++at) {
+    if (*at >= '0' && *at <= '9') scope.leaves.push_back(static_cast<std::uint16_t>(*at - '0'));
+  }
+  scope.strangers = number(5) != 0;
+  std::vector<std::uint32_t>* line = &scope.operations;
+  for (int at = 6; at < count; ++at) {
+    if (number(at) == 0) {
+      line = &scope.last;
+    } else {
+      line->push_back(number(at));
+    }
+  }
   const Report report = search(scope);
   std::printf("report\t%llu\t%d\t%s\n", static_cast<unsigned long long>(report.states), report.exhausted,
               report.broken.c_str());

@@ -27,10 +27,16 @@ INCLUDES = [f"-I{ROOT / 'native' / room / 'include'}" for room in ("prove", "pro
 
 WRONG = "a worker is given a wrong sum of chunk"
 TWICE = "a worker is given chunk"
+DISAGREED = "a worker is given a sum of chunk 0, on which workers disagree"
+NON_FINITE = "a worker is told the wrong thing of non-finite values in chunk 1"
+SAID = "a worker is told that another differs, which said the same"
 STUCK = "from here, with everything lost, no retransmission leads to where all have finished"
 
 SWITCH, WORKER = "switch_job.cpp", "worker.cpp"
 SWITCH_HEADER = "include/netfold/protocol/switch_job.hpp"
+SEAT = "include/netfold/protocol/seat.hpp"
+# What is compiled anew where a header changes.
+BUILT_FROM = {SWITCH_HEADER: PROTOCOL / SWITCH, SEAT: ROOT / "native" / "prove" / "hellos.cpp"}
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,7 @@ MUTANTS = {
     "switch-incarnation": Mutant(
         Scope(operations="2", restarts=1), WRONG, ((SWITCH, INCARNATION.format("Drop::incarnation"), ""),)
     ),
-    "switch-bitmap": Mutant(
-        Scope(operations="2"), WRONG, ((SWITCH, "if (word & bit) return drop(Drop::duplicate);", ""),)
-    ),
+    "switch-bitmap": Mutant(Scope(operations="2"), WRONG, ((SWITCH, "if (word & bit) {", "if (false) {"),)),
     "switch-kept-result": Mutant(
         Scope(operations="2"),
         STUCK,
@@ -104,6 +108,92 @@ MUTANTS = {
     "worker-timer": Mutant(
         Scope(operations="2"), STUCK, ((WORKER, "mark_lost(flight_.head, true);\n    ++backoff_;", "++backoff_;"),)
     ),
+    "switch-agreement": Mutant(
+        Scope(operations="1,1", last="2"),
+        DISAGREED,
+        ((SWITCH, "if (slot.contributed_count > 0 && said != slot.agreement) {", "if (false) {"),),
+    ),
+    # It compares everything but the size: the worker cannot see it, since sizes are no part of what it looks at.
+    "switch-agreed-elements": Mutant(
+        Scope(operations="1,1", last="2"),
+        DISAGREED,
+        (
+            (
+                SWITCH,
+                "const Agreement said = Agreement::of(header);",
+                "Agreement said = Agreement::of(header);\n  if (slot.contributed_count > 0) "
+                "said.elements = slot.agreement.elements;",
+            ),
+        ),
+    ),
+    "switch-silent-mismatch": Mutant(
+        Scope(operations="1,1", last="2"),
+        STUCK,
+        (
+            (
+                SWITCH,
+                "said != slot.agreement) {\n    handled.outcome = Outcome::mismatch;",
+                "said != slot.agreement) {\n    return drop(Drop::malformed);",
+            ),
+        ),
+    ),
+    "switch-non-finite": Mutant(
+        Scope(operations="2"),
+        NON_FINITE,
+        ((SWITCH, "slot.non_finite |= (header.flags", "slot.non_finite = (header.flags"),),
+    ),
+    "switch-non-finite-stays": Mutant(
+        Scope(operations="4"),
+        "a worker is told the wrong thing of non-finite values in chunk 2",
+        ((SWITCH, "slot = Slot{.chunk = header.chunk};", "slot = Slot{.chunk = header.chunk, .non_finite = true};"),),
+    ),
+    "switch-job": Mutant(
+        Scope(operations="2", strangers=1),
+        WRONG,
+        ((SWITCH, "if (header.job != config_.job) return Drop::foreign;", ""),),
+    ),
+    "worker-job": Mutant(
+        Scope(operations="2", strangers=1),
+        WRONG,
+        ((WORKER, "if (header.job != config_.job) return drop(Drop::foreign);", ""),),
+    ),
+    "worker-mismatch": Mutant(
+        Scope(operations="1,1", last="2"),
+        STUCK,
+        ((WORKER, "received.outcome = Outcome::mismatch;", ""),),
+    ),
+    "worker-own-mismatch": Mutant(
+        Scope(workers=3, operations="1,1", last="2"),
+        SAID,
+        ((WORKER, "if (Agreement::of(header) == agreement_at(header.chunk)) return drop(Drop::stale);", ""),),
+    ),
+    # A leaf does not send its sum again: what is lost between it and the root stays lost.
+    "leaf-asked": Mutant(
+        Scope(leaves="1,1", operations="1"),
+        STUCK,
+        ((SWITCH, "if (!summed(slot)) return drop(Drop::duplicate);", "return drop(Drop::duplicate);"),),
+    ),
+    # A leaf takes the root's result of another chunk of the slot.
+    "leaf-chunk": Mutant(
+        Scope(leaves="1,1", operations="3"),
+        WRONG,
+        (
+            (SWITCH, "if (slot.chunk > header.chunk) return drop(Drop::stale);", ""),
+            (SWITCH, "if (header.chunk != slot.chunk || !summed(slot)) return", "if (!summed(slot)) return"),
+        ),
+    ),
+    # A leaf sends what it has when the first of its workers contributed.
+    "leaf-sum": Mutant(
+        Scope(leaves="2", operations="1"),
+        WRONG,
+        (
+            (
+                SWITCH,
+                "if (slot.contributed_count < config_.workers) {",
+                "if (slot.contributed_count < config_.workers && !config_.parent) {",
+            ),
+        ),
+    ),
     # The worker runs ahead of its window, and no switch tells it so.
     "worker-window": Mutant(
         Scope(operations="4"),
@@ -120,6 +210,26 @@ MUTANTS = {
 }
 
 
+FOREIGN_HELLO = "if (hello.job != job || hello.incarnation != incarnation) return Drop::foreign;"
+NOT_ITS_OWN = "a hello is taken that is not its worker's own"
+
+# Of the search over hellos: what is changed in SEAT, and the promise that breaks.
+HELLOS = {
+    "hello-nonce": ("if (hello.counter != nonce) return Drop::worker;", "", NOT_ITS_OWN),
+    "hello-job": (FOREIGN_HELLO, "if (hello.incarnation != incarnation) return Drop::foreign;", NOT_ITS_OWN),
+    "hello-incarnation": (FOREIGN_HELLO, "if (hello.job != job) return Drop::foreign;", NOT_ITS_OWN),
+    "hello-source": ("if (!expected || !(*expected == source)) return Drop::source;", "", NOT_ITS_OWN),
+    "hello-first": ("address = source;\n", "if (address) address = source;\n", "a worker's own hello gives it no seat"),
+}
+
+
+def search_hellos(name: str, folder: Path) -> str:
+    """Which promise the mutant of SEAT breaks, or nothing."""
+    text, instead, breaks = HELLOS[name]
+    program = make(Mutant(Scope(), breaks, ((SEAT, text, instead),)), folder)
+    return subprocess.run([str(program), "hellos"], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
 def make(mutant: Mutant, folder: Path) -> Path:
     """Compile the mutant into `folder`; the program."""
     texts: dict[str, str] = {}
@@ -132,10 +242,7 @@ def make(mutant: Mutant, folder: Path) -> Path:
     for source, text in texts.items():
         (folder / source).parent.mkdir(parents=True, exist_ok=True)
         (folder / source).write_text(text)
-        if source == SWITCH_HEADER:
-            compiled.append(str(PROTOCOL / SWITCH))
-        else:
-            compiled.append(str(folder / source))
+        compiled.append(str(BUILT_FROM.get(source, folder / source)))
     libraries = [_library(name) for name in ("prove", "protocol", "kernels")]
     program = folder / "prove"
     # Its own machines come first: those of the libraries are then not asked for.
@@ -155,7 +262,10 @@ def _library(room: str) -> str:
 def search(mutant: Mutant, folder: Path) -> tuple[str, list[SimpleNamespace]]:
     """Which promise the mutant breaks, or nothing; and the records of the shortest trace."""
     scope = mutant.scope
-    arguments = [scope.workers, scope.window, scope.restarts, *scope.operations.split(",")]
+    arguments: list[object] = [scope.workers, scope.leaves or "-", scope.window, scope.restarts, scope.strangers]
+    arguments += scope.operations.split(",")
+    if scope.last:
+        arguments += [0, *scope.last.split(",")]
     command = [str(make(mutant, folder)), *map(str, arguments)]
     out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     broken, records = "", []
@@ -170,13 +280,19 @@ def search(mutant: Mutant, folder: Path) -> tuple[str, list[SimpleNamespace]]:
 
 def show(name: str, broken: str, records: list[SimpleNamespace]) -> str:
     mutant = MUTANTS[name]
-    drawn = diagram.text(draw(mutant.scope, records), mutant.scope.workers)
+    drawn = diagram.text(draw(mutant.scope, records), mutant.scope.workers, len(mutant.scope.below))
     return f"{name}, {mutant.scope.operations} chunks, caught in {len(records)} steps: {broken}\n{drawn}\n"
 
 
 def main(names: Iterable[str]) -> int:
     missed = 0
-    for name in list(names) or MUTANTS:
+    for name in list(names) or [*MUTANTS, *HELLOS]:
+        if name in HELLOS:
+            with tempfile.TemporaryDirectory() as folder:
+                broken = search_hellos(name, Path(folder))
+            print(f"{name}, caught: {broken}" if broken else f"{name}: NOT caught", flush=True)
+            missed += not broken
+            continue
         with tempfile.TemporaryDirectory() as folder:
             broken, records = search(MUTANTS[name], Path(folder))
         print(show(name, broken, records) if broken else f"{name}: NOT caught", flush=True)

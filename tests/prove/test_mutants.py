@@ -1,7 +1,7 @@
 """The search bites: with any one check missing it finds a broken promise. `tests/conftest.py` prints the traces."""
 
 import pytest
-from mutants import MUTANTS, STUCK, make, search
+from mutants import HELLOS, MUTANTS, STUCK, make, search, search_hellos
 
 from netfold.prove import Scope
 from netfold.prove import search as search_production
@@ -12,10 +12,16 @@ def test_a_machine_without_its_check_is_caught(name, tmp_path):
     mutant = MUTANTS[name]
     broken, records = search(mutant, tmp_path)
     assert broken.startswith(mutant.breaks)
-    # The trace ends with the step that breaks the promise, or in the state that there is no way out of.
-    ends = "" if mutant.breaks == STUCK else broken
-    assert [record.broken for record in records] == [""] * (len(records) - 1) + [ends]
+    # The trace ends with the step that breaks the promise, or in the state that there is no way out of: the first one,
+    # where nothing leads to the end.
+    ends = [""] * len(records) if mutant.breaks == STUCK else [""] * (len(records) - 1) + [broken]
+    assert [record.broken for record in records] == ends
     print(f"{name}: {broken}\n  {'; '.join(record.step for record in records)}")
+
+
+@pytest.mark.parametrize("name", HELLOS)
+def test_a_seat_without_its_check_is_caught(name, tmp_path):
+    assert search_hellos(name, tmp_path) == HELLOS[name][2]
 
 
 @pytest.mark.parametrize("scope", sorted({mutant.scope for mutant in MUTANTS.values()}, key=str), ids=str)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from netfold.prove import Scope, draw, replay, search, sentence
+from netfold.prove import Scope, draw, replay, search, search_hellos, sentence
 from netfold.prove.__main__ import main
 from netfold.prove.scopes import LARGE, QUICK
 from netfold.sim import SWITCH, diagram
@@ -20,7 +20,14 @@ def test_every_promise_holds_in_scope(name):
 
 
 @pytest.mark.parametrize(
-    "scope", [{"operations": "3"}, {"operations": "1,1"}, {"operations": "1", "restarts": 1}], ids=lambda s: str(s)
+    "scope",
+    [
+        {"operations": "3"},
+        {"operations": "1,1"},
+        {"operations": "1", "restarts": 1},
+        {"operations": "1,1", "last": "2"},
+    ],
+    ids=str,
 )
 def test_the_views_of_the_network_reach_the_same_machines(scope):
     reports = [search(Scope(**scope, network=network)) for network in ("kept", "joined", "taken")]
@@ -81,6 +88,46 @@ def test_a_trace_is_replayed_step_by_step():
     ]
     assert records[1].state == "chunk 0 misses 1"
     assert records[4].state == "life 1.1, has 0, waits for 1"
+
+
+def test_workers_that_disagree_end_and_who_says_the_same_waits_for_the_one_that_differs():
+    # Workers 0 and 1 call an operation of two chunks, worker 2 two of one.
+    scope = Scope(workers=3, operations="2", last="1,1")
+    steps = ["call 0", "call 1", "call 2", "1.1/2>0", "1.1/0>0"]
+    # The mismatch that names worker 0 reaches worker 1, which says what worker 0 says; its own is refused then.
+    steps += ["1.1/1<0", "1.1/1>0", "1.1/1<0=2", "hear 0", "1.1/2<0"]
+    records = replay(scope, steps)
+    assert [record.became for record in records[3:]] == [
+        "stored",
+        "mismatch",
+        "dropped: stale",
+        "mismatch",
+        "ended: mismatch",
+        "ended",
+        "ended: mismatch",
+    ]
+    assert not any(record.broken for record in records)
+    with pytest.raises(ValueError, match="step 2, hear 1, cannot happen then"):
+        replay(scope, ["call 0", "hear 1"])
+
+
+def test_only_a_workers_own_hello_gives_it_a_seat():
+    report = search_hellos()
+    assert (report.exhausted, report.broken) == (True, "")
+    # Each of three seats is empty or taken.
+    assert (report.states, report.depth) == (2**3, 3)
+    with pytest.raises(ValueError, match="1 to 4 workers"):
+        search_hellos(0)
+
+
+def test_packets_of_another_job_change_nothing():
+    records = replay(Scope(strangers=1), ["call 0", "x1.1/0>0", "x1.1/0<0"])
+    assert [(record.what, record.became) for record in records[1:]] == [
+        ("chunk 0 of another job", "dropped: foreign"),
+        ("result 0 of another job", "dropped: foreign"),
+    ]
+    alone, beside = search(Scope(operations="3")), search(Scope(operations="3", strangers=1))
+    assert (alone.machines, alone.switches, alone.workers) == (beside.machines, beside.switches, beside.workers)
 
 
 def test_production_drops_the_packet_that_a_version_bit_lets_pass():

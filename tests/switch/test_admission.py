@@ -187,6 +187,7 @@ JOIN: dict[str, Any] = {
     "job": "j",
     "rank": 0,
     "ranks": [0, 1],
+    "port": 9,
     "window_bytes": 1 << 20,
     "timeout_s": 5.0,
 }
@@ -211,6 +212,8 @@ GARBAGE: dict[str, bytes] = {
     "a join of a job of no rank": control.encode({**JOIN, "ranks": []}),
     "a join of a job of one rank twice": control.encode({**JOIN, "ranks": [0, 0]}),
     "a join of a job of ranks in words": control.encode({**JOIN, "ranks": ["zero", "one"]}),
+    "a join without a port": control.encode({**JOIN, "port": None}),
+    "a join with a port that is none": control.encode({**JOIN, "port": 1 << 16}),
     "a join with a window in words": control.encode({**JOIN, "window_bytes": "large"}),
     "a join with a negative window": control.encode({**JOIN, "window_bytes": -4096}),
     "a join with a timeout in words": control.encode({**JOIN, "timeout_s": "later"}),

@@ -189,7 +189,7 @@ def join(switch: RunningSwitch, token: str, **words: Any) -> PinnedStream:
     assert fingerprint is not None
     stream = PinnedStream(socket.create_connection((host, port), 5), fingerprint)
     message = {"type": "join", "version": control.VERSION, "job": "j", "name": "vision-1", "rank": 0, "ranks": [0, 1]}
-    control.send(stream, {**message, "token": token, **words})
+    control.send(stream, {**message, "port": 9, "token": token, **words})
     return stream
 
 
@@ -218,7 +218,7 @@ def test_the_wire_shows_neither_token_nor_name(switch: RunningSwitch, tmp_path: 
     relay = eavesdropper((host, port), said)
     stream = PinnedStream(socket.create_connection(control.parse_endpoint(relay, what="relay"), 5), fingerprint or "")
     join_message = {"type": "join", "version": control.VERSION, "job": "j", "name": "vision-1", "rank": 0, "ranks": [0]}
-    control.send(stream, {**join_message, "token": VISION})
+    control.send(stream, {**join_message, "port": 9, "token": VISION})
     assert control.receive(stream)["type"] == "admitted"
     stream.close()
     assert said

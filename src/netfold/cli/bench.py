@@ -120,3 +120,44 @@ def suite(
         typer.echo(f"netfold bench suite: {error}", err=True)
         raise typer.Exit(CANNOT) from None
     raise typer.Exit(FAILED if bad else 0)
+
+
+@app.command()
+def accuracy(
+    folder: Annotated[Path, typer.Argument(help="Where accuracy.md goes.")] = Path("bench/results"),
+    quick: Annotated[bool, typer.Option("--quick", help="Every part once, in seconds: too short to learn.")] = False,
+    timeout: Annotated[int, typer.Option(help="Seconds for the whole run.")] = 1800,
+) -> None:
+    """What each wire format keeps of sums, and what becomes of two models trained with it; four to nine minutes."""
+    import os
+
+    from netfold.bench.accuracy.report import render
+    from netfold.bench.accuracy.run import AccuracyError, measure_accuracy
+    from netfold.bench.accuracy.settings import Settings
+    from netfold.bench.machine import describe_machine, describe_versions
+    from netfold.rack import RackError
+    from netfold.rack.processes import exit_on_signals
+
+    settings = Settings.quick() if quick else Settings()
+    load = os.getloadavg()[0]
+    try:
+        with exit_on_signals():
+            found = measure_accuracy(settings, typer.echo, timeout)
+    except RackError as error:
+        typer.echo(f"netfold bench accuracy: {error}", err=True)
+        raise typer.Exit(CANNOT) from None
+    except AccuracyError as error:
+        typer.echo(f"netfold bench accuracy: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+    machine, versions = describe_machine(), describe_versions({})
+    where = (
+        f"{machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, load {load:.1f} to "
+        f"{os.getloadavg()[0]:.1f}; netfold {versions['netfold']}, commit {versions['commit']}, Python "
+        f"{versions['python']}."
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    text = render(settings, found, where)
+    (folder / "accuracy.md").write_text(text)
+    typer.echo(text)
+    if not all(each["agree"] for each in (*found["trainings"], *found["sweep"])):
+        raise typer.Exit(FAILED)

@@ -52,6 +52,7 @@ def explain(
             links=links,
         )
         row = table.choose(name, size_bytes)
+        protection = "" if options.switch is None else _protection(options.switch)
     except (ValueError, KeyError) as error:
         typer.echo(f"netfold explain: {error.args[0]}", err=True)
         raise typer.Exit(2) from None
@@ -68,3 +69,14 @@ def explain(
             shown.add_row(each.algorithm + (" *" if chosen else ""), time, each.note, style="bold" if chosen else None)
         console.print(shown)
     console.print(f"* {row.algorithm}, wire {row.wire}: {row.reason}", soft_wrap=True, highlight=False)
+    if protection:
+        console.print(protection, soft_wrap=True, highlight=False)
+
+
+def _protection(switch: str) -> str:
+    """What guards the packets between a worker and the switch, in a sentence. ValueError for no switch's address."""
+    from netfold import control
+
+    if control.parse_switch(switch, what="NETFOLD_SWITCH").fingerprint is None:
+        return "packets to and from the switch are not authenticated: NETFOLD_SWITCH names no fingerprint"
+    return "packets to and from the switch are authenticated (AES-GMAC, 16 bytes each)"

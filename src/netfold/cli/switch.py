@@ -35,10 +35,29 @@ def switch(
     state_dir: Annotated[
         Path | None, typer.Option(help="Folder for the certificate; else each start has a new fingerprint.")
     ] = None,
+    parent: Annotated[
+        str | None,
+        typer.Option(
+            help="A switch above this one, host:port or host:port#fingerprint: sums of jobs that have workers beyond "
+            "this switch go there."
+        ),
+    ] = None,
+    parent_token_file: Annotated[
+        Path | None, typer.Option(help="A file with this switch's token for its parent, and nothing else.")
+    ] = None,
     max_jobs: Annotated[int, typer.Option(min=1, help="Jobs served at once.")] = 64,
     max_workers: Annotated[int, typer.Option(min=1, max=256, help="Workers a job may have.")] = 256,
     memory: Annotated[str, typer.Option(help="Memory for slots of all jobs, such as 512M or 2G.")] = "1G",
     window: Annotated[str, typer.Option(help="Bytes one worker may have in flight.")] = "1M",
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=64,
+            help="Threads that handle packets, each those of jobs of its own. A group that names this switch twice in "
+            "NETFOLD_SWITCH goes over two of them.",
+        ),
+    ] = 1,
     metrics: Annotated[
         str | None,
         typer.Option(
@@ -62,7 +81,8 @@ def switch(
     from netfold import control
     from netfold.bench.sizes import parse_size
     from netfold.switch import Limits, Switch, Tokens
-    from netfold.switch.facts import OneLine, say
+    from netfold.switch.facts import OneLine, Sparingly, say
+    from netfold.switch.parent import Parent
     from netfold.switch.web import Web
 
     level = getattr(logging, log.upper(), None)
@@ -70,6 +90,7 @@ def switch(
         raise typer.BadParameter(f"{log!r} is not a log level", param_hint="--log")
     output = logging.StreamHandler(sys.stderr)
     output.setFormatter(OneLine())
+    output.addFilter(Sparingly())
     logging.basicConfig(level=level, handlers=[output])
     try:
         host, port = control.parse_endpoint(listen, what="--listen")
@@ -80,7 +101,19 @@ def switch(
             window_bytes=parse_size(window),
         )
         tokens = None if token_file is None else Tokens.read(token_file)
-        daemon = Switch(host, port, limits=limits, open_to_all=open_to_all, tokens=tokens, state_dir=state_dir)
+        if parent is None and parent_token_file is not None:
+            raise ValueError("--parent-token-file is for the switch that --parent names, and none is")
+        above = None if parent is None else Parent(parent, parent_token_file)
+        daemon = Switch(
+            host,
+            port,
+            limits=limits,
+            open_to_all=open_to_all,
+            tokens=tokens,
+            state_dir=state_dir,
+            parent=above,
+            threads=threads,
+        )
         web = None if metrics is None else Web(*control.parse_endpoint(metrics, what="--metrics"), daemon.status)
     except ValueError as error:
         typer.echo(f"netfold switch: {error}", err=True)
@@ -108,6 +141,12 @@ def switch(
         endpoint = await bind(daemon.start(), listen)
         # One line on stdout, for who starts a switch from a program; all else is log, on stderr.
         print(f"netfold switch listening on {endpoint}", flush=True)
+        try:
+            await daemon.meet_parent()
+        except ValueError as error:
+            typer.echo(f"netfold switch: {error}", err=True)
+            await daemon.stop("its parent is below it")
+            raise typer.Exit(CANNOT) from None
         await told.wait()
         reason = signals[0].name
         drained = asyncio.ensure_future(daemon.drain(reason, drain_s))

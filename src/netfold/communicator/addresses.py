@@ -16,7 +16,7 @@ import psutil
 
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.options import Options
-from netfold.control import is_loopback, parse_switch
+from netfold.control import is_loopback, parse_switch, switches_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def interface_of(host: str) -> str:
 def _routed(options: Options, store_host: str | None) -> str:
     towards = store_host
     if towards is None and options.switch is not None:
-        towards = parse_switch(options.switch, what="NETFOLD_SWITCH").host
+        towards = parse_switch(switches_of(options.switch)[0], what="NETFOLD_SWITCH").host
     if towards is None:
         return "127.0.0.1"
     try:

@@ -26,7 +26,7 @@ from typing import Any
 from netfold import control
 from netfold._native import engine
 from netfold.communicator import handshake, rendezvous
-from netfold.communicator.door import Failure, Resident
+from netfold.communicator.door import Answer, Failure, Resident
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.handshake import CALL, Hello
 from netfold.communicator.rendezvous import Neighbours
@@ -55,6 +55,8 @@ class Ward:
     reconnect_s: float
     over: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    # What else other ranks may ask (recovery.py), by type.
+    questions: dict[str, Answer] = field(default_factory=dict)
     mending: set[tuple[int, int, int, int]] = field(default_factory=set)  # lane, peer, rail, mends before
 
     @property
@@ -75,6 +77,8 @@ class Ward:
 
     def answer(self, peer: int, question: control.Message) -> tuple[control.Message, Any]:
         """What this rank says to another's question (door.Answer)."""
+        if question["type"] in self.questions:
+            return self.questions[question["type"]](peer, question)
         if question["type"] == "ask":
             failure = self.native.failure
             return {
@@ -195,6 +199,11 @@ class Ward:
             failure = reply["failure"]
             return {**reply, "doing": "gone: " + ("it closed the group" if failure is None else failure[2])}
         return reply
+
+    def is_well(self, rank: int) -> bool:
+        """Whether a rank answers, as one of this group that has not failed."""
+        reply = self.ask([rank])[rank]
+        return reply["type"] == "seen" and reply["failure"] is None
 
     def look_at_late(self, ranks: list[int], sequence: int, waited_s: float) -> None:
         """An operation waits for some ranks: end it where that is hopeless, tell of it where it takes long.

@@ -21,10 +21,13 @@ from netfold.communicator.addresses import interface_of, own_interfaces
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Resident, leave, open_door
 from netfold.communicator.errors import NetfoldError, RendezvousError, error_of
-from netfold.communicator.membership import Membership, join_for_host
+from netfold.communicator.membership import Membership, ask_way_up, join_for_host
 from netfold.communicator.nodes import Node, find_nodes
 from netfold.communicator.options import Options
+from netfold.communicator.recovery import Recovery
 from netfold.communicator.store import Store
+from netfold.communicator.way_up import WayUp
+from netfold.control import switches_of
 from netfold.plan import (
     DEFAULT_LINKS,
     Candidate,
@@ -34,6 +37,7 @@ from netfold.plan import (
     build_table,
     candidates,
     format_seconds,
+    table_without_switch,
 )
 from netfold.profile import Records, records_of
 
@@ -50,7 +54,8 @@ ANY_SOURCE: int = engine.ANY_SOURCE
 # (address, bytes). The caller keeps the memory alive until the operation is done.
 Region = tuple[int, int]
 
-# Connections between two ranks: one for collectives, one for messages, so that neither waits for the other.
+# Connections between two ranks: one for collectives, one for messages, so that neither waits for the other; and one a
+# switch, for what it was to do, should it be lost.
 _LANES = 2
 # What comes through memory comes in microseconds, if its sender runs; who yields meanwhile takes nothing from anybody.
 _SPIN_US, _CROWDED_SPIN_US = 200, 1000
@@ -91,17 +96,22 @@ class Group:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
+        self.options = options  # for groups that are to be like this one
         self._pid = os.getpid()
         self._closed = False
         self._close_lock = threading.Lock()
         self._seen: str | None = None
-        self.membership: Membership | None = None
+        # By switch; none on a rank that did not join any.
+        self.recoveries: list[Recovery] = []
+        memberships: list[Membership] = []
 
         # The part of the store that this life of the group has to itself.
         self.store = store = rendezvous.claim(store, rank, size, deadline)
         job = rendezvous.agree(store, rank, size, options, deadline)
         interfaces = own_interfaces(options, store_host)
-        self._resident = Resident(job.secret, rank, size, _LANES, interfaces.rails)
+        switches = switches_of(options.switch)
+        lanes = _LANES + len(switches)
+        self._resident = Resident(job.secret, rank, size, lanes, interfaces.rails)
         self._door = door = open_door(rank, interfaces.hosts, options.port_range(), deadline)
         sockets: rendezvous.Sockets = []
         node: Node | None = None
@@ -140,21 +150,25 @@ class Group:
             workers = self.table.workers(self.topology)
             if len(workers) > protocol.MAX_WORKERS:
                 raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {len(workers)}")
-            if workers:
-                assert job.switch is not None
-                self.membership = join_for_host(
-                    job.switch,
+            for number, switch in enumerate(switches if workers else ()):
+                membership = join_for_host(
+                    switch,
                     # A digest: the switch learns which ranks belong together, not the secret behind it.
-                    job=hashlib.sha256(job.name.encode() + job.secret).hexdigest()[:32],
+                    job=hashlib.sha256(_of_switch(number, job)).hexdigest()[:32],
                     name=options.job_name or "",
                     token_file=options.token_file,
                     rank=rank,
                     workers=workers,
-                    host={peer: streams[peer] for peer in range(size) if self.nodes[peer] == self.nodes[rank]},
+                    streams=streams,
+                    host=[peer for peer in range(size) if self.nodes[peer] == self.nodes[rank]],
                     window_bytes=job.window_bytes,
                     deadline=deadline,
                 )
+                if membership is not None:
+                    memberships.append(membership)
         except BaseException:
+            for joined in memberships:
+                joined.leave("it could not join all of its switches")
             rendezvous.close_all(sockets)
             if node is not None:
                 node.close()
@@ -163,7 +177,7 @@ class Group:
             raise
         self._switch = job.switch
         used = _by_interface(sockets[0])
-        fds, lane_fds = ([[_detached(stream) for stream in row] for row in lane] for lane in sockets)
+        fds, lane_fds, *spares = ([[_detached(stream) for stream in row] for row in lane] for lane in sockets)
         # A connection inside a host breaks only where a process dies.
         mends = [options.reconnect_s != 0 and node != self.nodes[rank] for node in self.nodes]
         self._id = next(_ids)
@@ -172,6 +186,7 @@ class Group:
             rank=rank,
             fds=fds,
             lane_fds=lane_fds,
+            spare_fds=spares,
             mends=mends,
             id=self._id,
             job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
@@ -194,17 +209,9 @@ class Group:
         if node is not None:
             self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links, self.peer_memory)
             log.info("rank %d of %d: %s", rank, size, self._single_copy)
-        if self.membership is not None:
-            self.membership.attach(self._native, self._fail)
-            log.info(
-                "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes",
-                rank,
-                job.switch,
-                len(self.membership.workers),
-                self.membership.window,
-                self.membership.payload_bytes,
-            )
         self._ward = Ward(self._native, self._resident, neighbours, float(options.reconnect_s or 0))
+        for number, (switch, joined) in enumerate(zip(switches, memberships, strict=bool(memberships))):
+            self.recoveries.append(self._go_by(number, switch, joined, job, options))
         caretaker.take_care(self._id, self._ward)
         log.info(
             "rank %d of %d listens on %s, port %d; %s; all_reduce: %s",
@@ -215,6 +222,59 @@ class Group:
             "; ".join([*used, *(f"not used: {failed}" for failed in neighbours.failed)]),
             self.why("all_reduce", 1 << 24),
         )
+
+    def _go_by(
+        self, number: int, switch: str, membership: Membership, job: rendezvous.Job, options: Options
+    ) -> Recovery:
+        """Give a membership of a switch to the native group, and see to it that its loss costs no step."""
+        log.info(
+            "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes, packets %sauthenticated",
+            self.rank,
+            membership.endpoint,
+            len(membership.workers),
+            membership.window,
+            membership.payload_bytes,
+            "" if membership.authenticated else "not ",
+        )
+        table = table_without_switch(len(membership.workers), wire=job.wire, links=self.links)
+        rows = [(KINDS[row.operation], row.min_bytes, engine.ALGORITHMS[row.algorithm]) for row in table.rows]
+        membership.attach(self._native, rows, table.hash16)
+
+        mine: dict[str, Any] = {
+            "token_file": options.token_file,
+            "rank": self.rank,
+            "workers": membership.workers,
+        }
+
+        def look_up(timeout_s: float) -> WayUp:
+            return ask_way_up(switch, **mine, timeout_s=timeout_s)
+
+        def join(digest: str, way: WayUp, paths: Sequence[Sequence[int]], timeout_s: float) -> Membership:
+            return Membership.join(
+                way.endpoints[0],
+                **mine,
+                job=digest,
+                name=options.job_name or "",
+                paths=paths,
+                window_bytes=job.window_bytes,
+                timeout_s=timeout_s,
+            )
+
+        return Recovery(
+            self._ward,
+            membership,
+            look_up,
+            join,
+            number=number,
+            job=_of_switch(number, job),
+            rejoin_s=float(options.rejoin_s or 0),
+            table=table,
+        )
+
+    @property
+    def membership(self) -> Membership | None:
+        """Of the first switch; None on a rank that did not join one, and while the switch is gone."""
+        return self.recoveries[0].membership() if self.recoveries else None
 
     def submit(
         self,
@@ -234,6 +294,8 @@ class Group:
 
         send and receive name the other rank by `root` (receive: ANY_SOURCE for whoever comes first; the operation's
         `peer` then says who it was) and are matched by `tag`. They are no part of the group's order of calls.
+        all_reduce takes an input where the wire is i8: the residual, as long as the output. It is added to this rank's
+        part, and then holds what rounding took from that.
         """
         if self._pid != os.getpid() or self._closed:
             self._refuse()
@@ -320,25 +382,17 @@ class Group:
         if name == "timeout":
             text += self._last_seen(rank)
         record = records_of(operation.record())[0]
-        traffic = self._native.traffic()
-        asks = (
-            name == "timeout"
-            and rank < 0
-            and self.membership is not None
-            and record["algorithm"] in (engine.ALGORITHMS["in_network"], engine.ALGORITHMS["hierarchical"])
-        )
-        if asks:
-            assert self.membership is not None
-            missing = self.membership.missing(traffic["oldest_unanswered"])
-            if missing:
-                rank = missing[0]
-                text += f"; the switch still waits for rank {', '.join(map(str, missing))}"
-            else:
-                text += "; the switch has every rank's part, or cannot be reached: packets to it may be lost"
+        in_network = record["algorithm"] in (engine.ALGORITHMS["in_network"], engine.ALGORITHMS["hierarchical"])
+        if name == "timeout" and rank < 0 and in_network and self.recoveries:
+            for recovery in self.recoveries:
+                missing, words = recovery.waits_for()
+                rank = missing[0] if missing and rank < 0 else rank
+                text += f"; {words}"
             text += ". Did every rank make this call?"
-        if self.membership is not None and self._native.failure is not None:
-            # Who waits at the switch for this rank hears why now, and not when this rank closes the group.
-            self.membership.leave(text, rank)
+        if self._native.failure is not None:
+            # Who waits at a switch for this rank hears why now, and not when this rank closes the group.
+            for recovery in self.recoveries:
+                recovery.leave(text, rank)
         return error_of(name, rank, text)
 
     def _last_seen(self, rank: int) -> str:
@@ -369,6 +423,8 @@ class Group:
             if each.seconds is not None
         ]
         reason = row.reason
+        if "in_network" in (row.algorithm, row.between):
+            reason += "".join(f"; {recovery.state}" for recovery in self.recoveries if recovery.state)
         if row.algorithm == "shared_memory" and operation in _COPIES:
             reason += f"; {self._single_copy}"
         return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}"
@@ -378,9 +434,9 @@ class Group:
         _, raw = self._native.events()
         return records_of(raw)
 
-    def traffic(self) -> dict[str, Any] | None:
-        """Counters of the path to the switch, None without one."""
-        traffic: dict[str, Any] | None = self._native.traffic()
+    def traffic(self, switch: int = 0) -> dict[str, Any] | None:
+        """Counters of the path to a switch, by its place in NETFOLD_SWITCH; None without one."""
+        traffic: dict[str, Any] | None = self._native.shard(switch).traffic()
         return traffic
 
     def abort(self, reason: str) -> None:
@@ -397,8 +453,8 @@ class Group:
             return
         failure = self._native.failure
         why, fault = ("it closed the group", -1) if failure is None else (failure[2], failure[1])
-        if self.membership is not None:
-            self.membership.leave(why, fault)
+        for recovery in self.recoveries:
+            recovery.close(why, fault)
         caretaker.let_go(self._id)
         self._door.bid_farewell(self._resident, failure)
         engine.remove_group(self._native)
@@ -442,3 +498,8 @@ def _detached(stream: socket.socket) -> int:
 
 
 __all__ = ["Group", "Region", "RendezvousError", "region"]
+
+
+def _of_switch(number: int, job: rendezvous.Job) -> bytes:
+    """What only this group's ranks know, another thing for each of its switches."""
+    return (b"%d " % number if number else b"") + job.name.encode() + job.secret

@@ -1,44 +1,57 @@
 """A rank's membership of a job on a switch: joining, and hearing who left.
 
+A job's ranks may have several switches, in a tree: each joins its own, and says in its join which tree all of them make
+(way_up.py). A rank whose switch cannot be reached joins the next one above it, if it heard of that before.
+
 Where several ranks share memory, one of a host joins, for all of them: a worker is a rank that joined, and the switch
 calls it by its rank.
 
-The control connection lives as long as the group. A daemon thread reads it: the switch's end fails the group at once;
-a rank that left fails it only when a chunk is waiting for that rank, since one that leaves after its last contribution
-harms nobody.
+The control connection lives as long as the membership. A daemon thread reads it; another looks at what comes of
+operations. The switch is lost when the connection ends, and when nothing comes back for a while and it does not answer
+a question over the connection either: one that waits for a rank does answer, and says for which. What is done about it
+is another's (recovery.py). A rank that left fails the group only when a chunk is waiting for it, since one that leaves
+after its last contribution harms nobody; and only if it is gone, and has not just lost its connection to the switch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from netfold import control
-from netfold._native import protocol
+from netfold import control, packet_keys
+from netfold._native import protocol, seal
 from netfold._native.transport import UdpPort
 from netfold.communicator.errors import RendezvousError, SwitchError
 from netfold.communicator.pinned import FingerprintError, PinnedStream
+from netfold.communicator.way_up import WayUp, above, agree_on_tree
 
-# Longest first; the first whose packets come back from the switch is used. 8896 bytes fill a jumbo frame (MTU 9000)
-# with headers and an authentication tag, 1408 an MTU of 1500; 1152 fits IPv6's least MTU of 1280. Longer packets, on
-# loopback, measured no faster, and a small operation pads to a whole packet.
-PAYLOAD_CANDIDATES = (8896, protocol.ETHERNET_PAYLOAD_BYTES, 1152)
-_PROBE_S = 0.12
-# How often a rank that waits looks whether it waits for one that has left.
+log = logging.getLogger("netfold")
+
+# To connect to a switch, where there is another to try.
+_CONNECT_S = 5.0
+# How often a rank that waits looks whether it waits for one that has left, or for a switch that is silent.
 _WATCH_S = 0.2
+# Several of the longest timeouts without a result, and as long again and more for the word that all is well.
+_QUIET_S = 1.0
+_WORD_S = 3.0
 # Time beyond the job's own for the switch's word that it has given up.
 _GRACE_S = 2.0
 
 
+class _UnreachableError(Exception):
+    """Nobody answers there; the sentence for a SwitchError."""
+
+
 class Membership:
-    """Made by `join`. `attach` hands the data port to the native group."""
+    """Made by `join`. `attach` or `stand_by` hands the data port to the native group; `listen` says what is heard."""
 
     def __init__(self, stream: socket.socket | PinnedStream, endpoint: str, rank: int, workers: Sequence[int]) -> None:
         self.endpoint = endpoint
@@ -46,7 +59,9 @@ class Membership:
         self.workers = tuple(workers)
         self.payload_bytes = 0
         self.window = 0
+        self.authenticated = isinstance(stream, PinnedStream)  # whether its packets carry tags
         self._stream = stream
+        self.life = 0  # names this membership and no other (collective::Channel::life)
         self._port: UdpPort | None = None
         self._attach_arguments: dict[str, Any] = {}
         self._send_lock = threading.Lock()
@@ -54,6 +69,7 @@ class Membership:
         self._answers: dict[int, list[int]] = {}
         self._answered = threading.Condition()
         self._left: dict[int, tuple[str, int]] = {}  # why, and the rank at fault
+        self._given_up = False
         self._closed = False
 
     @classmethod
@@ -66,87 +82,60 @@ class Membership:
         token_file: str | None,
         rank: int,
         workers: Sequence[int],
+        paths: Sequence[Sequence[int]],
         window_bytes: int,
         timeout_s: float,
     ) -> Membership:
         """Join `job` at the switch as `rank`, one of `workers`; returns when all have.
 
         job: the digest that names it to the switch; name: what people call it; token_file: sent only to a switch whose
-        certificate has the fingerprint that `endpoint` names. SwitchError says what failed.
+        certificate has the fingerprint that `endpoint` names; paths: of all workers, from `agree_on_tree`.
+        SwitchError says what failed.
         """
         deadline = time.monotonic() + timeout_s
-        switch_host, switch_port, fingerprint = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
-        endpoint = control.format_endpoint(switch_host, switch_port)
-        who = f"rank {rank}: the switch at {endpoint} (NETFOLD_SWITCH)"
-        token = _token(who, token_file, fingerprint)
+        tree = {"paths": [list(path) for path in paths]} if any(len(path) > 1 for path in paths) else {}
+        message = {
+            "type": "join",
+            "version": control.VERSION,
+            "job": job,
+            "name": name,
+            "rank": rank,
+            "ranks": list(workers),
+            "window_bytes": window_bytes,
+            "timeout_s": timeout_s,
+            **tree,
+        }
         try:
-            stream = socket.create_connection((switch_host, switch_port), timeout=timeout_s)
-        except ConnectionRefusedError:
-            raise SwitchError(
-                f"{who} refused the connection: nothing listens there. Start it with `netfold switch --listen "
-                f"{endpoint}`, or unset NETFOLD_SWITCH to use host algorithms"
-            ) from None
-        except socket.gaierror as error:
-            raise SwitchError(f"{who}: {switch_host!r} is no host that is known here ({error.strerror})") from None
-        except TimeoutError:
-            raise SwitchError(f"{who} did not answer within {timeout_s:.1f} s; is the address right?") from None
-        except OSError as error:
-            raise SwitchError(f"{who} cannot be reached: {error.strerror or error}") from None
-        self = cls(_shake_hands(who, stream, fingerprint), endpoint, rank, workers)
-        try:
-            self._join(who, job, name, token, window_bytes, deadline, timeout_s)
-        except TimeoutError:
-            stream.close()
-            raise SwitchError(
-                f"{who} did not answer within {timeout_s:.1f} s: either it is no netfold switch, or not all of the "
-                f"{len(workers)} ranks joined"
-            ) from None
-        except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
-            stream.close()
-            hint = "" if fingerprint else "; one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint"
-            raise SwitchError(
-                f"{who} is no netfold switch, or it stopped while this rank joined: {error}{hint}"
-            ) from None
-        except BaseException:
-            stream.close()
-            raise
-        return self
+            with _conversation(endpoint, token_file, rank, len(workers), timeout_s) as (stream, who, token):
+                self = cls(stream, _bare(endpoint), rank, workers)
+                self._join(who, {**message, **token}, window_bytes, deadline)
+                return self
+        except _UnreachableError as error:
+            raise SwitchError(str(error)) from None
 
-    def _join(
-        self, who: str, job: str, name: str, token: str | None, window_bytes: int, deadline: float, timeout_s: float
-    ) -> None:
-        control.send(
-            self._stream,
-            {
-                **({"token": token} if token is not None else {}),
-                "type": "join",
-                "version": control.VERSION,
-                "job": job,
-                "name": name,
-                "rank": self.rank,
-                "ranks": list(self.workers),
-                "window_bytes": window_bytes,
-                "timeout_s": timeout_s,
-            },
-        )
-        admitted = self._expect("admitted", who, deadline)
-        switch_host = self._stream.getpeername()[0]
-        # From the address that the control connection uses: the switch may see another host otherwise.
+    def _join(self, who: str, message: control.Message, window_bytes: int, deadline: float) -> None:
+        # From the address that the control connection uses: the switch takes packets from no other host.
         local = self._stream.getsockname()[0]
         self._port = UdpPort(host=local, buffer_bytes=4 * window_bytes)
+        control.send(self._stream, {**message, "port": self._port.port})
+        admitted = _expect(self._stream, "admitted", who, deadline)
+        switch_host = self._stream.getpeername()[0]
         payload = self._probe(switch_host, admitted, deadline)
         if payload is None:
             raise SwitchError(
                 f"{who} is reached by TCP, but no UDP packet came back from its data port {admitted['port']}: a "
-                "firewall may drop UDP"
+                "firewall may drop UDP, or an address translation change its port"
             )
         control.send(self._stream, {"type": "ready", "payload_bytes": payload})
-        start = self._expect("start", who, deadline)
+        start = _expect(self._stream, "start", who, deadline)
         self.payload_bytes = int(start["payload_bytes"])
         self.window = int(start["window"])
+        # A job's name is used once; that a switch gives epochs as well is between each worker and its own switch.
+        self.life = int(message["job"][:16], 16) or 1
         self._attach_arguments = {
             "host": switch_host,
             "to_port": int(admitted["port"]),
+            "life": self.life,
             "job": int(admitted["job_id"]),
             "epoch": int(start["epoch"]),
             "incarnation": int(admitted["incarnation"]),
@@ -154,13 +143,15 @@ class Membership:
             "ranks": list(self.workers),
             "window": self.window,
             "payload_bytes": self.payload_bytes,
+            "keys": packet_keys.of_member(admitted, int(start["epoch"])),
         }
 
     def _probe(self, switch_host: str, admitted: control.Message, deadline: float) -> int | None:
         assert self._port is not None
-        for payload in PAYLOAD_CANDIDATES:
-            last = payload == PAYLOAD_CANDIDATES[-1]
-            seconds = max(0.0, deadline - time.monotonic()) if last else _PROBE_S
+        key = packet_keys.of_hellos(admitted)
+        for payload in control.PAYLOAD_CANDIDATES:
+            last = payload == control.PAYLOAD_CANDIDATES[-1]
+            seconds = max(0.0, deadline - time.monotonic()) if last else control.PROBE_S
             if self._port.hello(
                 host=switch_host,
                 port=int(admitted["port"]),
@@ -169,39 +160,56 @@ class Membership:
                 worker=int(admitted["worker"]),
                 nonce=int(admitted["nonce"]),
                 packet_bytes=payload + protocol.HEADER_BYTES,
+                key=key,
                 timeout_ns=int(min(seconds, 5.0) * 1e9),
             ):
                 return payload
         return None
 
-    def _expect(self, kind: str, who: str, deadline: float) -> control.Message:
-        self._stream.settimeout(max(0.01, deadline + _GRACE_S - time.monotonic()))
-        message = control.receive(self._stream)
-        if message["type"] == "refused":
-            raise SwitchError(f"{who} refused: {message.get('reason')}")
-        if message["type"] != kind:
-            raise control.ProtocolError(f"expected {kind!r}, got {message['type']!r}")
-        return message
-
-    def attach(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
-        """Give the data port to the native group and begin to listen; `fail(kind, rank, text)` ends the group."""
-        native.attach(self._port, **self._attach_arguments)
+    def attach(self, native: Any, rows: Sequence[tuple[int, int, int]], table_hash: int) -> None:
+        """Give the data port to a native group that has none; `rows` and hash of the table without a switch."""
+        native.attach(self._port, **self._attach_arguments, rows=rows, table_hash=table_hash)
         self._port = None
+
+    def stand_by(self, native: Any) -> None:
+        """Give the data port to a native group whose switch is lost, for the day when all ranks are told to go on."""
+        native.stand_by(self._port, **self._attach_arguments)
+        self._port = None
+
+    def listen(
+        self,
+        native: Any,
+        fail: Callable[[str, int, str], None],
+        lost: Callable[[int, str], None],
+        is_alive: Callable[[int], bool],
+    ) -> None:
+        """Begin to listen. `fail(kind, rank, text)` ends the group; `lost(life, why)`: a switch is; `is_alive`:
+        whether a rank that the switch calls gone is there, and in the group."""
         self._stream.settimeout(None)
-        for work in (self._listen, self._watch):
-            threading.Thread(target=work, args=(native, fail), name="netfold-membership", daemon=True).start()
+        for target, arguments in ((self._listen, (lost,)), (self._watch, (native, fail, lost, is_alive))):
+            threading.Thread(target=target, args=arguments, name="netfold-membership", daemon=True).start()
+
+    def give_up(self) -> None:
+        """What the switch says from now on means nothing. Idempotent."""
+        with self._answered:
+            self._given_up = True
+            self._answered.notify_all()
 
     def missing(self, chunk: int, timeout_s: float = 1.0) -> list[int]:
         """Ranks whose contribution to `chunk` the switch has not seen; empty where it does not say in time."""
+        return self._ask(chunk, timeout_s) or []
+
+    def _ask(self, chunk: int, timeout_s: float) -> list[int] | None:
+        """`missing`; None where the switch does not say in time."""
         serial = next(self._serials)
         try:
             with self._send_lock:
                 control.send(self._stream, {"type": "missing", "chunk": chunk, "serial": serial})
         except OSError:
-            return []
+            return None
         with self._answered:
-            self._answered.wait_for(lambda: serial in self._answers or self._closed, timeout_s)
-            return self._answers.pop(serial, [])
+            self._answered.wait_for(lambda: serial in self._answers or self._given_up or self._closed, timeout_s)
+            return self._answers.pop(serial, None)
 
     def leave(self, reason: str, fault: int = -1) -> None:
         """Say goodbye and close; `fault`: the rank that is the reason, -1 for none. Idempotent."""
@@ -219,9 +227,9 @@ class Membership:
             pass
         self._stream.close()
 
-    def _listen(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
+    def _listen(self, lost: Callable[[int, str], None]) -> None:
         pid = os.getpid()
-        reason = "it closed the connection"
+        reason, gone = "it closed the connection", self.endpoint
         try:
             while True:
                 message = control.receive(self._stream)
@@ -234,32 +242,145 @@ class Membership:
                         fault = message.get("fault")
                         why = str(message.get("reason", "")), fault if isinstance(fault, int) else -1
                         self._left[int(message["rank"])] = why
-                        self._answered.notify_all()
                 elif message["type"] == "refused":
-                    reason = str(message.get("reason"))
+                    # Another switch of the tree may be the one that is gone.
+                    reason, gone = str(message.get("reason")), str(message.get("switch") or gone)
         except (EOFError, OSError, control.ProtocolError, ValueError):
             pass
-        if not self._closed and os.getpid() == pid:
-            fail("switch_lost", -1, f"the switch at {self.endpoint} is gone: {reason}")
+        if os.getpid() == pid:
+            self._say_lost(lost, reason, gone)
 
-    def _watch(self, native: Any, fail: Callable[[str, int, str], None]) -> None:
+    def _say_lost(self, lost: Callable[[int, str], None], reason: str, gone: str) -> None:
+        with self._answered:
+            if self._given_up or self._closed:
+                return
+            self._given_up = True
+            self._answered.notify_all()
+        lost(self.life, f"the switch at {gone} is gone ({reason})")
+
+    def _watch(
+        self,
+        native: Any,
+        fail: Callable[[str, int, str], None],
+        lost: Callable[[int, str], None],
+        is_alive: Callable[[int], bool],
+    ) -> None:
+        chunk, since = -1, 0.0
         while True:
             with self._answered:
-                self._answered.wait_for(lambda: bool(self._left) or self._closed)
-            if self._closed:
-                return
-            traffic = native.traffic()
-            if traffic is not None and not traffic["idle"]:
-                gone = [rank for rank in self.missing(traffic["oldest_unanswered"]) if rank in self._left]
-                if gone:
-                    reason, fault = self._left[gone[0]]
-                    fail(
-                        "peer_lost",
-                        fault if fault >= 0 and fault != self.rank else gone[0],
-                        f"rank {gone[0]} left while its contribution was needed: {reason}; see its own output",
-                    )
+                if self._answered.wait_for(lambda: self._given_up or self._closed, _WATCH_S):
                     return
-            time.sleep(_WATCH_S)
+            traffic = native.traffic()
+            if traffic is None or traffic["life"] != self.life or traffic["idle"]:
+                chunk = -1
+                continue
+            now = time.monotonic()
+            if traffic["oldest_unanswered"] != chunk:
+                chunk, since = traffic["oldest_unanswered"], now
+            is_quiet = now - since >= _QUIET_S
+            if not is_quiet and not self._left:
+                continue
+            missing = self._ask(chunk, _WORD_S)
+            if missing is None:
+                self._say_lost(lost, f"it has not answered for {time.monotonic() - since:.1f} s", self.endpoint)
+                return
+            since = time.monotonic() if is_quiet else since
+            gone = [rank for rank in missing if rank in self._left and not is_alive(rank)]
+            if gone:
+                reason, fault = self._left[gone[0]]
+                fail(
+                    "peer_lost",
+                    fault if fault >= 0 and fault != self.rank else gone[0],
+                    f"rank {gone[0]} left while its contribution was needed: {reason}; see its own output",
+                )
+                return
+
+
+def ask_way_up(endpoint: str, *, token_file: str | None, rank: int, workers: Sequence[int], timeout_s: float) -> WayUp:
+    """The switches above `endpoint`, or, where that cannot be reached, above the next that it is known to be below."""
+    deadline = time.monotonic() + timeout_s
+    candidates = [endpoint, *above(endpoint)]
+    failure = ""
+    for place, candidate in enumerate(candidates):
+        left_s = max(0.1, deadline - time.monotonic())
+        if place + 1 < len(candidates):
+            left_s = min(left_s, _CONNECT_S)
+        try:
+            with _conversation(candidate, token_file, rank, len(workers), left_s) as (stream, who, token):
+                control.send(stream, {"type": "path", "version": control.VERSION, "below": [], **token})
+                way = WayUp.of(_expect(stream, "path", who, time.monotonic() + left_s), candidate)
+                stream.close()
+        except _UnreachableError as error:
+            failure = failure or str(error)
+            continue
+        if failure:
+            log.warning("%s; joins the one above it, at %s", failure, _bare(candidate))
+        return way
+    raise SwitchError(failure)
+
+
+@contextlib.contextmanager
+def _conversation(
+    endpoint: str, token_file: str | None, rank: int, workers: int, timeout_s: float
+) -> Iterator[tuple[socket.socket | PinnedStream, str, dict[str, str]]]:
+    """A connection to the switch, what it is called in errors, and the token as it stands in a message.
+
+    _UnreachableError where there is none. What goes wrong inside closes it, and becomes a SwitchError that says what it
+    may mean.
+    """
+    host, port, fingerprint = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
+    who = f"rank {rank}: the switch at {_bare(endpoint)} (NETFOLD_SWITCH)"
+    token = _token(who, token_file, fingerprint)
+    if fingerprint is not None and seal.missing():
+        raise SwitchError(
+            f"{who} wants packets to be authenticated, and this host cannot: {seal.missing()}. Without it only a "
+            "switch with --open can be joined"
+        )
+    try:
+        stream = socket.create_connection((host, port), timeout=timeout_s)
+    except ConnectionRefusedError:
+        raise _UnreachableError(
+            f"{who} refused the connection: nothing listens there. Start it with `netfold switch --listen "
+            f"{_bare(endpoint)}`, or unset NETFOLD_SWITCH to use host algorithms"
+        ) from None
+    except socket.gaierror as error:
+        raise SwitchError(f"{who}: {host!r} is no host that is known here ({error.strerror})") from None
+    except TimeoutError:
+        raise _UnreachableError(f"{who} did not answer within {timeout_s:.1f} s; is the address right?") from None
+    except OSError as error:
+        raise _UnreachableError(f"{who} cannot be reached: {error.strerror or error}") from None
+    pinned = _shake_hands(who, stream, fingerprint)
+    try:
+        yield pinned, who, {} if token is None else {"token": token}
+    except TimeoutError:
+        stream.close()
+        raise SwitchError(
+            f"{who} did not answer within {timeout_s:.1f} s: either it is no netfold switch, or not all of the "
+            f"{workers} ranks joined"
+        ) from None
+    except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
+        stream.close()
+        hint = "" if fingerprint else "; one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint"
+        raise SwitchError(f"{who} is no netfold switch, or it stopped while this rank joined: {error}{hint}") from None
+    except BaseException:
+        stream.close()
+        raise
+
+
+def _expect(stream: socket.socket | PinnedStream, kind: str, who: str, deadline: float) -> control.Message:
+    stream.settimeout(max(0.01, deadline + _GRACE_S - time.monotonic()))
+    message = control.receive(stream)
+    if message["type"] == "refused":
+        raise SwitchError(f"{who} refused: {message.get('reason')}")
+    if message["type"] != kind:
+        raise control.ProtocolError(f"expected {kind!r}, got {message['type']!r}")
+    return message
+
+
+def _bare(endpoint: str) -> str:
+    """Without the fingerprint."""
+    host, port, _ = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
+    return control.format_endpoint(host, port)
 
 
 def _token(who: str, token_file: str | None, fingerprint: str | None) -> str | None:
@@ -308,16 +429,19 @@ def join_for_host(
     token_file: str | None,
     rank: int,
     workers: Sequence[int],
-    host: Mapping[int, socket.socket | None],
+    streams: Sequence[socket.socket | None],
+    host: Sequence[int],
     window_bytes: int,
     deadline: float,
 ) -> Membership | None:
     """Join, where `rank` is one of `workers`; None on the other ranks, once the worker of their host has joined.
 
-    `host`: a connection to each rank of this host, None to itself. Raises SwitchError on every rank of a host whose
-    worker was refused, with the same reason.
+    endpoint: of this rank's own switch; where that cannot be reached, and was joined before, the next above it takes
+    its place. May be called again, for a new job, once all have left the old one. `streams`: a connection to each rank,
+    None to itself; `host`: the ranks of this host. Raises SwitchError on every rank of a host whose worker was refused,
+    with the same reason.
     """
-    others = {peer: stream for peer, stream in host.items() if stream is not None}
+    others = {peer: stream for peer in host if (stream := streams[peer]) is not None}
     if rank not in workers:
         (worker,) = (peer for peer in others if peer in workers)
         _hear_of_join(others[worker], worker, rank, deadline)
@@ -326,15 +450,24 @@ def join_for_host(
     waiting = [stream for peer, stream in others.items() if peer not in workers]
     refused: str | None = f"rank {rank} failed while it joined the switch; see its own output"
     try:
+        way: WayUp | SwitchError
+        try:
+            way = ask_way_up(endpoint, token_file=token_file, rank=rank, workers=workers, timeout_s=timeout_s)
+        except SwitchError as error:
+            way = error
+        among = {peer: stream for peer in workers if (stream := streams[peer]) is not None}
+        paths = agree_on_tree(way, rank, workers, among, deadline)
+        assert isinstance(way, WayUp)
         membership = Membership.join(
-            endpoint,
+            way.endpoints[0],
             job=job,
             name=name,
             token_file=token_file,
             rank=rank,
             workers=workers,
+            paths=paths,
             window_bytes=window_bytes,
-            timeout_s=timeout_s,
+            timeout_s=max(0.1, deadline - time.monotonic()),
         )
         refused = None
         return membership

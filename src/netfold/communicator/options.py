@@ -7,21 +7,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from netfold.control import parse_switch
+from netfold.control import switches_of
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of a group. A field that is None takes its environment variable, else its default.
 
-    switch: the aggregator as host:port, or host:port#fingerprint where it wants a token (NETFOLD_SWITCH); none: host
-        algorithms.
+    switch: the aggregator as host:port, or host:port#fingerprint where it wants a token (NETFOLD_SWITCH); ranks
+        may have different ones that are in one tree; several with commas between are gone over side by side; none:
+        host algorithms.
     token_file: a file with the token that the switch wants, for this user's eyes only (NETFOLD_TOKEN_FILE).
     job_name: what the switch's metrics and log call this job (NETFOLD_JOB_NAME); letters, digits and _.:/+-, up to 64.
     algorithm: auto, the name of an algorithm for every operation that it can do, or operation=algorithm pairs by commas
         (NETFOLD_ALGORITHM; docs/algorithms.md).
-    wire: auto, f32, bf16, f16 or i32: what f32 tensors travel as in all_reduce (NETFOLD_WIRE); auto never loses a bit,
-        the bits of a sum by i32 are the same whatever runs it.
+    wire: auto, f32, bf16, f16, i32 or i8: what f32 tensors travel as in all_reduce (NETFOLD_WIRE, docs/numbers.md);
+        auto never loses a bit, the bits of a sum by i32 are the same whatever runs it, i8 is for gradients.
     transport: auto, or tcp to keep ranks that share memory from using it (NETFOLD_TRANSPORT).
     single_copy: on or off: ranks of one machine read what is sent straight from each other's memory, where the kernel
         lets them (NETFOLD_SINGLE_COPY); off on any rank is off for its machine.
@@ -34,6 +35,8 @@ class Options:
         needs one.
     reconnect_s: seconds within which a connection between hosts that broke may come back (NETFOLD_RECONNECT_S); 0: it
         is not tried, and nothing is kept for it.
+    rejoin_s: seconds after which a switch that was lost is asked to have the group again (NETFOLD_REJOIN_S), twice as
+        long after each time in vain, up to sixteen times; 0: never. Rank 0's is the group's.
     window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
     probe: on or off: whether a new group measures its links (NETFOLD_PROBE); off: built-in figures, and the
         same choice of algorithms in every run.
@@ -53,6 +56,7 @@ class Options:
     ports: str | None = None
     window_bytes: int | None = None
     reconnect_s: int | None = None
+    rejoin_s: int | None = None
     probe: str | None = None
     spin_us: int | None = None
 
@@ -64,7 +68,7 @@ class Options:
                 continue
             variable = f"NETFOLD_{field.name.upper()}"
             text = environment.get(variable, "").strip()
-            if field.name in ("window_bytes", "reconnect_s", "spin_us"):
+            if field.name in ("window_bytes", "reconnect_s", "rejoin_s", "spin_us"):
                 values[field.name] = _number(variable, text) if text else _DEFAULT_NUMBERS[field.name]
             else:
                 values[field.name] = text or _DEFAULT_WORDS.get(field.name)
@@ -79,8 +83,7 @@ class Options:
             raise ValueError(
                 f"NETFOLD_JOB_NAME={options.job_name!r} is no name for a job: up to 64 letters, digits and _.:/+-"
             )
-        if options.switch is not None:
-            parse_switch(options.switch, what="NETFOLD_SWITCH")
+        switches_of(options.switch)
         return options
 
     def port_range(self) -> range:
@@ -103,7 +106,7 @@ _DEFAULT_WORDS = {
     "share_buckets": "on",
     "probe": "on",
 }
-_DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "reconnect_s": 10, "spin_us": None}
+_DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "reconnect_s": 10, "rejoin_s": 5, "spin_us": None}
 
 
 def _number(variable: str, text: str) -> int:

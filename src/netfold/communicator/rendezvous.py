@@ -23,7 +23,7 @@ from netfold.communicator.errors import RendezvousError
 from netfold.communicator.handshake import JOIN, Hello
 from netfold.communicator.options import Options
 from netfold.communicator.store import PrefixStore, Store
-from netfold.control import format_endpoint, parse_endpoint
+from netfold.control import format_endpoint, parse_endpoint, switches_of
 from netfold.plan import check_words
 
 Sockets = list[list[list[socket.socket]]]  # by lane, rank and rail; none at our own place
@@ -107,9 +107,12 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
     if read["size"] != size:
         raise RendezvousError(f"rank {rank} was told of {size} ranks, rank 0 of {read['size']} (check WORLD_SIZE)")
     # Everyone uses what rank 0 chose; that another rank's environment says otherwise is worth an error, not a guess.
-    if options.switch != read["switch"]:
+    # Which switches is each rank's own affair, as long as there are as many, and the first of all are in one tree, the
+    # second in one, and so on (way_up.py).
+    if len(switches_of(options.switch)) != len(switches_of(read["switch"])):
         raise RendezvousError(
-            f"rank {rank} has NETFOLD_SWITCH={options.switch}, rank 0 has {read['switch']}: all ranks need the same",
+            f"rank {rank} has NETFOLD_SWITCH={options.switch}, rank 0 has {read['switch']}: all ranks need as many, or "
+            "none",
             rank=rank,
         )
     return Job(

@@ -100,6 +100,10 @@ def _at(site: str) -> str:
 
 
 def _doing(rank: Rank, now_ns: int) -> str:
+    return _in_what(rank, now_ns) + ("; its switch is lost" if rank.without_switch else "")
+
+
+def _in_what(rank: Rank, now_ns: int) -> str:
     if rank.sequence == 0:
         if rank.transfer is not None:
             return f"in {_transfer(rank.transfer, now_ns)}"

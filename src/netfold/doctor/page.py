@@ -45,7 +45,8 @@ _ENTRY = np.dtype(
         ("done_sequence", "u4"),
         ("done_kind", "u1"),
         ("failed", "u1"),
-        ("reserved", "u1", 2),
+        ("without_switch", "u1"),
+        ("reserved", "u1"),
         ("done_ns", "i8"),
         ("failure", "S512"),
         ("site", "S160"),
@@ -93,6 +94,7 @@ class Rank:
     failure: str
     site: str  # where the operation under way was called, and the newest that is done; empty: not known
     done_site: str
+    without_switch: bool  # its group joined one, and that is lost
     transfer: Transfer | None  # the oldest send or receive that is not done
 
 
@@ -187,6 +189,7 @@ def _rank(pid: int, state: str, command: str, entry: np.void) -> Rank:
         failure=bytes(entry["failure"]).decode(errors="replace"),
         site=bytes(entry["site"]).decode(errors="replace"),
         done_site=bytes(entry["done_site"]).decode(errors="replace"),
+        without_switch=bool(entry["without_switch"]),
         transfer=_transfer(entry) if entry["transfers"] else None,
     )
 

@@ -20,6 +20,7 @@ from netfold.plan.table import (
     candidates,
     check_words,
     format_seconds,
+    table_without_switch,
 )
 from netfold.plan.topology import DEFAULT_LINKS, Link, Links, Topology
 
@@ -39,4 +40,5 @@ __all__ = [
     "check_words",
     "fit_link",
     "format_seconds",
+    "table_without_switch",
 ]

@@ -18,17 +18,18 @@ _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 16 << 10, 256 << 10
 BINOMIAL_BYTES = 16 << 10
 # Of shared memory (native/transport/shared_node.hpp): what one synchronisation hands on, at most.
 POST_BYTES, CHUNK_BYTES = 16 << 10, 256 << 10
-# Elements that share an exponent in the i32 format (native/kernels/block_quantise.hpp).
+# Elements that share a scale in the formats of integers (native/kernels/block_quantise.hpp).
 BLOCK_ELEMENTS = 128
-# Wire formats of half the bytes of f32.
+# Wire formats of half the bytes of f32; and those of integers, with their part of its bytes.
 HALVES = ("bf16", "f16")
+INTEGERS = {"i32": 1.0, "i8": 0.25}
 
 
 @dataclass(frozen=True)
 class Case:
     """ranks (P) move `size` bytes (n).
 
-    switch: all_reduce between hosts goes through one. wire: what f32 tensors travel as; `size` counts those bytes.
+    switch: operations between hosts may go through one. wire: what f32 tensors travel as; `size` counts those bytes.
     """
 
     size: float
@@ -258,9 +259,22 @@ def _pairwise(case: Case) -> float:
     return case.steps(steps) + case.messages(2 * (case.ranks - 2)) + case.restarted(case.share)
 
 
-@_formula("all_reduce", "in_network", "n bytes to the switch while n come back, a latency each way", narrow=True)
+_SWITCH = "n bytes to the switch while n come back, a latency each way"
+_SWITCH_BLOCKS = "n bytes to the switch while n come back, a rank's own among them: P/(P-1) times what a ring sends"
+
+
+@_formula("all_reduce", "in_network", _SWITCH, narrow=True)
+@_formula("reduce", "in_network", _SWITCH)
+@_formula("broadcast", "in_network", _SWITCH)
+@_formula("reduce_scatter", "in_network", _SWITCH_BLOCKS)
+@_formula("all_gather", "in_network", _SWITCH_BLOCKS)
 def _in_network(case: Case) -> float:
     return case.steps(2) + case.sent(case.size)
+
+
+@_formula("barrier", "in_network", "a packet to the switch and one back")
+def _in_network_barrier(case: Case) -> float:
+    return case.steps(2)
 
 
 def _through_memory(case: Case, copied: float, folded: float = 0) -> float:
@@ -309,8 +323,8 @@ def _shared_memory_barrier(case: Case) -> float:
     return case.links.memory.latency_s
 
 
-# Not between hosts, one rank of each: these are for ranks that share more, or send what they have not got.
-_NOT_BETWEEN = ("in_network", "shared_memory", "hierarchical")
+# Not between hosts, one rank of each: these are for ranks that share more.
+_NOT_BETWEEN = ("shared_memory", "hierarchical")
 # Kept out of every choice, with the reason.
 BY_NAME_ONLY = {
     ("all_to_all", "bruck"): "by name only: no rank can know that all blocks are equal",
@@ -319,11 +333,14 @@ BY_NAME_ONLY = {
 
 
 def best_between(operation: str, case: Case) -> str:
-    """The algorithm that a hierarchical `operation` takes between hosts: for all_reduce the switch, if there is one."""
+    """The algorithm that a hierarchical `operation` takes between hosts: for all_reduce the switch, if there is one;
+    else the cheapest."""
     if operation == "all_reduce" and case.switch:
         return "in_network"
     able = [
-        name for name in algorithms_of(operation) if name not in _NOT_BETWEEN and (operation, name) not in BY_NAME_ONLY
+        name
+        for name in algorithms_of(operation)
+        if name not in _NOT_BETWEEN and (operation, name) not in BY_NAME_ONLY and (case.switch or name != "in_network")
     ]
     narrow = [name for name in able if case.wire not in HALVES or FORMULAS[operation, name].narrow]
     return min(narrow, key=lambda name: FORMULAS[operation, name].seconds(_hosts(operation, case)))
@@ -401,7 +418,7 @@ def predict(
     *,
     switch: bool = False,
 ) -> float:
-    """Seconds; KeyError where there is no formula. `switch`: there is one for all_reduce.
+    """Seconds; KeyError where there is no formula. `switch`: one rank of each host can use one.
 
     Ranks of one host share its link to the others: one at a time uses it where only neighbours talk, all of them, at
     worst, in other algorithms.
@@ -412,8 +429,9 @@ def predict(
         network = replace(links.network, bytes_per_s=links.network.bytes_per_s / sharing)
         links = replace(links, network=network)
     case = case_of(size, topology, links, wire, switch)
-    if wire != "i32" or operation != "all_reduce":
+    if wire not in INTEGERS or operation != "all_reduce":
         return formula.seconds(case)
-    # The exponents of its blocks first; and four passes over the tensor.
-    exponents = replace(case, size=max(4.0, size / BLOCK_ELEMENTS))
-    return formula.seconds(exponents) + formula.seconds(case) + 4 * size / links.memory.bytes_per_s
+    # The scales of its blocks first; and four passes over the tensor.
+    scales = replace(case, size=max(4.0, size / BLOCK_ELEMENTS))
+    values = replace(case, size=size * INTEGERS[wire])
+    return formula.seconds(scales) + formula.seconds(values) + 4 * size / links.memory.bytes_per_s

@@ -17,6 +17,10 @@ class Overrides:
     def asked(self, operation: str) -> str | None:
         return self.of.get(operation, self.everywhere)
 
+    def asks(self, algorithm: str) -> bool:
+        """Whether any operation is to run by `algorithm`."""
+        return algorithm == self.everywhere or algorithm in self.of.values()
+
     def named(self, operation: str) -> str:
         """As the user wrote it, for reasons."""
         if operation in self.of:

@@ -8,12 +8,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from netfold._native import engine
+from netfold._native import engine, kernels
 from netfold.plan.cost import BY_NAME_ONLY, FORMULAS, HALVES, algorithms_of, best_between, case_of, predict
 from netfold.plan.overrides import Overrides, parse_overrides
 from netfold.plan.topology import DEFAULT_LINKS, Links, Topology
 
-WIRES = ("auto", "f32", "bf16", "f16", "i32")
+WIRES = ("auto", "f32", "bf16", "f16", "i32", "i8")
 SUPPORTS: Mapping[str, Sequence[str]] = engine.SUPPORTS
 
 OPERATIONS = (
@@ -136,17 +136,30 @@ def build_table(
     overrides = parse_overrides(algorithm, SUPPORTS, OPERATIONS)
     if wire not in WIRES:
         raise ValueError(f"NETFOLD_WIRE={wire!r} is not one of {', '.join(WIRES)}")
+    if wire == "i8" and ranks > kernels.max_byte_contributions:
+        raise ValueError(
+            f"NETFOLD_WIRE=i8 adds for at most {kernels.max_byte_contributions} ranks, not {ranks}: a byte that must "
+            f"hold the sum of {ranks} has too few levels left for each; bf16 and i32 take any number"
+        )
     for operation in OPERATIONS:
         if overrides.asked(operation) == "in_network" and operation in SUPPORTS["in_network"]:
-            _refuse(operation, "in_network", overrides, topology, switch, wire)
+            _refuse(operation, "in_network", overrides, topology, switch, _wired(operation, wire))
     if ranks == 1:
         return ChoiceTable(tuple(Row(operation, 0, "local", "auto", "a group of one rank") for operation in OPERATIONS))
     rows = []
     for operation in OPERATIONS:
-        # A narrower wire loses bits in a sum, which was asked for; it never changes values that are only moved.
-        wired = wire if operation == "all_reduce" else "auto"
-        rows += _rows(operation, overrides, topology, links, switch, wired)
+        rows += _rows(operation, overrides, topology, links, switch, _wired(operation, wire))
     return ChoiceTable(tuple(rows))
+
+
+def table_without_switch(workers: int, *, wire: str, links: Links = DEFAULT_LINKS) -> ChoiceTable:
+    """What does a switch's work while it is gone, among the ranks that had joined it: by cost, over connections."""
+    return build_table(ranks=workers, switch=None, wire=wire, links=links)
+
+
+def _wired(operation: str, wire: str) -> str:
+    """A narrower wire loses bits in an all_reduce's sum, which was asked for; everything else travels as it is."""
+    return wire if operation == "all_reduce" else "auto"
 
 
 def check_words(*, ranks: int, switch: str | None, algorithm: str, wire: str) -> None:
@@ -168,6 +181,9 @@ def _rows(
     operation: str, overrides: Overrides, topology: Topology, links: Links, switch: str | None, wire: str
 ) -> list[Row]:
     in_wire = "" if wire == "auto" else f"; f32 tensors travel as {wire} (NETFOLD_WIRE)"
+    # One rank of each host joins the switch, unless all were told to.
+    by_host = topology.has_levels and not overrides.asks("in_network")
+    between_hosts = switch if by_host else None
     asked = overrides.asked(operation)
     suffix = ""
     if asked is not None:
@@ -183,12 +199,14 @@ def _rows(
                         f"{overrides.named(operation)}: {between} between hosts{in_wire}",
                         between,
                     )
-                    for size, name, between in _starts(operation, ["hierarchical"], topology, links, switch, wire)
+                    for size, name, between in _starts(
+                        operation, ["hierarchical"], topology, links, between_hosts, wire
+                    )
                 ]
             return [Row(operation, 0, asked, wire, overrides.named(operation) + in_wire)]
         suffix = f"; {overrides.named(operation)} does not do {operation}"
     if operation == "all_reduce" and switch is not None:
-        if topology.has_levels:
+        if by_host:
             reason = (
                 f"in_network between hosts; NETFOLD_SWITCH={switch}: a host sends n bytes through the switch for all "
                 "of its ranks, which add through memory"
@@ -198,21 +216,27 @@ def _rows(
         return [Row(operation, 0, "in_network", wire, reason + in_wire)]
     if topology.node_count == 1 and _why_not(operation, "shared_memory", topology, switch, wire) is None:
         return [Row(operation, 0, "shared_memory", wire, "all ranks share memory" + suffix)]
-    return _by_cost(operation, topology, links, wire, in_wire + suffix)
+    able = [
+        name
+        for name in algorithms_of(operation)
+        if _why_not(operation, name, topology, switch, wire) is None and not (by_host and name == "in_network")
+    ]
+    return _by_cost(operation, able, topology, links, between_hosts, wire, in_wire + suffix)
 
 
-def _by_cost(operation: str, topology: Topology, links: Links, wire: str, suffix: str) -> list[Row]:
+def _by_cost(
+    operation: str, able: list[str], topology: Topology, links: Links, switch: str | None, wire: str, suffix: str
+) -> list[Row]:
     """The cheapest at every size of the grid, neighbours merged."""
-    able = [name for name in algorithms_of(operation) if _why_not(operation, name, topology, None, wire) is None]
     if len(able) == 1:
         return [Row(operation, 0, able[0], wire, "the one algorithm there is for it here" + suffix)]
-    starts = _starts(operation, able, topology, links, None, wire)
+    starts = _starts(operation, able, topology, links, switch, wire)
     rows = []
     for index, (size, name, between) in enumerate(starts):
         # Times are of a size inside the row: of its start times four, where that is still inside.
         after = starts[index + 1][0] if index + 1 < len(starts) else 1 << 40
         shown = _TYPICAL_BYTES if operation in UNSIZED else min(max(4 * size, 1024), after - 1)
-        reason = _reason(operation, shown, able, topology, links, wire)
+        reason = _reason(operation, shown, able, topology, links, switch, wire)
         if between != "local":
             reason = f"{between} between hosts; {reason}"
         rows.append(Row(operation, size, name, wire, reason + suffix, between))
@@ -237,8 +261,12 @@ def _starts(
     return starts
 
 
-def _reason(operation: str, size: int, able: list[str], topology: Topology, links: Links, wire: str) -> str:
-    times = sorted((predict(operation, name, size, topology, links, wire), name) for name in able)
+def _reason(
+    operation: str, size: int, able: list[str], topology: Topology, links: Links, switch: str | None, wire: str
+) -> str:
+    times = sorted(
+        (predict(operation, name, size, topology, links, wire, switch=switch is not None), name) for name in able
+    )
     said = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in times)
     return f"predicted for {size} bytes: {said} ({links.text()})"
 

@@ -17,21 +17,30 @@ from typing import Any
 
 from netfold._native import prove as native
 from netfold.sim import SWITCH, diagram
+from netfold.sim.network import address_of
 
-__all__ = ["Scope", "draw", "replay", "search", "sentence"]
+__all__ = ["HELLO_WORKERS", "Scope", "draw", "replay", "search", "search_hellos", "sentence"]
+
+# Workers of the search over hellos: one that claims another's place is among them, and one that is left alone.
+HELLO_WORKERS = 3
 
 
 @dataclass(frozen=True)
 class Scope:
     """What is searched. Each field is an option of `python -m netfold.prove`.
 
-    operations: chunks of each, as "2,2". window: W; the switch has 2W slots. restarts: of group or switch, in total.
-    network: kept, joined or taken. max_states: stop there; 0 for as many as can be counted.
+    leaves: workers below each, as "1,1"; none: all of them at one switch. operations: chunks of each, as "2,2". last:
+    the same of the last worker, if it calls something else. strangers: 1 where another job's packets are on the wire.
+    window: W; the switch has 2W slots. restarts: of group or switch, in total. network: kept, joined or taken.
+    max_states: stop there; 0 for as many as can be counted.
     """
 
     workers: int = 2
+    leaves: str = ""
     window: int = 1
     operations: str = "2"
+    last: str = ""
+    strangers: int = 0
     restarts: int = 0
     network: str = "kept"
     max_states: int = 0
@@ -47,13 +56,26 @@ class Scope:
 
     def _arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        arguments["operations"] = [int(chunks) for chunks in self.operations.split(",")]
+        for name in ("operations", "last"):
+            arguments[name] = [int(chunks) for chunks in arguments[name].split(",") if chunks]
+        arguments["strangers"] = bool(self.strangers)
+        arguments["leaves"] = self.below
         return arguments
+
+    @property
+    def below(self) -> list[int]:
+        """By leaf, how many workers."""
+        return [int(workers) for workers in self.leaves.split(",")] if self.leaves else []
 
 
 def search(scope: Scope) -> Any:
     """Search `scope`; the report's fields are those of native/prove's Report. ValueError for one without sense."""
     return native.search(**scope._arguments())
+
+
+def search_hellos(workers: int = HELLO_WORKERS) -> Any:
+    """Search which hellos make an address a worker's (native/prove, hellos.hpp); a report as of `search`."""
+    return native.search_hellos(workers)
 
 
 def replay(scope: Scope, steps: Sequence[str]) -> list[Any]:
@@ -66,10 +88,13 @@ def replay(scope: Scope, steps: Sequence[str]) -> list[Any]:
 def sentence(scope: Scope, report: Any) -> str:
     """A report in one line."""
     slots = 2 * scope.window
+    below = f" below leaves {scope.leaves}" if scope.leaves else ""
     found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
+    others = f" (the last worker {scope.last})" if scope.last else ""
+    others += ", another job's packets" if scope.strangers else ""
     return (
-        f"{scope.workers} workers, {slots} slots, chunks {scope.operations}, {scope.restarts} restarts, packets "
-        f"{scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "
+        f"{scope.workers} workers{below}, {slots} slots, chunks {scope.operations}{others}, {scope.restarts} restarts, "
+        f"packets {scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "
         f"{report.transitions:,} transitions, depth {report.depth}, {report.seconds:.2f} s"
     )
 
@@ -96,4 +121,7 @@ def draw(scope: Scope, records: Sequence[Any]) -> list[diagram.Line]:
 
 
 def _lane(name: str) -> int:
-    return SWITCH if name == "switch" else int(name.split()[1])
+    if name == "switch":
+        return SWITCH
+    kind, number = name.split()
+    return address_of(int(number)) if kind == "leaf" else int(number)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from netfold.prove import Scope, draw, replay, search, sentence
+from netfold.prove import HELLO_WORKERS, Scope, draw, replay, search, search_hellos, sentence
 from netfold.prove.scopes import LARGE, QUICK
 from netfold.sim import diagram
 
@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if steps is not None:
             show(scope, [step.strip() for step in steps.split(";") if step.strip()], svg)
             return 0
-        return max([_search(name, each, svg) for name, each in scopes.items()])
+        found = [_search(name, each, svg) for name, each in scopes.items()]
+        return max([*found, _search_hellos()] if quick or everything else found)
     except ValueError as wrong:
         parser.error(str(wrong))
 
@@ -48,12 +49,22 @@ def _search(name: str, scope: Scope, svg: Path | None) -> int:
     return int(bool(report.broken) or not report.exhausted)
 
 
+def _search_hellos() -> int:
+    report = search_hellos()
+    found = f"BROKEN: {report.broken}: {'; '.join(report.trace)}" if report.broken else "exhausted"
+    print(
+        f"hellos: {HELLO_WORKERS} workers, {report.packets} hellos: {found}; {report.states:,} states, "
+        f"{report.transitions:,} transitions, depth {report.depth}"
+    )
+    return int(bool(report.broken))
+
+
 def show(scope: Scope, steps: Sequence[str], svg: Path | None = None) -> None:
     """Print a trace as a sequence diagram; `svg`: draw it into that file, too."""
     lines = draw(scope, replay(scope, steps))
-    print(diagram.text(lines, scope.workers))
+    print(diagram.text(lines, scope.workers, len(scope.below)))
     if svg is not None:
-        svg.write_text(diagram.svg(lines, scope.workers))
+        svg.write_text(diagram.svg(lines, scope.workers, len(scope.below)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,17 @@ QUICK = {
     # Packets and workers of a former life, also after two lives.
     "restarted": Scope(workers=2, window=1, operations="3", restarts=1),
     "restarted-twice": Scope(workers=2, window=1, operations="3", restarts=2, network="joined"),
+    # The last worker calls something else: at once, after a sum, in the middle of what the others send.
+    "disagreed": Scope(workers=3, window=1, operations="1,2", last="1,1,1"),
+    "disagreed-streamed": Scope(workers=2, window=2, operations="1,2,1", last="1,1,2"),
+    "disagreed-restarted": Scope(workers=2, window=1, operations="1,1", last="2", restarts=1),
+    # Another job's packets change nothing.
+    "strangers": Scope(workers=2, window=1, operations="4", strangers=1),
+    # Leaves and a root: each slot used twice, and sums and results asked for again on both links.
+    "leaf-pair": Scope(workers=2, leaves="1,1", window=1, operations="5"),
+    "leaf-of-two": Scope(workers=3, leaves="2,1", window=1, operations="4"),
+    "leaves-streamed": Scope(workers=2, leaves="1,1", window=2, operations="2,2"),
+    "leaves-taken": Scope(workers=2, leaves="1,1", window=1, operations="1", network="taken"),
     # The network as it is, against which the other views of it are held.
     "taken": Scope(workers=2, window=1, operations="3", network="taken"),
 }
@@ -25,5 +36,9 @@ LARGE = {
     "three-restarted-twice": Scope(workers=3, window=1, operations="4", restarts=2, network="joined"),
     "three-streamed-restarted-twice": Scope(workers=3, window=1, operations="2,2", restarts=2, network="joined"),
     "wide-restarted-twice": Scope(workers=2, window=2, operations="6", restarts=2, network="joined"),
+    "disagreed-wide": Scope(workers=3, window=2, operations="1,3", last="1,2,1", network="joined"),
+    "strangers-restarted": Scope(workers=3, window=1, operations="3", strangers=1, restarts=1, network="joined"),
+    "leaves-wide": Scope(workers=2, leaves="1,1", window=2, operations="2,1,3"),
+    "leaves-of-two": Scope(workers=4, leaves="2,2", window=1, operations="6"),
     "four": Scope(workers=4, window=1, operations="4", restarts=1, network="joined"),
 }

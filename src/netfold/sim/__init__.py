@@ -4,6 +4,7 @@
   network     packets and their fates: delivered, lost, duplicated, late, truncated, corrupted, refused by the socket
   values      what workers contribute and what the sum must be, in NumPy
   world       workers and switch as their glue drives them, with every promise checked at every step
+  tree        the same with leaf switches between the workers and the root
   simulation  one run: world, network and clock, until nothing is due
   scenario    a run made from a seed
   diagram     a run as a sequence diagram
@@ -31,6 +32,7 @@ from netfold.sim.network import (
 )
 from netfold.sim.scenario import Scenario
 from netfold.sim.simulation import Record, Simulation, SimulationError, Summary
+from netfold.sim.tree import TreeWorld
 from netfold.sim.world import BrokenPromiseError, Identity, Operation, World
 
 __all__ = [
@@ -54,5 +56,6 @@ __all__ = [
     "Simulation",
     "SimulationError",
     "Summary",
+    "TreeWorld",
     "World",
 ]

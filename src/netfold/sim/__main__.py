@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 summary = simulation.run()
             finally:  # a run that breaks a promise is the one to look at
                 if draw:
-                    print(diagram.text(lines, first.workers))
+                    print(diagram.text(lines, first.workers, len(first.below)))
                 if svg:
-                    svg.write_text(diagram.svg(lines, first.workers))
+                    svg.write_text(diagram.svg(lines, first.workers, len(first.below)))
             print(f"seed {seed}: {summary}", flush=True)
     except ValueError as wrong:
         parser.error(str(wrong))

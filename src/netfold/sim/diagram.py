@@ -1,4 +1,4 @@
-"""A run as a sequence diagram, in text or as SVG: a lane for each worker and one for the switch, time going down."""
+"""A run as a sequence diagram, in text or as SVG: a lane for each worker and each switch, time going down."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from netfold._native import protocol
-from netfold.sim.network import SWITCH, Packet
+from netfold.sim.network import SWITCH, Packet, address_of
 from netfold.sim.simulation import Call, Lost, Record, Room
 
 _LANE = 22  # characters
@@ -17,7 +17,7 @@ _ROW = 20  # pixels
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One event. `source` and `to` are lanes: a worker's index, or SWITCH; the same where nothing travels."""
+    """One event. `source` and `to`: a worker's index, or a switch's address; the same where nothing travels."""
 
     when: str
     source: int
@@ -48,20 +48,27 @@ def _label(packet: Packet) -> str:
     return f"{'result' if header.flags & protocol.FLAGS['answer'] else 'chunk'} {header.chunk}"
 
 
-def text(lines: Sequence[Line], workers: int) -> str:
-    """Workers to the left, the switch to the right of them, and what each event became behind it."""
+def text(lines: Sequence[Line], workers: int, leaves: int = 0) -> str:
+    """Workers to the left, then leaves, then the switch, and what each event became behind it."""
     width = max((len(line.when) for line in lines), default=0)
-    names = [f"worker {index}" for index in range(workers)] + ["switch"]
-    rows = [" " * width + "".join(name.center(_LANE) for name in names)]
-    rows += [f"{line.when:>{width}}{_drawn(line, workers)}  {line.became}".rstrip() for line in lines]
+    lanes = _lanes(workers, leaves)
+    rows = [" " * width + "".join(name.center(_LANE) for name in lanes.values())]
+    rows += [f"{line.when:>{width}}{_drawn(line, list(lanes))}  {line.became}".rstrip() for line in lines]
     return "\n".join(rows)
 
 
-def _drawn(line: Line, workers: int) -> str:
-    row = [" "] * (_LANE * (workers + 1))
-    for lane in range(workers + 1):
+def _lanes(workers: int, leaves: int) -> dict[int, str]:
+    """Addresses from left to right, and their names."""
+    names = {index: f"worker {index}" for index in range(workers)}
+    names |= {address_of(leaf): f"leaf {leaf}" for leaf in range(leaves)}
+    return names | {SWITCH: "switch"}
+
+
+def _drawn(line: Line, lanes: Sequence[int]) -> str:
+    row = [" "] * (_LANE * len(lanes))
+    for lane in range(len(lanes)):
         row[_middle(lane)] = "|"
-    source, to = (_middle(workers if lane == SWITCH else lane) for lane in (line.source, line.to))
+    source, to = (_middle(lanes.index(address)) for address in (line.source, line.to))
     if source == to:
         _write(row, source - len(line.label) // 2 - 1, f"[{line.label}]")
         return "".join(row)
@@ -83,24 +90,24 @@ def _write(row: list[str], at: int, what: str) -> None:
     row[at : at + len(what)] = what
 
 
-def svg(lines: Sequence[Line], workers: int) -> str:
+def svg(lines: Sequence[Line], workers: int, leaves: int = 0) -> str:
     """The same as one SVG document."""
+    lanes = _lanes(workers, leaves)
     when = 8 + _PIXELS * max((len(line.when) for line in lines), default=0)
-    lane_x = [when + _PIXELS * _middle(lane) for lane in range(workers + 1)]
-    beside = when + _PIXELS * _LANE * (workers + 1)
+    lane_x = {address: when + _PIXELS * _middle(lane) for lane, address in enumerate(lanes)}
+    beside = when + _PIXELS * _LANE * len(lanes)
     width = beside + _PIXELS * max((len(line.became) for line in lines), default=0) + 8
     height = _ROW * (len(lines) + 2)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" font-family="monospace" '
         'font-size="12"><rect width="100%" height="100%" fill="white"/>'
     ]
-    for lane, x in enumerate(lane_x):
-        name = "switch" if lane == workers else f"worker {lane}"
-        out.append(f'<text x="{x:.0f}" y="14" text-anchor="middle">{name}</text>')
+    for address, x in lane_x.items():
+        out.append(f'<text x="{x:.0f}" y="14" text-anchor="middle">{lanes[address]}</text>')
         out.append(f'<path d="M{x:.0f} {_ROW}V{height}" stroke="silver"/>')
     for place, line in enumerate(lines):
         y = _ROW * (place + 2)
-        source, to = (lane_x[workers if lane == SWITCH else lane] for lane in (line.source, line.to))
+        source, to = lane_x[line.source], lane_x[line.to]
         out.append(f'<text x="{when - 8:.0f}" y="{y}" text-anchor="end">{escape(line.when)}</text>')
         out.append(f'<text x="{beside:.0f}" y="{y}">{escape(line.became)}</text>')
         label, anchor = source, "middle"

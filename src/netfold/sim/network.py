@@ -16,8 +16,17 @@ from typing import Any
 
 from netfold.sim.clock import Clock
 
-# The switch's address; workers have their index.
+# The switch's address, or the root's; workers have their index, and leaves the numbers below the root's.
 SWITCH = -1
+
+
+def address_of(leaf: int) -> int:
+    return SWITCH - 1 - leaf
+
+
+def leaf_of(address: int) -> int:
+    return SWITCH - 1 - address
+
 
 LATENCY_NS = 10_000
 

@@ -30,6 +30,7 @@ class Scenario:
     truncate: float = 0.005
     corrupt: float = 0.005
     refuse: float = 0.01  # the socket is full
+    leaves: str = ""  # by leaf, how many workers are below it, as "2,2"; none: one switch for all
     straggle_ms: float = 0.0  # a worker calls its next operation up to this much after the one before
 
     def __post_init__(self) -> None:
@@ -38,7 +39,14 @@ class Scenario:
         for name in ("operations", "max_elements"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is at least 1, not {getattr(self, name)}")
+        if self.leaves and sum(self.below) != self.workers:
+            raise ValueError(f"leaves {self.leaves} have {sum(self.below)} workers below them, not {self.workers}")
         self._ratios()  # says what is wrong with them
+
+    @property
+    def below(self) -> tuple[int, ...]:
+        """By leaf, how many workers."""
+        return tuple(int(workers) for workers in self.leaves.split(",")) if self.leaves else ()
 
     def command(self) -> str:
         """The replay command: only what differs from the defaults, and always the seed."""
@@ -61,6 +69,7 @@ class Scenario:
             calls_ns=[self._calls_ns(chance) for _ in range(self.workers)],
             fates=SeededFates(chance, self._ratios()),
             replay=self.command(),
+            leaves=self.below,
             **how,
         )
 

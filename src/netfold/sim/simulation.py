@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from netfold.sim.clock import Clock
 from netfold.sim.network import LATENCY_NS, FateSource, Network, Packet
+from netfold.sim.tree import TreeWorld
 from netfold.sim.world import BrokenPromiseError, Contributions, Identity, Operation, Verdict, World, describe
 from netfold.sim.world import seeded_contributions as _seeded_contributions
 
@@ -96,6 +97,7 @@ class Simulation:
     injected: packets from nowhere: garbage, forgeries, a former life's. All must be dropped, so each is `must_drop`.
     replay: how to run this again, for the message of a failure.
     watch: called with every event after it has happened.
+    leaves: by leaf, how many of the workers are below it, in order; the switch is then the root. None: no leaves.
     """
 
     def __init__(
@@ -115,8 +117,11 @@ class Simulation:
         max_events: int | None = None,
         replay: str = "",
         watch: Callable[[Record], None] | None = None,
+        leaves: Sequence[int] = (),
     ) -> None:
-        self.world = World(
+        tree = {"leaves": leaves} if leaves else {}
+        self.world: World = (TreeWorld if leaves else World)(
+            **tree,
             workers=workers,
             window=window,
             payload_bytes=payload_bytes,

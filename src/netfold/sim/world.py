@@ -18,7 +18,7 @@ from typing import Any
 
 from netfold._native import protocol
 from netfold.sim import values
-from netfold.sim.network import SWITCH, Packet
+from netfold.sim.network import SWITCH, Packet, leaf_of
 
 # Of native/protocol/include/netfold/protocol/worker.hpp; the bounds on retransmission rest on them.
 PROBE_GROWTH = 2
@@ -119,10 +119,10 @@ class World:
         self.operations = tuple(operations)
         shape = {**self.identity.fields(), "workers": workers, "window": window, "payload_bytes": payload_bytes}
         self.packet_bytes: int = protocol.HEADER_BYTES + payload_bytes
-        self.switch: Any = protocol.SwitchJob(**shape)
+        self.switch: Any = self._make_switch(shape)
         self.arrivals: list[Any] = [protocol.Arrivals() for _ in range(workers)]
         self._named = [0] * workers  # the last packet that a notice named
-        self.workers = tuple(_WorkerSide(index, protocol.Worker(**shape, worker=index)) for index in range(workers))
+        self.workers = tuple(_WorkerSide(index, self._make_worker(shape, index)) for index in range(workers))
         self.chunks = _lay_out(self.operations, payload_bytes)
         self.drops: Counter[str] = Counter()
         self._compare = compare_machines
@@ -130,9 +130,7 @@ class World:
         self._contributed: dict[int, set[int]] = {}
 
         given = [[contributions(op, index) for index in range(workers)] for op in self.operations]
-        self._expected = [
-            values.fold(op.reduce, op.wire, terms).tobytes() for op, terms in zip(self.operations, given, strict=True)
-        ]
+        self._expected = [self._fold(op, terms).tobytes() for op, terms in zip(self.operations, given, strict=True)]
         self._said_non_finite = [
             any(says_non_finite(self.operations[chunk.operation], index, number) for index in range(workers))
             for number, chunk in enumerate(self.chunks)
@@ -142,6 +140,21 @@ class World:
             side.unanswered = [0] * len(self.operations)
             for chunk in self.chunks:
                 side.unanswered[chunk.operation] += 1
+
+    # What a world with more than one switch makes otherwise (tree.py).
+
+    def _make_switch(self, shape: dict[str, int]) -> Any:
+        return protocol.SwitchJob(**shape)
+
+    def _make_worker(self, shape: dict[str, int], index: int) -> Any:
+        return protocol.Worker(**shape, worker=index)
+
+    def _fold(self, operation: Operation, terms: Sequence[values.Array]) -> values.Array:
+        return values.fold(operation.reduce, operation.wire, terms)
+
+    def switch_of(self, worker: int) -> int:
+        """The address that it contributes to."""
+        return SWITCH
 
     # What happens to a worker.
 
@@ -198,9 +211,9 @@ class World:
 
     def arrive(self, packet: Packet, now_ns: int) -> Verdict:
         """A datagram reaches a machine."""
-        verdict = self._at_switch(packet) if packet.to == SWITCH else self._at_worker(packet, now_ns)
+        verdict = self._at_switch(packet) if packet.to < 0 else self._at_worker(packet, now_ns)
         if verdict.outcome == "dropped":
-            where = "switch" if packet.to == SWITCH else "worker"
+            where = "switch" if packet.to < 0 else "worker"
             self.drops[f"{where}.{verdict.drop}"] += 1
             if not packet.must_drop and verdict.drop not in HONEST_DROPS:
                 raise BrokenPromiseError(f"an honest packet was dropped as {verdict.drop}: {describe(packet)}")
@@ -295,7 +308,9 @@ class World:
             header.flags |= protocol.FLAGS["non_finite"]
         head: bytes = header.pack()
         data = head + side.buffers[chunk.operation][chunk.first_byte : chunk.end_byte]
-        return Offer(number, again, Packet(side.index, SWITCH, data.ljust(self.packet_bytes, b"\0")))
+        return Offer(
+            number, again, Packet(side.index, self.switch_of(side.index), data.ljust(self.packet_bytes, b"\0"))
+        )
 
     def _at_switch(self, packet: Packet) -> Verdict:
         header = protocol.Header.parse(packet.data)
@@ -448,4 +463,6 @@ def describe(packet: Packet) -> str:
 
 
 def _place(address: int) -> str:
-    return "switch" if address == SWITCH else f"worker {address}"
+    if address >= 0:
+        return f"worker {address}"
+    return "switch" if address == SWITCH else f"leaf {leaf_of(address)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable
 
 log = logging.getLogger("netfold.switch")
 
@@ -32,6 +33,38 @@ class OneLine(logging.Formatter):
         if record.exc_info:
             pairs["error"] = self.formatException(record.exc_info)
         return " ".join(f"{key}={_value(value)}" for key, value in pairs.items() if value is not None)
+
+
+class Sparingly(logging.Filter):
+    """Who may not join must not fill the log: of their lines some at once, and then one a second.
+
+    The next line that is let through says how many were not, as `kept_back`. clock: seconds.
+    """
+
+    EVENTS = ("stranger", "refused")
+    AT_ONCE = 20
+    A_SECOND = 1.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._left, self._since = float(self.AT_ONCE), clock()
+        self._kept_back = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(record, "event", "") not in self.EVENTS:
+            return True
+        now = self._clock()
+        self._left = min(self.AT_ONCE, self._left + (now - self._since) * self.A_SECOND)
+        self._since = now
+        if self._left < 1:
+            self._kept_back += 1
+            return False
+        self._left -= 1
+        if self._kept_back:
+            record.fields = {**getattr(record, "fields", {}), "kept_back": self._kept_back}
+            self._kept_back = 0
+        return True
 
 
 def _value(value: object) -> str:

@@ -20,6 +20,7 @@ PACKET_KINDS = {
     "answer": "answers_sent",
     "hello": "hellos",
     "mismatch": "mismatches",
+    "sum": "sums_sent",
 }
 
 
@@ -42,6 +43,7 @@ class _Status:
 def _switch(status: dict[str, Any]) -> Iterator[Metric]:
     for name, text, value in (
         ("draining", "1 while the switch takes no new job, else 0.", status["state"] == "draining"),
+        ("authenticated", "1 where data packets carry tags, else 0.", status["authenticated"]),
         ("jobs", "Jobs that are assembled or under way.", len(status["jobs"])),
         ("workers", "Workers of those jobs that have joined.", sum(job["joined"] for job in status["jobs"])),
         ("connections", "Control connections, of strangers too.", status["connections"]),
@@ -68,6 +70,12 @@ def _switch(status: dict[str, Any]) -> Iterator[Metric]:
     for reason, count in totals["drops"].items():
         drops.add_metric([reason], count)
     yield drops
+    if status["parent"] is not None:
+        parent = GaugeMetricFamily(
+            "netfold_switch_parent_jobs", "Jobs whose sums go to the switch above.", labels=["parent"]
+        )
+        parent.add_metric([status["parent"]["endpoint"]], status["parent"]["jobs"])
+        yield parent
     for name, text in (("granted", "Memory granted to a tenant's jobs."), ("free", "What is left of a tenant's part.")):
         memory = GaugeMetricFamily(f"netfold_switch_tenant_memory_{name}_bytes", text, labels=["tenant"])
         for tenant in status["tenants"]:
@@ -87,6 +95,7 @@ def _jobs(jobs: list[dict[str, Any]]) -> Iterator[Metric]:
     packets = family(CounterMetricFamily, "packets", "Packets handled, by kind.", "kind")
     drops = family(CounterMetricFamily, "drops", "Packets that changed nothing, by reason.", "reason")
     again = family(CounterMetricFamily, "retransmissions", "Contributions that came again.")
+    sums_again = family(CounterMetricFamily, "sum_retransmissions", "Sums that went to the parent again.")
     lag = family(
         SummaryMetricFamily, "arrival_lag_seconds", "From a chunk's first contribution to this rank's own.", "rank"
     )
@@ -100,12 +109,13 @@ def _jobs(jobs: list[dict[str, Any]]) -> Iterator[Metric]:
         collecting.add_metric(labels, counters["slots_collecting"])
         goodput.add_metric(labels, counters["result_bytes"])
         again.add_metric(labels, job["retransmissions"])
+        sums_again.add_metric(labels, counters["sums_again"])
         for kind, counter in PACKET_KINDS.items():
             packets.add_metric([*labels, kind], counters[counter])
         for reason, count in counters["drops"].items():
             drops.add_metric([*labels, reason], count)
         for member in job["ranks"]:
-            rank = [*labels, str(member["rank"])]
+            rank = [*labels, "+".join(map(str, [member["rank"], *member["below"]]))]
             lag.add_metric(rank, count_value=member["arrivals"], sum_value=member["lag_s"])
             last.add_metric(rank, member["last"])
-    yield from (workers, memory, slots, collecting, goodput, packets, drops, again, lag, last)
+    yield from (workers, memory, slots, collecting, goodput, packets, drops, again, sums_again, lag, last)

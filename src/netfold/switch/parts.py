@@ -54,14 +54,22 @@ def part_of(tenant: Tenant, tenants: Sequence[Tenant], limits: Limits) -> Part:
 
 
 def fitting_window(
-    workers: int, payload_bytes: int, window_bytes: int, memory_bytes: int, slots: int | None, least: int
+    workers: int,
+    payload_bytes: int,
+    window_bytes: int,
+    memory_bytes: int,
+    slots: int | None,
+    least: int,
+    has_parent: bool = False,
 ) -> int:
     """Chunks in flight from a worker: as many as fill `window_bytes`, fewer where memory or slots are short.
 
     memory_bytes, slots: what is left. 0 where not even `least` fit.
     """
     window = max(least, window_bytes // (payload_bytes + protocol.HEADER_BYTES))
-    per_chunk = protocol.job_memory_bytes(workers, 1, payload_bytes)  # grows with the window, and has no constant part
+    per_chunk = protocol.job_memory_bytes(
+        workers, 1, payload_bytes, has_parent
+    )  # grows with the window, and has no constant part
     window = min(window, memory_bytes // per_chunk)
     if slots is not None:
         window = min(window, slots // 2)

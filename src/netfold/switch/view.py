@@ -51,11 +51,17 @@ def show(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType:
 
 def _headline(now: dict[str, Any]) -> str:
     granted = now["memory_granted_bytes"]
+    parent = now["parent"]
+    below = ""
+    if parent is not None:
+        below = f"; below {parent['endpoint']} with {parent['jobs']} jobs"
+        below += f" ({parent['trouble']})" if parent["trouble"] else ""
     total = granted + now["memory_free_bytes"]
     return (
         f"{now['state']} for {now['uptime_s']:.0f} s: {len(now['jobs'])} of {now['jobs_limit']} jobs, "
         f"{granted / 2**20:.1f} of {total / 2**20:.0f} MiB granted, {now['connections']} connections, "
-        f"{sum(now['refusals'].values())} refusals"
+        f"{sum(now['refusals'].values())} refusals, packets {'' if now['authenticated'] else 'not '}authenticated"
+        f"{below}"
     )
 
 
@@ -85,8 +91,12 @@ def _latest(job: dict[str, Any], earlier: dict[str, Any] | None) -> str:
         since = known.get(each["rank"], {"arrivals": 0, "lag_s": 0.0, "last": 0})
         arrivals = each["arrivals"] - since["arrivals"]
         if arrivals > 0:
-            lags.append(((each["lag_s"] - since["lag_s"]) / arrivals, each["rank"], each["last"] - since["last"]))
+            lags.append(((each["lag_s"] - since["lag_s"]) / arrivals, _who(each), each["last"] - since["last"]))
     if not lags:
         return "-"
-    lag_s, rank, last = max(lags)
-    return f"{rank}: {lag_s * 1e3:.1f} ms, {last} x last"
+    lag_s, who, last = max(lags)
+    return f"{who}: {lag_s * 1e3:.1f} ms, {last} x last"
+
+
+def _who(each: dict[str, Any]) -> str:
+    return f"leaf of {each['rank']}" if each["below"] else str(each["rank"])

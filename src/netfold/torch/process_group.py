@@ -322,6 +322,16 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         self._coalesced.works.append(work)
         return None
 
+    def average(self, tensor: Tensor, residual: Tensor | None = None) -> torch.futures.Future[Tensor]:
+        """The average over all ranks, in place, for hooks of DDP. `residual`, as long as the tensor, in groups whose
+        wire is i8: added to this rank's part; then what rounding took from that."""
+        call = calls.reduction("all_reduce", tensor, dist.ReduceOp.AVG)
+        if residual is not None:
+            call.inputs = [residual]
+        work = self._together([call], tensor, None)
+        assert work is not None, "in a backward pass no coalescing manager is open"
+        return work.get_future()
+
     def wait_for(self, call: Prepared, opts: Any) -> None:
         """Run a call that is only a part of an operation, within that one's time."""
         self.netfold.wait(call.submit(self.netfold, calls.timeout_of(opts), wait_here=True))

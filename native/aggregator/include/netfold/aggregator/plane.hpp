@@ -3,13 +3,22 @@
 // Each job has a socket of its own and a SwitchJob; one thread serves them all, a batch of a job at a time.
 // Membership is decided elsewhere (netfold.switch): a job is opened with a nonce a worker; a worker proves
 // the path and its address by a hello packet that carries its nonce, which comes back unchanged; `begin`
-// gives the epoch. The plane answers no address that has not shown a nonce, and takes no contribution from
-// another than the registered address.
+// gives the epoch. The plane answers no address that has not shown a nonce and that its worker did not name
+// over the control connection, and takes no contribution from another than the registered address.
+//
+// Every packet of a job with keys carries a tag (netfold/seal), its own ones too: nothing in a packet is believed
+// before its tag is checked. A result gets its tag once, when its chunk is complete, for all workers.
+//
+// A job whose switch is a leaf has a second socket, to the parent: sums go up there, and the parent's results, notices
+// and mismatches come down, from the parent's address alone.
 //
 // Commands from other threads run between two batches, so the data path takes no lock.
 #pragma once
 
+#include <netfold/protocol/seat.hpp>
 #include <netfold/protocol/switch_job.hpp>
+#include <netfold/protocol/uplink.hpp>
+#include <netfold/seal/sealer.hpp>
 #include <netfold/transport/udp.hpp>
 
 #include <atomic>
@@ -48,6 +57,24 @@ struct JobCounters {
   std::vector<std::uint64_t> arrival_lag_ns;
   std::uint32_t slots = 0;             // 0 before the job begins
   std::uint32_t slots_collecting = 0;  // hold contributions of some workers and wait for the others
+  // Of the link to the parent; all 0 without one.
+  std::uint32_t slots_summed = 0;  // wait for the parent's result
+  std::uint64_t sums_sent = 0;     // packets
+  std::uint64_t sums_again = 0;    // among them, of sums that were sent before
+  std::uint64_t parent_notices = 0;
+  std::uint64_t parent_drops[protocol::kDropCount] = {};
+};
+
+// The keys of a job's packets in one epoch.
+struct JobKeys {
+  std::vector<seal::Key> contributions;  // by worker
+  seal::Key answers{};                   // one for all: an answer is the same bytes for each
+};
+
+// The keys of the packets between a leaf and its parent in one epoch of the parent's.
+struct ParentKeys {
+  seal::Key sums{};
+  seal::Key answers{};
 };
 
 class Plane {
@@ -57,14 +84,22 @@ class Plane {
   Plane(const Plane&) = delete;
   Plane& operator=(const Plane&) = delete;
 
-  // Binds a port of `host` for the job and waits for hellos; returns the port. Throws std::system_error.
+  // Binds a port of `host` for the job and waits for hellos; returns the port. `hello_keys`: by worker, or empty for a
+  // job whose packets carry no tags. Throws std::system_error; std::runtime_error where no tag can be checked.
   std::uint16_t open(std::uint32_t job, std::uint32_t incarnation, const std::string& host,
-                     const std::vector<std::uint64_t>& nonces, int buffer_bytes);
+                     const std::vector<std::uint64_t>& nonces, const std::vector<seal::Key>& hello_keys,
+                     int buffer_bytes);
+  // Where the worker will send from, a numeric address: hellos from elsewhere are dropped, and so are all before.
+  void expect(std::uint32_t job, std::uint16_t worker, const std::string& host, std::uint16_t port);
   // What the kernel granted the job's socket to hold what has arrived and was not read.
   int receive_buffer_bytes(std::uint32_t job);
-  // All workers are verified: allocate the slots and start to count. Throws std::invalid_argument naming the
-  // workers that have not said hello.
-  void begin(const protocol::JobConfig& config);
+  // The job's sums go to the parent's data port `to`, through `socket`, which showed the parent its address by a hello.
+  void connect_parent(std::uint32_t job, std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to);
+  // All workers are verified: allocate the slots and start to count. `keys`: of a job that was opened with keys, and of
+  // no other. With a parent in the config, after connect_parent; `parent_keys`: where its packets carry tags. Throws
+  // std::invalid_argument naming the workers that have not said hello.
+  void begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
+             const std::optional<ParentKeys>& parent_keys);
   void close(std::uint32_t job);
 
   std::optional<JobCounters> counters(std::uint32_t job);
@@ -73,9 +108,9 @@ class Plane {
   std::int64_t cpu_ns();
 
  private:
-  struct Worker {
-    std::uint64_t nonce = 0;
-    std::optional<transport::Address> address;
+  struct Worker : protocol::Seat<transport::Address> {
+    std::optional<seal::Sealer> hello_sealer;
+    std::optional<seal::Sealer> sealer;  // of contributions
     protocol::Arrivals arrivals;
     // Slots whose answer this worker gets, at most slot_count(). A slot that has a new tenant by the time it
     // is sent still holds a whole, final result, with its own chunk number on it: never wrong, at worst not
@@ -87,6 +122,14 @@ class Plane {
     std::uint64_t chunk = ~std::uint64_t{0};
     std::int64_t ns = 0;
   };
+  struct Parent {
+    std::unique_ptr<transport::UdpSocket> socket;
+    transport::Address address;
+    protocol::Uplink machine{0};
+    std::optional<seal::Sealer> sealer;         // of sums
+    std::optional<seal::Sealer> answer_sealer;  // of what the parent says
+    bool blocked = false;
+  };
   struct Job {
     std::uint32_t id = 0;
     std::uint32_t incarnation = 0;
@@ -95,6 +138,11 @@ class Plane {
     std::vector<Worker> workers;
     JobCounters counters;
     std::vector<First> firsts;  // by slot
+    bool authenticated = false;
+    std::optional<seal::Sealer> answer_sealer;
+    std::vector<std::byte> tags;  // of the slots' frames
+    std::uint64_t told = 0;       // mismatches and notices written
+    std::optional<Parent> parent;
     bool blocked = false;
     std::vector<iovec> pieces;
   };
@@ -108,9 +156,15 @@ class Plane {
              const transport::Address& source);
   void queue(Job& job, Worker& worker, std::uint32_t slot);
   void flush(Job& job);
+  void receive_from_parent(Job& job);
+  void take_from_parent(Job& job, std::span<const std::byte> bytes, const transport::Address& source);
+  void flush_sums(Job& job);
+  void completed(Job& job, std::uint32_t slot);
+  void send(Job& job, std::uint16_t to, std::span<const std::byte> packet);
+  void append_tag(Job& job, std::vector<std::byte>& packet);
   void notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap);
   void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, std::span<const std::byte> bytes);
-  void watch(const Job& job, bool writable);
+  void watch(std::uint64_t id, int fd, bool writable);
 
   transport::Fd epoll_;
   transport::Fd wake_;

@@ -47,6 +47,8 @@ class Algorithm {
   std::uint64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank, headers included
   std::uint32_t retransmissions() const { return retransmissions_; }
   int slowest_rank() const { return slowest_rank_; }
+  // What ran in the place of the algorithm that was chosen, where something had to; else `local`.
+  AlgorithmId instead() const { return instead_; }
 
  protected:
   Progress fail(Failure failure) {
@@ -57,6 +59,7 @@ class Algorithm {
   std::uint64_t wire_bytes_ = 0;
   std::uint32_t retransmissions_ = 0;
   int slowest_rank_ = -1;
+  AlgorithmId instead_ = AlgorithmId::local;
 };
 
 }  // namespace netfold::collective

@@ -57,12 +57,19 @@ struct Buffer {
 // A block that stays with its rank: both have the same size, and may be the same.
 void copy_block(const Buffer& to, const Buffer& from);
 
+// A digest of the sizes of all blocks, in order: ranks that disagree about them hear of it.
+std::uint64_t layout_of(const std::vector<Buffer>& blocks);
+
+// In Call::step_of: the whole call is an average.
+inline constexpr std::uint8_t kStepOfAverage = 0x80;
+
 // Buffers are borrowed until the work completes. Who needs which (P ranks):
 //   all_reduce, reduce   outputs[0], in place (reduce: the result is the root's; the others' buffers stay as
 //   they are) broadcast            outputs[0] all_gather           inputs[0], outputs[P]        gather
 //   inputs[0], outputs[P] at the root reduce_scatter       inputs[P], outputs[0]        scatter  inputs[P] at
 //   the root, outputs[0] all_to_all           inputs[P], outputs[P]        barrier  none
 //   send                 inputs[0], to `root`            receive  outputs[0], from `root` or kAnySource
+// all_reduce may have inputs[0] too, written as well: the residual of the i8 wire format (quantised.hpp), no output.
 // An output may equal an input exactly; partial overlap is not allowed.
 struct Call {
   Kind kind = Kind::barrier;
@@ -76,16 +83,21 @@ struct Call {
   std::uint32_t sequence = 0;
   int root = 0;
   int tag = 0;  // of a send or receive, not negative
-  // Of a stage of a hierarchical call: 1 + that call's kind, and, where each rank has a block, a digest of their sizes.
+  // Of a call that is a part of another one: 1 + that call's kind, with kStepOfAverage; and, where each rank has a
+  // block, a digest of their sizes.
   std::uint8_t step_of = 0;
   std::uint64_t layout = 0;
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;
 
-  // Whether it runs as integers that share exponents: Quantised.
-  bool is_quantised() const { return wire == kernels::DType::i32 && dtype == kernels::DType::f32; }
+  // Whether it runs as integers that share a scale: Quantised.
+  bool is_quantised() const {
+    return dtype == kernels::DType::f32 && (wire == kernels::DType::i32 || wire == kernels::DType::i8);
+  }
   Buffer tensor() const;         // outputs[0], a send's inputs[0], empty for a barrier
   std::size_t elements() const;  // of that
+  // What a call that is a part of this one has in `step_of`.
+  std::uint8_t step() const;
   // The size that the choice of an algorithm goes by, the same on every rank: the whole tensor that is reduced, sent to
   // all or gathered by all. An exchange's is what this rank gives. 0 where the ranks know different sizes.
   std::size_t choice_bytes() const;

@@ -5,8 +5,10 @@
 //   all_reduce      Hosts of L ranks each: reduce-scatter inside (rank p keeps part p), an all_reduce of part p among
 //                   the p-th ranks of all hosts, all L of them at once, all-gather inside. Elsewhere, and where a
 //                   switch adds between hosts: reduce inside, all_reduce among the speakers, broadcast inside.
-//   reduce          inside, then among the speakers. The root speaks for its host.
-//   broadcast       among the speakers, then inside. The root speaks for its host.
+//   reduce          inside, then among the speakers. The root speaks for its host; where only first ranks can (through
+//                   a switch), its host's gives it the result.
+//   broadcast       among the speakers, then inside. The root speaks for its host; where only first ranks can, its host
+//                   has it from the root first.
 //   all_gather      gather inside, all_gather of what each host has, broadcast inside
 //   reduce_scatter  reduce inside, reduce_scatter of what each host wants, scatter inside
 //   gather          sizes inside, so that the speaker has room for its host's blocks; blocks inside; then among the
@@ -76,16 +78,23 @@ class Hierarchical final : public Algorithm {
   void copy(std::vector<Buffer> to, std::vector<Buffer> from);
   void divide_by_ranks(const Buffer& buffer);
 
-  // `root` speaks for its host, the first rank for every other.
+  // `root` speaks for its host, the first rank for every other; through a switch, which they alone joined, the first
+  // rank for each.
   void let_speak(int root);
   bool speaks() const { return team_[host_] == paths_.mesh.rank(); }
+  std::size_t host_of(int rank) const;
+  // Of a rank of this host.
+  std::size_t position_inside(int rank) const;
   int speaker_inside() const;
+  // The root is on this host, and another rank speaks for it.
+  bool root_is_spoken_for() const;
   // The buffers as they are where each begins where the one before it, host by host, ends; else empty.
   std::optional<Blocks> lying_together(const std::vector<Buffer>& buffers) const;
   // Scratch for buffers of the same sizes.
   Blocks scratch_for(const std::vector<Buffer>& buffers);
   Buffer scratch(std::size_t bytes);
   std::vector<Buffer> of_this_host(const std::vector<Buffer>& of_ranks) const;
+  // Of its host's speaker.
   int root_in_team() const;
   std::vector<Buffer> size_words();
   void start(const Stage& stage);

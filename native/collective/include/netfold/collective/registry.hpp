@@ -2,8 +2,8 @@
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
-#include <netfold/collective/in_network.hpp>
 #include <netfold/collective/team.hpp>
+#include <netfold/collective/uplink.hpp>
 #include <netfold/transport/mesh.hpp>
 #include <netfold/transport/shared_node.hpp>
 
@@ -19,9 +19,9 @@ void validate(const Call& call, int rank, int ranks);
 // The ways between the ranks of a group that an algorithm can take.
 struct Paths {
   transport::Mesh& mesh;
-  Channel* channel = nullptr;             // to the switch, if the group joined one
-  transport::SharedNode* node = nullptr;  // memory that this rank shares with others, if it does
-  std::span<const int> nodes = {};        // the host of each rank, by a number
+  std::span<const std::unique_ptr<Uplink>> uplinks = {};  // to switches, if the group joined any
+  transport::SharedNode* node = nullptr;                  // memory that this rank shares with others, if it does
+  std::span<const int> nodes = {};                        // the host of each rank, by a number
 };
 
 // Whether there is a machine for it: written here once, and read by the planner.

@@ -22,9 +22,9 @@
 // never holds a core.
 #pragma once
 
-#include <netfold/collective/in_network.hpp>
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/point_to_point.hpp>
+#include <netfold/collective/uplink.hpp>
 #include <netfold/engine/event.hpp>
 #include <netfold/engine/status.hpp>
 #include <netfold/transport/mesh.hpp>
@@ -122,12 +122,19 @@ class Group {
     std::uint16_t table_hash = 0;
     std::vector<int> nodes;  // the host of each rank, by a number
   };
-  // Use Engine::add_group. `lane`: further connections to the same ranks, for messages between two of them.
-  Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh, std::unique_ptr<transport::Mesh> lane);
+  // Use Engine::add_group. `lane`: further connections to the same ranks, for messages between two of them; `spares`:
+  // for what each switch was to do and cannot.
+  Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh, std::unique_ptr<transport::Mesh> lane,
+        std::vector<std::unique_ptr<transport::Mesh>> spares);
   ~Group();
 
-  // Before the first operation. The group's all_reduce may then run inside the network.
-  void attach(std::unique_ptr<collective::Channel> channel);
+  // Before the first operation, once for each spare mesh. Operations may then run inside the network, over all that are
+  // attached at once; `rows`, of a table with the hash `table`, say what takes this one's place while its switch is
+  // gone.
+  void attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Uplink::Row> rows,
+              std::uint16_t table);
+  // From any thread, what recovery asks of an uplink (collective/uplink.hpp), by the order of attaching.
+  void on_uplink(std::size_t shard, const std::function<void(collective::Uplink&)>& errand);
 
   // Before the first operation. The ranks of this rank's host share this memory.
   void share(std::unique_ptr<transport::SharedNode> node);
@@ -150,7 +157,8 @@ class Group {
   // The reason this group failed, if it did.
   collective::Failure failure() const;
 
-  // The connections under the mesh (lane 0) and the lane of messages (1); from any thread, see transport/rail.hpp.
+  // The connections under the mesh (lane 0), the lane of messages (1) and the spare meshes (from 2 on); from any
+  // thread, see transport/rail.hpp.
   struct Broken {
     std::uint64_t received = 0;
     int mends = 0;
@@ -170,6 +178,7 @@ class Group {
   std::string last_seen() const;
 
   struct Traffic {
+    std::uint64_t life = 0;  // of the membership; 0: the switch is gone
     std::uint64_t packets_sent = 0;
     std::uint64_t retransmissions = 0;
     std::int64_t smoothed_rtt_ns = 0;
@@ -177,8 +186,8 @@ class Group {
     bool idle = true;
     std::uint64_t drops[protocol::kDropCount] = {};
   };
-  // Of the in-network channel, as of the last turn; empty without one.
-  std::optional<Traffic> traffic() const;
+  // Of each channel to a switch, by the order of attaching, as of the last turn.
+  std::vector<Traffic> traffic() const;
 
   // The newest records, oldest first, and how many there ever were.
   std::vector<EventRecord> events(std::uint64_t* total) const;
@@ -208,7 +217,7 @@ class Group {
 
   // Runs it as a driver does, and returns when it was run.
   void run_errand(std::function<void()> errand);
-  transport::Rail* rail(int lane, int peer, int number);
+  transport::Mesh& mesh_of(int lane);
   void catch_up();
   void look_whether_late(Operation& operation, std::int64_t now);
   // Until the operation is done, or at the first turn past `until_ns` (-1: none).
@@ -239,7 +248,8 @@ class Group {
   Options options_;
   std::unique_ptr<transport::Mesh> mesh_;
   std::unique_ptr<collective::PointToPoint> lane_;
-  std::unique_ptr<collective::Channel> channel_;
+  std::vector<std::unique_ptr<transport::Mesh>> spares_;
+  std::vector<std::unique_ptr<collective::Uplink>> uplinks_;
   std::unique_ptr<transport::SharedNode> node_;
 
   mutable std::mutex mutex_;  // guards what follows, up to the blank line
@@ -252,7 +262,7 @@ class Group {
   std::uint32_t next_transfer_ = 1;  // counted apart: ranks differ in how many they make
   std::vector<EventRecord> events_;
   std::uint64_t event_count_ = 0;
-  std::optional<Traffic> traffic_;
+  std::vector<Traffic> traffic_;
   bool closed_ = false;
   std::deque<std::function<void()>> errands_;
   bool behind_ = false;  // a mended connection has things to say again
@@ -277,7 +287,8 @@ class Engine {
  public:
   static Engine& instance();
   std::shared_ptr<Group> add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
-                                   std::unique_ptr<transport::Mesh> lane);
+                                   std::unique_ptr<transport::Mesh> lane,
+                                   std::vector<std::unique_ptr<transport::Mesh>> spares);
   // Fails what is under way, waits until no driver is left, forgets the group.
   void remove_group(const std::shared_ptr<Group>& group);
 

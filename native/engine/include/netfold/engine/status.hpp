@@ -42,7 +42,8 @@ struct StatusEntry {
   std::uint32_t done_sequence;
   std::uint8_t done_kind;
   std::uint8_t failed;
-  std::uint8_t reserved[2];
+  std::uint8_t without_switch;  // it joined one, and that is lost
+  std::uint8_t reserved;
   std::int64_t done_ns;
   char failure[512];  // of a group that failed
   // Where the two operations were called; empty where that is not known.

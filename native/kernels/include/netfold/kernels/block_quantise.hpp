@@ -1,9 +1,9 @@
 // The i32 wire format: float32 as integers that share one exponent a block, so that a sum has the same bits
 // in any order of arrival, on any tree and on the host fallback.
 //
-// How one sum runs: every worker calls block_exponents; the group agrees on their maximum, block by block
-// (plain integer max, also for the reserved values); every worker quantises with the agreed exponents; anyone
-// adds the integers; every worker dequantises the total. Rounding happens once at the source and once at the
+// How one sum runs: every worker calls block_magnitudes; the group agrees on their maximum, block by block
+// (plain integer max, NaN and Inf included); every worker quantises with the exponents of the agreed magnitudes;
+// anyone adds the integers; every worker dequantises the total. Rounding happens once at the source and once at the
 // end.
 //
 // Error. Let e be the agreed exponent of a block (so |x| < 2^e for every finite x in it), h the headroom bits
@@ -37,8 +37,10 @@ namespace netfold::kernels {
 // data.
 inline constexpr std::size_t kQuantiseBlock = 128;
 
-// Reserved exponents; finite blocks have -148 (smallest subnormal) to 128 (FLT_MAX). Ordered so that a
-// group-wide max of exponents does the right thing.
+// Magnitudes from here on are Inf or NaN.
+inline constexpr std::int32_t kNonFiniteMagnitude = 0x7f800000;
+
+// Reserved exponents; finite blocks have -148 (smallest subnormal) to 128 (FLT_MAX).
 inline constexpr std::int16_t kExponentAllZero = INT16_MIN;
 inline constexpr std::int16_t kExponentNonFinite = INT16_MAX;
 
@@ -54,12 +56,16 @@ constexpr int headroom_bits_for(std::size_t contributions) {
   return static_cast<int>(std::bit_width(contributions - 1));
 }
 
-// In all three: pointers are borrowed; float32 and int32 data need no alignment; bits are the same for every
+// In all of these: pointers are borrowed; float32 and int32 data need no alignment; bits are the same for every
 // instruction set. Blocks are counted from the operation's start, never from packets.
 
-// exponents[b] = the smallest e with |x| < 2^e for all of block b, or a reserved value. src[0] begins a
-// block; the last block may be short. Writes quantise_block_count(count) exponents.
-void block_exponents(std::int16_t* exponents, const float* src, std::size_t count);
+// magnitudes[b] = the greatest |x| of block b, as a float32's bits: as integers, in the order of magnitudes, with Inf
+// above all numbers and NaN above Inf. src[0] begins a block; the last block may be short. Writes
+// quantise_block_count(count) of them.
+void block_magnitudes(std::int32_t* magnitudes, const float* src, std::size_t count);
+
+// exponents[b] = the smallest e with |x| < 2^e for all x up to magnitudes[b], or a reserved value.
+void block_exponents(std::int16_t* exponents, const std::int32_t* magnitudes, std::size_t block_count);
 
 // dst[i] = src[i] in units of its block, rounded to nearest even. `exponents` are the group-wide maxima of
 // the whole operation, and src[0] is the operation's element number `first_element`, so a packet may begin

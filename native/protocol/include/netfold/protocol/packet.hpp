@@ -14,15 +14,20 @@
 //        8     4 epoch          given by the switch when the job's workers are complete; always growing
 //       12     4 incarnation    drawn by the switch when it starts
 //       16     8 chunk          full sequence number over the life of the epoch; never wraps (notice: see below)
-//       24     8 counter        packets sent so far by this sender in this epoch; never repeats
+//       24     8 counter        packets sent so far by this sender in this epoch; never repeats among packets of a kind
 //       32     4 operation      the group's operation sequence number
-//       36     4 elements       low 32 bits of the operation's element count (a check, and an error's text)
+//       36     4 elements       low 32 bits of the operation's element count (a check, and an error's text), or a
+//       digest
+//                               of the sizes of its blocks
 //       40     2 worker         sender's bit index; in an answer: the worker whose contribution came last
 //       42     2 count          values that mean something; the rest is zero padding
 //       44     1 wire           DType of the values on the wire
 //       45     1 reduce         ReduceOp
-//       46     2 table          low 16 bits of the hash of the group's choice table
+//       46     2 table          low 16 bits of the hash of the group's choice table, and what is called
 //       48       values         payload_bytes of the job
+//
+// In a job that is authenticated a tag of 16 bytes follows, over all that is before it. The machines know nothing of
+// it: who holds the keys checks it and takes it off first.
 //
 // A notice tells a worker (`worker`) that packets of its own did not come: those whose counters are `chunk` up to
 // `chunk` + `elements` - 1. It carries no values: `count` is 0, which no answer's is.
@@ -32,6 +37,7 @@
 
 #include <netfold/kernels/types.hpp>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -78,19 +84,20 @@ struct Header {
 // Why a packet changed nothing. Both machines count by reason; the order is the order in metrics.
 enum class Drop : std::uint8_t {
   none = 0,
-  malformed,    // too short, wrong magic or version, unknown flag, wire format or operator, or impossible count
-  length,       // not the length agreed for this job
-  foreign,      // another job
-  incarnation,  // from or to a switch that has since restarted
-  epoch,        // from a former life of the job
-  worker,       // a worker index the job does not have, or not this sender's
-  source,       // not the address the sender registered
-  direction,    // an answer at the switch, or a contribution at a worker
-  stale,        // a chunk that every worker already has
-  duplicate,    // contributed or received before
-  window,       // a chunk the sender could not have reached yet
+  malformed,        // too short, wrong magic or version, unknown flag, wire format or operator, or impossible count
+  length,           // not the length agreed for this job
+  foreign,          // another job
+  incarnation,      // from or to a switch that has since restarted
+  epoch,            // from a former life of the job
+  worker,           // a worker index the job does not have, or not this sender's
+  source,           // not the address the sender registered
+  unauthenticated,  // its tag is not its sender's for these bytes
+  direction,        // an answer at the switch, or a contribution at a worker
+  stale,            // a chunk that every worker already has
+  duplicate,        // contributed or received before
+  window,           // a chunk the sender could not have reached yet
 };
-inline constexpr int kDropCount = 12;
+inline constexpr int kDropCount = 13;
 const char* name(Drop reason);
 
 // Bytes that are at least a header of ours. Views borrow; they live as long as the bytes do.
@@ -107,6 +114,12 @@ class PacketView {
 
 // Write `header` into the first kHeaderBytes of `out`.
 void write_header(const Header& header, std::byte* out);
+
+// The nonce of a packet's tag: flags, length and counter. `header`: its first kHeaderBytes, as written; `bytes`: the
+// packet's length without the tag. Under one key it never stands for two packets: contributions and results each count
+// their own; notices and mismatches, told apart by their flags, share a count of their own; and hellos, whose counter
+// stays, differ in length alone.
+std::array<std::byte, 12> nonce_of(const std::byte* header, std::size_t bytes);
 
 // What the ranks of a group must agree on before a single value is added.
 struct Agreement {

@@ -22,15 +22,45 @@
 // Contributions are kept apart until the last one arrives and are then folded in rank order: the sum of
 // floats is the same for every arrival order. The machine is a value: copyable, comparable, with canonical
 // bytes. It has no socket, clock or thread, and allocates only when it is made.
+//
+// A tree of switches. A switch that has a parent is a worker of it: what its own workers contributed becomes a sum,
+// which goes up as one contribution to the same chunk, and the parent's result is its workers' result.
+//
+//   collecting     c = slot's, last worker               summed             the sum, to the parent
+//   summed         c = slot's, any worker                unchanged          the sum once more, to the parent
+//   summed         the parent's result of c              complete           result to every worker
+//   collecting     the parent's result of c              unchanged          - (window: it lacks this switch's sum)
+//   complete       the parent's result of c              unchanged          - (duplicate)
+//   not complete   the parent's mismatch of c            unchanged          the mismatch to every worker
+//
+// Line, window and chunk numbers are the same at every level, so a slot may be taken at every level: a leaf sends chunk
+// c up only when all of its workers sent c, so the first sum for c at the parent proves that a worker has result c - W.
+// No switch has that before all workers of the whole tree contributed c - W; so each of these has result c - 2W, and
+// neither it nor the leaf that it would ask will ask for that again. At a leaf, a worker that contributes c has result
+// c - W in the same way; and the leaf's own slot is complete, since its workers got result c - 2W from it.
+//
+// What is lost between a switch and its parent is repaired end to end: a worker that misses a result contributes again,
+// and that sends the sum again. There is no timer here. Numbers and notices of the parent make it quicker (uplink.hpp).
 #pragma once
 
 #include <netfold/protocol/arrivals.hpp>
 #include <netfold/protocol/packet.hpp>
 
 #include <array>
+#include <optional>
 #include <vector>
 
 namespace netfold::protocol {
+
+// What the parent gave this switch when it joined there.
+struct ParentLink {
+  std::uint32_t job = 0;
+  std::uint32_t epoch = 0;
+  std::uint32_t incarnation = 0;
+  std::uint16_t worker = 0;
+
+  bool operator==(const ParentLink&) const = default;
+};
 
 struct JobConfig {
   std::uint32_t job = 0;
@@ -39,6 +69,10 @@ struct JobConfig {
   std::uint16_t workers = 0;        // 1..kMaxWorkers
   std::uint32_t window = 0;         // W: chunks a worker may have in flight; the pool has 2W slots
   std::uint32_t payload_bytes = 0;  // of every packet; a multiple of 8, up to kMaxPayloadBytes
+  std::optional<ParentLink> parent = std::nullopt;
+  // By worker: its number among the workers of the whole tree, of a switch the lowest below it; what answers call it.
+  // Empty: as it is called here.
+  std::vector<std::uint16_t> names = {};
 
   bool operator==(const JobConfig&) const = default;
   // Bytes a job of this shape takes: what admission grants.
@@ -56,6 +90,9 @@ class SwitchJob {
     completed,  // the result is there: send frame(slot) to every worker
     answered,   // a late duplicate: send frame(slot) to `worker` alone
     mismatch,   // the sender and `other` do not agree; send mismatch packets to both
+    summed,     // the last of this switch's own workers: send sum(slot) to the parent
+    asked,      // a duplicate while the parent's result is not there: send sum(slot) once more
+    notice,     // from the parent: packets to it did not come, as the header says
   };
   struct Handled {
     Outcome outcome = Outcome::dropped;
@@ -69,22 +106,34 @@ class SwitchJob {
   // One datagram in. Never reads past `bytes`, never throws, and changes nothing unless stored or completed.
   Handled handle_packet(std::span<const std::byte> bytes);
 
+  // One datagram from the parent: dropped, completed, mismatch (of the header's worker, by its name) or notice.
+  // Changes nothing unless completed. Precondition: config().parent.
+  Handled handle_parent(std::span<const std::byte> bytes);
+  // The contribution to the parent, after `summed` and until the slot has a new tenant, with `counter` in its header:
+  // a number that no packet to the parent had before. Precondition: config().parent.
+  std::span<const std::byte> sum(std::uint32_t slot, std::uint64_t counter);
+
   // The answer packet of the slot's last completed chunk, ready to send: whole and final, with its chunk
   // number on it. The bytes change when a later tenant of the slot completes.
   std::span<const std::byte> frame(std::uint32_t slot) const;
-  // After `mismatch`: the packet that tells `to` what `about` said. `out` has config().payload_bytes +
-  // kHeaderBytes.
-  void write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::byte* out) const;
-  // The packet that tells `to` which of its packets did not come; `out` as above. Precondition: gap.count > 0.
-  void write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::byte* out) const;
+  // After `mismatch`: the packet that tells what `about`, by its name, said. `number`: another one for each mismatch
+  // and notice that is written. `out` has config().payload_bytes + kHeaderBytes.
+  void write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::uint64_t number,
+                      std::byte* out) const;
+  // The packet that tells `to` which of its packets did not come; `number` and `out` as above. Precondition:
+  // gap.count > 0.
+  void write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::uint64_t number, std::byte* out) const;
   Agreement agreement(std::uint32_t slot) const { return slots_[slot].agreement; }
+  std::uint16_t name_of(std::uint16_t worker) const { return config_.names.empty() ? worker : config_.names[worker]; }
 
-  // Workers whose contribution to `chunk` has not come (bit index order); empty when it is complete or
+  // Workers whose contribution to `chunk` has not come (bit index order); empty when it is complete, summed or
   // unknown.
   std::vector<std::uint16_t> missing(std::uint64_t chunk) const;
 
   // Slots that hold contributions of some workers and wait for the others. Looks at every slot.
   std::uint32_t collecting_count() const;
+  // Slots whose sum is at the parent, or on its way there. Looks at every slot.
+  std::uint32_t summed_count() const;
 
   const JobConfig& config() const { return config_; }
   std::size_t packet_bytes() const { return kHeaderBytes + config_.payload_bytes; }
@@ -106,13 +155,25 @@ class SwitchJob {
   };
 
   Drop check(const Header& header, std::size_t bytes) const;
+  Drop check_parent(const Header& header, std::size_t bytes) const;
+  bool summed(const Slot& slot) const { return !slot.complete && slot.contributed_count == config_.workers; }
+  // All contributions into `packet`, behind where its header goes.
+  // `values`: of the packet, bytes that are not zero; kept true.
+  void fold(std::uint32_t slot, std::byte* packet, std::uint32_t& values);
+  static void clear_behind(std::byte* packet, std::uint32_t& values, std::size_t value_bytes);
+  // The answer's header, over values that are there.
   void complete(std::uint32_t slot, std::uint16_t last_worker);
+  std::byte* frame_at(std::uint32_t slot) { return frames_.data() + slot * packet_bytes(); }
+  std::byte* sum_at(std::uint32_t slot) { return sums_.data() + slot * packet_bytes(); }
   std::byte* contribution(std::uint32_t slot, std::uint16_t worker);
 
   JobConfig config_;
   std::vector<Slot> slots_;
-  std::vector<std::byte> contributions_;  // [slot][worker][payload]
-  std::vector<std::byte> frames_;         // [slot][header + payload]
+  std::vector<std::byte> contributions_;        // [slot][worker][payload]
+  std::vector<std::byte> frames_;               // [slot][header + payload]
+  std::vector<std::uint32_t> values_in_frame_;  // bytes of each frame; zeros follow
+  std::vector<std::byte> sums_;                 // [slot][header + payload]; only where there is a parent
+  std::vector<std::uint32_t> values_in_sum_;
   std::uint64_t counter_ = 0;
 };
 

@@ -98,12 +98,16 @@ class Worker {
     kernels::DType wire = kernels::DType::f32;
     kernels::ReduceOp reduce = kernels::ReduceOp::sum;
     std::uint16_t table = 0;
+    std::uint32_t size_word = 0;  // not 0: the header's `elements`, for their number
     bool operator==(const Operation&) const = default;
   };
   bool can_start() const { return operation_count_ < kMaxOperations; }
   // Appends an operation to the line; it must be the same, in the same order, on every worker. Precondition:
   // can_start().
   void start(const Operation& operation);
+
+  // What this worker says of a chunk, of those from the lowest unanswered to the last of an operation.
+  Agreement agreement_at(std::uint64_t chunk) const;
 
   // What goes out now, if anything: the header is complete, the values are elements [first, first + count) of
   // `operation`. Call until empty. `again` marks a retransmission.
@@ -136,11 +140,17 @@ class Worker {
   void handle_timeout(std::int64_t now_ns);
 
   std::uint32_t in_flight() const { return flight_.count; }
+  // Whether something was sent that is not answered: else no packet can matter.
+  bool awaits_answers() const { return base_ < next_; }
   // Chunks that may be in flight now, 1 to W.
   std::uint32_t congestion_window() const { return congestion_window_; }
   // Answers to probes, and to nothing else, since a timeout: the next one is a growth (kProbeGrowth for each).
   std::uint32_t answered_probes() const { return answered_probes_; }
   std::uint64_t oldest_unanswered() const { return base_; }
+  // The chunk that the next operation will begin with.
+  std::uint64_t line_end() const { return end_; }
+  // Whether its result came, at any time.
+  bool is_answered(std::uint64_t chunk) const;
   bool idle() const { return base_ == end_; }
   std::int64_t smoothed_rtt_ns() const { return smoothed_rtt_ns_; }
   std::uint64_t retransmissions() const { return retransmissions_; }
@@ -190,7 +200,7 @@ class Worker {
   void note_path(std::int64_t rtt_ns, std::int64_t now_ns);
   void end_round();
   void measure(std::int64_t rtt_ns);
-  Line* line_of(std::uint64_t chunk);
+  const Line* line_of(std::uint64_t chunk) const;
   std::int64_t base_timeout_ns() const;
   std::int64_t repair_timeout_ns() const;
   std::int64_t timeout_ns() const;

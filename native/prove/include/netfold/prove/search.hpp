@@ -19,18 +19,28 @@
 //              and after each number of timers, with what they gave up sent again and not yet sent; all must become
 //              the same, and what timers send must have been sent before.
 //   sending    A worker sends as soon as it may: one that sends later is one whose packets arrive later.
+//   strangers  The wire may carry another job's contributions and results, for every chunk and worker, from the start.
+//   others     The last worker may call something else than the others do. Who hears of a mismatch ends, and takes and
+//              sends nothing more; from then on every other worker of that life may hear of it over the control
+//              connection, and ends as well.
+//   leaves     Workers may be below leaf switches, and these below the switch, which is then the root. A leaf sends its
+//              sum when it is summed, and once more for each contribution that comes again; what its Uplink sends
+//              besides is a packet that is in the network already. Not together with restarts, strangers or others: a
+//              leaf knows another life and another job as a worker does, and hands on what its parent says.
 //   restart    The only fault with a bound. Of the group: the next epoch. Of the switch: a new incarnation, whose
 //              epochs start from the first. The new switch machine is there at once, and each worker rejoins at any
 //              later time; until then the old one goes on (admission promises more: all are gone before any starts).
 //
-// Safety. What a worker is given is the exact sum of every worker's contribution to that chunk in that life, once; no
-// two workers are said to disagree. Contributions are such that no other subset, no double count, and no mixture of
-// chunks or lives has the same sum: worker w's is a number in [1024, 2048), different for each chunk and life, times
-// 2^16w; two of them are already too much.
+// Safety. What a worker is given is the exact sum of every worker's contribution to that chunk in that life, once, and
+// never of a chunk on which workers disagree; it says non-finite exactly where one of the contributions did (one to
+// every second chunk). None is said to disagree that agrees, and none is told what it said itself. Contributions are
+// such that no other subset, no double count, and no mixture of chunks or lives has the same sum: worker w's is a
+// number in [1024, 2048), different for each chunk and life, times 2^16w; two of them are already too much.
 //
 // Possibility. From every state reached there is a way, without a further fault, to where every worker has finished all
-// operations. Unless packets are taken, that is asked of the machines with nothing in the network, since a packet more
-// can only help (it can be left where it is): the hardest case, everything lost.
+// operations, or, where workers disagree, has finished or ended. Unless packets are taken, that is asked of the
+// machines with nothing in the network, since a packet more can only help (it can be left where it is): the hardest
+// case, everything lost.
 #pragma once
 
 #include <cstdint>
@@ -40,6 +50,7 @@
 namespace netfold::prove {
 
 inline constexpr std::uint16_t kMaxWorkers = 4;
+inline constexpr std::size_t kMaxLeaves = 2;
 inline constexpr std::uint32_t kMaxChunks = 32;
 inline constexpr std::uint32_t kMaxRestarts = 4;
 
@@ -47,8 +58,11 @@ enum class Network : std::uint8_t { kept, joined, taken };
 
 struct Scope {
   std::uint16_t workers = 2;              // 1..kMaxWorkers
+  std::vector<std::uint16_t> leaves;      // workers below each, in order; all of them, or empty for no leaves
   std::uint32_t window = 1;               // W; the switch has 2W slots
   std::vector<std::uint32_t> operations;  // chunks of each, in the order in which workers call them; kMaxChunks in all
+  std::vector<std::uint32_t> last;        // the last worker's, if it calls something else
+  bool strangers = false;                 // another job's packets are on the wire
   std::uint32_t restarts = 0;             // of group or switch, in total; up to kMaxRestarts
   Network network = Network::kept;
   std::uint64_t max_states = 0;  // stop there and say so; 0 means 2^32 - 2
@@ -84,9 +98,12 @@ struct Record {
 
 // Steps, as words (L a life, such as 1.2: incarnation and epoch; W a worker; C a chunk):
 //   call W            the worker calls its next operation
-//   L/W>C             its contribution reaches the switch
+//   L/W>C             its contribution reaches its switch
 //   L/W<C             an answer reaches the worker
+//   hear W            the worker hears that another one has ended
+//   L/^F>C  L/^F<C    the sum of leaf F reaches the root, an answer of the root reaches leaf F
 //   restart group     restart switch     rejoin W
+// A packet of another job has an x before its life.
 // Where the network holds several such answers, =N picks the N-th that was sent.
 // Packets taken: also `copy` or `lose` before a packet, and `ring W N`, N timers of a worker, one after the other.
 // Throws std::invalid_argument at a step that cannot happen, naming it.

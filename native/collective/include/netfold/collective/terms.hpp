@@ -1,0 +1,49 @@
+// What ranks agree on about a call, beside its size, before the switch adds a value: 16 bits of every packet.
+//
+// A switch compares these bits and reads none of them: what is called is the workers' affair. They go over the wire
+// combined (exclusive or) with the hash of the choice table, which is the same on every rank of a group. So two calls
+// that differ in what stands here always differ in the packet, and a rank can say what another one called.
+#pragma once
+
+#include <netfold/collective/call.hpp>
+
+#include <optional>
+#include <string>
+
+namespace netfold::collective {
+
+// The numeric values travel in packets: append only. A step is one of several calls that an all_reduce is made of.
+enum class Form : std::uint8_t {
+  all_reduce = 0,
+  all_reduce_avg = 1,
+  reduce = 2,
+  reduce_avg = 3,
+  reduce_scatter = 4,
+  reduce_scatter_avg = 5,
+  broadcast = 6,
+  all_gather = 7,
+  barrier = 8,
+  step = 9,
+  step_avg = 10,
+};
+inline constexpr std::uint8_t kFormCount = 11;
+
+struct Terms {
+  Form form = Form::barrier;
+  kernels::DType dtype = kernels::DType::u8;  // of the tensor; a barrier's is u8
+  std::uint8_t root = 0;                      // 0 where there is none
+
+  // Of a call that goes through a switch.
+  static Terms of(const Call& call);
+  // From bits that another rank sent; nullopt where no call has them: its choice table is another one.
+  static std::optional<Terms> unpacked(std::uint16_t bits);
+  // Bits 0 to 3 the form, 4 to 7 the dtype, 8 to 15 the root.
+  std::uint16_t packed() const;
+
+  // Whether each rank has a block of its own, so that a packet carries a digest of all sizes for one size.
+  bool has_blocks() const;
+  // "broadcast #12 of 100 f32 (root 2)"; `elements`: a packet's field, `reduce`: its operator.
+  std::string text(std::uint32_t operation, std::uint32_t elements, kernels::ReduceOp reduce) const;
+};
+
+}  // namespace netfold::collective

@@ -1,0 +1,115 @@
+#include <netfold/collective/segments.hpp>
+#include <netfold/kernels/convert.hpp>
+
+#include <algorithm>
+#include <cstring>
+
+namespace netfold::collective {
+namespace {
+
+using kernels::DType;
+
+// Unsigned integers that hold an element's bits; a pair of 16 bytes is two of them.
+DType bits_of(DType dtype) {
+  switch (kernels::element_bytes(dtype)) {
+    case 1:
+      return DType::u8;
+    case 2:
+      return DType::u16;
+    case 4:
+      return DType::u32;
+    default:
+      return DType::u64;
+  }
+}
+
+std::uint32_t folded(std::uint64_t digest) { return static_cast<std::uint32_t>(digest ^ digest >> 32); }
+
+}  // namespace
+
+Segments::Segments(const Call& call, int position, int ranks)
+    : dtype_(call.dtype), wire_(call.wire), reduce_(call.reduce) {
+  const bool root = position == call.root;
+  const auto self = static_cast<std::size_t>(position);
+  const bool moves = call.kind == Kind::broadcast || call.kind == Kind::all_gather || call.kind == Kind::barrier;
+  if (moves) {
+    dtype_ = wire_ = call.kind == Kind::barrier ? DType::u8 : bits_of(call.dtype);
+    reduce_ = kernels::ReduceOp::bor;
+  }
+  size_word_ = static_cast<std::uint32_t>(call.elements());
+  switch (call.kind) {
+    case Kind::reduce:
+      add(call.outputs[0].bytes, call.outputs[0].data, root ? call.outputs[0].data : nullptr);
+      break;
+    case Kind::broadcast:
+      add(call.outputs[0].bytes, root ? call.outputs[0].data : nullptr, root ? nullptr : call.outputs[0].data);
+      break;
+    case Kind::reduce_scatter:
+      for (std::size_t rank = 0; rank < static_cast<std::size_t>(ranks); ++rank) {
+        add(call.inputs[rank].bytes, call.inputs[rank].data, rank == self ? call.outputs[0].data : nullptr);
+      }
+      size_word_ = folded(call.layout != 0 ? call.layout : layout_of(call.inputs));
+      break;
+    case Kind::all_gather:
+      copy_block(call.outputs[self], call.inputs[0]);
+      for (std::size_t rank = 0; rank < static_cast<std::size_t>(ranks); ++rank) {
+        const Buffer& block = call.outputs[rank];
+        add(block.bytes, rank == self ? block.data : nullptr, rank == self ? nullptr : block.data);
+      }
+      size_word_ = folded(call.layout != 0 ? call.layout : layout_of(call.outputs));
+      break;
+    case Kind::barrier:
+      add(1, nullptr, nullptr);
+      break;
+    default:
+      add(call.outputs[0].bytes, call.outputs[0].data, call.outputs[0].data);
+      break;
+  }
+}
+
+void Segments::add(std::size_t bytes, const std::byte* from, std::byte* to) {
+  const std::size_t count = bytes / kernels::element_bytes(dtype_);
+  if (count == 0) return;
+  segments_.push_back({elements_, count, from, to});
+  elements_ += count;
+}
+
+template <class Visit>
+void Segments::each(std::size_t first, std::size_t count, const Visit& visit) const {
+  auto segment = std::ranges::upper_bound(segments_, first, {}, &Segment::first) - 1;
+  for (std::size_t done = 0; done < count; ++segment) {
+    const std::size_t at = first + done - segment->first;
+    const std::size_t some = std::min(count - done, segment->count - at);
+    visit(*segment, at, some, done);
+    done += some;
+  }
+}
+
+const std::byte* Segments::contribution(std::size_t first, std::size_t count, std::byte* staging,
+                                        const std::byte* zeros) const {
+  const std::size_t unit = kernels::element_bytes(dtype_);
+  const std::size_t wire_unit = kernels::element_bytes(wire_);
+  const std::byte* whole = nullptr;
+  each(first, count, [&](const Segment& segment, std::size_t at, std::size_t some, std::size_t done) {
+    if (some == count && segment.from == nullptr) {
+      whole = zeros;
+    } else if (some == count && dtype_ == wire_) {
+      whole = segment.from + at * unit;
+    } else if (segment.from == nullptr) {
+      std::memset(staging + done * wire_unit, 0, some * wire_unit);
+    } else {
+      kernels::convert(wire_, staging + done * wire_unit, dtype_, segment.from + at * unit, some);
+    }
+  });
+  return whole != nullptr ? whole : staging;
+}
+
+void Segments::deliver(std::size_t first, std::size_t count, const std::byte* values) const {
+  each(first, count, [&](const Segment& segment, std::size_t at, std::size_t some, std::size_t done) {
+    if (segment.to == nullptr) return;
+    kernels::convert(dtype_, segment.to + at * kernels::element_bytes(dtype_), wire_,
+                     values + done * kernels::element_bytes(wire_), some);
+  });
+}
+
+}  // namespace netfold::collective

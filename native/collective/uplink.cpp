@@ -1,0 +1,268 @@
+#include <netfold/collective/direct.hpp>
+#include <netfold/collective/registry.hpp>
+#include <netfold/collective/uplink.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace netfold::collective {
+namespace {
+
+// Of what is left of an operation, reduced at a time: bounds the scratch, and is large against a message's cost.
+constexpr std::size_t kPartBytes = 4 << 20;
+// Elements that are put together at a time.
+constexpr std::size_t kGatherElements = 4096;
+
+}  // namespace
+
+Uplink::Uplink(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows, std::uint16_t table)
+    : channel_(std::move(channel)),
+      spare_(spare),
+      rows_(std::move(rows)),
+      table_(table),
+      team_(channel_->ranks(), spare.rank()) {}
+
+bool Uplink::can_start() const {
+  return line_.size() < Channel::kMaxOperations && (channel_->frozen() || channel_->can_start());
+}
+
+std::optional<Uplink::Words> Uplink::freeze(std::uint64_t life) {
+  if (channel_->life() == life) {
+    channel_->freeze();
+    return Words{.of_channel = channel_->words(), .promised = true};
+  }
+  if (next_ == nullptr || next_->life() != life) return std::nullopt;
+  next_->freeze();
+  return Words{.of_channel = next_->words(), .promised = said_ == life};
+}
+
+std::optional<std::vector<std::vector<std::byte>>> Uplink::kept(std::uint64_t life,
+                                                                const std::vector<std::uint64_t>& chunks) const {
+  if (channel_->life() != life) return std::nullopt;
+  std::vector<std::vector<std::byte>> packets;
+  for (const std::uint64_t chunk : chunks) {
+    const auto packet = channel_->kept(chunk);
+    if (packet.empty()) return std::nullopt;
+    packets.emplace_back(packet.begin(), packet.end());
+  }
+  return packets;
+}
+
+bool Uplink::accept(std::uint64_t life, const std::vector<std::span<const std::byte>>& packets, std::int64_t now_ns) {
+  if (channel_->life() != life || !channel_->frozen() || down_) return false;
+  return std::all_of(packets.begin(), packets.end(),
+                     [&](const auto& packet) { return channel_->accept_kept(packet, now_ns); });
+}
+
+void Uplink::fall_back(std::uint64_t life, std::uint64_t end, bool promised) {
+  if (channel_->life() == life) {
+    if (down_) return;
+    down_ = true;
+    for (Uplinked* operation : line_) operation->fall_back(end);
+    return;
+  }
+  if (next_ != nullptr && next_->life() == life) next_.reset();
+  if (promised) gone_.push_back(life);
+}
+
+bool Uplink::promise(std::uint64_t life) {
+  if (next_ == nullptr || next_->life() != life || next_->frozen()) return false;
+  promised_ = life;
+  return true;
+}
+
+std::uint64_t Uplink::word() {
+  if (next_ == nullptr || next_->life() != promised_ || next_->frozen()) return 0;
+  return said_ = promised_;
+}
+
+bool Uplink::adopt(std::uint64_t life) {
+  const auto gone = std::find(gone_.begin(), gone_.end(), life);
+  if (gone != gone_.end()) {
+    gone_.erase(gone);
+    return true;
+  }
+  if (next_ == nullptr || next_->life() != life) return false;
+  channel_ = std::move(next_);
+  down_ = false;
+  if (channel_->frozen()) return true;
+  for (Uplinked* operation : line_) {
+    if (operation->way_ == Uplinked::Way::word) operation->enter_channel();
+  }
+  return true;
+}
+
+bool Uplink::turn_of(const Uplinked& operation) const {
+  const auto waits = [](const Uplinked* other) { return other->way_ != Uplinked::Way::channel; };
+  return down_ && *std::find_if(line_.begin(), line_.end(), waits) == &operation;
+}
+
+AlgorithmId Uplink::choose(Kind kind, std::size_t bytes) const {
+  AlgorithmId chosen = AlgorithmId::direct;
+  for (const Row& row : rows_) {
+    if (row.kind == kind && row.min_bytes <= bytes) chosen = row.algorithm;
+  }
+  return chosen;
+}
+
+Uplinked::Uplinked(const Call& call, Uplink& uplink, int position, int ranks)
+    : call_(call), uplink_(uplink), position_(position), ranks_(ranks), segments_(call, position, ranks) {
+  if (segments_.elements() == 0) return;  // in no line: there is nothing to do
+  if (uplink_.is_up()) enter_channel();
+  uplink_.line_.push_back(this);
+}
+
+Uplinked::~Uplinked() { std::erase(uplink_.line_, this); }
+
+void Uplinked::enter_channel() {
+  way_ = Way::channel;
+  in_network_ = std::make_unique<InNetwork>(call_, *uplink_.channel_, segments_);
+}
+
+void Uplinked::fall_back(std::uint64_t end) {
+  if (way_ != Way::channel) return;
+  const bool begun_by_all = uplink_.channel_->first_chunk(in_network_->token()) < end;
+  way_ = begun_by_all ? Way::host : Way::word;
+  if (begun_by_all) {
+    rest_ = uplink_.channel_->missing(in_network_->token());
+    staging_.resize(kGatherElements * kernels::element_bytes(segments_.wire()));
+    zeros_.resize(staging_.size());
+  }
+  take_counts(*in_network_);
+  wire_bytes_before_ = wire_bytes_;
+  retransmissions_before_ = retransmissions_;
+  in_network_.reset();
+}
+
+void Uplinked::take_counts(const Algorithm& of) {
+  wire_bytes_ = wire_bytes_before_ + of.wire_bytes();
+  retransmissions_ = retransmissions_before_ + of.retransmissions();
+  if (of.slowest_rank() >= 0) slowest_rank_ = of.slowest_rank();
+}
+
+void Uplinked::say_word() {
+  word_ = uplink_.team_.position() == 0 ? uplink_.word() : 0;
+  step_call_ = Call{.kind = Kind::broadcast,
+                    .algorithm = AlgorithmId::direct,
+                    .table = uplink_.table_,
+                    .sequence = call_.sequence,
+                    .step_of = call_.step(),
+                    .outputs = {{reinterpret_cast<std::byte*>(&word_), sizeof word_}}};
+  step_ = make_algorithm(step_call_, {.mesh = uplink_.spare_}, uplink_.team_);
+}
+
+bool Uplinked::follow_word() {
+  if (word_ == 0) {
+    way_ = Way::host;
+    is_whole_ = true;
+    return true;
+  }
+  if (uplink_.adopt(word_)) return true;
+  failure_ = {Failure::Kind::system, uplink_.team_.rank(0),
+              "rank " + std::to_string(uplink_.team_.rank(0)) +
+                  " goes on by a membership of the switch that this rank has not joined"};
+  return false;
+}
+
+void Uplinked::run(AlgorithmId algorithm) {
+  step_call_.algorithm = instead_ = algorithm;
+  step_call_.between = AlgorithmId::local;
+  step_call_.average = false;
+  step_call_.table = uplink_.table_;
+  step_ = make_algorithm(step_call_, {.mesh = uplink_.spare_}, uplink_.team_);
+}
+
+void Uplinked::put_back() {
+  const std::byte* values = scratch_.data();
+  for (const Range& range : part_) {
+    segments_.deliver(range.first, range.count, values);
+    values += range.count * kernels::element_bytes(segments_.wire());
+  }
+  part_.clear();
+}
+
+bool Uplinked::start_next_part() {
+  if (is_whole_) {
+    if (std::exchange(is_done_, true)) return false;
+    step_call_ = call_;
+    run(uplink_.choose(call_.kind, call_.choice_bytes()));
+    return true;
+  }
+  put_back();
+  const std::size_t element_bytes = kernels::element_bytes(segments_.wire());
+  std::size_t room = kPartBytes / element_bytes;
+  scratch_.resize(std::max(scratch_.size(), kPartBytes));
+  std::byte* at = scratch_.data();
+  while (room > 0 && !rest_.empty()) {
+    Range& left = rest_.front();
+    const Range taken{left.first, std::min(left.count, room)};
+    for (std::size_t first = taken.first; first < taken.first + taken.count; first += kGatherElements) {
+      const std::size_t count = std::min(kGatherElements, taken.first + taken.count - first);
+      const std::byte* values = segments_.contribution(first, count, staging_.data(), zeros_.data());
+      std::memcpy(at, values, count * element_bytes);
+      at += count * element_bytes;
+    }
+    part_.push_back(taken);
+    room -= taken.count;
+    left = {left.first + taken.count, left.count - taken.count};
+    if (left.count == 0) rest_.erase(rest_.begin());
+  }
+  if (part_.empty()) return false;
+  const Buffer values{scratch_.data(), static_cast<std::size_t>(at - scratch_.data())};
+  step_call_ = Call{.kind = Kind::all_reduce,
+                    .dtype = segments_.wire(),
+                    .reduce = segments_.reduce(),
+                    .wire = segments_.wire(),
+                    .sequence = call_.sequence,
+                    .step_of = call_.step(),
+                    .outputs = {values}};
+  run(uplink_.choose(Kind::all_reduce, values.bytes));
+  return true;
+}
+
+void Uplinked::finish() {
+  const bool has_result = call_.kind != Kind::reduce || position_ == call_.root;
+  if (call_.average && has_result) divide(call_.dtype, call_.outputs[0], ranks_);
+}
+
+Progress Uplinked::poll(std::int64_t now_ns) {
+  if (segments_.elements() == 0) return Progress::done;
+  bool moved = false;
+  for (;;) {
+    if (way_ == Way::channel) {
+      const Progress progress = in_network_->poll(now_ns);
+      take_counts(*in_network_);
+      if (progress == Progress::failed) return fail(in_network_->failure());
+      if (progress == Progress::done) finish();
+      return progress == Progress::idle && moved ? Progress::moved : progress;
+    }
+    if (step_ == nullptr) {
+      if (!uplink_.turn_of(*this)) return moved ? Progress::moved : Progress::idle;
+      if (way_ == Way::word) {
+        say_word();
+      } else if (!start_next_part()) {
+        finish();
+        return Progress::done;
+      }
+    }
+    const Progress progress = step_->poll(now_ns);
+    take_counts(*step_);
+    if (progress == Progress::failed) return fail(step_->failure());
+    if (progress != Progress::done) return moved ? Progress::moved : progress;
+    moved = true;
+    wire_bytes_before_ = wire_bytes_;
+    retransmissions_before_ = retransmissions_;
+    step_.reset();
+    if (way_ == Way::word && !follow_word()) return Progress::failed;
+  }
+}
+
+void Uplinked::wait_for(WaitSet& set) const {
+  if (step_ != nullptr) return step_->wait_for(set);
+  if (in_network_ != nullptr) in_network_->wait_for(set);
+}
+
+std::vector<int> Uplinked::awaited() const { return step_ != nullptr ? step_->awaited() : std::vector<int>{}; }
+
+}  // namespace netfold::collective

@@ -1,0 +1,97 @@
+#include <netfold/protocol/uplink.hpp>
+
+#include <algorithm>
+
+namespace netfold::protocol {
+
+void Uplink::offer(std::uint32_t slot) {
+  Entry& entry = entries_[slot];
+  if (entry.state == State::due) return;
+  if (entry.state == State::flight) {
+    make_due(slot);
+    return;
+  }
+  entry.state = State::due;
+  push_back(due_, slot);
+}
+
+std::optional<Uplink::Send> Uplink::poll_send() {
+  const std::uint32_t slot = due_.head;
+  if (slot == kNone) return std::nullopt;
+  Entry& entry = entries_[slot];
+  unlink(due_, slot);
+  entry.state = State::flight;
+  entry.again = entry.sent;
+  entry.sent = true;
+  entry.send_number = ++counter_;
+  push_back(flight_, slot);
+  ++packets_sent_;
+  sent_again_ += entry.again ? 1 : 0;
+  return Send{slot, counter_};
+}
+
+void Uplink::not_sent(std::uint32_t slot) {
+  Entry& entry = entries_[slot];
+  --packets_sent_;
+  sent_again_ -= entry.again ? 1 : 0;
+  // It never left, so it is not sent again when it does (unless it already was).
+  entry.sent = entry.again;
+  make_due(slot);
+}
+
+void Uplink::handle_result(std::uint32_t slot, std::uint64_t number) {
+  Entry& entry = entries_[slot];
+  // A sum that was sent twice does not say which of the two was answered.
+  if (entry.state == State::flight && !entry.again) {
+    highest_answered_send_ = std::max(highest_answered_send_, entry.send_number);
+  }
+  unlink(entry.state == State::flight ? flight_ : due_, slot);
+  entry = Entry{};
+  const auto gap = results_.take(number);
+  std::uint32_t at = flight_.head;
+  for (std::uint32_t left = gap.count; left > 0 && at != kNone; --left) {
+    if (entries_[at].send_number + kReorderThreshold > highest_answered_send_) break;
+    const std::uint32_t following = entries_[at].next;
+    make_due(at);
+    at = following;
+  }
+}
+
+std::uint32_t Uplink::handle_notice(std::uint64_t first, std::uint64_t count) {
+  std::uint32_t again = 0;
+  for (std::uint32_t at = flight_.head; at != kNone;) {
+    const std::uint64_t send_number = entries_[at].send_number;
+    const std::uint32_t following = entries_[at].next;
+    if (send_number >= first) {
+      if (send_number - first >= count) break;
+      make_due(at);
+      ++again;
+    }
+    at = following;
+  }
+  return again;
+}
+
+void Uplink::make_due(std::uint32_t slot) {
+  unlink(flight_, slot);
+  entries_[slot].state = State::due;
+  push_back(due_, slot);
+}
+
+void Uplink::push_back(List& list, std::uint32_t slot) {
+  entries_[slot].previous = list.tail;
+  entries_[slot].next = kNone;
+  (list.tail != kNone ? entries_[list.tail].next : list.head) = slot;
+  list.tail = slot;
+  ++list.count;
+}
+
+void Uplink::unlink(List& list, std::uint32_t slot) {
+  Entry& entry = entries_[slot];
+  (entry.previous != kNone ? entries_[entry.previous].next : list.head) = entry.next;
+  (entry.next != kNone ? entries_[entry.next].previous : list.tail) = entry.previous;
+  entry.previous = entry.next = kNone;
+  --list.count;
+}
+
+}  // namespace netfold::protocol

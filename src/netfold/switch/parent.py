@@ -1,0 +1,224 @@
+"""The switch above this one, which joins it there for its jobs: a leaf is a worker of its parent.
+
+A `Link` is one job's membership, with a control connection and a data port of its own, as a worker's; what a worker
+does in communicator/membership.py, on the daemon's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import os
+import ssl
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from netfold import control, packet_keys
+from netfold._native import protocol, seal
+from netfold._native.transport import UdpPort
+from netfold.switch.streams import TIMEOUTS, read, tell
+
+# To connect, or to answer a question.
+PARENT_S = 5.0
+
+
+class ParentError(Exception):
+    """What the parent refused, or why it cannot be reached, as a sentence. loop: it is below this switch itself."""
+
+    def __init__(self, text: str, *, loop: bool = False) -> None:
+        super().__init__(text)
+        self.loop = loop
+
+
+class Parent:
+    """Where it is, and this switch's token there. ValueError, without the token, for what makes no sense."""
+
+    def __init__(self, text: str, token_file: Path | None) -> None:
+        self._address = control.parse_switch(text, what="--parent")
+        self.endpoint = control.format_endpoint(self._address.host, self._address.port)
+        # With its fingerprint: what a worker needs to join there.
+        self.full_endpoint = text.strip()
+        self._token: str | None = None
+        if token_file is not None:
+            if self._address.fingerprint is None:
+                raise ValueError(
+                    "--parent-token-file without a fingerprint behind --parent's #: whoever answers there would get "
+                    "the token"
+                )
+            self._token = control.read_private(token_file).strip()
+            control.check_token(self._token)
+        # For people: how the last question or join ended.
+        self.trouble = ""
+
+    async def path(self, below: Sequence[int]) -> control.Message:
+        """Its word on what is above the switches `below`, the last of which asks. ParentError where it has none."""
+        stream = await self.connect()
+        try:
+            await stream.tell({"type": "path", "version": control.VERSION, "below": list(below), **self.token()})
+            answer = await stream.expect("path", PARENT_S)
+        finally:
+            stream.close()
+        self.trouble = ""
+        return answer
+
+    async def connect(self) -> Stream:
+        """A connection, with the certificate looked at before a byte is sent. ParentError."""
+        host, port, fingerprint = self._address
+        context = None
+        if fingerprint is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            # No authority and no name: the fingerprint is the whole of the trust.
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        try:
+            opening = asyncio.open_connection(host, port, ssl=context, limit=control.MAX_MESSAGE_BYTES)
+            reader, writer = await asyncio.wait_for(opening, PARENT_S)
+        except TIMEOUTS:
+            raise self.error(f"did not answer within {PARENT_S:.0f} s") from None
+        except OSError as error:  # ssl.SSLError is one
+            if isinstance(error, ssl.SSLError):
+                raise self.error(f"does not shake hands: {error.reason}") from None
+            raise self.error(f"cannot be reached: {os.strerror(error.errno) if error.errno else error}") from None
+        if fingerprint is not None:
+            certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            found = hashlib.sha256(certificate or b"").hexdigest()
+            if not hmac.compare_digest(found, fingerprint):
+                writer.transport.abort()
+                raise self.error(f"is another switch: its certificate's fingerprint is {found}")
+        return Stream(self, reader, writer)
+
+    def token(self) -> dict[str, str]:
+        return {} if self._token is None else {"token": self._token}
+
+    def error(self, what: str, *, loop: bool = False) -> ParentError:
+        self.trouble = f"the parent switch at {self.endpoint} {what}"
+        return ParentError(self.trouble, loop=loop)
+
+
+class Stream:
+    """A control connection to the parent."""
+
+    def __init__(self, parent: Parent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._parent, self._reader, self._writer = parent, reader, writer
+
+    async def read(self) -> control.Message:
+        """EOFError, OSError or ProtocolError where there is no more."""
+        return await read(self._reader)
+
+    async def expect(self, kind: str, seconds: float) -> control.Message:
+        """The next message; ParentError where it is a refusal, or another, or none comes."""
+        try:
+            message = await asyncio.wait_for(self.read(), seconds)
+        except TIMEOUTS:
+            raise self._parent.error(f"did not answer within {seconds:.0f} s") from None
+        except (asyncio.IncompleteReadError, OSError, control.ProtocolError) as error:
+            hint = (
+                "" if self._parent.full_endpoint.count("#") else "; does it want TLS: --parent host:port#fingerprint?"
+            )
+            raise self._parent.error(f"is no netfold switch, or it stopped: {error}{hint}") from None
+        if message["type"] == "refused":
+            loop = bool(message.get("loop"))
+            raise self._parent.error(f"refused: {message.get('reason')}", loop=loop)
+        if message["type"] != kind:
+            raise self._parent.error(f"said {message['type']!r} where {kind!r} was expected")
+        return message
+
+    async def tell(self, message: control.Message) -> None:
+        await tell(self._writer, message)
+
+    def say(self, message: control.Message) -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            self._writer.write(control.encode(message))
+
+    def addresses(self) -> tuple[str, str]:
+        """Ours, and the parent's."""
+        return self._writer.get_extra_info("sockname")[0], self._writer.get_extra_info("peername")[0]
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Link:
+    """This switch's membership of one job at its parent, from `join` to `leave`."""
+
+    def __init__(self, parent: Parent) -> None:
+        self.parent = parent
+        self.payload_bytes = 0  # 0 until the path has been tried
+        self.port: Any = None
+        self.host = ""
+        self.to_port = 0
+        self.numbers: tuple[int, int, int] = (0, 0, 0)  # job, incarnation and worker, as the parent gave them
+        self._admitted: control.Message = {}
+        self.ready: tuple[int, int] | None = None  # the payload and the window that it was told, at most
+        self._stream: Stream | None = None
+
+    async def join(self, join: control.Message, listens: tuple[str, int], timeout_s: float) -> None:
+        """Say `join`, and try the path. listens: where this switch does. ParentError."""
+        deadline = time.monotonic() + timeout_s
+        stream = self._stream = await self.parent.connect()
+        ours, theirs = stream.addresses()
+        host, port = listens
+        # One that listens everywhere is called by the address that it has here.
+        name = control.format_endpoint(ours if ipaddress.ip_address(host).is_unspecified else host, port)
+        self.port = UdpPort(host=ours, buffer_bytes=4 * int(join["window_bytes"]))
+        who = {"endpoint": name, "port": self.port.port, **self.parent.token()}
+        await stream.tell({**join, "type": "join", "version": control.VERSION, **who})
+        admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
+        if "secret" in admitted and seal.missing():
+            raise self.parent.error(f"wants packets to be authenticated, and this host cannot: {seal.missing()}")
+        self._admitted = admitted
+        self.host, self.to_port = theirs, int(admitted["port"])
+        self.numbers = int(admitted["job_id"]), int(admitted["incarnation"]), int(admitted["worker"])
+        loop = asyncio.get_running_loop()
+        payload = await loop.run_in_executor(None, self._probe, int(admitted["nonce"]), deadline)
+        if payload is None:
+            raise self.parent.error(
+                f"is reached by TCP, but no UDP packet came back from its data port {self.to_port}: a firewall may "
+                "drop UDP, or an address translation change its port"
+            )
+        self.payload_bytes = payload
+        self.parent.trouble = ""
+
+    def keys(self, epoch: int) -> tuple[bytes, bytes] | None:
+        """Of sums and of the parent's answers, in an epoch of the parent's; None where packets carry no tags there."""
+        return packet_keys.of_member(self._admitted, epoch)
+
+    def _probe(self, nonce: int, deadline: float) -> int | None:
+        job, incarnation, worker = self.numbers
+        key = packet_keys.of_hellos(self._admitted)
+        for payload in control.PAYLOAD_CANDIDATES:
+            last = payload == control.PAYLOAD_CANDIDATES[-1]
+            seconds = max(0.0, deadline - time.monotonic()) if last else control.PROBE_S
+            if self.port.hello(
+                host=self.host,
+                port=self.to_port,
+                job=job,
+                incarnation=incarnation,
+                worker=worker,
+                nonce=nonce,
+                packet_bytes=payload + protocol.HEADER_BYTES,
+                key=key,
+                timeout_ns=int(min(seconds, PARENT_S) * 1e9),
+            ):
+                return payload
+        return None
+
+    async def read(self) -> control.Message:
+        assert self._stream is not None
+        return await self._stream.read()
+
+    async def tell(self, message: control.Message) -> None:
+        if self._stream is not None:
+            await self._stream.tell(message)
+
+    def leave(self, message: control.Message) -> None:
+        """Say goodbye and close, without waiting."""
+        if self._stream is not None:
+            self._stream.say(message)
+            self._stream.close()

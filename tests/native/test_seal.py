@@ -1,0 +1,83 @@
+"""Tags of packets, and the keys they are made with, against other implementations."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from netfold import packet_keys
+from netfold._native import protocol, seal
+
+pytestmark = pytest.mark.native
+
+SECRET = bytes(range(32))
+
+
+def packet(payload: bytes, flags: int = 0, counter: int = 7) -> bytes:
+    header = protocol.Header()
+    header.flags, header.counter, header.job = flags, counter, 0xA1B2C3D4
+    return bytes(header.pack()) + payload
+
+
+@pytest.mark.parametrize("payload_bytes", [0, 1, 8, 15, 16, 17, 31, 200, 1408, 8880, 32768])
+def test_a_tag_is_what_another_implementation_of_aes_gcm_says(payload_bytes: int) -> None:
+    key, counter = os.urandom(16), int.from_bytes(os.urandom(8), "big")
+    whole = packet(os.urandom(payload_bytes), 0x1F, counter)
+    nonce = bytes([0x1F]) + len(whole).to_bytes(3, "big") + counter.to_bytes(8, "big")
+    assert seal.tagged(key, whole) == whole + AESGCM(key).encrypt(nonce, b"", whole)
+
+
+def test_flags_length_and_counter_are_the_nonce() -> None:
+    key = os.urandom(16)
+    whole = packet(bytes(16))
+    tags = {seal.tagged(key, each)[-16:] for each in (whole, packet(bytes(16), flags=8), packet(bytes(16), counter=8))}
+    # GCM's tag is a sum of a part of the nonce alone and one of the bytes: the same bytes differ by the nonce alone.
+    assert len(tags) == 3
+
+
+def test_a_key_of_another_length_is_none() -> None:
+    with pytest.raises(ValueError, match="16 bytes"):
+        seal.tagged(bytes(15), packet(b""))
+
+
+def test_no_two_lives_workers_or_directions_share_a_key() -> None:
+    keys = [packet_keys.hello_key(SECRET, job=job, worker=worker) for job in (1, 2) for worker in (0, 1)]
+    keys += [packet_keys.answer_key(SECRET, job=job, epoch=epoch) for job in (1, 2) for epoch in (0, 1)]
+    keys += [
+        packet_keys.contribution_key(SECRET, job=job, epoch=epoch, worker=worker)
+        for job in (1, 2)
+        for epoch in (0, 1)
+        for worker in (0, 1)
+    ]
+    assert len(set(keys)) == len(keys) == 16
+
+
+def test_a_secret_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="32 bytes was expected, not of 31"):
+        packet_keys.answer_key(SECRET[1:], job=1, epoch=1)
+
+
+ASKS = """
+from netfold._native import seal
+print(seal.missing())
+try:
+    seal.tagged(bytes(16), bytes(48))
+except RuntimeError as error:
+    assert str(error) == seal.missing()
+else:
+    raise SystemExit("a tag was made")
+"""
+
+
+def test_a_host_without_libcrypto_says_so_and_makes_no_tag(tmp_path: Path) -> None:
+    (tmp_path / "libcrypto.so.3").write_text("no library")
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    # Without numpy and ssl, which may want the library for themselves.
+    ended = subprocess.run([sys.executable, "-c", ASKS], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("OpenSSL's libcrypto.so.3 cannot be opened (")

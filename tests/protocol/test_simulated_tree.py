@@ -1,0 +1,115 @@
+"""Leaves and a root over a network that does what it likes on every link; what is checked stands in sim/tree.py."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_simulated_network import fates, jobs, reorderings, schedules
+
+from netfold._native import protocol
+from netfold.sim import DELIVERED, LOST, SWITCH, ListedFates, Operation, Scenario, Simulation, SimulationError
+from netfold.sim.__main__ import main
+from netfold.sim.network import address_of
+
+pytestmark = pytest.mark.native
+
+
+@st.composite
+def trees(draw, **lengths):
+    job = draw(jobs(most=3, **lengths))
+    leaves = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    return {**job, "workers": sum(leaves), "leaves": leaves}
+
+
+@given(trees(), schedules(fates))
+def test_the_sum_is_right_whatever_happens_on_any_link(job, schedule):
+    Simulation(**job, fates=ListedFates(schedule)).run()
+
+
+@given(trees(), schedules(reorderings))
+def test_the_sum_is_right_when_twins_come_turns_later(job, schedule):
+    Simulation(**job, fates=ListedFates(schedule)).run()
+
+
+@pytest.mark.parametrize("leaves", ["1,1", "2,2", "1,3,2"])
+@pytest.mark.parametrize("seed", range(8))
+def test_long_runs_over_lossy_links(leaves, seed):
+    workers = sum(map(int, leaves.split(",")))
+    scenario = Scenario(seed=seed, workers=workers, leaves=leaves, window=8, operations=8, loss=0.05, straggle_ms=1.0)
+    scenario.simulation().run()
+
+
+def uplinks_only(loses):
+    """Fates by the number of a packet between leaf and root, each way; all else is delivered."""
+    seen = {}
+
+    def fate(packet):
+        if packet.source >= 0 or packet.to >= 0:
+            return DELIVERED
+        way = (packet.source, packet.to)
+        seen[way] = seen.get(way, 0) + 1
+        return LOST if (way, seen[way]) in loses else DELIVERED
+
+    return fate
+
+
+def run_long(loses):
+    simulation = Simulation(
+        workers=4,
+        window=16,
+        payload_bytes=8,
+        operations=[Operation(0, 400, "i32")],
+        fates=uplinks_only(loses),
+        leaves=(2, 2),
+    )
+    return simulation, simulation.run()
+
+
+LEAF = address_of(0)
+
+
+@pytest.mark.parametrize("way", [(LEAF, SWITCH), (SWITCH, LEAF)], ids=["sum", "result"])
+def test_a_loss_between_leaf_and_root_is_repaired_without_any_timer(way):
+    simulation, summary = run_long({(way, 40)})
+    assert summary.timeouts == 0
+    assert simulation.world.sums_again == 1
+    assert summary.retransmissions == 0, "the workers did not even notice"
+
+
+def test_what_is_lost_twice_is_repaired_end_to_end():
+    # The result, and the one that was asked for again.
+    simulation, summary = run_long({((SWITCH, LEAF), number) for number in range(40, 60)})
+    assert simulation.world.sums_again > 1
+    assert summary.retransmissions > 0
+
+
+def test_without_losses_a_chunk_crosses_each_link_once():
+    simulation, summary = run_long(set())
+    assert simulation.world.sums_again == 0
+    # 4 workers and 2 leaves send, and get, each of 200 chunks.
+    assert summary.packets["sent"] == 2 * 6 * 200
+
+
+def test_a_wrong_sum_of_a_leaf_is_found(monkeypatch):
+    class WrongSums(protocol.SwitchJob):
+        def sum(self, slot, counter):
+            right = super().sum(slot, counter)
+            return right[:-1] + bytes([right[-1] ^ 1])
+
+    monkeypatch.setattr(protocol, "SwitchJob", WrongSums)
+    with pytest.raises(SimulationError, match="sends a wrong sum of chunk 0 up"):
+        run_long(set())
+
+
+def test_a_tree_is_replayed_and_drawn_by_the_command_that_a_failure_names(capsys):
+    scenario = Scenario(seed=3, workers=2, leaves="1,1", operations=1, max_elements=4)
+    command = scenario.command()
+    assert command == "python -m netfold.sim --seed 3 --workers 2 --operations 1 --max-elements 4 --leaves 1,1"
+    assert main([*command.split()[3:], "--diagram"]) == 0
+    drawn = capsys.readouterr().out.splitlines()
+    assert drawn[0].split() == ["worker", "0", "worker", "1", "leaf", "0", "leaf", "1", "switch"]
+    assert any("summed" in line for line in drawn)
+
+
+def test_leaves_that_are_not_those_of_the_workers_are_refused():
+    with pytest.raises(ValueError, match="leaves 1,1 have 2 workers below them, not 3"):
+        Scenario(workers=3, leaves="1,1")

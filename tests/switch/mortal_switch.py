@@ -1,0 +1,186 @@
+"""A switch in the test's own process that answers whom a test lets it answer, and dies when it is told to.
+
+The sums are those of the production machine (SwitchJob); the sockets and the control connections are a test's: small
+chunks, so that much can happen to few bytes, and an end as sudden as a kill's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from netfold import control
+from netfold._native import protocol
+
+HELLO = protocol.FLAGS["hello"]
+# Nothing has come to be complete for so long: whoever lacks a result will not get it.
+STALLED_S = 0.03
+
+
+class MortalSwitch:
+    """Serves one job at a time, and dies after `lives_for` chunks, or when it does not get on; None: never by itself.
+
+    answers(worker, chunk): whether the worker gets that chunk's result, however often it asks.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int = 16,
+        payload_bytes: int = 64,
+        lives_for: int | None = None,
+        answers: Callable[[int, int], bool] = lambda worker, chunk: True,
+        port: int = 0,
+    ) -> None:
+        self.window, self.payload_bytes = window, payload_bytes
+        self.lives_for, self.answers = lives_for, answers
+        self.complete = 0
+        self.dead = threading.Event()
+        self.incarnation = random.getrandbits(32)
+        self._lock = threading.Lock()
+        self._epochs = itertools.count(1)
+        self._jobs: dict[str, _Job] = {}
+        self._sockets: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self.port = self._listener.getsockname()[1]
+        self.endpoint = f"127.0.0.1:{self.port}"
+        self._start(self._accept)
+
+    def __enter__(self) -> MortalSwitch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """At once, with everything that is on its way."""
+        self.dead.set()
+        with self._lock:
+            sockets, self._sockets = [self._listener, *self._sockets], []
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def cut(self, rank: int) -> None:
+        """One rank's control connection alone."""
+        for job in self._jobs.values():
+            with contextlib.suppress(OSError):
+                job.streams[rank].shutdown(socket.SHUT_RDWR)
+
+    def keep(self, each: socket.socket) -> bool:
+        with self._lock:
+            if self.dead.is_set():
+                each.close()
+                return False
+            self._sockets.append(each)
+            return True
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=work, args=arguments, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                stream, _ = self._listener.accept()
+            except OSError:
+                return
+            if self.keep(stream):
+                self._start(self._serve, stream)
+
+    def _serve(self, stream: socket.socket) -> None:
+        job, rank = None, -1
+        try:
+            message = control.receive(stream)
+            if message["type"] == "path":
+                control.send(stream, {"type": "path", "switches": [[self.incarnation, ""]], "broken": ""})
+                return
+            rank = message["rank"]
+            with self._lock:
+                job = self._jobs.setdefault(message["job"], _Job(message["ranks"]))
+                job.streams[rank] = stream
+                if job.port is None:
+                    job.port = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+                    job.port.bind(("127.0.0.1", 0))
+                    job.port.settimeout(STALLED_S)
+                    self._sockets.append(job.port)
+                    self._start(self._add, job)
+            admitted = {"job_id": job.id, "incarnation": self.incarnation, "worker": job.ranks.index(rank), "nonce": 1}
+            control.send(stream, {"type": "admitted", **admitted, "port": job.port.getsockname()[1]})
+            while True:
+                message = control.receive(stream)
+                if message["type"] == "ready":
+                    with self._lock:
+                        job.ready.add(rank)
+                        if len(job.ready) == len(job.ranks):
+                            job.begin(next(self._epochs), self)
+                elif message["type"] == "missing":
+                    ranks = [job.ranks[worker] for worker in job.machine.missing(message["chunk"])]
+                    control.send(stream, {"type": "missing", "ranks": ranks, "serial": message["serial"]})
+        except (OSError, EOFError, ValueError):
+            if job is not None and not self.dead.is_set():
+                job.lose(rank)
+
+    def _add(self, job: _Job) -> None:
+        addresses: dict[int, Any] = {}
+        moved = time.monotonic()
+        while not self.dead.is_set():
+            try:
+                packet, source = job.port.recvfrom(65536)
+            except TimeoutError:
+                if self.lives_for is not None and self.complete > 0 and time.monotonic() - moved > STALLED_S:
+                    self.die()
+                continue
+            except OSError:
+                return
+            header = protocol.Header.parse(packet)
+            if header.flags & HELLO:
+                addresses[header.worker] = source
+                job.port.sendto(packet, source)
+                continue
+            outcome, _, slot, chunk, worker, _ = job.machine.handle_packet(packet)
+            if outcome == "completed":
+                self.complete += 1
+                moved = time.monotonic()
+                to = list(addresses)
+                # The last one may be announced to some alone.
+                if self.lives_for is not None and self.complete >= self.lives_for:
+                    to = random.Random(self.complete).sample(to, random.randrange(len(to) + 1))
+            else:
+                to = [worker] if outcome == "answered" else []
+            with contextlib.suppress(OSError):
+                for each in to:
+                    if self.answers(each, chunk):
+                        job.port.sendto(job.machine.frame(slot), addresses[each])
+            if self.lives_for is not None and self.complete >= self.lives_for:
+                self.die()
+
+
+class _Job:
+    def __init__(self, ranks: list[int]) -> None:
+        self.id = random.getrandbits(32)
+        self.ranks = ranks
+        self.streams: dict[int, socket.socket] = {}
+        self.ready: set[int] = set()
+        self.port: socket.socket | None = None
+        self.machine: Any = None
+
+    def begin(self, epoch: int, switch: MortalSwitch) -> None:
+        shape = {"window": switch.window, "payload_bytes": switch.payload_bytes}
+        self.machine = protocol.SwitchJob(
+            job=self.id, epoch=epoch, incarnation=switch.incarnation, workers=len(self.ranks), **shape
+        )
+        for stream in self.streams.values():
+            control.send(stream, {"type": "start", "epoch": epoch, **shape})
+
+    def lose(self, rank: int) -> None:
+        self.streams.pop(rank, None)
+        for stream in list(self.streams.values()):
+            with contextlib.suppress(OSError):
+                control.send(stream, {"type": "left", "rank": rank, "reason": "its connection was lost", "fault": None})

@@ -1,0 +1,528 @@
+"""A switch that is lost costs no step: every operation ends with one and the same result on all ranks, the group says
+so once, goes on by host algorithms, and goes back to the switch when there is one again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mortal_switch import MortalSwitch
+from ranks import run_ranks, run_threads, running_switch, values
+
+from netfold import Communicator, FileStore, Options
+from netfold._native import engine
+from netfold.doctor.page import find_ranks
+
+KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+REDUCE = {"sum": lambda parts: parts.sum(0), "avg": lambda parts: parts.mean(0), "max": lambda parts: parts.max(0)}
+IN_NETWORK = engine.ALGORITHMS["in_network"]
+TIMEOUT_S = 15.0
+
+
+def join(
+    rank: int, size: int, folder: str, endpoint: str | None, timeout_s: float = TIMEOUT_S, **options: Any
+) -> Communicator:
+    settings = Options(**{"switch": endpoint, "probe": "off", "rejoin_s": 0, **options})
+    return Communicator(FileStore(folder), rank, size, options=settings, timeout_s=timeout_s, join_timeout_s=20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Operations of a group: sizes in elements, how many are under way at once, of what kind."""
+
+    seed: int
+    size: int
+    counts: tuple[int, ...]
+    at_once: int
+    dtype: str
+    wire: str
+    op: str
+    kinds: tuple[str, ...] = ()  # of each; none: all_reduces
+
+    @classmethod
+    def of(cls, seed: int) -> Stream:
+        draw = random.Random(seed)
+        dtype, wire = draw.choice([("float32", "auto"), ("float32", "bf16"), ("float32", "i32"), ("int32", "auto"),
+                                   ("float64", "auto"), ("float16", "auto")])  # fmt: skip
+        drawn = cls(
+            seed=seed,
+            size=draw.choice([2, 2, 3, 4]),
+            counts=tuple(draw.choice([1, 7, 16, 100, 500, 2000]) for _ in range(draw.randrange(1, 8))),
+            at_once=draw.choice([1, 2, 4]),
+            dtype=dtype,
+            wire=wire,
+            op=draw.choice(["sum", "avg"] if dtype.startswith("float") else ["sum", "max"]),
+        )
+        # A narrow wire is all_reduce's alone.
+        mixed = wire == "auto" and draw.random() < 0.7
+        return dataclasses.replace(drawn, kinds=tuple(draw.choice(KINDS) for _ in drawn.counts)) if mixed else drawn
+
+    def kind(self, turn: int) -> str:
+        return self.kinds[turn] if self.kinds else "all_reduce"
+
+    def root(self, turn: int) -> int:
+        return (self.seed + turn) % self.size
+
+    def part(self, rank: int, turn: int) -> Any:
+        generator = np.random.default_rng([self.seed, rank, turn])
+        if self.dtype == "int32":
+            return generator.integers(-1000, 1000, self.counts[turn]).astype(np.int32)
+        return generator.standard_normal(self.counts[turn]).astype(self.dtype)
+
+    def run(self, rank: int, size: int, folder: str, endpoint: str | None, **options: Any) -> list[Any]:
+        """The results; each buffer is written over as soon as it is given back."""
+        draw = random.Random(self.seed * 1000 + rank)
+        results: list[Any] = []
+        if endpoint is not None:
+            options = {"algorithm": "in_network", **options}
+        with join(rank, size, folder, endpoint, wire=self.wire, **options) as group:
+            under_way: list[tuple[Any, Any]] = []
+            for turn in range(len(self.counts)):
+                if len(under_way) == self.at_once:
+                    results.append(taken(under_way))
+                if draw.random() < 0.3:
+                    time.sleep(draw.random() * 0.01)
+                under_way.append(self.start(group, turn, self.part(rank, turn)))
+            while under_way:
+                results.append(taken(under_way))
+            group.barrier()
+        return results
+
+    def start(self, group: Communicator, turn: int, part: Any) -> tuple[Any, Any]:
+        """The work, and the array that it fills."""
+        kind, root = self.kind(turn), self.root(turn)
+        if kind == "all_gather":
+            into = np.zeros((self.size, len(part)), part.dtype)
+            return group.all_gather(part, into, asynchronous=True), into
+        if kind == "reduce_scatter":
+            into = np.zeros_like(part)
+            # What goes to rank r is its turn of the part, so that all blocks differ.
+            return group.reduce_scatter(
+                [np.roll(part, to) for to in range(self.size)], into, op=self.op, asynchronous=True
+            ), into
+        if kind == "reduce":
+            return group.reduce(part, root, op=self.op, asynchronous=True), part
+        if kind == "broadcast":
+            return group.broadcast(part, root, asynchronous=True), part
+        return group.all_reduce(part, op=self.op, asynchronous=True), part
+
+    def wanted(self, rank: int, turn: int) -> tuple[list[Any], bool]:
+        """The contributions to this rank's result, and whether they are to be reduced (or are there as they were)."""
+        kind, parts = self.kind(turn), [self.part(each, turn) for each in range(self.size)]
+        if kind == "all_gather":
+            return [np.array(parts)], False
+        if kind == "broadcast":
+            return [parts[self.root(turn)]], False
+        if kind == "reduce" and rank != self.root(turn):
+            return [parts[rank]], False
+        return [np.roll(part, rank) if kind == "reduce_scatter" else part for part in parts], True
+
+    def check(self, results: list[list[Any]]) -> None:
+        # Integers that share exponents: the bits of a group that never had a switch.
+        without = values(run_threads(self.run, self.size, None))[0] if self.wire == "i32" else None
+        for turn in range(len(self.counts)):
+            of_ranks = [each[turn] for each in results]
+            if self.kind(turn) == "all_reduce":
+                assert all(each.tobytes() == of_ranks[0].tobytes() for each in of_ranks), f"turn {turn}: ranks differ"
+            for rank, found in enumerate(of_ranks):
+                where = f"turn {turn}, {self.kind(turn)}, rank {rank}"
+                if without is not None:
+                    assert found.tobytes() == without[turn].tobytes(), where
+                    continue
+                parts, reduced = self.wanted(rank, turn)
+                if not reduced:
+                    assert found.tobytes() == parts[0].tobytes(), where
+                    continue
+                exact = REDUCE[self.op](np.array(parts).astype(np.float64))
+                if self.dtype == "int32":
+                    assert (found == exact).all(), where
+                    continue
+                # At most P + 1 roundings, each by half a unit of the last place of what is at most the sum of all.
+                bits = {"bf16": 8, "f16": 11}.get(self.wire, {"float16": 11, "float32": 24, "float64": 53}[self.dtype])
+                bound = (self.size + 1) * np.abs(np.array(parts).astype(np.float64)).sum(0) * 2.0**-bits
+                assert (np.abs(found - exact) <= bound + 1e-30).all(), where
+
+
+def taken(under_way: list[tuple[Any, Any]]) -> Any:
+    work, buffer = under_way.pop(0)
+    work.wait()
+    result = buffer.copy()
+    buffer.view(np.uint8).fill(0xA5)
+    return result
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, endpoint: str) -> list[str]:
+    """About that switch: a thread of a former test's group may still have had a word to say."""
+    said = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    return [text for text in said if endpoint in text]
+
+
+def lost_while(stream: Stream) -> MortalSwitch:
+    """Dies after some chunks; each worker lacks some results of the last window for good."""
+    draw = random.Random(-stream.seed - 1)
+    chunks = sum(-(-count * np.dtype(stream.dtype).itemsize // 64) for count in stream.counts)
+    loss, first = draw.choice([0.0, 0.1, 0.5]), draw.randrange(1, chunks + 1)
+    seed = draw.getrandbits(32)
+
+    def answers(worker: int, chunk: int) -> bool:
+        return chunk < first or random.Random(f"{seed} {worker} {chunk}").random() >= loss
+
+    return MortalSwitch(lives_for=draw.randrange(1, chunks + 1), answers=answers, window=draw.choice([1, 3, 16, 100]))
+
+
+SEEDS = range(int(os.environ.get("LOST_SWITCH_FIRST", "0")), int(os.environ.get("LOST_SWITCH_LAST", "60")))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_switch_that_dies_at_any_moment_costs_no_step(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """One seed again: LOST_SWITCH_FIRST=7 LOST_SWITCH_LAST=8 pytest tests/switch/test_lost_switch.py -k any_moment."""
+    stream = Stream.of(seed)
+    print(stream)
+    with lost_while(stream) as switch:
+        stream.check(values(run_threads(stream.run, stream.size, switch.endpoint)))
+    assert len(warnings_of(caplog, switch.endpoint)) <= 1, warnings_of(caplog, switch.endpoint)
+
+
+@pytest.mark.parametrize("holder", range(3))
+def test_results_that_one_rank_alone_has_are_passed_on_and_not_reduced_again(
+    holder: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The holder has its sums back, and has written over them; the contributions that made them are gone."""
+    stream = Stream(seed=5, size=3, counts=(16, 16, 100), at_once=3, dtype="int32", wire="auto", op="sum")
+    with MortalSwitch(window=16, lives_for=10**9, answers=lambda worker, chunk: worker == holder) as switch:
+        stream.check(values(run_threads(stream.run, 3, switch.endpoint)))
+    (warning,) = warnings_of(caplog, switch.endpoint)
+    # 16 i32 a chunk: 1 + 1 + 7 of them, which two ranks lacked.
+    assert re.search(r"all_reduce goes by direct.*18 results were passed on", warning), warning
+
+
+def test_what_no_rank_has_is_reduced_again_and_only_that(caplog: pytest.LogCaptureFixture) -> None:
+    stream = Stream(seed=6, size=3, counts=(320,), at_once=1, dtype="float32", wire="bf16", op="avg")
+    # 32 bf16 a chunk, 10 chunks: chunk 3 nobody gets, chunk 5 rank 2 alone.
+    some = {3: (), 5: (2,)}
+    with MortalSwitch(lives_for=10**9, answers=lambda worker, chunk: worker in some.get(chunk, (0, 1, 2))) as switch:
+        stream.check(values(run_threads(stream.run, 3, switch.endpoint)))
+    assert "2 results were passed on" in warnings_of(caplog, switch.endpoint)[0]
+
+
+def test_a_rank_that_had_not_begun_an_operation_runs_it_with_those_that_had() -> None:
+    def late(rank: int, size: int, folder: str, endpoint: str, switch: MortalSwitch) -> list[Any]:
+        with join(rank, size, folder, endpoint) as group:
+            first = np.full(100, rank + 1.0, np.float32)
+            group.all_reduce(first)
+            if rank == 1:
+                time.sleep(0.1)
+                switch.die()
+                time.sleep(0.2)
+            later = [np.full(count, rank + 1.0, np.float32) for count in (10, 1000)]
+            works = [group.all_reduce(each, asynchronous=True) for each in later]
+            group.broadcast(np.zeros(10), root=0)
+            for work in works:
+                work.wait()
+            return [first, *later]
+
+    with MortalSwitch() as switch:
+        for results in values(run_threads(late, 3, switch.endpoint, switch)):
+            assert [set(each.tolist()) for each in results] == [{6.0}] * 3
+
+
+def test_operations_over_the_mesh_go_on_meanwhile_in_whatever_order_ranks_call_them() -> None:
+    """Rank 0 is in a broadcast when the switch dies, which the others call only when they have their sum."""
+
+    def call(rank: int, size: int, folder: str, endpoint: str) -> list[float]:
+        with join(rank, size, folder, endpoint) as group:
+            buffer, word = np.full(2000, rank + 1.0), np.full(1000, float(rank))
+            work = group.all_reduce(buffer, asynchronous=True)
+            if rank != 0:
+                work.wait()
+            group.broadcast(word, root=2)
+            if rank == 0:
+                work.wait()
+            return [buffer[0], buffer[-1], word[-1]]
+
+    with MortalSwitch(lives_for=50) as switch:
+        assert values(run_threads(call, 3, switch.endpoint)) == [[6.0, 6.0, 2.0]] * 3
+
+
+def test_one_ranks_connection_that_breaks_takes_the_whole_group_off_the_switch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cut = threading.Event()
+
+    def call(rank: int, size: int, folder: str, endpoint: str, switch: MortalSwitch) -> Any:
+        with join(rank, size, folder, endpoint) as group:
+            for turn in range(200):
+                buffer = np.full(500, rank + turn, np.int64)
+                group.all_reduce(buffer)
+                assert set(buffer.tolist()) == {3 + 3 * turn}, turn
+                if turn == 20 and rank == 0:
+                    switch.cut(1)
+                    cut.set()
+                if turn > 20:
+                    time.sleep(0.005)
+            mine = [each for each in find_ranks(os.getpid()) if each.group == group.group._id]
+            assert [each.without_switch for each in mine] == [True]
+            assert "its switch is lost" in group.group._native.last_seen()
+            return set(group.group.events()["algorithm"][-50:].tolist()), group.group.why("all_reduce", 1000)
+
+    with MortalSwitch() as switch:
+        for algorithms, why in values(run_threads(call, 3, switch.endpoint, switch)):
+            assert IN_NETWORK not in algorithms
+            assert f"the switch at {switch.endpoint} is gone" in why
+    (warning,) = warnings_of(caplog, switch.endpoint)
+    assert "it closed the connection" in warning
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGKILL, "it closed the connection"),
+        (signal.SIGTERM, "the switch is shutting down: SIGTERM"),
+    ],
+)
+def test_a_real_switch_that_ends_in_mid_operation_costs_no_step(
+    number: signal.Signals, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def call(rank: int, size: int, folder: str, endpoint: str) -> bool:
+        with join(rank, size, folder, endpoint) as group:
+            while True:
+                buffer = np.array([over.is_set()] + [rank] * 300_000, np.int32)
+                group.all_reduce(buffer)
+                assert (buffer[1:] == 3).all()
+                started.set()
+                if buffer[0] == 3:
+                    return True
+
+    started, over = threading.Event(), threading.Event()
+    with running_switch() as switch:
+
+        def end() -> None:
+            assert started.wait(10)
+            time.sleep(0.05)
+            switch.process.send_signal(number)
+            assert switch.process.wait(5) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+            time.sleep(0.2)
+            over.set()
+
+        ender = threading.Thread(target=end)
+        ender.start()
+        values(run_threads(call, 3, switch.endpoint))
+        ender.join()
+    (warning,) = warnings_of(caplog, switch.endpoint)
+    assert f"the switch at {switch.endpoint} is gone ({reason})" in warning
+    assert re.search(r"This rank was in .*all_reduce #\d+", warning), warning
+
+
+def stops(rank: int, size: int, folder: str, endpoint: str, pid: int) -> tuple[float, list[int]]:
+    slowest_s = 0.0
+    with join(rank, size, folder, endpoint) as group:
+        for turn in range(40):
+            if turn == 20 and rank == 0:
+                os.kill(pid, signal.SIGSTOP)
+            buffer = np.full(100_000, rank + turn, np.int32)
+            began = time.monotonic()
+            group.all_reduce(buffer)
+            slowest_s = max(slowest_s, time.monotonic() - began)
+            assert set(buffer.tolist()) == {1 + 2 * turn}
+        return slowest_s, group.group.events()["algorithm"].tolist()
+
+
+def test_a_switch_that_is_stopped_is_lost_when_it_answers_no_question() -> None:
+    with running_switch() as switch:
+        try:
+            found = values(run_ranks(stops, 2, switch.endpoint, switch.process.pid))
+        finally:
+            switch.process.send_signal(signal.SIGCONT)
+    for slowest_s, algorithms in found:
+        assert 3.0 < slowest_s < 8.0
+        assert algorithms[0] == IN_NETWORK and algorithms[-1] != IN_NETWORK
+
+
+def test_a_straggler_is_no_lost_switch(caplog: pytest.LogCaptureFixture) -> None:
+    def call(rank: int, size: int, folder: str, endpoint: str) -> int:
+        with join(rank, size, folder, endpoint) as group:
+            if rank == 1:
+                time.sleep(3.0)
+            group.all_reduce(np.ones(1000))
+            return int(group.group.events()["algorithm"][-1])
+
+    with running_switch() as switch:
+        assert values(run_threads(call, 2, switch.endpoint)) == [IN_NETWORK] * 2
+    assert warnings_of(caplog, switch.endpoint) == []
+
+
+# --- and back --------------------------------------------------------------------------------------------------------
+
+
+def until(rank: int, size: int, folder: str, endpoint: str, over: threading.Event, **options: Any) -> list[int]:
+    """Exact sums until `over`; the algorithms that ran, in order."""
+    with join(rank, size, folder, endpoint, **options) as group:
+        turn = 0
+        while True:
+            flag = np.array([over.is_set()], np.int32)
+            group.all_reduce(flag, op="min")
+            if flag[0]:
+                return group.group.events()["algorithm"].tolist()
+            buffers = [np.arange(300, dtype=np.int64) * (rank + 1) + turn + k for k in range(3)]
+            works = [group.all_reduce(each, asynchronous=True) for each in buffers]
+            for k, (work, buffer) in enumerate(zip(works, buffers, strict=True)):
+                work.wait()
+                assert (buffer == np.arange(300) * (size * (size + 1) // 2) + size * (turn + k)).all(), (turn, k)
+            turn += 1
+            time.sleep(0.005)  # a group remembers its last 8192 operations
+
+
+def returns(algorithms: list[int]) -> int:
+    """How often the network is used again after host algorithms."""
+    return sum(before != IN_NETWORK and after == IN_NETWORK for before, after in itertools.pairwise(algorithms))
+
+
+def test_a_switch_that_is_started_again_is_used_again_and_lost_again(caplog: pytest.LogCaptureFixture) -> None:
+    over = threading.Event()
+    seed = int.from_bytes(os.urandom(4), "big")
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+
+    def live_and_die(port: int) -> None:
+        for _ in range(4):
+            with MortalSwitch(port=port) as switch:
+                deadline = time.monotonic() + 10
+                while switch.complete < 100 and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                time.sleep(draw.random() * 0.1)
+            time.sleep(draw.random() * 0.3)
+        over.set()
+
+    with MortalSwitch() as first:
+        port = first.port
+        lives = threading.Thread(target=lambda: (time.sleep(0.3), first.die(), live_and_die(port)))
+        lives.start()
+        found = values(run_threads(lambda *rank: until(*rank, first.endpoint, over, rejoin_s=1), 3, timeout_s=60))
+        lives.join()
+    assert all(each == found[0] for each in found)
+    assert returns(found[0]) >= 4
+    said = warnings_of(caplog, first.endpoint)
+    assert sum("has the group again" in each for each in said) == 4
+    assert sum("No step is lost" in each for each in said) == 5
+
+
+def test_a_group_goes_back_to_a_real_switch_after_sigkill() -> None:
+    over = threading.Event()
+    with running_switch() as switch:
+        port = switch.address[1]
+
+        def restart() -> None:
+            time.sleep(1.0)
+            switch.process.kill()
+            switch.process.wait()
+            with running_switch("--listen", f"127.0.0.1:{port}") as second:
+                second.wait_for("starts with 2 workers", timeout_s=15)
+                time.sleep(0.5)
+                over.set()
+                ended.wait(10)
+
+        ended = threading.Event()
+        restarter = threading.Thread(target=restart)
+        restarter.start()
+        found = values(run_threads(lambda *rank: until(*rank, switch.endpoint, over, rejoin_s=1), 2, timeout_s=60))
+        ended.set()
+        restarter.join()
+    for algorithms in found:
+        assert returns(algorithms) == 1 and algorithms[-1] == IN_NETWORK
+
+
+def test_rejoin_0_never_asks_again() -> None:
+    over = threading.Event()
+    with MortalSwitch() as first:
+        port = first.port
+
+        def restart() -> None:
+            time.sleep(0.3)
+            first.die()
+            with MortalSwitch(port=port) as second:
+                time.sleep(1.5)
+                assert not second.complete
+                over.set()
+
+        restarter = threading.Thread(target=restart)
+        restarter.start()
+        found = values(run_threads(lambda *rank: until(*rank, first.endpoint, over, rejoin_s=0), 2, timeout_s=60))
+        restarter.join()
+    assert all(returns(each) == 0 for each in found)
+
+
+# --- together with something else ------------------------------------------------------------------------------------
+
+
+def dies_with_the_switch(rank: int, size: int, folder: str, endpoint: str, victim: int, pid: int) -> Any:
+    with join(rank, size, folder, endpoint) as group:
+        began = time.monotonic()
+        try:
+            for turn in itertools.count():
+                if rank == victim and turn == 3:
+                    os.kill(pid, signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                began = time.monotonic()
+                buffer = np.ones(100_000, np.float32)
+                group.all_reduce(buffer)
+                assert set(buffer.tolist()) == {float(size)}
+        except Exception as error:
+            return type(error).__name__, getattr(error, "rank", None), str(error), time.monotonic() - began
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_a_worker_that_dies_with_the_switch_is_named_by_all_others(victim: int) -> None:
+    with running_switch() as switch:
+        outcomes = run_ranks(dies_with_the_switch, 3, switch.endpoint, victim, switch.process.pid, dies=[victim])
+    for rank in set(range(3)) - {victim}:
+        assert not outcomes[rank].error, outcomes[rank].text
+        error, named, text, took_s = outcomes[rank].value
+        assert (error, named) == ("PeerLost", victim), text
+        assert took_s < 5.0
+
+
+def test_a_rank_that_is_stopped_makes_the_others_wait_until_their_deadline_and_is_named() -> None:
+    def call(rank: int, size: int, folder: str, endpoint: str, switch: MortalSwitch) -> tuple[str, str, float]:
+        with join(rank, size, folder, endpoint) as group:
+            group.all_reduce(np.ones(10))
+            group.barrier()
+            if rank == 2:
+                # Its door stays shut: like a process that is stopped, in threads of one.
+                group.group._ward.questions["freeze 0"] = lambda _, __: time.sleep(3)  # type: ignore[assignment, func-returns-value]
+                ready.set()
+                time.sleep(3)
+                return "", "", 0.0
+            ready.wait(5)
+            if rank == 0:
+                switch.die()
+            began = time.monotonic()
+            try:
+                group.all_reduce(np.ones(10), timeout_s=1.5)
+            except Exception as error:
+                return type(error).__name__, str(error), time.monotonic() - began
+        return "", "", 0.0
+
+    ready = threading.Event()
+    with MortalSwitch() as switch:
+        found = values(run_threads(call, 3, switch.endpoint, switch))
+    for error, text, took_s in found[:2]:
+        assert error in ("CollectiveTimeout", "PeerLost"), text
+        assert "rank 2" in text
+        assert took_s < 8.0
+    assert any("rank 2 did not say what it has" in text for _, text, _ in found)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_failed(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
+    yield
+    assert not [each for each in recwarn if "Exception in thread" in str(each.message)]

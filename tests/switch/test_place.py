@@ -1,0 +1,70 @@
+"""A switch's place in a job's tree, and the tree that ranks make of what their switches say is above them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from netfold.communicator.errors import SwitchError
+from netfold.communicator.way_up import WayUp, common_tree
+from netfold.switch.tree import MAX_DEPTH, Child, Place, alone, place_of
+
+ROOT, MIDDLE, LEFT, RIGHT = 90, 80, 70, 60
+# Workers 0 and 3 below the left leaf, 1 below the right one, 2 at the middle, 4 at the root.
+PATHS = [[LEFT, MIDDLE, ROOT], [RIGHT, ROOT], [MIDDLE, ROOT], [LEFT, MIDDLE, ROOT], [ROOT]]
+
+
+@pytest.mark.parametrize(
+    ("me", "place"),
+    [
+        (LEFT, Place((Child((0,)), Child((3,))), MIDDLE)),
+        (RIGHT, Place((Child((1,)),), ROOT)),
+        (MIDDLE, Place((Child((0, 3), LEFT), Child((2,))), ROOT)),
+        (ROOT, Place((Child((0, 2, 3), MIDDLE), Child((1,), RIGHT), Child((4,))), None)),
+    ],
+)
+def test_every_switch_finds_who_is_below_it_in_the_order_of_the_lowest(me: int, place: Place) -> None:
+    assert place_of(me, PATHS) == place
+
+
+def test_a_switch_with_all_workers_has_neither_leaves_nor_a_parent() -> None:
+    assert place_of(7, [[7]] * 3) == alone(3)
+    assert [child.name for child in alone(3).children] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        ([[LEFT, ROOT], [RIGHT]], "or that is no tree"),  # two roots
+        ([[LEFT, ROOT], [LEFT, MIDDLE, ROOT]], "has two parents"),
+        ([[LEFT, RIGHT], [RIGHT, LEFT]], "has two parents"),  # in a circle
+        ([[LEFT, RIGHT, LEFT]], "has two parents"),
+        ([[LEFT], []], "worker 1 is below 0 switches"),
+        ([[LEFT, *range(MAX_DEPTH)]], "1 to 8 levels"),
+        ([[RIGHT]], f"switch {LEFT:08x} is not in the tree"),
+    ],
+)
+def test_paths_that_are_no_tree_are_refused(paths: list[list[int]], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        place_of(LEFT, paths)
+
+
+def way(*ids: int, broken: str = "") -> WayUp:
+    return WayUp(ids, tuple(f"h{each}:7171" for each in ids), broken)
+
+
+def test_ways_are_cut_at_the_lowest_switch_that_all_are_below() -> None:
+    assert common_tree([way(LEFT, MIDDLE, ROOT), way(LEFT, MIDDLE, ROOT)], [0, 1]) == [[LEFT], [LEFT]]
+    assert common_tree([way(LEFT, MIDDLE, ROOT), way(MIDDLE, ROOT)], [0, 1]) == [[LEFT, MIDDLE], [MIDDLE]]
+    assert common_tree([way(LEFT, MIDDLE, ROOT), way(RIGHT, ROOT)], [0, 1]) == [[LEFT, MIDDLE, ROOT], [RIGHT, ROOT]]
+
+
+def test_ways_that_do_not_meet_are_all_named_with_what_is_wrong() -> None:
+    ways = [way(LEFT, MIDDLE), way(LEFT, MIDDLE), way(RIGHT, broken="the parent switch at h90:7171 cannot be reached")]
+    with pytest.raises(SwitchError) as caught:
+        common_tree(ways, [0, 2, 4])
+    assert (
+        "have no common parent: rank 0's is h70:7171 below h80:7171; rank 4's is h60:7171 (the parent switch at "
+        "h90:7171 cannot be reached)" in str(caught.value)
+    )

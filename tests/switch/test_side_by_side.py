@@ -1,0 +1,148 @@
+"""A group over several switches at once, or over several threads of one: its operations are cut in parts."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import RunningSwitch, run_threads, running_switch, values
+
+from netfold import Communicator, FileStore, Options
+from netfold._native import engine
+
+IN_NETWORK = engine.ALGORITHMS["in_network"]
+# About a part's least size, and cut unevenly by three.
+COUNTS = (1, 1000, 40_000, 100_003)
+
+
+def join(rank: int, size: int, folder: str, endpoints: list[str], **how: Any) -> Communicator:
+    options = Options(switch=",".join(endpoints) or None, transport="tcp", probe="off", **how)
+    return Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20)
+
+
+def part(rank: int, count: int) -> Any:
+    return np.random.default_rng([rank, count]).integers(-1000, 1000, count).astype(np.float32)
+
+
+def everything(rank: int, size: int, folder: str, endpoints: list[str]) -> list[int]:
+    """Each operation at each size; the packets sent to each switch."""
+    with join(rank, size, folder, endpoints, algorithm="in_network") as group:
+        for count in COUNTS:
+            parts = [part(each, count) for each in range(size)]
+            total = np.sum(parts, 0)
+            buffer = parts[rank].copy()
+            group.all_reduce(buffer)
+            assert (buffer == total).all(), count
+            buffer = parts[rank].copy()
+            group.broadcast(buffer, root=1)
+            assert (buffer == parts[1]).all(), count
+            buffer = parts[rank].copy()
+            group.reduce(buffer, root=size - 1, op="max")
+            assert (buffer == (np.max(parts, 0) if rank == size - 1 else parts[rank])).all(), count
+            assert (group.all_gather(parts[rank]) == np.array(parts)).all(), count
+            # Blocks of different sizes.
+            blocks = [np.full(count + to, rank + 1.0, np.float64) for to in range(size)]
+            mine = np.zeros(count + rank)
+            group.reduce_scatter(blocks, mine, op="avg")
+            assert (mine == (size + 1) / 2).all(), count
+            group.barrier()
+        assert set(group.group.events()["algorithm"].tolist()) == {IN_NETWORK}
+        traffic = [group.group.traffic(number) for number in range(len(endpoints))]
+        return [each["packets_sent"] for each in traffic if each is not None]
+
+
+@pytest.mark.parametrize("switches", [2, 3])
+def test_every_operation_goes_over_all_switches(switches: int) -> None:
+    running = [running_switch() for _ in range(switches)]
+    endpoints = [each.__enter__().endpoint for each in running]
+    try:
+        for sent in values(run_threads(everything, 3, endpoints)):
+            assert len(sent) == switches
+            assert min(sent) > max(sent) / 2 > 100, sent
+    finally:
+        for each in running:
+            each.__exit__(None, None, None)
+
+
+def test_a_switch_that_is_named_twice_adds_on_two_threads() -> None:
+    with running_switch("--threads", "2") as switch:
+        endpoints = [switch.endpoint] * 2
+
+        def busy() -> dict[str, float]:
+            """CPU seconds of each thread that handled packets, by what the kernel counts."""
+            found = {}
+            for task in Path(f"/proc/{switch.process.pid}/task").iterdir():
+                found[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+            return found
+
+        before = busy()
+        for sent in values(run_threads(everything, 3, endpoints)):
+            assert min(sent) > max(sent) / 2 > 100, sent
+        spent = sorted(after - before.get(task, 0) for task, after in busy().items())
+        assert spent[-2] > spent[-1] / 4 > 0, spent
+        ports = {int(port) for port in re.findall(r"event=started .* port=(\d+)", switch.log())}
+        assert len(ports) == 2
+
+
+def test_sums_by_shared_exponents_are_the_same_bits_over_one_switch_over_two_and_over_none() -> None:
+    def add(rank: int, size: int, folder: str, endpoints: list[str]) -> bytes:
+        with join(rank, size, folder, endpoints, wire="i32") as group:
+            buffer = np.random.default_rng(rank).standard_normal(200_000).astype(np.float32)
+            group.all_reduce(buffer)
+            return buffer.tobytes()
+
+    with running_switch() as one, running_switch() as other:
+        found = [values(run_threads(add, 2, each)) for each in ([], [one.endpoint], [one.endpoint, other.endpoint])]
+    assert len({each for bits in found for each in bits}) == 1
+
+
+def test_a_switch_that_dies_costs_no_step_and_the_other_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    def add(rank: int, size: int, folder: str, endpoints: list[str]) -> list[list[int]]:
+        sent: list[list[int]] = []
+        with join(rank, size, folder, endpoints, rejoin_s=0) as group:
+            while True:
+                buffer = np.full(200_000, rank + 1.0, np.float32)
+                group.all_reduce(buffer)
+                assert (buffer == size * (size + 1) / 2).all()
+                word = np.array([float(dead.is_set()) + float(over.is_set())], np.float32)
+                group.all_reduce(word)
+                traffic = [group.group.traffic(number) or {} for number in range(2)]
+                sent.append([each["packets_sent"] for each in traffic])
+                if word[0] == 2 * size:
+                    return sent
+
+    dead, over = threading.Event(), threading.Event()
+    with running_switch() as one, running_switch() as other:
+
+        def kill(switch: RunningSwitch) -> None:
+            switch.wait_for("event=started")
+            time.sleep(0.5)
+            switch.process.send_signal(signal.SIGKILL)
+            switch.process.wait()
+            dead.set()
+            time.sleep(1.0)
+            over.set()
+
+        killer = threading.Thread(target=kill, args=(one,))
+        killer.start()
+        found = values(run_threads(add, 3, [one.endpoint, other.endpoint], timeout_s=60))
+        killer.join()
+        endpoint = one.endpoint
+    for sent in found:
+        first, last = sent[len(sent) * 2 // 3], sent[-1]
+        assert last[0] == first[0] and last[1] > first[1] + 100, (first, last)
+    said = [record.getMessage() for record in caplog.records if "No step is lost" in record.getMessage()]
+    assert len(said) == 1 and endpoint in said[0], said
+
+
+def test_ranks_with_another_number_of_switches_are_told_so() -> None:
+    with running_switch() as one, running_switch() as other:
+        both = [one.endpoint, other.endpoint]
+        found = run_threads(lambda rank, *rest: join(rank, *rest, both[: rank + 1]), 2)
+    assert "all ranks need as many" in found[1].text
