@@ -251,3 +251,25 @@ def test_a_delay_is_made_or_refused_with_the_reason() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     else:
         assert (done.returncode, "netem" in done.stderr) == (2, True)
+
+
+def test_a_rack_of_racks_has_a_leaf_in_each_where_asked() -> None:
+    code = (
+        "import os, torch, torch.distributed as dist; dist.init_process_group('netfold'); "
+        "x = torch.arange(100000.) + dist.get_rank(); dist.all_reduce(x); "
+        "assert torch.equal(x, 4 * torch.arange(100000.) + 6); print('through', os.environ['NETFOLD_SWITCH']); "
+        "dist.destroy_process_group()"
+    )
+    racks = ("--racks", "2", "--uplink", "400mbit", "--leaves")
+    process = rack_run(sys.executable, "-c", code, hosts=4, options=racks)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    for host, rack in enumerate((0, 0, 1, 1)):
+        assert f"h{host}| through {names.rack_address(rack)}:{names.SWITCH_PORT}" in said, said
+    # Both leaves sent sums up.
+    assert len(re.findall(r"leaf\| .*event=started .*parent=", said)) == 2, said
+
+
+def test_leaves_want_several_racks_and_a_switch_above() -> None:
+    with Rack(2, "1gbit") as rack, pytest.raises(RackError, match="several racks"):
+        rack.start_leaves(lambda line: None)

@@ -34,6 +34,9 @@ def run(
     uplink: Uplink = None,
     switch_rate: SwitchRate = None,
     switch: Annotated[bool, typer.Option(help="Run an aggregator.")] = True,
+    leaves: Annotated[
+        bool, typer.Option("--leaves", help="One in each rack's switch too, below the one at the core.")
+    ] = False,
 ) -> None:
     """Run COMMAND once on every host, with RANK, WORLD_SIZE, MASTER_ADDR, NETFOLD_SWITCH, ... set.
 
@@ -46,7 +49,7 @@ def run(
     try:
         asked = Rack(hosts, rate, loss, delay=delay, mtu=mtu, racks=racks, uplink=uplink, switch_rate=switch_rate)
         with exit_on_signals(), asked as rack:
-            code = run_on_every_host(rack, command, lambda line: print(line, flush=True), switch=switch)
+            code = run_on_every_host(rack, command, lambda line: print(line, flush=True), switch=switch, leaves=leaves)
     except (RackError, ValueError) as error:
         typer.echo(f"netfold rack run: {error}", err=True)
         raise typer.Exit(CANNOT) from None

@@ -7,8 +7,11 @@ from netfold.rack.processes import DRAIN_S, follow, supervise
 from netfold.rack.rack import Rack
 
 
-def run_on_every_host(rack: Rack, argv: Sequence[str], write: Callable[[str], None], *, switch: bool) -> int:
-    """Start the aggregator (if asked), then `argv` once a host; return the first exit code that is not 0."""
+def run_on_every_host(
+    rack: Rack, argv: Sequence[str], write: Callable[[str], None], *, switch: bool, leaves: bool = False
+) -> int:
+    """Start the aggregator (if asked), and one below it in each rack (if asked), then `argv` once a host; return the
+    first exit code that is not 0."""
     lock = threading.Lock()
 
     def writer(source: str) -> Callable[[str], None]:
@@ -18,7 +21,9 @@ def run_on_every_host(rack: Rack, argv: Sequence[str], write: Callable[[str], No
 
         return write_line
 
-    aggregator = rack.start_switch(writer("switch")) if switch else None
+    aggregators = [rack.start_switch(writer("switch"))] if switch else []
+    if leaves:
+        aggregators += rack.start_leaves(writer("leaf"))
     processes = [rack.popen(host, argv) for host in range(rack.hosts)]
     readers = [follow(process, writer(f"h{host}")) for host, process in enumerate(processes)]
     outcome = supervise(processes)
@@ -26,6 +31,7 @@ def run_on_every_host(rack: Rack, argv: Sequence[str], write: Callable[[str], No
         reader.join(DRAIN_S)
     if outcome.first_failed is not None:
         write(f"rack: host h{outcome.first_failed} failed first, with exit code {outcome.exit_code}")
-    if aggregator is not None and aggregator.poll() is not None:
-        write(f"rack: the aggregator ended before its workers, with exit code {aggregator.returncode}")
+    for aggregator in aggregators:
+        if aggregator.poll() is not None:
+            write(f"rack: an aggregator ended before its workers, with exit code {aggregator.returncode}")
     return outcome.exit_code

@@ -48,6 +48,7 @@ class Rack:
         self.link = self.layout.link
         self.rack_id = secrets.token_hex(4)
         self.switch_address: str | None = None
+        self.leaf_addresses: list[str] = []  # by rack, where there is a switch in each
         self._processes: list[Process] = []
         self._claim: int | None = None
 
@@ -74,7 +75,8 @@ class Rack:
 
         Its temporary folder is its own, so that it shares memory with what it starts itself and with no other host.
         """
-        worker = names.worker_environment(host, self.hosts, self.switch_address)
+        switch = self.leaf_addresses[self.layout.rack_of(host)] if self.leaf_addresses else self.switch_address
+        worker = names.worker_environment(host, self.hosts, switch)
         worker["TMPDIR"] = str(remains.HOST_FOLDER)
         alone = ["sh", "-c", 'mount -t tmpfs netfold "$TMPDIR" && exec "$@"', "sh", *argv]
         return self._spawn(names.host_namespace(self.rack_id, host), alone, {**worker, **(environment or {})})
@@ -94,6 +96,23 @@ class Rack:
         aggregator = start_aggregator(self.popen_switch, argv or aggregator_argv(listen), on_line)
         self.switch_address = aggregator.address
         return aggregator.process
+
+    def start_leaves(self, on_line: Callable[[str], None]) -> list[Process]:
+        """Start an aggregator in every rack's switch, below the one that runs; a rack's workers learn its address.
+
+        Raises RackError where there is one rack alone, or no aggregator above.
+        """
+        if self.layout.uplink is None or self.switch_address is None:
+            raise RackError("leaves stand in several racks, below an aggregator that has been started")
+        processes = []
+        for rack in range(self.layout.racks):
+            namespace = names.rack_namespace(self.rack_id, rack)
+            listen = f"{names.rack_address(rack)}:{names.SWITCH_PORT}"
+            argv = [*aggregator_argv(listen), "--parent", self.switch_address]
+            leaf = start_aggregator(lambda argv, inside=namespace: self._spawn(inside, argv, {}), argv, on_line)
+            self.leaf_addresses.append(leaf.address)
+            processes.append(leaf.process)
+        return processes
 
     def _spawn(self, namespace: str, argv: Sequence[str], environment: Mapping[str, str]) -> Process:
         # A switch that the caller's own shell names cannot be reached from in here.
