@@ -276,7 +276,7 @@ Step Parts::call(Id worker) {
   Step step;
   WorkerState state = workers_[worker];
   state.now.machine.start({.operation = state.called,
-                           .elements = line_of(state.now.machine.config().worker)[state.called],
+                           .elements = line_of(state.number)[state.called],
                            .wire = kernels::DType::i64,
                            .reduce = kernels::ReduceOp::sum});
   ++state.called;
