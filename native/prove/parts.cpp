@@ -276,7 +276,7 @@ Step Parts::call(Id worker) {
   Step step;
   WorkerState state = workers_[worker];
   state.now.machine.start({.operation = state.called,
-                           .elements = line_of(state.now.machine.config().worker)[state.called],
+                           .elements = line_of(state.number)[state.called],
                            .wire = kernels::DType::i64,
                            .reduce = kernels::ReduceOp::sum});
   ++state.called;
@@ -304,12 +304,14 @@ bool Parts::receive(WorkerState& worker, const Packet& packet, Step& step) const
       return end(worker, received.header, step);
     case Worker::Outcome::received:
       return take(worker, received, step);
+    case Worker::Outcome::notice:
+      break;  // the search's switch writes none
   }
   return false;
 }
 
 bool Parts::end(WorkerState& worker, const Header& said, Step& step) const {
-  const Line& line = line_of(worker.now.machine.config().worker);
+  const Line& line = line_of(worker.number);
   const std::uint32_t own = operation_at(line, said.chunk);
   step.became = "ended: mismatch";
   if (agreed(said.chunk)) {
@@ -322,7 +324,7 @@ bool Parts::end(WorkerState& worker, const Header& said, Step& step) const {
 }
 
 bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& step) const {
-  const Line& line = line_of(worker.now.machine.config().worker);
+  const Line& line = line_of(worker.number);
   const std::uint64_t chunk = place(line, received.header.operation, received.first);
   std::int64_t value = 0;
   if (chunk == chunk_count_ || received.values.size() != sizeof value) {

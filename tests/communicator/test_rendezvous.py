@@ -247,7 +247,7 @@ def test_ranks_that_were_told_different_sizes_say_which() -> None:
 def test_a_rank_without_a_switch_where_others_have_one_is_told_so() -> None:
     options = [{"switch": "127.0.0.1:1"}, {}]
     outcomes = run_threads(join, 2, options, 1.0)
-    assert "rank 1 has NETFOLD_SWITCH=None, rank 0 has 127.0.0.1:1: all ranks need one, or none" in outcomes[1].text
+    assert "rank 1 has NETFOLD_SWITCH=None, rank 0 has 127.0.0.1:1: all ranks need as many, or none" in outcomes[1].text
     assert outcomes[0].error in ("RendezvousError", "SwitchError")
 
 
