@@ -3,6 +3,7 @@
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 
 from netfold.rack import names, remains
@@ -109,7 +110,7 @@ class Rack:
             namespace = names.rack_namespace(self.rack_id, rack)
             listen = f"{names.rack_address(rack)}:{names.SWITCH_PORT}"
             argv = [*aggregator_argv(listen), "--parent", self.switch_address]
-            leaf = start_aggregator(lambda argv, inside=namespace: self._spawn(inside, argv, {}), argv, on_line)
+            leaf = start_aggregator(partial(self._spawn, namespace, environment={}), argv, on_line)
             self.leaf_addresses.append(leaf.address)
             processes.append(leaf.process)
         return processes
