@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from netfold import Communicator, FileStore, Options
-from netfold.bench.machine import describe_machine, describe_versions
+from netfold.bench.machine import spoken
 from netfold.bench.spread import paired_ratios, spread
 from netfold.bench.start_line import StartLine
 from netfold.rack import Rack
@@ -214,13 +214,10 @@ def render(rows: Rows, hosts: int, load: tuple[float, float]) -> str:
     ]
     for size, middle, low, high in tag_costs():
         lines.append(f"| {size} | {middle:.0f} ({low:.0f} .. {high:.0f}) | {middle / size:.3f} |")
-    machine, versions = describe_machine(), describe_versions({})
     rounds = len(next(iter(rows.values()))["off"])
     lines += [
         "",
-        f"{rounds} interleaved rounds a link; {machine['cores']} cores of {machine['cpu']} for all of it, Linux "
-        f"{machine['kernel']}, load {load[0]:.1f} to {load[1]:.1f}; netfold {versions['netfold']}, commit "
-        f"{versions['commit']}.",
+        f"{rounds} interleaved rounds a link; {spoken(load)}",
     ]
     return "\n".join(lines) + "\n"
 

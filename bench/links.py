@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from netfold.bench.machine import describe_machine, describe_versions
+from netfold.bench.machine import spoken
 from netfold.bench.spread import paired_ratios, spread
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
@@ -123,14 +123,12 @@ def render(found: dict[tuple[str, int], dict[str, list[float]]], load: tuple[flo
             f"| {bf16.median:.2f}{goal(over_bf16)} |"
         )
     times = [spread(found["200mbit", hosts]["f32"]).median for hosts in (8, 2)]
-    machine, versions = describe_machine(), describe_versions({})
     rounds = len(next(iter(found.values()))["f32"])
     lines += [
         "",
         f"Time at 8 hosts over time at 2, 200 Mbit/s, f32: {times[0] / times[1]:.3f} (at most {FLAT:g}). Headers leave "
         f"{1408 / (1408 + 48 + 28 + 14):.3f} of the rate, and a link lets its first 128 KB pass at once. {rounds} "
-        f"rounds a rack; {machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, load {load[0]:.1f} "
-        f"to {load[1]:.1f}; netfold {versions['netfold']}, commit {versions['commit']}.",
+        f"rounds a rack; {spoken(load)}",
     ]
     return "\n".join(lines) + "\n"
 

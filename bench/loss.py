@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from netfold import Communicator, FileStore
-from netfold.bench.machine import describe_machine, describe_versions
+from netfold.bench.machine import spoken
 from netfold.bench.spread import spread
 from netfold.bench.start_line import StartLine
 from netfold.rack import Rack
@@ -137,12 +137,10 @@ def render(rows: dict[str, list[dict[str, Any]]], hosts: int, rate: str, load: t
             f"| {of.median / clean.median:.3f} | {max(times) / clean.median:.2f} | {again:.2%} "
             f"| {sum(row['wrong'] for row in taken)} |"
         )
-    machine, versions = describe_machine(), describe_versions({})
     lines += [
         "",
         f"{len(rows['0%'])} interleaved rounds; goodput without loss {SIZE * 8 / clean.median / 1e6:.0f} Mbit/s; "
-        f"{machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, load {load[0]:.1f} to "
-        f"{load[1]:.1f}; netfold {versions['netfold']}, commit {versions['commit']}.",
+        f"{spoken(load)}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from netfold.bench.machine import describe_machine, describe_versions
+from netfold.bench.machine import spoken
 from netfold.bench.start_line import StartLine
 
 # Bytes of f32 that are summed; 0: a barrier.
@@ -110,13 +110,10 @@ def render(times: Times, rounds: int, calls: int, load: tuple[float, float]) -> 
                 f"| {np.median(theirs):.0f} | {np.percentile(theirs, 99):.0f} "
                 f"| {np.median(theirs) / np.median(ours):.2f} | {low:.2f} .. {high:.2f} |"
             )
-    machine, versions = describe_machine(), describe_versions({})
     lines += [
         "",
         f"{rounds} interleaved rounds of {calls} calls each; the last column: medians of rounds, 5% to 95%. "
-        f"{machine['cores']} cores of {machine['cpu']} for all ranks and the switch, Linux {machine['kernel']}, load "
-        f"{load[0]:.1f} to {load[1]:.1f}; netfold {versions['netfold']}, torch {version('torch')}, commit "
-        f"{versions['commit']}.",
+        f"torch {version('torch')}; {spoken(load)}",
     ]
     return "\n".join(lines) + "\n"
 

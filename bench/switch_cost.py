@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from netfold import Communicator, FileStore
-from netfold.bench.machine import describe_machine, describe_versions
+from netfold.bench.machine import spoken
 from netfold.bench.spread import spread
 from netfold.bench.start_line import StartLine
 from netfold.rack import Rack
@@ -278,7 +278,6 @@ def render(
     for name in [*(name for name, _ in PLACES), ELSEWHERE]:
         shares = (places[way][name] / max(1, sum(places[way].values())) for way in WAYS)
         lines.append(f"| {name} | " + " | ".join(f"{share:.1%}" for share in shares) + " |")
-    machine, versions = describe_machine(), describe_versions({})
     verdicts = (
         f"{way.name}: {'met' if spread([row['gbit_a_cpu_s'] for row in rows[way]]).median >= GOAL_GBIT else 'missed'}"
         for way in WAYS
@@ -287,8 +286,7 @@ def render(
     lines += [
         "",
         f"Goal: at least {GOAL_GBIT:.0f} with GRO on; {'; '.join(verdicts)}. {len(rows[WAYS[0]])} interleaved rounds; "
-        f"{os.cpu_count()} cores of {machine['cpu']}, Linux {machine['kernel']}, "
-        f"load {load[0]:.1f} to {load[1]:.1f}; netfold {versions['netfold']}, commit {versions['commit']}.",
+        f"{spoken(load)}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from netfold import Communicator, FileStore, Options
-from netfold.bench.machine import describe_machine, describe_versions
+from netfold.bench.machine import spoken
 from netfold.bench.spread import spread
 from netfold.bench.start_line import StartLine
 from netfold.rack import Rack
@@ -135,12 +135,9 @@ def render(rows: list[list[dict[str, Any]]], rate: str, load: tuple[float, float
             f"| {max(times) * 1e3:.0f} | {of.median / one.median:.3f} | {SIZE * 8 / of.median / 1e6:.0f} "
             f"| {crossing} | {again:.2%} | {sum(row['wrong'] for row in taken)} |"
         )
-    machine, versions = describe_machine(), describe_versions({})
     lines += [
         "",
-        f"{len(rows[0])} interleaved rounds; {machine['cores']} cores of {machine['cpu']} for all of it, "
-        f"Linux {machine['kernel']}, load {load[0]:.1f} to {load[1]:.1f}; netfold {versions['netfold']}, commit "
-        f"{versions['commit']}.",
+        f"{len(rows[0])} interleaved rounds; {spoken(load)}",
     ]
     return "\n".join(lines) + "\n"
 

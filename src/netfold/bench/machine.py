@@ -18,6 +18,15 @@ def describe_versions(others: Mapping[str, str]) -> dict[str, str]:
     return {**ours, **others}
 
 
+def spoken(load: tuple[float, float]) -> str:
+    """Machine, versions and the load, before and after, as the words that end a table. Cores: of the whole machine."""
+    machine, versions = describe_machine(), describe_versions({})
+    return (
+        f"{os.cpu_count()} cores of {machine['cpu']} for all of it, Linux {machine['kernel']}, load {load[0]:.1f} to "
+        f"{load[1]:.1f}; netfold {versions['netfold']}, commit {versions['commit']}."
+    )
+
+
 def _cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         # x86 calls it so; aarch64 gives no name at all.
