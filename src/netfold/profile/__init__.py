@@ -1,7 +1,10 @@
-"""Communication profiles. So far: the event record, as NumPy reads it.
+"""Communication profiles: where a training job's time on the network goes.
 
-May import NumPy and no room of ours; the layout is the native engine's (`native/engine/include/.../event.hpp`), held by
-a test.
+`run` is what a profiled job leaves on disk, `record` one operation in it, `findings` what is said of it. May import
+NumPy and no room of ours; the record's layout is the native engine's (`native/engine/include/.../event.hpp`), held by a
+test.
+
+Always: reading a run changes nothing in it; a run can be read on another machine, without what made it.
 
 Tests: `.venv/bin/pytest tests/profile`
 """

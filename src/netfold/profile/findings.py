@@ -1,0 +1,127 @@
+"""What a profile says, as plain values: the page, the terminal, JSON and CSV show these and compute nothing.
+
+Times are seconds, sizes bytes, bandwidths bytes a second. "A rank's" means the mean over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+KB, MB = 1 << 10, 1 << 20
+# hvprof's, for Horovod's messages (Awan et al., HotI 2019): upper ends; what is larger has a bucket of its own.
+BUCKETS = (128 * KB, 16 * MB, 32 * MB, 64 * MB)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation in one bucket of sizes: above `above_bytes` and up to `to_bytes` (None: no end).
+
+    count, total_s, bytes, exposed_s, wire_bytes, retransmissions, registration_*: a rank's; mean_s, p50_s, p99_s: of
+    all ranks' operations; queue_s: a rank's total between submission and start; skew_s: a rank's total between its own
+    start and the last rank's; algbw and busbw: bytes over total time, busbw times nccl-tests' factor; share: of all
+    rows' total_s. algorithms: how often each was taken, over all ranks. wire_bytes, retransmissions, registration_*:
+    None where the backend does not say.
+    """
+
+    operation: str
+    above_bytes: int
+    to_bytes: int | None
+    count: float
+    bytes: float
+    total_s: float
+    mean_s: float
+    p50_s: float
+    p99_s: float
+    algbw: float
+    busbw: float
+    share: float
+    exposed_s: float | None
+    queue_s: float
+    skew_s: float | None
+    algorithms: Mapping[str, int] = field(default_factory=dict)
+    wires: Mapping[str, int] = field(default_factory=dict)
+    wire_bytes: float | None = None
+    retransmissions: float | None = None
+    registration_hits: float | None = None
+    registration_misses: float | None = None
+    errors: int = 0
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How much of communication computing hid. All a rank's, of the whole profile or of one step.
+
+    wall_s: from begin to end; communication_s: in which at least one operation was under way; exposed_s: of these, in
+    which the training thread did not compute. overlap_ratio = 1 - exposed_s / communication_s, None without any.
+    exposed_s is None where nobody watched the training thread.
+    """
+
+    wall_s: float
+    communication_s: float
+    exposed_s: float | None
+    overlap_ratio: float | None
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Steps of training: count, and the wall time, communication and exposed time of one (median, p5, p95)."""
+
+    count: int
+    wall_s: tuple[float, float, float]
+    communication_s: tuple[float, float, float]
+    exposed_s: tuple[float, float, float] | None
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """One rank, in the operations that no rank can finish before all have begun.
+
+    last: how many it was the last to begin; waited_for_s: what the others spent waiting for it there, the mean over
+    them; waited_s: what it spent waiting for others.
+    """
+
+    rank: int
+    host: str
+    operations: int
+    last: int
+    waited_for_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """Add offset_ns to a rank's times to have the first rank's. bound_ns: how far that may be off, None: unbounded."""
+
+    rank: int
+    offset_ns: int
+    bound_ns: int | None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One sentence with numbers. prediction: it says what would be, by the cost model, not what was measured."""
+
+    text: str
+    prediction: bool
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All of it. ranks: who left records; size: how many the job had; title: the command; lost: operations, all ranks'."""
+
+    title: str
+    size: int
+    ranks: list[int]
+    sources: list[str]
+    backends: list[str]
+    rows: list[Row]
+    overall: Overlap
+    steps: StepTimes | None
+    lateness: list[Lateness]
+    clocks: list[ClockOffset]
+    advice: list[Advice]
+    blind_spots: list[str]
+    lost: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+    hosts: list[str] = field(default_factory=list)
