@@ -108,7 +108,10 @@ class Advice:
 
 @dataclass(frozen=True)
 class Findings:
-    """All of it. ranks: who left records; size: how many the job had; title: the command; lost: operations, all ranks'."""
+    """All of it.
+
+    ranks: who left records; size: how many the job had; title: the command; lost: operations that all ranks dropped.
+    """
 
     title: str
     size: int
