@@ -1,0 +1,226 @@
+"""Who may join which job: a worker's `join`, word by word, against the token, the room there is, and the other ranks'.
+
+Always: a refusal carries its reason; a job is opened, with its data port, by the first of its ranks, and granted memory
+only when all are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from netfold import control, packet_keys
+from netfold.switch.job import Job, Member, RefusedError, listed
+from netfold.switch.ledger import EVERYBODY, Ledger
+from netfold.switch.parent import Link, Parent
+from netfold.switch.tokens import Tenant, Tokens
+from netfold.switch.tree import Child, Place, alone, place_of
+
+# Longest that a job waits for its ranks, whatever a worker asks for.
+MAX_ASSEMBLY_S = 600.0
+MAX_JOB_NAME = 128
+# What people call a job: a label in metrics and a word in the log.
+_LABEL = re.compile(r"[\w.:/+-]{0,64}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Join:
+    """What a worker says of its job, and of itself in it; ProtocolError where that is no join."""
+
+    name: str
+    label: str
+    rank: int
+    ranks: tuple[int, ...]
+    port: int
+    paths: Any
+    switch: object
+    endpoint: str
+    window_bytes: int | None
+    timeout_s: float
+
+    @classmethod
+    def of(cls, message: control.Message) -> Join:
+        name, label = message.get("job"), message.get("name", "")
+        rank, ranks, port = message.get("rank"), _ranks(message), message.get("port")
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_JOB_NAME:
+            raise control.ProtocolError("join without a job name")
+        if not isinstance(label, str) or not _LABEL.fullmatch(label):
+            raise control.ProtocolError(f"join of a job that is called {str(label)[:80]!r}")
+        if not isinstance(rank, int) or rank not in ranks:
+            raise control.ProtocolError(f"join as rank {rank!r}, which is not one of the job's {len(ranks)}")
+        if not isinstance(port, int) or not 0 < port < 1 << 16:
+            raise control.ProtocolError(f"join with the port {port!r}")
+        window_bytes, seconds = message.get("window_bytes"), message.get("timeout_s", 60.0)
+        if window_bytes is not None and (not isinstance(window_bytes, int) or window_bytes <= 0):
+            raise control.ProtocolError(f"join with window_bytes {window_bytes!r}")
+        if not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise control.ProtocolError(f"join with timeout_s {seconds!r}")
+        endpoint = str(message.get("endpoint") or "")
+        paths, switch = message.get("paths"), message.get("switch")
+        return cls(name, label, rank, ranks, port, paths, switch, endpoint, window_bytes, float(seconds))
+
+
+class Admission:
+    """tokens: None where everybody may join. parent: where sums go of jobs with workers beyond this switch."""
+
+    def __init__(
+        self, ledger: Ledger, incarnation: int, tokens: Tokens | None, parent: Parent | None, *, tagged: bool
+    ) -> None:
+        self._ledger = ledger
+        self._incarnation = incarnation
+        self._tokens = tokens
+        self._parent = parent
+        self._tagged = tagged
+
+    def tenant(self, message: control.Message) -> Tenant:
+        """Who asks, whatever for; RefusedError for another version of netfold and a token that is not known."""
+        if message.get("version") != control.VERSION:
+            raise RefusedError(
+                "version",
+                f"this switch speaks control protocol {control.VERSION}, the worker {message.get('version')}: "
+                "run the same netfold on both sides",
+            )
+        if self._tokens is None:
+            return EVERYBODY
+        token = message.get("token")
+        if not isinstance(token, str):
+            raise RefusedError("token", "this switch wants a token, and none came: set NETFOLD_TOKEN_FILE")
+        tenant = self._tokens.find(token)
+        if tenant is None:
+            raise RefusedError("token", "the token of NETFOLD_TOKEN_FILE is not known here")
+        return tenant
+
+    def admit(
+        self,
+        message: control.Message,
+        writer: asyncio.StreamWriter,
+        address: str,
+        opened: Callable[[Job], None],
+    ) -> tuple[Job, Member]:
+        """The job that this worker joins, and its seat there. opened: called with a job that is new."""
+        if message["type"] != "join":
+            raise control.ProtocolError(f"expected join, not {message['type']!r}")
+        tenant = self.tenant(message)
+        join = Join.of(message)
+        if not tenant.may_call(join.label):
+            raise RefusedError(
+                "name",
+                f"{tenant.name}'s jobs are called {' or '.join(tenant.names)}, not {join.label!r} (NETFOLD_JOB_NAME)",
+            )
+        job = self._ledger.jobs.get(join.name)
+        if job is None:
+            job = self._open(join, tenant, writer)
+            self._ledger.add(job)
+            opened(job)
+        _check_same(job, join, tenant)
+        number, child = _child(job, join.ranks.index(join.rank), join.switch)
+        if number in job.members:
+            raise RefusedError(
+                "duplicate",
+                f"rank {join.rank} of this job has joined before, from {job.members[number].address}: two processes "
+                "were started with the same rank",
+            )
+        if job.started:
+            raise RefusedError("under way", "this job is under way; a restarted worker must come with a new group")
+        # Its packets will come from where it speaks now, and from no other host.
+        job.plane.expect(job.id, number, writer.get_extra_info("peername")[0], join.port)
+        where = address if child.switch is None else join.endpoint or address
+        member = job.members[number] = Member(child, job.ranks_of(child), writer, where)
+        return job, member
+
+    def _open(self, join: Join, tenant: Tenant, writer: asyncio.StreamWriter) -> Job:
+        place = self._place(join)
+        size = len(place.children)
+        self._ledger.check_room(tenant, size)
+        most_bytes = self._ledger.limits.window_bytes
+        window_bytes = most_bytes if join.window_bytes is None else min(join.window_bytes, most_bytes)
+        job_id = self._ledger.draw_id()
+        nonces = [secrets.randbits(64) for _ in range(size)]
+        drawn = [packet_keys.draw_secret() for _ in range(size)] if self._tagged else []
+        hello_keys = [packet_keys.hello_key(secret, job=job_id, worker=i) for i, secret in enumerate(drawn)]
+        host = writer.get_extra_info("sockname")[0]
+        plane = self._ledger.quietest_plane()
+        try:
+            # Twice the window a worker: the kernel counts its own overhead in.
+            port = plane.open(job_id, self._incarnation, host, nonces, hello_keys, 2 * window_bytes * size)
+        except OSError as error:
+            raise RefusedError("port", f"the switch cannot open a data port on {host}: {error}") from None
+        return Job(
+            name=join.name,
+            label=join.label,
+            tenant=tenant,
+            id=job_id,
+            ranks=join.ranks,
+            paths=join.paths,
+            place=place,
+            plane=plane,
+            link=None if place.parent is None or self._parent is None else Link(self._parent),
+            host=host,
+            port=port,
+            nonces=nonces,
+            secrets=drawn,
+            answer_secret=packet_keys.draw_secret(),
+            window_bytes=min(window_bytes, plane.receive_buffer_bytes(job_id) // (2 * size)),
+            deadline=min(join.timeout_s, MAX_ASSEMBLY_S),
+            created=time.monotonic(),
+        )
+
+    def _place(self, join: Join) -> Place:
+        size, paths = len(join.ranks), join.paths
+        if paths is None:
+            return alone(size)
+        if (
+            not isinstance(paths, list)
+            or len(paths) != size
+            or not all(isinstance(path, list) and all(isinstance(each, int) for each in path) for path in paths)
+        ):
+            raise control.ProtocolError("join with paths that are not a list of ids for each worker")
+        try:
+            place = place_of(self._incarnation, paths)
+        except ValueError as error:
+            raise RefusedError("tree", str(error)) from None
+        if place.parent is not None and self._parent is None:
+            raise RefusedError("tree", "this switch has no parent (--parent), and the job has workers beyond it")
+        return place
+
+
+def _check_same(job: Job, join: Join, tenant: Tenant) -> None:
+    """Raise RefusedError where this rank's job is not what the others said it is."""
+    if job.tenant != tenant:
+        raise RefusedError("token", "this job belongs to another token: all its ranks need the same")
+    if len(job.ranks) != len(join.ranks):
+        raise RefusedError(
+            "mismatch", f"rank {join.rank} says that its job has {len(join.ranks)} ranks; others said {len(job.ranks)}"
+        )
+    if job.ranks != join.ranks:
+        raise RefusedError(
+            "mismatch",
+            f"rank {join.rank} says that the ranks of its job are {listed(join.ranks)}; others said other ones",
+        )
+    if job.paths != join.paths:
+        raise RefusedError(
+            "mismatch", f"rank {join.rank} says that its job has another tree of switches than others said"
+        )
+
+
+def _ranks(message: control.Message) -> tuple[int, ...]:
+    ranks = message.get("ranks")
+    if not isinstance(ranks, list) or not ranks or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
+        raise control.ProtocolError("join without the job's ranks")
+    if len(set(ranks)) != len(ranks):
+        raise control.ProtocolError("join with a rank that is there twice")
+    return tuple(ranks)
+
+
+def _child(job: Job, worker: int, switch: object) -> tuple[int, Child]:
+    """Who joins, with its number here: worker `worker`, or the switch of that id with it as the lowest below."""
+    for number, child in enumerate(job.place.children):
+        if child.name == worker and child.switch == switch:
+            return number, child
+    what = f"rank {job.ranks[worker]}" if switch is None else "a switch"
+    raise RefusedError("tree", f"{what} joins here, and by the tree of this job it does not")

@@ -1,0 +1,105 @@
+"""A job on this switch: who is in it, what was granted to it, and how far it has come. And how a worker is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from netfold import packet_keys
+from netfold._native.aggregator import Plane
+from netfold.switch.parent import Link
+from netfold.switch.tokens import Tenant
+from netfold.switch.tree import Child, Place
+
+
+class RefusedError(Exception):
+    """Said to the worker in its words; `kind` is the reason in one, for counting."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+@dataclass
+class Member:
+    """One that joined: a rank, or a switch with the ranks below it."""
+
+    child: Child
+    ranks: tuple[int, ...]
+    writer: asyncio.StreamWriter
+    address: str  # of the connection; of a switch: where it listens
+    payload_bytes: int = 0
+    window: int | None = None  # the most chunks that a switch can grant
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[0]
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank}" if self.child.switch is None else f"the switch of rank {listed(self.ranks)}"
+
+
+@dataclass
+class Job:
+    name: str  # a digest that only its ranks know
+    label: str
+    tenant: Tenant
+    id: int
+    ranks: tuple[int, ...]  # what its workers, by number, are called; of the whole tree
+    paths: Any  # of its workers, as they said
+    place: Place
+    plane: Plane
+    host: str
+    port: int
+    nonces: list[int]
+    secrets: list[bytes]  # of workers, by number; empty where packets carry no tags
+    answer_secret: bytes
+    window_bytes: int
+    deadline: float
+    created: float
+    members: dict[int, Member] = field(default_factory=dict)  # by number here
+    link: Link | None = None  # to the parent
+    climb: asyncio.Task[None] | None = None  # reads from it
+    left: set[int] = field(default_factory=set)  # ranks of which all were told
+    asked: dict[int, asyncio.Future[list[int]]] = field(default_factory=dict)  # by serial: who misses what
+    started: bool = False
+    epoch: int = 0
+    memory_bytes: int = 0
+    slots: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def size(self) -> int:
+        """Who contributes here."""
+        return len(self.place.children)
+
+    @property
+    def who(self) -> dict[str, object]:
+        """Its fields in the log."""
+        return {"job": self.name, "name": self.label or None, "tenant": self.tenant.name, "id": f"{self.id:08x}"}
+
+    def ranks_of(self, child: Child) -> tuple[int, ...]:
+        return tuple(self.ranks[worker] for worker in child.workers)
+
+    def keys(self, epoch: int) -> tuple[list[bytes], bytes] | None:
+        """Of its packets in this epoch, a worker each and the answers', None where they carry no tags."""
+        if not self.secrets:
+            return None
+        own = [
+            packet_keys.contribution_key(secret, job=self.id, epoch=epoch, worker=worker)
+            for worker, secret in enumerate(self.secrets)
+        ]
+        return own, packet_keys.answer_key(self.answer_secret, job=self.id, epoch=epoch)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """For a sentence."""
+    return ", ".join(map(str, ranks))
+
+
+def labelled(ranks: Sequence[int]) -> str:
+    """For the log: whom a contribution is from."""
+    return "+".join(map(str, ranks))

@@ -1,0 +1,189 @@
+"""What a switch has granted, and to whom; what jobs did that have ended. A job is in it from its opening to its end.
+
+Always: what is granted fits into the tenant's part; a job that is removed gives everything back.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from netfold._native import protocol
+from netfold._native.aggregator import Plane
+from netfold.switch.job import Job, RefusedError
+from netfold.switch.parts import Limits, Part, fitting_window, part_of
+from netfold.switch.tokens import Tenant
+
+# Fewer chunks in flight than this and a round trip is mostly waiting.
+MIN_WINDOW_CHUNKS = 8
+# The tenant of a switch without tokens.
+EVERYBODY = Tenant("everybody")
+# Counters that stay when their job has ended.
+_TOTALS = ("result_bytes", "results", "contributions", "answers_sent", "answers_again")
+
+
+class Ledger:
+    """limits: of the whole switch, which `tenants` share by weight. planes: the threads that handle packets."""
+
+    def __init__(self, limits: Limits, tenants: Sequence[Tenant], planes: Sequence[Plane]) -> None:
+        self.limits = limits
+        self.planes = planes
+        self.jobs: dict[str, Job] = {}
+        self.refusals: Counter[str] = Counter()
+        # Why no job is taken any more; empty as long as they are.
+        self.draining = ""
+        self._parts = {tenant: part_of(tenant, tenants, limits) for tenant in tenants}
+        self._ids: set[int] = set()
+        self._memory_bytes = 0
+        self._started = 0
+        # What jobs did that have ended.
+        self._ended: Counter[str] = Counter()
+        self._ended_drops: Counter[str] = Counter()
+
+    def holds(self, job: Job) -> bool:
+        """Whether it has not ended; another of its name may have come since."""
+        return self.jobs.get(job.name) is job
+
+    def check_room(self, tenant: Tenant, size: int) -> None:
+        """Raise RefusedError where `tenant` may not have one job more, of `size` workers here."""
+        if self.draining:
+            raise RefusedError("draining", f"the switch is shutting down: {self.draining}")
+        part, own = self._parts[tenant], self._jobs_of(tenant)
+        if len(own) >= part.jobs:
+            raise RefusedError("full", f"this switch is full: it serves {part.jobs} jobs (--max-jobs){_for(tenant)}")
+        if sum(job.size for job in own) + size > part.connections:
+            raise RefusedError("full", f"this switch is full: it serves {part.connections} workers{_for(tenant)}")
+        if size > self.limits.workers:
+            raise RefusedError(
+                "bound", f"a job has at most {self.limits.workers} workers here (--max-workers), not {size}"
+            )
+
+    def draw_id(self) -> int:
+        """One that no job here has; never 0."""
+        while (drawn := secrets.randbelow(0xFFFFFFFE) + 1) in self._ids:
+            pass
+        return drawn
+
+    def quietest_plane(self) -> Plane:
+        """The thread with the fewest jobs: a group that goes over this switch twice has two of them."""
+        return min(self.planes, key=lambda each: sum(job.plane is each for job in self.jobs.values()))
+
+    def add(self, job: Job) -> None:
+        self.jobs[job.name] = job
+        self._ids.add(job.id)
+
+    def fitting_window(self, job: Job, payload: int) -> int:
+        """Chunks in flight that there is room for; RefusedError where that is too few to be of use."""
+        part, own = self._parts[job.tenant], self._jobs_of(job.tenant)
+        free_bytes = part.memory_bytes - sum(other.memory_bytes for other in own)
+        free_slots = None if part.slots is None else part.slots - sum(other.slots for other in own)
+        has_parent = job.link is not None
+        window = fitting_window(
+            job.size, payload, job.window_bytes, free_bytes, free_slots, MIN_WINDOW_CHUNKS, has_parent
+        )
+        if window == 0:
+            least = protocol.job_memory_bytes(job.size, MIN_WINDOW_CHUNKS, payload, has_parent)
+            raise RefusedError(
+                "full",
+                f"this switch is full: the job needs {least / 2**20:.1f} MiB and {2 * MIN_WINDOW_CHUNKS} slots at "
+                f"least, {free_bytes / 2**20:.1f} of {part.memory_bytes / 2**20:.1f} MiB"
+                + ("" if part.slots is None else f" and {free_slots} of {part.slots} slots")
+                + f" are free (--memory){_for(job.tenant)}",
+            )
+        return window
+
+    def grant(self, job: Job, window: int, payload: int) -> None:
+        memory = protocol.job_memory_bytes(job.size, window, payload, job.link is not None)
+        self._memory_bytes += memory - job.memory_bytes
+        job.memory_bytes = memory
+        job.slots = 2 * window
+
+    def started(self, job: Job, epoch: int) -> None:
+        job.started = True
+        job.epoch = epoch
+        self._started += 1
+
+    def remove(self, job: Job) -> dict[str, Any] | None:
+        """Give everything back; what the job did, None where its thread knows nothing of it any more."""
+        counters: dict[str, Any] | None = job.plane.counters(job.id)
+        job.plane.close(job.id)
+        del self.jobs[job.name]
+        self._ids.discard(job.id)
+        self._memory_bytes -= job.memory_bytes
+        if counters is not None:
+            self._ended.update({name: counters[name] for name in _TOTALS})
+            self._ended_drops.update(counters["drops"])
+        return counters
+
+    def status(self) -> dict[str, Any]:
+        """Of all jobs and tenants, as plain values."""
+        jobs = [_job_status(job) for job in self.jobs.values()]
+        drops = self._ended_drops.copy()
+        totals = self._ended.copy()
+        for counters in (job["counters"] for job in jobs):
+            drops.update(counters["drops"])
+            totals.update({name: counters[name] for name in _TOTALS})
+        return {
+            "memory_granted_bytes": self._memory_bytes,
+            "memory_free_bytes": self.limits.memory_bytes - self._memory_bytes,
+            "jobs_limit": self.limits.jobs,
+            "jobs_started": self._started,
+            "refusals": dict(self.refusals),
+            "totals": {**{name: totals[name] for name in _TOTALS}, "drops": dict(drops)},
+            "tenants": [self._tenant_status(tenant, part) for tenant, part in self._parts.items()],
+            "jobs": jobs,
+        }
+
+    def _tenant_status(self, tenant: Tenant, part: Part) -> dict[str, Any]:
+        own = self._jobs_of(tenant)
+        granted_bytes = sum(job.memory_bytes for job in own)
+        return {
+            "name": tenant.name,
+            "jobs": len(own),
+            "memory_granted_bytes": granted_bytes,
+            "memory_free_bytes": part.memory_bytes - granted_bytes,
+        }
+
+    def _jobs_of(self, tenant: Tenant) -> list[Job]:
+        return [job for job in self.jobs.values() if job.tenant == tenant]
+
+
+def retransmissions(counters: dict[str, Any]) -> int:
+    """Contributions that came again: answered from the kept result, or dropped as known."""
+    drops = counters["drops"]
+    return int(counters["answers_again"] + drops["duplicate"] + drops["stale"])
+
+
+def _job_status(job: Job) -> dict[str, Any]:
+    counters = job.plane.counters(job.id)
+    assert counters is not None, "a job is there as long as its data port"
+    parts = [job.ranks_of(child) for child in job.place.children]
+    lags = zip(parts, counters["arrivals"], counters["arrival_lag_ns"], counters["last_arrivals"], strict=True)
+    return {
+        "id": f"{job.id:08x}",
+        "name": job.label,
+        "tenant": job.tenant.name,
+        "state": "running" if job.started else "assembling",
+        "size": job.size,
+        "joined": len(job.members),
+        "parent": None if job.link is None else job.link.parent.endpoint,
+        "epoch": job.epoch,
+        "port": job.port,
+        "age_s": time.monotonic() - job.created,
+        "memory_bytes": job.memory_bytes,
+        "retransmissions": retransmissions(counters),
+        "counters": counters,
+        "ranks": [
+            # A leaf is named by the lowest rank below it; `below` are all of them.
+            {"rank": ranks[0], "below": list(ranks[1:]), "arrivals": arrivals, "lag_s": lag_ns / 1e9, "last": last}
+            for ranks, arrivals, lag_ns, last in lags
+        ],
+    }
+
+
+def _for(tenant: Tenant) -> str:
+    """What a bound is a part of, where it is one."""
+    return "" if tenant is EVERYBODY else f"; that is the part of {tenant.name}"

@@ -1,0 +1,67 @@
+"""Who an operation waits for: asked by a worker, or by a neighbour in the tree, and asked on away from who asks."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from netfold import control
+from netfold.switch.job import Job, Member
+from netfold.switch.parent import Link
+from netfold.switch.streams import TIMEOUTS, tell
+
+# For a neighbour in the tree to say who it waits for; workers give the whole tree a second.
+_ASK_S = 0.7
+
+
+def take_answer(job: Job, message: control.Message) -> bool:
+    """Whether `message` is an answer to a question of ours; if so it goes to who asked."""
+    ranks, serial = message.get("ranks"), message.get("serial")
+    if not isinstance(ranks, list) or not isinstance(serial, int):
+        return False
+    answer = job.asked.get(serial)
+    if answer is not None and not answer.done():
+        answer.set_result([rank for rank in ranks if rank in job.ranks])
+    return True
+
+
+def chunk_of(message: control.Message) -> int:
+    """What is asked about; ProtocolError where that is nothing."""
+    chunk = message.get("chunk")
+    if not isinstance(chunk, int) or not 0 <= chunk < 1 << 64:
+        raise control.ProtocolError("missing without a chunk")
+    return chunk
+
+
+async def say_missing(job: Job, member: Member | None, chunk: int, serial: object) -> None:
+    """Tell `member`, or the parent for None: those that this switch waits for; of switches, who they wait for."""
+    ranks: set[int] = set()
+    asks = []
+    for number in job.plane.missing(job.id, chunk):
+        child, other = job.place.children[number], job.members.get(number)
+        if child.switch is None:
+            ranks.update(job.ranks_of(child))
+        elif other is not None and other is not member:
+            asks.append(_ask(job, other, chunk))
+    if job.link is not None and member is not None:
+        asks.append(_ask(job, job.link, chunk))
+    for answer in await asyncio.gather(*asks):
+        ranks.update(answer)
+    said: control.Message = {"type": "missing", "serial": serial, "ranks": sorted(ranks)}
+    if member is not None:
+        await tell(member.writer, said)
+    elif job.link is not None:
+        await job.link.tell(said)
+
+
+async def _ask(job: Job, other: Member | Link, chunk: int) -> list[int]:
+    serial = secrets.randbits(63)
+    answer = job.asked[serial] = asyncio.get_running_loop().create_future()
+    question: control.Message = {"type": "missing", "chunk": chunk, "serial": serial}
+    try:
+        await (other.tell(question) if isinstance(other, Link) else tell(other.writer, question))
+        return await asyncio.wait_for(answer, _ASK_S)
+    except TIMEOUTS:
+        return []
+    finally:
+        del job.asked[serial]
