@@ -19,7 +19,8 @@ MAY_INCLUDE = {
     # The vocabulary behind collective's own headers.
     "engine": {"collective", "protocol", "transport", "kernels"},
     "aggregator": {"protocol", "transport", "seal"},
-    "bind": {"kernels", "transport", "seal", "protocol", "prove", "collective", "engine", "aggregator"},
+    "cable": set(),
+    "bind": {"kernels", "transport", "seal", "protocol", "prove", "collective", "engine", "aggregator", "cable"},
 }
 
 

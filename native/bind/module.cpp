@@ -15,4 +15,5 @@ NB_MODULE(_native, m) {
   bind_prove(m);
   bind_engine(m);
   bind_aggregator(m);
+  bind_cable(m);
 }

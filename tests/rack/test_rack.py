@@ -13,10 +13,12 @@ import pytest
 from endings import has_ended
 
 from netfold.rack import Rack, RackError, names, remains
+from netfold.rack.cables import Cables
 from netfold.rack.command import missing
 from netfold.rack.processes import Process, spawn, supervise
+from netfold.rack.topology import End
 
-LACK = missing(loss=True)
+LACK = missing(loss=True, delay=True)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 # Ethernet, IPv4 and TCP with time stamps: what a full packet carries of what the shaper counts.
@@ -243,14 +245,28 @@ def test_the_aggregator_may_be_a_host_behind_a_link_of_its_own() -> None:
     assert "96 Mbit/s" in done.stdout  # 1448 of 1514 bytes, of 100 Mbit/s
 
 
-def test_a_delay_is_made_or_refused_with_the_reason() -> None:
-    lack = missing(loss=False, delay=True)
-    verb = [sys.executable, "-m", "netfold.cli", "rack", "check", "--rate", "100mbit", "--delay", "2ms"]
+def test_a_delay_is_what_was_asked_for_beside_loss_and_rate() -> None:
+    verb = [sys.executable, "-m", "netfold.cli", "rack", "check", "--rate", "100mbit", "--delay", "2ms", "--loss", "1%"]
     done = subprocess.run(verb, capture_output=True, text=True, timeout=120, check=False)
-    if lack is None:
-        assert done.returncode == 0, done.stdout + done.stderr
-    else:
-        assert (done.returncode, "netem" in done.stderr) == (2, True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("as asked") == 8
+
+
+def test_packets_through_a_link_that_takes_time_come_whole_and_in_the_switch_add_up() -> None:
+    code = (
+        "import torch, torch.distributed as dist; dist.init_process_group('netfold'); "
+        "x = torch.arange(300000.) + dist.get_rank(); dist.all_reduce(x); "
+        "assert torch.equal(x, 3 * torch.arange(300000.) + 3); print('whole'); dist.destroy_process_group()"
+    )
+    process = rack_run(sys.executable, "-c", code, hosts=3, options=("--delay", "200us", "--racks", "1"))
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    assert said.count("whole") == 3
+
+
+def test_a_cable_into_a_namespace_that_is_not_there_is_refused_with_its_name() -> None:
+    with pytest.raises(RackError, match="nf-no-such"):
+        Cables().add(End("nf-no-such", "a"), End("nf-no-such", "b"), 1000)
 
 
 def test_a_rack_of_racks_has_a_leaf_in_each_where_asked() -> None:

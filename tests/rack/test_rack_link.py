@@ -4,8 +4,8 @@ import pytest
 
 from netfold.rack import Rack, names
 from netfold.rack.check import judge, ways
-from netfold.rack.link import BURST_BYTES, Link, loss_rules, parse_link, shape_commands
-from netfold.rack.topology import Layout, build_steps
+from netfold.rack.link import BURST_BYTES, Link, loss_rules, parse_link
+from netfold.rack.topology import End, Layout, build_steps
 from netfold.rack.wire import Measured
 
 
@@ -109,11 +109,14 @@ def test_a_delay_that_tc_would_not_understand_is_refused_with_an_example(delay: 
         parse_link("1gbit", "0%", delay)
 
 
-def test_a_delayed_link_holds_packets_and_shapes_them_and_its_queue_has_room_for_what_is_under_way() -> None:
-    link = parse_link("1gbit", "0%", "8ms")
-    held, shaped = (" ".join(argv) for argv in shape_commands("nf-0a1b-h0", "eth0", link))
-    assert "root handle 1: netem delay 8000us" in held and "parent 1:1 tbf rate 1000000000bit" in shaped
-    assert link.queue_bytes - parse_link("1gbit").queue_bytes == 10**9 * 8 // 1000 // 8
+def test_a_link_that_takes_time_is_a_cable_shaped_at_both_ends_and_one_that_takes_none_a_veth() -> None:
+    steps = build_steps("0a1b", Layout(1, parse_link("1gbit", "0%", "8ms")))
+    (cable,) = [step for step in steps if step.ends is not None]
+    assert cable.ends == (End("nf-0a1b-h0", "eth0"), End("nf-0a1b-switch", "h0")) and cable.delay_ns == 8_000_000
+    said = [" ".join(step.argv) for step in steps]
+    assert sum("tbf rate 1000000000bit" in line for line in said) == 2
+    assert not any("veth" in line for line in said)
+    assert all(step.ends is None for step in build_steps("0a1b", Layout(1, parse_link("1gbit"))))
 
 
 def test_hosts_stand_in_racks_of_equal_size_and_uplinks_lie_between_racks() -> None:

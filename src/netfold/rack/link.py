@@ -36,7 +36,7 @@ class Link:
 
     @property
     def queue_bytes(self) -> int:
-        return QUEUE_WINDOW_BYTES + self.rate_bits * (QUEUE_NS + self.delay_ns) // (8 * 10**9)
+        return QUEUE_WINDOW_BYTES + self.rate_bits * QUEUE_NS // (8 * 10**9)
 
 
 def parse_link(rate: str, loss: str = "0%", delay: str = "0us") -> Link:
@@ -60,17 +60,11 @@ def parse_link(rate: str, loss: str = "0%", delay: str = "0us") -> Link:
     return link
 
 
-def shape_commands(namespace: str, interface: str, link: Link) -> list[list[str]]:
-    """Limit what leaves `interface`, and hold it for the delay. A link is shaped at both its ends, so the switch itself
-    is not."""
+def shape_command(namespace: str, interface: str, link: Link) -> list[str]:
+    """Limit what leaves `interface`. A link is shaped at both its ends, so the switch itself is not."""
     add = ["tc", "-netns", namespace, "qdisc", "add", "dev", interface]
     rate = ["tbf", "rate", f"{link.rate_bits}bit", "burst", f"{BURST_BYTES}b", "limit", f"{link.queue_bytes}b"]
-    if link.delay_ns == 0:
-        return [[*add, "root", *rate]]
-    # netem holds, and the shaper in it lets go. Its limit counts packets: as many of the smallest as fill the delay.
-    held = link.rate_bits * link.delay_ns // (8 * 64 * 10**9) + 1000
-    delay = ["netem", "delay", f"{link.delay_ns / 1000:g}us", "limit", str(held)]
-    return [[*add, "root", "handle", "1:", *delay], [*add, "parent", "1:1", *rate]]
+    return [*add, "root", *rate]
 
 
 def single_packets_command(namespace: str, interface: str) -> list[str]:

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from netfold.rack import names, remains
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
+from netfold.rack.cables import Cables
 from netfold.rack.command import RackError, missing, run
 from netfold.rack.link import parse_link
 from netfold.rack.processes import Process, spawn, stop, uninterrupted
@@ -51,6 +52,7 @@ class Rack:
         self.switch_address: str | None = None
         self.leaf_addresses: list[str] = []  # by rack, where there is a switch in each
         self._processes: list[Process] = []
+        self._cables = Cables()
         self._claim: int | None = None
 
     def __enter__(self) -> "Rack":
@@ -60,7 +62,11 @@ class Rack:
         try:
             self._claim = remains.claim(self.rack_id)
             for step in build_steps(self.rack_id, self.layout):
-                run(step.argv, step.stdin)
+                if step.ends is None:
+                    run(step.argv, step.stdin)
+                else:
+                    self._cables.add(*step.ends, step.delay_ns)
+            self._cables.start()
         except BaseException:
             self._tear_down()
             raise
@@ -126,6 +132,7 @@ class Rack:
         with uninterrupted():
             stop(self._processes)
             if self._claim is not None:
+                self._cables.stop()
                 remains.remove(self.rack_id)
                 os.close(self._claim)
                 self._claim = None

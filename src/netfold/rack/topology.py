@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 
 from netfold.rack import names
-from netfold.rack.link import Link, loss_rules, shape_commands, single_packets_command
+from netfold.rack.link import Link, loss_rules, shape_command, single_packets_command
 
 # IPv6's least; and what a veth takes.
 MTU_MIN, MTU_MAX = 1280, 65535
+# Between the shaper of a link that takes time and who carries its frames, should that be late.
+TAP_FRAMES = 4096
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,21 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Step:
-    argv: list[str]
-    stdin: str = ""
+class End:
+    """Of a link: an interface in a namespace."""
+
+    namespace: str
+    device: str
 
 
 @dataclass(frozen=True)
-class _End:
-    namespace: str
-    device: str
+class Step:
+    """A command with what it reads; or, without one, a link to make that takes `delay_ns` each way."""
+
+    argv: list[str]
+    stdin: str = ""
+    ends: tuple[End, End] | None = None
+    delay_ns: int = 0
 
 
 def build_steps(rack_id: str, layout: Layout) -> list[Step]:
@@ -78,7 +86,7 @@ def build_steps(rack_id: str, layout: Layout) -> list[Step]:
         for rack, namespace in enumerate(switches):
             up, down = names.uplink_names(rack)
             steps += _bridge_steps(namespace, names.rack_address(rack), layout.mtu)
-            steps += _link_steps(_End(namespace, up), _End(core, down), layout.uplink, layout.mtu)
+            steps += _link_steps(End(namespace, up), End(core, down), layout.uplink, layout.mtu)
             steps += [_to_bridge(namespace, up), _to_bridge(core, down)]
     for host in range(layout.hosts):
         namespace, switch = names.host_namespace(rack_id, host), switches[layout.rack_of(host)]
@@ -106,24 +114,30 @@ def _host_steps(namespace: str, address: str, switch: str, port: str, link: Link
     interface = names.HOST_INTERFACE
     return [
         _step("ip", "netns", "add", namespace),
-        *_link_steps(_End(namespace, interface), _End(switch, port), link, mtu),
+        *_link_steps(End(namespace, interface), End(switch, port), link, mtu),
         _to_bridge(switch, port),
         _step(*_address_add(namespace, address, interface)),
         _step("ip", "-netns", namespace, "link", "set", "lo", "up"),
     ]
 
 
-def _link_steps(one: _End, other: _End, link: Link, mtu: int) -> list[Step]:
+def _link_steps(one: End, other: End, link: Link, mtu: int) -> list[Step]:
     """A link between two namespaces that are there, both ends shaped and up."""
-    steps = [
-        # Both ends are born inside their namespaces: nothing of ours is ever seen outside.
-        _step(
+    # Both ends are born inside their namespaces: nothing of ours is ever seen outside.
+    if link.delay_ns == 0:
+        first = _step(
             *("ip", "link", "add", one.device, "mtu", str(mtu), "netns", one.namespace, "type", "veth"),
             *("peer", "name", other.device, "mtu", str(mtu), "netns", other.namespace),
         )
-    ]
+    else:
+        first = Step([], ends=(one, other), delay_ns=link.delay_ns)
+    steps = [first]
     for end in (one, other):
-        steps += [Step(argv) for argv in shape_commands(end.namespace, end.device, link)]
+        if link.delay_ns > 0:
+            # A TAP's ring counts frames; the shaper is to be the queue.
+            wide = ("mtu", str(mtu), "txqueuelen", str(TAP_FRAMES))
+            steps.append(_step("ip", "-netns", end.namespace, "link", "set", end.device, *wide))
+        steps.append(Step(shape_command(end.namespace, end.device, link)))
         if link.loss_ratio > 0:
             steps.append(Step(single_packets_command(end.namespace, end.device)))
             steps.append(Step(["ip", "netns", "exec", end.namespace, "nft", "-f", "-"], loss_rules(end.device, link)))

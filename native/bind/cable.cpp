@@ -1,0 +1,24 @@
+// netfold._native.cable: links that take time, for an emulated rack.
+#include <nanobind/stl/string.h>
+#include <netfold/cable/cables.hpp>
+
+#include "module.hpp"
+
+namespace nb = nanobind;
+namespace cable = netfold::cable;
+
+void bind_cable(nb::module_& m) {
+  nb::module_ c = m.def_submodule("cable");
+  nb::exception<cable::CableError>(c, "CableError", PyExc_OSError);
+  nb::class_<cable::Cables>(c, "Cables")
+      .def(nb::init<>())
+      .def(
+          "add",
+          [](cable::Cables& self, const std::string& netns, const std::string& device, const std::string& other_netns,
+             const std::string& other_device,
+             std::int64_t delay_ns) { self.add({netns, device}, {other_netns, other_device}, delay_ns); },
+          nb::arg("netns"), nb::arg("device"), nb::arg("other_netns"), nb::arg("other_device"), nb::arg("delay_ns"))
+      .def("start", &cable::Cables::start)
+      .def("stop", &cable::Cables::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("dropped", &cable::Cables::dropped);
+}

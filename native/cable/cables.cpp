@@ -1,0 +1,195 @@
+#include <fcntl.h>
+#include <linux/if_tun.h>
+#include <net/if.h>
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+#include <netfold/cable/cables.hpp>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <ctime>
+
+namespace netfold::cable {
+namespace {
+
+// The largest super-packet, and what the kernel says of it in front.
+constexpr std::size_t kFrameBytes = (64u << 10) + 256;
+// Frames of one direction taken in a row, before others have their turn.
+constexpr int kTurn = 64;
+// Waking up takes about so long: what is due within it is waited for awake.
+constexpr std::int64_t kAwakeNs = 15'000;
+// struct virtio_net_hdr, of which linux/virtio_net.h is no C++.
+constexpr int kHeaderBytes = 10;
+// What the kernel may hand over uncut and unsummed.
+constexpr unsigned kOffloads = TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN;
+// Super-packets of UDP too: Linux 6.2. Its headers may be older than the kernel.
+constexpr unsigned kUdpOffloads = 0x20 | 0x40;
+
+std::int64_t now_ns() {
+  timespec t{};
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<std::int64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
+
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int get() const { return fd_; }
+  int release() {
+    const int fd = fd_;
+    fd_ = -1;
+    return fd;
+  }
+
+ private:
+  int fd_;
+};
+
+// This thread is in another network namespace for as long as this lives.
+class Inside {
+ public:
+  explicit Inside(const std::string& netns) : home_(open("/proc/thread-self/ns/net", O_RDONLY | O_CLOEXEC)) {
+    const Descriptor there(open(netns.c_str(), O_RDONLY | O_CLOEXEC));
+    if (home_.get() < 0 || there.get() < 0 || setns(there.get(), CLONE_NEWNET) != 0) {
+      throw CableError("the network namespace " + netns + " cannot be entered: " + std::strerror(errno));
+    }
+  }
+  ~Inside() {
+    // It was entered from there, and nothing else can be done about it here.
+    if (setns(home_.get(), CLONE_NEWNET) != 0) std::abort();
+  }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+ private:
+  Descriptor home_;
+};
+
+int open_tap(const End& end) {
+  const Inside inside(end.netns);
+  Descriptor tap(open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC));
+  ifreq request{};
+  request.ifr_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | IFF_TUN_EXCL;
+  std::strncpy(request.ifr_name, end.device.c_str(), IFNAMSIZ - 1);
+  int header_bytes = kHeaderBytes;
+  const bool made = tap.get() >= 0 && ioctl(tap.get(), TUNSETIFF, &request) == 0 &&
+                    ioctl(tap.get(), TUNSETVNETHDRSZ, &header_bytes) == 0 &&
+                    (ioctl(tap.get(), TUNSETOFFLOAD, kOffloads | kUdpOffloads) == 0 ||
+                     ioctl(tap.get(), TUNSETOFFLOAD, kOffloads) == 0);
+  if (!made) {
+    throw CableError("the interface " + end.device + " in " + end.netns + " cannot be made: " + std::strerror(errno) +
+                     "; a delay wants /dev/net/tun (CONFIG_TUN)");
+  }
+  return tap.release();
+}
+
+}  // namespace
+
+Cables::Cables() : buffer_(kFrameBytes) {
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  bell_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = UINT64_MAX;
+  if (epoll_ < 0 || bell_ < 0 || epoll_ctl(epoll_, EPOLL_CTL_ADD, bell_, &event) != 0) {
+    throw CableError(std::string("no descriptors for cables: ") + std::strerror(errno));
+  }
+}
+
+Cables::~Cables() {
+  stop();
+  for (const int tap : taps_) close(tap);
+  close(bell_);
+  close(epoll_);
+}
+
+void Cables::add(const End& one, const End& other, std::int64_t delay_ns) {
+  if (thread_.joinable()) throw CableError("cables are added before they are started");
+  const int from = taps_.emplace_back(open_tap(one));
+  const int to = taps_.emplace_back(open_tap(other));
+  for (const auto& [in, out] : {std::pair{from, to}, std::pair{to, from}}) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.u64 = directions_.size();
+    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, in, &event) != 0) {
+      throw CableError(std::string("a cable cannot be watched: ") + std::strerror(errno));
+    }
+    directions_.push_back(Direction{in, out, delay_ns, {}, 0});
+  }
+}
+
+void Cables::start() {
+  thread_ = std::thread([this] { run(); });
+}
+
+void Cables::stop() {
+  if (!thread_.joinable()) return;
+  const std::uint64_t ring = 1;
+  while (write(bell_, &ring, sizeof ring) < 0 && errno == EINTR) {
+  }
+  thread_.join();
+}
+
+void Cables::run() {
+  // Else a sleep may end 50 us late.
+  prctl(PR_SET_TIMERSLACK, 1UL);
+  std::vector<epoll_event> events(directions_.size() + 1);
+  for (;;) {
+    std::int64_t next_ns = INT64_MAX;
+    const std::int64_t before_ns = now_ns();
+    for (Direction& direction : directions_) {
+      let_go(direction, before_ns);
+      if (!direction.held.empty()) next_ns = std::min(next_ns, direction.held.front().due_ns);
+    }
+    timespec wait{};
+    const std::int64_t left_ns = next_ns == INT64_MAX ? INT64_MAX : std::max<std::int64_t>(0, next_ns - now_ns());
+    const std::int64_t asleep_ns = left_ns == INT64_MAX ? 0 : std::max<std::int64_t>(0, left_ns - kAwakeNs);
+    wait.tv_sec = asleep_ns / 1'000'000'000;
+    wait.tv_nsec = asleep_ns % 1'000'000'000;
+    const int count = epoll_pwait2(epoll_, events.data(), static_cast<int>(events.size()),
+                                   left_ns == INT64_MAX ? nullptr : &wait, nullptr);
+    for (int i = 0; i < count; ++i) {
+      const std::uint64_t which = events[static_cast<std::size_t>(i)].data.u64;
+      if (which == UINT64_MAX) return;
+      take(directions_[which]);
+    }
+  }
+}
+
+void Cables::take(Direction& direction) {
+  for (int i = 0; i < kTurn; ++i) {
+    const ssize_t got = read(direction.from, buffer_.data(), buffer_.size());
+    if (got <= 0) return;  // nothing more, or the interface is down
+    const auto bytes = static_cast<std::size_t>(got);
+    if (direction.held_bytes + bytes > kMostHeldBytes) {
+      dropped_.fetch_add(1, std::memory_order_relaxed);
+      continue;
+    }
+    Frame frame{now_ns() + direction.delay_ns, bytes, std::make_unique_for_overwrite<std::byte[]>(bytes)};
+    std::memcpy(frame.data.get(), buffer_.data(), bytes);
+    direction.held_bytes += bytes;
+    direction.held.push_back(std::move(frame));
+  }
+}
+
+void Cables::let_go(Direction& direction, std::int64_t now) {
+  while (!direction.held.empty() && direction.held.front().due_ns <= now) {
+    const Frame& frame = direction.held.front();
+    // An end that is down, or has no room, loses it, as a wire would.
+    if (write(direction.to, frame.data.get(), frame.bytes) < 0) dropped_.fetch_add(1, std::memory_order_relaxed);
+    direction.held_bytes -= frame.bytes;
+    direction.held.pop_front();
+  }
+}
+
+}  // namespace netfold::cable
