@@ -252,6 +252,16 @@ def test_a_delay_is_what_was_asked_for_beside_loss_and_rate() -> None:
     assert done.stdout.count("as asked") == 8
 
 
+@pytest.mark.native
+def test_super_packets_through_a_link_that_takes_time_come_in_order_and_all() -> None:
+    with Rack(2, "1gbit", delay="1ms") as rack:
+        receiver = rack.popen(1, [sys.executable, "-c", RECEIVE_UDP])
+        await_ready(receiver)
+        sender = rack.popen(0, [sys.executable, "-c", SEND_UDP, names.host_address(1), "3200"])
+        assert sender.wait(timeout=60) == 0
+        assert json.loads(last_line(receiver)) == list(range(3200))
+
+
 def test_packets_through_a_link_that_takes_time_come_whole_and_in_the_switch_add_up() -> None:
     code = (
         "import torch, torch.distributed as dist; dist.init_process_group('netfold'); "
