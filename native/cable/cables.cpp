@@ -79,7 +79,7 @@ int open_tap(const End& end) {
   const Inside inside(end.netns);
   Descriptor tap(open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC));
   ifreq request{};
-  request.ifr_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | IFF_TUN_EXCL;
+  request.ifr_flags = static_cast<short>(IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | IFF_TUN_EXCL);
   std::strncpy(request.ifr_name, end.device.c_str(), IFNAMSIZ - 1);
   int header_bytes = kHeaderBytes;
   const bool made = tap.get() >= 0 && ioctl(tap.get(), TUNSETIFF, &request) == 0 &&
