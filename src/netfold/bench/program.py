@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from netfold.bench.models import Layer, Model
+from netfold.bench.models import ITEM_BYTES, Layer, Model
 
-ITEM_BYTES = 4
 # torch's DistributedDataParallel: the bucket that is ready first is a small one, so that something is sent soon.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -70,7 +69,7 @@ def build_program(
     """
     step = _Step(model, model.compute_s / compute_scale * 1e9, shrink)
     exchange = model.exchange
-    values = 0 if exchange is None else exchange.values_a_sample * model.speed.batch
+    values = model.exchange_bytes // ITEM_BYTES
     if exchange is not None:
         looked_up = step.start("all_to_all", values)
     for layer in model.layers:

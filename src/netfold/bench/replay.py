@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 
 from netfold.bench.collectives import COLLECTIVES, Collective, expected
+from netfold.bench.models import ITEM_BYTES
 from netfold.bench.pattern import contribution, encode, expected_sum, fill, mismatches, modulus
-from netfold.bench.program import ITEM_BYTES, Await, Compute, Program, Start
+from netfold.bench.program import Await, Compute, Program, Start
 from netfold.bench.sides import Buffer, Pending, Side
 from netfold.bench.sizes import parse_dtype
 from netfold.bench.start_line import StartLine

@@ -7,11 +7,13 @@ from typing import Any
 
 from netfold.bench.conduct import Conductor, conduct
 from netfold.bench.config import Place, Replay, Replayed
-from netfold.bench.models import find_model
-from netfold.bench.program import build_program
+from netfold.bench.models import Model, find_model
+from netfold.bench.program import Program, build_program
 from netfold.bench.report import Ratio
 from netfold.bench.spread import Spread, paired_ratios, spread
 from netfold.rack.link import parse_link
+
+_RATES = (("gbit", 10**9), ("mbit", 10**6), ("kbit", 10**3))
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,16 @@ def measure_models(conductor: Conductor, replay: Replay) -> list[StepRow]:
     """
     rows = []
     for model in replay.models:
-        replayed = conductor.measure_step(replay, model)
-        rows += [_row(conductor.place, replay, model, replayed, index) for index in range(len(replay.sides))]
+        rows += make_step_rows(conductor.place, replay, model, conductor.measure_step(replay, model))
     return rows
+
+
+def make_step_rows(place: Place, replay: Replay, model: str, replayed: Sequence[Replayed]) -> list[StepRow]:
+    """What one model's sides did, a row each. Pure."""
+    program = build_program(
+        find_model(model), bucket_bytes=replay.bucket_bytes, shrink=replay.shrink, compute_scale=replay.compute_scale
+    )
+    return [_row(place, replay, find_model(model), program, replayed, index) for index in range(len(replayed))]
 
 
 def total_wrong(rows: Sequence[StepRow]) -> int:
@@ -79,37 +88,36 @@ def total_wrong(rows: Sequence[StepRow]) -> int:
 
 def describe_network(place: Place, replay: Replay) -> str:
     """Which network and accelerators the run stands for, in a sentence."""
+    tensors = "tensors as they are" if replay.shrink == 1 else f"tensors 1/{replay.shrink} of their size"
     fast = "" if replay.compute_scale == 1 else f"; accelerators {replay.compute_scale:g} times as fast as published"
     if place.rack_rate is None:
-        tensors = "tensors as they are" if replay.shrink == 1 else f"tensors 1/{replay.shrink} of their size"
         return f"{place.workers} ranks on this machine, {tensors}{fast}"
+    rate_bits = parse_link(place.rack_rate).rate_bits * replay.shrink
+    if replay.compute_scale != 1:
+        fast += f", for which published ones would have links of {_format_rate(rate_bits / replay.compute_scale)}"
     if replay.shrink == 1:
-        return f"{place.workers} hosts, links of {place.rack_rate}, tensors as they are{fast}"
-    real = _format_rate(parse_link(place.rack_rate).rate_bits * replay.shrink)
+        return f"{place.workers} hosts, links of {place.rack_rate}, {tensors}{fast}"
     return (
-        f"stands for {place.workers} hosts with links of {real}: "
-        f"tensors 1/{replay.shrink} of their size, rack links of {place.rack_rate}{fast}"
+        f"stands for {place.workers} hosts with links of {_format_rate(rate_bits)}: {tensors}, "
+        f"rack links of {place.rack_rate}{fast}"
     )
 
 
-def _format_rate(rate_bits: int) -> str:
-    for unit, size in (("gbit", 10**9), ("mbit", 10**6), ("kbit", 10**3)):
-        if rate_bits >= size:
-            return f"{rate_bits / size:g}{unit}"
-    return f"{rate_bits}bit"
+def _format_rate(rate_bits: float) -> str:
+    """As tc writes it."""
+    unit, size = next(((unit, size) for unit, size in _RATES if rate_bits >= size), _RATES[-1])
+    return f"{rate_bits / size:g}{unit}"
 
 
-def _row(place: Place, replay: Replay, name: str, replayed: Sequence[Replayed], index: int) -> StepRow:
-    model = find_model(name)
-    program = build_program(
-        model, bucket_bytes=replay.bucket_bytes, shrink=replay.shrink, compute_scale=replay.compute_scale
-    )
+def _row(
+    place: Place, replay: Replay, model: Model, program: Program, replayed: Sequence[Replayed], index: int
+) -> StepRow:
     mine = replayed[index]
     times_ns = mine.steps.times_ns
     step_ns = spread(times_ns) if times_ns else None
     compute_ns = program.compute_ns
     return StepRow(
-        model=name,
+        model=model.name,
         side=replay.labels()[index],
         workers=place.workers,
         batch=model.speed.batch,

@@ -43,14 +43,20 @@ def render_models() -> str:
                 f"{len(model.gradients)}",
                 f"{model.gradient_bytes / 1e6:.1f}",
                 f"{len(gradient_buckets(model))}",
-                f"{model.flops / 1e9:.2f}",
+                f"{model.flops / 1e9:.3g}",
                 f"{speed.batch}",
-                f"{speed.samples_per_s:.4g}",
+                f"{speed.samples_per_s:.1f}",
                 f"{model.compute_s * 1e3:.1f}",
                 f"{'derived' if speed.derived else 'published'}: {speed.source}",
             )
         )
-    return "\n".join(_columns(cells, left=1))
+    lines = _columns(cells, left=1)
+    lines += [
+        f"# {model.name}: and two all_to_alls, in which a rank gives {model.exchange_bytes / 1e6:.1f} MB each"
+        for model in map(find_model, MODELS)
+        if model.exchange is not None
+    ]
+    return "\n".join(lines)
 
 
 def _cells(row: StepRow) -> tuple[str, ...]:

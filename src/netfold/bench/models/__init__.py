@@ -16,7 +16,7 @@ from netfold.bench.models.mask_rcnn import mask_rcnn
 from netfold.bench.models.plain import alexnet, resnet, vgg
 from netfold.bench.models.speeds import PUBLISHED, SIBLINGS, Speed
 
-__all__ = ["MODELS", "SWITCHML_MODELS", "Exchange", "Layer", "Model", "Speed", "find_model"]
+__all__ = ["ITEM_BYTES", "MODELS", "SWITCHML_MODELS", "Exchange", "Layer", "Model", "Speed", "find_model"]
 
 _LAYERS: dict[str, Callable[[], list[Layer]]] = {
     "alexnet": alexnet,
@@ -37,6 +37,9 @@ _LAYERS: dict[str, Callable[[], list[Layer]]] = {
     "dlrm": recommender.dlrm,
 }
 MODELS = tuple(_LAYERS)
+
+# Everything travels as f32.
+ITEM_BYTES = 4
 
 # The nine of SwitchML's figure of speed-ups (Sapio et al. 2021), by tf_cnn_benchmarks' names.
 SWITCHML_MODELS = (
@@ -75,8 +78,12 @@ class Model:
 
     @property
     def gradient_bytes(self) -> int:
-        """f32."""
-        return sum(self.gradients) * 4
+        return sum(self.gradients) * ITEM_BYTES
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Of a rank in one all_to_all; there is one in each direction of a step."""
+        return 0 if self.exchange is None else self.exchange.values_a_sample * self.speed.batch * ITEM_BYTES
 
     @property
     def flops(self) -> int:
