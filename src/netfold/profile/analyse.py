@@ -30,7 +30,7 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
     exposed = [each.of_operations(trace) for each, trace in zip(exposures, run.traces, strict=True)]
     abouts = [trace.about for trace in run.traces]
     return Findings(
-        title=_title(run),
+        title=title_of(run),
         size=max((about.size for about in abouts), default=0),
         ranks=[about.rank for about in abouts],
         sources=sorted({about.source for about in abouts}),
@@ -48,7 +48,8 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
     )
 
 
-def _title(run: Run) -> str:
+def title_of(run: Run) -> str:
+    """The command that was run, or else the folder."""
     command = run.description.get("command")
     if isinstance(command, list):
         return shlex.join(map(str, command))
