@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from traces import KB, MB, PROFILER, Op, Trace, make_run, make_trace
 
@@ -255,3 +256,19 @@ def test_the_first_sentence_says_where_the_time_goes() -> None:
     bare = make_run(make_trace(0, 1, [Op(0, 30, 32 * MB)], source=PROFILER))
     assert advice_of(bare)[0].text == "100% of the operations' time (30 ms a rank) is all_reduce of 16 MB - 32 MB"
     assert advice_of(make_run(make_trace(0, 1))) == []
+
+
+def test_small_messages_of_a_busy_host_do_not_keep_the_link_from_being_found() -> None:
+    """4 KB in 30 ms, fifty times what a ring takes: no ground for small ones, and none against large ones."""
+    run = run_of(SIZES)
+    traces = []
+    for trace in run.traces:
+        at = trace.operations["finished_ns"].max() / 1e6 - 100_000
+        ops = [Op(at + 40 * (1 + i), at + 40 * (1 + i) + 30, 4 * KB, sequence=100 + i) for i in range(5)]
+        more = make_trace(trace.about.rank, RANKS, ops)
+        traces.append(Trace(trace.about, np.concatenate([trace.operations, more.operations]), *_lists(trace)[1:]))
+    (group,) = observe(make_run(*traces))
+    assert isinstance(fit(group), str)
+    found = fit(group, 128 * KB)
+    assert isinstance(found, Fitted) and found.links.network.bytes_per_s == pytest.approx(100e6, rel=1e-3)
+    assert any("through a switch" in text for text in predictions(make_run(*traces)))

@@ -24,7 +24,7 @@ from netfold.profile.table import bytes_text, sizes_text
 _WORTH_A_ROW = 0.05
 # Of a rank's communication: what the others waited for a straggler.
 _WORTH_A_WAIT = 0.02
-# Of two ranks one is always the last, half of the time either.
+# Of all such waiting, in a job of two: one of them is always the last.
 _MOSTLY = 0.75
 # Of a row's own time: what it waited behind others.
 _WORTH_A_QUEUE = 0.25
@@ -46,12 +46,15 @@ def advise(run: Run, findings: Findings) -> list[Advice]:
     advice = [_where(top, findings)]
     advice += _stragglers(findings)
     groups = observe(run)
-    links = [fit(each) for each in groups]
+    # Small messages tell how busy hosts are, as much as a link: what large ones take is found without them.
+    links = [fit(each, _SMALL_BYTES) for each in groups]
     known = [(each, link) for each, link in zip(groups, links, strict=True) if isinstance(link, Fitted)]
-    large = [row for row in findings.rows if row.operation == "all_reduce" and row.share >= _WORTH_A_ROW]
+    reductions = [row for row in findings.rows if row.operation == "all_reduce" and row.share >= _WORTH_A_ROW]
+    large = [row for row in reductions if row.bytes > _SMALL_BYTES * row.count]
     for row in large:
         advice += _faster_ways(row, known, len(findings.ranks))
-    advice += _small_messages(findings, known)
+    of_all = [(each, link) for each in groups if isinstance(link := fit(each), Fitted)]
+    advice += _small_messages(findings, of_all)
     if large and not known:
         reason = links[0] if links else "no operation that all ranks of a group recorded, and that makes them meet"
         advice.append(Advice(f"what a switch or a narrower wire would bring is not predicted: {reason}", False))
@@ -73,14 +76,14 @@ def _where(top: Row, findings: Findings) -> Advice:
 
 
 def _stragglers(findings: Findings) -> list[Advice]:
-    """The rank that the others waited for most, if it was named twice as often as its turn would be."""
+    """The rank that the others waited for most, if that is twice its share of all such waiting."""
     late: Lateness | None = max(findings.lateness, key=lambda each: each.waited_for_s, default=None)
-    named = sum(each.last for each in findings.lateness)
-    if late is None or named == 0 or findings.overall.communication_s <= 0:
+    waited = sum(each.waited_for_s for each in findings.lateness)
+    if late is None or waited == 0 or findings.overall.communication_s <= 0:
         return []
     often = late.last / late.operations
     part = late.waited_for_s / findings.overall.communication_s
-    if late.last < min(_MOSTLY, 2 / len(findings.ranks)) * named or part < _WORTH_A_WAIT:
+    if late.waited_for_s < min(_MOSTLY, 2 / len(findings.ranks)) * waited or part < _WORTH_A_WAIT:
         return []
     text = (
         f"rank {late.rank} ({late.host}) was last in {100 * often:.0f}% of {late.operations} operations; the others "
@@ -102,7 +105,7 @@ def _faster_ways(row: Row, known: list[tuple[Observed, Fitted]], ranks: int) -> 
     """Of the group with most of the row's time: a sentence for each way that would save a tenth and more."""
     advice = []
     for observed, fitted in known:
-        mine = _of_row(row, observed)
+        mine = _of_row(row, observed) & (observed.size > _SMALL_BYTES)
         if not mine.any():
             continue
         for way in _ways(observed, mine):

@@ -69,10 +69,12 @@ def observe(run: Run) -> list[Observed]:
     return sorted((each for each in found if len(each.size)), key=lambda each: -float(each.pure_s.sum()))
 
 
-def fit(observed: Observed) -> Fitted | str:
-    """The link, or why there is none, in half a sentence."""
+def fit(observed: Observed, above_bytes: int = 0) -> Fitted | str:
+    """The link, from operations of more bytes than that; or why there is none, in half a sentence."""
     cells: dict[tuple[str, str, str, float], Floats] = {}
-    usable = observed.alone & (observed.size > 0) & (observed.pure_s > 0)
+    usable = observed.alone & (observed.size > above_bytes) & (observed.pure_s > 0)
+    if not (observed.size > above_bytes).any():
+        return f"no operation is of more than {above_bytes} bytes"
     if not usable.any():
         return "no operation ran without another beside it"
     for kind, algorithm in sorted({*zip(observed.kind.tolist(), observed.algorithm.tolist(), strict=True)}):

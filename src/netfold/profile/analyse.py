@@ -78,11 +78,12 @@ def _blind_spots(run: Run, matching: Matching, clocks: Clocks, exposures: Sequen
     unbounded = [each.rank for each in clocks.offsets(run) if each.bound_ns is None]
     if unbounded and not clocks.contradiction_ns:
         said.append(f"nothing bounds how far the clock of {_ranks(unbounded)} is from the first rank's: not compared")
+    unwatched = [t.about.rank for t, each in zip(run.traces, exposures, strict=True) if each.exposed is None]
+    if unwatched:
+        said.append(f"nobody watched the training thread of {_ranks(unwatched)}: what was exposed there is not known")
     for trace, exposure in zip(run.traces, exposures, strict=True):
         communication = exposure.communicated[-1]
-        if exposure.exposed is None and len(trace.operations):
-            said.append(f"nobody watched the training thread of rank {trace.about.rank}: its exposed time is not known")
-        elif communication and exposure.unwatched_s > 0.01 * communication:
+        if exposure.exposed is not None and communication and exposure.unwatched_s > 0.01 * communication:
             said.append(
                 f"the training thread of rank {trace.about.rank} was not watched during "
                 f"{100 * exposure.unwatched_s / communication:.0f}% of its communication, which counts as exposed"

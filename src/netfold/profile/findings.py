@@ -23,8 +23,8 @@ class Row:
     count, total_s, bytes, exposed_s, wire_bytes, retransmissions, registration_*: a rank's; mean_s, p50_s, p99_s: of
     all ranks' operations; queue_s: a rank's total between submission and start; skew_s: a rank's total between its own
     start and the last rank's; algbw and busbw: bytes over total time, busbw times nccl-tests' factor; share: of all
-    rows' total_s. algorithms: how often each was taken, over all ranks. wire_bytes, retransmissions, registration_*:
-    None where the backend does not say.
+    rows' total_s. algorithms: how often each was taken, over all ranks; wires: the same, of operations with bytes.
+    wire_bytes, retransmissions, registration_*: None where the backend does not say.
     """
 
     operation: str

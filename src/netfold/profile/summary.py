@@ -125,7 +125,7 @@ def _row(
     wires: Counter[str] = Counter()
     for each, rows in zip(columns, mine, strict=True):
         algorithms.update(each.algorithm[rows].tolist())
-        wires.update(each.wire[rows].tolist())
+        wires.update(each.wire[rows[each.bytes[rows] > 0]].tolist())
     return Row(
         operation=name,
         above_bytes=buckets[bucket - 1] if bucket else 0,
