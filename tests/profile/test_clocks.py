@@ -46,8 +46,8 @@ def test_two_operations_bound_two_clocks_from_both_sides() -> None:
     Shown by rank 1: A in [7, 8], B in [15, 18]. With o what must be added to rank 1's times (truly -5):
       A: o <= finished_0 - started_1 = 3 - 7 = -4;   -o <= finished_1 - started_0 = 8 - 0, o >= -8
       B: o <= 14 - 15 = -1;                          o >= started_0 - finished_1 = 12 - 18 = -6
-    So -6 <= o <= -4: the middle is -5, and 1 ms either way. Both lie in one knot of 0.1 s, up to 9 ms from its middle:
-    100 ppm of the 9 ms that half a knot lasts are 0.9 us more.
+    So -6 <= o <= -4: the middle is -5, and 1 ms either way. Both lie around one knot in the middle of 14 ms: 100 ppm of
+    the 7 ms to it, and of the 7 ms from it to wherever the offset is used, are 1.4 us more.
     """
     run = make_run(
         make_trace(0, 2, [Op(0, 3), Op(12, 14)]),
@@ -56,8 +56,7 @@ def test_two_operations_bound_two_clocks_from_both_sides() -> None:
     first, second = clocks_of(run).offsets(run)
     assert (first.offset_ns, first.bound_ns) == (0, 0)
     assert second.offset_ns == -5_000_000
-    assert second.bound_ns == pytest.approx(1_000_000, abs=1000)
-    assert second.bound_ns > 1_000_000
+    assert second.bound_ns == pytest.approx(1_001_400, abs=1)
 
 
 @given(
@@ -66,11 +65,12 @@ def test_two_operations_bound_two_clocks_from_both_sides() -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_the_truth_lies_within_the_bound_of_any_constant_offsets(offsets: list[float], seed: int) -> None:
+    """Who was last ends within 200 us of its start; 100 ppm of the 3 s that all of it takes are 300 us more."""
     run = simulated([lambda t: 0.0, *(lambda t, o=o: o for o in offsets)], seed=seed)
     clocks = clocks_of(run)
     assert clocks.contradiction_ns == 0
     for each, truth in zip(clocks.offsets(run)[1:], offsets, strict=True):
-        assert each.bound_ns is not None and each.bound_ns < 0.2e6
+        assert each.bound_ns is not None and each.bound_ns < 0.5e6
         assert abs(each.offset_ns + truth * 1e6) <= each.bound_ns + 1
 
 

@@ -56,7 +56,8 @@ class Fitted:
 
     def text(self) -> str:
         link = self.links.network
-        latency = f"{link.latency_s * 1e6:.3g} us" + (" (assumed)" if self.latency_assumed else "")
+        latency = f"{link.latency_s * 1e6:.3g} us" if link.latency_s > 0 else "no latency that shows"
+        latency += " (assumed)" if self.latency_assumed else ""
         checked = "of too few sizes to check" if self.off is None else f"{100 * self.off:.0f}% off at most"
         rate = f"{link.bytes_per_s / 1e6:.4g} MB/s"
         return f"with the link that {self.operations} operations show: {latency}, {rate}, {checked}"
@@ -114,7 +115,7 @@ def fit(observed: Observed, above_bytes: int = 0) -> Fitted | str:
         names = ", ".join(sorted({cell[1] for cell in cells}))
         return f"times are {100 * off:.0f}% off the formulas ({names}): something else than the link takes them"
     links = replace(DEFAULT_LINKS, network=Link(float(latency), 1 / float(per_byte)), measured=True)
-    checked = len(cells) > (1 if assumed else 2)
+    checked = len(cells) > (2 if latency > 0 and not assumed else 1)
     return Fitted(links, sum(map(len, cells.values())), off if checked else None, assumed)
 
 

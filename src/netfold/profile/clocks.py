@@ -40,7 +40,8 @@ _FAR_NS = 1e18
 
 @dataclass(frozen=True)
 class Clocks:
-    """hosts: [ranks] which clock a trace goes by, 0 the first rank's. knots_ns: [K] on the first clock, ascending.
+    """hosts: [ranks] which clock a trace goes by, 0 the first rank's. knots_ns: [K] on the first clock, ascending,
+    each reach_ns from both ends of its part of the run.
 
     offsets_ns: [K, H], to be added; errors_ns: [K, H, H], how far the difference of two offsets may be off, infinite
     where nothing bounds it; drift: by which bounds were let out a second; contradiction_ns: by how much the worst of
@@ -49,6 +50,7 @@ class Clocks:
 
     hosts: Integers
     knots_ns: Integers
+    reach_ns: float
     offsets_ns: Floats
     errors_ns: Floats
     drift: float
@@ -70,14 +72,13 @@ class Clocks:
 
     @cached_property
     def _errors_between(self) -> Floats:
-        """[K + 1, H, H]: of the worse of the knots around, and what drifts from one to half-way and back."""
+        """[K + 1, H, H]: of the worse of the knots around, and what drifts away from a line between them: at most
+        2 d1 d2 / (d1 + d2) times the drift, d1 and d2 away from the two, which is half of their distance; as far reach
+        the first knot and the last."""
         first, last = self.errors_ns[:1], self.errors_ns[-1:]
         worst = np.maximum(np.concatenate([first, self.errors_ns]), np.concatenate([self.errors_ns, last]))
-        gaps = np.diff(self.knots_ns, prepend=self.knots_ns[0], append=self.knots_ns[-1])
-        # Beyond the first and the last knot there is at most half of a gap.
         two = 1 - np.eye(worst.shape[1])  # one clock does not drift from itself
-        drifted: Floats = self.drift * np.maximum(gaps, gaps.max(initial=0) / 2)
-        between: Floats = worst + drifted[:, None, None] * two
+        between: Floats = worst + self.drift * self.reach_ns * two
         return between
 
     def offsets(self, run: Run) -> list[ClockOffset]:
@@ -85,7 +86,7 @@ class Clocks:
         found = []
         for trace, host in zip(run.traces, self.hosts, strict=True):
             middle = self.offsets_ns[len(self.knots_ns) // 2, host]
-            errors = self.errors_ns[:, 0, host]
+            errors = self._errors_between[:, 0, host]
             knots: tuple[tuple[int, int], ...] = ()
             if np.ptp(self.offsets_ns[:, host]) >= 1:
                 offsets = np.round(self.offsets_ns[:, host]).astype(np.int64)
@@ -109,9 +110,10 @@ def find_clocks(run: Run, columns: list[Columns], groups: list[Matched]) -> Cloc
         count = 1
     edges = np.linspace(begin, end, count + 1)
     knots = np.round((edges[:-1] + edges[1:]) / 2).astype(np.int64)
+    reach = float(edges[1] - edges[0]) / 2
     seen = _bounds(run, hosts, rough, met, edges, len(names))
     for drift in _DRIFTS:
-        bounds = _carried(seen, knots, (edges[1] - edges[0]) / 2, drift)
+        bounds = _carried(seen, knots, reach, drift)
         pairs = bounds + np.swapaxes(bounds, 1, 2)
         _close(bounds)
         contradicted: Bools = np.any(np.diagonal(bounds, axis1=1, axis2=2) < 0, axis=1)
@@ -134,7 +136,7 @@ def find_clocks(run: Run, columns: list[Columns], groups: list[Matched]) -> Cloc
     apart = middles[:, None, :] - middles[:, :, None]
     errors = np.maximum(bounds - apart, np.swapaxes(bounds, 1, 2) + apart)
     # Bounds are on what is left after the rough offsets.
-    return Clocks(hosts, knots, middles + rough, errors, drift, -worst or 0.0, contradicted)
+    return Clocks(hosts, knots, reach, middles + rough, errors, drift, -worst or 0.0, contradicted)
 
 
 def _rough_offsets(run: Run, hosts: Integers, count: int, met: list[Matched]) -> Floats:
@@ -200,7 +202,9 @@ def _bounds(
         shift = rough[mine]
         finished = matched.field(run, "finished_ns") + shift
         started = matched.field(run, "started_ns") + shift
-        knot = np.clip(np.searchsorted(edges, finished[:, 0], side="right") - 1, 0, len(edges) - 2)
+        # By the first clock, where a member goes by it; else by one that is off by what has drifted since the middle.
+        at = next((at for at, host in enumerate(mine) if host == 0), 0)
+        knot = np.clip(np.searchsorted(edges, finished[:, at], side="right") - 1, 0, len(edges) - 2)
         order = np.argsort(knot, kind="stable")
         used, firsts = np.unique(knot[order], return_index=True)
         there = list(dict.fromkeys(mine.tolist()))
@@ -213,10 +217,10 @@ def _bounds(
     return bounds
 
 
-def _carried(seen: Floats, knots: Integers, half_ns: float, drift: float) -> Floats:
+def _carried(seen: Floats, knots: Integers, reach_ns: float, drift: float) -> Floats:
     """At each knot the tightest of all knots' bounds, let out by the drift in between, and inside one."""
     diagonal = np.arange(seen.shape[1])
-    bounds = seen + drift * half_ns
+    bounds = seen + drift * reach_ns
     bounds[:, diagonal, diagonal] = seen[:, diagonal, diagonal]
     steps = drift * np.diff(knots)
     for at in range(1, len(knots)):
