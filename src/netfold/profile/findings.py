@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 KB, MB = 1 << 10, 1 << 20
 # hvprof's, for Horovod's messages (Awan et al., HotI 2019): upper ends; what is larger has a bucket of its own.
@@ -20,8 +23,8 @@ class Row:
     count, total_s, bytes, exposed_s, wire_bytes, retransmissions, registration_*: a rank's; mean_s, p50_s, p99_s: of
     all ranks' operations; queue_s: a rank's total between submission and start; skew_s: a rank's total between its own
     start and the last rank's; algbw and busbw: bytes over total time, busbw times nccl-tests' factor; share: of all
-    rows' total_s. algorithms: how often each was taken, over all ranks. wire_bytes, retransmissions, registration_*:
-    None where the backend does not say.
+    rows' total_s. algorithms: how often each was taken, over all ranks; wires: the same, of operations with bytes.
+    wire_bytes, retransmissions, registration_*: None where the backend does not say.
     """
 
     operation: str
@@ -91,11 +94,26 @@ class Lateness:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Add offset_ns to a rank's times to have the first rank's. bound_ns: how far that may be off, None: unbounded."""
+    """Add offset_ns to a rank's times to have the first rank's. bound_ns: how far that may be off, None: unbounded.
+
+    knots: where the clocks drift, (a time of the rank's own, what to add there), ascending; between two, a line.
+    offset_ns is then that of the middle. `align` goes by them.
+    """
 
     rank: int
     offset_ns: int
     bound_ns: int | None
+    knots: tuple[tuple[int, int], ...] = ()
+
+    def align(self, times_ns: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Times of the rank as the first rank's clock would have shown them, [n]."""
+        if not self.knots:
+            return times_ns + self.offset_ns
+        at, offsets = np.array(self.knots).T
+        aligned: np.ndarray[Any, np.dtype[np.int64]] = times_ns + np.round(np.interp(times_ns, at, offsets)).astype(
+            np.int64
+        )
+        return aligned
 
 
 @dataclass(frozen=True)

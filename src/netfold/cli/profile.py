@@ -1,0 +1,77 @@
+"""`netfold profile`: where a training job's time on the network goes."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from netfold.profile.run import Run
+
+app = typer.Typer(help="Where a training job's time on the network goes.", no_args_is_help=True)
+
+CANNOT = 2
+
+_Run = Annotated[Path, typer.Argument(help="The folder that `netfold profile run` left.")]
+_Buckets = Annotated[str, typer.Option(help="Upper ends of sizes; K, M, G are 2^10, 2^20, 2^30.")]
+_BUCKETS = "128K,16M,32M,64M"
+
+
+@app.command()
+def report(
+    run: _Run,
+    buckets: _Buckets = _BUCKETS,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="The table's rows, as CSV.")] = False,
+) -> None:
+    """Operations by kind and size, what of them computing hid, who was late, and what to do about it."""
+    from dataclasses import replace
+
+    from netfold.plan.advice import advise
+    from netfold.profile import data
+    from netfold.profile.analyse import analyse
+    from netfold.profile.table import render_table
+
+    try:
+        if as_json and as_csv:
+            raise ValueError("--json and --csv are two ways to say it; take one")
+        found = _read(run)
+        findings = analyse(found, _sizes(buckets))
+    except ValueError as error:
+        typer.echo(f"netfold profile report: {error}", err=True)
+        raise typer.Exit(CANNOT) from None
+    findings = replace(findings, advice=advise(found, findings))
+    render = data.as_json if as_json else data.as_csv if as_csv else render_table
+    typer.echo(render(findings), nl=not as_csv)
+
+
+@app.command()
+def compare(
+    a: _Run,
+    b: _Run,
+    buckets: _Buckets = _BUCKETS,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """What became faster or SLOWER from run A to run B, by operation and size, and what is within their noise."""
+    from netfold.profile.compare import compare as compare_runs
+    from netfold.profile.data import comparison_as_json
+    from netfold.profile.table import render_comparison
+
+    try:
+        found = compare_runs(_read(a), _read(b), _sizes(buckets))
+    except ValueError as error:
+        typer.echo(f"netfold profile compare: {error}", err=True)
+        raise typer.Exit(CANNOT) from None
+    typer.echo(comparison_as_json(found) if as_json else render_comparison(found))
+
+
+def _read(folder: Path) -> "Run":
+    from netfold.profile.run import read_run
+
+    return read_run(folder)
+
+
+def _sizes(buckets: str) -> list[int]:
+    from netfold.bench.sizes import parse_size
+
+    return [parse_size(each.strip()) for each in buckets.split(",")]

@@ -1,0 +1,185 @@
+"""The link that a profile's own operations show: a formula solved for what it takes as given.
+
+A rank that began last waits for nobody, so the shortest of the ranks' times is what an operation itself took; no clocks
+are needed for it. A formula is a line in the latency and in the time of a byte: the medians by operation, algorithm and
+size give its two unknowns, by least squares of the relative error. What else it knows (memory, folding) is as built in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from netfold.plan.cost import FORMULAS, predict
+from netfold.plan.topology import DEFAULT_LINKS, Link, Links, Topology
+from netfold.profile.columns import EVENTS, Bools, Columns, Floats, Names, columns_of
+from netfold.profile.matching import Matched, match, meetings
+from netfold.profile.run import Run
+
+# Of one operation, algorithm and size: fewer have no median to speak of.
+_LEAST_OPERATIONS = 3
+# A formula that is further off does not describe these operations: something else than the link takes their time.
+_MOST_OFF = 0.25
+# From one size a rate alone can be found, if the latency that is assumed beside it is no larger part of the time.
+_MOST_ASSUMED = 0.1
+# Of an operation's own time: others that end in its first moments, or begin in its last.
+_MOST_MET = 0.05
+_FREE = Link(0.0, 1e30)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One group's meetings, [n] each. kind, algorithm, wire: names, wire `auto` for tensors that no wire format is for;
+    size: bytes as in `netfold.plan.cost`; pure_s: from the last start on; alone: no other was under way meanwhile.
+    """
+
+    kind: Names
+    algorithm: Names
+    wire: Names
+    size: Floats
+    pure_s: Floats
+    alone: Bools
+    topology: Topology
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """links: as the cost model takes them; operations: from how many; off: the worst relative error of a median, None
+    where there are no more medians than unknowns; latency_assumed: only one size was there.
+    """
+
+    links: Links
+    operations: int
+    off: float | None
+    latency_assumed: bool
+
+    def text(self) -> str:
+        link = self.links.network
+        latency = f"{link.latency_s * 1e6:.3g} us" if link.latency_s > 0 else "no latency that shows"
+        latency += " (assumed)" if self.latency_assumed else ""
+        checked = "of too few sizes to check" if self.off is None else f"{100 * self.off:.0f}% off at most"
+        rate = f"{link.bytes_per_s / 1e6:.4g} MB/s"
+        return f"with the link that {self.operations} operations show: {latency}, {rate}, {checked}"
+
+
+def observe(run: Run) -> list[Observed]:
+    """Groups of two ranks and more whose ranks all left records, the one with the most time first."""
+    columns = columns_of(run)
+    found = [_observed(run, columns, meetings(run, columns, matched)) for matched in match(run, columns).groups]
+    return sorted((each for each in found if len(each.size)), key=lambda each: -float(each.pure_s.sum()))
+
+
+def fit(observed: Observed, above_bytes: int = 0) -> Fitted | str:
+    """The link, from operations of more bytes than that; or why there is none, in half a sentence."""
+    cells: dict[tuple[str, str, str, float], Floats] = {}
+    usable = observed.alone & (observed.size > above_bytes) & (observed.pure_s > 0)
+    if not (observed.size > above_bytes).any():
+        return f"no operation is of more than {above_bytes} bytes"
+    if not usable.any():
+        return "no operation ran without another beside it"
+    for kind, algorithm in sorted({*zip(observed.kind.tolist(), observed.algorithm.tolist(), strict=True)}):
+        if (kind, algorithm) not in FORMULAS or algorithm in ("shared_memory", "hierarchical"):
+            continue
+        mine = usable & (observed.kind == kind) & (observed.algorithm == algorithm)
+        for wire in np.unique(observed.wire[mine]):
+            for size in np.unique(observed.size[mine]):
+                times = observed.pure_s[mine & (observed.wire == wire) & (observed.size == size)]
+                if len(times) >= _LEAST_OPERATIONS:
+                    cells[kind, algorithm, str(wire), float(size)] = times
+    if not cells:
+        taken = sorted({str(name) for name in observed.algorithm})
+        if taken == ["?"]:
+            return "the backend does not say which algorithm ran"
+        return (
+            f"no {_LEAST_OPERATIONS} operations of one size ran by an algorithm whose time is one link's "
+            f"({', '.join(taken)})"
+        )
+    medians = np.array([float(np.median(times)) for times in cells.values()])
+    parts = np.array([_line(observed.topology, *cell) for cell in cells])
+    relative = parts / medians[:, None]
+    assumed = len({cell[3] for cell in cells}) == 1
+    if assumed:
+        latency = DEFAULT_LINKS.network.latency_s
+        if (relative[:, 1] * latency).max() > _MOST_ASSUMED:
+            return "all operations are of one size, too small to tell the link's rate from its latency"
+        per_byte = _least_squares(relative[:, 2:], 1 - relative[:, 0] - relative[:, 1] * latency)[0]
+    else:
+        latency, per_byte = _least_squares(relative[:, 1:], 1 - relative[:, 0])
+        if latency < 0:
+            latency, per_byte = 0.0, _least_squares(relative[:, 2:], 1 - relative[:, 0])[0]
+    if per_byte <= 0:
+        return "larger operations take no longer than small ones: the link's rate does not show"
+    off = float(np.abs(relative @ np.array([1, latency, per_byte]) - 1).max())
+    if off > _MOST_OFF:
+        names = ", ".join(sorted({cell[1] for cell in cells}))
+        return f"times are {100 * off:.0f}% off the formulas ({names}): something else than the link takes them"
+    links = replace(DEFAULT_LINKS, network=Link(float(latency), 1 / float(per_byte)), measured=True)
+    checked = len(cells) > (2 if latency > 0 and not assumed else 1)
+    return Fitted(links, sum(map(len, cells.values())), off if checked else None, assumed)
+
+
+def _line(topology: Topology, kind: str, algorithm: str, wire: str, size: float) -> tuple[float, float, float]:
+    """Of its formula: seconds without a link, latencies, bytes."""
+
+    def seconds(network: Link) -> float:
+        return predict(kind, algorithm, size, topology, replace(DEFAULT_LINKS, network=network), wire)
+
+    fixed = seconds(_FREE)
+    return fixed, seconds(replace(_FREE, latency_s=1.0)) - fixed, seconds(replace(_FREE, bytes_per_s=1.0)) - fixed
+
+
+def _least_squares(rows: Floats, wanted: Floats) -> Floats:
+    # Latencies are counted in ones and bytes in millions: scaled, lest rounding take the smaller for nothing.
+    scale = np.abs(rows).max(axis=0)
+    solution, *_ = np.linalg.lstsq(rows / scale, wanted, rcond=None)
+    scaled: Floats = solution / scale
+    return scaled
+
+
+def _observed(run: Run, columns: list[Columns], matched: Matched) -> Observed:
+    trace = matched.members[0]
+    places = matched.places[:, 0]
+    first = columns[trace]
+    took = matched.field(run, "finished_ns") - matched.field(run, "started_ns")
+    alone = np.all(
+        [_alone(run, member)[matched.places[:, at]] for at, member in enumerate(matched.members)], axis=0
+    ).reshape(len(places))
+    about = run.traces[trace].about
+    dtypes = [about.name_of("dtype", number) for number in run.traces[trace].operations["dtype"][places]]
+    wires = [
+        wire if dtype == "f32" and about.source == EVENTS else "auto"
+        for wire, dtype in zip(first.wire[places].tolist(), dtypes, strict=True)
+    ]
+    algorithm = first.algorithm[places]
+    return Observed(
+        kind=first.operation[places],
+        algorithm=algorithm,
+        wire=np.array(wires, np.str_),
+        size=first.bytes[places],
+        pure_s=took.min(axis=1) / 1e9,
+        alone=alone,
+        topology=_topology(run, matched, set(algorithm.tolist())),
+    )
+
+
+def _alone(run: Run, trace: int) -> Bools:
+    """[n] of a trace's records: what other operations' times meet of its own is no more than is lost in a fit."""
+    records = run.traces[trace].operations
+    order = np.argsort(records["started_ns"], kind="stable")
+    started, finished = records["started_ns"][order], records["finished_ns"][order]
+    until = np.concatenate([started[:1], np.maximum.accumulate(finished)[:-1]])
+    after = np.concatenate([started[1:], finished[-1:]])
+    alone = np.empty(len(order), np.bool_)
+    met = np.maximum(until - started, 0) + np.maximum(finished - after, 0)
+    alone[order] = met <= _MOST_MET * (finished - started)
+    return alone
+
+
+def _topology(run: Run, matched: Matched, algorithms: set[str]) -> Topology:
+    """Ranks of one host share its memory, unless all of them are on one and go over the network all the same."""
+    hosts = [run.traces[member].about.host for member in matched.members]
+    if len(set(hosts)) == 1 and not algorithms & {"shared_memory", "hierarchical"}:
+        return Topology.apart(len(hosts))
+    names = list(dict.fromkeys(hosts))
+    return Topology(tuple(names.index(host) for host in hosts))

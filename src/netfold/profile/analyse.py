@@ -1,0 +1,96 @@
+"""From a run to what is said of it: the parts of this room in their order."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from netfold.profile.clocks import Clocks, find_clocks
+from netfold.profile.columns import columns_of
+from netfold.profile.exposed import Exposure, expose, overall, step_times
+from netfold.profile.findings import BUCKETS, Findings
+from netfold.profile.lateness import find_lateness
+from netfold.profile.matching import Matching, match
+from netfold.profile.run import Run
+from netfold.profile.summary import place, sized, summarise
+
+
+def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
+    """Everything but advice, which needs a cost model (`netfold.plan.advice`). The run is not changed.
+
+    buckets: upper ends of sizes, ascending; ValueError otherwise. Cost: some hundred bytes and a microsecond a record.
+    """
+    columns = columns_of(run)
+    matching = match(run, columns)
+    columns = sized(columns, matching.groups)
+    places = place(columns, buckets)
+    clocks = find_clocks(run, columns, matching.groups)
+    waits = find_lateness(run, columns, matching.groups, clocks)
+    exposures = [expose(trace) for trace in run.traces]
+    exposed = [each.of_operations(trace) for each, trace in zip(exposures, run.traces, strict=True)]
+    abouts = [trace.about for trace in run.traces]
+    return Findings(
+        title=title_of(run),
+        size=max((about.size for about in abouts), default=0),
+        ranks=[about.rank for about in abouts],
+        sources=sorted({about.source for about in abouts}),
+        backends=sorted({group.backend for about in abouts for group in about.groups.values()}),
+        rows=summarise(run, columns, places, buckets, exposed, waits.skew_s),
+        overall=overall(run, exposures),
+        steps=step_times(run, exposures),
+        lateness=waits.ranks,
+        clocks=clocks.offsets(run),
+        advice=[],
+        blind_spots=_blind_spots(run, matching, clocks, exposures),
+        lost=sum(about.lost for about in abouts),
+        versions={name: text for about in reversed(abouts) for name, text in about.versions.items()},
+        hosts=list(dict.fromkeys(about.host for about in abouts)),
+    )
+
+
+def title_of(run: Run) -> str:
+    """The command that was run, or else the folder."""
+    command = run.description.get("command")
+    if isinstance(command, list):
+        return shlex.join(map(str, command))
+    return str(command or run.folder)
+
+
+def _blind_spots(run: Run, matching: Matching, clocks: Clocks, exposures: Sequence[Exposure]) -> list[str]:
+    """What ranks say themselves, each sentence once; then what was found missing here."""
+    said = list(dict.fromkeys(text for trace in run.traces for text in trace.about.blind_spots))
+    size = max((trace.about.size for trace in run.traces), default=0)
+    absent = sorted(set(range(size)) - {trace.about.rank for trace in run.traces})
+    if absent:
+        said.append(f"{_ranks(absent)} left no records: means are of the other {len(run.traces)}")
+    lost = sum(trace.about.lost for trace in run.traces)
+    if lost:
+        said.append(f"{lost} operations came faster than they could be written, and are in no number here")
+    for reason, count in matching.left_out.items():
+        said.append(f"{count} records {reason} are not in lateness, skew and clocks")
+    if clocks.contradiction_ns:
+        some = 100 * clocks.contradicted.mean()
+        said.append(
+            f"the ranks' clocks contradict one another by {clocks.contradiction_ns / 1e6:.3g} ms and more, with "
+            f"{clocks.drift * 1e6:.0f} ppm of drift allowed for: one was stepped, or two machines have one name; "
+            f"lateness and skew leave out the {some:.0f}% of the run around it"
+        )
+    unbounded = [each.rank for each in clocks.offsets(run) if each.bound_ns is None]
+    if unbounded and not clocks.contradiction_ns:
+        said.append(f"nothing bounds how far the clock of {_ranks(unbounded)} is from the first rank's: not compared")
+    unwatched = [t.about.rank for t, each in zip(run.traces, exposures, strict=True) if each.exposed is None]
+    if unwatched:
+        said.append(f"nobody watched the training thread of {_ranks(unwatched)}: what was exposed there is not known")
+    for trace, exposure in zip(run.traces, exposures, strict=True):
+        communication = exposure.communicated[-1]
+        if exposure.exposed is not None and communication and exposure.unwatched_s > 0.01 * communication:
+            said.append(
+                f"the training thread of rank {trace.about.rank} was not watched during "
+                f"{100 * exposure.unwatched_s / communication:.0f}% of its communication, which counts as exposed"
+            )
+    return said
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

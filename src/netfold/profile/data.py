@@ -1,0 +1,52 @@
+"""Findings and comparisons for other programs: JSON with all of it, CSV with the rows. Pure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from netfold.profile.compare import Change, Comparison
+from netfold.profile.findings import Findings, Row
+
+
+def as_json(findings: Findings) -> str:
+    """The fields of `Findings` under their names; seconds, bytes, bytes a second."""
+    return json.dumps(asdict(findings), indent=1)
+
+
+def as_csv(findings: Findings) -> str:
+    """A line a row under the names of `Row`; empty where a value is not known; `ring:75 tree:25` for counts by name."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = [field.name for field in fields(Row)]
+    writer.writerow(names)
+    for row in findings.rows:
+        writer.writerow([_cell(getattr(row, name)) for name in names])
+    return text.getvalue()
+
+
+def comparison_as_json(found: Comparison) -> str:
+    """The fields of `Comparison` and `Change`, with what they say of themselves: improvements in percent, verdicts."""
+    whole = {
+        "a_title": found.a_title,
+        "b_title": found.b_title,
+        "rows": [_change(row) for row in found.rows],
+        "total": _change(found.total),
+        "notes": found.notes,
+    }
+    return json.dumps(whole, indent=1)
+
+
+def _change(change: Change) -> dict[str, Any]:
+    said = ("improvement", "per_step_s", "improvement_per_step", "verdict")
+    return asdict(change) | {name: getattr(change, name) for name in said}
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}:{count}" for name, count in value.items())
+    return "" if value is None else value

@@ -1,0 +1,127 @@
+"""How much of communication computing hides.
+
+A rank communicates while at least one of its operations is under way, from start to finish; one that is queued behind
+another is covered by that one. Communication is exposed as far as the training thread does not compute meanwhile.
+Waiting for anything else (data, a disk) outside of operations is no communication, and does not count.
+
+Between two lines of PROGRESS the thread computed for as long as `busy_ns` grew: at what moments is not known, so the
+rest is spread evenly over the time between the two, and cut where operations begin and end. Lines are milliseconds
+apart; an operation of microseconds has its share of such a time, right on the average of many. Before the first line
+and after the last one nobody watched: nothing is known to hide communication there, and it counts as exposed.
+
+Where k operations are under way at once each has 1/k of that moment's exposed time, so that operations add up to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from netfold.profile.columns import Floats, Integers
+from netfold.profile.findings import Overlap, StepTimes
+from netfold.profile.run import Run, Trace
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Of one rank. edges_ns: [E] ascending, where anything changes; the rest [E], in seconds, sums up to there.
+
+    communicated: with an operation under way; exposed: of that, without computing; of_one: the share of each operation
+    that is under way; unwatched_s: of communication, without a line of progress around it. exposed, of_one: None where
+    nobody watched.
+    """
+
+    edges_ns: Integers
+    communicated: Floats
+    exposed: Floats | None
+    of_one: Floats | None
+    unwatched_s: float
+
+    def between(self, what: Floats, begun_ns: Integers, ended_ns: Integers) -> Floats:
+        """How much of a sum falls into each of [n] times, whose ends may lie anywhere."""
+        grown: Floats = np.interp(ended_ns, self.edges_ns, what) - np.interp(begun_ns, self.edges_ns, what)
+        return grown
+
+    def of_operations(self, trace: Trace) -> Floats | None:
+        """[n] seconds of each of the rank's records; they add up to the rank's exposed time."""
+        if self.of_one is None:
+            return None
+        records = trace.operations
+        return self.between(self.of_one, records["started_ns"], records["finished_ns"])
+
+
+def expose(trace: Trace) -> Exposure:
+    """Cost: sorting the rank's records and lines."""
+    started, finished = trace.operations["started_ns"], trace.operations["finished_ns"]
+    lines = trace.progress
+    watched = len(lines) > 1
+    edges = np.unique(np.concatenate([started, finished, lines["at_ns"]]))
+    if not len(edges):
+        edges = np.zeros(1, np.int64)
+    under_way = np.zeros(len(edges), np.int64)
+    np.add.at(under_way, np.searchsorted(edges, started), 1)
+    np.add.at(under_way, np.searchsorted(edges, finished), -1)
+    under_way = np.cumsum(under_way)[:-1]
+    seconds = np.diff(edges) / 1e9
+    communicating = np.where(under_way > 0, seconds, 0)
+    if not watched:
+        return Exposure(edges, _sums(communicating), None, None, float(communicating.sum()))
+    idle = 1 - np.diff(lines["busy_ns"]) / np.maximum(np.diff(lines["at_ns"]), 1)
+    # Which two lines an edge's interval lies between; before and after all of them nothing is hidden.
+    idle = np.concatenate([[1.0], np.clip(idle, 0, 1), [1.0]])
+    line = np.searchsorted(lines["at_ns"], edges[:-1], side="right")
+    exposed = communicating * idle[line]
+    unseen = (line == 0) | (line == len(lines))
+    return Exposure(
+        edges,
+        _sums(communicating),
+        _sums(exposed),
+        _sums(exposed / np.maximum(under_way, 1)),
+        float(communicating[unseen].sum()),
+    )
+
+
+def overall(run: Run, exposures: list[Exposure]) -> Overlap:
+    """Means over ranks; exposed time over those that were watched, and their communication for the ratio."""
+    if not run.traces:
+        return Overlap(0.0, 0.0, None, None)
+    communication = [each.communicated[-1] for each in exposures]
+    watched = [each for each in exposures if each.exposed is not None]
+    exposed = float(np.mean([each.exposed[-1] for each in watched if each.exposed is not None])) if watched else None
+    hidden_from = float(np.mean([each.communicated[-1] for each in watched])) if watched else 0.0
+    ratio = 1 - exposed / hidden_from if exposed is not None and hidden_from > 0 else None
+    return Overlap(float(np.mean([_wall_s(t) for t in run.traces])), float(np.mean(communication)), exposed, ratio)
+
+
+def step_times(run: Run, exposures: list[Exposure]) -> StepTimes | None:
+    """Of all ranks' steps together; None where no rank says what a step is."""
+    wall, communication, exposed = [], [], []
+    for trace, exposure in zip(run.traces, exposures, strict=True):
+        steps = trace.steps
+        wall.append((steps["ended_ns"] - steps["began_ns"]) / 1e9)
+        communication.append(exposure.between(exposure.communicated, steps["began_ns"], steps["ended_ns"]))
+        if exposure.exposed is not None:
+            exposed.append(exposure.between(exposure.exposed, steps["began_ns"], steps["ended_ns"]))
+    count = max((len(trace.steps) for trace in run.traces), default=0)
+    if not count:
+        return None
+    watched = sum(map(len, exposed)) > 0
+    return StepTimes(count, _spread(wall), _spread(communication), _spread(exposed) if watched else None)
+
+
+def _wall_s(trace: Trace) -> float:
+    operations, steps, progress = trace.operations, trace.steps, trace.progress
+    begins = np.concatenate([operations["queued_ns"], steps["began_ns"], progress["at_ns"]])
+    ends = np.concatenate([operations["finished_ns"], steps["ended_ns"], progress["at_ns"]])
+    return float(ends.max() - begins.min()) / 1e9 if len(begins) else 0.0
+
+
+def _spread(values: list[Any]) -> tuple[float, float, float]:
+    median, p5, p95 = np.percentile(np.concatenate(values), (50, 5, 95))
+    return float(median), float(p5), float(p95)
+
+
+def _sums(values: Floats) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(values)])

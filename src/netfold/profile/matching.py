@@ -1,0 +1,134 @@
+"""Which records of different ranks are one operation.
+
+Groups go by their name: their numbers are each rank's own. Inside one, records of an engine go by its sequence number.
+Those of torch's profiler have none: the k-th of an operation and a size is the k-th on every rank, provided that all
+have equally many. What only some have is left out, and counted; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from netfold.profile.columns import EVENTS, TRANSFERS, Columns, Integers, group_members
+from netfold.profile.run import Run
+
+# No rank finishes one of these before every rank has begun it, if every rank has something to give.
+SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Operations of one group that all its members recorded, in the order in which they were called.
+
+    members: places in `run.traces`, [P]; places: [n, P], of each member's record among its own.
+    """
+
+    group: str
+    members: tuple[int, ...]
+    places: Integers
+
+    def field(self, run: Run, name: str) -> np.ndarray[Any, Any]:
+        """[n, P] of every member's records."""
+        columns = [run.traces[member].operations[name][self.places[:, at]] for at, member in enumerate(self.members)]
+        return np.stack(columns, axis=1)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """left_out: a reason -> how many operations, over all ranks."""
+
+    groups: list[Matched]
+    left_out: Mapping[str, int]
+
+
+def match(run: Run, columns: list[Columns]) -> Matching:
+    """Cost: sorting every rank's records."""
+    trace_of = {trace.about.rank: index for index, trace in enumerate(run.traces)}
+    sources = [trace.about.source for trace in run.traces]
+    members = group_members(run)
+    left_out: Counter[str] = Counter()
+    groups = []
+    collective = [~np.isin(each.operation, TRANSFERS) for each in columns]
+    for name in sorted({str(name) for each in columns for name in np.unique(each.group)}):
+        rows = {index: np.flatnonzero((each.group == name) & collective[index]) for index, each in enumerate(columns)}
+        count = sum(map(len, rows.values()))
+        ranks = members.get(name)
+        if not name:
+            left_out["of a group without a name"] += count
+        elif ranks is None:
+            left_out["of a group whose ranks are not known"] += count
+        elif any(rank not in trace_of for rank in ranks):
+            left_out["of a group in which a rank left no records"] += count
+        elif len({sources[trace_of[rank]] for rank in ranks}) > 1:
+            left_out["of a group whose ranks have records of different kinds"] += count
+        elif len(ranks) > 1:
+            order = tuple(trace_of[rank] for rank in ranks)
+            by_number = sources[order[0]] == EVENTS
+            places = (_by_sequence if by_number else _by_order)(run, columns, order, [rows[index] for index in order])
+            groups.append(Matched(name, order, places))
+            left_out["that not all ranks of the group have"] += count - places.size
+    return Matching(groups, {reason: number for reason, number in left_out.items() if number})
+
+
+def meetings(run: Run, columns: list[Columns], matched: Matched) -> Matched:
+    """Those of `matched` in which no rank can have finished before all had begun; failed ones are evidence of nothing.
+
+    An empty block asks nobody to wait; which blocks of an all_to_all are empty a record does not say. The native engine
+    sends a header even then, others may not.
+    """
+    first = columns[matched.members[0]]
+    kind = first.operation[matched.places[:, 0]]
+    waits = np.isin(kind, SYNCHRONISING)
+    if run.traces[matched.members[0]].about.source != EVENTS:
+        waits &= kind != "all_to_all"
+    waits &= (kind == "barrier") | (matched.field(run, "bytes") > 0).all(axis=1)
+    for at, member in enumerate(matched.members):
+        waits &= ~columns[member].failed[matched.places[:, at]]
+    return Matched(matched.group, matched.members, matched.places[waits])
+
+
+def _by_sequence(run: Run, columns: list[Columns], order: tuple[int, ...], rows: list[Integers]) -> Integers:
+    """[n, P]. A number that a rank used twice, in two lives of a group, names nothing; nor one that stands for
+    different operations."""
+    numbers = []
+    for index, mine in zip(order, rows, strict=True):
+        values, counts = np.unique(run.traces[index].operations["sequence"][mine], return_counts=True)
+        numbers.append(values[counts == 1])
+    shared = reduce(np.intersect1d, numbers)
+    places, kinds = [], []
+    for index, mine in zip(order, rows, strict=True):
+        sequence = run.traces[index].operations["sequence"][mine]
+        by_number = np.argsort(sequence, kind="stable")
+        place = mine[by_number[np.searchsorted(sequence[by_number], shared)]]
+        places.append(place)
+        kinds.append(columns[index].operation[place])
+    together = np.stack(places, axis=1)
+    alike = np.all([kind == kinds[0] for kind in kinds], axis=0)
+    return together[alike]
+
+
+def _by_order(run: Run, columns: list[Columns], order: tuple[int, ...], rows: list[Integers]) -> Integers:
+    """[n, P], in the order in which the first member's began."""
+    lists = []
+    for index, mine in zip(order, rows, strict=True):
+        records = run.traces[index].operations
+        began = mine[np.argsort(records["started_ns"][mine], kind="stable")]
+        keyed: dict[tuple[str, int], list[int]] = {}
+        for place in began:
+            keyed.setdefault((str(columns[index].operation[place]), int(records["bytes"][place])), []).append(place)
+        lists.append(keyed)
+    found = [
+        np.stack([np.array(each[key], np.int64) for each in lists], axis=1)
+        for key in lists[0]
+        if len({len(each.get(key, ())) for each in lists}) == 1
+    ]
+    if not found:
+        return np.empty((0, len(order)), np.int64)
+    together = np.concatenate(found)
+    return together[np.argsort(together[:, 0], kind="stable")]

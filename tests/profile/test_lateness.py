@@ -1,0 +1,77 @@
+"""Who began last, and what others waited, against traces whose answer is worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from traces import Op, Trace, make_run, make_trace
+
+from netfold.profile.clocks import find_clocks
+from netfold.profile.columns import columns_of
+from netfold.profile.lateness import Waits, find_lateness
+from netfold.profile.matching import match
+
+MS = 1e-3
+
+
+def waits(*traces: Trace) -> Waits:
+    run = make_run(*traces)
+    columns = columns_of(run)
+    groups = match(run, columns).groups
+    return find_lateness(run, columns, groups, find_clocks(run, columns, groups))
+
+
+def test_the_last_to_begin_is_named_with_what_the_others_waited_for_it() -> None:
+    """One host, one clock. Starts:   first   second  third (a broadcast: nobody need wait)
+    rank 0                            0       20      40
+    rank 1                            3       20      41
+    rank 2                            7       24      49
+    First: rank 2 is last; 0 waited 7, 1 waited 4: 5.5 the mean of them. Second: rank 2 again: 4 and 4.
+    """
+    found = waits(
+        make_trace(0, 3, [Op(0, 9), Op(20, 30), Op(40, 41, operation="broadcast")], host="a"),
+        make_trace(1, 3, [Op(3, 9), Op(20, 30), Op(41, 42, operation="broadcast")], host="a"),
+        make_trace(2, 3, [Op(7, 9), Op(24, 30), Op(49, 50, operation="broadcast")], host="a"),
+    )
+    assert [each.operations for each in found.ranks] == [2, 2, 2]
+    assert [each.last for each in found.ranks] == [0, 0, 2]
+    assert [each.waited_for_s for each in found.ranks] == pytest.approx([0, 0, 9.5 * MS])
+    assert [each.waited_s for each in found.ranks] == pytest.approx([11 * MS, 8 * MS, 0])
+    assert found.skew_s[0] == pytest.approx([7 * MS, 4 * MS, np.nan], nan_ok=True)
+    assert found.skew_s[2] == pytest.approx([0, 0, np.nan], nan_ok=True)
+
+
+def test_who_is_last_by_less_than_the_clocks_may_be_apart_is_not_named() -> None:
+    """Two hosts, 10 s apart. The two operations in the middle end at once after they began, on both: by
+    `finished_0 - started_1` and back clocks are known to 0.5 ms (0.5 + 0.5 apart, the middle exact). In the last one
+    rank 1 begins 0.4 ms after rank 0: less than is known. In the first it begins 5 ms after: that is said."""
+    first = [Op(0, 9), Op(20, 20.5), Op(30, 30.5), Op(40, 49)]
+    second = [Op(5, 9), Op(20, 20.5), Op(30, 30.5), Op(40.4, 49)]
+    found = waits(make_trace(0, 2, first), make_trace(1, 2, second, clock_ms=10_000))
+    assert [each.last for each in found.ranks] == [0, 1]
+    assert found.ranks[1].waited_for_s == pytest.approx(5 * MS, rel=0.01)
+    assert found.skew_s[0][1:] == pytest.approx([0, 0, 0])
+    assert [each.operations for each in found.ranks] == [4, 4]
+    exact = waits(make_trace(0, 2, first, host="a"), make_trace(1, 2, second, host="a"))
+    assert [each.last for each in exact.ranks] == [0, 2]
+
+
+def test_two_that_begin_last_together_are_both_not_named() -> None:
+    """Rank 0 waited 6 ms all the same, for one of them: that is known."""
+    found = waits(
+        make_trace(0, 3, [Op(0, 9)], host="a"),
+        make_trace(1, 3, [Op(6, 9)], host="a"),
+        make_trace(2, 3, [Op(6, 9)], host="a"),
+    )
+    assert [each.last for each in found.ranks] == [0, 0, 0]
+    assert [each.waited_s for each in found.ranks] == pytest.approx([6 * MS, 0, 0])
+
+
+def test_without_a_bound_on_the_clocks_nobody_is_compared() -> None:
+    """What failed is evidence of nothing."""
+    found = waits(
+        make_trace(0, 2, [Op(0, 9, error="timeout")]),
+        make_trace(1, 2, [Op(5, 9, error="timeout")], clock_ms=10),
+    )
+    assert [each.operations for each in found.ranks] == [0, 0]
+    assert np.isnan(found.skew_s[0]).all()

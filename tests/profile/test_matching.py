@@ -1,0 +1,107 @@
+"""Records of different ranks that are one operation, and those of which that cannot be said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from traces import EVENTS, PROFILER, Op, Trace, make_run, make_trace
+
+from netfold.profile.columns import columns_of
+from netfold.profile.matching import Matching, match, meetings
+
+
+def matched(*traces: Trace) -> Matching:
+    run = make_run(*traces)
+    return match(run, columns_of(run))
+
+
+def places(matching: Matching) -> list[list[list[int]]]:
+    return [group.places.tolist() for group in matching.groups]
+
+
+def test_sequence_numbers_match_whatever_the_order_in_which_operations_ended() -> None:
+    one = make_trace(0, 2, [Op(0, 9, sequence=1), Op(1, 5, sequence=2)])
+    other = make_trace(1, 2, [Op(1, 5, sequence=2), Op(0, 9, sequence=1)])
+    found = matched(one, other)
+    assert places(found) == [[[0, 1], [1, 0]]]
+    assert not found.left_out
+
+
+def test_what_only_some_ranks_have_is_left_out_and_counted() -> None:
+    one = make_trace(0, 2, [Op(0, 1, sequence=1), Op(1, 2, sequence=2), Op(2, 3, sequence=4)])
+    other = make_trace(1, 2, [Op(1, 2, sequence=2), Op(2, 3, sequence=3)])
+    found = matched(one, other)
+    assert places(found) == [[[1, 0]]]
+    assert found.left_out == {"that not all ranks of the group have": 3}
+
+
+def test_a_number_that_stands_for_two_operations_matches_nothing() -> None:
+    one = make_trace(0, 2, [Op(0, 1), Op(1, 2, operation="broadcast")])
+    other = make_trace(1, 2, [Op(0, 1), Op(1, 2, operation="all_reduce")])
+    assert places(matched(one, other)) == [[[0, 0]]]
+    twice = make_trace(1, 2, [Op(0, 1, sequence=1), Op(1, 2, sequence=1)])
+    found = matched(one, twice)
+    assert places(found) == [[]]
+    assert found.left_out == {"that not all ranks of the group have": 4}
+
+
+def test_groups_go_by_name_and_of_a_rank_without_records_nothing_is_guessed() -> None:
+    groups = {"world": range(3), "pair": [0, 1]}
+    both = [Op(0, 1), Op(1, 2, group="pair"), Op(2, 3)]
+    one = make_trace(0, 3, both, groups=groups)
+    other = make_trace(1, 3, both, groups=dict(reversed(groups.items())))
+    assert {int(number) for number in one.about.groups} & {int(number) for number in other.about.groups} == set()
+    found = matched(one, other)
+    assert [group.group for group in found.groups] == ["pair"]
+    assert places(found) == [[[1, 1]]]
+    assert found.left_out == {"of a group in which a rank left no records": 4}
+
+
+def test_ranks_that_nobody_lists_are_those_that_name_the_group_if_all_left_records() -> None:
+    groups = {"world": []}
+    traces = [make_trace(rank, 2, [Op(0, 1)], groups=groups) for rank in (0, 1)]
+    assert places(matched(*traces)) == [[[0, 0]]]
+    alone = make_trace(0, 3, [Op(0, 1)], groups=groups)
+    assert matched(alone, make_trace(1, 3, [Op(0, 1)], groups=groups)).left_out == {
+        "of a group whose ranks are not known": 2
+    }
+
+
+def test_the_profilers_records_match_by_order_where_counts_agree() -> None:
+    one = [Op(0, 1, 4), Op(1, 2, 8), Op(2, 3, 4), Op(3, 4, 16)]
+    other = [Op(0, 1, 8), Op(1, 2, 4), Op(2, 3, 4), Op(3, 4, 16), Op(4, 5, 16)]
+    found = matched(make_trace(0, 2, one, source=PROFILER), make_trace(1, 2, other, source=PROFILER))
+    assert places(found) == [[[0, 1], [1, 0], [2, 2]]]
+    assert found.left_out == {"that not all ranks of the group have": 3}
+    mixed = matched(make_trace(0, 2, one, source=PROFILER), make_trace(1, 2, one, source=EVENTS))
+    assert not mixed.groups
+    assert mixed.left_out == {"of a group whose ranks have records of different kinds": 8}
+
+
+def test_messages_between_two_ranks_are_no_operation_of_the_group() -> None:
+    one = make_trace(0, 2, [Op(0, 1, operation="send", sequence=1), Op(1, 2, sequence=1)])
+    other = make_trace(1, 2, [Op(0, 1, operation="receive", sequence=1), Op(1, 2, sequence=1)])
+    found = matched(one, other)
+    assert places(found) == [[[1, 1]]]
+    assert not found.left_out
+
+
+def test_only_what_all_must_have_begun_is_a_meeting() -> None:
+    held = [Op(0, 1, operation=name) for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")]
+    ops = [
+        *held,
+        Op(0, 1, 0, "barrier"),
+        Op(0, 1, operation="broadcast"),
+        Op(0, 1, operation="reduce"),
+        Op(0, 1, 0, "all_gather"),  # nobody need wait for what is empty
+        Op(0, 1),
+    ]
+    failed = [*ops[:-1], replace(ops[-1], error="peer_lost")]
+    for source, count in ((EVENTS, 5), (PROFILER, 4)):  # of the profiler's, an all_to_all may be empty for some
+        run = make_run(make_trace(0, 2, ops, source=source), make_trace(1, 2, failed, source=source))
+        columns = columns_of(run)
+        (group,) = match(run, columns).groups
+        assert sorted(meetings(run, columns, group).places[:, 0].tolist()) == [
+            index for index in range(5) if source == EVENTS or index != 3
+        ]
+        assert len(meetings(run, columns, group).places) == count

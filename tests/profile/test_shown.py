@@ -1,0 +1,90 @@
+"""What the terminal shows, and what other programs read, of one small run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import fields, replace
+
+from traces import KB, MB, PROFILER, Op, make_run, make_trace
+
+from netfold.profile.analyse import analyse
+from netfold.profile.compare import compare
+from netfold.profile.data import as_csv, as_json, comparison_as_json
+from netfold.profile.findings import Advice, Row
+from netfold.profile.run import Run
+from netfold.profile.table import bytes_text, render_table, sizes_text
+
+
+def small() -> Run:
+    """Two ranks of one host; a step of 100 ms; 8 MB in 20 ms of which 10 are exposed; rank 1 begins 4 ms late; 4 bytes
+    in 1 ms, through a tree once. Communication of rank 0: 20 + 1 ms, of rank 1: 16 + 1, exposed 10 + 1 and 8 + 1."""
+    both = {"steps_ms": [(0, 100)], "progress_ms": [(0, 0), (10, 10), (30, 20), (100, 90)], "host": "a"}
+    small = Op(30, 31, 4, algorithm="tree", wire_bytes=44)
+    return make_run(
+        make_trace(0, 2, [Op(10, 30, 8 * MB, wire_bytes=8 * MB), small], blind_spots=["no sends"], **both),
+        make_trace(1, 2, [Op(14, 30, 8 * MB, wire_bytes=8 * MB), small], blind_spots=["no sends"], **both),
+        command="train.py",
+    )
+
+
+def test_the_table_says_all_of_it() -> None:
+    """Exposed: idle 50% from 10 to 30, none after. algbw 16 MB / 36 ms = 0.466 GB/s; rank 0 waited 4 ms: 2 a rank."""
+    findings = replace(analyse(small()), advice=[Advice("do that", True), Advice("it is so", False)])
+    assert render_table(findings).splitlines() == [
+        "train.py: 2 of 2 ranks on 1 host; 0.1 s, in which a rank communicated 0.019 s (19%), 0.009 s of it exposed: "
+        "computing hid 53%",
+        "",
+        " operation            size  count  time(ms)  share  mean(ms)  p50  p99  exposed(ms)  skew(ms)   algbw   busbw"
+        "  algorithms  wires  wire",
+        "all_reduce       to 128 KB      1         1   5.3%         1    1    1            0         0  0.0000  0.0000"
+        "        tree    f32  44 B",
+        "all_reduce  128 KB - 16 MB      1        18  94.7%        18   18   20            9         2  0.4660  0.4660"
+        "        ring    f32  8 MB",
+        "",
+        "1 step, a step (p5..p95): wall 100 ms (100..100), communication 19 ms (17.2..20.8), exposed 9 ms (8.1..9.9)",
+        "",
+        "rank 1 (a) was last in 1 of 2 operations: the others waited 4 ms for it; it waited 0 ms for others",
+        "",
+        "prediction: do that",
+        "it is so",
+        "",
+        "# no sends",
+    ]
+
+
+def test_columns_in_which_nothing_stands_are_left_out_and_unknown_is_a_dash() -> None:
+    ops = [Op(0, 1), Op(2, 3, error="timeout")]
+    text = render_table(analyse(make_run(make_trace(0, 1, ops, source=PROFILER))))
+    assert "wire" not in text and "exposed(ms)" not in text and "errors" in text
+    assert "errors" not in render_table(analyse(make_run(make_trace(0, 1, ops[:1]))))
+    assert "of 1 ranks" in render_table(analyse(make_run(make_trace(0, 1)))), "nothing to show, and shown"
+
+
+def test_sizes_read_as_they_are_said() -> None:
+    assert [sizes_text(0, 128 * KB), sizes_text(128 * KB, 16 * MB), sizes_text(64 * MB, None)] == [
+        "to 128 KB",
+        "128 KB - 16 MB",
+        "above 64 MB",
+    ]
+    assert [bytes_text(size) for size in (0, 999, 1023, 1536, 1000 * KB, 25.6 * MB, 3 << 30)] == [
+        *("0 B", "999 B", "1023 B", "1.5 KB", "1000 KB", "25.6 MB", "3 GB")
+    ]
+
+
+def test_json_has_every_field_and_csv_every_row() -> None:
+    findings = analyse(small())
+    whole = json.loads(as_json(findings))
+    assert whole["overall"]["exposed_s"] == findings.overall.exposed_s
+    assert whole["rows"][1]["algorithms"] == {"ring": 2}
+    lines = list(csv.DictReader(io.StringIO(as_csv(findings))))
+    assert list(lines[0]) == [field.name for field in fields(Row)]
+    assert lines[1]["operation"] == "all_reduce" and float(lines[1]["bytes"]) == 8 * MB
+    assert lines[1]["algorithms"] == "ring:2" and lines[1]["registration_hits"] == ""
+
+
+def test_a_comparison_as_json_says_its_verdicts() -> None:
+    whole = json.loads(comparison_as_json(compare(small(), small())))
+    assert whole["total"]["improvement"] == 0 and whole["rows"][0]["verdict"] == "same"
+    assert whole["total"]["steps"] == [1, 1]
