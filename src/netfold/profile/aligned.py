@@ -1,0 +1,75 @@
+"""What drawing several ranks on one line of time needs: one clock, rows without overlaps, and who met in which call."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from netfold.profile.findings import ClockOffset
+from netfold.profile.run import Run, Trace
+
+Integers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+# Between two ranks: their numbers are not in step with the group's other calls.
+TRANSFERS = frozenset({"send", "receive", "recv"})
+
+
+def offsets_ns(clocks: Iterable[ClockOffset]) -> dict[int, int]:
+    """What to add to each rank's times. A rank whose clock nobody compared is not in it."""
+    return {clock.rank: clock.offset_ns for clock in clocks if clock.bound_ns is not None}
+
+
+def lanes(began: Integers, ended: Integers) -> Integers:
+    """In which row each of n intervals is drawn, so that none overlaps another: always the first that is free.
+
+    began: ascending; as many rows as intervals overlap at once. O(n log n).
+    """
+    row = np.zeros(len(began), np.int64)
+    busy: list[tuple[int, int]] = []  # when it ends, the row
+    free: list[int] = []
+    for index, (begin, end) in enumerate(zip(began.tolist(), ended.tolist(), strict=True)):
+        while busy and busy[0][0] <= begin:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        row[index] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (max(end, begin + 1), int(row[index])))
+    return row
+
+
+def group_name(trace: Trace, group: int) -> str:
+    """The name that all of a group's ranks share; one of this rank's own where it did not say."""
+    known = trace.about.groups.get(str(group))
+    return known.name if known is not None else f"group {group:x} of rank {trace.about.rank}"
+
+
+def calls(run: Run) -> list[Integers]:
+    """For each operation of each trace the number of the call that it is part of, the same on all ranks; 0: of none.
+
+    A call is found by its group's name, operation and sequence number. A key that a rank used twice finds none: which
+    of the two another rank met is not known. Memory: some 100 bytes an operation of the run.
+    """
+    groups: dict[str, int] = {}
+    names: dict[str, int] = {}
+    keys = []
+    for index, trace in enumerate(run.traces):
+        operations = trace.operations
+        key = np.zeros((len(operations), 4), np.int64)
+        for group in np.unique(operations["group"]):
+            number = groups.setdefault(group_name(trace, int(group)), len(groups))
+            key[operations["group"] == group, 0] = number
+        for operation in np.unique(operations["operation"]):
+            name = trace.about.name_of("operation", int(operation))
+            kind = -1 if name in TRANSFERS else names.setdefault(name, len(names))
+            key[operations["operation"] == operation, 1] = kind
+        key[:, 2] = operations["sequence"]
+        key[:, 3] = index
+        keys.append(key)
+    every = np.concatenate(keys) if keys else np.zeros((0, 4), np.int64)
+    _, call, ranks = np.unique(every[:, :3], axis=0, return_inverse=True, return_counts=True)
+    _, own, times = np.unique(every, axis=0, return_inverse=True, return_counts=True)
+    twice = np.zeros(len(ranks), bool)
+    twice[call.reshape(-1)[times[own.reshape(-1)] > 1]] = True
+    met = (ranks > 1) & ~twice
+    found = np.where(met[call.reshape(-1)] & (every[:, 1] >= 0), call.reshape(-1) + 1, 0).astype(np.int64)
+    return list(np.split(found, np.cumsum([len(key) for key in keys])[:-1])) if keys else []
