@@ -160,7 +160,7 @@ def findings(*, size: int = 4, **changes: object) -> Findings:
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
-def step_times(count: int) -> list[Overlap]:
+def each_step(count: int) -> list[Overlap]:
     random = np.random.default_rng(5)
     walls = 0.28 + 0.02 * random.random(count)
     walls[count // 3] = 0.55

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import Element, needs_chromium, opened, parse
-from invented import AHEAD_NS, STEP_NS, about, clocks, findings, rows, run, step_times
+from invented import AHEAD_NS, STEP_NS, about, clocks, each_step, findings, rows, run
 
 from netfold.profile.findings import ClockOffset, Findings, Lateness, Overlap
 from netfold.profile.page import render_page, units
@@ -24,7 +24,7 @@ HOSTILE = "</script><script>document.title='taken'</script>\"'><img src=x onerro
 
 
 def whole() -> str:
-    return render_page(findings(), run(), step_times=step_times(310))
+    return render_page(findings(), run(), each_step=each_step(310))
 
 
 def no_errors(page: Element) -> None:
@@ -218,7 +218,7 @@ def test_what_a_run_says_is_text_whatever_it_is(where: str, tmp_path: Path) -> N
             replace(trace, about=replace(trace.about, names={"operation": {"0": HOSTILE}})) for trace in recorded.traces
         ]
         recorded = replace(recorded, traces=traces)
-    page = opened(render_page(found, recorded, step_times=step_times(3)), tmp_path)
+    page = opened(render_page(found, recorded, each_step=each_step(3)), tmp_path)
     no_errors(page)
     title = HOSTILE if where == "command" else found.title
     assert page.one("title").text == " ".join(f"netfold profile: {title}".split())
@@ -307,7 +307,7 @@ def test_a_run_that_lacks_something_says_what(case: str, tmp_path: Path) -> None
 @needs_chromium
 def test_a_run_of_many_operations_is_shown_by_two_of_its_steps_and_opens_at_once(tmp_path: Path) -> None:
     many = run(ranks=16, steps=50, calls=400)
-    text = render_page(findings(size=16), many, step_times=step_times(100_000))
+    text = render_page(findings(size=16), many, each_step=each_step(100_000))
     assert len(text.encode()) < 3_000_000
     page = opened(text, tmp_path, then="document.body.dataset.openedMs = performance.now();")
     no_errors(page)

@@ -51,25 +51,28 @@ def calls(run: Run) -> list[Integers]:
     """
     groups: dict[str, int] = {}
     names: dict[str, int] = {}
-    keys = []
-    for index, trace in enumerate(run.traces):
-        operations = trace.operations
-        key = np.zeros((len(operations), 4), np.int64)
-        for group in np.unique(operations["group"]):
-            number = groups.setdefault(group_name(trace, int(group)), len(groups))
-            key[operations["group"] == group, 0] = number
-        for operation in np.unique(operations["operation"]):
-            name = trace.about.name_of("operation", int(operation))
-            kind = -1 if name in TRANSFERS else names.setdefault(name, len(names))
-            key[operations["operation"] == operation, 1] = kind
-        key[:, 2] = operations["sequence"]
-        key[:, 3] = index
-        keys.append(key)
-    every = np.concatenate(keys) if keys else np.zeros((0, 4), np.int64)
-    _, call, ranks = np.unique(every[:, :3], axis=0, return_inverse=True, return_counts=True)
-    _, own, times = np.unique(every, axis=0, return_inverse=True, return_counts=True)
-    twice = np.zeros(len(ranks), bool)
-    twice[call.reshape(-1)[times[own.reshape(-1)] > 1]] = True
-    met = (ranks > 1) & ~twice
-    found = np.where(met[call.reshape(-1)] & (every[:, 1] >= 0), call.reshape(-1) + 1, 0).astype(np.int64)
-    return list(np.split(found, np.cumsum([len(key) for key in keys])[:-1])) if keys else []
+    keys = [_keys(trace, groups, names) for trace in run.traces]
+    if not keys:
+        return []
+    ends = np.cumsum([len(key) for key in keys])
+    rank = np.repeat(np.arange(len(keys)), [len(key) for key in keys])
+    _, call, ranks = np.unique(np.concatenate(keys), return_inverse=True, return_counts=True)
+    _, own, times = np.unique(call * len(keys) + rank, return_inverse=True, return_counts=True)
+    met = ranks > 1
+    met[call[times[own] > 1]] = False
+    number = np.where(met[call] & (np.concatenate(keys) >= 0), call + 1, 0).astype(np.int64)
+    return list(np.split(number, ends[:-1]))
+
+
+def _keys(trace: Trace, groups: dict[str, int], names: dict[str, int]) -> Integers:
+    """Group, operation and sequence number as one number, 23, 8 and 32 bits of it; -1 for what is part of no call."""
+    operations = trace.operations
+    key = operations["sequence"].astype(np.int64)
+    for group in np.unique(operations["group"]):
+        number = groups.setdefault(group_name(trace, int(group)), len(groups))
+        key[operations["group"] == group] |= number << 40
+    for operation in np.unique(operations["operation"]):
+        name = trace.about.name_of("operation", int(operation))
+        here = operations["operation"] == operation
+        key[here] = -1 if name in TRANSFERS else key[here] | names.setdefault(name, len(names)) << 32
+    return key

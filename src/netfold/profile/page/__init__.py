@@ -29,10 +29,10 @@ _FOLDER = Path(__file__).parent
 _SCRIPTS = ("errors.js", "tables.js", "timeline.js")
 
 
-def render_page(findings: Findings, run: Run | None, *, step_times: Sequence[Overlap] = ()) -> str:
+def render_page(findings: Findings, run: Run | None, *, each_step: Sequence[Overlap] = ()) -> str:
     """The page. run: what the findings are of; without it the sections that need single operations say so.
 
-    step_times: of each step in its order, a rank's. Cost: below 3 MB whatever the run (`timeline.MOST_OPERATIONS`).
+    each_step: of each step in its order, a rank's. Cost: below 3 MB whatever the run (`timeline.MOST_OPERATIONS`).
     """
     scripts = [(_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS]
     # What is no script of ours does not run, should it ever get past the escaping.
@@ -40,7 +40,7 @@ def render_page(findings: Findings, run: Run | None, *, step_times: Sequence[Ove
     first, *later = (f"<script>{script}</script>" for script in scripts)
     sections = "".join(
         f'<section aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{body}</section>'
-        for name, title, body in _sections(findings, run, step_times)
+        for name, title, body in _sections(findings, run, each_step)
     )
     return f"""<!doctype html>
 <html lang="en">
@@ -72,7 +72,7 @@ def _hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-def _sections(findings: Findings, run: Run | None, step_times: Sequence[Overlap]) -> list[tuple[str, str, str]]:
+def _sections(findings: Findings, run: Run | None, each_step: Sequence[Overlap]) -> list[tuple[str, str, str]]:
     without = "<p>The records themselves are not at hand: only what was found in them is shown.</p>"
     drawn = None if run is None else _timeline(findings, run)
     return [
@@ -88,7 +88,7 @@ def _sections(findings: Findings, run: Run | None, step_times: Sequence[Overlap]
             "Steps of training",
             "<p>Nobody marked steps: their times are not known.</p>"
             if findings.steps is None
-            else steps(findings.steps, step_times),
+            else steps(findings.steps, each_step),
         ),
         ("lateness-section", "Who waited for whom", ranks.lateness(findings.lateness)),
         ("clocks-section", "Clocks", ranks.clocks(findings.clocks)),

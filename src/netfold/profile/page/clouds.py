@@ -24,7 +24,11 @@ def clouds(run: Run) -> str:
     sizes = [each["bytes"] for parts in by_name.values() for each in parts]
     times = [_time_s(each) for parts in by_name.values() for each in parts]
     across = Axis.holding(
-        "bytes of the tensor", min(int(s.min()) for s in sizes), max(int(s.max()) for s in sizes), units.size, base=2
+        "bytes of one rank's tensor",
+        min(int(s.min()) for s in sizes),
+        max(int(s.max()) for s in sizes),
+        units.size,
+        base=2,
     )
     up = Axis.holding("time", min(t.min() for t in times), max(t.max() for t in times), units.seconds, base=10)
     figures = "".join(
@@ -34,7 +38,7 @@ def clouds(run: Run) -> str:
     )
     return (
         f'<div class="clouds">{figures}</div><p class="quiet">Time from start to end of every operation by its size, '
-        f"both on logarithmic scales; the stronger, the more. What carries no bytes (a barrier) is left out.</p>"
+        f"both on logarithmic scales; the stronger, the more. What has no bytes (a barrier) is left out.</p>"
     )
 
 
