@@ -176,6 +176,29 @@ def test_the_timeline_shows_all_ranks_aligned_and_zooms(tmp_path: Path) -> None:
     assert int(page.one("canvas").attributes["data-in-view"]) == len(expected)
 
 
+@needs_chromium
+def test_a_touched_operation_is_described_with_who_was_last(tmp_path: Path) -> None:
+    # The first of rank 0, in the lane below the axis and the rank's name; touched where it begins, as a part of 120 ms.
+    recorded = run()
+    began_ns = int(recorded.traces[0].operations["started_ns"][0])
+    touch = f"""
+      const canvas = document.getElementById("timeline-canvas");
+      const box = canvas.getBoundingClientRect();
+      const clientX = box.left + canvas.clientWidth * {began_ns / (6 * STEP_NS)} + 1;
+      const clientY = box.top + 24 + 18 + 5;
+      canvas.dispatchEvent(new PointerEvent("pointermove", {{ clientX, clientY, bubbles: true }}));
+    """
+    page = opened(whole(), tmp_path, then=touch)
+    no_errors(page)
+    said = page.one("p", id="timeline-picked").text
+    assert re.match(r"rank 0: all_reduce of 4 KB, .* from 10\.\d+ ms on, queued .* before; number 1 of world; ", said)
+    first = min(recorded.traces, key=lambda trace: trace.operations["started_ns"][0] - trace.about.rank * AHEAD_NS)
+    late_ns = recorded.traces[1].operations["started_ns"][0] - AHEAD_NS
+    late_ns -= first.operations["started_ns"][0] - first.about.rank * AHEAD_NS
+    after = f"{late_ns / 1000:.1f} µs after rank {first.about.rank}."
+    assert said.endswith(f"algorithm ring, wire f32. Rank 1 was the last of 4 to begin, {after}")
+
+
 def test_the_timelines_numbers_are_the_runs_on_the_first_ranks_clock() -> None:
     drawn = timeline(run(), clocks(4), [])
     assert drawn is not None

@@ -46,7 +46,7 @@ if (document.getElementById("timeline-data") !== null) {
       `algorithm ${name("algorithm", rank, at, ALGORITHM)}, wire ${name("wire", rank, at, WIRE)}${failed}`;
   };
 
-  // The same call on every rank, where it is one: [rank, at], in the order in which they began.
+  // The same call on every rank, as far as it can be told: [rank, at], in the order in which they began.
   const call = (rank, at) => {
     const numbers = rank.operations;
     if (transfers.has(name("operation", rank, at, OPERATION))) return [[rank, at]];
@@ -57,6 +57,7 @@ if (document.getElementById("timeline-data") !== null) {
         if (same) found.push([other, there]);
       }
     }
+    if (new Set(found.map(([other]) => other)).size < found.length) return [[rank, at]];
     return found.sort((a, b) => a[0].operations[a[1]] - b[0].operations[b[1]]);
   };
 
@@ -157,7 +158,7 @@ if (document.getElementById("timeline-data") !== null) {
       });
       context.lineWidth = 1;
       context.beginPath();
-      for (const [left, y] of points) context.lineTo(left, y);
+      for (const [left, y] of points.sort((a, b) => a[1] - b[1])) context.lineTo(left, y);
       context.stroke();
     }
     const operations = inView === 1 ? "operation" : "operations";

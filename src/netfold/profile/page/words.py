@@ -52,7 +52,9 @@ def story(findings: Findings) -> str:
 
 
 def facts(findings: Findings) -> list[tuple[str, str]]:
-    """A number each, and what it is."""
+    """A number each, and what it is; none of a run without operations."""
+    if not findings.rows:
+        return []
     overall = findings.overall
     late = latest(findings.lateness)
     found = [(units.seconds(overall.communication_s), f"communication of {units.seconds(overall.wall_s)}, a rank's")]
