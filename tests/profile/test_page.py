@@ -16,7 +16,8 @@ from invented import AHEAD_NS, STEP_NS, about, clocks, each_step, findings, rows
 from netfold.profile.findings import ClockOffset, Findings, Lateness, Overlap
 from netfold.profile.page import render_page, units
 from netfold.profile.page.by_size import COLUMNS
-from netfold.profile.page.timeline import FIELDS, MOST_OPERATIONS, MOST_RANKS, timeline
+from netfold.profile.page.ranks import MOST_ROWS
+from netfold.profile.page.timeline import FIELDS, MOST_OPERATIONS, MOST_RANKS, MOST_STEPS, timeline
 from netfold.profile.record import RECORD
 from netfold.profile.run import PROGRESS, STEP, Run, Trace
 
@@ -348,6 +349,40 @@ def test_a_run_of_many_operations_is_shown_by_two_of_its_steps_and_opens_at_once
     assert len(page.one(id="timeline-windows").all("button")) == 2
 
 
+def test_the_largest_page_is_within_its_bound() -> None:
+    """Everything at its limit: operations, steps, stretches of computing, ranks, cells of clouds."""
+    ranks, calls = MOST_RANKS + 1, MOST_OPERATIONS // MOST_RANKS // 4
+    random = np.random.default_rng(1)
+    many = run(ranks=ranks, steps=4, calls=calls)
+    for trace in many.traces:
+        count = len(trace.operations)
+        trace.operations["bytes"] = 1 << random.integers(2, 36, count)
+        trace.operations["operation"] = random.integers(0, 9, count)
+        trace.operations["finished_ns"] = trace.operations["started_ns"] + 10 ** random.integers(3, 9, count)
+        trace.operations["wire_bytes"] = trace.operations["sequence"] = random.integers(1 << 30, 1 << 31, count)
+    names = {"operation": {str(number): f"operation_{number}" for number in range(9)}}
+    many = replace(many, traces=[replace(trace, about=replace(trace.about, names=names)) for trace in many.traces])
+    text = render_page(findings(size=2000), many, each_step=each_step(100_000))
+    assert 1_500_000 < len(text.encode()) < 3_000_000
+    page = parse(text)
+    assert len(page.rows("lateness")) == len(page.rows("clocks")) == MOST_ROWS
+    assert f"The first {MOST_ROWS} of 2,000 ranks" in page.one(id="clocks-caption").text
+    assert len(json.loads(page.one("script", id="findings").text)["lateness"]) == 2000
+
+
+def test_steps_beyond_the_bound_are_not_shaded_and_the_page_says_so() -> None:
+    steps = np.zeros(MOST_STEPS + 1, STEP)
+    steps["began_ns"] = np.arange(len(steps)) * 1000
+    steps["ended_ns"] = steps["began_ns"] + 1000
+    few = run(ranks=1, steps=1)
+    for count in (MOST_STEPS, MOST_STEPS + 1):
+        drawn = timeline(replace(few, traces=[replace(few.traces[0], steps=steps[:count])]), clocks(1), [])
+        assert drawn is not None
+        shaded = len(drawn.data["windows"][0]["ranks"][0]["steps"])
+        assert shaded == (3 * MOST_STEPS if count == MOST_STEPS else 0)
+        assert ("More than 10,000 steps: they are not shaded." in drawn.said) == (count > MOST_STEPS)
+
+
 def test_a_window_with_too_many_operations_is_cut_and_the_page_says_where() -> None:
     drawn = timeline(run(ranks=2, steps=1, calls=2 * MOST_OPERATIONS), clocks(2), [])
     assert drawn is not None
@@ -366,6 +401,15 @@ def test_without_steps_the_middle_of_a_long_run_is_shown() -> None:
     assert window["name"] == "the middle of the run"
     kept = sum(len(rank["operations"]) for rank in window["ranks"]) // len(FIELDS)
     assert MOST_OPERATIONS - 10 <= kept <= MOST_OPERATIONS
+
+
+def test_a_rank_that_did_something_is_shown_before_those_that_did_nothing() -> None:
+    *others, last = run(ranks=MOST_RANKS + 2, steps=1).traces
+    idle = [replace(each, operations=each.operations[:0]) for each in others]
+    drawn = timeline(Run(Path(), {}, [*idle, last]), clocks(len(others) + 1), [])
+    assert drawn is not None
+    shown = drawn.data["windows"][0]["ranks"]
+    assert [rank["rank"] for rank in shown if rank["operations"]] == [last.about.rank]
 
 
 def test_of_more_ranks_than_fit_those_are_shown_that_others_waited_for() -> None:

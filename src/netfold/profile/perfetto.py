@@ -210,9 +210,9 @@ def _arrows(run: Run, offsets: dict[int, int]) -> list[tuple[Integers, Integers]
 
 
 def _us(time_ns: int) -> float:
-    """Readers multiply by 1000 and cut off: what comes out must be the nanosecond that went in.
+    """Where a reader multiplies by 1000 and cuts off, what comes out is still the nanosecond that went in.
 
-    A slice that seems to begin a nanosecond before the last one of its thread ended is dropped by Perfetto.
+    A slice that seems to begin a nanosecond before the last one of its thread ended could be dropped.
     """
     time_us = time_ns / 1000
     return time_us if int(time_us * 1000) == time_ns else math.nextafter(time_us, math.inf)

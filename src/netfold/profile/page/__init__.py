@@ -32,7 +32,7 @@ _SCRIPTS = ("errors.js", "tables.js", "timeline.js")
 def render_page(findings: Findings, run: Run | None, *, each_step: Sequence[Overlap] = ()) -> str:
     """The page. run: what the findings are of; without it the sections that need single operations say so.
 
-    each_step: of each step in its order, a rank's. Cost: below 3 MB whatever the run (`timeline.MOST_OPERATIONS`).
+    each_step: of each step in its order, a rank's. Cost: below 3 MB, whatever the run, up to some thousand ranks.
     """
     scripts = [(_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS]
     # What is no script of ours does not run, should it ever get past the escaping.

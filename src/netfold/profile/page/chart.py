@@ -20,13 +20,17 @@ _MOST_TICKS = 6
 
 @dataclass(frozen=True)
 class Axis:
-    """From `low` to `high`, the values at its ends; base: of a logarithmic one, None where it is linear."""
+    """From `low` to `high`, the values at its ends; base: of a logarithmic one, None where it is linear.
+
+    least_step: between two ticks of a linear one, for what comes in whole numbers.
+    """
 
     title: str
     low: float
     high: float
     text: Callable[[float], str]
     base: int | None = None
+    least_step: float = 0.0
 
     @staticmethod
     def holding(title: str, low: float, high: float, text: Callable[[float], str], base: int) -> Axis:
@@ -45,7 +49,7 @@ class Axis:
 
     def ticks(self) -> list[float]:
         if self.base is None:
-            step = _round_step((self.high - self.low) / _MOST_TICKS)
+            step = max(self.least_step, _round_step((self.high - self.low) / _MOST_TICKS))
             first = math.ceil(self.low / step - 1e-9)
             return [step * index for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
         powers = round(math.log(self.high / self.low, self.base))

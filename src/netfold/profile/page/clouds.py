@@ -14,6 +14,7 @@ from netfold.profile.run import Run
 
 # Cells of a cloud, across and up.
 _ACROSS, _UP = 48, 32
+_SHADES = 8
 
 
 def clouds(run: Run) -> str:
@@ -68,11 +69,15 @@ def _cloud(name: str, parts: list[Records], across: Axis, up: Axis) -> str:
         # Rounding must not put an extreme outside its own axis.
         size = np.clip(part["bytes"].astype(np.float64), x_edges[0], x_edges[-1])
         counts += np.histogram2d(size, np.clip(_time_s(part), y_edges[0], y_edges[-1]), bins=(x_edges, y_edges))[0]
-    width, height = SIDE / _ACROSS, SIDE / _UP
+    # One path a shade, a cell a unit: a full cloud takes 20 KB of the page.
+    shade = np.ceil(_SHADES * np.log1p(counts) / np.log1p(counts.max()))
     marks = "".join(
-        f'<rect x="{x * width:.1f}" y="{SIDE - (y + 1) * height:.1f}" width="{width:.1f}" height="{height:.1f}" '
-        f'opacity="{0.25 + 0.75 * np.log1p(counts[x, y]) / np.log1p(counts.max()):.2f}"/>'
-        for x, y in zip(*np.nonzero(counts), strict=True)
+        f'<path opacity="{0.2 + 0.8 * each / _SHADES:.2f}" d="'
+        + "".join(f"M{x} {_UP - 1 - y}h1v1h-1z" for x, y in zip(*np.nonzero(shade == each), strict=True))
+        + '"/>'
+        for each in range(1, _SHADES + 1)
+        if (shade == each).any()
     )
     said = f"{name}: a cloud of all operations, time by size; the table of all rows has the numbers"
-    return chart(f'<g class="cloud">{marks}</g>', across, up, said=said)
+    scale = f"scale({SIDE / _ACROSS:.4f} {SIDE / _UP:.4f})"
+    return chart(f'<g class="cloud" transform="{scale}">{marks}</g>', across, up, said=said)

@@ -8,11 +8,14 @@ from netfold.profile.findings import ClockOffset, Lateness
 from netfold.profile.page import units
 from netfold.profile.page.table import Column, of_largest, table
 
+# Of the longest waits; a job of thousands of ranks would be most of the page otherwise.
+MOST_ROWS = 256
+
 
 def lateness(each: Sequence[Lateness]) -> str:
     if not each:
         return "<p>Not known: it takes the records of two ranks of one group, and operations that need them all.</p>"
-    by_wait = sorted(each, key=lambda late: -late.waited_for_s)
+    by_wait = sorted(each, key=lambda late: -late.waited_for_s)[:MOST_ROWS]
     columns: tuple[Column[Lateness], ...] = (
         Column("rank", lambda late: late.rank, units.count),
         Column("host", lambda late: late.host),
@@ -34,6 +37,7 @@ def lateness(each: Sequence[Lateness]) -> str:
         Column("of operations", lambda late: late.operations, units.count, "that no rank can finish before all began"),
     )
     caption = "Operations that no rank can finish before all have begun; first, whom the others waited for longest."
+    caption += _first(len(by_wait), len(each))
     return table("lateness", caption, columns, by_wait, heads=2)
 
 
@@ -56,4 +60,11 @@ def clocks(each: Sequence[ClockOffset]) -> str:
             "no two operations bound it from both sides",
         ),
     )
-    return table("clocks", "Each rank's clock against the first rank's.", columns, each)
+    caption = "Each rank's clock against the first rank's." + _first(len(each[:MOST_ROWS]), len(each))
+    return table("clocks", caption, columns, each[:MOST_ROWS])
+
+
+def _first(shown: int, ranks: int) -> str:
+    if shown == ranks:
+        return ""
+    return f" The first {shown} of {units.count(ranks)} ranks; the findings that this file carries have all."

@@ -37,7 +37,7 @@ def _figure(each: Sequence[Overlap]) -> str:
         max(range(first, min(first + together, len(each))), key=lambda index: each[index].wall_s)
         for first in range(0, len(each), together)
     ]
-    across = Axis("step", 0, max(1, len(each)), lambda value: units.count(value))
+    across = Axis("step", 0, max(1, len(each)), units.count, least_step=1)
     up = Axis("time", 0, max(each[index].wall_s for index in numbers) or 1.0, units.seconds)
 
     def area(name: str, value: Callable[[Overlap], float]) -> str:

@@ -17,9 +17,10 @@ from netfold.profile.findings import ClockOffset, Lateness
 from netfold.profile.page import units
 from netfold.profile.run import Run, Trace
 
-# Of the whole page. An operation takes some 50 bytes of it, a stretch of computing some 15.
+# Of the whole page. An operation takes some 60 bytes of it, a step or a stretch of computing some 30.
 MOST_OPERATIONS = 20_000
 MOST_STRETCHES = 20_000
+MOST_STEPS = 10_000
 MOST_RANKS = 64
 # Of the first rank's time; what is said of an operation, in the order of the numbers in `operations`.
 FIELDS = ("began", "lasted", "lane", "operation", "bytes", "sequence", "group", "algorithm", "wire", "queued", "error")
@@ -64,20 +65,25 @@ def timeline(run: Run, clocks: Sequence[ClockOffset], lateness: Sequence[Latenes
     windows = _windows(traces, offsets)
     cut = [_cut(window, traces, offsets, MOST_OPERATIONS // len(windows)) for window in windows]
     names = _Names()
+    spans = {(window.name, trace.about.rank): _spans(trace, window, offsets) for window in cut for trace in traces}
+    shaded = sum(len(each) for each in spans.values()) <= 3 * MOST_STEPS
     data: dict[str, Any] = {
         "windows": [
             {
                 "name": window.name,
                 "length": window.end_ns - window.begin_ns,
                 "ranks": [
-                    _rank(trace, window, offsets, names, MOST_STRETCHES // (len(cut) * len(traces))) for trace in traces
+                    _rank(trace, window, offsets, names, MOST_STRETCHES // (len(cut) * len(traces)))
+                    | {"steps": spans[window.name, trace.about.rank] if shaded else []}
+                    for trace in traces
                 ],
             }
             for window in cut
         ],
     }
     data |= {"names": {what: list(known) for what, known in names.lists.items()}, "transfers": sorted(TRANSFERS)}
-    return Timeline(_said(run, traces, windows, cut, clocks), data)
+    said = _said(run, traces, windows, cut, clocks)
+    return Timeline(said if shaded else [*said, f"More than {MOST_STEPS:,} steps: they are not shaded."], data)
 
 
 def _shown(run: Run, lateness: Sequence[Lateness]) -> list[Trace]:
@@ -85,8 +91,11 @@ def _shown(run: Run, lateness: Sequence[Lateness]) -> list[Trace]:
     if len(run.traces) <= MOST_RANKS:
         return run.traces
     waited_for = {late.rank: late.waited_for_s for late in lateness}
-    latest = sorted(run.traces, key=lambda trace: -waited_for.get(trace.about.rank, 0.0))[:MOST_RANKS]
-    return sorted(latest, key=lambda trace: trace.about.rank)
+
+    def order(trace: Trace) -> tuple[bool, float]:
+        return len(trace.operations) == 0, -waited_for.get(trace.about.rank, 0.0)
+
+    return sorted(sorted(run.traces, key=order)[:MOST_RANKS], key=lambda trace: trace.about.rank)
 
 
 def _windows(traces: Sequence[Trace], offsets: Mapping[int, int]) -> list[_Window]:
@@ -160,13 +169,13 @@ def _rank(trace: Trace, window: _Window, offsets: Mapping[int, int], names: _Nam
         "host": trace.about.host,
         "lanes": int(lane.max()) + 1 if len(lane) else 0,
         "operations": flat.tolist(),
-        "steps": _spans(trace, window, to_window_ns),
         "computing": _computing(trace, window, to_window_ns, stretches),
     }
 
 
-def _spans(trace: Trace, window: _Window, to_window_ns: int) -> list[int]:
+def _spans(trace: Trace, window: _Window, offsets: Mapping[int, int]) -> list[int]:
     """Number, begin and end of each step that the window touches."""
+    to_window_ns = _shift(trace, offsets) - window.begin_ns
     began, ended = trace.steps["began_ns"] + to_window_ns, trace.steps["ended_ns"] + to_window_ns
     touched = np.nonzero((began < window.end_ns - window.begin_ns) & (ended > 0))[0]
     return [int(number) for step in touched for number in (step, began[step], ended[step])]
