@@ -324,6 +324,9 @@ def test_a_run_that_lacks_something_says_what(case: str, tmp_path: Path) -> None
             1,
             3,
         ]
+    if case == "no progress":
+        assert "Nobody watched the training threads" in page.one("main").text
+        assert "computes" not in page.one(id="timeline-key").text
     if case in ("nothing", "no run"):
         assert not page.all("canvas")
 
@@ -418,7 +421,7 @@ def test_of_more_ranks_than_fit_those_are_shown_that_others_waited_for() -> None
     drawn = timeline(run(ranks=ranks, steps=1), clocks(ranks), late)
     assert drawn is not None
     assert [rank["rank"] for rank in drawn.data["windows"][0]["ranks"]] == list(range(6, ranks))
-    assert drawn.said[1] == f"Of the ranks, the {MOST_RANKS} that the others waited for longest."
+    assert drawn.said[-1] == f"Of the ranks {MOST_RANKS} are shown, those that the others waited for longest."
 
 
 @pytest.mark.parametrize(

@@ -53,13 +53,16 @@ def write_trace(run: Run, clocks: Iterable[ClockOffset], path: Path) -> int:
 
 
 def trace_events(run: Run, clocks: Iterable[ClockOffset]) -> Iterator[dict[str, Any]]:
-    """Rank by rank. A rank without a bound on its clock keeps its own times, and its process says so."""
+    """Rank by rank. Where nothing bounds how far a rank's clock is off, its process says so."""
+    clocks = list(clocks)
     offsets = offsets_ns(clocks)
+    bounded = {clock.rank for clock in clocks if clock.bound_ns is not None}
+    bounded |= {trace.about.rank for trace in run.traces[:1]}
     origin_ns = min((first for trace in run.traces for first in _firsts(trace, offsets)), default=0)
     arrows = _arrows(run, offsets)
     for trace, (call, role) in zip(run.traces, arrows, strict=True):
         shift_ns = offsets.get(trace.about.rank, 0) - origin_ns
-        yield from _process(trace, aligned=trace.about.rank in offsets)
+        yield from _process(trace, bounded=trace.about.rank in bounded)
         yield from _steps(trace, shift_ns)
         yield from _operations(trace, shift_ns, call, role)
         yield from _computing(trace, shift_ns)
@@ -72,12 +75,12 @@ def _firsts(trace: Trace, offsets: dict[int, int]) -> Iterator[int]:
             yield int(times.min()) + shift_ns
 
 
-def _process(trace: Trace, *, aligned: bool) -> Iterator[dict[str, Any]]:
+def _process(trace: Trace, *, bounded: bool) -> Iterator[dict[str, Any]]:
     about = trace.about
     yield _named(trace, "process_name", name=f"rank {about.rank} on {about.host}")
     yield _named(trace, "process_sort_index", sort_index=about.rank)
-    if not aligned:
-        yield _named(trace, "process_labels", labels="its clock was not compared with the first rank's")
+    if not bounded:
+        yield _named(trace, "process_labels", labels="nothing bounds how far its clock is off")
     if len(trace.steps):
         yield from _thread(trace, _STEPS_THREAD, "steps")
 
@@ -188,7 +191,7 @@ def computing_percent(progress: Any) -> tuple[Integers, Integers]:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     percent = np.clip(np.rint(100 * np.diff(busy) / np.diff(at)), 0, 100).astype(np.int64)
     changes = np.concatenate(([True], np.diff(percent) != 0))
-    # What follows the last line is not known; nothing is said of it but that it is not computing.
+    # A counter holds its value to the end of the trace, and after the last line nothing is known: 0 claims least.
     return np.append(at[:-1][changes], at[-1]), np.append(percent[changes], 0)
 
 

@@ -132,8 +132,12 @@ def _timeline(findings: Findings, run: Run) -> str:
     drawn = timeline(run, findings.clocks, findings.lateness)
     if drawn is None:
         return "<p>No operation was recorded.</p>"
+    key, below = "", "Nobody watched the training threads: when they computed is not known."
+    if drawn.watched:
+        key = '<span><i class="computing"></i>training thread computes</span>'
+        below = "Below a rank's operations: when its training thread computed; with nothing below it, one is exposed."
     return f"""<p>{escape(" ".join(drawn.said))}</p>
-<div class="legend" id="timeline-key"><span><i class="computing"></i>training thread computes</span></div>
+<div class="legend" id="timeline-key">{key}</div>
 <div class="tools"><span id="timeline-windows" role="group" aria-label="part of the run"></span>
 <button type="button" data-command="+">zoom in</button><button type="button" data-command="-">zoom out</button>
 <button type="button" data-command="ArrowLeft">earlier</button>
@@ -144,8 +148,7 @@ over time; the operations in view are listed as a table below" aria-describedby=
 <p id="timeline-shown" class="quiet">This picture is drawn by a script.</p>
 <p id="timeline-picked" aria-live="polite"></p>
 <p class="quiet">Drag to move, pinch or Ctrl and wheel to zoom, or with the keys + − 0 ← →. A touched operation is
-described, and joined with its counterparts on other ranks. Below a rank's operations: when its training thread
-computed; where an operation has nothing below it, it is exposed. Shaded: steps.</p>
+described, and joined with its counterparts on other ranks. {below} Shaded: steps.</p>
 <details id="timeline-details"><summary>The operations in view, as a table</summary>
 <table id="timeline-list"><caption></caption><thead><tr><th scope="col">rank</th><th scope="col">operation</th>
 <th scope="col">bytes</th><th scope="col">began</th><th scope="col">took</th><th scope="col">number</th>

@@ -8,9 +8,11 @@ if (document.getElementById("timeline-data") !== null) {
   const picked = document.getElementById("timeline-picked");
   const list = document.getElementById("timeline-list");
   const windows = document.getElementById("timeline-windows");
-  // As in timeline.py's FIELDS.
-  const FIELDS = ["began", "lasted", "lane", "operation", "bytes", "sequence", "group", "algorithm", "wire", "queued", "error"];
-  const [BEGAN, LASTED, LANE, OPERATION, BYTES, SEQUENCE, GROUP, ALGORITHM, WIRE, QUEUED, ERROR] = FIELDS.keys();
+  // Of an operation there are so many numbers in a row; the first is when it began.
+  const STRIDE = data.fields.length;
+  const [LASTED, LANE, OPERATION, BYTES, SEQUENCE, GROUP, ALGORITHM, WIRE, QUEUED, ERROR] =
+    ["lasted", "lane", "operation", "bytes", "sequence", "group", "algorithm", "wire", "queued", "error"]
+      .map((field) => data.fields.indexOf(field));
   const COLOURS = 8;
   const AXIS = 24, LABEL = 18, COMPUTING = 6, GAP = 10;
   const MOST_PIXELS = 16000; // of a canvas, up and down: browsers draw none that is larger
@@ -52,7 +54,7 @@ if (document.getElementById("timeline-data") !== null) {
     if (transfers.has(name("operation", rank, at, OPERATION))) return [[rank, at]];
     const found = [];
     for (const other of windowNow.ranks) {
-      for (let there = 0; there < other.operations.length; there += FIELDS.length) {
+      for (let there = 0; there < other.operations.length; there += STRIDE) {
         const same = [OPERATION, SEQUENCE, GROUP].every((field) => other.operations[there + field] === numbers[at + field]);
         if (same) found.push([other, there]);
       }
@@ -120,12 +122,12 @@ if (document.getElementById("timeline-data") !== null) {
       }
       // Operations narrower than a pixel share it: drawn once a lane.
       const drawn = [];
-      for (let at = 0; at < numbers.length; at += FIELDS.length) {
+      for (let at = 0; at < numbers.length; at += STRIDE) {
         if (numbers[at] > to) break;
         if (end(rank, at) < from) continue;
         inView += 1;
-        const begin = x(numbers[at]), wide = Math.max(1, numbers[at + LASTED] * scale - (numbers[at + LASTED] * scale > 3 ? 1 : 0));
-        const row = numbers[at + LANE];
+        const row = numbers[at + LANE], begin = x(numbers[at]), whole = numbers[at + LASTED] * scale;
+        const wide = Math.max(1, whole > 3 ? whole - 1 : whole); // a gap between neighbours
         if (begin + wide <= drawn[row]) continue;
         drawn[row] = Math.ceil(begin + wide);
         context.fillStyle = numbers[at + ERROR] >= 0 ? ink("--bad") : colours[numbers[at + OPERATION] % COLOURS];
@@ -177,7 +179,7 @@ if (document.getElementById("timeline-data") !== null) {
   const fill = () => {
     const found = [];
     for (const rank of windowNow.ranks) {
-      for (let at = 0; at < rank.operations.length; at += FIELDS.length) {
+      for (let at = 0; at < rank.operations.length; at += STRIDE) {
         if (rank.operations[at] <= to && end(rank, at) >= from) found.push([rank, at]);
       }
     }
@@ -225,7 +227,7 @@ if (document.getElementById("timeline-data") !== null) {
       const { top, lane } = places[index];
       const row = Math.floor((down - top - LABEL) / lane);
       if (row < 0 || row >= Math.max(1, rank.lanes)) return;
-      for (let one = 0; one < rank.operations.length; one += FIELDS.length) {
+      for (let one = 0; one < rank.operations.length; one += STRIDE) {
         if (rank.operations[one] > at + slack) break;
         const off = Math.max(rank.operations[one] - at, at - end(rank, one), 0);
         if (rank.operations[one + LANE] === row && off <= slack && off < nearest) [best, nearest] = [{ rank, at: one }, off];

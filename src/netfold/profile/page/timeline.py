@@ -28,9 +28,13 @@ FIELDS = ("began", "lasted", "lane", "operation", "bytes", "sequence", "group", 
 
 @dataclass(frozen=True)
 class Timeline:
-    """said: sentences on what is shown and how far it can be trusted; data: for the script, times in nanoseconds."""
+    """said: sentences on what is shown and how far it can be trusted; data: for the script, times in nanoseconds.
+
+    watched: whether it is known when training threads computed.
+    """
 
     said: list[str]
+    watched: bool
     data: Mapping[str, Any]
 
 
@@ -81,13 +85,19 @@ def timeline(run: Run, clocks: Sequence[ClockOffset], lateness: Sequence[Latenes
             for window in cut
         ],
     }
-    data |= {"names": {what: list(known) for what, known in names.lists.items()}, "transfers": sorted(TRANSFERS)}
+    data |= {"names": {what: list(known) for what, known in names.lists.items()}}
+    data |= {"fields": FIELDS, "transfers": sorted(TRANSFERS)}
     said = _said(run, traces, windows, cut, clocks)
-    return Timeline(said if shaded else [*said, f"More than {MOST_STEPS:,} steps: they are not shaded."], data)
+    if len(traces) < len(run.traces):
+        which = "those that the others waited for longest" if lateness else "the first of those that did anything"
+        said.append(f"Of the ranks {len(traces)} are shown, {which}.")
+    if not shaded:
+        said.append(f"More than {MOST_STEPS:,} steps: they are not shaded.")
+    return Timeline(said, any(rank["computing"] for window in data["windows"] for rank in window["ranks"]), data)
 
 
 def _shown(run: Run, lateness: Sequence[Lateness]) -> list[Trace]:
-    """All ranks, or those that the others waited for longest."""
+    """All ranks, or those that the others waited for longest; who did nothing comes last."""
     if len(run.traces) <= MOST_RANKS:
         return run.traces
     waited_for = {late.rank: late.waited_for_s for late in lateness}
@@ -214,14 +224,13 @@ def _said(
         + (f", of which the first {units.seconds((part.end_ns - part.begin_ns) * 1e-9)}" if part != whole else "")
         for whole, part in zip(windows, cut, strict=True)
     )
-    said = [f"Shown: {shown}; the run has {units.count(total)} operations of {len(run.traces)} ranks."]
-    if len(traces) < len(run.traces):
-        said.append(f"Of the ranks, the {len(traces)} that the others waited for longest.")
+    ranks = "1 rank" if len(run.traces) == 1 else f"{len(run.traces):,} ranks"
+    said = [f"Shown: {shown}; the run has {units.count(total)} operations of {ranks}."]
     bounds = {clock.rank: clock.bound_ns for clock in clocks}
-    apart = [trace.about.rank for trace in traces if bounds.get(trace.about.rank) is None]
-    if apart and len(traces) > 1:
-        ranks = ", ".join(map(str, apart))
-        said.append(f"Nothing bounds how far the clocks of these ranks are off: {ranks}. They are shown by their own.")
+    others = [trace.about.rank for trace in traces if trace is not run.traces[0]]
+    apart = [rank for rank in others if bounds.get(rank) is None]
+    if apart:
+        said.append(f"Nothing bounds how far the clocks of these ranks are off: {', '.join(map(str, apart))}.")
     known = [bound for rank, bound in bounds.items() if bound is not None and rank not in apart]
     if known and max(known) > 0:
         said.append(f"Between ranks, times may be off by up to {units.seconds(max(known) * 1e-9)}.")
