@@ -23,13 +23,19 @@ def report(
     buckets: _Buckets = _BUCKETS,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="The table's rows, as CSV.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Where the page goes; RUN/report.html, if not said.")] = None,
 ) -> None:
-    """Operations by kind and size, what of them computing hid, who was late, and what to do about it."""
+    """Operations by kind and size, what of them computing hid, who was late, and what to do about it.
+
+    As a table here and as a page; with --json or --csv a page is made only where --html says one.
+    """
     from dataclasses import replace
 
     from netfold.plan.advice import advise
     from netfold.profile import data
     from netfold.profile.analyse import analyse
+    from netfold.profile.exposed import each_step
+    from netfold.profile.page import render_page
     from netfold.profile.table import render_table
 
     try:
@@ -43,6 +49,15 @@ def report(
     findings = replace(findings, advice=advise(found, findings))
     render = data.as_json if as_json else data.as_csv if as_csv else render_table
     typer.echo(render(findings), nl=not as_csv)
+    if html is None and (as_json or as_csv):
+        return
+    page = html or run / "report.html"
+    try:
+        page.write_text(render_page(findings, found, each_step=each_step(found)), encoding="utf-8")
+    except OSError as error:
+        typer.echo(f"netfold profile report: {page} cannot be written: {error.strerror}; say where: --html", err=True)
+        raise typer.Exit(CANNOT) from None
+    typer.echo(f"\nthe page: {page}", err=as_json or as_csv)
 
 
 @app.command()
@@ -63,6 +78,31 @@ def compare(
         typer.echo(f"netfold profile compare: {error}", err=True)
         raise typer.Exit(CANNOT) from None
     typer.echo(comparison_as_json(found) if as_json else render_comparison(found))
+
+
+@app.command()
+def export(
+    run: _Run,
+    perfetto: Annotated[bool, typer.Option("--perfetto", help="For ui.perfetto.dev and chrome://tracing.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="RUN.perfetto.json here, if not said.")] = None,
+) -> None:
+    """Write a run for another tool: every operation, step and arrow between ranks, not only what a page can hold."""
+    from netfold.profile.analyse import analyse
+    from netfold.profile.perfetto import write_trace
+
+    file = output or Path(f"{run.resolve().name}.perfetto.json")
+    try:
+        if not perfetto:
+            raise ValueError("say for which tool: --perfetto is the one there is")
+        found = _read(run)
+        count = write_trace(found, analyse(found).clocks, file)
+    except ValueError as error:
+        typer.echo(f"netfold profile export: {error}", err=True)
+        raise typer.Exit(CANNOT) from None
+    except OSError as error:
+        typer.echo(f"netfold profile export: {file} cannot be written: {error.strerror}", err=True)
+        raise typer.Exit(CANNOT) from None
+    typer.echo(f"{file}: {count:,} events; open it in https://ui.perfetto.dev")
 
 
 def _read(folder: Path) -> "Run":

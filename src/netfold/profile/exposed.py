@@ -97,18 +97,40 @@ def overall(run: Run, exposures: list[Exposure]) -> Overlap:
 
 def step_times(run: Run, exposures: list[Exposure]) -> StepTimes | None:
     """Of all ranks' steps together; None where no rank says what a step is."""
-    wall, communication, exposed = [], [], []
-    for trace, exposure in zip(run.traces, exposures, strict=True):
-        steps = trace.steps
-        wall.append((steps["ended_ns"] - steps["began_ns"]) / 1e9)
-        communication.append(exposure.between(exposure.communicated, steps["began_ns"], steps["ended_ns"]))
-        if exposure.exposed is not None:
-            exposed.append(exposure.between(exposure.exposed, steps["began_ns"], steps["ended_ns"]))
-    count = max((len(trace.steps) for trace in run.traces), default=0)
+    ranks = [_steps_of(trace, exposure) for trace, exposure in zip(run.traces, exposures, strict=True)]
+    count = max((len(wall) for wall, _, _ in ranks), default=0)
     if not count:
         return None
-    watched = sum(map(len, exposed)) > 0
-    return StepTimes(count, _spread(wall), _spread(communication), _spread(exposed) if watched else None)
+    exposed = [each for _, _, each in ranks if each is not None]
+    return StepTimes(
+        count,
+        _spread([wall for wall, _, _ in ranks]),
+        _spread([communication for _, communication, _ in ranks]),
+        _spread(exposed) if sum(map(len, exposed)) else None,
+    )
+
+
+def each_step(run: Run) -> list[Overlap]:
+    """Of each step, in order, means over the ranks that have one of its number."""
+    ranks = [_steps_of(trace, expose(trace)) for trace in run.traces]
+    found = []
+    for number in range(max((len(wall) for wall, _, _ in ranks), default=0)):
+        there = [rank for rank in ranks if len(rank[0]) > number]
+        wall_s = float(np.mean([wall[number] for wall, _, _ in there]))
+        communication_s = float(np.mean([communication[number] for _, communication, _ in there]))
+        seen = [(rank[1][number], rank[2][number]) for rank in there if rank[2] is not None]
+        exposed_s = float(np.mean([exposed for _, exposed in seen])) if seen else None
+        hidden_from = float(np.mean([communication for communication, _ in seen])) if seen else 0.0
+        ratio = 1 - exposed_s / hidden_from if exposed_s is not None and hidden_from > 0 else None
+        found.append(Overlap(wall_s, communication_s, exposed_s, ratio))
+    return found
+
+
+def _steps_of(trace: Trace, exposure: Exposure) -> tuple[Floats, Floats, Floats | None]:
+    """Seconds of each of a rank's steps: all of it, with communication, and with exposed communication."""
+    begun, ended = trace.steps["began_ns"], trace.steps["ended_ns"]
+    exposed = None if exposure.exposed is None else exposure.between(exposure.exposed, begun, ended)
+    return (ended - begun) / 1e9, exposure.between(exposure.communicated, begun, ended), exposed
 
 
 def _wall_s(trace: Trace) -> float:
