@@ -88,7 +88,7 @@ def _bar(bar: Bar | None) -> str:
     if bar is None:
         return ""
     begin, end, mark = bar
-    line = f'<i style="left:{100 * begin:.2f}%;width:{100 * (end - begin):.2f}%"></i>'
+    line = "" if end == 0 else f'<i style="left:{100 * begin:.2f}%;width:{100 * (end - begin):.2f}%"></i>'
     point = "" if mark is None else f'<b style="left:{100 * mark:.2f}%"></b>'
     return f'<span class="bar" aria-hidden="true">{line}{point}</span>'
 
