@@ -123,3 +123,17 @@ def test_only_what_all_must_have_begun_is_a_meeting() -> None:
             index for index in range(5) if source == EVENTS or index != 3
         ]
         assert len(meetings(run, columns, group).places) == count
+
+
+def test_a_submission_is_no_meeting() -> None:
+    """Of nccl's operations a record may end before the operation has: nothing follows for who had begun."""
+    traces = []
+    for rank in range(2):
+        trace = make_trace(rank, 2, [Op(0, 1)], source=PROFILER)
+        nccl = {number: replace(group, backend="nccl") for number, group in trace.about.groups.items()}
+        traces.append(Trace(replace(trace.about, groups=nccl), trace.operations, trace.steps, trace.progress))
+    run = make_run(*traces)
+    columns = columns_of(run)
+    (group,) = match(run, columns).groups
+    assert len(group.places) == 1
+    assert len(meetings(run, columns, group).places) == 0

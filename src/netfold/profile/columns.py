@@ -48,7 +48,8 @@ class Group:
 class Columns:
     """Of one rank, each [n], in the order of its records.
 
-    group: place in `groups_of(run)`, or NO_GROUP; engine: whether it is an engine's event record; ranks: how many are
+    group: place in `groups_of(run)`, or NO_GROUP; engine: whether it is an engine's event record; completes:
+    whether it ends when the operation was done; ranks: how many are
     in the group, all of the job where that is not known; bytes: of the whole operation; bus_bytes: times nccl-tests'
     factor; failed: it ended in an error.
     """
@@ -56,6 +57,7 @@ class Columns:
     operation: Names
     group: Integers
     engine: Bools
+    completes: Bools
     algorithm: Names
     wire: Names
     ranks: Integers
@@ -92,6 +94,11 @@ def _columns(trace: Trace, places: dict[Group, int]) -> Columns:
         about.source == EVENTS or (EVENTS in about.source and group is not None and group.backend == "netfold")
         for group in known
     ]
+    # Of what runs on an accelerator only the submission may have been seen.
+    completes = [
+        of_engine or (group is not None and group.backend == "gloo")
+        for of_engine, group in zip(engine, known, strict=True)
+    ]
     size = np.array([about.size if group is None or not group.ranks else len(group.ranks) for group in known], np.int64)
     ranks = size[inverse]
     operation = _names(trace, "operation")
@@ -106,6 +113,7 @@ def _columns(trace: Trace, places: dict[Group, int]) -> Columns:
         operation=operation,
         group=place[inverse],
         engine=np.array(engine, np.bool_)[inverse],
+        completes=np.array(completes, np.bool_)[inverse],
         algorithm=_names(trace, "algorithm"),
         wire=_names(trace, "wire"),
         ranks=ranks,

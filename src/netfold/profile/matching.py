@@ -74,7 +74,8 @@ def match(run: Run, columns: list[Columns]) -> Matching:
 
 
 def meetings(run: Run, columns: list[Columns], matched: Matched) -> Matched:
-    """Those of `matched` in which no rank can have finished before all had begun; failed ones are evidence of nothing.
+    """Those of `matched` in which no rank can have finished before all had begun. Failed ones are evidence of nothing,
+    nor those of which only the submission was seen.
 
     An empty block asks nobody to wait; which blocks of an all_to_all are empty a record does not say. The native engine
     sends a header even then, others may not.
@@ -85,7 +86,8 @@ def meetings(run: Run, columns: list[Columns], matched: Matched) -> Matched:
     waits &= first.engine[matched.places[:, 0]] | (kind != "all_to_all")
     waits &= (kind == "barrier") | (matched.field(run, "bytes") > 0).all(axis=1)
     for at, member in enumerate(matched.members):
-        waits &= ~columns[member].failed[matched.places[:, at]]
+        mine = matched.places[:, at]
+        waits &= columns[member].completes[mine] & ~columns[member].failed[mine]
     return Matched(matched.group, matched.members, matched.places[waits])
 
 
