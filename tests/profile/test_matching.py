@@ -52,19 +52,37 @@ def test_groups_go_by_name_and_of_a_rank_without_records_nothing_is_guessed() ->
     other = make_trace(1, 3, both, groups=dict(reversed(groups.items())))
     assert {int(number) for number in one.about.groups} & {int(number) for number in other.about.groups} == set()
     found = matched(one, other)
-    assert [group.group for group in found.groups] == ["pair"]
+    assert [group.group.name for group in found.groups] == ["pair"]
     assert places(found) == [[[1, 1]]]
     assert found.left_out == {"of a group in which a rank left no records": 4}
 
 
-def test_ranks_that_nobody_lists_are_those_that_name_the_group_if_all_left_records() -> None:
-    groups = {"world": []}
-    traces = [make_trace(rank, 2, [Op(0, 1)], groups=groups) for rank in (0, 1)]
-    assert places(matched(*traces)) == [[[0, 0]]]
-    alone = make_trace(0, 3, [Op(0, 1)], groups=groups)
-    assert matched(alone, make_trace(1, 3, [Op(0, 1)], groups=groups)).left_out == {
-        "of a group whose ranks are not known": 2
-    }
+def test_groups_of_one_name_and_different_ranks_are_different_and_of_unknown_ranks_none() -> None:
+    """A mesh's rows are all called after the mesh; and of "one of several groups" nobody knows which it is."""
+    rows = [{"row": [0, 1]}, {"row": [0, 1]}, {"row": [2, 3]}, {"row": [2, 3]}]
+    found = matched(*(make_trace(rank, 4, [Op(0, 1, group="row")], groups=row) for rank, row in enumerate(rows)))
+    assert [(group.group.ranks, group.members) for group in found.groups] == [((0, 1), (0, 1)), ((2, 3), (2, 3))]
+    assert places(found) == [[[0, 0]], [[0, 0]]]
+    unknown = matched(*(make_trace(rank, 2, [Op(0, 1)], groups={"world": []}) for rank in (0, 1)))
+    assert not unknown.groups
+    assert unknown.left_out == {"of a group whose ranks are not known": 2}
+
+
+def test_a_rank_with_records_of_both_kinds_has_those_of_netfolds_groups_matched_by_number() -> None:
+    """In order the second number of rank 0 would meet the first of rank 1."""
+    groups = {"world": [0, 1], "other": [0, 1]}
+    ops = [[Op(0, 1, sequence=1), Op(2, 3, sequence=2)], [Op(0, 1, sequence=2), Op(2, 3, sequence=1)]]
+    traces = []
+    for rank, mine in enumerate(ops):
+        trace = make_trace(rank, 2, [*mine, Op(4, 5, group="other")], groups=groups)
+        named = {
+            number: replace(group, backend="gloo") if group.name == "other" else group
+            for number, group in trace.about.groups.items()
+        }
+        about = replace(trace.about, source=f"{EVENTS} and {PROFILER}", groups=named)
+        traces.append(Trace(about, trace.operations, trace.steps, trace.progress))
+    found = matched(*traces)
+    assert places(found) == [[[0, 1], [1, 0]], [[2, 2]]]
 
 
 def test_the_profilers_records_match_by_order_where_counts_agree() -> None:
@@ -105,3 +123,17 @@ def test_only_what_all_must_have_begun_is_a_meeting() -> None:
             index for index in range(5) if source == EVENTS or index != 3
         ]
         assert len(meetings(run, columns, group).places) == count
+
+
+def test_a_submission_is_no_meeting() -> None:
+    """Of nccl's operations a record may end before the operation has: nothing follows for who had begun."""
+    traces = []
+    for rank in range(2):
+        trace = make_trace(rank, 2, [Op(0, 1)], source=PROFILER)
+        nccl = {number: replace(group, backend="nccl") for number, group in trace.about.groups.items()}
+        traces.append(Trace(replace(trace.about, groups=nccl), trace.operations, trace.steps, trace.progress))
+    run = make_run(*traces)
+    columns = columns_of(run)
+    (group,) = match(run, columns).groups
+    assert len(group.places) == 1
+    assert len(meetings(run, columns, group).places) == 0

@@ -53,7 +53,10 @@ def run_of(found: list[Any], clocks_ns: list[int]) -> Run:
             pid=rank,
             source="event records",
             names={what: {str(number): name for name, number in names.items()} for what, names in NAMES.items()},
-            groups={str(number): GroupName("world", "netfold") for number in set(records["group"].tolist())},
+            groups={
+                str(number): GroupName("world", "netfold", list(range(SIZE)))
+                for number in set(records["group"].tolist())
+            },
         )
         shifted = np.array([(begin + clocks_ns[rank], end + clocks_ns[rank]) for begin, end in steps], STEP)
         traces.append(Trace(about, records, shifted, np.empty(0, PROGRESS)))

@@ -13,7 +13,7 @@ import numpy as np
 
 from netfold.plan.cost import FORMULAS, predict
 from netfold.plan.topology import DEFAULT_LINKS, Link, Links, Topology
-from netfold.profile.columns import EVENTS, Bools, Columns, Floats, Names, columns_of
+from netfold.profile.columns import Bools, Columns, Floats, Names, columns_of
 from netfold.profile.matching import Matched, match, meetings
 from netfold.profile.run import Run
 
@@ -148,7 +148,7 @@ def _observed(run: Run, columns: list[Columns], matched: Matched) -> Observed:
     about = run.traces[trace].about
     dtypes = [about.name_of("dtype", number) for number in run.traces[trace].operations["dtype"][places]]
     wires = [
-        wire if dtype == "f32" and about.source == EVENTS else "auto"
+        wire if dtype == "f32" and wire != "?" else "auto"
         for wire, dtype in zip(first.wire[places].tolist(), dtypes, strict=True)
     ]
     algorithm = first.algorithm[places]

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from netfold.profile.run import Run, Trace
+from netfold.profile.run import GroupName, Run, Trace
 
 Names: TypeAlias = "np.ndarray[Any, np.dtype[np.str_]]"
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -29,16 +29,35 @@ _BUS_FACTORS: dict[str, Callable[[Integers], Floats]] = {
 }
 
 
+# Its number in Columns.group.
+NO_GROUP = -1
+
+
+@dataclass(frozen=True)
+class Group:
+    """What ranks of one name and one list of ranks are to each other. ranks: ascending; empty where they are not known.
+
+    A name alone is not enough: the groups of a mesh's rows may all be called after the mesh.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Columns:
     """Of one rank, each [n], in the order of its records.
 
-    group: its name, empty where the rank named none; ranks: how many are in it; bytes: of the whole operation;
-    bus_bytes: times nccl-tests' factor; failed: it ended in an error.
+    group: place in `groups_of(run)`, or NO_GROUP; engine: whether it is an engine's event record; completes:
+    whether it ends when the operation was done; ranks: how many are
+    in the group, all of the job where that is not known; bytes: of the whole operation; bus_bytes: times nccl-tests'
+    factor; failed: it ended in an error.
     """
 
     operation: Names
-    group: Names
+    group: Integers
+    engine: Bools
+    completes: Bools
     algorithm: Names
     wire: Names
     ranks: Integers
@@ -50,68 +69,66 @@ class Columns:
         return len(self.operation)
 
 
+def groups_of(run: Run) -> list[Group]:
+    """Each once, in the order in which the first rank that is in it names them."""
+    return list(dict.fromkeys(_group(group) for trace in run.traces for group in trace.about.groups.values()))
+
+
 def columns_of(run: Run) -> list[Columns]:
     """One a trace, in the order of `run.traces`."""
-    everybody = group_members(run)
-    return [_columns(trace, everybody) for trace in run.traces]
+    places = {group: place for place, group in enumerate(groups_of(run))}
+    return [_columns(trace, places) for trace in run.traces]
 
 
-def group_members(run: Run) -> dict[str, tuple[int, ...] | None]:
-    """Which ranks are in the group of a name. None where ranks say different things, or nobody says and some left none.
-
-    Where no member lists the ranks, they are those that name the group, provided that all ranks of the job left
-    records.
-    """
-    listed: dict[str, set[tuple[int, ...]]] = {}
-    named: dict[str, set[int]] = {}
-    for trace in run.traces:
-        for group in trace.about.groups.values():
-            named.setdefault(group.name, set()).add(trace.about.rank)
-            listed.setdefault(group.name, set())
-            if group.ranks:
-                listed[group.name].add(tuple(sorted(group.ranks)))
-    complete = bool(run.traces) and len(run.traces) == run.traces[0].about.size
-    members: dict[str, tuple[int, ...] | None] = {}
-    for name, said in listed.items():
-        if len(said) == 1:
-            (members[name],) = said
-        else:
-            members[name] = tuple(sorted(named[name])) if not said and complete else None
-    return members
+def _group(named: GroupName) -> Group:
+    return Group(named.name, tuple(sorted(named.ranks)))
 
 
-def _columns(trace: Trace, everybody: dict[str, tuple[int, ...] | None]) -> Columns:
+def _columns(trace: Trace, places: dict[Group, int]) -> Columns:
     about, records = trace.about, trace.operations
     numbers, inverse = np.unique(records["group"], return_inverse=True)
     known = [about.groups.get(str(number)) for number in numbers]
-    sizes = []
-    for group in known:
-        members = everybody.get(group.name) if group is not None else None
-        sizes.append(about.size if members is None else len(members))
-    ranks = np.array(sizes, np.int64)[inverse]
+    place = np.array([NO_GROUP if group is None else places[_group(group)] for group in known], np.int64)
+    # A rank with records of both kinds says which backend serves a group.
+    engine = [
+        about.source == EVENTS or (EVENTS in about.source and group is not None and group.backend == "netfold")
+        for group in known
+    ]
+    # Of what runs on an accelerator only the submission may have been seen.
+    completes = [
+        of_engine or (group is not None and group.backend == "gloo")
+        for of_engine, group in zip(engine, known, strict=True)
+    ]
+    size = np.array([about.size if group is None or not group.ranks else len(group.ranks) for group in known], np.int64)
+    ranks = size[inverse]
     operation = _names(trace, "operation")
     whole = records["bytes"].astype(np.float64)
-    whole[np.isin(operation, _BLOCKS)] *= ranks[np.isin(operation, _BLOCKS)]
+    blocks = np.isin(operation, _BLOCKS)
+    whole[blocks] *= ranks[blocks]
     bus = whole.copy()
     for name, factor in _BUS_FACTORS.items():
         mine = operation == name
         bus[mine] *= factor(ranks[mine])
-    errors = _names(trace, "error")
     return Columns(
         operation=operation,
-        group=_strings(["" if group is None else group.name for group in known])[inverse],
+        group=place[inverse],
+        engine=np.array(engine, np.bool_)[inverse],
+        completes=np.array(completes, np.bool_)[inverse],
         algorithm=_names(trace, "algorithm"),
         wire=_names(trace, "wire"),
         ranks=ranks,
         bytes=whole,
         bus_bytes=bus,
-        failed=(records["error"] != 0) & (errors != "none"),
+        failed=(records["error"] != 0) & (_names(trace, "error") != "none"),
     )
 
 
 def _names(trace: Trace, field: str) -> Names:
-    numbers, inverse = np.unique(trace.operations[field], return_inverse=True)
-    return _strings([trace.about.name_of(field, number) for number in numbers])[inverse]
+    numbers = trace.operations[field]
+    used = np.bincount(numbers, minlength=256) > 0  # they are bytes
+    names = _strings([trace.about.name_of(field, number) if used[number] else "" for number in range(256)])
+    named: Names = names[numbers]
+    return named
 
 
 def _strings(words: Sequence[str]) -> Names:

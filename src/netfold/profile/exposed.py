@@ -26,7 +26,7 @@ from netfold.profile.run import Run, Trace
 
 @dataclass(frozen=True)
 class Exposure:
-    """Of one rank. edges_ns: [E] ascending, where anything changes; the rest [E], in seconds, sums up to there.
+    """Of one rank. edges_ns: [E], never falling, where anything changes; the rest [E], in seconds, sums up to there.
 
     communicated: with an operation under way; exposed: of that, without computing; of_one: the share of each operation
     that is under way; unwatched_s: of communication, without a line of progress around it. exposed, of_one: None where
@@ -57,7 +57,8 @@ def expose(trace: Trace) -> Exposure:
     started, finished = trace.operations["started_ns"], trace.operations["finished_ns"]
     lines = trace.progress
     watched = len(lines) > 1
-    edges = np.unique(np.concatenate([started, finished, lines["at_ns"]]))
+    # Twice the same is an interval of no time.
+    edges = np.sort(np.concatenate([started, finished, lines["at_ns"]]))
     if not len(edges):
         edges = np.zeros(1, np.int64)
     under_way = np.zeros(len(edges), np.int64)

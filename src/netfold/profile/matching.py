@@ -1,8 +1,8 @@
 """Which records of different ranks are one operation.
 
-Groups go by their name: their numbers are each rank's own. Inside one, records of an engine go by its sequence number.
-Those of torch's profiler have none: the k-th of an operation and a size is the k-th on every rank, provided that all
-have equally many. What only some have is left out, and counted; nothing is guessed.
+Groups go by their name and their ranks: their numbers are each rank's own. Inside one, records of an engine go by its
+sequence number. Those of torch's profiler have none: the k-th of an operation and a size is the k-th on every rank,
+provided that all have equally many. What only some have is left out, and counted; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from netfold.profile.columns import EVENTS, TRANSFERS, Columns, Integers, group_members
+from netfold.profile.columns import NO_GROUP, TRANSFERS, Columns, Group, Integers, groups_of
 from netfold.profile.run import Run
 
 # No rank finishes one of these before every rank has begun it, if every rank has something to give.
@@ -29,7 +29,7 @@ class Matched:
     members: places in `run.traces`, [P]; places: [n, P], of each member's record among its own.
     """
 
-    group: str
+    group: Group
     members: tuple[int, ...]
     places: Integers
 
@@ -50,34 +50,32 @@ class Matching:
 def match(run: Run, columns: list[Columns]) -> Matching:
     """Cost: sorting every rank's records."""
     trace_of = {trace.about.rank: index for index, trace in enumerate(run.traces)}
-    sources = [trace.about.source for trace in run.traces]
-    members = group_members(run)
     left_out: Counter[str] = Counter()
+    left_out["of a group that the rank does not name"] = sum(int((each.group == NO_GROUP).sum()) for each in columns)
     groups = []
     collective = [~np.isin(each.operation, TRANSFERS) for each in columns]
-    for name in sorted({str(name) for each in columns for name in np.unique(each.group)}):
-        rows = {index: np.flatnonzero((each.group == name) & collective[index]) for index, each in enumerate(columns)}
+    for place, group in enumerate(groups_of(run)):
+        rows = {index: np.flatnonzero((each.group == place) & collective[index]) for index, each in enumerate(columns)}
         count = sum(map(len, rows.values()))
-        ranks = members.get(name)
-        if not name:
-            left_out["of a group without a name"] += count
-        elif ranks is None:
+        engines = {bool(each) for index, mine in rows.items() for each in columns[index].engine[mine[:1]]}
+        if not group.ranks:
             left_out["of a group whose ranks are not known"] += count
-        elif any(rank not in trace_of for rank in ranks):
+        elif any(rank not in trace_of for rank in group.ranks):
             left_out["of a group in which a rank left no records"] += count
-        elif len({sources[trace_of[rank]] for rank in ranks}) > 1:
+        elif len(engines) > 1:
             left_out["of a group whose ranks have records of different kinds"] += count
-        elif len(ranks) > 1:
-            order = tuple(trace_of[rank] for rank in ranks)
-            by_number = sources[order[0]] == EVENTS
-            places = (_by_sequence if by_number else _by_order)(run, columns, order, [rows[index] for index in order])
-            groups.append(Matched(name, order, places))
+        elif len(group.ranks) > 1:
+            order = tuple(trace_of[rank] for rank in group.ranks)
+            by = _by_sequence if engines == {True} else _by_order
+            places = by(run, columns, order, [rows[index] for index in order])
+            groups.append(Matched(group, order, places))
             left_out["that not all ranks of the group have"] += count - places.size
     return Matching(groups, {reason: number for reason, number in left_out.items() if number})
 
 
 def meetings(run: Run, columns: list[Columns], matched: Matched) -> Matched:
-    """Those of `matched` in which no rank can have finished before all had begun; failed ones are evidence of nothing.
+    """Those of `matched` in which no rank can have finished before all had begun. Failed ones are evidence of nothing,
+    nor those of which only the submission was seen.
 
     An empty block asks nobody to wait; which blocks of an all_to_all are empty a record does not say. The native engine
     sends a header even then, others may not.
@@ -85,11 +83,11 @@ def meetings(run: Run, columns: list[Columns], matched: Matched) -> Matched:
     first = columns[matched.members[0]]
     kind = first.operation[matched.places[:, 0]]
     waits = np.isin(kind, SYNCHRONISING)
-    if run.traces[matched.members[0]].about.source != EVENTS:
-        waits &= kind != "all_to_all"
+    waits &= first.engine[matched.places[:, 0]] | (kind != "all_to_all")
     waits &= (kind == "barrier") | (matched.field(run, "bytes") > 0).all(axis=1)
     for at, member in enumerate(matched.members):
-        waits &= ~columns[member].failed[matched.places[:, at]]
+        mine = matched.places[:, at]
+        waits &= columns[member].completes[mine] & ~columns[member].failed[mine]
     return Matched(matched.group, matched.members, matched.places[waits])
 
 
@@ -100,7 +98,7 @@ def _by_sequence(run: Run, columns: list[Columns], order: tuple[int, ...], rows:
     for index, mine in zip(order, rows, strict=True):
         values, counts = np.unique(run.traces[index].operations["sequence"][mine], return_counts=True)
         numbers.append(values[counts == 1])
-    shared = reduce(np.intersect1d, numbers)
+    shared = reduce(lambda one, other: np.intersect1d(one, other, assume_unique=True), numbers)
     places, kinds = [], []
     for index, mine in zip(order, rows, strict=True):
         sequence = run.traces[index].operations["sequence"][mine]

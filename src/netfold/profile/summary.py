@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from netfold.profile.columns import EVENTS, Columns, Floats, Integers
+from netfold.profile.columns import Columns, Floats, Integers
 from netfold.profile.findings import Row
 from netfold.profile.matching import Matched
 from netfold.profile.record import Records
@@ -117,7 +117,10 @@ def _row(
     watched = [each[rows].sum() for each, rows in zip(exposed, mine, strict=True) if each is not None]
     skews = np.concatenate([each[rows] for each, rows in zip(skew, mine, strict=True)])
     known = ~np.isnan(skews)
-    engines = [each for each, trace in zip(records, run.traces, strict=True) if trace.about.source == EVENTS]
+    # Of ranks that have such records; where a rank has none in this row it sent nothing of it.
+    says = [bool(each.engine.any()) for each in columns]
+    ours = any(bool(each.engine[rows].any()) for each, rows in zip(columns, mine, strict=True))
+    engines = [each for each, speaks in zip(records, says, strict=True) if speaks and ours]
     hits, misses = (
         sum(int(each[field].sum()) for each in engines) for field in ("registration_hits", "registration_misses")
     )
