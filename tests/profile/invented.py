@@ -35,7 +35,7 @@ AHEAD_NS = 7_000_000_000_000
 SIZES = (4 << 10, 1 << 20, 24 << 20, 80 << 20)
 
 
-def about(rank: int, size: int, *, host: str = "", group: str = "world") -> About:
+def about(rank: int, size: int, *, host: str = "", group: str = "world", ranks: list[int] | None = None) -> About:
     return About(
         rank=rank,
         size=size,
@@ -43,7 +43,7 @@ def about(rank: int, size: int, *, host: str = "", group: str = "world") -> Abou
         pid=1000 + rank,
         source="event records",
         names=NAMES,
-        groups={str(77 + rank): GroupName(group, "netfold", list(range(size)))},
+        groups={str(77 + rank): GroupName(group, "netfold", ranks or list(range(size)))},
     )
 
 

@@ -150,20 +150,20 @@ def test_arrows_join_one_call_from_who_began_first_to_who_began_last(tmp_path: P
 
 
 def test_sends_other_groups_and_numbers_used_twice_are_joined_with_nothing() -> None:
-    def trace(rank: int, sequence: list[int], operation: list[int], group: str = "world") -> Trace:
+    def trace(rank: int, sequence: list[int], operation: list[int], group: str, ranks: list[int]) -> Trace:
         operations = np.zeros(len(sequence), RECORD)
         operations["sequence"], operations["operation"], operations["group"] = sequence, operation, 77 + rank
         lists = (operations, np.zeros(0, STEP), np.zeros(0, PROGRESS))
-        return Trace(about(rank, 3, group=group), *lists)
+        return Trace(about(rank, 3, group=group, ranks=ranks), *lists)
 
     one, two, other = calls(
         Run(
             Path(),
             {},
             [
-                trace(0, [1, 2, 3, 3, 4], [0, 0, 2, 2, 9]),
-                trace(1, [2, 1, 3, 4, 5], [0, 0, 2, 10, 0]),
-                trace(2, [1, 2, 3], [0, 0, 2], group="another"),
+                trace(0, [1, 2, 3, 3, 4], [0, 0, 2, 2, 9], "world", [0, 1]),
+                trace(1, [2, 1, 3, 4, 5], [0, 0, 2, 10, 0], "world", [0, 1]),
+                trace(2, [1, 2, 3], [0, 0, 2], "another", [2]),
             ],
         )
     )

@@ -4,21 +4,42 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from dataclasses import replace
 
 import numpy as np
 
+from netfold.profile.columns import Integers, columns_of
 from netfold.profile.findings import ClockOffset
+from netfold.profile.matching import match
+from netfold.profile.record import Records
 from netfold.profile.run import Run, Trace
 
-Integers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
-# Between two ranks: their numbers are not in step with the group's other calls.
-TRANSFERS = frozenset({"send", "receive", "recv"})
+
+def on_one_clock(run: Run, clocks: Iterable[ClockOffset]) -> Run:
+    """The run with every time as the first rank's clock would have shown it; a rank without an offset keeps its own.
+
+    Memory: that of the run once more.
+    """
+    clock = {each.rank: each for each in clocks}
+    traces = []
+    for trace in run.traces:
+        own = clock.get(trace.about.rank)
+        if own is not None and (own.offset_ns or own.knots):
+            operations, steps, progress = (
+                _moved(each, own) for each in (trace.operations, trace.steps, trace.progress)
+            )
+            trace = Trace(trace.about, operations, steps, progress)
+        traces.append(trace)
+    return replace(run, traces=traces)
 
 
-def offsets_ns(clocks: Iterable[ClockOffset]) -> dict[int, int]:
-    """What to add to each rank's times: the best guess, also where nothing bounds how far it is off."""
-    return {clock.rank: clock.offset_ns for clock in clocks}
+def _moved(records: Records, clock: ClockOffset) -> Records:
+    moved = records.copy()
+    for name in moved.dtype.names or ():
+        # busy_ns is a sum, and no time of day.
+        if name.endswith("_ns") and name != "busy_ns":
+            moved[name] = clock.align(moved[name])
+    return moved
 
 
 def lanes(began: Integers, ended: Integers) -> Integers:
@@ -44,35 +65,11 @@ def group_name(trace: Trace, group: int) -> str:
 
 
 def calls(run: Run) -> list[Integers]:
-    """For each operation of each trace the number of the call that it is part of, the same on all ranks; 0: of none.
-
-    A call is found by its group's name, operation and sequence number. A key that a rank used twice finds none: which
-    of the two another rank met is not known. Memory: some 100 bytes an operation of the run.
-    """
-    groups: dict[str, int] = {}
-    names: dict[str, int] = {}
-    keys = [_keys(trace, groups, names) for trace in run.traces]
-    if not keys:
-        return []
-    ends = np.cumsum([len(key) for key in keys])
-    rank = np.repeat(np.arange(len(keys)), [len(key) for key in keys])
-    _, call, ranks = np.unique(np.concatenate(keys), return_inverse=True, return_counts=True)
-    _, own, times = np.unique(call * len(keys) + rank, return_inverse=True, return_counts=True)
-    met = ranks > 1
-    met[call[times[own] > 1]] = False
-    number = np.where(met[call] & (np.concatenate(keys) >= 0), call + 1, 0).astype(np.int64)
-    return list(np.split(number, ends[:-1]))
-
-
-def _keys(trace: Trace, groups: dict[str, int], names: dict[str, int]) -> Integers:
-    """Group, operation and sequence number as one number, 23, 8 and 32 bits of it; -1 for what is part of no call."""
-    operations = trace.operations
-    key = operations["sequence"].astype(np.int64)
-    for group in np.unique(operations["group"]):
-        number = groups.setdefault(group_name(trace, int(group)), len(groups))
-        key[operations["group"] == group] |= number << 40
-    for operation in np.unique(operations["operation"]):
-        name = trace.about.name_of("operation", int(operation))
-        here = operations["operation"] == operation
-        key[here] = -1 if name in TRANSFERS else key[here] | names.setdefault(name, len(names)) << 32
-    return key
+    """For each operation of each trace the number of the call that it is part of, the same on all ranks; 0: of none."""
+    number = [np.zeros(len(trace.operations), np.int64) for trace in run.traces]
+    known = 0
+    for matched in match(run, columns_of(run)).groups:
+        for at, member in enumerate(matched.members):
+            number[member][matched.places[:, at]] = known + 1 + np.arange(len(matched.places))
+        known += len(matched.places)
+    return number

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from netfold.profile.aligned import Integers, calls, group_name, lanes, offsets_ns
+from netfold.profile.aligned import calls, group_name, lanes, on_one_clock
+from netfold.profile.columns import Integers
 from netfold.profile.findings import ClockOffset
 from netfold.profile.record import RECORD
 from netfold.profile.run import Run, Trace
@@ -55,24 +56,22 @@ def write_trace(run: Run, clocks: Iterable[ClockOffset], path: Path) -> int:
 def trace_events(run: Run, clocks: Iterable[ClockOffset]) -> Iterator[dict[str, Any]]:
     """Rank by rank. Where nothing bounds how far a rank's clock is off, its process says so."""
     clocks = list(clocks)
-    offsets = offsets_ns(clocks)
+    run = on_one_clock(run, clocks)
     bounded = {clock.rank for clock in clocks if clock.bound_ns is not None}
     bounded |= {trace.about.rank for trace in run.traces[:1]}
-    origin_ns = min((first for trace in run.traces for first in _firsts(trace, offsets)), default=0)
-    arrows = _arrows(run, offsets)
+    origin_ns = min((first for trace in run.traces for first in _firsts(trace)), default=0)
+    arrows = _arrows(run)
     for trace, (call, role) in zip(run.traces, arrows, strict=True):
-        shift_ns = offsets.get(trace.about.rank, 0) - origin_ns
         yield from _process(trace, bounded=trace.about.rank in bounded)
-        yield from _steps(trace, shift_ns)
-        yield from _operations(trace, shift_ns, call, role)
-        yield from _computing(trace, shift_ns)
+        yield from _steps(trace, -origin_ns)
+        yield from _operations(trace, -origin_ns, call, role)
+        yield from _computing(trace, -origin_ns)
 
 
-def _firsts(trace: Trace, offsets: dict[int, int]) -> Iterator[int]:
-    shift_ns = offsets.get(trace.about.rank, 0)
+def _firsts(trace: Trace) -> Iterator[int]:
     for times in (trace.operations["started_ns"], trace.steps["began_ns"], trace.progress["at_ns"]):
         if len(times):
-            yield int(times.min()) + shift_ns
+            yield int(times.min())
 
 
 def _process(trace: Trace, *, bounded: bool) -> Iterator[dict[str, Any]]:
@@ -195,13 +194,13 @@ def computing_percent(progress: Any) -> tuple[Integers, Integers]:
     return np.append(at[:-1][changes], at[-1]), np.append(percent[changes], 0)
 
 
-def _arrows(run: Run, offsets: dict[int, int]) -> list[tuple[Integers, Integers]]:
+def _arrows(run: Run) -> list[tuple[Integers, Integers]]:
     """For each trace: each operation's call, and `_IN` and `_OUT` of its slice; 0 where it has no arrow."""
     number = calls(run)
     if not number:
         return []
     call = np.concatenate(number)
-    began = np.concatenate([trace.operations["started_ns"] + offsets.get(trace.about.rank, 0) for trace in run.traces])
+    began = np.concatenate([trace.operations["started_ns"] for trace in run.traces])
     order = np.lexsort((began, call))
     role = np.full(len(call), _IN | _OUT, np.int64)
     in_order = call[order]

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from netfold.profile.aligned import TRANSFERS, Integers, group_name, lanes, offsets_ns
+from netfold.profile.aligned import group_name, lanes, on_one_clock
+from netfold.profile.columns import TRANSFERS, Integers
 from netfold.profile.findings import ClockOffset, Lateness
 from netfold.profile.page import units
 from netfold.profile.run import Run, Trace
@@ -64,12 +65,11 @@ def timeline(run: Run, clocks: Sequence[ClockOffset], lateness: Sequence[Latenes
     total = sum(len(trace.operations) for trace in run.traces)
     if total == 0:
         return None
-    offsets = offsets_ns(clocks)
-    traces = _shown(run, lateness)
-    windows = _windows(traces, offsets)
-    cut = [_cut(window, traces, offsets, MOST_OPERATIONS // len(windows)) for window in windows]
+    traces = _shown(on_one_clock(run, clocks), lateness)
+    windows = _windows(traces)
+    cut = [_cut(window, traces, MOST_OPERATIONS // len(windows)) for window in windows]
     names = _Names()
-    spans = {(window.name, trace.about.rank): _spans(trace, window, offsets) for window in cut for trace in traces}
+    spans = {(window.name, trace.about.rank): _spans(trace, window) for window in cut for trace in traces}
     shaded = sum(len(each) for each in spans.values()) <= 3 * MOST_STEPS
     data: dict[str, Any] = {
         "windows": [
@@ -77,7 +77,7 @@ def timeline(run: Run, clocks: Sequence[ClockOffset], lateness: Sequence[Latenes
                 "name": window.name,
                 "length": window.end_ns - window.begin_ns,
                 "ranks": [
-                    _rank(trace, window, offsets, names, MOST_STRETCHES // (len(cut) * len(traces)))
+                    _rank(trace, window, names, MOST_STRETCHES // (len(cut) * len(traces)))
                     | {"steps": spans[window.name, trace.about.rank] if shaded else []}
                     for trace in traces
                 ],
@@ -108,16 +108,16 @@ def _shown(run: Run, lateness: Sequence[Lateness]) -> list[Trace]:
     return sorted(sorted(run.traces, key=order)[:MOST_RANKS], key=lambda trace: trace.about.rank)
 
 
-def _windows(traces: Sequence[Trace], offsets: Mapping[int, int]) -> list[_Window]:
+def _windows(traces: Sequence[Trace]) -> list[_Window]:
     """The whole run; where it has too many operations two steps of it, or its middle where nobody marked steps."""
-    begins = np.sort(np.concatenate([trace.operations["started_ns"] + _shift(trace, offsets) for trace in traces]))
-    ends = [trace.operations["finished_ns"] + _shift(trace, offsets) for trace in traces]
+    begins = np.sort(np.concatenate([trace.operations["started_ns"] for trace in traces]))
+    ends = [trace.operations["finished_ns"] for trace in traces]
     if len(begins) <= MOST_OPERATIONS:
         first, last = int(begins[0]), max(int(each.max()) for each in ends if len(each))
         for trace in traces:
             if len(trace.steps):
-                first = min(first, int(trace.steps["began_ns"].min()) + _shift(trace, offsets))
-                last = max(last, int(trace.steps["ended_ns"].max()) + _shift(trace, offsets))
+                first = min(first, int(trace.steps["began_ns"].min()))
+                last = max(last, int(trace.steps["ended_ns"].max()))
         return [_Window("the whole run", first, max(last, first + 1))]
     leader = next((trace for trace in traces if len(trace.steps)), None)
     if leader is None:
@@ -126,44 +126,37 @@ def _windows(traces: Sequence[Trace], offsets: Mapping[int, int]) -> list[_Windo
         return [_Window("the middle of the run", first, max(last, first + 1))]
     order = np.argsort(leader.steps["ended_ns"] - leader.steps["began_ns"], kind="stable")
     median, slowest = int(order[len(order) // 2]), int(order[-1])
-    windows = [_step("the median step", median, traces, offsets)]
-    return windows if median == slowest else [*windows, _step("the slowest step", slowest, traces, offsets)]
+    windows = [_step("the median step", median, traces)]
+    return windows if median == slowest else [*windows, _step("the slowest step", slowest, traces)]
 
 
-def _step(name: str, number: int, traces: Sequence[Trace], offsets: Mapping[int, int]) -> _Window:
+def _step(name: str, number: int, traces: Sequence[Trace]) -> _Window:
     """From when the first rank began it to when the last one ended it."""
-    spans = [(trace.steps[number].tolist(), _shift(trace, offsets)) for trace in traces if number < len(trace.steps)]
-    first = min(began_ns + shift_ns for (began_ns, _), shift_ns in spans)
-    last = max(ended_ns + shift_ns for (_, ended_ns), shift_ns in spans)
+    spans = [trace.steps[number].tolist() for trace in traces if number < len(trace.steps)]
+    first = min(began_ns for began_ns, _ in spans)
+    last = max(ended_ns for _, ended_ns in spans)
     return _Window(f"{name} (step {number:,})", first, max(last, first + 1))
 
 
-def _cut(window: _Window, traces: Sequence[Trace], offsets: Mapping[int, int], most: int) -> _Window:
+def _cut(window: _Window, traces: Sequence[Trace], most: int) -> _Window:
     """As much of a window's beginning as has no more than `most` operations."""
-    parts = [(trace.operations[_within(trace, window, offsets)], _shift(trace, offsets)) for trace in traces]
-    every = np.sort(np.concatenate([operations["started_ns"] + shift_ns for operations, shift_ns in parts]))
+    every = np.sort(np.concatenate([trace.operations["started_ns"][_within(trace, window)] for trace in traces]))
     if len(every) <= most:
         return window
     return _Window(window.name, window.begin_ns, max(int(every[most]), window.begin_ns + 1))
 
 
-def _within(trace: Trace, window: _Window, offsets: Mapping[int, int]) -> Any:
-    shift_ns = _shift(trace, offsets)
-    began, finished = trace.operations["started_ns"] + shift_ns, trace.operations["finished_ns"] + shift_ns
+def _within(trace: Trace, window: _Window) -> Any:
+    began, finished = trace.operations["started_ns"], trace.operations["finished_ns"]
     return (began < window.end_ns) & (finished >= window.begin_ns)
 
 
-def _shift(trace: Trace, offsets: Mapping[int, int]) -> int:
-    return offsets.get(trace.about.rank, 0)
-
-
-def _rank(trace: Trace, window: _Window, offsets: Mapping[int, int], names: _Names, stretches: int) -> dict[str, Any]:
-    operations = trace.operations[_within(trace, window, offsets)]
+def _rank(trace: Trace, window: _Window, names: _Names, stretches: int) -> dict[str, Any]:
+    operations = trace.operations[_within(trace, window)]
     operations = operations[np.argsort(operations["started_ns"], kind="stable")]
-    to_window_ns = _shift(trace, offsets) - window.begin_ns
     lane = lanes(operations["started_ns"], operations["finished_ns"])
     columns: dict[str, Any] = {
-        "began": operations["started_ns"] + to_window_ns,
+        "began": operations["started_ns"] - window.begin_ns,
         "lasted": operations["finished_ns"] - operations["started_ns"],
         "lane": lane,
         "bytes": operations["bytes"],
@@ -179,24 +172,23 @@ def _rank(trace: Trace, window: _Window, offsets: Mapping[int, int], names: _Nam
         "host": trace.about.host,
         "lanes": int(lane.max()) + 1 if len(lane) else 0,
         "operations": flat.tolist(),
-        "computing": _computing(trace, window, to_window_ns, stretches),
+        "computing": _computing(trace, window, stretches),
     }
 
 
-def _spans(trace: Trace, window: _Window, offsets: Mapping[int, int]) -> list[int]:
+def _spans(trace: Trace, window: _Window) -> list[int]:
     """Number, begin and end of each step that the window touches."""
-    to_window_ns = _shift(trace, offsets) - window.begin_ns
-    began, ended = trace.steps["began_ns"] + to_window_ns, trace.steps["ended_ns"] + to_window_ns
+    began, ended = trace.steps["began_ns"] - window.begin_ns, trace.steps["ended_ns"] - window.begin_ns
     touched = np.nonzero((began < window.end_ns - window.begin_ns) & (ended > 0))[0]
     return [int(number) for step in touched for number in (step, began[step], ended[step])]
 
 
-def _computing(trace: Trace, window: _Window, to_window_ns: int, most: int) -> list[int]:
+def _computing(trace: Trace, window: _Window, most: int) -> list[int]:
     """Begin, end and percentage of each stretch in which the training thread computed.
 
     Lines of progress count up: leaving lines out makes stretches longer and says nothing wrong.
     """
-    at = trace.progress["at_ns"] + to_window_ns
+    at = trace.progress["at_ns"] - window.begin_ns
     first = max(0, int(np.searchsorted(at, 0, side="right")) - 1)
     last = int(np.searchsorted(at, window.end_ns - window.begin_ns, side="left")) + 1
     lines = trace.progress[first:last]
@@ -204,7 +196,7 @@ def _computing(trace: Trace, window: _Window, to_window_ns: int, most: int) -> l
     lines = lines[:: max(1, -(-len(lines) // max(most, 1)))]
     if len(lines) < 2:
         return []
-    at, passed = lines["at_ns"] + to_window_ns, np.diff(lines["at_ns"])
+    at, passed = lines["at_ns"] - window.begin_ns, np.diff(lines["at_ns"])
     percent = np.clip(np.rint(100 * np.diff(lines["busy_ns"]) / passed), 0, 100).astype(np.int64)
     out: list[int] = []
     for begin, end, part in zip(at[:-1].tolist(), at[1:].tolist(), percent.tolist(), strict=True):
