@@ -106,6 +106,18 @@ def test_a_switch_is_predicted_by_the_formulas_on_that_link() -> None:
     assert "with bf16 on the wire" in narrow and "659 ms a rank in place of 1.3 s (-49%)" in narrow
 
 
+def test_what_computing_hides_already_cannot_be_won() -> None:
+    """Five rings of 16 MB, 255 ms each; the thread computes but for the last 100 ms before the end at 1310 ms. A switch
+    saves 437 ms of them, of which 100 show."""
+    run = run_of([16 * MB] * 5)
+    end = run.traces[0].operations["finished_ns"].max() / 1e6 - 100_000
+    lines = make_trace(0, RANKS, progress_ms=[(0, 0), (end - 100, end - 100), (end, end - 100)]).progress
+    busy = make_run(*(Trace(trace.about, *_lists(trace)[:2], lines) for trace in run.traces))
+    (switch,) = [text for text in predictions(busy) if "through a switch" in text]
+    assert switch.endswith("; computing hides all but 100 ms of it now, which is all that can be won")
+    assert not any("can be won" in text for text in predictions(run)), "nobody watched"
+
+
 def test_what_is_there_already_is_not_advised() -> None:
     texts = predictions(run_of(SIZES, algorithm="in_network", wire="bf16"))
     assert texts == []

@@ -140,3 +140,16 @@ def test_what_the_runs_do_not_share_is_noted() -> None:
         "only A says what a step is: totals are compared, whatever was done in them",
         "A is of 2 ranks, B of 3",
     ]
+
+
+def test_what_is_done_outside_of_most_steps_is_too_little_to_tell() -> None:
+    """20 steps, and an operation of another size in the first alone: 300 ms in A, 30 in B."""
+
+    def run(took: float) -> Run:
+        ops = [Op(0, took, 32 * MB), *(Op(1000 + 20 * at, 1010 + 20 * at) for at in range(20))]
+        steps = [(0.0, 1015.0), *((1015.0 + 20 * at, 1035.0 + 20 * at) for at in range(19))]
+        return make_run(make_trace(0, 1, ops, steps_ms=steps))
+
+    rows = {row.above_bytes: row for row in compare(run(300), run(30)).rows}
+    assert rows[16 * MB].within_noise is None and rows[16 * MB].verdict == "faster"
+    assert rows[128 * KB].within_noise, "the same in both"

@@ -119,7 +119,12 @@ def _faster_ways(row: Row, known: list[tuple[Observed, Fitted]], ranks: int) -> 
             before_s, after_s = format_seconds(row.total_s), format_seconds(row.total_s - saved)
             change = f"{-100 * saved / row.total_s:+.0f}%"
             text = f"{_name(row)} {way.words}: {after_s} a rank in place of {before_s} ({change}), "
-            advice.append(Advice(text + f"by the cost model {fitted.text()}", True))
+            text += f"by the cost model {fitted.text()}"
+            if row.exposed_s is not None and row.exposed_s < saved:
+                text += (
+                    f"; computing hides all but {format_seconds(row.exposed_s)} of it now, which is all that can be won"
+                )
+            advice.append(Advice(text, True))
         break
     return advice
 

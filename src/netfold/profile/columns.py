@@ -48,10 +48,9 @@ class Group:
 class Columns:
     """Of one rank, each [n], in the order of its records.
 
-    group: place in `groups_of(run)`, or NO_GROUP; engine: whether it is an engine's event record; completes:
-    whether it ends when the operation was done; ranks: how many are
-    in the group, all of the job where that is not known; bytes: of the whole operation; bus_bytes: times nccl-tests'
-    factor; failed: it ended in an error.
+    group: place in `groups_of(run)`, or NO_GROUP; engine: whether it is an engine's event record; completes: whether
+    it ends when the operation was done; ranks: how many are in the group, all of the job where that is not known;
+    bytes: of the whole operation; bus_bytes: times nccl-tests' factor; failed: it ended in an error.
     """
 
     operation: Names

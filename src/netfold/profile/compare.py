@@ -3,8 +3,8 @@
 A difference can be noise. What is tested is whether a run's own variation explains it, by permutation: with the labels
 A and B shuffled, how often would the means be as far apart as they are? Neighbours in time resemble each other, so that
 what is shuffled are not single operations but the means of up to 32 stretches of the run (batch means): of steps, where
-both runs have them, else of a row's operations. One time in twenty is the limit; a run of fewer than four stretches can
-never be under it, and nothing is said.
+both runs have them, else of a row's operations. One time in twenty is the limit; fewer than four stretches with
+anything in them can never be under it, and nothing is said.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _of_steps(trace: Trace, mine: Bools, steps: int) -> Floats:
 def _shuffled(a: Floats, b: Floats, rng: np.random.Generator) -> Floats | None:
     """[1 + shuffles]: mean(B) - mean(A), as it is and with the stretches' labels shuffled."""
     stretches = [_stretches(each) for each in (a, b)]
-    if min(map(len, stretches)) < _LEAST_STRETCHES:
+    if min(np.count_nonzero(each) for each in stretches) < _LEAST_STRETCHES:
         return None
     together = np.concatenate(stretches)
     split = len(stretches[0])
