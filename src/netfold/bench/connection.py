@@ -7,6 +7,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
+
 class Connection:
     """The conductor's end."""
 

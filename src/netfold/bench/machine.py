@@ -17,6 +17,11 @@ def congestion_control() -> str:
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
+def congestion_controls() -> list[str]:
+    """What TCP connections could use."""
+    return Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+
+
 def describe_versions(others: Mapping[str, str]) -> dict[str, str]:
     """Ours and those of `others`, such as torch's."""
     ours = {"netfold": _netfold_version(), "commit": _commit(), "python": platform.python_version()}
