@@ -16,7 +16,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from netfold.bench.config import SMALL_BYTES, Measured, Place, Result, SizeResult, Trials, calls_a_round
+from netfold.bench.config import (
+    SMALL_BYTES,
+    Measured,
+    Place,
+    Replay,
+    Replayed,
+    Result,
+    SizeResult,
+    Trials,
+    calls_a_round,
+)
 from netfold.bench.connection import Connection, Message
 from netfold.bench.launch import KEPT_LINES, Lines, Running, start_worlds
 from netfold.bench.machine import congestion_control, describe_machine, describe_versions
@@ -117,6 +127,35 @@ class Conductor:
         self._play(sides, takes, rounds, warmups=1, check=True, breakdown=False)
         self._release(sides)
         return [takes[name.label].measured(None, True, False) for name in sides]
+
+    def measure_step(self, replay: Replay, model: str) -> list[Replayed]:
+        """Training steps of one model in place of calls: an entry a side."""
+        takes = {label: _Takes() for label in replay.labels()}
+        alone_ns: dict[str, int] = {}
+        for name in replay.side_names():
+            self._ensure_open(name)
+            answers = self._tell(
+                name,
+                "prepare_step",
+                model=model,
+                bucket_bytes=replay.bucket_bytes,
+                shrink=replay.shrink,
+                compute_scale=replay.compute_scale,
+            )
+            takes[name.label].refused = next((a["refused"] for a in answers if "refused" in a), None)
+            if takes[name.label].refused is None:
+                alone_ns[name.label] = max(answer["alone_ns"] for answer in answers)
+        playing = [name for name in replay.side_names() if name.label in alone_ns]
+        self._play(playing, takes, replay.rounds, replay.warmups, replay.check, breakdown=False)
+        replayed = []
+        for name in replay.side_names():
+            late_ns: list[int] = []
+            if name in playing:
+                late_ns = [late for answer in self._tell(name, "timer") for late in answer["late_ns"]]
+            steps = takes[name.label].measured(None, replay.check, False)
+            replayed.append(Replayed(steps, alone_ns.get(name.label), late_ns))
+        self._release(playing)
+        return replayed
 
     def measure_waiting(self, name: SideName, size_bytes: int, sleep_s: float) -> list[Message]:
         """A rank each: CPU and wall seconds of an all_reduce that the last rank joins `sleep_s` late."""

@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from netfold.bench.collectives import parse_collective
+from netfold.bench.models import find_model
+from netfold.bench.program import BUCKET_BYTES
 from netfold.bench.sides import SideName, parse_side, unique_labels
 from netfold.bench.sizes import parse_dtype
 
@@ -69,6 +71,46 @@ class Trials:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Replay:
+    """What: a training step of some models, on sides in the order of the command line (see program.py).
+
+    bucket_bytes: DDP's bucket_cap_mb; shrink: transfers have so many times fewer elements than the models';
+    compute_scale: accelerators are so many times as fast as the published ones.
+    """
+
+    models: list[str]
+    sides: list[str]
+    rounds: int = 10
+    warmups: int = 1
+    bucket_bytes: int = BUCKET_BYTES
+    shrink: int = 1
+    compute_scale: float = 1.0
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.models or not self.sides:
+            raise ValueError(
+                "nobody to measure; name a model and one or more sides: resnet50 --side netfold --side gloo"
+            )
+        if self.rounds < 1 or self.warmups < 0:
+            raise ValueError("rounds (-n) must be 1 or more, warm-ups (-w) 0 or more")
+        if self.bucket_bytes < 1 or self.shrink < 1 or self.compute_scale <= 0:
+            raise ValueError("a bucket, --shrink and --compute-scale must be above 0, and --shrink a whole number")
+        for model in self.models:
+            find_model(model)
+        self.side_names()
+
+    def side_names(self) -> list[SideName]:
+        return [parse_side(side, label) for side, label in zip(self.sides, self.labels(), strict=True)]
+
+    def labels(self) -> list[str]:
+        return unique_labels(self.sides)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 def calls_a_round(size_bytes: int) -> int:
     return next((calls for most_bytes, calls in CALLS if size_bytes <= most_bytes), 1)
 
@@ -89,6 +131,19 @@ class Measured:
     call_ns: list[int] | None = None
     parts_ns: list[list[int]] | None = None
     refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One side's steps of one model.
+
+    steps: whole steps, the slowest rank's; alone_ns: a step without its transfers, the slowest rank's median of a few;
+    late_ns: how late the timer made each start, over all ranks and steps.
+    """
+
+    steps: Measured
+    alone_ns: int | None
+    late_ns: list[int]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from netfold.bench.config import SMALL_BYTES
+from netfold.bench.models import find_model
+from netfold.bench.program import build_program
+from netfold.bench.replay import StepTrial
 from netfold.bench.sides import Side, SideName, World
 from netfold.bench.start_line import StartLine
 from netfold.bench.trial import Task, Trial
@@ -88,6 +91,23 @@ class Rank:
         group = cast(Any, self._sides[label]).group
         self._trials[label] = DdpTrial(group, self._line, self._world.rank, steps, width)
         return {}
+
+    def _prepare_step(self, label: str, model: str, bucket_bytes: int, shrink: int, compute_scale: float) -> Message:
+        self._trials.pop(label, None)
+        program = build_program(
+            find_model(model), bucket_bytes=bucket_bytes, shrink=shrink, compute_scale=compute_scale
+        )
+        try:
+            trial = StepTrial(self._sides[label], self._line, self._world.rank, self._world.size, program)
+            trial.run_once()
+        except RuntimeError as refusal:
+            return {"refused": str(refusal)}
+        self._trials[label] = trial
+        return {"alone_ns": trial.alone()}
+
+    def _timer(self, label: str) -> Message:
+        """How late the timer woke, over all timed steps."""
+        return {"late_ns": self._trials[label].late_ns}
 
     def _burst(self, label: str, round_index: int, check: bool, breakdown: bool) -> Message:
         trial = self._trials[label]

@@ -97,6 +97,83 @@ for _collective in (
 
 
 @app.command()
+def model(
+    name: Annotated[list[str], typer.Argument(help="Models: resnet50, vgg16, bert-large, ... `list` shows them all.")],
+    side: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--side",
+            "--backend",
+            help="Who is measured; repeat it to compare: a torch backend (gloo, netfold), netfold:shared, "
+            "communicator.",
+        ),
+    ] = None,
+    bucket: Annotated[str, typer.Option(help="DDP's bucket size, but for the first of 1M.")] = "25M",
+    shrink: Annotated[
+        int, typer.Option(help="Send 1 in so many elements; on links so many times slower the ratio is the real one.")
+    ] = 1,
+    compute_scale: Annotated[float, typer.Option(help="Accelerators so many times as fast as published.")] = 1.0,
+    rounds: Annotated[int, typer.Option("-n", help="Timed steps of each side and model.")] = 10,
+    warmups: Annotated[int, typer.Option("-w", help="Steps before that are not timed.")] = 1,
+    check: Annotated[int, typer.Option("-c", min=0, max=1, help="Check every element (1) or none (0).")] = 1,
+    workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
+    rack_rate: Annotated[str | None, typer.Option(help="Run in a rack with such links: 200mbit.")] = None,
+    loss: Annotated[str, typer.Option(help="Packets each link of the rack loses: 0.1%.")] = "0%",
+    switch: Annotated[
+        bool | None,
+        typer.Option(
+            "--switch/--no-switch", help="With an aggregator, or by host algorithms; a rack has one unless told."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout, the table on stderr.")] = False,
+    timeout: Annotated[int, typer.Option(help="Seconds for the whole run.")] = 600,
+) -> None:
+    """Replay training steps of a known model: the accelerator is a timer, the communication of its gradients is real.
+
+    Gradients fill buckets as DDP's do, while the timer runs; the step ends when every sum is there. Computing times are
+    published ones of one accelerator.
+    """
+    import json
+
+    from netfold.bench.conduct import BenchError
+    from netfold.bench.config import Place, Replay
+    from netfold.bench.sizes import parse_size
+    from netfold.bench.step import describe_network, replay_models, total_wrong
+    from netfold.bench.step_table import render_models, render_steps
+    from netfold.rack import RackError
+    from netfold.rack.processes import exit_on_signals
+
+    if name == ["list"]:
+        typer.echo(render_models())
+        return
+    try:
+        place = Place(workers=workers, rack_rate=rack_rate, rack_loss=loss, switch=switch, deadline_s=timeout)
+        replay = Replay(
+            models=name,
+            sides=side or [],
+            rounds=rounds,
+            warmups=warmups,
+            bucket_bytes=parse_size(bucket),
+            shrink=shrink,
+            compute_scale=compute_scale,
+            check=bool(check),
+        )
+        with exit_on_signals():
+            rows, run = replay_models(place, replay)
+    except (RackError, ValueError) as error:
+        typer.echo(f"netfold bench model: {error}", err=True)
+        raise typer.Exit(CANNOT) from None
+    except BenchError as error:
+        typer.echo(f"netfold bench model: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+    typer.echo(f"# {describe_network(place, replay)}\n{render_steps(rows)}", err=as_json)
+    if as_json:
+        typer.echo(json.dumps(run, indent=1))
+    if total_wrong(rows) > 0 or all(row.refused is not None for row in rows):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
 def suite(
     folder: Annotated[Path, typer.Argument(help="Where collectives.md, suite.md and their JSON go.")] = Path(
         "bench/results"

@@ -11,6 +11,7 @@ Sides of one *world* live in the same processes: two MPIs cannot, so each has a 
 
 from netfold.bench.sides.side import (
     Buffer,
+    Pending,
     RefusedError,
     Side,
     SideName,
@@ -20,4 +21,14 @@ from netfold.bench.sides.side import (
     unique_labels,
 )
 
-__all__ = ["Buffer", "RefusedError", "Side", "SideName", "World", "parse_side", "shared_empty", "unique_labels"]
+__all__ = [
+    "Buffer",
+    "Pending",
+    "RefusedError",
+    "Side",
+    "SideName",
+    "World",
+    "parse_side",
+    "shared_empty",
+    "unique_labels",
+]

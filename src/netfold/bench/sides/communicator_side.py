@@ -8,7 +8,7 @@ import numpy as np
 
 import netfold
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.sides.side import Buffer, RefusedError, SideName, ping_pong, shared_empty
+from netfold.bench.sides.side import Buffer, Pending, RefusedError, SideName, ping_pong, shared_empty
 from netfold.bench.sizes import parse_dtype
 
 
@@ -77,6 +77,17 @@ class CommunicatorSide:
                 return group.barrier
             case _:
                 raise RefusedError("send_recv is not measured through Communicator yet")
+
+    def start(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], Pending]:
+        group, out, ours = self.communicator, receive.native, send.native
+        match collective.name:
+            case "all_reduce":
+                return lambda: group.all_reduce(out, asynchronous=True)
+            case "all_to_all":
+                parts, into = np.split(ours, group.size), np.split(out, group.size)
+                return lambda: group.all_to_all(parts, into, asynchronous=True)
+            case _:
+                raise RefusedError(f"{collective.name} is not replayed")
 
     def records(self) -> Any | None:
         return self.communicator.group.events()

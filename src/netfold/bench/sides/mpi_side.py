@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.sides.side import Buffer, RefusedError, SideName, ping_pong
+from netfold.bench.sides.side import Buffer, Pending, RefusedError, SideName, ping_pong
 from netfold.bench.sizes import parse_dtype
 
 
@@ -70,6 +70,11 @@ class MpiSide:
                 )
             case _:
                 return comm.Barrier
+
+    def start(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], Pending]:
+        raise RefusedError(
+            "an MPI moves on only in its own calls, and a training step makes none while the accelerator computes"
+        )
 
     def records(self) -> Any | None:
         return None

@@ -26,6 +26,12 @@ class Buffer:
     native: Any
 
 
+class Pending(Protocol):
+    """What was started and is under way."""
+
+    def wait(self) -> object: ...
+
+
 class Side(Protocol):
     """One rank's end of one way to call collectives. Every rank makes the same calls in the same order."""
 
@@ -37,6 +43,10 @@ class Side(Protocol):
 
     def bind(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], object]:
         """The blocking call on these buffers, ready to be timed; `send` is `receive` where it runs in place."""
+        ...
+
+    def start(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], Pending]:
+        """The call that starts all_reduce or all_to_all on these buffers and returns at once. Raises RefusedError."""
         ...
 
     def records(self) -> Any | None:

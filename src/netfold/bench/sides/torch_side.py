@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.sides.side import Buffer, SideName, ping_pong, shared_empty
+from netfold.bench.sides.side import Buffer, Pending, RefusedError, SideName, ping_pong, shared_empty
 from netfold.bench.sizes import parse_dtype
 
 
@@ -70,6 +70,16 @@ class TorchSide:
                 )
             case _:
                 return lambda: dist.barrier(group=group)
+
+    def start(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], Pending]:
+        group, out, ours = self.group, receive.native, send.native
+        match collective.name:
+            case "all_reduce":
+                return lambda: dist.all_reduce(out, group=group, async_op=True)
+            case "all_to_all":
+                return lambda: dist.all_to_all_single(out, ours, group=group, async_op=True)
+            case _:
+                raise RefusedError(f"{collective.name} is not replayed")
 
     def _exchange(self, out: torch.Tensor, ours: torch.Tensor) -> Callable[[], object]:
         rank, size = dist.get_rank(), dist.get_world_size()

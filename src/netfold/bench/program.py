@@ -1,0 +1,159 @@
+"""A training step of one rank as a list of acts: what the accelerator computes, and when which transfer starts. Pure.
+
+Work is counted in FLOPs; a layer's backward pass has twice those of its forward pass, and layers that do not learn have
+none. A step's published time is spread over all of it: the update of the parameters is in there.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from netfold.bench.models import ITEM_BYTES, Layer, Model
+
+# torch's DistributedDataParallel: the bucket that is ready first is a small one, so that something is sent soon.
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+_BACKWARD = 2
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The accelerator is busy for so long."""
+
+    duration_ns: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """A transfer starts, when the accelerator has come so far."""
+
+    transfer: int
+
+
+@dataclass(frozen=True)
+class Await:
+    """The accelerator goes on when the transfer is done."""
+
+    transfer: int
+
+
+Act: TypeAlias = Compute | Start | Await
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """count: f32 elements that a rank gives."""
+
+    collective: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Program:
+    transfers: tuple[Transfer, ...]
+    acts: tuple[Act, ...]
+
+    @property
+    def compute_ns(self) -> int:
+        """How long the step takes where transfers take no time."""
+        return sum(act.duration_ns for act in self.acts if isinstance(act, Compute))
+
+
+def build_program(
+    model: Model, *, bucket_bytes: int = BUCKET_BYTES, shrink: int = 1, compute_scale: float = 1.0
+) -> Program:
+    """bucket_bytes: DDP's bucket_cap_mb; shrink: a transfer has so many times fewer elements than the model's;
+    compute_scale: the accelerator is so many times as fast as the published one.
+
+    Buckets are cut at the model's own sizes, so that `shrink` changes neither their number nor their moments.
+    """
+    step = _Step(model, model.compute_s / compute_scale * 1e9, shrink)
+    exchange = model.exchange
+    values = model.exchange_bytes // ITEM_BYTES
+    if exchange is not None:
+        looked_up = step.start("all_to_all", values)
+    for layer in model.layers:
+        if exchange is not None and layer.name == exchange.before:
+            step.wait_for(looked_up)
+        step.compute(layer.flops)
+    buckets = [sum(bucket) for bucket in gradient_buckets(model, bucket_bytes)]
+    ready = 0
+    for layer in reversed(model.layers):
+        step.compute(backward_flops(layer))
+        if exchange is not None and layer.name == exchange.before:
+            step.start("all_to_all", values)
+        ready += sum(gradients(layer))
+        while buckets and ready >= buckets[0]:
+            ready -= buckets[0]
+            step.start("all_reduce", buckets.pop(0))
+    return step.program()
+
+
+def backward_flops(layer: Layer) -> int:
+    return 0 if layer.frozen else _BACKWARD * layer.flops
+
+
+def gradients(layer: Layer) -> list[int]:
+    """Elements of each gradient, in the order in which they are there: a layer's last parameter first."""
+    return [] if layer.frozen else layer.counts[::-1]
+
+
+def gradient_buckets(model: Model, bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
+    """Elements of each gradient, a list a bucket, in the order in which DDP's reducer sends them.
+
+    That is from its second step on, when it has cut its buckets anew by the order in which gradients came.
+    """
+    return cut_buckets(
+        (count for layer in reversed(model.layers) for count in gradients(layer)),
+        min(FIRST_BUCKET_BYTES, bucket_bytes),
+        bucket_bytes,
+    )
+
+
+def cut_buckets(counts: Iterable[int], first_bytes: int, bucket_bytes: int) -> list[list[int]]:
+    """As torch's reducer does: a bucket is full as soon as it has reached its size, by however much it passes it."""
+    buckets: list[list[int]] = [[]]
+    for count in counts:
+        cap_bytes = first_bytes if len(buckets) == 1 else bucket_bytes
+        if sum(buckets[-1]) * ITEM_BYTES >= cap_bytes:
+            buckets.append([])
+        buckets[-1].append(count)
+    return buckets
+
+
+class _Step:
+    """Acts as they come: work adds up until something starts or is awaited."""
+
+    def __init__(self, model: Model, compute_ns: float, shrink: int) -> None:
+        self._ns_a_flop = compute_ns / sum(layer.flops + backward_flops(layer) for layer in model.layers)
+        self._shrink = shrink
+        self._flops = 0
+        self._passed_ns = 0
+        self._transfers: list[Transfer] = []
+        self._acts: list[Act] = []
+
+    def compute(self, flops: int) -> None:
+        self._flops += flops
+
+    def start(self, collective: str, count: int) -> int:
+        self._settle()
+        self._transfers.append(Transfer(collective, max(1, round(count / self._shrink))))
+        self._acts.append(Start(len(self._transfers) - 1))
+        return len(self._transfers) - 1
+
+    def wait_for(self, transfer: int) -> None:
+        self._settle()
+        self._acts.append(Await(transfer))
+
+    def program(self) -> Program:
+        self._settle()
+        awaited = {act.transfer for act in self._acts if isinstance(act, Await)}
+        rest = [Await(index) for index in range(len(self._transfers)) if index not in awaited]
+        return Program(tuple(self._transfers), (*self._acts, *rest))
+
+    def _settle(self) -> None:
+        # From the whole, so that rounding does not add up.
+        now_ns = round(self._flops * self._ns_a_flop)
+        if now_ns > self._passed_ns:
+            self._acts.append(Compute(now_ns - self._passed_ns))
+        self._passed_ns = now_ns

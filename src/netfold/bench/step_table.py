@@ -1,0 +1,93 @@
+"""Replayed steps, and the models themselves, as text for a terminal. Pure."""
+
+from collections.abc import Sequence
+
+from netfold.bench.models import MODELS, find_model
+from netfold.bench.program import gradient_buckets
+from netfold.bench.step import StepRow
+
+_HEADER = (
+    *("model", "side", "batch", "compute(ms)", "step(ms)", "p5..p95", "exposed(ms)", "efficiency", "samples/s"),
+    *("#wrong", "ratio", "p5..p95", "n", "to"),
+)
+_MODELS_HEADER = (
+    *("model", "parameters", "tensors", "gradients(MB)", "buckets", "GFLOP/sample", "batch", "samples/s"),
+    *("compute(ms)", "speed"),
+)
+
+
+def render_steps(rows: Sequence[StepRow]) -> str:
+    """One line a row; the ratio is the peer's time over the row's. Below, how exact the accelerators' timer was."""
+    lines = _columns([_HEADER, *(_cells(row) for row in rows)], left=2)
+    lines += [
+        f"# {row.model}, {row.side}: computing alone {_ms(row.alone_ns)} ms; transfers started "
+        f"{row.late_ns.median / 1e3:.0f} us late (p95 {row.late_ns.p95 / 1e3:.0f}); "
+        f"{row.gradient_bytes / 1e6:.1f} MB of gradients in {row.buckets} buckets"
+        for row in rows
+        if row.alone_ns is not None and row.late_ns is not None
+    ]
+    lines += [f"# {row.model}, {row.side}: {row.refused}" for row in rows if row.refused is not None]
+    return "\n".join(lines)
+
+
+def render_models() -> str:
+    """Every model there is: what it sends in a step, and how long one accelerator computes, by which source."""
+    cells = [_MODELS_HEADER]
+    for name in MODELS:
+        model = find_model(name)
+        speed = model.speed
+        cells.append(
+            (
+                name,
+                f"{model.parameters}",
+                f"{len(model.gradients)}",
+                f"{model.gradient_bytes / 1e6:.1f}",
+                f"{len(gradient_buckets(model))}",
+                f"{model.flops / 1e9:.3g}",
+                f"{speed.batch}",
+                f"{speed.samples_per_s:.1f}",
+                f"{model.compute_s * 1e3:.1f}",
+                f"{'derived' if speed.derived else 'published'}: {speed.source}",
+            )
+        )
+    lines = _columns(cells, left=1)
+    lines += [
+        f"# {model.name}: and two all_to_alls, in which a rank gives {model.exchange_bytes / 1e6:.1f} MB each"
+        for model in map(find_model, MODELS)
+        if model.exchange is not None
+    ]
+    return "\n".join(lines)
+
+
+def _cells(row: StepRow) -> tuple[str, ...]:
+    step, ratio = ("-",) * 5, ("-",) * 4
+    if row.step_ns is not None and row.exposed_ns is not None and row.efficiency is not None:
+        step = (
+            _ms(row.step_ns.median),
+            f"{_ms(row.step_ns.p5)}..{_ms(row.step_ns.p95)}",
+            _ms(row.exposed_ns.median),
+            f"{row.efficiency.median:.3f}",
+            f"{row.samples_per_s:.1f}",
+        )
+    if row.ratio is not None:
+        of = row.ratio.spread
+        ratio = (f"{of.median:.2f}", f"{of.p5:.2f}..{of.p95:.2f}", str(of.n), row.ratio.peer)
+    wrong = "-" if row.wrong is None else str(row.wrong)
+    return (row.model, row.side, str(row.batch), _ms(row.compute_ns), *step, wrong, *ratio)
+
+
+def _columns(cells: Sequence[tuple[str, ...]], left: int) -> list[str]:
+    """Aligned; the first `left` columns and the last one to the left, numbers to the right."""
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    last = len(widths) - 1
+    return [
+        "  ".join(
+            cell.ljust(width) if column < left or column == last else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def _ms(time_ns: float | None) -> str:
+    return "-" if time_ns is None else f"{time_ns / 1e6:.1f}"
