@@ -6,7 +6,6 @@ between two calls: a link's loss, who takes part, the length of a packet.
 
 import contextlib
 import selectors
-import shlex
 import socket
 import statistics
 import sys
@@ -24,7 +23,7 @@ from netfold.bench.start_line import StartLine
 from netfold.rack import Rack
 from netfold.rack.command import run
 from netfold.rack.link import Link, loss_rules
-from netfold.rack.names import HOST_INTERFACE, host_namespace, port_name, switch_namespace
+from netfold.rack.names import HOST_INTERFACE, SUBNET, SUBNET_BITS, host_namespace, port_name, switch_namespace
 from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, Process, follow
 
 _POLL_S = 0.2
@@ -206,10 +205,14 @@ def set_loss(rack: Rack, loss_ratio: float) -> None:
 
 
 def set_congestion_control(rack: Rack, name: str) -> None:
-    """What TCP connections that hosts make from now on use."""
+    """What TCP connections between hosts that are made from now on use.
+
+    By the route: a namespace's own default can only be one that the machine allows to everybody.
+    """
     for host in range(rack.hosts):
-        write = f"echo {shlex.quote(name)} > /proc/sys/net/ipv4/tcp_congestion_control"
-        run(["ip", "netns", "exec", host_namespace(rack.rack_id, host), "sh", "-c", write])
+        replace = ["ip", "-netns", host_namespace(rack.rack_id, host), "route", "replace"]
+        direct = [f"{SUBNET}.0/{SUBNET_BITS}", "dev", HOST_INTERFACE, "scope", "link", "src", rack.address(host)]
+        run([*replace, *direct, "proto", "kernel", "congctl", name])
 
 
 @dataclass(eq=False)

@@ -36,6 +36,7 @@ NETFOLD, GLOO, QUIET, TEXT, LINE, THIRD, FOURTH = INK
 _LOOKS = (
     ("netfold, in the network", NETFOLD, "o"),
     ("netfold, a leaf", NETFOLD, "o"),
+    ("netfold, with a switch", NETFOLD, "o"),
     ("gloo", GLOO, "s"),
     ("mpi", FOURTH, "D"),
     ("netfold", THIRD, "^"),
@@ -143,7 +144,7 @@ def lines(
 
 
 def dots(rows: Sequence[Dots], *, name: str, x_label: str, band: tuple[float, float, str] | None = None) -> str:
-    """A row a thing, the first on top. band: from, to and what it means, shaded."""
+    """A row a thing, the first on top; x from 0. band: from, to and what it means, shaded."""
     series = list(dict.fromkeys(label for row in rows for label in row.spreads))
     figure = blank(1.3 + 0.42 * len(rows))
     axes: Axes = figure.subplots()
@@ -177,7 +178,9 @@ def dots(rows: Sequence[Dots], *, name: str, x_label: str, band: tuple[float, fl
             axes.annotate(said, (of.median, place_y), color=TEXT, **offset)
     axes.set_yticks(range(len(rows)), [row.label for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.6)
-    axes.set_xlim(left=0)
+    # One round that went astray must not press all others together: its bar leaves the picture.
+    medians = [of.median for row in rows for of in row.spreads.values()]
+    axes.set_xlim(0, max(1.2 * max(medians), band[1] * 1.05 if band is not None else 0))
     axes.set_xlabel(x_label)
     if any(len(row.spreads) > 1 for row in rows):
         above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(series)}
