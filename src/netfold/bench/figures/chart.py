@@ -37,8 +37,8 @@ _LOOKS = (
     ("netfold, in the network", NETFOLD, "o"),
     ("netfold, a leaf", NETFOLD, "o"),
     ("netfold, with a switch", NETFOLD, "o"),
+    ("gloo, TCP cubic", FOURTH, "D"),
     ("gloo", GLOO, "s"),
-    ("mpi", FOURTH, "D"),
     ("netfold", THIRD, "^"),
 )
 _OTHERS = ((NETFOLD, "o"), (THIRD, "^"), (GLOO, "s"), (FOURTH, "D"))
@@ -292,7 +292,9 @@ def _plain_decades(axes: Axes, span: float) -> None:
     """1, 2, 5, 10, 20, ... as they are, not as powers; no more of them than can be read."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    axes.yaxis.set_major_locator(MaxNLocator(6) if span < 4 else LogLocator(base=10, subs=(1, 2, 5)))
+    axes.yaxis.set_major_locator(
+        MaxNLocator(6, steps=(1, 2, 5, 10)) if span < 4 else LogLocator(base=10, subs=(1, 2, 5))
+    )
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 

@@ -33,7 +33,8 @@ _FORMAT = 1
 
 
 def run_figures(folder: Path, names: Sequence[str], say: Say, *, total_s: float) -> Figures:
-    """Measure the named figures (all, where none is named) within about `total_s`, and rewrite their part of `folder`.
+    """Measure the named figures (all, where none is named) and rewrite their part of `folder`. `total_s`: about what all
+    would take; some take no more of it than they would among all.
 
     What is on disk is whole after every figure. Returns all that the folder holds. Raises ValueError for a name that is
     none, RackError where no figure can be measured here, chart.MissingError without matplotlib.
@@ -45,7 +46,9 @@ def run_figures(folder: Path, names: Sequence[str], say: Say, *, total_s: float)
     if lack := missing(loss=False):
         raise RackError(f"{lack}; without it none of these can be drawn: {', '.join(figure.name for figure in wanted)}")
     figures = read(folder) if (folder / DATA).exists() else {}
-    budget = Budget(total_s, {figure.name: figure.weight for figure in wanted})
+    weights = {figure.name: figure.weight for figure in wanted}
+    part = sum(weights.values()) / sum(figure.weight for figure in FIGURES.values())
+    budget = Budget(total_s * part, weights)
     for figure in wanted:
         share, taken, began, load = budget.begin(figure.name), Taken(), time.monotonic(), os.getloadavg()[0]
         say(f"measuring: {figure.name}, {figure.title.lower()}; some {share.left_s:.0f} s")
