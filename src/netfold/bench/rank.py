@@ -106,7 +106,7 @@ class Rank:
         return {"alone_ns": trial.alone()}
 
     def _timer(self, label: str) -> Message:
-        """How late the timer woke, over all timed steps."""
+        """How late the timer made each start, over all steps, warm-ups too."""
         return {"late_ns": self._trials[label].late_ns}
 
     def _burst(self, label: str, round_index: int, check: bool, breakdown: bool) -> Message:

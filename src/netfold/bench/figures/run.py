@@ -33,8 +33,9 @@ _FORMAT = 1
 
 
 def run_figures(folder: Path, names: Sequence[str], say: Say, *, total_s: float) -> Figures:
-    """Measure the named figures (all, where none is named) and rewrite their part of `folder`. `total_s`: about what all
-    would take; some take no more of it than they would among all.
+    """Measure the named figures (all, where none is named) and rewrite their part of `folder`.
+
+    total_s: about what all take together; a few take no more of it than they would among all.
 
     What is on disk is whole after every figure. Returns all that the folder holds. Raises ValueError for a name that is
     none, RackError where no figure can be measured here, chart.MissingError without matplotlib.

@@ -31,8 +31,8 @@ PUBLISHED = {
     "mask-rcnn": Speed(9.29, 4, f"{_NVIDIA} 19.02: one V100, f32"),
     # Measured with a batch of 32768, which is the whole job's: a rank of several takes a part of it.
     "dlrm": Speed(494_000, 4096, f"{_NVIDIA}, April 2020: one V100, f32, measured with a batch of 32768"),
-    # They do not tell the batch; 16 is that of Lim et al. 2017.
-    "edsr": Speed(11.34, 16, "Anthony, Xu, Subramoni, Panda, talk at IPDPSW 2021: one V100; the batch is Lim et al.'s"),
+    # The slides tell neither batch nor patch; both are Lim et al.'s here (2017).
+    "edsr": Speed(11.34, 16, "a talk on EDSR with MVAPICH2-GDR and PyTorch 1.8: one V100; the batch is Lim et al.'s"),
 }
 
 # At whose FLOP/s, and with whose batch.
