@@ -19,6 +19,7 @@ from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Budget, Shar
 from netfold.bench.figures.catalogue import FIGURES
 from netfold.bench.figures.figure import GLOO, HOSTS_ONLY, IN_NETWORK, RING, Figure, Taken
 from netfold.bench.figures.replay import NETFOLD, fitting_rounds
+from netfold.bench.turns import Turn
 from netfold.cli.bench import app
 from netfold.rack.command import missing
 
@@ -294,6 +295,20 @@ def test_a_figure_that_fails_is_said_and_the_others_are_drawn(tmp_path: Path, mo
     assert run.read(tmp_path)["hosts"].rows == []
 
 
+def test_a_figure_by_itself_takes_no_longer_than_among_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    shares: list[float] = []
+
+    def measure(share: Share, taken: Taken) -> None:
+        shares.append(share.left_s)
+        take("tree")(share, taken)
+
+    staged(monkeypatch, tree=measure)
+    run.run_figures(tmp_path, ["tree"], lambda line: None, total_s=1000)
+    part = FIGURES["tree"].weight / sum(figure.weight for figure in FIGURES.values())
+    assert shares == [pytest.approx(1000 * part, rel=0.01)]
+
+
 def test_wrong_elements_are_on_the_page_and_fail_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
 
@@ -322,6 +337,14 @@ def test_what_is_measured_when_a_signal_comes_is_kept_and_older_figures_too(
     kept = run.read(tmp_path)
     assert list(kept) == ["hosts", "wires"] and kept["wires"] == KEPT_UP["wires"]
     assert (tmp_path / run.PAGE).read_text().count("<svg") == 2
+
+
+def test_wrong_elements_of_the_round_that_warms_up_count_too() -> None:
+    taken = Taken()
+    for number in (-1, 0):
+        taken.add(GLOO, 2, number, Turn([0.5, 0.1, 0.2], wrong=3, again=0, sent_bytes=None, error=None))
+    assert taken.wrong == 6
+    assert [(row["round"], row["took_s"]) for row in taken.rows] == [(0, 0.2)]
 
 
 class Clock:

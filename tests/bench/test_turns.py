@@ -90,8 +90,9 @@ def test_loss_and_tcp_are_what_was_set_last() -> None:
             ]
     # A connection to each of the two others, at every host.
     assert [len(re.findall(r"\bcubic\b", said)) for said in listed] == [2, 2, 2]
-    assert (clean.again, clean.wrong, lossy.wrong) == (0, 0, 0)
-    assert lossy.again > 20
+    assert (clean.wrong, lossy.wrong) == (0, 0)
+    # Each host sends 745 packets, and 37 of them are lost; a busy machine repeats a few that were only late.
+    assert lossy.again > 50 and clean.again < lossy.again / 2
 
 
 def test_a_way_that_cannot_be_is_an_error_with_the_reason() -> None:

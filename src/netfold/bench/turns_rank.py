@@ -91,14 +91,13 @@ class Rank:
         group, workers = self._groups[label], self._workers[label]
         count = size_bytes // 4
         parts = normal_parts(workers, count) if values == "normal" else None
-        given = parts[self._number] if parts else whole_numbers(count) + np.float32(self._number + number)
-        expected = whole_numbers(count) * workers + np.float32(sum(range(workers)) + workers * number)
         tensor = torch.empty(count)
         array = tensor.numpy()
         answer: Message = {"took_s": [], "wrong": 0, "error": None}
         self._lines[workers].cross()
-        for _ in range(calls):
-            np.copyto(array, given)
+        # What every call adds up differs from the one before: an old result is a wrong one.
+        for call in range(number, number + calls):
+            np.copyto(array, parts[self._number] if parts else whole_numbers(count) + np.float32(self._number + call))
             began = time.perf_counter()
             dist.all_reduce(tensor, group=group)
             answer["took_s"].append(time.perf_counter() - began)
@@ -107,7 +106,8 @@ class Rank:
                 exact = exact_sum(workers, count)
                 answer["wrong"] += int(np.count_nonzero(~(np.abs(array - exact) < _WRONG * np.abs(exact).max())))
             else:
-                answer["wrong"] += int(np.count_nonzero(array != expected))
+                due = whole_numbers(count) * workers + np.float32(sum(range(workers)) + workers * call)
+                answer["wrong"] += int(np.count_nonzero(array != due))
         records = None if self._is_gloo(label) else netfold.torch.events(group)[-calls:]
         answer["again"] = 0 if records is None else int(records["retransmissions"].sum())
         answer["sent_bytes"] = None if records is None else int(records[-1]["wire_bytes"])

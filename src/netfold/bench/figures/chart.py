@@ -212,21 +212,6 @@ def plane(points: Sequence[Point], *, name: str, x_label: str, y_label: str) -> 
     return svg(figure, name)
 
 
-def name_powers(axes: Axes) -> None:
-    """`10⁻⁷` at a logarithmic y axis: matplotlib's own way is a formula."""
-    from matplotlib.ticker import FuncFormatter
-
-    raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "10" + f"{math.log10(value):.0f}".translate(raised)))
-
-
-def _look(label: str, number: int) -> tuple[str, str]:
-    return next(
-        ((colour, marker) for start, colour, marker in _LOOKS if label.startswith(start)),
-        _OTHERS[number % len(_OTHERS)],
-    )
-
-
 def require() -> None:
     """Raises MissingError where no picture could be drawn."""
     try:
@@ -258,6 +243,41 @@ def dress(axes: Axes) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(LINE)
+
+
+def name_powers(axes: Axes) -> None:
+    """`10⁻⁷` at a logarithmic y axis: matplotlib's own way is a formula."""
+    from matplotlib.ticker import FuncFormatter
+
+    raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "10" + f"{math.log10(value):.0f}".translate(raised)))
+
+
+def svg(figure: Figure, name: str) -> str:
+    """The figure as an SVG element: no prolog, no metadata, no address of any kind."""
+    import matplotlib as mpl
+
+    _literally(figure)
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg")
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    said = f' role="img" aria-label="{escape(name)}"'
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', lambda match: match[1] + said, svg, count=1)
+    for drawn, variable in INK.items():
+        svg = svg.replace(drawn, variable)
+    return svg
+
+
+def _look(label: str, number: int) -> tuple[str, str]:
+    return next(
+        ((colour, marker) for start, colour, marker in _LOOKS if label.startswith(start)),
+        _OTHERS[number % len(_OTHERS)],
+    )
 
 
 def _ticks(axes: Axes, ticks: Mapping[float, str]) -> None:
@@ -329,23 +349,3 @@ def _literally(figure: Figure) -> None:
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)
-
-
-def svg(figure: Figure, name: str) -> str:
-    """The figure as an SVG element: no prolog, no metadata, no address of any kind."""
-    import matplotlib as mpl
-
-    _literally(figure)
-    buffer = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg")
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    said = f' role="img" aria-label="{escape(name)}"'
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', lambda match: match[1] + said, svg, count=1)
-    for drawn, variable in INK.items():
-        svg = svg.replace(drawn, variable)
-    return svg

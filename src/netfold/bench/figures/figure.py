@@ -21,20 +21,24 @@ SWITCH = {"switch": "nearest", "algorithm": "all_reduce=in_network"}
 class Taken:
     """What was measured, as it is kept on disk.
 
-    settings: of the whole figure, by name. rows: a round of a series at an x each, with took_s and wrong. cut: what the
-    time did not suffice for, a sentence each. lack: why there is nothing; empty where there is. circumstances:
-    machine, versions, load and the like, when the measurement was over.
+    settings: of the whole figure, by name. rows: a round of a series at an x each, with took_s and wrong.
+    wrong_in_warmup: elements in rounds that are not among the rows. cut: what the time did not suffice for, a sentence
+    each. lack: why there is nothing; empty where there is. circumstances: machine, versions, load and the like, when
+    the measurement was over.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    wrong_in_warmup: int = 0
     cut: list[str] = field(default_factory=list)
     lack: str = ""
     circumstances: dict[str, Any] = field(default_factory=dict)
 
     def add(self, series: str, x: Any, number: int, turn: Turn, **more: Any) -> None:
-        """A round; the one before the first is not kept."""
-        if number >= 0:
+        """A round; of the one before the first only what was wrong is kept."""
+        if number < 0:
+            self.wrong_in_warmup += turn.wrong
+        else:
             row = {"series": series, "x": x, "round": number, "took_s": turn.median_s, "wrong": turn.wrong}
             self.rows.append({**row, "again": turn.again, **more})
 
@@ -61,7 +65,7 @@ class Taken:
 
     @property
     def wrong(self) -> int:
-        return sum(row["wrong"] for row in self.rows)
+        return self.wrong_in_warmup + sum(int(row["wrong"]) for row in self.rows)
 
     @property
     def cores(self) -> int:

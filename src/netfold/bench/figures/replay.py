@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from netfold.bench.conduct import Conductor
+from netfold.bench.conduct import BenchError, Conductor
 from netfold.bench.config import Replay
 from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Share
 from netfold.bench.figures.figure import GLOO, Taken
@@ -31,11 +31,11 @@ def replay(conductor: Conductor, share: Share, model: str, *, shrink: int, compu
 
 
 def keep(taken: Taken, model: str, workers: int, rows: Sequence[StepRow]) -> None:
-    """Every round of every side, with what the step takes without transfers, in seconds; why there is none, where a
-    side refuses."""
+    """Every round of every side, with what the step takes without transfers, in seconds. Raises
+    BenchError where a side refuses."""
     for side, row in zip(SIDES, rows, strict=True):
         if row.refused is not None:
-            taken.cut.append(f"{side}, {model}: {row.refused}")
+            raise BenchError(f"{side}, {model}: {row.refused}")
         for number, took_ns in enumerate(row.times_ns):
             taken.rows.append(
                 {
