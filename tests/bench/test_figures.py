@@ -411,6 +411,8 @@ def test_an_efficiency_is_computing_over_the_step() -> None:
     told = efficiency.tell(of_efficiency(0.8))
     assert [row[:2] for row in told.table] == [["edsr", "2"], ["edsr", "8"]]
     assert [cell.split(" ")[0] for cell in told.table[1][2:]] == ["80.0%", "50.0%"]
+    worse = efficiency.tell(of_efficiency(0.6)).short
+    assert worse[0] == "edsr: 60% with 8 hosts is no more than the talk's default had at scale."
 
 
 def test_models_are_in_the_order_of_what_was_gained() -> None:

@@ -30,6 +30,7 @@ SIZE_BYTES = 4 << 20
 # Time at the most hosts over that at the fewest, up to which it is called flat.
 FLAT = 1.05
 OPTIONS = {IN_NETWORK: SWITCH, RING: {"algorithm": "all_reduce=ring"}, GLOO: None}
+# What a full TCP packet carries where the MTU is 1500.
 _MSS = 1448
 
 

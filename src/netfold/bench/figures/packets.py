@@ -89,7 +89,7 @@ def tell(taken: Taken) -> Told:
         + ", ".join(f"{in_times(gained[rate])} times on links of {in_rate(rate)}" for rate in rates)
         + f"; by headers alone it would be {by_headers:.2f}. "
         + ", ".join(f"{in_mb(size)} at {in_rate(rate)}" for rate, size in taken.settings["size_bytes"].items())
-        + "; a link lets its first 128 KB pass at once.",
+        + ".",
         short,
     )
 

@@ -12,7 +12,7 @@ HOSTS = 8
 # With tensors a 50th of their size, these links stand for ones of 10 Gbit/s, the slower ones of the talk's testbed.
 RATE, SHRINK, STANDS_FOR = "200mbit", 50, "10 Gbit/s"
 # SwitchML's nine; those that differ most come first, lest the time be up before them.
-MODELS = (*("vgg16", "resnet50", "inception3", "alexnet", "googlenet", "vgg11", "resnet101", "inception4", "vgg19"),)
+MODELS = ("vgg16", "resnet50", "inception3", "alexnet", "googlenet", "vgg11", "resnet101", "inception4", "vgg19")
 # 20% to 300% quicker.
 TALK = (1.2, 4.0)
 
