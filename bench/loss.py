@@ -9,25 +9,15 @@ every round, none among them: whatever else the machine does meets them alike. A
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from netfold import Communicator, FileStore
 from netfold.bench.machine import spoken
 from netfold.bench.spread import spread
-from netfold.bench.start_line import StartLine
+from netfold.bench.turns import Turn, Way, gather, set_loss
 from netfold.rack import Rack
-from netfold.rack.command import run
-from netfold.rack.link import loss_rules, parse_link
-from netfold.rack.names import HOST_INTERFACE, host_namespace, port_name, switch_namespace
+from netfold.rack.link import parse_link
 from netfold.rack.processes import exit_on_signals
 
 SIZE = 16 << 20
@@ -37,90 +27,29 @@ RESULT = Path(__file__).parent / "results" / "loss.md"
 DEADLINE_S = 900
 
 
-def serve(control: str, folder: str) -> None:
-    """A rank: an all_reduce a line that comes, and what it took as a line back."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    line = StartLine(Path(folder, "line"), rank, size)
-    tensor = np.empty(SIZE // 4, np.float32)
-    # Whole numbers that a float sum keeps exactly, another one in every element of a chunk.
-    pattern = (np.arange(len(tensor)) % 4093).astype(np.float32)
-    with socket.socket(socket.AF_UNIX) as connection, Communicator(FileStore(folder), rank, size) as group:
-        connection.connect(control)
-        stream = connection.makefile("rw")
-        for turn in stream:
-            np.add(pattern, float(rank + int(turn)), out=tensor)
-            line.cross()
-            began = time.perf_counter()
-            group.all_reduce(tensor)
-            took_s = time.perf_counter() - began
-            expected = pattern * size + float(sum(range(size)) + size * int(turn))
-            record = group.group.events()[-1]
-            answer = {
-                "took_s": took_s,
-                "wrong": int(np.count_nonzero(tensor != expected)),
-                "again": int(record["retransmissions"]),
-            }
-            stream.write(json.dumps(answer) + "\n")
-            stream.flush()
-
-
-def set_loss(rack: Rack, rate: str, loss: str) -> None:
-    """Let every link lose so much from now on, both ways."""
-    for host in range(rack.hosts):
-        for namespace, interface in (
-            (switch_namespace(rack.rack_id), port_name(host)),
-            (host_namespace(rack.rack_id, host), HOST_INTERFACE),
-        ):
-            rules = loss_rules(interface, parse_link(rate, loss))
-            run(["ip", "netns", "exec", namespace, "nft", "-f", "-"], f"delete table netdev loss_{interface}\n{rules}")
-
-
-def measure(rounds: int, hosts: int, rate: str, losses: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """For each loss a round each: what the slowest rank took, wrong elements, and packets sent again by all."""
-    rows: dict[str, list[dict[str, Any]]] = {loss: [] for loss in losses}
-    with (
-        tempfile.TemporaryDirectory(prefix="netfold-loss-") as folder,
-        socket.socket(socket.AF_UNIX) as server,
-        # Lossy from the start: such a link cuts packets first, and must do so in every round.
-        Rack(hosts, rate, losses[-1]) as rack,
-    ):
-        control = f"{folder}/control"
-        server.bind(control)
-        server.listen(hosts)
-        server.settimeout(DEADLINE_S)
-        StartLine.draw(Path(folder, "line"), hosts)
-        set_loss(rack, rate, "0%")
+def measure(rounds: int, hosts: int, rate: str, losses: list[str]) -> dict[str, list[Turn]]:
+    """For each loss a turn a round."""
+    rows: dict[str, list[Turn]] = {loss: [] for loss in losses}
+    way = Way("in the network", hosts, {"switch": "nearest"})
+    # Lossy from the start: such a link cuts packets first, and must do so in every round.
+    with Rack(hosts, rate, losses[-1]) as rack:
+        set_loss(rack, 0)
         rack.start_switch(lambda line: None)
-        argv = [sys.executable, str(Path(__file__).resolve()), "rank", control, folder]
-        for host in range(hosts):
-            rack.popen(host, argv, {"NETFOLD_INTERFACE": HOST_INTERFACE})
-        streams = []
-        for _ in range(hosts):
-            connection = server.accept()[0]
-            connection.settimeout(DEADLINE_S)
-            streams.append(connection.makefile("rw"))
-        for turn in range(-WARMUPS, rounds):
-            for place in range(len(losses)):
-                loss = losses[(turn + place) % len(losses)]
-                set_loss(rack, rate, loss)
-                for stream in streams:
-                    stream.write(f"{turn + WARMUPS}\n")
-                    stream.flush()
-                answers = [json.loads(stream.readline()) for stream in streams]
-                if turn >= 0:
-                    rows[loss].append(
-                        {
-                            "took_s": max(answer["took_s"] for answer in answers),
-                            "wrong": sum(answer["wrong"] for answer in answers),
-                            "again": sum(answer["again"] for answer in answers),
-                        }
-                    )
+        with gather(rack, DEADLINE_S) as turns:
+            turns.open([way])
+            for number in range(-WARMUPS, rounds):
+                for place in range(len(losses)):
+                    loss = losses[(number + place) % len(losses)]
+                    set_loss(rack, parse_link(rate, loss).loss_ratio)
+                    turn = turns.turn(way, SIZE, number + WARMUPS)
+                    if number >= 0:
+                        rows[loss].append(turn)
     return rows
 
 
-def render(rows: dict[str, list[dict[str, Any]]], hosts: int, rate: str, load: tuple[float, float]) -> str:
+def render(rows: dict[str, list[Turn]], hosts: int, rate: str, load: tuple[float, float]) -> str:
     chunks = hosts * -(-SIZE // 1408)
-    clean = spread([row["took_s"] for row in rows["0%"]])
+    clean = spread([turn.median_s for turn in rows["0%"]])
     lines = [
         f"{SIZE >> 20} MB f32 all_reduce through the software switch, {hosts} hosts, {rate} links.",
         "",
@@ -129,13 +58,13 @@ def render(rows: dict[str, list[dict[str, Any]]], hosts: int, rate: str, load: t
         "|---|---|---|---|---|---|---|---|",
     ]
     for loss, taken in rows.items():
-        times = [row["took_s"] for row in taken]
+        times = [turn.median_s for turn in taken]
         of = spread(times)
-        again = sum(row["again"] for row in taken) / (chunks * len(taken))
+        again = sum(turn.again for turn in taken) / (chunks * len(taken))
         lines.append(
             f"| {loss} | {of.median * 1e3:.0f} | {of.p5 * 1e3:.0f} .. {of.p95 * 1e3:.0f} | {max(times) * 1e3:.0f} "
             f"| {of.median / clean.median:.3f} | {max(times) / clean.median:.2f} | {again:.2%} "
-            f"| {sum(row['wrong'] for row in taken)} |"
+            f"| {sum(turn.wrong for turn in taken)} |"
         )
     lines += [
         "",
@@ -146,8 +75,6 @@ def render(rows: dict[str, list[dict[str, Any]]], hosts: int, rate: str, load: t
 
 
 def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["rank"]:
-        return serve(*arguments[1:])
     given = [*arguments, *("50", "4", "200mbit")[len(arguments) :]]
     rounds, hosts, rate = int(given[0]), int(given[1]), given[2]
     losses = ["0%", *(given[3:] or ["0.01%", "0.1%", "1%"])]

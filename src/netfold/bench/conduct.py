@@ -5,7 +5,6 @@ as any other (the first one meets colder caches). While one has its turn the oth
 """
 
 import contextlib
-import json
 import os
 import selectors
 import socket
@@ -28,15 +27,14 @@ from netfold.bench.config import (
     Trials,
     calls_a_round,
 )
+from netfold.bench.connection import Connection, Message
 from netfold.bench.launch import KEPT_LINES, Lines, Running, start_worlds
-from netfold.bench.machine import describe_machine, describe_versions
+from netfold.bench.machine import congestion_control, describe_machine, describe_versions
 from netfold.bench.sides import SideName
 from netfold.bench.start_line import StartLine
 from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, follow, stop, uninterrupted
 
 _POLL_S = 0.2
-
-Message = dict[str, Any]
 
 
 class BenchError(RuntimeError):
@@ -86,19 +84,19 @@ class Conductor:
         for name, process in running.processes.items():
             self._outputs[name] = deque(maxlen=KEPT_LINES)
             self._readers.append(follow(process, self._outputs[name].append))
-        self._connections: dict[str, list[_Connection]] = {}
+        self._connections: dict[str, list[Connection]] = {}
         self._open: set[str] = set()
         self._load_before = os.getloadavg()[0]
 
     def meet(self, server: socket.socket, worlds: list[str]) -> None:
         """Wait until every rank of every world has come."""
-        here: dict[str, dict[int, _Connection]] = {world: {} for world in worlds}
+        here: dict[str, dict[int, Connection]] = {world: {} for world in worlds}
         server.settimeout(_POLL_S)
-        new: list[_Connection] = []
+        new: list[Connection] = []
         while any(len(ranks) < self.place.workers for ranks in here.values()):
             self._watch()
             with contextlib.suppress(TimeoutError):
-                new.append(_Connection(server.accept()[0]))
+                new.append(Connection(server.accept()[0]))
             for connection in list(new):
                 hello = connection.poll()
                 if hello is None:
@@ -112,12 +110,12 @@ class Conductor:
     def measure(self, trials: Trials) -> Result:
         """Every size, every side, interleaved round by round."""
         sizes = [self._measure_size(trials, size_bytes) for size_bytes in trials.sizes]
-        return Result(dict(self.versions), _congestion_control(), (self._load_before, os.getloadavg()[0]), sizes)
+        return Result(dict(self.versions), congestion_control(), (self._load_before, os.getloadavg()[0]), sizes)
 
     def describe(self) -> Message:
         """What it was measured on, as report.describe_run says it."""
         load = (self._load_before, os.getloadavg()[0])
-        machine = {**describe_machine(), "tcp_congestion_control": _congestion_control(), "load": load}
+        machine = {**describe_machine(), "tcp_congestion_control": congestion_control(), "load": load}
         return {"machine": machine, "versions": describe_versions(self.versions), "place": asdict(self.place)}
 
     def measure_ddp(self, sides: list[SideName], rounds: int, steps: int, width: int) -> list[Measured]:
@@ -281,12 +279,8 @@ class Conductor:
         said = [f"{name}| {line}" for name in whose for line in self._outputs[name]]
         raise BenchError("\n".join([what, *said, *(f"switch| {line}" for line in self._running.switch_lines)]))
 
-    def _all(self) -> "list[_Connection]":
+    def _all(self) -> list[Connection]:
         return [connection for ranks in self._connections.values() for connection in ranks]
-
-
-def _congestion_control() -> str:
-    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 class _Takes:
@@ -317,34 +311,3 @@ class _Takes:
             parts_ns=(self._parts_ns or None) if breakdown else None,
             refused=self.refused,
         )
-
-
-class _Connection:
-    """Lines of JSON to and from one rank."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self.socket = connected
-        self._received = b""
-
-    def send(self, message: Message) -> None:
-        # A rank that is gone shows as an ended process, with its reason.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def poll(self) -> Message | None:
-        """A message, if a whole one has come; never waits."""
-        with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while b"\n" not in self._received:
-                piece = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
-                if not piece:
-                    return None
-                self._received += piece
-        line, found, rest = self._received.partition(b"\n")
-        if not found:
-            return None
-        self._received = rest
-        message: Message = json.loads(line)
-        return message
-
-    def close(self) -> None:
-        self.socket.close()

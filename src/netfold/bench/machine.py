@@ -12,6 +12,16 @@ def describe_machine() -> dict[str, str | int]:
     return {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "kernel": platform.release()}
 
 
+def congestion_control() -> str:
+    """What new TCP connections use, in this process's network namespace."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+def congestion_controls() -> list[str]:
+    """What TCP connections could use."""
+    return Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+
+
 def describe_versions(others: Mapping[str, str]) -> dict[str, str]:
     """Ours and those of `others`, such as torch's."""
     ours = {"netfold": _netfold_version(), "commit": _commit(), "python": platform.python_version()}

@@ -16,6 +16,12 @@ class Spread:
     p95: float
     n: int
 
+    def scaled(self, factor: float) -> "Spread":
+        """In another unit; `factor` is above 0."""
+        return Spread(
+            self.median * factor, self.p5 * factor, self.p25 * factor, self.p75 * factor, self.p95 * factor, self.n
+        )
+
 
 def spread(values: Sequence[float]) -> Spread:
     ordered = sorted(values)

@@ -238,3 +238,44 @@ def accuracy(
     typer.echo(text)
     if not all(each["agree"] for each in (*found["trainings"], *found["sweep"])):
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def figures(
+    folder: Annotated[Path, typer.Argument(help="Where figures.html, figures.json and a CSV a figure go.")] = Path(
+        "netfold-figures"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="Within some five minutes in place of twenty.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Only this one; repeat it. `list` names them.")] = None,
+    redraw: Annotated[
+        bool, typer.Option("--redraw", help="Measure nothing; make the page from FOLDER's data.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything that FOLDER holds, on stdout.")] = False,
+) -> None:
+    """Redraw the talks' figures: netfold beside gloo in an emulated rack, as one page with its data. Needs root."""
+    import json
+
+    from netfold.bench.figures.catalogue import FIGURES
+    from netfold.bench.figures.chart import MissingError
+    from netfold.bench.figures.run import PAGE, QUICK_S, TOTAL_S, document_of, read, run_figures, write
+    from netfold.rack import RackError
+    from netfold.rack.processes import exit_on_signals
+
+    if only == ["list"]:
+        for figure in FIGURES.values():
+            typer.echo(f"{figure.name:12} {figure.title}")
+        return
+    try:
+        if redraw:
+            found = read(folder)
+            write(folder, found)
+        else:
+            with exit_on_signals():
+                say = lambda line: typer.echo(line, err=True)
+                found = run_figures(folder, only or [], say, total_s=QUICK_S if quick else TOTAL_S)
+    except (MissingError, RackError, ValueError) as error:
+        typer.echo(f"netfold bench figures: {error}", err=True)
+        raise typer.Exit(CANNOT) from None
+    typer.echo(json.dumps(document_of(found)) if as_json else f"{folder / PAGE}")
+    if any(taken.lack or taken.wrong for taken in found.values()):
+        raise typer.Exit(FAILED)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 from dataclasses import dataclass
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,20 +17,11 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
+from netfold.bench.figures import chart
 from netfold.demo.agreement import Agreement
 from netfold.demo.resolution import psnr
 from netfold.demo.settings import SCALE
 from netfold.demo.story import HeldOut, Story
-
-# What matplotlib draws, and the page's variable that takes its place.
-_INK = {
-    "#0a0001": "var(--netfold)",
-    "#0a0002": "var(--gloo)",
-    "#0a0003": "var(--quiet)",
-    "#0a0004": "var(--text)",
-    "#0a0005": "var(--line)",
-}
-_NETFOLD, _GLOO, _QUIET, _TEXT, _LINE = _INK
 
 # Side of a crop in pixels of the truth, and the grid on which crops may lie.
 CROP_PIXELS = 80
@@ -57,15 +46,15 @@ def loss_curves(story: Story) -> str:
     """Both backends' losses over each other, and bicubic's on the same batches."""
     figure, axes = _chart(height=3.6)
     steps = np.arange(1, story.training.steps + 1)
-    axes.plot(steps, story.bicubic_losses, color=_QUIET, linewidth=1.0, label="bicubic, same patches")
+    axes.plot(steps, story.bicubic_losses, color=chart.QUIET, linewidth=1.0, label="bicubic, same patches")
     # Wide below narrow: where the two agree, both show.
-    axes.plot(steps, story.gloo.losses, color=_GLOO, linewidth=4.5, solid_capstyle="round", label="gloo")
-    axes.plot(steps, story.netfold.losses, color=_NETFOLD, linewidth=1.3, label="netfold")
+    axes.plot(steps, story.gloo.losses, color=chart.GLOO, linewidth=4.5, solid_capstyle="round", label="gloo")
+    axes.plot(steps, story.netfold.losses, color=chart.NETFOLD, linewidth=1.3, label="netfold")
     axes.set_xlabel("step")
     axes.set_ylabel("L1 loss of the global batch")
     axes.set_xlim(1, story.training.steps)
     _legend(axes)
-    return _svg(figure, "loss curves of netfold and gloo")
+    return chart.svg(figure, "loss curves of netfold and gloo")
 
 
 def deviations(agreement: Agreement) -> str:
@@ -74,28 +63,29 @@ def deviations(agreement: Agreement) -> str:
     steps = np.arange(1, agreement.steps + 1)
     largest = np.maximum.accumulate(agreement.gloo_differences, axis=1)
     floor = 1e-10
-    axes.fill_between(steps, floor, largest.max(axis=0), color=_GLOO, alpha=0.28, linewidth=0)
+    axes.fill_between(steps, floor, largest.max(axis=0), color=chart.GLOO, alpha=0.28, linewidth=0)
     for index, differences in enumerate(agreement.gloo_differences):
         label = "gloo, ranks permuted (band: the largest so far)" if index == 0 else None
         axes.plot(
-            steps, _where_positive(differences), color=_GLOO, marker=".", markersize=5, linewidth=0.8, label=label
+            steps, _where_positive(differences), color=chart.GLOO, marker=".", markersize=5, linewidth=0.8, label=label
         )
     axes.plot(
         steps,
         _where_positive(agreement.difference),
-        color=_NETFOLD,
+        color=chart.NETFOLD,
         marker="o",
         markersize=4,
         linewidth=1.3,
         label="netfold",
     )
     axes.set_yscale("log")
+    chart.name_powers(axes)
     axes.set_ylim(floor, max(1e-6, 4 * float(max(largest.max(), agreement.difference.max()))))
     axes.set_xlim(1, agreement.steps)
     axes.set_xlabel("step")
     axes.set_ylabel("|loss − loss of gloo|")
     _legend(axes)
-    return _svg(figure, "difference of the losses from those of gloo")
+    return chart.svg(figure, "difference of the losses from those of gloo")
 
 
 def crop(photograph: HeldOut) -> Crop:
@@ -143,37 +133,15 @@ def _where_positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _chart(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8.6, height), layout="constrained")
-    figure.patch.set_alpha(0)
+    figure = chart.blank(height)
     axes = figure.add_subplot()
-    axes.patch.set_alpha(0)
-    axes.grid(True, color=_LINE, linewidth=0.6)
-    axes.tick_params(which="both", labelcolor=_TEXT, length=0)
+    chart.dress(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.xaxis.label.set_color(_TEXT)
-    axes.yaxis.label.set_color(_TEXT)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(_LINE)
     return figure, axes
 
 
 def _legend(axes: Axes) -> None:
     """In one line above the chart, where it covers nothing."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, frameon=False, labelcolor=_TEXT)
-
-
-def _svg(figure: Figure, title: str) -> str:
-    """The figure as an SVG element: no prolog, no metadata, no address of any kind."""
-    buffer = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure.savefig(buffer, format="svg")
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf'\1 role="img" aria-label="{title}"', svg, count=1)
-    for drawn, variable in _INK.items():
-        svg = svg.replace(drawn, variable)
-    return svg
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, frameon=False, labelcolor=chart.TEXT
+    )

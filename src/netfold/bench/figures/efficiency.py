@@ -1,0 +1,113 @@
+"""What of a training step is computing, against the number of hosts."""
+
+from netfold.bench.conduct import conduct
+from netfold.bench.config import Place
+from netfold.bench.figures import chart
+from netfold.bench.figures.budget import Share
+from netfold.bench.figures.figure import GLOO, Figure, Taken, Told, deadline_s, in_rate
+from netfold.bench.figures.replay import NETFOLD, SIDES, keep, note, replay
+from netfold.bench.spread import Spread, spread
+
+# The most come first, lest the time be up before them.
+HOSTS = (8, 2, 4)
+# As in figure `speedup`; slower ones, or there would be little to see with so few hosts.
+RATE, STANDS_FOR = "250mbit", "2.5 Gbit/s"
+# By what its tensors are smaller, and how many times as fast its accelerator: an EDSR step takes more than a second.
+MODELS = {"resnet50": (10, 1), "edsr": (40, 4)}
+# Of the default at scale.
+TALK = (0.55, 0.65)
+
+
+def measure(share: Share, taken: Taken) -> None:
+    taken.settings |= {"rate": RATE, "stands_for": STANDS_FOR, "shrink_and_speed": MODELS}
+    for hosts, part in zip(HOSTS, share.split(len(HOSTS)), strict=True):
+        if share.left_s <= 0 and taken.rows:
+            taken.cut.append(f"The time did not suffice for {hosts} hosts.")
+            continue
+        place = Place(hosts, rack_rate=RATE, deadline_s=int(deadline_s(part)))
+        with conduct(place, ["torch"]) as conductor:
+            for (model, (shrink, speed)), turn in zip(MODELS.items(), part.split(len(MODELS)), strict=True):
+                keep(taken, model, hosts, replay(conductor, turn, model, shrink=shrink, compute_scale=speed))
+            note(taken, conductor)
+
+
+def tell(taken: Taken) -> Told:
+    models, counts = taken.xs(), sorted({row["workers"] for row in taken.rows})
+    picture = chart.lines(
+        [
+            chart.Panel(
+                model,
+                [
+                    chart.Line(side, [1, *counts], [_ALONE, *(efficiency(taken, side, model, n) for n in counts)])
+                    for side in SIDES
+                ],
+            )
+            for model in models
+        ],
+        name=TITLE,
+        x_label="hosts",
+        y_label="computing / step",
+        x_log=True,
+    )
+    most = max(counts)
+    with_most = {(side, model): efficiency(taken, side, model, most).median for side in SIDES for model in models}
+    short = [
+        f"{model}: no better than gloo with {most} hosts, "
+        f"{with_most[NETFOLD, model]:.0%} to {with_most[GLOO, model]:.0%}."
+        for model in models
+        if with_most[NETFOLD, model] <= with_most[GLOO, model]
+    ]
+    short += [
+        f"{model}: {with_most[NETFOLD, model]:.0%} with {most} hosts is no more than the talk's default had at scale."
+        for model in models
+        if with_most[NETFOLD, model] <= TALK[1]
+    ]
+    short.append(
+        "Not alike: the talk measured up to 512 GPUs, several a host; here are a few hosts, each with an accelerator "
+        "that a timer plays, on links of ordinary Ethernet. The talk's efficiency is throughput over that of as many "
+        "single GPUs, the same fraction where each keeps its batch. That of one host is 1 by definition."
+    )
+    return Told(
+        picture,
+        ["model", "hosts", *(f"{side}, computing / step" for side in SIDES)],
+        [
+            [model, f"{count}", *(_in_percent(efficiency(taken, side, model, count)) for side in SIDES)]
+            for model in models
+            for count in counts
+        ],
+        f"Links of {in_rate(taken.settings['rate'])} and smaller tensors stand for links of "
+        f"{taken.settings['stands_for']}. With {most} hosts, "
+        + "; ".join(
+            f"{model}: {', '.join(f'{side} {with_most[side, model]:.0%}' for side in SIDES)}" for model in models
+        )
+        + ".",
+        short,
+    )
+
+
+def efficiency(taken: Taken, side: str, model: str, hosts: int) -> Spread:
+    return spread(
+        [
+            row["compute_s"] / row["took_s"]
+            for row in taken.rows
+            if (row["series"], row["x"], row["workers"]) == (side, model, hosts)
+        ]
+    )
+
+
+def _in_percent(of: Spread) -> str:
+    return f"{of.median:.1%} ({of.p5:.1%} .. {of.p95:.1%})"
+
+
+_ALONE = spread([1.0])
+
+TITLE = "Scaling efficiency of training"
+FIGURE = Figure(
+    "efficiency",
+    TITLE,
+    f"EDSR over Horovod: “Only ≈ {TALK[0] * 100:.0f}-{TALK[1] * 100:.0f}% scaling efficiency for both MVAPICH2-GDR and "
+    "NCCL backends at scale”, up to 512 GPUs. (EDSR with MVAPICH2-GDR and Horovod, profiled by hvprof.)",
+    weight=8,
+    measure=measure,
+    tell=tell,
+)

@@ -1,0 +1,107 @@
+"""Time of an all_reduce against the number of hosts."""
+
+from netfold.bench.figures import chart
+from netfold.bench.figures.budget import Share
+from netfold.bench.figures.figure import (
+    GLOO,
+    IN_NETWORK,
+    RING,
+    SWITCH,
+    Figure,
+    Taken,
+    Told,
+    deadline_s,
+    in_mb,
+    in_ms,
+    in_rate,
+    in_times,
+    play,
+)
+from netfold.bench.turns import Way, gather
+from netfold.rack import Rack
+from netfold.rack.link import parse_link
+from netfold.rack.wire import payload_share
+
+HOSTS = (2, 4, 8, 16)
+# Two cores carry 8 hosts of 1 Gbit/s through the software switch (bench/results/links.md); 16 of these are a fifth of
+# that, so that the links, and not the cores, say how long it takes.
+RATE = "100mbit"
+SIZE_BYTES = 4 << 20
+# Time at the most hosts over that at the fewest, up to which it is called flat.
+FLAT = 1.05
+OPTIONS = {IN_NETWORK: SWITCH, RING: {"algorithm": "all_reduce=ring"}, GLOO: None}
+# What a full TCP packet carries where the MTU is 1500.
+_MSS = 1448
+
+
+def measure(share: Share, taken: Taken, counts: tuple[int, ...] = HOSTS, size_bytes: int = SIZE_BYTES) -> None:
+    taken.settings |= {"rate": RATE, "size_bytes": size_bytes}
+    with Rack(max(counts), RATE) as rack:
+        rack.start_switch(lambda line: None)
+        with gather(rack, deadline_s(share)) as turns:
+            ways = [
+                (series, Way(f"{series}, {count}", count, options))
+                for count in counts
+                for series, options in OPTIONS.items()
+            ]
+            turns.open([way for _, way in ways])
+
+            def turn(case: tuple[str, Way], number: int) -> None:
+                series, way = case
+                taken.add(series, way.workers, number, turns.turn(way, size_bytes, number + 1))
+
+            play(share, taken, ways, turn)
+            taken.note(turns)
+
+
+def tell(taken: Taken) -> Told:
+    hosts, size_bytes, rate = taken.xs(), taken.settings["size_bytes"], taken.settings["rate"]
+    once_ms = size_bytes * 8e3 / parse_link(rate).rate_bits / payload_share(_MSS)
+    measured = [chart.Line(one, hosts, [taken.spread(one, x).scaled(1e3) for x in hosts]) for one in OPTIONS]
+    limits = [
+        chart.Reference("line rate, once", hosts, [once_ms] * len(hosts)),
+        chart.Reference("line rate, 2 (P − 1) / P times", hosts, [once_ms * 2 * (x - 1) / x for x in hosts]),
+    ]
+    picture = chart.lines(
+        [chart.Panel("", measured, limits)],
+        name=TITLE,
+        x_label="hosts",
+        y_label=f"all_reduce of {in_mb(size_bytes)}, ms",
+        x_log=True,
+    )
+    least, most = min(hosts), max(hosts)
+    grown = {series: taken.ratios((series, most), (series, least)) for series in OPTIONS}
+    short = [
+        "Not alike: the talk's switch was a Tofino on links of 10 and 100 Gbit/s; this one is a process that shares "
+        f"{taken.cores} cores with all hosts, on links slow enough for them."
+    ]
+    if grown[IN_NETWORK].median > FLAT:
+        short.insert(0, f"Not flat: {most} hosts take {grown[IN_NETWORK].median:.3f} times as long as {least}.")
+    return Told(
+        picture,
+        ["hosts", *(f"{series}, ms" for series in OPTIONS), "gloo / in the network"],
+        [
+            [
+                str(x),
+                *(in_ms(taken.spread(series, x)) for series in OPTIONS),
+                in_times(taken.ratios((GLOO, x), (IN_NETWORK, x))),
+            ]
+            for x in hosts
+        ],
+        f"{in_mb(size_bytes)} of f32 over links of {in_rate(rate)}. {most} hosts take {in_times(grown[IN_NETWORK])} "
+        f"times as long as {least} through the switch, {in_times(grown[RING])} by netfold's ring, "
+        f"{in_times(grown[GLOO])} by gloo.",
+        short,
+    )
+
+
+TITLE = "Time of an all_reduce, by the number of hosts"
+FIGURE = Figure(
+    "hosts",
+    TITLE,
+    "“SwitchML performance does not depend on the number of workers”, on a testbed of 16 servers. (Scaling "
+    "Distributed Machine Learning with In-Network Aggregation: SwitchML.)",
+    weight=6,
+    measure=measure,
+    tell=tell,
+)

@@ -1,0 +1,120 @@
+"""Time of a small all_reduce against the number of hosts."""
+
+from netfold.bench.figures import chart
+from netfold.bench.figures.budget import Share
+from netfold.bench.figures.figure import (
+    GLOO,
+    HOSTS_ONLY,
+    IN_NETWORK,
+    SWITCH,
+    Figure,
+    Taken,
+    Told,
+    deadline_s,
+    in_times,
+    in_us,
+    play,
+)
+from netfold.bench.turns import Way, gather
+from netfold.rack import Rack
+
+HOSTS = (2, 4, 8, 16)
+RATE = "1gbit"
+SIZES = (8, 512, 4096)
+CALLS = 10
+OPTIONS = {IN_NETWORK: SWITCH, HOSTS_ONLY: {}, GLOO: None}
+
+
+def measure(share: Share, taken: Taken) -> None:
+    taken.settings |= {"rate": RATE, "sizes": SIZES, "calls": CALLS}
+    with Rack(max(HOSTS), RATE) as rack:
+        rack.start_switch(lambda line: None)
+        with gather(rack, deadline_s(share)) as turns:
+            ways = [
+                (series, Way(f"{series}, {count}", count, options))
+                for count in HOSTS
+                for series, options in OPTIONS.items()
+            ]
+            turns.open([way for _, way in ways])
+
+            def turn(case: tuple[str, Way], number: int) -> None:
+                series, way = case
+                for size_bytes in SIZES:
+                    found = turns.turn(way, size_bytes, number + 1, calls=CALLS)
+                    taken.add(_series(series, size_bytes), way.workers, number, found)
+
+            play(share, taken, ways, turn)
+            taken.note(turns)
+
+
+def tell(taken: Taken) -> Told:
+    hosts, sizes = taken.xs(), taken.settings["sizes"]
+    picture = chart.lines(
+        [
+            chart.Panel(
+                f"{size} B",
+                [
+                    chart.Line(one, hosts, [taken.spread(_series(one, size), x).scaled(1e6) for x in hosts])
+                    for one in OPTIONS
+                ],
+            )
+            for size in sizes
+        ],
+        name=TITLE,
+        x_label="hosts",
+        y_label="all_reduce, us",
+        x_log=True,
+        y_log=True,
+    )
+    most = max(hosts)
+
+    def quicker(peer: str, size: int, count: int) -> str:
+        return in_times(taken.ratios((_series(peer, size), count), (_series(IN_NETWORK, size), count)))
+
+    slower = [
+        f"Slower than {peer} at {size} B among {count} hosts: {by.median:.2f} of its speed."
+        for size in sizes
+        for count in hosts
+        for peer in (HOSTS_ONLY, GLOO)
+        if (by := taken.ratios((_series(peer, size), count), (_series(IN_NETWORK, size), count))).median < 1
+    ]
+    return Told(
+        picture,
+        [
+            *("size, B", "hosts", *(f"{one}, us" for one in OPTIONS)),
+            *(f"{peer} / in the network" for peer in (HOSTS_ONLY, GLOO)),
+        ],
+        [
+            [
+                *(str(size), str(x), *(in_us(taken.spread(_series(one, size), x)) for one in OPTIONS)),
+                *(quicker(peer, size, x) for peer in (HOSTS_ONLY, GLOO)),
+            ]
+            for size in sizes
+            for x in hosts
+        ],
+        f"Medians of {taken.settings['calls']} calls in a round, the slowest host's. {sizes[0]} B among {most} hosts: "
+        f"{in_us(taken.spread(_series(IN_NETWORK, sizes[0]), most))} us through the switch, "
+        f"{in_us(taken.spread(_series(GLOO, sizes[0]), most))} us by gloo, {quicker(GLOO, sizes[0], most)} times as "
+        f"long; {sizes[-1]} B, {quicker(GLOO, sizes[-1], most)} times.",
+        [
+            *slower,
+            f"Not alike: {taken.cores} cores take turns for {most} hosts and the switch, so the time grows with their "
+            "number on every side; SHARP runs in the switches of an InfiniBand network of 1500 nodes.",
+        ],
+    )
+
+
+def _series(one: str, size_bytes: int) -> str:
+    return f"{one}, {size_bytes} B"
+
+
+TITLE = "Latency of small all_reduces"
+FIGURE = Figure(
+    "latency",
+    TITLE,
+    "All-reduce with SHARP is quicker than without, on 1500 nodes with 60,000 MPI ranks; the figure's curves are a "
+    "picture without numbers. (In-Network Computing to Enable Large Scale Deep Learning Training: SHARP.)",
+    weight=5,
+    measure=measure,
+    tell=tell,
+)

@@ -1,0 +1,116 @@
+"""What lost packets cost an all_reduce: its time over that without loss."""
+
+from netfold.bench.figures import chart
+from netfold.bench.figures.budget import Share
+from netfold.bench.figures.figure import (
+    GLOO,
+    IN_NETWORK,
+    SWITCH,
+    Figure,
+    Taken,
+    Told,
+    deadline_s,
+    in_mb,
+    in_ms,
+    in_rate,
+    in_times,
+    play,
+)
+from netfold.bench.machine import congestion_control, congestion_controls
+from netfold.bench.turns import Way, gather, set_congestion_control, set_loss
+from netfold.rack import Rack
+from netfold.rack.link import parse_link
+
+HOSTS = 4
+RATE = "200mbit"
+SIZE_BYTES = 8 << 20
+LOSSES = ("0%", "0.01%", "0.1%", "1%")
+# What most systems use, beside what this one does.
+CUBIC = "cubic"
+# What the talk calls reasonable, and the inflation up to which it has no impact; less is not told from more.
+REASONABLE, NONE = "0.1%", 1.05
+ALIKE = 0.02
+
+
+def measure(share: Share, taken: Taken) -> None:
+    taken.settings |= {"hosts": HOSTS, "rate": RATE, "size_bytes": SIZE_BYTES}
+    ours = congestion_control()
+    # Lossy from the start: such a link cuts packets first, and must do so in every round.
+    with Rack(HOSTS, RATE, LOSSES[-1]) as rack:
+        set_loss(rack, 0)
+        rack.start_switch(lambda line: None)
+        with gather(rack, deadline_s(share)) as turns:
+            ways = [Way(IN_NETWORK, HOSTS, SWITCH)]
+            turns.open(ways)
+            for control in dict.fromkeys((ours, *(each for each in congestion_controls() if each == CUBIC))):
+                set_congestion_control(rack, control)
+                ways.append(Way(f"{GLOO}, TCP {control}", HOSTS))
+                turns.open(ways[-1:])
+
+            def turn(loss: str, number: int) -> None:
+                set_loss(rack, parse_link(RATE, loss).loss_ratio)
+                for way in ways:
+                    taken.add(way.label, loss, number, turns.turn(way, SIZE_BYTES, number + 1))
+
+            play(share, taken, LOSSES, turn)
+            taken.note(turns)
+
+
+def tell(taken: Taken) -> Told:
+    losses, size_bytes, sides = taken.xs(), taken.settings["size_bytes"], taken.series()
+    none, places = losses[0], list(range(len(losses)))
+    inflation = {side: {x: taken.ratios((side, x), (side, none)) for x in losses} for side in sides}
+    picture = chart.lines(
+        [chart.Panel("", [chart.Line(side, places, [inflation[side][x] for x in losses]) for side in sides])],
+        name=TITLE,
+        x_label="loss of a packet on a link, each way",
+        y_label="time over that without loss",
+        y_log=True,
+        ticks=dict(enumerate(losses)),
+    )
+    ours, most = inflation[IN_NETWORK], losses[-1]
+    short = []
+    if ours[REASONABLE].median > NONE:
+        short.append(f"Not without impact: at {REASONABLE} it takes {ours[REASONABLE].median:.3f} times as long.")
+    short += [
+        f"Not lower than TCP's at {x}: {ours[x].median:.3f}, and {inflation[side][x].median:.3f} for {side}."
+        for side in sides[1:]
+        for x in losses[1:]
+        if ours[x].median > inflation[side][x].median + ALIKE
+    ]
+    short.append(
+        "Not alike: what gloo sends crosses two links on its way from host to host, what goes to the switch one; and "
+        "the talk does not name its TCP's congestion control."
+    )
+
+    def at(x: str) -> str:
+        return ", ".join(f"{side} {in_times(inflation[side][x])}" for side in sides)
+
+    return Told(
+        picture,
+        ["loss", *(word for side in sides for word in (f"{side}, ms", "over no loss")), "sent again, in the network"],
+        [
+            [
+                x,
+                *(word for side in sides for word in (in_ms(taken.spread(side, x)), in_times(inflation[side][x]))),
+                f"{taken.spread(IN_NETWORK, x, 'again').median:.0f}",
+            ]
+            for x in losses
+        ],
+        f"{in_mb(size_bytes)} of f32 among {taken.settings['hosts']} hosts, links of "
+        f"{in_rate(taken.settings['rate'])}. Time over that without loss at {REASONABLE}: {at(REASONABLE)}; "
+        f"at {most}: {at(most)}.",
+        short,
+    )
+
+
+TITLE = "Inflation by lost packets"
+FIGURE = Figure(
+    "loss",
+    TITLE,
+    "“SwitchML has a lower inflation than TCP”; “reasonable packet loss rates have no impact on performance”. (Scaling "
+    "Distributed Machine Learning with In-Network Aggregation: SwitchML.)",
+    weight=6,
+    measure=measure,
+    tell=tell,
+)

@@ -1,0 +1,56 @@
+"""What the two figures of training share: steps of a known model, replayed by all sides in turn, as rounds."""
+
+from collections.abc import Sequence
+
+from netfold.bench.conduct import BenchError, Conductor
+from netfold.bench.config import Replay
+from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Share
+from netfold.bench.figures.figure import GLOO, Taken
+from netfold.bench.models import find_model
+from netfold.bench.step import StepRow, measure_models
+
+NETFOLD = "netfold, with a switch"
+SIDES = {NETFOLD: "netfold", GLOO: "gloo"}
+# Beside its rounds a side plays so many steps: connections, the timer alone three times, one to warm up.
+_BESIDE = 5
+# A step with its transfers, of the step without them, as a guess at what fits.
+_LONGER = 1.6
+
+
+def fitting_rounds(left_s: float, step_s: float) -> int:
+    """How many rounds of all sides fit into what is left, where a step without transfers takes step_s."""
+    fit = int(left_s / (len(SIDES) * _LONGER * step_s)) - _BESIDE
+    return max(LEAST_ROUNDS, min(MOST_ROUNDS, fit))
+
+
+def replay(conductor: Conductor, share: Share, model: str, *, shrink: int, compute_scale: int) -> Sequence[StepRow]:
+    """A row a side, in the order of SIDES."""
+    rounds = fitting_rounds(share.left_s, find_model(model).compute_s / compute_scale)
+    asked = Replay([model], list(SIDES.values()), rounds=rounds, shrink=shrink, compute_scale=float(compute_scale))
+    return measure_models(conductor, asked)
+
+
+def keep(taken: Taken, model: str, workers: int, rows: Sequence[StepRow]) -> None:
+    """Every round of every side, with what the step takes without transfers, in seconds. Raises
+    BenchError where a side refuses."""
+    for side, row in zip(SIDES, rows, strict=True):
+        if row.refused is not None:
+            raise BenchError(f"{side}, {model}: {row.refused}")
+        for number, took_ns in enumerate(row.times_ns):
+            taken.rows.append(
+                {
+                    "series": side,
+                    "x": model,
+                    "workers": workers,
+                    "round": number,
+                    "took_s": took_ns / 1e9,
+                    "compute_s": row.compute_ns / 1e9,
+                    "wrong": (row.wrong or 0) if number == 0 else 0,
+                }
+            )
+
+
+def note(taken: Taken, conductor: Conductor) -> None:
+    described = conductor.describe()
+    control = described["machine"]["tcp_congestion_control"]
+    taken.circumstances |= {"versions": conductor.versions, "tcp_congestion_control": control}

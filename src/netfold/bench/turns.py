@@ -1,0 +1,226 @@
+"""An all_reduce at a time, in a rack: which way, among how many hosts and of what, the caller says turn by turn.
+
+The bench's other conductor (`conduct.py`) plays whole trials; this one is for measurements that change something
+between two calls: a link's loss, who takes part, the length of a packet.
+"""
+
+import contextlib
+import selectors
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from netfold.bench.conduct import BenchError
+from netfold.bench.connection import Connection, Message
+from netfold.bench.start_line import StartLine
+from netfold.rack import Rack
+from netfold.rack.command import run
+from netfold.rack.link import Link, loss_rules
+from netfold.rack.names import HOST_INTERFACE, SUBNET, SUBNET_BITS, host_namespace, port_name, switch_namespace
+from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, Process, follow
+
+_POLL_S = 0.2
+_KEPT_LINES = 60
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to add up, among the first `workers` hosts.
+
+    options: fields of netfold.Options, None: gloo. payload_bytes: of values in a packet to the switch, where it is not
+    to be found by trying; a multiple of 8, 512 to 8880.
+    """
+
+    label: str
+    workers: int
+    options: Mapping[str, str] | None = None
+    payload_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Of some calls: seconds of each, the slowest rank's; wrong elements, over all ranks and calls; packets sent again
+    by all; bytes that a rank sent in the last call, as netfold's records have it (None: gloo); the greatest rank's
+    root mean square of errors over that of the exact sum (None: whole numbers, which are right or wrong)."""
+
+    took_s: list[float]
+    wrong: int
+    again: int
+    sent_bytes: int | None
+    error: float | None
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.took_s)
+
+
+class Turns:
+    """The ranks, one on every host of a rack that stands. `versions`, `congestion_control`: what they said of
+    themselves."""
+
+    def __init__(self, rack: Rack, deadline_s: float) -> None:
+        self.rack = rack
+        self.versions: dict[str, str] = {}
+        self.congestion_control = ""
+        self._deadline_s = deadline_s
+        self._deadline = time.monotonic() + deadline_s
+        self._ranks: list[_Rank] = []
+
+    def meet(self, folder: Path) -> None:
+        for workers in range(1, self.rack.hosts + 1):
+            StartLine.draw(folder / f"{workers}.line", workers)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(folder / "control"))
+            server.listen(self.rack.hosts)
+            server.settimeout(_POLL_S)
+            argv = [sys.executable, "-m", "netfold.bench.turns_rank", str(folder), str(int(self._deadline_s))]
+            for host in range(self.rack.hosts):
+                self._ranks.append(_Rank(self.rack.popen(host, argv, {"NETFOLD_INTERFACE": HOST_INTERFACE})))
+            new: list[Connection] = []
+            while any(rank.connection is None for rank in self._ranks):
+                self._watch(self._ranks)
+                with contextlib.suppress(TimeoutError):
+                    new.append(Connection(server.accept()[0]))
+                for connection in list(new):
+                    if (hello := connection.poll()) is not None:
+                        self._raise_error(hello)
+                        new.remove(connection)
+                        self._ranks[hello["rank"]].connection = connection
+                        self.versions, self.congestion_control = hello["versions"], hello["congestion_control"]
+
+    def open(self, ways: Sequence[Way]) -> None:
+        """Make a group for each; every host must know of it, also one that is not in it."""
+        for way in ways:
+            self._tell(self._ranks, {"do": "open", **asdict(way)})
+
+    def turn(self, way: Way, size_bytes: int, number: int, *, calls: int = 1, values: str = "whole") -> Turn:
+        """`calls` calls one after the other, of `size_bytes` of f32 each.
+
+        values: `whole` numbers whose sum f32 holds exactly, others for each `number` (0 to 1000) and checked one by
+        one; or `normal`, whose sum's error is measured, and those off by a quarter of the greatest sum are wrong.
+        """
+        ranks = self._ranks[: way.workers]
+        command = {"do": "turn", "label": way.label, "size_bytes": size_bytes, "number": number}
+        answers = self._tell(ranks, {**command, "calls": calls, "values": values})
+        errors = [answer["error"] for answer in answers if answer["error"] is not None]
+        return Turn(
+            took_s=[max(took) for took in zip(*(answer["took_s"] for answer in answers), strict=True)],
+            wrong=sum(answer["wrong"] for answer in answers),
+            again=sum(answer["again"] for answer in answers),
+            sent_bytes=answers[0]["sent_bytes"],
+            error=max(errors) if errors else None,
+        )
+
+    def end(self) -> None:
+        for rank in self._ranks:
+            if rank.connection is not None:
+                rank.connection.send({"do": "end"})
+        until = time.monotonic() + FAILURE_GRACE_S
+        while time.monotonic() < until and any(rank.process.poll() is None for rank in self._ranks):
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            if rank.connection is not None:
+                rank.connection.close()
+
+    def _tell(self, ranks: "Sequence[_Rank]", command: Message) -> list[Message]:
+        """One command to these ranks; their answers in the order of ranks."""
+        connections = [rank.connection for rank in ranks if rank.connection is not None]
+        for connection in connections:
+            connection.send(command)
+        answers: dict[Connection, Message] = {}
+        with selectors.DefaultSelector() as selector:
+            for connection in connections:
+                selector.register(connection.socket, selectors.EVENT_READ, connection)
+            while len(answers) < len(connections):
+                for key, _ in selector.select(_POLL_S):
+                    connection = key.data
+                    if (answer := connection.poll()) is not None:
+                        self._raise_error(answer)
+                        answers[connection] = answer
+                        selector.unregister(connection.socket)
+                if len(answers) < len(connections):
+                    self._watch(ranks)
+        return [answers[connection] for connection in connections]
+
+    def _watch(self, ranks: "Sequence[_Rank]") -> None:
+        for rank in ranks:
+            code = rank.process.poll()
+            if code is not None:
+                # It may have said why a moment before.
+                time.sleep(_POLL_S)
+                answer = rank.connection.poll() if rank.connection is not None else None
+                self._raise_error(answer or {})
+                self._fail(f"rank {self._ranks.index(rank)} ended with exit code {code}", rank)
+        if time.monotonic() > self._deadline:
+            self._fail(f"the ranks had not ended after {self._deadline_s:.0f} s", *self._ranks)
+
+    def _raise_error(self, answer: Message) -> None:
+        if "error_text" in answer:
+            raise BenchError(f"rank {answer['rank']} failed: {answer['error_text'].rstrip()}")
+
+    def _fail(self, what: str, *whose: "_Rank") -> None:
+        for rank in whose:
+            if rank.process.poll() is not None:
+                rank.reader.join(DRAIN_S)
+        said = [f"rank {self._ranks.index(rank)}| {line}" for rank in whose for line in rank.lines]
+        raise BenchError("\n".join([what, *said]))
+
+
+@contextlib.contextmanager
+def gather(rack: Rack, deadline_s: float) -> Iterator[Turns]:
+    """A rank on every host of `rack`, which stands; its aggregators are the caller's, and started before.
+
+    The ranks end with the block, or with the rack. Raises BenchError where one fails, or at the deadline.
+    """
+    with tempfile.TemporaryDirectory(prefix="netfold-turns-") as name:
+        turns = Turns(rack, deadline_s)
+        try:
+            turns.meet(Path(name))
+            yield turns
+            turns.end()
+        finally:
+            turns.close()
+
+
+def set_loss(rack: Rack, loss_ratio: float) -> None:
+    """Let every host's link lose so much from now on, both ways. The rack must have been lossy from the start: such a
+    link cuts packets first, so that a loss takes one."""
+    link = Link(rack.link.rate_bits, loss_ratio)
+    for host in range(rack.hosts):
+        for namespace, interface in (
+            (switch_namespace(rack.rack_id), port_name(host)),
+            (host_namespace(rack.rack_id, host), HOST_INTERFACE),
+        ):
+            rules = f"delete table netdev loss_{interface}\n{loss_rules(interface, link)}"
+            run(["ip", "netns", "exec", namespace, "nft", "-f", "-"], rules)
+
+
+def set_congestion_control(rack: Rack, name: str) -> None:
+    """What TCP connections between hosts that are made from now on use.
+
+    By the route: a namespace's own default can only be one that the machine allows to everybody.
+    """
+    for host in range(rack.hosts):
+        replace = ["ip", "-netns", host_namespace(rack.rack_id, host), "route", "replace"]
+        direct = [f"{SUBNET}.0/{SUBNET_BITS}", "dev", HOST_INTERFACE, "scope", "link", "src", rack.address(host)]
+        run([*replace, *direct, "proto", "kernel", "congctl", name])
+
+
+@dataclass(eq=False)
+class _Rank:
+    process: Process
+    connection: Connection | None = None
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+    reader: Any = None
+
+    def __post_init__(self) -> None:
+        self.reader = follow(self.process, self.lines.append)

@@ -1,0 +1,117 @@
+"""An all_reduce at a time, in a rack: who takes part, what is changed between two turns, and what fails."""
+
+import os
+import re
+import signal
+import subprocess
+
+import pytest
+
+from netfold.bench.conduct import BenchError
+from netfold.bench.machine import congestion_controls
+from netfold.bench.turns import Way, gather, set_congestion_control, set_loss
+from netfold.rack import Rack
+from netfold.rack.command import missing
+from netfold.rack.names import host_namespace
+
+LACK = missing(loss=True)
+pytestmark = [
+    pytest.mark.rack,
+    pytest.mark.torch,
+    pytest.mark.skipif(LACK is not None, reason=str(LACK)),
+]
+SWITCH = {"switch": "nearest", "algorithm": "all_reduce=in_network"}
+DEADLINE_S = 120
+SIZE = 1 << 18
+
+
+def test_ways_among_some_of_the_hosts_are_right_in_every_element_and_take_what_they_were_told_to() -> None:
+    with Rack(3, "1gbit", mtu=9000) as rack:
+        rack.start_switch(lambda line: None)
+        with gather(rack, DEADLINE_S) as turns:
+            ways = [
+                *(Way(f"switch {workers}", workers, SWITCH) for workers in (2, 3)),
+                *(Way(f"{payload} bytes", 3, SWITCH, payload) for payload in (512, 1024)),
+                Way("ring", 3, {"algorithm": "all_reduce=ring"}),
+                Way("gloo", 2),
+            ]
+            turns.open(ways)
+            found = {way.label: turns.turn(way, SIZE, 7, calls=2) for way in ways}
+    assert all((turn.wrong, len(turn.took_s)) == (0, 2) and min(turn.took_s) > 0 for turn in found.values())
+    # A header of 48 bytes a packet; a path of MTU 9000 would have given packets of 8880.
+    assert found["512 bytes"].sent_bytes == SIZE // 512 * (512 + 48)
+    assert found["1024 bytes"].sent_bytes == SIZE // 1024 * (1024 + 48)
+    ring, switch, gloo = (found[label].sent_bytes for label in ("ring", "switch 3", "gloo"))
+    assert ring is not None and switch is not None and gloo is None
+    assert 4 / 3 * SIZE < ring < 1.4 * SIZE and SIZE < switch < 1.01 * SIZE + 8880
+
+
+def test_sums_of_values_that_are_no_whole_numbers_are_measured_by_their_error() -> None:
+    with Rack(2, "1gbit") as rack:
+        rack.start_switch(lambda line: None)
+        with gather(rack, DEADLINE_S) as turns:
+            ways = [Way(wire, 2, {**SWITCH, "wire": wire}) for wire in ("f32", "bf16", "i8")]
+            turns.open(ways)
+            found = [turns.turn(way, SIZE, 0, values="normal") for way in ways]
+            # Of whole numbers i8 keeps but a few: what is wrong is counted, on every rank.
+            whole = turns.turn(ways[2], SIZE, 0)
+    assert [turn.wrong for turn in found] == [0, 0, 0]
+    f32, bf16, i8 = (turn.error for turn in found)
+    assert f32 is not None and bf16 is not None and i8 is not None
+    assert f32 < 1e-6 < 1e-4 < bf16 < 1e-2 < i8 < 0.1
+    assert whole.wrong > SIZE // 4
+
+
+def test_loss_and_tcp_are_what_was_set_last() -> None:
+    if "cubic" not in congestion_controls():
+        pytest.skip("this kernel has no cubic")
+    other = next(each for each in congestion_controls() if each != "cubic")
+    with Rack(3, "200mbit", "1%") as rack:
+        set_loss(rack, 0)
+        rack.start_switch(lambda line: None)
+        with gather(rack, DEADLINE_S) as turns:
+            set_congestion_control(rack, "cubic")
+            switch, gloo = Way("switch", 3, SWITCH), Way("gloo", 3)
+            turns.open([gloo])
+            set_congestion_control(rack, other)
+            turns.open([switch, Way("gloo again", 3)])
+            clean = turns.turn(switch, 1 << 20, 0)
+            set_loss(rack, 0.05)
+            lossy = turns.turn(switch, 1 << 20, 1)
+            set_loss(rack, 0)
+            listed = [
+                subprocess.run(
+                    ["ip", "netns", "exec", host_namespace(rack.rack_id, host), "ss", "-tin"],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                ).stdout
+                for host in range(3)
+            ]
+    # A connection to each of the two others, at every host.
+    assert [len(re.findall(r"\bcubic\b", said)) for said in listed] == [2, 2, 2]
+    assert (clean.wrong, lossy.wrong) == (0, 0)
+    # Each host sends 745 packets, and 37 of them are lost; a busy machine repeats a few that were only late.
+    assert lossy.again > 50 and clean.again < lossy.again / 2
+
+
+def test_a_way_that_cannot_be_is_an_error_with_the_reason() -> None:
+    with (
+        Rack(2, "1gbit") as rack,
+        pytest.raises(BenchError, match=r"rank \d failed(.|\n)*no_such"),
+        gather(rack, DEADLINE_S) as turns,
+    ):
+        turns.open([Way("wrong", 2, {"algorithm": "no_such"})])
+
+
+def test_a_rank_that_is_killed_is_an_error_and_the_deadline_too() -> None:
+    with Rack(2, "1gbit") as rack:
+        with pytest.raises(BenchError, match="rank 1 ended with exit code"), gather(rack, DEADLINE_S) as turns:
+            way = Way("gloo", 2)
+            turns.open([way])
+            inside = ["ip", "netns", "pids", host_namespace(rack.rack_id, 1)]
+            for pid in subprocess.run(inside, capture_output=True, text=True, check=True).stdout.split():
+                os.kill(int(pid), signal.SIGKILL)
+            turns.turn(way, SIZE, 0)
+        with pytest.raises(BenchError, match="had not ended after 0 s"), gather(rack, 0.1):
+            pass
