@@ -23,7 +23,7 @@ from rich.console import Console
 
 from netfold import Communicator, FileStore
 from netfold.doctor import Line, Picture, Slowest, View, Watch, behind, find_ranks
-from netfold.doctor.watch import _Member
+from netfold.doctor.watch import _Group, _Member
 
 MS = 1_000_000
 MB = 1 << 20
@@ -66,8 +66,26 @@ def test_exposed_is_time_inside_netfold_and_its_part_of_sleep_elsewhere(
 
 def test_sleep_that_one_look_shows_too_much_is_taken_from_the_next() -> None:
     member = _Member(rank(0), 1)
+    # CPU that a thread uses inside netfold hides no sleep of later.
+    assert member.exposed(40 * MS, 40 * MS, 40 * MS, 0) == 40 * MS
     jitter = [-4, 4, -4, 4, -4, 4]  # of a thread that always computes
     assert sum(member.exposed(40 * MS, 40 * MS, 0, each * MS) for each in jitter) == 0
+    assert member.exposed(40 * MS, 40 * MS, 0, 30 * MS) == 30 * MS
+
+
+def test_of_ranks_that_are_not_seen_one_is_last_when_the_switch_names_nobody_here() -> None:
+    """Judged 10 times in the interval; ranks 0 and 1 of 4 were last twice and once."""
+
+    def after(number: int, last: int) -> _Member:
+        member = _Member(rank(number), 1)
+        member.last = rank(number, counters=replace(member.first.counters, judged=10, last=last))
+        return member
+
+    group = _Group("a")
+    group._members = {0: after(0, 2), 1: after(1, 1)}
+    assert group._slowest((2, 3)) == Slowest((2, 3), 7, 10, says_switch=True)
+    group._members[1] = after(1, 8)
+    assert group._slowest((2, 3)) == Slowest((1,), 8, 10, says_switch=True)
 
 
 def picture(**fields: Any) -> Picture:
@@ -166,10 +184,10 @@ def test_known_rates_are_seen_from_outside_and_the_counters_are_the_events_sums(
 
 
 def late_overlapping_waiting(group: Communicator) -> None:
-    """Rank 2 comes 40 ms late; rank 0 computes meanwhile, rank 1 waits."""
+    """Rank 2 comes 80 ms late; rank 0 computes meanwhile, rank 1 waits."""
     values = np.ones(1000, np.float32)
     if group.rank == 2:
-        time.sleep(0.04)
+        time.sleep(0.08)
         group.all_reduce(values)
     elif group.rank == 1:
         group.all_reduce(values)
@@ -187,9 +205,9 @@ def test_the_late_rank_is_slowest_and_only_who_waits_is_exposed(tmp_path: Path, 
     with running(tmp_path, 3, late_overlapping_waiting, **env) as (pid, _), closing(Watch(pid)) as watch:
         (seen,) = watch.picture(2.0)
     assert seen.slowest is not None and seen.slowest.ranks == (2,) and not seen.slowest.says_switch
-    assert seen.slowest.count >= 0.8 * seen.slowest.of, seen.slowest
+    assert seen.slowest.count > 0.5 * seen.slowest.of, seen.slowest
     overlapping, waits, _ = (line.exposed_share for line in seen.lines)
-    assert overlapping is not None and overlapping < 0.3
+    assert overlapping is not None and overlapping < 0.4
     assert waits is not None and waits > 0.8
     assert min(line.under_way_share for line in seen.lines[:2]) > 0.5
 

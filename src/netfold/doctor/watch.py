@@ -160,9 +160,10 @@ class _Process:
         self.has_ended = any(rank.process_state in "ZX" for rank in ranks)
         return [] if self.has_ended else ranks
 
-    def again(self, job: str) -> Rank | None:
+    def again(self, job: str, number: int) -> Rank | None:
+        """One of its ranks, as of now; a process may have several of one job, in threads."""
         with contextlib.suppress(OSError):
-            return next((rank for rank in self._page.ranks() if rank.job == job), None)
+            return next((rank for rank in self._page.ranks() if (rank.job, rank.rank) == (job, number)), None)
         return None
 
     def close(self) -> None:
@@ -208,12 +209,14 @@ class _Member:
         """Of one look to the next, by the rule at the top."""
         under_way_ns = min(max(under_way_ns, 0), dt_ns)
         inside_ns = min(max(inside_ns, 0), under_way_ns)
-        elsewhere_ns = slept_ns - inside_ns + self._owed_ns
-        self._owed_ns = min(0, max(elsewhere_ns, -_MAX_OWED_NS))
+        # Less than no sleep: the look before showed too much.
+        slept_ns += self._owed_ns
+        self._owed_ns = min(0, max(slept_ns, -_MAX_OWED_NS))
         outside_ns = dt_ns - inside_ns
         if outside_ns == 0:
             return inside_ns
-        return inside_ns + min(max(elsewhere_ns, 0), outside_ns) * (under_way_ns - inside_ns) / outside_ns
+        elsewhere_ns = min(max(slept_ns - inside_ns, 0), outside_ns)
+        return inside_ns + elsewhere_ns * (under_way_ns - inside_ns) / outside_ns
 
 
 class _Group:
@@ -241,7 +244,7 @@ class _Group:
         front = max(rank.sequence for _, rank in members)
         for number in late:
             if number in by_rank:
-                again = by_rank[number].again(self._job)
+                again = by_rank[number].again(self._job, number)
                 if again is None or not _has_not_called(again, front):
                     continue
             self._last[number] += 1
