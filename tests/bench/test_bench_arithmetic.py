@@ -13,6 +13,7 @@ from netfold.bench.sides import parse_side, unique_labels
 from netfold.bench.sizes import DTYPES, format_size, parse_dtypes, parse_size, sweep
 from netfold.bench.spread import paired_ratios, spread
 from netfold.bench.table import render_table
+from netfold.bench.trial import make_pattern
 
 
 @pytest.mark.parametrize(("text", "size_bytes"), [("4", 4), ("64K", 65536), ("16M", 1 << 24), ("1G", 1 << 30)])
@@ -98,6 +99,14 @@ def test_what_may_be_off_counts_as_wrong_beyond_its_bound_and_so_does_a_nan() ->
     buffer[7] = np.nan
     assert mismatches(buffer, period, tolerance=0.5) == 2
     assert mismatches(buffer, period) == 4
+
+
+def test_only_a_sum_of_f32_by_i8_may_be_off_at_all() -> None:
+    _, tolerance = make_pattern("sum", "i8", "f32", 4)
+    assert tolerance > 0
+    assert [make_pattern("sum", wire, "f32", 4)[1] for wire in ("", "f32", "bf16", "f16", "i32")] == [0] * 5
+    assert make_pattern("max", "i8", "f32", 4)[1] == 0
+    assert make_pattern("avg", "i8", "f32", 4)[1] == pytest.approx(tolerance, rel=0.1), "of numbers P times as large"
 
 
 def test_lists_of_dtypes_and_reductions_are_read_and_unknown_words_are_named() -> None:

@@ -205,6 +205,19 @@ def test_wrong_elements_are_counted_and_make_the_verb_fail(tmp_path: Path, monke
     assert json.loads(done.stdout)["rows"][0]["wrong"] > 3 * 2 * (1 << 18) * 0.99
 
 
+def test_the_verb_takes_several_dtypes_and_reductions_and_skips_sizes_without_an_element() -> None:
+    words = ["all-reduce", "--side", "gloo", "--workers", "2", "-b", "4", "-e", "8", "-f", "2", "-n", "1", "-w", "0"]
+    done = CliRunner().invoke(app, [*words, "-d", "f32,f64", "-o", "prod,max", "--json"])
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["config"]["dtype"], told["config"]["redop"]) == ("f32,f64", "prod,max")
+    rows = [(row["dtype"], row["redop"], row["size_bytes"], row["wrong"]) for row in told["rows"]]
+    assert rows == [
+        *(("f32", redop, size, 0) for redop in ("prod", "max") for size in (4, 8)),
+        *(("f64", redop, 8, 0) for redop in ("prod", "max")),
+    ]
+
+
 def test_a_command_line_that_cannot_be_measured_is_one_sentence() -> None:
     done = CliRunner().invoke(app, ["all-reduce", "--backend", "gloo", "-b", "4MB"])
     assert done.exit_code == 2

@@ -39,7 +39,9 @@ class Trial:
         dtype = parse_dtype(self.dtype)
         self.count = self.collective.whole_count(task.size_bytes, dtype.item_bytes, self.ranks)
         redop = task.redop if self.collective.reduces else "none"
-        self._pattern, self.tolerance = _pattern(redop, task.wire, self.dtype, self.ranks)
+        # Nothing else ever travels as anything but itself (docs/numbers.md), whatever was asked for.
+        wire = task.wire if task.collective == "all_reduce" and self.dtype == "f32" else ""
+        self._pattern, self.tolerance = make_pattern(redop, wire, self.dtype, self.ranks)
         self._pieces = expected(self.collective, self.rank, self.ranks, self.count)
         in_place = self.collective.in_place and (side.in_place or task.collective in _ALWAYS_IN_PLACE)
         self._buffers: list[tuple[Buffer, Buffer]] = []
@@ -99,8 +101,11 @@ class Trial:
         self.call_all()
 
 
-def _pattern(redop: str, wire: str, dtype: str, ranks: int) -> tuple[Pattern, float]:
-    """Numbers that the dtype and the wire format keep exactly, and 0; or, by i8, the bound of its error."""
+def make_pattern(redop: str, wire: str, dtype: str, ranks: int) -> tuple[Pattern, float]:
+    """Numbers that the dtype and the wire format keep exactly, and 0; or, of a sum by i8, the bound of its error.
+
+    Raises RefusedError where the dtype is too narrow for so many ranks.
+    """
     exact_below = parse_dtype(dtype).exact_below
     if wire in ("bf16", "f16"):
         exact_below = min(exact_below, DTYPES[wire].exact_below)
@@ -108,6 +113,6 @@ def _pattern(redop: str, wire: str, dtype: str, ranks: int) -> tuple[Pattern, fl
         pattern = Pattern.of(redop, ranks, exact_below)
     except ValueError as error:
         raise RefusedError(str(error)) from None
-    if wire != "i8":
+    if wire != "i8" or redop not in ("sum", "avg"):
         return pattern, 0.0
     return pattern, byte_bound(ranks, pattern.largest) / (ranks if redop == "avg" else 1)

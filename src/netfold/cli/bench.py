@@ -71,11 +71,12 @@ def _bench(
         place = Place(workers=workers, rack_rate=rack_rate, rack_loss=loss, switch=switch, deadline_s=timeout)
         collective = parse_collective(verb)
         sizes = [0] if verb == "barrier" else sweep(parse_size(begin), parse_size(end), factor)
+        dtypes = parse_dtypes(dtype)
         trials = [
             Trials(
                 collective=collective.name,
                 sides=side,
-                sizes=sizes,
+                sizes=_that_hold_one(sizes, one_dtype) if len(dtypes) > 1 else sizes,
                 rounds=rounds,
                 warmups=warmups,
                 dtype=one_dtype,
@@ -83,7 +84,7 @@ def _bench(
                 breakdown=breakdown,
                 redop=one_redop,
             )
-            for one_dtype in parse_dtypes(dtype)
+            for one_dtype in dtypes
             for one_redop in (parse_redops(redop) if collective.reduces else ["sum"])
         ]
         with exit_on_signals():
@@ -102,6 +103,13 @@ def _bench(
         typer.echo(json.dumps(described, indent=1))
     if total_wrong(rows) > 0 or all(row.refused is not None for row in rows):
         raise typer.Exit(FAILED)
+
+
+def _that_hold_one(sizes: list[int], dtype: str) -> list[int]:
+    """Of sizes for several dtypes, those that hold an element of this one; all where none does, which is then said."""
+    from netfold.bench.sizes import DTYPES
+
+    return [size for size in sizes if size >= DTYPES[dtype].item_bytes] or sizes
 
 
 # One verb a collective; their names are spelled out so that `netfold --help` need not import the bench.
