@@ -223,8 +223,7 @@ def test_with_a_switch_the_switch_says_who_is_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.native
-def test_an_absent_rank_is_named_when_its_process_has_ended(tmp_path: Path) -> None:
-    """Watch goes on when a job's processes end, and says so."""
+def test_a_watch_shows_nothing_any_more_when_the_job_has_ended(tmp_path: Path) -> None:
     with running(tmp_path, 2, every_20_ms) as (pid, _), closing(Watch(pid)) as watch:
         assert len(watch.picture(0.2)) == 1
         (tmp_path / "enough").touch()
