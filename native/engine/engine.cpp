@@ -169,12 +169,21 @@ void Group::publish_status() {
   }
 }
 
+void Group::come_inside(std::int64_t now) {
+  if (inside_++ == 0 && status_ != nullptr) status_->inside.start(now);
+}
+
+void Group::go_outside(std::int64_t now) {
+  if (--inside_ == 0 && status_ != nullptr) status_->inside.stop(now);
+}
+
 void Group::attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Uplink::Row> rows,
                    std::uint16_t table) {
   std::lock_guard lock(mutex_);
   traffic_.push_back({.life = channel->life()});
   auto& spare = *spares_.at(uplinks_.size());
   uplinks_.push_back(std::make_unique<collective::Uplink>(std::move(channel), spare, std::move(rows), table));
+  if (StatusWrite status(status_); status) status->with_switch = 1;
 }
 
 void Group::share(std::unique_ptr<transport::SharedNode> node) {
@@ -247,6 +256,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
       return operation;
     }
     if (!is_transfer) said_[record.sequence % kSaid] = collective::MessageHeader::of(operation->call_, 0);
+    if (outstanding_++ == 0 && status_ != nullptr) status_->under_way.start(record.queued_ns);
     inbox_.push_back(operation);
     if (driver_ == Driver::none) {
       const bool alone = inbox_.size() == 1;
@@ -255,6 +265,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
       if (alone && (on_this_thread || tried)) {
         driver_ = Driver::caller;
         drive = true;
+        come_inside(record.queued_ns);
       } else {
         wake_engine = true;
       }
@@ -269,10 +280,12 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
 
 bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
   if (operation.done()) return true;
-  const std::int64_t until_ns = timeout_ns < 0 ? -1 : now_ns() + timeout_ns;
+  const std::int64_t now = now_ns();
+  const std::int64_t until_ns = timeout_ns < 0 ? -1 : now + timeout_ns;
   bool drive = false;
   {
     std::lock_guard lock(mutex_);
+    come_inside(now);
     if (driver_ == Driver::none && has_work()) {
       driver_ = Driver::caller;
       drive = true;
@@ -287,6 +300,7 @@ bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
   const bool done = operation.wait(until_ns < 0 ? -1 : std::max<std::int64_t>(0, until_ns - now_ns()));
   std::lock_guard lock(mutex_);
   --waiting_;
+  go_outside(now_ns());
   return done;
 }
 
@@ -322,6 +336,7 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
     driver_ = Driver::none;
     more = has_work();
     can_wait = waiting_ == 0 && can_be_left();
+    go_outside(now_ns());
     driver_left_.notify_all();
   }
   if (more && can_wait) return engine_.wake_later();
@@ -504,8 +519,14 @@ void Group::complete(Operation& operation, Failure failure) {
     status->sequence = 0;
     status->waiting = static_cast<std::uint32_t>(active_.size() + queue_.size());
     status->transfers = static_cast<std::uint32_t>(transfers_.size());
+    ++status->operations;
+    status->tensor_bytes += record.bytes;
+    status->wire_bytes += record.wire_bytes;
+    status->retransmissions += record.retransmissions;
     // Messages are counted apart: their numbers say nothing about who is behind.
     if (!collective::is_transfer(operation.call_.kind)) {
+      if (record.slowest_rank >= 0) ++status->judged;
+      if (record.slowest_rank == rank()) ++status->last;
       status->done_sequence = record.sequence;
       status->done_kind = record.operation;
       status->done_ns = record.finished_ns;
@@ -525,6 +546,7 @@ void Group::complete(Operation& operation, Failure failure) {
       events_[event_count_ % kEventCapacity] = record;
     }
     ++event_count_;
+    if (--outstanding_ == 0 && status_ != nullptr) status_->under_way.stop(record.finished_ns);
   }
   bool notify = false;
   {

@@ -31,7 +31,7 @@ void StatusPage::make() {
     return;
   }
   page_ = static_cast<Page*>(mapped);
-  page_->layout = 1;
+  page_->layout = 2;
   page_->capacity = kCapacity;
   page_->entry_bytes = sizeof(StatusEntry);
   page_->pid = pid_;

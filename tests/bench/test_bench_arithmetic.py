@@ -5,14 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from netfold.bench.collectives import COLLECTIVES, expected
+from netfold.bench.collectives import COLLECTIVES, REDOPS, expected, parse_redops
 from netfold.bench.config import Measured, Place, Result, SizeResult, Trials, calls_a_round
-from netfold.bench.pattern import contribution, encode, expected_sum, fill, mismatches, modulus
+from netfold.bench.pattern import Pattern, byte_bound, contribution, encode, fill, mismatches, modulus
 from netfold.bench.report import describe_run, make_rows, total_wrong
 from netfold.bench.sides import parse_side, unique_labels
-from netfold.bench.sizes import DTYPES, format_size, parse_size, sweep
+from netfold.bench.sizes import DTYPES, format_size, parse_dtypes, parse_size, sweep
 from netfold.bench.spread import paired_ratios, spread
 from netfold.bench.table import render_table
+from netfold.bench.trial import make_pattern
 
 
 @pytest.mark.parametrize(("text", "size_bytes"), [("4", 4), ("64K", 65536), ("16M", 1 << 24), ("1G", 1 << 30)])
@@ -42,10 +43,79 @@ def test_a_sweep_that_would_not_end_or_not_begin_is_refused(begin: int, end: int
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("workers", [1, 2, 8, 36])
 def test_the_largest_sum_is_exact_in_its_dtype(dtype: str, workers: int) -> None:
-    p = modulus(DTYPES[dtype].exact_below, workers)
-    assert workers * (p - 1) < DTYPES[dtype].exact_below
+    pattern = Pattern.of("sum", workers, DTYPES[dtype].exact_below)
+    assert workers * (pattern.p - 1) < DTYPES[dtype].exact_below
     for round_index in (0, 1, 1000):
-        assert expected_sum(workers, round_index, p).max() <= workers * (p - 1)
+        assert pattern.reduced(round_index).max() <= workers * (pattern.p - 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("workers", [1, 2, 4, 5])
+@pytest.mark.parametrize("redop", REDOPS)
+def test_every_reduction_and_every_part_of_it_is_exact_in_its_dtype(redop: str, workers: int, dtype: str) -> None:
+    pattern = Pattern.of(redop, workers, DTYPES[dtype].exact_below)
+    reduce = {"min": np.minimum, "max": np.maximum, "prod": np.multiply}.get(redop, np.add)
+    for round_index in (0, 3):
+        sent = [pattern.sent(rank, round_index) for rank in range(workers)]
+        # In every order of ranks that a ring or a chain may begin with, and so every part that is ever held.
+        for first in range(workers):
+            held = sent[first]
+            for step in range(1, workers):
+                held = reduce(held, sent[(first + step) % workers])
+                assert np.abs(held).max() < DTYPES[dtype].exact_below
+            whole = held // workers if redop == "avg" else held
+            assert np.array_equal(whole, pattern.reduced(round_index))
+            assert redop != "avg" or not np.any(held % workers)
+        assert pattern.largest >= max(np.abs(each).max() for each in sent) or redop == "prod"
+
+
+@pytest.mark.parametrize("redop", ["sum", "avg", "prod"])
+def test_a_rank_that_is_left_out_or_taken_twice_shows_in_a_third_of_the_elements(redop: str) -> None:
+    pattern = Pattern.of(redop, 4, DTYPES["f32"].exact_below)
+    sent = np.stack([pattern.sent(rank, 2) for rank in range(4)])
+    reduce = np.multiply if redop == "prod" else np.add
+    right = reduce.reduce(sent)
+    for rank in range(4):
+        without = reduce.reduce(np.delete(sent, rank, axis=0))
+        twice = reduce(right, sent[rank])
+        assert np.mean(without != right) > 1 / 3
+        # Of a product, the rank's own elements: its signs are their own inverse.
+        assert np.mean(twice != right) > (0.2 if redop == "prod" else 1 / 3)
+
+
+def test_numbers_of_the_pattern_are_whole_steps_of_shared_exponents() -> None:
+    for ranks in (2, 5, 1 << 10):
+        pattern = Pattern.of("sum", ranks, DTYPES["f32"].exact_below)
+        e, h = int(pattern.largest).bit_length(), (ranks - 1).bit_length()
+        assert e + h <= 30
+
+
+def test_what_may_be_off_counts_as_wrong_beyond_its_bound_and_so_does_a_nan() -> None:
+    assert byte_bound(4, 31) == pytest.approx(4, rel=0.01)
+    period = np.array([1.0, 5.0, 9.0], np.float32)
+    buffer = np.zeros(8, np.float32)
+    fill(buffer, period)
+    buffer[:4] += [0.5, -0.5, 0.6, 0]
+    buffer[7] = np.nan
+    assert mismatches(buffer, period, tolerance=0.5) == 2
+    assert mismatches(buffer, period) == 4
+
+
+def test_only_a_sum_of_f32_by_i8_may_be_off_at_all() -> None:
+    _, tolerance = make_pattern("sum", "i8", "f32", 4)
+    assert tolerance > 0
+    assert [make_pattern("sum", wire, "f32", 4)[1] for wire in ("", "f32", "bf16", "f16", "i32")] == [0] * 5
+    assert make_pattern("max", "i8", "f32", 4)[1] == 0
+    assert make_pattern("avg", "i8", "f32", 4)[1] == pytest.approx(tolerance, rel=0.1), "of numbers P times as large"
+
+
+def test_lists_of_dtypes_and_reductions_are_read_and_unknown_words_are_named() -> None:
+    assert parse_dtypes("all") == list(DTYPES) and parse_dtypes("f16,i64") == ["f16", "i64"]
+    assert parse_redops("all") == list(REDOPS) and parse_redops("max") == ["max"]
+    with pytest.raises(ValueError, match="'f8' is not known; there are f32"):
+        parse_dtypes("f32,f8")
+    with pytest.raises(ValueError, match="'median' is not known; there are sum, prod"):
+        parse_redops("median")
 
 
 def test_a_dtype_too_narrow_to_check_is_refused() -> None:
@@ -106,7 +176,9 @@ def test_the_bits_of_bf16_are_those_that_torch_gives_the_same_numbers() -> None:
     assert np.array_equal(encode(numbers, "bf16"), bits)
 
 
-@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name not in ("barrier", "reduce", "ping_pong")])
+@pytest.mark.parametrize(
+    "name", [name for name in COLLECTIVES if name not in ("barrier", "reduce", "gather", "ping_pong")]
+)
 def test_what_is_expected_covers_the_whole_receive_buffer(name: str) -> None:
     collective = COLLECTIVES[name]
     count = collective.whole_count(1000, 4, ranks=3)
@@ -124,6 +196,8 @@ def test_bus_bandwidth_factors_are_those_of_nccl_tests() -> None:
         "all_to_all": 0.75,
         "broadcast": 1,
         "reduce": 1,
+        "gather": 0.75,
+        "scatter": 0.75,
         "send_recv": 1,
         "ping_pong": 1,
         "barrier": 1,
@@ -151,6 +225,22 @@ def test_two_mpis_never_share_processes_and_torch_backends_do() -> None:
 def test_a_side_that_is_not_understood_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not understood"):
         parse_side(text)
+
+
+def test_a_netfold_side_takes_an_algorithm_a_wire_format_and_shared_in_any_order() -> None:
+    for text in ("netfold:shared:ring:bf16", "netfold:bf16:ring:shared", "netfold:ring:shared:bf16"):
+        name = parse_side(text)
+        assert (name.kind, name.variant, name.algorithm, name.wire) == ("netfold", "shared", "ring", "bf16")
+    options = parse_side("communicator:in_network").options()
+    assert options is not None and (options.algorithm, options.wire) == ("in_network", None)
+    assert parse_side("netfold:shared").options() is None
+
+
+def test_an_unknown_word_of_a_side_is_answered_with_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"'star' is none of shared; the algorithms .*halving_doubling.* i32, i8"):
+        parse_side("netfold:star")
+    with pytest.raises(ValueError, match=r"it says both ring and tree"):
+        parse_side("netfold:ring:tree")
 
 
 def test_the_smaller_a_message_the_more_calls_a_round() -> None:
@@ -251,7 +341,7 @@ def test_a_side_that_refuses_has_its_sentence_below_the_table_and_takes_no_ratio
 
 def test_a_table_has_a_line_a_row_under_its_header() -> None:
     lines = render_table(make_rows(PLACE, TRIALS, RESULT)).splitlines()
-    assert lines[0].split()[:6] == ["size(B)", "count", "type", "redop", "side", "time(us)"]
+    assert lines[0].split()[:6] == ["size(B)", "count", "type", "redop", "side", "algorithm"]
     assert len({len(line) for line in lines[:3]}) == 1
     assert "Python" in lines[3]
 

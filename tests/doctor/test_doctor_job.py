@@ -7,55 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from doctor_ranks import NOW, S, rank, waiting
 from ranks import run_ranks, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.doctor import Rank, Transfer, diagnose, find_ranks
-
-S = 1_000_000_000
-NOW = 100 * S
-
-
-def rank(number: int, **fields: object) -> Rank:
-    """Rank `number` of 3, asleep, that has finished #4 two seconds ago."""
-    plain = Rank(
-        pid=1000 + number,
-        process_state="S",
-        command="python train.py",
-        group=1,
-        job="a",
-        rank=number,
-        size=3,
-        joined_ns=NOW - 50 * S,
-        sequence=0,
-        operation="all_reduce",
-        dtype="f32",
-        reduce="sum",
-        algorithm="ring",
-        bytes=4000,
-        queued_ns=0,
-        waiting=0,
-        awaited=(),
-        done_sequence=4,
-        done_operation="barrier",
-        done_ns=NOW - 2 * S,
-        failure="",
-        site="",
-        done_site="",
-        without_switch=False,
-        transfer=None,
-    )
-    return replace(plain, **fields)  # type: ignore[arg-type]
-
-
-def waiting(number: int, *awaited: int, **fields: object) -> Rank:
-    return rank(number, **{"sequence": 5, "queued_ns": NOW - 2 * S, "waiting": 1, "awaited": awaited, **fields})
+from netfold.doctor import Transfer, diagnose, find_ranks
 
 
 def test_a_rank_that_has_not_called_is_named_with_what_it_did_last() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ROOT = 0
+# nccl-tests' words; avg is what not every side has.
+REDOPS = ("sum", "prod", "min", "max", "avg")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ COLLECTIVES = {
         Collective("all_to_all", "both", False, False, _all_but_one),
         Collective("broadcast", None, True, False, lambda ranks: 1.0),
         Collective("reduce", None, True, True, lambda ranks: 1.0),
+        Collective("gather", "send", False, False, _all_but_one),
+        Collective("scatter", "receive", False, False, _all_but_one),
         Collective("send_recv", None, False, False, lambda ranks: 1.0),
         Collective("ping_pong", None, False, False, lambda ranks: 1.0),
         Collective("barrier", None, True, False, lambda ranks: 1.0),
@@ -68,6 +72,14 @@ def parse_collective(name: str) -> Collective:
         names = ", ".join(one.replace("_", "-") for one in COLLECTIVES)
         raise ValueError(f"collective {name!r} is not known; there are {names}")
     return known
+
+
+def parse_redops(text: str) -> list[str]:
+    """From `sum`, `min,max` or `all`."""
+    words = list(REDOPS) if text == "all" else text.split(",")
+    if unknown := [word for word in words if word not in REDOPS]:
+        raise ValueError(f"reduction {unknown[0]!r} is not known; there are {', '.join(REDOPS)} and all")
+    return words
 
 
 def partner(rank: int, ranks: int) -> int | None:
@@ -88,6 +100,10 @@ def expected(collective: Collective, rank: int, ranks: int, count: int) -> list[
             return [Piece(ROOT, 0, count)]
         case "all_gather":
             return [Piece(source, 0, part) for source in range(ranks)]
+        case "gather":
+            return [Piece(source, 0, part) for source in range(ranks)] if rank == ROOT else []
+        case "scatter":
+            return [Piece(ROOT, rank * part, part)]
         case "reduce_scatter":
             return [Piece(None, rank * part, part)]
         case "all_to_all":

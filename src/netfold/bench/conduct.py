@@ -41,13 +41,13 @@ class BenchError(RuntimeError):
     """The ranks did not come to a result; the message holds what the first to fail said."""
 
 
-def measure(place: Place, trials: Trials) -> Result:
-    """One benchmark from start to end. Raises BenchError, ValueError, RackError."""
-    names = trials.side_names()
+def measure(place: Place, *trials: Trials) -> list[Result]:
+    """Benchmarks of the same sides from start to end, one after the other. Raises BenchError, ValueError, RackError."""
+    names = trials[0].side_names()
     if not any(name.is_netfold for name in names):
         place = replace(place, switch=False)
     with conduct(place, [name.world for name in names]) as conductor:
-        return conductor.measure(trials)
+        return [conductor.measure(each) for each in trials]
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ class Conductor:
             self._outputs[name] = deque(maxlen=KEPT_LINES)
             self._readers.append(follow(process, self._outputs[name].append))
         self._connections: dict[str, list[Connection]] = {}
-        self._open: set[str] = set()
+        self._open: dict[str, str | None] = {}  # by label: why there is no such side, or None
         self._load_before = os.getloadavg()[0]
 
     def meet(self, server: socket.socket, worlds: list[str]) -> None:
@@ -133,8 +133,7 @@ class Conductor:
         takes = {label: _Takes() for label in replay.labels()}
         alone_ns: dict[str, int] = {}
         for name in replay.side_names():
-            self._ensure_open(name)
-            answers = self._tell(
+            answers = self._prepared(
                 name,
                 "prepare_step",
                 model=model,
@@ -185,7 +184,7 @@ class Conductor:
         count = 0
         for name in trials.side_names():
             answers = self._prepare(name, trials, size_bytes, calls_a_round(size_bytes))
-            takes[name.label].refused = next((a["refused"] for a in answers if "refused" in a), None)
+            takes[name.label].prepared(answers)
             count = max(count, answers[0].get("count", 0))
         playing = [name for name in trials.side_names() if takes[name.label].refused is None]
         self._play(playing, takes, trials.rounds, trials.warmups, trials.check, breakdown)
@@ -201,15 +200,21 @@ class Conductor:
         return SizeResult(size_bytes, count, measured)
 
     def _prepare(self, name: SideName, trials: Trials, size_bytes: int, calls: int) -> list[Message]:
-        self._ensure_open(name)
-        return self._tell(
+        return self._prepared(
             name,
             "prepare",
             collective=trials.collective,
             size_bytes=size_bytes,
             dtype=trials.dtype,
+            redop=trials.redop,
             calls=calls,
         )
+
+    def _prepared(self, name: SideName, what: str, **more: Any) -> list[Message]:
+        """The ranks' answers, each of which may be a refusal; one alone where there is no such side at all."""
+        self._ensure_open(name)
+        refused = self._open[name.label]
+        return self._tell(name, what, **more) if refused is None else [{"refused": refused}]
 
     def _play(
         self,
@@ -228,8 +233,8 @@ class Conductor:
 
     def _ensure_open(self, name: SideName) -> None:
         if name.label not in self._open:
-            self._open.add(name.label)
-            self._tell(name, "open", kind=name.kind, variant=name.variant, world=name.world)
+            answers = self._tell(name, "open", **{key: value for key, value in asdict(name).items() if key != "label"})
+            self._open[name.label] = next((a["refused"] for a in answers if "refused" in a), None)
 
     def _release(self, sides: list[SideName]) -> None:
         for name in sides:
@@ -288,10 +293,17 @@ class _Takes:
 
     def __init__(self) -> None:
         self.refused: str | None = None
+        self._ran: list[str] | None = None
+        self._tolerance = 0.0
         self._times_ns: list[int] = []
         self._wrong = 0
         self._call_ns: list[int] = []
         self._parts_ns: list[list[int]] = []
+
+    def prepared(self, answers: list[Message]) -> None:
+        self.refused = next((a["refused"] for a in answers if "refused" in a), None)
+        self._ran = next((a["ran"] for a in answers if a.get("ran")), None)
+        self._tolerance = max(a.get("tolerance", 0.0) for a in answers)
 
     def add(self, answers: list[Message], *, timed: bool) -> None:
         self._wrong += sum(answer["wrong"] for answer in answers)
@@ -310,4 +322,7 @@ class _Takes:
             call_ns=(self._call_ns or None) if breakdown else None,
             parts_ns=(self._parts_ns or None) if breakdown else None,
             refused=self.refused,
+            algorithm=None if self._ran is None else self._ran[0],
+            wire=None if self._ran is None else self._ran[1],
+            tolerance=self._tolerance,
         )

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from netfold.bench.collectives import parse_collective
+from netfold.bench.collectives import parse_collective, parse_redops
 from netfold.bench.models import find_model
 from netfold.bench.program import BUCKET_BYTES
 from netfold.bench.sides import SideName, parse_side, unique_labels
@@ -49,6 +49,7 @@ class Trials:
     dtype: str = "f32"
     check: bool = True
     breakdown: bool = False
+    redop: str = "sum"
 
     def __post_init__(self) -> None:
         if not self.sides:
@@ -56,6 +57,7 @@ class Trials:
         if self.rounds < 1 or self.warmups < 0:
             raise ValueError("rounds (-n) must be 1 or more, warm-ups (-w) 0 or more")
         parse_collective(self.collective)
+        parse_redops(self.redop)
         self.side_names()
         item_bytes = parse_dtype(self.dtype).item_bytes
         if min(self.sizes) < item_bytes and self.collective != "barrier":
@@ -122,7 +124,8 @@ class Measured:
     times_ns: a round each, of one call, the slowest rank's; wrong: elements, over all ranks and rounds, None where
     nothing was checked; wire_bytes: a rank each, [sent, received] in one call, medians; call_ns: every rank's calls,
     one by one, and parts_ns: the same calls' [Python, queue, wire], both only where a breakdown was asked for;
-    refused: why there are no times.
+    refused: why there are no times. algorithm, wire: what netfold's event record says of the first call; None of
+    others. tolerance: how far an element may be from what is expected and not be counted as wrong.
     """
 
     times_ns: list[int]
@@ -131,6 +134,9 @@ class Measured:
     call_ns: list[int] | None = None
     parts_ns: list[list[int]] | None = None
     refused: str | None = None
+    algorithm: str | None = None
+    wire: str | None = None
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from netfold.bench.config import Place
-from netfold.bench.peers import launch_mpi
+from netfold.bench.peers import launch_mpi, launch_mpi_in_rack
 from netfold.bench.sides.side import MPIS
 from netfold.rack import Rack
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
 from netfold.rack.names import HOST_INTERFACE
 from netfold.rack.processes import Process, spawn, stop, uninterrupted
+from netfold.rack.remote_shell import named, remote_shell
 
 # Of each process: enough for a traceback and what led to it.
 KEPT_LINES = 60
@@ -41,21 +42,27 @@ def start_worlds(place: Place, worlds: Sequence[str], control: Path, folder: Pat
         world: [sys.executable, "-m", "netfold.bench.rank", world, str(control), str(folder), str(place.deadline_s)]
         for world in worlds
     }
-    if place.rack_rate is not None and (mpis := [world for world in worlds if world in MPIS]):
-        raise ValueError(f"mpi:{mpis[0]} is measured on one machine only; its launcher does not reach a rack's hosts")
     start = _in_rack if place.rack_rate is not None else _on_this_machine
-    with start(place, commands) as running:
+    with start(place, commands, folder) as running:
         yield running
 
 
 @contextlib.contextmanager
-def _in_rack(place: Place, commands: dict[str, list[str]]) -> Iterator[Running]:
+def _in_rack(place: Place, commands: dict[str, list[str]], folder: Path) -> Iterator[Running]:
     assert place.rack_rate is not None
     running = Running()
     with Rack(place.workers, place.rack_rate, place.rack_loss) as rack:
         if place.switch is not False:
             rack.start_switch(running.switch_lines.append)
+        shell = folder / "remote-shell"
+        shell.write_text(remote_shell(rack.rack_id, place.workers))
+        shell.chmod(0o700)
+        addresses = [rack.address(host) for host in range(place.workers)]
         for world, argv in commands.items():
+            if world in MPIS:
+                launch = launch_mpi_in_rack(world, addresses, shell, argv)
+                running.processes[world] = rack.popen(0, named(0, launch.argv), launch.environment)
+                continue
             for host in range(place.workers):
                 # A Communicator's ranks meet in a folder, which says nothing of the network between them.
                 process = rack.popen(host, argv, {"NETFOLD_INTERFACE": HOST_INTERFACE})
@@ -64,7 +71,7 @@ def _in_rack(place: Place, commands: dict[str, list[str]]) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def _on_this_machine(place: Place, commands: dict[str, list[str]]) -> Iterator[Running]:
+def _on_this_machine(place: Place, commands: dict[str, list[str]], folder: Path) -> Iterator[Running]:
     running = Running()
     processes: list[Process] = []
     environment = {
@@ -90,7 +97,7 @@ def _on_this_machine(place: Place, commands: dict[str, list[str]]) -> Iterator[R
         for world, argv in commands.items():
             if world in MPIS:
                 launch = launch_mpi(world, place.workers, argv)
-                processes.append(spawn(launch.argv, launch.environment))
+                processes.append(spawn(launch.argv, {**os.environ, **launch.environment}))
                 running.processes[world] = processes[-1]
                 continue
             for rank in range(place.workers):

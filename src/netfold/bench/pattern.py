@@ -1,10 +1,21 @@
-"""The values a benchmark sends and what must arrive. Pure; whole numbers, so any order of adding agrees.
+"""The values a benchmark sends and what must arrive. Pure; whole numbers, so any order of reducing agrees.
 
-Element i of rank r in round k is (3 i + 5 r + k) mod p. p is a prime, so that a message shifted by a chunk,
-a packet or a page (all far from multiples of p) does not look like itself; and so small that the sum over
-all ranks is exact in the dtype.
+Element i of rank r in round k is c = (3 i + 5 r + k) mod p. p is a prime, so that a message shifted by a chunk,
+a packet or a page (all far from multiples of p) does not look like itself; and so small that what the reduction makes
+of all ranks' numbers, and of any part of them, is exact in the dtype, and in the wire format where that is narrower:
+
+    sum          c, summed up to P (p - 1)
+    avg          P c: the mean is whole, and P times it still exact
+    min, max     c - (p - 1) / 2: negative ones too
+    prod         c + 1 on rank i mod P, 1 or -1 on all others: a rank left out or taken twice shows in half of the
+                 elements or in its own, and no product is larger than p
+    none         c, as for sum: what is only moved
+
+Sums by shared exponents (the wire format i32) are exact too: its steps in a block are 2^(e + h - 30) (docs/numbers.md),
+at most 1 for numbers below 2^16 and up to 2^14 ranks. By i8 they are not, and are checked against their bound.
 """
 
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,6 +23,7 @@ import numpy.typing as npt
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
+_REDUCE = {"min": np.minimum, "max": np.maximum, "prod": np.multiply}
 # Above any slot's or packet's element count; more would only make the tables larger.
 MODULUS_MAX = 65521
 # Above the pattern's own factors, or neighbours and ranks would not differ.
@@ -33,9 +45,55 @@ def contribution(rank: int, round_index: int, p: int) -> npt.NDArray[np.int64]:
     return (3 * np.arange(p, dtype=np.int64) + 5 * rank + round_index) % p
 
 
-def expected_sum(workers: int, round_index: int, p: int) -> npt.NDArray[np.int64]:
-    """One period of the sum over all workers, [p]."""
-    return sum((contribution(rank, round_index, p) for rank in range(workers)), np.zeros(p, dtype=np.int64))
+@dataclass(frozen=True)
+class Pattern:
+    """What the ranks send, and what `redop` (or "none") must make of it; [p] each, one period of a message."""
+
+    redop: str
+    ranks: int
+    p: int
+
+    @classmethod
+    def of(cls, redop: str, ranks: int, exact_below: int) -> "Pattern":
+        """With the largest p that is exact; ValueError where there is none."""
+        match redop:
+            case "min" | "max":
+                return cls(redop, ranks, modulus(exact_below, 1))
+            case "prod":
+                return cls(redop, ranks, modulus(exact_below - 1, 1))
+            case "avg":
+                return cls(redop, ranks, modulus(exact_below // ranks, ranks))
+            case _:
+                return cls(redop, ranks, modulus(exact_below, ranks))
+
+    @property
+    def largest(self) -> int:
+        """No rank sends a greater magnitude."""
+        return (self.p - 1) * (self.ranks if self.redop == "avg" else 1)
+
+    def sent(self, rank: int, round_index: int) -> npt.NDArray[np.int64]:
+        plain = contribution(rank, round_index, self.p)
+        match self.redop:
+            case "min" | "max":
+                return plain - (self.p - 1) // 2
+            case "prod":
+                own = np.arange(self.p) % self.ranks == rank
+                return np.where(own, plain + 1, 1 - 2 * (plain % 2))
+            case "avg":
+                return plain * self.ranks
+            case _:
+                return plain
+
+    def reduced(self, round_index: int) -> npt.NDArray[np.int64]:
+        every = np.stack([self.sent(rank, round_index) for rank in range(self.ranks)])
+        whole: npt.NDArray[np.int64] = _REDUCE.get(self.redop, np.add).reduce(every)
+        return whole // self.ranks if self.redop == "avg" else whole
+
+
+def byte_bound(ranks: int, largest: int) -> float:
+    """How far a sum by i8 may be off where no rank sends more than `largest`: P m / L (docs/numbers.md), and a
+    thousandth for what the scale's own rounding adds."""
+    return 1.001 * ranks * largest / (127 // ranks)
 
 
 def encode(values: npt.NDArray[np.int64], dtype: str) -> Array:
@@ -54,10 +112,17 @@ def fill(buffer: Array, period: Array, start: int = 0) -> None:
     tail[...] = row[: len(tail)]
 
 
-def mismatches(buffer: Array, period: Array, start: int = 0) -> int:
-    """How many elements are not what fill() would write."""
+def mismatches(buffer: Array, period: Array, start: int = 0, tolerance: float = 0.0) -> int:
+    """How many elements are not what fill() would write; with a tolerance, of floats, further than that from it."""
     row, body, tail = _aligned(buffer, period, start)
-    return int(np.count_nonzero(body != row)) + int(np.count_nonzero(tail != row[: len(tail)]))
+    return sum(_differing(part, row[: part.shape[-1]], tolerance) for part in (body, tail))
+
+
+def _differing(part: Array, row: Array, tolerance: float) -> int:
+    if tolerance == 0:
+        return int(np.count_nonzero(part != row))
+    # A NaN is no nearer than the tolerance, nor further.
+    return part.size - int(np.count_nonzero(np.abs(part - row) <= tolerance))
 
 
 def _aligned(buffer: Array, period: Array, start: int) -> tuple[Array, Array, Array]:

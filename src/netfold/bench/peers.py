@@ -6,12 +6,12 @@ used: every side runs on the same Python and NumPy, and mpi4py (the extra `bench
 """
 
 import importlib.util
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import netfold
+from netfold.rack.names import HOST_INTERFACE
 
 
 class PeerMissingError(ValueError):
@@ -20,39 +20,74 @@ class PeerMissingError(ValueError):
 
 @dataclass(frozen=True)
 class Mpi:
-    """How an MPI's ranks are started. Nothing is pinned: the other sides are not either."""
+    """How an MPI's ranks are started. Nothing is pinned: the other sides are not either.
+
+    remote: the launcher's words for hosts (SHELL and HOSTS stand for the remote shell's path and their addresses);
+    over_tcp: what makes ranks talk by TCP over a rack's links and by nothing else. The hosts of a rack are one machine,
+    whose memory an MPI would share between them.
+    """
 
     library: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
+    remote: tuple[str, ...]
+    over_tcp: Mapping[str, str]
 
 
+_HYDRA = ("-launcher", "ssh", "-launcher-exec", "SHELL", "-hosts", "HOSTS", "-ppn", "1", "-iface", HOST_INTERFACE)
 _MPIS = {
     # Root in a container is no accident; and the bench has more ranks than cores on purpose.
     "openmpi": Mpi(
         "libmpi.so.40",
         ("--oversubscribe", "--bind-to", "none"),
         {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        ("--host", "HOSTS", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", "SHELL"),
+        {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": HOST_INTERFACE},
     ),
-    "intel": Mpi("libmpi.so.12", (), {"I_MPI_PIN": "off"}),
-    "mpich": Mpi("libmpi.so.12", ("-bind-to", "none"), {}),
+    "intel": Mpi(
+        "libmpi.so.12",
+        (),
+        {"I_MPI_PIN": "off"},
+        _HYDRA,
+        {"I_MPI_FABRICS": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": HOST_INTERFACE},
+    ),
+    "mpich": Mpi(
+        "libmpi.so.12",
+        ("-bind-to", "none"),
+        {},
+        _HYDRA,
+        {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": HOST_INTERFACE},
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Launch:
+    """environment: on top of this process's."""
+
     argv: list[str]
     environment: dict[str, str]
 
 
 def launch_mpi(name: str, ranks: int, command: list[str]) -> Launch:
     """The command line and environment that run `command` on so many ranks of this MPI. Raises PeerMissingError."""
+    return _launch(name, ranks, command, (), {})
+
+
+def launch_mpi_in_rack(name: str, addresses: Sequence[str], shell: Path, command: list[str]) -> Launch:
+    """As launch_mpi, on the first of the hosts: a rank on each, by TCP alone. shell: rack.remote_shell's program."""
+    remote = {"SHELL": str(shell), "HOSTS": ",".join(addresses)}
+    mpi = _MPIS[name]
+    return _launch(name, len(addresses), command, [remote.get(word, word) for word in mpi.remote], mpi.over_tcp)
+
+
+def _launch(name: str, ranks: int, command: list[str], remote: Sequence[str], over_tcp: Mapping[str, str]) -> Launch:
     mpi, prefix = _MPIS[name], find_prefix(name)
     library = prefix / "lib" / mpi.library
     if importlib.util.find_spec("mpi4py") is None:
         raise PeerMissingError(f"mpi:{name} needs mpi4py in this Python; install netfold[bench]")
-    environment = {**os.environ, **mpi.environment, "MPI4PY_LIBMPI": str(library), "OMP_NUM_THREADS": "1"}
-    return Launch([str(prefix / "bin" / "mpiexec"), *mpi.arguments, "-n", str(ranks), *command], environment)
+    environment = {**mpi.environment, **over_tcp, "MPI4PY_LIBMPI": str(library), "OMP_NUM_THREADS": "1"}
+    return Launch([str(prefix / "bin" / "mpiexec"), *mpi.arguments, *remote, "-n", str(ranks), *command], environment)
 
 
 def find_prefix(name: str) -> Path:

@@ -5,6 +5,7 @@ so that the sides whose turn it is not use no CPU.
 """
 
 import json
+import os
 import signal
 import socket
 import statistics
@@ -18,7 +19,7 @@ from netfold.bench.config import SMALL_BYTES
 from netfold.bench.models import find_model
 from netfold.bench.program import build_program
 from netfold.bench.replay import StepTrial
-from netfold.bench.sides import Side, SideName, World
+from netfold.bench.sides import RefusedError, Side, SideName, World, how_it_ran
 from netfold.bench.start_line import StartLine
 from netfold.bench.trial import Task, Trial
 from netfold.rack.names import HOST_INTERFACE
@@ -65,25 +66,34 @@ class Rank:
         self._world = world
         self._line = line
         self._sides: dict[str, Side] = {}
+        self._names: dict[str, SideName] = {}
         self._trials: dict[str, Any] = {}
 
     def obey(self, command: Message) -> Message:
         return cast(Message, getattr(self, f"_{command.pop('do')}")(**command))
 
-    def _open(self, label: str, kind: str, variant: str, world: str) -> Message:
-        self._sides[label] = self._world.side(SideName(label, world, kind, variant))
+    def _open(self, **fields: str) -> Message:
+        name = SideName(**fields)
+        try:
+            self._sides[name.label] = self._world.side(name)
+        except RefusedError as refusal:
+            return {"refused": str(refusal)}
+        self._names[name.label] = name
         return {}
 
-    def _prepare(self, label: str, collective: str, size_bytes: int, dtype: str, calls: int) -> Message:
+    def _prepare(self, label: str, collective: str, size_bytes: int, dtype: str, redop: str, calls: int) -> Message:
         self._trials.pop(label, None)
-        task = Task(collective, size_bytes, dtype, calls)
+        name, side = self._names[label], self._sides[label]
+        task = Task(collective, size_bytes, dtype, calls, redop, _wire_of(name))
         try:
-            trial = Trial(self._sides[label], self._line, self._world.rank, self._world.size, task)
+            trial = Trial(side, self._line, self._world.rank, self._world.size, task)
             trial.run_once()
-        except RuntimeError as refusal:
+            ran = how_it_ran(side.records())
+            _insist(name, ran)
+        except (RuntimeError, ValueError) as refusal:
             return {"refused": str(refusal)}
         self._trials[label] = trial
-        return {"count": trial.count}
+        return {"count": trial.count, "ran": ran, "tolerance": trial.tolerance}
 
     def _prepare_ddp(self, label: str, steps: int, width: int) -> Message:
         from netfold.bench.ddp import DdpTrial
@@ -98,9 +108,10 @@ class Rank:
             find_model(model), bucket_bytes=bucket_bytes, shrink=shrink, compute_scale=compute_scale
         )
         try:
-            trial = StepTrial(self._sides[label], self._line, self._world.rank, self._world.size, program)
+            line, rank, size, wire = self._line, self._world.rank, self._world.size, _wire_of(self._names[label])
+            trial = StepTrial(self._sides[label], line, rank, size, program, wire)
             trial.run_once()
-        except RuntimeError as refusal:
+        except (RuntimeError, ValueError) as refusal:
             return {"refused": str(refusal)}
         self._trials[label] = trial
         return {"alone_ns": trial.alone()}
@@ -159,6 +170,20 @@ class Rank:
     def _release(self, label: str) -> Message:
         self._trials.pop(label, None)
         return {}
+
+
+def _wire_of(name: SideName) -> str:
+    """How a side sends f32. Without a word of its own it follows the environment, and is checked as that travels."""
+    return name.wire or (os.environ.get("NETFOLD_WIRE", "") if name.is_netfold else "")
+
+
+def _insist(name: SideName, ran: tuple[str, str] | None) -> None:
+    """A side with an algorithm or a wire format in its name is measured in that or not at all."""
+    if ran is None:
+        return
+    for asked, took in zip((name.algorithm, name.wire), ran, strict=True):
+        if asked and took != asked:
+            raise RefusedError(f"it ran by {ran[0]} in {ran[1]}, not by {asked}: netfold does not do this so")
 
 
 def interface_bytes(interface: str) -> list[int]:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from netfold.bench.collectives import COLLECTIVES, Collective, expected
 from netfold.bench.models import ITEM_BYTES
-from netfold.bench.pattern import contribution, encode, expected_sum, fill, mismatches, modulus
+from netfold.bench.pattern import encode, fill, mismatches
 from netfold.bench.program import Await, Compute, Program, Start
 from netfold.bench.sides import Buffer, Pending, Side
-from netfold.bench.sizes import parse_dtype
 from netfold.bench.start_line import StartLine
+from netfold.bench.trial import make_pattern
 
 _DTYPE = "f32"
 _ALONE_STEPS = 3
@@ -19,15 +19,16 @@ _ALONE_STEPS = 3
 class StepTrial:
     """One step a burst, all ranks from the start line; gradients are in their buckets before it begins.
 
-    late_ns: of every start, how long after its moment it was made; the timer of a machine with more ranks than cores.
+    wire: what the side was asked to send f32 as, as in Trial; late_ns: of every start, how long after its moment it was
+    made; the timer of a machine with more ranks than cores.
     """
 
-    def __init__(self, side: Side, line: StartLine, rank: int, ranks: int, program: Program) -> None:
+    def __init__(self, side: Side, line: StartLine, rank: int, ranks: int, program: Program, wire: str = "") -> None:
         self.rank, self.ranks = rank, ranks
         self.late_ns: list[int] = []
         self._line = line
         self._program = program
-        self._period = modulus(parse_dtype(_DTYPE).exact_below, ranks)
+        self._pattern, self._tolerance = make_pattern("sum", wire, _DTYPE, ranks)
         self._transfers = [_Moved(side, one.collective, one.count, ranks) for one in program.transfers]
 
     def run_once(self) -> None:
@@ -50,7 +51,7 @@ class StepTrial:
     def fill(self, round_index: int) -> None:
         """Ours into what is sent; zeros where something else is received. All transfers are one long message, so that
         a bucket's values are found in no other."""
-        ours = encode(contribution(self.rank, round_index, self._period), _DTYPE)
+        ours = encode(self._pattern.sent(self.rank, round_index), _DTYPE)
         start = 0
         for moved in self._transfers:
             if moved.receive is not moved.send:
@@ -65,12 +66,13 @@ class StepTrial:
             at = 0
             for piece in pieces:
                 numbers = (
-                    expected_sum(self.ranks, round_index, self._period)
+                    self._pattern.reduced(round_index)
                     if piece.source is None
-                    else contribution(piece.source, round_index, self._period)
+                    else self._pattern.sent(piece.source, round_index)
                 )
                 received = moved.receive.values[at : at + piece.count]
-                wrong += mismatches(received, encode(numbers, _DTYPE), start + piece.start)
+                tolerance = self._tolerance if piece.source is None else 0.0
+                wrong += mismatches(received, encode(numbers, _DTYPE), start + piece.start, tolerance)
                 at += piece.count
             start += moved.count
         return wrong

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from netfold.bench.collectives import COLLECTIVES, parse_collective
+from netfold.bench.collectives import parse_collective
 from netfold.bench.config import Measured, Place, Result, SizeResult, Trials
 from netfold.bench.machine import describe_machine, describe_versions
 from netfold.bench.spread import Spread, paired_ratios, spread
@@ -39,7 +39,8 @@ class Breakdown:
 class Row:
     """algbw and busbw as nccl-tests defines them (bytes a second); wire_bytes: sent and received, a rank's mean.
 
-    refused: the side's own sentence; its times and bandwidths are None then.
+    refused: the side's own sentence; its times and bandwidths are None then. algorithm, wire: of netfold alone.
+    tolerance: see config.Measured.
     """
 
     collective: str
@@ -59,6 +60,9 @@ class Row:
     ratio: Ratio | None
     breakdown: Breakdown | None
     refused: str | None
+    algorithm: str | None
+    wire: str | None
+    tolerance: float
 
 
 def make_rows(place: Place, trials: Trials, result: Result) -> list[Row]:
@@ -94,7 +98,7 @@ def _row(place: Place, trials: Trials, size: SizeResult, index: int) -> Row:
         size_bytes=moved,
         count=size.count,
         dtype=trials.dtype,
-        redop="sum" if COLLECTIVES[collective.name].reduces else "none",
+        redop=trials.redop if collective.reduces else "none",
         side=trials.labels()[index],
         times_ns=measured.times_ns,
         time_ns=time_ns,
@@ -107,6 +111,9 @@ def _row(place: Place, trials: Trials, size: SizeResult, index: int) -> Row:
         ratio=_ratio(trials, size, index),
         breakdown=_breakdown(measured),
         refused=measured.refused,
+        algorithm=measured.algorithm,
+        wire=measured.wire,
+        tolerance=measured.tolerance,
     )
 
 

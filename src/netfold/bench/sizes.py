@@ -56,7 +56,15 @@ DTYPES = {
 }
 
 
+def parse_dtypes(text: str) -> list[str]:
+    """From `f32`, `f32,bf16` or `all`."""
+    names = list(DTYPES) if text == "all" else text.split(",")
+    for name in names:
+        parse_dtype(name)
+    return names
+
+
 def parse_dtype(name: str) -> Dtype:
     if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is not known; there are {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {name!r} is not known; there are {', '.join(DTYPES)} and all")
     return DTYPES[name]

@@ -6,7 +6,20 @@ from netfold.bench.report import Breakdown, Row
 from netfold.bench.spread import Spread
 
 _HEADER = (
-    *("size(B)", "count", "type", "redop", "side", "time(us)", "p5..p95", "algbw", "busbw", "#wrong"),
+    *(
+        "size(B)",
+        "count",
+        "type",
+        "redop",
+        "side",
+        "algorithm",
+        "wire",
+        "time(us)",
+        "p5..p95",
+        "algbw",
+        "busbw",
+        "#wrong",
+    ),
     *("wire(B/rank)", "ratio", "p5..p95", "n", "to"),
 )
 
@@ -20,6 +33,11 @@ def render_table(rows: Sequence[Row]) -> str:
         f"# {row.size_bytes} B, {row.side}, one call: {describe_breakdown(row.breakdown)}"
         for row in rows
         if row.breakdown is not None
+    ]
+    lines += [
+        f"# {row.size_bytes} B, {row.side}: an element counts as wrong where it is off by more than {row.tolerance:.4g}"
+        for row in rows
+        if row.tolerance > 0 and row.wrong is not None
     ]
     lines += [f"# {row.size_bytes} B, {row.side}: {row.refused}" for row in rows if row.refused is not None]
     return "\n".join(lines)
@@ -59,7 +77,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.time_ns is not None:
         time = (_us(row.time_ns.median), f"{_us(row.time_ns.p5)}..{_us(row.time_ns.p95)}")
     return (
-        *(str(row.size_bytes), str(row.count), row.dtype, row.redop, row.side),
+        *(str(row.size_bytes), str(row.count), row.dtype, row.redop, row.side, row.algorithm or "-", row.wire or "-"),
         *time,
         *("-" if bandwidth is None else f"{bandwidth / 1e9:.4f}" for bandwidth in (row.algbw, row.busbw)),
         "-" if row.wrong is None else str(row.wrong),

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from netfold.bench.collectives import COLLECTIVES, expected
-from netfold.bench.pattern import contribution, encode, expected_sum, fill, mismatches, modulus
-from netfold.bench.sides import Buffer, Side
-from netfold.bench.sizes import parse_dtype
+from netfold.bench.pattern import Pattern, byte_bound, encode, fill, mismatches
+from netfold.bench.sides import Buffer, RefusedError, Side
+from netfold.bench.sizes import DTYPES, parse_dtype
 from netfold.bench.start_line import StartLine
 
 # There is no other way to run these than in the one buffer.
@@ -16,14 +16,21 @@ _ALWAYS_IN_PLACE = ("broadcast", "barrier")
 
 
 class Task(NamedTuple):
+    """wire: what the side was asked to send f32 as; empty: whatever it takes, which loses nothing."""
+
     collective: str
     size_bytes: int
     dtype: str
     calls: int
+    redop: str = "sum"
+    wire: str = ""
 
 
 class Trial:
-    """`calls` calls a burst, each on buffers of its own."""
+    """`calls` calls a burst, each on buffers of its own.
+
+    tolerance: by how much an element may be off; 0 for all but wire formats that round at random. Raises RefusedError.
+    """
 
     def __init__(self, side: Side, line: StartLine, rank: int, ranks: int, task: Task) -> None:
         self.rank, self.ranks, self.dtype = rank, ranks, task.dtype
@@ -31,7 +38,10 @@ class Trial:
         self._line = line
         dtype = parse_dtype(self.dtype)
         self.count = self.collective.whole_count(task.size_bytes, dtype.item_bytes, self.ranks)
-        self._period = modulus(dtype.exact_below, self.ranks)
+        redop = task.redop if self.collective.reduces else "none"
+        # Nothing else ever travels as anything but itself (docs/numbers.md), whatever was asked for.
+        wire = task.wire if task.collective == "all_reduce" and self.dtype == "f32" else ""
+        self._pattern, self.tolerance = make_pattern(redop, wire, self.dtype, self.ranks)
         self._pieces = expected(self.collective, self.rank, self.ranks, self.count)
         in_place = self.collective.in_place and (side.in_place or task.collective in _ALWAYS_IN_PLACE)
         self._buffers: list[tuple[Buffer, Buffer]] = []
@@ -42,7 +52,7 @@ class Trial:
                 send = side.empty(self.collective.send_count(self.count, self.ranks), self.dtype)
             self._buffers.append((send, receive))
         self._calls: list[Callable[[], object]] = [
-            side.bind(self.collective, send, receive) for send, receive in self._buffers
+            side.bind(self.collective, task.redop, send, receive) for send, receive in self._buffers
         ]
 
     def burst(self, round_index: int) -> list[int]:
@@ -63,7 +73,7 @@ class Trial:
 
     def fill(self, round_index: int) -> None:
         """Ours into what is sent; zeros where something else is received, so that old results do not pass for new."""
-        ours = encode(contribution(self.rank, round_index, self._period), self.dtype)
+        ours = encode(self._pattern.sent(self.rank, round_index), self.dtype)
         for send, receive in self._buffers:
             if receive is not send:
                 receive.values.fill(0)
@@ -73,18 +83,36 @@ class Trial:
         wrong = 0
         for piece in self._pieces:
             numbers = (
-                expected_sum(self.ranks, round_index, self._period)
+                self._pattern.reduced(round_index)
                 if piece.source is None
-                else contribution(piece.source, round_index, self._period)
+                else self._pattern.sent(piece.source, round_index)
             )
             period = encode(numbers, self.dtype)
             # A rank's parts lie behind each other in the order of their sources.
             offset = piece.count * piece.source if len(self._pieces) > 1 and piece.source is not None else 0
             for _, receive in self._buffers:
-                wrong += mismatches(receive.values[offset : offset + piece.count], period, piece.start)
+                part = receive.values[offset : offset + piece.count]
+                wrong += mismatches(part, period, piece.start, self.tolerance)
         return wrong
 
     def run_once(self) -> None:
         """Every call once, untimed: connections are made, and who cannot do this says so."""
         self.fill(0)
         self.call_all()
+
+
+def make_pattern(redop: str, wire: str, dtype: str, ranks: int) -> tuple[Pattern, float]:
+    """Numbers that the dtype and the wire format keep exactly, and 0; or, of a sum by i8, the bound of its error.
+
+    Raises RefusedError where the dtype is too narrow for so many ranks.
+    """
+    exact_below = parse_dtype(dtype).exact_below
+    if wire in ("bf16", "f16"):
+        exact_below = min(exact_below, DTYPES[wire].exact_below)
+    try:
+        pattern = Pattern.of(redop, ranks, exact_below)
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
+    if wire != "i8" or redop not in ("sum", "avg"):
+        return pattern, 0.0
+    return pattern, byte_bound(ranks, pattern.largest) / (ranks if redop == "avg" else 1)

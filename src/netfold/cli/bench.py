@@ -21,7 +21,8 @@ def _bench(
             "--side",
             "--backend",
             help="Who is measured; repeat it to compare: a torch backend (gloo, netfold), netfold:shared, "
-            "communicator, mpi:openmpi, mpi:intel, mpi:mpich, and mpi:...:out for out of place.",
+            "netfold:ring, netfold:in_network:bf16 (an algorithm, a wire format), communicator[:...], mpi:openmpi, "
+            "mpi:intel, mpi:mpich, and mpi:...:out for out of place.",
         ),
     ],
     begin: Annotated[str, typer.Option("-b", help="Smallest size; K, M, G are 2^10, 2^20, 2^30.")] = "4",
@@ -31,7 +32,12 @@ def _bench(
     warmups: Annotated[int, typer.Option("-w", help="Rounds before that are not timed.")] = 5,
     check: Annotated[int, typer.Option("-c", min=0, max=1, help="Check every element (1) or none (0).")] = 1,
     workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
-    dtype: Annotated[str, typer.Option(help="f32, f64, f16, bf16, i32 or i64.")] = "f32",
+    dtype: Annotated[
+        str, typer.Option("-d", "--dtype", help="f32, f64, f16, bf16, i32, i64; several by commas, or all.")
+    ] = "f32",
+    redop: Annotated[
+        str, typer.Option("-o", "--redop", help="sum, prod, min, max, avg; several by commas, or all.")
+    ] = "sum",
     rack_rate: Annotated[str | None, typer.Option(help="Run in a rack with such links: 1gbit.")] = None,
     loss: Annotated[str, typer.Option(help="Packets each link of the rack loses: 0.1%.")] = "0%",
     switch: Annotated[
@@ -50,10 +56,11 @@ def _bench(
     """
     import json
 
+    from netfold.bench.collectives import parse_collective, parse_redops
     from netfold.bench.conduct import BenchError, measure
     from netfold.bench.config import Place, Trials
     from netfold.bench.report import describe_run, make_rows, total_wrong
-    from netfold.bench.sizes import parse_size, sweep
+    from netfold.bench.sizes import parse_dtypes, parse_size, sweep
     from netfold.bench.table import render_table
     from netfold.rack import RackError
     from netfold.rack.processes import exit_on_signals
@@ -62,36 +69,53 @@ def _bench(
     assert verb is not None
     try:
         place = Place(workers=workers, rack_rate=rack_rate, rack_loss=loss, switch=switch, deadline_s=timeout)
-        trials = Trials(
-            collective=verb.replace("-", "_"),
-            sides=side,
-            sizes=[0] if verb == "barrier" else sweep(parse_size(begin), parse_size(end), factor),
-            rounds=rounds,
-            warmups=warmups,
-            dtype=dtype,
-            check=bool(check),
-            breakdown=breakdown,
-        )
+        collective = parse_collective(verb)
+        sizes = [0] if verb == "barrier" else sweep(parse_size(begin), parse_size(end), factor)
+        dtypes = parse_dtypes(dtype)
+        trials = [
+            Trials(
+                collective=collective.name,
+                sides=side,
+                sizes=_that_hold_one(sizes, one_dtype) if len(dtypes) > 1 else sizes,
+                rounds=rounds,
+                warmups=warmups,
+                dtype=one_dtype,
+                check=bool(check),
+                breakdown=breakdown,
+                redop=one_redop,
+            )
+            for one_dtype in dtypes
+            for one_redop in (parse_redops(redop) if collective.reduces else ["sum"])
+        ]
         with exit_on_signals():
-            result = measure(place, trials)
+            results = measure(place, *trials)
     except (RackError, ValueError) as error:
         typer.echo(f"netfold bench {verb}: {error}", err=True)
         raise typer.Exit(CANNOT) from None
     except BenchError as error:
         typer.echo(f"netfold bench {verb}: {error}", err=True)
         raise typer.Exit(FAILED) from None
-    rows = make_rows(place, trials, result)
+    rows = [row for each, result in zip(trials, results, strict=True) for row in make_rows(place, each, result)]
     typer.echo(render_table(rows), err=as_json)
     if as_json:
-        typer.echo(json.dumps(describe_run(place, trials, result, rows), indent=1))
+        described = describe_run(place, trials[0], results[-1], rows)
+        described["config"] |= {"dtype": dtype, "redop": redop}
+        typer.echo(json.dumps(described, indent=1))
     if total_wrong(rows) > 0 or all(row.refused is not None for row in rows):
         raise typer.Exit(FAILED)
+
+
+def _that_hold_one(sizes: list[int], dtype: str) -> list[int]:
+    """Of sizes for several dtypes, those that hold an element of this one; all where none does, which is then said."""
+    from netfold.bench.sizes import DTYPES
+
+    return [size for size in sizes if size >= DTYPES[dtype].item_bytes] or sizes
 
 
 # One verb a collective; their names are spelled out so that `netfold --help` need not import the bench.
 for _collective in (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
-    *("broadcast", "reduce", "send-recv", "ping-pong", "barrier"),
+    *("broadcast", "reduce", "gather", "scatter", "send-recv", "ping-pong", "barrier"),
 ):
     app.command(_collective)(_bench)
 

@@ -30,7 +30,7 @@ def diagnose(ranks: Sequence[Rank], now_ns: int) -> list[Verdict]:
 
 def _verdict(ranks: list[Rank], now_ns: int) -> Verdict:
     size = ranks[0].size
-    lines = tuple((rank.rank, _doing(rank, now_ns)) for rank in ranks)
+    lines = tuple((rank.rank, doing(rank, now_ns)) for rank in ranks)
     findings, at_fault = [], []
     front = max(rank.sequence for rank in ranks)
     if front > 0:
@@ -99,7 +99,8 @@ def _at(site: str) -> str:
     return f" (called at {site})" if site else ""
 
 
-def _doing(rank: Rank, now_ns: int) -> str:
+def doing(rank: Rank, now_ns: int) -> str:
+    """What a rank is doing, in words without a subject."""
     return _in_what(rank, now_ns) + ("; its switch is lost" if rank.without_switch else "")
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,7 @@ _ENTRY = np.dtype(
         ("done_kind", "u1"),
         ("failed", "u1"),
         ("without_switch", "u1"),
-        ("reserved", "u1"),
+        ("with_switch", "u1"),
         ("done_ns", "i8"),
         ("failure", "S512"),
         ("site", "S160"),
@@ -59,9 +60,17 @@ _ENTRY = np.dtype(
         ("transfer_bytes", "u8"),
         ("transfer_ns", "i8"),
         ("transfer_site", "S160"),
+        ("operations", "u8"),
+        ("tensor_bytes", "u8"),
+        ("wire_bytes", "u8"),
+        ("retransmissions", "u8"),
+        ("judged", "u8"),
+        ("last", "u8"),
+        ("under_way", "i8"),
+        ("inside", "i8"),
     ]
 )
-_LAYOUT = 1
+_LAYOUT = 2
 _LINK = "/memfd:netfold-status"
 # A page that is written all the while is read as it is in the end: it is a picture, not a proof.
 _TRIES = 20
@@ -94,8 +103,10 @@ class Rank:
     failure: str
     site: str  # where the operation under way was called, and the newest that is done; empty: not known
     done_site: str
-    without_switch: bool  # its group joined one, and that is lost
+    with_switch: bool  # its group joined one
+    without_switch: bool  # and that is lost
     transfer: Transfer | None  # the oldest send or receive that is not done
+    counters: Counters
 
 
 @dataclass(frozen=True)
@@ -110,57 +121,95 @@ class Transfer:
     site: str
 
 
+@dataclass(frozen=True)
+class Counters:
+    """What a rank has done since its group began, sends and receives included, as of `read_ns`.
+
+    judged: collectives of which it is known who came last; last: of these, those where this rank did.
+    under_way_ns: in which at least one operation was submitted and not done; inside_ns: in which a thread of the caller
+    waited for one inside netfold, or ran it. Both go on while that lasts.
+    """
+
+    read_ns: int
+    operations: int
+    tensor_bytes: int
+    wire_bytes: int
+    retransmissions: int
+    judged: int
+    last: int
+    is_under_way: bool
+    under_way_ns: int
+    inside_ns: int
+
+
 def find_ranks(pid: int | None = None) -> list[Rank]:
     """Every rank of every group on this machine that this user may look at, or those of one process."""
-    found = []
-    for folder in [Path("/proc", str(pid))] if pid is not None else Path("/proc").glob("[0-9]*"):
-        page = _page_of(folder)
-        if page is not None:
-            found += list(_ranks(page, folder))
+    found: list[Rank] = []
+    for page in find_pages(pid):
+        with contextlib.closing(page), contextlib.suppress(OSError):
+            found += page.ranks()
     return sorted(found, key=lambda rank: (rank.job, rank.rank))
 
 
-def _page_of(folder: Path) -> Path | None:
-    try:
-        names = os.listdir(folder / "fd")
-    except OSError:
-        return None  # it has just ended, or is not ours to look at
-    for name in names:
+def find_pages(pid: int | None = None) -> list[Page]:
+    """The page of every process on this machine that has one and that this user may look at, or of one process."""
+    pages = []
+    for folder in [Path("/proc", str(pid))] if pid is not None else Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):  # it has just ended, is not ours to look at, or has none
+            pages.append(Page(folder))
+    return pages
+
+
+class Page:
+    """The page of one process, mapped: to look again costs that process nothing. Close it.
+
+    Raises OSError where the process is not there or has no page, ValueError where it is not a page of this layout.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.pid = int(folder.name)
+        self._folder = folder
+        with _path_of(folder).open("rb", buffering=0) as file:
+            self._memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        try:
+            self._entries = self._checked()
+        except ValueError:
+            self._memory.close()
+            raise
+
+    def ranks(self) -> list[Rank]:
+        """Its groups, each as it last said; OSError when the process has ended."""
+        state, command = _process(self._folder)
+        in_use = np.flatnonzero(self._entries["in_use"]).tolist()
+        return [_rank(self.pid, state, command, self._steady(number)) for number in in_use]
+
+    def close(self) -> None:
+        del self._entries
+        self._memory.close()
+
+    def _checked(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+        header = np.frombuffer(self._memory, _HEADER, count=1)[0].copy()
+        if header["magic"] != b"NFSTATUS" or header["layout"] != _LAYOUT or header["entry_bytes"] != _ENTRY.itemsize:
+            raise ValueError("a page of another netfold")
+        if header["pid"] != self.pid:
+            raise ValueError("a child made by fork inherits the descriptor, not the groups")
+        return np.frombuffer(self._memory, _ENTRY, count=int(header["capacity"]), offset=_HEADER.itemsize)
+
+    def _steady(self, number: int) -> np.void:
+        """An entry that nobody wrote while it was read."""
+        for _ in range(_TRIES):
+            entry: np.void = self._entries[number].copy()
+            if entry["version"] % 2 == 0 and entry["version"] == self._entries[number]["version"]:
+                break
+        return entry
+
+
+def _path_of(folder: Path) -> Path:
+    for name in os.listdir(folder / "fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(folder / "fd" / name).startswith(_LINK):
                 return folder / "fd" / name
-    return None
-
-
-def _ranks(page: Path, folder: Path) -> Iterator[Rank]:
-    try:
-        raw = page.read_bytes()
-        state, command = _process(folder)
-        header = np.frombuffer(raw, _HEADER, count=1)[0]
-        if header["magic"] != b"NFSTATUS" or header["layout"] != _LAYOUT or header["entry_bytes"] != _ENTRY.itemsize:
-            return
-        # A child made by fork inherits the descriptor, not the groups.
-        if header["pid"] != int(folder.name):
-            return
-        for number in range(int(header["capacity"])):
-            entry = _steady(page, raw, _HEADER.itemsize + number * _ENTRY.itemsize)
-            if entry["in_use"]:
-                yield _rank(int(folder.name), state, command, entry)
-    except (OSError, ValueError):
-        return
-
-
-def _steady(page: Path, raw: bytes, offset: int) -> np.void:
-    """An entry that nobody wrote while it was read."""
-    entry: np.void = np.frombuffer(raw, _ENTRY, count=1, offset=offset)[0]
-    for _ in range(_TRIES):
-        with page.open("rb", buffering=0) as file:
-            file.seek(offset)
-            again: np.void = np.frombuffer(file.read(_ENTRY.itemsize), _ENTRY, count=1)[0]
-        if entry["version"] == again["version"] and entry["version"] % 2 == 0:
-            break
-        entry = again
-    return entry
+    raise FileNotFoundError("no status page")
 
 
 def _rank(pid: int, state: str, command: str, entry: np.void) -> Rank:
@@ -189,9 +238,34 @@ def _rank(pid: int, state: str, command: str, entry: np.void) -> Rank:
         failure=bytes(entry["failure"]).decode(errors="replace"),
         site=bytes(entry["site"]).decode(errors="replace"),
         done_site=bytes(entry["done_site"]).decode(errors="replace"),
+        with_switch=bool(entry["with_switch"]),
         without_switch=bool(entry["without_switch"]),
         transfer=_transfer(entry) if entry["transfers"] else None,
+        counters=_counters(entry),
     )
+
+
+def _counters(entry: np.void) -> Counters:
+    now_ns = time.monotonic_ns()
+    is_under_way, under_way_ns = _stopwatch(int(entry["under_way"]), now_ns)
+    return Counters(
+        read_ns=now_ns,
+        operations=int(entry["operations"]),
+        tensor_bytes=int(entry["tensor_bytes"]),
+        wire_bytes=int(entry["wire_bytes"]),
+        retransmissions=int(entry["retransmissions"]),
+        judged=int(entry["judged"]),
+        last=int(entry["last"]),
+        is_under_way=is_under_way,
+        under_way_ns=under_way_ns,
+        inside_ns=_stopwatch(int(entry["inside"]), now_ns)[1],
+    )
+
+
+def _stopwatch(word: int, now_ns: int) -> tuple[bool, int]:
+    """Whether it runs, and what it shows (status.hpp)."""
+    runs, ns = bool(word & 1), word >> 1
+    return runs, ns + now_ns if runs else ns
 
 
 def _transfer(entry: np.void) -> Transfer:

@@ -2,7 +2,8 @@
 
     gloo, netfold, ...          a torch.distributed backend, on plain torch tensors
     netfold:shared              the same, on tensors that netfold.empty() made
-    communicator[:shared]       netfold.Communicator on NumPy arrays, no torch
+    netfold:ring:bf16           the same by that algorithm, in that wire format; either, and `shared`, in any order
+    communicator[:...]          netfold.Communicator on NumPy arrays, no torch; the same words
     mpi:openmpi|intel|mpich     mpi4py on NumPy arrays, in place where MPI can (MPI.IN_PLACE)
     mpi:...:out                 the same out of place: some MPIs are the faster so
 
@@ -16,6 +17,7 @@ from netfold.bench.sides.side import (
     Side,
     SideName,
     World,
+    how_it_ran,
     parse_side,
     shared_empty,
     unique_labels,
@@ -28,6 +30,7 @@ __all__ = [
     "Side",
     "SideName",
     "World",
+    "how_it_ran",
     "parse_side",
     "shared_empty",
     "unique_labels",

@@ -8,7 +8,7 @@ import numpy as np
 
 import netfold
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.sides.side import Buffer, Pending, RefusedError, SideName, ping_pong, shared_empty
+from netfold.bench.sides.side import Buffer, Pending, RefusedError, SideName, ping_pong, refusing, shared_empty
 from netfold.bench.sizes import parse_dtype
 
 
@@ -21,10 +21,13 @@ class CommunicatorWorld:
         self.versions = {"numpy": str(np.__version__)}
         self._folder = folder
         self._open: list[netfold.Communicator] = []
+        self._stores = 0
 
     def side(self, name: SideName) -> "CommunicatorSide":
-        store = netfold.FileStore(os.path.join(self._folder, f"store{len(self._open)}"))
-        self._open.append(netfold.Communicator(store, self.rank, self.size))
+        self._stores += 1
+        store = netfold.FileStore(os.path.join(self._folder, f"store{self._stores}"))
+        with refusing(name):
+            self._open.append(netfold.Communicator(store, self.rank, self.size, options=name.options()))
         return CommunicatorSide(self._open[-1], name)
 
     def close(self) -> None:
@@ -48,21 +51,28 @@ class CommunicatorSide:
             array = np.empty(count, parse_dtype(dtype).torch_name)
         return Buffer(array, array)
 
-    def bind(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], object]:
+    def bind(self, collective: Collective, redop: str, send: Buffer, receive: Buffer) -> Callable[[], object]:
         group, out, ours = self.communicator, receive.native, send.native
+        op = "product" if redop == "prod" else redop
         match collective.name:
             case "all_reduce":
-                return lambda: group.all_reduce(out)
+                return lambda: group.all_reduce(out, op=op)
             case "reduce":
-                return lambda: group.reduce(out, ROOT)
+                return lambda: group.reduce(out, ROOT, op=op)
             case "broadcast":
                 return lambda: group.broadcast(out, ROOT)
             case "all_gather":
                 parts = np.split(out, group.size)
                 return lambda: group.all_gather(ours, parts)
+            case "gather":
+                parts = np.split(out, group.size)
+                return lambda: group.gather(ours, parts, ROOT)
+            case "scatter":
+                parts = np.split(ours, group.size)
+                return lambda: group.scatter(parts, out, ROOT)
             case "reduce_scatter":
                 parts = np.split(ours, group.size)
-                return lambda: group.reduce_scatter(parts, out)
+                return lambda: group.reduce_scatter(parts, out, op=op)
             case "all_to_all":
                 parts, into = np.split(ours, group.size), np.split(out, group.size)
                 return lambda: group.all_to_all(parts, into)

@@ -11,6 +11,8 @@ from netfold.bench.collectives import ROOT, Collective, partner
 from netfold.bench.sides.side import Buffer, Pending, RefusedError, SideName, ping_pong
 from netfold.bench.sizes import parse_dtype
 
+_OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+
 
 class MpiWorld:
     def __init__(self, name: str) -> None:
@@ -38,24 +40,31 @@ class MpiSide:
         array = np.empty(count, parse_dtype(dtype).torch_name)
         return Buffer(array, array)
 
-    def bind(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], object]:
+    def bind(self, collective: Collective, redop: str, send: Buffer, receive: Buffer) -> Callable[[], object]:
         comm, out, ours = self.comm, receive.native, send.native
         alone = send is receive
+        if collective.reduces and redop not in _OPS:
+            raise RefusedError(f"MPI has no {redop}")
+        op = _OPS.get(redop, MPI.SUM)
         match collective.name:
             case "all_reduce":
                 source = MPI.IN_PLACE if alone else ours
-                return lambda: comm.Allreduce(source, out)
+                return lambda: comm.Allreduce(source, out, op)
             case "reduce":
                 if comm.rank != ROOT:
-                    return lambda: comm.Reduce(ours, None, root=ROOT)
+                    return lambda: comm.Reduce(ours, None, op, ROOT)
                 source = MPI.IN_PLACE if alone else ours
-                return lambda: comm.Reduce(source, out, root=ROOT)
+                return lambda: comm.Reduce(source, out, op, ROOT)
             case "broadcast":
                 return lambda: comm.Bcast(out, ROOT)
             case "all_gather":
                 return lambda: comm.Allgather(ours, out)
+            case "gather":
+                return lambda: comm.Gather(ours, out if comm.rank == ROOT else None, ROOT)
+            case "scatter":
+                return lambda: comm.Scatter(ours if comm.rank == ROOT else None, out, ROOT)
             case "reduce_scatter":
-                return lambda: comm.Reduce_scatter_block(ours, out)
+                return lambda: comm.Reduce_scatter_block(ours, out, op)
             case "all_to_all":
                 return lambda: comm.Alltoall(ours, out)
             case "send_recv":

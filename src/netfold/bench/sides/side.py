@@ -1,17 +1,25 @@
 """What a side must offer, and how sides are named."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 import netfold
+from netfold._native import engine
 from netfold.bench.collectives import Collective
 from netfold.bench.pattern import Array
 from netfold.bench.sizes import parse_dtype
+from netfold.plan import SUPPORTS
 
 MPIS = ("openmpi", "intel", "mpich")
+NETFOLDS = ("netfold", "communicator")
+# What a netfold side may be told, in any order, one of each.
+VARIANTS = ("shared",)
+ALGORITHMS = tuple(name for name in SUPPORTS if name not in ("local", "point_to_point"))
+WIRES = ("f32", "bf16", "f16", "i32", "i8")
 
 
 class RefusedError(RuntimeError):
@@ -41,8 +49,11 @@ class Side(Protocol):
         """A buffer of the kind that users of this side have. Raises RefusedError for a dtype it lacks."""
         ...
 
-    def bind(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], object]:
-        """The blocking call on these buffers, ready to be timed; `send` is `receive` where it runs in place."""
+    def bind(self, collective: Collective, redop: str, send: Buffer, receive: Buffer) -> Callable[[], object]:
+        """The blocking call on these buffers, ready to be timed; `send` is `receive` where it runs in place.
+
+        redop: of collectives.REDOPS, for those that reduce. Raises RefusedError for one it lacks.
+        """
         ...
 
     def start(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], Pending]:
@@ -68,16 +79,27 @@ class World(Protocol):
 
 @dataclass(frozen=True)
 class SideName:
-    """label: unique in a run; world: which processes; kind: a torch backend's name, or the world's; variant: ''..."""
+    """label: unique in a run; world: which processes; kind: a torch backend's name, or the world's; variant: ''...
+
+    algorithm, wire: what netfold is told to take for every operation; '': its own choice.
+    """
 
     label: str
     world: str
     kind: str
     variant: str
+    algorithm: str = ""
+    wire: str = ""
 
     @property
     def is_netfold(self) -> bool:
-        return self.kind in ("netfold", "communicator")
+        return self.kind in NETFOLDS
+
+    def options(self) -> netfold.Options | None:
+        """None: as the environment says."""
+        if not self.algorithm and not self.wire:
+            return None
+        return netfold.Options(algorithm=self.algorithm or None, wire=self.wire or None)
 
 
 def parse_side(text: str, label: str | None = None) -> SideName:
@@ -87,9 +109,50 @@ def parse_side(text: str, label: str | None = None) -> SideName:
         if not rest or rest[0] not in MPIS or rest[1:] not in ([], ["out"]):
             raise ValueError(f"side {text!r} is not understood; there are {', '.join(f'mpi:{m}[:out]' for m in MPIS)}")
         return SideName(label or text, rest[0], rest[0], "".join(rest[1:]))
-    if rest not in ([], ["shared"]) or (rest and first not in ("netfold", "communicator")) or not first:
-        raise ValueError(f"side {text!r} is not understood; only netfold:shared and communicator:shared have variants")
-    return SideName(label or text, "communicator" if first == "communicator" else "torch", first, "".join(rest))
+    if not first or (rest and first not in NETFOLDS):
+        raise ValueError(
+            f"side {text!r} is not understood; a torch backend, netfold, communicator or mpi:NAME is wanted, and only "
+            f"netfold and communicator take words behind a colon: {_words()}"
+        )
+    return SideName(label or text, "communicator" if first == "communicator" else "torch", first, *_told(text, rest))
+
+
+def _told(text: str, words: Sequence[str]) -> tuple[str, str, str]:
+    """(variant, algorithm, wire) from a netfold side's words."""
+    kinds = (VARIANTS, ALGORITHMS, WIRES)
+    told = ["", "", ""]
+    for word in words:
+        kind = next((index for index, known in enumerate(kinds) if word in known), None)
+        if kind is None:
+            raise ValueError(f"side {text!r} is not understood: {word!r} is none of {_words()}")
+        if told[kind]:
+            raise ValueError(f"side {text!r} is not understood: it says both {told[kind]} and {word}")
+        told[kind] = word
+    return told[0], told[1], told[2]
+
+
+def _words() -> str:
+    return f"{', '.join(VARIANTS)}; the algorithms {', '.join(ALGORITHMS)}; the wire formats {', '.join(WIRES)}"
+
+
+@contextlib.contextmanager
+def refusing(name: SideName) -> Iterator[None]:
+    """What netfold says to words that it cannot follow, as a refusal."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if name.options() is None:
+            raise
+        raise RefusedError(str(error)) from error
+
+
+def how_it_ran(records: Any | None) -> tuple[str, str] | None:
+    """(algorithm, wire format) of the newest of netfold's event records; None without one."""
+    if records is None or len(records) == 0:
+        return None
+    newest = records[-1]
+    algorithm = next(name for name, number in engine.ALGORITHMS.items() if number == newest["algorithm"])
+    return algorithm, next(name for name, number in engine.DTYPES.items() if number == newest["wire"])
 
 
 def shared_empty(count: int, dtype: str) -> Array:

@@ -7,8 +7,16 @@ import torch
 import torch.distributed as dist
 
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.sides.side import Buffer, Pending, RefusedError, SideName, ping_pong, shared_empty
+from netfold.bench.sides.side import Buffer, Pending, RefusedError, SideName, ping_pong, refusing, shared_empty
 from netfold.bench.sizes import parse_dtype
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "avg": dist.ReduceOp.AVG,
+}
 
 
 class TorchWorld:
@@ -21,7 +29,8 @@ class TorchWorld:
         self.versions = {"torch": str(torch.__version__)}
 
     def side(self, name: SideName) -> "TorchSide":
-        return TorchSide(dist.new_group(backend=name.kind), name)
+        with refusing(name):
+            return TorchSide(dist.new_group(backend=name.kind, pg_options=name.options()), name)
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -44,19 +53,26 @@ class TorchSide:
         bits = tensor.view(torch.uint16) if kind is torch.bfloat16 else tensor
         return Buffer(bits.numpy(), tensor)
 
-    def bind(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], object]:
+    def bind(self, collective: Collective, redop: str, send: Buffer, receive: Buffer) -> Callable[[], object]:
         group, out, ours = self.group, receive.native, send.native
+        is_root, op = dist.get_rank() == ROOT, _OPS[redop]
         match collective.name:
             case "all_reduce":
-                return lambda: dist.all_reduce(out, group=group)
+                return lambda: dist.all_reduce(out, op, group=group)
             case "reduce":
-                return lambda: dist.reduce(out, ROOT, group=group)
+                return lambda: dist.reduce(out, ROOT, op, group=group)
             case "broadcast":
                 return lambda: dist.broadcast(out, ROOT, group=group)
             case "all_gather":
                 return lambda: dist.all_gather_into_tensor(out, ours, group=group)
+            case "gather":
+                parts = list(torch.tensor_split(out, dist.get_world_size())) if is_root else None
+                return lambda: dist.gather(ours, parts, ROOT, group=group)
+            case "scatter":
+                parts = list(torch.tensor_split(ours, dist.get_world_size())) if is_root else None
+                return lambda: dist.scatter(out, parts, ROOT, group=group)
             case "reduce_scatter":
-                return lambda: dist.reduce_scatter_tensor(out, ours, group=group)
+                return lambda: dist.reduce_scatter_tensor(out, ours, op, group=group)
             case "all_to_all":
                 return lambda: dist.all_to_all_single(out, ours, group=group)
             case "send_recv":

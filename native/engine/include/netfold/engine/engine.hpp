@@ -234,6 +234,8 @@ class Group {
   void hear_in_memory(collective::Failure& failure) const;
   void publish_traffic();
   void publish_status();
+  void come_inside(std::int64_t now);  // under mutex_; a thread of the caller, to wait or drive
+  void go_outside(std::int64_t now);   // likewise
   void wait_for(collective::WaitSet& set);
   void get_up();
   std::int64_t spin_ns() const;
@@ -256,7 +258,9 @@ class Group {
   std::deque<std::shared_ptr<Operation>> inbox_;
   Driver driver_ = Driver::none;
   std::condition_variable driver_left_;
-  int waiting_ = 0;  // threads that wait while another drives
+  int waiting_ = 0;      // threads that wait while another drives
+  int inside_ = 0;       // threads of the caller that wait or drive
+  int outstanding_ = 0;  // operations that are not done
   collective::Failure failure_;
   std::uint32_t next_sequence_ = 1;
   std::uint32_t next_transfer_ = 1;  // counted apart: ranks differ in how many they make

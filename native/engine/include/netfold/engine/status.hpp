@@ -1,4 +1,4 @@
-// What this process's groups are doing, for who looks from outside: `netfold doctor job`.
+// What this process's groups are doing, for who looks from outside: `netfold doctor job`, `netfold top`.
 //
 // One page of anonymous memory a process, found by its name among the process's descriptors (/proc/PID/fd): nothing is
 // left behind, whoever may read the process's descriptors may look, and a process that hangs need not answer. Each
@@ -15,6 +15,19 @@
 #include <vector>
 
 namespace netfold::engine {
+
+// How long something went on in all, in one word, so that who reads it needs no lock: twice the nanoseconds, and one
+// more while it goes on; from the nanoseconds the time of its start is then taken away, for the reader to add the time
+// of reading. Writers need one.
+class Stopwatch {
+ public:
+  void start(std::int64_t now) { word_.store((ns() - now) * 2 + 1, std::memory_order_relaxed); }
+  void stop(std::int64_t now) { word_.store((ns() + now) * 2, std::memory_order_relaxed); }
+
+ private:
+  std::int64_t ns() const { return word_.load(std::memory_order_relaxed) >> 1; }
+  std::atomic<std::int64_t> word_;
+};
 
 // Times are CLOCK_MONOTONIC nanoseconds, which all processes of a machine share. Append fields at the end only.
 struct StatusEntry {
@@ -43,7 +56,7 @@ struct StatusEntry {
   std::uint8_t done_kind;
   std::uint8_t failed;
   std::uint8_t without_switch;  // it joined one, and that is lost
-  std::uint8_t reserved;
+  std::uint8_t with_switch;     // it joined one, lost or not
   std::int64_t done_ns;
   char failure[512];  // of a group that failed
   // Where the two operations were called; empty where that is not known.
@@ -58,6 +71,16 @@ struct StatusEntry {
   std::uint64_t transfer_bytes;
   std::int64_t transfer_ns;  // since when
   char transfer_site[160];
+  // Sums over all that is done, sends and receives included.
+  std::uint64_t operations;
+  std::uint64_t tensor_bytes;
+  std::uint64_t wire_bytes;
+  std::uint64_t retransmissions;
+  std::uint64_t judged;  // collectives that told who came last: in the network, the switch does
+  std::uint64_t last;    // and it was this rank
+  // Written under the group's mutex, and not under `version`: by who submits and waits, too.
+  Stopwatch under_way;  // while anything is, queued included
+  Stopwatch inside;     // while a thread of the caller waits for an operation, or runs it
 };
 
 class StatusPage {

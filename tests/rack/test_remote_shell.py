@@ -1,0 +1,33 @@
+"""What stands for ssh between a rack's hosts: its text, and a command that goes through it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from netfold.rack import Rack
+from netfold.rack.command import missing
+from netfold.rack.remote_shell import named, remote_shell
+
+LACK = missing(loss=False)
+
+
+def test_an_address_of_no_host_is_an_error(tmp_path: Path) -> None:
+    program = tmp_path / "shell"
+    program.write_text(remote_shell("ab", 2))
+    done = subprocess.run(["sh", str(program), "-x", "10.77.0.9", "true"], capture_output=True, text=True, timeout=10)
+    assert done.returncode == 1 and "no host of this rack has the address 10.77.0.9" in done.stderr
+
+
+@pytest.mark.rack
+@pytest.mark.skipif(LACK is not None, reason=str(LACK))
+def test_a_command_runs_on_the_host_of_its_address_under_that_hosts_name(tmp_path: Path) -> None:
+    with Rack(2, "1gbit") as rack:
+        program = tmp_path / "shell"
+        program.write_text(remote_shell(rack.rack_id, 2))
+        asks = 'echo "$(uname -n)" $(ip -4 -o address show eth0 | grep -o "10.77.0.[0-9]*/" | head -1) "it\'s"'
+        there = ["sh", str(program), "-q", "-x", rack.address(1), asks, "two  words"]
+        out, _ = rack.popen(0, named(0, ["sh", "-c", 'uname -n; "$@"', "sh", *there])).communicate(timeout=20)
+    assert out.split("\n")[:2] == ["h0", "h1 10.77.0.2/ it's two words"]
