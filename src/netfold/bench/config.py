@@ -19,13 +19,14 @@ CALLS = ((1 << 10, 128), (SMALL_BYTES, 32), (4 << 20, 4))
 class Place:
     """Where: `workers` ranks on this machine, or, with rack_rate, on as many hosts of a rack with such links.
 
-    rack_rate, rack_loss: in tc's words; switch: whether netfold's ranks get an aggregator (None: in a rack yes, on
-    this machine as NETFOLD_SWITCH says); deadline_s: for everything, from the ranks' start to their end.
+    rack_rate, rack_loss, rack_delay: in tc's words; switch: whether netfold's ranks get an aggregator (None: in a rack
+    yes, on this machine as NETFOLD_SWITCH says); deadline_s: for everything, from the ranks' start to their end.
     """
 
     workers: int
     rack_rate: str | None = None
     rack_loss: str = "0%"
+    rack_delay: str = "0us"
     switch: bool | None = None
     deadline_s: int = 600
 

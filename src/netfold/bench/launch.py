@@ -51,7 +51,7 @@ def start_worlds(place: Place, worlds: Sequence[str], control: Path, folder: Pat
 def _in_rack(place: Place, commands: dict[str, list[str]], folder: Path) -> Iterator[Running]:
     assert place.rack_rate is not None
     running = Running()
-    with Rack(place.workers, place.rack_rate, place.rack_loss) as rack:
+    with Rack(place.workers, place.rack_rate, place.rack_loss, delay=place.rack_delay) as rack:
         if place.switch is not False:
             rack.start_switch(running.switch_lines.append)
         shell = folder / "remote-shell"

@@ -40,6 +40,7 @@ def _bench(
     ] = "sum",
     rack_rate: Annotated[str | None, typer.Option(help="Run in a rack with such links: 1gbit.")] = None,
     loss: Annotated[str, typer.Option(help="Packets each link of the rack loses: 0.1%.")] = "0%",
+    delay: Annotated[str, typer.Option(help="What each link of the rack takes beside its rate: 50us.")] = "0us",
     switch: Annotated[
         bool | None,
         typer.Option(
@@ -68,7 +69,7 @@ def _bench(
     verb = context.info_name
     assert verb is not None
     try:
-        place = Place(workers=workers, rack_rate=rack_rate, rack_loss=loss, switch=switch, deadline_s=timeout)
+        place = Place(workers, rack_rate, loss, delay, switch, timeout)
         collective = parse_collective(verb)
         sizes = [0] if verb == "barrier" else sweep(parse_size(begin), parse_size(end), factor)
         dtypes = parse_dtypes(dtype)
@@ -143,6 +144,7 @@ def model(
     workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
     rack_rate: Annotated[str | None, typer.Option(help="Run in a rack with such links: 200mbit.")] = None,
     loss: Annotated[str, typer.Option(help="Packets each link of the rack loses: 0.1%.")] = "0%",
+    delay: Annotated[str, typer.Option(help="What each link of the rack takes beside its rate: 50us.")] = "0us",
     switch: Annotated[
         bool | None,
         typer.Option(
@@ -171,7 +173,7 @@ def model(
         typer.echo(render_models())
         return
     try:
-        place = Place(workers=workers, rack_rate=rack_rate, rack_loss=loss, switch=switch, deadline_s=timeout)
+        place = Place(workers, rack_rate, loss, delay, switch, timeout)
         replay = Replay(
             models=name,
             sides=side or [],
