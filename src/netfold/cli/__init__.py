@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from netfold.cli import bench, demo, doctor, explain, rack, switch
+from netfold.cli import bench, demo, doctor, explain, profile, rack, switch
 
 app = typer.Typer(
     name="netfold",
@@ -22,6 +22,7 @@ app.add_typer(switch.app, name="switch")
 app.add_typer(bench.app, name="bench")
 app.add_typer(rack.app, name="rack")
 app.add_typer(doctor.app, name="doctor")
+app.add_typer(profile.app, name="profile")
 
 
 def main() -> None:
