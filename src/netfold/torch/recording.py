@@ -8,9 +8,9 @@ Its times are CLOCK_REALTIME's. The distance to CLOCK_MONOTONIC is measured at b
 narrowest of a few brackets (below a microsecond), and a time in between is moved by what lies in between: a clock that
 is slewed meanwhile costs nothing, one that is set is off by the jump within one window.
 
-Which group an operation was of its mark does not say. With one group there is no question; else the flight recorder,
-which torch keeps of the last operations, tells by name and time. Sequence numbers go on from those that a group had
-when the window began, so that ranks count alike whatever one of them missed.
+A mark says neither which group an operation was of, nor its number there, nor when it was submitted. The flight
+recorder does, torch's own list of the last operations: the k-th mark of a name and of sizes is of the k-th entry of
+these since the window began. Ranks so count alike, whatever one of them missed.
 
 A user's own profiler and this one exclude each other: the user's goes first, and what was missed is said.
 """
@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,8 +41,10 @@ from netfold.profile.record import RECORD
 from netfold.profile.recording import UNKNOWN, Batch, Identity, Names, Recording
 from netfold.profile.run import GroupName
 
-# A window is read at the first boundary after so long, and without boundaries when the main thread next can.
-WINDOW_S, NO_BOUNDARY_S = 1.0, 5.0
+# A window is read at the first boundary after so long or so many operations (the flight recorder keeps 2000 unless it
+# is told), and without boundaries, after a while more, when the main thread next can.
+WINDOW_S, NO_BOUNDARY_S = 2.0, 5.0
+_WINDOW_OPERATIONS = 800
 # Windows that nobody has written yet; beyond it the oldest go.
 _WINDOWS_KEPT = 64
 _ACTIVITIES = {_profiler.ProfilerActivity.CPU}
@@ -72,8 +74,6 @@ _LISTED = ("scatter", "gather", "all_gather", "reduce_scatter")
 _NUMBER = 1 << 32
 # What is under way between two steps would be missing: then the window stays open, so many boundaries at most.
 _PATIENCE = 10
-# A mark and the flight recorder's entry of the same call are microseconds apart.
-_APART_NS = 20_000_000
 _MESSAGES = ("send", "receive")
 
 _TORN = "A profiler of the job's own ran: what other backends did meanwhile, and since the step before it, is missing."
@@ -116,6 +116,7 @@ class TorchSource:
         self._looked_s = time.monotonic()
         self._seen = _Seen()
         self._messages = 0
+        self._uncertain = False
         self._hook: Any = None
         self._optimizer: weakref.ref[Any] | None = None
         self._others: dict[str, GroupName] = {}  # by torch's name; those that are gone too
@@ -155,12 +156,17 @@ class TorchSource:
     def boundary(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        if time.monotonic() - self._looked_s < WINDOW_S:
+        if time.monotonic() - self._looked_s < WINDOW_S and self._submitted() < _WINDOW_OPERATIONS:
             return
         if self._patience > 0 and _under_way():
             self._patience -= 1
             return
         self._turn()
+
+    def _submitted(self) -> int:
+        """How many collectives since the window began."""
+        before = self._began[1] if self._began is not None else {}
+        return sum(count - before.get(name, 0) for name, count in _begun().items())
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         """Jobs with several optimizers step each: the first one's steps are the job's."""
@@ -226,7 +232,8 @@ class TorchSource:
         batch = Batch(lost=dropped)
         while self._seen.windows:
             window = self._seen.windows.popleft()
-            rows = self._rows(window, names)
+            rows, missing = self._rows(window, names)
+            batch.lost += missing
             if rows:
                 records = np.zeros(len(rows), RECORD)
                 for name, column in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
@@ -235,35 +242,47 @@ class TorchSource:
                 batch.operations.append(records[np.argsort(records["finished_ns"], kind="stable")])
         return batch
 
-    def _rows(self, window: _Window, names: Names) -> list[tuple[int, ...]]:
+    def _rows(self, window: _Window, names: Names) -> tuple[list[tuple[int, ...]], int]:
+        """What fills _COLUMNS, and how many operations are missing."""
         events = sorted(
             (each for each in window.result.events() if _is_operation(each)), key=lambda each: each.start_ns()
         )
+        if not events:
+            return [], 0
         known = list(self._remember())
-        kept = _Kept() if len(known) > 1 and events else None
-        counts = dict(window.begun)
-        rows = []
-        for event in events:
+        kept = _Kept(window)
+        entries = [kept.find(each) for each in events]
+        # Without its entry an operation of the only group there is may still be counted, that of one of several not.
+        counted = dict(window.begun) if len(known) == 1 else None
+        rows: list[tuple[int, ...]] = []
+        for event, entry in zip(events, entries, strict=True):
             operation = event.name().partition(":")[2]
             operation = _OPERATIONS.get(operation, operation)
-            group, sequence = (known[0] if len(known) == 1 else None), 0
+            began = window.monotonic(event.start_ns())
+            group, sequence, queued = None, 0, began
+            if entry is not None:
+                group, sequence = entry.group, entry.sequence
+                queued = min(began, window.monotonic(entry.created_ns))
+            elif counted is not None:
+                group = known[0]
             if operation in _MESSAGES:
                 self._messages += 1
                 sequence = self._messages
-            elif kept is not None:
-                group, sequence = kept.find(event.name(), event.start_ns())
-            elif group is not None:
-                counts[group] = sequence = counts.get(group, 0) + 1
+            elif entry is None:
+                self._uncertain = True
+                if counted is not None and group is not None:
+                    sequence = counted[group] = counted.get(group, 0) + 1
+            elif counted is not None:
+                counted[entry.group] = entry.sequence
             number = _NUMBER + 1 + known.index(group) if group in known else _NUMBER
             dtypes = event.dtypes()
             dtype, item_bytes = _DTYPES.get(dtypes[0] if dtypes else "", ("?", 0))
             sizes = [math.prod(shape) * item_bytes for shape in event.shapes()]
             if operation in _LISTED:
                 sizes = sizes[:1]
-            began = window.monotonic(event.start_ns())
             numbers = names.number("operation", operation), names.number("dtype", dtype)
-            rows.append((number, sum(sizes), began, began, began + event.duration_ns(), sequence, *numbers, *_UNKNOWN))
-        return rows
+            rows.append((number, sum(sizes), queued, began, began + event.duration_ns(), sequence, *numbers, *_UNKNOWN))
+        return rows, kept.left()
 
     def _remember(self) -> dict[str, GroupName]:
         self._others.update(_others())
@@ -278,27 +297,28 @@ class TorchSource:
 
     def blind_spots(self) -> list[str]:
         found = self._others
-        if not found:
-            return []
-        said = [
-            "Of other backends, torch's profiler says when an operation was submitted and when it was done, not when "
-            "it began: waiting in a queue counts as communication.",
-            "An operation of another backend that was under way while records were read, or at the end, is missing.",
-            "gloo does not mark receives: they are missing.",
-            "What threads other than the main one submit to other backends is not recorded, except by autograd on CPU.",
-        ]
-        if len(found) > 1:
-            said.append(
-                "Of several groups of other backends, the flight recorder says which one an operation was of: not of "
-                "messages, nor of operations that it had forgotten before they were read (TORCH_FR_BUFFER_SIZE)."
-            )
-        if any(group.backend != "gloo" for group in found.values()):
-            said.append("On accelerators only the submission of operations is seen, not their run on the device.")
+        said = []
         if torch.get_num_threads() > 1:
             said.append(
                 f"torch computes with {torch.get_num_threads()} threads; only the main one is watched, so computing by "
                 "the others while it waits counts as exposed communication."
             )
+        if not found:
+            return said
+        said += [
+            "An operation of another backend that was under way while records were read, or at the end, is missing.",
+            "gloo does not mark receives: they are missing.",
+            "What threads other than the main one submit to other backends is not recorded, except by autograd on CPU.",
+        ]
+        if self._uncertain:
+            said.append(
+                "Of some operations of other backends the flight recorder kept nothing (TORCH_FR_BUFFER_SIZE): their "
+                "sequence numbers are counted, their groups not known where there are several."
+            )
+        if len(found) > 1:
+            said.append("Which of several groups a message between two ranks was of is not seen.")
+        if any(group.backend != "gloo" for group in found.values()):
+            said.append("On accelerators only the submission of operations is seen, not their run on the device.")
         if self._seen.torn:
             said.append(_TORN)
         return said
@@ -307,23 +327,33 @@ class TorchSource:
         return {"torch": torch.__version__}
 
 
+@dataclass(frozen=True)
+class _Entry:
+    group: str
+    sequence: int
+    created_ns: int
+
+
 class _Kept:
-    """The flight recorder's entries, in order of time, each to be found once."""
+    """The flight recorder's entries of a window, each to be found once."""
 
-    def __init__(self) -> None:
-        self._entries: dict[str, collections.deque[tuple[int, str, int]]] = {}
-        for entry in json.loads(_c10d._dump_fr_trace_json()).get("entries", ()):
-            row = (entry["time_created_ns"], entry["process_group"][0], entry["collective_seq_id"])
-            self._entries.setdefault(entry["profiling_name"], collections.deque()).append(row)
+    def __init__(self, window: _Window) -> None:
+        self._entries: dict[tuple[str, str], collections.deque[_Entry]] = {}
+        for entry in json.loads(_c10d._dump_fr_trace_json()).get("entries", ()):  # type: ignore[attr-defined]
+            created_ns = entry["time_created_ns"]
+            if window.began[0] <= created_ns <= window.ended[0] and not entry["is_p2p"]:
+                row = _Entry(entry["process_group"][0], entry["collective_seq_id"], created_ns)
+                key = (entry["profiling_name"], repr(entry["input_sizes"]))
+                self._entries.setdefault(key, collections.deque()).append(row)
 
-    def find(self, name: str, ns: int) -> tuple[str | None, int]:
-        """The group and sequence number of the call of `name` nearest to CLOCK_REALTIME `ns`, not before the last."""
-        entries = self._entries.get(name, collections.deque())
-        while len(entries) > 1 and abs(entries[1][0] - ns) <= abs(entries[0][0] - ns):
-            entries.popleft()
-        if not entries or abs(entries[0][0] - ns) > _APART_NS:
-            return None, 0
-        return entries.popleft()[1:]
+    def find(self, event: Any) -> _Entry | None:
+        """Of the next event, in order of time."""
+        entries = self._entries.get((event.name(), repr(event.shapes())))
+        return entries.popleft() if entries else None
+
+    def left(self) -> int:
+        """How many no mark was found for."""
+        return sum(map(len, self._entries.values()))
 
 
 _UNKNOWN = (UNKNOWN, UNKNOWN, UNKNOWN)
@@ -362,12 +392,13 @@ def _others() -> dict[str, GroupName]:
 
 def _begun() -> dict[str, int]:
     """How many collectives each such group has begun."""
-    return {name: group._get_sequence_number_for_group() for group, name, _ in _groups()}
+    return {name: cast(Any, group)._get_sequence_number_for_group() for group, name, _ in _groups()}
 
 
 def _under_way() -> bool:
     """Whether some operation of another backend is; as far as the flight recorder knows. Tens of microseconds."""
-    status = json.loads(_c10d._dump_fr_trace_json(includeCollectives=False)).get("pg_status", {})
+    dump = _c10d._dump_fr_trace_json(includeCollectives=False)  # type: ignore[attr-defined]
+    status = json.loads(dump).get("pg_status", {})
     return any(each["last_enqueued_collective"] != each["last_completed_collective"] for each in status.values())
 
 
