@@ -91,6 +91,7 @@ void Watcher::stop() {
   thread_->join();
   thread_.reset();
   say(look());
+  put_held();
   InEngine::watched_.store(0);
 }
 
@@ -139,13 +140,24 @@ void Watcher::say(const Look& now) {
   const std::int64_t passed = now.at_ns - last_.at_ns;
   const std::int64_t cpu = (now.cpu_ns - last_.cpu_ns) - (now.inside_cpu_ns - last_.inside_cpu_ns);
   const std::int64_t queued = now.queue_ns - last_.queue_ns;
-  const std::int64_t outside = std::max<std::int64_t>(0, passed - (now.inside_ns - last_.inside_ns));
-  const std::int64_t busy = std::clamp<std::int64_t>(cpu + queued, 0, outside);
-  // It was off its core for whole looks: those came before what it has done since.
-  if (passed > kLookNs + kLookNs / 2 && busy > 0 && busy < passed) put({now.at_ns - busy, busy_ns_});
-  busy_ns_ += busy;
-  put({now.at_ns, busy_ns_});
+  const std::int64_t outside = std::clamp<std::int64_t>(passed - (now.inside_ns - last_.inside_ns), 0, passed);
+  const std::int64_t counted = std::max<std::int64_t>(0, cpu + queued);
+  const std::int64_t busy = std::min(counted, outside);
+  // It stood in the queue when it was last looked at, and the kernel had not counted that yet.
+  held_.busy_ns += std::min(counted - busy, held_.outside_ns - held_.busy_ns);
+  put_held();
+  held_ = {now.at_ns, passed, outside, busy};
   last_ = now;
+}
+
+void Watcher::put_held() {
+  if (held_.passed_ns == 0) return;
+  // It was off its core for whole looks: those came before what it has done since.
+  const bool rested = held_.passed_ns > kLookNs + kLookNs / 2 && held_.busy_ns > 0 && held_.busy_ns < held_.passed_ns;
+  if (rested) put({held_.at_ns - held_.busy_ns, busy_ns_});
+  busy_ns_ += held_.busy_ns;
+  put({held_.at_ns, busy_ns_});
+  held_ = {};
 }
 
 void Watcher::put(ProgressLine line) {

@@ -179,9 +179,12 @@ class TorchSource:
 
     def _turn(self) -> None:
         self._close()
-        if not self._ended and _is_wanted():
+        wanted = not self._ended and _is_wanted()
+        if wanted:
             self._open()
-        self._looked_s = time.monotonic()
+        if self._began is not None or not wanted:
+            self._looked_s = time.monotonic()
+        # else another profiler is in the way: the next boundary tries again
         self._patience = _PATIENCE
 
     def _open(self) -> None:
@@ -307,7 +310,6 @@ class TorchSource:
             return said
         said += [
             "An operation of another backend that was under way while records were read, or at the end, is missing.",
-            "gloo does not mark receives: they are missing.",
             "What threads other than the main one submit to other backends is not recorded, except by autograd on CPU.",
         ]
         if self._uncertain:

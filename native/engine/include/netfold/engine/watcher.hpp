@@ -6,9 +6,9 @@
 // operation. So a thread that spins for a message does not compute, and one that was preempted does.
 //
 // Time in the queue is counted by the kernel when the thread gets its core, hence later than it passed: nothing is said
-// of a thread that has not run since the last look, and when it has, its time off the core is put first. Of the queue,
-// no more is taken as computing than there was time outside of calls. Between two looks neither order nor mixture is
-// seen.
+// of a thread that has not run since the last look, and when it has, its time off the core is put first; what it queued
+// for longer than that was before that look. No more is taken as computing than there was time outside of calls.
+// Between two looks neither order nor mixture is seen.
 //
 // May use: the clock. Costs: nobody watching, one relaxed load a call; watched, two readings of the thread's CPU clock
 // a call, and a thread that looks at it every kLookNs.
@@ -81,7 +81,15 @@ class Watcher {
     std::int64_t inside_ns = 0;
   };
   Look look() const;
+  // Between two looks; kept until the next one, which may know of time in the queue that was part of it.
+  struct Stretch {
+    std::int64_t at_ns = 0;  // its end
+    std::int64_t passed_ns = 0;
+    std::int64_t outside_ns = 0;  // of calls into the engine
+    std::int64_t busy_ns = 0;
+  };
   void say(const Look& now);
+  void put_held();
   void put(ProgressLine line);
   void run();
 
@@ -90,6 +98,7 @@ class Watcher {
   int queue_fd_ = -1;
   int pid_;
   Look last_;
+  Stretch held_;
   std::int64_t busy_ns_ = 0;
   std::unique_ptr<std::thread> thread_;
 
