@@ -339,14 +339,14 @@ def test_operations_of_several_gloo_groups_are_told_apart(tmp_path: Path) -> Non
             found = trace.operations[trace.operations["group"] == int(number)]
             calls = [(about.name_of("operation", each["operation"]), int(each["bytes"])) for each in found]
             if not group.ranks:
-                assert calls == [[("send", 20)], [("receive", 20)], []][rank]
+                assert calls == []
                 continue
             elements = 40 if group.name == "default_pg" else 80
             counts = {("all_reduce", elements): 1000, **({("barrier", 0): 1} if elements == 40 else {})}
             assert Counter(calls) == counts
             assert sorted(found["sequence"]) == list(range(1, sum(counts.values()) + 1))
         assert len(trace.steps) == 999
-        assert any("Which of several groups a message" in each for each in about.blind_spots)
+        assert any("Messages between two ranks" in each for each in about.blind_spots) == (rank < 2)
 
 
 USERS_PROFILER = """
@@ -379,21 +379,52 @@ def test_a_profiler_of_the_users_goes_first_and_what_is_missing_is_said(tmp_path
 
 WITHOUT_STEPS = """
     import sys, time, torch, torch.distributed as dist, netfold
+    from netfold.torch import recording
+    recording._MOST_OPERATIONS = 100
     with netfold.profile(sys.argv[1]) as profile:
         dist.init_process_group("gloo")
-        for _ in range(400):
+        for _ in range(200):
             dist.all_reduce(torch.ones(1))
             time.sleep(0.02)
-        file = sys.argv[1] + f"/rank-{dist.get_rank():04}/operations"
-        assert open(file, "rb").read(), "written while it ran"
 """
 
 
 @pytest.mark.torch
-def test_a_job_without_steps_is_written_while_it_runs(tmp_path: Path) -> None:
+def test_a_job_without_steps_is_read_at_the_end_up_to_a_bound(tmp_path: Path) -> None:
     done = run(*torchrun(2, script(tmp_path, WITHOUT_STEPS), tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     for trace in read_run(tmp_path / "run").traces:
-        assert len(trace.operations) + trace.about.lost == 400
-        assert trace.about.lost <= 2, "what was under way when the main thread was interrupted"
+        assert 100 <= len(trace.operations) < 200
+        assert len(trace.operations) + trace.about.lost == 200
+        assert trace.operations["sequence"].tolist() == list(range(1, len(trace.operations) + 1))
+        assert any("should call netfold.profile.step()" in each for each in trace.about.blind_spots)
         assert len(trace.steps) == 0
+
+
+MARKS = """
+    import sys, torch, torch.distributed as dist, netfold
+    from torch.nn.parallel import DistributedDataParallel
+    from netfold.torch import recording
+    recording.WINDOW_S = 0.0  # every step's hook reads, within the optimizer's own mark
+    dist.init_process_group("gloo")
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with netfold.profile(sys.argv[1]):
+        for _ in range(200):
+            with torch.profiler.record_function("mine"):
+                model(torch.ones(1, 64)).sum().backward()
+                optimizer.step()
+"""
+
+
+@pytest.mark.torch
+def test_reading_within_marks_and_right_after_buckets_is_safe(tmp_path: Path) -> None:
+    done = run(*torchrun(2, script(tmp_path, MARKS), tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    for trace in read_run(tmp_path / "run").traces:
+        assert trace.about.lost == 0
+        numbers = sorted(trace.operations["sequence"])
+        assert numbers == list(range(numbers[0], numbers[-1] + 1))
+        assert len(trace.operations) > 400
+        assert len(trace.steps) == 199

@@ -12,6 +12,11 @@ A mark says neither which group an operation was of, nor its number there, nor w
 recorder does, torch's own list of the last operations: the k-th mark of a name and of sizes is of the k-th entry of
 these since the window began. Ranks so count alike, whatever one of them missed.
 
+Reading a window frees the memory to which whatever is marked as under way writes its end, so it is only done when there
+is none: when the flight recorder has retired all that it knows. It knows collectives; messages, and marks that Python
+code makes (an optimizer's step is one, within which its hooks run), are kept out of windows. Nor is a window opened or
+read within a backward pass, which has thread-local state of its own.
+
 A user's own profiler and this one exclude each other: the user's goes first, and what was missed is said.
 """
 
@@ -25,7 +30,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -44,7 +49,7 @@ from netfold.profile.run import GroupName
 # A window is read at the first boundary after so long or so many operations (the flight recorder keeps 2000 unless it
 # is told), and without boundaries, after a while more, when the main thread next can.
 WINDOW_S, NO_BOUNDARY_S = 2.0, 5.0
-_WINDOW_OPERATIONS = 800
+_WINDOW_OPERATIONS = 1200
 # Windows that nobody has written yet; beyond it the oldest go.
 _WINDOWS_KEPT = 64
 _ACTIVITIES = {_profiler.ProfilerActivity.CPU}
@@ -67,26 +72,42 @@ _DTYPES = {
     "c10::complex<double>": ("?", 16),
 }
 # Marks that are netfold's operations by another name.
-_OPERATIONS = {"alltoall": "all_to_all", "allreduce": "all_reduce", "recvAnySource": "receive", "recv": "receive"}
+_OPERATIONS = {"alltoall": "all_to_all", "allreduce": "all_reduce"}
 # What lists a tensor a rank: a record says the size of one.
 _LISTED = ("scatter", "gather", "all_gather", "reduce_scatter")
 # No netfold group has such a number; other groups count on from it, it stands for those that cannot be told apart.
 _NUMBER = 1 << 32
-# What is under way between two steps would be missing: then the window stays open, so many boundaries at most.
-_PATIENCE = 10
-_MESSAGES = ("send", "receive")
+# What is marked while no window can be read is bounded: beyond so many collectives none is.
+_MOST_OPERATIONS = 20_000
+# How long the end of a recording waits for what is under way, looking every so often.
+_END_S, _END_LOOK_S = 1.0, 0.001
+_MESSAGES = ("send", "recv", "recv_anysource")
 
 _TORN = "A profiler of the job's own ran: what other backends did meanwhile, and since the step before it, is missing."
 
 
+@dataclass(frozen=True)
+class _Event:
+    """A mark: `name` is `gloo:all_reduce`; shapes and dtypes of inputs, in torch's words."""
+
+    name: str
+    start_ns: int
+    duration_ns: int
+    shapes: list[list[int]]
+    dtypes: list[str]
+
+
 @dataclass
 class _Window:
-    result: Any
+    events: list[_Event]
     # CLOCK_REALTIME and how far it is ahead of CLOCK_MONOTONIC, at the beginning and at the end.
     began: tuple[int, int]
     ended: tuple[int, int]
     # How many collectives each group had begun when it began, by torch's name of the group.
     begun: Mapping[str, int]
+    # What the flight recorder had to say when it ended.
+    kept: bytes
+    submitted: int  # how many calls there were, messages included
 
     def monotonic(self, ns: int) -> int:
         (began, first), (ended, last) = self.began, self.ended
@@ -112,41 +133,69 @@ class TorchSource:
         self._recording = recording
         # Of the window that is open: the clocks, and what groups had begun.
         self._began: tuple[tuple[int, int], dict[str, int]] | None = None
-        self._patience = _PATIENCE
         self._looked_s = time.monotonic()
         self._seen = _Seen()
-        self._messages = 0
+        self._unmarked: list[tuple[Any, str, Any]] = []  # torch's own methods, to be put back
+        self._messages = False
+        self._unread = False
+        self._full = False
         self._uncertain = False
         self._hook: Any = None
         self._optimizer: weakref.ref[Any] | None = None
         self._others: dict[str, GroupName] = {}  # by torch's name; those that are gone too
-        self._asked = False
-        # Kept: the interpreter calls it when it can, not at once.
-        self._pending = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._called_back)
         self._ended = False
+        # Kept here: the interpreter calls it when it can, not at once.
+        self._enough = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._stop_marking)
 
     def begin(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         self._hook = optimizers.register_optimizer_step_post_hook(self._stepped)
-        if threading.current_thread() is threading.main_thread():
+        if not _has_flight_recorder():
+            return
+        for owner, names in ((dist.ProcessGroup, _MESSAGES), (user_profiler.record_function, ("__enter__",))):
+            for name in names:
+                original = getattr(owner, name)
+                self._unmarked.append((owner, name, original))
+                setattr(owner, name, self._without_mark(original))
+        # Else the first boundary does: the profiler sees the thread that starts it.
+        if threading.current_thread() is threading.main_thread() and not _in_backward() and _is_wanted():
             self._open()
-        # On another thread: the profiler sees the thread that starts it; the main thread will, when it can.
 
     def end(self) -> None:
         self._ended = True
+        self._let_go()
+        if self._began is None or threading.current_thread() is not threading.main_thread():
+            return
+        until_s = time.monotonic() + _END_S
+        while (kept := self._when_quiet()) is None and time.monotonic() < until_s:
+            time.sleep(_END_LOOK_S)
+        # What has not ended by now waits for a rank that is gone. A profiler left on would trip the process's end.
+        self._close(kept or b"{}")
+
+    def forget(self) -> None:
+        # The profiler stays as it is: operations of the parent's would write into what reading it freed.
+        self._ended = True
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if threading.current_thread() is threading.main_thread():
-            self._close()
+        while self._unmarked:
+            setattr(*self._unmarked.pop())
 
-    def forget(self) -> None:
-        self._ended = True
-        if self._hook is not None:
-            self._hook.remove()
-        if self._began is not None and _autograd._profiler_enabled() and not user_profiler._is_profiler_enabled:
-            _autograd._disable_profiler()
-        self._began = None
+    def _without_mark(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if self._began is None or user_profiler._is_profiler_enabled:
+                return original(*arguments, **named)
+            self._messages |= original.__name__ in _MESSAGES
+            _autograd._enable_record_function(False)
+            try:
+                return original(*arguments, **named)
+            finally:
+                _autograd._enable_record_function(not self._full)
+
+        return call
 
     def identity(self) -> Identity | None:
         if not dist.is_initialized():
@@ -157,9 +206,6 @@ class TorchSource:
         if threading.current_thread() is not threading.main_thread():
             return
         if time.monotonic() - self._looked_s < WINDOW_S and self._submitted() < _WINDOW_OPERATIONS:
-            return
-        if self._patience > 0 and _under_way():
-            self._patience -= 1
             return
         self._turn()
 
@@ -178,14 +224,20 @@ class TorchSource:
         self._recording.optimizer_stepped()
 
     def _turn(self) -> None:
-        self._close()
-        wanted = not self._ended and _is_wanted()
+        """Read what is there and start anew, if nothing is under way; else the next time."""
+        if _in_backward():
+            return
+        if self._began is not None:
+            kept = self._when_quiet()
+            if kept is None:
+                return
+            self._close(kept)
+        wanted = _has_flight_recorder() and _is_wanted()
         if wanted:
             self._open()
         if self._began is not None or not wanted:
             self._looked_s = time.monotonic()
         # else another profiler is in the way: the next boundary tries again
-        self._patience = _PATIENCE
 
     def _open(self) -> None:
         # Another's is left alone: starting ours would end it.
@@ -202,35 +254,49 @@ class TorchSource:
         _autograd._enable_profiler(config, _ACTIVITIES, {_profiler.RecordScope.USER_SCOPE})  # type: ignore[call-arg]
         self._began = began, _begun()
 
-    def _close(self) -> None:
+    def _when_quiet(self) -> bytes | None:
+        """What the flight recorder says, if it says that no collective of the window is under way; else None.
+
+        torch retires an entry after all that the thread which ran the operation has to do with it. The short answer,
+        the last that was completed, comes first: tens of microseconds instead of milliseconds.
+        """
+        status = json.loads(_c10d._dump_fr_trace_json(includeCollectives=False))  # type: ignore[attr-defined]
+        for each in status.get("pg_status", {}).values():
+            if each["last_enqueued_collective"] != each["last_completed_collective"]:
+                return None
+        kept: bytes = _c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+        # What it has forgotten may be under way.
+        remembers = kept.count(b'"retired":') >= self._submitted()
+        return kept if remembers and b'"retired":false' not in kept else None
+
+    def _close(self, kept: bytes) -> None:
+        submitted = self._submitted()
         began, self._began = self._began, None
         if began is None:
             return
+        if self._full:
+            self._full = False
+            _autograd._enable_record_function(True)
         if user_profiler._is_profiler_enabled or not _autograd._profiler_enabled():
             self._seen.torn = True  # a profiler of the user's has replaced ours, and may still run
             return
-        result = _autograd._disable_profiler()
+        # Torn down where it was made: kineto frees on this thread what the next window may be about to use.
+        events = _read(_autograd._disable_profiler())
         if len(self._seen.windows) == _WINDOWS_KEPT:
-            self._seen.dropped += len(self._seen.windows[0].result.events())
+            self._seen.dropped += len(self._seen.windows[0].events)
         clocks, begun = began
-        self._seen.windows.append(_Window(result, clocks, _clocks(), begun))
+        self._seen.windows.append(_Window(events, clocks, _clocks(), begun, kept, submitted))
 
-    def _called_back(self, _: Any) -> int:
-        self._asked = False
-        if not self._ended:
-            self._turn()
+    def _stop_marking(self, _: Any) -> int:
+        if self._began is not None:
+            self._full = self._unread = True
+            _autograd._enable_record_function(False)
         return 0
 
-    def _ask_main_thread(self) -> None:
-        """A job without boundaries: the main thread turns the window between two of its bytecodes."""
-        if not self._asked and time.monotonic() - self._looked_s > NO_BOUNDARY_S:
-            self._asked = True
-            if ctypes.pythonapi.Py_AddPendingCall(self._pending, None) != 0:
-                self._asked = False  # its list is full; the next time
-
     def take(self, names: Names) -> Batch:
-        if not self._ended:
-            self._ask_main_thread()
+        if self._began is not None and self._submitted() > _MOST_OPERATIONS:
+            # On the main thread, whose state it is; where it is undone, by the end of a backward pass, it comes again.
+            ctypes.pythonapi.Py_AddPendingCall(self._enough, None)
         dropped, self._seen.dropped = self._seen.dropped, 0
         batch = Batch(lost=dropped)
         while self._seen.windows:
@@ -247,11 +313,7 @@ class TorchSource:
 
     def _rows(self, window: _Window, names: Names) -> tuple[list[tuple[int, ...]], int]:
         """What fills _COLUMNS, and how many operations are missing."""
-        events = sorted(
-            (each for each in window.result.events() if _is_operation(each)), key=lambda each: each.start_ns()
-        )
-        if not events:
-            return [], 0
+        events = sorted(window.events, key=lambda each: each.start_ns)
         known = list(self._remember())
         kept = _Kept(window)
         entries = [kept.find(each) for each in events]
@@ -259,33 +321,30 @@ class TorchSource:
         counted = dict(window.begun) if len(known) == 1 else None
         rows: list[tuple[int, ...]] = []
         for event, entry in zip(events, entries, strict=True):
-            operation = event.name().partition(":")[2]
+            operation = event.name.partition(":")[2]
             operation = _OPERATIONS.get(operation, operation)
-            began = window.monotonic(event.start_ns())
+            began = window.monotonic(event.start_ns)
             group, sequence, queued = None, 0, began
             if entry is not None:
                 group, sequence = entry.group, entry.sequence
                 queued = min(began, window.monotonic(entry.created_ns))
             elif counted is not None:
                 group = known[0]
-            if operation in _MESSAGES:
-                self._messages += 1
-                sequence = self._messages
-            elif entry is None:
+            if entry is None:
                 self._uncertain = True
                 if counted is not None and group is not None:
                     sequence = counted[group] = counted.get(group, 0) + 1
             elif counted is not None:
                 counted[entry.group] = entry.sequence
             number = _NUMBER + 1 + known.index(group) if group in known else _NUMBER
-            dtypes = event.dtypes()
+            dtypes = event.dtypes
             dtype, item_bytes = _DTYPES.get(dtypes[0] if dtypes else "", ("?", 0))
-            sizes = [math.prod(shape) * item_bytes for shape in event.shapes()]
+            sizes = [math.prod(shape) * item_bytes for shape in event.shapes]
             if operation in _LISTED:
                 sizes = sizes[:1]
             numbers = names.number("operation", operation), names.number("dtype", dtype)
-            rows.append((number, sum(sizes), queued, began, began + event.duration_ns(), sequence, *numbers, *_UNKNOWN))
-        return rows, kept.left()
+            rows.append((number, sum(sizes), queued, began, began + event.duration_ns, sequence, *numbers, *_UNKNOWN))
+        return rows, kept.left() if kept.count >= window.submitted else max(0, window.submitted - len(events))
 
     def _remember(self) -> dict[str, GroupName]:
         self._others.update(_others())
@@ -317,12 +376,22 @@ class TorchSource:
                 "Of some operations of other backends the flight recorder kept nothing (TORCH_FR_BUFFER_SIZE): their "
                 "sequence numbers are counted, their groups not known where there are several."
             )
-        if len(found) > 1:
-            said.append("Which of several groups a message between two ranks was of is not seen.")
+        if self._messages:
+            said.append("Messages between two ranks over other backends are not recorded.")
+        if not _has_flight_recorder():
+            said.append(
+                "Operations of other backends are not recorded: torch's flight recorder is off (TORCH_FR_BUFFER_SIZE), "
+                "without which they cannot be read safely."
+            )
         if any(group.backend != "gloo" for group in found.values()):
             said.append("On accelerators only the submission of operations is seen, not their run on the device.")
         if self._seen.torn:
             said.append(_TORN)
+        if self._unread:
+            said.append(
+                f"Of other backends only the first {_MOST_OPERATIONS} operations or so between two times at which they "
+                "could be read are there: a job without an optimizer should call netfold.profile.step()."
+            )
         return said
 
     def versions(self) -> Mapping[str, str]:
@@ -341,16 +410,18 @@ class _Kept:
 
     def __init__(self, window: _Window) -> None:
         self._entries: dict[tuple[str, str], collections.deque[_Entry]] = {}
-        for entry in json.loads(_c10d._dump_fr_trace_json()).get("entries", ()):  # type: ignore[attr-defined]
+        said = json.loads(window.kept).get("entries", ())
+        self.count = len(said)
+        for entry in said:
             created_ns = entry["time_created_ns"]
-            if window.began[0] <= created_ns <= window.ended[0] and not entry["is_p2p"]:
+            if window.began[0] <= created_ns <= window.ended[0]:
                 row = _Entry(entry["process_group"][0], entry["collective_seq_id"], created_ns)
                 key = (entry["profiling_name"], repr(entry["input_sizes"]))
                 self._entries.setdefault(key, collections.deque()).append(row)
 
-    def find(self, event: Any) -> _Entry | None:
+    def find(self, event: _Event) -> _Entry | None:
         """Of the next event, in order of time."""
-        entries = self._entries.get((event.name(), repr(event.shapes())))
+        entries = self._entries.get((event.name, repr(event.shapes)))
         return entries.popleft() if entries else None
 
     def left(self) -> int:
@@ -365,8 +436,12 @@ _COLUMNS = (
 )
 
 
-def _is_operation(event: Any) -> bool:
-    return event.name().partition(":")[0] in _BACKENDS
+def _read(result: Any) -> list[_Event]:
+    return [
+        _Event(name, each.start_ns(), each.duration_ns(), each.shapes(), each.dtypes())
+        for each in result.events()
+        if (name := each.name()).partition(":")[0] in _BACKENDS
+    ]
 
 
 def _groups() -> list[tuple[dist.ProcessGroup, str, str]]:
@@ -397,11 +472,13 @@ def _begun() -> dict[str, int]:
     return {name: cast(Any, group)._get_sequence_number_for_group() for group, name, _ in _groups()}
 
 
-def _under_way() -> bool:
-    """Whether some operation of another backend is; as far as the flight recorder knows. Tens of microseconds."""
-    dump = _c10d._dump_fr_trace_json(includeCollectives=False)  # type: ignore[attr-defined]
-    status = json.loads(dump).get("pg_status", {})
-    return any(each["last_enqueued_collective"] != each["last_completed_collective"] for each in status.values())
+def _has_flight_recorder() -> bool:
+    sizes = [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
+    return hasattr(_c10d, "_dump_fr_trace_json") and "0" not in sizes
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_wanted() -> bool:
