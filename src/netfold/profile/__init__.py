@@ -1,8 +1,9 @@
 """Communication profiles: where a training job's time on the network goes.
 
-`run` is what a profiled job leaves on disk, `record` one operation in it, `recording` how a process writes it,
-`launch` runs a command with that on, `findings` what is said of it. May import NumPy, of ours the native floor, once it
-records, and no room; the record's layout is the native engine's (`native/engine/include/.../event.hpp`), held by a test.
+`run` is what a profiled job leaves on disk, `record` one operation in it, `recording` how a process writes it, `launch`
+runs a command with that on, `findings` is what is said of a run. May import NumPy and, while it records, the native
+floor; no room of ours. The record's layout is the native engine's (`native/engine/include/.../event.hpp`), held by a
+test.
 
 Always: reading a run changes nothing in it; a run can be read on another machine, without what made it.
 

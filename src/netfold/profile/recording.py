@@ -183,8 +183,11 @@ class Recording:
         atexit.unregister(self.stop)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        for source in self._sources:
-            source.end()
+        try:
+            for source in self._sources:
+                source.end()
+        except Exception as error:
+            self._fail(error)
         with self._lock:
             if self._watcher is not None:
                 self._watcher.stop()
@@ -227,8 +230,12 @@ class Recording:
         if self._boundary_ns is not None:
             self._steps.append((self._boundary_ns, now))
         self._boundary_ns = now
-        for source in self._sources:
-            source.boundary()
+        try:
+            for source in self._sources:
+                source.boundary()
+        except Exception as error:
+            if not self._failed:
+                self._fail(error)
 
     def _add_torch(self) -> None:
         # By name: this room imports none of ours, and without torch there is nothing to import.
@@ -274,13 +281,16 @@ class Recording:
             if self._writer is None and not self._open():
                 return False
             return self._write()
-        except (OSError, ValueError) as error:
-            self._failed = True
-            print(f"netfold: profiling ends here, training goes on: {error}", file=sys.stderr, flush=True)
-            for source in self._sources:
-                with contextlib.suppress(Exception):
-                    source.end()
+        except Exception as error:  # whatever it is, it is none of the job's
+            self._fail(error)
             return False
+
+    def _fail(self, error: Exception) -> None:
+        self._failed = True
+        print(f"netfold: profiling ends here, training goes on: {error}", file=sys.stderr, flush=True)
+        for source in self._sources:
+            with contextlib.suppress(Exception):
+                source.end()
 
     def _open(self) -> bool:
         who = self._identity()

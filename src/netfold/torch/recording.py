@@ -163,8 +163,10 @@ class TorchSource:
 
     def end(self) -> None:
         self._ended = True
+        if threading.current_thread() is not threading.main_thread():
+            return  # the next boundary does it, or the end of the process
         self._let_go()
-        if self._began is None or threading.current_thread() is not threading.main_thread():
+        if self._began is None:
             return
         until_s = time.monotonic() + _END_S
         while (kept := self._when_quiet()) is None and time.monotonic() < until_s:
@@ -204,6 +206,10 @@ class TorchSource:
 
     def boundary(self) -> None:
         if threading.current_thread() is not threading.main_thread():
+            return
+        if self._ended:
+            if not _in_backward():
+                self.end()
             return
         if time.monotonic() - self._looked_s < WINDOW_S and self._submitted() < _WINDOW_OPERATIONS:
             return
