@@ -125,7 +125,7 @@ def test_a_thread_that_waits_in_an_operation_does_not_compute(asynchronous: bool
     wall_ns, cpu_ns, busy_ns = values(run_ranks(waits, 2, options, asynchronous))[0]
     assert wall_ns > 300 * MS
     if spins:
-        assert cpu_ns > 0.1 * wall_ns, "it span, which is what must not count"
+        assert cpu_ns > 5 * MS, "it span, as far as others let it, which is what must not count"
     assert busy_ns < 0.1 * wall_ns
 
 
