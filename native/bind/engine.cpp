@@ -8,6 +8,7 @@
 #include <unistd.h>
 #include <netfold/collective/registry.hpp>
 #include <netfold/engine/engine.hpp>
+#include <netfold/engine/watcher.hpp>
 #include <netfold/transport/tcp_pipe.hpp>
 
 #include <cerrno>
@@ -460,12 +461,19 @@ void bind_engine(nb::module_& m) {
       .def("said", &Group::said, nb::arg("sequence"),
            "How one of the last calls was made, in words that all ranks share.")
       .def("last_seen", &Group::last_seen, "What this rank does, to be told to others.")
-      .def("events",
-           [](const Group& self) {
-             std::uint64_t total = 0;
-             const auto records = self.events(&total);
-             return nb::make_tuple(total, record_bytes(records.data(), records.size()));
-           })
+      .def(
+          "events",
+          [](const Group& self, std::uint64_t since) {
+            std::uint64_t total = 0;
+            std::vector<engine::EventRecord> records;
+            {
+              nb::gil_scoped_release release;
+              records = self.events(since, &total);
+            }
+            return nb::make_tuple(total, record_bytes(records.data(), records.size()));
+          },
+          nb::arg("since") = 0,
+          "How many there ever were; the newest, oldest first, as far as they came after the first `since`.")
       .def(
           "shard", [](const std::shared_ptr<Group>& self, std::size_t number) { return Shard{self, number}; },
           nb::arg("number"), "The way to one of its switches, by the order of attaching.")
@@ -541,6 +549,22 @@ void bind_engine(nb::module_& m) {
       nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>(),
       "(is a broken connection, else a late operation; group id; ranks; lane, rail; sequence, seconds waited)");
   e.def("interrupt_news", [] { Engine::instance().interrupt_news(); });
+
+  using engine::Watcher;
+  nb::class_<Watcher>(e, "Watcher", "Sees how much one thread computes; one at a time in a process.")
+      .def(
+          nb::init<pthread_t, int>(), nb::arg("thread"), nb::arg("id"),
+          "thread: as pthread_self (threading's ident) and as the kernel calls it (native_id); it must not end before.")
+      .def("stop", &Watcher::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "take",
+          [](Watcher& self) {
+            const auto lines = self.take();
+            return nb::bytes(reinterpret_cast<const char*>(lines.data()), lines.size() * sizeof(engine::ProgressLine));
+          },
+          "The lines since the last call (netfold.profile.run.PROGRESS).")
+      .def_prop_ro("sees_queue", &Watcher::sees_queue);
+
   e.def("hide_from_call_sites", &hide_from_call_sites, nb::arg("folder"),
         "Calls made by files below `folder` are reported where those were called from.");
 }

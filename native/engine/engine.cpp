@@ -9,6 +9,7 @@
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/registry.hpp>
 #include <netfold/engine/engine.hpp>
+#include <netfold/engine/watcher.hpp>
 
 #include <algorithm>
 #include <cfenv>
@@ -90,6 +91,7 @@ void sleep_in(collective::WaitSet& set) {
 
 bool Operation::wait(std::int64_t timeout_ns) const {
   if (done()) return true;
+  const InEngine counted;
   std::unique_lock lock(mutex_);
   const auto is_done = [this] { return done(); };
   if (timeout_ns < 0) {
@@ -209,6 +211,7 @@ Choice Group::choose(collective::Kind kind, kernels::DType dtype, kernels::Reduc
 
 std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread,
                                          const char* site) {
+  const InEngine counted;
   collective::validate(call, rank(), size());
   auto operation = std::make_shared<Operation>();
   const std::uint64_t bytes = call.tensor().bytes;
@@ -280,6 +283,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
 
 bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
   if (operation.done()) return true;
+  const InEngine counted;
   const std::int64_t now = now_ns();
   const std::int64_t until_ns = timeout_ns < 0 ? -1 : now + timeout_ns;
   bool drive = false;
@@ -677,13 +681,12 @@ std::vector<Group::Traffic> Group::traffic() const {
   return traffic_;
 }
 
-std::vector<EventRecord> Group::events(std::uint64_t* total) const {
+std::vector<EventRecord> Group::events(std::uint64_t since, std::uint64_t* total) const {
   std::lock_guard lock(mutex_);
   *total = event_count_;
-  std::vector<EventRecord> out = events_;
-  if (event_count_ > kEventCapacity) {
-    std::rotate(out.begin(), out.begin() + static_cast<std::ptrdiff_t>(event_count_ % kEventCapacity), out.end());
-  }
+  std::uint64_t next = std::max(since, event_count_ - events_.size());
+  std::vector<EventRecord> out;
+  for (; next < event_count_; ++next) out.push_back(events_[next % kEventCapacity]);
   return out;
 }
 

@@ -8,14 +8,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from netfold import profile
     from netfold.communicator import Communicator, FileStore, Options, empty
 
 __version__ = "0.1.0"
-__all__ = ["Communicator", "FileStore", "Options", "__version__", "empty"]
+__all__ = ["Communicator", "FileStore", "Options", "__version__", "empty", "profile"]
 
 
 def __getattr__(name: str) -> Any:
     # torch's plugin loader imports this package in every process that imports torch: it must stay light.
+    if name == "profile":
+        return import_module("netfold.profile")  # a room that can be called
     if name in __all__:
         return getattr(import_module("netfold.communicator"), name)
     raise AttributeError(f"module 'netfold' has no attribute {name!r}")

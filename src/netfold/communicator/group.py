@@ -39,7 +39,8 @@ from netfold.plan import (
     format_seconds,
     table_without_switch,
 )
-from netfold.profile import Records, records_of
+from netfold.profile import Records, recording, records_of
+from netfold.profile.run import GroupName
 
 log = logging.getLogger("netfold")
 _LOG_FORMAT = "%(asctime)s %(name)s %(levelname)-7s %(message)s"
@@ -82,10 +83,12 @@ class Group:
         timeout_s: float = 1800.0,
         join_timeout_s: float = 60.0,
         store_host: str | None = None,
+        job_ranks: Sequence[int] = (),
     ) -> None:
         """Meet the other ranks through `store`, then join the switch, if one is named.
 
         `timeout_s` is the deadline of each operation that names none; `join_timeout_s` that of coming together.
+        `job_ranks`: who the ranks of this group are in the job, for profiles; empty where that is not known.
         Raises ValueError for options that make no sense, RendezvousError, SwitchError.
         """
         if not 0 <= rank < size:
@@ -213,6 +216,9 @@ class Group:
         for number, (switch, joined) in enumerate(zip(switches, memberships, strict=bool(memberships))):
             self.recoveries.append(self._go_by(number, switch, joined, job, options))
         caretaker.take_care(self._id, self._ward)
+        name = GroupName(f"netfold {job.name[:8]}", "netfold", list(job_ranks))
+        self._member = recording.Member(self._id, name, rank, size, self._native.events)
+        recording.joined(self._member)
         log.info(
             "rank %d of %d listens on %s, port %d; %s; all_reduce: %s",
             rank,
@@ -458,6 +464,7 @@ class Group:
         caretaker.let_go(self._id)
         self._door.bid_farewell(self._resident, failure)
         engine.remove_group(self._native)
+        recording.left(self._member)
         leave(self._door)
 
     def _fail(self, kind: str, rank: int, text: str) -> None:

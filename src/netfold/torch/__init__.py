@@ -12,6 +12,7 @@ Tests: `.venv/bin/pytest tests/torch`
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +30,20 @@ __all__ = ["compress_gradients", "events", "monitored_barrier", "new_process_gro
 
 
 def register() -> None:
-    """Make `netfold` a backend of torch.distributed. Idempotent; does nothing where torch has no distributed."""
+    """Make `netfold` a backend of torch.distributed, and record the process where NETFOLD_PROFILE asks for it.
+
+    Idempotent; does nothing where torch has no distributed.
+    """
     try:
         import torch.distributed as dist
 
         if not dist.is_available() or hasattr(dist.Backend, "NETFOLD"):
             return
         dist.Backend.register_backend("netfold", _create, extended_api=True, devices=["cpu"])
+        if "NETFOLD_PROFILE" in os.environ:
+            from netfold.profile import recording
+
+            recording.arm()
     except Exception as error:
         # torch turns an exception here into a failure of `import torch` itself: a warning is enough.
         import warnings

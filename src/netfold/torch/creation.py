@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +34,8 @@ def create(options: Any, pg_options: Any) -> ProcessGroupNetfold:
     if pg_options is not None and not isinstance(pg_options, Options):
         raise TypeError(f"pg_options must be netfold.Options, not {type(pg_options).__name__}")
     store = _part_of_our_own(options)
-    group = _meet(store, options.group_rank, options.group_size, options.timeout, pg_options)
+    job_ranks = options.global_ranks_in_group or range(options.group_size)  # torch lists none of the default group's
+    group = _meet(store, options.group_rank, options.group_size, options.timeout, pg_options, job_ranks)
     try:
         others = _siblings(options, store)
     except BaseException:
@@ -59,7 +61,9 @@ def _close_apart(group: Group) -> None:
     threading.Thread(target=group.close, name="netfold closes", daemon=True).start()
 
 
-def _meet(store: Store, rank: int, size: int, timeout: timedelta, options: Options | None) -> Group:
+def _meet(
+    store: Store, rank: int, size: int, timeout: timedelta, options: Options | None, job_ranks: Sequence[int] = ()
+) -> Group:
     prepare_for_torch(ProcessGroupNetfold, _WithSiblings)
     return Group(
         TorchStore(store),
@@ -69,6 +73,7 @@ def _meet(store: Store, rank: int, size: int, timeout: timedelta, options: Optio
         timeout_s=timeout.total_seconds(),
         join_timeout_s=min(timeout.total_seconds(), _join_timeout_s()),
         store_host=os.environ.get("MASTER_ADDR") or None,
+        job_ranks=job_ranks,
     )
 
 

@@ -189,8 +189,8 @@ class Group {
   // Of each channel to a switch, by the order of attaching, as of the last turn.
   std::vector<Traffic> traffic() const;
 
-  // The newest records, oldest first, and how many there ever were.
-  std::vector<EventRecord> events(std::uint64_t* total) const;
+  // Those of the newest records that came after the first `since`, oldest first, and how many there ever were.
+  std::vector<EventRecord> events(std::uint64_t since, std::uint64_t* total) const;
 
   int rank() const { return mesh_->rank(); }
   int size() const { return mesh_->size(); }

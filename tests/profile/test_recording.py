@@ -1,0 +1,430 @@
+"""Recording a job: what stands in its run is what the job did, and a job that is recorded does what it did before."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import run_ranks, values
+
+import netfold
+from netfold import Communicator, FileStore
+from netfold.profile import RECORD, recording
+from netfold.profile.run import GroupName, Trace, read_run
+
+HERE = Path(__file__).parent
+NETFOLD = [sys.executable, "-m", "netfold.cli"]
+STEPS = 5
+
+
+def run(
+    *words: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NETFOLD_")}
+    return subprocess.run(
+        [str(word) for word in words],
+        env={**clean, **(env or {})},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def torchrun(ranks: int, *words: str | Path) -> list[str | Path]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
+
+
+def operations(trace: Trace) -> list[tuple[str, str, int]]:
+    name_of = trace.about.name_of
+    ordered = np.sort(trace.operations, order=["group", "sequence"])
+    return [
+        (name_of("operation", each["operation"]), name_of("dtype", each["dtype"]), int(each["bytes"]))
+        for each in ordered
+    ]
+
+
+def check_times(trace: Trace) -> None:
+    found = trace.operations
+    assert (found["queued_ns"] <= found["started_ns"]).all()
+    assert (found["started_ns"] <= found["finished_ns"]).all()
+    assert (trace.steps["began_ns"][1:] == trace.steps["ended_ns"][:-1]).all()
+    assert (trace.steps["began_ns"] < trace.steps["ended_ns"]).all()
+    # All are of one clock: the training thread was watched while the operations ran.
+    assert trace.progress["at_ns"][-1] >= found["finished_ns"].max()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("backend", ["gloo", "netfold"])
+def test_a_ddp_job_is_recorded_without_a_line_of_code(backend: str, ranks: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = run(
+        *NETFOLD, "profile", "run", "-o", folder, "--", *torchrun(ranks, HERE / "ddp_job.py", backend, str(STEPS))
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{ranks} ranks in {folder}; `netfold profile report {folder}`" in done.stderr
+    assert "USDT" not in done.stderr and done.stdout == "", "the profiler says nothing of itself"
+    found = read_run(folder)
+    assert found.description["command"][-3:] == [str(HERE / "ddp_job.py"), backend, str(STEPS)]
+    assert [trace.about.rank for trace in found.traces] == list(range(ranks))
+    for trace in found.traces:
+        assert trace.about.size == ranks
+        assert trace.about.source == {"gloo": "torch profiler", "netfold": "event records"}[backend]
+        assert [(group.backend, group.ranks) for group in trace.about.groups.values()] == [(backend, [*range(ranks)])]
+        assert set(map(str, set(trace.operations["group"]))) == set(trace.about.groups)
+        assert trace.about.lost == 0
+        assert sorted(trace.operations["sequence"]) == list(range(1, len(trace.operations) + 1))
+        seen = operations(trace)
+        # The model's one bucket, and what the job does by hand, in its order.
+        assert Counter(seen)["all_reduce", "f32", 4000] == STEPS
+        assert seen[-4:] == [*(("all_reduce", "f64", 8 * n) for n in (7, 77, 777)), ("broadcast", "i32", 132)]
+        assert len(trace.steps) == STEPS - 1
+        check_times(trace)
+    assert len({tuple(operations(trace)) for trace in found.traces}) == 1, "every rank says the same of each number"
+    assert len({group.name for trace in found.traces for group in trace.about.groups.values()}) == 1
+
+
+def test_a_job_without_torch_is_recorded(tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        """
+        import sys, numpy as np
+        from netfold import Communicator, FileStore
+        with Communicator(FileStore(sys.argv[1]), 0, 1) as group:
+            group.split(0).all_reduce(np.ones(5, np.int64))
+            group.all_reduce(np.ones(3, np.float32), op="max")
+        assert "torch" not in sys.modules
+        """,
+    )
+    folder = tmp_path / "run"
+    done = run(*NETFOLD, "profile", "run", "-o", folder, "--", sys.executable, job, tmp_path / "store")
+    assert done.returncode == 0, done.stderr
+    (trace,) = read_run(folder).traces
+    assert ("all_reduce", "f32", 12) in operations(trace) and ("all_reduce", "i64", 40) in operations(trace)
+    assert trace.about.name_of("reduce", trace.operations["reduce"].max()) == "max"
+    assert len(trace.about.groups) == 2
+    assert "torch" not in trace.about.versions
+
+
+def test_the_exit_code_is_the_commands_and_a_folder_is_made_for_it(tmp_path: Path) -> None:
+    for number in (1, 2):
+        done = run(*NETFOLD, "profile", "run", "--", sys.executable, "-c", "raise SystemExit(7)", cwd=tmp_path)
+        assert done.returncode == 7
+        assert "no process of the job was in a group" in done.stderr
+        assert json.loads((tmp_path / f"netfold-profile-{number}" / "run.json").read_text())["command"][1] == "-c"
+    killed = run(
+        *NETFOLD, "profile", "run", "--", sys.executable, "-c", "import os; os.kill(os.getpid(), 9)", cwd=tmp_path
+    )
+    assert killed.returncode == 128 + signal.SIGKILL
+
+
+def test_a_folder_with_something_in_it_is_refused_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("")
+    touch = ["-c", f"open({str(tmp_path / 'ran')!r}, 'w')"]
+    done = run(*NETFOLD, "profile", "run", "-o", tmp_path, "--", sys.executable, *touch)
+    assert done.returncode == 2 and "is not empty" in done.stderr
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(ValueError, match="holds other, which is no profile's"):
+        netfold.profile(tmp_path).start()
+    assert recording.current() is None
+
+
+def in_a_script(rank: int, size: int, folder: str, run_folder: str) -> Any:
+    with Communicator(FileStore(folder), rank, size, timeout_s=20) as group:
+        group.all_reduce(np.ones(9, np.float32))
+        with netfold.profile(run_folder) as profile:
+            with pytest.raises(RuntimeError, match="recorded already"):
+                netfold.profile(run_folder).start()
+            for count in (10, 20, 30):
+                profile.step()
+                group.all_reduce(np.ones(count, np.float32))
+            netfold.profile.step()
+        group.all_reduce(np.ones(40, np.float32))
+        with pytest.raises(ValueError, match=f"holds a profile of rank {rank} already"):
+            netfold.profile(run_folder).start()
+    return [thread.name for thread in threading.enumerate() if thread.name == "netfold records"]
+
+
+def test_a_stretch_of_a_script_is_recorded(tmp_path: Path) -> None:
+    assert values(run_ranks(in_a_script, 2, str(tmp_path / "run"))) == [[], []]
+    traces = read_run(tmp_path / "run").traces
+    assert [trace.about.size for trace in traces] == [2, 2]
+    for trace in traces:
+        # What the group kept of before the start is told too: its ring is what a recording reads.
+        assert [each[2] for each in operations(trace)] == [36, 40, 80, 120]
+        assert len(trace.steps) == 3
+        check_times(trace)
+    assert len({group.name for trace in traces for group in trace.about.groups.values()}) == 1
+
+
+def test_the_room_can_be_called_and_imported_from() -> None:
+    import netfold.profile.run
+
+    assert netfold.profile.run.read_run is read_run
+    assert callable(netfold.profile) and netfold.profile.RECORD is RECORD
+
+
+@pytest.mark.torch
+def test_off_it_costs_nothing(tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        """
+        import os, sys, threading, torch
+        assert not [name for name in sys.modules if name.startswith(("netfold._native", "netfold.profile"))]
+        from torch.optim import optimizer
+        assert not optimizer._global_optimizer_post_hooks
+        assert not torch._C._autograd._profiler_enabled()
+        from netfold import Communicator, FileStore
+        threads = set(os.listdir("/proc/self/task"))
+        with Communicator(FileStore(sys.argv[1]), 0, 1) as group:
+            names = [thread.name for thread in threading.enumerate()]
+            assert "netfold records" not in names, names
+            from netfold._native import engine
+            engine.Watcher(threading.main_thread().ident, os.getpid()).stop()  # nobody else watches
+        assert "netfold.torch.recording" not in sys.modules
+        """,
+    )
+    done = run(sys.executable, job, tmp_path / "store")
+    assert done.returncode == 0, done.stderr
+
+
+def goes_on(rank: int, size: int, folder: str) -> Any:
+    import contextlib
+    import io
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), Communicator(FileStore(folder), rank, size, timeout_s=20) as group:
+        for _ in range(3):
+            group.all_reduce(np.ones(10, np.float32))
+            time.sleep(recording.WRITE_S)
+        total = group.all_reduce(np.full(10, rank + 1, np.float32))
+    return said.getvalue(), total.tolist()
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path: Path) -> None:
+    (tmp_path / "run" / "rank-0000").mkdir(parents=True)
+    (tmp_path / "run" / "rank-0000" / "operations").symlink_to("/dev/full")
+    outcomes = values(run_ranks(goes_on, 2, env={"NETFOLD_PROFILE": str(tmp_path / "run")}))
+    assert [total for _, total in outcomes] == [[3.0] * 10] * 2
+    assert outcomes[0][0].count("netfold:") == 1
+    assert "profiling ends here, training goes on: [Errno 28] No space left on device" in outcomes[0][0]
+    assert outcomes[1][0] == ""
+    (tmp_path / "run" / "rank-0000" / "operations").unlink()
+    assert len(read_run(tmp_path / "run").traces[1].operations) >= 4
+
+
+def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    outcomes = values(run_ranks(goes_on, 2, env={"NETFOLD_PROFILE": str(tmp_path / "file" / "run")}))
+    for said, total in outcomes:
+        assert said.count("netfold:") == 1 and "training goes on" in said
+        assert total == [3.0] * 10
+
+
+def is_killed(rank: int, size: int, folder: str, path: str) -> Any:
+    group = Communicator(FileStore(folder), rank, size, timeout_s=20)
+    for _ in range(7):
+        group.all_reduce(np.ones(10, np.float32))
+    if rank == 1:
+        file = Path(path) / "rank-0001" / "operations"
+        while file.stat().st_size < 7 * RECORD.itemsize:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.close()
+    return True
+
+
+def test_a_rank_that_is_killed_leaves_what_it_had(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_ranks(is_killed, 2, str(folder), env={"NETFOLD_PROFILE": str(folder)}, dies=[1])
+    killed = read_run(folder).traces[1]
+    assert [each[2] for each in operations(killed)][:7] == [40] * 7
+    assert killed.about.name_of("algorithm", killed.operations["algorithm"][0]) == "shared_memory"
+    assert len(killed.progress) > 1
+
+
+def again_and_in_a_child(rank: int, size: int, folder: str) -> Any:
+    for life in range(2):
+        with Communicator(FileStore(f"{folder}/{life}"), 0, 1) as group:
+            group.all_reduce(np.ones(life + 1, np.float32))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            assert recording.current() is None
+            # As another rank of the job: each has a folder of its own.
+            with Communicator(FileStore(f"{folder}/child-{rank}"), 0, 1) as group:
+                group.all_reduce(np.ones(50, np.float32))
+            current = recording.current()
+            assert current is not None
+            current.stop()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_groups_are_made_again_and_a_forks_child_begins_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert values(run_ranks(again_and_in_a_child, 1, env={"NETFOLD_PROFILE": str(folder)})) == [0]
+    (trace,) = read_run(folder).traces
+    assert len(trace.about.groups) == 1, "the child, rank 0 of a group of its own, has replaced what its parent left"
+    assert [each[2] for each in operations(trace)] == [200]
+
+
+def test_what_a_ring_overran_is_counted(tmp_path: Path) -> None:
+    raw = np.zeros(10, RECORD).tobytes()
+    reads = iter([(100, raw), (110, raw)])
+    member = recording.Member(1 << 40, GroupName("a", "netfold"), 0, 1, lambda since: next(reads, (110, b"")))
+    recording.joined(member)
+    try:
+        with netfold.profile(tmp_path / "run"):
+            time.sleep(0.2)
+        (trace,) = read_run(tmp_path / "run").traces
+        assert len(trace.operations) == 20 and trace.about.lost == 90
+    finally:
+        recording.left(member)
+
+
+SEVERAL_GROUPS = """
+    import sys, torch, torch.distributed as dist, netfold
+    with netfold.profile(sys.argv[1]):
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        low, high = dist.new_group([0, 1], group_desc="low"), dist.new_group([1, 2])
+        for turn in range(1000):
+            netfold.profile.step()
+            work = dist.all_reduce(torch.ones(10), async_op=True)
+            for group, ranks in ((low, (0, 1)), (high, (1, 2))):
+                if rank in ranks:
+                    dist.all_reduce(torch.ones(20), group=group)
+            work.wait()
+        if rank == 0:
+            dist.send(torch.ones(5), 1)
+        elif rank == 1:
+            dist.recv(torch.ones(5), 0)
+        dist.barrier()
+"""
+
+
+@pytest.mark.torch
+def test_operations_of_several_gloo_groups_are_told_apart(tmp_path: Path) -> None:
+    done = run(*torchrun(3, script(tmp_path, SEVERAL_GROUPS), tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    for trace in read_run(tmp_path / "run").traces:
+        about, rank = trace.about, trace.about.rank
+        assert about.lost == 0, "steps are when nothing is under way"
+        expected = {"default_pg": [0, 1, 2], "low": [0, 1], "group 2": [1, 2]}
+        mine = {name: ranks for name, ranks in expected.items() if rank in ranks}
+        assert {group.name: group.ranks for group in about.groups.values() if group.ranks} == mine
+        for number, group in about.groups.items():
+            found = trace.operations[trace.operations["group"] == int(number)]
+            calls = [(about.name_of("operation", each["operation"]), int(each["bytes"])) for each in found]
+            if not group.ranks:
+                assert calls == []
+                continue
+            elements = 40 if group.name == "default_pg" else 80
+            counts = {("all_reduce", elements): 1000, **({("barrier", 0): 1} if elements == 40 else {})}
+            assert Counter(calls) == counts
+            assert sorted(found["sequence"]) == list(range(1, sum(counts.values()) + 1))
+        assert len(trace.steps) == 999
+        assert any("Messages between two ranks" in each for each in about.blind_spots) == (rank < 2)
+
+
+USERS_PROFILER = """
+    import sys, time, torch, torch.distributed as dist, netfold
+    with netfold.profile(sys.argv[1]) as profile:
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        with torch.profiler.profile() as theirs:
+            for _ in range(3):
+                dist.all_reduce(torch.ones(2))
+                time.sleep(0.8)
+                profile.step()
+        assert sum(event.name == "gloo:all_reduce" for event in theirs.events()) == 3
+        profile.step()
+        dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.torch
+def test_a_profiler_of_the_users_goes_first_and_what_is_missing_is_said(tmp_path: Path) -> None:
+    done = run(*torchrun(2, script(tmp_path, USERS_PROFILER), tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    for trace in read_run(tmp_path / "run").traces:
+        # The first is there if its window was read before the other profiler ended it.
+        assert operations(trace)[-1] == ("all_reduce", "f32", 16)
+        assert ("all_reduce", "f32", 8) not in operations(trace)
+        assert trace.operations["sequence"].tolist()[-1] == 5, "numbers go on from the group's own"
+        assert any("profiler of the job's own ran" in each for each in trace.about.blind_spots)
+
+
+WITHOUT_STEPS = """
+    import sys, time, torch, torch.distributed as dist, netfold
+    from netfold.torch import recording
+    recording._MOST_OPERATIONS = 100
+    with netfold.profile(sys.argv[1]) as profile:
+        dist.init_process_group("gloo")
+        for _ in range(200):
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.02)
+"""
+
+
+@pytest.mark.torch
+def test_a_job_without_steps_is_read_at_the_end_up_to_a_bound(tmp_path: Path) -> None:
+    done = run(*torchrun(2, script(tmp_path, WITHOUT_STEPS), tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    for trace in read_run(tmp_path / "run").traces:
+        assert 100 <= len(trace.operations) < 200
+        assert len(trace.operations) + trace.about.lost == 200
+        assert trace.operations["sequence"].tolist() == list(range(1, len(trace.operations) + 1))
+        assert any("should call netfold.profile.step()" in each for each in trace.about.blind_spots)
+        assert len(trace.steps) == 0
+
+
+MARKS = """
+    import sys, torch, torch.distributed as dist, netfold
+    from torch.nn.parallel import DistributedDataParallel
+    from netfold.torch import recording
+    recording.WINDOW_S = 0.0  # every step's hook reads, within the optimizer's own mark
+    dist.init_process_group("gloo")
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with netfold.profile(sys.argv[1]):
+        for _ in range(200):
+            with torch.profiler.record_function("mine"):
+                model(torch.ones(1, 64)).sum().backward()
+                optimizer.step()
+"""
+
+
+@pytest.mark.torch
+def test_reading_within_marks_and_right_after_buckets_is_safe(tmp_path: Path) -> None:
+    done = run(*torchrun(2, script(tmp_path, MARKS), tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    for trace in read_run(tmp_path / "run").traces:
+        assert trace.about.lost == 0
+        numbers = sorted(trace.operations["sequence"])
+        assert numbers == list(range(numbers[0], numbers[-1] + 1))
+        assert len(trace.operations) > 400
+        assert len(trace.steps) == 199
