@@ -124,7 +124,8 @@ def test_a_thread_that_waits_in_an_operation_does_not_compute(asynchronous: bool
     options: dict[str, Any] = {"transport": "tcp", "probe": "off", "spin_us": 10_000_000 if spins else 0}
     wall_ns, cpu_ns, busy_ns = values(run_ranks(waits, 2, options, asynchronous))[0]
     assert wall_ns > 300 * MS
-    if spins:
+    # Who waits for an operation that was only started may find the engine's thread in it, which then spins instead.
+    if spins and not asynchronous:
         assert cpu_ns > 5 * MS, "it span, as far as others let it, which is what must not count"
     assert busy_ns < 0.1 * wall_ns
 
