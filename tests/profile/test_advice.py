@@ -188,7 +188,7 @@ def test_a_straggler_is_named_with_what_it_cost() -> None:
     run = make_run(*(make_trace(rank, 4, late if rank == 2 else ops, host="a") for rank in range(4)))
     said = advice_of(run)[1]
     assert said.text.startswith(
-        "rank 2 (a) was last in 100% of 10 operations; the others waited 40 ms for it, 44% of their communication"
+        "rank 2 (a) was last in 100% of 10 operations; the others waited 40 ms for it, 44% of their operations' time"
     )
     assert not said.prediction
     in_turn = [

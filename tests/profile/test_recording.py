@@ -102,6 +102,35 @@ def test_a_ddp_job_is_recorded_without_a_line_of_code(backend: str, ranks: int, 
     assert len({group.name for trace in found.traces for group in trace.about.groups.values()}) == 1
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("backend", ["gloo", "netfold"])
+def test_a_job_that_ends_its_group_after_a_moment_is_recorded_whole(backend: str, tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        """
+        import sys, torch, torch.distributed as dist
+        dist.init_process_group(sys.argv[1])
+        for _ in range(3):
+            dist.all_reduce(torch.ones(100))
+            dist.all_to_all_single(torch.empty(200), torch.ones(200))
+            dist.all_gather([torch.empty(50), torch.empty(50)], torch.ones(50))
+        dist.destroy_process_group()
+        """,
+    )
+    folder = tmp_path / "run"
+    done = run(*NETFOLD, "profile", "run", "-o", folder, "--", *torchrun(2, job, backend))
+    assert done.returncode == 0, done.stderr
+    found = read_run(folder)
+    assert [trace.about.rank for trace in found.traces] == [0, 1]
+    for trace in found.traces:
+        # Of what has a block a rank a record has the size of one.
+        assert operations(trace) == 3 * [
+            ("all_reduce", "f32", 400),
+            ("all_to_all", "f32", 400),
+            ("all_gather", "f32", 200),
+        ]
+
+
 def test_a_job_without_torch_is_recorded(tmp_path: Path) -> None:
     job = script(
         tmp_path,

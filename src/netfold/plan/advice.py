@@ -79,15 +79,17 @@ def _stragglers(findings: Findings) -> list[Advice]:
     """The rank that the others waited for most, if that is twice its share of all such waiting."""
     late: Lateness | None = max(findings.lateness, key=lambda each: each.waited_for_s, default=None)
     waited = sum(each.waited_for_s for each in findings.lateness)
-    if late is None or waited == 0 or findings.overall.communication_s <= 0:
+    # Of operations that overlap each is waited for by itself, so the whole is all their times, and not the clock's.
+    took = sum(row.total_s for row in findings.rows)
+    if late is None or waited == 0 or took <= 0:
         return []
     often = late.last / late.operations
-    part = late.waited_for_s / findings.overall.communication_s
+    part = late.waited_for_s / took
     if late.waited_for_s < min(_MOSTLY, 2 / len(findings.ranks)) * waited or part < _WORTH_A_WAIT:
         return []
     text = (
         f"rank {late.rank} ({late.host}) was last in {100 * often:.0f}% of {late.operations} operations; the others "
-        f"waited {format_seconds(late.waited_for_s)} for it, {100 * part:.0f}% of their communication: what it does "
+        f"waited {format_seconds(late.waited_for_s)} for it, {100 * part:.0f}% of their operations' time: what it does "
         "before (its data, its cores) makes them wait, not the network"
     )
     return [Advice(text, False)]

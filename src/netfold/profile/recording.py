@@ -251,7 +251,7 @@ class Recording:
             wait_s = _ARMED_S if self._writer is None else _SOON_S if many else WRITE_S
 
     def joined(self) -> None:
-        """A netfold group was made. From here on there is somebody to write of."""
+        """A group was made, or is about to end. From here on there is somebody to write of."""
         with self._lock:
             self._write_or_fail()
 

@@ -21,6 +21,9 @@ from netfold.profile.matching import Matched
 from netfold.profile.record import Records
 from netfold.profile.run import Run
 
+# Others than the root may know no size, and record none.
+_ROOTED = ("gather", "scatter")
+
 
 @dataclass(frozen=True)
 class Places:
@@ -31,10 +34,10 @@ class Places:
 
 
 def sized(columns: Sequence[Columns], groups: Sequence[Matched]) -> list[Columns]:
-    """The same, with the root's size on all ranks of a gather."""
+    """The same, with the root's size on all ranks of a gather or scatter."""
     found = list(columns)
     for matched in groups:
-        gathers = matched.places[found[matched.members[0]].operation[matched.places[:, 0]] == "gather"]
+        gathers = matched.places[np.isin(found[matched.members[0]].operation[matched.places[:, 0]], _ROOTED)]
         if not len(gathers):
             continue
         whole = np.max([found[member].bytes[gathers[:, at]] for at, member in enumerate(matched.members)], axis=0)

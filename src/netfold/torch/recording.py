@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import json
 import math
 import os
@@ -82,6 +83,7 @@ _MOST_OPERATIONS = 20_000
 # How long the end of a recording waits for what is under way, looking every so often.
 _END_S, _END_LOOK_S = 1.0, 0.001
 _MESSAGES = ("send", "recv", "recv_anysource")
+_LIVES = ("init_process_group", "new_group", "destroy_process_group")
 
 _TORN = "A profiler of the job's own ran: what other backends did meanwhile, and since the step before it, is missing."
 
@@ -135,7 +137,7 @@ class TorchSource:
         self._began: tuple[tuple[int, int], dict[str, int]] | None = None
         self._looked_s = time.monotonic()
         self._seen = _Seen()
-        self._unmarked: list[tuple[Any, str, Any]] = []  # torch's own methods, to be put back
+        self._unmarked: list[tuple[Any, str, Any]] = []  # torch's own functions, to be put back
         self._messages = False
         self._unread = False
         self._full = False
@@ -150,6 +152,11 @@ class TorchSource:
     def begin(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         self._hook = optimizers.register_optimizer_step_post_hook(self._stepped)
+        for module in (dist, dist.distributed_c10d):
+            for name in _LIVES:
+                original = getattr(module, name)
+                self._unmarked.append((module, name, original))
+                setattr(module, name, self._noticed(original))
         if not _has_flight_recorder():
             return
         for owner, names in ((dist.ProcessGroup, _MESSAGES), (user_profiler.record_function, ("__enter__",))):
@@ -185,6 +192,20 @@ class TorchSource:
             self._hook = None
         while self._unmarked:
             setattr(*self._unmarked.pop())
+
+    def _noticed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Groups may come and go between two looks of who writes, the world among them."""
+
+        @functools.wraps(original)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if original.__name__ == "destroy_process_group":
+                self._recording.joined()
+                return original(*arguments, **named)
+            made = original(*arguments, **named)
+            self._recording.joined()
+            return made
+
+        return call
 
     def _without_mark(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -348,9 +369,17 @@ class TorchSource:
             sizes = [math.prod(shape) * item_bytes for shape in event.shapes]
             if operation in _LISTED:
                 sizes = sizes[:1]
+            elif operation == "all_to_all":  # a record says the size of one block
+                sizes = [sum(sizes) // self._ranks_in(number)]
             numbers = names.number("operation", operation), names.number("dtype", dtype)
             rows.append((number, sum(sizes), queued, began, began + event.duration_ns, sequence, *numbers, *_UNKNOWN))
         return rows, kept.left() if kept.count >= window.submitted else max(0, window.submitted - len(events))
+
+    def _ranks_in(self, number: int) -> int:
+        """1 where the group cannot be told."""
+        groups = list(self._others.values())
+        at = number - _NUMBER - 1
+        return max(1, len(groups[at].ranks)) if 0 <= at < len(groups) else 1
 
     def _remember(self) -> dict[str, GroupName]:
         self._others.update(_others())
