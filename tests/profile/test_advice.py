@@ -187,9 +187,7 @@ def test_a_straggler_is_named_with_what_it_cost() -> None:
     late = [replace(op, started_ms=op.started_ms + 4) for op in ops]
     run = make_run(*(make_trace(rank, 4, late if rank == 2 else ops, host="a") for rank in range(4)))
     said = advice_of(run)[1]
-    assert said.text.startswith(
-        "rank 2 (a) was last in 100% of 10 operations; the others waited 40 ms for it, 44% of their operations' time"
-    )
+    assert said.text.startswith("rank 2 (a) was last in 100% of 10 operations; the others waited 40 ms each for it")
     assert not said.prediction
     in_turn = [
         make_trace(rank, 4, [late[at] if at % 4 == rank else op for at, op in enumerate(ops[:8])], host="a")
