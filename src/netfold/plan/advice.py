@@ -89,8 +89,8 @@ def _stragglers(findings: Findings) -> list[Advice]:
         return []
     text = (
         f"rank {late.rank} ({late.host}) was last in {100 * often:.0f}% of {late.operations} operations; the others "
-        f"waited {format_seconds(late.waited_for_s)} each for it, over all operations: what it does before (its data, its "
-        "cores) makes them wait, not the network"
+        f"waited {format_seconds(late.waited_for_s)} each for it, over all operations: what it does before (its data, "
+        "its cores) makes them wait, not the network"
     )
     return [Advice(text, False)]
 
