@@ -120,6 +120,7 @@ def test_an_mpis_ranks_are_right_in_every_element_and_sleep_while_others_have_th
         turns.open([few, gloo, all_of_them])
         found = [turns.turn(way, 1 << 20, number, calls=2) for number, way in enumerate((few, all_of_them, few))]
         errors = turns.turn(all_of_them, SIZE, 0, values="normal")
+        shared = {os.stat(f"/proc/{pid_of(rack, host, mpi)}/root/dev/shm").st_dev for host in range(3)}
         rank = pid_of(rack, 1, mpi)
         used_s, began = cpu_s(rank), time.monotonic()
         beside = turns.turn(gloo, 1 << 20, 0, calls=8)
@@ -130,6 +131,8 @@ def test_an_mpis_ranks_are_right_in_every_element_and_sleep_while_others_have_th
     assert found[1].median_s > 0.8 * 4 / 3 * (1 << 20) * 8 / 100e6
     assert mpi in turns.versions and "torch" in turns.versions
     assert used_s < 0.1 * took_s
+    # Nor is any of their shared memory each other's, or this machine's, where it would outlive them.
+    assert len(shared | {os.stat("/dev/shm").st_dev}) == 4
 
 
 def test_an_mpi_whose_rank_is_killed_is_an_error() -> None:

@@ -105,19 +105,21 @@ class Turns:
                         self.congestion_control = hello["congestion_control"]
 
     def _start(self, folder: Path) -> None:
-        for world in filter(None, (_TORCH, self._mpi)):
+        def argv(world: str) -> list[str]:
+            return [sys.executable, "-m", "netfold.bench.turns_rank", world, str(folder), str(int(self._deadline_s))]
+
+        environment = {"NETFOLD_INTERFACE": HOST_INTERFACE}
+        self._started[_TORCH] = [
+            _Started(f"{_TORCH} rank {host}", self.rack.popen(host, argv(_TORCH), environment))
+            for host in range(self.rack.hosts)
+        ]
+        if self._mpi:
+            self._started[self._mpi] = [_Started(self._mpi, start_mpi(self.rack, self._mpi, folder, argv(self._mpi)))]
+        for world in self._started:
+            self._connections[world] = {}
+            # Ranks look for theirs when they open a way.
             for workers in range(1, self.rack.hosts + 1):
                 StartLine.draw(folder / f"{world}-{workers}.line", workers)
-            argv = [sys.executable, "-m", "netfold.bench.turns_rank", world, str(folder), str(int(self._deadline_s))]
-            if world == self._mpi:
-                started = [_Started(world, start_mpi(self.rack, world, folder, argv))]
-            else:
-                environment = {"NETFOLD_INTERFACE": HOST_INTERFACE}
-                started = [
-                    _Started(f"{world} rank {host}", self.rack.popen(host, argv, environment))
-                    for host in range(self.rack.hosts)
-                ]
-            self._started[world], self._connections[world] = started, {}
 
     def open(self, ways: Sequence[Way]) -> None:
         """Make a group for each; every host must know of it, also one that is not in it."""
