@@ -14,10 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.bench.conduct import BenchError
-from netfold.bench.figures import efficiency, hosts, loss, packets, run, speedup, tree
+from netfold.bench.figures import efficiency, hosts, latency, loss, mpi, packets, run, speedup, tree
 from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Budget, Share
 from netfold.bench.figures.catalogue import FIGURES
 from netfold.bench.figures.figure import GLOO, HOSTS_ONLY, IN_NETWORK, RING, Figure, Taken
+from netfold.bench.figures.mpi import said_of, series_of
 from netfold.bench.figures.replay import NETFOLD, fitting_rounds
 from netfold.bench.turns import Turn
 from netfold.cli.bench import app
@@ -415,6 +416,49 @@ def test_an_efficiency_is_computing_over_the_step() -> None:
     assert worse[0] == "edsr: 60% with 8 hosts is no more than the talk's default had at scale."
 
 
+def with_mpi(taken: Taken, slower: float) -> Taken:
+    """An MPI's rounds too, each so many times as long as gloo's."""
+    ours = [row for row in taken.rows if row["series"].startswith(GLOO)]
+    rows = [
+        {**row, "series": row["series"].replace(GLOO, "MPI (mpich)"), "took_s": row["took_s"] * slower} for row in ours
+    ]
+    return replace(taken, rows=taken.rows + rows, settings={**taken.settings, "mpi": "mpich"})
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("hosts", "4.00"), ("latency", "12.00")])
+def test_an_mpi_has_a_line_a_column_of_its_own_and_one_of_ratios(name: str, ratio: str) -> None:
+    pytest.importorskip("matplotlib")
+    told = FIGURES[name].tell(with_mpi(KEPT_UP[name], 2.0))
+    assert all(len(row) == len(told.header) for row in told.table)
+    assert told.header[-1] == "MPI (mpich) / in the network" and "MPI (mpich)" in told.picture
+    assert told.table[-1][-1].startswith(ratio)
+    assert not any("No MPI here" in said for said in told.short)
+    without = FIGURES[name].tell(KEPT_UP[name])
+    assert "MPI" not in without.picture + " ".join(without.header)
+    assert any(said.startswith("No MPI here (make bench-peers)") for said in without.short)
+
+
+def test_that_an_mpi_spins_is_said_of_more_hosts_than_cores_alone() -> None:
+    taken = with_mpi(of_latency(5e-5), 1.0)
+    assert "spin while they wait: among 4, 16 hosts, more than the 2 cores," in said_of(taken, [2, 4, 16])
+    taken.circumstances = {**CIRCUMSTANCES, "machine": {"cores": 16}}
+    assert said_of(taken, [2, 4, 16]).endswith("each on a core of its own.")
+
+
+def test_where_an_mpi_is_quicker_the_page_says_so() -> None:
+    pytest.importorskip("matplotlib")
+    short = latency.tell(with_mpi(of_latency(5e-5), 0.1)).short
+    assert "Slower than MPI (mpich) at 8 B among 2 hosts: 0.60 of its speed." in short
+
+
+def test_the_mpi_of_a_figure_is_the_first_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"openmpi", "intel"}
+    monkeypatch.setattr(mpi, "have_peer", here.__contains__)
+    assert mpi.find_mpi() == "openmpi"
+    here.clear()
+    assert mpi.find_mpi() == ""
+
+
 def test_models_are_in_the_order_of_what_was_gained() -> None:
     pytest.importorskip("matplotlib")
     assert [row[0] for row in speedup.tell(of_speedup(1.5)).table] == ["vgg16", "resnet50"]
@@ -436,7 +480,8 @@ def test_a_figure_measured_in_a_rack_is_right_in_every_element_and_can_be_told()
     taken = Taken(circumstances=dict(CIRCUMSTANCES))
     hosts.measure(Share(0, time.monotonic), taken, counts=(2, 3), size_bytes=64 << 10)
     assert taken.wrong == 0
-    assert len(taken.rows) == LEAST_ROUNDS * len(hosts.OPTIONS) * 2
+    assert len(taken.rows) == LEAST_ROUNDS * (len(hosts.OPTIONS) + len(series_of(taken))) * 2
+    assert len(series_of(taken)) == bool(mpi.find_mpi())
     assert all(row["took_s"] > 0 for row in taken.rows)
     assert taken.cut == ["The time sufficed for 3 rounds of 30."]
     assert len(hosts.tell(taken).table) == 2

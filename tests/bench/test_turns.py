@@ -4,10 +4,14 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from netfold.bench.conduct import BenchError
+from netfold.bench.figures.mpi import find_mpi
 from netfold.bench.machine import congestion_controls
 from netfold.bench.turns import Way, gather, set_congestion_control, set_loss
 from netfold.rack import Rack
@@ -93,6 +97,56 @@ def test_loss_and_tcp_are_what_was_set_last() -> None:
     assert (clean.wrong, lossy.wrong) == (0, 0)
     # Each host sends 745 packets, and 37 of them are lost; a busy machine repeats a few that were only late.
     assert lossy.again > 50 and clean.again < lossy.again / 2
+
+
+def pid_of(rack: Rack, host: int, world: str) -> int:
+    """Of this host's rank in this world, not of what started it."""
+    inside = ["ip", "netns", "pids", host_namespace(rack.rack_id, host)]
+    pids = subprocess.run(inside, capture_output=True, text=True, check=True).stdout.split()
+    start = [sys.executable, "-m", "netfold.bench.turns_rank", world]
+    return next(int(pid) for pid in pids if Path("/proc", pid, "cmdline").read_text().split("\0")[:4] == start)
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+    return sum(int(ticks) for ticks in fields[11:13]) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_mpis_ranks_are_right_in_every_element_and_sleep_while_others_have_their_turn() -> None:
+    if not (mpi := find_mpi()):
+        pytest.skip("no MPI is here (make bench-peers)")
+    with Rack(3, "100mbit") as rack, gather(rack, DEADLINE_S, mpi) as turns:
+        few, all_of_them, gloo = Way("two", 2, mpi=mpi), Way("three", 3, mpi=mpi), Way("gloo", 3)
+        turns.open([few, gloo, all_of_them])
+        found = [turns.turn(way, 1 << 20, number, calls=2) for number, way in enumerate((few, all_of_them, few))]
+        errors = turns.turn(all_of_them, SIZE, 0, values="normal")
+        shared = {os.stat(f"/proc/{pid_of(rack, host, mpi)}/root/dev/shm").st_dev for host in range(3)}
+        rank = pid_of(rack, 1, mpi)
+        used_s, began = cpu_s(rank), time.monotonic()
+        beside = turns.turn(gloo, 1 << 20, 0, calls=8)
+        used_s, took_s = cpu_s(rank) - used_s, time.monotonic() - began
+    assert [turn.wrong for turn in (*found, errors, beside)] == [0] * 5
+    assert errors.error is not None and 0 < errors.error < 1e-6
+    # No all_reduce sends less than a ring: what is much quicker than the link went through the machine's memory.
+    assert found[1].median_s > 0.8 * 4 / 3 * (1 << 20) * 8 / 100e6
+    assert mpi in turns.versions and "torch" in turns.versions
+    assert used_s < 0.1 * took_s
+    # Nor is any of their shared memory each other's, or this machine's, where it would outlive them.
+    assert len(shared | {os.stat("/dev/shm").st_dev}) == 4
+
+
+def test_an_mpi_whose_rank_is_killed_is_an_error() -> None:
+    if not (mpi := find_mpi()):
+        pytest.skip("no MPI is here (make bench-peers)")
+    with (
+        Rack(2, "1gbit") as rack,
+        pytest.raises(BenchError, match=f"{mpi} (ended with exit code|rank . failed)"),
+        gather(rack, DEADLINE_S, mpi) as turns,
+    ):
+        way = Way("MPI", 2, mpi=mpi)
+        turns.open([way])
+        os.kill(pid_of(rack, 1, mpi), signal.SIGKILL)
+        turns.turn(way, SIZE, 0)
 
 
 def test_a_way_that_cannot_be_is_an_error_with_the_reason() -> None:

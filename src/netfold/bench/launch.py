@@ -36,7 +36,7 @@ class Running:
 def start_worlds(place: Place, worlds: Sequence[str], control: Path, folder: Path) -> Iterator[Running]:
     """The ranks of all worlds, as processes that connect to `control`. None is left when the block is done.
 
-    Raises PeerMissing or ValueError where a world cannot be had, RackError where the rack or the switch cannot.
+    Raises PeerMissingError or ValueError where a world cannot be had, RackError where the rack or the switch cannot.
     """
     commands = {
         world: [sys.executable, "-m", "netfold.bench.rank", world, str(control), str(folder), str(place.deadline_s)]
@@ -47,6 +47,18 @@ def start_worlds(place: Place, worlds: Sequence[str], control: Path, folder: Pat
         yield running
 
 
+def start_mpi(rack: Rack, mpi: str, folder: Path, argv: list[str]) -> Process:
+    """This MPI's launcher, on host 0: it runs `argv` as a rank on every host. folder: for what it starts them by.
+
+    Raises PeerMissingError.
+    """
+    shell = folder / "remote-shell"
+    shell.write_text(remote_shell(rack.rack_id, rack.hosts))
+    shell.chmod(0o700)
+    launch = launch_mpi_in_rack(mpi, [rack.address(host) for host in range(rack.hosts)], shell, argv)
+    return rack.popen(0, named(0, launch.argv), launch.environment)
+
+
 @contextlib.contextmanager
 def _in_rack(place: Place, commands: dict[str, list[str]], folder: Path) -> Iterator[Running]:
     assert place.rack_rate is not None
@@ -54,14 +66,9 @@ def _in_rack(place: Place, commands: dict[str, list[str]], folder: Path) -> Iter
     with Rack(place.workers, place.rack_rate, place.rack_loss, delay=place.rack_delay) as rack:
         if place.switch is not False:
             rack.start_switch(running.switch_lines.append)
-        shell = folder / "remote-shell"
-        shell.write_text(remote_shell(rack.rack_id, place.workers))
-        shell.chmod(0o700)
-        addresses = [rack.address(host) for host in range(place.workers)]
         for world, argv in commands.items():
             if world in MPIS:
-                launch = launch_mpi_in_rack(world, addresses, shell, argv)
-                running.processes[world] = rack.popen(0, named(0, launch.argv), launch.environment)
+                running.processes[world] = start_mpi(rack, world, folder, argv)
                 continue
             for host in range(place.workers):
                 # A Communicator's ranks meet in a folder, which says nothing of the network between them.

@@ -19,6 +19,7 @@ from typing import Any
 
 from netfold.bench.conduct import BenchError
 from netfold.bench.connection import Connection, Message
+from netfold.bench.launch import start_mpi
 from netfold.bench.start_line import StartLine
 from netfold.rack import Rack
 from netfold.rack.command import run
@@ -26,6 +27,7 @@ from netfold.rack.link import Link, loss_rules
 from netfold.rack.names import HOST_INTERFACE, SUBNET, SUBNET_BITS, host_namespace, port_name, switch_namespace
 from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, Process, follow
 
+_TORCH = "torch"
 _POLL_S = 0.2
 _KEPT_LINES = 60
 
@@ -34,20 +36,26 @@ _KEPT_LINES = 60
 class Way:
     """One way to add up, among the first `workers` hosts.
 
-    options: fields of netfold.Options, None: gloo. payload_bytes: of values in a packet to the switch, where it is not
-    to be found by trying; a multiple of 8, 512 to 8880.
+    options: fields of netfold.Options, None: gloo, or the MPI. payload_bytes: of values in a packet to the switch,
+    where it is not to be found by trying; a multiple of 8, 512 to 8880. mpi: the one that was gathered; "": none.
     """
 
     label: str
     workers: int
     options: Mapping[str, str] | None = None
     payload_bytes: int | None = None
+    mpi: str = ""
+
+    @property
+    def world(self) -> str:
+        """In which processes."""
+        return self.mpi or _TORCH
 
 
 @dataclass(frozen=True)
 class Turn:
     """Of some calls: seconds of each, the slowest rank's; wrong elements, over all ranks and calls; packets sent again
-    by all; bytes that a rank sent in the last call, as netfold's records have it (None: gloo); the greatest rank's
+    by all; bytes that a rank sent in the last call, as netfold's records have it (None: gloo, MPI); the greatest rank's
     root mean square of errors over that of the exact sum (None: whole numbers, which are right or wrong)."""
 
     took_s: list[float]
@@ -62,43 +70,62 @@ class Turn:
 
 
 class Turns:
-    """The ranks, one on every host of a rack that stands. `versions`, `congestion_control`: what they said of
-    themselves."""
+    """The ranks, one on every host of a rack that stands, and one more of the MPI, if there is one. `versions`,
+    `congestion_control`: what they said of themselves."""
 
-    def __init__(self, rack: Rack, deadline_s: float) -> None:
+    def __init__(self, rack: Rack, deadline_s: float, mpi: str) -> None:
         self.rack = rack
         self.versions: dict[str, str] = {}
         self.congestion_control = ""
         self._deadline_s = deadline_s
         self._deadline = time.monotonic() + deadline_s
-        self._ranks: list[_Rank] = []
+        self._mpi = mpi
+        # By world. The launcher alone stands for all ranks of an MPI, which end with it.
+        self._started: dict[str, list[_Started]] = {}
+        self._connections: dict[str, dict[int, Connection]] = {}
 
     def meet(self, folder: Path) -> None:
-        for workers in range(1, self.rack.hosts + 1):
-            StartLine.draw(folder / f"{workers}.line", workers)
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(str(folder / "control"))
-            server.listen(self.rack.hosts)
+            server.listen(2 * self.rack.hosts)
             server.settimeout(_POLL_S)
-            argv = [sys.executable, "-m", "netfold.bench.turns_rank", str(folder), str(int(self._deadline_s))]
-            for host in range(self.rack.hosts):
-                self._ranks.append(_Rank(self.rack.popen(host, argv, {"NETFOLD_INTERFACE": HOST_INTERFACE})))
+            self._start(folder)
             new: list[Connection] = []
-            while any(rank.connection is None for rank in self._ranks):
-                self._watch(self._ranks)
+            while any(len(ranks) < self.rack.hosts for ranks in self._connections.values()):
+                for world in self._started:
+                    self._watch(world)
                 with contextlib.suppress(TimeoutError):
                     new.append(Connection(server.accept()[0]))
                 for connection in list(new):
                     if (hello := connection.poll()) is not None:
                         self._raise_error(hello)
                         new.remove(connection)
-                        self._ranks[hello["rank"]].connection = connection
-                        self.versions, self.congestion_control = hello["versions"], hello["congestion_control"]
+                        self._connections[hello["world"]][hello["rank"]] = connection
+                        self.versions |= hello["versions"]
+                        self.congestion_control = hello["congestion_control"]
+
+    def _start(self, folder: Path) -> None:
+        def argv(world: str) -> list[str]:
+            return [sys.executable, "-m", "netfold.bench.turns_rank", world, str(folder), str(int(self._deadline_s))]
+
+        environment = {"NETFOLD_INTERFACE": HOST_INTERFACE}
+        self._started[_TORCH] = [
+            _Started(f"{_TORCH} rank {host}", self.rack.popen(host, argv(_TORCH), environment))
+            for host in range(self.rack.hosts)
+        ]
+        if self._mpi:
+            self._started[self._mpi] = [_Started(self._mpi, start_mpi(self.rack, self._mpi, folder, argv(self._mpi)))]
+        for world in self._started:
+            self._connections[world] = {}
+            # Ranks look for theirs when they open a way.
+            for workers in range(1, self.rack.hosts + 1):
+                StartLine.draw(folder / f"{world}-{workers}.line", workers)
 
     def open(self, ways: Sequence[Way]) -> None:
         """Make a group for each; every host must know of it, also one that is not in it."""
         for way in ways:
-            self._tell(self._ranks, {"do": "open", **asdict(way)})
+            fields = {name: value for name, value in asdict(way).items() if name != "mpi"}
+            self._tell(way.world, self.rack.hosts, {"do": "open", **fields})
 
     def turn(self, way: Way, size_bytes: int, number: int, *, calls: int = 1, values: str = "whole") -> Turn:
         """`calls` calls one after the other, of `size_bytes` of f32 each.
@@ -106,9 +133,8 @@ class Turns:
         values: `whole` numbers whose sum f32 holds exactly, others for each `number` (0 to 1000) and checked one by
         one; or `normal`, whose sum's error is measured, and those off by a quarter of the greatest sum are wrong.
         """
-        ranks = self._ranks[: way.workers]
         command = {"do": "turn", "label": way.label, "size_bytes": size_bytes, "number": number}
-        answers = self._tell(ranks, {**command, "calls": calls, "values": values})
+        answers = self._tell(way.world, way.workers, {**command, "calls": calls, "values": values})
         errors = [answer["error"] for answer in answers if answer["error"] is not None]
         return Turn(
             took_s=[max(took) for took in zip(*(answer["took_s"] for answer in answers), strict=True)],
@@ -119,21 +145,23 @@ class Turns:
         )
 
     def end(self) -> None:
-        for rank in self._ranks:
-            if rank.connection is not None:
-                rank.connection.send({"do": "end"})
+        for connection in self._all_connections():
+            connection.send({"do": "end"})
         until = time.monotonic() + FAILURE_GRACE_S
-        while time.monotonic() < until and any(rank.process.poll() is None for rank in self._ranks):
+        processes = [one.process for started in self._started.values() for one in started]
+        while time.monotonic() < until and any(process.poll() is None for process in processes):
             time.sleep(0.02)
 
     def close(self) -> None:
-        for rank in self._ranks:
-            if rank.connection is not None:
-                rank.connection.close()
+        for connection in self._all_connections():
+            connection.close()
 
-    def _tell(self, ranks: "Sequence[_Rank]", command: Message) -> list[Message]:
-        """One command to these ranks; their answers in the order of ranks."""
-        connections = [rank.connection for rank in ranks if rank.connection is not None]
+    def _all_connections(self) -> list[Connection]:
+        return [connection for ranks in self._connections.values() for connection in ranks.values()]
+
+    def _tell(self, world: str, workers: int, command: Message) -> list[Message]:
+        """One command to a world's first ranks; their answers in the order of ranks."""
+        connections = [self._connections[world][rank] for rank in range(workers)]
         for connection in connections:
             connection.send(command)
         answers: dict[Connection, Message] = {}
@@ -148,41 +176,42 @@ class Turns:
                         answers[connection] = answer
                         selector.unregister(connection.socket)
                 if len(answers) < len(connections):
-                    self._watch(ranks)
+                    self._watch(world)
         return [answers[connection] for connection in connections]
 
-    def _watch(self, ranks: "Sequence[_Rank]") -> None:
-        for rank in ranks:
-            code = rank.process.poll()
+    def _watch(self, world: str) -> None:
+        for started in self._started[world]:
+            code = started.process.poll()
             if code is not None:
-                # It may have said why a moment before.
+                # A rank may have said why a moment before.
                 time.sleep(_POLL_S)
-                answer = rank.connection.poll() if rank.connection is not None else None
-                self._raise_error(answer or {})
-                self._fail(f"rank {self._ranks.index(rank)} ended with exit code {code}", rank)
+                for connection in self._connections[world].values():
+                    self._raise_error(connection.poll() or {})
+                self._fail(f"{started.name} ended with exit code {code}", started)
         if time.monotonic() > self._deadline:
-            self._fail(f"the ranks had not ended after {self._deadline_s:.0f} s", *self._ranks)
+            self._fail(f"the ranks had not ended after {self._deadline_s:.0f} s", *self._started[world])
 
     def _raise_error(self, answer: Message) -> None:
         if "error_text" in answer:
-            raise BenchError(f"rank {answer['rank']} failed: {answer['error_text'].rstrip()}")
+            raise BenchError(f"{answer['who']} failed: {answer['error_text'].rstrip()}")
 
-    def _fail(self, what: str, *whose: "_Rank") -> None:
-        for rank in whose:
-            if rank.process.poll() is not None:
-                rank.reader.join(DRAIN_S)
-        said = [f"rank {self._ranks.index(rank)}| {line}" for rank in whose for line in rank.lines]
+    def _fail(self, what: str, *whose: "_Started") -> None:
+        for started in whose:
+            if started.process.poll() is not None:
+                started.reader.join(DRAIN_S)
+        said = [f"{started.name}| {line}" for started in whose for line in started.lines]
         raise BenchError("\n".join([what, *said]))
 
 
 @contextlib.contextmanager
-def gather(rack: Rack, deadline_s: float) -> Iterator[Turns]:
+def gather(rack: Rack, deadline_s: float, mpi: str = "") -> Iterator[Turns]:
     """A rank on every host of `rack`, which stands; its aggregators are the caller's, and started before.
 
-    The ranks end with the block, or with the rack. Raises BenchError where one fails, or at the deadline.
+    mpi: one of bench.peers', whose ranks stand beside the others; "": none. The ranks end with the block, or with the
+    rack. Raises BenchError where one fails, or at the deadline; PeerMissingError where the MPI is not here.
     """
     with tempfile.TemporaryDirectory(prefix="netfold-turns-") as name:
-        turns = Turns(rack, deadline_s)
+        turns = Turns(rack, deadline_s, mpi)
         try:
             turns.meet(Path(name))
             yield turns
@@ -216,9 +245,9 @@ def set_congestion_control(rack: Rack, name: str) -> None:
 
 
 @dataclass(eq=False)
-class _Rank:
+class _Started:
+    name: str
     process: Process
-    connection: Connection | None = None
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     reader: Any = None
 

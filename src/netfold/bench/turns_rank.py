@@ -1,10 +1,9 @@
-"""One rank of `turns.py`: `python -m netfold.bench.turns_rank FOLDER DEADLINE_S`.
+"""One rank of `turns.py`: `python -m netfold.bench.turns_rank WORLD FOLDER DEADLINE_S`.
 
-Between two commands it sleeps in a read, so that a host whose turn it is not uses no CPU.
+WORLD: `torch`, or an MPI's name. Between two commands it sleeps in a read, so that who has no turn uses no CPU.
 """
 
 import json
-import os
 import signal
 import socket
 import sys
@@ -12,17 +11,15 @@ import time
 import traceback
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-import netfold.torch
-from netfold import Options, control
 from netfold.bench.accuracy import tensors
+from netfold.bench.collectives import parse_collective
 from netfold.bench.connection import Message
 from netfold.bench.machine import congestion_control
+from netfold.bench.sides import Side
 from netfold.bench.start_line import StartLine
 
 # The parent stops us at the deadline; should it be gone, the kernel does.
@@ -33,34 +30,56 @@ _PERIOD = 4093
 _WRONG = 0.25
 
 
-def main(folder: str, deadline_s: str) -> None:
+class Groups(Protocol):
+    """This rank's end of all groups of one kind, for all of which the same processes serve."""
+
+    rank: int
+    versions: dict[str, str]
+
+    def group(self, workers: int, options: Any, payload_bytes: Any) -> Side: ...
+
+    def close(self) -> None: ...
+
+
+def main(world: str, folder: str, deadline_s: str) -> None:
     signal.alarm(int(deadline_s) + _GRACE_S)
-    number = int(os.environ["RANK"])
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"{folder}/control")
         stream = connection.makefile("rwb")
+        who = world
         try:
-            rank = Rank(Path(folder), number)
-            versions = {"torch": str(torch.__version__), "numpy": str(np.__version__)}
-            _send(stream, {"rank": number, "versions": versions, "congestion_control": congestion_control()})
+            groups = make_groups(world)
+            who = f"{world} rank {groups.rank}"
+            rank = Rank(groups, Path(folder), world)
+            hello = {"world": world, "rank": groups.rank, "versions": groups.versions}
+            _send(stream, {**hello, "congestion_control": congestion_control()})
             for line in stream:
                 command = json.loads(line)
                 if command["do"] == "end":
                     break
                 _send(stream, rank.obey(command))
-            dist.destroy_process_group()
+            groups.close()
         except Exception:
-            _send(stream, {"rank": number, "error_text": traceback.format_exc()})
+            _send(stream, {"who": who, "error_text": traceback.format_exc()})
             raise
 
 
+def make_groups(world: str) -> Groups:
+    # What one of them imports the other need not have, and takes long: torch.
+    if world == "torch":
+        from netfold.bench.turns_torch import TorchGroups
+
+        return TorchGroups()
+    from netfold.bench.turns_mpi import MpiGroups
+
+    return MpiGroups(world)
+
+
 class Rank:
-    def __init__(self, folder: Path, number: int) -> None:
-        self._folder, self._number = folder, number
-        # Which groups have a switch, the ways say.
-        self._switch = os.environ.pop("NETFOLD_SWITCH", None)
-        dist.init_process_group("gloo")
-        self._groups: dict[str, Any] = {}
+    def __init__(self, groups: Groups, folder: Path, world: str) -> None:
+        self._groups = groups
+        self._folder, self._world = folder, world
+        self._sides: dict[str, Side] = {}
         self._workers: dict[str, int] = {}
         self._lines: dict[int, StartLine] = {}
 
@@ -68,38 +87,27 @@ class Rank:
         return cast(Message, getattr(self, f"_{command.pop('do')}")(**command))
 
     def _open(self, label: str, workers: int, options: dict[str, str] | None, payload_bytes: int | None) -> Message:
-        ranks = list(range(workers))
-        if options is None:
-            group: Any = dist.new_group(ranks, backend="gloo")
-        else:
-            if options.get("switch") == "nearest":
-                options["switch"] = str(self._switch)
-            tried = control.PAYLOAD_CANDIDATES
-            if payload_bytes is not None:
-                # A job's packets are as long as its worker with the shortest says.
-                control.PAYLOAD_CANDIDATES = (payload_bytes,)  # type: ignore[assignment]
-            group = dist.new_group(ranks, backend="netfold", pg_options=Options(**cast(Any, options)))
-            if self._number < workers:
-                dist.barrier(group=group)
-            control.PAYLOAD_CANDIDATES = tried
-        self._groups[label], self._workers[label] = group, workers
-        if self._number < workers and workers not in self._lines:
-            self._lines[workers] = StartLine(self._folder / f"{workers}.line", self._number, workers)
+        self._sides[label] = self._groups.group(workers, options, payload_bytes)
+        self._workers[label] = workers
+        if self._groups.rank < workers and workers not in self._lines:
+            path = self._folder / f"{self._world}-{workers}.line"
+            self._lines[workers] = StartLine(path, self._groups.rank, workers)
         return {}
 
     def _turn(self, label: str, size_bytes: int, number: int, calls: int, values: str) -> Message:
-        group, workers = self._groups[label], self._workers[label]
+        side, rank, workers = self._sides[label], self._groups.rank, self._workers[label]
         count = size_bytes // 4
         parts = normal_parts(workers, count) if values == "normal" else None
-        tensor = torch.empty(count)
-        array = tensor.numpy()
+        buffer = side.empty(count, "f32")
+        array = cast(tensors.Floats, buffer.values)
+        all_reduce = side.bind(parse_collective("all_reduce"), "sum", buffer, buffer)
         answer: Message = {"took_s": [], "wrong": 0, "error": None}
         self._lines[workers].cross()
         # What every call adds up differs from the one before: an old result is a wrong one.
         for call in range(number, number + calls):
-            np.copyto(array, parts[self._number] if parts else whole_numbers(count) + np.float32(self._number + call))
+            np.copyto(array, parts[rank] if parts else whole_numbers(count) + np.float32(rank + call))
             began = time.perf_counter()
-            dist.all_reduce(tensor, group=group)
+            all_reduce()
             answer["took_s"].append(time.perf_counter() - began)
             if parts:
                 answer["error"] = tensors.error_of(array, parts).rms
@@ -108,13 +116,11 @@ class Rank:
             else:
                 due = whole_numbers(count) * workers + np.float32(sum(range(workers)) + workers * call)
                 answer["wrong"] += int(np.count_nonzero(array != due))
-        records = None if self._is_gloo(label) else netfold.torch.events(group)[-calls:]
-        answer["again"] = 0 if records is None else int(records["retransmissions"].sum())
-        answer["sent_bytes"] = None if records is None else int(records[-1]["wire_bytes"])
+        records = side.records()
+        latest = None if records is None else records[-calls:]
+        answer["again"] = 0 if latest is None else int(latest["retransmissions"].sum())
+        answer["sent_bytes"] = None if latest is None else int(latest[-1]["wire_bytes"])
         return answer
-
-    def _is_gloo(self, label: str) -> bool:
-        return bool(dist.get_backend(self._groups[label]) == "gloo")
 
 
 @lru_cache(maxsize=4)

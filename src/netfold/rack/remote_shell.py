@@ -1,15 +1,16 @@
 """What stands for ssh between the hosts of a rack, for launchers that start ranks by a remote shell. Pure.
 
 A launcher calls it as it would ssh: options, a host's address, words for a shell there. Each host gets a name of its
-own (Open MPI's launcher waits for ever where two hosts have one name) and, as from Rack.popen, a temporary folder.
+own (Open MPI's launcher waits for ever where two hosts have one name), shared memory of its own, which is gone with the
+last of its processes, however they end, and, as from Rack.popen, a temporary folder.
 """
 
 import shlex
 
 from netfold.rack import names
 
-# The name first: in a namespace of names, so that this machine keeps its own.
-_NAMED = 'echo "$0" > /proc/sys/kernel/hostname'
+# In a namespace of names, so that this machine keeps its own; of mounts `ip netns exec` has made one.
+_ALONE = 'echo "$0" > /proc/sys/kernel/hostname && mount -t tmpfs netfold /dev/shm'
 
 
 def remote_shell(rack_id: str, hosts: int) -> str:
@@ -18,7 +19,7 @@ def remote_shell(rack_id: str, hosts: int) -> str:
         f"{names.host_address(host)}) namespace={names.host_namespace(rack_id, host)} name=h{host} ;;"
         for host in range(hosts)
     ]
-    inside = shlex.quote(f'{_NAMED} && mount -t tmpfs netfold "$TMPDIR" && eval "$1"')
+    inside = shlex.quote(f'{_ALONE} && mount -t tmpfs netfold "$TMPDIR" && eval "$1"')
     lines = [
         "#!/bin/sh",
         'while [ "${1#-}" != "$1" ]; do shift; done',
@@ -34,4 +35,4 @@ def remote_shell(rack_id: str, hosts: int) -> str:
 
 def named(host: int, argv: list[str]) -> list[str]:
     """`argv` under the host's name, for the launcher itself."""
-    return ["unshare", "--uts", "sh", "-c", f'{_NAMED} && exec "$@"', f"h{host}", *argv]
+    return ["unshare", "--uts", "sh", "-c", f'{_ALONE} && exec "$@"', f"h{host}", *argv]

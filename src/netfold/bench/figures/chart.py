@@ -39,6 +39,7 @@ _LOOKS = (
     ("netfold, with a switch", NETFOLD, "o"),
     ("gloo, TCP cubic", FOURTH, "D"),
     ("gloo", GLOO, "s"),
+    ("MPI", FOURTH, "v"),
     ("netfold", THIRD, "^"),
 )
 _OTHERS = ((NETFOLD, "o"), (THIRD, "^"), (GLOO, "s"), (FOURTH, "D"))
@@ -301,7 +302,7 @@ def _limit(axes: Sequence[Axes], panels: Sequence[Panel], *, x_log: bool, y_from
         xs = [x for line in panel.lines for x in line.xs]
         least, most = min(xs), max(xs)
         if x_log:
-            aside = max(most / least, 2) ** 0.06
+            aside = max(most / least, 2) ** 0.1
             one.set_xlim(least / aside, most * aside)
         else:
             aside = 0.06 * max(most - least, 1)

@@ -17,6 +17,7 @@ from netfold.bench.figures.figure import (
     in_times,
     play,
 )
+from netfold.bench.figures.mpi import find_mpi, said_of, series_of, ways_among
 from netfold.bench.turns import Way, gather
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
@@ -35,15 +36,12 @@ _MSS = 1448
 
 
 def measure(share: Share, taken: Taken, counts: tuple[int, ...] = HOSTS, size_bytes: int = SIZE_BYTES) -> None:
-    taken.settings |= {"rate": RATE, "size_bytes": size_bytes}
+    mpi = find_mpi()
+    taken.settings |= {"rate": RATE, "size_bytes": size_bytes, "mpi": mpi}
     with Rack(max(counts), RATE) as rack:
         rack.start_switch(lambda line: None)
-        with gather(rack, deadline_s(share)) as turns:
-            ways = [
-                (series, Way(f"{series}, {count}", count, options))
-                for count in counts
-                for series, options in OPTIONS.items()
-            ]
+        with gather(rack, deadline_s(share), mpi) as turns:
+            ways = ways_among(counts, OPTIONS, mpi)
             turns.open([way for _, way in ways])
 
             def turn(case: tuple[str, Way], number: int) -> None:
@@ -56,8 +54,10 @@ def measure(share: Share, taken: Taken, counts: tuple[int, ...] = HOSTS, size_by
 
 def tell(taken: Taken) -> Told:
     hosts, size_bytes, rate = taken.xs(), taken.settings["size_bytes"], taken.settings["rate"]
+    peers = [GLOO, *series_of(taken)]
+    series = [*OPTIONS, *series_of(taken)]
     once_ms = size_bytes * 8e3 / parse_link(rate).rate_bits / payload_share(_MSS)
-    measured = [chart.Line(one, hosts, [taken.spread(one, x).scaled(1e3) for x in hosts]) for one in OPTIONS]
+    measured = [chart.Line(one, hosts, [taken.spread(one, x).scaled(1e3) for x in hosts]) for one in series]
     limits = [
         chart.Reference("line rate, once", hosts, [once_ms] * len(hosts)),
         chart.Reference("line rate, 2 (P − 1) / P times", hosts, [once_ms * 2 * (x - 1) / x for x in hosts]),
@@ -70,21 +70,22 @@ def tell(taken: Taken) -> Told:
         x_log=True,
     )
     least, most = min(hosts), max(hosts)
-    grown = {series: taken.ratios((series, most), (series, least)) for series in OPTIONS}
+    grown = {one: taken.ratios((one, most), (one, least)) for one in OPTIONS}
     short = [
         "Not alike: the talk's switch was a Tofino on links of 10 and 100 Gbit/s; this one is a process that shares "
-        f"{taken.cores} cores with all hosts, on links slow enough for them."
+        f"{taken.cores} cores with all hosts, on links slow enough for them.",
+        said_of(taken, hosts),
     ]
     if grown[IN_NETWORK].median > FLAT:
         short.insert(0, f"Not flat: {most} hosts take {grown[IN_NETWORK].median:.3f} times as long as {least}.")
     return Told(
         picture,
-        ["hosts", *(f"{series}, ms" for series in OPTIONS), "gloo / in the network"],
+        ["hosts", *(f"{one}, ms" for one in series), *(f"{peer} / in the network" for peer in peers)],
         [
             [
                 str(x),
-                *(in_ms(taken.spread(series, x)) for series in OPTIONS),
-                in_times(taken.ratios((GLOO, x), (IN_NETWORK, x))),
+                *(in_ms(taken.spread(one, x)) for one in series),
+                *(in_times(taken.ratios((peer, x), (IN_NETWORK, x))) for peer in peers),
             ]
             for x in hosts
         ],

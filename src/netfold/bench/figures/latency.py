@@ -15,6 +15,7 @@ from netfold.bench.figures.figure import (
     in_us,
     play,
 )
+from netfold.bench.figures.mpi import find_mpi, said_of, series_of, ways_among
 from netfold.bench.turns import Way, gather
 from netfold.rack import Rack
 
@@ -26,15 +27,12 @@ OPTIONS = {IN_NETWORK: SWITCH, HOSTS_ONLY: {}, GLOO: None}
 
 
 def measure(share: Share, taken: Taken) -> None:
-    taken.settings |= {"rate": RATE, "sizes": SIZES, "calls": CALLS}
+    mpi = find_mpi()
+    taken.settings |= {"rate": RATE, "sizes": SIZES, "calls": CALLS, "mpi": mpi}
     with Rack(max(HOSTS), RATE) as rack:
         rack.start_switch(lambda line: None)
-        with gather(rack, deadline_s(share)) as turns:
-            ways = [
-                (series, Way(f"{series}, {count}", count, options))
-                for count in HOSTS
-                for series, options in OPTIONS.items()
-            ]
+        with gather(rack, deadline_s(share), mpi) as turns:
+            ways = ways_among(HOSTS, OPTIONS, mpi)
             turns.open([way for _, way in ways])
 
             def turn(case: tuple[str, Way], number: int) -> None:
@@ -49,13 +47,14 @@ def measure(share: Share, taken: Taken) -> None:
 
 def tell(taken: Taken) -> Told:
     hosts, sizes = taken.xs(), taken.settings["sizes"]
+    series, peers = [*OPTIONS, *series_of(taken)], [HOSTS_ONLY, GLOO, *series_of(taken)]
     picture = chart.lines(
         [
             chart.Panel(
                 f"{size} B",
                 [
                     chart.Line(one, hosts, [taken.spread(_series(one, size), x).scaled(1e6) for x in hosts])
-                    for one in OPTIONS
+                    for one in series
                 ],
             )
             for size in sizes
@@ -75,19 +74,19 @@ def tell(taken: Taken) -> Told:
         f"Slower than {peer} at {size} B among {count} hosts: {by.median:.2f} of its speed."
         for size in sizes
         for count in hosts
-        for peer in (HOSTS_ONLY, GLOO)
+        for peer in peers
         if (by := taken.ratios((_series(peer, size), count), (_series(IN_NETWORK, size), count))).median < 1
     ]
     return Told(
         picture,
         [
-            *("size, B", "hosts", *(f"{one}, us" for one in OPTIONS)),
-            *(f"{peer} / in the network" for peer in (HOSTS_ONLY, GLOO)),
+            *("size, B", "hosts", *(f"{one}, us" for one in series)),
+            *(f"{peer} / in the network" for peer in peers),
         ],
         [
             [
-                *(str(size), str(x), *(in_us(taken.spread(_series(one, size), x)) for one in OPTIONS)),
-                *(quicker(peer, size, x) for peer in (HOSTS_ONLY, GLOO)),
+                *(str(size), str(x), *(in_us(taken.spread(_series(one, size), x)) for one in series)),
+                *(quicker(peer, size, x) for peer in peers),
             ]
             for size in sizes
             for x in hosts
@@ -98,6 +97,7 @@ def tell(taken: Taken) -> Told:
         f"long; {sizes[-1]} B, {quicker(GLOO, sizes[-1], most)} times.",
         [
             *slower,
+            said_of(taken, hosts),
             f"Not alike: {taken.cores} cores take turns for {most} hosts and the switch, so the time grows with their "
             "number on every side; SHARP runs in the switches of an InfiniBand network of 1500 nodes.",
         ],

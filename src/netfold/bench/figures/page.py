@@ -23,12 +23,13 @@ def render(figures: Mapping[str, Taken]) -> str:
 <body>
 <main>
 <h1>The talks' figures, measured here</h1>
-<p>Hosts are network namespaces of one machine, their links shaped; the switch is a process. All sides of a figure take
-turns in the same processes, in every round. Dots and numbers are medians, bars and brackets the 5th to the 95th
-percentile of the rounds; a ratio is taken round by round. A time is the slowest host's, and every result was checked.
-A link lets its first 128 KB pass at once, so a time can lie a little below what the line's rate allows. Read the load
-below a figure first: where the machine does something else besides, hosts and switch are slow. All rounds are in
-<a href="figures.json">figures.json</a>, and as a CSV beside each figure.</p>
+<p>Hosts are network namespaces of one machine, their links shaped; the switch is a process. All sides of a figure
+take turns in every round, in the same processes (an MPI in its own, on the same hosts). Dots and numbers are
+medians, bars and brackets the 5th to the 95th percentile of the rounds; a ratio is taken round by round. A time is
+the slowest host's, and every result was checked. A link lets its first 128 KB pass at once, so a time can lie a
+little below what the line's rate allows. Read the load below a figure first: where the machine does something else
+besides, hosts and switch are slow. All rounds are in <a href="figures.json">figures.json</a>, and as a CSV beside
+each figure.</p>
 <ol>{contents}</ol>
 {"".join(_section(figure, taken) for figure, taken in known)}
 </main>

@@ -1,0 +1,37 @@
+"""The groups that `turns_rank.py` opens on the torch backends, gloo and netfold: of some of the ranks, as told."""
+
+import os
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from netfold import Options, control
+from netfold.bench.sides import SideName
+from netfold.bench.sides.torch_side import TorchSide, TorchWorld
+
+
+class TorchGroups(TorchWorld):
+    def __init__(self) -> None:
+        # Which groups have a switch, the ways say.
+        self._switch = os.environ.pop("NETFOLD_SWITCH", None)
+        super().__init__()
+        self.versions |= {"numpy": str(np.__version__)}
+
+    def group(self, workers: int, options: dict[str, str] | None, payload_bytes: int | None) -> TorchSide:
+        """Of the first `workers` ranks; the others must call too. Fields as Way's."""
+        ranks = list(range(workers))
+        if options is None:
+            return TorchSide(dist.new_group(ranks, backend="gloo"), SideName("gloo", "torch", "gloo", ""))
+        if options.get("switch") == "nearest":
+            options["switch"] = str(self._switch)
+        tried = control.PAYLOAD_CANDIDATES
+        if payload_bytes is not None:
+            # A job's packets are as long as its worker with the shortest says.
+            control.PAYLOAD_CANDIDATES = (payload_bytes,)  # type: ignore[assignment]
+        told: Any = options
+        group = dist.new_group(ranks, backend="netfold", pg_options=Options(**told))
+        if self.rank < workers:
+            dist.barrier(group=group)
+        control.PAYLOAD_CANDIDATES = tried
+        return TorchSide(group, SideName("netfold", "torch", "netfold", ""))
