@@ -69,3 +69,9 @@ def test_every_room_says_what_it_is() -> None:
         if (room / "__init__.py").exists():
             text = (room / "__init__.py").read_text()
             assert text.startswith('"""') and len(text.split('"""')[1]) > 80, room
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    # pytest imports them by these alone.
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

@@ -83,7 +83,8 @@ std::vector<Id> Parts::strangers() {
   for (std::uint64_t chunk = 0; chunk < chunk_count_; ++chunk) {
     for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
       const Line& line = line_of(worker);
-      const std::uint32_t operation = std::min<std::uint32_t>(operation_at(line, chunk), line.size() - 1);
+      const std::uint32_t operation =
+          std::min<std::uint32_t>(operation_at(line, chunk), static_cast<std::uint32_t>(line.size() - 1));
       for (const bool answer : {false, true}) {
         const Header header{.flags = static_cast<std::uint8_t>(answer ? protocol::kAnswer : 0),
                             .job = kJob + 1,

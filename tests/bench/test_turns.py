@@ -47,7 +47,8 @@ def test_ways_among_some_of_the_hosts_are_right_in_every_element_and_take_what_t
     assert found["1024 bytes"].sent_bytes == SIZE // 1024 * (1024 + 48)
     ring, switch, gloo = (found[label].sent_bytes for label in ("ring", "switch 3", "gloo"))
     assert ring is not None and switch is not None and gloo is None
-    assert 4 / 3 * SIZE < ring < 1.4 * SIZE and SIZE < switch < 1.01 * SIZE + 8880
+    again = found["switch 3"].again  # packets, on a machine that was late to answer
+    assert 4 / 3 * SIZE < ring < 1.4 * SIZE and SIZE < switch < 1.01 * SIZE + 8880 * (1 + again)
 
 
 def test_sums_of_values_that_are_no_whole_numbers_are_measured_by_their_error() -> None:
