@@ -212,6 +212,20 @@ def test_the_room_can_be_called_and_imported_from() -> None:
 
 
 @pytest.mark.torch
+def test_a_type_checker_accepts_the_call(tmp_path: Path) -> None:
+    text = """
+    import netfold
+    from netfold.profile.recording import Recording
+
+    with netfold.profile("RUN") as recording:
+        netfold.profile.step()
+    wanted: Recording = recording
+    wrong: int = recording
+    """
+    done = run(sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", script(tmp_path, text))
+    assert done.stdout.count("error:") == 1 and 'variable has type "int"' in done.stdout, done.stdout
+
+
 def test_off_it_costs_nothing(tmp_path: Path) -> None:
     job = script(
         tmp_path,
