@@ -8,8 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from netfold import profile
     from netfold.communicator import Communicator, FileStore, Options, empty
+    from netfold.profile import _Callable
+
+    profile: _Callable  # for checkers, to whom no module can be called
 
 __version__ = "0.1.0"
 __all__ = ["Communicator", "FileStore", "Options", "__version__", "empty", "profile"]

@@ -212,6 +212,20 @@ def test_the_room_can_be_called_and_imported_from() -> None:
 
 
 @pytest.mark.torch
+def test_a_type_checker_accepts_the_call(tmp_path: Path) -> None:
+    text = """
+    import netfold
+    from netfold.profile.recording import Recording
+
+    with netfold.profile("RUN") as recording:
+        netfold.profile.step()
+    wanted: Recording = recording
+    wrong: int = recording
+    """
+    done = run(sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", script(tmp_path, text))
+    assert done.stdout.count("error:") == 1 and 'variable has type "int"' in done.stdout, done.stdout
+
+
 def test_off_it_costs_nothing(tmp_path: Path) -> None:
     job = script(
         tmp_path,
@@ -457,3 +471,93 @@ def test_reading_within_marks_and_right_after_buckets_is_safe(tmp_path: Path) ->
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
         assert len(trace.operations) > 400
         assert len(trace.steps) == 199
+
+
+UNDER_WAY = """
+    import sys, time, torch, torch.distributed as dist, netfold
+    dist.init_process_group("gloo")
+    rank, ones = dist.get_rank(), torch.ones(3)
+    store = dist.distributed_c10d._get_default_store()
+    with netfold.profile(sys.argv[1]):
+        dist.all_reduce(torch.ones(2))
+        if rank == 1:
+            work = dist.all_reduce(ones, async_op=True)
+    # Nothing is marked any more, and what was under way ends: where it writes to is still there.
+    if rank == 1:
+        store.set("ended", "")
+        work.wait()
+    else:
+        store.wait(["ended"])
+        dist.all_reduce(ones)
+    assert ones.tolist() == [2.0] * 3
+    with netfold.profile(sys.argv[1] + "-again"):
+        dist.all_reduce(torch.ones(4))
+    with torch.profiler.profile() as own:
+        dist.all_reduce(torch.ones(5))
+    assert any("all_reduce" in each.name for each in own.events())
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.torch
+def test_what_is_under_way_at_the_end_is_lost_and_has_what_it_writes_to(tmp_path: Path) -> None:
+    done = run(*torchrun(2, script(tmp_path, UNDER_WAY), tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    for name in ("run", "run-again"):
+        first, second = read_run(tmp_path / name).traces
+        assert len(first.operations) == 1
+        assert len(second.operations) == 0
+        assert any("did not end within 1 s" in each for each in second.about.blind_spots)
+        assert not any("did not end within 1 s" in each for each in first.about.blind_spots)
+        assert not any("profiler of the job's own" in each for each in second.about.blind_spots)
+    assert read_run(tmp_path / "run").traces[1].about.lost == 2
+
+
+STOPPED = """
+    import signal, sys, threading, time, torch, torch.distributed as dist, netfold
+    from netfold.profile import recording
+    dist.init_process_group("gloo")
+    profile = netfold.profile(sys.argv[1]).start()
+    dist.all_reduce(torch.ones(2))
+    if sys.argv[2] == "by another thread":
+        stopper = threading.Thread(target=profile.stop)
+        stopper.start()
+        stopper.join()
+    else:
+        # The handler raises while who writes is waited for.
+        writes, writing = profile._write_or_fail, threading.Event()
+        def slowly():
+            writing.set()
+            time.sleep(1)
+            return writes()
+        profile._write_or_fail = slowly
+        writing.wait()
+        def interrupt(*_):
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            profile.stop()
+        except KeyboardInterrupt:
+            print("interrupted")
+    assert torch.autograd._profiler_enabled(), "what is on this thread is still to be ended"
+    if sys.argv[3] == "with steps":
+        torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0).step()
+        assert torch.autograd._profiler_enabled() == (sys.argv[2] == "interrupted")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("steps", ["with steps", "without"])
+@pytest.mark.parametrize("stopped", ["by another thread", "interrupted"])
+def test_a_recording_whose_stop_did_not_get_through_ends_before_the_process(
+    stopped: str, steps: str, tmp_path: Path
+) -> None:
+    """torch's profiler, left on, would crash the process in its destructors."""
+    done = run(*torchrun(2, script(tmp_path, STOPPED), tmp_path / "run", stopped, steps))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("interrupted") == (2 if stopped == "interrupted" else 0)
+    for trace in read_run(tmp_path / "run").traces:
+        if stopped == "interrupted":
+            assert operations(trace) == [("all_reduce", "f32", 8)]

@@ -145,6 +145,7 @@ class Recording:
         self._sources: list[Source] = []
         self._names: Names | None = None
         self._ended = threading.Event()
+        self._stopped = False
         self._failed = False
         self._thread: threading.Thread | None = None
         self._boundary_ns: int | None = None
@@ -175,12 +176,12 @@ class Recording:
         return self
 
     def stop(self) -> None:
-        """Write what is left. Idempotent."""
+        """Write what is left. Idempotent; one that an exception interrupts (a signal's handler may raise) is done again
+        at the end of the process."""
         global _current
-        if self._ended.is_set():
+        if self._stopped:
             return
         self._ended.set()
-        atexit.unregister(self.stop)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         try:
@@ -192,9 +193,11 @@ class Recording:
             if self._watcher is not None:
                 self._watcher.stop()
             self._write_or_fail()
+            self._stopped = True
             if self._writer is not None:
                 self._writer.close()
             self._watcher = None
+        atexit.unregister(self.stop)
         if _current is self:
             _current = None
 
@@ -212,6 +215,7 @@ class Recording:
         """In a fork's child: the recording is the parent's, and its thread, watcher and open files are too."""
         self._ended = threading.Event()  # the parent's may have been locked
         self._ended.set()
+        self._stopped = True
         atexit.unregister(self.stop)
         for source in self._sources:
             source.forget()
@@ -224,12 +228,12 @@ class Recording:
         self.stop()
 
     def _at_boundary(self) -> None:
-        if self._ended.is_set():
-            return
-        now = time.perf_counter_ns()
-        if self._boundary_ns is not None:
-            self._steps.append((self._boundary_ns, now))
-        self._boundary_ns = now
+        # Ended by another thread: a source may have something left to do on this one.
+        if not self._ended.is_set():
+            now = time.perf_counter_ns()
+            if self._boundary_ns is not None:
+                self._steps.append((self._boundary_ns, now))
+            self._boundary_ns = now
         try:
             for source in self._sources:
                 source.boundary()

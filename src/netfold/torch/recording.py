@@ -15,13 +15,16 @@ these since the window began. Ranks so count alike, whatever one of them missed.
 Reading a window frees the memory to which whatever is marked as under way writes its end, so it is only done when there
 is none: when the flight recorder has retired all that it knows. It knows collectives; messages, and marks that Python
 code makes (an optimizer's step is one, within which its hooks run), are kept out of windows. Nor is a window opened or
-read within a backward pass, which has thread-local state of its own.
+read within a backward pass, which has thread-local state of its own. What is still under way when the recording has
+waited for it at its end may end at any time: the profiler is then abandoned, which frees nothing, and the window is
+lost. A process that ended with the profiler's callback in place would crash in torch's destructors.
 
 A user's own profiler and this one exclude each other: the user's goes first, and what was missed is said.
 """
 
 from __future__ import annotations
 
+import atexit
 import collections
 import ctypes
 import functools
@@ -86,6 +89,12 @@ _MESSAGES = ("send", "recv", "recv_anysource")
 _LIVES = ("init_process_group", "new_group", "destroy_process_group")
 
 _TORN = "A profiler of the job's own ran: what other backends did meanwhile, and since the step before it, is missing."
+_ABANDONED = (
+    "An operation of another backend did not end within 1 s of the end of a recording: what such backends did since "
+    "the last records were read, and after that, is missing."
+)
+# The end of a recording has left torch's profiler as it was.
+_abandoned = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,7 @@ class _Seen:
 
     windows: collections.deque[_Window] = field(default_factory=lambda: collections.deque(maxlen=_WINDOWS_KEPT))
     torn: bool = False
+    abandoned: bool = False
     dropped: int = 0
 
 
@@ -171,20 +181,42 @@ class TorchSource:
     def end(self) -> None:
         self._ended = True
         if threading.current_thread() is not threading.main_thread():
-            return  # the next boundary does it, or the end of the process
+            atexit.register(self.end)  # where no boundary does it before
+            return
+        atexit.unregister(self.end)
         self._let_go()
         if self._began is None:
             return
         until_s = time.monotonic() + _END_S
         while (kept := self._when_quiet()) is None and time.monotonic() < until_s:
             time.sleep(_END_LOOK_S)
-        # What has not ended by now waits for a rank that is gone. A profiler left on would trip the process's end.
-        self._close(kept or b"{}")
+        if kept is None:
+            self._abandon()
+        else:
+            self._close(kept)
 
     def forget(self) -> None:
         # The profiler stays as it is: operations of the parent's would write into what reading it freed.
         self._ended = True
         self._let_go()
+
+    def _abandon(self) -> None:
+        """Mark nothing more, and read nothing: operations under way have what they write to until they have ended.
+
+        The profiler counts as enabled on this thread from here on: no other window is opened in this process.
+        """
+        global _abandoned
+        self._seen.dropped += self._submitted()
+        self._began = None
+        if self._full:
+            self._full = False
+            _autograd._enable_record_function(True)
+        if user_profiler._is_profiler_enabled or not _autograd._profiler_enabled():
+            self._seen.torn = True  # as in _close: it is not ours
+            return
+        # It warns of devices, which are not in the profile.
+        _autograd._toggle_collection_dynamic(False, _ACTIVITIES)
+        self._seen.abandoned = _abandoned = True
 
     def _let_go(self) -> None:
         if self._hook is not None:
@@ -255,8 +287,7 @@ class TorchSource:
         if _in_backward():
             return
         if self._began is not None:
-            kept = self._when_quiet()
-            if kept is None:
+            if not self._seems_quiet() or (kept := self._when_quiet()) is None:
                 return
             self._close(kept)
         wanted = _has_flight_recorder() and _is_wanted()
@@ -269,7 +300,8 @@ class TorchSource:
     def _open(self) -> None:
         # Another's is left alone: starting ours would end it.
         if _autograd._profiler_enabled() or user_profiler._is_profiler_enabled:
-            self._seen.torn = True
+            self._seen.abandoned |= _abandoned
+            self._seen.torn |= not _abandoned
             return
         shapes, rest = True, (False, False, False, False)
         config = _profiler.ProfilerConfig(
@@ -281,16 +313,22 @@ class TorchSource:
         _autograd._enable_profiler(config, _ACTIVITIES, {_profiler.RecordScope.USER_SCOPE})  # type: ignore[call-arg]
         self._began = began, _begun()
 
+    def _seems_quiet(self) -> bool:
+        """The short answer, the last collective that was completed: tens of microseconds instead of milliseconds.
+
+        Where two threads complete in another order than they began it says no until there is another collective.
+        """
+        status = json.loads(_c10d._dump_fr_trace_json(includeCollectives=False))  # type: ignore[attr-defined]
+        return all(
+            each["last_enqueued_collective"] == each["last_completed_collective"]
+            for each in status.get("pg_status", {}).values()
+        )
+
     def _when_quiet(self) -> bytes | None:
         """What the flight recorder says, if it says that no collective of the window is under way; else None.
 
-        torch retires an entry after all that the thread which ran the operation has to do with it. The short answer,
-        the last that was completed, comes first: tens of microseconds instead of milliseconds.
+        torch retires an entry after all that the thread which ran the operation has to do with it.
         """
-        status = json.loads(_c10d._dump_fr_trace_json(includeCollectives=False))  # type: ignore[attr-defined]
-        for each in status.get("pg_status", {}).values():
-            if each["last_enqueued_collective"] != each["last_completed_collective"]:
-                return None
         kept: bytes = _c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
         # What it has forgotten may be under way.
         remembers = kept.count(b'"retired":') >= self._submitted()
@@ -422,6 +460,8 @@ class TorchSource:
             said.append("On accelerators only the submission of operations is seen, not their run on the device.")
         if self._seen.torn:
             said.append(_TORN)
+        if self._seen.abandoned:
+            said.append(_ABANDONED)
         if self._unread:
             said.append(
                 f"Of other backends only the first {_MOST_OPERATIONS} operations or so between two times at which they "
