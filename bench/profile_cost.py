@@ -3,8 +3,8 @@
     .venv/bin/python bench/profile_cost.py [PAIRS]      # 10
 
 Two ranks; a window of steps is recorded, the next is not, in the same processes and the other way round in the next
-pair. A step of the first kind computes for some milliseconds and sums 1 KB ten times, one after the other: about 1,000
-collectives a second where the machine has nothing else to do. One of the second kind is DDP's, of a model of 3 MB. A
+pair. A step of the first kind computes, and sums 1 KB ten times, one after the other, with as much computing as makes 1,000
+collectives a second of it while the machine is as it was at the start. One of the second kind is DDP's, of a model of 3 MB. A
 window is long enough for other backends' records to be read within it; starting and stopping are not timed. Writes
 bench/results/profile_cost.md.
 """
@@ -31,6 +31,7 @@ CASES = {"netfold": ("small", "ddp"), "gloo": ("small", "ddp")}
 WORDS = {"small": "10 all_reduces of 1 KB a step", "ddp": "DDP, 3 MB of gradients"}
 GOALS = {"netfold": 1.0, "gloo": 3.0}  # percent
 CALLS, ELEMENTS = 10, 256
+CALLS_A_SECOND = 1000
 # So long at least, so many windows of records are read within one.
 WINDOW_S = 2.5
 RESULT = Path(__file__).parent / "results" / "profile_cost.md"
@@ -45,15 +46,32 @@ def make_small() -> Callable[[], int]:
     left, right = torch.ones(256, 256), torch.ones(256, 256)
     tensor = torch.empty(ELEMENTS)
     expected = float(RANKS * (RANKS + 1) // 2)
+    products = 1
 
     def step() -> int:
         for _ in range(CALLS):
-            torch.mm(left, right)
+            for _ in range(products):
+                torch.mm(left, right)
             tensor.fill_(dist.get_rank() + 1)
             dist.all_reduce(tensor)
         assert (tensor == expected).all()
         return CALLS
 
+    def seconds_a_step(steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        return (time.perf_counter() - began) / steps
+
+    # So much computing that there are CALLS_A_SECOND; the same on all ranks.
+    took = []
+    for products in (1, 2):
+        step()
+        took.append(min(seconds_a_step(20) for _ in range(10)))
+    one = torch.tensor([CALLS / CALLS_A_SECOND - took[0], took[1] - took[0]])
+    dist.all_reduce(one)
+    left_s, product_s = one.tolist()
+    products = 1 + max(0, round(left_s / product_s))
     return step
 
 

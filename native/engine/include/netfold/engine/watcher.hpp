@@ -70,7 +70,7 @@ class Watcher {
   bool sees_queue() const { return queue_fd_ >= 0; }
 
  private:
-  static constexpr std::int64_t kLookNs = 2'000'000;
+  static constexpr std::int64_t kLookNs = 4'000'000;
   static constexpr std::size_t kLines = 1 << 16;
 
   struct Look {
