@@ -3,8 +3,8 @@
     .venv/bin/python bench/profile_cost.py [PAIRS]      # 10
 
 Two ranks; a window of steps is recorded, the next is not, in the same processes and the other way round in the next
-pair. A step of the first kind computes, and sums 1 KB ten times, one after the other, with as much computing as makes 1,000
-collectives a second of it while the machine is as it was at the start. One of the second kind is DDP's, of a model of 3 MB. A
+pair. A step of the first kind computes and sums 1 KB ten times, in turn, with as much computing as makes a thousand
+collectives a second while the machine is as it was at the start. One of the second kind is DDP's, of a model of 3 MB. A
 window is long enough for other backends' records to be read within it; starting and stopping are not timed. Writes
 bench/results/profile_cost.md.
 """
