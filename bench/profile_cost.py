@@ -46,11 +46,11 @@ def make_small() -> Callable[[], int]:
     left, right = torch.ones(256, 256), torch.ones(256, 256)
     tensor = torch.empty(ELEMENTS)
     expected = float(RANKS * (RANKS + 1) // 2)
-    products = 1
+    products = [1]
 
     def step() -> int:
         for _ in range(CALLS):
-            for _ in range(products):
+            for _ in range(products[0]):
                 torch.mm(left, right)
             tensor.fill_(dist.get_rank() + 1)
             dist.all_reduce(tensor)
@@ -65,13 +65,13 @@ def make_small() -> Callable[[], int]:
 
     # So much computing that there are CALLS_A_SECOND; the same on all ranks.
     took = []
-    for products in (1, 2):
+    for products[0] in (1, 2):
         step()
         took.append(min(seconds_a_step(20) for _ in range(10)))
     one = torch.tensor([CALLS / CALLS_A_SECOND - took[0], took[1] - took[0]])
     dist.all_reduce(one)
     left_s, product_s = one.tolist()
-    products = 1 + max(0, round(left_s / product_s))
+    products[0] = 1 + max(0, round(left_s / product_s))
     return step
 
 
