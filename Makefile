@@ -25,7 +25,7 @@ $(VENV)/.tools: pyproject.toml constraints.txt tools/host-check
 
 $(VENV)/.netfold: $(VENV)/.tools $(NATIVE) pyproject.toml
 	@echo "building netfold"
-	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install --no-build-isolation -c constraints.txt -e '.[torch,demo,dev,bench]'
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install --no-build-isolation -c constraints.txt -e '.[torch,train,demo,dev,bench]'
 	@touch $@
 
 build: $(VENV)/.netfold ## build the native floor and install netfold into .venv

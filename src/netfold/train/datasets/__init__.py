@@ -1,0 +1,19 @@
+"""Data by name. One file a kind; a new one is a file and a line here."""
+
+from __future__ import annotations
+
+from netfold.train.examples import Data
+from netfold.train.named import factory
+from netfold.train.recipe import Factory
+
+DATASETS = {
+    "photos": "netfold.train.datasets.photos:photos",
+    "source": "netfold.train.datasets.text:source",
+}
+
+
+def make_data(asked: Factory) -> Data:
+    made = factory(asked, DATASETS, "data")(**asked.options)
+    if not isinstance(made, Data):
+        raise ValueError(f"data {asked.name!r} returned {type(made).__name__}; it must return netfold.train.Data")
+    return made
