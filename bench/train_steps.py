@@ -202,8 +202,8 @@ def main(names: list[str]) -> None:
 `python bench/train_steps.py`, {spoken((load, os.getloadavg()[0]))} Milliseconds a step, the slowest rank's: median
 (p5..p95) of {ROUNDS * STEPS} steps in {ROUNDS} turns of each backend in the same processes; ratio: gloo's over
 netfold's, step by step. Every rank has half of the recipe's batch, whatever the number of ranks. On this machine
-ranks really compute; in the rack a layer's computing is a timer of what it took here, and netfold has the rack's switch. Buckets of
-25 MB on both sides.
+ranks really compute; in the rack a layer's computing is a timer of what it took here, and netfold has the rack's
+switch. Buckets of 25 MB on both sides.
 
 | recipe | where | netfold ms | gloo ms | ratio |
 |---|---|---|---|---|
