@@ -18,17 +18,19 @@ from netfold.train.replica import Replica
 from netfold.train.update import Update
 
 Metadata = Mapping[str, TensorStorageMetadata]
+Parameters = Mapping[str, nn.Parameter]
 
 
 def contents(
-    replica: Replica, optimizer: torch.optim.Optimizer, update: Update, buffers: bool = True
+    replica: Replica, parameters: Parameters, optimizer: torch.optim.Optimizer, update: Update, buffers: bool
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What this rank holds: tensors, borrowed, and the numbers of the update, which are the same on every rank.
 
-    `buffers`: also the modules' persistent buffers. They differ among data-parallel ranks (running means): one gives
-    them. Raises TypeError for an optimizer that keeps anything but tensors for a parameter.
+    `parameters`: the replica's, listed before training began: fully_shard puts gathered ones in their places for a
+    while, and these are not what the optimizer holds. `buffers`: also the modules' persistent buffers; they differ
+    among data-parallel ranks (running means), so one gives them. Raises TypeError for an optimizer that keeps anything
+    but tensors for a parameter.
     """
-    parameters = dict(replica.named_parameters())
     tensors = {f"model.{name}": replica.as_part(name, each.detach()) for name, each in parameters.items()}
     if buffers:
         tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
@@ -57,9 +59,16 @@ class Wanted:
     no step has to be taken to have some, and a rank that shares it out asks for what it owns alone.
     """
 
-    def __init__(self, saved: Metadata, replica: Replica, optimizer: torch.optim.Optimizer, update: Update) -> None:
+    def __init__(
+        self,
+        saved: Metadata,
+        replica: Replica,
+        parameters: Parameters,
+        optimizer: torch.optim.Optimizer,
+        update: Update,
+    ) -> None:
+        """`parameters`: as for `contents`."""
         self._optimizer, self._update = holder(optimizer), update
-        parameters = dict(replica.named_parameters())
         self.tensors = {f"model.{name}": replica.as_part(name, each.detach()) for name, each in parameters.items()}
         self.tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
         self._states: dict[nn.Parameter, dict[str, Tensor]] = {}

@@ -25,8 +25,8 @@ class Toll:
 
     def __str__(self) -> str:
         return (
-            f"all ranks were started anew {self.lost} times after a failure: {self.steps_repeated} steps were done "
-            f"again, {self.seconds_lost:.1f} s lost"
+            f"what failures cost: {self.lost} restarts of all ranks, {self.steps_repeated} steps done again, "
+            f"{self.seconds_lost:.1f} s lost"
         )
 
 
@@ -58,6 +58,8 @@ class Lives:
 
     def end(self) -> None:
         self._write(replace(self.toll, ended=True))
+
+    def close(self) -> None:
         os.close(self._file)
 
     def _write(self, toll: Toll) -> None:

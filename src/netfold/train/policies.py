@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from netfold.train.examples import Batch, UnreadableError
+from netfold.train.mesh import Mesh
 from netfold.train.recipe import Survive
 from netfold.train.replica import Replica
 
@@ -53,6 +55,8 @@ class NonFinite:
 def bad_gradients(replica: Replica) -> list[str]:
     """The parameters here whose gradient holds an infinity or no number. One pass over the gradients."""
     gradients = {name: _local(each.grad) for name, each in replica.named_parameters() if each.grad is not None}
+    # A rank's part of a small parameter may be empty, and has no largest element.
+    gradients = {name: gradient for name, gradient in gradients.items() if gradient.numel()}
     if not gradients or torch.isfinite(torch.nn.utils.get_total_norm(gradients.values(), float("inf"))):
         return []
     return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
@@ -63,19 +67,22 @@ def what_is_bad(step: int, loss: Tensor | None, gradients: list[str]) -> str:
     own = (None if loss is None else float(loss), len(gradients), gradients[:3], socket.gethostname())
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
+    # Gradients are averages by now: where a loss is bad, only its rank's say where it came from.
+    sources = {rank for rank, (value, *_) in enumerate(found) if value is not None and not math.isfinite(value)}
     parts = []
     for rank, (value, count, names, host) in enumerate(found):
-        of_loss = "" if value is None or torch.isfinite(torch.tensor(value)) else f"loss {value}"
-        of_gradients = (
-            f"gradients of {', '.join(names)}{f' and {count - 3} more' if count > 3 else ''}" if count else ""
-        )
-        if of_loss or of_gradients:
-            parts.append(f"rank {rank} ({host}): {' and '.join(filter(None, (of_loss, of_gradients)))}")
+        of_loss = [f"loss {value}"] if rank in sources else []
+        more = f" and {count - 3} more" if count > 3 else ""
+        of_gradients = [f"gradients of {', '.join(names)}{more}"] if count else []
+        if of_loss or (of_gradients and not sources):
+            parts.append(f"rank {rank} ({host}): {' and '.join(of_loss + of_gradients)}")
     return f"step {step}: not finite: {'; '.join(parts)}"
 
 
 def explained(error: Exception, step: int, batch: Batch | None) -> Exception | None:
     """The same failure in words that say where and what to try; None where there is nothing to add."""
+    if "PeerLost" in f"{type(error).__name__} {error}":
+        return None  # another rank's failure, in its own words
     rank = f"rank {dist.get_rank()} ({socket.gethostname()}): step {step}"
     sizes = "" if batch is None else f" with a batch of {', '.join(str(list(each.shape)) for each in _tensors(batch))}"
     if isinstance(error, UnreadableError):
@@ -92,6 +99,15 @@ def explained(error: Exception, step: int, batch: Batch | None) -> Exception | N
             f"{rank}{sizes}: the device failed: {_first_line(error)}; take the host out of the job, or start it again"
         )
     return None
+
+
+def tell_others(mesh: Mesh, error: Exception) -> None:
+    """They wait for this rank, which is leaving: their groups end now, with the reason, and not when it is gone."""
+    groups: list[Any] = [dist.group.WORLD, *(axis.group for axis in (mesh.pipeline, mesh.data, mesh.tensor))]
+    for group in groups:
+        # Another backend's ranks notice that the process is gone.
+        if hasattr(group, "netfold"):
+            group.netfold.abort(str(error))
 
 
 class Buffers:

@@ -39,6 +39,7 @@ class Recovery:
         """`folder` is the run's; all ranks share it."""
         self._folder, self._recipe, self._mesh = folder, recipe, mesh
         self._replica, self._optimizer, self._update = replica, optimizer, update
+        self._parameters = dict(replica.named_parameters())
         self._note = note
         self._saved: int | None = None
         self._checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint, recipe.run.timeout_s)
@@ -77,7 +78,9 @@ class Recovery:
         if step == self._saved:
             return
         self.settle()
-        tensors, numbers = contents(self._replica, self._optimizer, self._update, buffers=self._mesh.data.rank == 0)
+        tensors, numbers = contents(
+            self._replica, self._parameters, self._optimizer, self._update, buffers=self._mesh.data.rank == 0
+        )
         recipe = self._recipe.model_dump(mode="json")
         self._checkpoints.save(tensors, Position(step, samples, dist.get_world_size(), time.time(), numbers, recipe))
         self._saved = step
@@ -109,11 +112,13 @@ class Recovery:
                 self._note("info", str(self._lives.toll))
 
     def leave(self) -> None:
-        """Also of a rank that fails."""
+        """Also of a rank that fails. What it was writing may become whole first."""
         self._checkpoints.let_finish(self._recipe.survive.grace_s)
+        if self._lives is not None:
+            self._lives.close()
 
     def _wanted(self, saved: Metadata) -> Wanted:
-        return Wanted(saved, self._replica, self._optimizer, self._update)
+        return Wanted(saved, self._replica, self._parameters, self._optimizer, self._update)
 
     def _compare(self, position: Position) -> None:
         """What has changed in the recipe since the checkpoint, as far as it changes what is going on."""

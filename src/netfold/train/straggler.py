@@ -58,9 +58,9 @@ class Straggler:
         return self._compare(own)
 
     def _compare(self, own: Tensor) -> str | None:
-        rows = torch.empty(2 * dist.get_world_size(), dtype=torch.float64)
-        dist.all_gather_into_tensor(rows, own)
-        times = rows.view(-1, 2).tolist()
+        rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, own)
+        times = [row.tolist() for row in rows]
         # The lower one of two: among two ranks the slow one would be its own measure.
         median_s = statistics.median_low(own_s for own_s, _ in times)
         slow = {rank for rank, (own_s, _) in enumerate(times) if own_s >= self._ratio * median_s}

@@ -26,7 +26,15 @@ from netfold.train.models import make_model
 from netfold.train.optimizers import make_optimizer
 from netfold.train.order import sample_seed
 from netfold.train.parallel import parallelise
-from netfold.train.policies import Buffers, NonFinite, NonFiniteError, bad_gradients, explained, what_is_bad
+from netfold.train.policies import (
+    Buffers,
+    NonFinite,
+    NonFiniteError,
+    bad_gradients,
+    explained,
+    tell_others,
+    what_is_bad,
+)
 from netfold.train.recipe import Recipe
 from netfold.train.recovery import Recovery
 from netfold.train.schedule import learning_rate
@@ -117,6 +125,8 @@ class Trainer:
                 outcome = self._train()
         except Exception as error:
             better = explained(error, self.step + 1, self._batch)
+            if better is not None:
+                tell_others(self.mesh, better)
             if self._started:
                 self._note("error", str(better or error))
                 self._tell(said.Ended(self.step, type(better or error).__name__, time.perf_counter() - began_s))
