@@ -1,4 +1,4 @@
-"""Ranks are killed at random moments, torchrun starts all of them anew, and training goes on from the last checkpoint."""
+"""Ranks are killed at random moments; torchrun starts all anew, and training goes on from the last checkpoint."""
 
 from __future__ import annotations
 

@@ -397,20 +397,27 @@ def vanished(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 
 def out_of_memory(rank: int, folder: Path, world: World) -> Any:
-    """Rank 1's model asks for more than there is."""
+    """Rank 1's model asks for more than there is; then its device fails."""
     import torch
     from surviving import run
 
-    def forward(numbers: list[int]) -> None:
+    def ask(numbers: list[int]) -> None:
         if rank == 1:
             torch.empty(1 << 50)
 
-    with world(2):
-        began_s = time.monotonic()
-        try:
-            run(None, forward=forward)
-        except Exception as error:
-            return type(error).__name__, str(error), time.monotonic() - began_s
+    def fail(numbers: list[int]) -> None:
+        if rank == 1:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    found = []
+    for forward in (ask, fail):
+        with world(2):
+            began_s = time.monotonic()
+            try:
+                run(None, forward=forward)
+            except Exception as error:
+                found.append((type(error).__name__, str(error), time.monotonic() - began_s))
+    return found
 
 
 def straggling(rank: int, folder: Path, world: World) -> dict[str, Any]:
@@ -679,11 +686,17 @@ def test_a_file_that_vanished_ends_the_job_on_all_ranks_at_once() -> None:
 
 
 def test_out_of_memory_says_where_and_what_to_try_and_the_others_hear_it() -> None:
-    (other, heard, other_s), (kind, text, own_s) = of(out_of_memory)
+    (other, heard, other_s), (kind, text, own_s) = (found[0] for found in of(out_of_memory))
     assert kind == "DeviceError" and "step 1 with a batch of [4, 8], [4, 1]: out of memory" in text
     assert "training.accumulate" in text
     assert other in ("PeerLost", "RuntimeError") and "out of memory" in heard, heard
     assert max(other_s, own_s) < 20
+
+
+def test_a_device_that_fails_is_named() -> None:
+    (other, heard, _), (kind, text, _) = (found[1] for found in of(out_of_memory))
+    assert kind == "DeviceError" and text.startswith("rank 1 (") and "the device failed: an illegal memory" in text
+    assert other in ("PeerLost", "RuntimeError") and "an illegal memory access" in heard
 
 
 def test_a_straggler_is_named_once_and_ends_the_job_where_that_is_asked() -> None:

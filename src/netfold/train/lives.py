@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -37,8 +38,9 @@ class Lives:
         self._path = path
         self.toll = Toll(began_s=time.time())
         self._first = not path.exists()
-        if not self._first:
-            self.toll = Toll(**json.loads(path.read_text()))
+        # Empty: there was no room for the first line.
+        if not self._first and (text := path.read_text()):
+            self.toll = Toll(**json.loads(text))
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def begin(self, step: int, taken_s: float | None) -> None:
@@ -65,4 +67,6 @@ class Lives:
     def _write(self, toll: Toll) -> None:
         self.toll = toll
         # Of one length, in one write: a reader never sees half a line.
-        os.pwrite(self._file, f"{json.dumps(asdict(toll)):<255}\n".encode(), 0)
+        # No room is the checkpoints' to speak of: it must not end a job that goes on without them.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, f"{json.dumps(asdict(toll)):<255}\n".encode(), 0)
