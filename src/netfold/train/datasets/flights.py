@@ -43,9 +43,9 @@ def flights_in(folder: Path) -> Data:
     weather = weather.drop_duplicates(["origin", "time_hour"])
     rows = rows.merge(weather, how="left", on=["origin", "time_hour"])
     date = pandas.to_datetime({"year": 2013, "month": rows["month"], "day": rows["day"]})
-    rows["weekday"] = date.dt.dayofweek
+    rows["weekday"] = date.dt.day_of_week
     rows["late"] = (rows["arr_delay"] > LATE_MINUTES).astype("float32")
-    held = date.dt.dayofyear % HELD_OUT_EVERY_DAYS == 0
+    held = date.dt.day_of_year % HELD_OUT_EVERY_DAYS == 0
     return rows_data(rows[~held], rows[held], DENSE, CATEGORICAL, "late", ("carrier", "hour"))
 
 

@@ -33,9 +33,9 @@ def table(
     The metric: log loss in nats; the baseline: the training rows' rate of the target, by the columns `baseline`.
     """
     columns = [*dense, *categorical, target]
-    rows = read_table(Path(train), columns)
+    rows = _checked(Path(train), read_table(Path(train), columns), dense, target)
     if held_out is not None:
-        held = read_table(Path(held_out), columns)
+        held = _checked(Path(held_out), read_table(Path(held_out), columns), dense, target)
     else:
         first = len(rows) - len(rows) // 10
         rows, held = rows[:first], rows[first:]
@@ -50,15 +50,13 @@ def rows_data(
     target: str,
     baseline: Sequence[str],
 ) -> Data:
-    """The two parts of a table that is in memory; otherwise as `table`."""
+    """The two parts of a table that is in memory, its columns as they must be; otherwise as `table`."""
     if not len(train) or not len(held):
         raise UnreadableError(f"data: {len(train)} rows to train on and {len(held)} held out; both need some")
     if unknown := sorted(set(baseline) - set(categorical)):
         raise ValueError(f"data.baseline has {unknown[0]!r}; its columns are some of data.categorical")
     coding = Coding.of(train, dense, categorical)
-    here, there = (
-        Rows(coding.dense(part), coding.categorical(part), _happened(part, target)) for part in (train, held)
-    )
+    here, there = (Rows(coding.dense(part), coding.categorical(part), part[target]) for part in (train, held))
     by = [list(categorical).index(name) for name in baseline]
     said = f"the rate by {' and '.join(baseline)}" if baseline else "the rate over all"
     return Data(here, there, Metric("log loss", "nat", "lower", log_loss, _rates_loss(here, there, by), said))
@@ -111,8 +109,9 @@ class Coding:
 class Rows:
     """Rows in memory: dense [n, d] f32, categorical [n, t] int64, target [n] f32."""
 
-    def __init__(self, dense: NDArray[np.float32], categorical: NDArray[np.int64], target: NDArray[np.float32]) -> None:
-        self.dense, self.categorical, self.target = map(torch.from_numpy, (dense, categorical, target))
+    def __init__(self, dense: NDArray[np.float32], categorical: NDArray[np.int64], target: pandas.Series) -> None:
+        self.dense, self.categorical = torch.from_numpy(dense), torch.from_numpy(categorical)
+        self.target = torch.from_numpy(target.to_numpy(np.float32, copy=True))
 
     def __len__(self) -> int:
         return len(self.target)
@@ -122,12 +121,16 @@ class Rows:
         return Batch((self.dense[chosen], self.categorical[chosen]), self.target[chosen])
 
 
-def _happened(rows: pandas.DataFrame, target: str) -> NDArray[np.float32]:
-    found: NDArray[np.float32] = rows[target].to_numpy(np.float32, na_value=np.nan, copy=True)
-    wrong = ~np.isin(found, (0.0, 1.0))
-    if wrong.any():
-        raise UnreadableError(f"column {target!r}, row {int(wrong.argmax())}: {found[wrong][0]}; a target is 0 or 1")
-    return found
+def _checked(path: Path, rows: pandas.DataFrame, dense: Sequence[str], target: str) -> pandas.DataFrame:
+    for name in dense:
+        if not pandas.api.types.is_numeric_dtype(rows[name]):
+            raise UnreadableError(f"{path}: column {name!r} is {rows[name].dtype}; columns of data.dense are numbers")
+        if (endless := np.isinf(rows[name].to_numpy(np.float64, na_value=np.nan))).any():
+            raise UnreadableError(f"{path}: column {name!r}, row {int(endless.argmax())}: a number without end")
+    if (wrong := ~rows[target].isin((0, 1)).to_numpy(bool)).any():
+        row = int(wrong.argmax())
+        raise UnreadableError(f"{path}: column {target!r}, row {row}: {rows[target].iloc[row]}; a target is 0 or 1")
+    return rows
 
 
 def _rates_loss(train: Rows, held: Rows, columns: Sequence[int]) -> float:
