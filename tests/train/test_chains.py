@@ -97,6 +97,26 @@ def test_an_untrained_edsr_is_bicubic_and_its_skips_reach_the_end() -> None:
     assert torch.equal(features, skip) and torch.equal(large, enlarged)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("asked", "inputs"),
+    [
+        ({"name": "edsr", "features": 8, "blocks": 1}, torch.rand(2, 3, 8, 8)),
+        ({"name": "resnet18"}, torch.rand(2, 3, 32, 32)),
+        ({"name": "bert", "width": 16, "heads": 2, "layers": 1}, torch.randint(257, (2, 8))),
+    ],
+    ids=["edsr", "resnet18", "bert"],
+)
+def test_a_model_computes_in_half_the_bits(asked: dict[str, object], inputs: Tensor, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    module = make_model(Factory.model_validate(asked)).module
+    whole = module(inputs)
+    half = module.to(dtype)(inputs.to(dtype) if inputs.is_floating_point() else inputs)
+    half.float().sum().backward()
+    assert torch.allclose(half.float(), whole, atol=0.1, rtol=0.05)
+    assert all(parameter.grad is not None and parameter.grad.dtype == dtype for parameter in module.parameters())
+
+
 def test_a_scaled_residual_adds_a_tenth_of_what_an_unscaled_one_would() -> None:
     torch.manual_seed(1)
     block = chain("edsr", features=8, blocks=1, residual_scale=0.1).layers["block0"]

@@ -472,6 +472,10 @@ def test_an_idx_file_that_is_cut_or_of_another_type_is_named(tmp_path: Path) -> 
         ({"name": "photos", "scale": 1}, "data.scale is 1"),
         ({"name": "photos", "patch": 4}, "data.patch is 4: of 8 pixels .* 5 or more"),
         ({"name": "tokens", "train": "x", "vocabulary": 9, "dtype": "int8"}, "data.dtype is 'int8'"),
+        ({"name": "photos", "patch": 400}, "data.patch is 400; the smallest side of a photograph has 95 pixels at"),
+        ({"name": "photos", "tiles": 0}, "data.tiles is 0"),
+        ({"name": "fashion-mnist", "held_out": 0}, "data.held_out is 0"),
+        ({"name": "tokens", "train": "x", "vocabulary": 9, "windows": 0}, "data.windows is 0"),
         ({"name": "photo"}, "there is class-folders, "),
     ],
 )

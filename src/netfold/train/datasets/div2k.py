@@ -26,7 +26,7 @@ def div2k(root: str, scale: int = 2, patch: int = 48, repeat: int = 20, tiles: i
     Training pictures are read when they are asked for, whole: about 60 ms for 2K. Of the valid ones, `tiles` tiles,
     equally many of each picture, are read at once and kept. The metric: PSNR; the baseline: bicubic enlargement.
     """
-    pairs.check(scale, patch)
+    pairs.check(scale, patch, tiles)
     train, valid = _Folder.found(Path(root), "train", scale), _Folder.found(Path(root), "valid", scale)
     kept = _tiles(valid, scale, patch, tiles)
     crops = pairs.Crops(

@@ -24,6 +24,8 @@ def fashion_mnist(root: str = "/usr/share/datasets/fashion-mnist", held_out: int
     The held-out ones are the set's own 10 000 for tests; `held_out`: the first so many of them. Reads the four IDX
     files, gzipped, under `root`. The metric: accuracy; the baseline: the class whose mean picture is nearest.
     """
+    if held_out is not None and held_out < 1:
+        raise ValueError(f"data.held_out is {held_out}; at least one picture must be held out")
     folder = Path(root)
     if not folder.is_dir():
         raise UnreadableError(

@@ -19,10 +19,12 @@ Pair = tuple[Tensor, Tensor]
 BORDER_PIXELS = 4
 
 
-def check(scale: int, patch: int) -> None:
-    """ValueError where no pair can be made."""
+def check(scale: int, patch: int, tiles: int | None) -> None:
+    """ValueError where no pair or no tile can be made."""
     if scale < 2:
         raise ValueError(f"data.scale is {scale}; pictures are made smaller by 2 or more")
+    if tiles is not None and tiles < 1:
+        raise ValueError(f"data.tiles is {tiles}; at least one tile must be held out")
     if patch * scale <= 2 * BORDER_PIXELS:
         raise ValueError(
             f"data.patch is {patch}: of {patch * scale} pixels on a side {2 * BORDER_PIXELS} are border, which PSNR "
@@ -77,7 +79,7 @@ def metric(tiles: Sequence[Pair], scale: int) -> Metric:
 def psnr(picture: Tensor, truth: Tensor) -> Tensor:
     """[n] dB: over red, green and blue together, as 8-bit pictures, without the border (it has no neighbours)."""
     inside = (..., slice(BORDER_PIXELS, -BORDER_PIXELS), slice(BORDER_PIXELS, -BORDER_PIXELS))
-    error = (to_8_bits(picture)[inside] - to_8_bits(truth)[inside]).double().square().mean((1, 2, 3))
+    error = (to_8_bits(picture.float())[inside] - to_8_bits(truth)[inside]).double().square().mean((1, 2, 3))
     return -10.0 * torch.log10(error.clamp_min(1e-10))
 
 

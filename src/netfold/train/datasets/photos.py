@@ -30,13 +30,17 @@ def photos(scale: int = 2, patch: int = 24, patches: int = 4096, tiles: int | No
     tiles: how many of the held-out pictures' are looked at, spread over all; without, all. The metric: PSNR; the
     baseline: bicubic enlargement.
     """
-    pairs.check(scale, patch)
+    pairs.check(scale, patch, tiles)
     folder = Path(skimage.__file__).parent / "data"
     train, held = (
         [pairs.shrunk(pairs.read_picture(folder / name), scale) for name in names] for names in (TRAINING, HELD_OUT)
     )
+    if patch > (least := min(side for low, _ in (*train, *held) for side in low.shape[1:])):
+        raise ValueError(
+            f"data.patch is {patch}; the smallest side of a photograph has {least} pixels at data.scale {scale}"
+        )
     found = [tile for pair in held for tile in pairs.tiles_of(pair, scale, patch)]
-    kept = [found[place] for place in pairs.evenly(tiles or len(found), len(found))]
+    kept = [found[place] for place in pairs.evenly(len(found) if tiles is None else tiles, len(found))]
     return Data(
         pairs.Crops(train.__getitem__, len(train), scale, patch, patches), pairs.Tiles(kept), pairs.metric(kept, scale)
     )

@@ -34,6 +34,8 @@ def tokens(
     """
     if dtype not in ("uint16", "uint32"):
         raise ValueError(f'data.dtype is {dtype!r}; tokens are read as "uint16" or "uint32"')
+    if windows < 1:
+        raise ValueError(f"data.windows is {windows}; at least one must be held out")
     stored = np.dtype(dtype).newbyteorder("<")
     whole = TokenFile(Path(train), stored, vocabulary)
     behind = len(whole) if held_out is not None else len(whole) - len(whole) // 100

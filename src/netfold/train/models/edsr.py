@@ -50,8 +50,9 @@ class Head(nn.Module):
 
     def forward(self, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         features = self.conv(low)
-        # Keys's kernel with a = -1/2, which torch calls the antialiased one.
-        large = functional.interpolate(low, scale_factor=self.scale, mode="bicubic", antialias=True)
+        # Keys's kernel with a = -1/2, which torch calls the antialiased one. In f32, whatever the rest is computed in:
+        # torch has it in no other, and the output then has the steps of f32 too.
+        large = functional.interpolate(low.float(), scale_factor=self.scale, mode="bicubic", antialias=True)
         return features, features, large
 
 
