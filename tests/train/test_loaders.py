@@ -195,6 +195,8 @@ def test_whole_files_of_source_are_held_out_and_none_that_is_there_twice(
     assert "never" not in train + held
     with pytest.raises(ValueError, match=r"data.held_out is 1.0: of 40 files"):
         data("source", held_out=1.0)
+    with pytest.raises(ValueError, match=r"data.context is 100000; of the text's two parts one has \d+ bytes"):
+        data("source", context=100_000)
 
 
 def test_every_example_has_exactly_as_many_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +311,22 @@ def test_the_rate_by_columns_is_a_tables_baseline(tmp_path: Path) -> None:
     assert found.metric.baseline_is == "the rate by shop"
     with pytest.raises(ValueError, match=r"data.baseline has 'age'"):
         data("table", train=path, baseline=["age"], **COLUMNS)
+
+
+def test_a_table_that_cannot_be_split_or_read_alike_is_refused(tmp_path: Path) -> None:
+    path = table(tmp_path / "rows.csv", ROWS)
+    with pytest.raises(ValueError, match=r"column 'bought' is named twice"):
+        data("table", train=path, dense=["age", "bought"], categorical=["shop"], target="bought")
+    words = table(tmp_path / "words.csv", ROWS.assign(size="large"))
+    with pytest.raises(UnreadableError, match=r"words.csv: column 'size' is .*; in .*rows.csv it is int64"):
+        data("table", train=path, held_out=words, **COLUMNS)
+    with pytest.raises(ValueError, match=r"a tenth of the 4 rows of .*few.csv is none"):
+        data("table", train=table(tmp_path / "few.csv", ROWS[:4]), **COLUMNS)
+    with pytest.raises(UnreadableError, match=r"empty.csv: no rows"):
+        data("table", train=table(tmp_path / "empty.csv", ROWS[:0]), **COLUMNS)
+    mixed = ROWS.assign(shop=[7, "a", 3.5, None] * 5)
+    found = data("table", train=table(tmp_path / "mixed.parquet", mixed.astype({"shop": "str"})), **COLUMNS)
+    assert int(found.train.batch(range(18), range(18)).inputs[1][:, 0].max()) >= 3
 
 
 def flights_folder(folder: Path) -> Path:

@@ -41,7 +41,7 @@ def flights_in(folder: Path) -> Data:
     rows = rows[rows["arr_delay"].notna()].reset_index(drop=True)
     # An hour that a clock shows twice, in November, has two lines: the first one stands.
     weather = weather.drop_duplicates(["origin", "time_hour"])
-    rows = rows.merge(weather, how="left", on=["origin", "time_hour"])
+    rows = rows.merge(weather, how="left", on=["origin", "time_hour"], validate="many_to_one")
     date = pandas.to_datetime({"year": 2013, "month": rows["month"], "day": rows["day"]})
     rows["weekday"] = date.dt.day_of_week
     rows["late"] = (rows["arr_delay"] > LATE_MINUTES).astype("float32")

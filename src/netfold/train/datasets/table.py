@@ -33,9 +33,17 @@ def table(
     The metric: log loss in nats; the baseline: the training rows' rate of the target, by the columns `baseline`.
     """
     columns = [*dense, *categorical, target]
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise ValueError(f"data: column {twice[0]!r} is named twice among dense, categorical and target; once will do")
     rows = _checked(Path(train), read_table(Path(train), columns), dense, target)
     if held_out is not None:
         held = _checked(Path(held_out), read_table(Path(held_out), columns), dense, target)
+        for name in categorical:
+            kinds = [str(part[name].dtype) for part in (rows, held)]
+            if len({pandas.api.types.is_numeric_dtype(part[name]) for part in (rows, held)}) > 1:
+                raise UnreadableError(f"{held_out}: column {name!r} is {kinds[1]}; in {train} it is {kinds[0]}")
+    elif len(rows) < 10:
+        raise ValueError(f"data.held_out: a tenth of the {len(rows)} rows of {train} is none; name a file of its own")
     else:
         first = len(rows) - len(rows) // 10
         rows, held = rows[:first], rows[first:]
@@ -51,8 +59,6 @@ def rows_data(
     baseline: Sequence[str],
 ) -> Data:
     """The two parts of a table that is in memory, its columns as they must be; otherwise as `table`."""
-    if not len(train) or not len(held):
-        raise UnreadableError(f"data: {len(train)} rows to train on and {len(held)} held out; both need some")
     if unknown := sorted(set(baseline) - set(categorical)):
         raise ValueError(f"data.baseline has {unknown[0]!r}; its columns are some of data.categorical")
     coding = Coding.of(train, dense, categorical)
@@ -93,7 +99,7 @@ class Coding:
     def of(cls, rows: pandas.DataFrame, dense: Sequence[str], categorical: Sequence[str]) -> Coding:
         numbers = rows[list(dense)].astype("float64")
         deviations = numbers.std(ddof=0)
-        values = {name: pandas.Index(sorted(rows[name].dropna().unique())) for name in categorical}
+        values = {name: pandas.Index(sorted(rows[name].dropna().unique(), key=_kind_first)) for name in categorical}
         return cls(numbers.mean(), deviations.where(deviations > 0, 1.0), values)
 
     def dense(self, rows: pandas.DataFrame) -> NDArray[np.float32]:
@@ -122,6 +128,8 @@ class Rows:
 
 
 def _checked(path: Path, rows: pandas.DataFrame, dense: Sequence[str], target: str) -> pandas.DataFrame:
+    if rows.empty:
+        raise UnreadableError(f"{path}: no rows")
     for name in dense:
         if not pandas.api.types.is_numeric_dtype(rows[name]):
             raise UnreadableError(f"{path}: column {name!r} is {rows[name].dtype}; columns of data.dense are numbers")
@@ -131,6 +139,11 @@ def _checked(path: Path, rows: pandas.DataFrame, dense: Sequence[str], target: s
         row = int(wrong.argmax())
         raise UnreadableError(f"{path}: column {target!r}, row {row}: {rows[target].iloc[row]}; a target is 0 or 1")
     return rows
+
+
+def _kind_first(value: object) -> tuple[str, object]:
+    """A column of a CSV may have numbers and words."""
+    return type(value).__name__, value
 
 
 def _rates_loss(train: Rows, held: Rows, columns: Sequence[int]) -> float:

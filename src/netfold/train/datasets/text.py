@@ -147,6 +147,8 @@ def _two_parts(held_out: float) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 def _windows(text: NDArray[np.uint8], context: int) -> NDArray[np.uint8]:
     """[n, context + 1], side by side but for one byte."""
+    if context >= len(text):
+        raise ValueError(f"data.context is {context}; of the text's two parts one has {len(text)} bytes")
     return np.lib.stride_tricks.sliding_window_view(text, context + 1)[::context]
 
 
