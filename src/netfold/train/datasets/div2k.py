@@ -23,8 +23,9 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 def div2k(root: str, scale: int = 2, patch: int = 48, repeat: int = 20, tiles: int = 256) -> Data:
     """Patches of `patch` x `patch` low-resolution pixels; an epoch takes `repeat` of each picture.
 
-    Training pictures are read when they are asked for, whole: about 120 ms for 2K, 30 more where it is made smaller. Of the valid ones, `tiles` tiles,
-    equally many of each picture, are read at once and kept. The metric: PSNR; the baseline: bicubic enlargement.
+    Training pictures are read when they are asked for, whole: about 120 ms for 2K, 30 more where it is made smaller. Of
+    the valid ones, `tiles` tiles, equally many of each picture, are read at once and kept.
+    The metric: PSNR; the baseline: bicubic enlargement.
     """
     pairs.check(scale, patch, tiles)
     train, valid = _Folder.found(Path(root), "train", scale), _Folder.found(Path(root), "valid", scale)

@@ -73,7 +73,8 @@ def read_table(path: Path, columns: Sequence[str]) -> pandas.DataFrame:
     try:
         if path.suffix == ".parquet":
             return pandas.read_parquet(path, columns=list(columns))
-        return pandas.read_csv(path, usecols=lambda name: name in columns)[list(columns)]
+        # Not in pieces (low_memory): each would have its own idea of a column's type, and 7 and "7" be two categories.
+        return pandas.read_csv(path, usecols=lambda name: name in columns, low_memory=False)[list(columns)]
     except KeyError as error:
         raise UnreadableError(f"{path}: {error.args[0]}; the columns asked for are {', '.join(columns)}") from error
     except Exception as error:  # pandas, pyarrow and zipfile raise some twenty kinds for garbage.
@@ -99,7 +100,7 @@ class Coding:
     def of(cls, rows: pandas.DataFrame, dense: Sequence[str], categorical: Sequence[str]) -> Coding:
         numbers = rows[list(dense)].astype("float64")
         deviations = numbers.std(ddof=0)
-        values = {name: pandas.Index(sorted(rows[name].dropna().unique(), key=_kind_first)) for name in categorical}
+        values = {name: pandas.Index(sorted(rows[name].dropna().unique())) for name in categorical}
         return cls(numbers.mean(), deviations.where(deviations > 0, 1.0), values)
 
     def dense(self, rows: pandas.DataFrame) -> NDArray[np.float32]:
@@ -139,11 +140,6 @@ def _checked(path: Path, rows: pandas.DataFrame, dense: Sequence[str], target: s
         row = int(wrong.argmax())
         raise UnreadableError(f"{path}: column {target!r}, row {row}: {rows[target].iloc[row]}; a target is 0 or 1")
     return rows
-
-
-def _kind_first(value: object) -> tuple[str, object]:
-    """A column of a CSV may have numbers and words."""
-    return type(value).__name__, value
 
 
 def _rates_loss(train: Rows, held: Rows, columns: Sequence[int]) -> float:
