@@ -9,8 +9,13 @@ from netfold.train.named import factory
 from netfold.train.recipe import Factory
 
 MODELS = {
+    "bert": "netfold.train.models.transformer:bert",
+    "edsr": "netfold.train.models.edsr:edsr",
     "edsr-baseline": "netfold.train.models.edsr:baseline",
+    "edsr-large": "netfold.train.models.edsr:large",
     "gpt": "netfold.train.models.transformer:gpt",
+    "resnet18": "netfold.train.models.resnet:resnet18",
+    "resnet50": "netfold.train.models.resnet:resnet50",
 }
 
 
