@@ -1,0 +1,59 @@
+"""What is wrong with a recipe: sentences, each about a key, and where that key was written."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from netfold.train.places import Key, line_of
+from netfold.train.recipe import Recipe
+
+_KEY = re.compile(rf"\b(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_]+)+")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a recipe was read from."""
+
+    file: Path | None = None
+    """None: it was made in Python."""
+    lines: Mapping[Key, int] = field(default_factory=dict)
+    settings: Mapping[Key, str] = field(default_factory=dict)
+    """Of --set: the key, and the whole of what was said. These came after the file."""
+
+    def placed(self, error: ValueError) -> list[str]:
+        """The sentences of an error about a recipe, each with its place before it."""
+        found = error.problems if isinstance(error, RecipeError) else (str(error),)
+        return [self.place(sentence) + sentence for sentence in found]
+
+    def place(self, sentence: str, key: Key | None = None) -> str:
+        """Where the key stands that the sentence is about: `key`, or else the first of those that the sentence names
+        that was written anywhere. "recipe.toml:12: ", "--set training.batch=3: " or, of no line, "recipe.toml: "."""
+        named = [key] if key is not None else [tuple(text.split(".")) for text in _KEY.findall(sentence)]
+        for each in named:
+            for key, setting in self.settings.items():
+                if key[: len(each)] == each[: len(key)]:
+                    return f"--set {setting}: "
+            if each in self.lines:
+                return f"{self.file}:{self.lines[each]}: "
+        # A key that is missing, or has its default: the table that it belongs to.
+        line = next((line for each in named if (line := line_of(each, self.lines)) is not None), None)
+        return "" if self.file is None else f"{self.file}: " if line is None else f"{self.file}:{line}: "
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be trained: one line each of `problems`, which say where, which key, what and what to do."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """ "did you mean x?" where something is spelt alike, else what there is."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"there is {', '.join(known)}"
