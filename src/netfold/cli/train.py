@@ -23,6 +23,7 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="parallel.pipeline=4, over the file; KEY= takes a key out."),
     ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Print the plan, and start nothing.")] = False,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Ranks to start here.", show_default="those that [parallel] makes")
     ] = None,
@@ -50,10 +51,10 @@ def train(
         asked, source = load(recipe, settings or ())
         try:
             ranks = place.size if place is not None else nproc or ranks_asked(asked.parallel)
-            if place is None:
+            if place is None or explain:
                 from netfold.train.checked import check
 
-                check(asked, ranks)
+                checked = check(asked, ranks)
             else:
                 # A rank makes model and data to train, and finds the rest itself.
                 split(asked, ranks)
@@ -65,11 +66,18 @@ def train(
             for problem in str(error).splitlines():
                 typer.echo(f"netfold train: {problem}", err=True)
         raise typer.Exit(CANNOT) from None
-    if place is not None:
+    if explain:
+        from netfold.train.explain import explain as explained
+        from netfold.train.explain.show import show
+
+        if place is None or place.rank == 0:
+            show(explained(asked, checked))
+    elif place is not None:
         from netfold.train.rank import train as train_here
 
         raise typer.Exit(train_here(asked))
     else:
         from netfold.train.launch import launch
 
+        del checked
         raise typer.Exit(launch(asked, ranks))

@@ -5,20 +5,22 @@ The model is made of fake tensors (torch's FakeTensorMode), so it costs no memor
 
 from __future__ import annotations
 
-import traceback
+import contextlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from netfold.train.datasets import DATASETS, make_data
-from netfold.train.examples import Data
+from netfold.train.examples import Batch, Data
 from netfold.train.model import Chain, Model
 from netfold.train.models import MODELS, make_model
 from netfold.train.named import arguments, factory
-from netfold.train.problem import RecipeError, meant
+from netfold.train.problem import RecipeError, in_a_sentence, meant
 from netfold.train.recipe import Factory, Recipe
 from netfold.train.split import Split, split, stages
 
@@ -34,6 +36,8 @@ class Checked:
     """Of fake tensors of `fake`, where it could be made so."""
     fake: FakeTensorMode | None
     data: Data
+    example: Batch
+    """Of the training examples: two samples."""
 
 
 def check(recipe: Recipe, ranks: int) -> Checked:
@@ -42,13 +46,14 @@ def check(recipe: Recipe, ranks: int) -> Checked:
     shares = _collected(problems, lambda: split(recipe, ranks))
     model, fake = _collected(problems, lambda: _model(recipe.model)) or (None, None)
     data = _collected(problems, lambda: _made(make_data, recipe.data, "data"))
-    if data is not None:
-        problems += _data(recipe.data, data)
+    example = _collected(problems, lambda: _example(recipe, data)) if data is not None else None
     if model is not None:
         problems += _stages(recipe, model) + _tensor(recipe, model)
-    if problems or shares is None or model is None or data is None:
+    if model is not None and example is not None:
+        problems += _fit(recipe, model, fake, example)
+    if problems or shares is None or model is None or data is None or example is None:
         raise RecipeError(problems)
-    return Checked(shares, model, fake, data)
+    return Checked(shares, model, fake, data, example)
 
 
 def _collected(problems: list[str], make: Callable[[], Made]) -> Made | None:
@@ -82,18 +87,6 @@ def _made(make: Callable[[Factory], Made], asked: Factory, kind: str) -> Made:
         raise RecipeError([f"{kind}.name {asked.name!r} cannot be made: {in_a_sentence(error)}"]) from error
 
 
-def in_a_sentence(error: BaseException) -> str:
-    """What was raised: ours as it is, as a person's words; others with their type, and the line that raised them."""
-    text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    if isinstance(error, ValueError) and text:
-        return text
-    last = traceback.extract_tb(error.__traceback__)
-    where = f" ({last[-1].filename}:{last[-1].lineno})" if last else ""
-    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
-
-
 def _backend(name: str) -> list[str]:
     if dist.is_backend_available(name.lower()):
         return []
@@ -101,12 +94,41 @@ def _backend(name: str) -> list[str]:
     return [f"run.backend is {name!r}, which this torch has not; {meant(name, there)}"]
 
 
-def _data(asked: Factory, data: Data) -> list[str]:
-    return [
-        f"data.name {asked.name!r} has no {which} examples; look at its options"
-        for which, examples in (("training", data.train), ("held-out", data.held_out))
-        if len(examples) == 0
-    ]
+def _example(recipe: Recipe, data: Data) -> Batch:
+    name = recipe.data.name
+    for which, examples in (("training", data.train), ("held-out", data.held_out)):
+        if len(examples) == 0:
+            raise RecipeError([f"data.name {name!r} has no {which} examples; look at its options"])
+    try:
+        return data.train.batch([0, 0], [0, 1])
+    except Exception as error:
+        raise RecipeError([f"data.name {name!r} cannot give its first example: {in_a_sentence(error)}"]) from error
+
+
+def _fit(recipe: Recipe, model: Model, fake: FakeTensorMode | None, example: Batch) -> list[str]:
+    """Whether the model takes what the data gives, and its loss what comes out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # torch only warns of a target of another shape, and learns the wrong thing.
+        warnings.filterwarnings("error", message="Using a target size")
+        if fake is not None:
+            with contextlib.suppress(Exception), fake:
+                like = [torch.empty_like(each) for each in (*example.inputs, example.target)]
+                return _loss(recipe, model.loss(model.module(*like[:-1]), like[-1]))
+        # What fake tensors cannot do may still be right: the real ones decide.
+        real = make_model(recipe.model)
+        try:
+            return _loss(recipe, real.loss(real.module(*example.inputs), example.target))
+        except Exception as error:
+            names = f"model.name {recipe.model.name!r} does not take what data.name {recipe.data.name!r} gives"
+            return [f"{names}: {in_a_sentence(error)}"]
+
+
+def _loss(recipe: Recipe, loss: torch.Tensor) -> list[str]:
+    if loss.dim() == 0:
+        return []
+    shape = list(loss.shape)
+    return [f"model.name {recipe.model.name!r} has a loss of shape {shape}; it must return the mean, one number"]
 
 
 def _stages(recipe: Recipe, model: Model) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ from netfold.train.places import Key, line_of
 from netfold.train.recipe import Recipe
 
 _KEY = re.compile(rf"\b(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_]+)+")
+# torch's words round what a communication hook's future was given.
+_CALLBACK = re.compile(r"^Got the following error when running the callback: (.*?)\s+At:\s.*$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,15 @@ def meant(word: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else f"there is {', '.join(known)}"
+
+
+def in_a_sentence(error: BaseException) -> str:
+    """What was raised: ours as it is, as a person's words; others with their type, and the line that raised them."""
+    text = " ".join((_CALLBACK.sub(r"\1", str(error))).split())
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if text and (isinstance(error, ValueError) or text != " ".join(str(error).split())):
+        return text
+    last = traceback.extract_tb(error.__traceback__)
+    where = f" ({last[-1].filename}:{last[-1].lineno})" if last else ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"

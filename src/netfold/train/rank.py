@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netfold.communicator.launchers import placement
+from netfold.train.problem import in_a_sentence
 from netfold.train.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ def train(recipe: Recipe) -> int:
     torch.set_num_threads(recipe.run.threads)
     name_place(os.environ)
     rank, trainer = int(os.environ["RANK"]), None
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if rank == 0 and restarts != "0":
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        print(f"netfold train: all ranks start anew, restart {restarts} of {most}", file=sys.stderr, flush=True)
     try:
         dist.init_process_group(recipe.run.backend, timeout=timedelta(seconds=recipe.run.timeout_s))
         trainer = Trainer(recipe)
@@ -115,8 +120,6 @@ def _leave_with(starter: int) -> None:
 
 
 def _tell(error: Exception, rank: int, trainer: Trainer | None) -> None:
-    from netfold.train.checked import in_a_sentence
-
     sentence = f"rank {rank} of {os.environ['WORLD_SIZE']}{_step(trainer)}: {in_a_sentence(error)}"
     print(f"netfold train: {sentence}", file=sys.stderr, flush=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
