@@ -53,15 +53,11 @@ def as_toml(value: Any) -> str:
         return "must be given"
     if value is None:
         return "-"
-    if isinstance(value, tuple):
-        return f"`[{', '.join(map(repr, value))}]`"
-    return (
-        f"`{str(value).lower()}`"
-        if isinstance(value, bool)
-        else f'`"{value}"`'
-        if isinstance(value, str | Path)
-        else f"`{value!r}`"
-    )
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, str | Path):
+        return f'`"{value}"`'
+    return f"`{list(value)}`" if isinstance(value, tuple) else f"`{value!r}`"
 
 
 def test_every_key_is_on_the_page_with_its_default() -> None:

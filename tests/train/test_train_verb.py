@@ -106,7 +106,7 @@ def test_what_no_restart_cures_is_told_in_one_sentence_and_ends_the_job(tmp_path
     assert status == 1
     said = [line for line in err.splitlines() if line.startswith("netfold train: ")]
     assert len(said) == 2 and "Traceback" not in err, err
-    assert said[0].startswith("netfold train: rank 0 of 1, step ") and said[0].endswith(": sample 20 is broken")
+    assert said[0].startswith("netfold train: rank 0 of 1, step 3: ValueError: ") and "sample 20 is broken (" in said[0]
     assert said[1] == "netfold train: no restart would help; see the sentence above"
     assert jobs_left(tmp_path) == 0
 
@@ -188,5 +188,5 @@ def test_what_is_wrong_is_said_before_anything_starts(
     result = run.invoke(app, ["train", str(recipe), "--explain", "--nproc", "4"])
     assert result.exit_code == 0 and "4 ranks = pipeline 1 x data 4 x tensor 1" in result.stdout and started == []
     result = run.invoke(app, ["train", str(recipe), "--nproc", "4"])
-    ((_, ranks),) = started
+    ((_, _, ranks),) = started
     assert result.exit_code == 0 and ranks == 4

@@ -75,9 +75,9 @@ def train(
     elif place is not None:
         from netfold.train.rank import train as train_here
 
-        raise typer.Exit(train_here(asked))
+        raise typer.Exit(train_here(asked, source))
     else:
         from netfold.train.launch import launch
 
         del checked
-        raise typer.Exit(launch(asked, ranks))
+        raise typer.Exit(launch(asked, source, ranks))

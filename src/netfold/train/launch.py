@@ -24,11 +24,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from netfold.train.problem import Source
 from netfold.train.rank import FAILED, HOPELESS, JOB
 from netfold.train.recipe import Recipe
 
 
-def launch(recipe: Recipe, ranks: int) -> int:
+def launch(recipe: Recipe, source: Source, ranks: int) -> int:
     """Run `recipe` on `ranks` processes of this machine to their end; the exit status, 128 + n after signal n.
 
     What a rank has to say it says itself; here only what it could not: which of them failed first, or was killed.
@@ -36,7 +37,7 @@ def launch(recipe: Recipe, ranks: int) -> int:
     with _signals_unwind(), tempfile.TemporaryDirectory(prefix="netfold-train-") as name:
         folder = Path(name)
         # With this process's number: a rank that finds another parent has been left alone.
-        job = {"starter": os.getpid(), "recipe": recipe.model_dump(mode="json")}
+        job = {"starter": os.getpid(), "recipe": recipe.model_dump(mode="json"), "source": source.as_json()}
         (folder / JOB).write_text(json.dumps(job))
         os.environ["OMP_NUM_THREADS"] = str(recipe.run.threads)
         try:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from netfold.train.places import Key, line_of
 from netfold.train.recipe import Recipe
@@ -15,6 +16,7 @@ from netfold.train.recipe import Recipe
 _KEY = re.compile(rf"\b(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_]+)+")
 # torch's words round what a communication hook's future was given.
 _CALLBACK = re.compile(r"^Got the following error when running the callback: (.*?)\s+At:\s.*$", re.DOTALL)
+_NETFOLD = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,25 @@ class Source:
     settings: Mapping[Key, str] = field(default_factory=dict)
     """Of --set: the key, and the whole of what was said. These came after the file."""
 
+    def as_json(self) -> dict[str, Any]:
+        """For `from_json`, in another process."""
+        return {
+            "file": None if self.file is None else str(self.file),
+            "lines": [[*key, line] for key, line in self.lines.items()],
+            "settings": [[*key, setting] for key, setting in self.settings.items()],
+        }
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Source:
+        lines, settings = ({tuple(key): last for *key, last in said[name]} for name in ("lines", "settings"))
+        return cls(None if said["file"] is None else Path(said["file"]), lines, settings)
+
     def placed(self, error: ValueError) -> list[str]:
-        """The sentences of an error about a recipe, each with its place before it."""
-        found = error.problems if isinstance(error, RecipeError) else (str(error),)
-        return [self.place(sentence) + sentence for sentence in found]
+        """The sentences of an error, each with its place before it where it is about a recipe's key."""
+        if isinstance(error, RecipeError):
+            return [self.place(sentence) + sentence for sentence in error.problems]
+        sentence = in_a_sentence(error)
+        return [(self.place(sentence) if _KEY.search(sentence) else "") + sentence]
 
     def place(self, sentence: str, key: Key | None = None) -> str:
         """Where the key stands that the sentence is about: `key`, or else the first of those that the sentence names
@@ -63,12 +80,14 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def in_a_sentence(error: BaseException) -> str:
-    """What was raised: ours as it is, as a person's words; others with their type, and the line that raised them."""
-    text = " ".join((_CALLBACK.sub(r"\1", str(error))).split())
+    """What was raised: netfold's own ValueErrors as they are; others with their type, and the line that raised them."""
+    said = str(error)
+    text = " ".join(_CALLBACK.sub(r"\1", said).split())
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    if text and (isinstance(error, ValueError) or text != " ".join(str(error).split())):
+    last = next(iter(traceback.extract_tb(error.__traceback__)[-1:]), None)
+    ours = last is None or Path(last.filename).is_relative_to(_NETFOLD)
+    if text and (_CALLBACK.match(said) or (ours and isinstance(error, ValueError))):
         return text
-    last = traceback.extract_tb(error.__traceback__)
-    where = f" ({last[-1].filename}:{last[-1].lineno})" if last else ""
+    where = f" ({last.filename}:{last.lineno})" if last is not None else ""
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}"

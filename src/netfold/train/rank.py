@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netfold.communicator.launchers import placement
-from netfold.train.problem import in_a_sentence
+from netfold.train.problem import Source, in_a_sentence
 from netfold.train.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -32,11 +32,12 @@ _PASSING = (RuntimeError, OSError, MemoryError)
 _PR_SET_PDEATHSIG = 1
 
 
-def train(recipe: Recipe) -> int:
+def train(recipe: Recipe, source: Source) -> int:
     """Join the ranks that the launcher has started, train, and print what came of it on rank 0.
 
     Returns the exit status: FAILED, or CANNOT where a restart would fail in the same way. An error is one sentence on
-    stderr, with the rank and the step; in the words of torchrun's error file too, where it asks for one.
+    stderr, with the rank and the step, and the place in `source` of the key that it names; it is in torchrun's error
+    file too, where that is asked for.
     """
     import torch
     import torch.distributed as dist
@@ -61,7 +62,7 @@ def train(recipe: Recipe) -> int:
             print(f"netfold train: interrupted{_step(trainer)}", file=sys.stderr, flush=True)
         return INTERRUPTED
     except Exception as error:
-        _tell(error, rank, trainer)
+        _tell(error, rank, trainer, source)
         passing = isinstance(error, _PASSING) and not isinstance(error, NotImplementedError)
         return FAILED if passing else CANNOT
     if rank == 0:
@@ -104,7 +105,7 @@ def main() -> None:
     if (folder / HOPELESS).exists():
         sys.exit(CANNOT)
     try:
-        status = train(Recipe.model_validate(job["recipe"]))
+        status = train(Recipe.model_validate(job["recipe"]), Source.from_json(job["source"]))
     except KeyboardInterrupt:
         status = INTERRUPTED
     if status == CANNOT:
@@ -119,8 +120,9 @@ def _leave_with(starter: int) -> None:
         sys.exit(FAILED)
 
 
-def _tell(error: Exception, rank: int, trainer: Trainer | None) -> None:
-    sentence = f"rank {rank} of {os.environ['WORLD_SIZE']}{_step(trainer)}: {in_a_sentence(error)}"
+def _tell(error: Exception, rank: int, trainer: Trainer | None, source: Source) -> None:
+    said = "; ".join(source.placed(error)) if isinstance(error, ValueError) else in_a_sentence(error)
+    sentence = f"rank {rank} of {os.environ['WORLD_SIZE']}{_step(trainer)}: {said}"
     print(f"netfold train: {sentence}", file=sys.stderr, flush=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
