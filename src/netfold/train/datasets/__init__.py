@@ -20,7 +20,7 @@ DATASETS = {
 
 
 def make_data(asked: Factory) -> Data:
-    made = factory(asked, DATASETS, "data")(**asked.options)
+    made = factory(asked, DATASETS, "data")()
     if not isinstance(made, Data):
         raise ValueError(f"data {asked.name!r} returned {type(made).__name__}; it must return netfold.train.Data")
     return made

@@ -21,7 +21,7 @@ MODELS = {
 
 def make_model(asked: Factory) -> Model:
     """Weights are drawn from torch's generator: seed it first."""
-    made = factory(asked, MODELS, "model")(**asked.options)
+    made = factory(asked, MODELS, "model")()
     if isinstance(made, Model):
         return made
     kind = "a module without a loss" if isinstance(made, nn.Module) else type(made).__name__
