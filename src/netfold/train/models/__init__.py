@@ -11,6 +11,7 @@ from netfold.train.recipe import Factory
 MODELS = {
     "edsr-baseline": "netfold.train.models.edsr:baseline",
     "gpt": "netfold.train.models.transformer:gpt",
+    "linear-stack": "netfold.train.models.linear:linear_stack",
 }
 
 

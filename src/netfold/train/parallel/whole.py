@@ -12,14 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
+from netfold.train.parallel.parts import Parts
 from netfold.train.recipe import Recipe
 
 
 class Whole:
     """A `Replica` without stages."""
 
-    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh) -> None:
+    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Parts) -> None:
         self.modules: tuple[nn.Module, ...] = (model.module,)
+        self._parts = parts
         self._loss = model.loss
         self._accumulate = recipe.training.accumulate
         self._ddp: DistributedDataParallel | None = None
@@ -52,4 +54,4 @@ class Whole:
         return self.modules[0].named_parameters()
 
     def as_part(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor
+        return self._parts.of(name, tensor)
