@@ -9,6 +9,7 @@ from netfold.train.named import factory
 from netfold.train.recipe import Factory
 
 MODELS = {
+    "dlrm": "netfold.train.models.dlrm:dlrm",
     "edsr-baseline": "netfold.train.models.edsr:baseline",
     "gpt": "netfold.train.models.transformer:gpt",
     "linear-stack": "netfold.train.models.linear:linear_stack",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
-from netfold.train.parallel import tensor
+from netfold.train.parallel import tables, tensor
 from netfold.train.parallel.parts import Parts
 from netfold.train.parallel.whole import Whole
 from netfold.train.recipe import Recipe
@@ -22,6 +22,7 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh) -> Replica:
     """
     parts = Parts()
     tensor.cut(model, recipe.parallel, mesh, parts)
+    tables.share_out(model, recipe, mesh, parts)
     if recipe.parallel.zero < 2:
         tensor.localise(model.module)
     return Whole(model, recipe, mesh, parts)

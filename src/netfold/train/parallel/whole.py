@@ -13,6 +13,7 @@ from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel.parts import Parts
+from netfold.train.parallel.tables import leave_to_owners
 from netfold.train.recipe import Recipe
 
 
@@ -26,6 +27,7 @@ class Whole:
         self._accumulate = recipe.training.accumulate
         self._ddp: DistributedDataParallel | None = None
         if mesh.data.size > 1:
+            leave_to_owners(model.module)
             self._ddp = DistributedDataParallel(model.module, process_group=mesh.data.group)
 
     def gradients(self, batch: Batch) -> Tensor:
