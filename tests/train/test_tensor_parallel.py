@@ -6,6 +6,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -65,6 +66,13 @@ def test_sequence_parallel_halves_an_all_reduce_into_two(found: dict[str, Any]) 
     assert found["counts of a block, sequence"] == [forward, backward]
 
 
+def test_sequence_parallel_sends_as_many_bytes_as_without(found: dict[str, Any]) -> None:
+    # An activation is 2 x 8 x 16 f64; without the gradients of the norms, which are 4 times 16.
+    activation, norms = 2 * 8 * 16 * 8, 4 * 16 * 8
+    assert found["bytes of a block, alternating"] == 4 * 2 * activation * 3 // 4
+    assert found["bytes of a block, sequence"] == (4 * 2 * activation + 2 * norms) * 3 // 4
+
+
 CASES = [
     f"{model}, {how}, {ranks}"
     for model, hows in (("stack", STYLES), ("gpt", (*STYLES, "sequence")))
@@ -79,6 +87,11 @@ def test_ranks_learn_what_one_process_learns(found: dict[str, Any], case: str) -
     difference, moved = found[case]
     assert difference <= BOUND
     assert moved > 1e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_are_those_of_the_whole_model(found: dict[str, Any], case: str) -> None:
+    assert found[f"outputs, {case}"] <= BOUND
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -160,10 +173,19 @@ def _counts() -> dict[str, Any]:
         model = gpt(vocabulary=16, context=8, width=16, heads=4, layers=1)
         block = ready(model, "alternating" if sequence else name, sequence).layers["block0"]
         x = torch.ones(2, 2 if sequence else 8, 16, requires_grad=True)
+        begun = len(_operations(mesh.tensor.group))
         found[f"counts of a block, {name}"] = _counted(block, x, mesh.tensor.group)
+        found[f"bytes of a block, {name}"] = _sent_bytes(_operations(mesh.tensor.group)[begun:])
     held = [parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.module.parameters()]
     found["memory"] = "its own" if all(held) else "another's"
     return found
+
+
+def _sent_bytes(records: list[tuple[str, int]], ranks: int = 4) -> int:
+    """What a rank must send, at the least (a ring does not more: Patarasuk & Yuan 2009)."""
+    # Of an all_gather and a reduce_scatter the record has a rank's part, of an all_reduce the whole.
+    times = {"all_gather": ranks, "reduce_scatter": ranks, "all_reduce": 2}
+    return sum(times[name] * size * (ranks - 1) // ranks for name, size in records)
 
 
 def _plan_between(plan: Any, paths: Any, ends: Any, style: Any, _sequence: bool) -> Any:
@@ -183,7 +205,8 @@ def _counted(module: Any, inputs: Any, group: Any) -> list[dict[str, int]]:
     if inputs.requires_grad:
         assert inputs.grad.isfinite().all()  # waits for it
     carried_out = _operations(group)
-    for mode, operations in ((forward, carried_out[begun:between]), (backward, carried_out[between:])):
+    for mode, records in ((forward, carried_out[begun:between]), (backward, carried_out[between:])):
+        operations = [name for name, _ in records]
         counts = {str(op).rsplit(".", 1)[-1]: count for op, count in mode.get_comm_counts().items()}
         counts = {name.replace("_into_tensor", "").replace("_tensor", ""): count for name, count in counts.items()}
         assert counts == Counter(operations)
@@ -191,15 +214,23 @@ def _counted(module: Any, inputs: Any, group: Any) -> list[dict[str, int]]:
     return found
 
 
-def _operations(group: Any) -> list[str]:
+def _operations(group: Any) -> list[tuple[str, int]]:
+    """The group's records: what was done, with how many bytes of a rank's own."""
     import netfold.torch
     from netfold._native import engine
 
     names = {number: name for name, number in engine.KINDS.items()}
-    return [names[number] for number in netfold.torch.events(group)["operation"]]
+    return [(names[each["operation"]], int(each["bytes"])) for each in netfold.torch.events(group)]
 
 
-Learnt = tuple[dict[str, Any], dict[str, Any]]  # weights, momentum: by name
+@dataclass
+class _Learnt:
+    """By name; and what the last batch gives after it was learnt from."""
+
+    weights: dict[str, Any]
+    momentum: dict[str, Any]
+    outputs: Any = None
+    same: str = "same"
 
 
 def _learnt() -> dict[str, Any]:
@@ -225,13 +256,14 @@ def _learnt() -> dict[str, Any]:
         recipe = Recipe.model_validate(_recipe(size, how))
         mine = [batch.parts(meshes[size].data.size)[meshes[size].data.rank] for batch in batches[name]]
         train = _sharded if case in SHARDED else _parallel
-        weights, momentum, same = train(copy.deepcopy(start[name]), recipe, meshes[size], mine)
-        found[case] = (
-            _difference(weights, alone[name][0]),
-            _difference(dict(start[name].module.named_parameters()), weights),
-        )
-        found[f"replicated, {case}"] = same
-        found["momentum as parts"] = max(found.get("momentum as parts", 0), _difference(momentum, alone[name][1]))
+        learnt = train(copy.deepcopy(start[name]), recipe, meshes[size], mine)
+        before = dict(start[name].module.named_parameters())
+        found[case] = _difference(learnt.weights, alone[name].weights), _difference(before, learnt.weights)
+        momentum = _difference(learnt.momentum, alone[name].momentum)
+        found["momentum as parts"] = max(found.get("momentum as parts", 0), momentum)
+        if train is _parallel:
+            found[f"replicated, {case}"] = learnt.same
+            found[f"outputs, {case}"] = float((learnt.outputs - alone[name].outputs).abs().max())
     return found
 
 
@@ -241,14 +273,15 @@ def _recipe(tensor: int, how: str = "alternating") -> dict[str, Any]:
     return {"model": {"name": "given"}, "data": {"name": "given"}, "training": {"steps": STEPS}, "parallel": parallel}
 
 
-def _alone(model: Any, batches: Any) -> Learnt:
+def _alone(model: Any, batches: Any) -> _Learnt:
     optimizer = _optimizer(model.module.parameters())
     for batch in batches:
         optimizer.zero_grad()
         model.loss(model.module(*batch.inputs), batch.target).backward()
         optimizer.step()
     named = dict(model.module.named_parameters())
-    return named, {name: optimizer.state[parameter]["momentum_buffer"] for name, parameter in named.items()}
+    momentum = {name: optimizer.state[parameter]["momentum_buffer"] for name, parameter in named.items()}
+    return _Learnt(named, momentum, model.module(*batches[-1].inputs))
 
 
 def _optimizer(parameters: Any) -> Any:
@@ -257,8 +290,9 @@ def _optimizer(parameters: Any) -> Any:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def _parallel(model: Any, recipe: Any, mesh: Any, batches: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
+def _parallel(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
     """Weights and momentum put together from all ranks' parts; whether what is not cut is the same on all of them."""
+    import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Shard
 
@@ -280,10 +314,12 @@ def _parallel(model: Any, recipe: Any, mesh: Any, batches: Any) -> tuple[dict[st
                 dist.all_gather_object(everywhere, tensor)
                 if not all(tensor.equal(other) for other in everywhere):
                     same = f"{name} differs"
-    return weights, momentum, same
+    outputs = [torch.empty(0) for _ in range(mesh.data.size)]
+    dist.all_gather_object(outputs, replica.outputs(batches[-1]) + 0.0, group=mesh.data.group)
+    return _Learnt(weights, momentum, torch.cat(outputs), same)
 
 
-def _sharded(model: Any, recipe: Any, mesh: Any, batches: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
+def _sharded(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
     """The same with fully_shard over the data-parallel ranks, on layers that are cut already."""
     from torch.distributed.fsdp import fully_shard
 
@@ -293,8 +329,8 @@ def _sharded(model: Any, recipe: Any, mesh: Any, batches: Any) -> tuple[dict[str
     cut(model, recipe.parallel, mesh, Parts())
     for layer in (*model.module.layers.values(), model.module):
         fully_shard(layer, mesh=mesh.device_mesh["data"])
-    weights, momentum = _alone(model, batches)
-    return _whole(weights), _whole(momentum), "same"
+    learnt = _alone(model, batches)
+    return _Learnt(_whole(learnt.weights), _whole(learnt.momentum))
 
 
 def _whole(parts: dict[str, Any]) -> dict[str, Any]:
