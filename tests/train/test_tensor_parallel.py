@@ -79,6 +79,8 @@ CASES = [
     for how in hows
     for ranks in ("tensor 2 x data 2", "tensor 4")
 ]
+# ZeRO 3 with nobody to share with.
+CASES.append("gpt, sequence, tensor 4 x zero 3")
 SHARDED = [f"gpt, {how}, tensor 2 x fully_shard 2" for how in ("alternating", "sequence")]
 
 
@@ -246,14 +248,14 @@ def _learnt() -> dict[str, Any]:
         "stack": [Batch((torch.randn(8, 12),), torch.randint(8, (8,))) for _ in range(STEPS)],
         "gpt": [Batch((torch.randint(16, (8, 8)),), torch.randint(16, (8, 8))) for _ in range(STEPS)],
     }
-    start = {"stack": linear_stack([12, 16, 8, 16, 8]), "gpt": gpt(16, 8, 16, 4, 2)}
+    start = {"stack": linear_stack([12, 16, 8, 16, 8, 8]), "gpt": gpt(16, 8, 16, 4, 2)}
     alone = {name: _alone(copy.deepcopy(start[name]), batches[name]) for name in batches}
     meshes = {4: Mesh(Recipe.model_validate(_recipe(4)).parallel), 2: Mesh(Recipe.model_validate(_recipe(2)).parallel)}
     found: dict[str, Any] = {}
     for case in CASES + SHARDED:
         name, how, ranks = case.split(", ")
-        size = 4 if ranks == "tensor 4" else 2
-        recipe = Recipe.model_validate(_recipe(size, how))
+        size = 4 if "tensor 4" in ranks else 2
+        recipe = Recipe.model_validate(_recipe(size, how, zero=3 if "zero 3" in ranks else 0))
         mine = [batch.parts(meshes[size].data.size)[meshes[size].data.rank] for batch in batches[name]]
         train = _sharded if case in SHARDED else _parallel
         learnt = train(copy.deepcopy(start[name]), recipe, meshes[size], mine)
@@ -267,9 +269,9 @@ def _learnt() -> dict[str, Any]:
     return found
 
 
-def _recipe(tensor: int, how: str = "alternating") -> dict[str, Any]:
+def _recipe(tensor: int, how: str = "alternating", zero: int = 0) -> dict[str, Any]:
     sequence = how == "sequence"
-    parallel = {"tensor": tensor, "style": "alternating" if sequence else how, "sequence": sequence}
+    parallel = {"tensor": tensor, "style": "alternating" if sequence else how, "sequence": sequence, "zero": zero}
     return {"model": {"name": "given"}, "data": {"name": "given"}, "training": {"steps": STEPS}, "parallel": parallel}
 
 

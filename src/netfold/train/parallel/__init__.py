@@ -23,6 +23,6 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh) -> Replica:
     parts = Parts()
     tensor.cut(model, recipe.parallel, mesh, parts)
     tables.share_out(model, recipe, mesh, parts)
-    if recipe.parallel.zero < 2:
+    if recipe.parallel.zero < 2 or mesh.data.size == 1:
         tensor.localise(model.module)
     return Whole(model, recipe, mesh, parts)
