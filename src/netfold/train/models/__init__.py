@@ -10,10 +10,12 @@ from netfold.train.recipe import Factory
 
 MODELS = {
     "bert": "netfold.train.models.transformer:bert",
+    "dlrm": "netfold.train.models.dlrm:dlrm",
     "edsr": "netfold.train.models.edsr:edsr",
     "edsr-baseline": "netfold.train.models.edsr:baseline",
     "edsr-large": "netfold.train.models.edsr:large",
     "gpt": "netfold.train.models.transformer:gpt",
+    "linear-stack": "netfold.train.models.linear:linear_stack",
     "resnet18": "netfold.train.models.resnet:resnet18",
     "resnet50": "netfold.train.models.resnet:resnet50",
 }

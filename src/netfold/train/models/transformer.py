@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from netfold.train.model import Chain, Model
+from netfold.train.models.transformer_plan import transformer_plan
 
 
 def gpt(
@@ -21,7 +22,7 @@ def gpt(
     parts: list[tuple[str, nn.Module]] = [("embedding", Embedding(vocabulary, context, width))]
     parts += [(f"block{number}", Block(width, heads, mlp * width, causal=True)) for number in range(layers)]
     parts += [("head", Head(vocabulary, width))]
-    return Model(Chain(parts), token_loss)
+    return Model(Chain(parts), token_loss, transformer_plan(layers, width // heads))
 
 
 def bert(

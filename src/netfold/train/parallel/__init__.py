@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
+from netfold.train.parallel import tables, tensor
+from netfold.train.parallel.parts import Parts
 from netfold.train.parallel.whole import Whole
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
@@ -18,4 +20,9 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh) -> Replica:
 
     Takes the model over: its modules are cut in place.
     """
-    return Whole(model, recipe, mesh)
+    parts = Parts()
+    tensor.cut(model, recipe.parallel, mesh, parts)
+    tables.share_out(model, recipe, mesh, parts)
+    if recipe.parallel.zero < 2 or mesh.data.size == 1:
+        tensor.localise(model.module)
+    return Whole(model, recipe, mesh, parts)

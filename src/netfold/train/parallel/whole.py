@@ -12,18 +12,22 @@ from torch.nn.parallel import DistributedDataParallel
 from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
+from netfold.train.parallel.parts import Parts
+from netfold.train.parallel.tables import leave_to_owners
 from netfold.train.recipe import Recipe
 
 
 class Whole:
     """A `Replica` without stages."""
 
-    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh) -> None:
+    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Parts) -> None:
         self.modules: tuple[nn.Module, ...] = (model.module,)
+        self._parts = parts
         self._loss = model.loss
         self._accumulate = recipe.training.accumulate
         self._ddp: DistributedDataParallel | None = None
         if mesh.data.size > 1:
+            leave_to_owners(model.module)
             self._ddp = DistributedDataParallel(model.module, process_group=mesh.data.group)
 
     def gradients(self, batch: Batch) -> Tensor:
@@ -52,4 +56,4 @@ class Whole:
         return self.modules[0].named_parameters()
 
     def as_part(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor
+        return self._parts.of(name, tensor)

@@ -1,0 +1,71 @@
+"""Linear layers in a row, with ReLU between them: features [n, ...] -> logits [n, classes]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.nn import functional
+
+from netfold.train.model import Chain, Model, Style
+from netfold.train.parallel.tensor import ColumnWise, RowWise
+
+
+def linear_stack(widths: Sequence[int]) -> Model:
+    """widths: of the features of a sample, of each hidden layer, and the number of classes.
+
+    Targets are classes, int64 [n]; the loss is the cross entropy in nats.
+    """
+    names = [f"layer{number}" for number in range(len(widths) - 1)]
+    last = len(names) - 1
+    layers = [(name, Dense(*widths[i : i + 2], relu=i < last)) for i, name in enumerate(names)]
+
+    def plan(style: Style, sequence: bool) -> Mapping[str, Any]:
+        if sequence:
+            raise ValueError("parallel.sequence: a stack of linear layers has no sequence; use sequence = false")
+        return stack_plan([f"layers.{name}.linear" for name in names], style)
+
+    return Model(Chain(layers), functional.cross_entropy, plan)
+
+
+class Dense(nn.Module):
+    """[n, ...] -> [n, outputs]; ReLU acts on each output alone, so on any part of them."""
+
+    def __init__(self, inputs: int, outputs: int, *, relu: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.relu = relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x.flatten(1))
+        return functional.relu(x) if self.relu else x
+
+
+def stack_plan(
+    paths: Sequence[str], style: Style, source: Placement | None = None, result: Placement | None = None
+) -> dict[str, Any]:
+    """How the linear layers at `paths`, of which each takes what the one before returns, are cut.
+
+    source: how the first one's input comes; result: how the last one's output is wanted: `Replicate()`, the default, or
+    `Shard(-1)`. Between them, L layers communicate
+    row: an all_gather of a layer's input forward, a reduce_scatter of its gradient backward, in each layer;
+    column: a reduce_scatter of a layer's output forward, an all_gather of its gradient backward, in each layer;
+    alternating: an all_reduce every two layers, forward and backward. A last one without a partner is row-wise.
+    """
+    whole, cut = Replicate(), Shard(-1)
+    first, last = source or whole, result or whole
+    plan: dict[str, Any] = {}
+    for number, path in enumerate(paths):
+        takes = first if number == 0 else cut
+        gives = last if number == len(paths) - 1 else cut
+        if style == "row":
+            plan[path] = RowWise(takes, gives)
+        elif style == "column":
+            plan[path] = ColumnWise(takes, gives)
+        elif number % 2:
+            plan[path] = ColumnWise(cut, last if number == len(paths) - 1 else whole)
+        else:
+            plan[path] = RowWise(first if number == 0 else whole, gives)
+    return plan

