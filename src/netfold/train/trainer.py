@@ -100,11 +100,18 @@ class Trainer:
         torch.manual_seed(sample_seed(self.recipe.training.seed, self.step * self.mesh.data.size + self.mesh.data.rank))
         lr = learning_rate(self.recipe.optimizer.lr, self.recipe.schedule, self.step, self.steps, self.batch)
         self.optimizer.zero_grad()
-        loss = self._word(self.replica.gradients(batch))
+        loss = self._word(self.replica.gradients(batch, self.update.loss_scale))
         norm = self.update.step(lr)
         self.step += 1
         seconds = time.perf_counter() - began_s
-        self._tell(said.Stepped(self.step, loss, lr, norm, seconds, data_s, self.step * self.batch))
+        self._tell(
+            said.Stepped(
+                self.step, loss, lr, norm, seconds, data_s, self.step * self.batch, skipped=self.update.skipped
+            )
+        )
+        for text in self.replica.notes:
+            self._tell(said.Noted(self.step, "info", text))
+        self.replica.notes.clear()
         return loss
 
     def _word(self, loss: Tensor | None) -> float:

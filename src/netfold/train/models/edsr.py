@@ -39,8 +39,8 @@ class Head(nn.Module):
 
     def forward(self, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         features = self.conv(low)
-        # Keys's kernel with a = -1/2, which torch calls the antialiased one.
-        large = functional.interpolate(low, scale_factor=self.scale, mode="bicubic", antialias=True)
+        # Keys's kernel with a = -1/2, which torch calls the antialiased one, and has in f32 alone.
+        large = functional.interpolate(low.float(), scale_factor=self.scale, mode="bicubic", antialias=True)
         return features, features, large
 
 
