@@ -190,7 +190,7 @@ class Trainer:
         self.optimizer.zero_grad()
         if self._buffers is not None:
             self._buffers.keep()
-        loss = self.replica.gradients(batch)
+        loss = self.replica.gradients(batch, self.update.loss_scale)
         gradients_s = time.perf_counter()
         # f16 scales its losses until gradients overflow: that is the update's to see.
         bad = bad_gradients(self.replica) if self.recipe.training.precision != "f16" else []
@@ -206,14 +206,17 @@ class Trainer:
             if not skipped:
                 return word
         else:
-            skipped = False
             norm = self.update.step(lr)
+            skipped = self.update.skipped
         self.step += 1
         self.samples += self.batch
         if not skipped:
             self._non_finite.fine(self.step)
         seconds = time.perf_counter() - began_s
         self._tell(said.Stepped(self.step, word.loss, lr, norm, seconds, data_s, self.samples, skipped))
+        for text in self.replica.notes:
+            self._note("info", text)
+        self.replica.notes.clear()
         if self.recovery is not None:
             self.recovery.stepped(self.step)
         for text in self._replacing.news() if self._replacing is not None else ():
