@@ -16,6 +16,9 @@ class Replica(Protocol):
     modules: tuple[nn.Module, ...]
     """One a stage that is held here. Parameters of all ranks' modules together have the names of the whole model's."""
 
+    choices: tuple[str, ...]
+    """What was chosen while it was made (where to cut), each a sentence with its reason; the same on every rank."""
+
     def gradients(self, batch: Batch) -> Tensor | None:
         """Forward and backward of this rank's share of a batch; leaves in every parameter's `grad` the mean over the
         global batch (under `outer`: over this rank's share), in parts of the data as the recipe says.

@@ -64,7 +64,7 @@ class Trainer:
         torch.manual_seed(recipe.training.seed)
         self.model = model or make_model(recipe.model)
         self._parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
-        self.replica = parallelise(self.model, recipe, self.mesh)
+        self.replica = parallelise(self.model, recipe, self.mesh, self.data.train)
         self.optimizer = make_optimizer(self.replica, recipe, self.mesh)
         self.update = Update(self.replica, self.optimizer, recipe, self.mesh)
         self.batch = recipe.training.batch * (self.mesh.data.size if recipe.training.scaling == "weak" else 1)
@@ -82,6 +82,8 @@ class Trainer:
                 self._parameters,
             )
         )  # fmt: skip
+        for choice in self.replica.choices:
+            self._tell(said.Noted(self.step, "info", choice))
         values: dict[str, float] = {}
         with Feed(self.data.train, training.seed, self.batch, data.rank, data.size) as feed:
             while self.step < self.steps:

@@ -6,16 +6,21 @@ the work on it.
 
 from __future__ import annotations
 
+from netfold.train.examples import Examples
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
+from netfold.train.parallel.pipeline import Piped, Plan
 from netfold.train.parallel.whole import Whole
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
 
 
-def parallelise(model: Model, recipe: Recipe, mesh: Mesh) -> Replica:
+def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | None = None) -> Replica:
     """This rank's part of `model`, which every rank has made whole and alike. Collective over the world.
 
-    Takes the model over: its modules are cut in place.
+    Takes the model over: its modules are cut in place. `examples` are what it will be trained on: a pipeline measures
+    its layers on the first of them.
     """
+    if mesh.pipeline.size > 1:
+        return Piped(model, recipe, mesh, Plan(model, recipe, mesh, examples))
     return Whole(model, recipe, mesh)

@@ -20,6 +20,7 @@ class Whole:
 
     def __init__(self, model: Model, recipe: Recipe, mesh: Mesh) -> None:
         self.modules: tuple[nn.Module, ...] = (model.module,)
+        self.choices: tuple[str, ...] = ()
         self._loss = model.loss
         self._accumulate = recipe.training.accumulate
         self._ddp: DistributedDataParallel | None = None
