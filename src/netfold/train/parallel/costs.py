@@ -104,7 +104,9 @@ def _gradients(ends: tuple[Tensor, ...], layer: nn.Module, inputs: tuple[Tensor,
     wanted = [tensor for tensor in (*inputs, *layer.parameters()) if tensor.requires_grad]
     given = [end for end in ends if end.requires_grad]
     if wanted and given:
-        torch.autograd.grad(given, wanted, [torch.ones_like(end) for end in given], retain_graph=True, allow_unused=True)
+        torch.autograd.grad(
+            given, wanted, [torch.ones_like(end) for end in given], retain_graph=True, allow_unused=True
+        )
 
 
 def _reached(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[tuple[bool, ...], ...]:
@@ -112,9 +114,7 @@ def _reached(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[t
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         if not output.requires_grad or not wanted:
             return (False,) * len(inputs)
-        found = iter(
-            torch.autograd.grad(output, wanted, torch.ones_like(output), retain_graph=True, allow_unused=True)
-        )
+        found = iter(torch.autograd.grad(output, wanted, torch.ones_like(output), retain_graph=True, allow_unused=True))
         return tuple(tensor.requires_grad and next(found) is not None for tensor in inputs)
 
     return tuple(one(output) for output in outputs)

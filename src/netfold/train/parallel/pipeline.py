@@ -8,6 +8,7 @@ ZB-H1 over interleaved stages): gradients of weights wait, and fill what would b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class Plan:
                 "cut: make it a netfold.train.Chain of layers"
             )
         self.microbatches = parallel.microbatches or parallel.pipeline
-        self.samples = _samples(recipe, mesh, self.microbatches)
+        self.samples = _samples_a_part(recipe, mesh, self.microbatches)
         count = parallel.pipeline * (parallel.interleave if parallel.schedule in SEVERAL_A_RANK else 1)
         if count > len(chain):
             raise ValueError(
@@ -101,12 +102,12 @@ class Piped:
         self._seed = mesh.pipeline.rank
         count, here = len(plan.cut), range(mesh.pipeline.rank, len(plan.cut), mesh.pipeline.size)
         self.modules: tuple[nn.Module, ...] = tuple(_Stage(model.module, plan.cut.layers(stage)) for stage in here)
-        # torch puts together the gradients of weights by hand under zero-bubble, which DDP never hears of.
-        self._averages = recipe.parallel.schedule == "zero-bubble" and mesh.data.size > 1
+        # Under zero-bubble torch adds up the gradients of weights by itself, and DDP never hears of them.
+        self._averages = recipe.parallel.schedule == "zero-bubble" and mesh.data.size > 1 and recipe.outer is None
         self._data = mesh.data
         stages = [
             pipelining.PipelineStage(
-                module if self._averages else share(module, recipe, mesh),
+                share(module, recipe, mesh),
                 stage,
                 count,
                 torch.device("cpu"),
@@ -133,7 +134,8 @@ class Piped:
         # Stages draw (dropout) for themselves, and not the same: of the seed that this step has, and the stage.
         torch.manual_seed(sample_seed(torch.initial_seed(), self._seed))
         losses: list[Tensor] = []
-        self._schedule.step(*self._taken(batch), target=self._wanted(batch), losses=losses, return_outputs=False)
+        with _plain_errors():
+            self._schedule.step(*self._taken(batch), target=self._wanted(batch), losses=losses, return_outputs=False)
         if self._averages:
             self._average()
         return torch.stack(losses).detach().sum() if self._last else None
@@ -143,7 +145,7 @@ class Piped:
         for module in self.modules:
             module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _plain_errors():
                 output: Tensor | None = self._schedule.eval(*self._taken(batch), target=self._wanted(batch))
         finally:
             for module in self.modules:
@@ -181,15 +183,27 @@ class Piped:
             flat = torch.cat([gradient.flatten() for gradient in same])
             dist.all_reduce(flat, group=self._data.group)
             flat /= self._data.size
-            for gradient, mean in zip(same, flat.split([gradient.numel() for gradient in same]), strict=True):
+            for gradient, mean in zip(same, torch.split(flat, [gradient.numel() for gradient in same]), strict=True):
                 gradient.copy_(mean.view_as(gradient))
 
 
 def share(module: nn.Module, recipe: Recipe, mesh: Mesh) -> nn.Module:
     """A stage as it is shared among data-parallel ranks: what the schedule is to run."""
-    if mesh.data.size == 1 or not any(weight.requires_grad for weight in module.parameters()):
+    alone = mesh.data.size == 1 or recipe.outer is not None or recipe.parallel.schedule == "zero-bubble"
+    if alone or not any(weight.requires_grad for weight in module.parameters()):
         return module
     return DistributedDataParallel(module, process_group=mesh.data.group)
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What a layer raised, instead of the page about tensors that torch makes of it: its kind says what can be done."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is RuntimeError and error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise
 
 
 class _Stage(Chain):
@@ -212,7 +226,7 @@ def _empty(crossings: tuple[Crossing, ...]) -> tuple[Tensor, ...]:
     return tuple(crossing.empty() for crossing in crossings)
 
 
-def _samples(recipe: Recipe, mesh: Mesh, microbatches: int) -> int:
+def _samples_a_part(recipe: Recipe, mesh: Mesh, microbatches: int) -> int:
     """Of a microbatch. ValueError where the recipe's numbers do not go together."""
     parallel, training = recipe.parallel, recipe.training
     if training.accumulate > 1:
@@ -220,24 +234,29 @@ def _samples(recipe: Recipe, mesh: Mesh, microbatches: int) -> int:
             f"training.accumulate is {training.accumulate}, but a pipeline goes through a batch in microbatches: "
             f"leave it out and set parallel.microbatches = {microbatches * training.accumulate}"
         )
+    if parallel.schedule == "zero-bubble" and parallel.zero >= 2:
+        raise ValueError(
+            f"parallel.schedule is 'zero-bubble', which cannot go with parallel.zero = {parallel.zero}: torch's FSDP "
+            "would miss gradients that are computed apart; make it 1, or take 'interleaved'"
+        )
     stages = parallel.pipeline
     if parallel.schedule == "1f1b" and microbatches < stages:
         raise ValueError(
-            f"parallel.microbatches is {microbatches}, which parallel.schedule = '1f1b' cannot do with {stages} stages: "
-            f"make it {stages} or more, or take 'gpipe'"
+            f"parallel.microbatches is {microbatches}, which parallel.schedule = '1f1b' cannot do with {stages} "
+            f"stages: make it {stages} or more, or take 'gpipe'"
         )
     rounds = max(1, microbatches // stages)
     if parallel.schedule in SEVERAL_A_RANK and microbatches % rounds:
         raise ValueError(
-            f"parallel.microbatches is {microbatches}, which parallel.schedule = {parallel.schedule!r} cannot share out "
-            f"over {stages} ranks: make it {stages * rounds} or {stages * (rounds + 1)}"
+            f"parallel.microbatches is {microbatches}, which parallel.schedule = {parallel.schedule!r} cannot share "
+            f"out over {stages} ranks: make it {stages * rounds} or {stages * (rounds + 1)}"
         )
     shares = 1 if training.scaling == "weak" else mesh.data.size
     held = training.batch // shares
     if held == 0 or held % microbatches:
         raise ValueError(
-            f"parallel.microbatches is {microbatches}, which does not divide the {held} samples that a pipeline takes a "
-            f"step: make training.batch a multiple of {shares * microbatches}"
+            f"parallel.microbatches is {microbatches}, which does not divide the {held} samples that a pipeline takes "
+            f"a step: make training.batch a multiple of {shares * microbatches}"
         )
     return held // microbatches
 

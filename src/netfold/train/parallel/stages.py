@@ -27,13 +27,13 @@ class Cut:
         total = sum(self.costs)
         parts = []
         for stage, cost in enumerate(self.costs):
-            first, *_, last = (names[layer] for layer in (self.layers(stage)[0], self.layers(stage)[-1]))
+            first, last = (names[self.layers(stage)[end]] for end in (0, -1))
             run = first if first == last else f"{first} to {last}"
             parts.append(f"{run} ({cost / total:.0%})" if total else run)
         over = max(self.costs) * len(self) / total - 1.0 if total else 0.0
         return (
-            f"{self.bounds[-1]} layers in {len(self)} stages: {', '.join(parts)}; in brackets what they cost of a pass. "
-            f"No other cut has a smaller largest stage; it is {over:.0%} above an even share"
+            f"{self.bounds[-1]} layers in {len(self)} stages: {', '.join(parts)}; in brackets what each costs of a "
+            f"pass. No other cut has a smaller largest stage; it is {over:.0%} above an even share"
         )
 
 
