@@ -26,7 +26,7 @@ GPT = changed(
     schedule={"shape": "constant"},
 )
 HELD_OUT = 37  # which no batch divides
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
 # Trained for some steps, in f32.
 TRAINED = {
     f"{schedule}, {ranks} ranks": {"pipeline": ranks, "schedule": schedule, "microbatches": microbatches}
@@ -38,11 +38,18 @@ COMPARED = {
     "edsr, 4 stages, zero-bubble": ("edsr", {"pipeline": 4, "schedule": "zero-bubble", "interleave": 1}),
     "edsr, 2 stages": ("edsr", {"pipeline": 2, "microbatches": 4}),
     "edsr, 8 stages, interleaved": ("edsr", {"pipeline": 4, "schedule": "interleaved"}),
+    "edsr, 8 stages, v": ("edsr", {"pipeline": 4, "schedule": "zero-bubble-v"}),
     "gpt, 4 stages": ("gpt", {"pipeline": 4, "schedule": "gpipe"}),
     "gpt, 4 stages, zero-bubble": ("gpt", {"pipeline": 2, "schedule": "zero-bubble"}),
+    "tensor, 1f1b": ("mlp", {"pipeline": 2, "tensor": 2}),
+    "tensor, zero-bubble": ("mlp", {"pipeline": 2, "tensor": 2, "schedule": "zero-bubble", "interleave": 1}),
+    # Tensors of one part each: what data-parallel ranks average by hand.
+    "tensor of 1, zero-bubble": ("mlp", {"pipeline": 2, "schedule": "zero-bubble", "interleave": 1}),
+    "nothing to learn in the first stage": ("fixed", {"pipeline": 4}),
     "odd, 1f1b": ("odd", {"pipeline": 4}),
     "odd, gpipe": ("odd", {"pipeline": 4, "schedule": "gpipe", "microbatches": 2}),
     "odd, interleaved": ("odd", {"pipeline": 2, "schedule": "interleaved"}),
+    "odd, zero-bubble-v": ("odd", {"pipeline": 2, "schedule": "zero-bubble-v"}),
     "odd, zero-bubble": ("odd", {"pipeline": 2, "schedule": "zero-bubble"}),
 }
 ROWS = 16
@@ -90,6 +97,12 @@ def model_and_examples(name: str) -> tuple[Any, Any]:
         model = edsr(features=6, blocks=6)
         # As it is made, the last convolution hides all others from the loss.
         nn.init.normal_(model.module.layers["tail"].last.weight)
+    elif name == "mlp":
+        blocks = [nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in range(3)]
+        model = Model(Chain([(f"block{number}", block) for number, block in enumerate(blocks)]), functional.mse_loss)
+    elif name == "fixed":
+        layers = [("fixed", nn.Tanh()), *((f"linear{number}", nn.Linear(8, 8)) for number in range(3))]
+        model = Model(Chain(layers), functional.mse_loss)
     else:
         layers = [("first", First()), ("shift", Shift()), ("look", Look()), ("head", nn.Linear(4, 3))]
         model = Model(Chain(layers), functional.mse_loss)
@@ -105,6 +118,8 @@ def model_and_examples(name: str) -> tuple[Any, Any]:
                 inputs, target = [draw.integers(256, size=(rows, 12))], draw.integers(256, size=(rows, 12))
             elif name == "edsr":
                 inputs, target = [draw.random((rows, 3, 6, 6))], draw.random((rows, 3, 12, 12))
+            elif name in ("mlp", "fixed"):
+                inputs, target = [draw.random((rows, 8))], draw.random((rows, 8))
             else:
                 inputs, target = [draw.integers(7, size=(rows, 5)), draw.random((rows, 6))], draw.random((rows, 3))
             return Batch(tuple(map(torch.from_numpy, inputs)), torch.from_numpy(target))
@@ -146,7 +161,7 @@ def in_a_plain_loop(recipe: Any, data: Any) -> dict[str, Any]:
     for step in range(STEPS):
         batch = data.train.batch(order.indices(step * size, size), order.seeds(step * size, size))
         loss = model.loss(model.module(*batch.inputs), batch.target)
-        losses.append(float(loss))
+        losses.append(loss.item())
         model.module.zero_grad()
         loss.backward()
         with torch.no_grad():
@@ -185,14 +200,22 @@ def gradients_in_one_process(name: str) -> dict[str, Any]:
 def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) -> dict[str, Any]:
     """This rank's part; twice with an evaluation between, which must leave no trace."""
     import torch
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     from netfold.train import Batch, Recipe
     from netfold.train.mesh import Mesh
     from netfold.train.parallel import parallelise
 
+    def whole(tensor: Any) -> Any:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
     recipe = Recipe.model_validate(changed(GPT, parallel=parallel, training={"batch": ROWS}, **sections))
     mesh = Mesh(recipe.parallel)
     model, examples = model_and_examples(name)
+    if name == "mlp":
+        for block in model.module.layers.values():
+            parallelize_module(block, mesh.device_mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     before = torch.get_rng_state()
     replica = parallelise(model, recipe, mesh, examples)
     assert torch.equal(before, torch.get_rng_state())
@@ -203,13 +226,14 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
             weight.grad = None
         loss = replica.gradients(batch)
         output = replica.outputs(Batch(batch.inputs, batch.target))
-        found.append(arrays((name, weight.grad) for name, weight in replica.named_parameters()))
+        found.append(arrays((name, whole(weight.grad)) for name, weight in replica.named_parameters()))
     assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
     return {
         "gradients": found[0],
         "loss": None if loss is None else float(loss),
         "output": None if output is None else output.numpy(),
         "data": mesh.data.rank,
+        "tensor": mesh.tensor.rank,
         "choices": replica.choices,
     }
 
@@ -300,7 +324,7 @@ def serve(rank: int, size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if rank == 0:
         found["plain"] = in_a_plain_loop(Recipe.model_validate(GPT), data)
-        found["alone"] = {name: gradients_in_one_process(name) for name in ("gpt", "edsr", "odd")}
+        found["alone"] = {name: gradients_in_one_process(name) for name in {model for model, _ in COMPARED.values()}}
     for name, parallel in TRAINED.items():
         trainer = Trainer(Recipe.model_validate(changed(GPT, parallel=parallel)), data=data)
         outcome = trainer.fit()
@@ -358,8 +382,9 @@ def test_gradients_are_those_of_the_whole_batch(name: str) -> None:
         assert max(np.abs(alone["total"][other]).max() for other in layer) > 1e6 * allowed, "the bound says nothing"
     losses = [rank["loss"] for rank in found if rank["loss"] is not None]
     assert np.mean(losses) == pytest.approx(alone["loss"], rel=1e-12)
-    # The last stage's ranks have the outputs, one share of the data each.
-    outputs = [rank["output"] for rank in sorted(found, key=lambda rank: rank["data"]) if rank["output"] is not None]
+    # The last stage's ranks have the outputs, one share of the data each; ranks that share a tensor have the same.
+    first = [rank for rank in found if rank["output"] is not None and rank["tensor"] == 0]
+    outputs = [rank["output"] for rank in sorted(first, key=lambda rank: rank["data"])]
     assert np.concatenate(outputs) == pytest.approx(alone["output"], rel=1e-11, abs=1e-12)
 
 
@@ -411,13 +436,14 @@ def test_a_stage_that_fails_ends_the_others_and_is_named() -> None:
         ),
         ({"pipeline": 4}, {"accumulate": 2}, "set parallel.microbatches = 8"),
         ({"pipeline": 4, "schedule": "zero-bubble", "zero": 2}, {}, "cannot go with parallel.zero = 2"),
+        ({"pipeline": 2, "schedule": "zero-bubble-v", "interleave": 3}, {}, "parallel.interleave is 3, but"),
         ({"pipeline": 4}, {}, "no examples were given"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(parallel: Any, training: Any, said: str) -> None:
     from netfold.train import Recipe
     from netfold.train.models import make_model
-    from netfold.train.parallel.pipeline import Plan
+    from netfold.train.parallel.pipeline_plan import Plan
 
     recipe = Recipe.model_validate(changed(GPT, parallel=parallel, training={"batch": 16, **training}))
     mesh: Any = SimpleNamespace(data=SimpleNamespace(size=2))
@@ -429,7 +455,7 @@ def test_a_model_that_is_no_chain_cannot_be_cut() -> None:
     from torch import nn
 
     from netfold.train import Model, Recipe
-    from netfold.train.parallel.pipeline import Plan
+    from netfold.train.parallel.pipeline_plan import Plan
 
     recipe = Recipe.model_validate(changed(GPT, parallel={"pipeline": 2}))
     with pytest.raises(ValueError, match=r"parallel.pipeline is 2, but the model is a Linear, which cannot be cut"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from netfold.train.examples import Examples
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
-from netfold.train.parallel.pipeline import Piped, Plan
+from netfold.train.parallel.pipeline import Piped
+from netfold.train.parallel.pipeline_plan import Plan
 from netfold.train.parallel.whole import Whole
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from netfold.train.examples import Batch
+from netfold.train.examples import Batch, Examples
 from netfold.train.mesh import Mesh
 from netfold.train.model import Chain, Model
 
@@ -43,8 +43,8 @@ class Measured:
     """[layer][output][input]: whether a gradient goes from the one to the other."""
 
 
-def measured(model: Model, sample: Batch, mesh: Mesh) -> Measured:
-    """As rank 0 found it, on every rank. Collective over the world.
+def measured(model: Model, examples: Examples, samples: int, mesh: Mesh) -> Measured:
+    """On the first `samples` examples, as rank 0 found it; told to every rank. Collective over the world.
 
     The ranks of the first stage, which are the whole world of the data and tensor axes to each other, go through all
     layers together, since layers may talk along those axes. Weights, buffers, gradients and the random generator are as
@@ -56,7 +56,8 @@ def measured(model: Model, sample: Batch, mesh: Mesh) -> Measured:
     failed: Exception | None = None
     if mesh.pipeline.rank == 0:
         try:
-            found = [_measure(chain, model, sample)]
+            numbers = [number % len(examples) for number in range(samples)]
+            found = [_measure(chain, model, examples.batch(numbers, numbers))]
         except Exception as error:
             failed, found = error, [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(found, src=0)
