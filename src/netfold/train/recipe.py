@@ -104,9 +104,10 @@ class Parallel(Section):
     pipeline: PositiveInt = 1
     microbatches: PositiveInt | None = None
     """Without: as many as stages."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] = "1f1b"
+    """zero-bubble: ZB-H1; zero-bubble-v: ZB-V, whose first and last stage share a rank (Qi et al. 2023)."""
     interleave: PositiveInt = 2
-    """Stages a rank holds where the schedule is interleaved or zero-bubble."""
+    """Stages a rank holds where the schedule is interleaved, zero-bubble or zero-bubble-v (there always 2)."""
     tensor: PositiveInt = 1
     style: Literal["alternating", "row", "column"] = "alternating"
     """How a linear layer's weights are cut: by rows, by columns, or in turn (one all-reduce every two layers)."""

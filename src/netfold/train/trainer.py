@@ -84,7 +84,7 @@ class Trainer:
         torch.manual_seed(recipe.training.seed)
         self.model = model or make_model(recipe.model)
         self._parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
-        self.replica = parallelise(self.model, recipe, self.mesh)
+        self.replica = parallelise(self.model, recipe, self.mesh, self.data.train)
         self.optimizer = make_optimizer(self.replica, recipe, self.mesh)
         self.update = Update(self.replica, self.optimizer, recipe, self.mesh)
         self.batch = recipe.training.batch * (self.mesh.data.size if recipe.training.scaling == "weak" else 1)
@@ -179,6 +179,7 @@ class Trainer:
         self._started = True
         for noted in self._notes:
             self._tell(noted)
+        self._pass_on()
 
     def _one_step(self, feed: Feed) -> Word:
         began_s = time.perf_counter()
@@ -214,9 +215,7 @@ class Trainer:
             self._non_finite.fine(self.step)
         seconds = time.perf_counter() - began_s
         self._tell(said.Stepped(self.step, word.loss, lr, norm, seconds, data_s, self.samples, skipped))
-        for text in self.replica.notes:
-            self._note("info", text)
-        self.replica.notes.clear()
+        self._pass_on()
         if self.recovery is not None:
             self.recovery.stepped(self.step)
         for text in self._replacing.news() if self._replacing is not None else ():
@@ -260,6 +259,12 @@ class Trainer:
         values = evaluate(self.replica, self.model, self.data, self.mesh, self.batch // self.mesh.data.size)
         self._tell(said.Evaluated(self.step, values, time.perf_counter() - began_s))
         return values
+
+    def _pass_on(self) -> None:
+        """What the replica chose."""
+        for text in self.replica.notes:
+            self._note("info", text)
+        self.replica.notes.clear()
 
     def _note(self, level: str, text: str) -> None:
         noted = said.Noted(self.step, level, text)
