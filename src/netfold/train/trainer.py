@@ -86,6 +86,8 @@ class Trainer:
         with Feed(self.data.train, training.seed, self.batch, data.rank, data.size) as feed:
             while self.step < self.steps:
                 losses.append(self._one_step(feed))
+                if self.step == self.steps:
+                    self.update.settle()
                 every = training.evaluate_every
                 if self.step == self.steps or (every is not None and self.step % every == 0):
                     values = self._evaluate()

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from netfold.train.clip import Clip
 from netfold.train.mesh import Mesh
+from netfold.train.parallel.outer import Rounds
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
 
@@ -15,18 +17,37 @@ class Update:
     """One optimizer's step a call, on every rank; all ranks call alike."""
 
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, recipe: Recipe, mesh: Mesh) -> None:
+        """Collective over the world."""
         self.optimizer = optimizer
+        limit, outer = recipe.training.clip, recipe.outer
+        self._clip = Clip(replica, limit, mesh, apart=outer is not None) if limit is not None else None
+        self._rounds = Rounds(replica, optimizer, outer, mesh.data) if outer is not None else None
 
     def step(self, lr: float) -> float | None:
-        """Take the gradients that lie in the parameters. Returns their norm where they are clipped."""
+        """Take the gradients that lie in the parameters. Returns their norm before, where they are clipped; under
+        `outer` that of this data-parallel rank's own."""
+        norm = self._clip.clip() if self._clip is not None else None
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return None
+        if self._rounds is not None:
+            self._rounds.step()
+        return norm
+
+    def may_checkpoint(self) -> bool:
+        """Data-parallel ranks hold the same weights: not while an outer round is under way. The same on every rank."""
+        return self._rounds is None or self._rounds.between
+
+    def settle(self) -> None:
+        """Make it so: an outer round that is under way ends early. All ranks call alike."""
+        if self._rounds is not None:
+            self._rounds.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """What goes on beside the optimizer's own state (a loss scale, an outer optimizer's momentum): name -> tensor
         or number, for a checkpoint. Tensors of a parameter are under "<what>.<the parameter's name>"."""
-        return {}
+        return {} if self._rounds is None else dict(self._rounds.state_dict())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._rounds is not None:
+            self._rounds.load_state_dict(state)

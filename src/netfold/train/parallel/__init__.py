@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
+from netfold.train.parallel.batch_norm import convert_batch_norm
 from netfold.train.parallel.whole import Whole
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
@@ -18,4 +19,6 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh) -> Replica:
 
     Takes the model over: its modules are cut in place.
     """
+    if recipe.parallel.batch_norm > 1:
+        convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
     return Whole(model, recipe, mesh)

@@ -23,7 +23,8 @@ class Whole:
         self._loss = model.loss
         self._accumulate = recipe.training.accumulate
         self._ddp: DistributedDataParallel | None = None
-        if mesh.data.size > 1:
+        # Ranks that train apart take nobody's gradients.
+        if mesh.data.size > 1 and recipe.outer is None:
             self._ddp = DistributedDataParallel(model.module, process_group=mesh.data.group)
 
     def gradients(self, batch: Batch) -> Tensor:
