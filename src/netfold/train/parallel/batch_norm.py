@@ -121,7 +121,7 @@ class _Normalise(torch.autograd.Function):
         over = [dimension for dimension in range(wide.ndim) if dimension != 1]
         # of dy, and of dy x the normalised x: the gradients of bias and weight here, and what x's needs of everybody
         sums = torch.stack([wide.sum(over), (wide * normal).sum(over)])
-        all_sums = sums.double()
+        all_sums = sums.to(torch.float64, copy=True)
         dist.all_reduce(all_sums, group=ctx.group)
         means = (all_sums / count).to(wide.dtype)
         gradient_x = wide - _by_channel(means[0], wide) - normal * _by_channel(means[1], wide)
@@ -140,7 +140,7 @@ def _merged(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor
         variance, mean = torch.var_mean(x, over, correction=0)
         here[:channels], here[channels:-1], here[-1] = mean, variance, x.numel() // channels
     everywhere = here.new_empty(group.size(), len(here))
-    dist.all_gather_into_tensor(everywhere, here, group=group)
+    dist.all_gather(list(everywhere.unbind()), here, group=group)
     means, variances, counts = everywhere[:, :channels], everywhere[:, channels:-1], everywhere[:, -1:]
     count = counts.sum()
     mean = (means * counts).sum(0) / count
