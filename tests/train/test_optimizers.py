@@ -132,12 +132,11 @@ def test_the_rate_grows_with_the_batch_it_was_found_for() -> None:
         ({"parallel": {"batch_norm": 2}}, "parallel.batch_norm is 2.* 1 would do"),
         ({"parallel": {"tables": "row"}}, "parallel.tables is 'row'.* 'replicated' would do"),
         ({"training": {"steps": 8, "evaluate_every": 6}}, "training.evaluate_every is 6.* a multiple of 4 would do"),
+        ({"training": {"steps": 8, "precision": "bf16"}}, "training.precision is 'bf16'.* 'f32' would do"),
         ({"checkpoint": {"every": 2}}, "checkpoint.every is 2.* a multiple of 4 would do"),
     ],
 )
-def test_what_ranks_do_together_in_every_step_is_refused_where_they_train_apart(
-    sections: dict[str, dict[str, object]], said: str
-) -> None:
+def test_what_does_not_go_with_training_apart_is_refused(sections: dict[str, dict[str, object]], said: str) -> None:
     whole = {"model": {"name": "gpt"}, "data": {"name": "source"}, "training": {"steps": 8}, **sections}
     assert Recipe.model_validate(whole).outer is None
     with pytest.raises(ValueError, match=said):

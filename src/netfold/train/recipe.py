@@ -206,6 +206,11 @@ class Recipe(Section):
                     f"{key} is {value!r}, which data-parallel ranks share in every step, but with [outer] they train "
                     f"apart; {alone!r} would do, or leave [outer] out"
                 )
+        if self.training.precision != "f32":
+            raise ValueError(
+                f"training.precision is {self.training.precision!r}, but with [outer] weights themselves are averaged, "
+                "which are f32; 'f32' would do"
+            )
         every = self.outer.every
         for key, steps in (
             ("training.evaluate_every", self.training.evaluate_every),

@@ -105,6 +105,7 @@ class Trainer:
         loss = self._word(self.replica.gradients(batch))
         norm = self.update.step(lr)
         self.step += 1
+        self.update.end_step(self.step)
         seconds = time.perf_counter() - began_s
         self._tell(said.Stepped(self.step, loss, lr, norm, seconds, data_s, self.step * self.batch))
         return loss

@@ -31,8 +31,13 @@ class Update:
             group["lr"] = lr
         self.optimizer.step()
         if self._rounds is not None:
-            self._rounds.step()
+            self._rounds.moved()
         return norm
+
+    def end_step(self, number: int) -> None:
+        """Step `number` of the job, from 1, is over, its update taken or left out: under `outer` the round may end."""
+        if self._rounds is not None:
+            self._rounds.end_step(number)
 
     def may_checkpoint(self) -> bool:
         """Data-parallel ranks hold the same weights: not while an outer round is under way. The same on every rank."""

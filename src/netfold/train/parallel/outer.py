@@ -22,7 +22,7 @@ BUFFER_BYTES = 64 << 20
 
 
 class Rounds:
-    """Counts steps; at the end of every round of `every` makes the data-parallel ranks' weights the same again.
+    """At the end of every round of `every` steps makes the data-parallel ranks' weights the same again.
 
     The gradient of a round is where it began less the mean of where the ranks are; SGD with Nesterov's momentum takes
     it to where the next round begins. Optimizers' states stay each rank's own; buffers (batch norm's) become their
@@ -36,26 +36,24 @@ class Rounds:
         for buffer in self._buffers:
             dist.broadcast(buffer.start, group=data.group, group_src=0)
             buffer.put()
-        self._steps = self._ended = 0
-
-    def step(self) -> None:
-        """After a step of this rank's optimizer."""
-        self._steps += 1
-        if self._steps % self._asked.every == 0:
-            self._end_round()
-
-    @property
-    def between(self) -> bool:
+        self.between = True
         """No round is under way: data-parallel ranks hold the same weights."""
-        return self._ended == self._steps
 
-    def settle(self) -> None:
-        """End a round that is under way, however short. Collective over the data axis."""
-        if not self.between:
-            self._end_round()
+    def moved(self) -> None:
+        """This rank's optimizer has taken a step."""
+        self.between = False
+
+    def end_step(self, number: int) -> None:
+        """Step `number` of the job, from 1, is over, taken or left out: the round may be too. Collective over the data
+        axis, whose ranks have all moved or none."""
+        if number % self._asked.every == 0:
+            self.settle()
 
     @torch.no_grad()
-    def _end_round(self) -> None:
+    def settle(self) -> None:
+        """End a round that is under way, however short. Collective over the data axis."""
+        if self.between:
+            return
         # One buffer at a time, so that there is one gradient at a time.
         for buffer in self._buffers:
             gradient = buffer.start - buffer.now()
@@ -69,16 +67,15 @@ class Rounds:
                 if held.is_floating_point():
                     dist.all_reduce(held, group=self._data.group)
                     held /= self._data.size
-        self._ended = self._steps
+        self.between = True
 
-    def state_dict(self) -> dict[str, Tensor | int]:
+    def state_dict(self) -> dict[str, Tensor]:
         """For a checkpoint between rounds; tensors are borrowed.
 
         "outer_start.<name>", "outer_momentum.<name>": where the next round begins, and the momentum, as the parameters
         that are here. "inner<data rank>_<what>.<name>": the state of this rank's own optimizer, which no other has.
-        "outer_steps".
         """
-        state: dict[str, Tensor | int] = {"outer_steps": self._steps}
+        state: dict[str, Tensor] = {}
         for buffer in self._buffers:
             state |= {f"outer_start.{name}": part for name, part in buffer.views(buffer.start)}
             state |= {f"outer_momentum.{name}": part for name, part in buffer.views(buffer.momentum)}
@@ -90,9 +87,9 @@ class Rounds:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint. Where it is of fewer data-parallel ranks, those beyond take the optimizer's state of
-        others, in turn."""
-        self._steps = self._ended = int(state["outer_steps"])
+        """Go on from a checkpoint; tensors of the optimizer's state are taken over. Where it is of fewer data-parallel
+        ranks, those beyond take the state of others, in turn."""
+        self.between = True
         for buffer in self._buffers:
             for kind, line in ("outer_start", buffer.start), ("outer_momentum", buffer.momentum):
                 for name, part in buffer.views(line):
