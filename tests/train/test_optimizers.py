@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from netfold.train.optimizers import kind_of
 from netfold.train.optimizers.lamb import LAMB
 from netfold.train.optimizers.lars import LARS
+from netfold.train.recipe import Optimizer as Asked
 from netfold.train.recipe import Recipe, Schedule
 from netfold.train.schedule import learning_rate
 
@@ -93,6 +96,25 @@ def test_the_state_goes_on_where_it_was() -> None:
         again.step()
         assert torch.equal(w, other)
         assert not torch.equal(w, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("sgd", torch.optim.SGD, {"momentum": 0.7}),
+        ("adam", torch.optim.Adam, {"betas": (0.8, 0.9), "eps": 1e-5}),
+        ("adamw", torch.optim.AdamW, {"betas": (0.8, 0.9), "eps": 1e-5}),
+        ("lars", LARS, {"momentum": 0.7, "trust": 0.02}),
+        ("lamb", LAMB, {"betas": (0.8, 0.9), "eps": 1e-5}),
+    ],
+)
+def test_each_name_is_an_optimizer_that_gets_its_keys(
+    name: Any, kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    asked = Asked(name=name, lr=0.3, momentum=0.7, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.01, trust=0.02)
+    assert kind_of(asked) == (kind, {"lr": 0.3, "weight_decay": 0.01, **options})
+    made = kind([torch.ones(2, 2, requires_grad=True)], **kind_of(asked)[1])
+    assert {key: made.param_groups[0][key] for key in options} == options
 
 
 def test_settings_that_cannot_be_are_refused() -> None:

@@ -58,6 +58,13 @@ def test_a_last_round_that_is_short_ends_all_the_same(found: list[dict[str, Any]
         assert rank["short"]["calls"] == 2
 
 
+def test_the_norm_that_is_clipped_is_told_and_is_each_ranks_own(found: list[dict[str, Any]]) -> None:
+    first, second = (rank["short"]["gradient norms"] for rank in found)
+    assert len(first) == len(second) == 5
+    assert all(a > 0 and b > 0 and a != b for a, b in zip(first, second, strict=True))
+    assert found[0]["plain"]["gradient norms"] == [None] * 8
+
+
 def test_a_weak_scaling_batch_grows_with_the_ranks(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["short"]["batch"] == 2 * TINY_GPT["training"]["batch"]
@@ -142,7 +149,7 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
                 {
                     **changed(
                         recipe,
-                        training={"steps": 5, "scaling": "weak"},
+                        training={"steps": 5, "scaling": "weak", "clip": 0.5},
                         schedule={"shape": "constant", "reference_batch": 16},
                     ),
                     "outer": {"every": 4},
@@ -165,20 +172,20 @@ def _fitted(recipe: dict[str, Any]) -> dict[str, Any]:
     from netfold._native import engine
     from netfold.train import Recipe, Trainer
 
-    class Rates:
+    class Steps:
         def __init__(self) -> None:
-            self.seen: list[float] = []
+            self.seen: list[Any] = []
 
         def stepped(self, event: Any) -> None:
-            self.seen.append(event.lr)
+            self.seen.append(event)
 
         def started(self, event: Any) -> None: ...
         def evaluated(self, event: Any) -> None: ...
         def noted(self, event: Any) -> None: ...
         def ended(self, event: Any) -> None: ...
 
-    rates = Rates()
-    trainer = Trainer(Recipe.model_validate(recipe), listeners=[rates])
+    steps = Steps()
+    trainer = Trainer(Recipe.model_validate(recipe), listeners=[steps])
     made = len(netfold.torch.events(trainer.mesh.data.group))
     outcome = trainer.fit()
     events = netfold.torch.events(trainer.mesh.data.group)[made:]
@@ -188,7 +195,8 @@ def _fitted(recipe: dict[str, Any]) -> dict[str, Any]:
     return {
         "losses": list(outcome.losses),
         "batch": trainer.batch,
-        "rates": rates.seen,
+        "rates": [step.lr for step in steps.seen],
+        "gradient norms": [step.gradient_norm for step in steps.seen],
         "norm": float(torch.cat([w.detach().flatten() for _, w in trainer.replica.named_parameters()]).double().norm()),
         "calls": len(events),
         "bytes": int(events["bytes"].sum()),
