@@ -158,6 +158,8 @@ class Trainer:
                     self._evaluate()
                 if _due(self.step, self.recipe.checkpoint.every):
                     self._save()
+            # Checkpoints and looks at held-out examples are of one model: an outer round ends early.
+            self.update.settle()
             if reason == "done":
                 values = self._evaluate()
         self._save()
@@ -210,6 +212,7 @@ class Trainer:
             norm = self.update.step(lr)
             skipped = self.update.skipped
         self.step += 1
+        self.update.end_step(self.step)
         self.samples += self.batch
         if not skipped:
             self._non_finite.fine(self.step)

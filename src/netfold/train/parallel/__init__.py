@@ -10,6 +10,7 @@ from netfold.train.examples import Examples
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel import tables, tensor
+from netfold.train.parallel.batch_norm import convert_batch_norm
 from netfold.train.parallel.parts import Parts
 from netfold.train.parallel.pipeline import Piped
 from netfold.train.parallel.pipeline_plan import Plan
@@ -25,6 +26,8 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | N
     Takes the model over: its modules are cut in place. `examples` are what it will be trained on: a pipeline measures
     its layers on the first of them.
     """
+    if recipe.parallel.batch_norm > 1:
+        convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
     parts = Parts()
     tensor.cut(model, recipe.parallel, mesh, parts)
     tables.share_out(model, recipe, mesh, parts)
