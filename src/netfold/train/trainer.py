@@ -16,7 +16,7 @@ from torch import Tensor
 from netfold.train import listeners as said
 from netfold.train.datasets import make_data
 from netfold.train.evaluate import evaluate
-from netfold.train.examples import Data
+from netfold.train.examples import Data, Panel
 from netfold.train.feed import Feed
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
@@ -24,6 +24,7 @@ from netfold.train.models import make_model
 from netfold.train.optimizers import make_optimizer
 from netfold.train.order import sample_seed
 from netfold.train.parallel import parallelise
+from netfold.train.pictures import render
 from netfold.train.recipe import Recipe
 from netfold.train.schedule import learning_rate
 from netfold.train.update import Update
@@ -79,7 +80,7 @@ class Trainer:
         self._tell(
             said.Started(
                 self.recipe, self.model, dist.get_world_size(), dist.get_rank(), self.step, self.steps, self.batch,
-                self._parameters,
+                self._parameters, self.data.metric,
             )
         )  # fmt: skip
         values: dict[str, float] = {}
@@ -117,8 +118,13 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         began_s = time.perf_counter()
-        values = evaluate(self.replica, self.model, self.data, self.mesh, self.batch // self.mesh.data.size)
-        self._tell(said.Evaluated(self.step, values, time.perf_counter() - began_s))
+        share = self.batch // self.mesh.data.size
+        values = evaluate(self.replica, self.model, self.data, self.mesh, share)
+        seconds = time.perf_counter() - began_s
+        panels: Sequence[Panel] = ()
+        if self.step == self.steps and self.data.pictures is not None:
+            panels = render(self.replica, self.data.pictures, self.mesh, share)
+        self._tell(said.Evaluated(self.step, values, seconds, panels))
         return values
 
     def _tell(self, event: said.Started | said.Stepped | said.Evaluated | said.Noted | said.Ended) -> None:

@@ -12,6 +12,7 @@ from skimage.io import imread
 from torch import Tensor
 from torch.nn import functional
 
+from netfold.train.datasets.mosaic import Mosaic
 from netfold.train.examples import Batch, Data, Metric
 
 TRAINING = (
@@ -46,6 +47,7 @@ def photos(scale: int = 2, patch: int = 24, patches: int = 4096) -> Data:
         Crops(train, scale, patch, patches),
         tiles,
         Metric("psnr", "dB", "higher", psnr, float(psnr(large, truth).mean()), "bicubic"),
+        Mosaic(held[HELD_OUT.index("chelsea.png")], scale, patch, psnr),
     )
 
 

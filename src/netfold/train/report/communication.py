@@ -1,0 +1,39 @@
+"""What the profile of a stretch of steps found, in short; all of it is on a page of its own beside this one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from netfold.plan.advice import advise
+from netfold.profile.analyse import analyse
+from netfold.profile.exposed import each_step
+from netfold.profile.page import advice, facts, render_page, words
+from netfold.profile.page.plain import escape
+from netfold.profile.run import RunError, read_run
+from netfold.train.profiled import NAME
+
+PAGE = "profile.html"
+
+
+def communication(folder: Path) -> str:
+    """Nothing where nothing was recorded. Writes the profile's page."""
+    if not (folder / NAME).is_dir():
+        return ""
+    try:
+        run = read_run(folder / NAME)
+    except RunError as error:
+        return f"<p>No profile: {escape(error)}</p>"
+    findings = analyse(run)
+    findings = replace(findings, advice=advise(run, findings))
+    new = folder / f"{PAGE}.new"
+    new.write_text(render_page(findings, run, each_step=each_step(run)), encoding="utf-8")
+    os.replace(new, folder / PAGE)
+    steps = f" {findings.steps.count} steps were recorded." if findings.steps is not None else ""
+    missing = "".join(f'<p class="failed">{escape(text)}</p>' for text in words.missing(findings))
+    return (
+        f"<p>{escape(words.headline(findings))}{steps}</p>{missing}"
+        f'<div class="facts">{facts(findings)}</div>{advice(findings)}'
+        f'<p><a href="{PAGE}">All of the profile</a></p>'
+    )
