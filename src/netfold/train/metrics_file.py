@@ -102,6 +102,8 @@ class Metrics:
     steps: list[Line] = field(default_factory=list)
     evaluations: list[Line] = field(default_factory=list)
     notes: list[Line] = field(default_factory=list)
+    happened: list[Line] = field(default_factory=list)
+    """Starts, notes and ends, as they came."""
     ended: Line | None = None
     """None where the last start has no end yet: the run goes on, or was killed."""
     unreadable: int = 0
@@ -126,6 +128,8 @@ def read_metrics(folder: Path) -> Metrics:
         except (ValueError, KeyError, TypeError):
             found.unreadable += bool(row)
             continue
+        if kind in ("started", "note", "ended"):
+            found.happened.append(line)
         if kind == "started":
             _forget_after(found, step)
             found.starts.append(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,12 +20,14 @@ def with_unit(value: float, unit: str) -> str:
 
 
 def result(metric: Mapping[str, Any], value: float | None) -> str:
-    """`psnr 28.41 dB, 0.31 dB better than bicubic (28.1 dB)`. metric: `metric_words`; value: None where it is not a
+    """`psnr 28.41 dB, 0.31 dB better than 28.1 dB (bicubic)`. metric: `metric_words`; value: None where it is not a
     number."""
-    base = f"{metric['baseline_is']} ({with_unit(metric['baseline'], metric['unit'])})"
-    if value is None or value != value:
-        return f"{metric['name']} is not a number; {base} is to be beaten"
-    gain = (value - metric["baseline"]) * (1 if metric["better"] == "higher" else -1)
-    how = "as good as" if gain == 0 else f"{abs(gain):.3g} {metric['unit']}".rstrip()
-    how += "" if gain == 0 else " better than" if gain > 0 else " worse than"
-    return f"{metric['name']} {with_unit(value, metric['unit'])}, {how} {base}"
+    name, unit, baseline = metric["name"], metric["unit"], metric["baseline"]
+    base = f"{with_unit(baseline, unit)} ({metric['baseline_is']})"
+    if value is None or math.isnan(value):
+        return f"{name} is not a number; {base} is to be beaten"
+    gain = (value - baseline) * (1 if metric["better"] == "higher" else -1)
+    if gain == 0:
+        return f"{name} {with_unit(value, unit)}, no better than {base}"
+    far = f"{abs(gain):.3g} {unit}".rstrip()
+    return f"{name} {with_unit(value, unit)}, {far} {'better' if gain > 0 else 'worse'} than {base}"

@@ -59,7 +59,7 @@ def run_folder(recipe: Recipe, file: Path | None = None) -> Path:
 def run_name(recipe: Recipe, file: Path | None = None) -> str:
     """ValueError where `run.name` is a path."""
     name = recipe.run.name or (recipe.model.name.rpartition(":")[2] if file is None else file.stem)
-    if not name or name != Path(name).name:
+    if name in ("", ".", "..") or name != Path(name).name:
         raise ValueError(f"run.name is {name!r}, which is no name of a folder: where runs are kept is run.folder's")
     return name
 

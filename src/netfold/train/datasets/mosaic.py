@@ -56,13 +56,11 @@ class Mosaic:
         )
         truth = self._inside(self._truth)
         shown = [("low resolution", self._inside(repeated)), ("bicubic", self._inside(bicubic)), ("network", network)]
-        return [
-            *(
-                Panel(name, f"{float(self._psnr(made[None], truth[None])):.2f} dB", _pixels(made))
-                for name, made in shown
-            ),
-            Panel("truth", "", _pixels(truth)),
-        ]
+        panels = [Panel(name, f"{self._reached(made, truth):.2f} dB", _pixels(made)) for name, made in shown]
+        return [*panels, Panel("truth", "", _pixels(truth))]
+
+    def _reached(self, picture: Tensor, truth: Tensor) -> float:
+        return float(self._psnr(picture[None], truth[None]))
 
     def _cut(self, picture: Tensor, index: int, scale: int) -> Tensor:
         row, column = divmod(index, self._columns)

@@ -109,8 +109,7 @@ def _headline(metrics: Metrics) -> str:
         return "Held-out samples were not looked at yet."
     last = metrics.evaluations[-1]
     when = "" if metrics.is_finished else f" (after step {last['step']:,})"
-    said = result(metric, last["values"].get(metric["name"]))
-    return f"{said[0].upper()}{said[1:]}{when}."
+    return f"{result(metric, last['values'].get(metric['name']))}{when}."
 
 
 def _end(metrics: Metrics) -> str:
@@ -132,8 +131,8 @@ def _facts(metrics: Metrics) -> list[tuple[str, str]]:
     if steps:
         seconds = sorted(line["seconds"] for line in steps)
         median = seconds[len(seconds) // 2]
-        found.append((units.seconds(median), "a step, the median"))
-        found.append((f"{start['batch'] / median:.4g}", "samples a second, at that"))
+        rate = f"{start['batch'] / median:.4g} samples a second"
+        found.append((units.seconds(median), f"a step, the median: {rate}"))
         took = sum(seconds) * (steps[-1]["step"] / len(steps)) + sum(line["seconds"] for line in metrics.evaluations)
         found.append((units.seconds(took), "in steps and evaluations that count"))
     return found

@@ -11,7 +11,7 @@ from netfold.profile.analyse import analyse
 from netfold.profile.exposed import each_step
 from netfold.profile.page import advice, facts, render_page, words
 from netfold.profile.page.plain import escape
-from netfold.profile.run import RunError, read_run
+from netfold.profile.run import Run, RunError, Trace, read_run
 from netfold.train.profiled import NAME
 
 PAGE = "profile.html"
@@ -22,7 +22,7 @@ def communication(folder: Path) -> str:
     if not (folder / NAME).is_dir():
         return ""
     try:
-        run = read_run(folder / NAME)
+        run = _steps_alone(read_run(folder / NAME))
     except RunError as error:
         return f"<p>No profile: {escape(error)}</p>"
     findings = analyse(run)
@@ -36,4 +36,21 @@ def communication(folder: Path) -> str:
         f"<p>{escape(words.headline(findings))}{steps}</p>{missing}"
         f'<div class="facts">{facts(findings)}</div>{advice(findings)}'
         f'<p><a href="{PAGE}">All of the profile</a></p>'
+    )
+
+
+def _steps_alone(run: Run) -> Run:
+    """Without what came before the first step: a recording begins with what its groups still know of earlier times."""
+    return replace(run, traces=[_from_first_step(trace) for trace in run.traces])
+
+
+def _from_first_step(trace: Trace) -> Trace:
+    if not len(trace.steps):
+        return trace
+    began_ns, ended_ns = trace.steps["began_ns"][0], trace.steps["ended_ns"][-1]
+    operations, progress = trace.operations, trace.progress
+    return replace(
+        trace,
+        operations=operations[(operations["queued_ns"] >= began_ns) & (operations["queued_ns"] < ended_ns)],
+        progress=progress[(progress["at_ns"] >= began_ns) & (progress["at_ns"] <= ended_ns)],
     )

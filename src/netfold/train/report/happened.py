@@ -16,21 +16,22 @@ def happened(metrics: Metrics) -> str:
 
 def _notes(metrics: Metrics) -> str:
     began_s = metrics.starts[0]["time"]
-    said = list(metrics.notes)
-    for number, start in enumerate(metrics.starts):
-        step, ranks = start["step"], start["ranks"]
-        how = "started" if number == 0 else f"started again, going on after step {step:,}" if step else "started again"
-        said.append({**start, "level": "", "text": f"{how}, on {ranks} {'rank' if ranks == 1 else 'ranks'}"})
-    if metrics.ended is not None:
-        said.append({**metrics.ended, "level": "", "text": f"ended: {metrics.ended['reason']}"})
-    said.sort(key=lambda line: float(line["time"]))
     columns: tuple[Column[Line], ...] = (
         Column("after", lambda line: line["time"] - began_s, units.seconds),
         Column("step", lambda line: line["step"], units.count),
-        Column("", lambda line: line["level"]),
-        Column("what", lambda line: line["text"]),
+        Column("level", lambda line: line.get("level", "")),
+        Column("what", _words),
     )
-    return table("notes", "Starts, choices, warnings and recoveries.", columns, said)
+    return table("notes", "Starts, choices, warnings and recoveries.", columns, metrics.happened)
+
+
+def _words(line: Line) -> str:
+    if line["kind"] == "note":
+        return str(line["text"])
+    if line["kind"] == "ended":
+        return f"ended: {line['reason']}"
+    after = f", going on after step {line['step']:,}" if line["step"] else ""
+    return f"started{after}, on {line['ranks']} {'rank' if line['ranks'] == 1 else 'ranks'}"
 
 
 def _evaluations(metrics: Metrics) -> str:
