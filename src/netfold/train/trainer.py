@@ -98,7 +98,10 @@ class Trainer:
         batch = feed.get(self.step * self.batch)
         data_s = time.perf_counter() - began_s
         # What a model draws (dropout) is a function of the seed, the step and the share of the data: nothing to save.
-        torch.manual_seed(sample_seed(self.recipe.training.seed, self.step * self.mesh.data.size + self.mesh.data.rank))
+        # torch.manual_seed would do it for every kind of accelerator that is not there as well, sixty times as dear.
+        torch.default_generator.manual_seed(
+            sample_seed(self.recipe.training.seed, self.step * self.mesh.data.size + self.mesh.data.rank)
+        )
         lr = learning_rate(self.recipe.optimizer.lr, self.recipe.schedule, self.step, self.steps, self.batch)
         self.optimizer.zero_grad()
         loss = self._word(self.replica.gradients(batch))
