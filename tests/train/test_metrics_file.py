@@ -23,6 +23,7 @@ from invented_run import (
 
 from netfold.train.listeners import Ended, Stepped
 from netfold.train.metrics_file import MetricsFile, read_metrics
+from netfold.train.report import write_report
 
 
 def test_every_number_that_was_told_is_read_back(tmp_path: Path) -> None:
@@ -96,6 +97,7 @@ def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
     tell([writer], goes_through(asked, 3, 5))
     found = read_metrics(tmp_path)
     assert [line["step"] for line in found.steps] == [1, 2, 3, 4, 5] and found.unreadable == 1
+    assert "were cut off, and are missing here: 1." in write_report(tmp_path).read_text()
 
 
 def test_a_full_disk_is_an_error_and_the_file_stays_readable(tmp_path: Path) -> None:

@@ -186,3 +186,13 @@ def test_a_long_run_keeps_its_extremes_and_a_small_page(tmp_path: Path) -> None:
     thinned = _thinned(points)
     assert len(thinned) <= 800 and {(54_321, 1e6), (12_345, -1e6)} <= set(thinned)
     assert thinned == sorted(thinned)
+
+
+def test_of_a_run_of_very_many_steps_the_page_carries_some_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cut_off_and_gone_on(recipe(tmp_path))
+    monkeypatch.setattr("netfold.train.report._MOST_STEPS", 7)
+    page = parse(write_report(folder).read_text())
+    assert json.loads(page.one("script", id="metrics").text)["steps"]["step"] == [1, 4, 7, 10, 13, 16, 19]
+    assert "carries the numbers of one in 3" in page.one("main").text

@@ -5,7 +5,7 @@
     communication  the profile's main figures  listener     writes the page while a run goes on
 
 Made of the run's folder alone, so it can be made again elsewhere: `write_report(folder)`.
-`<script type="application/json" id="metrics">` carries every number of metrics.jsonl that counts.
+`<script type="application/json" id="metrics">` carries every number of metrics.jsonl that counts, up to 100,000 steps.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ __all__ = ["PAGE", "write_report"]
 PAGE = "report.html"
 _SHARED = Path(profile_page.__file__).parent
 _SCRIPTS = ("errors.js", "tables.js")
+# About 130 bytes each: of a longer run's steps the page carries every so many.
+_MOST_STEPS = 100_000
 
 
 def write_report(folder: Path) -> Path:
@@ -71,9 +73,10 @@ def _render(folder: Path) -> str:
         f"<div><strong>{escape(number)}</strong><span>{escape(meaning)}</span></div>"
         for number, meaning in _facts(metrics)
     )
+    every = max(1, -(-len(metrics.steps) // _MOST_STEPS))
     numbers = {
         "starts": metrics.starts,
-        "steps": columns(metrics.steps),
+        "steps": columns(metrics.steps[::every]),
         "evaluations": metrics.evaluations,
         "notes": metrics.notes,
         "ended": metrics.ended,
@@ -95,6 +98,7 @@ def _render(folder: Path) -> str:
 {_end(metrics)}
 <div class="facts">{facts}</div>
 {sections}
+{_carried(every)}
 </main>
 {embed("metrics", numbers)}
 {"".join(later)}
@@ -119,6 +123,12 @@ def _end(metrics: Metrics) -> str:
     if ended is None:
         return f"<p>No end yet: the run goes on, or was cut off after step {done:,}.</p>"
     return f'<p class="failed">Ended after step {ended["step"]:,}: {escape(ended["reason"])}</p>'
+
+
+def _carried(every: int) -> str:
+    if every == 1:
+        return ""
+    return f'<p class="quiet">Of the steps this file carries the numbers of one in {every}; {NAME} has all.</p>'
 
 
 def _facts(metrics: Metrics) -> list[tuple[str, str]]:

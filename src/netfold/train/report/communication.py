@@ -18,9 +18,12 @@ PAGE = "profile.html"
 
 
 def communication(folder: Path) -> str:
-    """Nothing where nothing was recorded. Writes the profile's page."""
+    """Writes the profile's page, too."""
     if not (folder / NAME).is_dir():
-        return ""
+        return (
+            "<p>No steps were recorded here: report.profile is off, the run was too short or has not come so far, or "
+            "all of the job is recorded elsewhere (netfold profile run).</p>"
+        )
     try:
         run = _steps_alone(read_run(folder / NAME))
     except RunError as error:

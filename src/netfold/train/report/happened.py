@@ -6,7 +6,7 @@ import functools
 
 from netfold.profile.page import units
 from netfold.profile.page.table import Column, table
-from netfold.train.metrics_file import Line, Metrics
+from netfold.train.metrics_file import NAME, Line, Metrics
 from netfold.train.result import with_unit
 
 
@@ -22,7 +22,10 @@ def _notes(metrics: Metrics) -> str:
         Column("level", lambda line: line.get("level", "")),
         Column("what", _words),
     )
-    return table("notes", "Starts, choices, warnings and recoveries.", columns, metrics.happened)
+    lost = ""
+    if metrics.unreadable:
+        lost = f'<p class="quiet">Lines of {NAME} that were cut off, and are missing here: {metrics.unreadable:,}.</p>'
+    return table("notes", "Starts, choices, warnings and recoveries.", columns, metrics.happened) + lost
 
 
 def _words(line: Line) -> str:
