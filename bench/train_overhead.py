@@ -255,11 +255,16 @@ def render(found: dict[tuple[str, int], tuple[Any, Any]], blocks: int, load: tup
         goal = GOALS[case]
         cells.append("-" if goal is None else f"{goal:.0f}%")
         lines.append(f"| {' | '.join(cells)} |")
+    busy = (
+        " The machine was busy with other things: wall times say little."
+        if max(load) > (os.cpu_count() or 1) + 2
+        else ""
+    )
     lines += [
         "",
         f"{blocks} blocks of some {BLOCK_S:.0f} s each, medians of blocks; the mean over ranks. Listeners: progress "
         "(not a terminal), metrics.jsonl, TensorBoard, the page; not the profile. On 2 ranks the thread's CPU has its "
-        f"polling for the other rank in it. torch {version('torch')}; {spoken(load)}",
+        f"polling for the other rank in it.{busy} torch {version('torch')}; {spoken(load)}",
     ]
     return "\n".join(lines) + "\n"
 

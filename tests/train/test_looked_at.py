@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from browser import parse
 from ranks import run_ranks, values
 from torch.nn import functional
 
@@ -90,7 +91,12 @@ def test_a_stretch_of_steps_is_recorded_on_every_rank_and_is_on_the_page(left: t
     assert [len(trace.steps) for trace in run.traces] == [18] * RANKS
     assert all(len(trace.operations) for trace in run.traces)
     assert "18 steps were recorded" in (folder / "report.html").read_text()
-    assert "all_reduce" in (folder / "profile.html").read_text()
+    findings = json.loads(parse((folder / "profile.html").read_text()).one("script", id="findings").text)
+    assert findings["ranks"] == [0, 1] and {row["operation"] for row in findings["rows"]} == {"all_reduce"}
+    # What the group had done before the first of these steps is not in it.
+    spans_s = [(trace.steps["ended_ns"][-1] - trace.steps["began_ns"][0]) / 1e9 for trace in run.traces]
+    assert min(trace.operations["queued_ns"][0] - trace.steps["began_ns"][0] for trace in run.traces) < 0
+    assert 0 < findings["overall"]["wall_s"] < 1.05 * sum(spans_s) / RANKS
 
 
 def test_the_picture_that_ranks_make_together_is_that_of_one(left: tuple[Path, list[Any]]) -> None:

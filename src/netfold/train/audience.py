@@ -17,6 +17,13 @@ from netfold.train.report.listener import Page
 from netfold.train.tensorboard import TensorBoard
 from netfold.train.trackers import MLflow, Wandb
 
+# By their packages' names, which are their keys in a recipe's `report`.
+_TRACKERS: dict[str, type[TensorBoard | Wandb | MLflow]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": MLflow,
+}
+
 
 def listeners(recipe: Recipe, folder: Path, rank: int) -> list[Listener]:
     """For `Trainer`, on the rank of the world that this process is. folder: of `run_folder`.
@@ -26,24 +33,29 @@ def listeners(recipe: Recipe, folder: Path, rank: int) -> list[Listener]:
     process writes this run.
     """
     asked = recipe.report
-    # Profiles first: what others do between two steps is not to be in them.
+    # Profiles first: a step ends before others are told of it.
     chosen: list[Listener] = [Profiled(folder, rank)] if asked.profile else []
     if rank == 0:
         exposed = Exposed()
         chosen += [exposed, MetricsFile(folder, asked.every, exposed)]
-        trackers = (
-            ("tensorboard", asked.tensorboard, TensorBoard),
-            ("wandb", asked.wandb, Wandb),
-            ("mlflow", asked.mlflow, MLflow),
-        )
-        for package, is_asked, tracker in trackers:
-            if is_asked:
-                _need(package)
+        check_packages(recipe)
+        for name, tracker in _TRACKERS.items():
+            if getattr(asked, name):
                 chosen.append(tracker(folder, asked.every, exposed))
         chosen += [Page(folder), Progress(folder, exposed)]
     guarded: list[Guarded] = []
     guarded += [Guarded(each, guarded) for each in chosen]
     return list(guarded)
+
+
+def check_packages(recipe: Recipe) -> None:
+    """ValueError where a package is missing that the recipe asks for: to be asked before ranks start, too."""
+    for name in _TRACKERS:
+        if getattr(recipe.report, name) and find_spec(name) is None:
+            raise ValueError(
+                f"report.{name} is on, and the package {name} is not installed: pip install {name}, or set "
+                f"report.{name} = false"
+            )
 
 
 class Guarded(Listener):
@@ -92,11 +104,3 @@ class Guarded(Listener):
             other.noted(Noted(step, "warning", text))
         if not others:
             print(f"netfold train: step {step}: {text}", file=sys.stderr, flush=True)
-
-
-def _need(package: str) -> None:
-    if find_spec(package) is None:
-        raise ValueError(
-            f"report.{package} is on, and the package {package} is not installed: pip install {package}, or set "
-            f"report.{package} = false"
-        )

@@ -44,7 +44,12 @@ class MetricsFile(Listener):
         self._every, self._exposed = every, exposed
         self._seen = max((line["step"] for line in read_metrics(folder).steps), default=0)
         self._file = (folder / NAME).open("ab", buffering=0)
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(
+                f"{folder / NAME} is written by another process now: wait for it, or call this run otherwise (run.name)"
+            ) from None
         # The last line of a run that was cut off may have no end.
         self._torn = _ends_torn(folder / NAME)
         self._steps = self._batch = 0

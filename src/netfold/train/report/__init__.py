@@ -37,7 +37,7 @@ def write_report(folder: Path) -> Path:
     """Write the page of a run's folder anew, whole or not at all, and that of its profile beside it. Its path.
 
     Raises ValueError where there is no run, or one that has not begun, OSError where a file cannot be written.
-    Cost: reading metrics.jsonl, some 10 microseconds a line, and the profile.
+    Cost: reading metrics.jsonl, some 20 microseconds a line, and the profile.
     """
     page = folder / PAGE
     new = page.with_name(PAGE + ".new")

@@ -16,11 +16,11 @@ FOLDER, _INDEX = "pictures", "pictures.json"
 
 
 def write_pictures(folder: Path, step: int, panels: Sequence[Panel]) -> None:
-    """Replaces those of an earlier step, the list of them last."""
+    """Replaces those that are there, the list of them last."""
     (folder / FOLDER).mkdir(exist_ok=True)
     listed = []
     for panel in panels:
-        file = f"{panel.title} {step}.png".replace(" ", "-")
+        file = f"{panel.title}.png".replace(" ", "-")
         Image.fromarray(panel.pixels.permute(1, 2, 0).contiguous().numpy()).save(folder / FOLDER / file)
         listed.append({"title": panel.title, "said": panel.said, "file": file})
     (folder / FOLDER / _INDEX).write_text(json.dumps({"step": step, "panels": listed}, indent=1), encoding="utf-8")
