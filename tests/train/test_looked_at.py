@@ -18,7 +18,7 @@ from netfold.train.datasets.photos import psnr
 EDSR: dict[str, Any] = {
     "model": {"name": "netfold.train.models.edsr:edsr", "features": 4, "blocks": 1},
     "data": {"name": "photos", "patch": 24},
-    "training": {"steps": 24, "batch": 6, "evaluate_every": 12},
+    "training": {"steps": 12, "batch": 16, "evaluate_every": 6},
     "optimizer": {"name": "adam", "lr": 1e-3},
     "run": {"name": "edsr"},
 }
@@ -58,7 +58,7 @@ def _runs(rank: int, size: int, folder: str, table: dict[str, Any], runs: str) -
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     runs = tmp_path_factory.mktemp("runs")
-    found = values(run_ranks(_runs, RANKS, EDSR, str(runs), timeout_s=150))
+    found = values(run_ranks(_runs, RANKS, EDSR, str(runs), timeout_s=240))
     return Path(found[0][0]), found
 
 
@@ -74,8 +74,8 @@ def test_metrics_are_those_of_the_outcome_and_exposed_communication_is_a_share(l
 
     folder, found = left
     metrics = read_metrics(folder)
-    assert metrics.is_finished and [line["step"] for line in metrics.steps] == list(range(1, 25))
-    assert [line["step"] for line in metrics.evaluations] == [12, 24]
+    assert metrics.is_finished and [line["step"] for line in metrics.steps] == list(range(1, 13))
+    assert [line["step"] for line in metrics.evaluations] == [6, 12]
     assert metrics.evaluations[-1]["values"]["psnr"] == found[0][1]
     assert all(0.0 <= line["exposed"] <= 1.0 for line in metrics.steps if "exposed" in line)
     assert metrics.notes == []
@@ -87,10 +87,10 @@ def test_a_stretch_of_steps_is_recorded_on_every_rank_and_is_on_the_page(left: t
     folder, _ = left
     run = read_run(folder / "profile")
     assert [trace.about.rank for trace in run.traces] == list(range(RANKS))
-    # 24 steps: from the end of the 6th on.
-    assert [len(trace.steps) for trace in run.traces] == [18] * RANKS
+    # 12 steps: from the end of the 3rd on.
+    assert [len(trace.steps) for trace in run.traces] == [9] * RANKS
     assert all(len(trace.operations) for trace in run.traces)
-    assert "18 steps were recorded" in (folder / "report.html").read_text()
+    assert "9 steps were recorded" in (folder / "report.html").read_text()
     findings = json.loads(parse((folder / "profile.html").read_text()).one("script", id="findings").text)
     assert findings["ranks"] == [0, 1] and {row["operation"] for row in findings["rows"]} == {"all_reduce"}
     # What the group had done before the first of these steps is not in it.

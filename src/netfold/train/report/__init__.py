@@ -60,7 +60,7 @@ def _render(folder: Path) -> str:
     sections = "".join(
         f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{body}</section>'
         for name, title, body in (
-            ("pictures", "What the model makes of a photograph it has never seen", pictures(folder)),
+            ("pictures", "What the model makes of what it has never seen", pictures(folder)),
             ("curves", "How it went", curves(metrics)),
             ("happened", "What happened", happened(metrics)),
             ("communication", "Communication", communication(folder)),

@@ -33,10 +33,10 @@ def communication(folder: Path) -> str:
     new = folder / f"{PAGE}.new"
     new.write_text(render_page(findings, run, each_step=each_step(run)), encoding="utf-8")
     os.replace(new, folder / PAGE)
-    steps = f" {findings.steps.count} steps were recorded." if findings.steps is not None else ""
+    steps = f"{findings.steps.count} steps were recorded. " if findings.steps is not None else ""
     missing = "".join(f'<p class="failed">{escape(text)}</p>' for text in words.missing(findings))
     return (
-        f"<p>{escape(words.headline(findings))}{steps}</p>{missing}"
+        f"<p>{steps}{escape(words.headline(findings))}</p>{missing}"
         f'<div class="facts">{facts(findings)}</div>{advice(findings)}'
         f'<p><a href="{PAGE}">All of the profile</a></p>'
     )
