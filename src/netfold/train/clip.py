@@ -35,8 +35,11 @@ class Clip:
         self._weights = {name: 1.0 if self._alone else count / holders[name] for name, count in here.items()}
 
     def clip(self, scale: float = 1.0) -> float:
-        """Scale the gradients, which are `scale` times what they mean, in place; the norm that they mean. Where ranks hold different things, one all_reduce of 8 bytes
-        over the world (8 for each data-parallel rank where they train apart). A norm that is no number stays one."""
+        """Scale the gradients, which are `scale` times what they mean, in place; the norm that they meant.
+
+        Where ranks hold different things, one all_reduce of 8 bytes over the world (8 for each data-parallel rank where
+        they train apart). A norm that is no number stays one.
+        """
         held = dict(self._replica.named_parameters())
         settle(held.values())
         gradients = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from netfold.train import listeners as said
 from netfold.train.datasets import make_data
 from netfold.train.evaluate import evaluate
-from netfold.train.examples import Batch, Data
+from netfold.train.examples import Batch, Data, Panel
 from netfold.train.feed import Feed
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
@@ -26,6 +26,7 @@ from netfold.train.models import make_model
 from netfold.train.optimizers import make_optimizer
 from netfold.train.order import sample_seed
 from netfold.train.parallel import parallelise
+from netfold.train.pictures import render
 from netfold.train.policies import (
     Buffers,
     NonFinite,
@@ -175,7 +176,7 @@ class Trainer:
         self._tell(
             said.Started(
                 self.recipe, self.model, dist.get_world_size(), dist.get_rank(), self.step, self.steps, self.batch,
-                self._parameters,
+                self._parameters, self.data.metric,
             )
         )  # fmt: skip
         self._started = True
@@ -188,7 +189,10 @@ class Trainer:
         batch = self._batch = feed.get(self.samples)
         data_s = time.perf_counter() - began_s
         # What a model draws (dropout) is a function of the seed, the step and the share of the data: nothing to save.
-        torch.manual_seed(sample_seed(self.recipe.training.seed, self.step * self.mesh.data.size + self.mesh.data.rank))
+        # torch.manual_seed would do it for every kind of accelerator that is not there as well, sixty times as dear.
+        torch.default_generator.manual_seed(
+            sample_seed(self.recipe.training.seed, self.step * self.mesh.data.size + self.mesh.data.rank)
+        )
         lr = learning_rate(self.recipe.optimizer.lr, self.recipe.schedule, self.step, self.steps, self.batch)
         self.optimizer.zero_grad()
         if self._buffers is not None:
@@ -259,8 +263,13 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         began_s = time.perf_counter()
-        values = evaluate(self.replica, self.model, self.data, self.mesh, self.batch // self.mesh.data.size)
-        self._tell(said.Evaluated(self.step, values, time.perf_counter() - began_s))
+        share = self.batch // self.mesh.data.size
+        values = evaluate(self.replica, self.model, self.data, self.mesh, share)
+        seconds = time.perf_counter() - began_s
+        panels: Sequence[Panel] = ()
+        if self.step == self.steps and self.data.pictures is not None:
+            panels = render(self.replica, self.data.pictures, self.mesh, share)
+        self._tell(said.Evaluated(self.step, values, seconds, panels))
         return values
 
     def _pass_on(self) -> None:
