@@ -194,6 +194,18 @@ def test_batch_norm_is_measured_with_the_statistics_of_rank_0(
             np.testing.assert_array_equal(first.weights[name], weight, err_msg=name)
 
 
+def test_buckets_of_a_size_are_refused_where_layers_travel() -> None:
+    from types import SimpleNamespace
+
+    from netfold.train import Recipe
+    from netfold.train.parallel.share import share
+
+    recipe = Recipe.model_validate(changed(GPT, parallel={"data": 2, "zero": 3, "bucket_mb": 4}))
+    mesh: Any = SimpleNamespace(data=SimpleNamespace(size=2))
+    with pytest.raises(ValueError, match=r"^parallel.bucket_mb is 4, but with parallel.zero = 3 a layer's gradients"):
+        share(small_network().module, recipe, mesh)
+
+
 def learnt(cases: dict[str, Table], ranks: int) -> list[dict[str, Learnt]]:
     found = values(run_ranks(_learn, ranks, list(cases.values()), timeout_s=240))
     return [dict(zip(cases, rank, strict=True)) for rank in found]

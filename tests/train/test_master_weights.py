@@ -87,7 +87,8 @@ def test_gradients_are_divided_by_the_loss_scale_in_f32() -> None:
 
 
 def test_masters_start_from_weights_that_are_not_rounded() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    module[2].weight = module[0].weight
     linear, norm = module[0].weight.detach().clone(), module[1].weight
     Precision("bf16").lower(module)
     optimizer = MasterWeights(module.parameters(), torch.optim.SGD, lr=0.1)

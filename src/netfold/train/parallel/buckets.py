@@ -70,7 +70,7 @@ class Tuning:
             size = self._turns[turn]
         if size != self._size_mb:
             self._size_mb = size
-            # The old one must not see another gradient, and Python may keep it for a while.
+            # The old one must not see another gradient, whoever has it still.
             self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             self.ddp = data_parallel(self.ddp.module, self._mesh, size, synchronise=False)
 
