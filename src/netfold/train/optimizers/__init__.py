@@ -32,6 +32,9 @@ def make_optimizer(replica: Replica, recipe: Recipe, mesh: Mesh) -> torch.optim.
                     f"optimizer.name is {recipe.optimizer.name!r}, which needs the norm of each whole parameter, but "
                     f"{name} is cut in a way it does not see; adamw or sgd would do, or parallel.tables = 'replicated'"
                 )
+    else:
+        # One call for all parameters: each on a DTensor costs Python some 15 us, and Adam makes ten a parameter.
+        options["foreach"] = zero_level(recipe, mesh) >= 2
     if recipe.training.precision != "f32":
         kind = functools.partial(MasterWeights, inner=kind)
     if zero_level(recipe, mesh) == 1:
