@@ -103,7 +103,7 @@ class Parallel(Section):
     """Data-parallel ranks that normalise together, in runs of this many; 1: each for itself."""
     pipeline: PositiveInt = 1
     microbatches: PositiveInt | None = None
-    """Without: as many as stages."""
+    """Without: as many as the pipeline has ranks."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     interleave: PositiveInt = 2
     """Stages a rank holds where the schedule is interleaved or zero-bubble."""
