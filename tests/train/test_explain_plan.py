@@ -290,6 +290,8 @@ def test_the_plan_is_printed() -> None:
     # pipeline 1: ranks 4 and 5, then 6 and 7.
     assert "│ 1        │    4-5 │    6-7 │" in text
     assert "layer0" in text and "layer2 .. last" in text and "what all ranks must" in text
+    # More ranks than there is room for stand in one column.
+    assert "data 0-7" in shown(plan(8))
     alone = shown(plan(1))
     assert "1 rank = pipeline 1" in alone and "travels" not in alone
 
