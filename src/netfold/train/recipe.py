@@ -103,7 +103,7 @@ class Parallel(Section):
     """Data-parallel ranks that normalise together, in runs of this many; 1: each for itself."""
     pipeline: PositiveInt = 1
     microbatches: PositiveInt | None = None
-    """Without: as many as stages."""
+    """Without: as many as the pipeline has ranks."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] = "1f1b"
     """zero-bubble: ZB-H1; zero-bubble-v: ZB-V, whose first and last stage share a rank (Qi et al. 2023)."""
     interleave: PositiveInt = 2
