@@ -343,24 +343,34 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     return found
 
 
-def gradients_not_finite(rank: int, folder: Path, world: World) -> str:
-    """The loss is a number, its gradient is not."""
+def gradients_not_finite(rank: int, folder: Path, world: World) -> tuple[str, list[str]]:
+    """The loss is a number, its gradient is not; then numbers whose sum is too large for f32."""
     import torch
-    from surviving import Heard, interrupt_at, toy_data, toy_model, toy_recipe
+    from surviving import run, toy_model
 
-    from netfold.train import Trainer
-    from netfold.train.policies import NonFiniteError
+    from netfold.train import trainer
+    from netfold.train.policies import NonFiniteError, bad_gradients
 
-    with world(2):
-        model = toy_model()
-        trainer = Trainer(toy_recipe(), model=model, data=toy_data(), listeners=[Heard(interrupt_at(3))])
-        last = dict(trainer.replica.named_parameters())["layers.last.weight"]
-        last.register_hook(lambda gradient: torch.full_like(gradient, float("inf")) if rank else gradient)
+    model = toy_model(noisy=False)
+    for parameter in model.module.parameters():
+        parameter.grad = torch.full_like(parameter, 3e38)
+    large = bad_gradients(model.module)  # type: ignore[arg-type]
+
+    class Spoilt(trainer.Update):
+        """The last layer's gradient is spoilt on the way to rank 1."""
+
+        def __init__(self, replica: Any, *others: Any) -> None:
+            super().__init__(replica, *others)
+            last = dict(replica.named_parameters())["layers.last.weight"]
+            last.register_hook(lambda gradient: gradient * (float("inf") if rank else 1.0))
+
+    with world(2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "Update", Spoilt)
         try:
-            trainer.fit()
+            run(None, noisy=False)
         except NonFiniteError as error:
-            return str(error)
-    return ""
+            return str(error), large
+    return "", large
 
 
 def vanished(rank: int, folder: Path, world: World) -> dict[str, Any]:
@@ -636,8 +646,9 @@ def test_a_loss_that_is_no_number_stops_the_job_in_words() -> None:
         assert found["stop"].startswith("step 6: not finite: rank 1 (")
         assert "loss nan" in found["stop"] and "layers.first.linear.weight" in found["stop"]
         assert "rank 0" not in found["stop"]
-    for text in of(gradients_not_finite):
+    for text, large in of(gradients_not_finite):
         assert text.startswith("step 1: not finite: rank 0 (") and "gradients of layers.last.weight;" in text
+        assert large == [], "large numbers are numbers"
 
 
 def test_a_step_left_out_leaves_nothing_behind() -> None:
