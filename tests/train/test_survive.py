@@ -166,6 +166,10 @@ def other_model(rank: int, folder: Path, world: World) -> list[str]:
                 run(folder, **changes)
             except ValueError as error:
                 found.append(str(error))
+        try:
+            run(folder / "none", survive={"non_finite": "rewind"})
+        except ValueError as error:
+            found.append(str(error))
         run(folder / "small", noisy=False)
         try:
             run(folder / "small", noisy=True)
@@ -299,23 +303,28 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     from netfold.train.order import Order
     from netfold.train.policies import NonFiniteError
 
-    poisoned = Order(96, 0).indices(0, 64)[5 * 8 + 6]  # step 6, rank 1's last but one
+    order = Order(96, 0).indices(0, 96)
 
-    def change(indices: Any, features: Any) -> None:
-        for place, index in enumerate(indices):
-            if index == poisoned:
-                features[place] = float("nan")
+    def spoilt(*places: int) -> Callable[[Any, Any], None]:
+        """Samples at these places of the order are no numbers."""
+        poisoned = {order[place] for place in places}
+
+        def change(indices: Any, features: Any) -> None:
+            features[[index in poisoned for index in indices]] = float("nan")
+
+        return change
 
     found: dict[str, Any] = {}
     with world(2):
-        for policy in ("stop", "skip", "rewind"):
+        # All in step 6: rank 1's last but one, or rank 0's second, whose running means are those that ranks share.
+        for policy, place in (("stop", 46), ("skip", 41), ("rewind", 46)):
             heard = Heard()
             seen: list[list[int]] = []
             try:
                 ended = run(
                     folder / policy,
                     heard=heard,
-                    change=change,
+                    change=spoilt(place),
                     forward=seen.append,
                     checkpoint=SAVING,
                     survive={"non_finite": policy},
@@ -324,17 +333,12 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
             except NonFiniteError as error:
                 found[policy] = str(error)
 
-        good = Order(96, 0).indices(0, 4 * 8)
-
-        def all_bad(indices: Any, features: Any) -> None:
-            if indices[0] not in good:
-                features.fill_(float("inf"))
-
-        for policy in ("skip", "rewind"):
+        # Three batches running; and three with good ones between, in each of which a rewound job takes heart.
+        for policy, batches in (("skip", (4, 5, 6)), ("rewind", (4, 7, 10))):
             try:
                 run(
                     folder / f"limit {policy}",
-                    change=all_bad,
+                    change=spoilt(*(batch * 8 for batch in batches)),
                     checkpoint=SAVING,
                     survive={"non_finite": policy, "non_finite_limit": 3},
                 )
@@ -445,9 +449,9 @@ def straggling(rank: int, folder: Path, world: World) -> dict[str, Any]:
                 run(
                     folder / policy,
                     heard=heard,
-                    survive={"straggler": policy, "straggler_ratio": 4.0},
-                    training={"steps": 10},
-                    forward=lambda numbers: time.sleep(0.1 * rank),
+                    survive={"straggler": policy, "straggler_ratio": 3.0},
+                    training={"steps": 8},
+                    forward=lambda numbers: time.sleep(0.2 * rank),
                 )
                 found[policy] = heard.notes
             except straggler.StragglerError as error:
@@ -616,11 +620,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken() -> None:
 
 
 def test_a_checkpoint_of_another_job_is_refused() -> None:
-    for more, optimizer, never, less in of(other_model):
+    for more, optimizer, never, _, less in of(other_model):
         assert "it has model.layers.first.norm.bias, which the model has not" in more
         assert "optimizer.name is 'sgd'" in optimizer and "'adam'" in optimizer
         assert "run.resume is 'never'" in never
         assert "it has no model.layers.first.norm.weight" in less
+
+
+def test_a_recipe_that_would_rewind_needs_checkpoints() -> None:
+    assert all("set checkpoint.every" in found[3] for found in of(other_model))
 
 
 def test_a_crash_at_any_moment_of_writing_leaves_whole_checkpoints_alone() -> None:
@@ -657,7 +665,7 @@ def test_a_step_left_out_leaves_nothing_behind() -> None:
         assert ended.step == 8 and skipped == [6]
         assert sum(math.isnan(loss) for loss in ended.losses) == 1
         assert math.isfinite(ended.metric), "a running mean would have kept the nan"
-        assert "the step is left out" in notes[0]
+        assert "rank 0 (" in notes[0] and "the step is left out" in notes[0]
 
 
 def test_a_rewind_takes_the_weights_back_and_the_data_on() -> None:
@@ -672,7 +680,9 @@ def test_a_rewind_takes_the_weights_back_and_the_data_on() -> None:
 def test_so_many_bad_steps_in_a_row_end_the_job_under_any_policy() -> None:
     for found in of(not_finite):
         assert found["limit skip"].startswith("step 7:") and "3 in a row" in found["limit skip"]
-        assert "3 in a row" in found["limit rewind"], "going back does not start the count anew"
+        assert found["limit rewind"].startswith("step 6:") and "3 in a row" in found["limit rewind"], (
+            "going back does not start the count anew"
+        )
 
 
 def test_another_example_stands_in_for_one_that_vanished_the_same_on_any_number_of_ranks() -> None:
