@@ -53,21 +53,28 @@ def resumed(rank: int, folder: Path, world: World) -> dict[str, Any]:
     return found
 
 
+def sharded(model: Any, recipe: Any, mesh: Any) -> Any:
+    """As `parallelise`: every rank holds a part of every weight."""
+    from torch.distributed.fsdp import fully_shard
+
+    from netfold.train.parallel.whole import Whole
+
+    class Sharded(Whole):
+        def __init__(self) -> None:
+            super().__init__(model, recipe, mesh)
+            self._ddp = None
+            fully_shard(model.module, mesh=mesh.device_mesh["data"])
+
+    return Sharded()
+
+
 def resharded(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """ZeRO 0, 1 and 3 put in by hand, each taking up what another has written."""
     import torch
     from surviving import Heard, interrupt_at, run
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     from netfold.train import trainer
-    from netfold.train.parallel.whole import Whole
-
-    class Sharded(Whole):
-        def __init__(self, model: Any, recipe: Any, mesh: Any) -> None:
-            super().__init__(model, recipe, mesh)
-            self._ddp = None
-            fully_shard(model.module, mesh=mesh.device_mesh["data"])
 
     def shared_out(replica: Any, recipe: Any, mesh: Any) -> Any:
         parameters = [parameter for _, parameter in replica.named_parameters()]
@@ -76,7 +83,7 @@ def resharded(rank: int, folder: Path, world: World) -> dict[str, Any]:
     def life(zero: int, into: Path, heard: Heard | None = None) -> tuple[float, ...]:
         with pytest.MonkeyPatch.context() as patch:
             if zero == 3:
-                patch.setattr(trainer, "parallelise", Sharded)
+                patch.setattr(trainer, "parallelise", sharded)
             if zero == 1:
                 patch.setattr(trainer, "make_optimizer", shared_out)
             return run(into, noisy=False, checkpoint=SAVING, heard=heard).losses
@@ -88,6 +95,62 @@ def resharded(rank: int, folder: Path, world: World) -> dict[str, Any]:
             into = folder / f"{before} to {after}"
             life(before, into, Heard(interrupt_at(5)))
             found[into.name] = life(after, into)
+    return found
+
+
+def update_kept(rank: int, folder: Path, world: World) -> dict[str, Any]:
+    """An update with a memory of its own: a tensor a parameter, one beside them, and a number."""
+    import torch
+    from surviving import Heard, interrupt_at, run
+    from torch.distributed.tensor import DTensor
+
+    from netfold.train import trainer
+
+    kept: list[Any] = []
+
+    class Remembers(trainer.Update):
+        def __init__(self, replica: Any, *others: Any) -> None:
+            super().__init__(replica, *others)
+            self.parameters = dict(replica.named_parameters())
+            self.state: dict[str, Any] = {
+                f"sum.{name}": torch.zeros_like(each) for name, each in self.parameters.items()
+            }
+            self.state |= {"loss.scale": torch.ones(2), "count": 0}
+            kept.append(self)
+
+        def step(self, lr: float) -> float | None:
+            for name, parameter in self.parameters.items():
+                self.state[f"sum.{name}"] += parameter.grad
+            self.state["loss.scale"] = self.state["loss.scale"] * 2
+            self.state["count"] += 1
+            return super().step(lr)
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state.keys() == self.state.keys()
+            self.state = state
+
+    found: dict[str, Any] = {}
+    with world(2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "Update", Remembers)
+
+        def ends_with() -> dict[str, Any]:
+            state = kept[-1].state.items()
+            tensors = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state}
+            return {name: each.flatten().tolist() if name != "count" else each for name, each in tensors.items()}
+
+        run(None, noisy=False)
+        found["whole"] = ends_with()
+        run(folder, noisy=False, checkpoint=SAVING, heard=Heard(interrupt_at(5)))
+        if rank == 0:
+            shutil.copytree(folder, folder.with_name("sharded"))
+        run(folder, noisy=False, checkpoint=SAVING)
+        found["again"] = ends_with()
+        patch.setattr(trainer, "parallelise", sharded)
+        run(folder.with_name("sharded"), noisy=False)
+        found["sharded"] = ends_with()
     return found
 
 
@@ -508,8 +571,8 @@ def lost_switch(rank: int, folder: Path, world: World) -> Any:
 
 
 CASES = [
-    resumed, resharded, weak, damaged, other_model, crashed, full, not_finite, gradients_not_finite, vanished,
-    out_of_memory, straggling, asked_to_stop, lost_switch,
+    resumed, resharded, update_kept, weak, damaged, other_model, crashed, full, not_finite, gradients_not_finite,
+    vanished, out_of_memory, straggling, asked_to_stop, lost_switch,
 ]  # fmt: skip
 
 
@@ -589,6 +652,14 @@ def test_a_run_without_zero_goes_on_with_it_and_back() -> None:
         for change, losses in found.items():
             if change != "whole":
                 assert losses == pytest.approx(whole[3:], rel=1e-5), change
+
+
+def test_what_the_update_keeps_goes_on_too() -> None:
+    for found in of(update_kept):
+        whole = found["whole"]
+        assert found["again"] == whole and whole["count"] == 8 and whole["loss.scale"] == [256.0, 256.0]
+        for name, values_of in found["sharded"].items():
+            assert values_of == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
 
 
 def test_a_batch_of_another_size_goes_on_with_the_next_sample() -> None:
