@@ -88,7 +88,7 @@ class Wanted:
                 if name in parameters:
                     self._updates[rest] = _empty(replica, name, parameters[name], meta)
                     self.tensors[key] = _part(replica, parameters[name], name, self._updates[rest])
-                elif "." not in rest:
+                elif f"model.{name}" not in saved:  # else it goes with a parameter that another rank holds
                     self._updates[rest] = self.tensors[key] = torch.empty(meta.size, dtype=meta.properties.dtype)
 
     def problem(self, saved: Metadata) -> str:

@@ -129,7 +129,8 @@ class Trainer:
             if better is not None:
                 tell_others(self.mesh, better)
             if self._started:
-                self._note("error", str(better or error))
+                # The first line: torch adds a stack to what a hook of its reducer raised.
+                self._note("error", str(better or error).partition("\n")[0])
                 self._tell(said.Ended(self.step, type(better or error).__name__, time.perf_counter() - began_s))
             if better is not None:
                 raise better from error
