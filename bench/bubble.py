@@ -298,9 +298,10 @@ def render(worlds: dict[int, dict[str, Any]], rounds: int, unit_s: float, load: 
     (step, step_spread), (busy, busy_spread) = (_spread(ratios[:, kind], "{:.2f}") for kind in range(2))
     lines += [
         "",
-        f"By layers over by cost, step by step in turn, {len(gpt['seconds'])} pairs: the step {step} "
-        f"({step_spread}), the busier rank's processor time {busy} ({busy_spread}). Where the load is far above the cores, the two ranks "
-        "share what they are given, and the step does not show what one waits for the other.",
+        f"By layers over by cost, step by step in turn, {len(gpt['seconds'])} pairs: "
+        f"the step {step} ({step_spread}), the busier rank's processor time {busy} ({busy_spread}). "
+        "Where others load the machine, the two ranks share what is left of it, and a step does not show what one waits "
+        "for the other.",
         "",
         f"torch {version('torch')}; {spoken(load)} Beyond that of 4 sleeping ranks, the load is others' work, which "
         "delays every wake-up.",
