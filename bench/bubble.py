@@ -300,8 +300,8 @@ def render(worlds: dict[int, dict[str, Any]], rounds: int, unit_s: float, load: 
         "",
         f"By layers over by cost, step by step in turn, {len(gpt['seconds'])} pairs: "
         f"the step {step} ({step_spread}), the busier rank's processor time {busy} ({busy_spread}). "
-        "Where others load the machine, the two ranks share what is left of it, and a step does not show what one waits "
-        "for the other.",
+        "Where others load the machine, the two ranks share what is left of it, and a step does not show what one "
+        "waits for the other.",
         "",
         f"torch {version('torch')}; {spoken(load)} Beyond that of 4 sleeping ranks, the load is others' work, which "
         "delays every wake-up.",
