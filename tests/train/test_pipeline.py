@@ -238,6 +238,45 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
     }
 
 
+def kept_by_four_dropouts() -> list[float]:
+    """A layer a stage that keeps half: the share that all of them keep, for two seeds, the first one twice."""
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    from netfold.train import Batch, Chain, Model, Recipe
+    from netfold.train.mesh import Mesh
+    from netfold.train.parallel import parallelise
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1000))
+
+        def forward(self, x: Any) -> Any:
+            return functional.dropout(x * self.weight, training=self.training)
+
+    class Ones:
+        def __len__(self) -> int:
+            return 64
+
+        def batch(self, indices: Any, seeds: Any) -> Any:
+            return Batch((torch.ones(len(indices), 1000),), torch.zeros(len(indices)))
+
+    model = Model(
+        Chain((f"half{number}", Half()) for number in range(4)),
+        lambda out, _: (out != 0).float().mean() + 0 * out.sum(),
+    )
+    recipe = Recipe.model_validate(changed(GPT, parallel={"pipeline": 4}))
+    replica = parallelise(model, recipe, Mesh(recipe.parallel), Ones())
+    losses = []
+    for seed in (7, 7, 8):
+        torch.manual_seed(seed)
+        loss = replica.gradients(Ones().batch(range(ROWS), range(ROWS)))
+        losses.append(0.0 if loss is None else float(loss))
+    return losses
+
+
 def refused_by_zero_bubble() -> str:
     """A chain whose third layer returns what depends on its weights alone, for the fourth to add."""
     import torch
@@ -333,6 +372,7 @@ def serve(rank: int, size: int, folder: str) -> dict[str, Any]:
     for name, (model, parallel) in COMPARED.items():
         found[name] = gradients_in_stages(model, parallel)
     found["outer"] = gradients_in_stages("gpt", {"pipeline": 2, "schedule": "zero-bubble"}, outer={"every": 2})
+    found["dropout"] = kept_by_four_dropouts()
     found["refused"] = refused_by_zero_bubble()
     found["failed"] = failed_on_one_stage(rank)
     return found
@@ -403,6 +443,13 @@ def test_the_cut_is_told_with_its_reason() -> None:
     assert len(choices) == 1
     ((told,),) = choices
     assert re.match(r"8 layers in 4 stages: head.*, .*tail \(\d+%\); in brackets", told), told
+
+
+def test_stages_draw_by_the_seed_and_each_for_itself() -> None:
+    first, again, other = world()[3]["dropout"]
+    assert first == again != other
+    # Of 16000 draws; stages that drew alike would keep a half. Four standard deviations.
+    assert first == pytest.approx(1 / 16, abs=4 * (15 / 256 / 16000) ** 0.5)
 
 
 def test_zero_bubble_refuses_a_stage_whose_gradients_torch_would_lose() -> None:
