@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from netfold.cli import bench, demo, doctor, explain, profile, rack, switch, top
+from netfold.cli import bench, demo, doctor, explain, profile, rack, switch, top, train
 
 app = typer.Typer(
     name="netfold",
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
 app.command("top")(top.top)
+app.command("train")(train.train)
 app.add_typer(switch.app, name="switch")
 app.add_typer(bench.app, name="bench")
 app.add_typer(rack.app, name="rack")

@@ -1,10 +1,11 @@
-"""`netfold doctor`: what is wrong, seen from outside."""
+"""`netfold doctor`: what is wrong, before a job and in one that hangs."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="What is wrong, seen from outside.", no_args_is_help=True)
+app = typer.Typer(help="What is wrong, before a job and in one that hangs.", no_args_is_help=True)
 
 # Somebody keeps the others.
 FOUND = 1
@@ -12,7 +13,7 @@ FOUND = 1
 
 @app.callback()
 def doctor() -> None:
-    """What is wrong, seen from outside."""
+    """What is wrong, before a job and in one that hangs."""
 
 
 @app.command()
@@ -43,4 +44,37 @@ def job(pid: Annotated[int | None, typer.Option(help="Look at the groups of this
         for finding in verdict.findings:
             console.print(f"  {finding}", soft_wrap=True, highlight=False)
     if any(verdict.at_fault for verdict in verdicts):
+        raise typer.Exit(FOUND)
+
+
+@app.command()
+def check(
+    folder: Annotated[Path | None, typer.Option(help="Where the job will write; the working directory.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that other ranks may take to come.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Facts and findings as JSON.")] = False,
+) -> None:
+    """Before a job: this host, or under a launcher (torchrun, srun, mpirun) every rank's host, the links between them
+    and the switch of NETFOLD_SWITCH; what is wrong and what to do. Exit code 1 where the job would fail."""
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from netfold.check import check_alone, check_ranks, failed, judge, show
+    from netfold.communicator import Communicator, Options, launchers
+
+    if launchers.is_launched():
+        # The links are what is measured: the switch is asked, and not joined.
+        options = Options(switch="")
+        with Communicator.from_environment(options=options, timeout_s=timeout, join_timeout_s=timeout) as communicator:
+            gathered, rank = check_ranks(communicator, folder), communicator.rank
+    else:
+        gathered, rank = check_alone(folder), 0
+    findings = judge(gathered)
+    if rank == 0 and as_json:
+        told = [{**asdict(finding), "level": finding.level.value} for finding in findings]
+        typer.echo(json.dumps({**asdict(gathered), "findings": told}))
+    elif rank == 0:
+        show(Console(), gathered, findings)
+    if failed(findings):
         raise typer.Exit(FOUND)

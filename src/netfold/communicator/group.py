@@ -179,7 +179,8 @@ class Group:
             leave(door)
             raise
         self._switch = job.switch
-        used = _by_interface(sockets[0])
+        # Which ranks are reached over which interface, in words.
+        self.interfaces = used = tuple(_by_interface(sockets[0]))
         fds, lane_fds, *spares = ([[_detached(stream) for stream in row] for row in lane] for lane in sockets)
         # A connection inside a host breaks only where a process dies.
         mends = [options.reconnect_s != 0 and node != self.nodes[rank] for node in self.nodes]

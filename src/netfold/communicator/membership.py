@@ -24,7 +24,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from netfold import control, packet_keys
 from netfold._native import protocol, seal
@@ -317,6 +317,29 @@ def ask_way_up(endpoint: str, *, token_file: str | None, rank: int, workers: Seq
             log.warning("%s; joins the one above it, at %s", failure, _bare(candidate))
         return way
     raise SwitchError(failure)
+
+
+class Room(NamedTuple):
+    """What a switch could still grant to whoever holds this token. slots: -1 where only the memory bounds them."""
+
+    jobs: int
+    workers: int
+    memory_bytes: int
+    slots: int
+
+
+def ask_room(endpoint: str, *, token_file: str | None, rank: int, timeout_s: float) -> Room:
+    """What the switch at `endpoint` has left; nothing is reserved. SwitchError where it cannot be asked or refuses."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        with _conversation(endpoint, token_file, rank, 1, timeout_s) as (stream, who, token):
+            control.send(stream, {"type": "room", "version": control.VERSION, **token})
+            answer = _expect(stream, "room", who, deadline)
+            room = Room(*(int(answer[name]) for name in Room._fields))
+            stream.close()
+    except _UnreachableError as error:
+        raise SwitchError(str(error)) from None
+    return room
 
 
 @contextlib.contextmanager

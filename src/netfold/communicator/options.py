@@ -16,7 +16,7 @@ class Options:
 
     switch: the aggregator as host:port, or host:port#fingerprint where it wants a token (NETFOLD_SWITCH); ranks
         may have different ones that are in one tree; several with commas between are gone over side by side; none:
-        host algorithms.
+        host algorithms; "": none, whatever the variable says.
     token_file: a file with the token that the switch wants, for this user's eyes only (NETFOLD_TOKEN_FILE).
     job_name: what the switch's metrics and log call this job (NETFOLD_JOB_NAME); letters, digits and _.:/+-, up to 64.
     algorithm: auto, the name of an algorithm for every operation that it can do, or operation=algorithm pairs by commas
@@ -83,6 +83,8 @@ class Options:
             raise ValueError(
                 f"NETFOLD_JOB_NAME={options.job_name!r} is no name for a job: up to 64 letters, digits and _.:/+-"
             )
+        if options.switch == "":
+            options = replace(options, switch=None)
         switches_of(options.switch)
         return options
 

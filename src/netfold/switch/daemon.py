@@ -177,6 +177,9 @@ class Switch:
         if first["type"] == "path":
             await tell(writer, await self._path(first))
             return
+        if first["type"] == "room":
+            await tell(writer, self._room(first))
+            return
         job, member = self._admission.admit(first, writer, guest.address, self._opened)
         what = f"job {job.name}: {member.who} of {len(job.ranks)} joined from {member.address}"
         say(logging.INFO, "joined", what, **job.who, rank=labelled(member.ranks), peer=guest.address)
@@ -253,6 +256,13 @@ class Switch:
         (parent, _), *rest = above["switches"]
         switches = [own, [parent, self._parent.full_endpoint], *rest]
         return {"type": "path", "switches": switches, "broken": above["broken"]}
+
+    def _room(self, message: control.Message) -> control.Message:
+        """What whoever asks could have now: nothing is kept for it."""
+        tenant = self._admission.tenant(message)
+        if self._ledger.draining:
+            raise RefusedError("draining", f"the switch is shutting down: {self._ledger.draining}")
+        return {"type": "room", **self._ledger.room(tenant)}
 
     def _opened(self, job: Job) -> None:
         """From now on it waits for its ranks, and for the parent's word."""

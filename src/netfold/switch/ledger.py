@@ -61,6 +61,16 @@ class Ledger:
                 "bound", f"a job has at most {self.limits.workers} workers here (--max-workers), not {size}"
             )
 
+    def room(self, tenant: Tenant) -> dict[str, int]:
+        """What `tenant` could still have; -1 for slots without a bound of their own."""
+        part, own = self._parts[tenant], self._jobs_of(tenant)
+        return {
+            "jobs": part.jobs - len(own),
+            "workers": min(self.limits.workers, part.connections - sum(job.size for job in own)),
+            "memory_bytes": part.memory_bytes - sum(job.memory_bytes for job in own),
+            "slots": -1 if part.slots is None else part.slots - sum(job.slots for job in own),
+        }
+
     def draw_id(self) -> int:
         """One that no job here has; never 0."""
         while (drawn := secrets.randbelow(0xFFFFFFFE) + 1) in self._ids:

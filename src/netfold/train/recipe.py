@@ -15,9 +15,12 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    """A table of the file. A key that is not known is an error, and a recipe never changes once it is made."""
+    """A table of the file. A key that is not known is an error, and a recipe never changes once it is made.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Nothing is taken for something else: "4" and true are no whole numbers, infinity is no rate.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Factory(BaseModel):
@@ -26,7 +29,7 @@ class Factory(BaseModel):
     All other keys of the table are the factory's keyword arguments, and are held against its signature.
     """
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     name: str
 
@@ -66,7 +69,8 @@ class Optimizer(Section):
     lr: PositiveFloat = 1e-3
     momentum: Share = 0.9
     """Of sgd and lars."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    # Not strict: TOML has lists, and text for paths.
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
     """Of adam, adamw and lamb."""
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -161,7 +165,7 @@ class Report(Section):
 
 
 class Run(Section):
-    folder: Path = Path("runs")
+    folder: Annotated[Path, Field(strict=False)] = Path("runs")
     """Each run makes a folder of its own in it."""
     name: str | None = None
     """Without: the recipe's file name."""

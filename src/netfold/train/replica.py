@@ -16,12 +16,15 @@ class Replica(Protocol):
     modules: tuple[nn.Module, ...]
     """One a stage that is held here. Parameters of all ranks' modules together have the names of the whole model's."""
 
-    def gradients(self, batch: Batch) -> Tensor | None:
-        """Forward and backward of this rank's share of a batch; leaves in every parameter's `grad` the mean over the
-        global batch (under `outer`: over this rank's share), in parts of the data as the recipe says.
+    notes: list[str]
+    """What it has chosen and why, for people. Who tells them empties the list."""
 
-        Returns the mean loss of the share, f32, detached; None on ranks that have no part in computing it (all stages
-        but the last).
+    def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor | None:
+        """Forward and backward of this rank's share of a batch; leaves in every parameter's `grad` the mean over the
+        global batch (under `outer`: over this rank's share) times `scale`, in parts of the data as the recipe says.
+
+        Returns the mean loss of the share, not scaled, f32, detached; None on ranks that have no part in computing it
+        (all stages but the last).
         """
         ...
 

@@ -1,22 +1,24 @@
 """The loop: a batch, gradients, the word of all ranks on them, a step of the optimizer, and who is told.
 
-Every decision that all ranks must take alike is taken from one small all_reduce a step (`word`).
+Every decision that all ranks must take alike is taken from one small all_reduce a step (`word`). What is done when
+something goes wrong is in files of its own (`policies`, `recovery`, `stop`, `straggler`, `unreadable`); here is when.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from netfold.train import listeners as said
 from netfold.train.datasets import make_data
 from netfold.train.evaluate import evaluate
-from netfold.train.examples import Data
+from netfold.train.examples import Batch, Data
 from netfold.train.feed import Feed
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
@@ -24,9 +26,23 @@ from netfold.train.models import make_model
 from netfold.train.optimizers import make_optimizer
 from netfold.train.order import sample_seed
 from netfold.train.parallel import parallelise
+from netfold.train.policies import (
+    Buffers,
+    NonFinite,
+    NonFiniteError,
+    bad_gradients,
+    explained,
+    tell_others,
+    what_is_bad,
+)
 from netfold.train.recipe import Recipe
+from netfold.train.recovery import Recovery
 from netfold.train.schedule import learning_rate
+from netfold.train.stop import StopRequest
+from netfold.train.straggler import Straggler, StragglerError
+from netfold.train.unreadable import Replacing
 from netfold.train.update import Update
+from netfold.train.word import Word, agree
 
 
 @dataclass(frozen=True)
@@ -37,16 +53,17 @@ class Outcome:
     losses: tuple[float, ...]
     """The mean over the global batch, one a step that this process has run."""
     metric: float
-    """On the held-out examples, after the last step."""
+    """On the held-out examples, after the last step; nan where the run was asked to stop before it."""
     reason: str
-    """ "done", or why it ended before its last step."""
+    """ "done", or "SIGTERM": asked to stop, and a checkpoint is written."""
 
 
 class Trainer:
     """Trains what a recipe says, on the ranks of the world that this process is one of.
 
-    `model` and `data` may be given instead of being made by the recipe's names. torch.distributed must be initialised
-    (`netfold train` does it, and starts ranks where it must).
+    `model` and `data` may be given instead of being made by the recipe's names. `folder`: the run's, shared by all
+    ranks; checkpoints are in it, and training goes on from the newest; without, there are none. torch.distributed must
+    be initialised (`netfold train` does it, and starts ranks where it must).
     """
 
     def __init__(
@@ -55,8 +72,11 @@ class Trainer:
         *,
         model: Model | None = None,
         data: Data | None = None,
+        folder: Path | None = None,
         listeners: Sequence[said.Listener] = (),
     ) -> None:
+        if recipe.survive.non_finite == "rewind" and (folder is None or recipe.checkpoint.every is None):
+            raise ValueError("survive.non_finite is 'rewind', and there are no checkpoints: set checkpoint.every")
         self.recipe = recipe
         self._listeners = listeners
         self.mesh = Mesh(recipe.parallel)
@@ -68,52 +88,172 @@ class Trainer:
         self.optimizer = make_optimizer(self.replica, recipe, self.mesh)
         self.update = Update(self.replica, self.optimizer, recipe, self.mesh)
         self.batch = recipe.training.batch * (self.mesh.data.size if recipe.training.scaling == "weak" else 1)
-        self.steps = recipe.training.steps or -(-(recipe.training.epochs or 0) * len(self.data.train) // self.batch)
         self.step = 0
+        self.samples = 0
+        """Taken from the data so far: its position, whatever the batch was in earlier runs."""
+        self._batch: Batch | None = None
+        self._notes: list[said.Noted] = []
+        self._started = False
+        self._replacing = Replacing(self.data.train) if recipe.survive.missing_data == "skip" else None
+        self._non_finite = NonFinite(recipe.survive)
+        self._buffers = Buffers(self.replica.modules) if recipe.survive.non_finite == "skip" else None
+        self._straggler = Straggler(self.replica, recipe.survive) if dist.get_world_size() > 1 else None
+        self._stop = StopRequest(recipe.survive.grace_s)
+        self.recovery: Recovery | None = None
+        if folder is not None:
+            self.recovery = Recovery(folder, recipe, self.mesh, self.replica, self.optimizer, self.update, self._note)
+
+    @property
+    def steps(self) -> int:
+        """The last step's number. With epochs it follows from the samples that are left."""
+        training = self.recipe.training
+        if training.steps is not None:
+            return training.steps
+        assert training.epochs is not None
+        left = training.epochs * len(self.data.train) - self.samples
+        return self.step + max(0, -(-left // self.batch))
 
     def fit(self) -> Outcome:
-        """Train to the last step. Collective over the world."""
+        """Train to the last step, from the newest checkpoint in the run's folder. Collective over the world.
+
+        Raises what made it fail: NonFiniteError, StragglerError and CheckpointError on all ranks alike; DeviceError and
+        UnreadableError on the rank that met them, while the others hear of it as PeerLost.
+        """
+        began_s = time.perf_counter()
+        try:
+            with self._stop:
+                outcome = self._train()
+        except Exception as error:
+            better = explained(error, self.step + 1, self._batch)
+            if better is not None:
+                tell_others(self.mesh, better)
+            if self._started:
+                self._note("error", str(better or error))
+                self._tell(said.Ended(self.step, type(better or error).__name__, time.perf_counter() - began_s))
+            if better is not None:
+                raise better from error
+            raise
+        finally:
+            if self.recovery is not None:
+                self.recovery.leave()
+        self._tell(said.Ended(self.step, outcome.reason, time.perf_counter() - began_s))
+        return outcome
+
+    def _train(self) -> Outcome:
         training, data = self.recipe.training, self.mesh.data
         losses: list[float] = []
-        began_s = time.perf_counter()
+        self._begin()
+        values: dict[str, float] = {}
+        reason = "done"
+        with Feed(self._replacing or self.data.train, training.seed, self.batch, data.rank, data.size) as feed:
+            while self.step < self.steps:
+                word = self._one_step(feed)
+                losses.append(word.loss)
+                if word.stop:
+                    reason = "SIGTERM"
+                    break
+                if word.checkpoint_failed and self.recovery is not None:
+                    self.recovery.settle()
+                if _due(self.step, training.evaluate_every) and self.step < self.steps:
+                    self._evaluate()
+                if _due(self.step, self.recipe.checkpoint.every):
+                    self._save()
+            if reason == "done":
+                values = self._evaluate()
+        self._save()
+        if self.recovery is not None:
+            self.recovery.settle()
+            self.recovery.end()
+        return Outcome(self.step, tuple(losses), values.get(self.data.metric.name, math.nan), reason)
+
+    def _begin(self) -> None:
+        position = self.recovery.begin() if self.recovery is not None else None
+        if position is not None:
+            self.step, self.samples = position.step, position.samples
         self._tell(
             said.Started(
                 self.recipe, self.model, dist.get_world_size(), dist.get_rank(), self.step, self.steps, self.batch,
                 self._parameters,
             )
         )  # fmt: skip
-        values: dict[str, float] = {}
-        with Feed(self.data.train, training.seed, self.batch, data.rank, data.size) as feed:
-            while self.step < self.steps:
-                losses.append(self._one_step(feed))
-                every = training.evaluate_every
-                if self.step == self.steps or (every is not None and self.step % every == 0):
-                    values = self._evaluate()
-        self._tell(said.Ended(self.step, "done", time.perf_counter() - began_s))
-        return Outcome(self.step, tuple(losses), values[self.data.metric.name], "done")
+        self._started = True
+        for noted in self._notes:
+            self._tell(noted)
 
-    def _one_step(self, feed: Feed) -> float:
+    def _one_step(self, feed: Feed) -> Word:
         began_s = time.perf_counter()
-        batch = feed.get(self.step * self.batch)
+        batch = self._batch = feed.get(self.samples)
         data_s = time.perf_counter() - began_s
         # What a model draws (dropout) is a function of the seed, the step and the share of the data: nothing to save.
         torch.manual_seed(sample_seed(self.recipe.training.seed, self.step * self.mesh.data.size + self.mesh.data.rank))
         lr = learning_rate(self.recipe.optimizer.lr, self.recipe.schedule, self.step, self.steps, self.batch)
         self.optimizer.zero_grad()
-        loss = self._word(self.replica.gradients(batch))
-        norm = self.update.step(lr)
+        if self._buffers is not None:
+            self._buffers.keep()
+        loss = self.replica.gradients(batch, self.update.loss_scale)
+        gradients_s = time.perf_counter()
+        # f16 scales its losses until gradients overflow: that is the update's to see.
+        bad = bad_gradients(self.replica) if self.recipe.training.precision != "f16" else []
+        word = agree(
+            loss,
+            not_finite=bool(bad) or (loss is not None and not math.isfinite(loss)),
+            stop=self._stop.asked,
+            checkpoint_failed=self.recovery is not None and self.recovery.failed(),
+        )
+        norm: float | None = None
+        if word.not_finite:
+            skipped = self._left_out(what_is_bad(self.step + 1, loss, bad))
+            if not skipped:
+                return word
+        else:
+            norm = self.update.step(lr)
+            skipped = self.update.skipped
         self.step += 1
+        self.samples += self.batch
+        if not skipped:
+            self._non_finite.fine(self.step)
         seconds = time.perf_counter() - began_s
-        self._tell(said.Stepped(self.step, loss, lr, norm, seconds, data_s, self.step * self.batch))
-        return loss
+        self._tell(said.Stepped(self.step, word.loss, lr, norm, seconds, data_s, self.samples, skipped))
+        for text in self.replica.notes:
+            self._note("info", text)
+        self.replica.notes.clear()
+        if self.recovery is not None:
+            self.recovery.stepped(self.step)
+        for text in self._replacing.news() if self._replacing is not None else ():
+            self._note("warning", f"{text}; another example is taken instead (survive.missing_data)")
+        slow = self._straggler.stepped(began_s, data_s, gradients_s) if self._straggler is not None else None
+        if slow is not None:
+            self._slow(slow)
+        return word
 
-    def _word(self, loss: Tensor | None) -> float:
-        """The mean loss over all who have computed one."""
-        word = torch.zeros(2, dtype=torch.float64)
-        if loss is not None:
-            word[0], word[1] = loss, 1.0
-        dist.all_reduce(word)
-        return float(word[0] / word[1])
+    def _left_out(self, what: str) -> bool:
+        """A step whose numbers are bad. True: it counts as done; False: training is back at the last checkpoint."""
+        if self._non_finite.bad(self.step + 1, what) == "skip":
+            if self._buffers is not None:
+                self._buffers.put_back()
+            self._note("warning", f"{what}; the step is left out (survive.non_finite)")
+            return True
+        position = self.recovery.back() if self.recovery is not None else None
+        if position is None:
+            raise NonFiniteError(f"{what}; there is no checkpoint yet to go back to (checkpoint.every)")
+        # Weights go back and the data goes on, past the batch that did it (as in PaLM, Chowdhery 2022, section 5.1):
+        # the same batch again would do it again.
+        self.samples += self.batch
+        self._note(
+            "warning", f"{what}; back to the weights of step {position.step}, on with sample {self.samples} of the data"
+        )
+        self.step = position.step
+        return False
+
+    def _slow(self, text: str) -> None:
+        if self.recipe.survive.straggler == "stop":
+            self._save()
+            raise StragglerError(f"step {self.step}: {text}; survive.straggler is 'stop'")
+        self._note("warning", text)
+
+    def _save(self) -> None:
+        if self.recovery is not None:
+            self.recovery.save(self.step, self.samples)
 
     def _evaluate(self) -> dict[str, float]:
         began_s = time.perf_counter()
@@ -121,6 +261,18 @@ class Trainer:
         self._tell(said.Evaluated(self.step, values, time.perf_counter() - began_s))
         return values
 
+    def _note(self, level: str, text: str) -> None:
+        noted = said.Noted(self.step, level, text)
+        if self._started:
+            self._tell(noted)
+        else:
+            # Listeners hear of the start first.
+            self._notes.append(noted)
+
     def _tell(self, event: said.Started | said.Stepped | said.Evaluated | said.Noted | said.Ended) -> None:
         for listener in self._listeners:
             getattr(listener, type(event).__name__.lower())(event)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

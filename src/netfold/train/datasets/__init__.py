@@ -7,13 +7,20 @@ from netfold.train.named import factory
 from netfold.train.recipe import Factory
 
 DATASETS = {
+    "class-folders": "netfold.train.datasets.classes:class_folders",
+    "div2k": "netfold.train.datasets.div2k:div2k",
+    "fashion-mnist": "netfold.train.datasets.fashion:fashion_mnist",
+    "flights": "netfold.train.datasets.flights:flights",
+    "masked-source": "netfold.train.datasets.text:masked_source",
     "photos": "netfold.train.datasets.photos:photos",
     "source": "netfold.train.datasets.text:source",
+    "table": "netfold.train.datasets.table:table",
+    "tokens": "netfold.train.datasets.tokens:tokens",
 }
 
 
 def make_data(asked: Factory) -> Data:
-    made = factory(asked, DATASETS, "data")(**asked.options)
+    made = factory(asked, DATASETS, "data")()
     if not isinstance(made, Data):
         raise ValueError(f"data {asked.name!r} returned {type(made).__name__}; it must return netfold.train.Data")
     return made

@@ -9,16 +9,21 @@ from netfold.train.named import factory
 from netfold.train.recipe import Factory
 
 MODELS = {
+    "bert": "netfold.train.models.transformer:bert",
     "dlrm": "netfold.train.models.dlrm:dlrm",
+    "edsr": "netfold.train.models.edsr:edsr",
     "edsr-baseline": "netfold.train.models.edsr:baseline",
+    "edsr-large": "netfold.train.models.edsr:large",
     "gpt": "netfold.train.models.transformer:gpt",
     "linear-stack": "netfold.train.models.linear:linear_stack",
+    "resnet18": "netfold.train.models.resnet:resnet18",
+    "resnet50": "netfold.train.models.resnet:resnet50",
 }
 
 
 def make_model(asked: Factory) -> Model:
     """Weights are drawn from torch's generator: seed it first."""
-    made = factory(asked, MODELS, "model")(**asked.options)
+    made = factory(asked, MODELS, "model")()
     if isinstance(made, Model):
         return made
     kind = "a module without a loss" if isinstance(made, nn.Module) else type(made).__name__

@@ -1,4 +1,9 @@
-"""Transformers: GPT (Radford et al. 2019; layer norm first). Tokens [n, s] -> logits [n, s, vocabulary]."""
+"""Transformers: GPT (Radford et al. 2019) and BERT (Devlin et al. 2019): tokens [n, s] -> logits [n, s, vocabulary].
+
+Both are the same blocks, layer norm first (Xiong et al. 2020: no long warm-up is needed), and differ in whether a token
+sees those after it. Logits have weights of their own: tied to the embedding's, they would tie the first stage of a
+pipeline to its last.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +25,19 @@ def gpt(
     return Model(Chain(parts), token_loss, transformer_plan(layers, width // heads))
 
 
+def bert(
+    vocabulary: int = 257, context: int = 128, width: int = 128, heads: int = 4, layers: int = 4, mlp: int = 4
+) -> Model:
+    """Every token sees all. `vocabulary` counts the mask; the rest is as in `gpt`. The target is -100 where no token is
+    asked for, and asks for equally many in every sequence: so the mean over a batch is that over its equal parts."""
+    parts: list[tuple[str, nn.Module]] = [("embedding", Embedding(vocabulary, context, width))]
+    parts += [(f"block{number}", Block(width, heads, mlp * width, causal=False)) for number in range(layers)]
+    parts += [("head", Head(vocabulary, width))]
+    return Model(Chain(parts), token_loss)
+
+
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy, the mean over all tokens, in nats."""
+    """Cross entropy, the mean over all tokens that the target [n, s] asks for (-100: none), in nats."""
     return functional.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
 
 

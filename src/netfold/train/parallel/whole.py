@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
+from netfold.train.parallel.buckets import Tuning
 from netfold.train.parallel.parts import Parts
-from netfold.train.parallel.tables import leave_to_owners
+from netfold.train.parallel.share import held_back, share
+from netfold.train.parallel.zero import free_gathered
+from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
 
 
@@ -22,34 +27,54 @@ class Whole:
 
     def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Parts) -> None:
         self.modules: tuple[nn.Module, ...] = (model.module,)
+        self.notes: list[str] = []
         self._parts = parts
         self._loss = model.loss
         self._accumulate = recipe.training.accumulate
-        self._ddp: DistributedDataParallel | None = None
-        if mesh.data.size > 1:
-            leave_to_owners(model.module)
-            self._ddp = DistributedDataParallel(model.module, process_group=mesh.data.group)
+        self._precision = Precision(recipe.training.precision)
+        self._data = mesh.data
+        self._shared = share(model.module, recipe, mesh)
+        self._tuning: Tuning | None = None
+        if recipe.parallel.bucket_mb == "auto" and isinstance(self._shared, DistributedDataParallel):
+            self._tuning = Tuning(self._shared, mesh)
+        self._buffers_differ = False
 
-    def gradients(self, batch: Batch) -> Tensor:
-        module = self._ddp or self.modules[0]
+    def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor:
+        if self._tuning is not None:
+            self._tuning.begin()
+            self._shared = self._tuning.ddp
+            if self._tuning.done:
+                self._tuning = None
+        began_s = time.perf_counter()
         total = torch.zeros(())
         for number, part in enumerate(batch.parts(self._accumulate)):
-            with contextlib.ExitStack() as stack:
-                if self._ddp is not None and number + 1 < self._accumulate:
-                    stack.enter_context(self._ddp.no_sync())
-                loss = self._loss(module(*part.inputs), part.target) / self._accumulate
-                loss.backward()  # type: ignore[no-untyped-call]
+            last = number + 1 == self._accumulate
+            with contextlib.nullcontext() if last else held_back(self._shared):
+                output = self._shared(*self._precision.inputs(part.inputs)).float()
+                loss = self._loss(output, part.target) / self._accumulate
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
+        if self._tuning is not None:
+            chosen = self._tuning.end(time.perf_counter() - began_s)
+            if chosen is not None:
+                self.notes.append(chosen)
+        self._buffers_differ = True
         return total
 
     def outputs(self, batch: Batch) -> Tensor:
         module = self.modules[0]
+        if self._buffers_differ:
+            # Each rank's batch norm has seen its own share: what is measured, and kept, is rank 0's.
+            for buffer in module.buffers():
+                dist.broadcast(buffer, group=self._data.group, group_src=0)
+            self._buffers_differ = False
         module.eval()
         try:
             with torch.no_grad():
-                output: Tensor = module(*batch.inputs)
+                output: Tensor = module(*self._precision.inputs(batch.inputs)).float()
         finally:
             module.train()
+            free_gathered(module)
         return output
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

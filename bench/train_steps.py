@@ -1,0 +1,236 @@
+"""What a step of each recipe takes over netfold and over gloo: here, and between the hosts of an emulated rack.
+
+    python bench/train_steps.py [RECIPE ...]      # rewrites bench/results/train_steps.md; the rack needs root
+
+Here, two ranks really compute, on a core each. In the rack a layer's computing is a timer of what it took on this
+machine (`timed_model`), since its hosts share the cores; what they send is real. Backends take turns in the same
+processes, a few steps each, in the other order each time; a step's time is the slowest rank's. In the rack netfold has
+the rack's switch. Every rank has the same share of samples whatever the number of hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+from netfold.bench.machine import spoken
+from netfold.bench.spread import spread
+
+HERE = Path(__file__).parent
+RESULT = HERE / "results" / "train_steps.md"
+RECIPES = HERE.parent / "recipes"
+BACKENDS = ("netfold", "gloo")
+ROUNDS, STEPS, SETTLING = 4, 4, 2
+DEADLINE_S = 540
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a recipe is run."""
+
+    hosts: int
+    rate: str
+    """Of every link; "" for this machine."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.hosts} hosts, {self.rate}" if self.rate else f"this machine, {self.hosts} ranks"
+
+
+PLACES = (
+    Place(2, ""),
+    Place(4, "1gbit"),
+    Place(4, "200mbit"),
+    Place(1, "1gbit"),
+    Place(2, "1gbit"),
+    Place(8, "1gbit"),
+)
+
+
+def serve(recipe_path: str, folder: str, timed_file: str) -> None:
+    """A rank: every round on both backends; rank 0 writes the seconds of each step."""
+    import torch
+    import torch.distributed as dist
+
+    from netfold.train import Recipe, Trainer
+    from netfold.train.datasets import make_data
+    from netfold.train.models import make_model
+
+    sys.path.insert(0, str(HERE))
+    from timed_model import LayerTime, timed
+
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    table = tomllib.loads(Path(recipe_path).read_text())
+    # Of the recipe's batch, which two ranks share, each rank here has the half.
+    table["training"] = {
+        "steps": SETTLING + STEPS, "batch": max(1, table["training"].get("batch", 32) // 2), "scaling": "weak"
+    }  # fmt: skip
+    table["parallel"] = {"data": size, "bucket_mb": 25}
+    table["checkpoint"] = {}
+    recipe = Recipe.model_validate(table)
+    data = make_data(recipe.data)
+    few = replace(data, held_out=_First(data.held_out, recipe.training.batch * size))
+    times = [LayerTime(**each) for each in json.loads(Path(timed_file).read_text())] if timed_file else None
+
+    class Seconds:
+        def __init__(self) -> None:
+            self.found: list[float] = []
+
+        def started(self, event: Any) -> None: ...
+        def stepped(self, event: Any) -> None:
+            self.found.append(event.seconds)
+
+        def evaluated(self, event: Any) -> None: ...
+        def noted(self, event: Any) -> None: ...
+        def ended(self, event: Any) -> None: ...
+
+    store = dist.FileStore(f"{folder}/store", size)
+    seconds: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+    for turn in range(ROUNDS):
+        for backend in BACKENDS if turn % 2 else BACKENDS[::-1]:
+            made = dist.PrefixStore(f"{turn}-{backend}", store)
+            dist.init_process_group(backend, store=made, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+            torch.manual_seed(0)
+            model = make_model(recipe.model)
+            listener = Seconds()
+            trainer = Trainer(
+                recipe, model=timed(model, times) if times is not None else model, data=few, listeners=[listener]
+            )
+            trainer.fit()
+            took = torch.tensor(listener.found[SETTLING:], dtype=torch.float64)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            seconds[backend] += took.tolist()
+            dist.destroy_process_group()
+    if rank == 0:
+        Path(folder, "seconds.json").write_text(json.dumps(seconds))
+
+
+class _First:
+    """The first few examples: what is measured here is steps."""
+
+    def __init__(self, examples: Any, count: int) -> None:
+        self._examples, self._count = examples, min(count, len(examples))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, indices: Any, seeds: Any) -> Any:
+        return self._examples.batch(indices, seeds)
+
+
+def time_layers(recipe_path: str, file: str) -> None:
+    """What each layer takes with one rank's share, alone on this machine; into `file`."""
+    import torch
+
+    from netfold.train import Recipe
+    from netfold.train.datasets import make_data
+    from netfold.train.models import make_model
+
+    sys.path.insert(0, str(HERE))
+    from timed_model import layer_times
+
+    torch.set_num_threads(1)
+    recipe = Recipe.model_validate(tomllib.loads(Path(recipe_path).read_text()))
+    share = max(1, recipe.training.batch // 2)
+    batch = make_data(recipe.data).train.batch(range(share), range(share))
+    Path(file).write_text(json.dumps([asdict(took) for took in layer_times(make_model(recipe.model), batch)]))
+
+
+def run(recipe: Path, place: Place, timed_file: Path) -> dict[str, list[float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        mine = [sys.executable, __file__, "--rank", str(recipe), folder]
+        if place.rate:
+            rack = [sys.executable, "-m", "netfold.cli", "rack", "run", "--hosts", str(place.hosts), "--rate"]
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
+            command = [*rack, place.rate, "--", *mine, str(timed_file)]
+            subprocess.run(command, check=True, timeout=DEADLINE_S, env=environment, stdout=subprocess.DEVNULL)
+        else:
+            ranks = [
+                subprocess.Popen(
+                    [*mine, ""],
+                    env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(place.hosts), "GLOO_SOCKET_IFNAME": "lo"},
+                )
+                for rank in range(place.hosts)
+            ]  # fmt: skip
+            try:
+                if any(rank.wait(DEADLINE_S) for rank in ranks):
+                    raise RuntimeError(f"a rank of {recipe.stem} failed; see above")
+            finally:
+                for rank in ranks:
+                    rank.kill()
+                    rank.wait()
+        found: dict[str, list[float]] = json.loads(Path(folder, "seconds.json").read_text())
+        return found
+
+
+def main(names: list[str]) -> None:
+    recipes = [RECIPES / f"{name}.toml" for name in names] or sorted(RECIPES.glob("*.toml"))
+    rows, efficiency = [], []
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe in recipes:
+            timed_file = Path(folder, "times.json")
+            time_layers_of(recipe, timed_file)
+            compute = sum(took["forward_s"] + took["backward_s"] for took in json.loads(timed_file.read_text()))
+            medians: dict[tuple[Place, str], float] = {}
+            for place in PLACES:
+                found = run(recipe, place, timed_file)
+                sides = {backend: spread([1e3 * s for s in found[backend]]) for backend in BACKENDS}
+                ratios = spread([g / n for g, n in zip(found["gloo"], found["netfold"], strict=True)])
+                medians |= {(place, backend): sides[backend].median for backend in BACKENDS}
+                cells = [f"{side.median:.1f} ({side.p5:.1f}..{side.p95:.1f})" for side in sides.values()]
+                ratio = f"{ratios.median:.2f} ({ratios.p5:.2f}..{ratios.p95:.2f})"
+                rows.append(f"| {recipe.stem} | {place.name} | {' | '.join(cells)} | {ratio} |")
+                print(rows[-1], flush=True)
+            for backend in BACKENDS:
+                steps = [medians[Place(hosts, "1gbit"), backend] for hosts in (1, 2, 4, 8)]
+                cells = [f"{steps[0] / step:.2f}" for step in steps]
+                efficiency.append(f"| {recipe.stem} | {1e3 * compute:.1f} | {backend} | {' | '.join(cells)} |")
+                print(efficiency[-1], flush=True)
+    text = f"""# A step of each recipe, over netfold and over gloo
+
+`python bench/train_steps.py`, {spoken((load, os.getloadavg()[0]))} Milliseconds a step, the slowest rank's: median
+(p5..p95) of {ROUNDS * STEPS} steps in {ROUNDS} turns of each backend in the same processes; ratio: gloo's over
+netfold's, step by step. Every rank has half of the recipe's batch, whatever the number of ranks. On this machine
+ranks really compute; in the rack a layer's computing is a timer of what it took here, and netfold has the rack's
+switch. Buckets of 25 MB on both sides.
+
+| recipe | where | netfold ms | gloo ms | ratio |
+|---|---|---|---|---|
+{chr(10).join(rows)}
+
+## Scaling efficiency at 1 Gbit/s
+
+The step of one host over that of 1, 2, 4 and 8, each with the same share of samples and the same timers: 1 is perfect.
+
+| recipe | computing, ms | | 1 | 2 | 4 | 8 |
+|---|---|---|---|---|---|---|
+{chr(10).join(efficiency)}
+"""
+    if not names:
+        RESULT.write_text(text)
+    print(text)
+
+
+def time_layers_of(recipe: Path, file: Path) -> None:
+    """In a process of its own, so that this one stays small."""
+    subprocess.run([sys.executable, __file__, "--times", str(recipe), str(file)], check=True, timeout=DEADLINE_S)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        serve(*sys.argv[2:])
+    elif sys.argv[1:2] == ["--times"]:
+        time_layers(*sys.argv[2:])
+    else:
+        main(sys.argv[1:])

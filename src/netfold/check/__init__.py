@@ -1,0 +1,28 @@
+"""Before a job: what is wrong with its hosts, its links and its switch, and what to do about it.
+
+`facts` is what one rank knows of its own host; `links` is what pairs of ranks measure; `gather` brings both together
+over a Communicator, or for this host alone; `judge` makes findings of them, a pure function; `show` prints them.
+May use: communicator, and control's names. Nothing imports it but train and cli.
+Always: it changes nothing, holds nothing on a switch, and ends in bounded time; a secret's value is never a fact.
+Tested by `pytest tests/check`.
+"""
+
+from netfold.check.facts import Facts, facts_here
+from netfold.check.gather import Gathered, check_alone, check_ranks
+from netfold.check.judge import Finding, Level, judge
+from netfold.check.links import PairLink
+from netfold.check.show import failed, show
+
+__all__ = [
+    "Facts",
+    "Finding",
+    "Gathered",
+    "Level",
+    "PairLink",
+    "check_alone",
+    "check_ranks",
+    "facts_here",
+    "failed",
+    "judge",
+    "show",
+]

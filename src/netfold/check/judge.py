@@ -1,0 +1,227 @@
+"""Findings from facts: a pure function, so that each can be tried with facts that are made up."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from netfold.check.facts import Facts
+from netfold.check.gather import Gathered
+from netfold.check.links import PairLink
+from netfold.check.words import by_host, listed, rate_of, size
+
+# Shared memory that a host's ranks take: slots and bells, and DDP's buckets, which may move there.
+_SHM_A_RANK = 64 << 20
+_DISK_LEAST = 1 << 30
+_MEMORY_A_RANK = 1 << 30
+# A rank's own files, beside a handful a connection to each other rank.
+_FILES, _FILES_A_RANK = 256, 6
+_SLOW = 0.6
+_LATE, _LATE_LEAST_S = 4.0, 200e-6
+_CLOCK_S = 1.0
+_SWITCH_LEAST_BYTES = 1 << 20
+
+
+class Level(Enum):
+    FAIL = "fails"
+    WARN = "warns"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be."""
+
+    level: Level
+    """FAIL: the job will not run. WARN: it will, worse."""
+    where: str
+    what: str
+    todo: str
+
+
+def judge(gathered: Gathered) -> list[Finding]:
+    """What fails first, then what warns; empty where all is well."""
+    found = [
+        finding
+        for rule in (_versions, _environment, _interfaces, _memory, _shared, _limits, _cores, _switches)
+        for finding in rule(gathered)
+    ]
+    found += [*_links(gathered), *_clocks(gathered)]
+    return sorted(found, key=lambda finding: finding.level is not Level.FAIL)
+
+
+def _versions(gathered: Gathered) -> Iterator[Finding]:
+    for name in gathered.facts[0].versions:
+        told = _differ(gathered.facts, [facts.versions.get(name, "absent") for facts in gathered.facts])
+        if told:
+            # Another netfold speaks another protocol; other packages may or may not matter.
+            level = Level.FAIL if name in ("netfold", "torch") else Level.WARN
+            yield Finding(level, "all ranks", f"{name} is not the same: {told}", "install the same version everywhere")
+    kernels = _differ(gathered.facts, [facts.kernel for facts in gathered.facts])
+    if kernels:
+        yield Finding(Level.WARN, "all ranks", f"kernels differ: {kernels}", "expect hosts of different speed")
+    told = _differ(gathered.facts, [facts.congestion for facts in gathered.facts])
+    if told:
+        todo = "set net.ipv4.tcp_congestion_control alike: flows of different kinds do not share a link fairly"
+        yield Finding(Level.WARN, "all ranks", f"TCP's congestion control is not the same: {told}", todo)
+
+
+# What may differ, since it says which host, or whose way up, this is.
+_OF_THE_HOST = ("NETFOLD_INTERFACE", "NETFOLD_SWITCH", "NETFOLD_LOG", "NETFOLD_PORTS", "NETFOLD_PROFILE")
+
+
+def _environment(gathered: Gathered) -> Iterator[Finding]:
+    for name in sorted({name for facts in gathered.facts for name in facts.environment} - {*_OF_THE_HOST}):
+        told = _differ(gathered.facts, [facts.environment.get(name, "unset") for facts in gathered.facts])
+        if told:
+            yield Finding(Level.WARN, "all ranks", f"{name} is not the same: {told}", "set it alike on every host")
+
+
+def _interfaces(gathered: Gathered) -> Iterator[Finding]:
+    for facts in gathered.facts:
+        if facts.interface_error:
+            yield Finding(Level.FAIL, _who(facts), facts.interface_error, "see docs/environment.md, NETFOLD_INTERFACE")
+    hosts = _hosts(gathered.facts)
+    if len(hosts) > 1:
+        told = _differ(hosts, [str(facts.mtu) for facts in hosts])
+        if told:
+            todo = "set one MTU on all interfaces of this network: packets that do not fit are lost without a word"
+            yield Finding(Level.WARN, "all hosts", f"the MTU of the first interface is not the same: {told}", todo)
+
+
+def _memory(gathered: Gathered) -> Iterator[Finding]:
+    for facts, ranks in by_host(gathered.facts):
+        if facts.memory_free_bytes < _MEMORY_A_RANK * len(ranks):
+            what = f"{size(facts.memory_free_bytes)} of memory are free for {len(ranks)} ranks"
+            yield Finding(Level.WARN, facts.host, what, "end what else runs there, or start fewer ranks")
+        if facts.disk_free_bytes < _DISK_LEAST:
+            what = f"{size(facts.disk_free_bytes)} are free in {facts.disk}"
+            yield Finding(Level.WARN, facts.host, what, "make room: a checkpoint that does not fit is not written")
+
+
+def _shared(gathered: Gathered) -> Iterator[Finding]:
+    for facts, ranks in by_host(gathered.facts):
+        if len(ranks) < 2:
+            continue
+        needed = _SHM_A_RANK * len(ranks)
+        if facts.shm_free_bytes < needed:
+            there = "there is no /dev/shm" if facts.shm_free_bytes < 0 else f"{size(facts.shm_free_bytes)} are free"
+            todo = f"give it {size(needed)} (in a container: --shm-size), or ranks of this host talk by TCP"
+            yield Finding(Level.WARN, facts.host, f"/dev/shm: {there} for {len(ranks)} ranks", todo)
+        if len({gathered.nodes[rank] for rank in ranks}) > 1:
+            what = f"ranks {listed(ranks)} are on one machine and do not share memory"
+            todo = "let them have one IPC and network namespace (containers: --ipc=host), or unset NETFOLD_TRANSPORT"
+            yield Finding(Level.WARN, facts.host, what, todo)
+
+
+def _limits(gathered: Gathered) -> Iterator[Finding]:
+    needed = _FILES + _FILES_A_RANK * len(gathered.facts)
+    for facts in gathered.facts:
+        if 0 <= facts.open_files_limit < needed:
+            what = f"{facts.open_files_limit} files may be open; {len(gathered.facts)} ranks take about {needed}"
+            yield Finding(Level.FAIL, _who(facts), what, f"ulimit -n {max(4096, needed)}")
+
+
+def _cores(gathered: Gathered) -> Iterator[Finding]:
+    for facts, ranks in by_host(gathered.facts):
+        if len(ranks) > facts.cores:
+            what = f"{len(ranks)} ranks on {facts.cores} cores"
+            yield Finding(Level.WARN, facts.host, what, "they wait for each other's cores: start fewer a host")
+
+
+def _switches(gathered: Gathered) -> Iterator[Finding]:
+    for endpoint in sorted({room.endpoint for facts in gathered.facts for room in facts.switches}):
+        rooms = {facts.rank: room for facts in gathered.facts for room in facts.switches if room.endpoint == endpoint}
+        for error in sorted({room.error for room in rooms.values() if room.error}):
+            ranks = [rank for rank, room in rooms.items() if room.error == error]
+            todo = "start it, or unset NETFOLD_SWITCH to use host algorithms"
+            yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, todo)
+        answered = [room for room in rooms.values() if not room.error]
+        if not answered:
+            continue
+        room, workers = answered[0], len({gathered.nodes[rank] for rank in rooms})
+        if room.jobs < 1 or room.workers < workers or room.memory_bytes < _SWITCH_LEAST_BYTES:
+            what = (
+                f"the switch at {endpoint} is full: room for {max(0, room.jobs)} jobs, {max(0, room.workers)} workers "
+                f"and {size(room.memory_bytes)}"
+            )
+            todo = "wait for a job to end (netfold switch status), or start it with more (--max-jobs, --memory)"
+            yield Finding(Level.FAIL, f"switch {endpoint}", what, todo)
+
+
+def _links(gathered: Gathered) -> Iterator[Finding]:
+    """A pair that is far from the others. With one pair there is nothing to compare it with."""
+    host = {facts.rank: facts.host for facts in gathered.facts}
+    boot = {facts.rank: facts.boot for facts in gathered.facts}
+    # What ranks of one machine reach over its loopback depends on its cores.
+    links = [link for link in gathered.links if boot[link.one] != boot[link.other]]
+    if len(links) < 3:
+        return
+    usual = statistics.median(rate for link in links for rate in (link.there_bytes_per_s, link.back_bytes_per_s))
+    slow = [
+        (rate, sender, receiver)
+        for link in links
+        for rate, sender, receiver in (
+            (link.there_bytes_per_s, link.one, link.other),
+            (link.back_bytes_per_s, link.other, link.one),
+        )
+        if rate < _SLOW * usual
+    ]
+    blamed = _in_common([(sender, receiver) for _, sender, receiver in slow], links)
+    for rank in blamed:
+        mine = sorted(rate for rate, *pair in slow if rank in pair)
+        ways = {"sends" if pair[0] == rank else "receives" for _, *pair in slow if rank in pair}
+        rates = f"{rate_of(statistics.median(mine))}; others at {rate_of(usual)}"
+        what = f"{' and '.join(sorted(ways, reverse=True))} at {rates}"
+        yield Finding(Level.WARN, f"rank {rank} ({host[rank]})", what, "check its cable, port and what else it sends")
+    for rate, sender, receiver in slow:
+        if sender not in blamed and receiver not in blamed:
+            what = f"{rate_of(rate)}; others have {rate_of(usual)}"
+            where = f"rank {sender} ({host[sender]}) -> rank {receiver} ({host[receiver]})"
+            yield Finding(Level.WARN, where, what, "check the way between these two")
+    latency = statistics.median(link.latency_s for link in links)
+    for link in links:
+        if link.latency_s > max(_LATE * latency, latency + _LATE_LEAST_S):
+            where = f"rank {link.one} ({host[link.one]}) - rank {link.other} ({host[link.other]})"
+            what = f"{link.latency_s * 1e6:.0f} us one way; others have {latency * 1e6:.0f}"
+            yield Finding(Level.WARN, where, what, "is there another switch or a detour between them?")
+
+
+def _in_common(slow: Sequence[tuple[int, int]], links: Sequence[PairLink]) -> list[int]:
+    """Ranks all of whose links are slow, one way or both: it is the rank, and not each of its links."""
+    found = []
+    for rank in sorted({rank for link in links for rank in (link.one, link.other)}):
+        peers = {link.other if link.one == rank else link.one for link in links if rank in (link.one, link.other)}
+        if len(peers) > 1 and all((rank, peer) in slow or (peer, rank) in slow for peer in peers):
+            found.append(rank)
+    # Where all are blamed, no one is.
+    return found if len(found) < len({rank for link in links for rank in (link.one, link.other)}) else []
+
+
+def _clocks(gathered: Gathered) -> Iterator[Finding]:
+    host = {facts.rank: facts.host for facts in gathered.facts}
+    for link in gathered.links:
+        # Against the first host alone: one wrong clock is one finding.
+        if link.one == gathered.links[0].one and abs(link.clock_s) > _CLOCK_S + link.latency_s:
+            what = f"its clock is {link.clock_s:+.1f} s from that of rank {link.one} ({host[link.one]})"
+            todo = "set it (chrony, systemd-timesyncd): logs and certificates go by it, profiles do not"
+            yield Finding(Level.WARN, f"rank {link.other} ({host[link.other]})", what, todo)
+
+
+def _differ(facts: Sequence[Facts], values: Sequence[str]) -> str:
+    """ "1.0 on rank 0, 2; 1.1 on rank 1", empty where all are alike."""
+    by_value: dict[str, list[int]] = {}
+    for each, value in zip(facts, values, strict=True):
+        by_value.setdefault(value, []).append(each.rank)
+    if len(by_value) < 2:
+        return ""
+    return "; ".join(f"{told} on rank {listed(ranks)}" for told, ranks in by_value.items())
+
+
+def _hosts(facts: Sequence[Facts]) -> list[Facts]:
+    return [each for each, _ in by_host(facts)]
+
+
+def _who(facts: Facts) -> str:
+    return f"rank {facts.rank} ({facts.host})"

@@ -1,0 +1,134 @@
+"""What pairs of hosts measure of the way between them: latency, bandwidth each way, how far their clocks are apart.
+
+One rank a host plays, in the rounds of a tournament: in each, every host has one other, so that links that have nothing
+to do with one another are measured at once, and none twice at once. Ranks of one host share memory; there is no link.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from netfold.communicator import Communicator
+
+# A pair's time for all it measures, about; what would pass it is left out.
+PAIR_S = 0.25
+# Beyond so many rounds a job is too wide to measure every pair: each host then has met so many others.
+MAX_ROUNDS = 31
+PINGS = 20
+_SIZES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)
+# Expected growth of a message's time from one size to the next.
+_GROWTH = 8
+# The longest that one message of a pair may take before the check says that it hangs.
+_MESSAGE_S = 20.0
+
+
+@dataclass(frozen=True)
+class PairLink:
+    """The way between two ranks of different hosts."""
+
+    one: int
+    other: int
+    latency_s: float
+    """Half of the shortest round trip."""
+    there_bytes_per_s: float
+    """From `one` to `other`."""
+    back_bytes_per_s: float
+    clock_s: float
+    """What to take from other's wall clock to have one's, off by `latency_s` at most."""
+
+
+def measure_links(communicator: Communicator, players: Sequence[int]) -> list[PairLink]:
+    """Every pair of `players` that this rank is the first of. Collective over the communicator.
+
+    players: one rank a host, in ascending order. Cost: PAIR_S a round, players - 1 rounds, at most MAX_ROUNDS.
+    """
+    found = []
+    for number, partners in enumerate(rounds(len(players))):
+        if communicator.rank in players:
+            place = players.index(communicator.rank)
+            partner = partners.get(place)
+            if partner is not None:
+                other = players[partner]
+                if communicator.rank < other:
+                    found.append(_lead(communicator, other, number))
+                else:
+                    _follow(communicator, other, number)
+        communicator.barrier(timeout_s=2 * _MESSAGE_S)
+    return found
+
+
+def rounds(players: int) -> list[dict[int, int]]:
+    """A round-robin tournament by the circle method: by round, each player's partner; who has none is out."""
+    seats: list[int | None] = [*range(players)] + ([None] if players % 2 else [])
+    plan = []
+    for _ in range(min(len(seats) - 1, MAX_ROUNDS)):
+        pairs = [(seats[i], seats[-1 - i]) for i in range(len(seats) // 2)]
+        partners = {one: other for one, other in pairs if one is not None and other is not None}
+        plan.append({**partners, **{other: one for one, other in partners.items()}})
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return plan
+
+
+def _lead(communicator: Communicator, other: int, tag: int) -> PairLink:
+    stamp = np.zeros(1, np.int64)
+    shortest_ns, clock_ns = np.inf, 0.0
+    for _ in range(PINGS):
+        sent = time.time_ns()
+        began = time.perf_counter_ns()
+        communicator.send(stamp, other, tag, timeout_s=_MESSAGE_S)
+        communicator.receive(stamp, other, tag, timeout_s=_MESSAGE_S)
+        trip_ns = time.perf_counter_ns() - began
+        if trip_ns < shortest_ns:
+            shortest_ns, clock_ns = trip_ns, int(stamp[0]) - (sent + trip_ns / 2)
+    there, back = _bandwidths(communicator, other, tag, shortest_ns / 2e9)
+    return PairLink(communicator.rank, other, shortest_ns / 2e9, there, back, clock_ns / 1e9)
+
+
+def _bandwidths(communicator: Communicator, other: int, tag: int, latency_s: float) -> tuple[float, float]:
+    """Messages that grow as long as the next one fits into the time: there first, then as many back."""
+    plan = np.zeros(2, np.int64)  # bytes, 0 to end; 0 there, 1 back
+    answer = np.zeros(1, np.uint8)
+    found = []
+    for way in (0, 1):
+        began, last_s, best = time.perf_counter(), 0.0, 0.0
+        for size in _SIZES:
+            if best and time.perf_counter() - began + _GROWTH * last_s > PAIR_S / 2:
+                break
+            plan[:] = size, way
+            message = np.zeros(size, np.uint8)
+            communicator.send(plan, other, tag, timeout_s=_MESSAGE_S)
+            started = time.perf_counter()
+            if way == 0:
+                communicator.send(message, other, tag, timeout_s=_MESSAGE_S)
+                communicator.receive(answer, other, tag, timeout_s=_MESSAGE_S)
+            else:
+                communicator.receive(message, other, tag, timeout_s=_MESSAGE_S)
+            last_s = time.perf_counter() - started
+            best = size / max(last_s - 2 * latency_s, 1e-9) if last_s > 4 * latency_s else size / last_s
+        found.append(best)
+    plan[:] = 0
+    communicator.send(plan, other, tag, timeout_s=_MESSAGE_S)
+    return found[0], found[1]
+
+
+def _follow(communicator: Communicator, other: int, tag: int) -> None:
+    stamp, plan, answer = np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1, np.uint8)
+    for _ in range(PINGS):
+        communicator.receive(stamp, other, tag, timeout_s=_MESSAGE_S)
+        stamp[0] = time.time_ns()
+        communicator.send(stamp, other, tag, timeout_s=_MESSAGE_S)
+    while True:
+        communicator.receive(plan, other, tag, timeout_s=_MESSAGE_S)
+        size, way = (int(value) for value in plan)
+        if size == 0:
+            return
+        message = np.zeros(size, np.uint8)
+        if way == 0:
+            communicator.receive(message, other, tag, timeout_s=_MESSAGE_S)
+            communicator.send(answer, other, tag, timeout_s=_MESSAGE_S)
+        else:
+            communicator.send(message, other, tag, timeout_s=_MESSAGE_S)

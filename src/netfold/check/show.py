@@ -1,0 +1,48 @@
+"""The check as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from netfold.check.gather import Gathered
+from netfold.check.judge import Finding, Level
+from netfold.check.words import by_host, listed, rate_of, size
+
+
+def failed(findings: Sequence[Finding]) -> bool:
+    return any(finding.level is Level.FAIL for finding in findings)
+
+
+def show(console: Console, gathered: Gathered, findings: Sequence[Finding]) -> None:
+    """Hosts, links between them, the switch, then what is wrong and what to do."""
+    hosts = Table("host", "ranks", "cores", "memory free", "/dev/shm free", "disk free", "interfaces", box=None)
+    for facts, ranks in by_host(gathered.facts):
+        shm = "-" if facts.shm_free_bytes < 0 else size(facts.shm_free_bytes)
+        free = (size(facts.memory_free_bytes), shm, size(facts.disk_free_bytes))
+        names = "\n".join(facts.interfaces) or facts.interface_error
+        hosts.add_row(facts.host, listed(ranks), str(facts.cores), *free, names)
+    console.print(hosts)
+    if gathered.links:
+        links = Table("ranks", "one way", "there", "back", "clocks apart", box=None)
+        for link in gathered.links:
+            rates = (rate_of(link.there_bytes_per_s), rate_of(link.back_bytes_per_s))
+            apart = f"{link.clock_s * 1e3:+.2f} ms"
+            links.add_row(f"{link.one} - {link.other}", f"{link.latency_s * 1e6:.0f} us", *rates, apart)
+        console.print(links)
+    elif len(gathered.facts) > 1:
+        console.print("all ranks share memory: there are no links to measure", highlight=False)
+    for room in gathered.facts[0].switches:
+        if not room.error:
+            has = f"{room.jobs} jobs, {room.workers} workers, {size(room.memory_bytes)}"
+            console.print(f"switch {room.endpoint}: room for {has}", highlight=False)
+    if not findings:
+        console.print("nothing is wrong", style="green")
+        return
+    wrong = Table("", "where", "what", "what to do", box=None, show_lines=False)
+    for finding in findings:
+        colour = "red" if finding.level is Level.FAIL else "yellow"
+        wrong.add_row(f"[{colour}]{finding.level.value}[/]", finding.where, finding.what, finding.todo)
+    console.print(wrong)

@@ -1,0 +1,34 @@
+"""How ranks, sizes and rates are said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from netfold.check.facts import Facts
+
+
+def by_host(facts: Sequence[Facts]) -> list[tuple[Facts, list[int]]]:
+    """The first rank's facts of each host, and all its ranks."""
+    ranks: dict[str, list[int]] = {}
+    for each in facts:
+        ranks.setdefault(each.boot, []).append(each.rank)
+    return [(facts[found[0]], found) for found in ranks.values()]
+
+
+def listed(ranks: Sequence[int]) -> str:
+    return (
+        ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
+    )
+
+
+def size(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def rate_of(bytes_per_s: float) -> str:
+    bits = bytes_per_s * 8e-6
+    return f"{bits:.0f} Mbit/s" if bits < 10000 else f"{bits / 1000:.1f} Gbit/s"

@@ -1,0 +1,83 @@
+"""`netfold train`: a training job from one file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from netfold.communicator.launchers import Placement
+
+# As of a shell: the command line, or this machine, cannot do what was asked.
+CANNOT = 2
+NEEDED = ("torch", "pydantic")
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, a TOML file; see docs/train/recipes.md.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="parallel.pipeline=4, over the file; KEY= takes a key out."),
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Print the plan, and start nothing.")] = False,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to start here.", show_default="those that [parallel] makes")
+    ] = None,
+) -> None:
+    """Train what a recipe says: as one of the ranks that torchrun, srun or mpirun has started, or by starting them.
+
+    All that is wrong with the recipe is said first, a line each. The exit code is then 2; 1 where training failed.
+    """
+    if any(importlib.util.find_spec(module) is None for module in NEEDED):
+        typer.echo("netfold train needs torch and pydantic: pip install 'netfold[train]'", err=True)
+        raise typer.Exit(CANNOT)
+
+    from netfold.communicator.launchers import is_launched, placement
+    from netfold.train.load import load
+    from netfold.train.problem import RecipeError
+    from netfold.train.split import ranks_asked, split
+
+    # A module:factory of one's own is looked for here, as `python -m` does.
+    sys.path.insert(0, "")
+    place: Placement | None = None
+    try:
+        place = placement() if is_launched() else None
+        if place is not None and nproc is not None:
+            raise ValueError(f"--nproc {nproc}: a launcher has started {place.size} ranks already; leave it out")
+        asked, source = load(recipe, settings or ())
+        try:
+            ranks = place.size if place is not None else nproc or ranks_asked(asked.parallel)
+            if place is None or explain:
+                from netfold.train.checked import check
+
+                checked = check(asked, ranks)
+            else:
+                # A rank makes model and data to train, and finds the rest itself.
+                split(asked, ranks)
+        except RecipeError as error:
+            raise RecipeError(source.placed(error)) from None
+    except ValueError as error:
+        # Every rank has found the same.
+        if place is None or place.rank == 0:
+            for problem in str(error).splitlines():
+                typer.echo(f"netfold train: {problem}", err=True)
+        raise typer.Exit(CANNOT) from None
+    if explain:
+        from netfold.train.explain import explain as explained
+        from netfold.train.explain.show import show
+
+        if place is None or place.rank == 0:
+            show(explained(asked, checked))
+    elif place is not None:
+        from netfold.train.rank import train as train_here
+
+        raise typer.Exit(train_here(asked, source))
+    else:
+        from netfold.train.launch import launch
+
+        del checked
+        raise typer.Exit(launch(asked, source, ranks))

@@ -1,0 +1,114 @@
+"""Starts a job's ranks on this machine, through torchrun's own agent, and leaves none of them behind.
+
+The agent restarts all ranks when one is lost (`survive.restarts`). A signal to this process reaches every rank, which
+has `survive.grace_s` to leave; a rank also leaves when this process is killed without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from netfold.train.problem import Source
+from netfold.train.rank import FAILED, HOPELESS, JOB
+from netfold.train.recipe import Recipe
+
+
+def launch(recipe: Recipe, source: Source, ranks: int) -> int:
+    """Run `recipe` on `ranks` processes of this machine to their end; the exit status, 128 + n after signal n.
+
+    What a rank has to say it says itself; here only what it could not: which of them failed first, or was killed.
+    """
+    with _signals_unwind(), tempfile.TemporaryDirectory(prefix="netfold-train-") as name:
+        folder = Path(name)
+        # With this process's number: a rank that finds another parent has been left alone.
+        job = {"starter": os.getpid(), "recipe": recipe.model_dump(mode="json"), "source": source.as_json()}
+        (folder / JOB).write_text(json.dumps(job))
+        os.environ["OMP_NUM_THREADS"] = str(recipe.run.threads)
+        try:
+            with _agent_quiet():
+                elastic_launch(_config(recipe, ranks, folder), sys.executable)("-m", "netfold.train.rank", name)
+        except ChildFailedError as error:
+            print(f"netfold train: {_ending(error, recipe, (folder / HOPELESS).exists())}", file=sys.stderr)
+            return FAILED
+        except SignalException as stopped:
+            return 128 + int(stopped.sigval)
+    return 0
+
+
+def _config(recipe: Recipe, ranks: int, folder: Path) -> LaunchConfig:
+    wanted = {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "nproc_per_node": ranks,
+        "run_id": uuid.uuid4().hex,
+        "rdzv_backend": "c10d",
+        # A free port; all ranks are here, and this machine's name need not resolve.
+        "rdzv_endpoint": "127.0.0.1:0",
+        "local_addr": "127.0.0.1",
+        "max_restarts": recipe.survive.restarts,
+        "logs_specs": DefaultLogsSpecs(log_dir=str(folder / "agent")),
+        # Longer than the grace: the ranks' own deadline comes first.
+        "shutdown_timeout": math.ceil(recipe.survive.grace_s) + 5,
+    }
+    # Some older torch knows no such deadline, and waits 30 s.
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    return LaunchConfig(**{key: value for key, value in wanted.items() if key in known})  # type: ignore[arg-type]
+
+
+def _ending(error: ChildFailedError, recipe: Recipe, hopeless: bool) -> str:
+    rank, failure = error.get_first_failure()
+    how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
+    if hopeless:
+        return "no restart would help; see the sentence above"
+    restarts = recipe.survive.restarts
+    often = (
+        f"after {restarts} restart{'' if restarts == 1 else 's'} (survive.restarts)" if restarts else "(no restarts)"
+    )
+    return f"given up {often}: rank {rank} failed first, it {how}"
+
+
+@contextlib.contextmanager
+def _agent_quiet() -> Iterator[None]:
+    """The agent's own reports on what the ranks say themselves stay away, unless LOGLEVEL asks for them."""
+    logger, before = logging.getLogger("torch.distributed.elastic"), {}
+    if "LOGLEVEL" not in os.environ:
+        names = [name for name in logging.root.manager.loggerDict if name.startswith(logger.name)]
+        for each in (logging.getLogger(name) for name in names):
+            before[each] = each.level
+            each.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for each, level in before.items():
+            each.setLevel(level)
+
+
+@contextlib.contextmanager
+def _signals_unwind() -> Iterator[None]:
+    """Outside the agent's own handlers a signal leaves through every `finally` too, so no folder is left."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,59 @@
+"""How the ranks of the data axis, which hold the same layers, share the work on them: one call for a module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from netfold.train.mesh import Mesh
+from netfold.train.parallel.buckets import START_MB, data_parallel
+from netfold.train.parallel.tables import leave_to_owners
+from netfold.train.parallel.zero import shard, zero_level
+from netfold.train.precision import Precision
+from netfold.train.recipe import Recipe
+
+
+def share(module: nn.Module, recipe: Recipe, mesh: Mesh) -> nn.Module:
+    """`module` in the recipe's precision, its gradients averaged over the data axis in its backward pass.
+
+    A DDP, or the module itself, cut in place (ZeRO 2 and 3) or with nobody to share with. Collective over the data
+    axis. Parameters have the names that they had, in `module`. Raises ValueError.
+    """
+    precision, bucket_mb, zero = (
+        Precision(recipe.training.precision),
+        recipe.parallel.bucket_mb,
+        zero_level(recipe, mesh),
+    )
+    if zero >= 2:
+        if bucket_mb != "auto":
+            raise ValueError(
+                f"parallel.bucket_mb is {bucket_mb:g}, but with parallel.zero = {zero} a layer's gradients travel "
+                "together, whatever their size: leave one of the two out"
+            )
+        return shard(module, mesh, precision, free_after_forward=zero == 3)
+    if precision.name != "f32":
+        precision.lower(module)
+    if mesh.data.size > 1:
+        leave_to_owners(module)
+        return data_parallel(module, mesh, START_MB if bucket_mb == "auto" else bucket_mb)
+    return module
+
+
+@contextlib.contextmanager
+def held_back(module: nn.Module) -> Iterator[None]:
+    """Inside, backward passes add up gradients on this rank alone; the next one outside sends their sum."""
+    if isinstance(module, DistributedDataParallel):
+        with module.no_sync():
+            yield
+    elif isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
+    else:
+        yield

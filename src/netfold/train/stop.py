@@ -1,0 +1,46 @@
+"""SIGTERM is a request: the step is finished, a checkpoint is written, and all ranks leave (Slurm, spot instances).
+
+One rank that is asked is enough: the others hear it in the next word (`word.py`). A second SIGTERM ends the process at
+once, and so does the end of the grace time, with every thread's traceback on stderr. As with any signal in Python, the
+request is seen when the main thread is back from native code.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+# What a process leaves with that was asked to stop and is to be started again: sysexits.h's EX_TEMPFAIL.
+STOPPED_STATUS = 75
+
+
+class StopRequest:
+    """`asked` is True once SIGTERM has come. Of the main thread; on another one there is nothing to see."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.asked = False
+        self._grace_s = grace_s
+        self._before: Any = None
+
+    def __enter__(self) -> StopRequest:
+        self._listens = threading.current_thread() is threading.main_thread()
+        if self._listens:
+            self._before = signal.signal(signal.SIGTERM, self._arrived)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.asked:
+            faulthandler.cancel_dump_traceback_later()
+        if self._listens:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # A thread of C that ends the process with status 1: it needs neither the GIL nor the main thread.
+        faulthandler.dump_traceback_later(self._grace_s, exit=True)

@@ -1,0 +1,85 @@
+"""A rank that computes much slower than the others: named, with its host, before people look for it for days.
+
+Measured is a rank's own time in a step: waiting for its batch, and computing until the last of its own gradients is
+there. Under data parallelism nobody waits for another until then; where ranks do (pipeline, tensor, zero 3, batch norm
+over several), those that wait for each other look alike, and only groups of them are told apart.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from netfold.train.recipe import Survive
+from netfold.train.replica import Replica
+
+# A window is so many steps: one all_gather of two numbers.
+WINDOW_STEPS = 20
+# A rank is named when it was slow in so many windows running: a pause of a second is nobody's fault.
+WINDOWS = 3
+
+
+class StragglerError(RuntimeError):
+    """A rank is too slow, and the policy is to stop."""
+
+
+class Straggler:
+    """Compares the ranks' own time, every WINDOW_STEPS steps."""
+
+    def __init__(self, replica: Replica, recipe: Survive) -> None:
+        self._ratio = recipe.straggler_ratio
+        self._ready_s = 0.0
+        self._own_s, self._data_s, self._steps = 0.0, 0.0, 0
+        self._slow: dict[int, int] = {}
+        self._named: set[int] = set()
+        for _, parameter in replica.named_parameters():
+            parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
+
+    def stepped(self, began_s: float, data_s: float, gradients_s: float) -> str | None:
+        """After a step; all by time.perf_counter: when it began, how long its batch took, when gradients() was done.
+
+        A sentence when a rank has been slow for WINDOWS windows running, once a rank and alike on all of them.
+        Collective over the world in every WINDOW_STEPS-th call.
+        """
+        # Where no hook saw a gradient (zero 3 sets them itself) there is only the whole.
+        self._own_s += (self._ready_s if self._ready_s > began_s else gradients_s) - began_s
+        self._data_s += data_s
+        self._steps += 1
+        if self._steps < WINDOW_STEPS:
+            return None
+        own = torch.tensor([self._own_s, self._data_s], dtype=torch.float64) / self._steps
+        self._own_s, self._data_s, self._steps = 0.0, 0.0, 0
+        return self._compare(own)
+
+    def _compare(self, own: Tensor) -> str | None:
+        rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, own)
+        times = [row.tolist() for row in rows]
+        # The lower one of two: among two ranks the slow one would be its own measure.
+        median_s = statistics.median_low(own_s for own_s, _ in times)
+        slow = {rank for rank, (own_s, _) in enumerate(times) if own_s >= self._ratio * median_s}
+        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
+        found = sorted(rank for rank, windows in self._slow.items() if windows >= WINDOWS and rank not in self._named)
+        if not found:
+            return None
+        self._named.update(found)
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        parts = [
+            f"rank {rank} ({hosts[rank]}) takes {times[rank][0]:.3f} s a step for itself, {times[rank][1]:.3f} s of it "
+            f"waiting for its batch"
+            for rank in found
+        ]
+        return (
+            f"{'; '.join(parts)}; the median rank takes {median_s:.3f} s; look for other work on that host, a hot or "
+            "throttled processor, a slow disk"
+        )
+
+    def _gradient_ready(self, _: Tensor) -> None:
+        self._ready_s = time.perf_counter()

@@ -1,0 +1,135 @@
+"""Each finding from facts that are made up: where all is well there is none, and what is wrong is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from netfold.check import Facts, Gathered, Level, PairLink, judge
+from netfold.check.facts import SwitchRoom
+from netfold.check.links import rounds
+
+GIGABIT = 1e9 / 8
+WELL = Facts(
+    rank=0,
+    host="a",
+    boot="0",
+    cores=8,
+    memory_free_bytes=16 << 30,
+    shm_free_bytes=8 << 30,
+    open_files_limit=1 << 20,
+    disk="/data",
+    disk_free_bytes=100 << 30,
+    versions={"netfold": "0.1.0", "torch": "2.13.0"},
+    kernel="6.1",
+    environment={},
+    congestion="bbr",
+    interfaces=["eth0 (10.0.0.1), MTU 1500"],
+    interface_error="",
+    mtu=1500,
+    switches=[],
+)
+
+
+def hosts(count: int, **changes: dict[int, Any]) -> Gathered:
+    """One rank a host; `changes`: field -> rank -> value. Links of a gigabit, 50 us."""
+    facts = []
+    for rank in range(count):
+        own = {name: by[rank] for name, by in changes.items() if rank in by}
+        facts.append(replace(WELL, rank=rank, host="abcdefgh"[rank], boot=str(rank), **own))
+    links = [PairLink(i, j, 50e-6, GIGABIT, GIGABIT, 0.0) for i in range(count) for j in range(i + 1, count)]
+    return Gathered(facts, links, list(range(count)), [""] * count)
+
+
+def relinked(gathered: Gathered, change: Any) -> Gathered:
+    return replace(gathered, links=[change(link) for link in gathered.links])
+
+
+def test_where_all_is_well_nothing_is_found() -> None:
+    assert judge(hosts(4)) == []
+    assert judge(Gathered([WELL], [], [0], [""])) == []
+
+
+def test_another_netfold_fails_and_another_kernel_warns() -> None:
+    (finding,) = judge(hosts(3, versions={1: {"netfold": "0.2.0", "torch": "2.13.0"}}))
+    assert finding.level is Level.FAIL
+    assert "0.1.0 on rank 0, 2; 0.2.0 on rank 1" in finding.what
+    (finding,) = judge(hosts(2, kernel={1: "5.10"}))
+    assert finding.level is Level.WARN
+
+
+def test_a_variable_that_differs_is_named_with_both_values() -> None:
+    (finding,) = judge(hosts(2, environment={1: {"NETFOLD_WIRE": "bf16"}}))
+    assert "NETFOLD_WIRE" in finding.what and "unset on rank 0; bf16 on rank 1" in finding.what
+    assert judge(hosts(2, environment={1: {"NETFOLD_INTERFACE": "eth1"}})) == []
+
+
+def test_a_rank_whose_every_link_is_slow_is_blamed_once() -> None:
+    def slower(link: PairLink) -> PairLink:
+        return replace(link, there_bytes_per_s=GIGABIT / 10) if link.one == 1 else link
+
+    # Rank 1 sends slowly to 2 and 3; to 0 the link is written the other way round.
+    def also_to_0(link: PairLink) -> PairLink:
+        return replace(link, back_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (0, 1) else slower(link)
+
+    (finding,) = judge(relinked(hosts(4), also_to_0))
+    assert finding.where == "rank 1 (b)"
+    assert "sends at 100 Mbit/s; others at 1000 Mbit/s" in finding.what
+
+
+def test_one_slow_way_is_that_ways_fault() -> None:
+    def slower(link: PairLink) -> PairLink:
+        return replace(link, back_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (1, 3) else link
+
+    (finding,) = judge(relinked(hosts(4), slower))
+    assert finding.where == "rank 3 (d) -> rank 1 (b)"
+
+
+def test_a_detour_and_a_wrong_clock_are_found() -> None:
+    def far(link: PairLink) -> PairLink:
+        return replace(link, latency_s=2e-3) if (link.one, link.other) == (0, 2) else link
+
+    def off(link: PairLink) -> PairLink:
+        return replace(link, clock_s=7.0) if link.other == 3 else link
+
+    found = judge(relinked(relinked(hosts(4), far), off))
+    assert [finding.where for finding in found] == ["rank 0 (a) - rank 2 (c)", "rank 3 (d)"]
+    assert "2000 us" in found[0].what and "+7.0 s" in found[1].what
+
+
+def test_a_switch_that_is_gone_or_full_fails_with_its_own_words() -> None:
+    gone = [SwitchRoom("10.0.0.9:7171", error="refused the connection")]
+    (finding,) = judge(hosts(2, switches={0: gone, 1: gone}))
+    assert finding.level is Level.FAIL and finding.where == "rank 0, 1" and "refused" in finding.what
+    full = [SwitchRoom("10.0.0.9:7171", jobs=0, workers=8, memory_bytes=1 << 30)]
+    (finding,) = judge(hosts(2, switches={0: full, 1: full}))
+    assert finding.level is Level.FAIL and "room for 0 jobs" in finding.what
+    small = [SwitchRoom("10.0.0.9:7171", jobs=1, workers=1, memory_bytes=1 << 30)]
+    assert judge(hosts(1, switches={0: small})) == []
+    assert len(judge(hosts(2, switches={0: small, 1: small}))) == 1
+
+
+def test_what_one_host_lacks_for_its_ranks() -> None:
+    def together(**changes: Any) -> list[str]:
+        facts = [replace(WELL, rank=rank, **changes) for rank in range(4)]
+        return [finding.what for finding in judge(Gathered(facts, [], [0] * 4, [""] * 4))]
+
+    assert together() == []
+    assert together(shm_free_bytes=64 << 20) == ["/dev/shm: 64 MiB are free for 4 ranks"]
+    assert together(shm_free_bytes=-1) == ["/dev/shm: there is no /dev/shm for 4 ranks"]
+    assert together(cores=2) == ["4 ranks on 2 cores"]
+    assert together(memory_free_bytes=1 << 30) == ["1.0 GiB of memory are free for 4 ranks"]
+    assert together(disk_free_bytes=1 << 20) == ["1 MiB are free in /data"]
+    assert together(open_files_limit=64)[0].startswith("64 files may be open")
+    assert together(interface_error="NETFOLD_INTERFACE=ib0: no such interface")[0].endswith("no such interface")
+    apart = Gathered([replace(WELL, rank=rank) for rank in range(2)], [], [0, 1], [""] * 2)
+    assert "do not share memory" in judge(apart)[0].what
+
+
+def test_in_a_tournament_everybody_meets_everybody_once() -> None:
+    for players in range(2, 12):
+        met = [tuple(sorted(pair)) for partners in rounds(players) for pair in partners.items()]
+        assert len(met) == 2 * len(set(met)) == players * (players - 1)  # each pair once, named by both
+        for partners in rounds(players):
+            assert all(partners[other] == one for one, other in partners.items())
+    assert len(rounds(100)) == 31

@@ -1,0 +1,37 @@
+"""netfold doctor check between hosts: a host whose way out is slower than the others' is named. Needs root."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from netfold.rack.command import missing
+
+LACK = missing(loss=False)
+pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
+
+# Host 2 sends at a tenth of what the others do.
+HOST = """
+[ "$RANK" != 2 ] || tc qdisc replace dev eth0 root tbf rate 20mbit burst 64kb latency 100ms
+exec "$PYTHON" -m netfold.cli doctor check --json
+"""
+
+
+def test_a_host_that_sends_slowly_is_named() -> None:
+    command = [sys.executable, "-m", "netfold.cli", "rack", "run", "--hosts", "4", "--rate", "200mbit", "--"]
+    run = subprocess.run(
+        [*command, "env", f"PYTHON={sys.executable}", "sh", "-c", HOST], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    line = next(line for line in run.stdout.splitlines() if '"findings"' in line)
+    said = json.loads(line[line.index("{") :])
+    assert len(said["links"]) == 6
+    slow = [finding for finding in said["findings"] if "Mbit/s" in finding["what"]]
+    (finding,) = slow
+    assert finding["where"].startswith("rank 2 ") and finding["what"].startswith("sends at")
+    rates = [link["there_bytes_per_s"] * 8e-6 for link in said["links"] if link["one"] != 2]
+    # The link's 200 Mbit/s, by what passes a bucket of tokens at once a little more.
+    assert all(150 < rate < 260 for rate in rates)

@@ -1,0 +1,162 @@
+"""The models: what they hold is what is published, and a chain cut anywhere is the whole one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from netfold.train import Chain
+from netfold.train.models import make_model
+from netfold.train.models.transformer import token_loss
+from netfold.train.recipe import Factory
+
+BERT_BASE = {"vocabulary": 30522, "context": 512, "width": 768, "heads": 12, "layers": 12}
+GPT2_SMALL = {"vocabulary": 50257, "context": 1024, "width": 768, "heads": 12, "layers": 12}
+
+
+def chain(name: str, **options: object) -> Chain:
+    module = make_model(Factory.model_validate({"name": name, **options})).module
+    assert isinstance(module, Chain)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("asked", "published"),
+    [
+        # Lim et al. 2017, table 1, says 1.5M and 43M, of x4; their code makes these, and x2 has a smaller end.
+        ({"name": "edsr-baseline", "scale": 4}, 1_517_571),
+        ({"name": "edsr-large", "scale": 4}, 43_089_923),
+        ({"name": "edsr-baseline"}, 1_369_859),
+        ({"name": "edsr-large"}, 40_729_603),
+        # As torchvision counts them.
+        ({"name": "resnet18", "classes": 1000}, 11_689_512),
+        ({"name": "resnet50", "classes": 1000}, 25_557_032),
+        # GPT-2's own, and logits that share nothing with the embedding.
+        ({"name": "gpt", **GPT2_SMALL}, 124_439_808 + 50257 * 768),
+        # BERT-base's own without its pooler and the embedding of two segments, and logits as above.
+        ({"name": "bert", **BERT_BASE}, 109_482_240 - (768 * 768 + 768) - 2 * 768 + 30522 * 768),
+    ],
+)
+def test_a_model_has_as_many_parameters_as_is_published(asked: dict[str, object], published: int) -> None:
+    with torch.device("meta"):
+        module = make_model(Factory.model_validate(asked)).module
+    assert sum(parameter.numel() for parameter in module.parameters()) == published
+
+
+@pytest.mark.parametrize(
+    ("asked", "inputs", "shape"),
+    [
+        ({"name": "edsr", "features": 8, "blocks": 2, "scale": 3}, torch.rand(2, 3, 6, 7), (2, 3, 18, 21)),
+        (
+            {"name": "edsr", "features": 8, "blocks": 2, "scale": 4, "residual_scale": 0.1},
+            torch.rand(2, 3, 6, 7),
+            (2, 3, 24, 28),
+        ),
+        ({"name": "resnet18", "classes": 7, "channels": 1}, torch.rand(2, 1, 28, 28), (2, 7)),
+        ({"name": "resnet18", "classes": 7, "stem": "small"}, torch.rand(2, 3, 16, 16), (2, 7)),
+        ({"name": "resnet50", "classes": 7}, torch.rand(2, 3, 33, 40), (2, 7)),
+        (
+            {"name": "gpt", "width": 16, "heads": 2, "layers": 2, "context": 8},
+            torch.randint(256, (2, 8)),
+            (2, 8, 256),
+        ),
+        (
+            {"name": "bert", "width": 16, "heads": 2, "layers": 2, "context": 8},
+            torch.randint(257, (2, 8)),
+            (2, 8, 257),
+        ),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else None,
+)
+def test_a_chain_cut_anywhere_is_the_whole_one(
+    asked: dict[str, object], inputs: Tensor, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(1)
+    whole = make_model(Factory.model_validate(asked)).module.eval()
+    assert isinstance(whole, Chain)
+    # EDSR's last convolution starts at 0, which would hide all before it.
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+        output = whole(inputs)
+        assert isinstance(output, Tensor) and output.shape == shape
+        for place in range(1, len(whole)):
+            between = whole.part(0, place)(inputs)
+            rest = whole.part(place, len(whole))(*(between if isinstance(between, tuple) else (between,)))
+            assert isinstance(rest, Tensor) and torch.equal(rest, output), place
+    names = [name for place in range(len(whole)) for name, _ in whole.part(place, place + 1).named_parameters()]
+    assert names == [name for name, _ in whole.named_parameters()]
+
+
+def test_an_untrained_edsr_is_bicubic_and_its_skips_reach_the_end() -> None:
+    edsr, low = chain("edsr", features=8, blocks=2), torch.rand(1, 3, 8, 8)
+    enlarged = torch.nn.functional.interpolate(low, scale_factor=2, mode="bicubic", antialias=True)
+    assert torch.equal(edsr(low), enlarged)
+    features, skip, large = edsr.part(0, 1)(low)
+    assert torch.equal(features, skip) and torch.equal(large, enlarged)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("asked", "inputs"),
+    [
+        ({"name": "edsr", "features": 8, "blocks": 1}, torch.rand(2, 3, 8, 8)),
+        ({"name": "resnet18"}, torch.rand(2, 3, 32, 32)),
+        ({"name": "bert", "width": 16, "heads": 2, "layers": 1}, torch.randint(257, (2, 8))),
+    ],
+    ids=["edsr", "resnet18", "bert"],
+)
+def test_a_model_computes_in_half_the_bits(asked: dict[str, object], inputs: Tensor, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    module = make_model(Factory.model_validate(asked)).module
+    whole = module(inputs)
+    half = module.to(dtype)(inputs.to(dtype) if inputs.is_floating_point() else inputs)
+    half.float().sum().backward()
+    assert torch.allclose(half.float(), whole, atol=0.1, rtol=0.05)
+    assert all(parameter.grad is not None and parameter.grad.dtype == dtype for parameter in module.parameters())
+
+
+def test_a_scaled_residual_adds_a_tenth_of_what_an_unscaled_one_would() -> None:
+    torch.manual_seed(1)
+    block = chain("edsr", features=8, blocks=1, residual_scale=0.1).layers["block0"]
+    x = torch.rand(1, 8, 5, 5)
+    with torch.no_grad():
+        detail = block.second(torch.relu(block.first(x)))
+        assert torch.allclose(block(x, x, x)[0], x + 0.1 * detail, atol=1e-6)
+
+
+def test_a_gpt_sees_nothing_of_what_comes_and_a_bert_does() -> None:
+    torch.manual_seed(1)
+    one = torch.randint(256, (1, 8))
+    other = one.clone()
+    other[0, 5] = (one[0, 5] + 1) % 256
+    options = {"width": 16, "heads": 2, "layers": 2, "context": 8}
+    with torch.no_grad():
+        gpt, bert = chain("gpt", **options), chain("bert", **options)
+        assert torch.equal(gpt(one)[:, :5], gpt(other)[:, :5]) and not torch.equal(gpt(one)[:, 5:], gpt(other)[:, 5:])
+        assert not torch.allclose(bert(one)[:, :5], bert(other)[:, :5])
+
+
+def test_the_loss_over_masked_tokens_is_the_mean_of_its_parts_losses() -> None:
+    torch.manual_seed(1)
+    logits, target = torch.randn(4, 6, 9, dtype=torch.float64), torch.full((4, 6), -100)
+    for row in range(4):
+        target[row, torch.randperm(6)[:2]] = torch.randint(9, (2,))
+    parts = [token_loss(logits[row : row + 1], target[row : row + 1]) for row in range(4)]
+    assert torch.allclose(token_loss(logits, target), torch.stack(parts).mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"name": "edsr-baseline", "scale": 5}, "model.scale is 5; EDSR enlarges by 2, 3 or 4"),
+        ({"name": "resnet18", "stem": "tiny"}, "model.stem is 'tiny'"),
+        ({"name": "gpt", "width": 30, "heads": 4}, "width 30 is not a multiple of heads 4"),
+        ({"name": "resnet18", "depth": 3}, "unexpected keyword argument 'depth'"),
+        ({"name": "resnet19"}, "there is bert, "),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(asked: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said.replace(".", r"\.")):
+        make_model(Factory.model_validate(asked))

@@ -1,0 +1,317 @@
+"""Data parallel, ZeRO and precision: two ranks learn, bit for bit, what one rank learns that adds up two parts.
+
+Why the same bits: one rank's parts are the ranks' shares, and both ways a gradient is fl(g0/2 + g1/2): halving is
+exact, the sum of two has no order, and what an optimizer does with it is done element by element, however the elements
+are shared out. Only f16 has numbers so small, next to the gradients here, that halving rounds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import run_ranks, values
+from training import TINY_GPT, Table, changed
+
+from netfold.plan import OPERATIONS
+
+ZEROS = (0, 1, 2, 3)
+GPT = changed(
+    TINY_GPT,
+    model={"layers": 2, "width": 16},
+    data={"name": f"{__name__}:source"},
+    # Evaluated in mid-run: what ZeRO 2 has gathered for it must not be what the next step computes with.
+    training={"evaluate_every": 2, "accumulate": 2},
+    optimizer={"name": "adamw", "lr": 0.01},
+)
+# Gradients of 1.6 MB: two sizes are tried, for 2 x (2 + 3) steps each.
+LARGER = changed(
+    GPT,
+    model={"width": 96, "layers": 3},
+    training={"batch": 2, "steps": 22, "accumulate": 1, "evaluate_every": 22},
+    data={"context": 8},
+)
+TOO_LARGE = 2.0**20
+# Not Adam, which makes a whole step of a gradient that is nothing but rounding (a key's bias has no other).
+HALF = changed(GPT, training={"precision": "f16"}, optimizer={"name": "sgd", "lr": 0.1})
+SCALED = changed(HALF, training={"steps": 6})
+
+
+@dataclass
+class Learnt:
+    losses: tuple[float, ...]
+    metric: float
+    weights: dict[str, np.ndarray[Any, Any]]
+    """f32, whole, rounded to what is computed in."""
+    notes: list[str]
+    skipped: list[bool]
+    changed: list[bool]
+    """Whether a step changed a weight that is here."""
+    sums_a_step: float
+    """all_reduces and reduce_scatters over the data axis."""
+    buffers: dict[str, np.ndarray[Any, Any]]
+    loss_scale: float
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Learnt]:
+    cases = {"f32": GPT, "bf16": changed(GPT, training={"precision": "bf16"}), "f16": HALF}
+    return learnt({**cases, "norm": batch_normed("f32", 0, accumulate=2)}, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def together() -> list[dict[str, Learnt]]:
+    cases = {
+        f"{precision} zero {zero}": changed(
+            HALF if precision == "f16" else GPT,
+            training={"precision": precision, "accumulate": 1},
+            parallel={"data": 2, "zero": zero},
+        )
+        for precision in ("f32", "bf16", "f16")
+        for zero in ZEROS
+    }
+    cases |= {
+        f"scaled zero {zero}": changed(SCALED, training={"accumulate": 1}, parallel={"data": 2, "zero": zero})
+        for zero in (0, 1, 3)
+    }
+    cases |= {
+        f"accumulated zero {zero}": changed(
+            GPT, training={"accumulate": 2, "steps": 2}, parallel={"data": 2, "zero": zero}
+        )
+        for zero in (0, 2, 3)
+    }
+    cases |= {
+        f"buckets {size}": changed(LARGER, parallel={"data": 2, "bucket_mb": size}) for size in (64.0, 0.25, "auto")
+    }
+    cases |= {f"norm {name} {zero}": batch_normed(name, zero) for name, zero in (("f32", 0), ("bf16", 1), ("bf16", 3))}
+    return learnt(cases, 2)
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_two_ranks_learn_the_bits_that_one_learns_from_two_parts(
+    precision: str, zero: int, alone: dict[str, Learnt], together: list[dict[str, Learnt]]
+) -> None:
+    expected = alone[precision]
+    for rank in together:
+        found = rank[f"{precision} zero {zero}"]
+        for name, weight in expected.weights.items():
+            np.testing.assert_array_equal(found.weights[name], weight, err_msg=name)
+        assert found.weights.keys() == expected.weights.keys()
+        # The mean of two losses is rounded once more here than there.
+        assert found.losses == pytest.approx(expected.losses, rel=2**-23)
+    assert len(set(expected.losses)) == len(expected.losses)
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+def test_in_f16_two_ranks_learn_what_one_learns_but_for_its_smallest_numbers(
+    zero: int, alone: dict[str, Learnt], together: list[dict[str, Learnt]]
+) -> None:
+    expected, plain = alone["f16"], together[0]["f16 zero 0"]
+    for rank in together:
+        found = rank[f"f16 zero {zero}"]
+        for name, weight in expected.weights.items():
+            np.testing.assert_array_equal(found.weights[name], plain.weights[name], err_msg=name)
+            # Two units in the last place of the weight, or a hundred-thousandth of the learning rate.
+            np.testing.assert_allclose(found.weights[name], weight, rtol=2**-10, atol=1e-6, err_msg=name)
+        assert found.losses == plain.losses
+        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def test_a_step_that_overflows_is_left_out_by_all_ranks_and_said(together: list[dict[str, Learnt]]) -> None:
+    expected = together[0]["scaled zero 0"]
+    assert 0 < sum(expected.skipped) < len(expected.skipped), "the scale it began with overflows, a smaller one not"
+    assert expected.loss_scale == TOO_LARGE / 2 ** sum(expected.skipped)
+    for rank in together:
+        for zero in (0, 1, 3):
+            found = rank[f"scaled zero {zero}"]
+            assert found.changed == [not skipped for skipped in found.skipped]
+            assert (found.skipped, found.loss_scale) == (expected.skipped, expected.loss_scale), zero
+            for name, weight in expected.weights.items():
+                np.testing.assert_array_equal(found.weights[name], weight, err_msg=f"zero {zero}: {name}")
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_gradients_that_are_accumulated_travel_once_a_step(zero: int, together: list[dict[str, Learnt]]) -> None:
+    for rank in together:
+        once, twice = rank[f"f32 zero {zero}"], rank[f"accumulated zero {zero}"]
+        assert twice.sums_a_step == once.sums_a_step > 0
+        # The same gradients, added up in another order: four parts instead of two.
+        assert twice.losses == pytest.approx(once.losses[: len(twice.losses)], rel=1e-5)
+
+
+def test_the_size_of_buckets_changes_no_bit(together: list[dict[str, Learnt]]) -> None:
+    for rank in together:
+        fixed, small, tuned = (rank[f"buckets {size}"] for size in (64.0, 0.25, "auto"))
+        assert small.sums_a_step > fixed.sums_a_step == 1
+        for found in (small, tuned):
+            assert found.losses == fixed.losses
+            for name, weight in fixed.weights.items():
+                np.testing.assert_array_equal(found.weights[name], weight, err_msg=name)
+
+
+def test_the_size_of_buckets_is_chosen_by_all_ranks_and_said(together: list[dict[str, Learnt]]) -> None:
+    (note,) = together[0]["buckets auto"].notes
+    assert together[1]["buckets auto"].notes == [note]
+    assert re.match(r"gradients travel in buckets of (64|1) MB, which takes -?\d+\.\d% off", note), note
+    assert "64 MB" in note and "1 MB" in note, note
+    assert not together[0]["f32 zero 0"].notes, "one bucket holds all gradients: there is nothing to choose"
+
+
+@pytest.mark.parametrize("case", ["f32 0", "bf16 1", "bf16 3"])
+def test_batch_norm_is_measured_with_the_statistics_of_rank_0(
+    case: str, alone: dict[str, Learnt], together: list[dict[str, Learnt]]
+) -> None:
+    first, second = (rank[f"norm {case}"] for rank in together)
+    assert first.metric == second.metric
+    for name, buffer in first.buffers.items():
+        np.testing.assert_array_equal(second.buffers[name], buffer, err_msg=name)
+    assert first.buffers["layers.norm.running_mean"].any()
+    if case == "f32 0":
+        for name, weight in alone["norm"].weights.items():
+            np.testing.assert_array_equal(first.weights[name], weight, err_msg=name)
+
+
+def learnt(cases: dict[str, Table], ranks: int) -> list[dict[str, Learnt]]:
+    found = values(run_ranks(_learn, ranks, list(cases.values()), timeout_s=240))
+    return [dict(zip(cases, rank, strict=True)) for rank in found]
+
+
+def batch_normed(precision: str, zero: int, accumulate: int = 1) -> Table:
+    return {
+        "model": {"name": f"{__name__}:small_network"},
+        "data": {"name": f"{__name__}:photos"},
+        "training": {"steps": 2, "batch": 4, "precision": precision, "accumulate": accumulate},
+        "optimizer": {"name": "adam", "lr": 0.01},
+        "parallel": {"data": 1 if accumulate > 1 else 2, "zero": zero},
+    }
+
+
+def source(context: int) -> Any:
+    from netfold.train.datasets import text
+
+    return briefly(text.source(context))
+
+
+def photos() -> Any:
+    from netfold.train.datasets import photos
+
+    return briefly(photos.photos(patch=12))
+
+
+def briefly(data: Any) -> Any:
+    """Measured on a few of the held-out examples alone; not as many as divide by anything."""
+    return dataclasses.replace(data, held_out=Few(data.held_out))
+
+
+class Few:
+    def __init__(self, examples: Any) -> None:
+        self.batch = examples.batch
+
+    def __len__(self) -> int:
+        return 37
+
+
+def small_network() -> Any:
+    from torch import nn
+    from torch.nn import functional
+
+    from netfold.train import Chain, Model
+
+    up = nn.Sequential(nn.Conv2d(8, 12, 3, padding=1), nn.PixelShuffle(2))
+    stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    layers = {"stem": stem, "conv": nn.Conv2d(8, 8, 3, padding=1), "norm": nn.BatchNorm2d(8), "up": up}
+    return Model(Chain(list(layers.items())), functional.l1_loss)
+
+
+def _learn(rank: int, size: int, folder: str, recipes: list[Table]) -> list[Learnt]:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    try:
+        return [_one(recipe) for recipe in recipes]
+    finally:
+        dist.destroy_process_group()
+
+
+def _one(recipe: Table) -> Learnt:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    import netfold.torch
+    from netfold.train import Recipe, Trainer
+    from netfold.train.precision import DTYPES
+
+    heard = Heard()
+    trainer = heard.trainer = Trainer(Recipe.model_validate(recipe), listeners=[heard])
+    if recipe["training"]["steps"] == SCALED["training"]["steps"]:
+        trainer.update.load_state_dict({"loss_scale": TOO_LARGE, "loss_scale_good_steps": 0})
+    group = trainer.mesh.data.group
+    # Of a group's records the newest are kept: their numbers go on.
+    before = netfold.torch.events(group)["sequence"].max(initial=0)
+    outcome = trainer.fit()
+    events = netfold.torch.events(group)
+    # The word of all ranks on a loss goes over the same group.
+    events = events[(events["sequence"] > before) & (events["bytes"] > 100)]
+    sums = int(np.isin(events["operation"], [OPERATIONS.index("all_reduce"), OPERATIONS.index("reduce_scatter")]).sum())
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    computed_in = DTYPES[trainer.recipe.training.precision]
+    norms = ("layers.norm.", "layers.stem.1.")  # batch norm's stay f32
+    weights = {
+        name: whole(parameter.detach()).to(torch.float32 if name.startswith(norms) else computed_in).float().numpy()
+        for name, parameter in trainer.replica.named_parameters()
+    }
+    return Learnt(
+        losses=outcome.losses,
+        metric=outcome.metric,
+        weights=weights,
+        notes=heard.notes,
+        skipped=heard.skipped,
+        changed=heard.changed,
+        sums_a_step=sums / outcome.step,
+        buffers={name: buffer.numpy() for name, buffer in trainer.replica.modules[0].named_buffers()},
+        loss_scale=trainer.update.loss_scale,
+    )
+
+
+class Heard:
+    """What the trainer says, and whether each step changed a weight."""
+
+    trainer: Any
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.skipped: list[bool] = []
+        self.changed: list[bool] = []
+        self._weights = b""
+
+    def started(self, event: Any) -> None:
+        self._weights = self._now()
+
+    def stepped(self, event: Any) -> None:
+        before, self._weights = self._weights, self._now()
+        self.skipped.append(event.skipped)
+        self.changed.append(self._weights != before)
+
+    def evaluated(self, event: Any) -> None: ...
+
+    def noted(self, event: Any) -> None:
+        self.notes.append(event.text)
+
+    def ended(self, event: Any) -> None: ...
+
+    def _now(self) -> bytes:
+        from torch.distributed.tensor import DTensor
+
+        parameters = (parameter.detach() for _, parameter in self.trainer.replica.named_parameters())
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in parameters)
+        return b"".join(tensor.float().numpy().tobytes() for tensor in local)

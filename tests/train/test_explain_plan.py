@@ -1,0 +1,324 @@
+"""The plan's numbers against numbers found by hand, and the collectives against those that torch issues."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from own_parts import line
+from rich.console import Console
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+
+from netfold.train import Batch, Chain, Model, Recipe
+from netfold.train.checked import check
+from netfold.train.explain import Plan, cut, explain
+from netfold.train.explain.layers import Call, Layer, measure
+from netfold.train.explain.memory import a_parameter, passes_kept
+from netfold.train.explain.show import show, size
+from netfold.train.explain.traffic import Traffic, traffic
+from netfold.train.split import Split, split
+
+OWN: dict[str, Any] = {
+    "model": {"name": "own_parts:line"},
+    "data": {"name": "own_parts:numbers"},
+    "training": {"steps": 2, "batch": 16},
+}
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    tables = {name: {**OWN.get(name, {}), **sections.get(name, {})} for name in {*OWN, *sections}}
+    return Recipe.model_validate(tables)
+
+
+def plan(ranks: int, **sections: dict[str, Any]) -> Plan:
+    asked = recipe(**sections)
+    return explain(asked, check(asked, ranks))
+
+
+def test_bytes_a_parameter_follow_zeros_formulas() -> None:
+    # Adam in mixed precision: 16, 4 + 12/d, 2 + 14/d, 16/d (Rajbhandari et al. 2020, figure 1).
+    for zero, expected in enumerate([16, 4 + 12 / 4, 2 + 14 / 4, 16 / 4]):
+        asked = recipe(training={"precision": "bf16"}, optimizer={"name": "adam"}, parallel={"zero": zero})
+        assert a_parameter(asked, 4).total == expected
+    f32 = [a_parameter(recipe(optimizer={"name": "lamb"}, parallel={"zero": zero}), 4).total for zero in range(4)]
+    assert f32 == [16, 8 + 8 / 4, 4 + 12 / 4, 16 / 4]
+    assert a_parameter(recipe(optimizer={"name": "sgd"}), 1).state == 4
+    assert a_parameter(recipe(optimizer={"name": "sgd", "momentum": 0.0}), 1).state == 0
+    assert a_parameter(recipe(outer={"every": 5}), 1).state == 8 + 8
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "kept"),
+    [
+        # At the first, second, third and last of four.
+        ("gpipe", 8, [8, 8, 8, 8]),
+        ("1f1b", 8, [4, 3, 2, 1]),
+        ("1f1b", 2, [2, 2, 2, 1]),
+        # Two stages a rank: 4 forward of the first stages, then two for each rank behind, and the one that turns.
+        ("interleaved", 8, [11, 9, 7, 5]),
+        ("interleaved", 4, [8, 8, 7, 5]),
+    ],
+)
+def test_passes_that_wait_for_their_backward_pass(schedule: str, microbatches: int, kept: list[int]) -> None:
+    asked = recipe(parallel={"pipeline": 4, "schedule": schedule, "microbatches": microbatches})
+    shares = split(asked, 4)
+    assert [passes_kept(asked, shares, rank) for rank in range(4)] == kept
+    alone = recipe()
+    assert passes_kept(alone, split(alone, 1), 0) == 1
+
+
+def test_stages_are_cut_so_that_the_dearest_is_cheapest() -> None:
+    assert cut([1, 1, 1, 1], 2) == [(0, 2), (2, 4)]
+    assert cut([9, 1, 1, 1], 3) == [(0, 1), (1, 2), (2, 4)]
+    assert cut([1, 2, 3, 4, 5], 3) == [(0, 3), (3, 4), (4, 5)]
+    # Layers without a cost are layers too: no stage is empty.
+    assert cut([5, 0, 0], 3) == [(0, 1), (1, 2), (2, 3)]
+    assert cut([3, 1, 4], 1) == [(0, 3)]
+
+
+def test_two_data_parallel_ranks_by_hand() -> None:
+    found = plan(2, parallel={"data": 2}, optimizer={"name": "adam"})
+    # Two layers of 4 x 4 + 4, and the last of 4 + 1.
+    assert found.parameters == 45 and found.unknown == ""
+    (place,) = found.places
+    assert place.ranks == (0, 1) and place.stages == (("layer0", "layer1", "last"),) and place.parameters == 45
+    memory = place.memory
+    assert (memory.weights, memory.gradients, memory.state) == (180, 180, 360)
+    # 8 samples a rank: each layer keeps its input, 4 numbers a sample, and the loss an output and a target.
+    assert memory.activations == 3 * 8 * 16 + 2 * 8 * 4
+    assert place.traffic == (
+        Traffic("data", "all_reduce", "gradients", 2, 1, 180),
+        Traffic("all", "all_reduce", "what all ranks must know", 2, 1, 16),
+    )
+
+
+def test_a_pipeline_by_hand() -> None:
+    found = plan(2, parallel={"pipeline": 2, "microbatches": 4})
+    first, last = found.places
+    assert (first.ranks, first.stages, first.parameters) == ((0,), (("layer0",),), 20)
+    assert (last.ranks, last.stages, last.parameters) == ((1,), (("layer1", "last"),), 25)
+    # 4 samples a microbatch, 4 numbers of 4 bytes each; 1F1B keeps two passes at the first stage, one at the last.
+    assert first.memory.activations == 2 * 64 and last.memory.activations == 2 * 64 + 2 * 16
+    assert first.traffic[0] == Traffic("pipeline", "send", "activations", 2, 4, 4 * 64)
+    assert last.traffic[0] == Traffic("pipeline", "send", "gradients of activations", 2, 4, 4 * 64)
+
+
+def test_stages_in_turn_send_round_the_ranks() -> None:
+    parallel = {"pipeline": 2, "schedule": "interleaved", "microbatches": 4}
+    found = plan(2, model={"layers": 4}, parallel=parallel)
+    assert [place.stages for place in found.places] == [(("layer0",), ("layer2",)), (("layer1",), ("last",))]
+    sent = [[(each.of, each.calls) for each in place.traffic[:-1]] for place in found.places]
+    assert sent == [
+        [("activations", 8), ("gradients of activations", 4)],
+        [("activations", 4), ("gradients of activations", 8)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"parallel": {"zero": 1}}, [("all_reduce", 1, 180), ("broadcast", 2, 180)]),
+        ({"parallel": {"zero": 2}}, [("all_gather", 3, 180), ("reduce_scatter", 3, 180)]),
+        # Gathered twice in each of four parts: before its forward pass, and before its backward pass.
+        (
+            {"parallel": {"zero": 3}, "training": {"accumulate": 4}},
+            [("all_gather", 24, 8 * 180), ("reduce_scatter", 3, 180)],
+        ),
+        ({"training": {"precision": "bf16"}}, [("all_reduce", 1, 90)]),
+        ({"parallel": {"bucket_mb": 64 / 2**20}}, [("all_reduce", 3, 180)]),
+        ({"outer": {"every": 10}}, [("all_reduce", 3, 180)]),
+    ],
+)
+def test_what_ranks_with_the_same_layers_exchange(
+    sections: dict[str, dict[str, Any]], expected: list[tuple[str, int, int]]
+) -> None:
+    sections = {**sections, "parallel": {"data": 2, **sections.get("parallel", {})}}
+    (place,) = plan(2, **sections).places
+    found = [each for each in place.traffic if each.axis == "data"]
+    assert [(each.operation, each.calls, each.bytes) for each in found] == expected
+    assert all(each.every == (10 if "outer" in sections else 1) for each in found)
+
+
+def test_tables_and_batch_norm_by_hand() -> None:
+    asked = recipe(parallel={"data": 4, "tables": "table", "batch_norm": 2})
+    # 1000 of its 1010 parameters in tables; a pass looks 64 bytes up; one norm of 3 channels.
+    layer = Layer("tables", 1010, 1000, 0, 0, 0, (), 64, (3,))
+    found = traffic(asked, Split(1, 4, 1, 1, 1, 1, 16), [[layer]], 0)
+    assert found[:4] == [
+        Traffic("data", "all_to_all", "rows of tables", 4, 1, 256),
+        Traffic("data", "all_to_all", "gradients of rows of tables", 4, 1, 256),
+        # Two sums a channel each way, and a count on the way forward: 13 numbers.
+        Traffic("data", "all_reduce", "batch norm's sums", 2, 2, 52),
+        Traffic("data", "all_reduce", "gradients", 4, 1, 40),
+    ]
+
+
+def test_tables_and_norms_are_found_in_a_model() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm = nn.Embedding(10, 4), nn.BatchNorm1d(4)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.table(rows))
+
+    fake = FakeTensorMode()
+    with fake:
+        model = Model(Wide(), functional.mse_loss)
+    (layer,), why = measure(model, fake, Batch((torch.zeros(2, dtype=torch.long),), torch.zeros(2, 4)), samples=6)
+    assert not why and (layer.parameters, layer.table_parameters, layer.norms) == (48, 40, (4,))
+    assert layer.looked_up_bytes == 6 * 16
+
+
+def test_a_model_that_fake_tensors_cannot_run_is_said_to_be_unknown() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * float(x.sum())
+
+    fake = FakeTensorMode()
+    with fake:
+        model = Model(Odd(), functional.mse_loss)
+    (layer,), why = measure(model, fake, Batch((torch.zeros(2, 4),), torch.zeros(2, 1)), samples=6)
+    assert why.startswith("a pass of fake tensors failed: DataDependentOutputException")
+    assert (layer.parameters, layer.saved_bytes) == (5, None)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Any]:
+    """A mesh of two, of which this process is the first; the other is torch's fake."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.device_mesh.init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+ALTERNATING = {"layers.layer0": ColwiseParallel(), "layers.layer1": RowwiseParallel()}
+# As transformers are cut along the sequence: gathered before a pair of layers, scattered after it.
+SEQUENCE = {
+    "layers.layer0": SequenceParallel(),
+    "layers.layer1": ColwiseParallel(input_layouts=Shard(1)),
+    "layers.layer2": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.layer3": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+@pytest.mark.parametrize(
+    ("plan_", "expected"),
+    [
+        (ALTERNATING, [("all_reduce", 2048, False)]),
+        (
+            {"layers.layer1": ColwiseParallel(), "layers.layer2": RowwiseParallel()},
+            [("all_reduce", 2048, True), ("all_reduce", 2048, False)],
+        ),
+        (
+            {f"layers.layer{n}": RowwiseParallel(input_layouts=Replicate()) for n in (1, 2)},
+            [("all_gather", 2048, True), ("all_reduce", 2048, False)] * 2,
+        ),
+        (
+            {f"layers.layer{n}": ColwiseParallel(output_layouts=Replicate()) for n in (1, 2)},
+            [("all_reduce", 2048, True), ("all_gather", 2048, False)] * 2,
+        ),
+    ],
+)
+def test_collectives_of_tensor_parallelism_are_those_that_torch_issues(
+    two_ranks: Any, plan_: dict[str, Any], expected: list[tuple[str, int, bool]]
+) -> None:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    def make() -> Model:
+        layers: list[tuple[str, nn.Module]] = [(f"layer{n}", nn.Linear(8, 8)) for n in range(4)]
+        return Model(Chain(layers), functional.mse_loss)
+
+    fake, example = FakeTensorMode(), Batch((torch.zeros(2, 4, 8),), torch.zeros(2, 4, 8))
+    with fake:
+        model = make()
+    layers, why = measure(model, fake, example, samples=16, tensor=2, plan=plan_)
+    calls = [call for layer in layers for call in layer.calls]
+    assert not why and calls == [Call(*each) for each in expected]
+
+    real = make()
+    parallelize_module(real.module, two_ranks, plan_)
+    comm = CommDebugMode()
+    with comm:
+        real.loss(real.module(*example.inputs), example.target).backward()
+    issued = {str(operation).rpartition(".")[2]: count for operation, count in comm.get_comm_counts().items()}
+    torchs = {"all_gather": "all_gather_into_tensor", "all_reduce": "all_reduce"}
+    assert issued == Counter(torchs[operation] for operation, _, _ in expected)
+    # And a rank holds what is said.
+    local = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in real.module.parameters())
+    assert sum(layer.parameters for layer in layers) == local
+
+
+def test_sequence_parallelism_gathers_and_scatters() -> None:
+    fake, example = FakeTensorMode(), Batch((torch.zeros(2, 4, 8),), torch.zeros(2, 8, 8))
+    with fake:
+        layers: list[tuple[str, nn.Module]] = [("layer0", nn.LayerNorm(8))]
+        layers += [(f"layer{n}", nn.Linear(8, 8)) for n in (1, 2, 3)]
+        model = Model(Chain(layers), functional.mse_loss)
+    measured, why = measure(model, fake, example, samples=2, tensor=2, plan=SEQUENCE)
+    # 2 samples x 8 of a sequence, of which this rank has 4, x 8 numbers.
+    gathered = 2 * 8 * 8 * 4
+    assert not why and [call for layer in measured for call in layer.calls] == [
+        Call("all_gather", gathered, False),
+        Call("reduce_scatter", gathered, True),
+        Call("reduce_scatter", gathered, False),
+        Call("all_gather", gathered, True),
+        Call("all_gather", gathered, False),
+        Call("reduce_scatter", gathered, True),
+        Call("all_gather", gathered, False),
+    ]
+
+
+def test_a_style_that_is_not_known_is_said_so() -> None:
+    from torch.distributed.tensor.parallel import PrepareModuleInput
+
+    fake = FakeTensorMode()
+    with fake:
+        model = line()
+    styles = {"layers.layer0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())}
+    layers, why = measure(model, fake, Batch((), torch.zeros(2, 1)), samples=2, tensor=2, plan=styles)
+    assert why == "layers.layer0 is cut by PrepareModuleInput, whose operations are not known here"
+    assert [layer.saved_bytes for layer in layers] == [None] * 3
+
+
+def shown(found: Plan) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    show(found, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_plan_is_printed() -> None:
+    parallel = {"pipeline": 2, "data": 2, "tensor": 2}
+    text = shown(plan(8, model={"planned": True, "layers": 4}, parallel=parallel))
+    assert "8 ranks = pipeline 2 x data 2 x tensor 2; batch 16 = 2 data-parallel x 8 samples, in 2 microbatches" in text
+    # pipeline 1: ranks 4 and 5, then 6 and 7.
+    assert "│ 1        │    4-5 │    6-7 │" in text
+    assert "layer0" in text and "layer2 .. last" in text and "what all ranks must" in text
+    alone = shown(plan(1))
+    assert "1 rank = pipeline 1" in alone and "travels" not in alone
+
+
+def test_sizes_are_read_at_a_glance() -> None:
+    assert [size(count) for count in (0, 999, 1500, 2.5e6, 3e9, 4e12)] == [
+        "0 B", "999 B", "1.5 kB", "2.5 MB", "3.0 GB", "4.0 TB",
+    ]  # fmt: skip

@@ -1,0 +1,54 @@
+"""Every recipe, as it is in recipes/: what it asks for can be made, and a minute of it beats what is trivial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+from training import trained
+
+from netfold.train import Recipe
+from netfold.train.datasets import DATASETS
+from netfold.train.models import MODELS
+from netfold.train.named import factory
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+# By how much its metric is to beat the baseline, in the metric's unit: well below what docs/train/models.md records,
+# and far above what a model that has learnt nothing reaches.
+MARGINS = {
+    "bert": 0.05,
+    "edsr": 0.5,
+    "edsr-large": 0.05,
+    "gpt": 0.8,
+    "resnet18": 0.15,
+    "resnet50": 0.08,
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    return tomllib.loads((RECIPES / f"{name}.toml").read_text())
+
+
+@pytest.mark.parametrize("name", MARGINS)
+def test_a_recipe_names_what_there_is_with_options_that_it_takes(name: str) -> None:
+    recipe = Recipe.model_validate(read(name))
+    factory(recipe.model, MODELS, "model")
+    factory(recipe.data, DATASETS, "data")
+    assert recipe.training.batch % (recipe.parallel.data or 1) == 0
+    for shared in ("context", "scale"):
+        of_model, of_data = recipe.model.options.get(shared), recipe.data.options.get(shared)
+        assert of_model == of_data, f"{shared}: the model's is {of_model}, the data's is {of_data}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MARGINS)
+def test_a_minute_of_a_recipe_beats_its_baseline(name: str) -> None:
+    from netfold.train.datasets import make_data
+
+    metric = make_data(Recipe.model_validate(read(name)).data).metric
+    ((one, other),) = trained([read(name)], 2, timeout_s=1500)
+    assert one == other
+    gain = (one.metric - metric.baseline) * (1 if metric.better == "higher" else -1)
+    assert gain > MARGINS[name], f"{name}: {metric.name} {one.metric:.4f}, {metric.baseline_is} {metric.baseline:.4f}"

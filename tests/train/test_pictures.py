@@ -1,0 +1,126 @@
+"""Pictures: which are held out, what is the middle of one, which small one belongs to which large one."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from made import GARBAGE, class_folders, data, div2k, everything, fashion, idx, pictures
+from skimage.io import imsave
+
+from netfold.train import UnreadableError
+from netfold.train.datasets import pairs, photos
+from netfold.train.datasets.fashion import read_idx
+
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+
+
+def test_photographs_that_are_held_out_are_no_others() -> None:
+    folder = Path(photos.skimage.__file__).parent / "data"
+    train, held = (
+        {hashlib.sha256((folder / name).read_bytes()).digest() for name in names}
+        for names in (photos.TRAINING, photos.HELD_OUT)
+    )
+    assert len(train) == len(photos.TRAINING) and len(held) == len(photos.HELD_OUT) and not train & held
+
+
+def test_bicubic_is_the_baseline_and_the_truth_is_beyond_it(tmp_path: Path) -> None:
+    found = data("div2k", root=str(div2k(tmp_path)), patch=12, tiles=4)
+    held = everything(found.held_out)
+    enlarged = torch.nn.functional.interpolate(held.inputs[0], scale_factor=2, mode="bicubic", antialias=True)
+    assert found.metric.baseline == pytest.approx(float(found.metric.score(enlarged, held.target).mean()))
+    assert found.metric.score(held.target, held.target).min() > 90
+    # One pixel of 16 x 16 inside (24 less the border), three colours, off by 51/255: 10 log10(3 x 256 x 25 / 3).
+    off = held.target[:1].clone()
+    off[0, :, 9, 9] = (held.target[0, :, 9, 9] + 0.2) if (held.target[0, :, 9, 9] < 0.8).all() else 0.0
+    expected = -10 * torch.log10(((off - held.target[:1]) ** 2).sum() / (3 * 16 * 16))
+    assert float(found.metric.score(off, held.target[:1])) == pytest.approx(float(expected), abs=1e-3)
+
+
+def test_small_pictures_that_are_there_are_taken_and_others_made(tmp_path: Path) -> None:
+    made = data("div2k", root=str(div2k(tmp_path)), patch=20, repeat=1, tiles=2)
+    assert len(made.train) == 3 and len(made.held_out) == 2
+    low, truth = (tensor[0] for tensor in (made.train.batch([0], [7]).inputs[0], made.train.batch([0], [7]).target))
+    assert low.shape == (3, 20, 20) and truth.shape == (3, 40, 40)
+    black = tmp_path / "DIV2K_train_LR_bicubic" / "X2"
+    black.mkdir(parents=True)
+    imsave(black / "0001x2.png", np.zeros((20, 25, 3), np.uint8), check_contrast=False)
+    given = made.train.batch([0, 1], [7, 8])
+    assert given.inputs[0][0].max() == 0 and given.inputs[0][1].max() > 0 and torch.equal(given.target[0], truth)
+    imsave(black / "0002x2.png", np.zeros((20, 24, 3), np.uint8), check_contrast=False)
+    with pytest.raises(UnreadableError, match=r"0002x2.png: 24 x 20 pixels.* not 0002.png's 50 x 41"):
+        made.train.batch([1], [8])
+
+
+@pytest.mark.parametrize("layout", ["train/HR", "train"])
+def test_pictures_in_folders_of_other_names_are_found(layout: str, tmp_path: Path) -> None:
+    for part in ("train", "valid"):
+        pictures(tmp_path / layout.replace("train", part), ["a.png", "b.png"], 30, 30)
+    assert len(data("div2k", root=str(tmp_path), patch=12, repeat=3, tiles=2).train) == 6
+
+
+def test_held_out_squares_are_the_middle_and_classes_are_numbered_by_name(tmp_path: Path) -> None:
+    found = data("class-folders", root=str(class_folders(tmp_path)), size=20)
+    held = everything(found.held_out)
+    assert held.target.tolist() == [0, 1, 1, 1] and everything(found.train).target.tolist() == [0, 0, 0, 1, 1]
+    first = pairs.read_picture(tmp_path / "valid" / "boot" / "validboot0.png")
+    assert torch.allclose(held.inputs[0][0], first[:, :, 2:22] * 2 - 1, atol=1e-5)
+    # Boots are the most frequent in training, and a quarter of what is held out.
+    assert found.metric.baseline == 0.25
+    assert found.metric.score(torch.eye(2)[[0, 1, 0, 1]], held.target).tolist() == [True, True, False, True]
+
+
+def test_the_nearest_class_mean_is_counted_on_pictures_it_was_not_made_of(tmp_path: Path) -> None:
+    assert data("fashion-mnist", root=str(fashion(tmp_path / "f"))).metric.baseline == 0.9
+    found = data("fashion-mnist", root=str(tmp_path / "f"), held_out=5)
+    assert len(found.held_out) == 5 and found.metric.baseline == 0.8
+    assert float(everything(found.train).inputs[0].mean()) == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.skipif(not FASHION.is_dir(), reason="Debian's dataset-fashion-mnist is not installed")
+def test_fashion_mnist_is_as_its_authors_made_it() -> None:
+    found = data("fashion-mnist")
+    assert (len(found.train), len(found.held_out)) == (60000, 10000)
+    assert torch.bincount(everything(found.held_out).target).tolist() == [1000] * 10
+    assert found.metric.baseline == pytest.approx(0.677, abs=0.002)
+
+
+def test_a_picture_that_vanishes_or_is_garbage_is_named(tmp_path: Path) -> None:
+    found = data("div2k", root=str(div2k(tmp_path / "pairs")), patch=12, tiles=2)
+    kinds = data("class-folders", root=str(class_folders(tmp_path / "kinds")), size=8)
+    (tmp_path / "pairs/DIV2K_train_HR/0002.png").unlink()
+    (tmp_path / "pairs/DIV2K_train_HR/0003.png").write_bytes(GARBAGE)
+    picture = tmp_path / "kinds/train/coat/traincoat1.png"
+    picture.write_bytes(picture.read_bytes()[:300])
+    for examples, number, name in (
+        (found.train, 1, "0002.png"),
+        (found.train, 2, "0003.png"),
+        (kinds.train, 4, "coat1.png"),
+    ):
+        with pytest.raises(UnreadableError, match=rf"{name}: no picture can be read there"):
+            examples.batch([number], [0])
+    assert len(found.train.batch([0], [0])) == 1
+    pictures(tmp_path / "pairs/DIV2K_train_HR", ["0001.png"], 20, 60)
+    with pytest.raises(UnreadableError, match=r"0001.png: 30 x 10 pixels when made smaller; data.patch is 12"):
+        found.train.batch([0], [0])
+
+
+def test_an_idx_file_that_is_cut_or_of_another_type_is_named(tmp_path: Path) -> None:
+    path, whole = tmp_path / "x.gz", idx(np.arange(6, dtype=np.uint8).reshape(2, 3))
+    path.write_bytes(whole)
+    assert read_idx(path).tolist() == [[0, 1, 2], [3, 4, 5]]
+    cut = gzip.compress(gzip.decompress(whole)[:-1])
+    other = gzip.compress(bytes((0, 0, 13, 1)) + bytes(8))
+    for raw, said in (
+        (whole[:-9], "ended before"),
+        (cut, "5 bytes behind"),
+        (other, "begins with 00000d01"),
+        (GARBAGE, "x.gz: "),
+    ):
+        path.write_bytes(raw)
+        with pytest.raises(UnreadableError, match=said):
+            read_idx(path)

@@ -1,0 +1,186 @@
+"""What a recipe names is made and held against the split before any process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_parts import line
+
+from netfold.train import Recipe
+from netfold.train.checked import check
+from netfold.train.named import arguments, factory
+from netfold.train.problem import RecipeError, Source, in_a_sentence
+from netfold.train.recipe import Factory
+
+OWN: dict[str, Any] = {
+    "model": {"name": "own_parts:line"},
+    "data": {"name": "own_parts:numbers"},
+    "training": {"steps": 2, "batch": 8},
+}
+
+
+def said(ranks: int = 1, **sections: dict[str, Any]) -> list[str]:
+    tables = {name: {**OWN.get(name, {}), **sections.get(name, {})} for name in {*OWN, *sections}}
+    with pytest.raises(RecipeError) as error:
+        check(Recipe.model_validate(tables), ranks)
+    return list(error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            {"name": "gtp"},
+            "model.name is 'gtp'; did you mean gpt? (one of your own is written module:factory)",
+        ),
+        (
+            {"name": "own_part:line"},
+            "model.name is 'own_part:line': No module named 'own_part'; it must be module:factory",
+        ),
+        (
+            {"name": "own_parts:lime"},
+            "model.name is 'own_parts:lime': module 'own_parts' has no attribute 'lime'; it must be module:factory",
+        ),
+        ({"name": "own_parts:OWN_NAME"}, "has no attribute 'OWN_NAME'; it must be module:factory"),
+        ({"layer": 2}, "model.layer is not an option of own_parts:line; did you mean layers?"),
+        ({"width": "wide"}, "model.width is 'wide'; it must be a whole number"),
+        ({"width": True}, "model.width is True; it must be a whole number"),
+        ({"name": "own_parts:unmade"}, "model.depth is missing; own_parts:unmade has no default for it"),
+        (
+            {"name": "gpt", "width": 30, "heads": 4},
+            "model.name 'gpt' cannot be made: width 30 is not a multiple of heads 4",
+        ),
+        (
+            {"name": "own_parts:no_model"},
+            "model.name 'own_parts:no_model' cannot be made: model 'own_parts:no_model' returned a module without a "
+            "loss; it must return netfold.train.Model(module, loss)",
+        ),
+        (
+            {"name": "own_parts:many_losses"},
+            "model.name 'own_parts:many_losses' has a loss of shape [2]; it must return the mean, one number",
+        ),
+    ],
+)
+def test_a_model_that_is_not_there_or_is_asked_wrongly_is_told(model: dict[str, Any], sentence: str) -> None:
+    (found,) = said(model=model)
+    assert found.endswith(sentence)
+
+
+def test_what_a_users_own_code_raises_is_told_with_its_line() -> None:
+    (found,) = said(model={"name": "own_parts:unmade", "depth": 3})
+    assert found.startswith("model.name 'own_parts:unmade' cannot be made: KeyError: 3 (")
+    assert "own_parts.py:" in found
+
+
+def test_every_option_that_is_wrong_is_told() -> None:
+    assert said(model={"width": 1.5, "layer": 2}, data={"name": "own_parts:numbers", "counts": 3}) == [
+        "model.width is 1.5; it must be a whole number",
+        "model.layer is not an option of own_parts:line; did you mean layers?",
+        "data.counts is not an option of own_parts:numbers; did you mean count?",
+    ]
+
+
+def test_data_that_is_not_there_or_does_not_fit_is_told(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    assert said(data={"folder": str(gone)}) == [
+        f"data.name 'own_parts:numbers' cannot be made: {gone}/numbers.txt: No such file or directory"
+    ]
+    assert said(data={"count": 0}) == ["data.name 'own_parts:numbers' has no training examples; look at its options"]
+    (found,) = said(data={"breaks_at": 0})
+    assert found.startswith(
+        "data.name 'own_parts:numbers' cannot give its first example: ValueError: sample 0 is broken ("
+    )
+    (found,) = said(data={"width": 5})
+    assert found.startswith("model.name 'own_parts:line' does not take what data.name 'own_parts:numbers' gives: ")
+    # torch itself would broadcast one target to all outputs, and only warn.
+    (found,) = said(model={"name": "edsr-baseline", "scale": 3}, data={"name": "photos", "patches": 1, "patch": 8})
+    assert "Using a target size" in found or "must match the size" in found
+
+
+@pytest.mark.parametrize(
+    ("sections", "ranks", "sentence"),
+    [
+        (
+            {"parallel": {"pipeline": 4}},
+            4,
+            "parallel.pipeline 4 makes 4 stages, but model 'own_parts:line' has 3 layers; take fewer stages, or a "
+            "deeper model",
+        ),
+        (
+            {"parallel": {"pipeline": 2, "schedule": "interleaved"}},
+            2,
+            "parallel.pipeline 2 x parallel.interleave 2 makes 4 stages, but model 'own_parts:line' has 3 layers; take "
+            "fewer stages, or a deeper model",
+        ),
+        (
+            {"parallel": {"pipeline": 2}, "model": {"name": "own_parts:no_chain"}},
+            2,
+            "parallel.pipeline is 2, but model 'own_parts:no_chain' is no netfold.train.Chain, so it cannot be cut "
+            "into stages; 1 would do",
+        ),
+        (
+            {"parallel": {"tensor": 2}},
+            2,
+            "parallel.tensor is 2, but model 'own_parts:line' does not say how its layers are cut (it has no "
+            "tensor_plan); 1 would do",
+        ),
+        (
+            {"parallel": {"tensor": 3}, "model": {"planned": True}},
+            3,
+            "parallel.tensor is 3, which does not divide model.heads 4; 1, 2 or 4 would do",
+        ),
+        (
+            {"parallel": {"tensor": 2}, "model": {"planned": True, "width": 5}, "data": {"width": 5}},
+            2,
+            "parallel.tensor is 2, which does not divide the 5 out_features of layers.layer0 in own_parts:line; choose "
+            "the model's widths so that it does",
+        ),
+        ({"run": {"backend": "glo"}}, 1, "run.backend is 'glo', which this torch has not; did you mean gloo?"),
+        (
+            {"parallel": {"data": 2}},
+            3,
+            "parallel.pipeline 1 x parallel.data 2 x parallel.tensor 1 is 2, but there are 3 ranks; parallel.data = 3 "
+            "would do, or start 2",
+        ),
+    ],
+)
+def test_a_split_that_the_model_does_not_bear_is_told(
+    sections: dict[str, dict[str, Any]], ranks: int, sentence: str
+) -> None:
+    assert said(ranks, **sections) == [sentence]
+
+
+def test_a_recipe_that_nothing_is_known_against_passes(tmp_path: Path) -> None:
+    (tmp_path / "numbers.txt").write_text("")
+    # Text is a path where the factory's annotation wants one.
+    tables = {**OWN, "data": {**OWN["data"], "folder": str(tmp_path)}, "parallel": {"pipeline": 3}}
+    tables["training"] = {"steps": 2, "batch": 12}
+    found = check(Recipe.model_validate(tables), 6)
+    assert found.split.data == 2 and len(found.example) == 2 and found.fake is not None
+
+
+def test_options_are_the_ones_that_the_factory_is_called_with() -> None:
+    made = factory(Factory.model_validate({"name": "own_parts:line", "width": 8}), {}, "model")
+    assert arguments(made) == {"width": 8, "layers": 3, "heads": 4, "planned": False}
+    assert made.func is line
+
+
+def test_a_sentence_of_another_part_gets_the_line_of_the_first_key_that_was_written() -> None:
+    source = Source(Path("r.toml"), {("parallel",): 3, ("parallel", "zero"): 5}, {("run", "name"): "run.name=x"})
+    # As it goes to the ranks.
+    source = Source.from_json(json.loads(json.dumps(source.as_json())))
+    assert source.placed(ValueError("parallel.pipeline 2 and parallel.zero 3 do not go together")) == [
+        "r.toml:5: parallel.pipeline 2 and parallel.zero 3 do not go together"
+    ]
+    assert source.placed(ValueError("a width of 3")) == ["a width of 3"]
+    assert source.place("parallel.tensor is 3") == "r.toml:3: "
+    assert source.place("outer.every is 3") == "r.toml: "
+    assert source.place("run.name is x") == "--set run.name=x: "
+
+
+def test_torchs_words_round_a_lost_peer_are_left_out() -> None:
+    wrapped = "Got the following error when running the callback: PeerLost: rank 1 is gone\n\nAt:\n  /x/work.py(3): f\n"
+    assert in_a_sentence(RuntimeError(wrapped)) == "PeerLost: rank 1 is gone"

@@ -1,0 +1,214 @@
+"""A recipe that is wrong is told so in a sentence with its line, before anything starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from netfold.train.load import load
+from netfold.train.places import line_of, places
+from netfold.train.problem import RecipeError
+from netfold.train.split import split
+
+RECIPE = """\
+[model]
+name = "gpt"
+
+[data]
+name = "source"
+
+[training]
+steps = 10
+batch = 16
+"""
+
+
+def said(tmp_path: Path, text: str, *settings: str) -> list[str]:
+    """The sentences, with the file's folder left out."""
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(RecipeError) as error:
+        load(file, settings)
+    return [problem.replace(f"{tmp_path}/", "") for problem in error.value.problems]
+
+
+def uneven(tmp_path: Path, ranks: int, *settings: str) -> list[str]:
+    file = tmp_path / "mine.toml"
+    file.write_text(RECIPE)
+    recipe, source = load(file, settings)
+    with pytest.raises(RecipeError) as error:
+        split(recipe, ranks)
+    return [problem.replace(f"{tmp_path}/", "") for problem in source.placed(error.value)]
+
+
+@pytest.mark.parametrize(
+    ("added", "sentence"),
+    [
+        ("precison = 'bf16'", "mine.toml:10: training.precison is not a key of [training]; did you mean precision?"),
+        ("epochs = 2", "mine.toml:7: training: give either steps or epochs, and not both"),
+        ("clip = 0", "mine.toml:10: training.clip is 0; it must be more than 0"),
+        ("clip = inf", "mine.toml:10: training.clip is inf; it must be a finite number"),
+        ("accumulate = '4'", "mine.toml:10: training.accumulate is '4'; it must be a whole number"),
+        ("accumulate = true", "mine.toml:10: training.accumulate is true; it must be a whole number"),
+        ("accumulate = 2.0", "mine.toml:10: training.accumulate is 2.0; it must be a whole number"),
+        (
+            "precision = 'fp16'",
+            "mine.toml:10: training.precision is 'fp16'; it must be one of 'f32', 'bf16', 'f16'; did you mean f16?",
+        ),
+        (
+            "[parallel]\nbucket_mb = -1",
+            "mine.toml:11: parallel.bucket_mb is -1; it must be more than 0 or 'auto'",
+        ),
+        ("[optimiser]\nlr = 1", "mine.toml:10: optimiser is not a key of a recipe; did you mean optimizer?"),
+        ("[parallel.zero]\nstage = 1", "mine.toml:10: parallel.zero is a table; it must be one of 0, 1, 2, 3"),
+        ("[survive]\nrestarts = -1", "mine.toml:11: survive.restarts is -1; it must be at least 0"),
+        ("[report]\nprofile = 'no'", "mine.toml:11: report.profile is 'no'; it must be true or false"),
+        ("[run]\nfolder = 3", "mine.toml:11: run.folder is 3; it must be a path, in quotes"),
+        ("[outer]\nlr = 1", "mine.toml:10: outer.every is missing; a recipe must have it"),
+    ],
+)
+def test_a_wrong_key_or_value_is_told_with_its_line_and_what_would_do(
+    tmp_path: Path, added: str, sentence: str
+) -> None:
+    assert said(tmp_path, f"{RECIPE}{added}\n") == [sentence]
+
+
+def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    text = RECIPE.replace("16", "0").replace('[data]\nname = "source"\n', "")
+    assert said(tmp_path, text, "parallel.zero=4", "schedule.final=2") == [
+        "mine.toml: data is missing; a recipe must have it",
+        "mine.toml:7: training.batch is 0; it must be more than 0",
+        "--set schedule.final=2: schedule.final is 2; it must be at most 1",
+        "--set parallel.zero=4: parallel.zero is 4; it must be one of 0, 1, 2, 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[model]\nname = gpt\n", "mine.toml:2: this is not TOML: invalid value; text needs quotes"),
+        ("[model]\nname\n", "mine.toml:2: this is not TOML: expected '=' after a key in a key/value pair; a line is"),
+        ("[model]\n[data]\n[model]\n", "mine.toml:3: this is not TOML: this table was begun above"),
+        ("a = 1\na = 2\n", "mine.toml:2: this is not TOML: cannot overwrite a value; a key may be given once"),
+    ],
+)
+def test_text_that_is_no_toml_is_told_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
+    (found,) = said(tmp_path, text)
+    assert found.startswith(sentence)
+
+
+def test_a_file_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    (tmp_path / "gpt.toml").write_text(RECIPE)
+    with pytest.raises(RecipeError, match=r"gtp\.toml: there is no such file; in that folder there is .*gpt\.toml$"):
+        load(tmp_path / "gtp.toml")
+    with pytest.raises(RecipeError, match="cannot be read: Is a directory"):
+        load(tmp_path)
+
+
+def test_settings_lie_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(RECIPE)
+    settings = ["training.steps=", "training.epochs=2", "parallel.schedule=gpipe", "optimizer.betas=[0, 0.5]"]
+    recipe, _ = load(file, [*settings, "model.width=64", "outer.every=5", "run.folder=/x/y", 'model.name="bert"'])
+    assert (recipe.training.steps, recipe.training.epochs, recipe.parallel.schedule) == (None, 2, "gpipe")
+    assert recipe.model.name == "bert" and recipe.model.options == {"width": 64}
+    assert recipe.optimizer.betas == (0.0, 0.5) and recipe.outer is not None and recipe.run.folder == Path("/x/y")
+    # The run is called as the file, unless it says a name.
+    assert recipe.run.name == "mine" and load(file, ["run.name=other"])[0].run.name == "other"
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("parallel", "--set parallel: this is no setting; write section.key=value, as parallel.pipeline=4"),
+        ("training.steps.x=1", "--set training.steps.x=1: training.steps is a value, and has no keys"),
+        ("optimizer.betas=[1", "--set optimizer.betas=[1: its value is not TOML"),
+        ("model.x=1\ny=2", "these are several; give each a --set of its own"),
+        (
+            "schedul.shape=linear",
+            "--set schedul.shape=linear: schedul is not a key of a recipe; did you mean schedule?",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_told_as_itself(tmp_path: Path, setting: str, sentence: str) -> None:
+    (found,) = said(tmp_path, RECIPE, setting)
+    assert sentence in found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "sentence"),
+    [
+        (
+            12,
+            ["parallel.pipeline=2", "parallel.data=4"],
+            "--set parallel.pipeline=2: parallel.pipeline 2 x parallel.data 4 x parallel.tensor 1 is 8, but there are "
+            "12 ranks; parallel.data = 6 would do, or start 8",
+        ),
+        (
+            7,
+            ["parallel.tensor=2"],
+            "--set parallel.tensor=2: parallel.pipeline 1 x parallel.tensor 2 is 2, but there are 7 ranks, which is no "
+            "multiple of it; start 6 or 8",
+        ),
+        (
+            4,
+            ["parallel.pipeline=2", "parallel.microbatches=3", "training.accumulate=2"],
+            "mine.toml:9: training.batch is 16, which does not divide by parallel.data 2 x training.accumulate 2 x "
+            "parallel.microbatches 3 = 12; 12 or 24 would do",
+        ),
+        (3, [], "mine.toml:9: training.batch is 16, which does not divide by parallel.data 3; 15 or 18 would do"),
+        (
+            4,
+            ["parallel.batch_norm=3"],
+            "--set parallel.batch_norm=3: parallel.batch_norm is 3, but 4 data-parallel ranks (parallel.data) do not "
+            "make runs of so many; 1 or 2 or 4 would do",
+        ),
+    ],
+)
+def test_ranks_and_samples_that_do_not_come_out_even_are_told(
+    tmp_path: Path, ranks: int, settings: list[str], sentence: str
+) -> None:
+    assert uneven(tmp_path, ranks, *settings) == [sentence]
+
+
+def test_ranks_and_samples_are_shared_out(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(RECIPE)
+    recipe, _ = load(file, ["parallel.pipeline=2", "parallel.tensor=2", "parallel.schedule=interleaved"])
+    shares = split(recipe, 8)
+    assert (shares.pipeline, shares.data, shares.tensor, shares.stages, shares.microbatches) == (2, 2, 2, 4, 4)
+    assert shares.ranks == 8 and shares.batch == 16 and shares.samples == 2
+    # Weak scaling: the batch is that of each data-parallel rank.
+    shares = split(load(file, ["training.scaling=weak", "training.accumulate=2"])[0], 3)
+    assert (shares.data, shares.batch, shares.samples) == (3, 48, 8)
+
+
+def test_keys_are_found_on_their_lines_in_every_form_that_toml_has() -> None:
+    text = (
+        "# name = 1\n"
+        '[model] # [data]\n"na.me" = """\nsteps = 3\n[x]\n"""\n'
+        "list = [1, # ]\n  { y = 2 },\n]\nafter = '''\n'''\n"
+        "[ a . 'b' ]\nc.d = 1\n[[many]]\nx = {p = 1, q = '='}\n"
+    )
+    found = places(text)
+    assert found == {
+        ("model",): 2,
+        ("model", "na.me"): 3,
+        ("model", "list"): 7,
+        ("model", "after"): 10,
+        ("a", "b"): 12,
+        ("a", "b", "c"): 13,
+        ("a", "b", "c", "d"): 13,
+        ("many",): 14,
+        ("many", "x"): 15,
+    }
+    assert line_of(("many", "x", "q"), found) == 15 and line_of(("a",), found) is None
+
+
+def test_every_recipe_that_we_bring_can_be_read() -> None:
+    recipes = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+    assert recipes
+    for file in recipes:
+        assert re.fullmatch(r"[a-z0-9-]+", load(file)[0].run.name or "")

@@ -1,0 +1,47 @@
+"""What becomes of a process that was asked to stop and does not, or is asked again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+SCRIPT = """
+import os, signal, sys, time
+from netfold.train.stop import StopRequest
+
+with StopRequest(grace_s=float(sys.argv[1])) as stop:
+    for _ in range(int(sys.argv[2])):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        print("asked", stop.asked, flush=True)
+    if sys.argv[3] == "hangs":
+        time.sleep(60)
+print("left in order", flush=True)
+"""
+
+
+def asked(grace_s: float, times: int, then: str) -> tuple[int, list[str], str, float]:
+    """Its status (a signal's is negative), what it printed, and how long it took."""
+    began_s = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(grace_s), str(times), then], capture_output=True, text=True, timeout=30
+    )
+    return ended.returncode, ended.stdout.splitlines(), ended.stderr, time.monotonic() - began_s
+
+
+def test_a_process_that_is_asked_goes_on_and_leaves_in_order() -> None:
+    status, printed, _, _ = asked(20.0, 1, "leaves")
+    assert (status, printed) == (0, ["asked True", "left in order"])
+
+
+def test_the_second_sigterm_ends_a_process_at_once() -> None:
+    status, printed, _, _ = asked(20.0, 2, "leaves")
+    assert (status, printed) == (-15, ["asked True"])
+
+
+def test_the_end_of_the_grace_time_ends_a_process_and_shows_where_it_was() -> None:
+    status, printed, errors, seconds = asked(0.3, 1, "hangs")
+    assert (status, printed) == (1, ["asked True"])
+    assert "Timeout" in errors and "line 11" in errors
+    assert seconds < 20

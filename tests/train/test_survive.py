@@ -1,0 +1,720 @@
+"""Checkpoints, and everything that can go wrong but the death of a rank: one world of two processes runs all cases.
+
+A case is a function of (rank, folder, world); `world(size)` makes ranks 0..size-1 a job of their own for a while. What
+it returns on each rank is what its test looks at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import math
+import os
+import shutil
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks, running_switch, values
+
+pytestmark = pytest.mark.torch
+
+World = Callable[..., Any]
+SAVING = {"every": 3}
+
+
+def resumed(rank: int, folder: Path, world: World) -> dict[str, Any]:
+    """Lives of one job: uninterrupted; broken off after step 5 and gone on with, on two ranks and on one."""
+    from surviving import Heard, interrupt_at, run
+
+    found: dict[str, Any] = {}
+    for noisy in (True, False):
+        with world(2):
+            whole = run(None, noisy=noisy)
+            run(folder / f"{noisy}", noisy=noisy, checkpoint=SAVING, heard=Heard(interrupt_at(5)))
+            if rank == 0:
+                shutil.copytree(folder / f"{noisy}", folder / "fewer", dirs_exist_ok=True)
+            heard = Heard()
+            again = run(folder / f"{noisy}", noisy=noisy, checkpoint=SAVING, heard=heard)
+        found[f"noisy {noisy}"] = whole.losses, again.losses, (whole.metric, again.metric), heard.notes
+    with world(1) as here:
+        if here:
+            found["2 to 1"] = run(folder / "fewer", noisy=False, checkpoint=SAVING).losses
+            run(folder / "more", noisy=False, checkpoint=SAVING, heard=Heard(interrupt_at(5)))
+    with world(2):
+        found["1 to 2"] = run(folder / "more", noisy=False, checkpoint=SAVING).losses
+    found["left"] = sorted(path.name for path in (folder / "True" / "checkpoints").iterdir())
+    return found
+
+
+def resharded(rank: int, folder: Path, world: World) -> dict[str, Any]:
+    """ZeRO 0, 1 and 3 put in by hand, each taking up what another has written."""
+    import torch
+    from surviving import Heard, interrupt_at, run
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    from netfold.train import trainer
+    from netfold.train.parallel.whole import Whole
+
+    class Sharded(Whole):
+        def __init__(self, model: Any, recipe: Any, mesh: Any) -> None:
+            super().__init__(model, recipe, mesh)
+            self._ddp = None
+            fully_shard(model.module, mesh=mesh.device_mesh["data"])
+
+    def shared_out(replica: Any, recipe: Any, mesh: Any) -> Any:
+        parameters = [parameter for _, parameter in replica.named_parameters()]
+        return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=recipe.optimizer.lr)
+
+    def life(zero: int, into: Path, heard: Heard | None = None) -> tuple[float, ...]:
+        with pytest.MonkeyPatch.context() as patch:
+            if zero == 3:
+                patch.setattr(trainer, "parallelise", Sharded)
+            if zero == 1:
+                patch.setattr(trainer, "make_optimizer", shared_out)
+            return run(into, noisy=False, checkpoint=SAVING, heard=heard).losses
+
+    found: dict[str, Any] = {}
+    with world(2):
+        found["whole"] = run(None, noisy=False).losses
+        for before, after in ((0, 3), (3, 0), (0, 1), (1, 0), (3, 3), (1, 1)):
+            into = folder / f"{before} to {after}"
+            life(before, into, Heard(interrupt_at(5)))
+            found[into.name] = life(after, into)
+    return found
+
+
+def weak(rank: int, folder: Path, world: World) -> list[list[int]]:
+    """The samples that each step took on this rank: two ranks of 8, then one of 8."""
+    from surviving import Heard, interrupt_at, run
+
+    lives: list[list[int]] = []
+    training = {"scaling": "weak", "epochs": 1, "steps": None}
+    with world(2):
+        run(
+            folder,
+            noisy=False,
+            forward=lives.append,
+            training=training,
+            checkpoint={"every": 2},
+            heard=Heard(interrupt_at(3)),
+        )
+        lives.append([])
+    with world(1) as here:
+        if here:
+            run(folder, noisy=False, forward=lives.append, training=training)
+    return lives
+
+
+def damaged(rank: int, folder: Path, world: World) -> dict[str, Any]:
+    """A checkpoint that somebody has touched, in each way, under each policy."""
+    from surviving import Heard, run
+
+    from netfold.train.checkpoint import CheckpointError
+
+    def cut(path: Path) -> None:
+        os.truncate(path / "__0_0.distcp", 100)
+
+    def change(path: Path) -> None:
+        with (path / "__0_0.distcp").open("r+b") as file:
+            file.seek(700)
+            byte = file.read(1)
+            file.seek(700)
+            file.write(bytes([byte[0] ^ 1]))
+
+    def lose(path: Path) -> None:
+        (path / ".metadata").unlink()
+
+    def garble(path: Path) -> None:
+        (path / "manifest.json").write_text("{")
+
+    found: dict[str, Any] = {}
+    with world(2):
+        run(folder / "sound", noisy=False, checkpoint={"every": 4, "keep": 2})
+    for name, harm in {"cut": cut, "change": change, "lose": lose, "garble": garble}.items():
+        into = folder / name
+        with world(2) as here:
+            if rank == 0:
+                shutil.copytree(folder / "sound", into)
+                harm(into / "checkpoints" / "step-000008")
+            here.barrier()
+            try:
+                run(into, noisy=False, survive={"corrupt_checkpoint": "stop"})
+            except CheckpointError as error:
+                found[f"{name} stop"] = str(error)
+            heard = Heard()
+            found[name] = len(run(into, noisy=False, heard=heard).losses), heard.notes
+    return found
+
+
+def other_model(rank: int, folder: Path, world: World) -> list[str]:
+    """A run's folder meets a recipe that it is not of."""
+    from surviving import run
+
+    found = []
+    with world(2):
+        run(folder, checkpoint=SAVING)
+        for changes in ({"noisy": False}, {"optimizer": {"name": "sgd"}}, {"run": {"resume": "never"}}):
+            try:
+                run(folder, **changes)
+            except ValueError as error:
+                found.append(str(error))
+        run(folder / "small", noisy=False)
+        try:
+            run(folder / "small", noisy=True)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def crashed(rank: int, folder: Path, world: World) -> list[str]:
+    """The writer is ended at each of its calls to the disk in turn; what is left then."""
+    import torch
+    from torch.distributed.checkpoint import save
+
+    from netfold.train import sealed
+
+    if rank:
+        return []
+
+    class CrashError(BaseException):
+        pass
+
+    found = []
+    folder.mkdir()
+    position = functools.partial(sealed.Position, samples=0, ranks=1, taken_s=0.0, numbers={}, recipe={})
+    for moment in range(100):
+        into = folder / str(moment)
+        into.mkdir()
+        save(
+            {"model.x": torch.arange(9.0)}, storage_writer=sealed.SealedWriter(into, position(1), keep=1), no_dist=True
+        )
+        calls = 0
+
+        def counted(real: Callable[..., Any], moment: int = moment) -> Callable[..., Any]:
+            def call(*arguments: Any, **keys: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls > moment:
+                    raise CrashError
+                return real(*arguments, **keys)
+
+            return call
+
+        ended = "crashed"
+        with pytest.MonkeyPatch.context() as patch:
+            for holder, name in (
+                (os, "fsync"), (Path, "rename"), (Path, "open"), (Path, "mkdir"), (Path, "unlink"), (os, "unlink"),
+                (os, "rmdir"), (os, "open"),
+            ):  # fmt: skip
+                patch.setattr(holder, name, counted(getattr(holder, name)))
+            writer = sealed.SealedWriter(into, position(2), keep=1)
+            with contextlib.suppress(CrashError):
+                try:
+                    save({"model.x": torch.arange(9.0) + 1}, storage_writer=writer, no_dist=True)
+                    ended = "whole"
+                except BaseException as error:
+                    assert "CrashError" in repr(error), error
+        left = sealed.whole(into)
+        assert left, f"moment {moment}: no checkpoint is left"
+        for path in left:
+            assert not sealed.damage(path, sealed.Manifest.read(path), 0, 1), (moment, path)
+        found.append(f"{ended} {left[-1].name}")
+        sealed.sweep(into)
+        assert not list(into.glob("*.part"))
+        if ended == "whole":
+            return found
+    return found
+
+
+def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
+    """No room: a tiny disk where this process may mount one, else a disk that says so."""
+    from surviving import Heard, run
+
+    from netfold.train import sealed
+    from netfold.train.checkpoint import CheckpointError
+
+    found: dict[str, Any] = {}
+    for policy in ("warn", "stop"):
+        into = folder / policy
+        with world(2) as here, pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+            mounted = rank == 0 and tiny_disk(into, stack)
+            here.barrier()
+
+            def fill(step: int, into: Path = into, mounted: bool = mounted, patch: pytest.MonkeyPatch = patch) -> None:
+                # After the first checkpoint is whole: the later ones have no room.
+                deadline = time.monotonic() + 20
+                while step == 4 and not (into / "checkpoints" / "step-000003").exists():
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                if step == 4 and mounted:
+                    with (into / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                        while True:
+                            file.write(bytes(4096))
+                if step == 4 and rank == 0 and not mounted:
+
+                    def no_room(*_: Any) -> Any:
+                        raise OSError(errno.ENOSPC, "No space left on device")
+
+                    patch.setattr(sealed.FileSystemWriter, "write_data", no_room)
+
+            heard = Heard(fill)
+            saving = {"every": 3, "asynchronous": policy == "stop"}
+            try:
+                ended = run(into, noisy=False, heard=heard, survive={"disk_full": policy}, checkpoint=saving)
+                found[policy] = ended.step, ended.reason, heard.notes
+            except CheckpointError as error:
+                found[policy] = str(error), error.disk_full, heard.notes
+            here.barrier()
+            found[f"{policy} left"] = sorted(path.name for path in (into / "checkpoints").iterdir())
+            here.barrier()
+    return found
+
+
+def tiny_disk(at: Path, stack: contextlib.ExitStack) -> bool:
+    """A disk of 100 kB until the stack ends; False where this process may not mount one."""
+    at.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(at)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        return False
+    stack.callback(subprocess.run, ["umount", "--lazy", str(at)], check=True)
+    return True
+
+
+def flat(rows: list[list[int]]) -> list[int]:
+    return [number for row in rows for number in row]
+
+
+def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
+    """One example is no number: it is in the batch of one step, on one of the ranks."""
+    from surviving import Heard, run
+
+    from netfold.train.order import Order
+    from netfold.train.policies import NonFiniteError
+
+    poisoned = Order(96, 0).indices(0, 64)[5 * 8 + 6]  # step 6, rank 1's last but one
+
+    def change(indices: Any, features: Any) -> None:
+        for place, index in enumerate(indices):
+            if index == poisoned:
+                features[place] = float("nan")
+
+    found: dict[str, Any] = {}
+    with world(2):
+        for policy in ("stop", "skip", "rewind"):
+            heard = Heard()
+            seen: list[list[int]] = []
+            try:
+                ended = run(
+                    folder / policy,
+                    heard=heard,
+                    change=change,
+                    forward=seen.append,
+                    checkpoint=SAVING,
+                    survive={"non_finite": policy},
+                )
+                found[policy] = ended, heard.notes, [step.step for step in heard.steps if step.skipped], flat(seen)
+            except NonFiniteError as error:
+                found[policy] = str(error)
+
+        good = Order(96, 0).indices(0, 4 * 8)
+
+        def all_bad(indices: Any, features: Any) -> None:
+            if indices[0] not in good:
+                features.fill_(float("inf"))
+
+        for policy in ("skip", "rewind"):
+            try:
+                run(
+                    folder / f"limit {policy}",
+                    change=all_bad,
+                    checkpoint=SAVING,
+                    survive={"non_finite": policy, "non_finite_limit": 3},
+                )
+            except NonFiniteError as error:
+                found[f"limit {policy}"] = str(error)
+    return found
+
+
+def gradients_not_finite(rank: int, folder: Path, world: World) -> str:
+    """The loss is a number, its gradient is not."""
+    import torch
+    from surviving import Heard, interrupt_at, toy_data, toy_model, toy_recipe
+
+    from netfold.train import Trainer
+    from netfold.train.policies import NonFiniteError
+
+    with world(2):
+        model = toy_model()
+        trainer = Trainer(toy_recipe(), model=model, data=toy_data(), listeners=[Heard(interrupt_at(3))])
+        last = dict(trainer.replica.named_parameters())["layers.last.weight"]
+        last.register_hook(lambda gradient: torch.full_like(gradient, float("inf")) if rank else gradient)
+        try:
+            trainer.fit()
+        except NonFiniteError as error:
+            return str(error)
+    return ""
+
+
+def vanished(rank: int, folder: Path, world: World) -> dict[str, Any]:
+    """Two examples cannot be read; with "stop" one rank meets one, and the other one hears of it."""
+    from surviving import Heard, run
+
+    from netfold.train import UnreadableError
+    from netfold.train.order import Order
+
+    gone = {index: f"/data/{index}.png" for index in Order(96, 0).indices(0, 64)[8 + 6 :: 16][:2]}
+
+    def change(indices: Any, features: Any) -> None:
+        for index in indices:
+            if index in gone:
+                raise UnreadableError(f"{gone[index]}: No such file or directory")
+
+    found: dict[str, Any] = {"gone": sorted(gone)}
+    for size in (2, 1):
+        with world(size) as here:
+            if here:
+                heard = Heard()
+                seen: list[list[int]] = []
+                run(
+                    None, noisy=False, heard=heard, change=change, forward=seen.append, survive={"missing_data": "skip"}
+                )
+                found[f"skip {size}"] = seen, heard.notes
+    with world(2):
+        began_s = time.monotonic()
+        try:
+            run(None, change=change)
+        except Exception as error:
+            found["stop"] = type(error).__name__, str(error), time.monotonic() - began_s
+    return found
+
+
+def out_of_memory(rank: int, folder: Path, world: World) -> Any:
+    """Rank 1's model asks for more than there is; then its device fails."""
+    import torch
+    from surviving import run
+
+    def ask(numbers: list[int]) -> None:
+        if rank == 1:
+            torch.empty(1 << 50)
+
+    def fail(numbers: list[int]) -> None:
+        if rank == 1:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    found = []
+    for forward in (ask, fail):
+        with world(2):
+            began_s = time.monotonic()
+            try:
+                run(None, forward=forward)
+            except Exception as error:
+                found.append((type(error).__name__, str(error), time.monotonic() - began_s))
+    return found
+
+
+def straggling(rank: int, folder: Path, world: World) -> dict[str, Any]:
+    """Rank 1 takes its time in the forward pass; then for its batches."""
+    from surviving import Heard, run
+
+    from netfold.train import straggler
+
+    found: dict[str, Any] = {}
+    with world(2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straggler, "WINDOW_STEPS", 2)
+        for policy in ("warn", "stop"):
+            heard = Heard()
+            try:
+                run(
+                    folder / policy,
+                    heard=heard,
+                    survive={"straggler": policy, "straggler_ratio": 4.0},
+                    training={"steps": 10},
+                    forward=lambda numbers: time.sleep(0.1 * rank),
+                )
+                found[policy] = heard.notes
+            except straggler.StragglerError as error:
+                found[policy] = str(error), sorted(path.name for path in (folder / policy / "checkpoints").iterdir())
+    return found
+
+
+def asked_to_stop(rank: int, folder: Path, world: World) -> dict[str, Any]:
+    """SIGTERM for one rank, in the middle of a step."""
+    from surviving import Heard, run
+
+    before = signal.getsignal(signal.SIGTERM)
+    calls = 0
+
+    def forward(numbers: list[int]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with world(2):
+        whole = run(None)
+        heard = Heard()
+        first = run(folder, heard=heard, forward=forward)
+        left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        second = run(folder)
+    return {
+        "whole": whole,
+        "first": first,
+        "second": second,
+        "reason": heard.reason,
+        "left": left,
+        "handler is back": signal.getsignal(signal.SIGTERM) == before,
+    }
+
+
+def lost_switch(rank: int, folder: Path, world: World) -> Any:
+    """The switch that sums the gradients is killed after step 4."""
+    from surviving import Heard, run
+
+    endpoint, pid = os.environ["SURVIVE_SWITCH"], int(os.environ["SURVIVE_SWITCH_PID"])
+
+    def kill(step: int) -> None:
+        if step == 4 and rank == 0:
+            os.kill(pid, signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"NETFOLD_SWITCH": endpoint, "NETFOLD_WIRE": "i32", "NETFOLD_PROBE": "off"}.items():
+            patch.setenv(name, value)
+        with world(2):
+            alive = run(None)
+            killed = run(folder, heard=Heard(kill), checkpoint=SAVING)
+    return alive, killed
+
+
+CASES = [
+    resumed, resharded, weak, damaged, other_model, crashed, full, not_finite, gradients_not_finite, vanished,
+    out_of_memory, straggling, asked_to_stop, lost_switch,
+]  # fmt: skip
+
+
+def _cases(rank: int, size: int, folder: str) -> dict[str, tuple[Any, str]]:
+    """case -> (what it returned, or the traceback of what it raised)."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    worlds = 0
+
+    @contextlib.contextmanager
+    def world(ranks: int) -> Iterator[Any]:
+        nonlocal worlds
+        worlds += 1
+        if rank >= ranks:
+            yield None
+            return
+        dist.init_process_group("netfold", init_method=f"file://{folder}/store-{worlds}", rank=rank, world_size=ranks)
+        try:
+            yield dist
+        finally:
+            dist.destroy_process_group()
+
+    found: dict[str, tuple[Any, str]] = {}
+    took: dict[str, float] = {}
+    for case in CASES:
+        began_s = time.monotonic()
+        try:
+            found[case.__name__] = case(rank, Path(folder) / case.__name__, world), ""
+        except BaseException:
+            found[case.__name__] = None, traceback.format_exc()
+        took[case.__name__] = time.monotonic() - began_s
+        worlds = 1000 * (1 + CASES.index(case))
+    if rank == 0:
+        print({name: round(seconds, 2) for name, seconds in took.items()})
+    return found
+
+
+@functools.cache
+def _found() -> list[dict[str, tuple[Any, str]]]:
+    with running_switch() as switch:
+        env = {"SURVIVE_SWITCH": switch.endpoint, "SURVIVE_SWITCH_PID": str(switch.process.pid)}
+        return values(run_ranks(_cases, 2, env=env, timeout_s=100))
+
+
+def of(case: Callable[..., Any]) -> list[Any]:
+    """What a case returned on each rank."""
+    for rank, found in enumerate(_found()):
+        assert not found[case.__name__][1], f"rank {rank}: {found[case.__name__][1]}"
+    return [found[case.__name__][0] for found in _found()]
+
+
+def test_a_run_that_goes_on_has_the_losses_of_one_that_never_stopped() -> None:
+    for found in of(resumed):
+        for kind in ("noisy True", "noisy False"):
+            whole, again, metrics, _ = found[kind]
+            assert again == whole[3:], "the same split: the same bits, dropout and running means too"
+            assert metrics[0] == metrics[1]
+            assert len(set(whole)) == 8
+        assert found["left"] == ["step-000006", "step-000008"], "two are kept"
+    assert of(resumed)[0]["noisy True"][3][0] == "info: goes on from the checkpoint of step 3, 24 samples"
+
+
+def test_more_or_fewer_ranks_go_on() -> None:
+    found = of(resumed)[0]
+    whole = found["noisy False"][0]
+    # Five steps of f32, the same sums in another order.
+    assert found["2 to 1"] == pytest.approx(whole[3:], rel=1e-5)
+    assert found["1 to 2"] == pytest.approx(whole[3:], rel=1e-5)
+
+
+def test_a_run_without_zero_goes_on_with_it_and_back() -> None:
+    for found in of(resharded):
+        whole = found["whole"]
+        assert len(found) == 7
+        for change, losses in found.items():
+            if change != "whole":
+                assert losses == pytest.approx(whole[3:], rel=1e-5), change
+
+
+def test_a_batch_of_another_size_goes_on_with_the_next_sample() -> None:
+    from netfold.train.order import Order
+
+    first, second = of(weak)
+    cut = first.index([])
+    two_ranks = [a + b for a, b in zip(first[:cut], second[:cut], strict=True)]
+    order = Order(96, 0)
+    # Broken off after step 3, the checkpoint is of step 2: 32 samples. The third step's are seen again, then the rest.
+    assert flat(two_ranks) == order.indices(0, 48)
+    assert flat(first[cut + 1 :]) == order.indices(32, 64)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken() -> None:
+    reasons = {
+        "cut": "__0_0.distcp has 100 bytes, not",
+        "change": "__0_0.distcp has changed: its checksum",
+        "lose": ".metadata cannot be read: No such file",
+        "garble": "manifest.json cannot be read",
+    }
+    for found in of(damaged):
+        for harm, reason in reasons.items():
+            steps, notes = found[harm]
+            assert steps == 4, "from step 4 to step 8"
+            assert reason in notes[0] and "put aside" in notes[0] and "step-000008" in notes[0]
+            assert "checkpoint of step 4" in notes[1]
+            assert reason in found[f"{harm} stop"] and "survive.corrupt_checkpoint" in found[f"{harm} stop"]
+
+
+def test_a_checkpoint_of_another_job_is_refused() -> None:
+    for more, optimizer, never, less in of(other_model):
+        assert "it has model.layers.first.norm.bias, which the model has not" in more
+        assert "optimizer.name is 'sgd'" in optimizer and "'adam'" in optimizer
+        assert "run.resume is 'never'" in never
+        assert "it has no model.layers.first.norm.weight" in less
+
+
+def test_a_crash_at_any_moment_of_writing_leaves_whole_checkpoints_alone() -> None:
+    found = of(crashed)[0]
+    assert found[-1] == "whole step-000002"
+    assert {"crashed step-000001", "crashed step-000002"} == set(found[:-1]), "before and after the rename"
+    assert len(found) > 8
+
+
+def test_a_full_disk_costs_a_checkpoint_or_ends_the_job_by_policy() -> None:
+    for found in of(full):
+        step, reason, notes = found["warn"]
+        assert (step, reason) == (8, "done")
+        assert len(notes) == 2 and all("No space left on device" in note for note in notes)
+        assert "checkpoint of step 6" in notes[0]
+        text, disk_full, _ = found["stop"]
+        assert disk_full and "checkpoint of step 6" in text and "rank 0: OSError" in text
+        assert found["warn left"] == found["stop left"] == ["step-000003"], "what was half written is gone"
+
+
+def test_a_loss_that_is_no_number_stops_the_job_in_words() -> None:
+    for found in of(not_finite):
+        assert found["stop"].startswith("step 6: not finite: rank 1 (")
+        assert "loss nan" in found["stop"] and "layers.first.linear.weight" in found["stop"]
+        assert "rank 0" not in found["stop"]
+    for text in of(gradients_not_finite):
+        assert text.startswith("step 1: not finite: rank 0 (") and "gradients of layers.last.weight;" in text
+
+
+def test_a_step_left_out_leaves_nothing_behind() -> None:
+    for found in of(not_finite):
+        ended, notes, skipped, _ = found["skip"]
+        assert ended.step == 8 and skipped == [6]
+        assert sum(math.isnan(loss) for loss in ended.losses) == 1
+        assert math.isfinite(ended.metric), "a running mean would have kept the nan"
+        assert "the step is left out" in notes[0]
+
+
+def test_a_rewind_takes_the_weights_back_and_the_data_on() -> None:
+    from netfold.train.order import Order
+
+    first, second = (found["rewind"] for found in of(not_finite))
+    assert first[0].step == second[0].step == 8 and first[0].metric == second[0].metric
+    assert "back to the weights of step 3, on with sample 48" in first[1][0]
+    assert sorted(first[3] + second[3]) == sorted(Order(96, 0).indices(0, 88)), "11 steps, and no sample twice"
+
+
+def test_so_many_bad_steps_in_a_row_end_the_job_under_any_policy() -> None:
+    for found in of(not_finite):
+        assert found["limit skip"].startswith("step 7:") and "3 in a row" in found["limit skip"]
+        assert "3 in a row" in found["limit rewind"], "going back does not start the count anew"
+
+
+def test_another_example_stands_in_for_one_that_vanished_the_same_on_any_number_of_ranks() -> None:
+    from netfold.train.order import Order
+
+    first, second = of(vanished)
+    alone, notes = first["skip 1"]
+    assert alone == [a + b for a, b in zip(first["skip 2"][0], second["skip 2"][0], strict=True)]
+    order = Order(96, 0).indices(0, 64)
+    replaced = [(was, now) for was, now in zip(order, flat(alone), strict=True) if was != now]
+    assert sorted(was for was, _ in replaced) == first["gone"]
+    assert not {now for _, now in replaced} & set(first["gone"])
+    assert len(notes) == 2 and "/data/" in notes[0]
+
+
+def test_a_file_that_vanished_ends_the_job_on_all_ranks_at_once() -> None:
+    (other, heard, other_s), (kind, text, own_s) = (found["stop"] for found in of(vanished))
+    assert kind == "UnreadableError" and text.startswith("rank 1 (")
+    assert "step 2: /data/" in text and "survive.missing_data" in text
+    assert other in ("PeerLost", "RuntimeError") and "/data/" in heard, heard
+    assert max(other_s, own_s) < 20
+
+
+def test_out_of_memory_says_where_and_what_to_try_and_the_others_hear_it() -> None:
+    (other, heard, other_s), (kind, text, own_s) = (found[0] for found in of(out_of_memory))
+    assert kind == "DeviceError" and "step 1 with a batch of [4, 8], [4, 1]: out of memory" in text
+    assert "training.accumulate" in text
+    assert other in ("PeerLost", "RuntimeError") and "out of memory" in heard, heard
+    assert max(other_s, own_s) < 20
+
+
+def test_a_device_that_fails_is_named() -> None:
+    (other, heard, _), (kind, text, _) = (found[1] for found in of(out_of_memory))
+    assert kind == "DeviceError" and text.startswith("rank 1 (") and "the device failed: an illegal memory" in text
+    assert other in ("PeerLost", "RuntimeError") and "an illegal memory access" in heard
+
+
+def test_a_straggler_is_named_once_and_ends_the_job_where_that_is_asked() -> None:
+    for found in of(straggling):
+        assert len(found["warn"]) == 1 and "rank 1 (" in found["warn"][0] and "rank 0" not in found["warn"][0]
+        text, left = found["stop"]
+        assert text.startswith("step 6: rank 1 (") and left == ["step-000006"]
+
+
+def test_sigterm_for_one_rank_stops_all_after_the_same_step_and_loses_nothing() -> None:
+    for each in of(asked_to_stop):
+        assert each["first"].reason == each["reason"] == "SIGTERM" and each["first"].step == 5
+        assert each["left"] == ["step-000005"]
+        assert each["first"].losses + each["second"].losses == each["whole"].losses
+        assert each["second"].metric == each["whole"].metric
+        assert each["handler is back"]
+
+
+def test_a_switch_killed_in_the_middle_of_training_costs_nothing() -> None:
+    for alive, killed in of(lost_switch):
+        assert killed == alive and killed.step == 8

@@ -1,0 +1,94 @@
+"""Text: whole files are held out, every sequence has as many masks, tokens are read where they lie."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from made import data, everything, python
+
+from netfold.train import UnreadableError
+from netfold.train.datasets import text
+
+
+def test_whole_files_of_source_are_held_out_and_none_that_is_there_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = python(tmp_path, monkeypatch)
+    train, held = (part.tobytes().decode() for part in text._two_parts(0.2))
+    contents = {path.read_text() for path in root.rglob("m*.py")}
+    assert len(contents) == 40 and len(train) + len(held) == sum(map(len, contents))
+    assert sum(content in held for content in contents) == 8
+    assert all((content in held) != (content in train) for content in contents)
+    assert "never" not in train + held
+    with pytest.raises(ValueError, match=r"data.held_out is 1.0: of 40 files"):
+        data("source", held_out=1.0)
+    with pytest.raises(ValueError, match=r"data.context is 100000; of the text's two parts one has \d+ bytes"):
+        data("source", context=100_000)
+
+
+def test_every_example_has_exactly_as_many_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python(tmp_path, monkeypatch)
+    masked, plain = data("masked-source", context=20, masked=0.15), data("source", context=20)
+    batch, whole = masked.train.batch(range(50), range(100, 150)), plain.train.batch(range(50), range(50))
+    asked = batch.target != text.NOT_ASKED
+    assert asked.sum(1).tolist() == [3] * 50 and torch.equal(asked, batch.inputs[0] == text.MASK)
+    assert torch.equal(torch.where(asked, batch.target, batch.inputs[0]), whole.inputs[0])
+    assert len({tuple(row.nonzero().flatten().tolist()) for row in asked}) > 40
+    # A model that knows finds all; one that names the right byte only where nothing is asked finds nothing.
+    logits = torch.nn.functional.one_hot(whole.inputs[0], 257).float()
+    assert masked.metric.score(logits, batch.target).tolist() == [1.0] * 50
+    wrong = torch.nn.functional.one_hot(torch.where(asked, (whole.inputs[0] + 1) % 256, whole.inputs[0]), 257)
+    assert masked.metric.score(wrong, batch.target).tolist() == [0.0] * 50
+    with pytest.raises(ValueError, match=r"data.masked is 0.01: that masks 0 of 20 bytes"):
+        data("masked-source", context=20, masked=0.01)
+
+
+def test_text_that_is_all_one_row_of_letters_costs_a_bigram_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(20):
+        (tmp_path / f"m{number}.py").write_text("abcd" * (50 + number))
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert data("source", context=16, held_out=0.1).metric.baseline < 0.2
+    assert data("masked-source", context=16, held_out=0.1).metric.baseline == 1.0
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_tokens_are_read_where_they_lie(dtype: str, tmp_path: Path) -> None:
+    np.arange(2000, dtype=dtype).tofile(tmp_path / "train.bin")
+    found = data("tokens", train=str(tmp_path / "train.bin"), vocabulary=2000, context=4, dtype=dtype)
+    batch = found.train.batch([0, 493], [1, 2])
+    assert batch.inputs[0].tolist() == [[0, 1, 2, 3], [1972, 1973, 1974, 1975]] and batch.target[1, -1] == 1976
+    # The last hundredth, 20 tokens: four windows and the token behind each.
+    assert everything(found.held_out).inputs[0][:, 0].tolist() == [1980, 1984, 1988, 1992]
+    # Each of 1980 tokens came once and counts twice; those held out did not come.
+    assert found.metric.baseline == pytest.approx(math.log2(1980 * 2 + 20))
+    np.full(50, 3, dtype).tofile(tmp_path / "val.bin")
+    held = data(
+        "tokens", train=str(tmp_path / "train.bin"), held_out=str(tmp_path / "val.bin"), vocabulary=2000, context=4,
+        dtype=dtype, windows=5,
+    ).held_out  # fmt: skip
+    assert len(held) == 5 and everything(held).inputs[0].unique().tolist() == [3]
+
+
+def test_a_token_file_that_shrinks_or_lies_is_named_with_the_place(tmp_path: Path) -> None:
+    path = tmp_path / "train.bin"
+    np.arange(2000, dtype="<u2").tofile(path)
+    found = data("tokens", train=str(path), vocabulary=2000, context=4)
+    os.truncate(path, 600)
+    with pytest.raises(UnreadableError, match=r"train.bin: 0 of 5 tokens at token 400; it has shrunk"):
+        found.train.batch([100], [0])
+    np.array([7] * 1000, "<u2").tofile(path)
+    with pytest.raises(UnreadableError, match=r"train.bin: token 0 is 7; data.vocabulary is 5"):
+        data("tokens", train=str(path), vocabulary=5, context=4)
+    path.write_bytes(b"odd")
+    with pytest.raises(UnreadableError, match=r"train.bin: 3 bytes are no whole number of uint16 tokens"):
+        data("tokens", train=str(path), vocabulary=5)
+    path.write_bytes(b"even")
+    with pytest.raises(UnreadableError, match=r"train.bin: 2 tokens, which is no window"):
+        data("tokens", train=str(path), vocabulary=1 << 16)

