@@ -13,7 +13,8 @@ from typing import Any
 from netfold.train.places import Key, line_of
 from netfold.train.recipe import Recipe
 
-_KEY = re.compile(rf"\b(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_]+)+")
+# Not a file's name: .../data.txt.
+_KEY = re.compile(rf"(?<![\w/.-])(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_]+)+")
 # torch's words round what a communication hook's future was given.
 _CALLBACK = re.compile(r"^Got the following error when running the callback: (.*?)\s+At:\s.*$", re.DOTALL)
 _NETFOLD = Path(__file__).parents[1]

@@ -88,8 +88,7 @@ class Recovery:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the checkpoint under way. Raises CheckpointError, but where a full
-        disk is a warning by the recipe."""
+        """Wait for the checkpoint under way. Raises CheckpointError; a full disk may be a warning (disk_full)."""
         try:
             self._checkpoints.wait()
         except CheckpointError as error:
