@@ -315,6 +315,27 @@ def refused_by_zero_bubble() -> str:
     return ""
 
 
+def failed_to_be_measured() -> str:
+    from netfold.train import Recipe, UnreadableError
+    from netfold.train.mesh import Mesh
+    from netfold.train.models import make_model
+    from netfold.train.parallel import parallelise
+
+    class Gone:
+        def __len__(self) -> int:
+            return 64
+
+        def batch(self, indices: Any, seeds: Any) -> Any:
+            raise UnreadableError("photo 3 is gone")
+
+    recipe = Recipe.model_validate(changed(GPT, parallel={"pipeline": 4}))
+    try:
+        parallelise(make_model(recipe.model), recipe, Mesh(recipe.parallel), Gone())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def failed_on_one_stage(rank: int) -> tuple[str, float]:
     """A layer of rank 2 raises in the second step: what each rank hears, and after how long."""
     import torch.distributed as dist
@@ -374,6 +395,7 @@ def serve(rank: int, size: int, folder: str) -> dict[str, Any]:
     found["outer"] = gradients_in_stages("gpt", {"pipeline": 2, "schedule": "zero-bubble"}, outer={"every": 2})
     found["dropout"] = kept_by_four_dropouts()
     found["refused"] = refused_by_zero_bubble()
+    found["unmeasured"] = failed_to_be_measured()
     found["failed"] = failed_on_one_stage(rank)
     return found
 
@@ -455,6 +477,11 @@ def test_stages_draw_by_the_seed_and_each_for_itself() -> None:
 def test_zero_bubble_refuses_a_stage_whose_gradients_torch_would_lose() -> None:
     for rank in world():
         assert "a stage (both to both) returns a tensor that depends on its weights alone" in rank["refused"]
+
+
+def test_what_keeps_layers_from_being_measured_is_heard_by_every_rank() -> None:
+    said = "the layers could not be measured on rank 0: UnreadableError: photo 3 is gone"
+    assert [rank["unmeasured"] for rank in world()] == [said] * RANKS
 
 
 def test_a_stage_that_fails_ends_the_others_and_is_named() -> None:
