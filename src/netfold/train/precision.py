@@ -49,7 +49,13 @@ class Precision:
 
     def inputs(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Floats as the model computes them; numbers of tokens and categories as they are."""
+        if self.name == "f32":
+            return inputs
         return tuple(tensor.to(self.dtype) if tensor.is_floating_point() else tensor for tensor in inputs)
+
+    def result(self, output: Tensor) -> Tensor:
+        """What the model returned, for the loss and for people: f32 again."""
+        return output if self.name == "f32" else output.float()
 
     def policy(self) -> MixedPrecisionPolicy:
         """What FSDP2 casts gathered weights, and a layer's inputs, to."""
