@@ -90,9 +90,7 @@ def test_data_that_is_not_there_or_does_not_fit_is_told(tmp_path: Path) -> None:
     ]
     assert said(data={"count": 0}) == ["data.name 'own_parts:numbers' has no training examples; look at its options"]
     (found,) = said(data={"breaks_at": 0})
-    assert found.startswith(
-        "data.name 'own_parts:numbers' cannot give its first example: ValueError: sample 0 is broken ("
-    )
+    assert found.startswith("data.name 'own_parts:numbers' cannot give an example: ValueError: sample 0 is broken (")
     (found,) = said(data={"width": 5})
     assert found.startswith("model.name 'own_parts:line' does not take what data.name 'own_parts:numbers' gives: ")
     # torch itself would broadcast one target to all outputs, and only warn.

@@ -178,8 +178,8 @@ def test_ranks_and_samples_are_shared_out(tmp_path: Path) -> None:
     file.write_text(RECIPE)
     recipe, _ = load(file, ["parallel.pipeline=2", "parallel.tensor=2", "parallel.schedule=interleaved"])
     shares = split(recipe, 8)
-    assert (shares.pipeline, shares.data, shares.tensor, shares.stages, shares.microbatches) == (2, 2, 2, 4, 4)
-    assert shares.ranks == 8 and shares.batch == 16 and shares.samples == 2
+    assert (shares.pipeline, shares.data, shares.tensor, shares.stages, shares.microbatches) == (2, 2, 2, 4, 2)
+    assert shares.ranks == 8 and shares.batch == 16 and shares.samples == 4
     # Weak scaling: the batch is that of each data-parallel rank.
     shares = split(load(file, ["training.scaling=weak", "training.accumulate=2"])[0], 3)
     assert (shares.data, shares.batch, shares.samples) == (3, 48, 8)

@@ -53,21 +53,28 @@ def resumed(rank: int, folder: Path, world: World) -> dict[str, Any]:
     return found
 
 
+def sharded(model: Any, recipe: Any, mesh: Any) -> Any:
+    """As `parallelise`: every rank holds a part of every weight."""
+    from torch.distributed.fsdp import fully_shard
+
+    from netfold.train.parallel.whole import Whole
+
+    class Sharded(Whole):
+        def __init__(self) -> None:
+            super().__init__(model, recipe, mesh)
+            self._ddp = None
+            fully_shard(model.module, mesh=mesh.device_mesh["data"])
+
+    return Sharded()
+
+
 def resharded(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """ZeRO 0, 1 and 3 put in by hand, each taking up what another has written."""
     import torch
     from surviving import Heard, interrupt_at, run
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     from netfold.train import trainer
-    from netfold.train.parallel.whole import Whole
-
-    class Sharded(Whole):
-        def __init__(self, model: Any, recipe: Any, mesh: Any) -> None:
-            super().__init__(model, recipe, mesh)
-            self._ddp = None
-            fully_shard(model.module, mesh=mesh.device_mesh["data"])
 
     def shared_out(replica: Any, recipe: Any, mesh: Any) -> Any:
         parameters = [parameter for _, parameter in replica.named_parameters()]
@@ -76,7 +83,7 @@ def resharded(rank: int, folder: Path, world: World) -> dict[str, Any]:
     def life(zero: int, into: Path, heard: Heard | None = None) -> tuple[float, ...]:
         with pytest.MonkeyPatch.context() as patch:
             if zero == 3:
-                patch.setattr(trainer, "parallelise", Sharded)
+                patch.setattr(trainer, "parallelise", sharded)
             if zero == 1:
                 patch.setattr(trainer, "make_optimizer", shared_out)
             return run(into, noisy=False, checkpoint=SAVING, heard=heard).losses
@@ -88,6 +95,62 @@ def resharded(rank: int, folder: Path, world: World) -> dict[str, Any]:
             into = folder / f"{before} to {after}"
             life(before, into, Heard(interrupt_at(5)))
             found[into.name] = life(after, into)
+    return found
+
+
+def update_kept(rank: int, folder: Path, world: World) -> dict[str, Any]:
+    """An update with a memory of its own: a tensor a parameter, one beside them, and a number."""
+    import torch
+    from surviving import Heard, interrupt_at, run
+    from torch.distributed.tensor import DTensor
+
+    from netfold.train import trainer
+
+    kept: list[Any] = []
+
+    class Remembers(trainer.Update):
+        def __init__(self, replica: Any, *others: Any) -> None:
+            super().__init__(replica, *others)
+            self.parameters = dict(replica.named_parameters())
+            self.state: dict[str, Any] = {
+                f"sum.{name}": torch.zeros_like(each) for name, each in self.parameters.items()
+            }
+            self.state |= {"loss.scale": torch.ones(2), "count": 0}
+            kept.append(self)
+
+        def step(self, lr: float) -> float | None:
+            for name, parameter in self.parameters.items():
+                self.state[f"sum.{name}"] += parameter.grad
+            self.state["loss.scale"] = self.state["loss.scale"] * 2
+            self.state["count"] += 1
+            return super().step(lr)
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state.keys() == self.state.keys()
+            self.state = state
+
+    found: dict[str, Any] = {}
+    with world(2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "Update", Remembers)
+
+        def ends_with() -> dict[str, Any]:
+            state = kept[-1].state.items()
+            tensors = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state}
+            return {name: each.flatten().tolist() if name != "count" else each for name, each in tensors.items()}
+
+        run(None, noisy=False)
+        found["whole"] = ends_with()
+        run(folder, noisy=False, checkpoint=SAVING, heard=Heard(interrupt_at(5)))
+        if rank == 0:
+            shutil.copytree(folder, folder.with_name("sharded"))
+        run(folder, noisy=False, checkpoint=SAVING)
+        found["again"] = ends_with()
+        patch.setattr(trainer, "parallelise", sharded)
+        run(folder.with_name("sharded"), noisy=False)
+        found["sharded"] = ends_with()
     return found
 
 
@@ -166,6 +229,10 @@ def other_model(rank: int, folder: Path, world: World) -> list[str]:
                 run(folder, **changes)
             except ValueError as error:
                 found.append(str(error))
+        try:
+            run(folder / "none", survive={"non_finite": "rewind"})
+        except ValueError as error:
+            found.append(str(error))
         run(folder / "small", noisy=False)
         try:
             run(folder / "small", noisy=True)
@@ -299,23 +366,28 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     from netfold.train.order import Order
     from netfold.train.policies import NonFiniteError
 
-    poisoned = Order(96, 0).indices(0, 64)[5 * 8 + 6]  # step 6, rank 1's last but one
+    order = Order(96, 0).indices(0, 96)
 
-    def change(indices: Any, features: Any) -> None:
-        for place, index in enumerate(indices):
-            if index == poisoned:
-                features[place] = float("nan")
+    def spoilt(*places: int) -> Callable[[Any, Any], None]:
+        """Samples at these places of the order are no numbers."""
+        poisoned = {order[place] for place in places}
+
+        def change(indices: Any, features: Any) -> None:
+            features[[index in poisoned for index in indices]] = float("nan")
+
+        return change
 
     found: dict[str, Any] = {}
     with world(2):
-        for policy in ("stop", "skip", "rewind"):
+        # All in step 6: rank 1's last but one, or rank 0's second, whose running means are those that ranks share.
+        for policy, place in (("stop", 46), ("skip", 41), ("rewind", 46)):
             heard = Heard()
             seen: list[list[int]] = []
             try:
                 ended = run(
                     folder / policy,
                     heard=heard,
-                    change=change,
+                    change=spoilt(place),
                     forward=seen.append,
                     checkpoint=SAVING,
                     survive={"non_finite": policy},
@@ -324,17 +396,12 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
             except NonFiniteError as error:
                 found[policy] = str(error)
 
-        good = Order(96, 0).indices(0, 4 * 8)
-
-        def all_bad(indices: Any, features: Any) -> None:
-            if indices[0] not in good:
-                features.fill_(float("inf"))
-
-        for policy in ("skip", "rewind"):
+        # Three batches running; and three with good ones between, in each of which a rewound job takes heart.
+        for policy, batches in (("skip", (4, 5, 6)), ("rewind", (4, 7, 10))):
             try:
                 run(
                     folder / f"limit {policy}",
-                    change=all_bad,
+                    change=spoilt(*(batch * 8 for batch in batches)),
                     checkpoint=SAVING,
                     survive={"non_finite": policy, "non_finite_limit": 3},
                 )
@@ -343,24 +410,34 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     return found
 
 
-def gradients_not_finite(rank: int, folder: Path, world: World) -> str:
-    """The loss is a number, its gradient is not."""
+def gradients_not_finite(rank: int, folder: Path, world: World) -> tuple[str, list[str]]:
+    """The loss is a number, its gradient is not; then numbers whose sum is too large for f32."""
     import torch
-    from surviving import Heard, interrupt_at, toy_data, toy_model, toy_recipe
+    from surviving import run, toy_model
 
-    from netfold.train import Trainer
-    from netfold.train.policies import NonFiniteError
+    from netfold.train import trainer
+    from netfold.train.policies import NonFiniteError, bad_gradients
 
-    with world(2):
-        model = toy_model()
-        trainer = Trainer(toy_recipe(), model=model, data=toy_data(), listeners=[Heard(interrupt_at(3))])
-        last = dict(trainer.replica.named_parameters())["layers.last.weight"]
-        last.register_hook(lambda gradient: torch.full_like(gradient, float("inf")) if rank else gradient)
+    model = toy_model(noisy=False)
+    for parameter in model.module.parameters():
+        parameter.grad = torch.full_like(parameter, 3e38)
+    large = bad_gradients(model.module)  # type: ignore[arg-type]
+
+    class Spoilt(trainer.Update):
+        """The last layer's gradient is spoilt on the way to rank 1."""
+
+        def __init__(self, replica: Any, *others: Any) -> None:
+            super().__init__(replica, *others)
+            last = dict(replica.named_parameters())["layers.last.weight"]
+            last.register_hook(lambda gradient: gradient * (float("inf") if rank else 1.0))
+
+    with world(2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "Update", Spoilt)
         try:
-            trainer.fit()
+            run(None, noisy=False)
         except NonFiniteError as error:
-            return str(error)
-    return ""
+            return str(error), large
+    return "", large
 
 
 def vanished(rank: int, folder: Path, world: World) -> dict[str, Any]:
@@ -435,9 +512,9 @@ def straggling(rank: int, folder: Path, world: World) -> dict[str, Any]:
                 run(
                     folder / policy,
                     heard=heard,
-                    survive={"straggler": policy, "straggler_ratio": 4.0},
-                    training={"steps": 10},
-                    forward=lambda numbers: time.sleep(0.1 * rank),
+                    survive={"straggler": policy, "straggler_ratio": 3.0},
+                    training={"steps": 8},
+                    forward=lambda numbers: time.sleep(0.2 * rank),
                 )
                 found[policy] = heard.notes
             except straggler.StragglerError as error:
@@ -494,8 +571,8 @@ def lost_switch(rank: int, folder: Path, world: World) -> Any:
 
 
 CASES = [
-    resumed, resharded, weak, damaged, other_model, crashed, full, not_finite, gradients_not_finite, vanished,
-    out_of_memory, straggling, asked_to_stop, lost_switch,
+    resumed, resharded, update_kept, weak, damaged, other_model, crashed, full, not_finite, gradients_not_finite,
+    vanished, out_of_memory, straggling, asked_to_stop, lost_switch,
 ]  # fmt: skip
 
 
@@ -577,6 +654,14 @@ def test_a_run_without_zero_goes_on_with_it_and_back() -> None:
                 assert losses == pytest.approx(whole[3:], rel=1e-5), change
 
 
+def test_what_the_update_keeps_goes_on_too() -> None:
+    for found in of(update_kept):
+        whole = found["whole"]
+        assert found["again"] == whole and whole["count"] == 8 and whole["loss.scale"] == [256.0, 256.0]
+        for name, values_of in found["sharded"].items():
+            assert values_of == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
+
+
 def test_a_batch_of_another_size_goes_on_with_the_next_sample() -> None:
     from netfold.train.order import Order
 
@@ -606,11 +691,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken() -> None:
 
 
 def test_a_checkpoint_of_another_job_is_refused() -> None:
-    for more, optimizer, never, less in of(other_model):
+    for more, optimizer, never, _, less in of(other_model):
         assert "it has model.layers.first.norm.bias, which the model has not" in more
         assert "optimizer.name is 'sgd'" in optimizer and "'adam'" in optimizer
         assert "run.resume is 'never'" in never
         assert "it has no model.layers.first.norm.weight" in less
+
+
+def test_a_recipe_that_would_rewind_needs_checkpoints() -> None:
+    assert all("set checkpoint.every" in found[3] for found in of(other_model))
 
 
 def test_a_crash_at_any_moment_of_writing_leaves_whole_checkpoints_alone() -> None:
@@ -636,8 +725,9 @@ def test_a_loss_that_is_no_number_stops_the_job_in_words() -> None:
         assert found["stop"].startswith("step 6: not finite: rank 1 (")
         assert "loss nan" in found["stop"] and "layers.first.linear.weight" in found["stop"]
         assert "rank 0" not in found["stop"]
-    for text in of(gradients_not_finite):
+    for text, large in of(gradients_not_finite):
         assert text.startswith("step 1: not finite: rank 0 (") and "gradients of layers.last.weight;" in text
+        assert large == [], "large numbers are numbers"
 
 
 def test_a_step_left_out_leaves_nothing_behind() -> None:
@@ -646,7 +736,7 @@ def test_a_step_left_out_leaves_nothing_behind() -> None:
         assert ended.step == 8 and skipped == [6]
         assert sum(math.isnan(loss) for loss in ended.losses) == 1
         assert math.isfinite(ended.metric), "a running mean would have kept the nan"
-        assert "the step is left out" in notes[0]
+        assert "rank 0 (" in notes[0] and "the step is left out" in notes[0]
 
 
 def test_a_rewind_takes_the_weights_back_and_the_data_on() -> None:
@@ -661,7 +751,9 @@ def test_a_rewind_takes_the_weights_back_and_the_data_on() -> None:
 def test_so_many_bad_steps_in_a_row_end_the_job_under_any_policy() -> None:
     for found in of(not_finite):
         assert found["limit skip"].startswith("step 7:") and "3 in a row" in found["limit skip"]
-        assert "3 in a row" in found["limit rewind"], "going back does not start the count anew"
+        assert found["limit rewind"].startswith("step 6:") and "3 in a row" in found["limit rewind"], (
+            "going back does not start the count anew"
+        )
 
 
 def test_another_example_stands_in_for_one_that_vanished_the_same_on_any_number_of_ranks() -> None:

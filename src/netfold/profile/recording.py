@@ -372,6 +372,11 @@ def current() -> Recording | None:
     return _current
 
 
+def members() -> list[Member]:
+    """The netfold groups that this process is in."""
+    return list(_members.values())
+
+
 def step() -> None:
     """Mark, on the training thread, the boundary between two steps. Does nothing where nothing is recorded."""
     if _current is not None:

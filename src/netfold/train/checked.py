@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from netfold.train.datasets import DATASETS, make_data
-from netfold.train.examples import Batch, Data
+from netfold.train.examples import Batch, Data, UnreadableError
 from netfold.train.model import Chain, Model
 from netfold.train.models import MODELS, make_model
 from netfold.train.named import arguments, factory
@@ -25,6 +25,7 @@ from netfold.train.recipe import Factory, Recipe
 from netfold.train.split import Split, split, stages
 
 Made = TypeVar("Made")
+EXAMPLES_TRIED = 8
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,16 @@ def _example(recipe: Recipe, data: Data) -> Batch:
     for which, examples in (("training", data.train), ("held-out", data.held_out)):
         if len(examples) == 0:
             raise RecipeError([f"data.name {name!r} has no {which} examples; look at its options"])
-    try:
-        return data.train.batch([0, 0], [0, 1])
-    except Exception as error:
-        raise RecipeError([f"data.name {name!r} cannot give its first example: {in_a_sentence(error)}"]) from error
+    # Where an unreadable one is left out, a later one may be read.
+    tries = min(len(data.train), EXAMPLES_TRIED) if recipe.survive.missing_data == "skip" else 1
+    for index in range(tries):
+        try:
+            return data.train.batch([index, index], [0, 1])
+        except Exception as error:
+            if index + 1 < tries and isinstance(error, UnreadableError):
+                continue
+            raise RecipeError([f"data.name {name!r} cannot give an example: {in_a_sentence(error)}"]) from error
+    raise AssertionError("there is at least one example")
 
 
 def _fit(recipe: Recipe, model: Model, fake: FakeTensorMode | None, example: Batch) -> list[str]:
@@ -162,7 +169,11 @@ def _tensor(recipe: Recipe, model: Model) -> list[str]:
     if isinstance(heads, int) and heads % tensor:
         would = [str(each) for each in range(1, heads + 1) if heads % each == 0]
         return [f"parallel.tensor is {tensor}, which does not divide model.heads {heads}; {_or(would)} would do"]
-    return _cuts(model, model.tensor_plan(parallel.style, parallel.sequence), tensor, name)
+    try:
+        plan = model.tensor_plan(parallel.style, parallel.sequence)
+    except ValueError as error:
+        return [in_a_sentence(error)]
+    return _cuts(model, plan, tensor, name)
 
 
 def _cuts(model: Model, plan: Any, tensor: int, name: str) -> list[str]:

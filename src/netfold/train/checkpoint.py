@@ -85,7 +85,7 @@ class Checkpoints:
         (step, future), self._under_way = self._under_way, None
         try:
             error = future.exception(self._timeout_s)
-        except TimeoutError:
+        except futures.TimeoutError:
             raise CheckpointError(
                 f"rank {dist.get_rank()}: the checkpoint of step {step} is not written after {self._timeout_s:.0f} s; "
                 f"is {self.folder} on a slow disk? run.timeout_s is the limit"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from netfold.train.optimizers import local_optimizer
 from netfold.train.replica import Replica
 from netfold.train.update import Update
 
@@ -34,7 +35,7 @@ def contents(
     tensors = {f"model.{name}": replica.as_part(name, each.detach()) for name, each in parameters.items()}
     if buffers:
         tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
-    state = holder(optimizer).state
+    state = local_optimizer(optimizer).state
     for name, parameter in parameters.items():
         for key, value in state.get(parameter, {}).items():
             # None stands for what the optimizer has not made yet.
@@ -68,7 +69,7 @@ class Wanted:
         update: Update,
     ) -> None:
         """`parameters`: as for `contents`."""
-        self._optimizer, self._update = holder(optimizer), update
+        self._optimizer, self._update = local_optimizer(optimizer), update
         self.tensors = {f"model.{name}": replica.as_part(name, each.detach()) for name, each in parameters.items()}
         self.tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
         self._states: dict[nn.Parameter, dict[str, Tensor]] = {}
@@ -87,7 +88,7 @@ class Wanted:
                 if name in parameters:
                     self._updates[rest] = _empty(replica, name, parameters[name], meta)
                     self.tensors[key] = _part(replica, parameters[name], name, self._updates[rest])
-                elif "." not in rest:
+                elif f"model.{name}" not in saved:  # else it goes with a parameter that another rank holds
                     self._updates[rest] = self.tensors[key] = torch.empty(meta.size, dtype=meta.properties.dtype)
 
     def problem(self, saved: Metadata) -> str:
@@ -114,13 +115,6 @@ def named_buffers(replica: Replica) -> list[tuple[str, Tensor]]:
         kept = module.state_dict()
         found += [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
     return found
-
-
-def holder(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Who holds the state: under ZeroRedundancyOptimizer the one inside, and that of the parameters it owns alone."""
-    inside = getattr(optimizer, "optim", optimizer)
-    assert isinstance(inside, torch.optim.Optimizer)
-    return inside
 
 
 def _part(replica: Replica, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:

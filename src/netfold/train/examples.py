@@ -59,8 +59,38 @@ class Metric:
 
 
 @dataclass(frozen=True)
+class Panel:
+    """One picture of a row that is looked at side by side."""
+
+    title: str
+    """ "bicubic", "the network" """
+    said: str
+    """What it reaches, in words: "27.91 dB"."""
+    pixels: Tensor
+    """[3, h, w], u8."""
+
+
+class Pictures(Protocol):
+    """Held-out examples that make pictures."""
+
+    def __len__(self) -> int:
+        """How many examples they take."""
+        ...
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These of them, as those trained on. The model's output has the shape of the target."""
+        ...
+
+    def panels(self, outputs: Tensor) -> Sequence[Panel]:
+        """outputs: [len, ...] f32, of all examples in their order."""
+        ...
+
+
+@dataclass(frozen=True)
 class Data:
     train: Examples
     held_out: Examples
     """Never trained on. Of the same shapes as the training examples."""
     metric: Metric
+    pictures: Pictures | None = None
+    """What a run's page shows of the model, where there is something to see."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from netfold.train.examples import Metric, Panel
 from netfold.train.model import Model
 from netfold.train.recipe import Recipe
 
@@ -25,6 +26,8 @@ class Started:
     """Samples a step, of the whole job."""
     parameters: int
     """Of the whole model."""
+    metric: Metric
+    """What evaluations are told in."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Evaluated:
     values: Mapping[str, float]
     """The metric by its name, and "loss"."""
     seconds: float
+    pictures: Sequence[Panel] = ()
+    """After the last step, where the data has some to show: on rank 0."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +81,22 @@ class Ended:
 
 
 class Listener(Protocol):
-    """Called on the training thread of every rank that has one; must return soon, and must not raise."""
+    """Called on the training thread of every rank that has one; must return soon, and must not raise.
 
-    def started(self, event: Started) -> None: ...
-    def stepped(self, event: Stepped) -> None: ...
-    def evaluated(self, event: Evaluated) -> None: ...
-    def noted(self, event: Noted) -> None: ...
-    def ended(self, event: Ended) -> None: ...
+    A class that says this is its base is told of everything, and does nothing about what it does not define.
+    """
+
+    def started(self, event: Started) -> None:
+        return
+
+    def stepped(self, event: Stepped) -> None:
+        return
+
+    def evaluated(self, event: Evaluated) -> None:
+        return
+
+    def noted(self, event: Noted) -> None:
+        return
+
+    def ended(self, event: Ended) -> None:
+        return

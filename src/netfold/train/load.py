@@ -48,7 +48,7 @@ def load(file: Path, settings: Sequence[str] = ()) -> tuple[Recipe, Source]:
         # A date becomes text: JSON, as which the recipe reaches the ranks, has none.
         recipe = Recipe.model_validate(json.loads(json.dumps(tree, default=str)))
     except ValidationError as error:
-        raise RecipeError([source.place(words, key) + words for key, words in sentences(error)]) from None
+        raise RecipeError([source.place(words, key or None) + words for key, words in sentences(error)]) from None
     if recipe.run.name is None:
         recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": file.stem})})
     return recipe, source

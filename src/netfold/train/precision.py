@@ -39,6 +39,8 @@ class Precision:
         for part in module.modules():
             if not keeps_statistics(part):
                 for parameter in part.parameters(recurse=False):
+                    if parameter.dtype == self.dtype:
+                        continue  # two modules have it
                     setattr(parameter, UNROUNDED, parameter.data)
                     parameter.data = parameter.data.to(self.dtype)
                 for buffer in part.buffers(recurse=False):

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import MutableMapping
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from netfold.train.trainer import Outcome, Trainer
 
 FAILED, CANNOT, INTERRUPTED = 1, 2, 128 + signal.SIGINT
-# Files in the folder of a job that `launch` has started: what to do, and the sentence of a rank that no restart helps.
+# Files in the folder of a job that `launch` has started: what to do, and that no restart helps.
 JOB, HOPELESS = "job.json", "hopeless"
 # What another try may find better: a peer or a machine that failed. A wrong shape or a missing key will be so again.
 _PASSING = (RuntimeError, OSError, MemoryError)
@@ -124,15 +125,18 @@ def _tell(error: Exception, rank: int, trainer: Trainer | None, source: Source) 
     said = "; ".join(source.placed(error)) if isinstance(error, ValueError) else in_a_sentence(error)
     sentence = f"rank {rank} of {os.environ['WORLD_SIZE']}{_step(trainer)}: {said}"
     print(f"netfold train: {sentence}", file=sys.stderr, flush=True)
+    if os.environ.get("LOGLEVEL") in ("INFO", "DEBUG"):
+        traceback.print_exception(error)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
-        # What torchrun shows as the reason; its own recorder would print the traceback a second time.
-        told = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
+        # What torchrun shows as the reason.
+        calls = "".join(traceback.format_exception(error))
+        told = {"message": sentence, "extraInfo": {"py_callstack": calls, "timestamp": str(int(time.time()))}}
         Path(report).write_text(json.dumps({"message": told}))
 
 
 def _step(trainer: Trainer | None) -> str:
-    return ", before the first step" if trainer is None else f", step {trainer.step + 1}"
+    return ", before the first step" if trainer is None else f", step {min(trainer.step + 1, trainer.steps)}"
 
 
 if __name__ == "__main__":

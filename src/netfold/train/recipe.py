@@ -85,7 +85,7 @@ class Schedule(Section):
     warmup: Annotated[int, Field(ge=0)] = 0
     """Steps over which the rate rises in a line."""
     final: Share = 0.0
-    """What is left of the rate at the last step."""
+    """What is left of the rate when the last step is done, where the shape is not constant."""
     reference_batch: PositiveInt | None = None
     """The batch that `lr` was found for: the rate is multiplied by batch / reference_batch (Goyal et al. 2017)."""
 
@@ -103,10 +103,11 @@ class Parallel(Section):
     """Data-parallel ranks that normalise together, in runs of this many; 1: each for itself."""
     pipeline: PositiveInt = 1
     microbatches: PositiveInt | None = None
-    """Without: as many as stages."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """Without: as many as the pipeline has ranks."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] = "1f1b"
+    """zero-bubble: ZB-H1; zero-bubble-v: ZB-V, whose first and last stage share a rank (Qi et al. 2023)."""
     interleave: PositiveInt = 2
-    """Stages a rank holds where the schedule is interleaved or zero-bubble."""
+    """Stages a rank holds where the schedule is interleaved, zero-bubble or zero-bubble-v (there always 2)."""
     tensor: PositiveInt = 1
     style: Literal["alternating", "row", "column"] = "alternating"
     """How a linear layer's weights are cut: by rows, by columns, or in turn (one all-reduce every two layers)."""
@@ -121,6 +122,7 @@ class Outer(Section):
     taken as a gradient (DiLoCo, Douillard 2023). lr 1 and momentum 0 is local SGD: models are averaged."""
 
     every: PositiveInt
+    """Looks at held-out examples and checkpoints are taken at ends of rounds: their `every` must be a multiple."""
     lr: PositiveFloat = 0.7
     momentum: Share = 0.9
 
@@ -194,3 +196,34 @@ class Recipe(Section):
     survive: Survive = Survive()
     report: Report = Report()
     run: Run = Run()
+
+    @model_validator(mode="after")
+    def _apart(self) -> Recipe:
+        if self.outer is None:
+            return self
+        for key, value, alone in (
+            ("parallel.zero", self.parallel.zero, 0),
+            ("parallel.batch_norm", self.parallel.batch_norm, 1),
+            ("parallel.tables", self.parallel.tables, "replicated"),
+        ):
+            if value != alone:
+                raise ValueError(
+                    f"{key} is {value!r}, which data-parallel ranks share in every step, but with [outer] they train "
+                    f"apart; {alone!r} would do, or leave [outer] out"
+                )
+        if self.training.precision != "f32":
+            raise ValueError(
+                f"training.precision is {self.training.precision!r}, but with [outer] weights themselves are averaged, "
+                "which are f32; 'f32' would do"
+            )
+        every = self.outer.every
+        for key, steps in (
+            ("training.evaluate_every", self.training.evaluate_every),
+            ("checkpoint.every", self.checkpoint.every),
+        ):
+            if steps is not None and steps % every:
+                raise ValueError(
+                    f"{key} is {steps}, in the middle of a round of outer.every = {every} steps, where data-parallel "
+                    f"ranks hold different weights; a multiple of {every} would do"
+                )
+        return self

@@ -44,6 +44,11 @@ def stages(parallel: Parallel) -> int:
     return parallel.pipeline * (parallel.interleave if several else 1)
 
 
+def stages_held(split: Split, pipeline_rank: int) -> list[int]:
+    """By a rank at this place of the pipeline: every so many-th."""
+    return list(range(pipeline_rank, split.stages, split.pipeline))
+
+
 def split(recipe: Recipe, ranks: int) -> Split:
     """On so many ranks. Raises RecipeError: all that does not come out even."""
     parallel, training = recipe.parallel, recipe.training
@@ -54,7 +59,7 @@ def split(recipe: Recipe, ranks: int) -> Split:
         problems.append(_ranks(parallel, ranks, replica))
         # What else is wrong is wrong on any number of ranks, unless that one decided how often the batch is cut.
         data = parallel.data or 1
-    microbatches = (parallel.microbatches or stages(parallel)) if parallel.pipeline > 1 else 1
+    microbatches = (parallel.microbatches or parallel.pipeline) if parallel.pipeline > 1 else 1
     parts = training.accumulate * microbatches * (data if training.scaling == "strong" else 1)
     if training.batch % parts:
         problems.append(_batch(recipe, data, microbatches, parts))

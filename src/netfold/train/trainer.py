@@ -18,7 +18,7 @@ import torch.distributed as dist
 from netfold.train import listeners as said
 from netfold.train.datasets import make_data
 from netfold.train.evaluate import evaluate
-from netfold.train.examples import Batch, Data
+from netfold.train.examples import Batch, Data, Panel
 from netfold.train.feed import Feed
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
@@ -26,6 +26,7 @@ from netfold.train.models import make_model
 from netfold.train.optimizers import make_optimizer
 from netfold.train.order import sample_seed
 from netfold.train.parallel import parallelise
+from netfold.train.pictures import render
 from netfold.train.policies import (
     Buffers,
     NonFinite,
@@ -84,7 +85,7 @@ class Trainer:
         torch.manual_seed(recipe.training.seed)
         self.model = model or make_model(recipe.model)
         self._parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
-        self.replica = parallelise(self.model, recipe, self.mesh)
+        self.replica = parallelise(self.model, recipe, self.mesh, self.data.train)
         self.optimizer = make_optimizer(self.replica, recipe, self.mesh)
         self.update = Update(self.replica, self.optimizer, recipe, self.mesh)
         self.batch = recipe.training.batch * (self.mesh.data.size if recipe.training.scaling == "weak" else 1)
@@ -128,7 +129,8 @@ class Trainer:
             if better is not None:
                 tell_others(self.mesh, better)
             if self._started:
-                self._note("error", str(better or error))
+                # The first line: torch adds a stack to what a hook of its reducer raised.
+                self._note("error", str(better or error).partition("\n")[0])
                 self._tell(said.Ended(self.step, type(better or error).__name__, time.perf_counter() - began_s))
             if better is not None:
                 raise better from error
@@ -158,6 +160,8 @@ class Trainer:
                     self._evaluate()
                 if _due(self.step, self.recipe.checkpoint.every):
                     self._save()
+            # Checkpoints and looks at held-out examples are of one model: an outer round ends early.
+            self.update.settle()
             if reason == "done":
                 values = self._evaluate()
         self._save()
@@ -173,19 +177,23 @@ class Trainer:
         self._tell(
             said.Started(
                 self.recipe, self.model, dist.get_world_size(), dist.get_rank(), self.step, self.steps, self.batch,
-                self._parameters,
+                self._parameters, self.data.metric,
             )
         )  # fmt: skip
         self._started = True
         for noted in self._notes:
             self._tell(noted)
+        self._pass_on()
 
     def _one_step(self, feed: Feed) -> Word:
         began_s = time.perf_counter()
         batch = self._batch = feed.get(self.samples)
         data_s = time.perf_counter() - began_s
         # What a model draws (dropout) is a function of the seed, the step and the share of the data: nothing to save.
-        torch.manual_seed(sample_seed(self.recipe.training.seed, self.step * self.mesh.data.size + self.mesh.data.rank))
+        # torch.manual_seed would do it for every kind of accelerator that is not there as well, sixty times as dear.
+        torch.default_generator.manual_seed(
+            sample_seed(self.recipe.training.seed, self.step * self.mesh.data.size + self.mesh.data.rank)
+        )
         lr = learning_rate(self.recipe.optimizer.lr, self.recipe.schedule, self.step, self.steps, self.batch)
         self.optimizer.zero_grad()
         if self._buffers is not None:
@@ -209,14 +217,13 @@ class Trainer:
             norm = self.update.step(lr)
             skipped = self.update.skipped
         self.step += 1
+        self.update.end_step(self.step)
         self.samples += self.batch
         if not skipped:
             self._non_finite.fine(self.step)
         seconds = time.perf_counter() - began_s
         self._tell(said.Stepped(self.step, word.loss, lr, norm, seconds, data_s, self.samples, skipped))
-        for text in self.replica.notes:
-            self._note("info", text)
-        self.replica.notes.clear()
+        self._pass_on()
         if self.recovery is not None:
             self.recovery.stepped(self.step)
         for text in self._replacing.news() if self._replacing is not None else ():
@@ -257,9 +264,20 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         began_s = time.perf_counter()
-        values = evaluate(self.replica, self.model, self.data, self.mesh, self.batch // self.mesh.data.size)
-        self._tell(said.Evaluated(self.step, values, time.perf_counter() - began_s))
+        share = self.batch // self.mesh.data.size
+        values = evaluate(self.replica, self.model, self.data, self.mesh, share)
+        seconds = time.perf_counter() - began_s
+        panels: Sequence[Panel] = ()
+        if self.step == self.steps and self.data.pictures is not None:
+            panels = render(self.replica, self.data.pictures, self.mesh, share)
+        self._tell(said.Evaluated(self.step, values, seconds, panels))
         return values
+
+    def _pass_on(self) -> None:
+        """What the replica chose."""
+        for text in self.replica.notes:
+            self._note("info", text)
+        self.replica.notes.clear()
 
     def _note(self, level: str, text: str) -> None:
         noted = said.Noted(self.step, level, text)

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from netfold.train.clip import Clip
 from netfold.train.loss_scale import LossScale
 from netfold.train.mesh import Mesh
 from netfold.train.optimizers import local_optimizer
 from netfold.train.optimizers.master import MasterWeights
+from netfold.train.parallel.outer import Rounds
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
 
@@ -18,9 +20,13 @@ class Update:
     """One optimizer's step a call, on every rank; all ranks call alike."""
 
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, recipe: Recipe, mesh: Mesh) -> None:
+        """Collective over the world."""
         self.optimizer = optimizer
         self._replica = replica
         self._scale = LossScale() if recipe.training.precision == "f16" else None
+        limit, outer = recipe.training.clip, recipe.outer
+        self._clip = Clip(replica, limit, mesh, apart=outer is not None) if limit is not None else None
+        self._rounds = Rounds(replica, optimizer, outer, mesh.data) if outer is not None else None
         self.skipped = False
         """The last step left weights as they were: its gradients had overflowed."""
 
@@ -30,9 +36,10 @@ class Update:
         return 1.0 if self._scale is None else self._scale.value
 
     def step(self, lr: float) -> float | None:
-        """Take the gradients that lie in the parameters. Returns their norm where they are clipped."""
+        """Take the gradients that lie in the parameters. Returns their norm before, where they are clipped; under
+        `outer` that of this data-parallel rank's own."""
+        scale = self.loss_scale
         if self._scale is not None:
-            scale = self._scale.value
             parameters = (parameter for _, parameter in self._replica.named_parameters())
             self.skipped = self._scale.overflowed(
                 parameter.grad for parameter in parameters if parameter.grad is not None
@@ -42,16 +49,36 @@ class Update:
             local = local_optimizer(self.optimizer)
             assert isinstance(local, MasterWeights)
             local.gradient_factor = 1.0 / scale
+        norm = self._clip.clip(scale) if self._clip is not None else None
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return None
+        if self._rounds is not None:
+            self._rounds.moved()
+        return norm
+
+    def end_step(self, number: int) -> None:
+        """Step `number` of the job, from 1, is over, its update taken or left out: under `outer` the round may end."""
+        if self._rounds is not None:
+            self._rounds.end_step(number)
+
+    def may_checkpoint(self) -> bool:
+        """Data-parallel ranks hold the same weights: not while an outer round is under way. The same on every rank."""
+        return self._rounds is None or self._rounds.between
+
+    def settle(self) -> None:
+        """Make it so: an outer round that is under way ends early. All ranks call alike."""
+        if self._rounds is not None:
+            self._rounds.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """What goes on beside the optimizer's own state (a loss scale, an outer optimizer's momentum): name -> tensor
         or number, for a checkpoint. Tensors of a parameter are under "<what>.<the parameter's name>"."""
-        return {} if self._scale is None else self._scale.state_dict()
+        scale = {} if self._scale is None else self._scale.state_dict()
+        return scale if self._rounds is None else {**scale, **self._rounds.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._scale is not None:
             self._scale.load_state_dict(state)
+        if self._rounds is not None:
+            self._rounds.load_state_dict(state)

@@ -72,7 +72,8 @@ def _sentence(key: Key, details: list[ErrorDetails]) -> str:
             return f"{name} is missing; a recipe must have it"
         return f"{name} is {_shown(first['input'])}, which is too short; see its default"
     if first["type"] == "value_error":
-        return f"{name}: {first['ctx']['error']}"
+        # A sentence of recipe.py's; one about several sections names its keys itself.
+        return f"{name}: {first['ctx']['error']}" if name else str(first["ctx"]["error"])
     # One sentence for all choices of a union, none of which fitted.
     must = " or ".join(dict.fromkeys(wanted(each) for each in details))
     hint = ""

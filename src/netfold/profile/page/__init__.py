@@ -23,7 +23,7 @@ from netfold.profile.page.steps import steps
 from netfold.profile.page.timeline import timeline
 from netfold.profile.run import Run
 
-__all__ = ["render_page"]
+__all__ = ["advice", "facts", "hash_of", "render_page"]
 
 _FOLDER = Path(__file__).parent
 _SCRIPTS = ("errors.js", "tables.js", "timeline.js")
@@ -36,7 +36,7 @@ def render_page(findings: Findings, run: Run | None, *, each_step: Sequence[Over
     """
     scripts = [(_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS]
     # What is no script of ours does not run, should it ever get past the escaping.
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(_hash, scripts))}"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(hash_of, scripts))}"
     first, *later = (f"<script>{script}</script>" for script in scripts)
     sections = "".join(
         f'<section aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{body}</section>'
@@ -58,7 +58,7 @@ def render_page(findings: Findings, run: Run | None, *, each_step: Sequence[Over
 <p class="command"><code>{escape(findings.title)}</code><br>{_who(findings)}</p>
 {"".join(f'<p class="failed">{escape(text)}</p>' for text in words.missing(findings))}
 <p>{escape(words.story(findings))}</p>
-<div class="facts">{_facts(findings)}</div>
+<div class="facts">{facts(findings)}</div>
 {sections}
 </main>
 {embed("findings", findings)}
@@ -68,7 +68,8 @@ def render_page(findings: Findings, run: Run | None, *, each_step: Sequence[Over
 """
 
 
-def _hash(script: str) -> str:
+def hash_of(script: str) -> str:
+    """As a page's policy names a script that may run."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
@@ -76,7 +77,7 @@ def _sections(findings: Findings, run: Run | None, each_step: Sequence[Overlap])
     without = "<p>The records themselves are not at hand: only what was found in them is shown.</p>"
     drawn = None if run is None else _timeline(findings, run)
     return [
-        ("advice", "What to do", _advice(findings)),
+        ("advice", "What to do", advice(findings)),
         ("rows-section", "Operations by size", by_size.rows(findings.rows) if findings.rows else "<p>None.</p>"),
         (
             "by-size-section",
@@ -110,14 +111,16 @@ def _who(findings: Findings) -> str:
     return escape("; ".join(part for part in parts if part))
 
 
-def _facts(findings: Findings) -> str:
+def facts(findings: Findings) -> str:
+    """The few numbers below the headline, for an element of class facts."""
     return "".join(
         f"<div><strong>{escape(number)}</strong><span>{escape(meaning)}</span></div>"
         for number, meaning in words.facts(findings)
     )
 
 
-def _advice(findings: Findings) -> str:
+def advice(findings: Findings) -> str:
+    """What to do, as a list."""
     if not findings.advice:
         return "<p>Nothing stands out.</p>"
     items = "".join(

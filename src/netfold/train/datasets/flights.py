@@ -39,8 +39,6 @@ def flights_in(folder: Path) -> Data:
     rows = read_table(folder / "flights.csv.zip", timetable)
     weather = read_table(folder / "weather.csv", ["origin", "time_hour", *WEATHER])
     rows = rows[rows["arr_delay"].notna()].reset_index(drop=True)
-    # An hour that a clock shows twice, in November, has two lines: the first one stands.
-    weather = weather.drop_duplicates(["origin", "time_hour"])
     rows = rows.merge(weather, how="left", on=["origin", "time_hour"], validate="many_to_one")
     date = pandas.to_datetime({"year": 2013, "month": rows["month"], "day": rows["day"]})
     rows["weekday"] = date.dt.day_of_week

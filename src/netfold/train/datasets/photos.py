@@ -7,6 +7,7 @@ from pathlib import Path
 import skimage
 
 from netfold.train.datasets import pairs
+from netfold.train.datasets.mosaic import Mosaic
 from netfold.train.examples import Data
 
 TRAINING = (
@@ -42,5 +43,8 @@ def photos(scale: int = 2, patch: int = 24, patches: int = 4096, tiles: int | No
     found = [tile for pair in held for tile in pairs.tiles_of(pair, scale, patch)]
     kept = [found[place] for place in pairs.evenly(len(found) if tiles is None else tiles, len(found))]
     return Data(
-        pairs.Crops(train.__getitem__, len(train), scale, patch, patches), pairs.Tiles(kept), pairs.metric(kept, scale)
+        pairs.Crops(train.__getitem__, len(train), scale, patch, patches),
+        pairs.Tiles(kept),
+        pairs.metric(kept, scale),
+        Mosaic(held[HELD_OUT.index("chelsea.png")], scale, patch, pairs.psnr),
     )

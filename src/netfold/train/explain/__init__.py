@@ -13,7 +13,7 @@ from netfold.train.explain.layers import Layer, measure
 from netfold.train.explain.memory import Memory, a_parameter, passes_kept
 from netfold.train.explain.traffic import Traffic, traffic
 from netfold.train.recipe import Recipe
-from netfold.train.split import Split
+from netfold.train.split import Split, stages_held
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def rank_at(split: Split, pipeline: int, data: int, tensor: int) -> int:
 
 
 def _place(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], number: int, unknown: bool) -> Place:
-    held = [stage for index, stage in enumerate(stages) if index % split.pipeline == number]
+    held = [stages[stage] for stage in stages_held(split, number)]
     layers = [layer for stage in held for layer in stage]
     tables = sum(layer.table_parameters for layer in layers) if recipe.parallel.tables != "replicated" else 0
     rest = sum(layer.parameters for layer in layers) - tables

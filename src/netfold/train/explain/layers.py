@@ -1,20 +1,24 @@
 """What each layer holds and moves, measured on fake tensors: shapes and bytes without memory or arithmetic.
 
-Tensor parallelism is played by one rank: its layers get this rank's share of the weights, and where torch would
-communicate a hook gives the tensor the shape that it then has, and notes the operation.
+Tensor parallelism is torch's own, over a group whose other ranks are torch's fake: what it issues is noted and counted,
+whatever the model's plan is made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from netfold.train.examples import Batch
 from netfold.train.model import Chain, Model
@@ -65,20 +69,46 @@ def measure(
     plan: Any = None,
 ) -> tuple[list[Layer], str]:
     """Layers of `model` (of fake tensors of `fake`; taken over, cut in place) for passes of `samples` samples, and why
-    activations and collectives in layers could not be measured, or ""."""
-    calls: list[Call] = []
-    why = "" if fake is not None else "the model cannot be made of fake tensors"
-    if tensor > 1:
-        why = why or _cut(model.module, plan, tensor, calls)
+    activations and collectives in layers could not be measured, or "".
+
+    No process group may be there: with tensor > 1 one is made, and taken away again.
+    """
     layers = list(model.module.layers.items()) if isinstance(model.module, Chain) else [("all", model.module)]
-    held = [_held(name, layer) for name, layer in layers]
-    if fake is None or why:
-        return held, why
+    whole = [_held(name, layer) for name, layer in layers]
+    if fake is None:
+        return whole, "the model cannot be made of fake tensors"
     try:
-        with fake:
-            return _run(model, [layer for _, layer in layers], held, example, samples, DTYPES[precision], calls), ""
+        with _mesh(tensor) as mesh, fake:
+            if mesh is not None:
+                # No rank's weights are sent to the others: they have no values.
+                parallelize_module(model.module, mesh, dict(plan), src_data_rank=None)
+            _lower(model.module, DTYPES[precision])
+            held = [_held(name, layer) for name, layer in layers]
+            return _run(model, layers, held, example, samples, DTYPES[precision]), ""
     except Exception as error:
-        return held, f"a pass of fake tensors failed: {type(error).__name__}: {str(error).splitlines()[0]}"
+        return whole, f"a pass of fake tensors failed: {type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+@contextlib.contextmanager
+def _mesh(tensor: int) -> Iterator[DeviceMesh | None]:
+    if tensor == 1:
+        yield None
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor)
+    try:
+        yield init_device_mesh("cpu", (tensor,))
+    finally:
+        dist.destroy_process_group()
+
+
+def _lower(module: nn.Module, dtype: torch.dtype) -> None:
+    """What is computed with is of this kind, but where running statistics are kept."""
+    for part in module.modules():
+        if getattr(part, "running_mean", None) is None:
+            for name, parameter in part.named_parameters(recurse=False):
+                setattr(part, name, nn.Parameter(parameter.detach().to(dtype)))
 
 
 def _held(name: str, layer: nn.Module) -> Layer:
@@ -86,146 +116,108 @@ def _held(name: str, layer: nn.Module) -> Layer:
     norms = [each for each in layer.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
     return Layer(
         name,
-        sum(parameter.numel() for parameter in layer.parameters()),
-        sum(table.weight.numel() for table in tables),
+        sum(_local(parameter).numel() for parameter in layer.parameters()),
+        sum(_local(table.weight).numel() for table in tables),
         norms=tuple(int(norm.num_features) for norm in norms),
     )
 
 
 def _run(
     model: Model,
-    layers: Sequence[nn.Module],
+    layers: Sequence[tuple[str, nn.Module]],
     held: Sequence[Layer],
     example: Batch,
     samples: int,
     dtype: torch.dtype,
-    calls: list[Call],
 ) -> list[Layer]:
     # A parameter is there anyway; and what two layers keep is kept once.
     seen = {_storage(parameter) for parameter in model.module.parameters()}
     kept: list[Tensor] = []
-    looked_up: list[int] = []
 
     def keep(saved: Tensor) -> Tensor:
-        kept.append(saved)
+        kept.append(_local(saved))
         return saved
 
-    for module in model.module.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            module.register_forward_hook(lambda _, __, rows: looked_up.append(_bytes(rows)))
-    values: Any = tuple(_like(each, samples) for each in example.inputs)
-    found = []
-    autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
-    for number, (layer, before) in enumerate(zip(layers, held, strict=True)):
-        calls.clear()
-        looked_up.clear()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-            with autocast:
-                values = layer(*values) if isinstance(values, tuple) else layer(values)
-            if number + 1 == len(layers):
-                model.loss(values, _like(example.target, samples))
-        fresh = {_storage(each): _storage_bytes(each) for each in kept if _storage(each) not in seen}
+    values = tuple(_like(each, samples, dtype) for each in example.inputs)
+    found: list[Layer] = []
+    for (_, layer), before in zip(layers, held, strict=True):
+        # Each layer has a backward pass of its own, so that what it issues is known to be its.
+        given = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved), _Watched() as forward:
+            returned = layer(*given)
+            values = returned if isinstance(returned, tuple) else (returned,)
+            if len(found) + 1 == len(layers):
+                (output,) = values
+                values = (model.loss(output, _like(example.target, samples, example.target.dtype)),)
+        fresh = {_storage(each): each.untyped_storage().nbytes() for each in kept if _storage(each) not in seen}
         seen |= set(fresh)
-        handed = values if isinstance(values, tuple) else (values,)
+        back = [value for value in values if value.requires_grad]
+        with _Watched() as backward:
+            torch.autograd.backward(back, [torch.ones_like(value) for value in back])
+        calls = [Call(name, size, False) for name, size in forward.calls]
+        calls += [Call(name, size, True) for name, size in backward.calls]
         found.append(
-            Layer(
-                before.name,
-                before.parameters,
-                before.table_parameters,
-                sum(fresh.values()),
-                _bytes(handed),
-                _bytes([each for each in handed if each.requires_grad]),
-                tuple(calls),
-                sum(looked_up),
-                before.norms,
+            replace(
+                before,
+                saved_bytes=sum(fresh.values()),
+                handed_bytes=_bytes(values),
+                handed_back_bytes=_bytes(back),
+                calls=tuple(calls),
+                looked_up_bytes=forward.looked_up_bytes,
             )
         )
     return found
 
 
-def _cut(module: nn.Module, plan: Any, tensor: int, calls: list[Call]) -> str:
-    """Give the planned layers one rank's share of their weights, and note in `calls` what they then ask of the others.
-    Returns why it cannot be done, or ""."""
-    for path, style in plan.items():
-        if isinstance(style, SequenceParallel):
-            continue
-        if not isinstance(style, ColwiseParallel | RowwiseParallel) or any(letter in path for letter in "*?["):
-            return f"{path} is cut by {type(style).__name__}, whose operations are not known here"
-        layer = module.get_submodule(path)
-        columns = isinstance(style, ColwiseParallel)
-        # A linear weight is [out, in], a table [rows, features]; its columns are what is put out.
-        table = isinstance(layer, nn.Embedding)
-        _narrow(layer, "weight", 1 if columns == table else 0, tensor)
-        if columns and not table and layer.bias is not None:
-            _narrow(layer, "bias", 0, tensor)
-        given, returned = style.input_layouts[0], style.output_layouts[0]
-        if columns:
-            _column(layer, given, returned, tensor, calls)
-        else:
-            _row(layer, given, returned, tensor, calls, table)
-    return ""
+class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the collectives that are issued while it is entered, and the bytes looked up in tables."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, int]] = []
+        self.looked_up_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            # First what it comes to on this rank; that passes here again.
+            return NotImplemented
+        name = func.overloadpacket.__name__
+        result = func(*args, **(kwargs or {}))
+        if func.namespace.startswith("_c10d_functional") and name in _OPERATIONS:
+            operation, size = _OPERATIONS[name]
+            self.calls.append((operation, size(args[0], result)))
+        elif func.namespace == "aten" and name in ("embedding", "_embedding_bag"):
+            self.looked_up_bytes += _bytes(result if isinstance(result, Tensor) else result[0])
+        return result
 
 
-def _narrow(layer: nn.Module, name: str, dim: int, tensor: int) -> None:
-    whole = getattr(layer, name)
-    part = whole.detach().narrow(dim, 0, whole.shape[dim] // tensor).clone()
-    setattr(layer, name, nn.Parameter(part))
+def _like(example: Tensor, samples: int, dtype: torch.dtype) -> Tensor:
+    kind = dtype if example.is_floating_point() else example.dtype
+    return torch.zeros((samples, *example.shape[1:]), dtype=kind)
 
 
-def _column(layer: nn.Module, given: Any, returned: Any, tensor: int, calls: list[Call]) -> None:
-    def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x, *rest = inputs
-        if isinstance(given, Shard):
-            x = _gathered(x, given.dim, tensor)
-            calls.append(Call("all_gather", _bytes(x), False))
-        if x.requires_grad:
-            calls.append(Call("reduce_scatter" if isinstance(given, Shard) else "all_reduce", _bytes(x), True))
-        return (x, *rest)
-
-    def after(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        if isinstance(returned, Replicate):
-            output = _gathered(output, -1, tensor)
-            calls.append(Call("all_gather", _bytes(output), False))
-        return output
-
-    layer.register_forward_pre_hook(before)
-    layer.register_forward_hook(after)
-
-
-def _row(layer: nn.Module, given: Any, returned: Any, tensor: int, calls: list[Call], table: bool) -> None:
-    def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x, *rest = inputs
-        # A table's indices are the same on all ranks, whichever rows they hold.
-        if isinstance(given, Replicate) and not table:
-            if x.requires_grad:
-                calls.append(Call("all_gather", _bytes(x), True))
-            x = x.narrow(-1, 0, x.shape[-1] // tensor)
-        return (x, *rest)
-
-    def after(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        if isinstance(returned, Shard):
-            calls.append(Call("reduce_scatter", _bytes(output), False))
-            calls.append(Call("all_gather", _bytes(output), True))
-            return output.narrow(returned.dim, 0, output.shape[returned.dim] // tensor)
-        calls.append(Call("all_reduce", _bytes(output), False))
-        return output
-
-    layer.register_forward_pre_hook(before)
-    layer.register_forward_hook(after)
-
-
-def _gathered(x: Tensor, dim: int, tensor: int) -> Tensor:
-    return torch.cat([x] * tensor, dim)
-
-
-def _like(example: Tensor, samples: int) -> Tensor:
-    return torch.zeros((samples, *example.shape[1:]), dtype=example.dtype)
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _bytes(values: Tensor | Sequence[Tensor]) -> int:
     tensors = [values] if isinstance(values, Tensor) else values
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(_local(tensor).numel() * tensor.element_size() for tensor in tensors)
 
 
-_storage: Callable[[Tensor], int] = lambda tensor: tensor.untyped_storage()._cdata
-_storage_bytes: Callable[[Tensor], int] = lambda tensor: tensor.untyped_storage().nbytes()
+def _storage(value: Tensor) -> int:
+    number: int = _local(value).untyped_storage()._cdata
+    return number
+
+
+_Size = Callable[[Tensor, Tensor], int]
+_given: _Size = lambda given, _: _bytes(given)
+_made: _Size = lambda _, made: _bytes(made)
+# torch's name -> the operation, and the bytes of the whole tensor.
+_OPERATIONS: dict[str, tuple[str, _Size]] = {
+    "all_reduce": ("all_reduce", _given),
+    "all_reduce_": ("all_reduce", _given),
+    "all_gather_into_tensor": ("all_gather", _made),
+    "reduce_scatter_tensor": ("reduce_scatter", _given),
+    "all_to_all_single": ("all_to_all", _given),
+}

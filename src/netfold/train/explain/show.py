@@ -10,6 +10,7 @@ from rich.table import Table
 from netfold.train.explain import Plan, rank_at
 from netfold.train.explain.traffic import Traffic
 
+COLUMNS = 6
 _AXES = ("tensor", "pipeline", "data", "all")
 
 
@@ -43,12 +44,14 @@ def _mesh(plan: Plan) -> Table:
     split = plan.split
     table = Table(title="which rank is where", title_justify="left")
     table.add_column("pipeline")
-    for data in range(split.data):
-        table.add_column(f"data {data}", justify="right")
+    # As many columns as a screen has room for; else all of a row in one.
+    columns = [[data] for data in range(split.data)] if split.data <= COLUMNS else [list(range(split.data))]
+    for column in columns:
+        table.add_column(f"data {_runs(column)}", justify="right")
     for pipeline in range(split.pipeline):
         cells = [
-            _runs([rank_at(split, pipeline, data, tensor) for tensor in range(split.tensor)])
-            for data in range(split.data)
+            _runs([rank_at(split, pipeline, data, tensor) for data in column for tensor in range(split.tensor)])
+            for column in columns
         ]
         table.add_row(str(pipeline), *cells)
     return table

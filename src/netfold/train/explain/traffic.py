@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from netfold.train.explain.layers import Call, Layer
 from netfold.train.explain.memory import F32_BYTES, computed_bytes
 from netfold.train.recipe import Recipe
-from netfold.train.split import Split
+from netfold.train.split import Split, stages_held
 
 # Where `bucket_mb` is to be found by trying: what the trials begin at.
 AUTO_BUCKET_MB = 64.0
@@ -36,7 +36,7 @@ class Traffic:
 
 def traffic(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], pipeline_rank: int) -> list[Traffic]:
     """Of a rank at this place of the pipeline; `stages` are all of the model's, in order."""
-    held = [number for number in range(len(stages)) if number % split.pipeline == pipeline_rank]
+    held = stages_held(split, pipeline_rank)
     layers = [layer for number in held for layer in stages[number]]
     passes = split.accumulate * split.microbatches
     found = _inside(layers, split, passes)
@@ -81,10 +81,14 @@ def _norms(recipe: Recipe, layers: Sequence[Layer], passes: int) -> list[Traffic
     channels = [count for layer in layers for count in layer.norms]
     if recipe.parallel.batch_norm == 1 or not channels:
         return []
-    # Forward: mean, square and count; backward: two sums a channel.
-    size = sum(2 * count + 1 + 2 * count for count in channels) * F32_BYTES
-    calls, ranks = 2 * len(channels) * passes, recipe.parallel.batch_norm
-    return [Traffic("data", "all_reduce", "batch norm's sums", ranks, calls, size * passes)]
+    calls, ranks = len(channels) * passes, recipe.parallel.batch_norm
+    # Forward every rank's means, variances and count; backward two sums a channel.
+    forward = sum(2 * count + 1 for count in channels) * ranks * F32_BYTES * passes
+    backward = sum(2 * count for count in channels) * F32_BYTES * passes
+    return [
+        Traffic("data", "all_gather", "batch norm's statistics", ranks, calls, forward),
+        Traffic("data", "all_reduce", "batch norm's gradients", ranks, calls, backward),
+    ]
 
 
 def _between(stages: Sequence[Sequence[Layer]], held: Sequence[int], split: Split, passes: int) -> list[Traffic]:

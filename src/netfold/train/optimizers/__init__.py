@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 
 from netfold.train.mesh import Mesh
+from netfold.train.optimizers.lamb import LAMB
+from netfold.train.optimizers.lars import LARS
 from netfold.train.optimizers.master import MasterWeights
 from netfold.train.parallel.zero import shared_out, zero_level
 from netfold.train.precision import UNROUNDED
@@ -20,7 +23,18 @@ from netfold.train.replica import Replica
 def make_optimizer(replica: Replica, recipe: Recipe, mesh: Mesh) -> torch.optim.Optimizer:
     """For this rank's parameters; `lr` is set by the trainer before each step."""
     parameters = [parameter for _, parameter in replica.named_parameters()]
-    kind, options = _named(recipe.optimizer)
+    kind: Callable[..., torch.optim.Optimizer]
+    kind, options = kind_of(recipe.optimizer)
+    if kind in (LARS, LAMB):
+        for name, parameter in replica.named_parameters():
+            if isinstance(replica.as_part(name, parameter.detach()), DTensor) and not isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"optimizer.name is {recipe.optimizer.name!r}, which needs the norm of each whole parameter, but "
+                    f"{name} is cut in a way it does not see; adamw or sgd would do, or parallel.tables = 'replicated'"
+                )
+    else:
+        # One call for all parameters: each on a DTensor costs Python some 15 us, and Adam makes ten a parameter.
+        options["foreach"] = zero_level(recipe, mesh) >= 2
     if recipe.training.precision != "f32":
         kind = functools.partial(MasterWeights, inner=kind)
     if zero_level(recipe, mesh) == 1:
@@ -41,12 +55,12 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-def _named(asked: Optimizer) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+def kind_of(asked: Optimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class, and its keyword arguments: for who makes it of other parameters."""
+    decay = {"lr": asked.lr, "weight_decay": asked.weight_decay}
     if asked.name == "sgd":
-        return torch.optim.SGD, {"lr": asked.lr, "momentum": asked.momentum, "weight_decay": asked.weight_decay}
-    adam = {"lr": asked.lr, "betas": asked.betas, "eps": asked.eps, "weight_decay": asked.weight_decay}
-    if asked.name == "adam":
-        return torch.optim.Adam, adam
-    if asked.name == "adamw":
-        return torch.optim.AdamW, adam
-    raise NotImplementedError(asked.name)
+        return torch.optim.SGD, {**decay, "momentum": asked.momentum}
+    if asked.name == "lars":
+        return LARS, {**decay, "momentum": asked.momentum, "trust": asked.trust}
+    adam = {**decay, "betas": asked.betas, "eps": asked.eps}
+    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "lamb": LAMB}[asked.name], adam

@@ -53,9 +53,14 @@ class MasterWeights(torch.optim.Optimizer):
             # the master, since optimizers begin where they find no state.
             state = self.state[parameter]
             self._inner.state[master] = state
+            saved = state.pop("master", None)
             if master is not parameter:
-                master.data = state.pop("master")
+                # A checkpoint of weights that were cut, which are f32 themselves, brings no master.
+                master.data = parameter.detach().float() if saved is None else saved
                 master.grad = None if parameter.grad is None else parameter.grad.float()
+            elif saved is not None:
+                # One of weights that were not cut, which has them rounded beside it.
+                parameter.copy_(saved)
             if master.grad is not None and self.gradient_factor != 1.0:
                 master.grad.mul_(self.gradient_factor)
         self._inner.step()

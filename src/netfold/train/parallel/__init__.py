@@ -6,23 +6,33 @@ the work on it.
 
 from __future__ import annotations
 
+from netfold.train.examples import Examples
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel import tables, tensor
+from netfold.train.parallel.batch_norm import convert_batch_norm
 from netfold.train.parallel.parts import Parts
+from netfold.train.parallel.pipeline import Piped
+from netfold.train.parallel.pipeline_plan import Plan
 from netfold.train.parallel.whole import Whole
+from netfold.train.parallel.zero import zero_level
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
 
 
-def parallelise(model: Model, recipe: Recipe, mesh: Mesh) -> Replica:
+def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | None = None) -> Replica:
     """This rank's part of `model`, which every rank has made whole and alike. Collective over the world.
 
-    Takes the model over: its modules are cut in place.
+    Takes the model over: its modules are cut in place. `examples` are what it will be trained on: a pipeline measures
+    its layers on the first of them.
     """
+    if recipe.parallel.batch_norm > 1:
+        convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
     parts = Parts()
     tensor.cut(model, recipe.parallel, mesh, parts)
     tables.share_out(model, recipe, mesh, parts)
-    if recipe.parallel.zero < 2 or mesh.data.size == 1:
+    if zero_level(recipe, mesh) < 2:
         tensor.localise(model.module)
+    if mesh.pipeline.size > 1:
+        return Piped(model, recipe, mesh, parts, Plan(model, recipe, mesh, examples))
     return Whole(model, recipe, mesh, parts)

@@ -70,7 +70,7 @@ class Tuning:
             size = self._turns[turn]
         if size != self._size_mb:
             self._size_mb = size
-            # The old one must not see another gradient, and Python may keep it for a while.
+            # The old one must not see another gradient, whoever has it still.
             self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             self.ddp = data_parallel(self.ddp.module, self._mesh, size, synchronise=False)
 
@@ -95,7 +95,8 @@ class Tuning:
             for size, (low, middle, high) in zip(self._candidates, quartiles.tolist(), strict=True)
         )
         gain = 1.0 - float(quartiles[chosen, 1] / quartiles[0, 1])
+        why = f"{gain:.1%} less time than with {START_MB:g} MB" if chosen else "no other was quicker"
         return (
-            f"gradients travel in buckets of {self._best_mb:g} MB, which takes {gain:.1%} off a step's forward and "
-            f"backward with {START_MB:g} MB; medians and middle halves: {said}"
+            f"gradients travel in buckets of {self._best_mb:g} MB: {why}; a step's forward and backward took {said}, "
+            "medians and middle halves"
         )

@@ -17,10 +17,11 @@ from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
 
 
-def share(module: nn.Module, recipe: Recipe, mesh: Mesh) -> nn.Module:
+def share(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = True) -> nn.Module:
     """`module` in the recipe's precision, its gradients averaged over the data axis in its backward pass.
 
-    A DDP, or the module itself, cut in place (ZeRO 2 and 3) or with nobody to share with. Collective over the data
+    A DDP, or the module itself, cut in place (ZeRO 2 and 3) or with nobody to share with; without `averages` the latter
+    stays as it is, and gradients are this rank's own. Collective over the data
     axis. Parameters have the names that they had, in `module`. Raises ValueError.
     """
     precision, bucket_mb, zero = (
@@ -37,7 +38,8 @@ def share(module: nn.Module, recipe: Recipe, mesh: Mesh) -> nn.Module:
         return shard(module, mesh, precision, free_after_forward=zero == 3)
     if precision.name != "f32":
         precision.lower(module)
-    if mesh.data.size > 1:
+    # Ranks that train apart take nobody's gradients.
+    if mesh.data.size > 1 and averages and recipe.outer is None:
         leave_to_owners(module)
         return data_parallel(module, mesh, START_MB if bucket_mb == "auto" else bucket_mb)
     return module

@@ -1,0 +1,51 @@
+"""Records the communication of a stretch of steps on every rank, for the run's page."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from netfold import profile
+from netfold.profile import recording
+from netfold.train.listeners import Ended, Listener, Started, Stepped
+
+NAME = "profile"
+# The first steps are not like the others: buffers are made, links are measured.
+_SKIPPED, _STEPS = 10, 50
+
+
+class Profiled(Listener):
+    """Steps 11 to 60 of what a start has to do, or fewer and earlier where that is short.
+
+    Where the whole process is recorded already (`netfold profile run`) it does nothing: that profile has it all.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder / NAME, rank
+        self._first = self._last = 0
+        self._recording: recording.Recording | None = None
+
+    def started(self, event: Started) -> None:
+        left = event.steps - event.step
+        self._first = event.step + min(_SKIPPED, left // 4)
+        self._last = min(self._first + _STEPS, event.steps)
+        if self._rank == 0 and recording.current() is None:
+            # Of an earlier start, which may have had more ranks. No rank records before all have done a step.
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def stepped(self, event: Stepped) -> None:
+        if self._recording is not None:
+            profile.step()
+            if event.step >= self._last:
+                self._stop()
+        elif event.step == max(1, self._first) and self._last > event.step and recording.current() is None:
+            self._recording = recording.Recording(self._folder, replaces=True).start()
+            profile.step()
+
+    def ended(self, event: Ended) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording = None

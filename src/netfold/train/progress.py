@@ -1,0 +1,103 @@
+"""A run on the screen of rank 0: one live line where there is a terminal, a line now and then where there is none."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from netfold.profile.page import units
+from netfold.train.exposed import Exposed
+from netfold.train.listeners import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.result import metric_words, result, with_unit
+
+LIVE_S = 0.25
+PLAIN_S = 10.0
+_COLOURS = {"warning": "yellow", "error": "bold red"}
+# Of the mean time of a step: how much the newest one counts.
+_NEWEST = 0.1
+
+
+class Progress(Listener):
+    """Writes to stderr. The time left is that of steps alone; evaluations come on top."""
+
+    def __init__(self, folder: Path, exposed: Exposed | None = None, console: Console | None = None) -> None:
+        self._folder, self._exposed = folder, exposed
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._start: Started | None = None
+        self._shown_s = 0.0
+        self._step_s: float | None = None
+        self._value: float | None = None
+
+    def started(self, event: Started) -> None:
+        self._start, self._shown_s = event, 0.0
+        recipe = event.recipe
+        goes_on = f", going on after step {event.step}" if event.step else ""
+        ranks = f"{event.ranks} {'rank' if event.ranks == 1 else 'ranks'}"
+        self._print(
+            f"{recipe.model.name} on {recipe.data.name}: {event.parameters:,} parameters, {event.steps:,} steps of "
+            f"{event.batch:,} samples, {ranks}{goes_on}; in {self._folder}"
+        )
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+            # A run that an exception ends leaves a terminal that shows its cursor.
+            atexit.register(self._leave)
+
+    def stepped(self, event: Stepped) -> None:
+        before = self._step_s
+        self._step_s = event.seconds if before is None else before + _NEWEST * (event.seconds - before)
+        now_s = time.monotonic()
+        if now_s - self._shown_s < (LIVE_S if self._live else PLAIN_S):
+            return
+        self._shown_s = now_s
+        line = self._line(event, self._step_s)
+        if self._live is not None:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        else:
+            self._print(line)
+
+    def evaluated(self, event: Evaluated) -> None:
+        assert self._start is not None
+        metric = self._start.metric
+        self._value = event.values[metric.name]
+        self._print(
+            f"step {event.step:,}: {metric.name} {with_unit(self._value, metric.unit)} on held-out samples, "
+            f"{metric.baseline_is} {with_unit(metric.baseline, metric.unit)}, in {units.seconds(event.seconds)}"
+        )
+
+    def noted(self, event: Noted) -> None:
+        self._print(f"step {event.step:,}: {event.text}", _COLOURS.get(event.level, ""))
+
+    def ended(self, event: Ended) -> None:
+        self._leave()
+        assert self._start is not None
+        took = f"after step {event.step:,}, in {units.seconds(event.seconds)}"
+        self._print(f"done {took}" if event.reason == "done" else f"ended {took}: {event.reason}", "bold")
+        if self._value is not None:
+            self._print(result(metric_words(self._start.metric), self._value))
+        self._print(f"the page: {self._folder / 'report.html'}")
+
+    def _line(self, event: Stepped, step_s: float) -> str:
+        assert self._start is not None
+        start = self._start
+        share = None if self._exposed is None else self._exposed.share
+        parts = [f"step {event.step:,}/{start.steps:,}", f"loss {event.loss:.4g}", f"lr {event.lr:.2e}"]
+        parts.append(f"{start.batch / step_s:.4g} samples/s")
+        parts.append(f"exposed {'-' if share is None else f'~{share:.0%}'}")
+        parts.append(f"{units.seconds((start.steps - event.step) * step_s)} left")
+        return "  ".join(parts)
+
+    def _print(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style))
+
+    def _leave(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            atexit.unregister(self._leave)

@@ -1,0 +1,36 @@
+"""Keeps a run's page while it goes on: written at evaluations and at the end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from netfold.train.listeners import Ended, Evaluated, Listener, Started
+from netfold.train.report import write_report
+from netfold.train.report.pictures import write_pictures
+
+# All ranks wait while rank 0 writes: of a run's time it takes one part in so many at most, but at the end.
+_RARE = 200
+
+
+class Page(Listener):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._next_s = 0.0
+        self._steps = 0
+
+    def started(self, event: Started) -> None:
+        self._steps = event.steps
+
+    def evaluated(self, event: Evaluated) -> None:
+        if event.pictures:
+            write_pictures(self._folder, event.step, event.pictures)
+        began_s = time.monotonic()
+        if began_s < self._next_s or event.step == self._steps:  # the end comes next
+            return
+        write_report(self._folder)
+        ended_s = time.monotonic()
+        self._next_s = ended_s + _RARE * (ended_s - began_s)
+
+    def ended(self, event: Ended) -> None:
+        write_report(self._folder)

@@ -1,0 +1,62 @@
+"""A recipe written down with all its defaults, so that what was run can be read, and run again.
+
+Python reads TOML and does not write it; a recipe's tables hold text, numbers, lists and tables of these, and that much
+is written here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+from netfold.train.recipe import Factory, Recipe
+
+NAME = "recipe.toml"
+
+
+def to_toml(recipe: Recipe) -> str:
+    """TOML that loads to an equal recipe. ValueError where an option of a factory is nothing that TOML can say."""
+    lines = []
+    for section, keys in recipe.model_dump().items():
+        if keys is None:
+            continue
+        lines.append(f"[{section}]")
+        made_by_name = isinstance(getattr(recipe, section), Factory)
+        for key, value in keys.items():
+            # A key of ours that is None is one that was not given; a factory's own None means something to it.
+            if value is not None or made_by_name:
+                lines.append(f"{_key(key)} = {_value(value, f'{section}.{key}')}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def read_resolved(folder: Path) -> Recipe:
+    """The recipe of a run's folder. Raises OSError, tomllib.TOMLDecodeError or pydantic's ValidationError."""
+    return Recipe.model_validate(tomllib.loads((folder / NAME).read_text(encoding="utf-8")))
+
+
+def _value(value: Any, where: str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (str, Path)):
+        return _text(str(value))
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_value(each, where) for each in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(str(key))} = {_value(each, where)}' for key, each in value.items())}}}"
+    raise ValueError(f"{where} is {value!r}, which a recipe file cannot say: use text, numbers, lists and tables")
+
+
+def _key(key: str) -> str:
+    return key if key.isascii() and key.replace("_", "").replace("-", "").isalnum() else _text(key)
+
+
+def _text(text: str) -> str:
+    # JSON's escapes are TOML's, but for DEL, and for what JSON writes as two halves.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

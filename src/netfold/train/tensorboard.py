@@ -1,0 +1,54 @@
+"""A run in TensorBoard: `tensorboard --logdir runs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from netfold.train.curves import of_evaluation, of_step
+from netfold.train.exposed import Exposed
+from netfold.train.listeners import Ended, Evaluated, Listener, Noted, Started, Stepped
+
+# What a run that is killed may lose.
+_FLUSH_S = 10
+
+
+class TensorBoard(Listener):
+    """Curves under train/ and held-out/, what was noted as text. A run that goes on takes back what it does again."""
+
+    def __init__(self, folder: Path, every: int, exposed: Exposed) -> None:
+        """every: steps between two points."""
+        self._folder, self._every, self._exposed = folder / "tensorboard", every, exposed
+        self._batch = 0
+        self._proto: Any = None
+        self._writer: Any = None
+
+    def started(self, event: Started) -> None:
+        from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._proto = summary_pb2
+        self._batch = event.batch
+        self._writer = SummaryWriter(
+            str(self._folder), purge_step=event.step + 1 if event.step else None, flush_secs=_FLUSH_S
+        )
+
+    def stepped(self, event: Stepped) -> None:
+        if event.step % self._every == 0:
+            self._add(of_step(event, self._batch, self._exposed.share), event.step)
+
+    def evaluated(self, event: Evaluated) -> None:
+        self._add(of_evaluation(event), event.step)
+
+    def noted(self, event: Noted) -> None:
+        if self._writer is not None:
+            self._writer.add_text(event.level, event.text, event.step)
+
+    def ended(self, event: Ended) -> None:
+        self._writer.close()
+
+    def _add(self, values: Mapping[str, float], step: int) -> None:
+        # All as one event: its way to the thread that writes costs more than making it.
+        each = [self._proto.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.file_writer.add_summary(self._proto.Summary(value=each), step)

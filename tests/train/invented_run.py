@@ -1,0 +1,92 @@
+"""A run that nobody trained: what a trainer would tell its listeners."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from netfold.train import Metric, Recipe
+from netfold.train.listeners import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.model import Model
+
+STEPS, BATCH, EVERY = 20, 16, 5
+BITS = Metric("bits per byte", "bit", "lower", lambda output, target: output, 5.25, "how often each byte comes")
+
+
+def recipe(folder: Path, **sections: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"name": "gpt", "width": 32},
+            "data": {"name": "source"},
+            "training": {"steps": STEPS, "batch": BATCH},
+            "report": {"tensorboard": False, "profile": False},
+            "run": {"folder": str(folder), "name": "invented"},
+            **sections,
+        }
+    )
+
+
+def started(asked: Recipe, step: int = 0) -> Started:
+    model = Model(torch.nn.Identity(), lambda output, target: output)
+    return Started(asked, model, 4, 0, step, STEPS, BATCH, 12_345, BITS)
+
+
+def stepped(step: int, life: int = 0) -> Stepped:
+    """A value of its own in every field and every step; in a later life of the run, others."""
+    at = step + 100 * life
+    norm = None if step < 3 else 1.0 + at / 64
+    return Stepped(step, 5.0 - at / 128, 1e-3 / at, norm, 0.03 + at / 1024, at / 65536, step * BATCH)
+
+
+def evaluated(step: int, life: int = 0) -> Evaluated:
+    at = step + 100 * life
+    return Evaluated(step, {"bits per byte": 8.0 - at / 32, "loss": 5.5 - at / 64}, 0.25 + at / 256)
+
+
+def goes_through(asked: Recipe, first: int, last: int, life: int = 0) -> list[Any]:
+    """What is told of steps first+1..last, without an end."""
+    events: list[Any] = [started(asked, first)]
+    for step in range(first + 1, last + 1):
+        events.append(stepped(step, life))
+        events += [evaluated(step, life)] * (step % EVERY == 0)
+    return events
+
+
+def a_run_that_was_cut_off_and_went_on(asked: Recipe) -> list[list[Any]]:
+    """Killed after step 13, gone on with after step 10. Its numbers, notes and a loss that is none."""
+    bad = stepped(7)
+    first = [bad_one(event, bad) for event in goes_through(asked, 0, 13)]
+    first.insert(9, Noted(7, "warning", "the loss of step 7 is <nan>: the step was left out"))
+    second = [*goes_through(asked, 10, STEPS, life=1), Noted(STEPS, "info", "all is well"), Ended(STEPS, "done", 12.5)]
+    return [first, second]
+
+
+def bad_one(event: Any, bad: Stepped) -> Any:
+    if event != bad:
+        return event
+    return Stepped(bad.step, math.nan, bad.lr, math.inf, bad.seconds, bad.data_s, bad.samples, skipped=True)
+
+
+def tell(listeners: Sequence[Listener], events: Sequence[Any]) -> None:
+    for event in events:
+        for listener in listeners:
+            getattr(listener, type(event).__name__.lower())(event)
+
+
+class Failing(Listener):
+    """Raises from every call while `error` is there."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.told: list[Any] = []
+
+    def _hear(self, event: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        self.told.append(event)
+
+    started = stepped = evaluated = noted = ended = _hear

@@ -1,0 +1,249 @@
+"""Who is told: chosen by the recipe; what fails ends nothing; what each one shows."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from invented_run import (
+    BATCH,
+    STEPS,
+    Failing,
+    a_run_that_was_cut_off_and_went_on,
+    evaluated,
+    goes_through,
+    recipe,
+    stepped,
+    tell,
+)
+from rich.console import Console
+
+from netfold.train.audience import Guarded, listeners
+from netfold.train.exposed import Exposed
+from netfold.train.listeners import Ended, Noted
+from netfold.train.metrics_file import read_metrics
+from netfold.train.progress import Progress
+from netfold.train.tensorboard import TensorBoard
+from netfold.train.trackers import MLflow, Wandb
+
+
+def kinds(chosen: Any) -> list[str]:
+    return [type(each._listener).__name__ for each in chosen]
+
+
+def test_the_recipe_chooses_who_is_told_and_other_ranks_only_record(tmp_path: Path) -> None:
+    some = {"tensorboard": True, "profile": True}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    assert kinds(listeners(recipe(tmp_path, report=some), tmp_path / "a", 0)) == [
+        *("Profiled", "Exposed", "MetricsFile", "TensorBoard", "Page", "Progress"),
+    ]
+    assert kinds(listeners(recipe(tmp_path, report=some), tmp_path / "a", 1)) == ["Profiled"]
+    assert kinds(listeners(recipe(tmp_path), tmp_path / "b", 0)) == ["Exposed", "MetricsFile", "Page", "Progress"]
+    assert kinds(listeners(recipe(tmp_path), tmp_path / "b", 3)) == []
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "tensorboard"])
+def test_a_tracker_that_is_not_installed_is_named_with_its_key(
+    tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("netfold.train.audience.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=rf"report\.{tracker} is on.*pip install {tracker}.*report\.{tracker} = false"):
+        listeners(recipe(tmp_path, report={"tensorboard": False, tracker: True}), tmp_path, 0)
+
+
+def test_a_listener_that_fails_is_said_once_and_again_when_it_works() -> None:
+    failing, other = Failing(OSError("No space left on device")), Failing(None)
+    guarded: list[Guarded] = []
+    guarded += [Guarded(failing, guarded), Guarded(other, guarded)]
+    tell(guarded, [stepped(step) for step in (1, 2, 3)])
+    failing.error = None
+    tell(guarded, [stepped(4), stepped(5)])
+    notes = [event for event in other.told if isinstance(event, Noted)]
+    assert [note.step for note in notes] == [1, 4]
+    assert notes[0].level == "warning"
+    assert "Failing failed (OSError: No space left on device)" in notes[0].text
+    # Steps 1, 2 and 3; the note is no thing that it could have been told.
+    assert notes[1].text == "Failing works again; 3 things it was told are missing there"
+    assert failing.told == [stepped(4), stepped(5)]
+    assert [event for event in other.told if not isinstance(event, Noted)] == [stepped(step) for step in range(1, 6)]
+
+
+def test_where_everybody_fails_nothing_is_raised() -> None:
+    guarded: list[Guarded] = []
+    guarded += [Guarded(Failing(OSError("gone")), guarded) for _ in range(3)]
+    tell(guarded, [stepped(1), evaluated(1)])
+
+
+def test_a_listener_that_is_alone_is_said_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    guarded: list[Guarded] = []
+    guarded.append(Guarded(Failing(OSError("gone")), guarded))
+    tell(guarded, [stepped(1), stepped(2)])
+    assert capsys.readouterr().err.splitlines() == [
+        "netfold train: step 1: Failing failed (OSError: gone); training goes on without it while it does"
+    ]
+
+
+def test_without_a_terminal_progress_is_plain_lines_now_and_then(tmp_path: Path) -> None:
+    exposed = Exposed()
+    exposed.share = 0.125
+    text = io.StringIO()
+    progress = Progress(tmp_path, exposed, Console(file=text, width=200))
+    tell([progress], goes_through(recipe(tmp_path), 0, STEPS))
+    tell([progress], [Noted(20, "warning", "rank 3 is [slow]"), Ended(STEPS, "done", 61.0)])
+    lines = text.getvalue().splitlines()
+    assert lines[0].startswith("gpt on source: 12,345 parameters, 20 steps of 16 samples, 4 ranks; in ")
+    seconds = stepped(1).seconds
+    assert lines[1] == (
+        f"step 1/20  loss 4.992  lr 1.00e-03  {BATCH / seconds:.4g} samples/s  exposed ~12%  "
+        f"{1e3 * 19 * seconds:.0f} ms left"
+    )
+    assert (
+        lines[2] == "step 5: bits per byte 7.844 bit on held-out samples, how often each byte comes 5.25 bit, in 270 ms"
+    )
+    assert lines[6:9] == [
+        "step 20: rank 3 is [slow]",
+        "done after step 20, in 61 s",
+        "bits per byte 7.375 bit, 2.12 bit worse than 5.25 bit (how often each byte comes)",
+    ]
+    assert len(lines) == 10 and lines[9].endswith("report.html")
+
+
+def test_what_is_not_known_of_communication_is_a_dash(tmp_path: Path) -> None:
+    text = io.StringIO()
+    tell([Progress(tmp_path, Exposed(), Console(file=text, width=200))], goes_through(recipe(tmp_path), 0, 1))
+    assert "  exposed -  " in text.getvalue()
+
+
+def test_on_a_terminal_one_line_lives_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("netfold.train.progress.LIVE_S", 0.0)
+    text = io.StringIO()
+    console = Console(file=text, width=60, force_terminal=True, color_system=None)
+    progress = Progress(tmp_path, Exposed(), console)
+    tell([progress], [*goes_through(recipe(tmp_path), 0, 4), Ended(4, "SIGTERM", 1.0)])
+    shown = text.getvalue()
+    assert "step 1/20" in shown and "step 4/20" in shown
+    # The line is cut and not wrapped, and the cursor that was hidden is there again.
+    assert "…" in shown and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    assert "ended after step 4, in 1 s: SIGTERM" in shown
+
+
+def test_tensorboard_shows_each_step_once_though_the_run_was_cut_off(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    asked = recipe(tmp_path)
+    for events in a_run_that_was_cut_off_and_went_on(asked):
+        board = TensorBoard(tmp_path, 1, Exposed())
+        tell([board], events)
+        board._writer.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    losses = {event.step: event.value for event in read.Scalars("train/loss")}
+    assert list(losses) == list(range(1, STEPS + 1))
+    for step in (1, 10, 11, 20):
+        assert losses[step] == pytest.approx(stepped(step, int(step > 10)).loss, rel=1e-6)
+    assert [event.step for event in read.Scalars("held-out/bits per byte")] == [5, 10, 15, 20]
+    assert len(read.Scalars("train/gradient norm")) == STEPS - 2
+    assert "warning/text_summary" in read.Tags()["tensors"]
+
+
+class Calls:
+    """Stands in for a package of a tracker: remembers what was called with what."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._answers = answers
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.made.append((name, arguments, named))
+            return self._answers.get(name)
+
+        return call
+
+    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(arguments, named) for called, arguments, named in self.made if called == name]
+
+
+def as_package(calls: Calls, *names: str) -> ModuleType:
+    package = ModuleType("tracker")
+    for name in names:
+        setattr(package, name, getattr(calls, name))
+    return package
+
+
+def test_wandb_is_told_in_its_own_words_and_a_run_that_goes_on_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, exposed = recipe(tmp_path), Exposed()
+    run = Calls()
+    run.id = "abc123"  # type: ignore[attr-defined]
+    calls = Calls(init=run)
+    monkeypatch.setitem(sys.modules, "wandb", as_package(calls, "init"))
+    for events in a_run_that_was_cut_off_and_went_on(asked):
+        tell([Wandb(tmp_path, 1, exposed)], events)
+    (_, first), (_, second) = calls.of("init")
+    assert (first["id"], second["id"], second["resume"]) == (None, "abc123", "allow")
+    assert first["config"] == asked.model_dump(mode="json") and first["dir"] == str(tmp_path)
+    logged = run.of("log")
+    assert logged[0] == (
+        (
+            {
+                "train/loss": stepped(1).loss,
+                "train/lr": stepped(1).lr,
+                "train/step seconds": stepped(1).seconds,
+                "train/samples per second": BATCH / stepped(1).seconds,
+            },
+        ),
+        {"step": 1},
+    )
+    assert ({"held-out/bits per byte": 7.84375, "held-out/loss": 5.421875},) in [arguments for arguments, _ in logged]
+    assert [named["title"] for _, named in run.of("alert")] == ["step 7"]
+    assert run.of("finish") == [((), {"exit_code": 0})]
+
+
+def test_mlflow_is_told_in_its_own_words_and_a_run_that_goes_on_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = recipe(tmp_path)
+    run = SimpleNamespace(info=SimpleNamespace(run_id="f00d"))
+    calls = Calls(start_run=run, active_run=run)
+    names = ("start_run", "active_run", "log_params", "log_metrics", "set_tag", "end_run")
+    monkeypatch.setitem(sys.modules, "mlflow", as_package(calls, *names))
+    for events in a_run_that_was_cut_off_and_went_on(asked):
+        tell([MLflow(tmp_path, 1, Exposed())], events)
+    assert [named["run_id"] for _, named in calls.of("start_run")] == [None, "f00d"]
+    ((parameters,), _), *more = calls.of("log_params")
+    assert not more and parameters["model.width"] == 32 and parameters["training.batch"] == BATCH
+    ((metrics,), named), *_ = calls.of("log_metrics")
+    assert metrics["train/loss"] == stepped(1).loss and named == {"step": 1, "synchronous": False}
+    assert calls.of("set_tag")[0][0] == ("warning at step 7", "the loss of step 7 is <nan>: the step was left out")
+    assert calls.of("end_run") == [(("FINISHED",), {})]
+
+
+def test_a_full_disk_is_said_on_screen_and_the_run_ends_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = recipe(tmp_path)
+    chosen = listeners(asked, tmp_path, 0)
+    (metrics,) = [each._listener for each in chosen if type(each._listener).__name__ == "MetricsFile"]  # type: ignore[attr-defined]
+
+    class Full:
+        def write(self, raw: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+    events = goes_through(asked, 0, STEPS)
+    tell(chosen, events[:5])
+    whole, metrics._file = metrics._file, Full()
+    tell(chosen, events[5:9])
+    metrics._file = whole
+    tell(chosen, [*events[9:], Ended(STEPS, "done", 1.0)])
+    said = capsys.readouterr().err
+    assert said.count("MetricsFile failed (OSError: [Errno 28] No space left on device)") == 1
+    assert said.count("MetricsFile works again; 4 things it was told are missing there") == 1
+    found = read_metrics(tmp_path)
+    assert found.is_finished and len(found.steps) < STEPS and (tmp_path / "report.html").exists()

@@ -1,0 +1,341 @@
+"""Ranks that train apart and average what they learnt, over a switch; two data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import run_ranks, running_switch, values
+from training import TINY_GPT, changed
+
+SHAPES = {"first": (3, 4), "second": (5,), "third": (2, 2, 2)}
+STEPS, EVERY = 6, 3
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """What each of the ranks saw."""
+    with running_switch() as switch:
+        env = {"NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": "in_network"}
+        return values(run_ranks(_rank, 2, env=env, timeout_s=150))
+
+
+def test_averaging_models_in_every_step_is_plain_data_parallel(found: list[dict[str, Any]]) -> None:
+    """SGD with momentum is linear in gradients: the mean of steps is the step of the mean. f32, losses about 5."""
+    for rank in found:
+        plain, averaged = rank["plain"], rank["every 1"]
+        assert averaged["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert len(set(plain["losses"])) == 8
+        assert averaged["norm"] == pytest.approx(plain["norm"], rel=1e-6)
+
+
+def test_a_round_travels_once_in_as_many_steps(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        plain, one, four = rank["plain"], rank["every 1"], rank["every 4"]
+        # 8 steps: each of the model's f32 gradients, or 8 rounds of one call, or 2.
+        assert plain["bytes"] == one["bytes"] == 8 * rank["model_bytes"]
+        assert four["bytes"] == 2 * rank["model_bytes"]
+        assert (one["calls"], four["calls"]) == (8, 2)
+        assert four["wire_bytes"] < plain["wire_bytes"] / 3.5
+        assert {algorithm for kind in (plain, one, four) for algorithm in kind["algorithms"]} == {"in_network"}
+
+
+def test_ranks_that_train_apart_learn_and_end_with_one_model(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        losses = rank["every 4"]["losses"]
+        assert losses[-1] < losses[0]
+        assert losses[:1] == pytest.approx(rank["plain"]["losses"][:1], rel=1e-6)
+        assert losses != pytest.approx(rank["plain"]["losses"], rel=1e-5)
+    assert found[0]["every 4"]["norm"] == found[1]["every 4"]["norm"]
+
+
+def test_a_last_round_that_is_short_ends_all_the_same(found: list[dict[str, Any]]) -> None:
+    assert found[0]["short"]["norm"] == found[1]["short"]["norm"]
+    for rank in found:
+        # 5 steps of rounds of 4: two all_reduces.
+        assert rank["short"]["calls"] == 2
+
+
+def test_the_norm_that_is_clipped_is_told_and_is_each_ranks_own(found: list[dict[str, Any]]) -> None:
+    first, second = (rank["short"]["gradient norms"] for rank in found)
+    assert len(first) == len(second) == 5
+    assert all(a > 0 and b > 0 and a != b for a, b in zip(first, second, strict=True))
+    assert found[0]["plain"]["gradient norms"] == [None] * 8
+
+
+def test_a_weak_scaling_batch_grows_with_the_ranks(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["short"]["batch"] == 2 * TINY_GPT["training"]["batch"]
+        # found for 16 samples, and 32 are taken
+        assert rank["short"]["rates"] == pytest.approx([0.2] * 5)
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0)])
+def test_the_outer_step_is_nesterovs(found: list[dict[str, Any]], lr: float, momentum: float) -> None:
+    """Against Douillard et al. 2023, algorithm 1, in NumPy; two rounds of inner steps that are given."""
+    for name, shape in SHAPES.items():
+        start, velocity = _start(name, 0), np.zeros(shape)
+        for round_ in range(STEPS // EVERY):
+            moved = [
+                start + sum(_moved(name, rank, step) for step in range(round_ * EVERY, round_ * EVERY + EVERY))
+                for rank in range(2)
+            ]
+            gradient = np.mean([start - w for w in moved], axis=0)
+            velocity = momentum * velocity + gradient
+            start = start - lr * (gradient + momentum * velocity)
+        for rank in found:
+            np.testing.assert_allclose(rank["twin"][lr, momentum][name], start, rtol=0, atol=1e-6)
+
+
+def test_checkpoints_are_for_ends_of_rounds(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["may checkpoint"] == [False, False, True] * 2
+
+
+def test_running_statistics_become_their_mean(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["buffers"] == {"mean": [1.5, 15.0], "count": 7}
+
+
+def test_a_job_goes_on_from_the_end_of_a_round_as_if_it_had_not_stopped(found: list[dict[str, Any]]) -> None:
+    """Bit by bit, though each rank's Adam has a state of its own, and the checkpoint's general part is rank 0's."""
+    assert found[0]["resumed"]["states_differ"]
+    for rank in found:
+        assert rank["resumed"]["same"]
+        assert rank["resumed"]["in turn"], "a rank beyond those of the checkpoint takes another's state"
+
+
+class Held:
+    """A replica of given parameters."""
+
+    def __init__(self, parameters: dict[str, Any], modules: tuple[Any, ...] = ()) -> None:
+        self.parameters, self.modules = parameters, modules
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.parameters.items())
+
+    def as_part(self, name: str, tensor: Any) -> Any:
+        return tensor
+
+
+def _start(name: str, rank: int) -> Any:
+    """Only rank 0's counts."""
+    return np.random.default_rng([rank, 1000, len(name)]).normal(size=SHAPES[name])
+
+
+def _moved(name: str, rank: int, step: int) -> Any:
+    return np.random.default_rng([rank, step, len(name)]).normal(size=SHAPES[name])
+
+
+def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from netfold.train.mesh import Mesh
+    from netfold.train.recipe import Parallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    try:
+        recipe = changed(TINY_GPT, training={"steps": 8}, parallel={"data": 2})
+        mesh = Mesh(Parallel(data=2))
+        return {
+            "plain": _fitted(recipe),
+            "every 1": _fitted({**recipe, "outer": {"every": 1, "lr": 1.0, "momentum": 0.0}}),
+            "every 4": _fitted({**recipe, "outer": {"every": 4}}),
+            "short": _fitted(
+                {
+                    **changed(
+                        recipe,
+                        training={"steps": 5, "scaling": "weak", "clip": 0.5},
+                        schedule={"shape": "constant", "reference_batch": 16},
+                    ),
+                    "outer": {"every": 4},
+                }
+            ),
+            "model_bytes": _model_bytes(recipe),
+            "twin": {(lr, momentum): _twin(mesh, lr, momentum) for lr, momentum in ((0.7, 0.9), (1.0, 0.0))},
+            "may checkpoint": _may_checkpoint(mesh),
+            "buffers": _buffers(mesh),
+            "resumed": _resumed(mesh),
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def _fitted(recipe: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    import netfold.torch
+    from netfold._native import engine
+    from netfold.train import Recipe, Trainer
+
+    class Steps:
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def stepped(self, event: Any) -> None:
+            self.seen.append(event)
+
+        def started(self, event: Any) -> None: ...
+        def evaluated(self, event: Any) -> None: ...
+        def noted(self, event: Any) -> None: ...
+        def ended(self, event: Any) -> None: ...
+
+    steps = Steps()
+    trainer = Trainer(Recipe.model_validate(recipe), listeners=[steps])
+    made = len(netfold.torch.events(trainer.mesh.data.group))
+    outcome = trainer.fit()
+    events = netfold.torch.events(trainer.mesh.data.group)[made:]
+    # Of weights or gradients: the trainer's own words about losses, 16 bytes a step, are f64.
+    events = events[(events["operation"] == engine.KINDS["all_reduce"]) & (events["dtype"] == engine.DTYPES["f32"])]
+    names = {number: name for name, number in engine.ALGORITHMS.items()}
+    return {
+        "losses": list(outcome.losses),
+        "batch": trainer.batch,
+        "rates": [step.lr for step in steps.seen],
+        "gradient norms": [step.gradient_norm for step in steps.seen],
+        "norm": float(torch.cat([w.detach().flatten() for _, w in trainer.replica.named_parameters()]).double().norm()),
+        "calls": len(events),
+        "bytes": int(events["bytes"].sum()),
+        "wire_bytes": int(events["wire_bytes"].sum()),
+        "algorithms": sorted({names[int(number)] for number in events["algorithm"]}),
+    }
+
+
+def _model_bytes(recipe: dict[str, Any]) -> int:
+    from netfold.train.models import make_model
+    from netfold.train.recipe import Factory
+
+    module = make_model(Factory(**recipe["model"])).module
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _parameters(mesh: Any) -> dict[str, Any]:
+    """One of f64 and one DTensor among them; other ranks begin elsewhere."""
+    import torch
+    from torch.distributed.tensor import DTensor, Replicate
+
+    held = {name: torch.tensor(_start(name, mesh.data.rank)).float() for name in SHAPES}
+    held["second"] = held["second"].double()
+    held["third"] = DTensor.from_local(held["third"], mesh.device_mesh["tensor"], [Replicate()])
+    return {name: torch.nn.Parameter(w) for name, w in held.items()}
+
+
+def _twin(mesh: Any, lr: float, momentum: float) -> dict[str, Any]:
+    import torch
+
+    from netfold.train.norms import local
+    from netfold.train.parallel import outer
+    from netfold.train.recipe import Outer
+
+    held = _parameters(mesh)
+    whole, outer.BUFFER_BYTES = outer.BUFFER_BYTES, 40
+    rounds = outer.Rounds(
+        Held(held),
+        torch.optim.SGD(list(held.values())),
+        Outer(every=EVERY, lr=lr, momentum=momentum),
+        mesh.data,
+    )
+    outer.BUFFER_BYTES = whole
+    with torch.no_grad():
+        for step in range(STEPS):
+            for name, w in held.items():
+                local(w).add_(torch.tensor(_moved(name, mesh.data.rank, step)))
+            rounds.moved()
+            rounds.end_step(step + 1)
+    return {name: local(w).detach().numpy() for name, w in held.items()}
+
+
+def _update(mesh: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """An Update of rounds of 3, of Adam; and its weights."""
+    import torch
+
+    from netfold.train.recipe import Recipe
+    from netfold.train.update import Update
+
+    recipe = Recipe.model_validate(
+        {"model": {"name": "m"}, "data": {"name": "d"}, "training": {"steps": 6}, "outer": {"every": EVERY}}
+    )
+    held = _parameters(mesh)
+    del held["third"]
+    optimizer = torch.optim.Adam(held.values())
+    return Update(Held(held), optimizer, recipe, mesh), optimizer, held
+
+
+def _steps(update: Any, held: dict[str, Any], mesh: Any, steps: range) -> None:
+    import torch
+
+    for step in steps:
+        for name, w in held.items():
+            w.grad = torch.tensor(_moved(name, mesh.data.rank, step), dtype=w.dtype)
+        update.step(0.1)
+        update.end_step(step + 1)
+
+
+def _may_checkpoint(mesh: Any) -> list[bool]:
+    """After every step; the third one's update is left out."""
+    update, _, held = _update(mesh)
+    said = []
+    for step in range(STEPS):
+        if step != EVERY - 1:
+            _steps(update, held, mesh, range(step, step + 1))
+        else:
+            update.end_step(step + 1)
+        said.append(update.may_checkpoint())
+    return said
+
+
+def _buffers(mesh: Any) -> dict[str, Any]:
+    import torch
+
+    from netfold.train.parallel.outer import Rounds
+    from netfold.train.recipe import Outer
+
+    norm = torch.nn.BatchNorm1d(2)
+    rounds = Rounds(
+        Held(dict(norm.named_parameters()), (norm,)), torch.optim.SGD(norm.parameters()), Outer(every=1), mesh.data
+    )
+    assert norm.running_mean is not None and norm.num_batches_tracked is not None
+    norm.running_mean.copy_(torch.tensor([1.0, 10.0]) * (mesh.data.rank + 1))
+    norm.num_batches_tracked.fill_(7)
+    rounds.moved()
+    rounds.end_step(1)
+    return {"mean": norm.running_mean.tolist(), "count": int(norm.num_batches_tracked)}
+
+
+def _resumed(mesh: Any) -> dict[str, bool]:
+    import copy
+
+    import torch
+    import torch.distributed as dist
+
+    update, optimizer, held = _update(mesh)
+    _steps(update, held, mesh, range(EVERY))
+    # As a checkpoint has it: every rank gives what it holds, and of what has one name there is one.
+    own = copy.deepcopy((update.state_dict(), optimizer.state_dict(), {n: w.detach() for n, w in held.items()}))
+    given: list[Any] = [None] * mesh.data.size
+    dist.all_gather_object(given, own)
+    saved = {key: value for state, *_ in reversed(given) for key, value in state.items()}
+    _, of_optimizer, weights = given[0]
+
+    def again(state: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        new, new_optimizer, new_held = _update(mesh)
+        with torch.no_grad():
+            for name, w in new_held.items():
+                w.copy_(weights[name])
+        new_optimizer.load_state_dict(copy.deepcopy(of_optimizer))
+        new.load_state_dict(copy.deepcopy(state))
+        return new, new_optimizer, new_held
+
+    _steps(update, held, mesh, range(EVERY, STEPS))
+    new, _, new_held = again(saved)
+    _steps(new, new_held, mesh, range(EVERY, STEPS))
+    _, fewer, fewer_held = again({key: value for key, value in saved.items() if not key.startswith("inner1")})
+    return {
+        "same": all(torch.equal(w, new_held[name]) for name, w in held.items()),
+        "states_differ": not torch.equal(saved["inner0_exp_avg.first"], saved["inner1_exp_avg.first"]),
+        "in turn": torch.equal(fewer.state[fewer_held["first"]]["exp_avg"], saved["inner0_exp_avg.first"]),
+    }

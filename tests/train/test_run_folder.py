@@ -1,0 +1,143 @@
+"""A run's folder: which one it is, and what it begins with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+from invented_run import goes_through, recipe, tell
+
+from netfold.train import Recipe
+from netfold.train.listeners import Ended
+from netfold.train.metrics_file import MetricsFile
+from netfold.train.resolved import read_resolved, to_toml
+from netfold.train.run_folder import run_folder, run_name
+
+HARD: dict[str, Any] = {
+    "model": {
+        "name": "my.models:über",
+        "text": 'quotes " and \\ and \n a line, \x7f, \x01 and 🎉',
+        "numbers": [1, -2.5, 1e-30, 12345678901234567890],
+        "table": {"deep": {"a key with spaces": [True, False]}, "empty": {}},
+        "none": [],
+        "a.dotted key": "x",
+    },
+    "data": {"name": "photos", "scale": 3},
+    "training": {"epochs": 2, "clip": 0.5, "precision": "bf16"},
+    "optimizer": {"name": "lamb", "betas": [0.5, 0.75], "eps": 1e-12},
+    "parallel": {"data": 2, "bucket_mb": 16.0, "pipeline": 2, "microbatches": 8},
+    "outer": {"every": 20},
+    "run": {"folder": "some/where", "name": "x"},
+}
+
+
+def run_through(folder: Path, asked: Recipe, reason: str = "done") -> None:
+    tell([MetricsFile(folder)], [*goes_through(asked, 0, 5), Ended(5, reason, 1.0)])
+
+
+@pytest.mark.parametrize("table", [HARD, {"model": {"name": "gpt"}, "data": {"name": "d"}, "training": {"steps": 1}}])
+def test_a_recipe_that_is_written_down_loads_to_an_equal_one(tmp_path: Path, table: dict[str, Any]) -> None:
+    asked = Recipe.model_validate(table)
+    (tmp_path / "recipe.toml").write_text(to_toml(asked), encoding="utf-8")
+    assert read_resolved(tmp_path) == asked
+    # All of its defaults are there: another version's would change nothing.
+    written = tomllib.loads(to_toml(asked))
+    assert written["training"]["batch"] == 32 and written["survive"]["grace_s"] == 30.0
+
+
+def test_an_option_that_no_file_can_say_is_named() -> None:
+    asked = Recipe.model_validate(
+        {"model": {"name": "gpt", "layers": None}, "data": {"name": "d"}, "training": {"steps": 1}}
+    )
+    with pytest.raises(ValueError, match=r"^model\.layers is None, which a recipe file cannot say"):
+        to_toml(asked)
+
+
+def test_every_recipe_of_ours_is_written_down_whole(tmp_path: Path) -> None:
+    paths = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+    assert paths
+    for path in paths:
+        asked = Recipe.model_validate(tomllib.loads(path.read_text()))
+        assert Recipe.model_validate(tomllib.loads(to_toml(asked))) == asked
+
+
+def test_a_run_is_called_as_its_recipe_says_or_its_file_or_its_model(tmp_path: Path) -> None:
+    assert run_name(recipe(tmp_path), Path("recipes/edsr.toml")) == "invented"
+    unnamed = recipe(tmp_path, run={"folder": str(tmp_path)})
+    assert run_name(unnamed, Path("recipes/edsr.toml")) == "edsr"
+    assert run_name(unnamed) == "gpt"
+    for name in ("a/b", "..", "."):
+        with pytest.raises(ValueError, match=r"run\.name is .*run\.folder's"):
+            run_name(recipe(tmp_path, run={"name": name}))
+
+
+def test_a_finished_run_is_left_alone_and_an_unfinished_one_goes_on(tmp_path: Path) -> None:
+    asked = recipe(tmp_path)
+    first = run_folder(asked)
+    assert first == tmp_path / "invented"
+    assert run_folder(asked) == first  # killed before its first line
+    run_through(first, asked, "SIGTERM")
+    assert run_folder(asked) == first
+    assert len(json.loads((first / "environment.json").read_text())["starts"]) == 3
+    run_through(first, asked)
+    second = run_folder(asked)
+    assert second == tmp_path / "invented-2"
+    assert run_folder(asked) == second
+    run_through(second, asked)
+    assert run_folder(asked) == tmp_path / "invented-3"
+
+
+def test_a_run_of_another_model_or_of_other_data_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    first = run_folder(recipe(tmp_path))
+    assert run_folder(recipe(tmp_path, parallel={"pipeline": 2}, training={"steps": 40})) == first
+    assert run_folder(recipe(tmp_path, model={"name": "gpt", "width": 64})) == tmp_path / "invented-2"
+    assert run_folder(recipe(tmp_path, data={"name": "photos"})) == tmp_path / "invented-3"
+
+
+def test_a_folder_that_is_no_runs_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "invented").mkdir()
+    assert run_folder(recipe(tmp_path)) == tmp_path / "invented-2"
+
+
+def test_never_resumed_means_a_new_folder_but_for_ranks_that_are_started_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = recipe(tmp_path, run={"folder": str(tmp_path), "name": "invented", "resume": "never"})
+    run_folder(asked)
+    second = run_folder(asked)
+    assert second == tmp_path / "invented-2"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run_folder(asked) == second
+
+
+def test_a_run_that_somebody_writes_is_not_gone_on_with(tmp_path: Path) -> None:
+    asked = recipe(tmp_path)
+    folder = run_folder(asked)
+    writing = MetricsFile(folder)
+    tell([writing], goes_through(asked, 0, 3))
+    assert run_folder(asked) == tmp_path / "invented-2"
+    with pytest.raises(BlockingIOError, match=r"another process now: wait for it, or .*run\.name"):
+        MetricsFile(folder)
+
+
+def test_a_folder_that_cannot_be_made_is_said_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match=r"run\.folder.*Not a directory"):
+        run_folder(recipe(tmp_path, run={"folder": str(tmp_path / "file"), "name": "x"}))
+
+
+def test_the_environment_says_where_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NETFOLD_TOKEN_FILE", "/hidden/place")
+    monkeypatch.setenv("NETFOLD_ALGORITHM", "ring")
+    monkeypatch.setenv("SOME_PASSWORD", "xyzzy")
+    text = (run_folder(recipe(tmp_path)) / "environment.json").read_text()
+    assert "/hidden/place" not in text and "xyzzy" not in text
+    (start,) = json.loads(text)["starts"]
+    assert start["settings"]["NETFOLD_TOKEN_FILE"] == "(set, not shown)"
+    assert start["settings"]["NETFOLD_ALGORITHM"] == "ring"
+    assert start["versions"]["torch"] and start["versions"]["netfold"]
+    (rank,) = start["ranks"]
+    assert rank["rank"] == 0 and rank["cores"] >= 1 and rank["host"] and rank["cpu"]
