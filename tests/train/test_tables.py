@@ -77,7 +77,6 @@ def test_rows_travel_in_the_precision_of_the_recipe(found: list[dict[str, Any]])
     [
         ("no tables", 'parallel.tables = "row": the model has no embedding tables'),
         ("zero", "so would parallel.zero = 1"),
-        ("outer", "ranks that train apart ([outer]) need all tables"),
         ("row", "sample 1 of its batch asks for row 3 of table 1, which has 3"),
     ],
 )
@@ -263,6 +262,5 @@ def _refused() -> dict[str, str]:
     return {
         "refused, no tables": refused(_recipe("row"), linear_stack([8, 8])),
         "refused, zero": refused(_recipe("row", parallel={"tables": "row", "zero": 1})),
-        "refused, outer": refused(_recipe("table", outer={"every": 2})),
         "refused, row": refused(_recipe("row")),
     }

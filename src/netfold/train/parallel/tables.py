@@ -60,8 +60,6 @@ def share_out(model: Model, recipe: Recipe, mesh: Mesh, parts: Parts) -> None:
         raise ValueError(
             f"{asked} shares out tables, and so would parallel.zero = {recipe.parallel.zero}; use zero = 0"
         )
-    if recipe.outer is not None:
-        raise ValueError(f"{asked}: ranks that train apart ([outer]) need all tables; leave one of the two out")
     if mesh.data.size == 1:
         return
     for path in paths:
