@@ -48,13 +48,14 @@ class Precision:
                         buffer.data = buffer.data.to(self.dtype)
 
     def inputs(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Floats as the model computes them; numbers of tokens and categories as they are."""
+        """Floats as the model computes them; numbers of tokens and categories as they are. "f32" casts nothing: it is
+        what models are made in."""
         if self.name == "f32":
             return inputs
         return tuple(tensor.to(self.dtype) if tensor.is_floating_point() else tensor for tensor in inputs)
 
-    def result(self, output: Tensor) -> Tensor:
-        """What the model returned, for the loss and for people: f32 again."""
+    def output(self, output: Tensor) -> Tensor:
+        """What a loss is computed of: f32 where the model computes in less."""
         return output if self.name == "f32" else output.float()
 
     def policy(self) -> MixedPrecisionPolicy:

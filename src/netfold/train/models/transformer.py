@@ -33,7 +33,7 @@ def bert(
     parts: list[tuple[str, nn.Module]] = [("embedding", Embedding(vocabulary, context, width))]
     parts += [(f"block{number}", Block(width, heads, mlp * width, causal=False)) for number in range(layers)]
     parts += [("head", Head(vocabulary, width))]
-    return Model(Chain(parts), token_loss)
+    return Model(Chain(parts), token_loss, transformer_plan(layers, width // heads))
 
 
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:

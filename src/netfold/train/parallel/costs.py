@@ -86,7 +86,7 @@ def _measure(chain: Chain, model: Model, sample: Batch, precision: Precision) ->
                 returned = layer(*taken)
                 values = returned if isinstance(returned, tuple) else (returned,)
                 # The loss is part of the last layer's work.
-                ends = values if target is None else (model.loss(precision.result(values[0]), target),)
+                ends = values if target is None else (model.loss(precision.output(values[0]), target),)
                 _gradients(ends, layer, taken)
                 seconds.append(time.perf_counter_ns() - began_ns)
             costs.append(int(statistics.median(seconds[1:])))

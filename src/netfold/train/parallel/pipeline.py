@@ -113,7 +113,7 @@ class Piped:
             for module in self.modules:
                 module.train()
                 free_gathered(module)
-        return self._precision.result(output) if output is not None else None
+        return self._precision.output(output) if output is not None else None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for module in self.modules:
@@ -123,7 +123,7 @@ class Piped:
         return self._parts.of(name, tensor)
 
     def _part_of_the_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return self._loss(self._precision.result(output), target) * (self._scale / self._plan.microbatches)
+        return self._loss(self._precision.output(output), target) * (self._scale / self._plan.microbatches)
 
     def _taken(self, batch: Batch) -> tuple[Tensor, ...]:
         return self._precision.inputs(batch.inputs) if self._first else ()

@@ -60,8 +60,6 @@ def share_out(model: Model, recipe: Recipe, mesh: Mesh, parts: Parts) -> None:
         raise ValueError(
             f"{asked} shares out tables, and so would parallel.zero = {recipe.parallel.zero}; use zero = 0"
         )
-    if recipe.outer is not None:
-        raise ValueError(f"{asked}: ranks that train apart ([outer]) need all tables; leave one of the two out")
     if mesh.data.size == 1:
         return
     for path in paths:
@@ -77,7 +75,8 @@ def share_out(model: Model, recipe: Recipe, mesh: Mesh, parts: Parts) -> None:
 def leave_to_owners(module: nn.Module) -> None:
     """Make DDP, which is to wrap `module`, leave parts of tables alone: their gradients are whole where they are."""
     shared = [path for path, part in module.named_modules() if isinstance(part, SharedTables)]
-    names = [name for name, _ in module.named_parameters() if any(name.startswith(f"{path}.") for path in shared)]
+    held = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    names = [name for name in held if any(name.startswith(f"{path}.") for path in shared)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
 
 
@@ -150,7 +149,8 @@ class SharedTables(nn.Module):
     def __init__(self, whole: Tables, axis: Axis, rule: _Rule) -> None:
         super().__init__()
         self.rows, self.width, self._axis, self._rule = whole.rows, whole.width, axis, rule
-        self._dtype = next(whole.parameters()).dtype
+        # No row, in the dtype and on the device that the module is cast and moved to: for a rank that has no table.
+        self.register_buffer("nothing", next(whole.parameters()).detach().new_empty(0, self.width), persistent=False)
         self.tables = nn.ModuleDict()
         for number, weight in _weights(whole.tables).items():
             if (held := rule.held(number)) is not None:
@@ -189,9 +189,7 @@ class SharedTables(nn.Module):
         asked = torch.split(rows[order], arriving.sum(0).tolist())
         found = [functional.embedding(asked[number], weight) for number, weight in _weights(self.tables).items()]
         # A rank that has no table at all takes part in the exchange of gradients, too.
-        nothing = torch.empty(
-            0, self.width, dtype=self._dtype, device=rows.device, requires_grad=torch.is_grad_enabled()
-        )
+        nothing = self.get_buffer("nothing").detach().requires_grad_(torch.is_grad_enabled())
         return torch.cat([nothing, *found])[order.argsort()]
 
 

@@ -50,7 +50,7 @@ class Whole:
         for number, part in enumerate(batch.parts(self._accumulate)):
             last = number + 1 == self._accumulate
             with contextlib.nullcontext() if last else held_back(self._shared):
-                output = self._precision.result(self._shared(*self._precision.inputs(part.inputs)))
+                output = self._precision.output(self._shared(*self._precision.inputs(part.inputs)))
                 loss = self._loss(output, part.target) / self._accumulate
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
@@ -71,7 +71,7 @@ class Whole:
         module.eval()
         try:
             with torch.no_grad():
-                output = self._precision.result(module(*self._precision.inputs(batch.inputs)))
+                output = self._precision.output(module(*self._precision.inputs(batch.inputs)))
         finally:
             module.train()
             free_gathered(module)
