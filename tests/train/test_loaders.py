@@ -114,7 +114,7 @@ def test_what_cannot_be_read_is_said_with_its_path(asked: dict[str, object], sai
         ({"name": "photos", "tiles": 0}, "data.tiles is 0"),
         ({"name": "fashion-mnist", "held_out": 0}, "data.held_out is 0"),
         ({"name": "tokens", "train": "x", "vocabulary": 9, "windows": 0}, "data.windows is 0"),
-        ({"name": "photo"}, "there is class-folders, "),
+        ({"name": "photo"}, "did you mean photos?"),
     ],
 )
 def test_an_option_of_the_data_that_cannot_be_is_named(asked: dict[str, object], said: str) -> None:

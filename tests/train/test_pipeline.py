@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -201,21 +202,23 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
     """This rank's part; twice with an evaluation between, which must leave no trace."""
     import torch
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     from netfold.train import Batch, Recipe
     from netfold.train.mesh import Mesh
     from netfold.train.parallel import parallelise
+    from netfold.train.parallel.tensor import ColumnWise, RowWise
 
-    def whole(tensor: Any) -> Any:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def whole(replica: Any, name: str, tensor: Any) -> Any:
+        part = replica.as_part(name, tensor)
+        return part.full_tensor() if isinstance(part, DTensor) else part
 
     recipe = Recipe.model_validate(changed(GPT, parallel=parallel, training={"batch": ROWS}, **sections))
     mesh = Mesh(recipe.parallel)
     model, examples = model_and_examples(name)
     if name == "mlp":
-        for block in model.module.layers.values():
-            parallelize_module(block, mesh.device_mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        paths = [f"layers.{block}" for block in model.module.layers]
+        plan = {f"{path}.0": RowWise() for path in paths} | {f"{path}.2": ColumnWise() for path in paths}
+        model = dataclasses.replace(model, tensor_plan=lambda style, sequence: plan)
     before = torch.get_rng_state()
     replica = parallelise(model, recipe, mesh, examples)
     assert torch.equal(before, torch.get_rng_state())
@@ -226,7 +229,7 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
             weight.grad = None
         loss = replica.gradients(batch)
         output = replica.outputs(Batch(batch.inputs, batch.target))
-        found.append(arrays((name, whole(weight.grad)) for name, weight in replica.named_parameters()))
+        found.append(arrays((name, whole(replica, name, weight.grad)) for name, weight in replica.named_parameters()))
     assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
     return {
         "gradients": found[0],
