@@ -237,7 +237,7 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
         "output": None if output is None else output.numpy(),
         "data": mesh.data.rank,
         "tensor": mesh.tensor.rank,
-        "choices": list(replica.notes),
+        "choices": tuple(replica.notes),
     }
 
 
