@@ -7,6 +7,7 @@ import sys
 
 import torch.distributed as dist
 from rich.console import Console
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from netfold.check import Gathered, check_alone, check_ranks, failed, judge, show
@@ -41,7 +42,7 @@ def _gathered(recipe: Recipe) -> Gathered:
         return check_alone(recipe.run.folder)
     # torchrun's agent has one store for all lives of a job.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"netfold/hosts/{attempt}", distributed_c10d._get_default_store())
+    store = PrefixStore(f"netfold/hosts/{attempt}", distributed_c10d._get_default_store())
     # Links are what is measured: the switch is asked, and not joined.
     with Communicator(
         TorchStore(store),
