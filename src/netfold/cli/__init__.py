@@ -19,7 +19,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
 app.command("top")(top.top)
-app.command("train")(train.train)
+app.add_typer(train.app, name="train")
 app.add_typer(switch.app, name="switch")
 app.add_typer(bench.app, name="bench")
 app.add_typer(rack.app, name="rack")

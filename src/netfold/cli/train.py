@@ -1,13 +1,14 @@
-"""`netfold train`: a training job from one file."""
+"""`netfold train RECIPE`: a training job from one file. `netfold train report FOLDER`: its page again."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from netfold.communicator.launchers import Placement
@@ -17,7 +18,18 @@ CANNOT = 2
 NEEDED = ("torch", "pydantic")
 
 
-def train(
+class _RunUnlessNamed(TyperGroup):
+    """What is no command's name is a recipe's: `netfold train edsr.toml` is `netfold train run edsr.toml`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
+
+
+app = typer.Typer(cls=_RunUnlessNamed, help="Train what a recipe says; `train report FOLDER` makes a run's page again.")
+
+
+@app.command(epilog="netfold train report FOLDER makes the page of a run again.")
+def run(
     recipe: Annotated[Path, typer.Argument(help="A recipe, a TOML file; see docs/train/recipes.md.")],
     settings: Annotated[
         list[str] | None,
@@ -30,11 +42,10 @@ def train(
 ) -> None:
     """Train what a recipe says: as one of the ranks that torchrun, srun or mpirun has started, or by starting them.
 
-    All that is wrong with the recipe is said first, a line each. The exit code is then 2; 1 where training failed.
+    All that is wrong with the recipe is said first, a line each. The exit code is then 2; 1 where training failed; 75
+    where it was asked to stop (SIGTERM) and has written a checkpoint: the same command goes on from it.
     """
-    if any(importlib.util.find_spec(module) is None for module in NEEDED):
-        typer.echo("netfold train needs torch and pydantic: pip install 'netfold[train]'", err=True)
-        raise typer.Exit(CANNOT)
+    _need_packages()
 
     from netfold.communicator.launchers import is_launched, placement
     from netfold.train.load import load
@@ -58,7 +69,11 @@ def train(
             else:
                 # A rank makes model and data to train, and finds the rest itself.
                 split(asked, ranks)
-        except RecipeError as error:
+            if not explain:
+                from netfold.train.audience import check_packages
+
+                check_packages(asked)
+        except ValueError as error:
             raise RecipeError(source.placed(error)) from None
     except ValueError as error:
         # Every rank has found the same.
@@ -81,3 +96,23 @@ def train(
 
         del checked
         raise typer.Exit(launch(asked, source, ranks))
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="Of a run: runs/edsr.")]) -> None:
+    """Make a run's page, report.html, again from what its folder holds. The exit code is 2 where it holds no run."""
+    _need_packages()
+
+    from netfold.train.report import write_report
+
+    try:
+        typer.echo(write_report(folder))
+    except (ValueError, OSError) as error:
+        typer.echo(f"netfold train report: {error}", err=True)
+        raise typer.Exit(CANNOT) from None
+
+
+def _need_packages() -> None:
+    if any(importlib.util.find_spec(module) is None for module in NEEDED):
+        typer.echo("netfold train needs torch and pydantic: pip install 'netfold[train]'", err=True)
+        raise typer.Exit(CANNOT)

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import uuid
@@ -25,30 +26,58 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from netfold.train.problem import Source
-from netfold.train.rank import FAILED, HOPELESS, JOB
+from netfold.train.rank import FAILED, JOB, final_status
 from netfold.train.recipe import Recipe
+from netfold.train.stop import STOPPED_STATUS
 
 
 def launch(recipe: Recipe, source: Source, ranks: int) -> int:
     """Run `recipe` on `ranks` processes of this machine to their end; the exit status, 128 + n after signal n.
 
+    STOPPED_STATUS where they were asked to stop while they trained, and have written a checkpoint.
+
     What a rank has to say it says itself; here only what it could not: which of them failed first, or was killed.
     """
-    with _signals_unwind(), tempfile.TemporaryDirectory(prefix="netfold-train-") as name:
-        folder = Path(name)
+    with _signals_unwind(), _folder() as folder:
         # With this process's number: a rank that finds another parent has been left alone.
-        job = {"starter": os.getpid(), "recipe": recipe.model_dump(mode="json"), "source": source.as_json()}
+        job = {
+            "starter": os.getpid(),
+            "command": sys.argv,
+            "recipe": recipe.model_dump(mode="json"),
+            "source": source.as_json(),
+        }
         (folder / JOB).write_text(json.dumps(job))
         os.environ["OMP_NUM_THREADS"] = str(recipe.run.threads)
         try:
             with _agent_quiet():
-                elastic_launch(_config(recipe, ranks, folder), sys.executable)("-m", "netfold.train.rank", name)
+                elastic_launch(_config(recipe, ranks, folder), sys.executable)("-m", "netfold.train.rank", str(folder))
         except ChildFailedError as error:
-            print(f"netfold train: {_ending(error, recipe, (folder / HOPELESS).exists())}", file=sys.stderr)
+            final = final_status(folder)
+            if final == STOPPED_STATUS:
+                return STOPPED_STATUS
+            print(f"netfold train: {_ending(error, recipe, hopeless=final is not None)}", file=sys.stderr)
             return FAILED
         except SignalException as stopped:
-            return 128 + int(stopped.sigval)
+            return STOPPED_STATUS if final_status(folder) == STOPPED_STATUS else 128 + int(stopped.sigval)
     return 0
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """For the job's files, gone when this process is, however it went: a shell waits for that and takes it away."""
+    name = tempfile.mkdtemp(prefix="netfold-train-")
+    keeper = subprocess.Popen(
+        ("sh", "-c", 'cat; rm -rf -- "$1"', "sh", name),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield Path(name)
+    finally:
+        # Also closed by the kernel.
+        keeper.communicate()
 
 
 def _config(recipe: Recipe, ranks: int, folder: Path) -> LaunchConfig:
@@ -71,7 +100,7 @@ def _config(recipe: Recipe, ranks: int, folder: Path) -> LaunchConfig:
     return LaunchConfig(**{key: value for key, value in wanted.items() if key in known})  # type: ignore[arg-type]
 
 
-def _ending(error: ChildFailedError, recipe: Recipe, hopeless: bool) -> str:
+def _ending(error: ChildFailedError, recipe: Recipe, *, hopeless: bool) -> str:
     rank, failure = error.get_first_failure()
     how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
     if hopeless:

@@ -80,15 +80,19 @@ def meant(word: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"there is {', '.join(known)}"
 
 
+def words(error: BaseException) -> str:
+    """What it says, without torch's words and stack round what a communication hook raised."""
+    return _CALLBACK.sub(r"\1", str(error))
+
+
 def in_a_sentence(error: BaseException) -> str:
     """What was raised: netfold's own ValueErrors as they are; others with their type, and the line that raised them."""
-    said = str(error)
-    text = " ".join(_CALLBACK.sub(r"\1", said).split())
+    text = " ".join(words(error).split())
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     last = next(iter(traceback.extract_tb(error.__traceback__)[-1:]), None)
     ours = last is None or Path(last.filename).is_relative_to(_NETFOLD)
-    if text and (_CALLBACK.match(said) or (ours and isinstance(error, ValueError))):
+    if text and (_CALLBACK.match(str(error)) or (ours and isinstance(error, ValueError))):
         return text
     where = f" ({last.filename}:{last.lineno})" if last is not None else ""
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}"

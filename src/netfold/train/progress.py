@@ -13,7 +13,7 @@ from rich.text import Text
 from netfold.profile.page import units
 from netfold.train.exposed import Exposed
 from netfold.train.listeners import Ended, Evaluated, Listener, Noted, Started, Stepped
-from netfold.train.result import metric_words, result, with_unit
+from netfold.train.result import with_unit
 
 LIVE_S = 0.25
 PLAIN_S = 10.0
@@ -32,7 +32,6 @@ class Progress(Listener):
         self._start: Started | None = None
         self._shown_s = 0.0
         self._step_s: float | None = None
-        self._value: float | None = None
 
     def started(self, event: Started) -> None:
         self._start, self._shown_s = event, 0.0
@@ -65,9 +64,9 @@ class Progress(Listener):
     def evaluated(self, event: Evaluated) -> None:
         assert self._start is not None
         metric = self._start.metric
-        self._value = event.values[metric.name]
+        value = event.values[metric.name]
         self._print(
-            f"step {event.step:,}: {metric.name} {with_unit(self._value, metric.unit)} on held-out samples, "
+            f"step {event.step:,}: {metric.name} {with_unit(value, metric.unit)} on held-out samples, "
             f"{metric.baseline_is} {with_unit(metric.baseline, metric.unit)}, in {units.seconds(event.seconds)}"
         )
 
@@ -79,8 +78,6 @@ class Progress(Listener):
         assert self._start is not None
         took = f"after step {event.step:,}, in {units.seconds(event.seconds)}"
         self._print(f"done {took}" if event.reason == "done" else f"ended {took}: {event.reason}", "bold")
-        if self._value is not None:
-            self._print(result(metric_words(self._start.metric), self._value))
         self._print(f"the page: {self._folder / 'report.html'}")
 
     def _line(self, event: Stepped, step_s: float) -> str:

@@ -1,4 +1,4 @@
-"""A process as one rank of a job: it joins the others, trains, and says how it ended.
+"""A process as one rank of a job: it joins the others, looks at the hosts, trains, and says how it ended.
 
 Under torchrun, Slurm or mpirun `netfold train` is this at once. Alone it starts such processes (`launch`), which run
 this file: `python -m netfold.train.rank FOLDER`.
@@ -6,6 +6,7 @@ this file: `python -m netfold.train.rank FOLDER`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -21,28 +22,33 @@ from typing import TYPE_CHECKING
 from netfold.communicator.launchers import placement
 from netfold.train.problem import Source, in_a_sentence
 from netfold.train.recipe import Recipe
+from netfold.train.result import metric_words, result
+from netfold.train.stop import STOPPED_STATUS
 
 if TYPE_CHECKING:
     from netfold.train.trainer import Outcome, Trainer
 
 FAILED, CANNOT, INTERRUPTED = 1, 2, 128 + signal.SIGINT
-# Files in the folder of a job that `launch` has started: what to do, and that no restart helps.
-JOB, HOPELESS = "job.json", "hopeless"
+# Files in the folder of a job that `launch` has started: what to do, and the status that no restart would change.
+JOB, FINAL = "job.json", "final"
 # What another try may find better: a peer or a machine that failed. A wrong shape or a missing key will be so again.
 _PASSING = (RuntimeError, OSError, MemoryError)
 _PR_SET_PDEATHSIG = 1
 
 
 def train(recipe: Recipe, source: Source) -> int:
-    """Join the ranks that the launcher has started, train, and print what came of it on rank 0.
+    """Join the ranks that the launcher has started, train in the run's folder, and print what came of it on rank 0.
 
-    Returns the exit status: FAILED, or CANNOT where a restart would fail in the same way. An error is one sentence on
-    stderr, with the rank and the step, and the place in `source` of the key that it names; it is in torchrun's error
-    file too, where that is asked for.
+    Returns the exit status: FAILED, or CANNOT where a restart would fail in the same way; STOPPED_STATUS where the job
+    was asked to stop, and has. An error is one sentence on stderr, with the rank and the step, and the place in
+    `source` of the key that it names; it is in torchrun's error file too, where that is asked for.
     """
     import torch
     import torch.distributed as dist
 
+    from netfold.train.audience import listeners
+    from netfold.train.hosts import hosts_will_do
+    from netfold.train.run_folder import run_folder
     from netfold.train.trainer import Trainer
 
     began_s = time.perf_counter()
@@ -55,8 +61,13 @@ def train(recipe: Recipe, source: Source) -> int:
         print(f"netfold train: all ranks start anew, restart {restarts} of {most}", file=sys.stderr, flush=True)
     try:
         dist.init_process_group(recipe.run.backend, timeout=timedelta(seconds=recipe.run.timeout_s))
-        trainer = Trainer(recipe)
+        if recipe.run.check and not hosts_will_do(recipe):
+            return CANNOT
+        folder = run_folder(recipe, source.file)
+        trainer = Trainer(recipe, folder=folder, listeners=listeners(recipe, folder, rank))
         outcome = trainer.fit()
+        # Rank 0 may be writing its page yet: an agent that sees another one leave early ends it.
+        dist.barrier()
         dist.destroy_process_group()
     except KeyboardInterrupt:
         if rank == 0:
@@ -66,9 +77,12 @@ def train(recipe: Recipe, source: Source) -> int:
         _tell(error, rank, trainer, source)
         passing = isinstance(error, _PASSING) and not isinstance(error, NotImplementedError)
         return FAILED if passing else CANNOT
-    if rank == 0:
-        print(result(outcome, trainer, time.perf_counter() - began_s), flush=True)
-    return 0
+    stopped = outcome.reason != "done"
+    if rank == 0 and stopped:
+        print(f"netfold train: {_stopped(outcome, trainer)}", file=sys.stderr, flush=True)
+    elif rank == 0:
+        print(_came_of(outcome, trainer, time.perf_counter() - began_s), flush=True)
+    return STOPPED_STATUS if stopped else 0
 
 
 def name_place(environment: MutableMapping[str, str]) -> None:
@@ -85,33 +99,34 @@ def name_place(environment: MutableMapping[str, str]) -> None:
         environment["LOCAL_WORLD_SIZE"] = str(place.local_size)
 
 
-def result(outcome: Outcome, trainer: Trainer, seconds: float) -> str:
-    """One line: the metric, the baseline, which is better, how long it took."""
-    metric, ranks = trainer.data.metric, trainer.mesh.device_mesh.size()
-    ahead = (outcome.metric - metric.baseline) * (1 if metric.better == "higher" else -1)
-    verdict = "better" if ahead > 0 else "no better"
-    ended = "" if outcome.reason == "done" else f", ended early: {outcome.reason}"
-    return (
-        f"{metric.name} {outcome.metric:.4g} {metric.unit}, {verdict} than {metric.baseline_is} "
-        f"({metric.baseline:.4g} {metric.unit}); {outcome.step} steps in {seconds:.1f} s on {ranks} "
-        f"rank{'' if ranks == 1 else 's'}{ended}"
-    )
-
-
 def main() -> None:
     """As one of the processes that `launch` starts; argv[1] is the job's folder."""
     folder = Path(sys.argv[1])
-    job = json.loads((folder / JOB).read_text())
+    try:
+        job = json.loads((folder / JOB).read_text())
+    except FileNotFoundError:
+        sys.exit("netfold train: a rank leaves before it has begun: the process that has started it is gone")
     _leave_with(job["starter"])
-    if (folder / HOPELESS).exists():
-        sys.exit(CANNOT)
+    # What the run's environment.json tells is what its user typed.
+    sys.argv = job["command"]
+    final = final_status(folder)
+    if final is not None:
+        sys.exit(final)
     try:
         status = train(Recipe.model_validate(job["recipe"]), Source.from_json(job["source"]))
     except KeyboardInterrupt:
         status = INTERRUPTED
-    if status == CANNOT:
-        (folder / HOPELESS).touch()
+    if status in (CANNOT, STOPPED_STATUS):
+        # The folder goes when the starter does.
+        with contextlib.suppress(FileNotFoundError):
+            (folder / FINAL).write_text(str(status))
     sys.exit(status)
+
+
+def final_status(folder: Path) -> int | None:
+    """What a rank of the job has left with that no restart would change: CANNOT, or STOPPED_STATUS."""
+    final = folder / FINAL
+    return int(final.read_text()) if final.exists() else None
 
 
 def _leave_with(starter: int) -> None:
@@ -119,6 +134,22 @@ def _leave_with(starter: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != starter:
         sys.exit(FAILED)
+
+
+def _came_of(outcome: Outcome, trainer: Trainer, seconds: float) -> str:
+    """One line: the metric, the baseline, which is better, how long it took."""
+    ranks = trainer.mesh.device_mesh.size()
+    return (
+        f"{result(metric_words(trainer.data.metric), outcome.metric)}; {outcome.step} steps in {seconds:.1f} s on "
+        f"{ranks} rank{'' if ranks == 1 else 's'}"
+    )
+
+
+def _stopped(outcome: Outcome, trainer: Trainer) -> str:
+    return (
+        f"asked to stop ({outcome.reason}) after step {outcome.step} of {trainer.steps}; a checkpoint is written, and "
+        "the same command goes on from it"
+    )
 
 
 def _tell(error: Exception, rank: int, trainer: Trainer | None, source: Source) -> None:
@@ -132,7 +163,9 @@ def _tell(error: Exception, rank: int, trainer: Trainer | None, source: Source) 
         # What torchrun shows as the reason.
         calls = "".join(traceback.format_exception(error))
         told = {"message": sentence, "extraInfo": {"py_callstack": calls, "timestamp": str(int(time.time()))}}
-        Path(report).write_text(json.dumps({"message": told}))
+        # Gone where the agent is.
+        with contextlib.suppress(FileNotFoundError):
+            Path(report).write_text(json.dumps({"message": told}))
 
 
 def _step(trainer: Trainer | None) -> str:

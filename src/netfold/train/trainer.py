@@ -36,6 +36,7 @@ from netfold.train.policies import (
     tell_others,
     what_is_bad,
 )
+from netfold.train.problem import words
 from netfold.train.recipe import Recipe
 from netfold.train.recovery import Recovery
 from netfold.train.schedule import learning_rate
@@ -93,7 +94,7 @@ class Trainer:
         self.samples = 0
         """Taken from the data so far: its position, whatever the batch was in earlier runs."""
         self._batch: Batch | None = None
-        self._notes: list[said.Noted] = []
+        self._notes: list[tuple[str, str]] = []
         self._started = False
         self._replacing = Replacing(self.data.train) if recipe.survive.missing_data == "skip" else None
         self._non_finite = NonFinite(recipe.survive)
@@ -129,8 +130,7 @@ class Trainer:
             if better is not None:
                 tell_others(self.mesh, better)
             if self._started:
-                # The first line: torch adds a stack to what a hook of its reducer raised.
-                self._note("error", str(better or error).partition("\n")[0])
+                self._note("error", words(better or error).partition("\n")[0])
                 self._tell(said.Ended(self.step, type(better or error).__name__, time.perf_counter() - began_s))
             if better is not None:
                 raise better from error
@@ -181,8 +181,8 @@ class Trainer:
             )
         )  # fmt: skip
         self._started = True
-        for noted in self._notes:
-            self._tell(noted)
+        for level, text in self._notes:
+            self._note(level, text)
         self._pass_on()
 
     def _one_step(self, feed: Feed) -> Word:
@@ -280,12 +280,11 @@ class Trainer:
         self.replica.notes.clear()
 
     def _note(self, level: str, text: str) -> None:
-        noted = said.Noted(self.step, level, text)
         if self._started:
-            self._tell(noted)
+            self._tell(said.Noted(self.step, level, text))
         else:
             # Listeners hear of the start first.
-            self._notes.append(noted)
+            self._notes.append((level, text))
 
     def _tell(self, event: said.Started | said.Stepped | said.Evaluated | said.Noted | said.Ended) -> None:
         for listener in self._listeners:

@@ -1,0 +1,56 @@
+"""Before training: whether the hosts and the links between them will do (`netfold doctor check`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch.distributed as dist
+from rich.console import Console
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d
+
+from netfold.check import Gathered, check_alone, check_ranks, failed, judge, show
+from netfold.communicator import Communicator, Options
+from netfold.torch.store import TorchStore
+from netfold.train.recipe import Recipe
+
+
+def hosts_will_do(recipe: Recipe) -> bool:
+    """Look at all ranks' hosts; False where the job would fail on them. Rank 0 says what is wrong and what to do.
+
+    The same on every rank, whatever the backend. Collective over the world.
+    """
+    gathered = _gathered(recipe)
+    findings = judge(gathered)
+    fails = failed(findings)
+    if dist.get_rank() == 0:
+        console = Console(stderr=True, highlight=False)
+        if findings:
+            show(console, gathered, findings)
+        else:
+            hosts = len({facts.boot for facts in gathered.facts})
+            console.print(f"{hosts} {'host' if hosts == 1 else 'hosts'} checked, nothing is wrong")
+        if fails:
+            sentence = "training would fail on these hosts, see what to do above; run.check = false tries it anyway"
+            print(f"netfold train: {sentence}", file=sys.stderr, flush=True)
+    return not fails
+
+
+def _gathered(recipe: Recipe) -> Gathered:
+    if dist.get_world_size() == 1:
+        return check_alone(recipe.run.folder)
+    # torchrun's agent has one store for all lives of a job.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"netfold/hosts/{attempt}", distributed_c10d._get_default_store())
+    # Links are what is measured: the switch is asked, and not joined.
+    with Communicator(
+        TorchStore(store),
+        dist.get_rank(),
+        dist.get_world_size(),
+        options=Options(switch=""),
+        timeout_s=recipe.run.timeout_s,
+        join_timeout_s=recipe.run.timeout_s,
+        store_host=os.environ.get("MASTER_ADDR"),
+    ) as communicator:
+        return check_ranks(communicator, recipe.run.folder)

@@ -1,0 +1,36 @@
+"""What the look at the hosts, before training, says and ends."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from surviving import toy_recipe
+
+from netfold.train.hosts import hosts_will_do
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("one_rank", "few_files")
+def test_hosts_on_which_training_would_fail_are_named_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not hosts_will_do(toy_recipe())
+    said = capsys.readouterr().err
+    assert "200 files may be open" in said and "ulimit -n 4096" in said
+    last = "training would fail on these hosts, see what to do above; run.check = false tries it anyway"
+    assert said.splitlines()[-1] == f"netfold train: {last}"
