@@ -63,6 +63,33 @@ def every_dtype_travels(dist: Any, rank: int, size: int) -> None:
 
 
 @case
+def what_has_no_memory_yet_is_waited_for_and_what_never_has_is_refused(dist: Any, rank: int, size: int) -> None:
+    import torch
+    from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
+
+    into = torch.zeros(3)
+    sums = all_reduce(torch.full((3,), rank + 1.0), "sum", dist.group.WORLD)
+    assert sums.data_ptr() == 0, "torch returns what it will be"
+    sends = dist.isend(sums, (rank + 1) % size)
+    dist.recv(into, (rank - 1) % size)
+    sends.wait()
+    assert into.eq(size * (size + 1) / 2).all()
+    gathered = all_gather_tensor(torch.full((1,), float(rank)), 0, dist.group.WORLD)
+    dist.all_reduce(gathered)
+    assert torch.equal(gathered * 1, size * torch.arange(float(size)))
+    freed = torch.ones(5)
+    freed.untyped_storage().resize_(0)
+    calls = [lambda: dist.send(freed, (rank + 1) % size), lambda: dist.all_reduce(freed)]
+    for call in [*calls, lambda: dist.broadcast(freed, 0)]:
+        try:
+            call()
+        except ValueError as error:
+            assert "this Tensor of [5] has none" in str(error)
+        else:
+            raise AssertionError("nothing was raised")
+
+
+@case
 def tags_and_waits_may_come_in_any_order(dist: Any, rank: int, size: int) -> None:
     import torch
 

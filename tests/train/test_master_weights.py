@@ -69,14 +69,6 @@ def test_a_loaded_state_goes_on_in_f32() -> None:
     assert torch.equal(loading.state[second]["master"], saving.state[first]["master"])
 
 
-def test_a_weight_that_was_rounded_in_a_checkpoint_is_whole_where_weights_are_f32() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = MasterWeights([weight], torch.optim.SGD, lr=LR)
-    optimizer.state[weight] = {"master": torch.full((2,), 1.0 + LR)}
-    stepped(optimizer, weight, 1.0)
-    assert weight.tolist() == [1.0] * 2 and "master" not in optimizer.state[weight]
-
-
 def test_gradients_are_divided_by_the_loss_scale_in_f32() -> None:
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
     optimizer = MasterWeights([weight], torch.optim.SGD, lr=1.0)

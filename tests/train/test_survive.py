@@ -16,7 +16,7 @@ import signal
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,48 +53,17 @@ def resumed(rank: int, folder: Path, world: World) -> dict[str, Any]:
     return found
 
 
-def sharded(model: Any, recipe: Any, mesh: Any) -> Any:
-    """As `parallelise`: every rank holds a part of every weight."""
-    from torch.distributed.fsdp import fully_shard
-
-    from netfold.train.parallel.whole import Whole
-
-    class Sharded(Whole):
-        def __init__(self) -> None:
-            super().__init__(model, recipe, mesh)
-            self._ddp = None
-            fully_shard(model.module, mesh=mesh.device_mesh["data"])
-
-    return Sharded()
-
-
 def resharded(rank: int, folder: Path, world: World) -> dict[str, Any]:
-    """ZeRO 0, 1 and 3 put in by hand, each taking up what another has written."""
-    import torch
+    """ZeRO 0, 1, 2 and 3, each taking up what another has written."""
     from surviving import Heard, interrupt_at, run
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    from netfold.train import trainer
-
-    def shared_out(replica: Any, recipe: Any, mesh: Any) -> Any:
-        parameters = [parameter for _, parameter in replica.named_parameters()]
-        return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=recipe.optimizer.lr)
-
-    def life(zero: int, into: Path, heard: Heard | None = None) -> tuple[float, ...]:
-        with pytest.MonkeyPatch.context() as patch:
-            if zero == 3:
-                patch.setattr(trainer, "parallelise", sharded)
-            if zero == 1:
-                patch.setattr(trainer, "make_optimizer", shared_out)
-            return run(into, noisy=False, checkpoint=SAVING, heard=heard).losses
 
     found: dict[str, Any] = {}
     with world(2):
         found["whole"] = run(None, noisy=False).losses
-        for before, after in ((0, 3), (3, 0), (0, 1), (1, 0), (3, 3), (1, 1)):
+        for before, after in ((0, 3), (3, 0), (0, 1), (1, 0), (1, 2), (3, 3), (2, 2), (1, 1)):
             into = folder / f"{before} to {after}"
-            life(before, into, Heard(interrupt_at(5)))
-            found[into.name] = life(after, into)
+            run(into, noisy=False, checkpoint=SAVING, heard=Heard(interrupt_at(5)), parallel={"zero": before})
+            found[into.name] = run(into, noisy=False, checkpoint=SAVING, parallel={"zero": after}).losses
     return found
 
 
@@ -148,8 +117,7 @@ def update_kept(rank: int, folder: Path, world: World) -> dict[str, Any]:
             shutil.copytree(folder, folder.with_name("sharded"))
         run(folder, noisy=False, checkpoint=SAVING)
         found["again"] = ends_with()
-        patch.setattr(trainer, "parallelise", sharded)
-        run(folder.with_name("sharded"), noisy=False)
+        run(folder.with_name("sharded"), noisy=False, parallel={"zero": 3})
         found["sharded"] = ends_with()
     return found
 
@@ -579,34 +547,18 @@ CASES = [
 def _cases(rank: int, size: int, folder: str) -> dict[str, tuple[Any, str]]:
     """case -> (what it returned, or the traceback of what it raised)."""
     import torch
-    import torch.distributed as dist
+    from surviving import worlds_of
 
     torch.set_num_threads(1)
-    worlds = 0
-
-    @contextlib.contextmanager
-    def world(ranks: int) -> Iterator[Any]:
-        nonlocal worlds
-        worlds += 1
-        if rank >= ranks:
-            yield None
-            return
-        dist.init_process_group("netfold", init_method=f"file://{folder}/store-{worlds}", rank=rank, world_size=ranks)
-        try:
-            yield dist
-        finally:
-            dist.destroy_process_group()
-
     found: dict[str, tuple[Any, str]] = {}
     took: dict[str, float] = {}
     for case in CASES:
-        began_s = time.monotonic()
+        began_s, at = time.monotonic(), Path(folder) / case.__name__
         try:
-            found[case.__name__] = case(rank, Path(folder) / case.__name__, world), ""
+            found[case.__name__] = case(rank, at, worlds_of(rank, at.with_suffix(".stores"))), ""
         except BaseException:
             found[case.__name__] = None, traceback.format_exc()
         took[case.__name__] = time.monotonic() - began_s
-        worlds = 1000 * (1 + CASES.index(case))
     if rank == 0:
         print({name: round(seconds, 2) for name, seconds in took.items()})
     return found
@@ -648,7 +600,7 @@ def test_more_or_fewer_ranks_go_on() -> None:
 def test_a_run_without_zero_goes_on_with_it_and_back() -> None:
     for found in of(resharded):
         whole = found["whole"]
-        assert len(found) == 7
+        assert len(found) == 9
         for change, losses in found.items():
             if change != "whole":
                 assert losses == pytest.approx(whole[3:], rel=1e-5), change

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from netfold.communicator import Group
 from netfold.communicator.group import DTYPES, REDUCE_OPS
@@ -212,6 +213,19 @@ def timeout_of(opts: Any) -> float | None:
     return timeout.total_seconds() if timeout and timeout.days >= 0 else None
 
 
+def with_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself; what a functional collective returned is waited for. ValueError for one that has elements and
+    no memory: the core would read at address 0."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return tensor.wait()
+    if tensor.data_ptr() == 0 and tensor.numel():
+        raise ValueError(
+            f"netfold takes tensors with memory of their own; this {type(tensor).__name__} of {list(tensor.shape)} has "
+            "none: is it a fake one, or a DTensor (its to_local() would do), or was its storage freed?"
+        )
+    return tensor
+
+
 def _check(tensor: Tensor) -> None:
     if not tensor.is_cpu:
         raise ValueError(f"netfold takes CPU tensors, this one is on {tensor.device}")
@@ -222,7 +236,7 @@ def _check(tensor: Tensor) -> None:
 def _contiguous(tensor: Tensor) -> Tensor:
     """The tensor itself where its memory holds its values in order, and torch does not only remember that they are to
     be conjugated or negated."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    return with_memory(tensor).resolve_conj().resolve_neg().contiguous()
 
 
 def _copy_back(tensors: Sequence[Tensor], staged: Sequence[Tensor]) -> Callable[[], None] | None:
@@ -258,7 +272,7 @@ def _scaled(tensor: Tensor, asked: Reduction) -> Tensor:
         if factor.numel() != 1:
             raise ValueError(f"premul_sum takes one factor a rank, not {factor.numel()}")
         factor = factor.item()
-    scaled: Tensor = tensor.detach() * factor
+    scaled: Tensor = with_memory(tensor).detach() * factor
     return scaled.contiguous()
 
 

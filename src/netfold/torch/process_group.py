@@ -122,6 +122,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
             or not tensor.is_cpu
             or tensor.layout is not torch.strided
             or not tensor.is_contiguous()
+            or not tensor.data_ptr()
             or tensor.is_neg()
             or self._coalesced.works is not None
             or _profiling()

@@ -15,7 +15,7 @@ import torch
 
 from netfold.communicator import Group
 from netfold.communicator.group import ANY_SOURCE, DTYPES, KINDS
-from netfold.torch.calls import DTYPE_CODES
+from netfold.torch.calls import DTYPE_CODES, with_memory
 from netfold.torch.work import CompletedWork, NetfoldWork, Work
 
 Tensor = torch.Tensor
@@ -50,7 +50,7 @@ class Transfers:
             raise ValueError(
                 f"{_names(kind)}: netfold takes dense CPU tensors, this one is {tensor.layout} on {tensor.device}"
             )
-        staged = tensor.contiguous()
+        staged = with_memory(tensor).contiguous()
         dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
         operation = self.group.start_transfer(kind, dtype, peer, tag, (staged.data_ptr(), staged.nbytes))
         if kind == _RECEIVE and staged.data_ptr() != tensor.data_ptr():

@@ -3,7 +3,9 @@
     model.<parameter>               optimizer.<parameter>.<key>
     buffer.<buffer>                 update.<what Update.state_dict says>
 
-A part of a tensor is a DTensor that says which (`Replica.as_part`); a rank gives what it holds, and asks for the same.
+A weight is there once, as the optimizer steps on it: in f32 where it is computed with in bf16 or f16, whether the f32
+one is the parameter (ZeRO 2 and 3) or a master beside it. A part of a tensor is a DTensor that says which
+(`Replica.as_part`); a rank gives what it holds, and asks for the same.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from netfold.train.optimizers import local_optimizer
+from netfold.train.optimizers.master import MASTER
 from netfold.train.replica import Replica
 from netfold.train.update import Update
 
@@ -32,12 +35,20 @@ def contents(
     among data-parallel ranks (running means), so one gives them. Raises TypeError for an optimizer that keeps anything
     but tensors for a parameter.
     """
-    tensors = {f"model.{name}": replica.as_part(name, each.detach()) for name, each in parameters.items()}
+    local = local_optimizer(optimizer)
+    owned = _owned(local)
+    # Where ranks share out the optimizer (ZeRO 1), who owns a weight gives it: no other has it unrounded.
+    tensors = {
+        f"model.{name}": replica.as_part(name, local.state.get(each, {}).get(MASTER, each.detach()))
+        for name, each in parameters.items()
+        if id(each) in owned
+    }
     if buffers:
         tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
-    state = local_optimizer(optimizer).state
     for name, parameter in parameters.items():
-        for key, value in state.get(parameter, {}).items():
+        for key, value in local.state.get(parameter, {}).items():
+            if key == MASTER:
+                continue
             # None stands for what the optimizer has not made yet.
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(f"the optimizer keeps {key} of {name} as {type(value).__name__}; it must be a tensor")
@@ -56,8 +67,9 @@ def contents(
 class Wanted:
     """What this rank asks of a checkpoint: `tensors`, to be filled, then `adopt`.
 
-    Parameters and buffers are filled in place. The optimizer's state is made here, from the checkpoint's own list: so
-    no step has to be taken to have some, and a rank that shares it out asks for what it owns alone.
+    Parameters, masters and buffers are filled in place, in whatever they are kept in. The optimizer's state is made
+    here, from the checkpoint's own list: so no step has to be taken to have some, and a rank that shares it out asks
+    for what it owns alone.
     """
 
     def __init__(
@@ -70,11 +82,20 @@ class Wanted:
     ) -> None:
         """`parameters`: as for `contents`."""
         self._optimizer, self._update = local_optimizer(optimizer), update
-        self.tensors = {f"model.{name}": replica.as_part(name, each.detach()) for name, each in parameters.items()}
+        self._masters = {
+            each: state[MASTER]
+            for each in parameters.values()
+            if MASTER in (state := self._optimizer.state.get(each, {}))
+        }
+        self.tensors = {
+            f"model.{name}": replica.as_part(name, self._masters.get(each, each.detach()))
+            for name, each in parameters.items()
+        }
         self.tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
         self._states: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._updates: dict[str, Tensor] = {}
-        owned = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        owned = _owned(self._optimizer)
+        of_update = update.wanted(key.removeprefix("update.") for key in saved if key.startswith("update."))
         for key, meta in saved.items():
             kind, _, rest = key.partition(".")
             if kind == "optimizer":
@@ -83,7 +104,7 @@ class Wanted:
                     value = _empty(replica, name, parameters[name], meta)
                     self._states.setdefault(parameters[name], {})[of_state] = value
                     self.tensors[key] = _part(replica, parameters[name], name, value)
-            elif kind == "update":
+            elif kind == "update" and rest in of_update:
                 name = rest.partition(".")[2]
                 if name in parameters:
                     self._updates[rest] = _empty(replica, name, parameters[name], meta)
@@ -105,6 +126,9 @@ class Wanted:
         self._optimizer.state.clear()
         for parameter, state in self._states.items():
             self._optimizer.state[parameter] = state
+        for parameter, master in self._masters.items():
+            self._optimizer.state[parameter][MASTER] = master
+            parameter.detach().copy_(master)
         self._update.load_state_dict({**self._updates, **numbers})
 
 
@@ -115,6 +139,11 @@ def named_buffers(replica: Replica) -> list[tuple[str, Tensor]]:
         kept = module.state_dict()
         found += [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
     return found
+
+
+def _owned(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ids of the parameters that this rank steps on."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _part(replica: Replica, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from netfold.train.loss_scale import LossScale
 from netfold.train.mesh import Mesh
 from netfold.train.optimizers import local_optimizer
 from netfold.train.optimizers.master import MasterWeights
-from netfold.train.parallel.outer import Rounds
+from netfold.train.parallel.outer import Rounds, of_rounds
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
 
@@ -77,8 +78,16 @@ class Update:
         scale = {} if self._scale is None else self._scale.state_dict()
         return scale if self._rounds is None else {**scale, **self._rounds.state_dict()}
 
+    def wanted(self, saved: Iterable[str]) -> set[str]:
+        """Of the names of tensors in a checkpoint, those that `load_state_dict` wants on this rank."""
+        names = set(saved)
+        rounds = {name for name in names if of_rounds(name)}
+        return names - rounds | (self._rounds.wanted(rounds) if self._rounds is not None else set())
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._scale is not None:
+        """Weights have been loaded before. What a checkpoint of another precision, or of one without `outer`, does not
+        have begins anew."""
+        if self._scale is not None and "loss_scale" in state:
             self._scale.load_state_dict(state)
         if self._rounds is not None:
             self._rounds.load_state_dict(state)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from netfold.train.precision import UNROUNDED
 
+MASTER = "master"
+
 
 class MasterWeights(torch.optim.Optimizer):
     """Another optimizer, stepping on f32 copies of the parameters that are not f32; it steps on f32 ones themselves.
@@ -36,7 +38,7 @@ class MasterWeights(torch.optim.Optimizer):
                 low = parameter.dtype != torch.float32
                 master = torch.nn.Parameter(unrounded(parameter)) if low else parameter
                 if low:
-                    self.state[parameter]["master"] = master.data
+                    self.state[parameter][MASTER] = master.data
                 self._pairs.append((parameter, master))
                 masters.append(master)
             groups.append({**group, "params": masters})
@@ -53,14 +55,9 @@ class MasterWeights(torch.optim.Optimizer):
             # the master, since optimizers begin where they find no state.
             state = self.state[parameter]
             self._inner.state[master] = state
-            saved = state.pop("master", None)
             if master is not parameter:
-                # A checkpoint of weights that were cut, which are f32 themselves, brings no master.
-                master.data = parameter.detach().float() if saved is None else saved
+                master.data = state.pop(MASTER)
                 master.grad = None if parameter.grad is None else parameter.grad.float()
-            elif saved is not None:
-                # One of weights that were not cut, which has them rounded beside it.
-                parameter.copy_(saved)
             if master.grad is not None and self.gradient_factor != 1.0:
                 master.grad.mul_(self.gradient_factor)
         self._inner.step()
@@ -68,7 +65,7 @@ class MasterWeights(torch.optim.Optimizer):
             if master is not parameter:
                 master.grad = None
                 parameter.copy_(master)
-                self.state[parameter]["master"] = master.data
+                self.state[parameter][MASTER] = master.data
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # torch's own would round all that is loaded to what the parameter is.

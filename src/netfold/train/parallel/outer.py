@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,24 +85,39 @@ class Rounds:
                     state[f"inner{self._data.rank}_{what}.{name}"] = value
         return state
 
+    def wanted(self, saved: Iterable[str]) -> set[str]:
+        """Of the names in a checkpoint, this rank's: of inner states its own alone. Where there are fewer of these than
+        data-parallel ranks, ranks beyond take the state of others, in turn."""
+        names = set(saved)
+        inner = {name: int(found[1]) for name in names if (found := _INNER.match(name))}
+        ranks = 1 + max(inner.values(), default=0)
+        return {name for name in names if inner.get(name, self._data.rank % ranks) == self._data.rank % ranks}
+
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; tensors of the optimizer's state are taken over. Where it is of fewer data-parallel
-        ranks, those beyond take the state of others, in turn."""
+        """Go on from a checkpoint whose weights are loaded; tensors of the optimizer's state are taken over. One
+        without rounds leaves the weights where the next begins, and no momentum."""
         self.between = True
+        wanted = self.wanted(state)
         for buffer in self._buffers:
+            buffer.start, buffer.momentum = buffer.now(), torch.zeros_like(buffer.momentum)
             for kind, line in ("outer_start", buffer.start), ("outer_momentum", buffer.momentum):
                 for name, part in buffer.views(line):
-                    part.copy_(local(state[f"{kind}.{name}"]))
+                    if f"{kind}.{name}" in wanted:
+                        part.copy_(local(state[f"{kind}.{name}"]))
         parameters = dict(self._replica.named_parameters())
-        inner = [(int(found[1]), found[2], found[3], key) for key in state if (found := _INNER.match(key))]
-        ranks = 1 + max((rank for rank, *_ in inner), default=0)
-        for rank, what, name, key in inner:
-            if rank == self._data.rank % ranks and name in parameters:
-                self._optimizer.state[parameters[name]][what] = state[key]
+        for key in wanted:
+            found = _INNER.match(key)
+            if found is not None and found[3] in parameters:
+                self._optimizer.state[parameters[found[3]]][found[2]] = state[key]
 
 
 _INNER = re.compile(r"inner(\d+)_(\w+)\.(.+)")
+
+
+def of_rounds(name: str) -> bool:
+    """Whether a name in a checkpoint is one that `Rounds.state_dict` gives."""
+    return name.startswith("outer_") or _INNER.match(name) is not None
 
 
 @dataclass

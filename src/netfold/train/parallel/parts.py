@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Size, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -36,6 +37,9 @@ class Parts:
         rows = [1]
         for length in reversed(part.shape[1:]):
             rows.insert(0, rows[0] * length)
+        # torch takes a DTensor for one with memory of its own, and copies from address 0, where what it was made of
+        # begins in the middle of another tensor's (ZeRO 1's buckets): through DLPack the same memory begins here.
+        local = torch.from_dlpack(tensor.detach()) if tensor.storage_offset() else tensor  # type: ignore[attr-defined]
         return DTensor.from_local(
-            tensor, part.mesh, part.placements, run_check=False, shape=part.shape, stride=tuple(rows)
+            local, part.mesh, part.placements, run_check=False, shape=part.shape, stride=tuple(rows)
         )

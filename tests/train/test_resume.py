@@ -1,0 +1,286 @@
+"""A job goes on under another split than the one that it was left with: one world of four ranks runs all cases.
+
+A case is a function of (rank, folder, world), as in `test_survive`. A life trains a few steps and ends with a
+checkpoint; the next one goes on from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks, values
+from training import Table, changed
+
+pytestmark = pytest.mark.torch
+
+World = Callable[..., Any]
+Split = tuple[int, Table]  # ranks, [parallel]
+
+SAVED_AT = 2
+ADAM: Table = {"optimizer": {"name": "adamw", "lr": 3e-3, "eps": 1e-4}, "schedule": {"shape": "constant"}}
+CONTEXT = 16
+GPT: Table = {
+    "model": {"name": "gpt", "width": 32, "heads": 4, "layers": 2, "context": CONTEXT},
+    "data": {"name": "given"},
+    "training": {"batch": 8, "clip": 1.0},
+    **ADAM,
+}
+ROWS = [7, 50, 3]
+DLRM: Table = {
+    "model": {"name": "dlrm", "numbers": 2, "rows": ROWS, "width": 8, "bottom": [16], "top": [16, 8]},
+    "data": {"name": "given"},
+    "training": {"batch": 8},
+    **ADAM,
+}
+
+ALONE: Split = 1, {}
+CHAIN: list[Split] = [
+    (2, {"data": 2}),
+    (2, {"pipeline": 2}),
+    (2, {"tensor": 2}),
+    (2, {"data": 2, "zero": 3}),
+    (2, {"data": 2, "zero": 1}),
+    (4, {"data": 2, "tensor": 2, "zero": 2}),
+    (4, {"pipeline": 2, "data": 2, "zero": 1}),
+    (4, {"data": 2, "tensor": 2, "zero": 1}),
+    (2, {"pipeline": 2, "schedule": "zero-bubble"}),
+    ALONE,
+]
+# Of what keeps f32 weights beside lower ones, and what does not, each after the other.
+LOWER_CHAIN = [CHAIN[index] for index in (0, 3, 4, 1, 9)]
+TABLES: list[Split] = [(2, {"tables": kind}) for kind in ("replicated", "row", "table", "replicated")]
+
+
+class Tokens:
+    """Sequences that go up by 1 to 7, from anywhere, modulo 251."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, indices: Any, seeds: Any) -> Any:
+        import torch
+
+        from netfold.train import Batch
+
+        starts = torch.tensor(indices)[:, None]
+        rows = (37 * starts + torch.arange(CONTEXT + 1) * (1 + starts % 7)) % 251
+        return Batch((rows[:, :-1],), rows[:, 1:])
+
+
+class Clicks:
+    """Numbers, a row of each table, and what came of it."""
+
+    def __init__(self, count: int) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(3)
+        self._numbers = torch.randn(count, 2, generator=generator)
+        self._asked = torch.stack([torch.randint(rows, (count,), generator=generator) for rows in ROWS], 1)
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def batch(self, indices: Any, seeds: Any) -> Any:
+        from netfold.train import Batch
+
+        chosen = list(indices)
+        return Batch((self._numbers[chosen], self._asked[chosen]), (self._asked[chosen].sum(1) % 2).float())
+
+
+def life(world: World, folder: Path | None, recipe: Table, split: Split, steps: int, look: Any = None) -> Any:
+    """Up to step `steps`, on as many ranks as the split has: the losses, or what `look` makes of the trainer then;
+    None on the other ranks."""
+    from netfold.train import Data, Metric, Recipe, Trainer
+
+    ranks, parallel = split
+    with world(ranks) as here:
+        if not here:
+            return None
+        examples = Tokens if recipe["model"]["name"] == "gpt" else Clicks
+        metric = Metric(
+            "of no account", "", "lower", lambda output, target: output.reshape(len(output), -1).sum(1), 1.0, "none"
+        )
+        data = Data(examples(64), examples(8), metric)
+        asked = Recipe.model_validate(changed(recipe, parallel=parallel, training={"steps": steps}))
+        trainer = Trainer(asked, folder=folder, data=data)
+        outcome = trainer.fit()
+        return outcome.losses if look is None else look(trainer)
+
+
+def in_turn(world: World, folder: Path, recipe: Table, splits: Sequence[Split]) -> tuple[float, ...]:
+    """The losses of lives one after the other."""
+    losses: tuple[float, ...] = ()
+    for number, split in enumerate(splits, 1):
+        losses += life(world, folder, recipe, split, SAVED_AT * number) or ()
+    return losses
+
+
+def every_split(rank: int, folder: Path, world: World) -> Any:
+    """Losses of a run on one rank that never stopped, and of lives under one split after the other."""
+    found: dict[str, Any] = {}
+    for name, recipe, splits in (
+        ("f32", GPT, CHAIN),
+        ("bf16", changed(GPT, training={"precision": "bf16"}), LOWER_CHAIN),
+        ("tables", DLRM, TABLES),
+    ):
+        whole = life(world, None, recipe, ALONE, SAVED_AT * len(splits))
+        found[name] = whole, in_turn(world, folder / name, recipe, splits)
+    return found
+
+
+def same_split(rank: int, folder: Path, world: World) -> Any:
+    """Losses of a run, and of the one that goes on from the middle of it."""
+    found: dict[str, Any] = {}
+    for name, split, changes in (
+        ("pipeline", (2, {"pipeline": 2}), {"training": {"precision": "bf16"}}),
+        ("tensor", (2, {"tensor": 2}), {"training": {"precision": "bf16"}}),
+        ("zero 1", (2, {"zero": 1}), {"training": {"precision": "f16"}, "optimizer": {"name": "lamb"}}),
+        ("zero 2", (2, {"zero": 2}), {"training": {"precision": "f16"}, "optimizer": {"name": "lars", "lr": 5.0}}),
+        ("zero 3", (2, {"zero": 3}), {"optimizer": {"name": "lamb"}}),
+        ("outer", (2, {"data": 2}), {"outer": {"every": SAVED_AT}}),
+    ):
+        recipe = changed(GPT, checkpoint={"every": SAVED_AT}, **changes)
+        whole = life(world, folder / name, recipe, split, 2 * SAVED_AT)
+        if rank == 0:
+            shutil.rmtree(folder / name / "checkpoints" / f"step-{2 * SAVED_AT:06d}")
+        found[name] = whole, life(world, folder / name, recipe, split, 2 * SAVED_AT)
+    return found
+
+
+def carried_over(rank: int, folder: Path, world: World) -> Any:
+    """What a job in bf16 holds when it ends, and what one of another split holds that takes up its checkpoint."""
+    splits: dict[str, Split] = {
+        "zero 0": (2, {"data": 2}),
+        "zero 1": (2, {"zero": 1}),
+        "zero 3": (2, {"zero": 3}),
+        "tensor x zero 1": (4, {"tensor": 2, "zero": 1}),
+    }
+    recipe = changed(GPT, training={"precision": "bf16"})
+    found: dict[str, Any] = {}
+    for before, after in (
+        ("zero 0", "zero 3"), ("zero 3", "zero 0"), ("zero 3", "tensor x zero 1"), ("tensor x zero 1", "zero 1"),
+    ):  # fmt: skip
+        into = folder / f"{before} to {after}"
+        # The second has no step left to do: it looks at what it has loaded.
+        found[into.name] = [life(world, into, recipe, splits[each], SAVED_AT, _held) for each in (before, after)]
+    return found
+
+
+def _held(trainer: Any) -> dict[str, int]:
+    """Checksums of what this rank would give to a checkpoint, each tensor made whole; and that weights are the rounded
+    ones of those."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from netfold.train.contents import contents
+
+    parameters = dict(trainer.replica.named_parameters())
+    tensors, _ = contents(trainer.replica, parameters, trainer.optimizer, trainer.update, buffers=False)
+    for name, each in parameters.items():
+        given = tensors.get(f"model.{name}")
+        if given is not None:
+            assert given.dtype == torch.float32, name
+            local = given.to_local() if isinstance(given, DTensor) else given
+            own = each.to_local() if isinstance(each, DTensor) else each
+            assert torch.equal(own.detach(), local.to(own.dtype)), name
+    whole = {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in tensors.items()}
+    return {key: zlib.crc32(each.contiguous().numpy().tobytes()) for key, each in whole.items()}
+
+
+def outer_elsewhere(rank: int, folder: Path, world: World) -> Any:
+    """Ranks that train apart: what each wants of a checkpoint of two; then one rank, and two that do not, go on."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    apart = changed(GPT, outer={"every": SAVED_AT})
+    wants = []
+
+    def look(trainer: Any) -> None:
+        path = folder / "two" / "checkpoints" / f"step-{SAVED_AT:06d}"
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        wants.extend(trainer.update.wanted(key.removeprefix("update.") for key in saved if key.startswith("update.")))
+
+    life(world, folder / "two", apart, (2, {"data": 2}), SAVED_AT, look)
+    if rank == 0:
+        shutil.copytree(folder / "two", folder / "together")
+    fewer = life(world, folder / "two", apart, ALONE, 2 * SAVED_AT)
+    together = life(world, folder / "together", GPT, (2, {"data": 2}), 2 * SAVED_AT)
+    again = life(world, folder / "together", apart, (2, {"data": 2}), 3 * SAVED_AT)
+    return {key.partition("_")[0] for key in wants}, fewer, together, again
+
+
+CASES = [every_split, same_split, carried_over, outer_elsewhere]
+
+
+def _cases(rank: int, size: int, folder: str) -> dict[str, tuple[Any, str]]:
+    """case -> (what it returned, or the traceback of what it raised)."""
+    import torch
+    from surviving import worlds_of
+
+    torch.set_num_threads(1)
+    found: dict[str, tuple[Any, str]] = {}
+    took: dict[str, float] = {}
+    for case in CASES:
+        began_s, at = time.monotonic(), Path(folder) / case.__name__
+        try:
+            found[case.__name__] = case(rank, at, worlds_of(rank, at.with_suffix(".stores"))), ""
+        except BaseException:
+            found[case.__name__] = None, traceback.format_exc()
+        took[case.__name__] = time.monotonic() - began_s
+    if rank == 0:
+        print({name: round(seconds, 2) for name, seconds in took.items()})
+    return found
+
+
+@functools.cache
+def _found() -> list[dict[str, tuple[Any, str]]]:
+    return values(run_ranks(_cases, 4, timeout_s=80))
+
+
+def of(case: Callable[..., Any]) -> list[Any]:
+    """What a case returned on each rank."""
+    for rank, found in enumerate(_found()):
+        assert not found[case.__name__][1], f"rank {rank}: {found[case.__name__][1]}"
+    return [found[case.__name__][0] for found in _found()]
+
+
+@pytest.mark.parametrize(("kind", "rounding"), [("f32", 1e-5), ("bf16", 2e-3), ("tables", 1e-5)])
+def test_a_run_goes_on_under_every_other_split(kind: str, rounding: float) -> None:
+    whole, losses = of(every_split)[0][kind]
+    assert losses == pytest.approx(whole, rel=rounding)
+
+
+def test_under_the_same_split_a_run_goes_on_to_the_bit() -> None:
+    for found in of(same_split)[:2]:
+        for name, (whole, losses) in found.items():
+            assert whole is None or (losses == whole[SAVED_AT:] and len(set(whole)) == 2 * SAVED_AT), name
+
+
+def test_f32_weights_and_optimizer_states_outlive_every_split_bit_for_bit() -> None:
+    for change in of(carried_over)[0]:
+        lives = []
+        for number in (0, 1):
+            held: dict[str, int] = {}
+            for rank in of(carried_over):
+                for key, checksum in (rank[change][number] or {}).items():
+                    assert held.setdefault(key, checksum) == checksum, f"{change}: ranks differ in {key}"
+            lives.append(held)
+        assert lives[0] == lives[1] and any("exp_avg" in key for key in lives[0]), change
+
+
+def test_ranks_that_train_apart_read_their_own_state_and_go_on_with_others() -> None:
+    for number, (wants, fewer, together, again) in enumerate(of(outer_elsewhere)[:2]):
+        assert wants == {"outer", f"inner{number}"}
+        for losses in ([fewer] if number == 0 else []) + [together, again]:
+            assert len(losses) == SAVED_AT and all(map(math.isfinite, losses))
