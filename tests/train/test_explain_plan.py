@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from netfold.train.explain.layers import Call, Layer, measure
 from netfold.train.explain.memory import a_parameter, fsdp2, passes_kept
 from netfold.train.explain.show import show
 from netfold.train.explain.traffic import Traffic, buckets, traffic
+from netfold.train.load import load
 from netfold.train.parallel.tables import Tables
-from netfold.train.split import Split, split
+from netfold.train.split import Split, ranks_asked, split
 
 OWN: dict[str, Any] = {
     "model": {"name": "own_parts:line"},
@@ -314,3 +316,12 @@ def test_sizes_are_read_at_a_glance() -> None:
     assert [size(count) for count in (0, 999, 1500, 2.5e6, 3e9, 4e12)] == [
         "0 B", "999 B", "1.5 kB", "2.5 MB", "3.0 GB", "4.0 TB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")), ids=lambda file: file.stem
+)
+def test_every_recipe_that_we_bring_has_a_plan(file: Path) -> None:
+    asked, _ = load(file)
+    found = explain(asked, check(asked, ranks_asked(asked.parallel)))
+    assert not found.unknown and "the word of all" in shown(found)

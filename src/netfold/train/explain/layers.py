@@ -87,7 +87,8 @@ def measure(
     """Layers of `model` (of fake tensors of `fake`; taken over, cut in place) for passes of `samples` samples, and why
     activations and collectives in layers could not be measured, or "".
 
-    styles: how tensor parallelism cuts what. fsdp: ZeRO 2 and 3 have its weights, which stay DTensors. No process group may be there: with tensor > 1 one is made, and taken away again.
+    styles: how tensor parallelism cuts what. fsdp: ZeRO 2 and 3 have its weights, which stay DTensors. No process group
+    may be there: with tensor > 1 one is made, and taken away again.
     """
     layers = list(model.module.layers.items()) if isinstance(model.module, Chain) else [("all", model.module)]
     whole = [_held(name, layer) for name, layer in layers]

@@ -172,7 +172,7 @@ def _units(recipe: Recipe, layer: Layer) -> list[tuple[list[Shape], int]]:
     another kind."""
     shared_out = recipe.parallel.tables != "replicated"
     weights = [*layer.weights, *(() if shared_out else layer.tables)]
-    norms = [[(count,), (count,)] for count in layer.norms]
+    norms: list[list[Shape]] = [[(count,), (count,)] for count in layer.norms]
     size = computed_bytes(recipe)
     if size == F32_BYTES:
         units = [([*weights, *itertools.chain(*norms)], size)]
@@ -211,7 +211,10 @@ def _rounds(recipe: Recipe, layers: Sequence[Layer], data: int) -> list[Traffic]
         if size > room:
             runs, room = runs + 1, BUFFER_BYTES
         room -= size
-    norms, every = [count * F32_BYTES for layer in layers for count in layer.norms for _ in range(2)], recipe.outer.every
+    norms, every = (
+        [count * F32_BYTES for layer in layers for count in layer.norms for _ in range(2)],
+        recipe.outer.every,
+    )
     return [
         Traffic("data", "all_reduce", "what was learnt", data, runs, sum(sizes), every),
         Traffic("data", "all_reduce", "batch norm's statistics", data, len(norms), sum(norms), every),

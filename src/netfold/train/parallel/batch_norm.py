@@ -33,7 +33,7 @@ def convert_batch_norm(module: nn.Module, ranks: int, mesh: Mesh) -> None:
 def norms_of(module: nn.Module, ranks: int) -> list[tuple[nn.Module, str, _BatchNorm]]:
     """Each nn.BatchNorm*d inside `module`, with the module and the name that it has there. ValueError where there is
     none to normalise over `ranks`."""
-    found = [
+    found: list[tuple[nn.Module, str, _BatchNorm]] = [
         (parent, name, child)
         for parent in module.modules()
         for name, child in parent.named_children()

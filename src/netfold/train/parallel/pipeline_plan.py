@@ -16,6 +16,7 @@ from netfold.train.recipe import Parallel, Recipe
 from netfold.train.schedules import SPLIT_BACKWARD, stages_a_rank
 from netfold.train.split import split
 
+
 class Plan:
     """Made while every rank still holds every layer."""
 
