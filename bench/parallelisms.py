@@ -160,12 +160,13 @@ def measure(name: str, recipe: Table, splits: Sequence[tuple[str, Table]], steps
     orders = ((gloo[0], gloo[1]), (gloo[1], gloo[2]), (gloo[0], gloo[2]))
     yardstick = max(F32_ROUNDING, *(apart(one, other) for one, other in orders))
     metrics = [each.metric for each in gloo]
+    off = [apart(each, alone) for each in gloo]
     lines = [
         f"## {name}",
         "",
         f"One process: loss {alone.losses[0]:.6f} at the first step, {alone.losses[-1]:.4f} at step {steps}, metric "
         f"{alone.metric:.4f}. gloo, {splits[0][0]}, three orders of ranks: {yardstick:.1e} apart, metric "
-        f"{min(metrics):.4f} to {max(metrics):.4f}.",
+        f"{min(metrics):.4f} to {max(metrics):.4f}; from one process {min(off):.1e} to {max(off):.1e} apart.",
         "",
         "| split | first step apart | whole run apart | of gloo's | metric | s |",
         "|---|---|---|---|---|---|",

@@ -499,7 +499,11 @@ def test_a_stage_that_fails_ends_the_others_and_is_named() -> None:
     ("parallel", "training", "said"),
     [
         ({"pipeline": 4, "microbatches": 3}, {}, "parallel.microbatches is 3, which parallel.schedule = '1f1b' cannot"),
-        ({"pipeline": 4, "microbatches": 6, "schedule": "gpipe"}, {}, "6, which does not divide the 8 samples"),
+        (
+            {"pipeline": 4, "microbatches": 6, "schedule": "gpipe"},
+            {},
+            "batch is 16, which does not divide by parallel.data 2 x parallel.microbatches 6",
+        ),
         ({"pipeline": 4, "schedule": "interleaved", "microbatches": 9}, {}, "make it 8 or 12"),
         (
             {"pipeline": 4, "schedule": "interleaved", "interleave": 3},

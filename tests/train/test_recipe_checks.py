@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def said(ranks: int = 1, **sections: dict[str, Any]) -> list[str]:
         ({"name": "own_parts:OWN_NAME"}, "has no attribute 'OWN_NAME'; it must be module:factory"),
         ({"layer": 2}, "model.layer is not an option of own_parts:line; did you mean layers?"),
         ({"width": "wide"}, "model.width is 'wide'; it must be a whole number"),
+        ({"width": "4"}, "model.width is '4'; it must be a whole number"),
         ({"width": True}, "model.width is True; it must be a whole number"),
         ({"name": "own_parts:unmade"}, "model.depth is missing; own_parts:unmade has no default for it"),
         (
@@ -92,10 +94,51 @@ def test_data_that_is_not_there_or_does_not_fit_is_told(tmp_path: Path) -> None:
     (found,) = said(data={"breaks_at": 0})
     assert found.startswith("data.name 'own_parts:numbers' cannot give an example: ValueError: sample 0 is broken (")
     (found,) = said(data={"width": 5})
-    assert found.startswith("model.name 'own_parts:line' does not take what data.name 'own_parts:numbers' gives: ")
-    # torch itself would broadcast one target to all outputs, and only warn.
-    (found,) = said(model={"name": "edsr-baseline", "scale": 3}, data={"name": "photos", "patches": 1, "patch": 8})
-    assert "Using a target size" in found or "must match the size" in found
+    names = "model.name 'own_parts:line' does not take what data.name 'own_parts:numbers' gives: "
+    assert found.startswith(f"model.width is 4, but data.width is 5: {names}")
+
+
+ROWS = [17, 4, 105, 13, 8, 20]
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "sentence"),
+    [
+        # torch itself would broadcast one target to all outputs, and only warn.
+        (
+            {"name": "edsr-baseline", "scale": 2},
+            {"name": "photos", "scale": 3, "patches": 1, "patch": 8},
+            r"model.scale is 2, but data.scale is 3: model.name 'edsr-baseline' .*(Using a target size|must match)",
+        ),
+        (
+            {"name": "gpt", "context": 64},
+            {"name": "source", "context": 128},
+            "model.context is 64, but data.context is 128: model.name 'gpt' does not take what data.name 'source' "
+            "gives: layers.embedding.position.weight has 64 rows, and is asked for number 127",
+        ),
+        (
+            {"name": "dlrm", "numbers": 8, "rows": [16, *ROWS[1:]]},
+            {"name": "flights"},
+            "model.name 'dlrm' does not take what data.name 'flights' gives: "
+            "layers.features.tables.tables.0.weight has 16 rows, and is asked for number 16",
+        ),
+        (
+            {"name": "dlrm", "numbers": 8, "rows": ROWS[1:]},
+            {"name": "flights"},
+            "gives: a sample asks for rows of 6 tables, and there are 5",
+        ),
+        (
+            {"name": "resnet18", "channels": 1, "classes": 5},
+            {"name": "fashion-mnist"},
+            "gives: the loss has 5 classes, and is asked for number 9",
+        ),
+    ],
+)
+def test_a_model_and_data_that_do_not_fit_each_other_are_told(
+    model: dict[str, Any], data: dict[str, Any], sentence: str
+) -> None:
+    (found,) = said(model=model, data=data)
+    assert re.search(sentence, found), found
 
 
 @pytest.mark.parametrize(
@@ -104,37 +147,52 @@ def test_data_that_is_not_there_or_does_not_fit_is_told(tmp_path: Path) -> None:
         (
             {"parallel": {"pipeline": 4}},
             4,
-            "parallel.pipeline 4 makes 4 stages, but model 'own_parts:line' has 3 layers; take fewer stages, or a "
-            "deeper model",
+            "parallel.pipeline is 4, which with parallel.schedule = '1f1b' makes 4 stages, but the model has 3 layers: "
+            "make it 3 or less",
         ),
         (
             {"parallel": {"pipeline": 2, "schedule": "interleaved"}},
             2,
-            "parallel.pipeline 2 x parallel.interleave 2 makes 4 stages, but model 'own_parts:line' has 3 layers; take "
-            "fewer stages, or a deeper model",
+            "parallel.pipeline is 2, which with parallel.schedule = 'interleaved' makes 4 stages, but the model has 3 "
+            "layers: make it 1 or less",
         ),
         (
             {"parallel": {"pipeline": 2}, "model": {"name": "own_parts:no_chain"}},
             2,
-            "parallel.pipeline is 2, but model 'own_parts:no_chain' is no netfold.train.Chain, so it cannot be cut "
-            "into stages; 1 would do",
+            "parallel.pipeline is 2, but the model is a Linear, which cannot be cut: make it a netfold.train.Chain of "
+            "layers",
         ),
         (
             {"parallel": {"tensor": 2}},
             2,
-            "parallel.tensor is 2, but model 'own_parts:line' does not say how its layers are cut (it has no "
-            "tensor_plan); 1 would do",
+            "parallel.tensor = 2: this model does not say how its layers are cut (Model.tensor_plan); use tensor = 1",
         ),
         (
             {"parallel": {"tensor": 3}, "model": {"planned": True}},
             3,
-            "parallel.tensor is 3, which does not divide model.heads 4; 1, 2 or 4 would do",
+            "parallel.tensor = 3: layers.layer0 has 4 outputs, of which 3 ranks cannot have equally many; use a "
+            "divisor of 4",
         ),
         (
             {"parallel": {"tensor": 2}, "model": {"planned": True, "width": 5}, "data": {"width": 5}},
             2,
-            "parallel.tensor is 2, which does not divide the 5 out_features of layers.layer0 in own_parts:line; choose "
-            "the model's widths so that it does",
+            "parallel.tensor = 2: layers.layer0 has 5 outputs, of which 2 ranks cannot have equally many; use a "
+            "divisor of 5",
+        ),
+        (
+            {"parallel": {"tensor": 2}, "model": {"planned": True, "layers": 2}},
+            2,
+            "parallel.tensor = 2: the model's plan cuts 'layers.layer1', which it has not",
+        ),
+        (
+            {"parallel": {"data": 2, "tables": "row"}},
+            2,
+            'parallel.tables = "row": the model has no embedding tables (Tables); use tables = "replicated"',
+        ),
+        (
+            {"parallel": {"data": 2, "batch_norm": 2}},
+            2,
+            "parallel.batch_norm is 2, but the model has no layer of batch norm; leave it at 1",
         ),
         ({"run": {"backend": "glo"}}, 1, "run.backend is 'glo', which this torch has not; did you mean gloo?"),
         (

@@ -154,16 +154,58 @@ def test_a_wrong_setting_is_told_as_itself(tmp_path: Path, setting: str, sentenc
         ),
         (
             4,
-            ["parallel.pipeline=2", "parallel.microbatches=3", "training.accumulate=2"],
-            "mine.toml:9: training.batch is 16, which does not divide by parallel.data 2 x training.accumulate 2 x "
-            "parallel.microbatches 3 = 12; 12 or 24 would do",
+            ["parallel.pipeline=2", "parallel.microbatches=3"],
+            "mine.toml:9: training.batch is 16, which does not divide by parallel.data 2 x parallel.microbatches 3 = "
+            "6; 12 or 18 would do",
+        ),
+        (
+            2,
+            ["training.accumulate=3"],
+            "mine.toml:9: training.batch is 16, which does not divide by parallel.data 2 x "
+            "training.accumulate 3 = 6; 12 or 18 would do",
+        ),
+        (
+            2,
+            ["parallel.pipeline=2", "training.accumulate=2"],
+            "--set training.accumulate=2: training.accumulate is 2, but a pipeline goes through a batch in "
+            "microbatches: leave it out and set parallel.microbatches = 4",
+        ),
+        (
+            4,
+            ["parallel.pipeline=4", "parallel.microbatches=2"],
+            "--set parallel.microbatches=2: parallel.microbatches is 2, which parallel.schedule = '1f1b' cannot do "
+            "with 4 stages: make it 4 or more, or take 'gpipe'",
+        ),
+        (
+            2,
+            ["parallel.zero=3", "parallel.bucket_mb=4.0"],
+            "--set parallel.bucket_mb=4.0: parallel.bucket_mb is 4, but with parallel.zero = 3 a layer's gradients "
+            "travel together, whatever their size: leave one of the two out",
+        ),
+        (
+            2,
+            ["parallel.sequence=true"],
+            "--set parallel.sequence=true: parallel.sequence is true, and parallel.tensor is 1: nothing is cut; use "
+            "tensor = 2 or more",
+        ),
+        (
+            2,
+            ["parallel.tables=row", "parallel.zero=1"],
+            '--set parallel.tables=row: parallel.tables = "row" shares out tables, and so would parallel.zero = 1; '
+            "use zero = 0",
+        ),
+        (
+            2,
+            ["parallel.tensor=2", "optimizer.name=lamb"],
+            "--set optimizer.name=lamb: optimizer.name is 'lamb', which needs the norm of each whole parameter, but "
+            "parallel.tensor = 2 cuts some in a way it does not see; adamw or sgd would do, or tensor = 1",
         ),
         (3, [], "mine.toml:9: training.batch is 16, which does not divide by parallel.data 3; 15 or 18 would do"),
         (
             4,
             ["parallel.batch_norm=3"],
             "--set parallel.batch_norm=3: parallel.batch_norm is 3, but 4 data-parallel ranks (parallel.data) do not "
-            "make runs of so many; 1 or 2 or 4 would do",
+            "make runs of so many; one of 1, 2, 4 would do",
         ),
     ],
 )

@@ -5,11 +5,10 @@ The model is made of fake tensors (torch's FakeTensorMode), so it costs no memor
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,15 +16,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from netfold.train.datasets import DATASETS, make_data
 from netfold.train.examples import Batch, Data, UnreadableError
-from netfold.train.model import Chain, Model
+from netfold.train.followed import Followed
+from netfold.train.model import Model
 from netfold.train.models import MODELS, make_model
 from netfold.train.named import arguments, factory
+from netfold.train.parallel import tables, tensor
+from netfold.train.parallel.batch_norm import norms_of
+from netfold.train.parallel.pipeline_plan import check_chain
 from netfold.train.problem import RecipeError, in_a_sentence, meant
 from netfold.train.recipe import Factory, Recipe
-from netfold.train.split import Split, split, stages
+from netfold.train.split import Split, split
 
 Made = TypeVar("Made")
 EXAMPLES_TRIED = 8
+NUMBERS_TRIED = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,9 @@ def check(recipe: Recipe, ranks: int) -> Checked:
     data = _collected(problems, lambda: _made(make_data, recipe.data, "data"))
     example = _collected(problems, lambda: _example(recipe, data)) if data is not None else None
     if model is not None:
-        problems += _stages(recipe, model) + _tensor(recipe, model)
-    if model is not None and example is not None:
-        problems += _fit(recipe, model, fake, example)
+        problems += _parts(recipe, model)
+    if model is not None and data is not None and example is not None:
+        problems += _fit(recipe, model, fake, data, example)
     if problems or shares is None or model is None or data is None or example is None:
         raise RecipeError(problems)
     return Checked(shares, model, fake, data, example)
@@ -112,23 +116,59 @@ def _example(recipe: Recipe, data: Data) -> Batch:
     raise AssertionError("there is at least one example")
 
 
-def _fit(recipe: Recipe, model: Model, fake: FakeTensorMode | None, example: Batch) -> list[str]:
+def _fit(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, example: Batch) -> list[str]:
     """Whether the model takes what the data gives, and its loss what comes out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # torch only warns of a target of another shape, and learns the wrong thing.
         warnings.filterwarnings("error", message="Using a target size")
-        if fake is not None:
-            with contextlib.suppress(Exception), fake:
-                like = [torch.empty_like(each) for each in (*example.inputs, example.target)]
-                return _loss(recipe, model.loss(model.module(*like[:-1]), like[-1]))
-        # What fake tensors cannot do may still be right: the real ones decide.
-        real = make_model(recipe.model)
         try:
+            if fake is not None:
+                try:
+                    return _loss(recipe, _fake_loss(model, fake, _many(data, example)))
+                except ValueError:
+                    raise
+                except Exception:
+                    # What fake tensors cannot do may still be right: the real ones decide.
+                    pass
+            real = make_model(recipe.model)
             return _loss(recipe, real.loss(real.module(*example.inputs), example.target))
         except Exception as error:
             names = f"model.name {recipe.model.name!r} does not take what data.name {recipe.data.name!r} gives"
-            return [f"{names}: {in_a_sentence(error)}"]
+            return [f"{_differing(recipe)}{names}: {in_a_sentence(error)}"]
+
+
+def _fake_loss(model: Model, fake: FakeTensorMode, batch: Batch) -> torch.Tensor:
+    real = [*batch.inputs, batch.target]
+    with fake, Followed(model.module) as followed:
+        like = [torch.empty_like(each, device="cpu") for each in real]
+        for each, value in zip(like, real, strict=True):
+            followed.tell(each, value)
+        return model.loss(model.module(*like[:-1]), like[-1])
+
+
+def _many(data: Data, example: Batch) -> Batch:
+    """Where a model looks up what the data gives: as many examples as are read in a moment, evenly spread."""
+    numbers = sum(each[0].numel() for each in example.inputs if not each.is_floating_point())
+    if numbers == 0:
+        return example
+    count = len(data.train)
+    chosen = range(0, count, max(1, -(-count * numbers // NUMBERS_TRIED)))
+    try:
+        return data.train.batch(chosen, chosen)
+    except UnreadableError:
+        # What is done about it is for training to say (survive.missing_data).
+        return example
+
+
+def _differing(recipe: Recipe) -> str:
+    """Options that model and data both have, and not alike: what is asked of the one is often what the other lacks."""
+    model, data = (
+        arguments(factory(asked, known, kind))
+        for asked, known, kind in ((recipe.model, MODELS, "model"), (recipe.data, DATASETS, "data"))
+    )
+    both = [name for name in model if name in data and model[name] != data[name]]
+    return "".join(f"model.{name} is {model[name]!r}, but data.{name} is {data[name]!r}: " for name in both)
 
 
 def _loss(recipe: Recipe, loss: torch.Tensor) -> list[str]:
@@ -138,63 +178,21 @@ def _loss(recipe: Recipe, loss: torch.Tensor) -> list[str]:
     return [f"model.name {recipe.model.name!r} has a loss of shape {shape}; it must return the mean, one number"]
 
 
-def _stages(recipe: Recipe, model: Model) -> list[str]:
-    parallel, wanted = recipe.parallel, stages(recipe.parallel)
-    if wanted == 1:
-        return []
-    if not isinstance(model.module, Chain):
-        return [
-            f"parallel.pipeline is {parallel.pipeline}, but model {recipe.model.name!r} is no netfold.train.Chain, so "
-            "it cannot be cut into stages; 1 would do"
-        ]
-    if len(model.module) >= wanted:
-        return []
-    several = f" x parallel.interleave {parallel.interleave}" if wanted > parallel.pipeline else ""
-    return [
-        f"parallel.pipeline {parallel.pipeline}{several} makes {wanted} stages, but model {recipe.model.name!r} has "
-        f"{len(model.module)} layers; take fewer stages, or a deeper model"
-    ]
-
-
-def _tensor(recipe: Recipe, model: Model) -> list[str]:
-    parallel, name, tensor = recipe.parallel, recipe.model.name, recipe.parallel.tensor
-    if tensor == 1:
-        return []
-    if model.tensor_plan is None:
-        return [
-            f"parallel.tensor is {tensor}, but model {name!r} does not say how its layers are cut (it has no "
-            "tensor_plan); 1 would do"
-        ]
-    heads = arguments(factory(recipe.model, MODELS, "model")).get("heads")
-    if isinstance(heads, int) and heads % tensor:
-        would = [str(each) for each in range(1, heads + 1) if heads % each == 0]
-        return [f"parallel.tensor is {tensor}, which does not divide model.heads {heads}; {_or(would)} would do"]
-    try:
-        plan = model.tensor_plan(parallel.style, parallel.sequence)
-    except ValueError as error:
-        return [in_a_sentence(error)]
-    return _cuts(model, plan, tensor, name)
-
-
-def _cuts(model: Model, plan: Any, tensor: int, name: str) -> list[str]:
-    """Layers of the plan whose cut sides do not divide."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    problems = []
-    for path, style in plan.items():
+def _parts(recipe: Recipe, model: Model) -> list[str]:
+    """Whether the model can be put together as the ranks will: each part says what it cannot do."""
+    parallel, problems = recipe.parallel, []
+    asked: list[Callable[[], object]] = [lambda: tables.paths_to_share(model, recipe)]
+    if parallel.tensor > 1:
+        asked.append(lambda: tensor.styles_of(model, parallel))
+    if parallel.pipeline > 1:
+        asked.append(lambda: check_chain(model, parallel))
+    if parallel.batch_norm > 1:
+        asked.append(lambda: norms_of(model.module, parallel.batch_norm))
+    for each in asked:
         try:
-            layer = model.module.get_submodule(path)
-        except AttributeError:
-            continue  # a pattern, which parallelize_module knows
-        side = "out_features" if isinstance(style, ColwiseParallel) else "in_features"
-        width = getattr(layer, side, None) if isinstance(style, ColwiseParallel | RowwiseParallel) else None
-        if isinstance(width, int) and width % tensor:
-            problems.append(
-                f"parallel.tensor is {tensor}, which does not divide the {width} {side} of {path} in {name}; "
-                "choose the model's widths so that it does"
-            )
-    return problems[:1]
-
-
-def _or(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+            each()
+        except RecipeError:
+            pass  # of the recipe alone: the split has said it
+        except ValueError as error:
+            problems.append(in_a_sentence(error))
+    return problems

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from netfold.train import refused
 from netfold.train.problem import RecipeError
 from netfold.train.recipe import Parallel, Recipe
+from netfold.train.schedules import stages_a_rank
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,8 @@ def ranks_asked(parallel: Parallel) -> int:
     return parallel.pipeline * (parallel.data or 1) * parallel.tensor
 
 
-def stages(parallel: Parallel) -> int:
-    """Runs of layers that the pipeline's ranks hold together."""
-    several = parallel.pipeline > 1 and parallel.schedule in ("interleaved", "zero-bubble")
-    return parallel.pipeline * (parallel.interleave if several else 1)
-
-
-def stages_held(split: Split, pipeline_rank: int) -> list[int]:
-    """By a rank at this place of the pipeline: every so many-th."""
-    return list(range(pipeline_rank, split.stages, split.pipeline))
-
-
 def split(recipe: Recipe, ranks: int) -> Split:
-    """On so many ranks. Raises RecipeError: all that does not come out even."""
+    """On so many ranks. Raises RecipeError: all that does not come out even or go together."""
     parallel, training = recipe.parallel, recipe.training
     problems: list[str] = []
     replica = parallel.pipeline * parallel.tensor
@@ -63,16 +54,14 @@ def split(recipe: Recipe, ranks: int) -> Split:
     parts = training.accumulate * microbatches * (data if training.scaling == "strong" else 1)
     if training.batch % parts:
         problems.append(_batch(recipe, data, microbatches, parts))
-    if data % parallel.batch_norm:
-        would = [each for each in range(1, data + 1) if data % each == 0]
-        problems.append(
-            f"parallel.batch_norm is {parallel.batch_norm}, but {data} data-parallel ranks (parallel.data) do not make "
-            f"runs of so many; {_choice(would)} would do"
-        )
+    problems += refused.batch_norm(parallel.batch_norm, data) + refused.pipeline(recipe, microbatches)
+    problems += refused.buckets(parallel, data) + refused.tables(parallel) + refused.sequence(parallel)
+    problems += refused.norms(recipe, data)
     if problems:
         raise RecipeError(problems)
     batch = training.batch * (data if training.scaling == "weak" else 1)
-    return Split(parallel.pipeline, data, parallel.tensor, stages(parallel), microbatches, training.accumulate, batch)
+    stages = parallel.pipeline * stages_a_rank(parallel)
+    return Split(parallel.pipeline, data, parallel.tensor, stages, microbatches, training.accumulate, batch)
 
 
 def _ranks(parallel: Parallel, ranks: int, replica: int) -> str:

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 
 from netfold.train.checked import Checked
 from netfold.train.explain.layers import Layer, measure
-from netfold.train.explain.memory import Memory, a_parameter, passes_kept
-from netfold.train.explain.traffic import Traffic, traffic
+from netfold.train.explain.memory import Memory, a_parameter, fsdp2, passes_kept
+from netfold.train.explain.traffic import Traffic, held_by, traffic
+from netfold.train.parallel.buckets import CANDIDATES_MB, START_MB
+from netfold.train.parallel.stages import cut
+from netfold.train.parallel.tensor import styles_of
 from netfold.train.recipe import Recipe
-from netfold.train.split import Split, stages_held
+from netfold.train.split import Split
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,10 @@ class Plan:
     parameters: int
     """Of the whole model."""
     places: tuple[Place, ...]
-    unknown: str
-    """Why activations, and what travels inside layers and between stages, are not known; "" where they are."""
+    notes: tuple[str, ...]
+    """What the tables cannot say."""
+    unknown: bool
+    """Activations, and what travels inside layers and between stages, could not be measured; a note says why."""
 
 
 def explain(recipe: Recipe, checked: Checked) -> Plan:
@@ -47,9 +52,6 @@ def explain(recipe: Recipe, checked: Checked) -> Plan:
     top."""
     split, model = checked.split, checked.model
     whole = sum(parameter.numel() for parameter in model.module.parameters())
-    styles = None
-    if split.tensor > 1 and model.tensor_plan is not None:
-        styles = model.tensor_plan(recipe.parallel.style, recipe.parallel.sequence)
     layers, unknown = measure(
         model,
         checked.fake,
@@ -57,40 +59,19 @@ def explain(recipe: Recipe, checked: Checked) -> Plan:
         samples=split.samples,
         precision=recipe.training.precision,
         tensor=split.tensor,
-        plan=styles,
+        styles=styles_of(model, recipe.parallel),
+        fsdp=recipe.parallel.zero >= 2 and split.data > 1,
     )
-    stages = [layers[first:end] for first, end in cut([layer.parameters for layer in layers], split.stages)]
+    counted = any(layer.operations for layer in layers)
+    bounds = cut([layer.operations if counted else layer.parameters for layer in layers], split.stages)
+    stages = [[layers[number] for number in bounds.layers(stage)] for stage in range(split.stages)]
     places = tuple(_place(recipe, split, stages, number, bool(unknown)) for number in range(split.pipeline))
     epochs, training = recipe.training.epochs or 0, recipe.training
     steps = training.steps or -(-epochs * len(checked.data.train) // split.batch)
-    return Plan(recipe, split, steps, whole, places, unknown)
-
-
-def cut(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
-    """Runs of layers (first, end), one a stage and none empty, whose dearest is as cheap as can be.
-
-    By dynamic programming, in stages x layers^2 steps.
-    """
-    layers = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # Of the first `end` layers in so many stages: the cost of the dearest, and where the last of them begins.
-    best = [(sums[end], 0) for end in range(layers + 1)]
-    begins = [[0] * (layers + 1)]
-    for stage in range(1, stages):
-        best = [
-            min((max(best[first][0], sums[end] - sums[first]), first) for first in range(stage, end))
-            if end > stage
-            else (float("inf"), 0)
-            for end in range(layers + 1)
-        ]
-        begins.append([first for _, first in best])
-    found, end = [], layers
-    for row in reversed(begins):
-        found.append((row[end], end))
-        end = row[end]
-    return found[::-1]
+    notes = _notes(recipe, split, places, counted)
+    if unknown:
+        notes.append(f"activations, and what travels inside layers and between stages, are not known: {unknown}")
+    return Plan(recipe, split, steps, whole, places, tuple(notes), bool(unknown))
 
 
 def rank_at(split: Split, pipeline: int, data: int, tensor: int) -> int:
@@ -98,8 +79,40 @@ def rank_at(split: Split, pipeline: int, data: int, tensor: int) -> int:
     return (pipeline * split.data + data) * split.tensor + tensor
 
 
+def _notes(recipe: Recipe, split: Split, places: Sequence[Place], counted: bool) -> list[str]:
+    found = []
+    if split.pipeline > 1:
+        by = "operations of matrix products, convolutions and attention" if counted else "parameters"
+        found.append(f"stages are cut by {by} here, an estimate; training times its layers and may cut elsewhere")
+    held = fsdp2(recipe, split.data)
+    if held is not None:
+        most = max(place.parameters for place in places)
+        between, forward = (f"{each:g} bytes a parameter ({size(each * most)})" for each in held)
+        found.append(
+            f"weights, gradients and optimizer are ZeRO's formula; torch's FSDP2 has {between} of them between steps "
+            f"and {forward} at the end of a forward pass"
+        )
+    ddp = split.data > 1 and recipe.parallel.zero < 2 and recipe.outer is None
+    if ddp and split.pipeline == 1 and recipe.parallel.bucket_mb == "auto":
+        others = ", ".join(f"{each:g}" for each in CANDIDATES_MB[1:])
+        found.append(
+            f"gradients travel in buckets of {START_MB:g} MB at first; the first steps try {others} MB too, where that "
+            "makes more of them (parallel.bucket_mb)"
+        )
+    return found
+
+
+def size(count: float) -> str:
+    """12 B, 3.4 kB, 56.7 MB: thousands, as networks count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
 def _place(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], number: int, unknown: bool) -> Place:
-    held = [stages[stage] for stage in stages_held(split, number)]
+    held = [stages[stage] for stage in held_by(recipe, split, number)]
     layers = [layer for stage in held for layer in stage]
     tables = sum(layer.table_parameters for layer in layers) if recipe.parallel.tables != "replicated" else 0
     rest = sum(layer.parameters for layer in layers) - tables

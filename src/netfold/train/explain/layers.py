@@ -7,7 +7,8 @@ whatever the model's plan is made of.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from netfold.train.examples import Batch
 from netfold.train.model import Chain, Model
+from netfold.train.parallel.tables import Tables
+from netfold.train.parallel.tensor import cut_along, localise
+from netfold.train.precision import DTYPES, keeps_statistics
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -38,24 +42,35 @@ class Call:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer, as a rank holds it."""
+    """One layer, as a rank holds it before ZeRO or tables share anything out."""
 
     name: str
-    parameters: int
-    """Elements, before ZeRO shares them out."""
-    table_parameters: int
-    """Of them, in embedding tables."""
+    weights: tuple[Shape, ...]
+    """But those of tables and of batch norms."""
+    norms: tuple[int, ...] = ()
+    """Channels of each batch norm; it has a weight and a bias for each, in f32 whatever is computed in."""
+    tables: tuple[Shape, ...] = ()
+    """[rows, width] of each embedding table that `parallel.tables` can share out."""
+    cut_matrices: int = 0
+    """Of the weights, those of two dimensions or more that tensor parallelism has cut."""
     saved_bytes: int | None = None
     """Kept from the forward to the backward pass of one pass; None: could not be measured."""
-    handed_bytes: int | None = None
-    """What the next layer is given."""
-    handed_back_bytes: int | None = None
-    """Their gradients."""
+    handed_bytes: tuple[int, ...] = ()
+    """What the next layer is given, tensor by tensor."""
+    handed_back_bytes: tuple[int, ...] = ()
+    """Their gradients, of those that have one."""
     calls: tuple[Call, ...] = ()
-    looked_up_bytes: int = 0
-    """Rows that one pass takes out of embedding tables."""
-    norms: tuple[int, ...] = ()
-    """Channels of each batch norm."""
+    operations: int = 0
+    """Of a pass forward and backward: in matrix products, convolutions and attention."""
+
+    @property
+    def parameters(self) -> int:
+        """Elements."""
+        return sum(map(math.prod, self.weights)) + 2 * sum(self.norms) + self.table_parameters
+
+    @property
+    def table_parameters(self) -> int:
+        return sum(map(math.prod, self.tables))
 
 
 def measure(
@@ -66,12 +81,14 @@ def measure(
     samples: int,
     precision: str = "f32",
     tensor: int = 1,
-    plan: Any = None,
+    styles: Mapping[str, Any] | None = None,
+    fsdp: bool = False,
 ) -> tuple[list[Layer], str]:
     """Layers of `model` (of fake tensors of `fake`; taken over, cut in place) for passes of `samples` samples, and why
     activations and collectives in layers could not be measured, or "".
 
-    No process group may be there: with tensor > 1 one is made, and taken away again.
+    styles: how tensor parallelism cuts what. fsdp: ZeRO 2 and 3 have its weights, which stay DTensors. No process group
+    may be there: with tensor > 1 one is made, and taken away again.
     """
     layers = list(model.module.layers.items()) if isinstance(model.module, Chain) else [("all", model.module)]
     whole = [_held(name, layer) for name, layer in layers]
@@ -80,10 +97,11 @@ def measure(
     try:
         with _mesh(tensor) as mesh, fake:
             if mesh is not None:
-                # No rank's weights are sent to the others: they have no values.
-                parallelize_module(model.module, mesh, dict(plan), src_data_rank=None)
-            _lower(model.module, DTYPES[precision])
+                cut_along(model.module, styles or {}, mesh)
             held = [_held(name, layer) for name, layer in layers]
+            if not fsdp:
+                localise(model.module)
+            _lower(model.module, DTYPES[precision])
             return _run(model, layers, held, example, samples, DTYPES[precision]), ""
     except Exception as error:
         return whole, f"a pass of fake tensors failed: {type(error).__name__}: {str(error).splitlines()[0]}"
@@ -112,14 +130,21 @@ def _lower(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _held(name: str, layer: nn.Module) -> Layer:
-    tables = [each for each in layer.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-    norms = [each for each in layer.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    norms = [part for part in layer.modules() if keeps_statistics(part)]
+    tables = [weight for part in layer.modules() if isinstance(part, Tables) for weight in part.parameters()]
+    apart = {id(weight) for weight in (*tables, *(weight for norm in norms for weight in norm.parameters()))}
+    weights = [weight for weight in layer.parameters() if id(weight) not in apart]
     return Layer(
         name,
-        sum(_local(parameter).numel() for parameter in layer.parameters()),
-        sum(_local(table.weight).numel() for table in tables),
-        norms=tuple(int(norm.num_features) for norm in norms),
+        tuple(tuple(_local(weight).shape) for weight in weights),
+        tuple(norm.num_features for norm in norms),  # type: ignore[misc]
+        tuple(tuple(table.shape) for table in tables),
+        sum(weight.ndim > 1 and _is_cut(weight) for weight in weights),
     )
+
+
+def _is_cut(weight: Tensor) -> bool:
+    return isinstance(weight, DTensor) and not all(each.is_replicate() for each in weight.placements)
 
 
 def _run(
@@ -160,22 +185,22 @@ def _run(
             replace(
                 before,
                 saved_bytes=sum(fresh.values()),
-                handed_bytes=_bytes(values),
-                handed_back_bytes=_bytes(back),
+                handed_bytes=tuple(_bytes(value) for value in values),
+                handed_back_bytes=tuple(_bytes(value) for value in back),
                 calls=tuple(calls),
-                looked_up_bytes=forward.looked_up_bytes,
+                operations=forward.operations + backward.operations,
             )
         )
     return found
 
 
 class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the collectives that are issued while it is entered, and the bytes looked up in tables."""
+    """Notes the collectives that are issued while it is entered, and counts operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, int]] = []
-        self.looked_up_bytes = 0
+        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
@@ -186,8 +211,11 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace.startswith("_c10d_functional") and name in _OPERATIONS:
             operation, size = _OPERATIONS[name]
             self.calls.append((operation, size(args[0], result)))
-        elif func.namespace == "aten" and name in ("embedding", "_embedding_bag"):
-            self.looked_up_bytes += _bytes(result if isinstance(result, Tensor) else result[0])
+        elif func.overloadpacket in flop_registry:
+            self.operations += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
+        elif name in _ATTENTION:
+            count, tensors = _ATTENTION[name]
+            self.operations += count(*(each.shape for each in args[:tensors]))
         return result
 
 
@@ -220,4 +248,9 @@ _OPERATIONS: dict[str, tuple[str, _Size]] = {
     "all_gather_into_tensor": ("all_gather", _made),
     "reduce_scatter_tensor": ("reduce_scatter", _given),
     "all_to_all_single": ("all_to_all", _given),
+}
+# What attention is on a CPU, which torch's own table has not.
+_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }

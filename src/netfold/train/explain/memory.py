@@ -45,6 +45,21 @@ def a_parameter(recipe: Recipe, data: int) -> Memory:
     )
 
 
+def fsdp2(recipe: Recipe, data: int) -> tuple[float, float] | None:
+    """Bytes a parameter that torch's FSDP2 holds, of weights, gradients and state: between steps, and at the end of a
+    forward pass. None where it is not used.
+
+    It has no weights of the lower kind beside f32 ones: of its rows a rank holds weight, gradient and state in f32
+    (bench/results/train_memory.md). Whole weights, in what is computed with, stay from the forward to the backward pass
+    in ZeRO 2 alone, when there are no gradients.
+    """
+    zero = recipe.parallel.zero
+    if zero < 2 or data == 1:
+        return None
+    kept = F32_BYTES + _state_bytes(recipe.optimizer)
+    return (kept + F32_BYTES) / data, kept / data + (computed_bytes(recipe) if zero == 2 else 0)
+
+
 def _state_bytes(optimizer: Optimizer) -> int:
     """Adam and LAMB keep two moments, SGD and LARS a momentum, unless it is 0."""
     if optimizer.name in ("adam", "adamw", "lamb"):
@@ -56,7 +71,8 @@ def passes_kept(recipe: Recipe, split: Split, pipeline_rank: int) -> int:
     """Forward passes through one stage of a rank whose backward passes are still to come, at most.
 
     GPipe keeps all; 1F1B as many as there are stages from here on; interleaved schedules those of their warm-up
-    (Narayanan et al. 2021, section 2.2), here in passes through any of the rank's stages.
+    (Narayanan et al. 2021, section 2.2), here in passes through any of the rank's stages; ZB-V as many microbatches as
+    there are ranks (Qi et al. 2023). What waits for the gradients of weights in zero-bubble schedules is not counted.
     """
     every, behind = split.microbatches, split.pipeline - pipeline_rank
     held = split.stages // split.pipeline
@@ -66,4 +82,6 @@ def passes_kept(recipe: Recipe, split: Split, pipeline_rank: int) -> int:
         return every
     if recipe.parallel.schedule == "1f1b":
         return min(every, behind)
+    if recipe.parallel.schedule == "zero-bubble-v":
+        return held * min(every, split.pipeline)
     return min(every * held, (held - 1) * split.pipeline + 2 * (behind - 1) + 1)

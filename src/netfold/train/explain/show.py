@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from netfold.train.explain import Plan, rank_at
+from netfold.train.explain import Plan, rank_at, size
 from netfold.train.explain.traffic import Traffic
 
 COLUMNS = 6
@@ -35,9 +35,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
         console.print(table)
     if split.ranks > 1:
         console.print(_travels(plan))
-    if plan.unknown:
-        what = "activations, and what travels inside layers and between stages, are not known"
-        console.print(f"{what}: {plan.unknown}", highlight=False, soft_wrap=True)
+    for note in plan.notes:
+        console.print(note, highlight=False, soft_wrap=True)
 
 
 def _mesh(plan: Plan) -> Table:
@@ -104,15 +103,6 @@ def _travels(plan: Plan) -> Table:
             "?" if plan.unknown and each.axis == "pipeline" else size(each.bytes),
         )
     return table
-
-
-def size(count: float) -> str:
-    """12 B, 3.4 kB, 56.7 MB: thousands, as networks count."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def _runs(ranks: Sequence[int]) -> str:

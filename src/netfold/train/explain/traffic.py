@@ -1,19 +1,23 @@
-"""Which collective of what size runs where in a step."""
+"""Which collective of what size runs where in a step: what the parts of `parallel` do, counted from shapes."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from netfold.train.explain.layers import Call, Layer
+from netfold.train.explain.layers import Call, Layer, Shape
 from netfold.train.explain.memory import F32_BYTES, computed_bytes
+from netfold.train.parallel.buckets import START_MB
+from netfold.train.parallel.outer import BUFFER_BYTES
 from netfold.train.recipe import Recipe
-from netfold.train.split import Split, stages_held
+from netfold.train.schedules import SPLIT_BACKWARD, stages_of
+from netfold.train.split import Split
+from netfold.train.straggler import WINDOW_STEPS
 
-# Where `bucket_mb` is to be found by trying: what the trials begin at.
-AUTO_BUCKET_MB = 64.0
+F64_BYTES = I64_BYTES = 8
+WORD_BYTES = 5 * F64_BYTES
 
 
 @dataclass(frozen=True)
@@ -29,22 +33,37 @@ class Traffic:
     calls: int
     """A step, of each rank."""
     bytes: int
-    """A step, of all calls together: of whole tensors, as `netfold explain` takes sizes; sent, for send."""
+    """A step, of all calls together: of whole tensors, as `netfold explain` takes sizes; of all_to_all and send, what a
+    rank gives."""
     every: int = 1
     """Steps from one to the next."""
 
 
 def traffic(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], pipeline_rank: int) -> list[Traffic]:
     """Of a rank at this place of the pipeline; `stages` are all of the model's, in order."""
-    held = stages_held(split, pipeline_rank)
+    held = held_by(recipe, split, pipeline_rank)
     layers = [layer for number in held for layer in stages[number]]
     passes = split.accumulate * split.microbatches
     found = _inside(layers, split, passes)
     found += _tables(recipe, layers, split, passes) + _norms(recipe, layers, passes)
-    found += _between(stages, held, split, passes) + _replicas(recipe, layers, split, passes)
-    if split.ranks > 1:
-        found.append(Traffic("all", "all_reduce", "what all ranks must know", split.ranks, 1, 16))
-    return found
+    found += _between(recipe, stages, held, split, passes)
+    found += _replicas(recipe, [stages[number] for number in held], split, passes) + _all(recipe, layers, split)
+    return [each for each in found if each.calls]
+
+
+def held_by(recipe: Recipe, split: Split, pipeline_rank: int) -> tuple[int, ...]:
+    """The stages of a rank at this place of the pipeline."""
+    return stages_of(pipeline_rank, split.pipeline, split.stages // split.pipeline, recipe.parallel.schedule)
+
+
+def buckets(sizes: Iterable[int], limit: float) -> int:
+    """How many DDP makes of gradients of these bytes: the last one first, each bucket closed once it is full."""
+    count, filled = 0, 0
+    for size in reversed(list(sizes)):
+        filled += size
+        if filled >= limit:
+            count, filled = count + 1, 0
+    return count + (filled > 0)
 
 
 def _inside(layers: Sequence[Layer], split: Split, passes: int) -> list[Traffic]:
@@ -68,13 +87,18 @@ def _kind(call: Call) -> tuple[bool, str]:
 
 
 def _tables(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) -> list[Traffic]:
-    rows = sum(layer.looked_up_bytes for layer in layers) * passes * split.data
-    if recipe.parallel.tables == "replicated" or split.data == 1 or not rows:
+    # Each sample asks once of every table.
+    tables = [table for layer in layers for table in layer.tables]
+    if recipe.parallel.tables == "replicated" or split.data == 1 or not tables:
         return []
-    return [
-        Traffic("data", "all_to_all", of, split.data, passes, rows)
-        for of in ("rows of tables", "gradients of rows of tables")
-    ]
+    groups = passes * sum(1 for layer in layers if layer.tables)
+    ids = split.samples * len(tables) * I64_BYTES * passes
+    rows = split.samples * sum(width for _, width in tables) * computed_bytes(recipe) * passes
+    found = [("numbers of rows", ids), ("rows of tables", rows), ("gradients of rows of tables", rows)]
+    if recipe.parallel.tables == "row":
+        # How many are asked of whom: whole tables are asked equally often by all.
+        found.insert(0, ("counts of rows", split.data * len(tables) * I64_BYTES * passes))
+    return [Traffic("data", "all_to_all", of, split.data, groups, size) for of, size in found]
 
 
 def _norms(recipe: Recipe, layers: Sequence[Layer], passes: int) -> list[Traffic]:
@@ -83,49 +107,143 @@ def _norms(recipe: Recipe, layers: Sequence[Layer], passes: int) -> list[Traffic
         return []
     calls, ranks = len(channels) * passes, recipe.parallel.batch_norm
     # Forward every rank's means, variances and count; backward two sums a channel.
-    forward = sum(2 * count + 1 for count in channels) * ranks * F32_BYTES * passes
-    backward = sum(2 * count for count in channels) * F32_BYTES * passes
+    forward = sum(2 * count + 1 for count in channels) * ranks * F64_BYTES * passes
+    backward = sum(2 * count for count in channels) * F64_BYTES * passes
     return [
         Traffic("data", "all_gather", "batch norm's statistics", ranks, calls, forward),
         Traffic("data", "all_reduce", "batch norm's gradients", ranks, calls, backward),
     ]
 
 
-def _between(stages: Sequence[Sequence[Layer]], held: Sequence[int], split: Split, passes: int) -> list[Traffic]:
-    """What a rank's stages send to the next one and to the one before."""
+def _between(
+    recipe: Recipe, stages: Sequence[Sequence[Layer]], held: Sequence[int], split: Split, passes: int
+) -> list[Traffic]:
+    """What a rank's stages send to the next one and to the one before, where that is another rank's."""
     if split.pipeline == 1:
         return []
-    on = [stages[number][-1].handed_bytes or 0 for number in held if number + 1 < len(stages)]
-    back = [stages[number - 1][-1].handed_back_bytes or 0 for number in held if number > 0]
+    on = [size for number in held if number + 1 < len(stages) and number + 1 not in held
+          for size in stages[number][-1].handed_bytes]  # fmt: skip
+    back = [size for number in held if number > 0 and number - 1 not in held
+            for size in stages[number - 1][-1].handed_back_bytes]  # fmt: skip
     return [
         Traffic("pipeline", "send", of, 2, len(sizes) * passes, sum(sizes) * passes)
         for of, sizes in (("activations", on), ("gradients of activations", back))
-        if sizes
     ]
 
 
-def _replicas(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) -> list[Traffic]:
-    """What ranks that hold the same layers do with weights and gradients."""
-    if split.data == 1:
+def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split, passes: int) -> list[Traffic]:
+    """What ranks that hold the same stages do with weights and gradients."""
+    data, zero = split.data, recipe.parallel.zero
+    if data == 1:
         return []
-    shared = recipe.parallel.tables != "replicated"
-    sizes = [layer.parameters - (layer.table_parameters if shared else 0) for layer in layers]
-    size, count = sum(sizes) * computed_bytes(recipe), sum(1 for each in sizes if each)
+    layers = [layer for stage in stages for layer in stage]
     if recipe.outer is not None:
-        weights = sum(sizes) * F32_BYTES
-        return [Traffic("data", "all_reduce", "what was learnt", split.data, count, weights, recipe.outer.every)]
-    zero, data = recipe.parallel.zero, split.data
+        return _rounds(recipe, layers, data)
     if zero >= 2:
-        # Each layer by itself: its weights before it computes, its gradients after.
-        gathers = 1 if zero == 2 else 2 * passes
-        return [
-            Traffic("data", "all_gather", "weights", data, count * gathers, size * gathers),
-            Traffic("data", "reduce_scatter", "gradients", data, count, size),
-        ]
-    bucket = recipe.parallel.bucket_mb if recipe.parallel.bucket_mb != "auto" else AUTO_BUCKET_MB
-    buckets = math.ceil(size / (bucket * 2**20))
-    found = [Traffic("data", "all_reduce", "gradients", data, buckets, size)]
+        return _fsdp(recipe, layers, split, passes)
+    bucket_mb = START_MB if recipe.parallel.bucket_mb == "auto" else recipe.parallel.bucket_mb
+    by_stage = [_by_kind(recipe, stage) for stage in stages]
+    if split.pipeline > 1 and recipe.parallel.schedule in SPLIT_BACKWARD:
+        # All of a rank's, behind the schedule.
+        calls = len({kind for kinds in by_stage for kind in kinds})
+    else:
+        calls = sum(buckets(sizes, bucket_mb * 2**20) for kinds in by_stage for sizes in kinds.values())
+    size = sum(each for kinds in by_stage for sizes in kinds.values() for each in sizes)
+    found = [Traffic("data", "all_reduce", "gradients", data, calls, size)]
     if zero == 1:
-        # From each rank, the weights whose state it has.
-        found.append(Traffic("data", "broadcast", "weights", data, data, size))
+        # From each rank, the weights whose state it has; one by one where they are of two kinds.
+        kinds = {kind for each in by_stage for kind in each}
+        one_by_one = sum(len(sizes) for each in by_stage for sizes in each.values())
+        found.append(Traffic("data", "broadcast", "weights", data, data if len(kinds) == 1 else one_by_one, size))
+    return found
+
+
+def _by_kind(recipe: Recipe, layers: Sequence[Layer]) -> dict[int, list[int]]:
+    """Bytes of each gradient that replicas share, by bytes of an element."""
+    found: dict[int, list[int]] = {}
+    for layer in layers:
+        for shapes, size in _units(recipe, layer):
+            found.setdefault(size, []).extend(math.prod(shape) * size for shape in shapes)
+    return found
+
+
+def _units(recipe: Recipe, layer: Layer) -> list[tuple[list[Shape], int]]:
+    """(weights, bytes of an element) that FSDP2 gathers together: a layer's, and each batch norm's where that is of
+    another kind."""
+    shared_out = recipe.parallel.tables != "replicated"
+    weights = [*layer.weights, *(() if shared_out else layer.tables)]
+    norms: list[list[Shape]] = [[(count,), (count,)] for count in layer.norms]
+    size = computed_bytes(recipe)
+    if size == F32_BYTES:
+        units = [([*weights, *itertools.chain(*norms)], size)]
+    else:
+        units = [(weights, size), *((norm, F32_BYTES) for norm in norms)]
+    return [unit for unit in units if unit[0]]
+
+
+def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) -> list[Traffic]:
+    """Each layer by itself: its weights before it computes, its gradients after the last pass."""
+    units = [unit for layer in layers for unit in _units(recipe, layer)]
+    # Rows are cut into equal runs, the last ones filled up.
+    size = sum(
+        -(-shape[0] // split.data) * split.data * math.prod(shape[1:]) * each
+        for shapes, each in units
+        for shape in shapes
+    )
+    if split.pipeline == 1:
+        gathers = passes if recipe.parallel.zero == 2 else 2 * passes
+    else:
+        # The schedule keeps what a backward pass has gathered until the next forward pass is through; so whatever the
+        # order, one is saved each time that a forward pass follows a backward pass.
+        gathers = 1 if recipe.parallel.zero == 2 else passes + 1
+    return [
+        Traffic("data", "all_gather", "weights", split.data, len(units) * gathers, size * gathers),
+        Traffic("data", "reduce_scatter", "gradients", split.data, len(units), size),
+    ]
+
+
+def _rounds(recipe: Recipe, layers: Sequence[Layer], data: int) -> list[Traffic]:
+    """Weights in buffers, as parallel/outer.py packs them, and batch norm's two statistics one by one."""
+    assert recipe.outer is not None
+    sizes = [size for kinds in [_by_kind(recipe, layers)] for each in kinds.values() for size in each]
+    runs, room = 0, 0
+    for size in sizes:
+        if size > room:
+            runs, room = runs + 1, BUFFER_BYTES
+        room -= size
+    norms, every = (
+        [count * F32_BYTES for layer in layers for count in layer.norms for _ in range(2)],
+        recipe.outer.every,
+    )
+    return [
+        Traffic("data", "all_reduce", "what was learnt", data, runs, sum(sizes), every),
+        Traffic("data", "all_reduce", "batch norm's statistics", data, len(norms), sum(norms), every),
+    ]
+
+
+def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> list[Traffic]:
+    """What the whole job must know, a few numbers each."""
+    if split.ranks == 1:
+        return []
+    ranks, fsdp = split.ranks, recipe.parallel.zero >= 2 and split.data > 1
+    found = [
+        Traffic("all", "all_reduce", "the word of all ranks", ranks, 1, WORD_BYTES),
+        Traffic("all", "all_gather", "each rank's own time", ranks, 1, 2 * F64_BYTES * ranks, WINDOW_STEPS),
+    ]
+    if recipe.training.precision == "f16":
+        found.append(Traffic("all", "all_reduce", "whether gradients overflow", ranks, 1, 4))
+    parts = split.pipeline * split.tensor > 1 or fsdp
+    parts |= recipe.parallel.tables != "replicated" and split.data > 1
+    if recipe.training.clip is not None and parts:
+        norms = split.data if recipe.outer is not None else 1
+        found.append(Traffic("all", "all_reduce", "the gradients' norm", ranks, 1, norms * F64_BYTES))
+    if recipe.optimizer.name in ("lars", "lamb") and fsdp:
+        # Of each layer two: its weights', and its gradient's or its change's.
+        matrices = sum(len(shape) > 1 for layer in layers for shape in layer.weights)
+        for axis, size, count in (
+            ("data", split.data, matrices),
+            ("tensor", split.tensor, sum(layer.cut_matrices for layer in layers)),
+        ):
+            if count and size > 1:
+                found.append(Traffic(axis, "all_reduce", "layers' norms", size, 1, 2 * count * F64_BYTES))
     return found

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 
+from netfold.train import refused
 from netfold.train.mesh import Mesh
 from netfold.train.optimizers.lamb import LAMB
 from netfold.train.optimizers.lars import LARS
 from netfold.train.optimizers.master import MasterWeights
 from netfold.train.parallel.zero import shared_out, zero_level
 from netfold.train.precision import UNROUNDED
+from netfold.train.problem import RecipeError
 from netfold.train.recipe import Optimizer, Recipe
 from netfold.train.replica import Replica
 
@@ -25,14 +26,9 @@ def make_optimizer(replica: Replica, recipe: Recipe, mesh: Mesh) -> torch.optim.
     parameters = [parameter for _, parameter in replica.named_parameters()]
     kind: Callable[..., torch.optim.Optimizer]
     kind, options = kind_of(recipe.optimizer)
-    if kind in (LARS, LAMB):
-        for name, parameter in replica.named_parameters():
-            if isinstance(replica.as_part(name, parameter.detach()), DTensor) and not isinstance(parameter, DTensor):
-                raise ValueError(
-                    f"optimizer.name is {recipe.optimizer.name!r}, which needs the norm of each whole parameter, but "
-                    f"{name} is cut in a way it does not see; adamw or sgd would do, or parallel.tables = 'replicated'"
-                )
-    else:
+    if said := refused.norms(recipe, mesh.data.size):
+        raise RecipeError(said)
+    if kind not in (LARS, LAMB):
         # One call for all parameters: each on a DTensor costs Python some 15 us, and Adam makes ten a parameter.
         options["foreach"] = zero_level(recipe, mesh) >= 2
     if recipe.training.precision != "f32":

@@ -14,20 +14,26 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from netfold.train import refused
 from netfold.train.mesh import Mesh
+from netfold.train.problem import RecipeError
 
 
 def convert_batch_norm(module: nn.Module, ranks: int, mesh: Mesh) -> None:
     """Put a SubGroupBatchNorm in the place of every nn.BatchNorm*d inside `module`, over runs of `ranks` data-parallel
     ranks. Collective over the world: makes groups. Parameters and buffers stay the same objects, names too."""
-    size = mesh.data.size
-    if size % ranks:
-        fitting = ", ".join(str(count) for count in range(1, size + 1) if size % count == 0)
-        raise ValueError(
-            f"parallel.batch_norm is {ranks}, which does not divide the {size} data-parallel ranks into equal runs; "
-            f"one of {fitting} would do"
-        )
-    found = [
+    if said := refused.batch_norm(ranks, mesh.data.size):
+        raise RecipeError(said)
+    found = norms_of(module, ranks)
+    group = _run_of(ranks, mesh)
+    for parent, name, child in found:
+        setattr(parent, name, SubGroupBatchNorm.of(child, group))
+
+
+def norms_of(module: nn.Module, ranks: int) -> list[tuple[nn.Module, str, _BatchNorm]]:
+    """Each nn.BatchNorm*d inside `module`, with the module and the name that it has there. ValueError where there is
+    none to normalise over `ranks`."""
+    found: list[tuple[nn.Module, str, _BatchNorm]] = [
         (parent, name, child)
         for parent in module.modules()
         for name, child in parent.named_children()
@@ -35,9 +41,7 @@ def convert_batch_norm(module: nn.Module, ranks: int, mesh: Mesh) -> None:
     ]
     if not found:
         raise ValueError(f"parallel.batch_norm is {ranks}, but the model has no layer of batch norm; leave it at 1")
-    group = _run_of(ranks, mesh)
-    for parent, name, child in found:
-        setattr(parent, name, SubGroupBatchNorm.of(child, group))
+    return found
 
 
 class SubGroupBatchNorm(_BatchNorm):

@@ -26,11 +26,12 @@ from netfold.train.model import Chain, Model
 from netfold.train.order import sample_seed
 from netfold.train.parallel.costs import Crossing
 from netfold.train.parallel.parts import Parts
-from netfold.train.parallel.pipeline_plan import SEVERAL_A_RANK, SPLIT_BACKWARD, Plan, stages_of
+from netfold.train.parallel.pipeline_plan import Plan
 from netfold.train.parallel.share import share
 from netfold.train.parallel.zero import free_gathered
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
+from netfold.train.schedules import SEVERAL_A_RANK, SPLIT_BACKWARD, stages_of
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,

@@ -12,17 +12,9 @@ from netfold.train.model import Chain, Model
 from netfold.train.parallel.costs import Measured, measured
 from netfold.train.parallel.stages import Cut, cut
 from netfold.train.precision import Precision
-from netfold.train.recipe import Recipe
-
-SEVERAL_A_RANK = ("interleaved", "zero-bubble", "zero-bubble-v")
-SPLIT_BACKWARD = ("zero-bubble", "zero-bubble-v")
-
-
-def stages_of(rank: int, ranks: int, each: int, schedule: str) -> tuple[int, ...]:
-    """Which stages a rank of the pipeline holds, of ranks x each: every ranks-th, or there and back again."""
-    if schedule == "zero-bubble-v":
-        return rank, 2 * ranks - 1 - rank
-    return tuple(range(rank, ranks * each, ranks))
+from netfold.train.recipe import Parallel, Recipe
+from netfold.train.schedules import SPLIT_BACKWARD, stages_a_rank
+from netfold.train.split import split
 
 
 class Plan:
@@ -34,20 +26,11 @@ class Plan:
         Raises ValueError, on every rank, where the recipe asks for what cannot be.
         """
         parallel = recipe.parallel
+        check_chain(model, parallel)
         chain = model.module
-        if not isinstance(chain, Chain):
-            raise ValueError(
-                f"parallel.pipeline is {parallel.pipeline}, but the model is a {type(chain).__name__}, which cannot be "
-                "cut: make it a netfold.train.Chain of layers"
-            )
-        self.microbatches = parallel.microbatches or parallel.pipeline
-        self.samples = _samples_a_part(recipe, mesh, self.microbatches)
-        count = parallel.pipeline * (parallel.interleave if parallel.schedule in SEVERAL_A_RANK else 1)
-        if count > len(chain):
-            raise ValueError(
-                f"parallel.pipeline is {parallel.pipeline}, which with parallel.schedule = {parallel.schedule!r} makes "
-                f"{count} stages, but the model has {len(chain)} layers: make it {_most(recipe, len(chain))} or less"
-            )
+        assert isinstance(chain, Chain)
+        shares = split(recipe, parallel.pipeline * mesh.data.size * parallel.tensor)
+        self.microbatches, self.samples = shares.microbatches, shares.samples
         if examples is None:
             raise ValueError(
                 f"parallel.pipeline is {parallel.pipeline}, but no examples were given: parallelise must have some, to "
@@ -55,7 +38,7 @@ class Plan:
             )
         precision = Precision(recipe.training.precision)
         self.measured: Measured = measured(_lowered(model, precision), examples, self.samples, mesh, precision)
-        self.cut: Cut = cut(self.measured.costs_ns, count)
+        self.cut: Cut = cut(self.measured.costs_ns, shares.stages)
         self.reason = self.cut.described(list(chain.layers))
         if parallel.schedule in SPLIT_BACKWARD:
             self._check_that_inputs_are_met(list(chain.layers), parallel.schedule)
@@ -89,51 +72,18 @@ def _lowered(model: Model, precision: Precision) -> Model:
     return replace(model, module=module)
 
 
-def _samples_a_part(recipe: Recipe, mesh: Mesh, microbatches: int) -> int:
-    """Of a microbatch. ValueError where the recipe's numbers do not go together."""
-    parallel, training = recipe.parallel, recipe.training
-    if training.accumulate > 1:
+def check_chain(model: Model, parallel: Parallel) -> None:
+    """ValueError where `model` cannot be cut into the stages that are asked for."""
+    chain = model.module
+    if not isinstance(chain, Chain):
         raise ValueError(
-            f"training.accumulate is {training.accumulate}, but a pipeline goes through a batch in microbatches: "
-            f"leave it out and set parallel.microbatches = {microbatches * training.accumulate}"
+            f"parallel.pipeline is {parallel.pipeline}, but the model is a {type(chain).__name__}, which cannot be "
+            "cut: make it a netfold.train.Chain of layers"
         )
-    if parallel.schedule in SPLIT_BACKWARD and parallel.zero >= 2:
+    each = stages_a_rank(parallel)
+    if parallel.pipeline * each > len(chain):
         raise ValueError(
-            f"parallel.schedule is {parallel.schedule!r}, which cannot go with parallel.zero = {parallel.zero}: FSDP "
-            "would miss gradients that are computed apart; make it 1, or take 'interleaved'"
+            f"parallel.pipeline is {parallel.pipeline}, which with parallel.schedule = {parallel.schedule!r} makes "
+            f"{parallel.pipeline * each} stages, but the model has {len(chain)} layers: make it {len(chain) // each} "
+            "or less"
         )
-    if parallel.schedule in SPLIT_BACKWARD and parallel.tables != "replicated":
-        raise ValueError(
-            f"parallel.schedule is {parallel.schedule!r}, under which all gradients are averaged, but "
-            f"parallel.tables = {parallel.tables!r} leaves tables to their owners: take 'interleaved'"
-        )
-    if parallel.schedule == "zero-bubble-v" and parallel.interleave != 2:
-        raise ValueError(
-            f"parallel.interleave is {parallel.interleave}, but parallel.schedule = 'zero-bubble-v' is made for 2: "
-            "leave it out, or take 'zero-bubble'"
-        )
-    stages = parallel.pipeline
-    if parallel.schedule == "1f1b" and microbatches < stages:
-        raise ValueError(
-            f"parallel.microbatches is {microbatches}, which parallel.schedule = '1f1b' cannot do with {stages} "
-            f"stages: make it {stages} or more, or take 'gpipe'"
-        )
-    rounds = max(1, microbatches // stages)
-    if parallel.schedule in ("interleaved", "zero-bubble") and microbatches % rounds:
-        raise ValueError(
-            f"parallel.microbatches is {microbatches}, which parallel.schedule = {parallel.schedule!r} cannot share "
-            f"out over {stages} ranks: make it {stages * rounds} or {stages * (rounds + 1)}"
-        )
-    shares = 1 if training.scaling == "weak" else mesh.data.size
-    held = training.batch // shares
-    if held == 0 or held % microbatches:
-        raise ValueError(
-            f"parallel.microbatches is {microbatches}, which does not divide the {held} samples that a pipeline takes "
-            f"a step: make training.batch a multiple of {shares * microbatches}"
-        )
-    return held // microbatches
-
-
-def _most(recipe: Recipe, layers: int) -> int:
-    each = recipe.parallel.interleave if recipe.parallel.schedule in SEVERAL_A_RANK else 1
-    return layers // each

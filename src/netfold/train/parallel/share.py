@@ -9,11 +9,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from netfold.train import refused
 from netfold.train.mesh import Mesh
 from netfold.train.parallel.buckets import START_MB, data_parallel
 from netfold.train.parallel.tables import leave_to_owners
 from netfold.train.parallel.zero import shard, zero_level
 from netfold.train.precision import Precision
+from netfold.train.problem import RecipeError
 from netfold.train.recipe import Recipe
 
 
@@ -29,12 +31,9 @@ def share(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = Tru
         recipe.parallel.bucket_mb,
         zero_level(recipe, mesh),
     )
+    if said := refused.buckets(recipe.parallel, mesh.data.size):
+        raise RecipeError(said)
     if zero >= 2:
-        if bucket_mb != "auto":
-            raise ValueError(
-                f"parallel.bucket_mb is {bucket_mb:g}, but with parallel.zero = {zero} a layer's gradients travel "
-                "together, whatever their size: leave one of the two out"
-            )
         return shard(module, mesh, precision, free_after_forward=zero == 3)
     if precision.name != "f32":
         precision.lower(module)

@@ -18,9 +18,11 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from netfold.train import refused
 from netfold.train.mesh import Axis, Mesh
 from netfold.train.model import Model
 from netfold.train.parallel.parts import Parts
+from netfold.train.problem import RecipeError
 from netfold.train.recipe import Recipe
 
 
@@ -39,6 +41,8 @@ class Tables(nn.Module):
             nn.init.uniform_(weight, -(len(weight) ** -0.5), len(weight) ** -0.5)
 
     def forward(self, asked: Tensor) -> Tensor:
+        if asked.shape[1] != len(self.rows):
+            raise ValueError(f"a sample asks for rows of {asked.shape[1]} tables, and there are {len(self.rows)}")
         found = [functional.embedding(asked[:, number], weight) for number, weight in _weights(self.tables).items()]
         return torch.stack(found, 1)
 
@@ -50,16 +54,9 @@ def share_out(model: Model, recipe: Recipe, mesh: Mesh, parts: Parts) -> None:
     data-parallel rank there is nothing to share. Raises ValueError where it cannot be done.
     """
     kind = recipe.parallel.tables
-    if kind == "replicated":
-        return
-    asked = f'parallel.tables = "{kind}"'
-    paths = [path for path, module in model.module.named_modules() if isinstance(module, Tables)]
-    if not paths:
-        raise ValueError(f'{asked}: the model has no embedding tables (Tables); use tables = "replicated"')
-    if recipe.parallel.zero:
-        raise ValueError(
-            f"{asked} shares out tables, and so would parallel.zero = {recipe.parallel.zero}; use zero = 0"
-        )
+    paths = paths_to_share(model, recipe)
+    if said := refused.tables(recipe.parallel):
+        raise RecipeError(said)
     if mesh.data.size == 1:
         return
     for path in paths:
@@ -70,6 +67,19 @@ def share_out(model: Model, recipe: Recipe, mesh: Mesh, parts: Parts) -> None:
         if kind == "row":
             for number, weight in _weights(whole.tables).items():
                 parts.add(f"{path}.tables.{number}.weight", mesh.device_mesh["data"], [Shard(0)], weight.shape)
+
+
+def paths_to_share(model: Model, recipe: Recipe) -> list[str]:
+    """Of the modules that `parallel.tables` asks to share out. ValueError where there is none."""
+    if recipe.parallel.tables == "replicated":
+        return []
+    paths = [path for path, module in model.module.named_modules() if isinstance(module, Tables)]
+    if not paths:
+        raise ValueError(
+            f'parallel.tables = "{recipe.parallel.tables}": the model has no embedding tables (Tables); use '
+            'tables = "replicated"'
+        )
+    return paths
 
 
 def leave_to_owners(module: nn.Module) -> None:

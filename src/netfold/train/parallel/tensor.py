@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from netfold.train import refused
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel.parts import Parts
+from netfold.train.problem import RecipeError
 from netfold.train.recipe import Parallel
 
 
@@ -94,30 +96,41 @@ def cut(model: Model, parallel: Parallel, mesh: Mesh, parts: Parts) -> None:
     it has made, and `parts` learns which that is. Activations are plain tensors still. fully_shard takes such a module
     as it is; for DDP, or for none, `localise` it. Raises ValueError where it cannot be cut so.
     """
+    styles = styles_of(model, parallel)
     if mesh.tensor.size == 1:
-        if parallel.sequence:
-            raise ValueError(
-                "parallel.sequence is true, and parallel.tensor is 1: nothing is cut; use tensor = 2 or more"
-            )
         return
-    if model.tensor_plan is None:
-        raise ValueError(
-            f"parallel.tensor = {mesh.tensor.size}: this model does not say how its layers are cut "
-            "(Model.tensor_plan); use tensor = 1"
-        )
-    if parallel.sequence and parallel.style != "alternating":
-        raise ValueError(
-            f'parallel.sequence is true, and parallel.style is "{parallel.style}": the sequence is cut between pairs '
-            'of layers; use style = "alternating"'
-        )
     axis = mesh.device_mesh["tensor"]
-    for path, style in model.tensor_plan(parallel.style, parallel.sequence).items():
-        module = model.module.get_submodule(path)
-        _check(path, module, style, mesh.tensor.size)
-        parallelize_module(module, axis, style, src_data_rank=None)
+    cut_along(model.module, styles, axis)
     for name, parameter in model.module.named_parameters():
         if isinstance(parameter, DTensor):
             parts.add(name, axis, parameter.placements, parameter.shape)
+
+
+def styles_of(model: Model, parallel: Parallel) -> Mapping[str, Any]:
+    """By the path of each module that is cut, how. Raises ValueError where it cannot be cut so."""
+    if said := refused.sequence(parallel):
+        raise RecipeError(said)
+    if parallel.tensor == 1:
+        return {}
+    if model.tensor_plan is None:
+        raise ValueError(
+            f"parallel.tensor = {parallel.tensor}: this model does not say how its layers are cut "
+            "(Model.tensor_plan); use tensor = 1"
+        )
+    styles = model.tensor_plan(parallel.style, parallel.sequence)
+    there = dict(model.module.named_modules())
+    for path, style in styles.items():
+        if path not in there:
+            raise ValueError(f"parallel.tensor = {parallel.tensor}: the model's plan cuts {path!r}, which it has not")
+        _check(path, there[path], style, parallel.tensor)
+    return styles
+
+
+def cut_along(module: nn.Module, styles: Mapping[str, Any], axis: DeviceMesh) -> None:
+    """Cut in place what is inside `module`, along `axis`; no communication."""
+    for path, style in styles.items():
+        # No rank's weights are sent to the others: all have made the same.
+        parallelize_module(module.get_submodule(path), axis, style, src_data_rank=None)
 
 
 def localise(module: nn.Module) -> None:

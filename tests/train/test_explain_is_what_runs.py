@@ -1,0 +1,146 @@
+"""What a plan says travels in a step, against what the engine recorded in one: as many calls, of as many bytes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+from ranks import run_ranks, values
+from training import TINY_GPT, Table, changed
+
+RANKS = 4
+GPT = changed(
+    TINY_GPT, model={"width": 16, "heads": 2, "layers": 2, "context": 16}, data={"context": 16}, training={"steps": 3}
+)
+DLRM: Table = {
+    "model": {"name": "dlrm", "numbers": 8, "rows": [17, 4, 105, 13, 8, 20], "width": 4},
+    "data": {"name": "flights"},
+    "training": {"steps": 3, "batch": 16},
+    "optimizer": {"name": "sgd", "lr": 0.1},
+}
+BLOCKS = ("all_gather", "reduce_scatter", "all_to_all")
+# Buckets of 0.01 MB are several.
+RECIPES: dict[str, Table] = {
+    "data": changed(GPT, training={"accumulate": 2, "clip": 1.0}, parallel={"bucket_mb": 0.01}),
+    "zero 1 in bf16": changed(GPT, training={"precision": "bf16"}, parallel={"zero": 1}),
+    "zero 2": changed(GPT, training={"accumulate": 2}, parallel={"zero": 2}),
+    "zero 3 of lars, tensor": changed(
+        GPT, training={"accumulate": 2, "clip": 1.0}, optimizer={"name": "lars"}, parallel={"zero": 3, "tensor": 2}
+    ),
+    "tensor": changed(GPT, training={"precision": "f16", "clip": 1.0}, parallel={"tensor": 2, "style": "row"}),
+    "sequence in stages": changed(GPT, parallel={"tensor": 2, "sequence": True, "pipeline": 2}),
+    "zero 3 in stages": changed(GPT, parallel={"zero": 3, "pipeline": 2, "microbatches": 4}),
+    "there and back": changed(GPT, parallel={"pipeline": 2, "schedule": "zero-bubble-v", "microbatches": 4}),
+    "rows of tables": changed(DLRM, parallel={"tables": "row"}),
+}
+Found = dict[tuple[str, int], tuple[int, int]]
+
+
+@functools.cache
+def plan(name: str) -> Any:
+    from netfold.train import Recipe
+    from netfold.train.checked import check
+    from netfold.train.explain import explain
+
+    recipe = Recipe.model_validate(RECIPES[name])
+    return explain(recipe, check(recipe, RANKS))
+
+
+@functools.cache
+def recorded() -> list[dict[str, Found]]:
+    """[rank][recipe]. Stages are cut where the plan cuts them."""
+    bounds = {}
+    for name in RECIPES:
+        places = plan(name).places
+        lengths = {}
+        for rank, place in enumerate(places):
+            count = len(place.stages) * len(places)
+            turn = (rank, count - 1 - rank) if name == "there and back" else range(rank, count, len(places))
+            lengths.update({stage: len(names) for stage, names in zip(turn, place.stages, strict=True)})
+        bounds[name] = tuple(itertools.accumulate((lengths[stage] for stage in sorted(lengths)), initial=0))
+    return values(run_ranks(_record, RANKS, RECIPES, bounds, timeout_s=240))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_communicates_what_the_plan_says(name: str) -> None:
+    assert not plan(name).unknown
+    for place in plan(name).places:
+        expected: Found = {}
+        for each in place.traffic:
+            if each.every == 1:
+                calls, size = expected.get((each.operation, each.ranks), (0, 0))
+                expected[each.operation, each.ranks] = calls + each.calls, size + each.bytes
+        found = [recorded()[rank][name] for rank in place.ranks]
+        for rank, mine in zip(place.ranks, found, strict=True):
+            alike = {key: count for key, count in mine.items() if key[0] != "all_to_all"}
+            assert alike == {key: count for key, count in expected.items() if key[0] != "all_to_all"}, f"rank {rank}"
+        # Which rows are asked of whom differs; how often does not.
+        exchanges = [mine.get(("all_to_all", RANKS), (0, 0))[0] for mine in found]
+        assert exchanges == [expected.get(("all_to_all", RANKS), (0, 0))[0]] * len(found)
+
+
+def _record(rank: int, size: int, folder: str, recipes: dict[str, Table], bounds: Any) -> dict[str, Found]:
+    import dataclasses
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    import netfold.torch
+    from netfold._native import engine
+    from netfold.train import Recipe, Trainer
+    from netfold.train.datasets import make_data
+    from netfold.train.parallel import pipeline_plan
+    from netfold.train.parallel.stages import Cut
+
+    kinds = {number: name for name, number in engine.KINDS.items()}
+
+    class Third:
+        """Counts what the groups did in the third step: DDP has laid out its buckets by then."""
+
+        def __init__(self) -> None:
+            self.began_ns, self.found = 0, dict[tuple[str, int], tuple[int, int]]()
+
+        def stepped(self, event: Any) -> None:
+            for group in groups if event.step == 3 else ():
+                for record in netfold.torch.events(group):
+                    kind, size = kinds[int(record["operation"])], group.size()
+                    if record["queued_ns"] > self.began_ns and kind not in ("receive", "recv"):
+                        # Of what is cut into a block for each rank, the record has a block.
+                        whole = int(record["bytes"]) * (size if kind in BLOCKS else 1)
+                        calls, bytes_ = self.found.get((kind, size), (0, 0))
+                        self.found[kind, size] = calls + 1, bytes_ + whole
+            self.began_ns = time.perf_counter_ns()
+
+        def __getattr__(self, _: str) -> Any:
+            return lambda event: None
+
+    class Few:
+        """So many held-out examples as a step takes: they are not what is looked at."""
+
+        def __init__(self, examples: Any) -> None:
+            self.batch = examples.batch
+
+        def __len__(self) -> int:
+            return 16
+
+    torch.set_num_threads(1)
+    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    # Of earlier recipes too: DTensor takes a mesh for an equal one that it has met before, groups and all.
+    groups: set[Any] = set()
+    made: dict[str, Any] = {}
+    found: dict[str, Found] = {}
+    for name, table in recipes.items():
+        recipe, third = Recipe.model_validate(table), Third()
+        data = made.setdefault(recipe.data.name, make_data(recipe.data))
+        few = dataclasses.replace(data, held_out=Few(data.held_out))
+        pipeline_plan.cut = lambda costs, stages, here=bounds[name]: Cut(here, (1,) * stages)  # type: ignore[assignment]
+        trainer = Trainer(recipe, data=few, listeners=[third])  # type: ignore[list-item]
+        mesh = trainer.mesh
+        groups |= {dist.group.WORLD, mesh.pipeline.group, mesh.data.group, mesh.tensor.group}
+        trainer.fit()
+        found[name] = third.found
+    dist.destroy_process_group()
+    return found
