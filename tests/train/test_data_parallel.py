@@ -21,9 +21,8 @@ from netfold.plan import OPERATIONS
 
 ZEROS = (0, 1, 2, 3)
 GPT = changed(
-    TINY_GPT,
+    {**TINY_GPT, "data": {"name": f"{__name__}:source", "context": TINY_GPT["data"]["context"]}},
     model={"layers": 2, "width": 16},
-    data={"name": f"{__name__}:source"},
     # Evaluated in mid-run: what ZeRO 2 has gathered for it must not be what the next step computes with.
     training={"evaluate_every": 2, "accumulate": 2},
     optimizer={"name": "adamw", "lr": 0.01},

@@ -21,6 +21,7 @@ RANKS = 4
 STEPS = 4
 GPT = changed(
     TINY_GPT,
+    data={"held_out": 0.01},
     model={"layers": 6},  # eight with the ends: two stages each for four ranks
     training={"steps": STEPS},
     optimizer={"lr": 0.1, "momentum": 0.0},
