@@ -97,13 +97,18 @@ def test_an_untrained_edsr_is_bicubic_and_its_skips_reach_the_end() -> None:
     assert torch.equal(features, skip) and torch.equal(large, enlarged)
 
 
+def drawn(*shape: int) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(1))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("asked", "inputs"),
     [
-        ({"name": "edsr", "features": 8, "blocks": 1}, torch.rand(2, 3, 8, 8)),
-        ({"name": "resnet18"}, torch.rand(2, 3, 32, 32)),
-        ({"name": "bert", "width": 16, "heads": 2, "layers": 1}, torch.randint(257, (2, 8))),
+        ({"name": "edsr", "features": 8, "blocks": 1}, drawn(2, 3, 8, 8)),
+        # Of few numbers batch norm takes the difference, which half the bits are too few for.
+        ({"name": "resnet18"}, drawn(8, 3, 64, 64)),
+        ({"name": "bert", "width": 16, "heads": 2, "layers": 1}, drawn(2, 8).mul(257).long()),
     ],
     ids=["edsr", "resnet18", "bert"],
 )
