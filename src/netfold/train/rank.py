@@ -75,6 +75,7 @@ def train(recipe: Recipe, source: Source) -> int:
         return INTERRUPTED
     except Exception as error:
         _tell(error, rank, trainer, source)
+        # To Python a RuntimeError; torch raises it for an operation that it lacks, and it will lack it again.
         passing = isinstance(error, _PASSING) and not isinstance(error, NotImplementedError)
         return FAILED if passing else CANNOT
     stopped = outcome.reason != "done"
