@@ -161,7 +161,7 @@ def serve(rank: int, ranks: int, folder: str, case: str, blocks: int) -> None:
 
     from netfold.train import Recipe, Trainer
     from netfold.train.audience import listeners
-    from netfold.train.run_folder import run_folder
+    from netfold.train.audience.run_folder import run_folder
 
     torch.set_num_threads(1)
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)

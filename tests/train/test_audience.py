@@ -23,12 +23,12 @@ from invented_run import (
 from rich.console import Console
 
 from netfold.train.audience import Guarded, listeners
-from netfold.train.exposed import Exposed
+from netfold.train.audience.exposed import Exposed
+from netfold.train.audience.metrics_file import read_metrics
+from netfold.train.audience.progress import Progress
+from netfold.train.audience.tensorboard import TensorBoard
+from netfold.train.audience.trackers import MLflow, Wandb
 from netfold.train.listeners import Ended, Noted
-from netfold.train.metrics_file import read_metrics
-from netfold.train.progress import Progress
-from netfold.train.tensorboard import TensorBoard
-from netfold.train.trackers import MLflow, Wandb
 
 
 def kinds(chosen: Any) -> list[str]:
@@ -116,7 +116,7 @@ def test_what_is_not_known_of_communication_is_a_dash(tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_one_line_lives_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("netfold.train.progress.LIVE_S", 0.0)
+    monkeypatch.setattr("netfold.train.audience.progress.LIVE_S", 0.0)
     text = io.StringIO()
     console = Console(file=text, width=60, force_terminal=True, color_system=None)
     progress = Progress(tmp_path, Exposed(), console)

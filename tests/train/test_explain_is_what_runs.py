@@ -41,8 +41,8 @@ Found = dict[tuple[str, int], tuple[int, int]]
 @functools.cache
 def plan(name: str) -> Any:
     from netfold.train import Recipe
-    from netfold.train.checked import check
     from netfold.train.explain import explain
+    from netfold.train.recipe.checked import check
 
     recipe = Recipe.model_validate(RECIPES[name])
     return explain(recipe, check(recipe, RANKS))

@@ -21,15 +21,15 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from netfold.train import Batch, Chain, Model, Recipe
-from netfold.train.checked import check
 from netfold.train.explain import Plan, explain, size
 from netfold.train.explain.layers import Call, Layer, measure
 from netfold.train.explain.memory import a_parameter, fsdp2, passes_kept
 from netfold.train.explain.show import show
 from netfold.train.explain.traffic import Traffic, buckets, traffic
-from netfold.train.load import load
 from netfold.train.parallel.tables import Tables
-from netfold.train.split import Split, ranks_asked, split
+from netfold.train.recipe.checked import check
+from netfold.train.recipe.load import load
+from netfold.train.recipe.split import Split, ranks_asked, split
 
 OWN: dict[str, Any] = {
     "model": {"name": "own_parts:line"},

@@ -12,7 +12,7 @@ from training import trained
 from netfold.train import Recipe
 from netfold.train.datasets import DATASETS
 from netfold.train.models import MODELS
-from netfold.train.named import factory
+from netfold.train.recipe.named import factory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 # By how much its metric is to beat the baseline, in the metric's unit: well below what docs/train/models.md records,

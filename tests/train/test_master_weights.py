@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from netfold.train.loss_scale import GROWS_AFTER_STEPS, INITIAL, LossScale
+from netfold.train.optimizers.loss_scale import GROWS_AFTER_STEPS, INITIAL, LossScale
 from netfold.train.optimizers.master import MasterWeights
 from netfold.train.precision import Precision
 

@@ -227,7 +227,7 @@ def _parameters(mesh: Any) -> dict[str, Any]:
 def _twin(mesh: Any, lr: float, momentum: float) -> dict[str, Any]:
     import torch
 
-    from netfold.train.norms import local
+    from netfold.train.optimizers.norms import local
     from netfold.train.parallel import outer
     from netfold.train.recipe import Outer
 

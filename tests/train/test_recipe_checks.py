@@ -11,10 +11,10 @@ import pytest
 from own_parts import line
 
 from netfold.train import Recipe
-from netfold.train.checked import check
-from netfold.train.named import arguments, factory
-from netfold.train.problem import RecipeError, Source, in_a_sentence
 from netfold.train.recipe import Factory
+from netfold.train.recipe.checked import check
+from netfold.train.recipe.named import arguments, factory
+from netfold.train.recipe.problem import RecipeError, Source, in_a_sentence
 
 OWN: dict[str, Any] = {
     "model": {"name": "own_parts:line"},

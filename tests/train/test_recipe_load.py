@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from netfold.train.load import load
-from netfold.train.places import line_of, places
-from netfold.train.problem import RecipeError
-from netfold.train.split import split
+from netfold.train.recipe.load import load
+from netfold.train.recipe.places import line_of, places
+from netfold.train.recipe.problem import RecipeError
+from netfold.train.recipe.split import split
 
 RECIPE = """\
 [model]

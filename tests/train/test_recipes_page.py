@@ -13,12 +13,12 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from netfold.train.checked import check
 from netfold.train.explain import explain
 from netfold.train.explain.show import show
-from netfold.train.load import load
 from netfold.train.recipe import Recipe
-from netfold.train.split import ranks_asked
+from netfold.train.recipe.checked import check
+from netfold.train.recipe.load import load
+from netfold.train.recipe.split import ranks_asked
 
 PAGE = Path(__file__).parents[2] / "docs" / "train" / "recipes.md"
 PLAN = re.compile(r"```text\n(.*?)```", re.DOTALL)

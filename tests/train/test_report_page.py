@@ -13,13 +13,13 @@ from browser import Element, needs_chromium, opened, parse
 from invented_run import BITS, STEPS, a_run_that_was_cut_off_and_went_on, evaluated, goes_through, recipe, started, tell
 
 from netfold.train import Recipe
+from netfold.train.audience.metrics_file import MetricsFile, read_metrics
+from netfold.train.audience.result import metric_words, result
+from netfold.train.audience.run_folder import run_folder
 from netfold.train.examples import Panel
 from netfold.train.listeners import Ended, Noted
-from netfold.train.metrics_file import MetricsFile, read_metrics
 from netfold.train.report import write_report
 from netfold.train.report.listener import Page
-from netfold.train.result import metric_words, result
-from netfold.train.run_folder import run_folder
 
 HOSTILE = "</script><script>document.title='taken'</script>\"'><img src=x onerror=document.title='taken'>&amp;]]>"
 

@@ -184,7 +184,7 @@ def _held(trainer: Any) -> dict[str, int]:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from netfold.train.contents import contents
+    from netfold.train.survive.contents import contents
 
     parameters = dict(trainer.replica.named_parameters())
     tensors, _ = contents(trainer.replica, parameters, trainer.optimizer, trainer.update, buffers=False)

@@ -11,10 +11,10 @@ import tomllib
 from invented_run import goes_through, recipe, tell
 
 from netfold.train import Recipe
+from netfold.train.audience.metrics_file import MetricsFile
+from netfold.train.audience.run_folder import run_folder, run_name
 from netfold.train.listeners import Ended
-from netfold.train.metrics_file import MetricsFile
-from netfold.train.resolved import read_resolved, to_toml
-from netfold.train.run_folder import run_folder, run_name
+from netfold.train.recipe.resolved import read_resolved, to_toml
 
 HARD: dict[str, Any] = {
     "model": {

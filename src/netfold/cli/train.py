@@ -48,9 +48,9 @@ def run(
     _need_packages()
 
     from netfold.communicator.launchers import is_launched, placement
-    from netfold.train.load import load
-    from netfold.train.problem import RecipeError
-    from netfold.train.split import ranks_asked, split
+    from netfold.train.recipe.load import load
+    from netfold.train.recipe.problem import RecipeError
+    from netfold.train.recipe.split import ranks_asked, split
 
     # A module:factory of one's own is looked for here, as `python -m` does.
     sys.path.insert(0, "")
@@ -63,7 +63,7 @@ def run(
         try:
             ranks = place.size if place is not None else nproc or ranks_asked(asked.parallel)
             if place is None or explain:
-                from netfold.train.checked import check
+                from netfold.train.recipe.checked import check
 
                 checked = check(asked, ranks)
             else:

@@ -25,10 +25,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from netfold.train.problem import Source
 from netfold.train.rank import FAILED, JOB, final_status
 from netfold.train.recipe import Recipe
-from netfold.train.stop import STOPPED_STATUS
+from netfold.train.recipe.problem import Source
+from netfold.train.survive.stop import STOPPED_STATUS
 
 
 def launch(recipe: Recipe, source: Source, ranks: int) -> int:

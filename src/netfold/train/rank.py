@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netfold.communicator.launchers import placement
-from netfold.train.problem import Source, in_a_sentence
+from netfold.train.audience.result import metric_words, result
 from netfold.train.recipe import Recipe
-from netfold.train.result import metric_words, result
-from netfold.train.stop import STOPPED_STATUS
+from netfold.train.recipe.problem import Source, in_a_sentence
+from netfold.train.survive.stop import STOPPED_STATUS
 
 if TYPE_CHECKING:
     from netfold.train.trainer import Outcome, Trainer
@@ -47,8 +47,8 @@ def train(recipe: Recipe, source: Source) -> int:
     import torch.distributed as dist
 
     from netfold.train.audience import listeners
+    from netfold.train.audience.run_folder import run_folder
     from netfold.train.hosts import hosts_will_do
-    from netfold.train.run_folder import run_folder
     from netfold.train.trainer import Trainer
 
     began_s = time.perf_counter()

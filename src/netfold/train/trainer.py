@@ -27,7 +27,10 @@ from netfold.train.optimizers import make_optimizer
 from netfold.train.order import sample_seed
 from netfold.train.parallel import parallelise
 from netfold.train.pictures import render
-from netfold.train.policies import (
+from netfold.train.recipe import Recipe
+from netfold.train.recipe.problem import words
+from netfold.train.schedule import learning_rate
+from netfold.train.survive.policies import (
     Buffers,
     NonFinite,
     NonFiniteError,
@@ -36,13 +39,10 @@ from netfold.train.policies import (
     tell_others,
     what_is_bad,
 )
-from netfold.train.problem import words
-from netfold.train.recipe import Recipe
-from netfold.train.recovery import Recovery
-from netfold.train.schedule import learning_rate
-from netfold.train.stop import StopRequest
-from netfold.train.straggler import Straggler, StragglerError
-from netfold.train.unreadable import Replacing
+from netfold.train.survive.recovery import Recovery
+from netfold.train.survive.stop import StopRequest
+from netfold.train.survive.straggler import Straggler, StragglerError
+from netfold.train.survive.unreadable import Replacing
 from netfold.train.update import Update
 from netfold.train.word import Word, agree
 

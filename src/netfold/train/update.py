@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from netfold.train.clip import Clip
-from netfold.train.loss_scale import LossScale
 from netfold.train.mesh import Mesh
 from netfold.train.optimizers import local_optimizer
+from netfold.train.optimizers.clip import Clip
+from netfold.train.optimizers.loss_scale import LossScale
 from netfold.train.optimizers.master import MasterWeights
 from netfold.train.parallel.outer import Rounds, of_rounds
 from netfold.train.recipe import Recipe

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from netfold.train.examples import Data
-from netfold.train.named import factory
 from netfold.train.recipe import Factory
+from netfold.train.recipe.named import factory
 
 DATASETS = {
     "class-folders": "netfold.train.datasets.classes:class_folders",

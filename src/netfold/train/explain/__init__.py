@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from netfold.train.checked import Checked
 from netfold.train.explain.layers import Layer, measure
 from netfold.train.explain.memory import Memory, a_parameter, fsdp2, passes_kept
 from netfold.train.explain.traffic import Traffic, held_by, traffic
@@ -16,7 +15,8 @@ from netfold.train.parallel.buckets import CANDIDATES_MB, START_MB
 from netfold.train.parallel.stages import cut
 from netfold.train.parallel.tensor import styles_of
 from netfold.train.recipe import Recipe
-from netfold.train.split import Split
+from netfold.train.recipe.checked import Checked
+from netfold.train.recipe.split import Split
 
 
 @dataclass(frozen=True)

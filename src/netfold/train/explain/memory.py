@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from netfold.train.recipe import Optimizer, Recipe
-from netfold.train.split import Split
+from netfold.train.recipe.split import Split
 
 F32_BYTES = 4
 

@@ -12,9 +12,9 @@ from netfold.train.explain.memory import F32_BYTES, computed_bytes
 from netfold.train.parallel.buckets import START_MB
 from netfold.train.parallel.outer import BUFFER_BYTES
 from netfold.train.recipe import Recipe
-from netfold.train.schedules import SPLIT_BACKWARD, stages_of
-from netfold.train.split import Split
-from netfold.train.straggler import WINDOW_STEPS
+from netfold.train.recipe.schedules import SPLIT_BACKWARD, stages_of
+from netfold.train.recipe.split import Split
+from netfold.train.survive.straggler import WINDOW_STEPS
 
 F64_BYTES = I64_BYTES = 8
 WORD_BYTES = 5 * F64_BYTES

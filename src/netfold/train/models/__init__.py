@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from netfold.train.model import Model
-from netfold.train.named import factory
 from netfold.train.recipe import Factory
+from netfold.train.recipe.named import factory
 
 MODELS = {
     "bert": "netfold.train.models.transformer:bert",

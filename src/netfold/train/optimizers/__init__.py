@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from netfold.train import refused
 from netfold.train.mesh import Mesh
 from netfold.train.optimizers.lamb import LAMB
 from netfold.train.optimizers.lars import LARS
 from netfold.train.optimizers.master import MasterWeights
 from netfold.train.parallel.zero import shared_out, zero_level
 from netfold.train.precision import UNROUNDED
-from netfold.train.problem import RecipeError
-from netfold.train.recipe import Optimizer, Recipe
+from netfold.train.recipe import Optimizer, Recipe, refused
+from netfold.train.recipe.problem import RecipeError
 from netfold.train.replica import Replica
 
 

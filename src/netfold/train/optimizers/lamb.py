@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from netfold.train.norms import local, settle, whole_norms
+from netfold.train.optimizers.norms import local, settle, whole_norms
 
 
 class LAMB(Optimizer):

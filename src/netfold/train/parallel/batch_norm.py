@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from netfold.train import refused
 from netfold.train.mesh import Mesh
-from netfold.train.problem import RecipeError
+from netfold.train.recipe import refused
+from netfold.train.recipe.problem import RecipeError
 
 
 def convert_batch_norm(module: nn.Module, ranks: int, mesh: Mesh) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from netfold.train.mesh import Axis
-from netfold.train.norms import local
+from netfold.train.optimizers.norms import local
 from netfold.train.recipe import Outer
 from netfold.train.replica import Replica
 

@@ -31,7 +31,7 @@ from netfold.train.parallel.share import share
 from netfold.train.parallel.zero import free_gathered
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
-from netfold.train.schedules import SEVERAL_A_RANK, SPLIT_BACKWARD, stages_of
+from netfold.train.recipe.schedules import SEVERAL_A_RANK, SPLIT_BACKWARD, stages_of
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,

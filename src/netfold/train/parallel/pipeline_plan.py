@@ -13,8 +13,8 @@ from netfold.train.parallel.costs import Measured, measured
 from netfold.train.parallel.stages import Cut, cut
 from netfold.train.precision import Precision
 from netfold.train.recipe import Parallel, Recipe
-from netfold.train.schedules import SPLIT_BACKWARD, stages_a_rank
-from netfold.train.split import split
+from netfold.train.recipe.schedules import SPLIT_BACKWARD, stages_a_rank
+from netfold.train.recipe.split import split
 
 
 class Plan:

@@ -9,14 +9,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from netfold.train import refused
 from netfold.train.mesh import Mesh
 from netfold.train.parallel.buckets import START_MB, data_parallel
 from netfold.train.parallel.tables import leave_to_owners
 from netfold.train.parallel.zero import shard, zero_level
 from netfold.train.precision import Precision
-from netfold.train.problem import RecipeError
-from netfold.train.recipe import Recipe
+from netfold.train.recipe import Recipe, refused
+from netfold.train.recipe.problem import RecipeError
 
 
 def share(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = True) -> nn.Module:

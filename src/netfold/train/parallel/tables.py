@@ -18,12 +18,11 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from netfold.train import refused
 from netfold.train.mesh import Axis, Mesh
 from netfold.train.model import Model
 from netfold.train.parallel.parts import Parts
-from netfold.train.problem import RecipeError
-from netfold.train.recipe import Recipe
+from netfold.train.recipe import Recipe, refused
+from netfold.train.recipe.problem import RecipeError
 
 
 class Tables(nn.Module):

@@ -18,12 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from netfold.train import refused
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel.parts import Parts
-from netfold.train.problem import RecipeError
-from netfold.train.recipe import Parallel
+from netfold.train.recipe import Parallel, refused
+from netfold.train.recipe.problem import RecipeError
 
 
 class RowWise(ColwiseParallel):

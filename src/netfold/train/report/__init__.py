@@ -16,13 +16,13 @@ from pathlib import Path
 from netfold.profile import page as profile_page
 from netfold.profile.page import hash_of, units
 from netfold.profile.page.plain import embed, escape
-from netfold.train.metrics_file import NAME, Metrics, read_metrics
+from netfold.train.audience.metrics_file import NAME, Metrics, read_metrics
+from netfold.train.audience.result import result
 from netfold.train.report.communication import communication
 from netfold.train.report.curves import columns, curves
 from netfold.train.report.happened import happened
 from netfold.train.report.made_with import made_with
 from netfold.train.report.pictures import pictures
-from netfold.train.result import result
 
 __all__ = ["PAGE", "write_report"]
 

@@ -12,7 +12,7 @@ from netfold.profile.exposed import each_step
 from netfold.profile.page import advice, facts, render_page, words
 from netfold.profile.page.plain import escape
 from netfold.profile.run import Run, RunError, Trace, read_run
-from netfold.train.profiled import NAME
+from netfold.train.audience.profiled import NAME
 
 PAGE = "profile.html"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from netfold.profile.page.plain import escape
-from netfold.train.resolved import NAME
-from netfold.train.run_folder import ENVIRONMENT
+from netfold.train.audience.run_folder import ENVIRONMENT
+from netfold.train.recipe.resolved import NAME
 
 
 def made_with(folder: Path) -> str:

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from netfold.train.checkpoint import CheckpointError, Checkpoints
-from netfold.train.contents import Metadata, Wanted, contents
-from netfold.train.lives import Lives
 from netfold.train.mesh import Mesh
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
-from netfold.train.sealed import Position
+from netfold.train.survive.checkpoint import CheckpointError, Checkpoints
+from netfold.train.survive.contents import Metadata, Wanted, contents
+from netfold.train.survive.lives import Lives
+from netfold.train.survive.sealed import Position
 from netfold.train.update import Update
 
 Note = Callable[[str, str], None]  # (level, text)

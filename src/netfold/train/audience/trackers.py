@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from netfold.train.curves import of_evaluation, of_step
-from netfold.train.exposed import Exposed
+from netfold.train.audience.curves import of_evaluation, of_step
+from netfold.train.audience.exposed import Exposed
 from netfold.train.listeners import Ended, Evaluated, Listener, Noted, Started, Stepped
 
 

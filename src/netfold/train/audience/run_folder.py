@@ -21,10 +21,10 @@ from typing import Any
 import tomllib
 import torch.distributed as dist
 
-from netfold.train.environment import environment, rank_facts
-from netfold.train.metrics_file import is_held, read_metrics
+from netfold.train.audience.environment import environment, rank_facts
+from netfold.train.audience.metrics_file import is_held, read_metrics
 from netfold.train.recipe import Recipe
-from netfold.train.resolved import NAME, read_resolved, to_toml
+from netfold.train.recipe.resolved import NAME, read_resolved, to_toml
 
 ENVIRONMENT = "environment.json"
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from netfold.train.places import Key, places
-from netfold.train.problem import RecipeError, Source
 from netfold.train.recipe import Recipe
-from netfold.train.wording import sentences
+from netfold.train.recipe.places import Key, places
+from netfold.train.recipe.problem import RecipeError, Source
+from netfold.train.recipe.wording import sentences
 
 if sys.version_info >= (3, 11):
     import tomllib

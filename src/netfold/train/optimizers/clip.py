@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from netfold.train.mesh import Mesh
-from netfold.train.norms import local, pieces, settle, square_sum
+from netfold.train.optimizers.norms import local, pieces, settle, square_sum
 from netfold.train.replica import Replica
 
 

@@ -6,7 +6,7 @@ Said before any process starts (`split`), and by each part to those who use it a
 from __future__ import annotations
 
 from netfold.train.recipe import Parallel, Recipe
-from netfold.train.schedules import SPLIT_BACKWARD
+from netfold.train.recipe.schedules import SPLIT_BACKWARD
 
 
 def pipeline(recipe: Recipe, microbatches: int) -> list[str]:

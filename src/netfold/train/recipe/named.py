@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from netfold.train.problem import RecipeError, meant
 from netfold.train.recipe import Factory
-from netfold.train.wording import wanted
+from netfold.train.recipe.problem import RecipeError, meant
+from netfold.train.recipe.wording import wanted
 
 
 def factory(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[..., Any]:

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.train.exposed import Exposed
+from netfold.train.audience.exposed import Exposed
+from netfold.train.audience.result import metric_words
 from netfold.train.listeners import Ended, Evaluated, Listener, Noted, Started, Stepped
-from netfold.train.result import metric_words
 
 NAME = "metrics.jsonl"
 Line = dict[str, Any]

@@ -8,9 +8,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from netfold.train.places import Key
-from netfold.train.problem import meant
 from netfold.train.recipe import Recipe
+from netfold.train.recipe.places import Key
+from netfold.train.recipe.problem import meant
 
 _KINDS = {
     "int_type": "a whole number",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from netfold.train import refused
-from netfold.train.problem import RecipeError
-from netfold.train.recipe import Parallel, Recipe
-from netfold.train.schedules import stages_a_rank
+from netfold.train.recipe import Parallel, Recipe, refused
+from netfold.train.recipe.problem import RecipeError
+from netfold.train.recipe.schedules import stages_a_rank
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.train.places import Key, line_of
 from netfold.train.recipe import Recipe
+from netfold.train.recipe.places import Key, line_of
 
 # Not a file's name: .../data.txt.
 _KEY = re.compile(rf"(?<![\w/.-])(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_]+)+")
 # torch's words round what a communication hook's future was given.
 _CALLBACK = re.compile(r"^Got the following error when running the callback: (.*?)\s+At:\s.*$", re.DOTALL)
-_NETFOLD = Path(__file__).parents[1]
+_NETFOLD = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from netfold.train.exposed import Exposed
+from netfold.train.audience.exposed import Exposed
+from netfold.train.audience.metrics_file import MetricsFile
+from netfold.train.audience.profiled import Profiled
+from netfold.train.audience.progress import Progress
+from netfold.train.audience.tensorboard import TensorBoard
+from netfold.train.audience.trackers import MLflow, Wandb
 from netfold.train.listeners import Ended, Evaluated, Listener, Noted, Started, Stepped
-from netfold.train.metrics_file import MetricsFile
-from netfold.train.profiled import Profiled
-from netfold.train.progress import Progress
 from netfold.train.recipe import Recipe
 from netfold.train.report.listener import Page
-from netfold.train.tensorboard import TensorBoard
-from netfold.train.trackers import MLflow, Wandb
 
 # By their packages' names, which are their keys in a recipe's `report`.
 _TRACKERS: dict[str, type[TensorBoard | Wandb | MLflow]] = {

@@ -16,16 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from netfold.train.datasets import DATASETS, make_data
 from netfold.train.examples import Batch, Data, UnreadableError
-from netfold.train.followed import Followed
 from netfold.train.model import Model
 from netfold.train.models import MODELS, make_model
-from netfold.train.named import arguments, factory
 from netfold.train.parallel import tables, tensor
 from netfold.train.parallel.batch_norm import norms_of
 from netfold.train.parallel.pipeline_plan import check_chain
-from netfold.train.problem import RecipeError, in_a_sentence, meant
 from netfold.train.recipe import Factory, Recipe
-from netfold.train.split import Split, split
+from netfold.train.recipe.followed import Followed
+from netfold.train.recipe.named import arguments, factory
+from netfold.train.recipe.problem import RecipeError, in_a_sentence, meant
+from netfold.train.recipe.split import Split, split
 
 Made = TypeVar("Made")
 EXAMPLES_TRIED = 8

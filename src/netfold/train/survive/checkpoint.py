@@ -24,8 +24,18 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from netfold.train import recipe as asked
-from netfold.train.contents import Metadata, Wanted
-from netfold.train.sealed import PART, Manifest, Position, SealedWriter, damage, name_of, put_aside, sweep, whole
+from netfold.train.survive.contents import Metadata, Wanted
+from netfold.train.survive.sealed import (
+    PART,
+    Manifest,
+    Position,
+    SealedWriter,
+    damage,
+    name_of,
+    put_aside,
+    sweep,
+    whole,
+)
 
 T = TypeVar("T")
 # What is saved -> what a rank asks for of it.
