@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from own_ranks import run_own_ranks
 
 from netfold.bench.machine import spoken
 from netfold.bench.start_line import StartLine
@@ -242,19 +242,7 @@ def gpt(line: StartLine, rounds: int) -> dict[str, Any]:
 def measure(size: int, rounds: int, unit_s: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="netfold-bubble-") as folder:
         StartLine.draw(Path(folder, "line"), size)
-        env = {name: value for name, value in os.environ.items() if not name.startswith("NETFOLD_")}
-        argv = [sys.executable, str(Path(__file__).resolve()), "rank"]
-        ranks = [
-            subprocess.Popen([*argv, *map(str, (rank, size, folder, rounds, unit_s))], env=env) for rank in range(size)
-        ]
-        try:
-            ended = [rank.wait(DEADLINE_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        if any(ended):
-            raise RuntimeError(f"ranks ended with {ended}")
+        run_own_ranks(__file__, size, size, folder, rounds, unit_s, deadline_s=DEADLINE_S)
         found: dict[str, Any] = pickle.loads(Path(folder, "found").read_bytes())
         return found
 

@@ -19,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from own_ranks import run_own_ranks
+
 from netfold.bench.machine import spoken
 from netfold.bench.spread import spread
 from netfold.rack.processes import exit_on_signals
@@ -84,18 +86,11 @@ def measure(seeds: int) -> Any:
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as switch,
     ):
         assert switch.stdout is not None
-        env = {name: value for name, value in os.environ.items() if not name.startswith("NETFOLD_")}
-        env |= {"NETFOLD_SWITCH": switch.stdout.readline().split()[-1], "NETFOLD_ALGORITHM": "in_network"}
-        argv = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "rank"]
-        ranks = [subprocess.Popen([*argv, str(rank), folder, str(seeds)], env=env) for rank in range(RANKS)]
+        env = {"NETFOLD_SWITCH": switch.stdout.readline().split()[-1], "NETFOLD_ALGORITHM": "in_network"}
         try:
-            ended = [rank.wait(DEADLINE_S) for rank in ranks]
+            run_own_ranks(__file__, RANKS, folder, seeds, deadline_s=DEADLINE_S, env=env)
         finally:
-            for process in (*ranks, switch):
-                process.kill()
-                process.wait()
-        if any(ended):
-            raise RuntimeError(f"ranks ended with {ended}")
+            switch.kill()
         return json.loads(Path(folder, "runs").read_text())
 
 

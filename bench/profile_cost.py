@@ -12,7 +12,6 @@ bench/results/profile_cost.md.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from own_ranks import run_own_ranks
 
 from netfold.bench.machine import spoken
 from netfold.bench.start_line import StartLine
@@ -143,19 +143,7 @@ def measure(backend: str, case: str, pairs: int) -> Any:
     """[pairs, off and on, wall and CPU seconds a step and calls a second], the mean over ranks."""
     with tempfile.TemporaryDirectory(prefix="netfold-profile-cost-") as folder:
         StartLine.draw(Path(folder, "line"), RANKS)
-        env = {name: value for name, value in os.environ.items() if not name.startswith("NETFOLD_")}
-        argv = [sys.executable, str(Path(__file__).resolve()), "rank"]
-        ranks = [
-            subprocess.Popen([*argv, *map(str, (rank, folder, backend, case, pairs))], env=env) for rank in range(RANKS)
-        ]
-        try:
-            ended = [rank.wait(DEADLINE_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        if any(ended):
-            raise RuntimeError(f"ranks ended with {ended}")
+        run_own_ranks(__file__, RANKS, folder, backend, case, pairs, deadline_s=DEADLINE_S)
         return np.mean([np.load(f"{folder}/{rank}.npy") for rank in range(RANKS)], axis=0)
 
 

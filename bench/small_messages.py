@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from own_ranks import run_own_ranks
 
 from netfold.bench.machine import spoken
 from netfold.bench.start_line import StartLine
@@ -70,20 +71,8 @@ def measure(size: int, rounds: int, calls: int, endpoint: str) -> Times:
     """All cases among `size` ranks."""
     with tempfile.TemporaryDirectory(prefix="netfold-small-") as folder:
         StartLine.draw(Path(folder, "line"), size)
-        env = {name: value for name, value in os.environ.items() if not name.startswith("NETFOLD_")}
-        env |= {"NETFOLD_SWITCH": endpoint, "NETFOLD_ALGORITHM": "in_network", "NETFOLD_PROBE": "off"}
-        argv = [sys.executable, str(Path(__file__).resolve()), "rank"]
-        ranks = [
-            subprocess.Popen([*argv, *map(str, (rank, size, folder, rounds, calls))], env=env) for rank in range(size)
-        ]
-        try:
-            ended = [rank.wait(DEADLINE_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        if any(ended):
-            raise RuntimeError(f"ranks ended with {ended}")
+        env = {"NETFOLD_SWITCH": endpoint, "NETFOLD_ALGORITHM": "in_network", "NETFOLD_PROBE": "off"}
+        run_own_ranks(__file__, size, size, folder, rounds, calls, deadline_s=DEADLINE_S, env=env)
         slowest = np.max([np.load(f"{folder}/{rank}.npy") for rank in range(size)], axis=0)
     return {
         (size, side, nbytes): slowest[index, place].ravel()

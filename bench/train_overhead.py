@@ -17,7 +17,6 @@ import argparse
 import cProfile
 import os
 import pstats
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from own_ranks import run_own_ranks
 
 from netfold.bench.machine import spoken
 
@@ -214,21 +214,8 @@ def measure(ranks: int, case: str, blocks: int) -> tuple[Any, Any]:
     """By hand [blocks + 1, clocks] and the layer's [blocks, clocks] seconds a step, the mean over ranks."""
     with tempfile.TemporaryDirectory(prefix="netfold-train-overhead-") as folder:
         keep = "NETFOLD_BENCH_WHERE"
-        env = {name: text for name, text in os.environ.items() if name == keep or not name.startswith("NETFOLD_")}
-        env["OMP_NUM_THREADS"] = "1"
-        argv = [sys.executable, str(Path(__file__).resolve()), "--rank"]
-        processes = [
-            subprocess.Popen([*argv, str(rank), str(ranks), folder, case, str(blocks)], env=env)
-            for rank in range(ranks)
-        ]
-        try:
-            ended = [process.wait(DEADLINE_S) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        if any(ended):
-            raise RuntimeError(f"ranks ended with {ended}")
+        env = {"OMP_NUM_THREADS": "1"} | {name: os.environ[name] for name in (keep,) if name in os.environ}
+        run_own_ranks(__file__, ranks, ranks, folder, case, blocks, deadline_s=DEADLINE_S, env=env)
         files = [np.load(f"{folder}/{rank}.npz") for rank in range(ranks)]
         return tuple(np.mean([file[name] for file in files], axis=0) for name in ("by_hand", "layer"))  # type: ignore[return-value]
 
@@ -270,7 +257,7 @@ def render(found: dict[tuple[str, int], tuple[Any, Any]], blocks: int, load: tup
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--rank"]:
+    if sys.argv[1:2] == ["rank"]:
         rank, ranks, folder, case, blocks = sys.argv[2:]
         return serve(int(rank), int(ranks), folder, case, int(blocks))
     parser = argparse.ArgumentParser(description="What the training layer costs a step.")

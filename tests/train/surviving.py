@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -140,24 +137,3 @@ def run(
         return trainer.fit()
     except InterruptedRunError:
         return Outcome(trainer.step, (), float("nan"), "interrupted")
-
-
-def worlds_of(rank: int, stores: Path) -> Callable[[int], contextlib.AbstractContextManager[Any]]:
-    """`world(size)`: ranks 0..size-1 are a job of their own for a while, and have torch.distributed; others None.
-    `stores` is a folder of these worlds' alone."""
-    numbers = itertools.count()
-    stores.mkdir(parents=True, exist_ok=True)
-
-    @contextlib.contextmanager
-    def world(ranks: int) -> Iterator[Any]:
-        store = stores / f"{next(numbers)}"
-        if rank >= ranks:
-            yield None
-            return
-        dist.init_process_group("netfold", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        try:
-            yield dist
-        finally:
-            dist.destroy_process_group()
-
-    return world

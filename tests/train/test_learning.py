@@ -19,12 +19,17 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 # and far above what a model that has learnt nothing reaches.
 MARGINS = {
     "bert": 0.05,
+    "dlrm": 0.02,
     "edsr": 0.5,
     "edsr-large": 0.05,
     "gpt": 0.8,
     "resnet18": 0.15,
     "resnet50": 0.08,
 }
+
+
+def test_every_recipe_has_a_margin() -> None:
+    assert sorted(path.stem for path in RECIPES.glob("*.toml")) == sorted(MARGINS)
 
 
 def read(name: str) -> dict[str, Any]:

@@ -15,17 +15,16 @@ import shutil
 import signal
 import subprocess
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks, running_switch, values
+from cases import Cases, World
+from ranks import running_switch
 
 pytestmark = pytest.mark.torch
 
-World = Callable[..., Any]
 SAVING = {"every": 3}
 
 
@@ -538,59 +537,31 @@ def lost_switch(rank: int, folder: Path, world: World) -> Any:
     return alive, killed
 
 
-CASES = [
+@contextlib.contextmanager
+def beside_a_switch() -> Iterator[dict[str, str]]:
+    with running_switch() as switch:
+        yield {"SURVIVE_SWITCH": switch.endpoint, "SURVIVE_SWITCH_PID": str(switch.process.pid)}
+
+
+FOUND = Cases(2, 100, [
     resumed, resharded, update_kept, weak, damaged, other_model, crashed, full, not_finite, gradients_not_finite,
     vanished, out_of_memory, straggling, asked_to_stop, lost_switch,
-]  # fmt: skip
-
-
-def _cases(rank: int, size: int, folder: str) -> dict[str, tuple[Any, str]]:
-    """case -> (what it returned, or the traceback of what it raised)."""
-    import torch
-    from surviving import worlds_of
-
-    torch.set_num_threads(1)
-    found: dict[str, tuple[Any, str]] = {}
-    took: dict[str, float] = {}
-    for case in CASES:
-        began_s, at = time.monotonic(), Path(folder) / case.__name__
-        try:
-            found[case.__name__] = case(rank, at, worlds_of(rank, at.with_suffix(".stores"))), ""
-        except BaseException:
-            found[case.__name__] = None, traceback.format_exc()
-        took[case.__name__] = time.monotonic() - began_s
-    if rank == 0:
-        print({name: round(seconds, 2) for name, seconds in took.items()})
-    return found
-
-
-@functools.cache
-def _found() -> list[dict[str, tuple[Any, str]]]:
-    with running_switch() as switch:
-        env = {"SURVIVE_SWITCH": switch.endpoint, "SURVIVE_SWITCH_PID": str(switch.process.pid)}
-        return values(run_ranks(_cases, 2, env=env, timeout_s=100))
-
-
-def of(case: Callable[..., Any]) -> list[Any]:
-    """What a case returned on each rank."""
-    for rank, found in enumerate(_found()):
-        assert not found[case.__name__][1], f"rank {rank}: {found[case.__name__][1]}"
-    return [found[case.__name__][0] for found in _found()]
+], beside_a_switch)  # fmt: skip
 
 
 def test_a_run_that_goes_on_has_the_losses_of_one_that_never_stopped() -> None:
-    for found in of(resumed):
+    for found in FOUND[resumed]:
         for kind in ("noisy True", "noisy False"):
             whole, again, metrics, _ = found[kind]
             assert again == whole[3:], "the same split: the same bits, dropout and running means too"
             assert metrics[0] == metrics[1]
             assert len(set(whole)) == 8
         assert found["left"] == ["step-000006", "step-000008"], "two are kept"
-    assert of(resumed)[0]["noisy True"][3][0] == "info: goes on from the checkpoint of step 3, 24 samples"
+    assert FOUND[resumed][0]["noisy True"][3][0] == "info: goes on from the checkpoint of step 3, 24 samples"
 
 
 def test_more_or_fewer_ranks_go_on() -> None:
-    found = of(resumed)[0]
+    found = FOUND[resumed][0]
     whole = found["noisy False"][0]
     # Five steps of f32, the same sums in another order.
     assert found["2 to 1"] == pytest.approx(whole[3:], rel=1e-5)
@@ -598,7 +569,7 @@ def test_more_or_fewer_ranks_go_on() -> None:
 
 
 def test_a_run_without_zero_goes_on_with_it_and_back() -> None:
-    for found in of(resharded):
+    for found in FOUND[resharded]:
         whole = found["whole"]
         assert len(found) == 9
         for change, losses in found.items():
@@ -607,7 +578,7 @@ def test_a_run_without_zero_goes_on_with_it_and_back() -> None:
 
 
 def test_what_the_update_keeps_goes_on_too() -> None:
-    for found in of(update_kept):
+    for found in FOUND[update_kept]:
         whole = found["whole"]
         assert found["again"] == whole and whole["count"] == 8 and whole["loss.scale"] == [256.0, 256.0]
         for name, values_of in found["sharded"].items():
@@ -617,7 +588,7 @@ def test_what_the_update_keeps_goes_on_too() -> None:
 def test_a_batch_of_another_size_goes_on_with_the_next_sample() -> None:
     from netfold.train.order import Order
 
-    first, second = of(weak)
+    first, second = FOUND[weak]
     cut = first.index([])
     two_ranks = [a + b for a, b in zip(first[:cut], second[:cut], strict=True)]
     order = Order(96, 0)
@@ -633,7 +604,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken() -> None:
         "lose": ".metadata cannot be read: No such file",
         "garble": "manifest.json cannot be read",
     }
-    for found in of(damaged):
+    for found in FOUND[damaged]:
         for harm, reason in reasons.items():
             steps, notes = found[harm]
             assert steps == 4, "from step 4 to step 8"
@@ -643,7 +614,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken() -> None:
 
 
 def test_a_checkpoint_of_another_job_is_refused() -> None:
-    for more, optimizer, never, _, less in of(other_model):
+    for more, optimizer, never, _, less in FOUND[other_model]:
         assert "it has model.layers.first.norm.bias, which the model has not" in more
         assert "optimizer.name is 'sgd'" in optimizer and "'adam'" in optimizer
         assert "run.resume is 'never'" in never
@@ -651,18 +622,18 @@ def test_a_checkpoint_of_another_job_is_refused() -> None:
 
 
 def test_a_recipe_that_would_rewind_needs_checkpoints() -> None:
-    assert all("set checkpoint.every" in found[3] for found in of(other_model))
+    assert all("set checkpoint.every" in found[3] for found in FOUND[other_model])
 
 
 def test_a_crash_at_any_moment_of_writing_leaves_whole_checkpoints_alone() -> None:
-    found = of(crashed)[0]
+    found = FOUND[crashed][0]
     assert found[-1] == "whole step-000002"
     assert {"crashed step-000001", "crashed step-000002"} == set(found[:-1]), "before and after the rename"
     assert len(found) > 8
 
 
 def test_a_full_disk_costs_a_checkpoint_or_ends_the_job_by_policy() -> None:
-    for found in of(full):
+    for found in FOUND[full]:
         step, reason, notes = found["warn"]
         assert (step, reason) == (8, "done")
         assert len(notes) == 2 and all("No space left on device" in note for note in notes)
@@ -673,17 +644,17 @@ def test_a_full_disk_costs_a_checkpoint_or_ends_the_job_by_policy() -> None:
 
 
 def test_a_loss_that_is_no_number_stops_the_job_in_words() -> None:
-    for found in of(not_finite):
+    for found in FOUND[not_finite]:
         assert found["stop"].startswith("step 6: not finite: rank 1 (")
         assert "loss nan" in found["stop"] and "layers.first.linear.weight" in found["stop"]
         assert "rank 0" not in found["stop"]
-    for text, large in of(gradients_not_finite):
+    for text, large in FOUND[gradients_not_finite]:
         assert text.startswith("step 1: not finite: rank 0 (") and "gradients of layers.last.weight;" in text
         assert large == [], "large numbers are numbers"
 
 
 def test_a_step_left_out_leaves_nothing_behind() -> None:
-    for found in of(not_finite):
+    for found in FOUND[not_finite]:
         ended, notes, skipped, _ = found["skip"]
         assert ended.step == 8 and skipped == [6]
         assert sum(math.isnan(loss) for loss in ended.losses) == 1
@@ -694,14 +665,14 @@ def test_a_step_left_out_leaves_nothing_behind() -> None:
 def test_a_rewind_takes_the_weights_back_and_the_data_on() -> None:
     from netfold.train.order import Order
 
-    first, second = (found["rewind"] for found in of(not_finite))
+    first, second = (found["rewind"] for found in FOUND[not_finite])
     assert first[0].step == second[0].step == 8 and first[0].metric == second[0].metric
     assert "back to the weights of step 3, on with sample 48" in first[1][0]
     assert sorted(first[3] + second[3]) == sorted(Order(96, 0).indices(0, 88)), "11 steps, and no sample twice"
 
 
 def test_so_many_bad_steps_in_a_row_end_the_job_under_any_policy() -> None:
-    for found in of(not_finite):
+    for found in FOUND[not_finite]:
         assert found["limit skip"].startswith("step 7:") and "3 in a row" in found["limit skip"]
         assert found["limit rewind"].startswith("step 6:") and "3 in a row" in found["limit rewind"], (
             "going back does not start the count anew"
@@ -711,7 +682,7 @@ def test_so_many_bad_steps_in_a_row_end_the_job_under_any_policy() -> None:
 def test_another_example_stands_in_for_one_that_vanished_the_same_on_any_number_of_ranks() -> None:
     from netfold.train.order import Order
 
-    first, second = of(vanished)
+    first, second = FOUND[vanished]
     alone, notes = first["skip 1"]
     assert alone == [a + b for a, b in zip(first["skip 2"][0], second["skip 2"][0], strict=True)]
     order = Order(96, 0).indices(0, 64)
@@ -722,7 +693,7 @@ def test_another_example_stands_in_for_one_that_vanished_the_same_on_any_number_
 
 
 def test_a_file_that_vanished_ends_the_job_on_all_ranks_at_once() -> None:
-    (other, heard, other_s), (kind, text, own_s) = (found["stop"] for found in of(vanished))
+    (other, heard, other_s), (kind, text, own_s) = (found["stop"] for found in FOUND[vanished])
     assert kind == "UnreadableError" and text.startswith("rank 1 (")
     assert "step 2: /data/" in text and "survive.missing_data" in text
     assert other in ("PeerLost", "RuntimeError") and "/data/" in heard, heard
@@ -730,7 +701,7 @@ def test_a_file_that_vanished_ends_the_job_on_all_ranks_at_once() -> None:
 
 
 def test_out_of_memory_says_where_and_what_to_try_and_the_others_hear_it() -> None:
-    (other, heard, other_s), (kind, text, own_s) = (found[0] for found in of(out_of_memory))
+    (other, heard, other_s), (kind, text, own_s) = (found[0] for found in FOUND[out_of_memory])
     assert kind == "DeviceError" and "step 1 with a batch of [4, 8], [4, 1]: out of memory" in text
     assert "training.accumulate" in text
     assert other in ("PeerLost", "RuntimeError") and "out of memory" in heard, heard
@@ -738,20 +709,20 @@ def test_out_of_memory_says_where_and_what_to_try_and_the_others_hear_it() -> No
 
 
 def test_a_device_that_fails_is_named() -> None:
-    (other, heard, _), (kind, text, _) = (found[1] for found in of(out_of_memory))
+    (other, heard, _), (kind, text, _) = (found[1] for found in FOUND[out_of_memory])
     assert kind == "DeviceError" and text.startswith("rank 1 (") and "the device failed: an illegal memory" in text
     assert other in ("PeerLost", "RuntimeError") and "an illegal memory access" in heard
 
 
 def test_a_straggler_is_named_once_and_ends_the_job_where_that_is_asked() -> None:
-    for found in of(straggling):
+    for found in FOUND[straggling]:
         assert len(found["warn"]) == 1 and "rank 1 (" in found["warn"][0] and "rank 0" not in found["warn"][0]
         text, left = found["stop"]
         assert text.startswith("step 6: rank 1 (") and left == ["step-000006"]
 
 
 def test_sigterm_for_one_rank_stops_all_after_the_same_step_and_loses_nothing() -> None:
-    for each in of(asked_to_stop):
+    for each in FOUND[asked_to_stop]:
         assert each["first"].reason == each["reason"] == "SIGTERM" and each["first"].step == 5
         assert each["left"] == ["step-000005"]
         assert each["first"].losses + each["second"].losses == each["whole"].losses
@@ -760,5 +731,5 @@ def test_sigterm_for_one_rank_stops_all_after_the_same_step_and_loses_nothing() 
 
 
 def test_a_switch_killed_in_the_middle_of_training_costs_nothing() -> None:
-    for alive, killed in of(lost_switch):
+    for alive, killed in FOUND[lost_switch]:
         assert killed == alive and killed.step == 8

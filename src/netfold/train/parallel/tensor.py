@@ -25,7 +25,22 @@ from netfold.train.recipe import Parallel, refused
 from netfold.train.recipe.problem import RecipeError
 
 
-class RowWise(ColwiseParallel):
+class _Linear(ParallelStyle):
+    """What torch's two styles of linear layers are made with here."""
+
+    def __init__(
+        self,
+        source: Placement | None = None,
+        result: Placement | None = None,
+        *,
+        unit: int = 1,
+        units: str = "outputs",
+    ) -> None:
+        super().__init__(input_layouts=source, output_layouts=result)  # type: ignore[call-arg]
+        self.unit, self.units = unit, units
+
+
+class RowWise(_Linear, ColwiseParallel):
     """A linear layer's weight and bias cut along the outputs.
 
     source: how the input comes, `Replicate()` (whole) or `Shard(-1)` (gathered here: an all_gather, and a
@@ -33,19 +48,8 @@ class RowWise(ColwiseParallel):
     unit: outputs that must stay on one rank together, as a head's do; they are counted as `units`.
     """
 
-    def __init__(
-        self,
-        source: Placement | None = None,
-        result: Placement | None = None,
-        *,
-        unit: int = 1,
-        units: str = "outputs",
-    ) -> None:
-        super().__init__(input_layouts=source, output_layouts=result)
-        self.unit, self.units = unit, units
 
-
-class ColumnWise(RowwiseParallel):
+class ColumnWise(_Linear, RowwiseParallel):
     """A linear layer's weight cut along the inputs; its bias is whole, and added once.
 
     source: how the input comes, `Shard(-1)` or `Replicate()` (each rank takes its share; an all_gather of its
@@ -53,17 +57,6 @@ class ColumnWise(RowwiseParallel):
     dimension's (a reduce_scatter, and an all_gather of the gradient). unit, units: as in `RowWise`, where the result is
     cut along the outputs.
     """
-
-    def __init__(
-        self,
-        source: Placement | None = None,
-        result: Placement | None = None,
-        *,
-        unit: int = 1,
-        units: str = "outputs",
-    ) -> None:
-        super().__init__(input_layouts=source, output_layouts=result)
-        self.unit, self.units = unit, units
 
 
 class CutSequence(ParallelStyle):

@@ -1,0 +1,86 @@
+"""Cases that share one world of ranks: each is a function of (rank, folder, world), and has a test of what it returned.
+
+`world(size)` makes ranks 0..size-1 a job of their own for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ranks import run_ranks, values
+
+World = Callable[[int], contextlib.AbstractContextManager[Any]]
+Case = Callable[[int, Path, World], Any]
+
+
+class Cases:
+    """What `cases` returned on each of `ranks` ranks.
+
+    They run when the first is asked for, within `around`, which gives them their environment.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        timeout_s: float,
+        cases: Sequence[Case],
+        around: Callable[[], contextlib.AbstractContextManager[dict[str, str]]] = lambda: contextlib.nullcontext({}),
+    ) -> None:
+        self._ranks, self._timeout_s, self._cases, self._around = ranks, timeout_s, cases, around
+        self._found: list[dict[str, tuple[Any, str]]] = []
+
+    def __getitem__(self, case: Case) -> list[Any]:
+        """By rank. Fails with the traceback of a rank on which it failed."""
+        if not self._found:
+            with self._around() as env:
+                self._found = values(run_ranks(_run, self._ranks, self._cases, env=env, timeout_s=self._timeout_s))
+        for rank, found in enumerate(self._found):
+            assert not found[case.__name__][1], f"rank {rank}: {found[case.__name__][1]}"
+        return [found[case.__name__][0] for found in self._found]
+
+
+def _run(rank: int, size: int, folder: str, cases: Sequence[Case]) -> dict[str, tuple[Any, str]]:
+    """case -> (what it returned, or the traceback of what it raised)."""
+    import torch
+
+    torch.set_num_threads(1)
+    found: dict[str, tuple[Any, str]] = {}
+    took: dict[str, float] = {}
+    for case in cases:
+        began_s, at = time.monotonic(), Path(folder) / case.__name__
+        try:
+            found[case.__name__] = case(rank, at, _worlds(rank, at.with_suffix(".stores"))), ""
+        except BaseException:
+            found[case.__name__] = None, traceback.format_exc()
+        took[case.__name__] = time.monotonic() - began_s
+    if rank == 0:
+        print({name: round(seconds, 2) for name, seconds in took.items()})
+    return found
+
+
+def _worlds(rank: int, stores: Path) -> World:
+    """Ranks of a smaller world have torch.distributed, the others None. `stores` is a folder of these worlds' alone."""
+    import torch.distributed as dist
+
+    numbers = itertools.count()
+    stores.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def world(ranks: int) -> Iterator[Any]:
+        store = stores / f"{next(numbers)}"
+        if rank >= ranks:
+            yield None
+            return
+        dist.init_process_group("netfold", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        try:
+            yield dist
+        finally:
+            dist.destroy_process_group()
+
+    return world
