@@ -14,10 +14,10 @@ import torch
 from netfold.bench.machine import describe_machine, describe_versions
 from netfold.demo import figures
 from netfold.demo.agreement import ALLOWED_RATIO
-from netfold.demo.photographs import HELD_OUT, TRAINING
 from netfold.demo.settings import SCALE
 from netfold.demo.story import HeldOut, Story
 from netfold.demo.table import COLUMNS, notes, rows
+from netfold.train.datasets.photos import HELD_OUT, TRAINING
 
 # Pixels of the page for one pixel of the truth in a crop: large enough to see single pixels.
 CROP_ZOOM = 3
