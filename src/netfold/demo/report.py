@@ -105,7 +105,7 @@ def _how_equal(story: Story) -> str:
         f"permuted: only the order of its sums changes. The geometric mean over these steps of the largest "
         f"difference so far, netfold from gloo over gloo from gloo, is <strong>{agreement.ratio:.2f}</strong>. Up to "
         f"{ALLOWED_RATIO:.0f} counts as rounding: netfold's sums are one more sample of the same noise. Gradients "
-        f"rounded to bfloat16 give 23 and more. Beyond these steps rounding has grown into different, equally good "
+        f"rounded to bfloat16 give 249 and more. Beyond these steps rounding has grown into different, equally good "
         f"trainings, and nothing is compared but the result."
     )
 
