@@ -9,10 +9,10 @@ import torch
 
 from netfold.demo import figures, report
 from netfold.demo.agreement import compare
-from netfold.demo.batches import Pair
-from netfold.demo.resolution import bicubic, psnr, to_8_bits
-from netfold.demo.settings import Run, Training, straight
+from netfold.demo.settings import SCALE, Run, Training, straight
 from netfold.demo.story import HeldOut, Outcome, Story
+from netfold.train.datasets.pairs import Pair
+from netfold.train.resolution import bicubic, psnr, smaller, to_8_bits
 
 pytestmark = pytest.mark.torch
 
@@ -36,10 +36,11 @@ def _photograph(error: float, name: str = "a <tree>") -> HeldOut:
     """A photograph with noise in one place, and a network that errs by `error` times as much as bicubic."""
     truth = torch.full((3, 160, 240), 0.5)
     truth[:, 64:128, 160:224] = torch.rand((3, 64, 64), generator=torch.Generator().manual_seed(1))
-    pair = Pair.of(truth)
-    by_bicubic = bicubic(pair.low)
+    pair = Pair(smaller(truth, SCALE), truth)
+    by_bicubic = bicubic(pair.low, SCALE)
     by_network = to_8_bits(truth + error * (by_bicubic - truth))
-    decibels = {"bicubic": psnr(by_bicubic, truth), "netfold": psnr(by_network, truth), "gloo": psnr(by_network, truth)}
+    made = {"bicubic": by_bicubic, "netfold": by_network, "gloo": by_network}
+    decibels = {row: float(psnr(picture, truth)) for row, picture in made.items()}
     return HeldOut(name, pair, to_8_bits(by_bicubic), by_network, decibels)
 
 

@@ -10,6 +10,7 @@ from netfold.train import Chain
 from netfold.train.models import make_model
 from netfold.train.models.transformer import token_loss
 from netfold.train.recipe import Factory
+from netfold.train.resolution import bicubic
 
 BERT_BASE = {"vocabulary": 30522, "context": 512, "width": 768, "heads": 12, "layers": 12}
 GPT2_SMALL = {"vocabulary": 50257, "context": 1024, "width": 768, "heads": 12, "layers": 12}
@@ -90,11 +91,22 @@ def test_a_chain_cut_anywhere_is_the_whole_one(
 
 
 def test_an_untrained_edsr_is_bicubic_and_its_skips_reach_the_end() -> None:
-    edsr, low = chain("edsr", features=8, blocks=2), torch.rand(1, 3, 8, 8)
+    edsr, low = chain("edsr", features=8, blocks=2), torch.rand(2, 3, 9, 11)
     enlarged = torch.nn.functional.interpolate(low, scale_factor=2, mode="bicubic", antialias=True)
-    assert torch.equal(edsr(low), enlarged)
+    assert enlarged.shape == (2, 3, 18, 22) and torch.equal(edsr(low), enlarged)
+    assert torch.equal(enlarged, bicubic(low, 2))
     features, skip, large = edsr.part(0, 1)(low)
     assert torch.equal(features, skip) and torch.equal(large, enlarged)
+    # With a silent body the picture still depends on the head's features.
+    tail = edsr.layers["tail"]
+    torch.nn.init.ones_(tail.last.weight)
+    for parameter in tail.body.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert not torch.allclose(edsr(low), enlarged)
+
+
+def test_an_edsr_has_no_batch_norm() -> None:
+    assert not any("Norm" in type(module).__name__ for module in chain("edsr", features=8, blocks=2).modules())
 
 
 def drawn(*shape: int) -> Tensor:

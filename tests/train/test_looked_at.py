@@ -13,7 +13,7 @@ from ranks import run_ranks, values
 from torch.nn import functional
 
 from netfold.train.datasets.mosaic import Mosaic
-from netfold.train.datasets.pairs import psnr
+from netfold.train.resolution import psnr
 
 EDSR: dict[str, Any] = {
     "model": {"name": "netfold.train.models.edsr:edsr", "features": 4, "blocks": 1},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,14 @@ from skimage.io import imsave
 from netfold.train import UnreadableError
 from netfold.train.datasets import pairs, photos
 from netfold.train.datasets.fashion import read_idx
+from netfold.train.datasets.pairs import Pair
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
+
+
+@pytest.fixture(scope="module")
+def photographs() -> dict[str, Pair]:
+    return {name: photos.photograph(name, 2) for name in (*photos.TRAINING, *photos.HELD_OUT)}
 
 
 def test_photographs_that_are_held_out_are_no_others() -> None:
@@ -26,6 +33,34 @@ def test_photographs_that_are_held_out_are_no_others() -> None:
         for names in (photos.TRAINING, photos.HELD_OUT)
     )
     assert len(train) == len(photos.TRAINING) and len(held) == len(photos.HELD_OUT) and not train & held
+    assert not set(photos.TRAINING) & set(photos.HELD_OUT)
+
+
+def test_both_views_of_the_motorcycle_are_on_one_side() -> None:
+    views = {"motorcycle_left.png", "motorcycle_right.png"}
+    assert views <= set(photos.TRAINING) or views <= set(photos.HELD_OUT)
+
+
+def test_every_photograph_has_three_channels_and_sides_that_the_small_one_divides(
+    photographs: dict[str, Pair],
+) -> None:
+    for name, (low, truth) in photographs.items():
+        assert truth.shape[0] == 3 and truth.shape[1:] == tuple(2 * side for side in low.shape[1:]), name
+        assert 0 <= truth.min() < truth.max() <= 1, name
+    # Of its 500 rows two are too many for thirds.
+    low, truth = photos.photograph("motorcycle_left.png", 3)
+    assert truth.shape[1:] == (498, 741) and low.shape[1:] == (166, 247)
+
+
+def test_no_training_photograph_holds_the_pixels_of_a_held_out_one(photographs: dict[str, Pair]) -> None:
+    def thumbnail(name: str) -> torch.Tensor:
+        small = torch.nn.functional.interpolate(photographs[name].truth[None], size=(16, 16), mode="area").flatten()
+        return small - small.mean()
+
+    thumbnails = {name: thumbnail(name) for name in photographs}
+    for trained, held_out in itertools.product(photos.TRAINING, photos.HELD_OUT):
+        likeness = torch.nn.functional.cosine_similarity(thumbnails[trained], thumbnails[held_out], dim=0)
+        assert likeness < 0.9, (trained, held_out)
 
 
 def test_bicubic_is_the_baseline_and_the_truth_is_beyond_it(tmp_path: Path) -> None:

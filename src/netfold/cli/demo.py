@@ -12,7 +12,7 @@ import typer
 
 # As of a shell: the command line, or this machine, cannot do what was asked.
 CANNOT = 2
-NEEDED = ("torch", "skimage", "matplotlib")
+NEEDED = ("torch", "skimage", "matplotlib", "pydantic")
 
 
 def demo(
@@ -34,7 +34,9 @@ def demo(
     from rich.console import Console
 
     if any(importlib.util.find_spec(module) is None for module in NEEDED):
-        typer.echo("netfold demo needs torch, scikit-image and matplotlib: pip install 'netfold[demo]'", err=True)
+        typer.echo(
+            "netfold demo needs torch, scikit-image, matplotlib and pydantic: pip install 'netfold[demo]'", err=True
+        )
         raise typer.Exit(CANNOT)
 
     from netfold.demo import report, show, story

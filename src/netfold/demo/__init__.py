@@ -6,7 +6,8 @@ gloo is from gloo when only the order of its sums changes, and writes one page w
 A run in four files: `story` (what happens, in order) -> `launch` (processes) -> `worker` (what a rank does)
 -> `agreement` (are the losses the same?) and `report` (the page).
 
-May use: torch, scikit-image, matplotlib (the extra `netfold[demo]`), and bench's description of the machine.
+May use: torch, scikit-image, matplotlib (the extra `netfold[demo]`), bench's description of the machine, and train's
+EDSR, photographs, order of examples and arithmetic of pictures; not its loop, which the worker writes out.
 The backend only from outside, as any training script would: `init_process_group("netfold")` and the command
 `netfold switch`.
 Always holds: the worker's code is the same for every backend; no held-out photograph is trained on; no process

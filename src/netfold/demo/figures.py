@@ -19,9 +19,9 @@ from torch import Tensor
 
 from netfold.bench.figures import chart
 from netfold.demo.agreement import Agreement
-from netfold.demo.resolution import psnr
 from netfold.demo.settings import SCALE
 from netfold.demo.story import HeldOut, Story
+from netfold.train.resolution import psnr
 
 # Side of a crop in pixels of the truth, and the grid on which crops may lie.
 CROP_PIXELS = 80
@@ -110,8 +110,8 @@ def crop(photograph: HeldOut) -> Crop:
         bicubic=png(bicubic),
         netfold=png(netfold),
         truth=png(truth),
-        bicubic_psnr=psnr(bicubic, truth, border_pixels=0),
-        netfold_psnr=psnr(netfold, truth, border_pixels=0),
+        bicubic_psnr=float(psnr(bicubic, truth, border_pixels=0)),
+        netfold_psnr=float(psnr(netfold, truth, border_pixels=0)),
     )
 
 

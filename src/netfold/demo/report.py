@@ -14,10 +14,10 @@ import torch
 from netfold.bench.machine import describe_machine, describe_versions
 from netfold.demo import figures
 from netfold.demo.agreement import ALLOWED_RATIO
-from netfold.demo.photographs import HELD_OUT, TRAINING
 from netfold.demo.settings import SCALE
 from netfold.demo.story import HeldOut, Story
 from netfold.demo.table import COLUMNS, notes, rows
+from netfold.train.datasets.photos import HELD_OUT, TRAINING
 
 # Pixels of the page for one pixel of the truth in a crop: large enough to see single pixels.
 CROP_ZOOM = 3
@@ -105,7 +105,7 @@ def _how_equal(story: Story) -> str:
         f"permuted: only the order of its sums changes. The geometric mean over these steps of the largest "
         f"difference so far, netfold from gloo over gloo from gloo, is <strong>{agreement.ratio:.2f}</strong>. Up to "
         f"{ALLOWED_RATIO:.0f} counts as rounding: netfold's sums are one more sample of the same noise. Gradients "
-        f"rounded to bfloat16 give 23 and more. Beyond these steps rounding has grown into different, equally good "
+        f"rounded to bfloat16 give 249 and more. Beyond these steps rounding has grown into different, equally good "
         f"trainings, and nothing is compared but the result."
     )
 

@@ -13,15 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from netfold.demo import launch, photographs
+from netfold.demo import launch
 from netfold.demo.agreement import Agreement, compare
-from netfold.demo.batches import Pair, batch
-from netfold.demo.edsr import Edsr
-from netfold.demo.resolution import bicubic, psnr, to_8_bits
-from netfold.demo.settings import Job, Run, Training, permuted_orders, straight
+from netfold.demo.batches import batch
+from netfold.demo.settings import SCALE, Job, Run, Training, permuted_orders, straight
 from netfold.demo.worker import RankResult, result_path, weights_path
+from netfold.train.datasets.pairs import Pair
+from netfold.train.datasets.photos import HELD_OUT, TRAINING, photograph
+from netfold.train.models.edsr import edsr
+from netfold.train.resolution import bicubic, psnr, to_8_bits
 
 # Enough to see rounding grow from the last bit to 1000 times that. Farther on, all differences grow alike.
 COMPARED_STEPS = 20
@@ -134,7 +136,7 @@ def tell(training: Training, stepped: Callable[[str, int, float], None]) -> Stor
         gloo=gloo,
         agreement=compare(netfold.losses, gloo.losses, [outcome.losses for outcome in permuted]),
         bicubic_losses=_bicubic_losses(training),
-        held_out=[_held_out(name, models) for name in photographs.HELD_OUT],
+        held_out=[_held_out(name, models) for name in HELD_OUT],
     )
 
 
@@ -163,30 +165,30 @@ def _outcome(job: Job, run: Run) -> Outcome:
     )
 
 
-def _trained(job: Job, run: Run) -> Edsr:
-    model = Edsr(job.training.features, job.training.blocks)
+def _trained(job: Job, run: Run) -> nn.Module:
+    model = edsr(job.training.features, job.training.blocks, SCALE).module
     model.load_state_dict(torch.load(weights_path(job, run), weights_only=True))
     return model.eval()
 
 
 def _bicubic_losses(training: Training) -> list[float]:
-    pairs = [Pair.of(photographs.load(name)) for name in photographs.TRAINING]
+    pairs = [photograph(name, SCALE) for name in TRAINING]
     losses = []
     for step in range(training.steps):
         low, truth = batch(training, pairs, step, range(training.patches))
-        losses.append(float((bicubic(low) - truth).abs().mean()))
+        losses.append(float((bicubic(low, SCALE) - truth).abs().mean()))
     return losses
 
 
 @torch.no_grad()
-def _held_out(name: str, models: dict[str, Edsr]) -> HeldOut:
-    pair = Pair.of(photographs.load(name))
-    pictures = {"bicubic": bicubic(pair.low)}
+def _held_out(name: str, models: dict[str, nn.Module]) -> HeldOut:
+    pair = photograph(name, SCALE)
+    pictures = {"bicubic": bicubic(pair.low, SCALE)}
     pictures |= {backend: model(pair.low[None])[0] for backend, model in models.items()}
     return HeldOut(
         name=Path(name).stem,
         pair=pair,
         bicubic=to_8_bits(pictures["bicubic"]),
         netfold=to_8_bits(pictures["netfold"]),
-        psnr={row: psnr(picture, pair.truth) for row, picture in pictures.items()},
+        psnr={row: float(psnr(picture, pair.truth)) for row, picture in pictures.items()},
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from netfold.demo.photographs import HELD_OUT
-from netfold.demo.resolution import PSNR_BORDER_PIXELS
 from netfold.demo.settings import SCALE, Training
 from netfold.demo.story import Outcome, Story
+from netfold.train.datasets.photos import HELD_OUT
+from netfold.train.resolution import PSNR_BORDER_PIXELS
 
 COLUMNS = ("", "PSNR", "images/s", "on the wire\na worker-step", "in collectives\na worker-step")
 

@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from netfold.demo import photographs
-from netfold.demo.batches import Pair, batch, share
+from netfold.demo.batches import batch, share
 from netfold.demo.clock import CollectiveClock
-from netfold.demo.edsr import Edsr
-from netfold.demo.settings import Job, Run, Training
+from netfold.demo.settings import SCALE, Job, Run, Training
+from netfold.train.datasets.pairs import Pair
+from netfold.train.datasets.photos import TRAINING, photograph
+from netfold.train.models.edsr import edsr
 
 # Steps before the measurement starts: DDP fixes its buckets after the first, memory and caches settle.
 SETTLING_STEPS = 5
@@ -60,7 +60,7 @@ def main() -> None:
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # More threads than this would have the workers of one machine wait for each other's cores.
     torch.set_num_threads(1)
-    pairs = [Pair.of(photographs.load(name)) for name in photographs.TRAINING]
+    pairs = [photograph(name, SCALE) for name in TRAINING]
     for number, run in enumerate(job.runs):
         meeting_point = Path(job.folder) / f"meet-{run.backend}-{number}"
         dist.init_process_group(run.backend, init_method=f"file://{meeting_point}", rank=rank, world_size=workers)
@@ -85,11 +85,11 @@ def learning_rate(training: Training, step: int) -> float:
     return training.learning_rate * rise * 0.5 * (1.0 + math.cos(math.pi * step / training.steps))
 
 
-def _train(training: Training, run: Run, pairs: Sequence[Pair], rank: int) -> tuple[Edsr, RankResult]:
+def _train(training: Training, run: Run, pairs: Sequence[Pair], rank: int) -> tuple[nn.Module, RankResult]:
     torch.manual_seed(training.seed)
-    model = Edsr(training.features, training.blocks)
+    asked = edsr(training.features, training.blocks, SCALE)
     # A quarter faster on CPUs.
-    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = asked.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     replica = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
     clock = CollectiveClock()
     replica.register_comm_hook(None, clock.hook)
@@ -107,7 +107,7 @@ def _train(training: Training, run: Run, pairs: Sequence[Pair], rank: int) -> tu
             group["lr"] = learning_rate(training, step)
         low, truth = batch(training, pairs, step, mine)
         optimizer.zero_grad()
-        loss = functional.l1_loss(replica(low.contiguous(memory_format=torch.channels_last)), truth)
+        loss = asked.loss(replica(low.contiguous(memory_format=torch.channels_last)), truth)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.item())

@@ -74,17 +74,17 @@ class _Folder:
                 f"{small}: {low.shape[2]} x {low.shape[1]} pixels, of which {self.scale} times as many on each side "
                 f"are not {path.name}'s {high.shape[2]} x {high.shape[1]}"
             )
-        return low, high[:, :height, :width]
+        return Pair(low, high[:, :height, :width])
 
 
 def _large_enough(folder: _Folder, number: int, patch: int) -> Pair:
-    low, truth = folder.pair(number)
-    if min(low.shape[1:]) < patch:
+    pair = folder.pair(number)
+    height, width = pair.low.shape[1:]
+    if min(height, width) < patch:
         raise UnreadableError(
-            f"{folder.high / folder.names[number]}: {low.shape[2]} x {low.shape[1]} pixels when made smaller; "
-            f"data.patch is {patch}"
+            f"{folder.high / folder.names[number]}: {width} x {height} pixels when made smaller; data.patch is {patch}"
         )
-    return low, truth
+    return pair
 
 
 def _tiles(folder: _Folder, scale: int, patch: int, count: int) -> list[Pair]:
@@ -93,5 +93,5 @@ def _tiles(folder: _Folder, scale: int, patch: int, count: int) -> list[Pair]:
         found = pairs.tiles_of(_large_enough(folder, number, patch), scale, patch)
         share = count * (place + 1) // len(numbers) - count * place // len(numbers)
         # Copies: a view would keep the whole picture.
-        kept += [(low.clone(), truth.clone()) for low, truth in (found[i] for i in pairs.evenly(share, len(found)))]
+        kept += [Pair(low.clone(), truth.clone()) for low, truth in (found[i] for i in pairs.evenly(share, len(found)))]
     return kept

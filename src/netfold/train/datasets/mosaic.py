@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from netfold.train.examples import Batch, Panel
+from netfold.train.resolution import bicubic
 
 # Patches across and down, at most: as much as one can look at, and cheap beside an evaluation.
 _SIDE = 6
@@ -50,12 +51,9 @@ class Mosaic:
         inner = outputs[:, :, edge : edge + step, edge : edge + step]
         rows = inner.reshape(self._rows, self._columns, 3, step, step)
         network = rows.permute(2, 0, 3, 1, 4).reshape(3, self._rows * step, self._columns * step)
-        repeated, bicubic = (
-            functional.interpolate(self._low[None], scale_factor=self._scale, **how)[0]
-            for how in ({"mode": "nearest"}, {"mode": "bicubic", "antialias": True})
-        )
-        truth = self._inside(self._truth)
-        shown = [("low resolution", self._inside(repeated)), ("bicubic", self._inside(bicubic)), ("network", network)]
+        repeated = functional.interpolate(self._low[None], scale_factor=self._scale, mode="nearest")[0]
+        enlarged, truth = bicubic(self._low, self._scale), self._inside(self._truth)
+        shown = [("low resolution", self._inside(repeated)), ("bicubic", self._inside(enlarged)), ("network", network)]
         panels = [Panel(name, f"{self._reached(made, truth):.2f} dB", _pixels(made)) for name, made in shown]
         return [*panels, Panel("truth", "", _pixels(truth))]
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from skimage.io import imread
 from torch import Tensor
-from torch.nn import functional
 
 from netfold.train.examples import Batch, Metric, UnreadableError
+from netfold.train.resolution import PSNR_BORDER_PIXELS, bicubic, psnr, smaller
 
-Pair = tuple[Tensor, Tensor]
-"""Low resolution [3, h, w] and truth [3, scale h, scale w], f32, 0..1."""
 
-BORDER_PIXELS = 4
+class Pair(NamedTuple):
+    """A picture in two sizes, f32, 0..1."""
+
+    low: Tensor
+    """[3, h, w]"""
+    truth: Tensor
+    """[3, scale h, scale w]"""
 
 
 def check(scale: int, patch: int, tiles: int | None) -> None:
@@ -25,10 +30,11 @@ def check(scale: int, patch: int, tiles: int | None) -> None:
         raise ValueError(f"data.scale is {scale}; pictures are made smaller by 2 or more")
     if tiles is not None and tiles < 1:
         raise ValueError(f"data.tiles is {tiles}; at least one tile must be held out")
-    if patch * scale <= 2 * BORDER_PIXELS:
+    border = 2 * PSNR_BORDER_PIXELS
+    if patch * scale <= border:
         raise ValueError(
-            f"data.patch is {patch}: of {patch * scale} pixels on a side {2 * BORDER_PIXELS} are border, which PSNR "
-            f"leaves out; {2 * BORDER_PIXELS // scale + 1} or more will do"
+            f"data.patch is {patch}: of {patch * scale} pixels on a side {border} are border, which PSNR leaves out; "
+            f"{border // scale + 1} or more will do"
         )
 
 
@@ -52,8 +58,7 @@ def shrunk(picture: Tensor, scale: int) -> Pair:
     """Made from a picture alone: cut to a multiple of `scale`, made smaller by bicubic, and that in 8 bits."""
     height, width = (side // scale for side in picture.shape[1:])
     truth = picture[:, : height * scale, : width * scale]
-    low = functional.interpolate(truth[None], size=(height, width), mode="bicubic", antialias=True)[0]
-    return to_8_bits(low), truth
+    return Pair(smaller(truth, scale), truth)
 
 
 def tiles_of(pair: Pair, scale: int, patch: int) -> list[Pair]:
@@ -72,15 +77,8 @@ def evenly(count: int, of: int) -> list[int]:
 
 def metric(tiles: Sequence[Pair], scale: int) -> Metric:
     """PSNR, against what bicubic enlargement reaches on the same tiles."""
-    scores = [psnr(_enlarged(low[None], scale), truth[None]) for low, truth in tiles]
-    return Metric("psnr", "dB", "higher", psnr, float(torch.cat(scores).mean()), "bicubic")
-
-
-def psnr(picture: Tensor, truth: Tensor) -> Tensor:
-    """[n] dB: over red, green and blue together, as 8-bit pictures, without the border (it has no neighbours)."""
-    inside = (..., slice(BORDER_PIXELS, -BORDER_PIXELS), slice(BORDER_PIXELS, -BORDER_PIXELS))
-    error = (to_8_bits(picture.float())[inside] - to_8_bits(truth)[inside]).double().square().mean((1, 2, 3))
-    return -10.0 * torch.log10(error.clamp_min(1e-10))
+    scores = [psnr(bicubic(low, scale), truth) for low, truth in tiles]
+    return Metric("psnr", "dB", "higher", psnr, float(torch.stack(scores).mean()), "bicubic")
 
 
 class Crops:
@@ -107,7 +105,7 @@ class Crops:
             low, truth = low.flip(2), truth.flip(2)
         if draw.integers(2):
             low, truth = low.transpose(1, 2), truth.transpose(1, 2)
-        return low, truth
+        return Pair(low, truth)
 
 
 class Tiles:
@@ -125,15 +123,7 @@ class Tiles:
 
 
 def cut(pair: Pair, top: int, left: int, side: int, scale: int) -> Pair:
-    low, truth = pair
-    return low[:, top : top + side, left : left + side], truth[
-        :, top * scale : (top + side) * scale, left * scale : (left + side) * scale
-    ]
-
-
-def to_8_bits(picture: Tensor) -> Tensor:
-    return picture.clamp(0.0, 1.0).mul(255.0).round().div(255.0)
-
-
-def _enlarged(low: Tensor, scale: int) -> Tensor:
-    return functional.interpolate(low, scale_factor=scale, mode="bicubic", antialias=True)
+    return Pair(
+        pair.low[:, top : top + side, left : left + side],
+        pair.truth[:, top * scale : (top + side) * scale, left * scale : (left + side) * scale],
+    )

@@ -8,7 +8,9 @@ import skimage
 
 from netfold.train.datasets import pairs
 from netfold.train.datasets.mosaic import Mosaic
+from netfold.train.datasets.pairs import Pair
 from netfold.train.examples import Data
+from netfold.train.resolution import psnr
 
 TRAINING = (
     "brick.png",
@@ -32,10 +34,7 @@ def photos(scale: int = 2, patch: int = 24, patches: int = 4096, tiles: int | No
     baseline: bicubic enlargement.
     """
     pairs.check(scale, patch, tiles)
-    folder = Path(skimage.__file__).parent / "data"
-    train, held = (
-        [pairs.shrunk(pairs.read_picture(folder / name), scale) for name in names] for names in (TRAINING, HELD_OUT)
-    )
+    train, held = ([photograph(name, scale) for name in names] for names in (TRAINING, HELD_OUT))
     if patch > (least := min(side for low, _ in (*train, *held) for side in low.shape[1:])):
         raise ValueError(
             f"data.patch is {patch}; the smallest side of a photograph has {least} pixels at data.scale {scale}"
@@ -46,5 +45,10 @@ def photos(scale: int = 2, patch: int = 24, patches: int = 4096, tiles: int | No
         pairs.Crops(train.__getitem__, len(train), scale, patch, patches),
         pairs.Tiles(kept),
         pairs.metric(kept, scale),
-        Mosaic(held[HELD_OUT.index("chelsea.png")], scale, patch, pairs.psnr),
+        Mosaic(held[HELD_OUT.index("chelsea.png")], scale, patch, psnr),
     )
+
+
+def photograph(name: str, scale: int) -> Pair:
+    """One of those above, in two sizes. Read by path from the installed package: nothing is downloaded."""
+    return pairs.shrunk(pairs.read_picture(Path(skimage.__file__).parent / "data" / name), scale)

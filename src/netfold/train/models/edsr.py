@@ -2,7 +2,8 @@
 
 Two skips travel through the chain beside the features: those of the head, which the body's end adds, and the input's
 bicubic enlargement, to which the network adds the detail (as in VDSR, Kim et al., CVPR 2016: the untrained network *is*
-bicubic, since its last convolution starts at 0).
+bicubic, since its last convolution starts at 0). So no step is spent on learning to enlarge, and a network that has
+learnt nothing scores as bicubic, not below: what is above is learnt.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from netfold.train.model import Chain, Model
+from netfold.train.resolution import bicubic
 
 
 def baseline(scale: int = 2) -> Model:
@@ -50,14 +52,17 @@ class Head(nn.Module):
 
     def forward(self, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         features = self.conv(low)
-        # Keys's kernel with a = -1/2, which torch calls the antialiased one. In f32, whatever the rest is computed in:
-        # torch has it in no other, and the output then has the steps of f32 too.
-        large = functional.interpolate(low.float(), scale_factor=self.scale, mode="bicubic", antialias=True)
-        return features, features, large
+        # In f32, whatever the rest is computed in: torch has this kernel in no other, and the output then has the steps
+        # of f32 too.
+        return features, features, bicubic(low.float(), self.scale)
 
 
 class Block(nn.Module):
-    """x + residual_scale conv(relu(conv(x))). Without a scale the second convolution starts small instead."""
+    """x + residual_scale conv(relu(conv(x))). Without a scale the second convolution starts small instead.
+
+    To start small is enough for few features, and keeps the first steps from blowing up the rounding differences
+    between two runs.
+    """
 
     def __init__(self, features: int, residual_scale: float) -> None:
         super().__init__()

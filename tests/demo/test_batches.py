@@ -1,49 +1,15 @@
-"""The split, and the shares: what is trained on, by whom."""
+"""The batches and the shares: which patches are trained on, by whom."""
 
 import itertools
 
 import pytest
 import torch
 
-from netfold.demo import photographs
-from netfold.demo.batches import Pair, batch, share
+from netfold.demo.batches import batch, share
 from netfold.demo.settings import Job, Run, Training, permuted_orders, straight
+from netfold.train.datasets.pairs import Pair
 
 pytestmark = pytest.mark.torch
-
-
-def test_no_held_out_photograph_is_trained_on() -> None:
-    assert not set(photographs.TRAINING) & set(photographs.HELD_OUT)
-
-
-def test_no_photograph_is_listed_twice() -> None:
-    listed = photographs.TRAINING + photographs.HELD_OUT
-    assert len(set(listed)) == len(listed)
-
-
-def test_both_views_of_the_motorcycle_are_on_one_side() -> None:
-    views = {"motorcycle_left.png", "motorcycle_right.png"}
-    assert views <= set(photographs.TRAINING) or views <= set(photographs.HELD_OUT)
-
-
-@pytest.mark.parametrize("name", photographs.TRAINING + photographs.HELD_OUT)
-def test_every_photograph_is_in_the_wheel_and_has_three_channels_and_even_sides(name: str) -> None:
-    picture = photographs.load(name)
-    channels, height, width = picture.shape
-    assert channels == 3
-    assert height % 2 == width % 2 == 0
-    assert 0 <= picture.min() < picture.max() <= 1
-
-
-def test_no_training_photograph_holds_the_pixels_of_a_held_out_one() -> None:
-    def thumbnail(name: str) -> torch.Tensor:
-        small = torch.nn.functional.interpolate(photographs.load(name)[None], size=(16, 16), mode="area").flatten()
-        return small - small.mean()
-
-    thumbnails = {name: thumbnail(name) for name in photographs.TRAINING + photographs.HELD_OUT}
-    for trained, held_out in itertools.product(photographs.TRAINING, photographs.HELD_OUT):
-        likeness = torch.nn.functional.cosine_similarity(thumbnails[trained], thumbnails[held_out], dim=0)
-        assert likeness < 0.9, (trained, held_out)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
