@@ -1,4 +1,4 @@
-"""`netfold demo`: the whole story in about a minute."""
+"""`netfold demo`: the whole story in about two minutes."""
 
 from __future__ import annotations
 
