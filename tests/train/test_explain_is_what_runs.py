@@ -30,10 +30,11 @@ RECIPES: dict[str, Table] = {
         GPT, training={"accumulate": 2, "clip": 1.0}, optimizer={"name": "lars"}, parallel={"zero": 3, "tensor": 2}
     ),
     "tensor": changed(GPT, training={"precision": "f16", "clip": 1.0}, parallel={"tensor": 2, "style": "row"}),
+    "zero 1 of lamb, tensor": changed(GPT, optimizer={"name": "lamb"}, parallel={"zero": 1, "tensor": 2}),
     "sequence in stages": changed(GPT, parallel={"tensor": 2, "sequence": True, "pipeline": 2}),
     "zero 3 in stages": changed(GPT, parallel={"zero": 3, "pipeline": 2, "microbatches": 4}),
     "there and back": changed(GPT, parallel={"pipeline": 2, "schedule": "zero-bubble-v", "microbatches": 4}),
-    "rows of tables": changed(DLRM, parallel={"tables": "row"}),
+    "rows of tables, lars": changed(DLRM, optimizer={"name": "lars"}, parallel={"tables": "row"}),
 }
 Found = dict[tuple[str, int], tuple[int, int]]
 

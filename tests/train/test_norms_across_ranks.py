@@ -71,11 +71,6 @@ def test_a_norm_that_is_no_number_stays_none(found: list[dict[str, Any]]) -> Non
         assert rank["not_finite"] == "nan"
 
 
-def test_a_parameter_cut_where_the_optimizer_cannot_see_is_refused(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        assert "optimizer.name is 'lars'" in rank["refused"] and 'parallel.tables = "row"' in rank["refused"]
-
-
 class Held:
     """A replica of given parameters."""
 
@@ -109,7 +104,6 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
             "whole": _whole(flat),
             "apart": _apart(flat),
             "not_finite": _not_finite(deep),
-            "refused": _refused(flat),
         }
     finally:
         dist.destroy_process_group()
@@ -298,25 +292,3 @@ def _not_finite(mesh: Any) -> str:
     held = torch.nn.Parameter(torch.zeros(1))
     held.grad = torch.tensor([float("nan") if mesh.pipeline.rank else 1.0])
     return str(Clip(Held({name: held}), 1.0, mesh).clip())
-
-
-def _refused(mesh: Any) -> str:
-    import torch
-
-    from netfold.train.optimizers import make_optimizer
-    from netfold.train.recipe import Recipe
-
-    recipe = Recipe.model_validate(
-        {
-            "model": {"name": "m"},
-            "data": {"name": "d"},
-            "training": {"steps": 1},
-            "optimizer": {"name": "lars"},
-            "parallel": {"tables": "row"},
-        }
-    )
-    try:
-        make_optimizer(Held({"table.weight": torch.nn.Parameter(torch.zeros(2, 2))}), recipe, mesh)
-    except ValueError as error:
-        return str(error)
-    return "not refused"

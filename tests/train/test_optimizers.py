@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from netfold.train.optimizers import kind_of
@@ -115,6 +116,19 @@ def test_each_name_is_an_optimizer_that_gets_its_keys(
     assert kind_of(asked) == (kind, {"lr": 0.3, "weight_decay": 0.01, **options})
     made = kind([torch.ones(2, 2, requires_grad=True)], **kind_of(asked)[1])
     assert {key: made.param_groups[0][key] for key in options} == options
+
+
+def test_a_copy_that_would_take_parts_for_wholes_is_not_made() -> None:
+    w = torch.ones(2, 2, requires_grad=True)
+    optimizer = LARS([w])
+    assert copy.deepcopy(optimizer).cut == {}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer.cut = {w: [dist.group.WORLD]}
+        with pytest.raises(TypeError, match="ProcessGroup"):
+            copy.deepcopy(optimizer)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_settings_that_cannot_be_are_refused() -> None:

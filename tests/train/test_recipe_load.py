@@ -194,12 +194,6 @@ def test_a_wrong_setting_is_told_as_itself(tmp_path: Path, setting: str, sentenc
             '--set parallel.tables=row: parallel.tables = "row" shares out tables, and so would parallel.zero = 1; '
             "use zero = 0",
         ),
-        (
-            2,
-            ["parallel.tensor=2", "optimizer.name=lamb"],
-            "--set optimizer.name=lamb: optimizer.name is 'lamb', which needs the norm of each whole parameter, but "
-            "parallel.tensor = 2 cuts some in a way it does not see; adamw or sgd would do, or tensor = 1",
-        ),
         (3, [], "mine.toml:9: training.batch is 16, which does not divide by parallel.data 3; 15 or 18 would do"),
         (
             4,

@@ -237,11 +237,13 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> list[Traffic]
     if recipe.training.clip is not None and parts:
         norms = split.data if recipe.outer is not None else 1
         found.append(Traffic("all", "all_reduce", "the gradients' norm", ranks, 1, norms * F64_BYTES))
-    if recipe.optimizer.name in ("lars", "lamb") and fsdp:
+    if recipe.optimizer.name in ("lars", "lamb"):
         # Of each layer two: its weights', and its gradient's or its change's.
         matrices = sum(len(shape) > 1 for layer in layers for shape in layer.weights)
+        tables = sum(len(layer.tables) for layer in layers)
+        by_rows = tables if recipe.parallel.tables == "row" else 0
         for axis, size, count in (
-            ("data", split.data, matrices),
+            ("data", split.data, matrices + tables if fsdp else by_rows),
             ("tensor", split.tensor, sum(layer.cut_matrices for layer in layers)),
         ):
             if count and size > 1:

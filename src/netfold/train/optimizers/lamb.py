@@ -3,17 +3,17 @@ minutes", algorithm 2, with phi(x) = x)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from netfold.train.optimizers.norms import local, settle, whole_norms
+from netfold.train.optimizers.layerwise import LayerWise
+from netfold.train.optimizers.norms import local
 
 
-class LAMB(Optimizer):
+class LAMB(LayerWise):
     """Adam's direction, as long as each layer's weights.
 
         m, v   = Adam's means of g and g^2, corrected for their start at 0
@@ -21,9 +21,8 @@ class LAMB(Optimizer):
         w      = w - lr |w| / |change| change
 
     Parameters of one dimension (biases, scales of norms) take `change` as it is, without decay, as is usual; so do,
-    with it, those whose weights or change are all 0. Norms are those of whole parameters: where they are DTensors
-    (FSDP2, tensor parallel) by one small all_reduce a step for each axis that cuts them. State: `exp_avg`, `exp_avg_sq`
-    as the parameter, `step`. While it steps, all changes are in memory: one more copy of the weights here.
+    with it, those whose weights or change are all 0. State: `exp_avg`, `exp_avg_sq` as the parameter, `step`. While it
+    steps, all changes are in memory: one more copy of the weights here.
     """
 
     def __init__(
@@ -39,26 +38,7 @@ class LAMB(Optimizer):
             raise ValueError(f"LAMB: {lr=}, {betas=}, {eps=}, {weight_decay=}: betas are 0 to below 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Collective over the ranks that share a cut parameter."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        held = [(w, group) for group in self.param_groups for w in group["params"] if w.grad is not None]
-        settle(w for w, _ in held)
-        changes = [self._change(w, group) for w, group in held]
-        layers = [index for index, (w, _) in enumerate(held) if w.ndim > 1]
-        norms = whole_norms([*(held[index][0] for index in layers), *(changes[index] for index in layers)])
-        of_layer = dict(zip(layers, zip(norms[: len(layers)], norms[len(layers) :], strict=True), strict=True))
-        for index, (w, group) in enumerate(held):
-            weight, change = of_layer.get(index, (0.0, 0.0))
-            rate = weight / change if weight > 0 and change > 0 else 1.0
-            local(w).sub_(local(changes[index]), alpha=group["lr"] * rate)
-        return loss
-
-    def _change(self, w: Tensor, group: dict[str, Any]) -> Tensor:
+    def _direction(self, w: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[w]
         if not state:
             state["step"] = torch.zeros(())
@@ -70,11 +50,15 @@ class LAMB(Optimizer):
         gradient, m, v = local(w.grad), local(state["exp_avg"]), local(state["exp_avg_sq"])
         m.lerp_(gradient, 1 - first)
         v.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        change = torch.empty_like(w)
-        into = local(change)
-        torch.sqrt(v / (1 - second**taken), out=into)
-        into.add_(group["eps"])
-        torch.div(m / (1 - first**taken), into, out=into)
+        change = torch.sqrt(v / (1 - second**taken))
+        change.add_(group["eps"])
+        torch.div(m / (1 - first**taken), change, out=change)
         if w.ndim > 1:
-            into.add_(local(w), alpha=group["weight_decay"])
+            change.add_(local(w), alpha=group["weight_decay"])
         return change
+
+    def _rate(self, weight: float, other: float, group: dict[str, Any]) -> float:
+        return weight / other
+
+    def _move(self, w: Tensor, direction: Tensor, rate: float, group: dict[str, Any]) -> None:
+        local(w).sub_(direction, alpha=group["lr"] * rate)

@@ -30,7 +30,8 @@ class MasterWeights(torch.optim.Optimizer):
         super().__init__(params, options)
         self.gradient_factor = 1.0
         """What the next step multiplies gradients by, in f32: 1 / the loss scale."""
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self.masters: dict[Tensor, Tensor] = {}
+        """What the other optimizer steps on in each parameter's place; an f32 one itself."""
         groups = []
         for group in self.param_groups:
             masters = []
@@ -39,29 +40,29 @@ class MasterWeights(torch.optim.Optimizer):
                 master = torch.nn.Parameter(unrounded(parameter)) if low else parameter
                 if low:
                     self.state[parameter][MASTER] = master.data
-                self._pairs.append((parameter, master))
+                self.masters[parameter] = master
                 masters.append(master)
             groups.append({**group, "params": masters})
-        self._inner = inner(groups, **options)
-        for group, filled in zip(self.param_groups, self._inner.param_groups, strict=True):
+        self.inner = inner(groups, **options)
+        for group, filled in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update((key, value) for key, value in filled.items() if key != "params")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for mine, group in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for mine, group in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update((key, value) for key, value in mine.items() if key != "params")
-        for parameter, master in self._pairs:
+        for parameter, master in self.masters.items():
             # One dict under both keys, so that what a checkpoint has put into it is what is stepped on; and without
             # the master, since optimizers begin where they find no state.
             state = self.state[parameter]
-            self._inner.state[master] = state
+            self.inner.state[master] = state
             if master is not parameter:
                 master.data = state.pop(MASTER)
                 master.grad = None if parameter.grad is None else parameter.grad.float()
             if master.grad is not None and self.gradient_factor != 1.0:
                 master.grad.mul_(self.gradient_factor)
-        self._inner.step()
-        for parameter, master in self._pairs:
+        self.inner.step()
+        for parameter, master in self.masters.items():
             if master is not parameter:
                 master.grad = None
                 parameter.copy_(master)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,14 +16,22 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def pieces(tensor: Tensor) -> int:
-    """How many pieces the whole tensor was cut into. Must not be a sum that is still to be taken (`settle`)."""
+def axes(tensor: Tensor) -> list[dist.ProcessGroup]:
+    """The groups of ranks among which the whole tensor was cut, one an axis. It must not be a sum that is still to be
+    taken (`settle`)."""
     if not isinstance(tensor, DTensor):
-        return 1
-    count = 1
-    for dimension, placement in enumerate(tensor.placements):
-        count *= 1 if placement.is_replicate() else tensor.device_mesh.size(dimension)
-    return count
+        return []
+    mesh = tensor.device_mesh
+    return [
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(tensor.placements)
+        if not placement.is_replicate() and mesh.size(dimension) > 1
+    ]
+
+
+def pieces(tensor: Tensor) -> int:
+    """How many pieces the whole tensor was cut into; as for `axes`."""
+    return math.prod(axis.size() for axis in axes(tensor))
 
 
 def settle(parameters: Iterable[nn.Parameter]) -> None:
@@ -45,20 +54,18 @@ def square_sum(tensor: Tensor) -> Tensor:
     return norm.square()
 
 
-def whole_norms(tensors: Sequence[Tensor]) -> list[float]:
+def whole_norms(tensors: Sequence[Tensor], cut: Sequence[Sequence[dist.ProcessGroup]]) -> list[float]:
     """The 2-norm of each tensor as a whole, the same on every rank that holds a part of it.
 
-    One all_reduce of at most 8 bytes a tensor for each axis of ranks along which any is cut, none where none is. All
-    ranks of such an axis must call with parts of the same tensors, in the same order.
+    cut: among which ranks each was (`axes`). One all_reduce of 8 bytes a tensor for each axis that cuts any, none where
+    none is cut. All ranks of such an axis must call with parts of the same tensors, in the same order.
     """
     sums = torch.stack([square_sum(tensor) for tensor in tensors]) if tensors else torch.zeros(0, dtype=torch.float64)
-    cut: dict[dist.ProcessGroup, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor):
-            for dimension, placement in enumerate(tensor.placements):
-                if not placement.is_replicate() and tensor.device_mesh.size(dimension) > 1:
-                    cut.setdefault(tensor.device_mesh.get_group(dimension), []).append(index)
-    for group, indices in cut.items():
+    along: dict[dist.ProcessGroup, list[int]] = {}
+    for index, groups in enumerate(cut):
+        for group in groups:
+            along.setdefault(group, []).append(index)
+    for group, indices in along.items():
         chosen = torch.tensor(indices, device=sums.device)
         of_group = sums[chosen]
         dist.all_reduce(of_group, group=group)

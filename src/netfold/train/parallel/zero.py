@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -52,12 +52,21 @@ def free_gathered(module: nn.Module) -> None:
 
 
 def shared_out(
-    parameters: Sequence[nn.Parameter], kind: Callable[..., torch.optim.Optimizer], mesh: Mesh, **options: Any
+    parameters: Sequence[nn.Parameter],
+    kind: Callable[..., torch.optim.Optimizer],
+    mesh: Mesh,
+    sizes: Sequence[int],
+    **options: Any,
 ) -> torch.optim.Optimizer:
-    """ZeRO 1's optimizer: each rank steps on its share of the parameters and sends them to the others."""
+    """ZeRO 1's optimizer: each rank steps on its share of the parameters and sends them to the others.
+
+    sizes: what to count each parameter for. Ranks with parts of the same parameter must count alike, however many
+    elements each has: they step on it in the same place of the data axis.
+    """
     return _SharedOut(
         parameters,
-        kind,  # type: ignore[arg-type]
+        kind,
+        sizes,
         process_group=mesh.data.group,
         # One broadcast a rank instead of one a parameter; its buffer has one dtype.
         parameters_as_bucket_view=len({parameter.dtype for parameter in parameters}) == 1,
@@ -65,8 +74,32 @@ def shared_out(
     )
 
 
-# Its argument's type is stricter than what it takes: anything that makes an optimizer of groups and options.
 class _SharedOut(ZeroRedundancyOptimizer):
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        kind: Callable[..., torch.optim.Optimizer],
+        sizes: Sequence[int],
+        **options: Any,
+    ) -> None:
+        self._sizes = dict(zip(parameters, sizes, strict=True))
+        # Its argument's type is stricter than what it takes: anything that makes an optimizer of groups and options.
+        super().__init__(parameters, kind, **options)  # type: ignore[arg-type]
+
+    def _partition_parameters(self, params_per_rank: list[list[Tensor]] | None = None) -> list[list[dict[str, Any]]]:
+        """As torch's own (the largest first, each to the rank that has least so far), by the sizes that were given."""
+        made: list[list[dict[str, Any]]] = self._partition_parameters_cache  # type: ignore[attr-defined]
+        if made:
+            return made
+        shares: list[list[Tensor]] = [[] for _ in range(self.world_size)]
+        load = [0] * self.world_size
+        for parameter in sorted(self._sizes, key=lambda parameter: -self._sizes[parameter]):
+            least = load.index(min(load))
+            shares[least].append(parameter)
+            load[least] += self._sizes[parameter]
+        made = super()._partition_parameters(shares)  # type: ignore[misc]
+        return made
+
     def _verify_same_dense_param_type(self) -> None:
         """Parameters sent one by one may differ in dtype, as batch norm's do under bf16 and f16: torch checks it for
         the buffers that it lays them out in otherwise."""

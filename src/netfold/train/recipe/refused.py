@@ -87,20 +87,3 @@ def sequence(parallel: Parallel) -> list[str]:
         f'parallel.sequence is true, and parallel.style is "{parallel.style}": the sequence is cut between pairs '
         'of layers; use style = "alternating"'
     ]
-
-
-def norms(recipe: Recipe, data: int) -> list[str]:
-    """LARS and LAMB see the whole of what FSDP2 has cut, and of nothing else."""
-    parallel, name = recipe.parallel, recipe.optimizer.name
-    if name not in ("lars", "lamb"):
-        return []
-    found = []
-    if parallel.tensor > 1 and (parallel.zero < 2 or data == 1):
-        found.append((f"parallel.tensor = {parallel.tensor}", "tensor = 1"))
-    if parallel.tables == "row" and data > 1:
-        found.append(('parallel.tables = "row"', 'tables = "replicated"'))
-    return [
-        f"optimizer.name is {name!r}, which needs the norm of each whole parameter, but {cuts} cuts some in a way it "
-        f"does not see; adamw or sgd would do, or {instead}"
-        for cuts, instead in found
-    ]

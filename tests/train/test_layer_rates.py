@@ -1,0 +1,274 @@
+"""LARS and LAMB where ranks hold plain tensors that are parts: a layer's rate is that of the whole; on four ranks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ranks import run_ranks, values
+
+STEPS, BATCH, LENGTH = 3, 8, 8
+KINDS: dict[str, dict[str, Any]] = {
+    "lars": {"name": "lars", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.02, "trust": 0.1},
+    # An eps that is more than a gradient's rounding: Adam's first direction is all signs.
+    "lamb": {"name": "lamb", "lr": 0.05, "eps": 1e-4, "weight_decay": 0.02},
+}
+GPT = {"name": "gpt", "vocabulary": 32, "context": LENGTH, "width": 16, "heads": 2, "layers": 2}
+DLRM = {"name": "dlrm", "numbers": 2, "rows": (16, 3, 105), "width": 8, "bottom": [16], "top": [16, 8]}
+SPLITS: dict[str, dict[str, Any]] = {
+    "data x tensor": {"data": 2, "tensor": 2},
+    "data x tensor, ZeRO 1": {"data": 2, "tensor": 2, "zero": 1},
+    "pipeline x tensor": {"pipeline": 2, "tensor": 2, "microbatches": 2},
+    "tables by rows": {"tables": "row"},
+    "tables by rows x tensor": {"data": 2, "tensor": 2, "tables": "row"},
+}
+# Nothing divides: pieces differ in size.
+SHAPES = {"first": (7, 5), "bias": (5,), "last": (3, 6)}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[Any, Any]]:
+    """What each of the ranks saw."""
+    return values(run_ranks(_rank, 4, timeout_s=240))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layers_parts_learn_what_the_layer_does_on_one_process(
+    found: list[dict[Any, Any]], kind: str, split: str
+) -> None:
+    for rank in found:
+        # f64: sums of numbers of about 1 in another order, some hundreds of them after each other.
+        assert rank[kind, split] < 1e-11
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_norms_take_one_all_reduce_an_axis_whoever_steps_on_the_layers(found: list[dict[Any, Any]], zero: int) -> None:
+    # Of each layer two norms of 8 bytes. The last one is cut over data without ZeRO.
+    for rank in found:
+        assert rank["unequal", zero]["norms"] == {"tensor": [16] * STEPS, "data": [] if zero else [16] * STEPS}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_parts_of_unequal_size_learn_what_they_learn_whole(found: list[dict[Any, Any]], zero: int) -> None:
+    for rank in found:
+        assert rank["unequal", zero]["off"] < 1e-13
+
+
+def test_f32_masters_of_bf16_parts_learn_what_those_of_the_whole_do(found: list[dict[Any, Any]]) -> None:
+    for rank in found:
+        # f32, and the same bf16 gradients: only what comes of norms that were summed in another order.
+        assert rank["unequal, bf16"]["off"] < 1e-6
+
+
+def test_ranks_step_on_parts_of_the_same_parameter_however_unequal_they_are(found: list[dict[Any, Any]]) -> None:
+    owned = [rank["unequal", 1]["owned"] for rank in found]
+    # 18 elements against 35 / 2: by those that are here, 20 and 15, tensor ranks would not agree which is the larger.
+    assert owned == [["last"], ["last"], ["bias", "first"], ["bias", "first"]]
+
+
+def test_a_layer_without_a_gradient_on_one_rank_leaves_nobody_waiting(found: list[dict[Any, Any]]) -> None:
+    for number, rank in enumerate(found):
+        # lr trust |w| / |g| g of the whole: eight weights of 1, four gradients of 3, and 0 in the other rank's four.
+        moved = 0.0 if number % 2 else 0.5 * 0.1 * (8**0.5 / 6) * 3
+        assert rank["no gradient"] == pytest.approx(moved, rel=1e-14)
+
+
+def _rank(rank: int, size: int, folder: str) -> dict[Any, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from netfold.train.mesh import Mesh
+    from netfold.train.recipe import Parallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    try:
+        flat = Mesh(Parallel(data=2, tensor=2))
+        found: dict[Any, Any] = {"unequal, bf16": _unequal(1, flat, "bf16"), "no gradient": _no_gradient(flat)}
+        torch.set_default_dtype(torch.float64)
+        found |= {(kind, split): _learnt(kind, split) for kind in KINDS for split in SPLITS}
+        return found | {("unequal", zero): _unequal(zero, flat) for zero in (0, 1)}
+    finally:
+        dist.destroy_process_group()
+
+
+def _recipe(kind: str, model: Any, parallel: dict[str, Any], precision: str = "f32") -> Any:
+    from netfold.train.recipe import Recipe
+
+    return Recipe.model_validate(
+        {
+            "model": model,
+            "data": {"name": "given"},
+            "training": {"steps": STEPS, "batch": BATCH, "precision": precision},
+            "optimizer": KINDS[kind],
+            "parallel": parallel,
+        }
+    )
+
+
+class _Drawn:
+    """Examples for either model, the same on every rank."""
+
+    def __init__(self, kind: str) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(7)
+        count = STEPS * BATCH
+        if kind == "gpt":
+            tokens = torch.randint(GPT["vocabulary"], (count, LENGTH + 1), generator=generator)
+            self._inputs, self._target = (tokens[:, :-1],), tokens[:, 1:]
+        else:
+            asked = [torch.randint(rows, (count,), generator=generator) for rows in DLRM["rows"]]
+            self._inputs = torch.randn(count, 2, generator=generator), torch.stack(asked, 1)
+            self._target = torch.rand(count, generator=generator).round()
+
+    def __len__(self) -> int:
+        return len(self._target)
+
+    def batch(self, indices: Any, seeds: Any) -> Any:
+        from netfold.train import Batch
+
+        chosen = list(indices)
+        return Batch(tuple(each[chosen] for each in self._inputs), self._target[chosen])
+
+
+def _learnt(kind: str, split: str) -> float:
+    """How far a parameter of this rank is, at most, from that of one process."""
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.nn import functional
+
+    from netfold.train.mesh import Mesh
+    from netfold.train.models import make_model
+    from netfold.train.optimizers import kind_of, make_optimizer
+    from netfold.train.parallel import parallelise
+
+    recipe = _recipe(kind, DLRM if "tables" in split else GPT, SPLITS[split])
+    examples = _Drawn(recipe.model.name)
+    batches = [examples.batch(range(step * BATCH, (step + 1) * BATCH), ()) for step in range(STEPS)]
+    torch.manual_seed(3)
+    model = make_model(recipe.model)
+    if recipe.model.name == "gpt":
+        # Its own makes logits f32.
+        model = dataclasses.replace(model, loss=lambda logits, target: functional.cross_entropy(logits.mT, target))
+    for weight in model.module.parameters():
+        if weight.ndim > 1:
+            # Parts whose own norms would say something else, along either dimension.
+            weight.data[: len(weight) // 2] *= 4
+            weight.data[:, : weight.shape[1] // 2] *= 4
+    alone, (of, options) = copy.deepcopy(model), kind_of(recipe.optimizer)
+    whole = of(alone.module.parameters(), **options)
+    for batch in batches:
+        whole.zero_grad()
+        alone.loss(alone.module(*batch.inputs), batch.target).backward()
+        whole.step()
+    expected = {name: weight.detach() for name, weight in alone.module.named_parameters()}
+
+    mesh = Mesh(recipe.parallel)
+    replica = parallelise(model, recipe, mesh, examples)
+    optimizer = make_optimizer(replica, recipe, mesh)
+    for batch in batches:
+        optimizer.zero_grad()
+        replica.gradients(batch.parts(mesh.data.size)[mesh.data.rank])
+        optimizer.step()
+    off = 0.0
+    for name, held in replica.named_parameters():
+        part = replica.as_part(name, held.detach())
+        part = part.full_tensor() if isinstance(part, DTensor) else part
+        off = max(off, float((part - expected[name]).norm()))
+    return off
+
+
+class _Held:
+    """A replica of given parameters."""
+
+    def __init__(self, parameters: dict[str, Any], parts: Any) -> None:
+        self.parameters, self.as_part = parameters, parts.of
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.parameters.items())
+
+
+def _unequal(zero: int, mesh: Any, precision: str = "f32") -> dict[str, Any]:
+    """By LAMB, in torch's default dtype or in bf16. The first layer is cut over tensor; without ZeRO the last one, by
+    rows, over data."""
+    import torch
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    from netfold.train.optimizers import kind_of, local_optimizer, make_optimizer
+    from netfold.train.optimizers.master import MASTER, MasterWeights
+    from netfold.train.parallel.parts import Parts
+
+    low = precision == "bf16"
+    parts, axes = Parts(), {"first": "tensor"} if zero else {"first": "tensor", "last": "data"}
+    for name, axis in axes.items():
+        parts.add(name, mesh.device_mesh[axis], [Shard(0)], torch.Size(SHAPES[name]))
+
+    def drawn(seed: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(seed)
+        made = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+        return {name: tensor.bfloat16() if low else tensor for name, tensor in made.items()}
+
+    def put(tensors: dict[str, Any]) -> dict[str, Any]:
+        cut = {
+            name: distribute_tensor(tensors[name], mesh.device_mesh[axis], [Shard(0)], src_data_rank=None).to_local()
+            for name, axis in axes.items()
+        }
+        return {name: cut.get(name, tensor).clone() for name, tensor in tensors.items()}
+
+    held = {name: torch.nn.Parameter(tensor) for name, tensor in put(drawn(0)).items()}
+    whole = {name: torch.nn.Parameter(tensor) for name, tensor in drawn(0).items()}
+    recipe = _recipe("lamb", {"name": "given"}, {"zero": zero, "tensor": 2}, precision)
+    replica = _Held(held, parts)
+    optimizer = make_optimizer(replica, recipe, mesh)  # type: ignore[arg-type]
+    kind, options = kind_of(recipe.optimizer)
+    alone: Any = MasterWeights(whole.values(), kind, **options) if low else kind(whole.values(), **options)
+    own = {w for group in local_optimizer(optimizer).param_groups for w in group["params"]}
+    norms: dict[str, list[int]] = {"tensor": [], "data": []}
+    for step in range(STEPS):
+        gradients = drawn(1 + step)
+        for tensors, given in ((whole, gradients), (held, put(gradients))):
+            for name, gradient in given.items():
+                tensors[name].grad = gradient
+        before = {axis: len(_all_reduces(mesh, axis)) for axis in norms}
+        optimizer.step()
+        alone.step()
+        for axis, sizes in norms.items():
+            sizes += _all_reduces(mesh, axis)[before[axis] :]
+    off, states = 0.0, local_optimizer(optimizer).state
+    for name, w in held.items():
+        if low and w not in own:
+            continue  # another rank has its master
+        part = parts.of(name, states.get(w, {}).get(MASTER, w.detach()))
+        part = part.full_tensor() if isinstance(part, DTensor) else part
+        expected = alone.state[whole[name]].get(MASTER, whole[name].detach())
+        off = max(off, float((part - expected).abs().max()))
+    return {"off": off, "norms": norms, "owned": sorted(name for name, w in held.items() if w in own)}
+
+
+def _all_reduces(mesh: Any, axis: str) -> list[int]:
+    """The bytes of each that there was."""
+    import netfold.torch
+    from netfold._native import engine
+
+    kinds = {number: name for name, number in engine.KINDS.items()}
+    events = netfold.torch.events(getattr(mesh, axis).group)
+    return [int(event["bytes"]) for event in events if kinds[int(event["operation"])] == "all_reduce"]
+
+
+def _no_gradient(mesh: Any) -> float:
+    import torch
+
+    from netfold.train.optimizers import LARS
+
+    w = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+    optimizer = LARS([w], lr=0.5, trust=0.1)
+    optimizer.cut = {w: [mesh.tensor.group]}
+    if mesh.tensor.rank == 0:
+        w.grad = torch.full_like(w, 3.0)
+    optimizer.step()
+    return 1.0 - float(w[0, 0])
