@@ -27,8 +27,8 @@ from netfold.train.optimizers import make_optimizer
 from netfold.train.order import sample_seed
 from netfold.train.parallel import parallelise
 from netfold.train.pictures import render
-from netfold.train.recipe import Recipe
-from netfold.train.recipe.problem import words
+from netfold.train.recipe import Recipe, refused
+from netfold.train.recipe.problem import RecipeError, words
 from netfold.train.schedule import learning_rate
 from netfold.train.survive.policies import (
     Buffers,
@@ -77,8 +77,10 @@ class Trainer:
         folder: Path | None = None,
         listeners: Sequence[said.Listener] = (),
     ) -> None:
-        if recipe.survive.non_finite == "rewind" and (folder is None or recipe.checkpoint.every is None):
-            raise ValueError("survive.non_finite is 'rewind', and there are no checkpoints: set checkpoint.every")
+        if told := refused.rewind(recipe):
+            raise RecipeError(told)
+        if recipe.survive.non_finite == "rewind" and folder is None:
+            raise ValueError("survive.non_finite is 'rewind', and no checkpoints are kept without a folder: give one")
         self.recipe = recipe
         self._listeners = listeners
         self.mesh = Mesh(recipe.parallel)

@@ -89,6 +89,12 @@ def sequence(parallel: Parallel) -> list[str]:
     ]
 
 
+def rewind(recipe: Recipe) -> list[str]:
+    if recipe.survive.non_finite != "rewind" or recipe.checkpoint.every is not None:
+        return []
+    return ["survive.non_finite is 'rewind', and there are no checkpoints to go back to: set checkpoint.every"]
+
+
 def norms(recipe: Recipe, data: int) -> list[str]:
     """LARS and LAMB see the whole of what FSDP2 has cut, and of nothing else."""
     parallel, name = recipe.parallel, recipe.optimizer.name
