@@ -102,7 +102,7 @@ class Trainer:
         self._non_finite = NonFinite(recipe.survive)
         self._buffers = Buffers(self.replica.modules) if recipe.survive.non_finite == "skip" else None
         self._straggler = Straggler(self.replica, recipe.survive) if dist.get_world_size() > 1 else None
-        self._stop = StopRequest(recipe.survive.grace_s)
+        self.stop = StopRequest(recipe.survive.grace_s)
         self.recovery: Recovery | None = None
         if folder is not None:
             self.recovery = Recovery(folder, recipe, self.mesh, self.replica, self.optimizer, self.update, self._note)
@@ -125,7 +125,7 @@ class Trainer:
         """
         began_s = time.perf_counter()
         try:
-            with self._stop:
+            with self.stop:
                 outcome = self._train()
         except Exception as error:
             better = explained(error, self.step + 1, self._batch)
@@ -207,7 +207,7 @@ class Trainer:
         word = agree(
             loss,
             not_finite=bool(bad) or (loss is not None and not math.isfinite(loss)),
-            stop=self._stop.asked,
+            stop=self.stop.asked,
             checkpoint_failed=self.recovery is not None and self.recovery.failed(),
         )
         norm: float | None = None
