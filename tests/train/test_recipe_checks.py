@@ -15,7 +15,7 @@ from netfold.train.recipe import Checkpoint, Factory
 from netfold.train.recipe.checked import check
 from netfold.train.recipe.load import load
 from netfold.train.recipe.named import arguments, factory
-from netfold.train.recipe.problem import RecipeError, Source, in_a_sentence
+from netfold.train.recipe.problem import RecipeError, Source, in_a_sentence, kind
 from netfold.train.recipe.split import split
 
 OWN: dict[str, Any] = {
@@ -265,3 +265,6 @@ def test_a_sentence_of_another_part_gets_the_line_of_the_first_key_that_was_writ
 def test_torchs_words_round_a_lost_peer_are_left_out() -> None:
     wrapped = "Got the following error when running the callback: PeerLost: rank 1 is gone\n\nAt:\n  /x/work.py(3): f\n"
     assert in_a_sentence(RuntimeError(wrapped)) == "PeerLost: rank 1 is gone"
+    assert kind(RuntimeError(wrapped)) == "PeerLost"
+    # A hook may raise without a kind.
+    assert kind(RuntimeError(wrapped.replace("PeerLost: ", ""))) == kind(RuntimeError("ours: 1")) == "RuntimeError"

@@ -28,7 +28,7 @@ from netfold.train.order import sample_seed
 from netfold.train.parallel import parallelise
 from netfold.train.pictures import render
 from netfold.train.recipe import Recipe, refused
-from netfold.train.recipe.problem import RecipeError, words
+from netfold.train.recipe.problem import RecipeError, kind, words
 from netfold.train.schedule import learning_rate
 from netfold.train.survive.policies import (
     Buffers,
@@ -133,7 +133,7 @@ class Trainer:
                 tell_others(self.mesh, better)
             if self._started:
                 self._note("error", words(better or error).partition("\n")[0])
-                self._tell(said.Ended(self.step, type(better or error).__name__, time.perf_counter() - began_s))
+                self._tell(said.Ended(self.step, kind(better or error), time.perf_counter() - began_s))
             if better is not None:
                 raise better from error
             raise
