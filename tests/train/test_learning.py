@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 from training import trained
 
 from netfold.train import Recipe
 from netfold.train.datasets import DATASETS
 from netfold.train.models import MODELS
 from netfold.train.recipe.named import factory
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 # By how much its metric is to beat the baseline, in the metric's unit: well below what docs/train/models.md records,

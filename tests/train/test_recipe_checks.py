@@ -11,10 +11,12 @@ import pytest
 from own_parts import line
 
 from netfold.train import Recipe
-from netfold.train.recipe import Factory
+from netfold.train.recipe import Checkpoint, Factory
 from netfold.train.recipe.checked import check
+from netfold.train.recipe.load import load
 from netfold.train.recipe.named import arguments, factory
-from netfold.train.recipe.problem import RecipeError, Source, in_a_sentence
+from netfold.train.recipe.problem import RecipeError, Source, in_a_sentence, kind
+from netfold.train.recipe.split import split
 
 OWN: dict[str, Any] = {
     "model": {"name": "own_parts:line"},
@@ -108,7 +110,8 @@ ROWS = [17, 4, 105, 13, 8, 20]
         (
             {"name": "edsr-baseline", "scale": 2},
             {"name": "photos", "scale": 3, "patches": 1, "patch": 8},
-            r"model.scale is 2, but data.scale is 3: model.name 'edsr-baseline' .*(Using a target size|must match)",
+            "model.scale is 2, but data.scale is 3: model.name 'edsr-baseline' does not take what data.name 'photos' "
+            r"gives: the loss is given outputs of shape \[2, 3, 16, 16\] and targets of shape \[2, 3, 24, 24\]$",
         ),
         (
             {"name": "gpt", "context": 64},
@@ -194,6 +197,16 @@ def test_a_model_and_data_that_do_not_fit_each_other_are_told(
             2,
             "parallel.batch_norm is 2, but the model has no layer of batch norm; leave it at 1",
         ),
+        (
+            {
+                "parallel": {"tensor": 3, "sequence": True},
+                "model": {"name": "gpt", "width": 48, "heads": 6, "layers": 1, "context": 64},
+                "data": {"name": "source", "context": 64},
+            },
+            3,
+            "parallel.sequence: a sequence of 64 cannot be cut into parallel.tensor = 3 equal parts; change its length "
+            "(context) or parallel.tensor",
+        ),
         ({"run": {"backend": "glo"}}, 1, "run.backend is 'glo', which this torch has not; did you mean gloo?"),
         (
             {"parallel": {"data": 2}},
@@ -207,6 +220,17 @@ def test_a_split_that_the_model_does_not_bear_is_told(
     sections: dict[str, dict[str, Any]], ranks: int, sentence: str
 ) -> None:
     assert said(ranks, **sections) == [sentence]
+
+
+def test_a_rewind_without_checkpoints_is_told_with_its_line() -> None:
+    asked, source = load(Path(__file__).parents[2] / "recipes" / "gpt.toml", ["survive.non_finite=rewind"])
+    with pytest.raises(RecipeError) as error:
+        split(asked, 2)
+    assert source.placed(error.value) == [
+        "--set survive.non_finite=rewind: survive.non_finite is 'rewind', and there are no checkpoints to go back to: "
+        "set checkpoint.every"
+    ]
+    split(asked.model_copy(update={"checkpoint": Checkpoint(every=2)}), 2)
 
 
 def test_a_recipe_that_nothing_is_known_against_passes(tmp_path: Path) -> None:
@@ -241,3 +265,6 @@ def test_a_sentence_of_another_part_gets_the_line_of_the_first_key_that_was_writ
 def test_torchs_words_round_a_lost_peer_are_left_out() -> None:
     wrapped = "Got the following error when running the callback: PeerLost: rank 1 is gone\n\nAt:\n  /x/work.py(3): f\n"
     assert in_a_sentence(RuntimeError(wrapped)) == "PeerLost: rank 1 is gone"
+    assert kind(RuntimeError(wrapped)) == "PeerLost"
+    # A hook may raise without a kind.
+    assert kind(RuntimeError(wrapped.replace("PeerLost: ", ""))) == kind(RuntimeError("ours: 1")) == "RuntimeError"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 from invented_run import goes_through, recipe, tell
 
 from netfold.train import Recipe
@@ -15,6 +15,11 @@ from netfold.train.audience.metrics_file import MetricsFile
 from netfold.train.audience.run_folder import run_folder, run_name
 from netfold.train.listeners import Ended
 from netfold.train.recipe.resolved import read_resolved, to_toml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 HARD: dict[str, Any] = {
     "model": {

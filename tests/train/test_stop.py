@@ -10,13 +10,19 @@ SCRIPT = """
 import os, signal, sys, time
 from netfold.train.survive.stop import StopRequest
 
-with StopRequest(grace_s=float(sys.argv[1])) as stop:
+request = StopRequest(grace_s=float(sys.argv[1]))
+if sys.argv[3] == "listens":
+    request.listen()
+with request as stop:
     for _ in range(int(sys.argv[2])):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
         print("asked", stop.asked, flush=True)
     if sys.argv[3] == "hangs":
         time.sleep(60)
+if sys.argv[3] == "listens":
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.05)
 print("left in order", flush=True)
 """
 
@@ -35,6 +41,14 @@ def test_a_process_that_is_asked_goes_on_and_leaves_in_order() -> None:
     assert (status, printed) == (0, ["asked True", "left in order"])
 
 
+def test_a_signal_that_comes_after_the_word_does_not_end_a_rank_that_is_leaving() -> None:
+    # None of its own has come while it trained.
+    status, printed, _, _ = asked(20.0, 0, "listens")
+    assert (status, printed) == (0, ["left in order"])
+    status, printed, _, _ = asked(20.0, 1, "listens")
+    assert (status, printed) == (-15, ["asked True"]), "the second one of its own"
+
+
 def test_the_second_sigterm_ends_a_process_at_once() -> None:
     status, printed, _, _ = asked(20.0, 2, "leaves")
     assert (status, printed) == (-15, ["asked True"])
@@ -43,5 +57,5 @@ def test_the_second_sigterm_ends_a_process_at_once() -> None:
 def test_the_end_of_the_grace_time_ends_a_process_and_shows_where_it_was() -> None:
     status, printed, errors, seconds = asked(0.3, 1, "hangs")
     assert (status, printed) == (1, ["asked True"])
-    assert "Timeout" in errors and "line 11" in errors
+    assert "Timeout" in errors and "line 14" in errors
     assert seconds < 20

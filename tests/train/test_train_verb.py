@@ -112,6 +112,19 @@ def until_step(process: subprocess.Popen[str], folder: Path, step: int, timeout_
     pytest.fail(f"no step {step} in {folder} within {timeout_s} s; it said: {process.communicate()}")
 
 
+def until_caught(process: subprocess.Popen[str], number: signal.Signals, timeout_s: float = 60) -> None:
+    """Until it has a handler of its own for that signal."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and process.poll() is None:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
+        if caught >> (number - 1) & 1:
+            return
+        time.sleep(0.01)
+    process.kill()
+    pytest.fail(f"no handler for {number.name} within {timeout_s} s; it said: {process.communicate()}")
+
+
 def test_alone_it_starts_ranks_and_leaves_a_folder_from_which_they_go_on(tmp_path: Path, recipe: Path) -> None:
     env = environment(tmp_path)
     command = [*VERB, str(recipe), *settings(parallel__data=2, checkpoint__every=2, checkpoint__asynchronous="false")]
@@ -207,6 +220,21 @@ def test_a_signal_to_the_verb_leaves_no_process_behind(tmp_path: Path, recipe: P
     deadline = time.monotonic() + 10
     while jobs_left(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert jobs_left(tmp_path) == 0
+
+
+def test_sigterm_before_training_is_a_request_to_be_started_again(tmp_path: Path, recipe: Path) -> None:
+    env = environment(tmp_path)
+    starting, training = (start([*VERB, str(recipe), *settings(training__steps=100_000_000)], env) for _ in range(2))
+    # The one is still loading torch, the other's rank is; or they train already, and the answer is the same.
+    until_caught(starting, signal.SIGTERM)
+    starting.terminate()
+    ranks = ranks_of(training, 1)
+    training.terminate()
+    for verb in (starting, training):
+        status, out, err = ended(verb)
+        assert (status, out) == (STOPPED_STATUS, "") and "Traceback" not in err, err
+    assert not any(rank.is_running() for rank in ranks)
     assert jobs_left(tmp_path) == 0
 
 

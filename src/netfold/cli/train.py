@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,10 +45,33 @@ def run(
     """Train what a recipe says: as one of the ranks that torchrun, srun or mpirun has started, or by starting them.
 
     All that is wrong with the recipe is said first, a line each. The exit code is then 2; 1 where training failed; 75
-    where it was asked to stop (SIGTERM) and has written a checkpoint: the same command goes on from it.
+    where it was asked to stop (SIGTERM): nothing is lost, and the same command goes on.
     """
     _need_packages()
 
+    from netfold.communicator.launchers import is_launched
+    from netfold.train.survive.stop import leaves_in_order
+
+    # To load torch and to make the data takes a while.
+    with contextlib.nullcontext() if is_launched() else leaves_in_order():
+        _run(recipe, settings or (), explain, nproc)
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="Of a run: runs/edsr.")]) -> None:
+    """Make a run's page, report.html, again from what its folder holds. The exit code is 2 where it holds no run."""
+    _need_packages()
+
+    from netfold.train.report import write_report
+
+    try:
+        typer.echo(write_report(folder))
+    except (ValueError, OSError) as error:
+        typer.echo(f"netfold train report: {error}", err=True)
+        raise typer.Exit(CANNOT) from None
+
+
+def _run(recipe: Path, settings: Sequence[str], explain: bool, nproc: int | None) -> None:
     from netfold.communicator.launchers import is_launched, placement
     from netfold.train.recipe.load import load
     from netfold.train.recipe.problem import RecipeError
@@ -59,7 +84,7 @@ def run(
         place = placement() if is_launched() else None
         if place is not None and nproc is not None:
             raise ValueError(f"--nproc {nproc}: a launcher has started {place.size} ranks already; leave it out")
-        asked, source = load(recipe, settings or ())
+        asked, source = load(recipe, settings)
         try:
             ranks = place.size if place is not None else nproc or ranks_asked(asked.parallel)
             if place is None or explain:
@@ -96,20 +121,6 @@ def run(
 
         del checked
         raise typer.Exit(launch(asked, source, ranks))
-
-
-@app.command()
-def report(folder: Annotated[Path, typer.Argument(help="Of a run: runs/edsr.")]) -> None:
-    """Make a run's page, report.html, again from what its folder holds. The exit code is 2 where it holds no run."""
-    _need_packages()
-
-    from netfold.train.report import write_report
-
-    try:
-        typer.echo(write_report(folder))
-    except (ValueError, OSError) as error:
-        typer.echo(f"netfold train report: {error}", err=True)
-        raise typer.Exit(CANNOT) from None
 
 
 def _need_packages() -> None:

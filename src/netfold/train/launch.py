@@ -19,26 +19,25 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from netfold.train.rank import FAILED, JOB, final_status
+from netfold.train.rank import BEGUN, FAILED, JOB, final_status
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.problem import Source
-from netfold.train.survive.stop import STOPPED_STATUS
+from netfold.train.survive.stop import STOPPED_STATUS, leaves_in_order
 
 
 def launch(recipe: Recipe, source: Source, ranks: int) -> int:
     """Run `recipe` on `ranks` processes of this machine to their end; the exit status, 128 + n after signal n.
 
-    STOPPED_STATUS where they were asked to stop while they trained, and have written a checkpoint.
+    STOPPED_STATUS where they were asked to stop, and have written a checkpoint or had not begun to train.
 
     What a rank has to say it says itself; here only what it could not: which of them failed first, or was killed.
     """
-    with _signals_unwind(), _folder() as folder:
+    with leaves_in_order(), _folder() as folder:
         # With this process's number: a rank that finds another parent has been left alone.
         job = {
             "starter": os.getpid(),
@@ -49,7 +48,8 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
         (folder / JOB).write_text(json.dumps(job))
         os.environ["OMP_NUM_THREADS"] = str(recipe.run.threads)
         try:
-            with _agent_quiet():
+            # The agent leaves its own handlers behind.
+            with _agent_quiet(), leaves_in_order():
                 elastic_launch(_config(recipe, ranks, folder), sys.executable)("-m", "netfold.train.rank", str(folder))
         except ChildFailedError as error:
             final = final_status(folder)
@@ -58,7 +58,9 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
             print(f"netfold train: {_ending(error, recipe, hopeless=final is not None)}", file=sys.stderr)
             return FAILED
         except SignalException as stopped:
-            return STOPPED_STATUS if final_status(folder) == STOPPED_STATUS else 128 + int(stopped.sigval)
+            early = stopped.sigval == signal.SIGTERM and not (folder / BEGUN).exists()
+            in_order = early or final_status(folder) == STOPPED_STATUS
+            return STOPPED_STATUS if in_order else 128 + int(stopped.sigval)
     return 0
 
 
@@ -126,18 +128,3 @@ def _agent_quiet() -> Iterator[None]:
     finally:
         for each, level in before.items():
             each.setLevel(level)
-
-
-@contextlib.contextmanager
-def _signals_unwind() -> Iterator[None]:
-    """Outside the agent's own handlers a signal leaves through every `finally` too, so no folder is left."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

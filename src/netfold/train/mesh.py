@@ -34,6 +34,12 @@ class Mesh:
         )
         self.pipeline, self.data, self.tensor = (self._axis(name) for name in AXES)
 
+    def alike(self) -> list[list[int]]:
+        """Ranks of the world by what they hold: a list for each place on the other axes, along the data axis."""
+        whole = self.device_mesh.mesh
+        ranks: list[list[int]] = whole.transpose(1, 2).reshape(-1, whole.shape[1]).tolist()
+        return ranks
+
     def _axis(self, name: str) -> Axis:
         axis = self.device_mesh[name]
         return Axis(name, axis.get_local_rank(), axis.size(), axis.get_group())

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netfold.communicator.launchers import placement
-from netfold.train.audience.result import metric_words, result
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.problem import Source, in_a_sentence
 from netfold.train.survive.stop import STOPPED_STATUS
@@ -29,19 +28,21 @@ if TYPE_CHECKING:
     from netfold.train.trainer import Outcome, Trainer
 
 FAILED, CANNOT, INTERRUPTED = 1, 2, 128 + signal.SIGINT
-# Files in the folder of a job that `launch` has started: what to do, and the status that no restart would change.
-JOB, FINAL = "job.json", "final"
+# Files in the folder of a job that `launch` has started: what to do, that a rank has begun to train, and the status
+# that no restart would change.
+JOB, BEGUN, FINAL = "job.json", "begun", "final"
 # What another try may find better: a peer or a machine that failed. A wrong shape or a missing key will be so again.
 _PASSING = (RuntimeError, OSError, MemoryError)
 _PR_SET_PDEATHSIG = 1
 
 
-def train(recipe: Recipe, source: Source) -> int:
+def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
     """Join the ranks that the launcher has started, train in the run's folder, and print what came of it on rank 0.
 
     Returns the exit status: FAILED, or CANNOT where a restart would fail in the same way; STOPPED_STATUS where the job
     was asked to stop, and has. An error is one sentence on stderr, with the rank and the step, and the place in
-    `source` of the key that it names; it is in torchrun's error file too, where that is asked for.
+    `source` of the key that it names; it is in torchrun's error file too, where that is asked for. begun: made when
+    training begins; from then on SIGTERM is a request to stop after a step.
     """
     import torch
     import torch.distributed as dist
@@ -65,6 +66,11 @@ def train(recipe: Recipe, source: Source) -> int:
             return CANNOT
         folder = run_folder(recipe, source.file)
         trainer = Trainer(recipe, folder=folder, listeners=listeners(recipe, folder, rank))
+        trainer.stop.listen()
+        if begun is not None:
+            # The folder goes when the starter does.
+            with contextlib.suppress(FileNotFoundError):
+                begun.touch()
         outcome = trainer.fit()
         # Rank 0 may be writing its page yet: an agent that sees another one leave early ends it.
         dist.barrier()
@@ -113,12 +119,13 @@ def main() -> None:
     final = final_status(folder)
     if final is not None:
         sys.exit(final)
+    # An earlier life's: no rank begins before all have joined.
+    (folder / BEGUN).unlink(missing_ok=True)
     try:
-        status = train(Recipe.model_validate(job["recipe"]), Source.from_json(job["source"]))
+        status = train(Recipe.model_validate(job["recipe"]), Source.from_json(job["source"]), folder / BEGUN)
     except KeyboardInterrupt:
         status = INTERRUPTED
     if status in (CANNOT, STOPPED_STATUS):
-        # The folder goes when the starter does.
         with contextlib.suppress(FileNotFoundError):
             (folder / FINAL).write_text(str(status))
     sys.exit(status)
@@ -139,6 +146,8 @@ def _leave_with(starter: int) -> None:
 
 def _came_of(outcome: Outcome, trainer: Trainer, seconds: float) -> str:
     """One line: the metric, the baseline, which is better, how long it took."""
+    from netfold.train.audience.result import metric_words, result
+
     ranks = trainer.mesh.device_mesh.size()
     return (
         f"{result(metric_words(trainer.data.metric), outcome.metric)}; {outcome.step} steps in {seconds:.1f} s on "

@@ -27,8 +27,8 @@ from netfold.train.optimizers import make_optimizer
 from netfold.train.order import sample_seed
 from netfold.train.parallel import parallelise
 from netfold.train.pictures import render
-from netfold.train.recipe import Recipe
-from netfold.train.recipe.problem import words
+from netfold.train.recipe import Recipe, refused
+from netfold.train.recipe.problem import RecipeError, kind, words
 from netfold.train.schedule import learning_rate
 from netfold.train.survive.policies import (
     Buffers,
@@ -77,8 +77,10 @@ class Trainer:
         folder: Path | None = None,
         listeners: Sequence[said.Listener] = (),
     ) -> None:
-        if recipe.survive.non_finite == "rewind" and (folder is None or recipe.checkpoint.every is None):
-            raise ValueError("survive.non_finite is 'rewind', and there are no checkpoints: set checkpoint.every")
+        if told := refused.rewind(recipe):
+            raise RecipeError(told)
+        if recipe.survive.non_finite == "rewind" and folder is None:
+            raise ValueError("survive.non_finite is 'rewind', and no checkpoints are kept without a folder: give one")
         self.recipe = recipe
         self._listeners = listeners
         self.mesh = Mesh(recipe.parallel)
@@ -99,8 +101,10 @@ class Trainer:
         self._replacing = Replacing(self.data.train) if recipe.survive.missing_data == "skip" else None
         self._non_finite = NonFinite(recipe.survive)
         self._buffers = Buffers(self.replica.modules) if recipe.survive.non_finite == "skip" else None
-        self._straggler = Straggler(self.replica, recipe.survive) if dist.get_world_size() > 1 else None
-        self._stop = StopRequest(recipe.survive.grace_s)
+        self._straggler = Straggler(self.replica, recipe.survive, self.mesh) if self.mesh.data.size > 1 else None
+        if self._straggler is None and dist.get_world_size() > 1:
+            self._note("info", "no two ranks have the same work (parallel.data is 1): none can be named as a straggler")
+        self.stop = StopRequest(recipe.survive.grace_s)
         self.recovery: Recovery | None = None
         if folder is not None:
             self.recovery = Recovery(folder, recipe, self.mesh, self.replica, self.optimizer, self.update, self._note)
@@ -123,7 +127,7 @@ class Trainer:
         """
         began_s = time.perf_counter()
         try:
-            with self._stop:
+            with self.stop:
                 outcome = self._train()
         except Exception as error:
             better = explained(error, self.step + 1, self._batch)
@@ -131,7 +135,7 @@ class Trainer:
                 tell_others(self.mesh, better)
             if self._started:
                 self._note("error", words(better or error).partition("\n")[0])
-                self._tell(said.Ended(self.step, type(better or error).__name__, time.perf_counter() - began_s))
+                self._tell(said.Ended(self.step, kind(better or error), time.perf_counter() - began_s))
             if better is not None:
                 raise better from error
             raise
@@ -205,7 +209,7 @@ class Trainer:
         word = agree(
             loss,
             not_finite=bool(bad) or (loss is not None and not math.isfinite(loss)),
-            stop=self._stop.asked,
+            stop=self.stop.asked,
             checkpoint_failed=self.recovery is not None and self.recovery.failed(),
         )
         norm: float | None = None

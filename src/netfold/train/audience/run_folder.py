@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tomllib
 import torch.distributed as dist
 
 from netfold.train.audience.environment import environment, rank_facts
@@ -101,7 +100,7 @@ def _goes_on(folder: Path, recipe: Recipe) -> bool:
     """Whether it is an unfinished run of the same model on the same data, and nobody's now."""
     try:
         before = read_resolved(folder)
-    except (OSError, ValueError, tomllib.TOMLDecodeError):  # no folder of a run, or of another netfold's
+    except (OSError, ValueError):  # no folder of a run, or of another netfold's
         return False
     same = before.model == recipe.model and before.data == recipe.data
     return same and not read_metrics(folder).is_finished and not is_held(folder)

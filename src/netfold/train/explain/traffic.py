@@ -228,8 +228,11 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> list[Traffic]
     ranks, fsdp = split.ranks, recipe.parallel.zero >= 2 and split.data > 1
     found = [
         Traffic("all", "all_reduce", "the word of all ranks", ranks, 1, WORD_BYTES),
-        Traffic("all", "all_gather", "each rank's own time", ranks, 1, 2 * F64_BYTES * ranks, WINDOW_STEPS),
     ]
+    if split.data > 1:
+        found.append(
+            Traffic("all", "all_gather", "each rank's own time", ranks, 1, 2 * F64_BYTES * ranks, WINDOW_STEPS)
+        )
     if recipe.training.precision == "f16":
         found.append(Traffic("all", "all_reduce", "whether gradients overflow", ranks, 1, 4))
     parts = split.pipeline * split.tensor > 1 or fsdp

@@ -10,7 +10,8 @@ Which layer is cut how is the model's to say (`Model.tensor_plan`), in the style
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,13 +71,19 @@ class CutSequence(ParallelStyle):
         module.register_forward_hook(lambda _module, _inputs, output: self._cut(output, device_mesh))
         return module
 
-    def _cut(self, whole: Tensor, mesh: DeviceMesh) -> Tensor:
-        # DTensor would cut unequal parts, and all that is made of them afterwards would take them for equal.
-        if whole.shape[1] % mesh.size():
-            raise ValueError(
-                f"parallel.sequence: a sequence of {whole.shape[1]} cannot be cut into parallel.tensor = {mesh.size()} "
-                "equal parts; change its length (context) or parallel.tensor"
+    @staticmethod
+    def check(whole: Tensor, ranks: int) -> None:
+        """Raises RecipeError where DTensor would cut unequal parts: what is made of them takes them for equal."""
+        if whole.shape[1] % ranks:
+            raise RecipeError(
+                [
+                    f"parallel.sequence: a sequence of {whole.shape[1]} cannot be cut into parallel.tensor = {ranks} "
+                    "equal parts; change its length (context) or parallel.tensor"
+                ]
             )
+
+    def _cut(self, whole: Tensor, mesh: DeviceMesh) -> Tensor:
+        self.check(whole, mesh.size())
         cut = DTensor.from_local(whole, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)])
         return cut.to_local()
 
@@ -116,6 +123,25 @@ def styles_of(model: Model, parallel: Parallel) -> Mapping[str, Any]:
             raise ValueError(f"parallel.tensor = {parallel.tensor}: the model's plan cuts {path!r}, which it has not")
         _check(path, there[path], style, parallel.tensor)
     return styles
+
+
+@contextlib.contextmanager
+def sequences_checked(module: nn.Module, styles: Mapping[str, Any], ranks: int) -> Iterator[None]:
+    """Meanwhile what `module` computes whole is held against the cuts it will have. Raises as CutSequence.check does.
+
+    styles: as of `styles_of`.
+    """
+
+    def look(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+        CutSequence.check(output, ranks)
+
+    cut = [path for path, style in styles.items() if isinstance(style, CutSequence)]
+    hooks = [module.get_submodule(path).register_forward_hook(look) for path in cut]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
 
 
 def cut_along(module: nn.Module, styles: Mapping[str, Any], axis: DeviceMesh) -> None:

@@ -5,8 +5,9 @@ The model is made of fake tensors (torch's FakeTensorMode), so it costs no memor
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,6 +29,8 @@ from netfold.train.recipe.problem import RecipeError, in_a_sentence, meant
 from netfold.train.recipe.split import Split, split
 
 Made = TypeVar("Made")
+# In torch's warning of a target of another shape: the target's, then the output's.
+_SHAPE = re.compile(r"torch\.Size\((\[[^]]*\])\)")
 EXAMPLES_TRIED = 8
 NUMBERS_TRIED = 1 << 21
 
@@ -125,26 +128,48 @@ def _fit(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, 
         try:
             if fake is not None:
                 try:
-                    return _loss(recipe, _fake_loss(model, fake, _many(data, example)))
-                except ValueError:
+                    return _loss(recipe, _fake_loss(recipe, model, fake, _many(data, example)))
+                except (ValueError, UserWarning):
                     raise
                 except Exception:
                     # What fake tensors cannot do may still be right: the real ones decide.
                     pass
             real = make_model(recipe.model)
-            return _loss(recipe, real.loss(real.module(*example.inputs), example.target))
+            return _loss(recipe, _computed(recipe, real, [*example.inputs, example.target]))
+        except RecipeError as error:
+            return list(error.problems)
         except Exception as error:
             names = f"model.name {recipe.model.name!r} does not take what data.name {recipe.data.name!r} gives"
-            return [f"{_differing(recipe)}{names}: {in_a_sentence(error)}"]
+            return [f"{_differing(recipe)}{names}: {_in_plain_words(error)}"]
 
 
-def _fake_loss(model: Model, fake: FakeTensorMode, batch: Batch) -> torch.Tensor:
+def _in_plain_words(error: Exception) -> str:
+    shapes = _SHAPE.findall(str(error)) if isinstance(error, UserWarning) else []
+    if len(shapes) != 2:
+        return in_a_sentence(error)
+    target, output = shapes
+    return f"the loss is given outputs of shape {output} and targets of shape {target}"
+
+
+def _computed(recipe: Recipe, model: Model, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The loss of a batch (inputs, then the target). RecipeError where it cannot be cut as it will be."""
+    ranks = recipe.parallel.tensor
+    try:
+        styles = tensor.styles_of(model, recipe.parallel)
+    except ValueError:
+        styles = {}  # `_parts` has said why
+    with tensor.sequences_checked(model.module, styles, ranks):
+        *inputs, target = numbers
+        return model.loss(model.module(*inputs), target)
+
+
+def _fake_loss(recipe: Recipe, model: Model, fake: FakeTensorMode, batch: Batch) -> torch.Tensor:
     real = [*batch.inputs, batch.target]
     with fake, Followed(model.module) as followed:
         like = [torch.empty_like(each, device="cpu") for each in real]
         for each, value in zip(like, real, strict=True):
             followed.tell(each, value)
-        return model.loss(model.module(*like[:-1]), like[-1])
+        return _computed(recipe, model, like)
 
 
 def _many(data: Data, example: Batch) -> Batch:

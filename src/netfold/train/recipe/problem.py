@@ -85,6 +85,13 @@ def words(error: BaseException) -> str:
     return _CALLBACK.sub(r"\1", str(error))
 
 
+def kind(error: BaseException) -> str:
+    """The name of its class; of what a communication hook raised, of which torch keeps words alone, the one in them."""
+    told = _CALLBACK.match(str(error))
+    first = told.group(1).partition(":")[0] if told else ""
+    return first if first.isidentifier() else type(error).__name__
+
+
 def in_a_sentence(error: BaseException) -> str:
     """What was raised: netfold's own ValueErrors as they are; others with their type, and the line that raised them."""
     text = " ".join(words(error).split())

@@ -87,3 +87,9 @@ def sequence(parallel: Parallel) -> list[str]:
         f'parallel.sequence is true, and parallel.style is "{parallel.style}": the sequence is cut between pairs '
         'of layers; use style = "alternating"'
     ]
+
+
+def rewind(recipe: Recipe) -> list[str]:
+    if recipe.survive.non_finite != "rewind" or recipe.checkpoint.every is not None:
+        return []
+    return ["survive.non_finite is 'rewind', and there are no checkpoints to go back to: set checkpoint.every"]

@@ -7,13 +7,17 @@ is written here.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tomllib
-
 from netfold.train.recipe import Factory, Recipe
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 NAME = "recipe.toml"
 

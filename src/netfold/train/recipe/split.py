@@ -55,6 +55,7 @@ def split(recipe: Recipe, ranks: int) -> Split:
         problems.append(_batch(recipe, data, microbatches, parts))
     problems += refused.batch_norm(parallel.batch_norm, data) + refused.pipeline(recipe, microbatches)
     problems += refused.buckets(parallel, data) + refused.tables(parallel) + refused.sequence(parallel)
+    problems += refused.rewind(recipe)
     if problems:
         raise RecipeError(problems)
     batch = training.batch * (data if training.scaling == "weak" else 1)

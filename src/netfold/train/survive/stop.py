@@ -3,13 +3,18 @@
 One rank that is asked is enough: the others hear it in the next word (`word.py`). A second SIGTERM ends the process at
 once, and so does the end of the grace time, with every thread's traceback on stderr. As with any signal in Python, the
 request is seen when the main thread is back from native code.
+
+Before training there is nothing to save: a process that starts ranks leaves at once (`leaves_in_order`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import signal
+import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -23,12 +28,23 @@ class StopRequest:
     def __init__(self, grace_s: float) -> None:
         self.asked = False
         self._grace_s = grace_s
+        self._listens = self._restores = False
         self._before: Any = None
 
-    def __enter__(self) -> StopRequest:
+    def listen(self) -> None:
+        """From now on, to the end of this process.
+
+        Where all ranks are asked, one may hear of it by the word, and leave, before its own signal comes: it says
+        nothing new, and must not end a rank that is about to say how it ended.
+        """
         self._listens = threading.current_thread() is threading.main_thread()
         if self._listens:
             self._before = signal.signal(signal.SIGTERM, self._arrived)
+
+    def __enter__(self) -> StopRequest:
+        if not self._listens:
+            self.listen()
+            self._restores = self._listens
         return self
 
     def __exit__(
@@ -36,7 +52,8 @@ class StopRequest:
     ) -> None:
         if self.asked:
             faulthandler.cancel_dump_traceback_later()
-        if self._listens:
+        if self._restores:
+            self._listens = self._restores = False
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
@@ -44,3 +61,22 @@ class StopRequest:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # A thread of C that ends the process with status 1: it needs neither the GIL nor the main thread.
         faulthandler.dump_traceback_later(self._grace_s, exit=True)
+
+
+@contextlib.contextmanager
+def leaves_in_order() -> Iterator[None]:
+    """Of a process that starts ranks: a signal goes through every `finally`, so no folder and no process is left.
+
+    The status is 128 + n after signal n, and STOPPED_STATUS after SIGTERM. While ranks run, the agent's own handlers
+    take this one's place.
+    """
+
+    def leave(number: int, _: FrameType | None) -> None:
+        sys.exit(STOPPED_STATUS if number == signal.SIGTERM else 128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

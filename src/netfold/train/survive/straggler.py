@@ -1,7 +1,8 @@
 """A rank that computes much slower than the others: named, with its host, before people look for it for days.
 
 Measured is a rank's own time in a step: waiting for its batch, and computing until the last of its own gradients is
-there. Under data parallelism nobody waits for another until then; where ranks do (pipeline, tensor, zero 3, batch norm
+there. Compared are ranks that have equal work to do: those of one stage and one part of the layers, along the data
+axis. Under data parallelism nobody waits for another until then; where ranks do (pipeline, tensor, zero 3, batch norm
 over several), those that wait for each other look alike, and only groups of them are told apart.
 """
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from netfold.train.mesh import Mesh
 from netfold.train.recipe import Survive
 from netfold.train.replica import Replica
 
@@ -32,8 +34,10 @@ class StragglerError(RuntimeError):
 class Straggler:
     """Compares the ranks' own time, every WINDOW_STEPS steps."""
 
-    def __init__(self, replica: Replica, recipe: Survive) -> None:
+    def __init__(self, replica: Replica, recipe: Survive, mesh: Mesh) -> None:
+        """mesh: it has two data-parallel ranks at least; one alone has nobody to be compared with."""
         self._ratio = recipe.straggler_ratio
+        self._alike = mesh.alike()
         self._ready_s = 0.0
         self._own_s, self._data_s, self._steps = 0.0, 0.0, 0
         self._slow: dict[int, int] = {}
@@ -62,8 +66,9 @@ class Straggler:
         dist.all_gather(rows, own)
         times = [row.tolist() for row in rows]
         # The lower one of two: among two ranks the slow one would be its own measure.
-        median_s = statistics.median_low(own_s for own_s, _ in times)
-        slow = {rank for rank, (own_s, _) in enumerate(times) if own_s >= self._ratio * median_s}
+        medians_s = [statistics.median_low(times[rank][0] for rank in ranks) for ranks in self._alike]
+        median_s = {rank: median for ranks, median in zip(self._alike, medians_s, strict=True) for rank in ranks}
+        slow = {rank for rank, (own_s, _) in enumerate(times) if own_s >= self._ratio * median_s[rank]}
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
         found = sorted(rank for rank, windows in self._slow.items() if windows >= WINDOWS and rank not in self._named)
         if not found:
@@ -73,13 +78,11 @@ class Straggler:
         dist.all_gather_object(hosts, socket.gethostname())
         parts = [
             f"rank {rank} ({hosts[rank]}) takes {times[rank][0]:.3f} s a step for itself, {times[rank][1]:.3f} s of it "
-            f"waiting for its batch"
+            f"waiting for its batch, where the median of {len(self._alike[0])} ranks with the same work takes "
+            f"{median_s[rank]:.3f} s"
             for rank in found
         ]
-        return (
-            f"{'; '.join(parts)}; the median rank takes {median_s:.3f} s; look for other work on that host, a hot or "
-            "throttled processor, a slow disk"
-        )
+        return f"{'; '.join(parts)}; look for other work on that host, a hot or throttled processor, a slow disk"
 
     def _gradient_ready(self, _: Tensor) -> None:
         self._ready_s = time.perf_counter()

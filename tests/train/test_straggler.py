@@ -1,0 +1,49 @@
+"""Which ranks are held against each other when one seems slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from netfold.train.mesh import Mesh
+from netfold.train.recipe import Parallel, Survive
+from netfold.train.survive import straggler
+
+# Of ranks 0..7 = pipeline 2 x data 2 x tensor 2: the second stage has three times the work, and rank 6 is slow in it.
+SECONDS = (0.10, 0.11, 0.12, 0.13, 0.30, 0.31, 0.90, 0.33)
+
+
+@pytest.fixture
+def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mesh]:
+    """A world of 8 ranks of which this is one, and whose others say SECONDS."""
+
+    def all_gather(rows: list[Tensor], _own: Tensor) -> None:
+        for row, own_s in zip(rows, SECONDS, strict=True):
+            row.copy_(torch.tensor([own_s, own_s / 10]))
+
+    def all_gather_object(found: list[str], _own: str) -> None:
+        found[:] = [f"host{rank}" for rank in range(len(found))]
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    try:
+        yield Mesh(Parallel(pipeline=2, tensor=2))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_only_ranks_with_the_same_work_are_compared(mesh: Mesh) -> None:
+    assert mesh.alike() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    watch = straggler.Straggler(nn.Linear(1, 1), Survive(straggler_ratio=2.0), mesh)
+    said = [watch.stepped(0.0, 0.0, 0.0) for _ in range(straggler.WINDOW_STEPS * (straggler.WINDOWS + 1))]
+    (sentence,) = filter(None, said)
+    assert sentence.startswith(
+        "rank 6 (host6) takes 0.900 s a step for itself, 0.090 s of it waiting for its batch, where the median of 2 "
+        "ranks with the same work takes 0.300 s; look for other work on that host"
+    )
