@@ -3,10 +3,11 @@
     .venv/bin/python bench/train_overhead.py [BLOCKS] [--ranks 1,2]      # 20 blocks; about ten minutes
 
 In each process `Trainer.fit` trains with all its default listeners, but for the profile of steps 11 to 60, which has
-figures of its own (profile_cost.md). After each block of steps, the last listener runs as many steps of the same model
-by hand: DDP, the same optimizer, batches made the same way by a thread that is one ahead, the loss read each step. A
-block of the layer's is held against the mean of those by hand before and after it: what the machine does besides falls
-on both. A model of one small layer shows what the layer costs in milliseconds, which does not depend on the model.
+figures of its own (profile_cost.md), and with DDP's own bucket size. After each block of steps, the last listener runs
+as many steps of the same model by hand: DDP, the same optimizer, batches made the same way by a thread that is one
+ahead, the loss read each step. A block of the layer's is held against the mean of those by hand before and after it:
+what the machine does besides falls on both. A model of one small layer shows what the layer costs in milliseconds,
+which does not depend on the model.
 NETFOLD_BENCH_WHERE=1 prints where rank 0's time goes in the layer's blocks (cProfile, which makes calls dear).
 Writes bench/results/train_overhead.md.
 """
@@ -171,6 +172,8 @@ def serve(rank: int, ranks: int, folder: str, case: str, blocks: int) -> None:
             **CASES[case],
             "training": {**CASES[case]["training"], "steps": steps},
             "report": {"profile": False},
+            # DDP's own size: the steps in which a better one is sought would be compared with steps that seek none.
+            "parallel": {"bucket_mb": 25.0},
             "run": {"folder": folder, "name": name},
         }
         recipe = Recipe.model_validate(table)
