@@ -1,11 +1,12 @@
 """What a step of each recipe takes over netfold and over gloo: here, and between the hosts of an emulated rack.
 
-    python bench/train_steps.py [RECIPE ...]      # rewrites bench/results/train_steps.md; the rack needs root
+    python bench/train_steps.py [RECIPE ...]      # all: half an hour; the rack needs root
 
 Here, two ranks really compute, on a core each. In the rack a layer's computing is a timer of what it took on this
 machine (`timed_model`), since its hosts share the cores; what they send is real. Backends take turns in the same
 processes, a few steps each, in the other order each time; a step's time is the slowest rank's. In the rack netfold has
-the rack's switch. Every rank has the same share of samples whatever the number of hosts.
+the rack's switch. Every rank has the same share of samples whatever the number of hosts. Each recipe's seconds go to
+bench/results/train_steps.json, and the table of all that is there to train_steps.md.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from netfold.bench.spread import spread
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "train_steps.md"
+SECONDS = RESULT.with_suffix(".json")
 RECIPES = HERE.parent / "recipes"
 BACKENDS = ("netfold", "gloo")
 ROUNDS, STEPS, SETTLING = 4, 4, 2
-DEADLINE_S = 540
+# Of a recipe that computes for longer than a second: its gradients take many seconds on the slowest links.
+FEW_ROUNDS = 2
+DEADLINE_S = 900
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ PLACES = (
 )
 
 
-def serve(recipe_path: str, folder: str, timed_file: str) -> None:
+def serve(recipe_path: str, folder: str, rounds: str, timed_file: str) -> None:
     """A rank: every round on both backends; rank 0 writes the seconds of each step."""
     import torch
     import torch.distributed as dist
@@ -96,7 +100,7 @@ def serve(recipe_path: str, folder: str, timed_file: str) -> None:
 
     store = dist.FileStore(f"{folder}/store", size)
     seconds: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
-    for turn in range(ROUNDS):
+    for turn in range(int(rounds)):
         for backend in BACKENDS if turn % 2 else BACKENDS[::-1]:
             made = dist.PrefixStore(f"{turn}-{backend}", store)
             dist.init_process_group(backend, store=made, rank=rank, world_size=size, timeout=timedelta(seconds=120))
@@ -146,9 +150,10 @@ def time_layers(recipe_path: str, file: str) -> None:
     Path(file).write_text(json.dumps([asdict(took) for took in layer_times(make_model(recipe.model), batch)]))
 
 
-def run(recipe: Path, place: Place, timed_file: Path) -> dict[str, list[float]]:
+def run(recipe: Path, place: Place, rounds: int, timed_file: Path) -> dict[str, list[float]]:
+    """By backend, the seconds of each step."""
     with tempfile.TemporaryDirectory() as folder:
-        mine = [sys.executable, __file__, "--rank", str(recipe), folder]
+        mine = [sys.executable, __file__, "--rank", str(recipe), folder, str(rounds)]
         if place.rate:
             rack = [sys.executable, "-m", "netfold.cli", "rack", "run", "--hosts", str(place.hosts), "--rate"]
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
@@ -175,38 +180,48 @@ def run(recipe: Path, place: Place, timed_file: Path) -> dict[str, list[float]]:
 
 def main(names: list[str]) -> None:
     recipes = [RECIPES / f"{name}.toml" for name in names] or sorted(RECIPES.glob("*.toml"))
-    rows, efficiency = [], []
-    load = os.getloadavg()[0]
+    kept: dict[str, Any] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         for recipe in recipes:
+            load = os.getloadavg()[0]
             timed_file = Path(folder, "times.json")
             time_layers_of(recipe, timed_file)
-            compute = sum(took["forward_s"] + took["backward_s"] for took in json.loads(timed_file.read_text()))
-            medians: dict[tuple[Place, str], float] = {}
-            for place in PLACES:
-                found = run(recipe, place, timed_file)
-                sides = {backend: spread([1e3 * s for s in found[backend]]) for backend in BACKENDS}
-                ratios = spread([g / n for g, n in zip(found["gloo"], found["netfold"], strict=True)])
-                medians |= {(place, backend): sides[backend].median for backend in BACKENDS}
-                cells = [f"{side.median:.1f} ({side.p5:.1f}..{side.p95:.1f})" for side in sides.values()]
-                ratio = f"{ratios.median:.2f} ({ratios.p5:.2f}..{ratios.p95:.2f})"
-                rows.append(f"| {recipe.stem} | {place.name} | {' | '.join(cells)} | {ratio} |")
-                print(rows[-1], flush=True)
-            for backend in BACKENDS:
-                steps = [medians[Place(hosts, "1gbit"), backend] for hosts in (1, 2, 4, 8)]
-                cells = [f"{steps[0] / step:.2f}" for step in steps]
-                efficiency.append(f"| {recipe.stem} | {1e3 * compute:.1f} | {backend} | {' | '.join(cells)} |")
-                print(efficiency[-1], flush=True)
-    text = f"""# A step of each recipe, over netfold and over gloo
+            compute_s = sum(took["forward_s"] + took["backward_s"] for took in json.loads(timed_file.read_text()))
+            rounds = ROUNDS if compute_s < 1 else FEW_ROUNDS
+            seconds = {place.name: run(recipe, place, rounds, timed_file) for place in PLACES}
+            kept[recipe.stem] = {"compute_s": compute_s, "seconds": seconds, "load": [load, os.getloadavg()[0]]}
+            SECONDS.write_text(json.dumps({name: kept[name] for name in sorted(kept)}) + "\n")
+            RESULT.write_text(render(json.loads(SECONDS.read_text())))
+            print(recipe.stem, flush=True)
+    print(RESULT.read_text())
 
-`python bench/train_steps.py`, {spoken((load, os.getloadavg()[0]))} Milliseconds a step, the slowest rank's: median
-(p5..p95) of {ROUNDS * STEPS} steps in {ROUNDS} turns of each backend in the same processes; ratio: gloo's over
+
+def render(kept: dict[str, Any]) -> str:
+    rows, efficiency = [], []
+    for name, found in kept.items():
+        for place in PLACES:
+            seconds = found["seconds"][place.name]
+            sides = [spread([1e3 * s for s in seconds[backend]]) for backend in BACKENDS]
+            ratio = spread([g / n for g, n in zip(seconds["gloo"], seconds["netfold"], strict=True)])
+            cells = [f"{side.median:.1f} ({side.p5:.1f}..{side.p95:.1f})" for side in sides]
+            cells.append(f"{ratio.median:.2f} ({ratio.p5:.2f}..{ratio.p95:.2f})")
+            rows.append(f"| {name} | {place.name} | {' | '.join(cells)} | {len(seconds['gloo'])} |")
+        for backend in BACKENDS:
+            places = (found["seconds"][Place(hosts, "1gbit").name] for hosts in (1, 2, 4, 8))
+            steps = [spread(seconds[backend]).median for seconds in places]
+            cells = [f"{steps[0] / step:.2f}" for step in steps]
+            efficiency.append(f"| {name} | {1e3 * found['compute_s']:.1f} | {backend} | {' | '.join(cells)} |")
+    loads = [load for found in kept.values() for load in found["load"]]
+    return f"""# A step of each recipe, over netfold and over gloo
+
+`python bench/train_steps.py`. {spoken((min(loads), max(loads)))} Milliseconds a step, the slowest rank's: median
+(p5..p95) of so many steps, {STEPS} in each turn of a backend, in the same processes; ratio: gloo's over
 netfold's, step by step. Every rank has half of the recipe's batch, whatever the number of ranks. On this machine
 ranks really compute; in the rack a layer's computing is a timer of what it took here, and netfold has the rack's
 switch. Buckets of 25 MB on both sides.
 
-| recipe | where | netfold ms | gloo ms | ratio |
-|---|---|---|---|---|
+| recipe | where | netfold ms | gloo ms | ratio | steps |
+|---|---|---|---|---|---|
 {chr(10).join(rows)}
 
 ## Scaling efficiency at 1 Gbit/s
@@ -217,9 +232,6 @@ The step of one host over that of 1, 2, 4 and 8, each with the same share of sam
 |---|---|---|---|---|---|---|
 {chr(10).join(efficiency)}
 """
-    if not names:
-        RESULT.write_text(text)
-    print(text)
 
 
 def time_layers_of(recipe: Path, file: Path) -> None:
