@@ -25,7 +25,7 @@ from netfold.bench.machine import spoken
 from netfold.bench.spread import spread
 from netfold.rack.processes import exit_on_signals
 
-RANKS, STEPS = 4, 192
+RANKS, STEPS = 4, 768
 RECIPE: dict[str, Any] = {
     "model": {"name": "gpt", "width": 64, "heads": 4, "layers": 2, "context": 64},
     "data": {"name": "source", "context": 64, "held_out": 0.01},
@@ -113,10 +113,10 @@ def render(baseline: float, parameters: int, runs: list[Any], load: tuple[float,
     of_step = spread([1e3 * run[4] for run in runs])
     lines += [
         "",
-        f"How often each byte comes, alone: {baseline:.3f} bits. {len(of_way['data parallel'])} seeds, interleaved; "
+        f"Which byte follows which, alone: {baseline:.3f} bits. {len(of_way['data parallel'])} seeds, interleaved; "
         "AdamW with a cosine and 16 steps of warm-up, the same rate for all; DiLoCo: outer rate 0.7, momentum 0.9, "
-        "which is meant for many more rounds. Other work ran on this machine: a step took "
-        f"{of_step.p5:.0f} to {of_step.p95:.0f} ms, which says nothing; losses and bytes do not depend on it. "
+        f"which is meant for many more rounds. A step took {of_step.p5:.0f} to {of_step.p95:.0f} ms, with four ranks on "
+        "these cores and no slow network; losses and bytes do not depend on it. "
         f"torch {version('torch')}; {spoken(load)}",
     ]
     return "\n".join(lines) + "\n"
