@@ -115,8 +115,8 @@ def render(baseline: float, parameters: int, runs: list[Any], load: tuple[float,
         "",
         f"Which byte follows which, alone: {baseline:.3f} bits. {len(of_way['data parallel'])} seeds, interleaved; "
         "AdamW with a cosine and 16 steps of warm-up, the same rate for all; DiLoCo: outer rate 0.7, momentum 0.9, "
-        f"which is meant for many more rounds. A step took {of_step.p5:.0f} to {of_step.p95:.0f} ms, with four ranks on "
-        "these cores and no slow network; losses and bytes do not depend on it. "
+        f"which is meant for many more rounds. A step took {of_step.p5:.0f} to {of_step.p95:.0f} ms: four ranks shared "
+        "these cores, and no network was slow; losses and bytes do not depend on it. "
         f"torch {version('torch')}; {spoken(load)}",
     ]
     return "\n".join(lines) + "\n"
