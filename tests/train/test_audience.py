@@ -181,7 +181,9 @@ def test_wandb_is_told_in_its_own_words_and_a_run_that_goes_on_is_the_same(
     calls = Calls(init=run)
     monkeypatch.setitem(sys.modules, "wandb", as_package(calls, "init"))
     for events in a_run_that_was_cut_off_and_went_on(asked):
-        tell([Wandb(tmp_path, 1, exposed)], events)
+        # A finished run takes no alert: the real one raises.
+        late = [Noted(STEPS, "warning", "another failed at the end")] if isinstance(events[-1], Ended) else []
+        tell([Wandb(tmp_path, 1, exposed)], [*events, *late])
     (_, first), (_, second) = calls.of("init")
     assert (first["id"], second["id"], second["resume"]) == (None, "abc123", "allow")
     assert first["config"] == asked.model_dump(mode="json") and first["dir"] == str(tmp_path)
@@ -219,6 +221,18 @@ def test_mlflow_is_told_in_its_own_words_and_a_run_that_goes_on_is_the_same(
     assert metrics["train/loss"] == stepped(1).loss and named == {"step": 1, "synchronous": False}
     assert calls.of("set_tag")[0][0] == ("warning at step 7", "the loss of step 7 is <nan>: the step was left out")
     assert calls.of("end_run") == [(("FINISHED",), {})]
+
+
+def test_an_mlflow_that_never_starts_a_run_is_told_of_once_and_begins_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = Calls()
+    package = as_package(calls, "active_run", "log_metrics", "end_run")
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    tell([Guarded(MLflow(tmp_path, 1, Exposed()), [])], a_run_that_was_cut_off_and_went_on(recipe(tmp_path))[-1])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "MLflow failed (AttributeError" in said
+    assert not calls.of("log_metrics") and not calls.of("end_run")
 
 
 def test_a_full_disk_is_said_on_screen_and_the_run_ends_well(

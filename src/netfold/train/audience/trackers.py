@@ -1,7 +1,7 @@
 """A run in Weights & Biases or MLflow, where the recipe asks for them (`report.wandb`, `report.mlflow`).
 
-Where they send what they are told is theirs to say: WANDB_MODE=offline, WANDB_PROJECT, MLFLOW_TRACKING_URI (a folder,
-for one). Both are told without being waited for. A run that goes on is the same run there.
+Where they send what they are told is theirs to say: WANDB_MODE=offline, WANDB_PROJECT, MLFLOW_TRACKING_URI
+(a database, for one). Both are told without being waited for. A run that goes on is the same run there.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class Wandb(Listener):
         self._folder, self._every, self._exposed = folder, every, exposed
         self._batch = 0
         self._run: Any = None
+        self._wanted = False
 
     def started(self, event: Started) -> None:
-        self._batch = event.batch
+        self._batch, self._wanted = event.batch, True
         kept = _Kept(self._folder / "wandb.json")
         self._run = self._wandb.init(
             name=self._folder.name, dir=str(self._folder), id=kept.known, resume="allow",
@@ -44,10 +45,12 @@ class Wandb(Listener):
         self._run.log(of_evaluation(event), step=event.step)
 
     def noted(self, event: Noted) -> None:
-        if self._run is not None and event.level != "info":
+        if self._wanted and event.level != "info":
             self._run.alert(title=f"step {event.step}", text=event.text)
 
     def ended(self, event: Ended) -> None:
+        # A finished run takes no alert.
+        self._wanted = False
         self._run.finish(exit_code=0 if event.reason == "done" else 1)
 
 
@@ -59,9 +62,10 @@ class MLflow(Listener):
         self._mlflow = importlib.import_module("mlflow")
         self._folder, self._every, self._exposed = folder, every, exposed
         self._batch = 0
+        self._wanted = False
 
     def started(self, event: Started) -> None:
-        self._batch = event.batch
+        self._batch, self._wanted = event.batch, True
         kept = _Kept(self._folder / "mlflow.json")
         run = self._mlflow.start_run(run_id=kept.known, run_name=self._folder.name)
         if kept.known is None:  # a parameter is said once in a run's life
@@ -76,13 +80,22 @@ class MLflow(Listener):
         self._log(of_evaluation(event), event.step)
 
     def noted(self, event: Noted) -> None:
-        if self._mlflow.active_run() is not None:
+        if self._wanted:
+            self._active()
             self._mlflow.set_tag(f"{event.level} at step {event.step}", event.text)
 
     def ended(self, event: Ended) -> None:
+        self._wanted = False
+        self._active()
         self._mlflow.end_run("FINISHED" if event.reason == "done" else "KILLED")
 
+    def _active(self) -> None:
+        """Left to itself it would begin a run of another name, or end none and be content."""
+        if self._mlflow.active_run() is None:
+            raise RuntimeError("its run could not be started")
+
     def _log(self, values: Mapping[str, float], step: int) -> None:
+        self._active()
         self._mlflow.log_metrics(values, step=step, synchronous=False)
 
 
