@@ -201,6 +201,7 @@ def gpt(line: StartLine, rounds: int) -> dict[str, Any]:
 
     from netfold.train.datasets import make_data
     from netfold.train.mesh import Mesh
+    from netfold.train.model import Chain
     from netfold.train.models import make_model
     from netfold.train.parallel.parts import Parts
     from netfold.train.parallel.pipeline import Piped
@@ -216,6 +217,7 @@ def gpt(line: StartLine, rounds: int) -> dict[str, Any]:
     for name in ("by layers", "by cost"):
         torch.manual_seed(0)
         model = make_model(recipe.model)
+        assert isinstance(model.module, Chain)
         names = list(model.module.layers)
         plan = Plan(model, recipe, mesh, data.train)
         if name == "by layers":
@@ -306,8 +308,8 @@ def _spread(values: Any, form: str) -> tuple[str, str]:
 
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["rank"]:
-        rank, size, folder, rounds, unit_s = arguments[1:]
-        return serve(int(rank), int(size), folder, int(rounds), float(unit_s))
+        rank, size, folder, count, unit_s = arguments[1:]
+        return serve(int(rank), int(size), folder, int(count), float(unit_s))
     rounds, unit_ms = (int(each) for each in [*arguments, *("7", "20")[len(arguments) :]])
     load = os.getloadavg()[0]
     worlds = {size: measure(size, rounds, unit_ms / 1e3) for size in RANKS}

@@ -177,8 +177,8 @@ def render(found: dict[tuple[str, str], Any], pairs: int, load: tuple[float, flo
 
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["rank"]:
-        rank, folder, backend, case, pairs = arguments[1:]
-        return serve(int(rank), folder, backend, case, int(pairs))
+        rank, folder, backend, case, count = arguments[1:]
+        return serve(int(rank), folder, backend, case, int(count))
     pairs = int(arguments[0]) if arguments else 10
     load = os.getloadavg()[0]
     found = {(backend, case): measure(backend, case, pairs) for backend, cases in CASES.items() for case in cases}

@@ -96,10 +96,11 @@ def main() -> None:
     for seed in range(asked.seeds):
         for path in chosen:
             found[path.stem].append(run(path, seed))
-    text = render(found, (load, os.getloadavg()[0]))
+    loads = load, os.getloadavg()[0]
+    text = render(found, loads)
     if chosen == RECIPES:
         (RESULTS / "recipes.md").write_text(text)
-        (RESULTS / "recipe_profiles.md").write_text(profiles(found, load))
+        (RESULTS / "recipe_profiles.md").write_text(profiles(found, loads))
     print(text)
 
 

@@ -109,8 +109,9 @@ def render(times: Times, rounds: int, calls: int, load: tuple[float, float]) -> 
 
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["rank"]:
-        rank, size, folder, rounds, calls = arguments[1:]
-        return serve(int(rank), int(size), folder, int(rounds), int(calls))
+        folder = arguments.pop(3)
+        rank, size, rounds, calls = map(int, arguments[1:])
+        return serve(rank, size, folder, rounds, calls)
     rounds, calls = (int(each) for each in [*arguments[:2], *("12", "25")[len(arguments[:2]) :]])
     sizes = [int(size) for size in arguments[2:]] or [2, 4, 8, 16]
     load = os.getloadavg()[0]

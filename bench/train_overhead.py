@@ -221,7 +221,8 @@ def measure(ranks: int, case: str, blocks: int) -> tuple[Any, Any]:
         env = {"OMP_NUM_THREADS": "1"} | {name: os.environ[name] for name in (keep,) if name in os.environ}
         run_own_ranks(__file__, ranks, ranks, folder, case, blocks, deadline_s=DEADLINE_S, env=env)
         files = [np.load(f"{folder}/{rank}.npz") for rank in range(ranks)]
-        return tuple(np.mean([file[name] for file in files], axis=0) for name in ("by_hand", "layer"))  # type: ignore[return-value]
+        by_hand, layer = (np.mean([file[name] for file in files], axis=0) for name in ("by_hand", "layer"))
+        return by_hand, layer
 
 
 def render(found: dict[tuple[str, int], tuple[Any, Any]], blocks: int, load: tuple[float, float]) -> str:
