@@ -27,6 +27,7 @@ PRIORS = {
     "launch_s": 0.5,
     "late_s": 0.5,
     "blend": 0.3,
+    "blend_talking": 0.3,
     "update_bytes": 0.5,
 }
 # Of a run's logarithm about the model with the best constants; errors beyond this many times it weigh less.
