@@ -32,8 +32,7 @@ def collective_s(
     """
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
-    device = cluster.device
-    copied = size_bytes / (constants.copy_part * device.memory_bytes_per_s)
+    copied = size_bytes / constants.copy_bytes_per_s
     seconds = min(_ways(operation, size_bytes, group, cluster, constants, in_network))
     return constants.collective_s + copied + seconds
 
@@ -86,8 +85,10 @@ def _links(group: Group, cluster: Cluster, constants: Constants) -> Links:
         part = constants.network_part if tier is not cluster.tiers[0] else 1.0
         rate = min(rate, inside * part * tier.busy_bytes_per_s)
         # Of all hops, those that cross this tier and none outside.
-        latency += tier.latency_s * (group.ranks / inside - group.ranks / group.inside(tier)) / group.ranks
-        inside = group.inside(tier)
+        joined = group.inside(tier)
+        hops = group.ranks / inside - (group.ranks / joined if joined < group.ranks else 0)
+        latency += tier.latency_s * hops / group.ranks
+        inside = joined
     return Links(
         network=Link(latency, rate),
         memory=Link(0.0, float("inf")),

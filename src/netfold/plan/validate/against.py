@@ -19,14 +19,16 @@ MOST_CALIBRATION_RUNS = 10
 # What a target may differ in from what the constants were fitted on, with the deviation of its logarithm: how busy its
 # hosts are, its network, its libraries, and all else.
 _TARGET_PRIORS = {
-    "matmul_part": 0.05,
-    "memory_part": 0.1,
-    "launch_s": 0.3,
-    "late_s": 0.5,
+    "matmul_part": 0.025,
+    "memory_part": 0.05,
+    "launch_s": 0.15,
+    "late_s": 0.25,
     "network_part": 0.4,
     "send_bytes_per_s": 0.5,
     "tempo": 0.1,
 }
+# Of a run's logarithm: runs of one target err alike, which `tempo` has in it.
+_NOISE = 0.05
 _RECOMPUTATIONS = ("auto", "none", "full")
 # A guess of what was recomputed must be this much nearer, of the runs' mean error, to be taken for another.
 _CLEARLY = 0.02
@@ -124,7 +126,7 @@ def calibrated(runs: Sequence[Run], cluster: Cluster, constants: Constants = FIT
     tried: dict[str, tuple[Constants, float]] = {}
     for recomputation in _RECOMPUTATIONS:
         told = [(run.model, as_it_ran(run, cluster, constants, recomputation), run.measured_ms / 1e3) for run in runs]
-        fitted = fit(told, cluster, constants, _TARGET_PRIORS)
+        fitted = fit(told, cluster, constants, _TARGET_PRIORS, noise=_NOISE)
         off = [abs(predict(model, cluster, job, fitted).step_s / seconds - 1) for model, job, seconds in told]
         tried[recomputation] = fitted, float(np.mean(off))
     best = min(tried, key=lambda word: tried[word][1])
