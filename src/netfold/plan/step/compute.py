@@ -16,6 +16,8 @@ _ALIGNED_BYTES = 16
 
 def matmul_s(matmul: Matmul, device: Device, precision: str, item_bytes: int, constants: Constants) -> float:
     """Seconds: of arithmetic, where few tiles or a short inner dimension cost; or of memory, if that takes longer."""
+    if matmul.fused:
+        return matmul.flops / (constants.fused_part * device.peak(precision))
     m, n, k, count = matmul.m, matmul.n, matmul.k, matmul.count
     aligned = all(size * item_bytes % _ALIGNED_BYTES == 0 for size in (n, k))
     part = constants.matmul_part if aligned else constants.unaligned_part

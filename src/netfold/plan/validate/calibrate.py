@@ -46,7 +46,8 @@ def fit(
 ) -> Constants:
     """runs: model, job, measured seconds. priors: the deviation of each constant that may move.
 
-    noise: of a run's logarithm about the best model. informative: as how many independent runs they count; all of them where None.
+    noise: of a run's logarithm about the best model. informative: as how many independent runs they count; all of them
+    where None.
     """
     names = list(priors)
     start = np.array([getattr(constants, name) for name in names])
