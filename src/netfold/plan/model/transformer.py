@@ -72,7 +72,8 @@ def _embedding(model: Transformer, share: Share) -> Layer:
         backward=Pass((), 5.5 * whole, 6),
         again=Pass(),
         parameters=(model.padded(share.tensor) / share.tensor + model.sequence) * model.hidden,
-        kept_bytes=whole / 4,
+        # The dropout's mask, a byte an element.
+        kept_bytes=whole / share.item_bytes / (share.tensor if share.sequence else 1),
         input_bytes=0.0,
     )
 

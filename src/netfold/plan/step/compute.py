@@ -8,8 +8,6 @@ from netfold.plan.step.constants import Constants
 
 # Elements of the result that one block of threads works on, by cuBLAS's usual choice for large matmuls.
 _TILE = 128
-# Streaming multiprocessors of the devices that this was fitted on; a matmul of fewer tiles leaves some idle.
-_BLOCKS = 108
 # Bytes that rows must be a multiple of for tensor cores at full rate (NVIDIA, matrix multiplication user's guide).
 _ALIGNED_BYTES = 16
 
@@ -22,7 +20,7 @@ def matmul_s(matmul: Matmul, device: Device, precision: str, item_bytes: int, co
     aligned = all(size * item_bytes % _ALIGNED_BYTES == 0 for size in (n, k))
     part = constants.matmul_part if aligned else constants.unaligned_part
     tiles = -(-m // _TILE) * -(-n // _TILE) * count
-    flops = 2.0 * _TILE * _TILE * k * max(tiles, _BLOCKS)
+    flops = 2.0 * _TILE * _TILE * k * max(tiles, device.multiprocessors)
     arithmetic = flops * (1 + constants.matmul_depth / k) / (part * device.peak(precision))
     moved = float(item_bytes * (m * k + k * n + m * n) * count)
     return max(arithmetic, moved_s(moved, device, constants))

@@ -26,7 +26,7 @@ class Constants:
     matmul_part: float = 0.842
     matmul_depth: float = 268.0
     unaligned_part: float = 0.2425
-    fused_part: float = 0.5
+    fused_part: float = 0.32
     memory_part: float = 0.68
     kernel_s: float = 4e-6
     launch_s: float = 46.3e-6
