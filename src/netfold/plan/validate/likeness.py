@@ -27,7 +27,7 @@ class Likeness:
         self._known = _places(runs)
         left = np.log([run.measured_ms / found for run, found in zip(runs, predicted_ms, strict=True)])
         alike = _alike(self._known, self._known) + _RUNS**2 * np.eye(len(runs))
-        self._weights: Floats = np.linalg.solve(alike, left)
+        self._weights: Floats = np.asarray(np.linalg.solve(alike, left), dtype=np.float64)
 
     def factors(self, runs: Sequence[Run]) -> list[float]:
         """What to multiply each prediction by."""
