@@ -1,0 +1,183 @@
+"""What a step is put together from: each pipeline stage's work for a microbatch, and what follows once a step.
+
+`predict` adds these up in closed form; a simulator can play them as events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from netfold.plan.cluster import Cluster
+from netfold.plan.job import OPTIMIZERS, Job
+from netfold.plan.model import Layer, Model, Pass, Share
+from netfold.plan.step.compute import blended, device_s, host_s, moved_s
+from netfold.plan.step.constants import FITTED, Constants
+from netfold.plan.step.traffic import Group, collective_s, send_s
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank of a pipeline stage, for one microbatch; all of its pieces where they are interleaved.
+
+    forward_s, backward_s: computing, recomputation in the latter. forward_tensor_s, backward_tensor_s: collectives
+    among tensor ranks, which computing waits for. sent_bytes: activations to the next stage, a rank; as many come back
+    as gradients. send_s: what they take. parameters: held by the rank. kept_bytes: activations of a microbatch.
+    tables_s: exchanges of what was looked up in tables that are spread over all ranks, both ways.
+    """
+
+    forward_s: float
+    backward_s: float
+    forward_tensor_s: float
+    backward_tensor_s: float
+    sent_bytes: float
+    send_s: float
+    parameters: float
+    kept_bytes: float
+    tables_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward pass, with what is communicated inside."""
+        return self.forward_s + self.backward_s + self.forward_tensor_s + self.backward_tensor_s + self.tables_s
+
+
+@dataclass(frozen=True)
+class Costs:
+    """data_s: of all gradients among data-parallel ranks, with ZeRO-1 and 2 of weights too, were nothing hidden.
+
+    gathered_s: of all weights once, with ZeRO-3: before each forward and each backward pass, and then data_s is of each
+    microbatch. optimizer_s: the update of a rank's weights. All three of the stage with most parameters.
+    """
+
+    stages: tuple[Stage, ...]
+    microbatches: int
+    data_s: float
+    gathered_s: float
+    optimizer_s: float
+
+
+def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTED) -> Costs:
+    """Raises ValueError, in a sentence, for a split that the model or the cluster cannot have."""
+    split = job.split
+    if split.ranks > cluster.devices:
+        raise ValueError(f"{split.text()} needs {split.ranks} devices; {cluster.name} has {cluster.devices}")
+    share = Share(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes)
+    layers = model.layers(share)
+    times = _layer_times(model, share, cluster, job.precision, constants)
+    distance = split.tensor * split.data
+    stages = []
+    for part in _cut(layers, split.pipeline):
+        sent = max(layers[index].input_bytes for index, _ in part) if split.pipeline > 1 else 0.0
+        if split.interleave > 1 and not split.sequence:
+            # Tensor ranks hold the same: each sends a part, gathered where it arrives (Narayanan et al. 2021, 4.1).
+            sent /= split.tensor
+        stages.append(
+            Stage(
+                sum(count * times[index].forward_s for index, count in part),
+                sum(count * times[index].backward_s for index, count in part),
+                sum(count * times[index].forward_tensor_s for index, count in part),
+                sum(count * times[index].backward_tensor_s for index, count in part),
+                sent,
+                send_s(sent, distance, cluster, constants) if sent else 0.0,
+                sum(count * layers[index].parameters for index, count in part),
+                sum(count * layers[index].kept_bytes for index, count in part),
+                sum(count * _tables_s(layers[index], cluster, job, constants) for index, count in part),
+            )
+        )
+    data, gathered = _data_parallel(max(stage.parameters for stage in stages), cluster, job, constants)
+    updated = max(stage.parameters for stage in stages) / (split.data if split.zero else 1)
+    optimizer = moved_s(updated * _updated_bytes(job, constants), cluster.device, constants)
+    return Costs(tuple(stages), job.microbatches, data, gathered, optimizer)
+
+
+def _tables_s(layer: Layer, cluster: Cluster, job: Job, constants: Constants) -> float:
+    group = Group(job.split.ranks)
+    return sum(
+        collective_s(each.operation, each.size_bytes, group, cluster, constants)
+        for work in (layer.forward, layer.backward)
+        for each in work.collectives
+        if each.group == "tables"
+    )
+
+
+def _updated_bytes(job: Job, constants: Constants) -> float:
+    """An element: what was fitted is Adam's; state that it has and others lack is read and written."""
+    return constants.update_bytes - 2 * (OPTIMIZERS["adam"] - OPTIMIZERS[job.optimizer])
+
+
+def _data_parallel(parameters: float, cluster: Cluster, job: Job, constants: Constants) -> tuple[float, float]:
+    """Seconds for a stage's gradients, and to gather its weights once (ZeRO-3)."""
+    group = Group(job.split.data, job.split.tensor)
+    gradients, weights = parameters * job.gradient_bytes, parameters * job.item_bytes
+
+    def taken(operation: str, size_bytes: float) -> float:
+        return collective_s(operation, size_bytes, group, cluster, constants, job.in_network)
+
+    if job.split.zero == 0:
+        return taken("all_reduce", gradients), 0.0
+    gathered = taken("all_gather", weights)
+    if job.split.zero == 3:
+        return taken("reduce_scatter", gradients), gathered
+    return taken("reduce_scatter", gradients) + gathered, 0.0
+
+
+@dataclass(frozen=True)
+class _Times:
+    forward_s: float
+    backward_s: float
+    forward_tensor_s: float
+    backward_tensor_s: float
+
+
+@lru_cache(maxsize=16384)
+def _layer_times(
+    model: Model, share: Share, cluster: Cluster, precision: str, constants: Constants
+) -> tuple[_Times, ...]:
+    """Of each layer, once."""
+    device, group = cluster.device, Group(share.tensor)
+
+    def both(*passes: Pass) -> tuple[float, float]:
+        """Seconds in all that computing and launching take, and what collectives add."""
+        busy = sum(device_s(each, device, precision, share.item_bytes, constants) for each in passes)
+        talking = sum(
+            collective_s(each.operation, each.size_bytes, group, cluster, constants)
+            for work in passes
+            for each in work.collectives
+            if each.group == "tensor"
+        )
+        host = sum(host_s(each, share.tensor, constants) for each in passes)
+        alone = blended(busy, sum(host_s(each, 1, constants) for each in passes), constants.blend)
+        if not talking:
+            return alone, 0.0
+        return alone, max(0.0, blended(busy + talking, host, constants.blend_talking) - alone)
+
+    times = []
+    for layer in model.layers(share):
+        forward, forward_tensor = both(layer.forward)
+        backward, backward_tensor = both(layer.again, layer.backward)
+        found = (forward, backward, forward_tensor, backward_tensor)
+        times.append(_Times(*(constants.tempo * seconds for seconds in found)))
+    return tuple(times)
+
+
+def _cut(layers: tuple[Layer, ...], stages: int) -> list[list[tuple[int, float]]]:
+    """Each stage's layers by index, and how many of each.
+
+    Of repeated layers whole ones, the first stages one more where they do not come out even; what stands before and
+    after them at its end. A list without repeated layers is cut where it balances.
+    """
+    repeated = [index for index, layer in enumerate(layers) if layer.count > 1]
+    if not repeated:
+        return [[(index, 1 / stages) for index in range(len(layers))] for _ in range(stages)]
+    first, last = repeated[0], repeated[-1]
+    whole = sum(layers[index].count for index in repeated)
+    if whole < stages:
+        raise ValueError(f"{stages} stages of a pipeline are more than its {whole} layers; as many is the most")
+    parts: list[list[tuple[int, float]]] = []
+    for stage in range(stages):
+        counts = [(index, *divmod(layers[index].count, stages)) for index in range(first, last + 1)]
+        parts.append([(index, float(each + (stage < more))) for index, each, more in counts])
+    parts[0] = [(index, 1.0) for index in range(first)] + parts[0]
+    parts[-1] = parts[-1] + [(index, 1.0) for index in range(last + 1, len(layers))]
+    return parts

@@ -1,0 +1,156 @@
+"""Predictions beside measured runs: what `netfold plan validate --runs` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from netfold.plan.cluster import Cluster
+from netfold.plan.step import FITTED, Constants, Prediction, predict
+from netfold.plan.validate.calibrate import Fitted, fit
+from netfold.plan.validate.likeness import Likeness
+from netfold.plan.validate.runs import Run, as_it_ran
+from netfold.plan.validate.score import Compared, Score, score
+
+# With more the runs would be fitted and not foretold.
+MOST_CALIBRATION_RUNS = 10
+# What a target may differ in from what the constants were fitted on, with the deviation of its logarithm: how busy its
+# hosts are, its network, its libraries, and all else.
+_TARGET_PRIORS = {
+    "matmul_part": 0.025,
+    "memory_part": 0.05,
+    "launch_s": 0.15,
+    "late_s": 0.25,
+    "network_part": 0.4,
+    "send_bytes_per_s": 0.5,
+    "tempo": 0.1,
+}
+# Of a run's logarithm: runs of one target err alike, which `tempo` has in it.
+_NOISE = 0.08
+_RECOMPUTATIONS = ("auto", "none", "full")
+# By how much another answer must be less improbable than `auto` to be taken for it: about e times.
+_CLEARLY = 2.0
+# Of a run about a model that was calibrated on its like; what the band is before any of them are seen, as so many runs.
+_KNOWN_RUNS = 10
+# From a mean absolute deviation to half of an 80% band, of errors that are normal: 1.2816 sqrt(pi/2).
+_BAND = 1.606
+
+
+@dataclass(frozen=True)
+class Row:
+    """factor: what runs like it, where there are some to calibrate with, say that its prediction lacks."""
+
+    run: Run
+    prediction: Prediction
+    recomputation: str
+    factor: float = 1.0
+
+    @property
+    def predicted_ms(self) -> float:
+        return self.prediction.step_s * self.factor * 1e3
+
+    @property
+    def band_ms(self) -> tuple[float, float]:
+        return self.prediction.low_s * self.factor * 1e3, self.prediction.high_s * self.factor * 1e3
+
+    def compared(self) -> Compared:
+        return Compared(self.run.question, self.run.measured_ms, self.predicted_ms, *self.band_ms)
+
+
+@dataclass(frozen=True)
+class Report:
+    """calibrated: how many runs the constants were fitted to; 0 where they are those that ship.
+
+    recomputation: auto, or what the calibration runs say.
+    """
+
+    cluster: str
+    rows: tuple[Row, ...]
+    score: Score
+    constants: Constants
+    calibrated: int
+    recomputation: str
+
+    def to_json(self) -> dict[str, Any]:
+        rows = []
+        for row in self.rows:
+            split = row.run.job.split
+            rows.append(
+                {
+                    "line": row.run.line,
+                    "gpus": row.run.gpus,
+                    "model": row.run.model.name,
+                    "global_batch": row.run.job.global_batch,
+                    "micro_batch": row.run.job.micro_batch,
+                    "tensor": split.tensor,
+                    "data": split.data,
+                    "pipeline": split.pipeline,
+                    "recomputation": row.recomputation,
+                    "measured": row.run.measured_ms,
+                    "predicted": row.predicted_ms,
+                    "low": row.band_ms[0],
+                    "high": row.band_ms[1],
+                    "limit": row.prediction.limit,
+                }
+            )
+        return {
+            "cluster": self.cluster,
+            "calibrated": self.calibrated,
+            "recomputation": self.recomputation,
+            "score": asdict(self.score),
+            "constants": asdict(self.constants),
+            "rows": rows,
+        }
+
+
+def validate(runs: Sequence[Run], cluster: Cluster, calibration: Sequence[Run] = ()) -> Report:
+    """calibration: of the same target, at most MOST_CALIBRATION_RUNS; a few constants are fitted to them.
+
+    Raises ValueError, in a sentence, for more, and for a run that the cluster cannot have.
+    """
+    if len(calibration) > MOST_CALIBRATION_RUNS:
+        raise ValueError(
+            f"{len(calibration)} runs to calibrate with are more than {MOST_CALIBRATION_RUNS}: with so many the rest "
+            "would be fitted and not foretold; take fewer"
+        )
+    constants, recomputation = calibrated(calibration, cluster) if calibration else (FITTED, "auto")
+    rows = [_row(run, cluster, constants, recomputation) for run in runs]
+    if calibration:
+        known = [_row(run, cluster, constants, recomputation).predicted_ms for run in calibration]
+        factors = Likeness(calibration, known).factors(runs)
+        rows = [replace(row, factor=factor) for row, factor in zip(rows, factors, strict=True)]
+    found = score([row.compared() for row in rows])
+    return Report(cluster.name, tuple(rows), found, constants, len(calibration), recomputation)
+
+
+def _row(run: Run, cluster: Cluster, constants: Constants, recomputation: str) -> Row:
+    try:
+        job = as_it_ran(run, cluster, constants, recomputation)
+        return Row(run, predict(run.model, cluster, job, constants), job.recomputation)
+    except ValueError as error:
+        raise ValueError(f"line {run.line}: {error}") from None
+
+
+def calibrated(runs: Sequence[Run], cluster: Cluster, constants: Constants = FITTED) -> tuple[Constants, str]:
+    """Constants for a target of which these runs are known, and what it recomputes.
+
+    What is recomputed is no matter of degree, so each answer is tried; `auto` stays unless another is clearly nearer.
+    """
+    tried: dict[str, Fitted] = {}
+    for recomputation in _RECOMPUTATIONS:
+        told = [(run.model, as_it_ran(run, cluster, constants, recomputation), run.measured_ms / 1e3) for run in runs]
+        tried[recomputation] = fit(told, cluster, constants, _TARGET_PRIORS, noise=_NOISE)
+    best = min(tried, key=lambda word: tried[word].cost)
+    if tried["auto"].cost <= tried[best].cost + _CLEARLY:
+        best = "auto"
+    fitted = tried[best].constants
+    off = [
+        abs(
+            predict(run.model, cluster, as_it_ran(run, cluster, fitted, best), fitted).step_s * 1e3 / run.measured_ms
+            - 1
+        )
+        for run in runs
+    ]
+    known = (_KNOWN_RUNS * constants.spread + _BAND * sum(off)) / (_KNOWN_RUNS + len(runs))
+    return replace(fitted, spread=known), best
