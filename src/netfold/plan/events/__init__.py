@@ -9,9 +9,11 @@
   play        the events, in the order of time
   links       flows that share links
   simulate    the parts of the step that was played
+  timeline    the same by rank, as a list and as a file for Perfetto
 """
 
 from netfold.plan.events.conditions import CALM, Conditions
 from netfold.plan.events.simulate import Simulated, simulate
+from netfold.plan.events.timeline import Slice, timeline, write_timeline
 
-__all__ = ["CALM", "Conditions", "Simulated", "simulate"]
+__all__ = ["CALM", "Conditions", "Simulated", "Slice", "simulate", "timeline", "write_timeline"]

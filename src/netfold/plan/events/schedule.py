@@ -24,6 +24,10 @@ class Turn(NamedTuple):
     piece: int
     microbatch: int
 
+    def text(self) -> str:
+        """As a timeline names it: `forward 3`, and which piece of the model beyond the first."""
+        return f"{self.kind} {self.microbatch}" + (f", piece {self.piece}" if self.piece else "")
+
 
 @lru_cache(maxsize=1024)
 def order(schedule: str, stage: int, stages: int, microbatches: int, pieces: int = 1) -> tuple[Turn, ...]:

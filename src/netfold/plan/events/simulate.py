@@ -10,20 +10,27 @@ from netfold.plan.events.play import Played, play
 from netfold.plan.events.script import Script, write_script
 from netfold.plan.job import Job
 from netfold.plan.model import Model
-from netfold.plan.step import Prediction, costs, predict
+from netfold.plan.step import FITTED, Constants, Prediction, costs, predict
 
 
 @dataclass(frozen=True)
 class Simulated:
     """prediction: of the step as a whole. script, played: every task and when it was; `timeline` has them by rank."""
 
+    job: Job
     prediction: Prediction
     script: Script
     played: Played
 
 
 def simulate(
-    model: Model, cluster: Cluster, job: Job, conditions: Conditions | None = None, *, folded: bool | None = None
+    model: Model,
+    cluster: Cluster,
+    job: Job,
+    conditions: Conditions | None = None,
+    constants: Constants = FITTED,
+    *,
+    folded: bool | None = None,
 ) -> Simulated:
     """One step. folded: ranks that do the same at the same time are one; by default wherever they do.
 
@@ -38,10 +45,10 @@ def simulate(
     outside = [rank for rank in conditions.stragglers if not 0 <= rank < job.split.ranks]
     if outside:
         raise ValueError(f"there is no rank {outside[0]} to be slow; there are {job.split.ranks}, from 0")
-    closed = predict(model, cluster, job)
-    script = write_script(model, cluster, job, costs(model, cluster, job), conditions, folded=folded)
+    closed = predict(model, cluster, job, constants)
+    script = write_script(model, cluster, job, costs(model, cluster, job, constants), conditions, folded=folded)
     played = play(script.step)
-    return Simulated(_prediction(closed, job, script, played), script, played)
+    return Simulated(job, _prediction(closed, job, script, played), script, played)
 
 
 def _prediction(closed: Prediction, job: Job, script: Script, played: Played) -> Prediction:
