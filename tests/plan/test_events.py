@@ -38,16 +38,26 @@ def test_pieces_divide_the_bubble(stages, microbatches, pieces):
     assert ratio == pytest.approx((stages - 1) / (pieces * microbatches))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("schedule", "input_bytes"), [("gpipe", 1e7), ("1f1b", 0.0)])
 @pytest.mark.parametrize("split", [{}, {"data": 8}, {"pipeline": 4, "data": 2}, {"pipeline": 8, "tensor": 2}])
-def test_an_even_step_takes_what_the_closed_form_says(schedule, split):
-    wanted = job(16, schedule=schedule, **split)
-    said = simulate(EvenModel(), CLUSTER, wanted, CALM).prediction
-    closed = predict(EvenModel(), CLUSTER, wanted)
+def test_an_even_step_takes_what_the_closed_form_says(schedule, input_bytes, split):
+    model, wanted = EvenModel(input_bytes=input_bytes), job(16, schedule=schedule, **split)
+    said, closed = simulate(model, CLUSTER, wanted, CALM).prediction, predict(model, CLUSTER, wanted)
     assert said.step_s == pytest.approx(closed.step_s)
     for part in ("compute_s", "bubble_s", "optimizer_s"):
         assert getattr(said, part) == pytest.approx(getattr(closed, part)), part
     assert said.exposed_s == pytest.approx(closed.exposed_s)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (2, 16), (4, 4), (4, 64), (8, 64), (16, 256)])
+def test_one_forward_one_backward_waits_for_messages_all_along(stages, microbatches):
+    # Stage s has p - s microbatches on their way, too few to hide both messages of each: 2 (p-1)/p of one a microbatch,
+    # and 2 (p-2) to fill and drain. Found here, for stages that take the same.
+    wanted = job(microbatches, pipeline=stages)
+    quiet, talking = (simulate(EvenModel(input_bytes=size), CLUSTER, wanted, CALM).prediction for size in (0, 1e6))
+    messages = (talking.step_s - quiet.step_s) / talking.stages[0].send_s
+    assert messages == pytest.approx(2 * ((stages - 1) * microbatches / stages + stages - 2))
+    assert talking.exposed_s["pipeline"] == pytest.approx(messages * talking.stages[0].send_s, rel=0.05)
 
 
 @pytest.mark.parametrize(

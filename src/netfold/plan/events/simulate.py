@@ -60,7 +60,8 @@ def _prediction(closed: Prediction, job: Job, script: Script, played: Played) ->
     tensor_s = sum(act.tensor_s for act in acts)
     turns_end_s = played.ended_s[lane][-1]
     update_began_s, update_ended_s = played.update_s[lane]
-    travelling_s = _travelling(script, played, lane)
+    idle_s = turns_end_s - busy_s
+    travelling_s = min(idle_s, _on_the_way(script, played, lane))
     ratio = step_s / closed.step_s
     return replace(
         closed,
@@ -68,7 +69,7 @@ def _prediction(closed: Prediction, job: Job, script: Script, played: Played) ->
         low_s=closed.low_s * ratio,
         high_s=closed.high_s * ratio,
         compute_s=busy_s - tensor_s,
-        bubble_s=turns_end_s - busy_s - travelling_s + step_s - update_ended_s,
+        bubble_s=idle_s - travelling_s + step_s - update_ended_s,
         optimizer_s=update_ended_s - update_began_s,
         exposed_s={
             "tensor": tensor_s,
@@ -81,20 +82,27 @@ def _prediction(closed: Prediction, job: Job, script: Script, played: Played) ->
     )
 
 
-def _travelling(script: Script, played: Played, lane: int) -> float:
-    """Of the time that a lane waits, the part in which what it waits for is on its way."""
+def _on_the_way(script: Script, played: Played, lane: int) -> float:
+    """Of the time until a lane's last pass ends, what messages between stages take: those that nothing else hid.
+
+    Back from that end: each task began when the one before it on its lane ended, or when a message had come.
+    """
     step = script.step
-    stage, replica = divmod(lane, step.replicas)
-    stages = len(step.tasks)
-    sent = {}
-    for other in {(stage + 1) % stages, (stage - 1) % stages}:
-        neighbour = other * step.replicas + replica
-        for at, task in enumerate(step.tasks[other]):
-            if task.gives is not None and task.gives[0] == stage:
-                sent[task.gives[1]] = played.sent_s[neighbour][at]
-    waited_s, free_s = 0.0, 0.0
-    for task, began_s, ended_s in zip(step.tasks[stage], played.began_s[lane], played.ended_s[lane], strict=True):
-        if task.needs >= 0 and sent.get(task.needs, -1.0) >= 0:
-            waited_s += max(0.0, began_s - max(free_s, sent[task.needs]))
-        free_s = ended_s
-    return waited_s
+    givers: list[dict[int, tuple[int, int]]] = [{} for _ in step.tasks]
+    for stage, tasks in enumerate(step.tasks):
+        for at, task in enumerate(tasks):
+            if task.gives is not None:
+                givers[task.gives[0]][task.gives[1]] = (stage, at)
+    found_s, at = 0.0, len(step.tasks[lane // step.replicas]) - 1
+    while True:
+        stage, replica = divmod(lane, step.replicas)
+        if at > 0 and played.began_s[lane][at] <= played.ended_s[lane][at - 1]:
+            at -= 1
+            continue
+        needs = step.tasks[stage][at].needs
+        if needs < 0:
+            return found_s
+        stage, at = givers[stage][needs]
+        lane = stage * step.replicas + replica
+        if played.sent_s[lane][at] >= 0:
+            found_s += played.arrived_s[lane][at] - played.sent_s[lane][at]
