@@ -7,7 +7,7 @@ from netfold.plan.cluster import load_cluster
 from netfold.plan.events import CALM, Conditions, simulate
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Transformer
-from netfold.plan.step import predict
+from netfold.plan.step import costs, predict
 
 CLUSTER = cluster()
 GPT = Transformer("gpt", 2048, 16, 24, 1024)
@@ -97,3 +97,38 @@ def test_the_parts_of_a_step_add_up(conditions, overlap):
     parts = said.compute_s + said.bubble_s + said.optimizer_s + sum(said.exposed_s.values())
     assert parts == pytest.approx(said.step_s)
     assert min(said.compute_s, said.bubble_s, said.optimizer_s, *said.exposed_s.values()) >= -1e-12
+
+
+@pytest.mark.parametrize("layer_parameters", [1e6, 1e7])
+def test_weights_that_come_while_others_compute_cost_what_the_closed_form_says(layer_parameters):
+    model = EvenModel(layer_parameters=layer_parameters)
+    wanted = job(64, bucket_bytes=2e6, data=8, zero=3)
+    said, closed = simulate(model, CLUSTER, wanted, CALM).prediction, predict(model, CLUSTER, wanted)
+    assert said.step_s == pytest.approx(closed.step_s, rel=0.05)
+    assert said.compute_s == pytest.approx(closed.compute_s)
+
+
+def test_weights_that_take_longer_than_computing_are_all_that_counts():
+    model = EvenModel(layer_parameters=1e9, moved_bytes=1e6)
+    wanted = job(64, data=8, zero=3)
+    parts, said = costs(model, CLUSTER, wanted), simulate(model, CLUSTER, wanted, CALM).prediction
+    talking = 8 * (2 * parts.gathered_s + parts.data_s)
+    assert said.step_s - said.optimizer_s == pytest.approx(talking, rel=0.01)
+    assert said.exposed_s["data"] == pytest.approx(talking, rel=0.01)
+
+
+def test_pipelines_of_split_weights_get_through():
+    model = EvenModel(input_bytes=1e6, layer_parameters=1e7)
+    for schedule, pieces in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2)):
+        wanted = job(64, schedule=schedule, data=4, pipeline=4, interleave=pieces, zero=3)
+        folded, whole = (simulate(model, CLUSTER, wanted, folded=folded).prediction for folded in (True, False))
+        assert folded == whole and folded.exposed_s["data"] > 0
+
+
+@pytest.mark.parametrize("layer_parameters", [1e6, 1e7, 1e8])
+@pytest.mark.parametrize("split", [{"data": 8}, {"data": 4, "pipeline": 2}])
+def test_gradients_beside_the_last_backward_pass_cost_what_the_closed_form_says(layer_parameters, split):
+    model = EvenModel(layer_parameters=layer_parameters)
+    wanted = job(64, overlap=True, bucket_bytes=1e7, **split)
+    said, closed = simulate(model, CLUSTER, wanted, CALM).prediction, predict(model, CLUSTER, wanted)
+    assert said.step_s == pytest.approx(closed.step_s, rel=0.05)

@@ -61,7 +61,9 @@ def _prediction(closed: Prediction, job: Job, script: Script, played: Played) ->
     turns_end_s = played.ended_s[lane][-1]
     update_began_s, update_ended_s = played.update_s[lane]
     idle_s = turns_end_s - busy_s
-    travelling_s = min(idle_s, _on_the_way(script, played, lane))
+    messages_s, gathers_s = _waited_for(script, played, lane)
+    gathers_s = min(idle_s, gathers_s)
+    messages_s = min(idle_s - gathers_s, messages_s)
     ratio = step_s / closed.step_s
     return replace(
         closed,
@@ -69,12 +71,12 @@ def _prediction(closed: Prediction, job: Job, script: Script, played: Played) ->
         low_s=closed.low_s * ratio,
         high_s=closed.high_s * ratio,
         compute_s=busy_s - tensor_s,
-        bubble_s=idle_s - travelling_s + step_s - update_ended_s,
+        bubble_s=idle_s - messages_s - gathers_s + step_s - update_ended_s,
         optimizer_s=update_ended_s - update_began_s,
         exposed_s={
             "tensor": tensor_s,
-            "pipeline": travelling_s,
-            "data": update_began_s - turns_end_s,
+            "pipeline": messages_s,
+            "data": gathers_s + update_began_s - turns_end_s,
             "tables": 0.0,
         },
         samples_per_s=job.global_batch / step_s,
@@ -82,10 +84,12 @@ def _prediction(closed: Prediction, job: Job, script: Script, played: Played) ->
     )
 
 
-def _on_the_way(script: Script, played: Played, lane: int) -> float:
-    """Of the time until a lane's last pass ends, what messages between stages take: those that nothing else hid.
+def _waited_for(script: Script, played: Played, lane: int) -> tuple[float, float]:
+    """Of the time until a lane's last pass ends, what messages between stages and what gathers of weights take: those
+    that nothing else hid.
 
-    Back from that end: each task began when the one before it on its lane ended, or when a message had come.
+    Back from that end: each task began when the one before it on its lane ended, when a message had come, or when the
+    weights had.
     """
     step = script.step
     givers: list[dict[int, tuple[int, int]]] = [{} for _ in step.tasks]
@@ -93,16 +97,27 @@ def _on_the_way(script: Script, played: Played, lane: int) -> float:
         for at, task in enumerate(tasks):
             if task.gives is not None:
                 givers[task.gives[0]][task.gives[1]] = (stage, at)
-    found_s, at = 0.0, len(step.tasks[lane // step.replicas]) - 1
-    while True:
+    messages_s, gathers_s, at = 0.0, 0.0, len(step.tasks[lane // step.replicas]) - 1
+    while at >= 0:
         stage, replica = divmod(lane, step.replicas)
-        if at > 0 and played.began_s[lane][at] <= played.ended_s[lane][at - 1]:
+        began_s = played.began_s[lane][at]
+        before_s = played.ended_s[lane][at - 1] if at > 0 else 0.0
+        came_s = {flag: _bucket_end(script, played, stage, flag) for flag in step.tasks[stage][at].needs}
+        message = next((flag for flag in came_s if flag in givers[stage]), None)
+        if began_s <= before_s or not came_s:
             at -= 1
-            continue
-        needs = step.tasks[stage][at].needs
-        if needs < 0:
-            return found_s
-        stage, at = givers[stage][needs]
-        lane = stage * step.replicas + replica
-        if played.sent_s[lane][at] >= 0:
-            found_s += played.arrived_s[lane][at] - played.sent_s[lane][at]
+        elif began_s in came_s.values() or message is None:
+            gathers_s += began_s - before_s
+            at -= 1
+        else:
+            stage, at = givers[stage][message]
+            lane = stage * step.replicas + replica
+            if played.sent_s[lane][at] >= 0:
+                messages_s += played.arrived_s[lane][at] - played.sent_s[lane][at]
+    return messages_s, gathers_s
+
+
+def _bucket_end(script: Script, played: Played, stage: int, flag: int) -> float | None:
+    """None where the flag is not a bucket's."""
+    first = script.step.bucket_flag
+    return None if first is None or flag < first else played.buckets_s[stage][flag - first][1]
