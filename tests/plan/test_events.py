@@ -6,7 +6,7 @@ from even_model import EvenModel, cluster
 from netfold.plan.cluster import load_cluster
 from netfold.plan.events import CALM, Conditions, simulate
 from netfold.plan.job import Job, Split
-from netfold.plan.model import Transformer
+from netfold.plan.model import Layered, Transformer
 from netfold.plan.step import costs, predict
 
 CLUSTER = cluster()
@@ -75,6 +75,15 @@ def test_a_transformer_takes_within_five_percent_of_the_closed_form(schedule, ba
     wanted = job(batch, schedule=schedule, **split)
     said = simulate(GPT, A100, wanted, CALM).prediction.step_s
     assert said == pytest.approx(predict(GPT, A100, wanted).step_s, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "vgg16", "dlrm", "bert-large"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_model_of_the_catalogue_takes_within_five_percent_of_the_closed_form(name, overlap):
+    wanted = job(512, micro_batch=32, overlap=overlap, data=16)
+    said, closed = simulate(Layered(name), A100, wanted, CALM).prediction, predict(Layered(name), A100, wanted)
+    assert said.step_s == pytest.approx(closed.step_s, rel=0.05)
+    assert said.exposed_s["tables"] == pytest.approx(closed.exposed_s["tables"])
 
 
 @pytest.mark.parametrize("overlap", [False, True])

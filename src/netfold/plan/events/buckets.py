@@ -24,14 +24,16 @@ MOST_BUCKETS = 32
 class Act:
     """A task in words. part, of parts: a pass that waits for buckets or completes them is several tasks.
 
-    seconds: on a rank as it should be. tensor_s: of these, in collectives among tensor ranks.
+    computing_s: on a rank as it should be. tensor_s: in collectives among tensor ranks. tables_s: in exchanges of what
+    was looked up in tables that are spread over all ranks.
     """
 
     turn: Turn
     part: int
     parts: int
-    seconds: float
+    computing_s: float
     tensor_s: float
+    tables_s: float
 
     @property
     def is_last(self) -> bool:

@@ -94,12 +94,12 @@ class _Pace:
 
     def seconds(self, stage: int, acts: Sequence[Act]) -> list[list[float]]:
         """By lane of the stage."""
-        tensor = np.array([act.tensor_s for act in acts])
-        computing = np.array([act.seconds for act in acts]) - tensor
+        computing = np.array([act.computing_s for act in acts])
+        talking = np.array([act.tensor_s + act.tables_s for act in acts])
         replicas = self._mesh.replicas
         rows = []
         for lane in range(stage * replicas, (stage + 1) * replicas):
-            rows.append((computing * self._factors(lane, len(acts)) + tensor).tolist())
+            rows.append((computing * self._factors(lane, len(acts)) + talking).tolist())
         return rows
 
     def _factors(self, lane: int, tasks: int) -> _Seconds | float:
@@ -119,7 +119,8 @@ class _Pace:
 
 def _collectives(layers: tuple[Layer, ...], pieces: int) -> int:
     """Of a forward pass through one piece, about."""
-    return round(sum(layer.count * len(layer.forward.collectives) for layer in layers) / pieces)
+    found = [layer.count for layer in layers for each in layer.forward.collectives if each.group == "tensor"]
+    return round(sum(found) / pieces)
 
 
 def _part_of_weights(layers: tuple[Layer, ...]) -> float:
@@ -128,22 +129,23 @@ def _part_of_weights(layers: tuple[Layer, ...]) -> float:
     Batched ones multiply activations by each other.
     """
     whole = sum(layer.count * (layer.backward.flops + layer.again.flops) for layer in layers)
-    matmuls = [(layer.count, matmul) for layer in layers for matmul in layer.backward.matmuls if matmul.count == 1]
-    return sum(count * matmul.flops for count, matmul in matmuls) / 2 / whole if whole else 0.0
+    matmuls = [(layer.count, matmul) for layer in layers for matmul in layer.backward.matmuls]
+    of_weights = sum(count * matmul.flops for count, matmul in matmuls if matmul.count == 1 and not matmul.fused)
+    return of_weights / 2 / whole if whole else 0.0
 
 
 def _acts(turns: Sequence[Turn], stage: Stage, pieces: int, weights: float, cuts: Cuts) -> tuple[Act, ...]:
     times = {
-        FORWARD: (stage.forward_s / pieces, stage.forward_tensor_s / pieces),
-        BACKWARD: (stage.backward_s * (1 - weights) / pieces, stage.backward_tensor_s / pieces),
-        WEIGHTS: (stage.backward_s * weights / pieces, 0.0),
+        FORWARD: (stage.forward_s, stage.forward_tensor_s, stage.tables_s / 2),
+        BACKWARD: (stage.backward_s * (1 - weights), stage.backward_tensor_s, stage.tables_s / 2),
+        WEIGHTS: (stage.backward_s * weights, 0.0, 0.0),
     }
     last = last_turns(turns)
     acts = []
     for turn in turns:
-        alone_s, tensor_s = times[turn.kind]
         count = cuts.parts(turn, is_last=turn in last)
-        acts += [Act(turn, part, count, (alone_s + tensor_s) / count, tensor_s / count) for part in range(count)]
+        seconds = [each / (pieces * count) for each in times[turn.kind]]
+        acts += [Act(turn, part, count, *seconds) for part in range(count)]
     return tuple(acts)
 
 

@@ -57,7 +57,7 @@ def _prediction(closed: Prediction, job: Job, script: Script, played: Played) ->
     stage, step_s = lane // script.step.replicas, played.end_s
     acts = script.acts[stage]
     busy_s = sum(ended - began for began, ended in zip(played.began_s[lane], played.ended_s[lane], strict=True))
-    tensor_s = sum(act.tensor_s for act in acts)
+    tensor_s, tables_s = sum(act.tensor_s for act in acts), sum(act.tables_s for act in acts)
     turns_end_s = played.ended_s[lane][-1]
     update_began_s, update_ended_s = played.update_s[lane]
     idle_s = turns_end_s - busy_s
@@ -70,14 +70,14 @@ def _prediction(closed: Prediction, job: Job, script: Script, played: Played) ->
         step_s=step_s,
         low_s=closed.low_s * ratio,
         high_s=closed.high_s * ratio,
-        compute_s=busy_s - tensor_s,
+        compute_s=busy_s - tensor_s - tables_s,
         bubble_s=idle_s - messages_s - gathers_s + step_s - update_ended_s,
         optimizer_s=update_ended_s - update_began_s,
         exposed_s={
             "tensor": tensor_s,
             "pipeline": messages_s,
             "data": gathers_s + update_began_s - turns_end_s,
-            "tables": 0.0,
+            "tables": tables_s,
         },
         samples_per_s=job.global_batch / step_s,
         mfu=closed.mfu / ratio,

@@ -19,16 +19,16 @@ from netfold.profile.record import RECORD
 from netfold.profile.run import PROGRESS, STEP, About, GroupName, Run, Trace
 
 # Kinds of what a rank does with others.
-_COMMUNICATION = ("tensor", "data", "send", "receive")
-_NUMBERS = {"all_reduce": 0, "all_gather": 2, "reduce_scatter": 3, "send": 9, "receive": 10}
+_COMMUNICATION = ("tensor", "data", "tables", "send", "receive")
+_NUMBERS = {"all_reduce": 0, "all_gather": 2, "reduce_scatter": 3, "all_to_all": 4, "send": 9, "receive": 10}
 # A record has the bytes of one output: a rank's block of these.
 _BLOCKS = ("all_gather", "reduce_scatter")
-_GROUPS = ("tensor", "data", "pipeline")
+_GROUPS = ("tensor", "data", "pipeline", "tables")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """kind: forward, backward, weights or optimizer; tensor or data, of collectives; send or receive."""
+    """kind: forward, backward, weights or optimizer; tensor, data or tables, of collectives; send or receive."""
 
     rank: int
     kind: str
@@ -83,6 +83,11 @@ def _passes(simulated: Simulated, rank: int) -> Iterator[Slice]:
             continue
         ended_s = played.ended_s[lane][at]
         yield Slice(rank, act.turn.kind, act.turn.text(), began_s, ended_s)
+        tables_s = act.tables_s * act.parts
+        if tables_s > 0:
+            # What was looked up is there before the layers above begin, its gradients leave after them.
+            start_s = began_s if act.turn.kind == FORWARD else ended_s - tables_s
+            yield Slice(rank, "tables", "all_to_all", start_s, start_s + tables_s)
         talking_s = min(act.tensor_s * act.parts, ended_s - began_s)
         count = script.collectives if talking_s > 0 else 0
         for number in range(count):
@@ -153,6 +158,7 @@ def _members(simulated: Simulated, rank: int, group: str) -> list[int]:
         "tensor": (1, split.tensor),
         "data": (split.tensor, split.data),
         "pipeline": (split.tensor * split.data, split.pipeline),
+        "tables": (1, split.ranks),
     }[group]
     first = rank - rank // stride % count * stride
     return list(range(first, first + stride * count, stride))
