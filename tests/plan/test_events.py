@@ -5,9 +5,11 @@ from even_model import EvenModel, cluster
 
 from netfold.plan.cluster import load_cluster
 from netfold.plan.events import CALM, Conditions, simulate
+from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, order
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Layered, Transformer
 from netfold.plan.step import costs, predict
+from netfold.plan.step.memory import waiting
 
 CLUSTER = cluster()
 GPT = Transformer("gpt", 2048, 16, 24, 1024)
@@ -141,3 +143,25 @@ def test_gradients_beside_the_last_backward_pass_cost_what_the_closed_form_says(
     wanted = job(64, overlap=True, bucket_bytes=1e7, **split)
     said, closed = simulate(model, CLUSTER, wanted, CALM).prediction, predict(model, CLUSTER, wanted)
     assert said.step_s == pytest.approx(closed.step_s, rel=0.05)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 16), (8, 32)])
+def test_gradients_of_weights_fill_the_bubble_as_published(stages, microbatches):
+    # Forward, gradients of inputs and of weights take as long as each other: (p-1) of one of them is left of 3 (p-1).
+    thirds = EvenModel(weights=True)
+    wanted = job(microbatches, schedule="zero-bubble", pipeline=stages)
+    said, closed = simulate(thirds, CLUSTER, wanted, CALM).prediction, predict(thirds, CLUSTER, wanted)
+    assert said.bubble_s / said.compute_s == pytest.approx((stages - 1) / (3 * microbatches), rel=0.01)
+    assert said.step_s == pytest.approx(closed.step_s, rel=0.001)
+
+
+@pytest.mark.parametrize(("schedule", "pieces"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_stage_keeps_as_many_microbatches_as_memory_is_reckoned_for(schedule, pieces, stage):
+    wanted = job(16, schedule=schedule, pipeline=4, interleave=pieces)
+    ends = WEIGHTS if schedule == "zero-bubble" else BACKWARD
+    kept = most = 0
+    for turn in order(schedule, stage, 4, 16, pieces):
+        kept += (turn.kind == FORWARD) - (turn.kind == ends)
+        most = max(most, kept)
+    assert most / pieces == waiting(stage, 16, wanted)

@@ -15,7 +15,7 @@ from netfold.plan.events.conditions import Conditions
 from netfold.plan.events.links import Uses
 from netfold.plan.events.mesh import Mesh
 from netfold.plan.events.play import Step, Task
-from netfold.plan.events.schedule import BACKWARD, FORWARD, SPLIT_BACKWARD, WEIGHTS, Turn, order
+from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, Turn, order
 from netfold.plan.job import Job
 from netfold.plan.model import Layer, Model, Share
 from netfold.plan.step import Costs, Stage
@@ -42,7 +42,6 @@ def write_script(
     mesh = Mesh(cluster, split, folded=folded, contention=conditions.contention)
     layers = model.layers(Share(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes))
     collectives = _collectives(layers, split.pipeline * split.interleave)
-    weights = _part_of_weights(layers) if job.schedule in SPLIT_BACKWARD else 0.0
     most = max(stage.parameters for stage in parts.stages)
     shares = [stage.parameters / most if most else 0.0 for stage in parts.stages]
     bucket_flag = 2 * split.interleave * parts.microbatches
@@ -53,7 +52,7 @@ def write_script(
     for index, (stage, share) in enumerate(zip(parts.stages, shares, strict=True)):
         turns = order(job.schedule, index, split.pipeline, parts.microbatches, split.interleave)
         cuts = Cuts(job, stage, parts, share)
-        acts.append(_acts(turns, stage, split.interleave, weights, cuts))
+        acts.append(_acts(turns, stage, split.interleave, cuts))
         plans.append(cuts.plan(acts[-1]))
         tasks.append(_tasks(acts[-1], plans[-1], index, job, bucket_flag))
     pace = _Pace(mesh, conditions, collectives)
@@ -123,22 +122,12 @@ def _collectives(layers: tuple[Layer, ...], pieces: int) -> int:
     return round(sum(found) / pieces)
 
 
-def _part_of_weights(layers: tuple[Layer, ...]) -> float:
-    """Of a backward pass, what computes gradients of weights: half of its matmuls, where one of the two is a weight.
-
-    Batched ones multiply activations by each other.
-    """
-    whole = sum(layer.count * (layer.backward.flops + layer.again.flops) for layer in layers)
-    matmuls = [(layer.count, matmul) for layer in layers for matmul in layer.backward.matmuls]
-    of_weights = sum(count * matmul.flops for count, matmul in matmuls if matmul.count == 1 and not matmul.fused)
-    return of_weights / 2 / whole if whole else 0.0
-
-
-def _acts(turns: Sequence[Turn], stage: Stage, pieces: int, weights: float, cuts: Cuts) -> tuple[Act, ...]:
+def _acts(turns: Sequence[Turn], stage: Stage, pieces: int, cuts: Cuts) -> tuple[Act, ...]:
+    weights_s = stage.weights_s if any(turn.kind == WEIGHTS for turn in turns) else 0.0
     times = {
         FORWARD: (stage.forward_s, stage.forward_tensor_s, stage.tables_s / 2),
-        BACKWARD: (stage.backward_s * (1 - weights), stage.backward_tensor_s, stage.tables_s / 2),
-        WEIGHTS: (stage.backward_s * weights, 0.0, 0.0),
+        BACKWARD: (stage.backward_s - weights_s, stage.backward_tensor_s, stage.tables_s / 2),
+        WEIGHTS: (weights_s, 0.0, 0.0),
     }
     last = last_turns(turns)
     acts = []
