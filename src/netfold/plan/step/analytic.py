@@ -56,8 +56,10 @@ def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FIT
 
 
 def _filled(stage: Stage, job: Job) -> float:
-    """What a stage makes the others wait for while the pipeline fills and drains. With zero-bubble, gradients of weights
-    wait, and fill as much again (Qi et al. 2024, ZB-H1)."""
+    """What a stage makes the others wait for while the pipeline fills and drains.
+
+    With zero-bubble the gradients of weights wait, and fill as much again (Qi et al. 2024, ZB-H1).
+    """
     return stage.total_s - (2 * stage.weights_s if job.schedule == "zero-bubble" else 0.0)
 
 
