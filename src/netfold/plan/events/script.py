@@ -1,0 +1,170 @@
+"""A step written out for `play`: each stage's tasks, how long they take on each lane, what goes over which link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from netfold.plan.cluster import Cluster
+from netfold.plan.events.buckets import Act, Bucket, Cuts, Plan, last_turns
+from netfold.plan.events.conditions import Conditions
+from netfold.plan.events.links import Uses
+from netfold.plan.events.mesh import Mesh
+from netfold.plan.events.play import Step, Task
+from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, Turn, order
+from netfold.plan.job import Job
+from netfold.plan.model import Layer, Model, Share
+from netfold.plan.step import Costs, Stage
+
+_Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Script:
+    """acts, buckets: by stage; an act is a task of the step. collectives: among tensor ranks, in a pass of a piece."""
+
+    step: Step
+    mesh: Mesh
+    acts: tuple[tuple[Act, ...], ...]
+    buckets: tuple[tuple[Bucket, ...], ...]
+    collectives: int
+
+
+def write_script(
+    model: Model, cluster: Cluster, job: Job, parts: Costs, conditions: Conditions, *, folded: bool
+) -> Script:
+    """Raises ValueError, in a sentence, where the schedule cannot be had."""
+    split = job.split
+    mesh = Mesh(cluster, split, folded=folded, contention=conditions.contention)
+    layers = model.layers(Share(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes))
+    collectives = _collectives(layers, split.pipeline * split.interleave)
+    most = max(stage.parameters for stage in parts.stages)
+    shares = [stage.parameters / most if most else 0.0 for stage in parts.stages]
+    bucket_flag = 2 * split.interleave * parts.microbatches
+    uses = [mesh.gradients(stage) for stage in range(split.pipeline)]
+    acts: list[tuple[Act, ...]] = []
+    plans: list[Plan] = []
+    tasks: list[list[Task]] = []
+    for index, (stage, share) in enumerate(zip(parts.stages, shares, strict=True)):
+        turns = order(job.schedule, index, split.pipeline, parts.microbatches, split.interleave)
+        cuts = Cuts(job, stage, parts, share)
+        acts.append(_acts(turns, stage, split.interleave, cuts))
+        plans.append(cuts.plan(acts[-1]))
+        tasks.append(_tasks(acts[-1], plans[-1], index, job, bucket_flag))
+    pace = _Pace(mesh, conditions, collectives)
+    lanes = [lane // mesh.replicas for lane in range(mesh.lanes)]
+    step = Step(
+        replicas=mesh.replicas,
+        tasks=tasks,
+        seconds=[row for stage in range(split.pipeline) for row in pace.seconds(stage, acts[stage])],
+        flags=bucket_flag + max(len(plan.buckets) for plan in plans),
+        send_s=[parts.stages[stage].send_s for stage in lanes],
+        send_uses=[_messages(mesh, lane, split.pipeline) for lane in range(mesh.lanes)],
+        # Crowded links are the player's to share; alone on them, a bucket takes as long as it was said to.
+        bucket_s=[
+            [bucket.seconds / mesh.crowding(used) for bucket in plan.buckets]
+            for plan, used in zip(plans, uses, strict=True)
+        ],
+        bucket_uses=uses,
+        first_buckets=[plan.first for plan in plans],
+        bucket_flag=bucket_flag if any(plan.awaited for plan in plans) else None,
+        update_s=[parts.optimizer_s * shares[stage] for stage in lanes],
+        capacity=mesh.capacity,
+        slowed=conditions.interference,
+    )
+    return Script(step, mesh, tuple(acts), tuple(plan.buckets for plan in plans), collectives)
+
+
+class _Pace:
+    """How long tasks take on lanes whose ranks differ."""
+
+    def __init__(self, mesh: Mesh, conditions: Conditions, collectives: int) -> None:
+        self._mesh = mesh
+        self._jitter = conditions.jitter
+        self._chance = np.random.default_rng(conditions.seed)
+        self._waits = max(1, collectives)
+        self._slow: dict[int, dict[int, float]] = {}
+        for rank, factor in conditions.stragglers.items():
+            self._slow.setdefault(mesh.lane_of(rank), {})[rank] = factor
+
+    def seconds(self, stage: int, acts: Sequence[Act]) -> list[list[float]]:
+        """By lane of the stage."""
+        computing = np.array([act.computing_s for act in acts])
+        talking = np.array([act.tensor_s + act.tables_s for act in acts])
+        replicas = self._mesh.replicas
+        rows = []
+        for lane in range(stage * replicas, (stage + 1) * replicas):
+            rows.append((computing * self._factors(lane, len(acts)) + talking).tolist())
+        return rows
+
+    def _factors(self, lane: int, tasks: int) -> _Seconds | float:
+        """By task. Tensor ranks go on together from each of their collectives, so the slowest sets the pace."""
+        ranks = self._mesh.ranks(lane)
+        slow = self._slow.get(lane, {})
+        factors = np.array([slow.get(rank, 1.0) for rank in ranks])
+        if not self._jitter:
+            return float(factors.max())
+        waits = self._waits if len(ranks) > 1 else 1
+        # Lognormal, of mean 1: never below 0, now and then much longer, as measured kernels are.
+        width = math.sqrt(math.log1p(self._jitter**2))
+        drawn = self._chance.lognormal(-(width**2) / 2, width, (tasks, waits, len(ranks)))
+        slowest: _Seconds = (drawn * factors).max(axis=2).mean(axis=1)
+        return slowest
+
+
+def _collectives(layers: tuple[Layer, ...], pieces: int) -> int:
+    """Of a forward pass through one piece, about."""
+    found = [layer.count for layer in layers for each in layer.forward.collectives if each.group == "tensor"]
+    return round(sum(found) / pieces)
+
+
+def _acts(turns: Sequence[Turn], stage: Stage, pieces: int, cuts: Cuts) -> tuple[Act, ...]:
+    weights_s = stage.weights_s if any(turn.kind == WEIGHTS for turn in turns) else 0.0
+    times = {
+        FORWARD: (stage.forward_s, stage.forward_tensor_s, stage.tables_s / 2),
+        BACKWARD: (stage.backward_s - weights_s, stage.backward_tensor_s, stage.tables_s / 2),
+        WEIGHTS: (weights_s, 0.0, 0.0),
+    }
+    last = last_turns(turns)
+    acts = []
+    for turn in turns:
+        count = cuts.parts(turn, is_last=turn in last)
+        seconds = [each / (pieces * count) for each in times[turn.kind]]
+        acts += [Act(turn, part, count, *seconds) for part in range(count)]
+    return tuple(acts)
+
+
+def _tasks(acts: Sequence[Act], plan: Plan, stage: int, job: Job, bucket_flag: int) -> list[Task]:
+    split = job.split
+    end = split.pipeline * split.interleave - 1
+    tasks = []
+    for at, act in enumerate(acts):
+        kind, piece, microbatch = act.turn
+        needs, gives = [], None
+        if kind != WEIGHTS:
+            place, forward = piece * split.pipeline + stage, kind == FORWARD
+            if act.part == 0 and place != (0 if forward else end):
+                needs.append(_flag(job, piece, microbatch, forward))
+            to = place + (1 if forward else -1)
+            if act.is_last and 0 <= to <= end:
+                gives = (to % split.pipeline, _flag(job, to // split.pipeline, microbatch, forward))
+        if at in plan.awaited:
+            needs.append(bucket_flag + plan.awaited[at])
+        tasks.append(Task(tuple(needs), gives, kind == FORWARD, plan.releases.get(at, ())))
+    return tasks
+
+
+def _flag(job: Job, piece: int, microbatch: int, forward: bool) -> int:
+    return (2 * piece + (0 if forward else 1)) * job.microbatches + microbatch
+
+
+def _messages(mesh: Mesh, lane: int, stages: int) -> tuple[Uses, Uses]:
+    """To the next stage and to the one before, round from the last to the first."""
+    if stages == 1:
+        return (), ()
+    count = mesh.lanes
+    return mesh.message(lane, (lane + mesh.replicas) % count), mesh.message(lane, (lane - mesh.replicas) % count)
