@@ -1,0 +1,72 @@
+"""A cluster as the planner sees it: one kind of device, and what joins devices, tier by tier from the inside out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Device:
+    """flops: peak multiply-adds by dtype, as two operations each, dense; of f32, tf32, f16, bf16 those that it has.
+
+    memory_bytes, memory_bytes_per_s: of its own memory. power_w: what it draws at most; 0 where it is not known.
+    """
+
+    name: str
+    flops: Mapping[str, float] = field(hash=False)
+    memory_bytes: float
+    memory_bytes_per_s: float
+    power_w: float = 0.0
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s. Raises ValueError for a precision that the device has no figure for."""
+        if precision not in self.flops:
+            raise ValueError(f"device {self.name}: no peak for {precision}; it has {', '.join(sorted(self.flops))}")
+        return self.flops[precision]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """What joins `devices` devices, all of those of the tiers inside among them.
+
+    latency_s: of one message between two devices. bytes_per_s: a device and direction, with all devices at it at once.
+    oversubscription: by how much the links above are too few for that; 1 is none. in_network: reductions can be made
+    on the way.
+    """
+
+    name: str
+    devices: int
+    latency_s: float
+    bytes_per_s: float
+    oversubscription: float = 1.0
+    in_network: bool = False
+
+    @property
+    def busy_bytes_per_s(self) -> float:
+        """A device and direction where all send across at once."""
+        return self.bytes_per_s / self.oversubscription
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """tiers: from the inside out; the last one joins everything. sources: where the figures come from.
+
+    price_an_hour: of one device, in any one currency; 0 where it is not known.
+    """
+
+    name: str
+    device: Device
+    tiers: tuple[Tier, ...]
+    sources: tuple[str, ...] = ()
+    price_an_hour: float = 0.0
+
+    @property
+    def devices(self) -> int:
+        """As many as there are."""
+        return self.tiers[-1].devices
+
+    @property
+    def node(self) -> int:
+        """Devices that the innermost tier joins."""
+        return self.tiers[0].devices

@@ -1,0 +1,139 @@
+"""Clusters from TOML: those that ship with netfold by name, a file of one's own by its path."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from netfold.plan.cluster.cluster import Cluster, Device, Tier
+from netfold.plan.cluster.units import parse_quantity
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_HERE = Path(__file__).parent
+_PRESETS = _HERE / "presets"
+_DEVICES = _HERE / "devices.toml"
+
+
+def preset_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
+
+
+@lru_cache(maxsize=64)
+def load_cluster(name: str) -> Cluster:
+    """A preset's name, or the path of a TOML file. Raises ValueError, in a sentence, for any other."""
+    if name.endswith(".toml") or "/" in name:
+        return _read(Path(name))
+    if name not in preset_names():
+        raise ValueError(
+            f"there is no cluster {name!r}; {_nearest(name, preset_names())}, or give a file's path (.toml)"
+        )
+    return _read(_PRESETS / f"{name}.toml")
+
+
+@lru_cache(maxsize=1)
+def devices() -> dict[str, Device]:
+    """Those that ship with netfold, by name."""
+    tree = _parse(_DEVICES)
+    return {name: _device(name, table, f"{_DEVICES.name}: {name}") for name, table in tree.items()}
+
+
+def _nearest(word: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cluster {path}: cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"cluster {path}: is not TOML: {error}") from None
+
+
+def _read(path: Path) -> Cluster:
+    tree = _parse(path)
+    where = f"cluster {path.stem}"
+    _only(tree, where, ("device", "tier", "sources", "price_an_hour"))
+    for key in ("device", "tier"):
+        if key not in tree:
+            raise ValueError(f"{where}: says nothing of its {key}; docs/plan/cluster.md has an example")
+    given = tree["device"]
+    if isinstance(given, str):
+        if given not in devices():
+            raise ValueError(f"{where}: there is no device {given!r}; {_nearest(given, tuple(devices()))}")
+        device = devices()[given]
+    else:
+        device = _device(str(given.get("name", path.stem)), given, f"{where}, device")
+    tiers = tuple(_tier(table, where) for table in tree["tier"])
+    if not tiers:
+        raise ValueError(f"{where}: has no tier; one with all its devices is the least")
+    inside = 1
+    for tier in tiers:
+        if tier.devices < inside or tier.devices % inside:
+            raise ValueError(
+                f"{where}: tier {tier.name} joins {tier.devices} devices, the one inside it {inside}; tiers are given "
+                "from the inside out, each a whole number of those inside"
+            )
+        inside = tier.devices
+    return Cluster(path.stem, device, tiers, tuple(tree.get("sources", ())), float(tree.get("price_an_hour", 0.0)))
+
+
+def _device(name: str, table: dict[str, Any], where: str) -> Device:
+    _only(table, where, ("name", "flops", "memory", "memory_rate", "power", "source"))
+    _needs(table, where, ("flops", "memory", "memory_rate"))
+    flops = {
+        key: _positive(parse_quantity(value, "flops", f"{where}, {key}"), where, key)
+        for key, value in table["flops"].items()
+    }
+    return Device(
+        name,
+        flops,
+        _positive(parse_quantity(table["memory"], "bytes", f"{where}, memory"), where, "memory"),
+        _positive(parse_quantity(table["memory_rate"], "rate", f"{where}, memory_rate"), where, "memory_rate"),
+        parse_quantity(table["power"], "power", f"{where}, power") if "power" in table else 0.0,
+    )
+
+
+def _tier(table: dict[str, Any], cluster: str) -> Tier:
+    where = f"{cluster}, tier {table.get('name', '?')}"
+    _only(table, where, ("name", "devices", "latency", "rate", "oversubscription", "in_network"))
+    _needs(table, where, ("name", "devices", "latency", "rate"))
+    devices, oversubscription = table["devices"], float(table.get("oversubscription", 1.0))
+    if not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"{where}: devices = {devices!r} is no number of devices; 1 is the least")
+    if oversubscription < 1:
+        raise ValueError(f"{where}: oversubscription = {oversubscription:g} is below 1, which is none")
+    return Tier(
+        str(table["name"]),
+        devices,
+        parse_quantity(table["latency"], "time", f"{where}, latency"),
+        _positive(parse_quantity(table["rate"], "rate", f"{where}, rate"), where, "rate"),
+        oversubscription,
+        bool(table.get("in_network", False)),
+    )
+
+
+def _positive(value: float, where: str, key: str) -> float:
+    if value <= 0:
+        raise ValueError(f"{where}: {key} is 0; it must be more")
+    return value
+
+
+def _needs(table: dict[str, Any], where: str, keys: tuple[str, ...]) -> None:
+    for key in keys:
+        if key not in table:
+            raise ValueError(f"{where}: says nothing of its {key}; docs/plan/cluster.md has an example")
+
+
+def _only(table: dict[str, Any], where: str, keys: tuple[str, ...]) -> None:
+    for key in table:
+        if key not in keys:
+            raise ValueError(f"{where}: {key!r} is not known; {_nearest(key, keys)}")

@@ -1,0 +1,90 @@
+"""What is trained how: batch, precision, and the split over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+PRECISIONS = ("f32", "tf32", "f16", "bf16")
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+RECOMPUTATIONS = ("none", "selective", "full")
+# Bytes of state an element, beside weights and gradients; each in f32.
+OPTIMIZERS = {"sgd": 0, "momentum": 4, "adam": 8}
+
+
+@dataclass(frozen=True)
+class Split:
+    """Ranks by kind of parallelism; tensor ranks are next to each other, then data, then pipeline (as in Megatron-LM).
+
+    interleave: pieces of the model that a stage holds. sequence: tensor ranks split norms and dropouts by tokens
+    (Korthikanti et al. 2022). zero: 0 to 3, what data ranks split: nothing, optimizer state, gradients too, weights too
+    (Rajbhandari et al. 2020).
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    interleave: int = 1
+    sequence: bool = False
+    zero: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    def text(self) -> str:
+        said = f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
+        if self.interleave > 1:
+            said += f", {self.interleave} pieces a stage"
+        if self.sequence:
+            said += ", sequence"
+        return said + (f", ZeRO-{self.zero}" if self.zero else "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """global_batch, micro_batch: samples of a step, and of one rank at a time.
+
+    precision: of matmuls and activations. in_network: data-parallel reductions use it where a tier has it.
+    overlap: data-parallel communication goes on beside the last microbatch's backward pass. bucket_bytes: what it is
+    cut to. gradient_bytes: of a gradient's element, in memory and on the wire; 0: as Megatron-LM has it, 4 bytes for a
+    precision of 16 bits.
+    Raises ValueError for words that are none, and for a batch that does not come out even.
+    """
+
+    global_batch: int
+    micro_batch: int = 1
+    split: Split = field(default_factory=Split)
+    precision: str = "bf16"
+    schedule: str = "1f1b"
+    recomputation: str = "none"
+    optimizer: str = "adam"
+    overlap: bool = False
+    in_network: bool = False
+    bucket_bytes: float = 25 * 2**20
+    gradient_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        for name, words in (
+            ("precision", PRECISIONS),
+            ("schedule", SCHEDULES),
+            ("recomputation", RECOMPUTATIONS),
+            ("optimizer", tuple(OPTIMIZERS)),
+        ):
+            if getattr(self, name) not in words:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(words)}")
+        if self.global_batch % (self.micro_batch * self.split.data):
+            raise ValueError(
+                f"a global batch of {self.global_batch} does not come out even over {self.split.data} data-parallel "
+                f"ranks with microbatches of {self.micro_batch}; "
+                f"it must be a multiple of {self.micro_batch * self.split.data}"
+            )
+
+    @property
+    def microbatches(self) -> int:
+        """Of one rank in one step."""
+        return self.global_batch // (self.micro_batch * self.split.data)
+
+    @property
+    def item_bytes(self) -> int:
+        """Of an activation."""
+        return 2 if self.precision in ("f16", "bf16") else 4

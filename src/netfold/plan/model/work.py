@@ -1,0 +1,104 @@
+"""What a layer asks of one rank for one microbatch: arithmetic, memory traffic, parameters, activations, messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """`count` products of [m, k] by [k, n]; batched: by one kernel."""
+
+    m: int
+    n: int
+    k: int
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """A multiply-add as two."""
+        return 2.0 * self.m * self.n * self.k * self.count
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An operation among the ranks that share a layer. size_bytes: of the whole tensor, as netfold.plan.cost has it.
+
+    group: `tensor`, or `tables` for embeddings that are spread over all ranks.
+    """
+
+    operation: str
+    size_bytes: float
+    group: str = "tensor"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward or backward, of one rank and microbatch.
+
+    moved_bytes: read and written by kernels that memory bounds. kernels: launched, matmuls among them.
+    """
+
+    matmuls: tuple[Matmul, ...] = ()
+    moved_bytes: float = 0.0
+    kernels: int = 0
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def flops(self) -> float:
+        return sum(each.flops for each in self.matmuls)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`count` equal layers, one after the other; every figure is of one of them, on one rank, for one microbatch.
+
+    again: what recomputation repeats before the backward pass. parameters: held by the rank. kept_bytes: activations
+    that stay until the backward pass. input_bytes: what a stage that begins here receives.
+    """
+
+    name: str
+    forward: Pass
+    backward: Pass
+    again: Pass
+    parameters: float
+    kept_bytes: float
+    input_bytes: float
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """What part of a model, and how, one rank works on.
+
+    micro_batch: samples. tensor: ranks that split each layer. sequence: they split what is between the matmuls too.
+    recomputation: none, selective or full. item_bytes: of an activation.
+    """
+
+    micro_batch: int
+    tensor: int = 1
+    sequence: bool = False
+    recomputation: str = "none"
+    item_bytes: int = 2
+
+
+class Model(Protocol):
+    """Anything that can say what its layers ask of a rank."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parameters(self) -> float:
+        """Of all of it."""
+        ...
+
+    @property
+    def flops(self) -> float:
+        """Of one sample, forward and backward, without recomputation: what utilisation is counted by."""
+        ...
+
+    def layers(self, share: Share) -> tuple[Layer, ...]:
+        """In order. Stages of a pipeline are cut between layers. Raises ValueError where `share` cannot be."""
+        ...
