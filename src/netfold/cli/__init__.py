@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from netfold.cli import bench, demo, doctor, explain, profile, rack, switch, top, train
+from netfold.cli import bench, demo, doctor, explain, plan, profile, rack, switch, top, train
 
 app = typer.Typer(
     name="netfold",
@@ -25,6 +25,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(rack.app, name="rack")
 app.add_typer(doctor.app, name="doctor")
 app.add_typer(profile.app, name="profile")
+app.add_typer(plan.app, name="plan")
 
 
 def main() -> None:

@@ -59,8 +59,12 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Cluster:
-    tree = _parse(path)
-    where = f"cluster {path.stem}"
+    return cluster_of(_parse(path), path.stem)
+
+
+def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
+    """What a file's keys say. Raises ValueError, in a sentence, for one that is not known, missing or impossible."""
+    where = f"cluster {name}"
     _only(tree, where, ("device", "tier", "sources", "price_an_hour"))
     for key in ("device", "tier"):
         if key not in tree:
@@ -71,7 +75,7 @@ def _read(path: Path) -> Cluster:
             raise ValueError(f"{where}: there is no device {given!r}; {_nearest(given, tuple(devices()))}")
         device = devices()[given]
     else:
-        device = _device(str(given.get("name", path.stem)), given, f"{where}, device")
+        device = _device(str(given.get("name", name)), given, f"{where}, device")
     tiers = tuple(_tier(table, where) for table in tree["tier"])
     if not tiers:
         raise ValueError(f"{where}: has no tier; one with all its devices is the least")
@@ -83,7 +87,7 @@ def _read(path: Path) -> Cluster:
                 "from the inside out, each a whole number of those inside"
             )
         inside = tier.devices
-    return Cluster(path.stem, device, tiers, tuple(tree.get("sources", ())), float(tree.get("price_an_hour", 0.0)))
+    return Cluster(name, device, tiers, tuple(tree.get("sources", ())), float(tree.get("price_an_hour", 0.0)))
 
 
 def _device(name: str, table: dict[str, Any], where: str) -> Device:

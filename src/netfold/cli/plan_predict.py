@@ -1,0 +1,112 @@
+"""`netfold plan`, a question: what a job will take, from its file or from options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+CANNOT = 2
+
+
+def predict(
+    file: Annotated[Path | None, typer.Argument(help="A job's file (TOML); see docs/plan/README.md.")] = None,
+    model: Annotated[str | None, typer.Option(help="A name, or gpt:hidden=..,layers=..,heads=..,sequence=...")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A name, or a file's path (.toml).")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Devices to train on.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of a step, of all devices together.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, f16, tf32 or f32.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adam, momentum or sgd.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Of a pipeline: 1f1b or gpipe.")] = None,
+    overlap: Annotated[bool | None, typer.Option(help="Gradients travel beside the backward pass.")] = None,
+    in_network: Annotated[
+        bool | None, typer.Option(help="Reductions in the network, where a tier can.", show_default="where it can")
+    ] = None,
+    tensor: Annotated[int | None, typer.Option(help="Ranks that split each layer.", show_default="free")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="Stages.", show_default="free")] = None,
+    data: Annotated[int | None, typer.Option(help="Replicas.", show_default="free")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Samples at a time.", show_default="free")] = None,
+    interleave: Annotated[int | None, typer.Option(help="Pieces of a stage.", show_default="free")] = None,
+    sequence: Annotated[
+        bool | None, typer.Option(help="Tensor ranks split norms by tokens.", show_default="free")
+    ] = None,
+    zero: Annotated[int | None, typer.Option(help="0 to 3.", show_default="free")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective or full.", show_default="free")] = None,
+    price: Annotated[float | None, typer.Option(help="Of a device for an hour.")] = None,
+    kwh: Annotated[float | None, typer.Option(help="Of a kilowatt-hour, beside it.")] = None,
+    samples: Annotated[float | None, typer.Option(help="Of the whole training.")] = None,
+    curve: Annotated[str | None, typer.Option(help="Devices to look at too: 8..1024, or 8,24,96.")] = None,
+    compare: Annotated[
+        list[str] | None, typer.Option(help="network=tcp,in-network or cluster=a,b; as often as you like.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="A page with plots, in one file.")] = None,
+) -> None:
+    """What a step of training will take, of time and of memory, and the best way to split it.
+
+    What is not fixed of the split is free: all ways that come out even are tried. Options go before the file's keys.
+    All that is wrong is said, a line each; the exit code is then 2.
+    """
+    said: dict[tuple[str, ...], Any] = {
+        ("model",): model,
+        ("cluster",): cluster,
+        ("job", "gpus"): gpus,
+        ("job", "batch"): batch,
+        ("job", "precision"): precision,
+        ("job", "optimizer"): optimizer,
+        ("job", "schedule"): schedule,
+        ("job", "overlap"): overlap,
+        ("job", "in_network"): in_network,
+        ("split", "tensor"): tensor,
+        ("split", "pipeline"): pipeline,
+        ("split", "data"): data,
+        ("split", "micro_batch"): micro_batch,
+        ("split", "interleave"): interleave,
+        ("split", "sequence"): sequence,
+        ("split", "zero"): zero,
+        ("split", "recompute"): recompute,
+        ("price", "gpu_hour"): price,
+        ("price", "kwh"): kwh,
+        ("training", "samples"): samples,
+    }
+
+    from netfold.plan.answer import answer
+    from netfold.plan.ask import question, read_job
+    from netfold.plan.curve import parse_range
+    from netfold.plan.show import as_json as render_json
+    from netfold.plan.show import render_text
+
+    try:
+        tree: dict[str, Any] = {}
+        where: dict[tuple[str, ...], str] = {}
+        if file is not None:
+            tree, places = read_job(file)
+            where.update(places)
+        _over(tree, where, {key: value for key, value in said.items() if value is not None})
+        found = answer(
+            question(tree, where),
+            sizes=parse_range(curve) if curve is not None else (),
+            comparisons=tuple(compare or ()),
+        )
+    except ValueError as error:
+        for problem in str(error).splitlines():
+            typer.echo(f"netfold plan: {problem}", err=True)
+        raise typer.Exit(CANNOT) from None
+    typer.echo(render_json(found) if as_json else render_text(found))
+
+
+def _over(tree: dict[str, Any], where: dict[tuple[str, ...], str], said: dict[tuple[str, ...], Any]) -> None:
+    """Put options over a file's keys; the place of a problem with one is then the option."""
+    for key, value in said.items():
+        table = tree
+        for part in key[:-1]:
+            inner = table.get(part)
+            # A file that has something else here is complained of by its own line.
+            table = table.setdefault(part, {}) if inner is None or isinstance(inner, dict) else {}
+        table[key[-1]] = value
+        option = _OPTIONS.get(key, key[-1]).replace("_", "-")
+        where[key] = f"--{option} {value}" if not isinstance(value, bool) else f"--{'' if value else 'no-'}{option}"
+
+
+_OPTIONS: dict[tuple[str, ...], str] = {("price", "gpu_hour"): "price"}

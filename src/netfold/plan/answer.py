@@ -1,0 +1,111 @@
+"""An answer of the planner: the best way to split, what it comes to, and what was asked beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from netfold.plan.ask import Question
+from netfold.plan.compare import Variant, compare, parse_comparison
+from netfold.plan.curve import SCALINGS, Point, curve
+from netfold.plan.price import Cost, cost
+from netfold.plan.search import Choice, Found, search
+from netfold.plan.sensitivity import Gain, sensitivity
+from netfold.plan.step import Prediction
+
+# Ways beside the best that are shown, and points of the front of time and memory.
+FEW, FRONT = 5, 8
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the best few, and why it is not better than the best."""
+
+    choice: Choice
+    reason: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """tried, fitting: ways that were predicted, and that fit. few: the fastest of each mesh. front: none of those that
+    fit is better in both time and memory. curves: by scaling. training_s, training_cost: of all of it, where its length
+    is known. scaling_efficiency: throughput a device, against the fewest devices of the curve.
+    """
+
+    question: Question
+    best: Choice
+    tried: int
+    fitting: int
+    few: tuple[Way, ...]
+    front: tuple[Choice, ...]
+    gains: tuple[Gain, ...]
+    curves: dict[str, tuple[Point, ...]]
+    comparisons: dict[str, tuple[Variant, ...]]
+    training_s: float | None
+    training_cost: Cost | None
+    step_cost: Cost
+
+
+def answer(
+    asked: Question,
+    *,
+    gains: bool = True,
+    sizes: tuple[int, ...] = (),
+    comparisons: tuple[str, ...] = (),
+) -> Answer:
+    """Raises ValueError, in a sentence, where no way comes out even, or none fits: then by how much.
+
+    sizes: numbers of devices of a curve. comparisons: as `parse_comparison` reads them.
+    """
+    model, cluster, job, space, devices = asked.model, asked.cluster, asked.job, asked.space, asked.devices
+    others = {text: parse_comparison(text, cluster) for text in comparisons}
+    found = search(model, cluster, devices, job, space)
+    try:
+        best = found.best
+    except ValueError as error:
+        raise ValueError(f"{model.name} {error}") from None
+    seconds = asked.training.seconds(job.global_batch, best.prediction.samples_per_s)
+    return Answer(
+        asked,
+        best,
+        found.tried,
+        len(found.fitting),
+        tuple(Way(choice, reason(choice, best)) for choice in found.best_few(FEW)),
+        _thinned(found),
+        sensitivity(model, cluster, found) if gains else (),
+        {
+            scaling: curve(model, cluster, job, space, devices=devices, sizes=sizes, scaling=scaling)
+            for scaling in (SCALINGS if sizes else ())
+        },
+        {text: compare(found, model, job, cluster, clusters) for text, clusters in others.items()},
+        seconds,
+        None if seconds is None else cost(seconds, devices, cluster, asked.prices),
+        cost(best.prediction.step_s, devices, cluster, asked.prices),
+    )
+
+
+def parts(prediction: Prediction) -> dict[str, float]:
+    """What a step's seconds go to; together they are the step."""
+    found = {"computing": prediction.compute_s}
+    found |= {f"communication, {kind}": seconds for kind, seconds in prediction.exposed_s.items() if seconds > 0}
+    found |= {"bubble": prediction.bubble_s} if prediction.bubble_s > 0 else {}
+    return found | {"optimizer": prediction.optimizer_s}
+
+
+def reason(choice: Choice, best: Choice) -> str:
+    """What limits a way; of one that is not the best, what it pays more for."""
+    if choice is best:
+        return choice.prediction.limit
+    here, there = parts(choice.prediction), parts(best.prediction)
+    more = {name: here.get(name, 0.0) - there.get(name, 0.0) for name in {**here, **there}}
+    name = max(more, key=lambda each: more[each])
+    if more[name] <= 0:
+        return "as fast"
+    return f"{name} takes {100 * more[name] / best.prediction.step_s:.1f}% of a step more"
+
+
+def _thinned(found: Found) -> tuple[Choice, ...]:
+    """The front's ends, and what lies evenly between them."""
+    front = found.front
+    if len(front) <= FRONT:
+        return front
+    return tuple(front[round(index * (len(front) - 1) / (FRONT - 1))] for index in range(FRONT))

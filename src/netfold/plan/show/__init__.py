@@ -1,0 +1,6 @@
+"""Answers for people: as text, as JSON, as a page."""
+
+from netfold.plan.show.data import as_json
+from netfold.plan.show.text import render_text
+
+__all__ = ["as_json", "render_text"]
