@@ -9,13 +9,15 @@ from netfold.plan.model.work import Collective, Layer, Matmul, Pass, Share
 
 # Megatron-LM pads a vocabulary so that each tensor rank's part is a multiple of this (arguments.py).
 _PAD = 128
+# Bytes an element of the logits: cast to f32, largest found, subtracted, exponential, summed, divided; and back.
+_LOSS_FORWARD, _LOSS_BACKWARD = 18.0, 14.0
 
 
 @dataclass(frozen=True)
 class Transformer:
     """A stack of equal blocks: attention, then a perceptron of four times the width; word and position embeddings.
 
-    sequence: tokens of a sample. vocabulary: words, before padding.
+    sequence: tokens of a sample. vocabulary: words, before padding. pads: whether one tensor rank pads it as well.
     """
 
     name: str
@@ -24,6 +26,7 @@ class Transformer:
     depth: int
     sequence: int
     vocabulary: int = 51200
+    pads: bool = True
 
     @property
     def parameters(self) -> float:
@@ -41,7 +44,7 @@ class Transformer:
 
     def padded(self, tensor: int) -> int:
         """Words of the embedding, a multiple that tensor ranks can split."""
-        multiple = _PAD * tensor
+        multiple = _PAD * tensor if self.pads or tensor > 1 else 1
         return -(-self.vocabulary // multiple) * multiple
 
 
@@ -57,16 +60,15 @@ def _tokens_bytes(model: Transformer, share: Share) -> float:
 
 
 def _embedding(model: Transformer, share: Share) -> Layer:
+    """Looks words up, adds positions, drops out; the rows that are not a rank's own come by an all_reduce."""
     whole = _tokens_bytes(model, share)
-    parameters = (model.padded(share.tensor) / share.tensor + model.sequence) * model.hidden
-    shared = () if share.tensor == 1 else (Collective("all_reduce", whole),)
     return Layer(
         name="embedding",
-        forward=Pass((), 6 * whole, 5, shared),
-        backward=Pass((), 4 * whole, 4),
+        forward=Pass((), 6.5 * whole, 6, _shared(share, whole)),
+        backward=Pass((), 5.5 * whole, 6),
         again=Pass(),
-        parameters=parameters,
-        kept_bytes=whole / 2,
+        parameters=(model.padded(share.tensor) / share.tensor + model.sequence) * model.hidden,
+        kept_bytes=whole / 4,
         input_bytes=0.0,
     )
 
@@ -75,56 +77,77 @@ def _block(model: Transformer, share: Share) -> Layer:
     h, s, b, t = model.hidden, model.sequence, share.micro_batch, share.tensor
     rows, heads = s * b, b * model.heads // t
     whole = _tokens_bytes(model, share)
+    # Norms, dropouts and additions see all of an activation, or a rank's tokens of it.
+    between = whole / (t if share.sequence else 1)
+    scores = float(heads * s * s * share.item_bytes)
+    attention = (Matmul(s, s, h // model.heads, heads), Matmul(s, h // model.heads, s, heads))
     matmuls = (
         Matmul(rows, 3 * h // t, h),
-        Matmul(s, s, h // model.heads, heads),
-        Matmul(s, h // model.heads, s, heads),
+        *attention,
         Matmul(rows, h, h // t),
         Matmul(rows, 4 * h // t, h),
         Matmul(rows, h, 4 * h // t),
     )
-    scores = float(heads * s * s * share.item_bytes)
-    moved = whole * (10 + 15 / t) + 7 * scores
-    shared = () if t == 1 else (Collective("all_reduce", whole),) * 2
-    forward = Pass(matmuls, moved, 20, shared)
-    backward = Pass(matmuls * 2, 2 * moved, 36, shared)
-    # Korthikanti et al. 2022, table 2, at 2 bytes an activation.
-    between = 10 / (t if share.sequence else 1)
-    kept = whole / 2 * (between + 24 / t + 5 * model.heads * s / (h * t))
-    again = Pass()
-    if share.recomputation == "full":
-        kept, again = whole, forward
+    parameters = (12 * h * h + 7 * h) / t + 6 * h
+    # Read and written by each kernel that is no matmul, as Megatron-LM fuses them: norms 2 and 2, bias + dropout +
+    # addition 3.5 and 3.5 of an activation; biases, GELU 13; softmax 2, dropout 2.5 of the scores.
+    forward = Pass(matmuls, 11 * between + 13 * whole / t + 4.5 * scores, 20, _shared(share, whole, 2))
+    # The same again for what flows back, and a microbatch's gradients are added to those before.
+    moved = 23 * between + 27 * whole / t + 5.5 * scores + 3 * share.item_bytes * parameters
+    backward = Pass(_backward(matmuls), moved, 42, _shared(share, whole, 2))
+    # Korthikanti et al. 2022, table 2.
+    kept = whole / 2 * (10 / (t if share.sequence else 1) + 24 / t)
+    if share.recomputation == "none":
+        kept, again = kept + whole / 2 * 5 * model.heads * s / (h * t), Pass()
     elif share.recomputation == "selective":
-        kept = whole / 2 * (between + 24 / t)
-        again = Pass(matmuls[1:3], 7 * scores, 5)
+        again = Pass(attention, 4.5 * scores, 4)
+    else:
+        kept, again = whole / (t if share.sequence else 1), forward
     return Layer(
         name="block",
         forward=forward,
         backward=backward,
         again=again,
-        parameters=(12 * h * h + 7 * h) / t + 6 * h,
+        parameters=parameters,
         kept_bytes=kept,
-        input_bytes=whole,
+        input_bytes=between,
         count=model.depth,
     )
 
 
 def _head(model: Transformer, share: Share) -> Layer:
-    h, t = model.hidden, share.tensor
-    rows = model.sequence * share.micro_batch
+    """The last norm, logits by the words' embedding, and the loss, for which logits are cast to 4 bytes."""
+    t, rows = share.tensor, model.sequence * share.micro_batch
     words = model.padded(t) // t
-    whole = _tokens_bytes(model, share)
-    matmul = Matmul(rows, words, h)
-    shared = () if t == 1 else (Collective("all_reduce", 4.0 * rows),) * 3
-    # Logits are kept in 4 bytes for the loss, whatever the activations have.
+    whole, logits = _tokens_bytes(model, share), float(rows * words)
+    matmul = (Matmul(rows, words, model.hidden),)
     return Layer(
         name="head",
-        forward=Pass((matmul,), 4 * whole + rows * words * 16.0, 12, shared),
-        backward=Pass(
-            (matmul, matmul), 4 * whole + rows * words * 8.0, 6, () if t == 1 else (Collective("all_reduce", whole),)
-        ),
+        forward=Pass(matmul, 2 * whole + _LOSS_FORWARD * logits, 14, _shared(share, 4.0 * rows, 3)),
+        backward=Pass(_backward(matmul), 6 * whole + _LOSS_BACKWARD * logits, 8, _shared(share, whole)),
         again=Pass(),
-        parameters=2 * h,
-        kept_bytes=2 * whole + 4.0 * rows * words,
+        parameters=2.0 * model.hidden,
+        kept_bytes=2 * whole + 4 * logits,
         input_bytes=whole,
+    )
+
+
+def _shared(share: Share, size_bytes: float, count: int = 1) -> tuple[Collective, ...]:
+    """What tensor ranks add up; with sequence parallelism in two halves, an activation gathered and one scattered."""
+    if share.tensor == 1:
+        return ()
+    if share.sequence:
+        return (Collective("all_gather", size_bytes), Collective("reduce_scatter", size_bytes)) * count
+    return (Collective("all_reduce", size_bytes),) * count
+
+
+def _backward(matmuls: tuple[Matmul, ...]) -> tuple[Matmul, ...]:
+    """Of each product the gradients of both factors."""
+    return tuple(
+        each
+        for matmul in matmuls
+        for each in (
+            Matmul(matmul.m, matmul.k, matmul.n, matmul.count),
+            Matmul(matmul.k, matmul.n, matmul.m, matmul.count),
+        )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,7 +84,7 @@ class Share:
     item_bytes: int = 2
 
 
-class Model(Protocol):
+class Model(Hashable, Protocol):
     """Anything that can say what its layers ask of a rank."""
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from netfold.plan.step.costs import Stage
+from netfold.plan.step.stages import Stage
 
 # What communication is for.
 KINDS = ("tensor", "pipeline", "data", "tables")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import OPTIMIZERS, Job
 from netfold.plan.model import Model
-from netfold.plan.step.costs import Costs, Stage, costs
+from netfold.plan.step.constants import FITTED, Constants
 from netfold.plan.step.prediction import Memory, Prediction
+from netfold.plan.step.stages import Costs, Stage, costs
 
 
-def predict(model: Model, cluster: Cluster, job: Job) -> Prediction:
+def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTED) -> Prediction:
     """Raises ValueError, in a sentence, for a split that the model or the cluster cannot have."""
     split, device = job.split, cluster.device
-    parts = costs(model, cluster, job)
+    parts = costs(model, cluster, job, constants)
     slowest = max(parts.stages, key=lambda stage: stage.total_s)
     compute = parts.microbatches * (slowest.forward_s + slowest.backward_s)
     tensor = parts.microbatches * (slowest.forward_tensor_s + slowest.backward_tensor_s)
@@ -21,8 +22,8 @@ def predict(model: Model, cluster: Cluster, job: Job) -> Prediction:
     step = compute + tensor + bubble + pipeline + parts.data_s + parts.optimizer_s
     return Prediction(
         step_s=step,
-        low_s=0.8 * step,
-        high_s=1.2 * step,
+        low_s=step * (1 - constants.spread),
+        high_s=step * (1 + constants.spread),
         compute_s=compute,
         bubble_s=bubble,
         optimizer_s=parts.optimizer_s,

@@ -1,0 +1,49 @@
+"""How long one device computes: matmuls by their shape, memory-bound kernels by bytes, launches by their count."""
+
+from __future__ import annotations
+
+from netfold.plan.cluster import Device
+from netfold.plan.model import Matmul, Pass
+from netfold.plan.step.constants import Constants
+
+# Elements of the result that one block of threads works on, by cuBLAS's usual choice for large matmuls.
+_TILE = 128
+# Streaming multiprocessors of the devices that this was fitted on; a matmul of fewer tiles leaves some idle.
+_BLOCKS = 108
+# Bytes that rows must be a multiple of for tensor cores at full rate (NVIDIA, matrix multiplication user's guide).
+_ALIGNED_BYTES = 16
+
+
+def matmul_s(matmul: Matmul, device: Device, precision: str, item_bytes: int, constants: Constants) -> float:
+    """Seconds: of arithmetic, where few tiles or a short inner dimension cost; or of memory, if that takes longer."""
+    m, n, k, count = matmul.m, matmul.n, matmul.k, matmul.count
+    aligned = all(size * item_bytes % _ALIGNED_BYTES == 0 for size in (n, k))
+    part = constants.matmul_part if aligned else constants.unaligned_part
+    tiles = -(-m // _TILE) * -(-n // _TILE) * count
+    flops = 2.0 * _TILE * _TILE * k * max(tiles, _BLOCKS)
+    arithmetic = flops * (1 + constants.matmul_depth / k) / (part * device.peak(precision))
+    moved = float(item_bytes * (m * k + k * n + m * n) * count)
+    return max(arithmetic, moved_s(moved, device, constants))
+
+
+def moved_s(size_bytes: float, device: Device, constants: Constants) -> float:
+    """Seconds for kernels that read and write so much."""
+    return size_bytes / (constants.memory_part * device.memory_bytes_per_s)
+
+
+def device_s(work: Pass, device: Device, precision: str, item_bytes: int, constants: Constants) -> float:
+    """Seconds that the device is busy."""
+    arithmetic = sum(matmul_s(each, device, precision, item_bytes, constants) for each in work.matmuls)
+    return arithmetic + moved_s(work.moved_bytes, device, constants) + work.kernels * constants.kernel_s
+
+
+def host_s(work: Pass, ranks: int, constants: Constants) -> float:
+    """Seconds that launching takes, and waiting for `ranks` hosts that launch the same collectives."""
+    return work.kernels * constants.launch_s + len(work.collectives) * (ranks - 1) * constants.late_s
+
+
+def blended(device: float, host: float, constants: Constants) -> float:
+    """Seconds of both together: launches run ahead of the device, but not past every wait."""
+    if not device or not host:
+        return device + host
+    return float((device**constants.blend + host**constants.blend) ** (1 / constants.blend))

@@ -1,0 +1,139 @@
+"""What a step is put together from: each pipeline stage's work for a microbatch, and what follows once a step.
+
+`predict` adds these up in closed form; a simulator can play them as events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from netfold.plan.cluster import Cluster
+from netfold.plan.job import Job
+from netfold.plan.model import Layer, Model, Pass, Share
+from netfold.plan.step.compute import blended, device_s, host_s, moved_s
+from netfold.plan.step.constants import FITTED, Constants
+from netfold.plan.step.traffic import Group, collective_s, send_s
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank of a pipeline stage, for one microbatch; all of its pieces where they are interleaved.
+
+    forward_s, backward_s: computing, recomputation in the latter. forward_tensor_s, backward_tensor_s: collectives
+    among tensor ranks, which computing waits for. sent_bytes: activations to the next stage, a rank; as many come back
+    as gradients. send_s: what they take. parameters: held by the rank. kept_bytes: activations of a microbatch.
+    """
+
+    forward_s: float
+    backward_s: float
+    forward_tensor_s: float
+    backward_tensor_s: float
+    sent_bytes: float
+    send_s: float
+    parameters: float
+    kept_bytes: float
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward pass, with what is communicated inside."""
+        return self.forward_s + self.backward_s + self.forward_tensor_s + self.backward_tensor_s
+
+
+@dataclass(frozen=True)
+class Costs:
+    """data_s: of all gradients among data-parallel ranks, and of weights with ZeRO, were nothing hidden.
+
+    optimizer_s: the update of a rank's weights. Of the stage that takes longest, both.
+    """
+
+    stages: tuple[Stage, ...]
+    microbatches: int
+    data_s: float
+    optimizer_s: float
+
+
+def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTED) -> Costs:
+    """Raises ValueError, in a sentence, for a split that the model or the cluster cannot have."""
+    split = job.split
+    if split.ranks > cluster.devices:
+        raise ValueError(f"{split.text()} needs {split.ranks} devices; {cluster.name} has {cluster.devices}")
+    share = Share(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes)
+    layers = model.layers(share)
+    times = _layer_times(model, share, cluster, job.precision, constants)
+    distance = split.tensor * split.data
+    stages = []
+    for part in _cut(layers, split.pipeline):
+        sent = max(layers[index].input_bytes for index, _ in part) if split.pipeline > 1 else 0.0
+        stages.append(
+            Stage(
+                sum(count * times[index].forward_s for index, count in part),
+                sum(count * times[index].backward_s for index, count in part),
+                sum(count * times[index].forward_tensor_s for index, count in part),
+                sum(count * times[index].backward_tensor_s for index, count in part),
+                sent,
+                send_s(sent, distance, cluster, constants) if sent else 0.0,
+                sum(count * layers[index].parameters for index, count in part),
+                sum(count * layers[index].kept_bytes for index, count in part),
+            )
+        )
+    parameters = max(stage.parameters for stage in stages)
+    data = collective_s(
+        "all_reduce",
+        parameters * job.gradient_bytes,
+        Group(split.data, split.tensor),
+        cluster,
+        constants,
+        job.in_network,
+    )
+    updated = parameters / (split.data if split.zero else 1)
+    return Costs(
+        tuple(stages), job.microbatches, data, moved_s(updated * constants.update_bytes, cluster.device, constants)
+    )
+
+
+@dataclass(frozen=True)
+class _Times:
+    forward_s: float
+    backward_s: float
+    forward_tensor_s: float
+    backward_tensor_s: float
+
+
+@lru_cache(maxsize=16384)
+def _layer_times(
+    model: Model, share: Share, cluster: Cluster, precision: str, constants: Constants
+) -> tuple[_Times, ...]:
+    """Of each layer, once."""
+    device, group = cluster.device, Group(share.tensor)
+
+    def both(*passes: Pass) -> tuple[float, float]:
+        """Seconds in all that computing and launching take, and what collectives add."""
+        busy = sum(device_s(each, device, precision, share.item_bytes, constants) for each in passes)
+        talking = sum(
+            collective_s(each.operation, each.size_bytes, group, cluster, constants)
+            for work in passes
+            for each in work.collectives
+        )
+        host = sum(host_s(each, share.tensor, constants) for each in passes)
+        alone = blended(busy, sum(each.kernels for each in passes) * constants.launch_s, constants)
+        return alone, blended(busy + talking, host, constants) - alone
+
+    times = []
+    for layer in model.layers(share):
+        forward, forward_tensor = both(layer.forward)
+        backward, backward_tensor = both(layer.again, layer.backward)
+        times.append(_Times(forward, backward, forward_tensor, backward_tensor))
+    return tuple(times)
+
+
+def _cut(layers: tuple[Layer, ...], stages: int) -> list[list[tuple[int, float]]]:
+    """Each stage's layers by index, and how many of each: repeated ones evenly, single ones at their end."""
+    repeated = [index for index, layer in enumerate(layers) if layer.count > 1]
+    first, last = (repeated[0], repeated[-1]) if repeated else (0, len(layers) - 1)
+    parts: list[list[tuple[int, float]]] = [
+        [(index, layers[index].count / stages) for index in range(first, last + 1)] for _ in range(stages)
+    ]
+    parts[0] = [(index, 1.0) for index in range(first)] + parts[0]
+    parts[-1] = parts[-1] + [(index, 1.0) for index in range(last + 1, len(layers))]
+    return parts

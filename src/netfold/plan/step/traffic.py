@@ -1,0 +1,96 @@
+"""How long ranks of a cluster talk: the formulas of netfold.plan.cost, with the links that a group's ranks have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from netfold.plan.cluster import Cluster, Tier
+from netfold.plan.cost import predict
+from netfold.plan.step.constants import Constants
+from netfold.plan.topology import Link, Links, Topology
+
+
+@dataclass(frozen=True)
+class Group:
+    """`ranks` ranks, each `stride` devices from the one before."""
+
+    ranks: int
+    stride: int = 1
+
+    def inside(self, tier: Tier) -> int:
+        """How many of them one instance of a tier has."""
+        return min(self.ranks, max(1, tier.devices // self.stride))
+
+
+@lru_cache(maxsize=65536)
+def collective_s(
+    operation: str, size_bytes: float, group: Group, cluster: Cluster, constants: Constants, in_network: bool = False
+) -> float:
+    """Seconds. The cheapest of: one ring through all; rings inside and between nodes; a reduction inside the network
+    between nodes, where asked for and the tiers that it crosses can.
+    """
+    if group.ranks == 1 or size_bytes == 0:
+        return 0.0
+    device = cluster.device
+    copied = size_bytes / (constants.copy_part * device.memory_bytes_per_s)
+    seconds = min(_ways(operation, size_bytes, group, cluster, in_network))
+    return constants.collective_s + copied + seconds
+
+
+def _ways(operation: str, size_bytes: float, group: Group, cluster: Cluster, in_network: bool) -> list[float]:
+    inner = cluster.tiers[0]
+    inside = group.inside(inner)
+    ways = [_along(operation, "ring" if operation != "all_to_all" else "pairwise", size_bytes, group, cluster)]
+    if operation != "all_reduce" or inside == group.ranks:
+        return ways
+    nodes = Group(-(-group.ranks // inside), max(group.stride, inner.devices))
+    within = Group(inside, group.stride)
+    around = sum(_along(each, "ring", size_bytes, within, cluster) for each in ("reduce_scatter", "all_gather"))
+    part = size_bytes / inside
+    ways.append(around + min(_along("all_reduce", name, part, nodes, cluster) for name in ("ring", "tree")))
+    crossed = [tier for tier in cluster.tiers[1:] if tier.devices // max(1, group.stride) > inside]
+    if in_network and all(tier.in_network for tier in crossed[:1]):
+        ways.append(around + _along("all_reduce", "in_network", part, nodes, cluster))
+    return ways
+
+
+def _along(operation: str, algorithm: str, size_bytes: float, group: Group, cluster: Cluster) -> float:
+    if group.ranks == 1:
+        return 0.0
+    return predict(operation, algorithm, size_bytes, _apart(group.ranks), _links(group, cluster))
+
+
+@lru_cache(maxsize=1024)
+def _apart(ranks: int) -> Topology:
+    return Topology.apart(ranks)
+
+
+@lru_cache(maxsize=4096)
+def _links(group: Group, cluster: Cluster) -> Links:
+    """What a ring through the group is bound by: at each tier as many ranks leave together as are inside of it."""
+    rate, latency, inside = float("inf"), 0.0, 1
+    for tier in cluster.tiers:
+        if group.inside(tier) == inside and inside < group.ranks and tier is not cluster.tiers[-1]:
+            continue
+        if inside >= group.ranks:
+            break
+        rate = min(rate, inside * tier.busy_bytes_per_s)
+        # Of all hops, those that cross this tier and none outside.
+        latency += tier.latency_s * (group.ranks / inside - group.ranks / group.inside(tier)) / group.ranks
+        inside = group.inside(tier)
+    return Links(
+        network=Link(latency, rate),
+        memory=Link(0.0, float("inf")),
+        reduce_bytes_per_s=float("inf"),
+        message_s=0.0,
+        crowding=0.0,
+        restarts=0.0,
+        measured=False,
+    )
+
+
+def send_s(size_bytes: float, distance: int, cluster: Cluster, constants: Constants) -> float:
+    """Seconds for one message to a rank `distance` devices on."""
+    tier = next(tier for tier in cluster.tiers if tier.devices > distance or tier is cluster.tiers[-1])
+    return tier.latency_s + size_bytes / min(tier.bytes_per_s, constants.send_bytes_per_s)

@@ -1,0 +1,85 @@
+"""Constants fitted to measured runs, held near what was known before: the most probable ones given both.
+
+Gauss-Newton on the logarithms of constants and times, with a Huber weight so that a run that something else held up
+does not bend all others. The prior of a constant is its present value, with a deviation; the fewer the runs, the more
+it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from netfold.plan.cluster import Cluster
+from netfold.plan.job import Job
+from netfold.plan.model import Model
+from netfold.plan.step import Constants, predict
+from netfold.profile.columns import Floats
+
+# Of a constant's logarithm, before any run is seen: what is known of matmuls is known well, of hosts badly.
+PRIORS = {
+    "matmul_part": 0.05,
+    "matmul_depth": 0.5,
+    "unaligned_part": 0.5,
+    "memory_part": 0.1,
+    "launch_s": 0.5,
+    "late_s": 0.5,
+    "blend": 0.3,
+    "update_bytes": 0.5,
+}
+# Of a run's logarithm about the model with the best constants; errors beyond this many times it weigh less.
+_NOISE, _HUBER = 0.1, 1.5
+_STEP, _ROUNDS, _DONE, _LARGEST = 0.02, 12, 0.003, 0.4
+
+
+def fit(
+    runs: Sequence[tuple[Model, Job, float]],
+    cluster: Cluster,
+    constants: Constants,
+    priors: dict[str, float],
+    *,
+    informative: int | None = None,
+) -> Constants:
+    """runs: model, job, measured seconds. priors: the deviation of each constant that may move.
+
+    informative: as how many independent runs they count; all of them where None.
+    """
+    names = list(priors)
+    start = np.array([getattr(constants, name) for name in names])
+    measured = np.log([seconds for _, _, seconds in runs])
+    weight = (len(runs) if informative is None else informative) / len(runs) / _NOISE**2
+    stiff = 1 / np.array([priors[name] for name in names]) ** 2
+
+    def moved(by: Floats) -> Constants:
+        return replace(constants, **dict(zip(names, (start * np.exp(by)).tolist(), strict=True)))
+
+    def errors(by: Floats) -> Floats:
+        with_these = moved(by)
+        found: Floats = np.log([predict(model, cluster, job, with_these).step_s for model, job, _ in runs]) - measured
+        return found
+
+    def cost(by: Floats, left: Floats) -> float:
+        size = np.abs(left) / (_HUBER * _NOISE)
+        beyond = np.where(size <= 1, size**2, 2 * size - 1) * (_HUBER * _NOISE) ** 2
+        return float(weight * beyond.sum() + (stiff * by**2).sum())
+
+    by = np.zeros(len(names))
+    left = errors(by)
+    for _ in range(_ROUNDS):
+        slopes = np.stack([(errors(by + _STEP * axis) - left) / _STEP for axis in np.eye(len(names))], axis=1)
+        trust = weight / np.maximum(1, np.abs(left) / (_HUBER * _NOISE))
+        curvature = slopes.T @ (trust[:, None] * slopes) + np.diag(stiff)
+        wanted = np.clip(-np.linalg.solve(curvature, slopes.T @ (trust * left) + stiff * by), -_LARGEST, _LARGEST)
+        before = cost(by, left)
+        for part in (1.0, 0.5, 0.25, 0.125):
+            there = errors(by + part * wanted)
+            if cost(by + part * wanted, there) < before:
+                break
+        else:
+            break
+        by, left = by + part * wanted, there
+        if np.abs(part * wanted).max() < _DONE:
+            break
+    return moved(by)
