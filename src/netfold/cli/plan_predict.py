@@ -75,7 +75,7 @@ def predict(
     from netfold.plan.ask import question, read_job
     from netfold.plan.curve import parse_range
     from netfold.plan.show import as_json as render_json
-    from netfold.plan.show import render_text
+    from netfold.plan.show import render_page, render_text
 
     try:
         tree: dict[str, Any] = {}
@@ -94,6 +94,14 @@ def predict(
             typer.echo(f"netfold plan: {problem}", err=True)
         raise typer.Exit(CANNOT) from None
     typer.echo(render_json(found) if as_json else render_text(found))
+    if html is None:
+        return
+    try:
+        html.write_text(render_page(found), encoding="utf-8")
+    except OSError as error:
+        typer.echo(f"netfold plan: {html} cannot be written: {error.strerror}; say another place with --html", err=True)
+        raise typer.Exit(CANNOT) from None
+    typer.echo(f"\nthe page: {html}", err=as_json)
 
 
 def _over(tree: dict[str, Any], where: dict[tuple[str, ...], str], said: dict[tuple[str, ...], Any]) -> None:

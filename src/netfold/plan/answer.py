@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from netfold.plan.ask import Question
+from netfold.plan.cluster import Cluster
 from netfold.plan.compare import Variant, compare, parse_comparison
 from netfold.plan.curve import SCALINGS, Point, curve
+from netfold.plan.model import Model
 from netfold.plan.price import Cost, cost
 from netfold.plan.search import Choice, Found, search
 from netfold.plan.sensitivity import Gain, sensitivity
-from netfold.plan.step import Prediction
+from netfold.plan.step import Prediction, predict
 
 # Ways beside the best that are shown, and points of the front of time and memory.
 FEW, FRONT = 5, 8
@@ -28,11 +30,12 @@ class Way:
 class Answer:
     """tried, fitting: ways that were predicted, and that fit. few: the fastest of each mesh. front: none of those that
     fit is better in both time and memory. curves: by scaling. training_s, training_cost: of all of it, where its length
-    is known. scaling_efficiency: throughput a device, against the fewest devices of the curve.
+    is known. efficiency: throughput a device, against one replica that trains alone, with as many samples of its own.
     """
 
     question: Question
     best: Choice
+    efficiency: float
     tried: int
     fitting: int
     few: tuple[Way, ...]
@@ -67,6 +70,7 @@ def answer(
     return Answer(
         asked,
         best,
+        efficiency(model, cluster, best),
         found.tried,
         len(found.fitting),
         tuple(Way(choice, reason(choice, best)) for choice in found.best_few(FEW)),
@@ -81,6 +85,13 @@ def answer(
         None if seconds is None else cost(seconds, devices, cluster, asked.prices),
         cost(best.prediction.step_s, devices, cluster, asked.prices),
     )
+
+
+def efficiency(model: Model, cluster: Cluster, choice: Choice) -> float:
+    """Of scaling out by data parallelism: 1 where replicas cost one another nothing."""
+    job, data = choice.job, choice.job.split.data
+    alone = replace(job, global_batch=job.global_batch // data, split=replace(job.split, data=1, zero=0))
+    return predict(model, cluster, alone).step_s / choice.prediction.step_s
 
 
 def parts(prediction: Prediction) -> dict[str, float]:

@@ -63,7 +63,7 @@ def _doubled(low: int, high: int) -> list[int]:
     while 0 < low < high:
         numbers.append(low)
         low *= 2
-    return [*numbers, high] if 0 < low and numbers else []
+    return [*numbers, high] if low > 0 and numbers else []
 
 
 def _batch(job: Job, devices: int, size: int, scaling: str) -> int:

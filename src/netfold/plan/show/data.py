@@ -25,6 +25,7 @@ def as_object(answer: Answer) -> dict[str, Any]:
         "tried": answer.tried,
         "fitting": answer.fitting,
         "best": choice_object(answer.best),
+        "efficiency": answer.efficiency,
         "few": [choice_object(way.choice) | {"reason": way.reason} for way in answer.few],
         "front": [choice_object(choice) for choice in answer.front],
         "sensitivity": [

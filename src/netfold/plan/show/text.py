@@ -101,8 +101,12 @@ def _together(answer: Answer) -> str:
     lines = [
         f"{rate(found.samples_per_s)} samples a second, {rate(found.samples_per_s / asked.devices)} a device; model "
         f"FLOP/s utilisation {units.ratio(found.mfu)}",
-        f"what limits it: {found.limit}",
     ]
+    if answer.best.job.split.data > 1:
+        lines.append(
+            f"scaling efficiency {units.ratio(answer.efficiency)}: a device's throughput, against a replica alone"
+        )
+    lines.append(f"what limits it: {found.limit}")
     if answer.training_s is not None:
         assert answer.training_cost is not None
         epochs = asked.training.epochs_at(asked.job.global_batch)
