@@ -1,29 +1,95 @@
-"""`netfold plan`: what training will take, on which cluster, split how."""
+"""`netfold plan`: what scaling out will bring, before anyone pays for it."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from netfold.cli import plan_listed, plan_predict
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-class _PredictUnlessNamed(TyperGroup):
-    """What is no command's name is a question: `netfold plan job.toml` is `netfold plan predict job.toml`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        named = not args or args[0] in self.commands or args[0] == "--help"
-        return super().parse_args(ctx, args if named else ["predict", *args])
-
+    from netfold.plan.validate import Report, Score
 
 app = typer.Typer(
-    cls=_PredictUnlessNamed,
-    help="What training will take, on which cluster, split how: `netfold plan JOB.toml`, or options.",
+    cls=plan_predict.UnlessNamed,
+    help="What scaling out will bring, on which network, split how: `netfold plan JOB.toml`, or options.",
     no_args_is_help=True,
 )
 app.command("predict")(plan_predict.predict)
 app.command("clusters")(plan_listed.clusters)
 app.command("models")(plan_listed.models)
 app.command("networks")(plan_listed.networks)
+
+
+@app.command("validate")
+def validate(
+    runs: Annotated[Path | None, typer.Option(help="Measured steps: a CSV table, a row a run.")] = None,
+    cluster: Annotated[str, typer.Option(help="Where they ran: a preset's name, or a TOML file.")] = "dgx-a100",
+    calibrate: Annotated[Path | None, typer.Option(help="At most 10 runs of the same target, to learn from.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+) -> None:
+    """Predict what others measured, and say how far off it is.
+
+    With --runs: a row a run, measured beside predicted, then the mean absolute error, the rank correlation among the
+    splits of one question, how much longer the split takes that would have been chosen than the best, and how many
+    runs lie in the 80% band.
+    """
+    import json
+
+    from rich.console import Console
+
+    from netfold.plan.cluster import load_cluster
+    from netfold.plan.validate import read_runs
+    from netfold.plan.validate import validate as compare
+
+    try:
+        if runs is None:
+            raise ValueError("--runs FILE says what was measured; docs/plan/model.md has its columns")
+        known = read_runs(calibrate) if calibrate else []
+        report = compare(read_runs(runs), load_cluster(cluster), known)
+    except ValueError as error:
+        typer.echo(f"netfold plan validate: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=1))
+        return
+    _show(report, Console())
+
+
+def _show(report: Report, console: Console) -> None:
+    from rich.table import Table
+
+    names = ("line", "model", "GPUs", "batch", "micro", "t x p x d", "measured ms", "predicted ms", "error")
+    shown = Table(title=f"on {report.cluster}", title_justify="left")
+    for name in names:
+        shown.add_column(name, justify="left" if name == "model" else "right")
+    for row in report.rows:
+        job = row.run.job
+        shown.add_row(
+            str(row.run.line),
+            row.run.model.name,
+            str(row.run.gpus),
+            str(job.global_batch),
+            str(job.micro_batch),
+            f"{job.split.tensor} x {job.split.pipeline} x {job.split.data}",
+            f"{row.run.measured_ms:.1f}",
+            f"{row.predicted_ms:.1f}",
+            f"{100 * (row.predicted_ms / row.run.measured_ms - 1):+.1f}%",
+        )
+    console.print(shown)
+    if report.calibrated:
+        console.print(f"constants fitted to {report.calibrated} runs; recomputation: {report.recomputation}")
+    console.print(_sentence(report.score), soft_wrap=True, highlight=False)
+
+
+def _sentence(score: Score) -> str:
+    text = f"{score.rows} runs: mean absolute error {100 * score.mean_error:.1f}% (bias {100 * score.bias:+.1f}%)"
+    if score.rank_correlation is not None:
+        text += f", rank correlation within a model {score.rank_correlation:.3f}"
+    if score.regret is not None:
+        text += f", the split chosen takes {100 * score.regret:.1f}% longer than the best"
+    return text + f", {100 * score.covered:.0f}% in the 80% band"

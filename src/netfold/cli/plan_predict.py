@@ -6,8 +6,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 CANNOT = 2
+
+
+class UnlessNamed(TyperGroup):
+    """What is no command's name is a question: `netfold plan job.toml` is `netfold plan predict job.toml`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = not args or args[0] in self.commands or args[0] == "--help"
+        return super().parse_args(ctx, args if named else ["predict", *args])
 
 
 def predict(

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from netfold.plan.cluster import Cluster
-from netfold.plan.job import OPTIMIZERS, Job
+from netfold.plan.job import Job
 from netfold.plan.model import Model
 from netfold.plan.step.constants import FITTED, Constants
-from netfold.plan.step.prediction import Memory, Prediction
+from netfold.plan.step.memory import memory_of
+from netfold.plan.step.prediction import Prediction
 from netfold.plan.step.stages import Costs, Stage, costs
 
 
 def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTED) -> Prediction:
-    """Raises ValueError, in a sentence, for a split that the model or the cluster cannot have."""
+    """Raises ValueError, in a sentence, for a split that the model or the cluster cannot have.
+
+    The slowest stage works through all microbatches; what the others take for one is the bubble, divided by the pieces
+    where stages are interleaved (Narayanan et al. 2021, section 2.2). Messages between stages are waited for while the
+    pipeline fills and drains. Gradients come last, or beside the last backward pass.
+    """
     split, device = job.split, cluster.device
     parts = costs(model, cluster, job, constants)
     slowest = max(parts.stages, key=lambda stage: stage.total_s)
+    exposed = {
+        "tensor": parts.microbatches * (slowest.forward_tensor_s + slowest.backward_tensor_s),
+        "pipeline": 2 * sum(stage.send_s for stage in parts.stages[1:]),
+        "data": _exposed_data(parts, slowest, job),
+        "tables": 0.0,
+    }
     compute = parts.microbatches * (slowest.forward_s + slowest.backward_s)
-    tensor = parts.microbatches * (slowest.forward_tensor_s + slowest.backward_tensor_s)
-    bubble = sum(stage.total_s for stage in parts.stages if stage is not slowest) / split.interleave
-    pipeline = 2 * sum(stage.send_s for stage in parts.stages[1:])
-    step = compute + tensor + bubble + pipeline + parts.data_s + parts.optimizer_s
+    bubble = (sum(stage.total_s for stage in parts.stages) - slowest.total_s) / split.interleave
+    step = compute + bubble + parts.optimizer_s + sum(exposed.values())
+    memory = max(
+        (memory_of(stage, index, parts.microbatches, job) for index, stage in enumerate(parts.stages)),
+        key=lambda each: each.total,
+    )
     return Prediction(
         step_s=step,
         low_s=step * (1 - constants.spread),
@@ -27,23 +41,39 @@ def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FIT
         compute_s=compute,
         bubble_s=bubble,
         optimizer_s=parts.optimizer_s,
-        exposed_s={"tensor": tensor, "pipeline": pipeline, "data": parts.data_s, "tables": 0.0},
-        memory=max(
-            (_memory(parts, index, stage, job) for index, stage in enumerate(parts.stages)), key=lambda m: m.total
-        ),
+        exposed_s=exposed,
+        memory=memory,
         memory_bytes=device.memory_bytes,
         samples_per_s=job.global_batch / step,
         mfu=job.global_batch * model.flops / (step * split.ranks * device.peak(job.precision)),
-        limit="computing",
+        limit=_limit(
+            step,
+            {"computing": compute, "the pipeline's bubble": bubble, "the optimizer": parts.optimizer_s}
+            | {f"{kind}-parallel communication": seconds for kind, seconds in exposed.items()},
+        ),
         stages=parts.stages,
     )
 
 
-def _memory(parts: Costs, index: int, stage: Stage, job: Job) -> Memory:
-    in_flight = min(parts.microbatches, job.split.pipeline - index)
-    return Memory(
-        weights=stage.parameters * job.item_bytes,
-        gradients=stage.parameters * job.gradient_bytes,
-        optimizer=stage.parameters * (OPTIMIZERS[job.optimizer] + (4 if job.item_bytes == 2 else 0)),
-        activations=in_flight * stage.kept_bytes,
+def _exposed_data(parts: Costs, stage: Stage, job: Job) -> float:
+    """Seconds of data-parallel communication that no computing hides."""
+    if parts.gathered_s:
+        # Of ZeRO-3 a pass hides what the next layer needs; what it needs itself first, nothing hides.
+        forward = max(0.0, parts.gathered_s - stage.forward_s)
+        backward = max(0.0, parts.gathered_s + parts.data_s - stage.backward_s)
+        first = parts.gathered_s * min(1.0, job.bucket_bytes / max(1.0, stage.parameters * job.item_bytes))
+        return parts.microbatches * (max(forward, first) + max(backward, first))
+    if not job.overlap:
+        return parts.data_s
+    # The last bucket's gradients are there when the backward pass ends.
+    last = parts.data_s * min(1.0, job.bucket_bytes / max(1.0, stage.parameters * job.gradient_bytes))
+    return max(last, parts.data_s - stage.backward_s)
+
+
+def _limit(step_s: float, parts: dict[str, float]) -> str:
+    most = max(parts, key=lambda name: parts[name])
+    text = f"{most} takes {100 * parts[most] / step_s:.0f}% of a step"
+    others = sorted(
+        (name for name in parts if name != most and parts[name] > 0.1 * step_s), key=lambda name: -parts[name]
     )
+    return text + "".join(f", {name} {100 * parts[name] / step_s:.0f}%" for name in others)

@@ -42,8 +42,8 @@ def host_s(work: Pass, ranks: int, constants: Constants) -> float:
     return work.kernels * constants.launch_s + len(work.collectives) * (ranks - 1) * constants.late_s
 
 
-def blended(device: float, host: float, constants: Constants) -> float:
+def blended(device: float, host: float, blend: float) -> float:
     """Seconds of both together: launches run ahead of the device, but not past every wait."""
     if not device or not host:
         return device + host
-    return float((device**constants.blend + host**constants.blend) ** (1 / constants.blend))
+    return float((device**blend + host**blend) ** (1 / blend))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from netfold.plan.cluster import Cluster
-from netfold.plan.job import Job
+from netfold.plan.job import OPTIMIZERS, Job
 from netfold.plan.model import Layer, Model, Pass, Share
 from netfold.plan.step.compute import blended, device_s, host_s, moved_s
 from netfold.plan.step.constants import FITTED, Constants
@@ -42,14 +42,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Costs:
-    """data_s: of all gradients among data-parallel ranks, and of weights with ZeRO, were nothing hidden.
+    """data_s: of all gradients among data-parallel ranks, with ZeRO-1 and 2 of weights too, were nothing hidden.
 
-    optimizer_s: the update of a rank's weights. Of the stage that takes longest, both.
+    gathered_s: of all weights once, with ZeRO-3: before each forward and each backward pass, and then data_s is of each
+    microbatch. optimizer_s: the update of a rank's weights. All three of the stage with most parameters.
     """
 
     stages: tuple[Stage, ...]
     microbatches: int
     data_s: float
+    gathered_s: float
     optimizer_s: float
 
 
@@ -77,19 +79,31 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
                 sum(count * layers[index].kept_bytes for index, count in part),
             )
         )
-    parameters = max(stage.parameters for stage in stages)
-    data = collective_s(
-        "all_reduce",
-        parameters * job.gradient_bytes,
-        Group(split.data, split.tensor),
-        cluster,
-        constants,
-        job.in_network,
-    )
-    updated = parameters / (split.data if split.zero else 1)
-    return Costs(
-        tuple(stages), job.microbatches, data, moved_s(updated * constants.update_bytes, cluster.device, constants)
-    )
+    data, gathered = _data_parallel(max(stage.parameters for stage in stages), cluster, job, constants)
+    updated = max(stage.parameters for stage in stages) / (split.data if split.zero else 1)
+    optimizer = moved_s(updated * _updated_bytes(job, constants), cluster.device, constants)
+    return Costs(tuple(stages), job.microbatches, data, gathered, optimizer)
+
+
+def _updated_bytes(job: Job, constants: Constants) -> float:
+    """An element: what was fitted is Adam's; state that it has and others lack is read and written."""
+    return constants.update_bytes - 2 * (OPTIMIZERS["adam"] - OPTIMIZERS[job.optimizer])
+
+
+def _data_parallel(parameters: float, cluster: Cluster, job: Job, constants: Constants) -> tuple[float, float]:
+    """Seconds for a stage's gradients, and to gather its weights once (ZeRO-3)."""
+    group = Group(job.split.data, job.split.tensor)
+    gradients, weights = parameters * job.gradient_bytes, parameters * job.item_bytes
+
+    def taken(operation: str, size_bytes: float) -> float:
+        return collective_s(operation, size_bytes, group, cluster, constants, job.in_network)
+
+    if job.split.zero == 0:
+        return taken("all_reduce", gradients), 0.0
+    gathered = taken("all_gather", weights)
+    if job.split.zero == 3:
+        return taken("reduce_scatter", gradients), gathered
+    return taken("reduce_scatter", gradients) + gathered, 0.0
 
 
 @dataclass(frozen=True)
@@ -116,14 +130,17 @@ def _layer_times(
             for each in work.collectives
         )
         host = sum(host_s(each, share.tensor, constants) for each in passes)
-        alone = blended(busy, sum(each.kernels for each in passes) * constants.launch_s, constants)
-        return alone, blended(busy + talking, host, constants) - alone
+        alone = blended(busy, sum(each.kernels for each in passes) * constants.launch_s, constants.blend)
+        if not talking:
+            return alone, 0.0
+        return alone, max(0.0, blended(busy + talking, host, constants.blend_talking) - alone)
 
     times = []
     for layer in model.layers(share):
         forward, forward_tensor = both(layer.forward)
         backward, backward_tensor = both(layer.again, layer.backward)
-        times.append(_Times(forward, backward, forward_tensor, backward_tensor))
+        found = (forward, backward, forward_tensor, backward_tensor)
+        times.append(_Times(*(constants.tempo * seconds for seconds in found)))
     return tuple(times)
 
 

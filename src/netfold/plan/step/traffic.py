@@ -32,33 +32,40 @@ def collective_s(
     """
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
-    device = cluster.device
-    copied = size_bytes / (constants.copy_part * device.memory_bytes_per_s)
-    seconds = min(_ways(operation, size_bytes, group, cluster, in_network))
+    copied = size_bytes / constants.copy_bytes_per_s
+    seconds = min(_ways(operation, size_bytes, group, cluster, constants, in_network))
     return constants.collective_s + copied + seconds
 
 
-def _ways(operation: str, size_bytes: float, group: Group, cluster: Cluster, in_network: bool) -> list[float]:
+def _ways(
+    operation: str, size_bytes: float, group: Group, cluster: Cluster, constants: Constants, in_network: bool
+) -> list[float]:
     inner = cluster.tiers[0]
     inside = group.inside(inner)
-    ways = [_along(operation, "ring" if operation != "all_to_all" else "pairwise", size_bytes, group, cluster)]
+    ways = [
+        _along(operation, "ring" if operation != "all_to_all" else "pairwise", size_bytes, group, cluster, constants)
+    ]
     if operation != "all_reduce" or inside == group.ranks:
         return ways
     nodes = Group(-(-group.ranks // inside), max(group.stride, inner.devices))
     within = Group(inside, group.stride)
-    around = sum(_along(each, "ring", size_bytes, within, cluster) for each in ("reduce_scatter", "all_gather"))
+    around = sum(
+        _along(each, "ring", size_bytes, within, cluster, constants) for each in ("reduce_scatter", "all_gather")
+    )
     part = size_bytes / inside
-    ways.append(around + min(_along("all_reduce", name, part, nodes, cluster) for name in ("ring", "tree")))
+    ways.append(around + min(_along("all_reduce", name, part, nodes, cluster, constants) for name in ("ring", "tree")))
     crossed = [tier for tier in cluster.tiers[1:] if tier.devices // max(1, group.stride) > inside]
     if in_network and all(tier.in_network for tier in crossed[:1]):
-        ways.append(around + _along("all_reduce", "in_network", part, nodes, cluster))
+        ways.append(around + _along("all_reduce", "in_network", part, nodes, cluster, constants))
     return ways
 
 
-def _along(operation: str, algorithm: str, size_bytes: float, group: Group, cluster: Cluster) -> float:
+def _along(
+    operation: str, algorithm: str, size_bytes: float, group: Group, cluster: Cluster, constants: Constants
+) -> float:
     if group.ranks == 1:
         return 0.0
-    return predict(operation, algorithm, size_bytes, _apart(group.ranks), _links(group, cluster))
+    return predict(operation, algorithm, size_bytes, _apart(group.ranks), _links(group, cluster, constants))
 
 
 @lru_cache(maxsize=1024)
@@ -67,7 +74,7 @@ def _apart(ranks: int) -> Topology:
 
 
 @lru_cache(maxsize=4096)
-def _links(group: Group, cluster: Cluster) -> Links:
+def _links(group: Group, cluster: Cluster, constants: Constants) -> Links:
     """What a ring through the group is bound by: at each tier as many ranks leave together as are inside of it."""
     rate, latency, inside = float("inf"), 0.0, 1
     for tier in cluster.tiers:
@@ -75,10 +82,13 @@ def _links(group: Group, cluster: Cluster) -> Links:
             continue
         if inside >= group.ranks:
             break
-        rate = min(rate, inside * tier.busy_bytes_per_s)
+        part = constants.network_part if tier is not cluster.tiers[0] else 1.0
+        rate = min(rate, inside * part * tier.busy_bytes_per_s)
         # Of all hops, those that cross this tier and none outside.
-        latency += tier.latency_s * (group.ranks / inside - group.ranks / group.inside(tier)) / group.ranks
-        inside = group.inside(tier)
+        joined = group.inside(tier)
+        hops = group.ranks / inside - (group.ranks / joined if joined < group.ranks else 0)
+        latency += tier.latency_s * hops / group.ranks
+        inside = joined
     return Links(
         network=Link(latency, rate),
         memory=Link(0.0, float("inf")),

@@ -27,10 +27,11 @@ PRIORS = {
     "launch_s": 0.5,
     "late_s": 0.5,
     "blend": 0.3,
+    "blend_talking": 0.3,
     "update_bytes": 0.5,
 }
 # Of a run's logarithm about the model with the best constants; errors beyond this many times it weigh less.
-_NOISE, _HUBER = 0.1, 1.5
+NOISE, _HUBER = 0.1, 1.5
 _STEP, _ROUNDS, _DONE, _LARGEST = 0.02, 12, 0.003, 0.4
 
 
@@ -40,16 +41,17 @@ def fit(
     constants: Constants,
     priors: dict[str, float],
     *,
+    noise: float = NOISE,
     informative: int | None = None,
 ) -> Constants:
     """runs: model, job, measured seconds. priors: the deviation of each constant that may move.
 
-    informative: as how many independent runs they count; all of them where None.
+    noise: of a run's logarithm about the best model. informative: as how many independent runs they count; all of them where None.
     """
     names = list(priors)
     start = np.array([getattr(constants, name) for name in names])
     measured = np.log([seconds for _, _, seconds in runs])
-    weight = (len(runs) if informative is None else informative) / len(runs) / _NOISE**2
+    weight = (len(runs) if informative is None else informative) / len(runs) / noise**2
     stiff = 1 / np.array([priors[name] for name in names]) ** 2
 
     def moved(by: Floats) -> Constants:
@@ -61,15 +63,15 @@ def fit(
         return found
 
     def cost(by: Floats, left: Floats) -> float:
-        size = np.abs(left) / (_HUBER * _NOISE)
-        beyond = np.where(size <= 1, size**2, 2 * size - 1) * (_HUBER * _NOISE) ** 2
+        size = np.abs(left) / (_HUBER * noise)
+        beyond = np.where(size <= 1, size**2, 2 * size - 1) * (_HUBER * noise) ** 2
         return float(weight * beyond.sum() + (stiff * by**2).sum())
 
     by = np.zeros(len(names))
     left = errors(by)
     for _ in range(_ROUNDS):
         slopes = np.stack([(errors(by + _STEP * axis) - left) / _STEP for axis in np.eye(len(names))], axis=1)
-        trust = weight / np.maximum(1, np.abs(left) / (_HUBER * _NOISE))
+        trust = weight / np.maximum(1, np.abs(left) / (_HUBER * noise))
         curvature = slopes.T @ (trust[:, None] * slopes) + np.diag(stiff)
         wanted = np.clip(-np.linalg.solve(curvature, slopes.T @ (trust * left) + stiff * by), -_LARGEST, _LARGEST)
         before = cost(by, left)

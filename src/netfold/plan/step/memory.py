@@ -1,0 +1,36 @@
+"""What a rank must hold: weights, gradients, optimizer state, and the activations that a schedule keeps waiting."""
+
+from __future__ import annotations
+
+from netfold.plan.job import OPTIMIZERS, Job
+from netfold.plan.step.prediction import Memory
+from netfold.plan.step.stages import Stage
+
+
+def memory_of(stage: Stage, index: int, microbatches: int, job: Job) -> Memory:
+    """Of one rank of a pipeline's stage `index`. ZeRO splits state from its level on over the data-parallel ranks."""
+    split = job.split
+    parts = [split.data if split.zero >= level else 1 for level in (3, 2, 1)]
+    # Weights of 16 bits have a copy of 32 that the optimizer updates.
+    state = OPTIMIZERS[job.optimizer] + (4 if job.item_bytes == 2 else 0)
+    return Memory(
+        weights=stage.parameters * job.item_bytes / parts[0],
+        gradients=stage.parameters * job.gradient_bytes / parts[1],
+        optimizer=stage.parameters * state / parts[2],
+        activations=waiting(index, microbatches, job) * stage.kept_bytes,
+    )
+
+
+def waiting(index: int, microbatches: int, job: Job) -> float:
+    """Microbatches whose activations a stage keeps at once: all of them where every forward pass comes first.
+
+    Else as many as stages from here on (Narayanan et al. 2021, section 2.2); with interleaved pieces (p-1)/pv more for
+    the first one (Korthikanti et al. 2022, section 4.2.3).
+    """
+    split = job.split
+    if job.schedule == "gpipe":
+        return float(microbatches)
+    after = split.pipeline - index
+    if split.interleave > 1:
+        return min(float(microbatches), after + (split.pipeline - 1) / split.interleave)
+    return float(min(microbatches, after))

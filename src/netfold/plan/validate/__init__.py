@@ -1,0 +1,19 @@
+"""Predictions against published measurements: errors, the choice that they lead to, and how honest the bands are."""
+
+from netfold.plan.validate.against import MOST_CALIBRATION_RUNS, Report, Row, calibrated, validate
+from netfold.plan.validate.runs import COLUMNS, Run, read_runs
+from netfold.plan.validate.score import Compared, Score, score
+
+__all__ = [
+    "COLUMNS",
+    "MOST_CALIBRATION_RUNS",
+    "Compared",
+    "Report",
+    "Row",
+    "Run",
+    "Score",
+    "calibrated",
+    "read_runs",
+    "score",
+    "validate",
+]

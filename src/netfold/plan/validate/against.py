@@ -1,0 +1,137 @@
+"""Predictions beside measured runs: what `netfold plan validate --runs` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from netfold.plan.cluster import Cluster
+from netfold.plan.step import FITTED, Constants, Prediction, predict
+from netfold.plan.validate.calibrate import fit
+from netfold.plan.validate.runs import Run, as_it_ran
+from netfold.plan.validate.score import Compared, Score, score
+
+# With more the runs would be fitted and not foretold.
+MOST_CALIBRATION_RUNS = 10
+# What a target may differ in from what the constants were fitted on, with the deviation of its logarithm: how busy its
+# hosts are, its network, its libraries, and all else.
+_TARGET_PRIORS = {
+    "matmul_part": 0.025,
+    "memory_part": 0.05,
+    "launch_s": 0.15,
+    "late_s": 0.25,
+    "network_part": 0.4,
+    "send_bytes_per_s": 0.5,
+    "tempo": 0.1,
+}
+# Of a run's logarithm: runs of one target err alike, which `tempo` has in it.
+_NOISE = 0.05
+_RECOMPUTATIONS = ("auto", "none", "full")
+# A guess of what was recomputed must be this much nearer, of the runs' mean error, to be taken for another.
+_CLEARLY = 0.02
+# Of a run about a model that was calibrated on its like; what the band is before any of them are seen, as so many runs.
+_KNOWN_RUNS = 10
+# From a mean absolute deviation to half of an 80% band, of errors that are normal: 1.2816 sqrt(pi/2).
+_BAND = 1.606
+
+
+@dataclass(frozen=True)
+class Row:
+    run: Run
+    prediction: Prediction
+    recomputation: str
+
+    @property
+    def predicted_ms(self) -> float:
+        return self.prediction.step_s * 1e3
+
+    def compared(self) -> Compared:
+        low, high = self.prediction.low_s * 1e3, self.prediction.high_s * 1e3
+        return Compared(self.run.question, self.run.measured_ms, self.predicted_ms, low, high)
+
+
+@dataclass(frozen=True)
+class Report:
+    """calibrated: how many runs the constants were fitted to; 0 where they are those that ship.
+
+    recomputation: auto, or what the calibration runs say.
+    """
+
+    cluster: str
+    rows: tuple[Row, ...]
+    score: Score
+    constants: Constants
+    calibrated: int
+    recomputation: str
+
+    def to_json(self) -> dict[str, Any]:
+        rows = []
+        for row in self.rows:
+            split = row.run.job.split
+            rows.append(
+                {
+                    "line": row.run.line,
+                    "gpus": row.run.gpus,
+                    "model": row.run.model.name,
+                    "global_batch": row.run.job.global_batch,
+                    "micro_batch": row.run.job.micro_batch,
+                    "tensor": split.tensor,
+                    "data": split.data,
+                    "pipeline": split.pipeline,
+                    "recomputation": row.recomputation,
+                    "measured": row.run.measured_ms,
+                    "predicted": row.predicted_ms,
+                    "low": row.prediction.low_s * 1e3,
+                    "high": row.prediction.high_s * 1e3,
+                    "limit": row.prediction.limit,
+                }
+            )
+        return {
+            "cluster": self.cluster,
+            "calibrated": self.calibrated,
+            "recomputation": self.recomputation,
+            "score": asdict(self.score),
+            "constants": asdict(self.constants),
+            "rows": rows,
+        }
+
+
+def validate(runs: Sequence[Run], cluster: Cluster, calibration: Sequence[Run] = ()) -> Report:
+    """calibration: of the same target, at most MOST_CALIBRATION_RUNS; a few constants are fitted to them.
+
+    Raises ValueError, in a sentence, for more, and for a run that the cluster cannot have.
+    """
+    if len(calibration) > MOST_CALIBRATION_RUNS:
+        raise ValueError(
+            f"{len(calibration)} runs to calibrate with are more than {MOST_CALIBRATION_RUNS}: with so many the rest "
+            "would be fitted and not foretold; take fewer"
+        )
+    constants, recomputation = calibrated(calibration, cluster) if calibration else (FITTED, "auto")
+    rows = []
+    for run in runs:
+        job = as_it_ran(run, cluster, constants, recomputation)
+        rows.append(Row(run, predict(run.model, cluster, job, constants), job.recomputation))
+    found = score([row.compared() for row in rows])
+    return Report(cluster.name, tuple(rows), found, constants, len(calibration), recomputation)
+
+
+def calibrated(runs: Sequence[Run], cluster: Cluster, constants: Constants = FITTED) -> tuple[Constants, str]:
+    """Constants for a target of which these runs are known, and what it recomputes.
+
+    What is recomputed is no matter of degree, so each answer is tried; `auto` stays unless another is clearly nearer.
+    """
+    tried: dict[str, tuple[Constants, float]] = {}
+    for recomputation in _RECOMPUTATIONS:
+        told = [(run.model, as_it_ran(run, cluster, constants, recomputation), run.measured_ms / 1e3) for run in runs]
+        fitted = fit(told, cluster, constants, _TARGET_PRIORS, noise=_NOISE)
+        off = [abs(predict(model, cluster, job, fitted).step_s / seconds - 1) for model, job, seconds in told]
+        tried[recomputation] = fitted, float(np.mean(off))
+    best = min(tried, key=lambda word: tried[word][1])
+    if tried["auto"][1] <= tried[best][1] + _CLEARLY:
+        best = "auto"
+    fitted, off_by = tried[best]
+    known = (_KNOWN_RUNS * constants.spread + len(runs) * _BAND * off_by) / (_KNOWN_RUNS + len(runs))
+    return replace(fitted, spread=known), best
