@@ -42,7 +42,8 @@ def test_every_way_uses_all_devices_and_comes_out_even() -> None:
 def test_the_best_fits_and_no_way_that_fits_is_faster() -> None:
     best = found().best.prediction
     assert best.fits
-    assert all(way.prediction.step_s >= best.step_s for way in found().ways if way.prediction.fits)
+    # Of ways that are equal to three digits, the simplest is taken.
+    assert all(way.prediction.step_s >= 0.99 * best.step_s for way in found().ways if way.prediction.fits)
 
 
 def test_no_way_that_fits_beats_one_of_the_front_in_time_and_memory() -> None:
@@ -50,7 +51,7 @@ def test_no_way_that_fits_beats_one_of_the_front_in_time_and_memory() -> None:
     assert front[0] is found().best
     for kept in front:
         for way in found().fitting:
-            quicker = way.prediction.step_s < kept.prediction.step_s
+            quicker = way.prediction.step_s < 0.99 * kept.prediction.step_s
             assert not (quicker and way.prediction.memory.total < 0.999 * kept.prediction.memory.total)
 
 
@@ -86,7 +87,7 @@ def test_memory_twice_as_large_never_costs_and_all_gains_come_in_order() -> None
     gains = sensitivity(MODEL, CLUSTER, found())
     factors = [gain.factor for gain in gains]
     assert factors == sorted(factors, reverse=True) and factors[0] > 1
-    assert all(factor > 1 - 1e-9 for factor in factors)
+    assert all(factor > 0.99 for factor in factors)
     assert {gain.what for gain in gains} >= {"2x the memory", "10x the bandwidth of NVSwitch"}
 
 
@@ -122,7 +123,7 @@ def test_a_slower_network_is_never_faster_and_reaches_only_beyond_nodes() -> Non
     assert slow.tiers[0] == CLUSTER.tiers[0] and slow.tiers[1].bytes_per_s == pytest.approx(0.94e9 / 8 / 8)
     variants = compare(found(), MODEL, JOB, CLUSTER, parse_comparison("network=ethernet-1,ethernet-10", CLUSTER))
     assert [each.name for each in variants] == ["as it is", "ethernet-1", "ethernet-10"]
-    assert variants[1].factor <= variants[2].factor <= 1 + 1e-9
+    assert variants[1].factor <= variants[2].factor <= 1.01
 
 
 def test_a_network_that_aggregates_is_used_and_one_that_is_none_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,10 @@ class UnlessNamed(TyperGroup):
 def predict(
     file: Annotated[Path | None, typer.Argument(help="A job's file (TOML); see docs/plan/README.md.")] = None,
     model: Annotated[str | None, typer.Option(help="A name, or gpt:hidden=..,layers=..,heads=..,sequence=...")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Of `netfold train`, instead of a model.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Over the recipe: parallel.pipeline=4.")
+    ] = None,
     cluster: Annotated[str | None, typer.Option(help="A name, or a file's path (.toml).")] = None,
     gpus: Annotated[int | None, typer.Option(help="Devices to train on.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples of a step, of all devices together.")] = None,
@@ -80,6 +85,7 @@ def predict(
         ("training", "samples"): samples,
     }
 
+    from netfold.cli.plan_models import bench_model, bench_models, recipe_model
     from netfold.plan.answer import answer
     from netfold.plan.ask import question, read_job
     from netfold.plan.curve import parse_range
@@ -93,8 +99,16 @@ def predict(
             tree, places = read_job(file)
             where.update(places)
         _over(tree, where, {key: value for key, value in said.items() if value is not None})
+        trained = None
+        if recipe is not None:
+            if "model" in tree:
+                raise ValueError(f"--recipe {recipe} has a model, and another one is given; leave one out")
+            trained, asked = recipe_model(recipe, settings or ())
+            tree = _under(tree, asked)
+        elif settings:
+            raise ValueError("--set changes a recipe; there is no --recipe")
         found = answer(
-            question(tree, where),
+            question(tree, where, model=trained, others={name: partial(bench_model, name) for name in bench_models()}),
             sizes=parse_range(curve) if curve is not None else (),
             comparisons=tuple(compare or ()),
         )
@@ -124,6 +138,17 @@ def _over(tree: dict[str, Any], where: dict[tuple[str, ...], str], said: dict[tu
         table[key[-1]] = value
         option = _OPTIONS.get(key, key[-1]).replace("_", "-")
         where[key] = f"--{option} {value}" if not isinstance(value, bool) else f"--{'' if value else 'no-'}{option}"
+
+
+def _under(tree: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
+    """What a recipe says, where nothing else is said; on another number of devices its split means nothing."""
+    job = tree.get("job", {})
+    split = {} if isinstance(job, dict) and "gpus" in job else recipe["split"]
+    under = {"job": recipe["job"], "split": split}
+    return tree | {
+        name: said | tree.get(name, {}) if isinstance(tree.get(name, {}), dict) else tree[name]
+        for name, said in under.items()
+    }
 
 
 _OPTIONS: dict[tuple[str, ...], str] = {("price", "gpu_hour"): "price"}

@@ -50,7 +50,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """ways: all that were predicted, the fastest first. fitting: those of them that fit a device's memory.
+    """ways: all that were predicted, the fastest first; of equal ones, to three digits, the simplest. fitting: those
+    that fit a device's memory.
 
     front: of those that fit, the ones that none beats in both time and memory.
     """
@@ -145,8 +146,10 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)})
 
 
-def _order(choice: Choice) -> tuple[float, float]:
-    return choice.prediction.step_s, choice.prediction.memory.total
+def _order(choice: Choice) -> tuple[float, int, int, float, float]:
+    """By time; of ways that are as fast to three digits, the simplest first."""
+    step_s, split = choice.prediction.step_s, choice.job.split
+    return float(f"{step_s:.3g}"), split.zero, split.interleave, step_s, choice.prediction.memory.total
 
 
 def _front(fitting: list[Choice]) -> tuple[Choice, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from netfold.plan.accuracy import Training
@@ -39,16 +40,23 @@ class Question:
     training: Training = field(default_factory=Training)
 
 
-def question(tree: Mapping[str, Any], where: Mapping[Key, str], *, model: Model | None = None) -> Question:
+def question(
+    tree: Mapping[str, Any],
+    where: Mapping[Key, str],
+    *,
+    model: Model | None = None,
+    others: Mapping[str, Callable[[], Model]] = MappingProxyType({}),
+) -> Question:
     """tree: as a job's file has it. where: the place of each key. model: one that is there already, instead of a name.
 
+    others: models that are known elsewhere, by name.
     Raises AskError with all that is wrong.
     """
     asking = _Asking(tree, where)
     asking.known((), (*_SECTIONS, "model", "cluster"))
     for section, keys in _SECTIONS.items():
         asking.known((section,), keys)
-    found = model if model is not None else asking.tried(("model",), lambda: _model(asking))
+    found = model if model is not None else asking.tried(("model",), lambda: _model(asking, others))
     cluster = asking.tried(("cluster",), lambda: _cluster(asking))
     job, split, price = (asking.section(name) for name in ("job", "split", "price"))
     for key, name in (("gpus", "devices to train on"), ("batch", "samples of a step")):
@@ -197,15 +205,16 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "a table" if isinstance(value, Mapping) else repr(value)
 
 
-def _model(asking: _Asking) -> Model:
+def _model(asking: _Asking, others: Mapping[str, Callable[[], Model]]) -> Model:
     said = asking.tree.get("model")
     if said is None:
         raise ValueError("the model is missing: a name of `netfold plan models`, or gpt:hidden=..,layers=..,heads=..")
     if isinstance(said, str):
-        return find_model(said)
+        return others[said]() if said in others else find_model(said, tuple(others))
     if not isinstance(said, Mapping) or not isinstance(said.get("name"), str):
         raise ValueError('model is text, or a table with a name: name = "gpt"')
-    return model_of(said["name"], {key: value for key, value in said.items() if key != "name"})
+    name, keys = said["name"], {key: value for key, value in said.items() if key != "name"}
+    return others[name]() if name in others and not keys else model_of(name, keys, tuple(others))
 
 
 def _cluster(asking: _Asking) -> Cluster:

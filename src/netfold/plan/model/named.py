@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,10 @@ def model_presets() -> dict[str, dict[str, Any]]:
     return tomllib.loads(_PRESETS.read_text(encoding="utf-8"))
 
 
-def find_model(said: str) -> Model:
+def find_model(said: str, others: Sequence[str] = ()) -> Model:
     """A preset's name, or `kind:key=value,...`; a preset's keys can be changed: `bert-large:sequence=128`.
 
-    Raises ValueError, in a sentence, for any other.
+    others: names that are known elsewhere, to be suggested. Raises ValueError, in a sentence, for any other.
     """
     name, _, text = said.partition(":")
     keys: dict[str, Any] = {}
@@ -49,11 +49,14 @@ def find_model(said: str) -> Model:
         if key in keys:
             raise ValueError(f"model {said!r}: says {key} twice; leave one out")
         keys[key.strip()] = int(value) if value.strip().isdecimal() else value.strip()
-    return model_of(name, keys)
+    return model_of(name, keys, others)
 
 
-def model_of(name: str, keys: Mapping[str, Any]) -> Model:
-    """name: of a preset, or a kind. Raises ValueError, in a sentence: name, a key, a value."""
+def model_of(name: str, keys: Mapping[str, Any], others: Sequence[str] = ()) -> Model:
+    """name: of a preset, or a kind. others: as `find_model` has them.
+
+    Raises ValueError, in a sentence, for a name, a key or a value that is none.
+    """
     presets = model_presets()
     if name in KINDS:
         kind, said = name, dict(keys)
@@ -61,10 +64,12 @@ def model_of(name: str, keys: Mapping[str, Any]) -> Model:
         preset = {key: value for key, value in presets[name].items() if key != "source"}
         kind = preset.pop("kind")
         said = preset | dict(keys)
+    elif name in others:
+        raise ValueError(f"model {name}: has no dimensions to change; leave out {', '.join(keys) or 'the colon'}")
     else:
         raise ValueError(
-            f"there is no model {name!r}; {nearest(name, (*KINDS, *presets))} (`netfold plan models` lists them, or "
-            "gpt:hidden=..,layers=..,heads=..)"
+            f"there is no model {name!r}; {nearest(name, (*KINDS, *presets, *others))} (`netfold plan models` lists "
+            "them, or gpt:hidden=..,layers=..,heads=..)"
         )
     known = KINDS[kind]
     for key, value in said.items():
