@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 class Device:
     """flops: peak multiply-adds by dtype, as two operations each, dense; of f32, tf32, f16, bf16 those that it has.
 
-    memory_bytes, memory_bytes_per_s: of its own memory. power_w: what it draws at most; 0 where it is not known.
+    memory_bytes, memory_bytes_per_s: of its own memory. multiprocessors: parts that work on tiles of a matmul side by
+    side. power_w: what it draws at most; 0 where it is not known.
     """
 
     name: str
     flops: Mapping[str, float] = field(hash=False)
     memory_bytes: float
     memory_bytes_per_s: float
+    multiprocessors: int = 1
     power_w: float = 0.0
 
     def peak(self, precision: str) -> float:

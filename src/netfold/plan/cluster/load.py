@@ -91,7 +91,7 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
 
 
 def _device(name: str, table: dict[str, Any], where: str) -> Device:
-    _only(table, where, ("name", "flops", "memory", "memory_rate", "power", "source"))
+    _only(table, where, ("name", "flops", "memory", "memory_rate", "multiprocessors", "power", "source"))
     _needs(table, where, ("flops", "memory", "memory_rate"))
     flops = {
         key: _positive(parse_quantity(value, "flops", f"{where}, {key}"), where, key)
@@ -102,6 +102,7 @@ def _device(name: str, table: dict[str, Any], where: str) -> Device:
         flops,
         _positive(parse_quantity(table["memory"], "bytes", f"{where}, memory"), where, "memory"),
         _positive(parse_quantity(table["memory_rate"], "rate", f"{where}, memory_rate"), where, "memory_rate"),
+        int(table.get("multiprocessors", 1)),
         parse_quantity(table["power"], "power", f"{where}, power") if "power" in table else 0.0,
     )
 

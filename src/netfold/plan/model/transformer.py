@@ -19,6 +19,8 @@ class Transformer:
     """A stack of equal blocks: attention, then a perceptron of four times the width; word and position embeddings.
 
     sequence: tokens of a sample. vocabulary: words, before padding. pads: whether one tensor rank pads it as well.
+    flash: attention is one kernel that keeps no scores, makes them again in its backward pass, and leaves out those of
+    later tokens (Dao et al. 2022).
     """
 
     name: str
@@ -28,6 +30,7 @@ class Transformer:
     sequence: int
     vocabulary: int = 51200
     pads: bool = True
+    flash: bool = False
 
     @property
     def parameters(self) -> float:
@@ -69,7 +72,8 @@ def _embedding(model: Transformer, share: Share) -> Layer:
         backward=Pass((), 5.5 * whole, 6),
         again=Pass(),
         parameters=(model.padded(share.tensor) / share.tensor + model.sequence) * model.hidden,
-        kept_bytes=whole / 4,
+        # The dropout's mask, a byte an element.
+        kept_bytes=whole / share.item_bytes / (share.tensor if share.sequence else 1),
         input_bytes=0.0,
     )
 
@@ -81,10 +85,10 @@ def _block(model: Transformer, share: Share) -> Layer:
     # Norms, dropouts and additions see all of an activation, or a rank's tokens of it.
     between = whole / (t if share.sequence else 1)
     scores = float(heads * s * s * share.item_bytes)
-    attention = (Matmul(s, s, h // model.heads, heads), Matmul(s, h // model.heads, s, heads))
-    matmuls = (
+    width = h // model.heads
+    attention = (Matmul(s, s, width, heads), Matmul(s, width, s, heads))
+    linear = (
         Matmul(rows, 3 * h // t, h),
-        *attention,
         Matmul(rows, h, h // t),
         Matmul(rows, 4 * h // t, h),
         Matmul(rows, h, 4 * h // t),
@@ -92,17 +96,24 @@ def _block(model: Transformer, share: Share) -> Layer:
     parameters = (12 * h * h + 7 * h) / t + 6 * h
     # Read and written by each kernel that is no matmul, as Megatron-LM fuses them: norms 2 and 2, bias + dropout +
     # addition 3.5 and 3.5 of an activation; biases, GELU 13; softmax 2, dropout 2.5 of the scores.
-    forward = Pass(matmuls, 11 * between + 13 * whole / t + 4.5 * scores, 20, _shared(share, whole, 2))
+    moved = 11 * between + 13 * whole / t
     # The same again for what flows back, and a microbatch's gradients are added to those before.
-    moved = 23 * between + 27 * whole / t + 5.5 * scores + 3 * share.item_bytes * parameters
-    backward = Pass(_backward(matmuls), moved, 42, _shared(share, whole, 2))
+    moved_back = 23 * between + 27 * whole / t + 3 * share.item_bytes * parameters
+    shared = _shared(share, whole, 2)
+    if model.flash:
+        forward = Pass((*linear, _fused(attention, 2)), moved, 17, shared)
+        backward = Pass((*_backward(linear), _fused(attention, 5)), moved_back, 36, shared)
+    else:
+        forward = Pass((*linear, *attention), moved + 4.5 * scores, 20, shared)
+        backward = Pass((*_backward(linear), *_backward(attention)), moved_back + 5.5 * scores, 42, shared)
     # Korthikanti et al. 2022, table 2.
     kept = whole / 2 * (10 / (t if share.sequence else 1) + 24 / t)
-    if share.recomputation == "none":
-        kept, again = kept + whole / 2 * 5 * model.heads * s / (h * t), Pass()
-    elif share.recomputation == "selective":
+    again = Pass()
+    if share.recomputation == "none" and not model.flash:
+        kept += whole / 2 * 5 * model.heads * s / (h * t)
+    elif share.recomputation == "selective" and not model.flash:
         again = Pass(attention, 4.5 * scores, 4)
-    else:
+    elif share.recomputation == "full":
         kept, again = whole / (t if share.sequence else 1), forward
     return Layer(
         name="block",
@@ -114,6 +125,12 @@ def _block(model: Transformer, share: Share) -> Layer:
         input_bytes=between,
         count=model.depth,
     )
+
+
+def _fused(attention: tuple[Matmul, ...], products: int) -> Matmul:
+    """So many products of the scores' size in one kernel, of which half is left out; it moves no scores."""
+    scores = attention[0]
+    return Matmul(scores.m, scores.n, scores.k, scores.count, products / 2)
 
 
 def _head(model: Transformer, share: Share) -> Layer:

@@ -9,17 +9,21 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Matmul:
-    """`count` products of [m, k] by [k, n]; batched: by one kernel."""
+    """`count` products of [m, k] by [k, n], batched: by one kernel.
+
+    fused: 0, or how many products of this size one kernel works on whose [m, n] side never leaves it.
+    """
 
     m: int
     n: int
     k: int
     count: int = 1
+    fused: float = 0.0
 
     @property
     def flops(self) -> float:
         """A multiply-add as two."""
-        return 2.0 * self.m * self.n * self.k * self.count
+        return 2.0 * self.m * self.n * self.k * self.count * (self.fused or 1.0)
 
 
 @dataclass(frozen=True)

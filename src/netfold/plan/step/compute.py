@@ -8,19 +8,19 @@ from netfold.plan.step.constants import Constants
 
 # Elements of the result that one block of threads works on, by cuBLAS's usual choice for large matmuls.
 _TILE = 128
-# Streaming multiprocessors of the devices that this was fitted on; a matmul of fewer tiles leaves some idle.
-_BLOCKS = 108
 # Bytes that rows must be a multiple of for tensor cores at full rate (NVIDIA, matrix multiplication user's guide).
 _ALIGNED_BYTES = 16
 
 
 def matmul_s(matmul: Matmul, device: Device, precision: str, item_bytes: int, constants: Constants) -> float:
     """Seconds: of arithmetic, where few tiles or a short inner dimension cost; or of memory, if that takes longer."""
+    if matmul.fused:
+        return matmul.flops / (constants.fused_part * device.peak(precision))
     m, n, k, count = matmul.m, matmul.n, matmul.k, matmul.count
     aligned = all(size * item_bytes % _ALIGNED_BYTES == 0 for size in (n, k))
     part = constants.matmul_part if aligned else constants.unaligned_part
     tiles = -(-m // _TILE) * -(-n // _TILE) * count
-    flops = 2.0 * _TILE * _TILE * k * max(tiles, _BLOCKS)
+    flops = 2.0 * _TILE * _TILE * k * max(tiles, device.multiprocessors)
     arithmetic = flops * (1 + constants.matmul_depth / k) / (part * device.peak(precision))
     moved = float(item_bytes * (m * k + k * n + m * n) * count)
     return max(arithmetic, moved_s(moved, device, constants))

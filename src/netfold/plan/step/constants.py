@@ -11,6 +11,7 @@ class Constants:
 
     matmul_part: of peak FLOP/s, what a large matmul reaches. matmul_depth: multiply-adds an element of the result that
     its start and end cost. unaligned_part: of peak, where a matmul's rows are not a multiple of 16 bytes long.
+    fused_part: of peak, attention in one kernel.
     memory_part: of the memory's rate, what kernels bound by it reach. kernel_s: of a kernel that does next to nothing.
     launch_s: of the host, a kernel, with all that the framework does before it. late_s: what a collective waits for the
     last of its ranks, for each of the others, while hosts are what limits them. blend: how far launching and computing
@@ -18,13 +19,14 @@ class Constants:
     collective_s: of a collective, before its first byte. copy_bytes_per_s: at which it passes its buffer through a
     device, beside what the links take. network_part: of the rate between nodes, what collectives reach.
     send_bytes_per_s: at most of one message between two pipeline stages. update_bytes: moved an element by Adam, casts
-    and the norm among them. tempo: of what layers take, for all that is in none of these; 1 until measured runs say otherwise. spread:
-    half of the 80% band, of the step.
+    and the norm among them. tempo: of what layers take, for all that is in none of these; 1 until measured runs say
+    otherwise. spread: half of the 80% band, of the step.
     """
 
     matmul_part: float = 0.842
     matmul_depth: float = 268.0
     unaligned_part: float = 0.2425
+    fused_part: float = 0.32
     memory_part: float = 0.68
     kernel_s: float = 4e-6
     launch_s: float = 46.3e-6

@@ -15,24 +15,34 @@ import numpy as np
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import Job
 from netfold.plan.model import Model
-from netfold.plan.step import Constants, predict
+from netfold.plan.step import FITTED, Constants, predict
 from netfold.profile.columns import Floats
 
-# Of a constant's logarithm, before any run is seen: what is known of matmuls is known well, of hosts badly.
-PRIORS = {
-    "matmul_part": 0.05,
-    "matmul_depth": 0.5,
-    "unaligned_part": 0.5,
-    "memory_part": 0.1,
-    "launch_s": 0.5,
-    "late_s": 0.5,
-    "blend": 0.3,
-    "blend_talking": 0.3,
-    "update_bytes": 0.5,
+# What is known of each constant before any run is seen, and the deviation of its logarithm: of matmuls and memory much
+# (NVIDIA's and others' measurements of A100), of hosts and frameworks little.
+GUESSES = {
+    "matmul_part": (0.85, 0.05),
+    "matmul_depth": (190.0, 0.5),
+    "unaligned_part": (0.27, 0.5),
+    "memory_part": (0.7, 0.1),
+    "launch_s": (43e-6, 0.5),
+    "late_s": (43e-6, 0.5),
+    "blend": (4.0, 0.3),
+    "blend_talking": (2.0, 0.3),
+    "update_bytes": (30.0, 0.5),
 }
+# The runs on one node are of 32 kinds of layer (width, tensor degree, microbatch); the rest repeats them.
+_KINDS = 32
 # Of a run's logarithm about the model with the best constants; errors beyond this many times it weigh less.
 NOISE, _HUBER = 0.1, 1.5
 _STEP, _ROUNDS, _DONE, _LARGEST = 0.02, 12, 0.003, 0.4
+
+
+def fit_shipped(runs: Sequence[tuple[Model, Job, float]], cluster: Cluster, kinds: int = _KINDS) -> Constants:
+    """The constants that netfold ships with, from the runs on one node. kinds: of layer, among the runs."""
+    start = replace(FITTED, **{name: value for name, (value, _) in GUESSES.items()})
+    priors = {name: deviation for name, (_, deviation) in GUESSES.items()}
+    return fit(runs, cluster, start, priors, informative=kinds)
 
 
 def fit(
@@ -46,7 +56,8 @@ def fit(
 ) -> Constants:
     """runs: model, job, measured seconds. priors: the deviation of each constant that may move.
 
-    noise: of a run's logarithm about the best model. informative: as how many independent runs they count; all of them where None.
+    noise: of a run's logarithm about the best model. informative: as how many independent runs they count; all of them
+    where None.
     """
     names = list(priors)
     start = np.array([getattr(constants, name) for name in names])
