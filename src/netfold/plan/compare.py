@@ -8,7 +8,7 @@ from netfold.plan.cluster import Cluster, load_cluster
 from netfold.plan.cluster.networks import with_network
 from netfold.plan.job import Job
 from netfold.plan.model import Model
-from netfold.plan.search import Choice, Found
+from netfold.plan.search import Choice, Found, order
 from netfold.plan.step import predict
 from netfold.plan.words import nearest
 
@@ -71,4 +71,4 @@ def _best(found: Found, model: Model, job: Job, cluster: Cluster) -> Choice:
     fitting = [way for way in ways if way.prediction.fits]
     if not fitting:
         raise ValueError(f"does not fit: {cluster.device.name} has {cluster.device.memory_bytes / 2**30:.0f} GB")
-    return min(fitting, key=lambda way: way.prediction.step_s)
+    return min(fitting, key=order)

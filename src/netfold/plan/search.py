@@ -128,9 +128,16 @@ def search(model: Model, cluster: Cluster, devices: int, job: Job, space: Space 
             refused = str(error)
     if not ways:
         raise ValueError(refused or _none_even(model, devices, job, space))
-    ways.sort(key=_order)
+    ways.sort(key=order)
     fitting = [way for way in ways if way.prediction.fits]
     return Found(tuple(ways), tuple(fitting), _front(fitting))
+
+
+def order(choice: Choice) -> tuple[float, ...]:
+    """By time; of ways that are as fast to three digits, the simplest first."""
+    job, step_s = choice.job, choice.prediction.step_s
+    effort = (job.split.zero, RECOMPUTATIONS.index(job.recomputation), job.split.interleave)
+    return float(f"{step_s:.3g}"), *effort, step_s, choice.prediction.memory.total
 
 
 def words(job: Job) -> str:
@@ -144,12 +151,6 @@ def words(job: Job) -> str:
 def divisors(number: int) -> list[int]:
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
-
-
-def _order(choice: Choice) -> tuple[float, int, int, float, float]:
-    """By time; of ways that are as fast to three digits, the simplest first."""
-    step_s, split = choice.prediction.step_s, choice.job.split
-    return float(f"{step_s:.3g}"), split.zero, split.interleave, step_s, choice.prediction.memory.total
 
 
 def _front(fitting: list[Choice]) -> tuple[Choice, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster, Tier
 from netfold.plan.model import Model
-from netfold.plan.search import Choice, Found, words
+from netfold.plan.search import Choice, Found, order, words
 from netfold.plan.step import predict
 
 
@@ -86,7 +86,7 @@ def _with(tiers: Sequence[Tier], index: int, tier: Tier) -> tuple[Tier, ...]:
 
 def _gain(model: Model, what: str, changed: Cluster, shortlist: Sequence[Choice]) -> Gain:
     ways = [Choice(way.job, predict(model, changed, way.job)) for way in shortlist]
-    best = min(ways, key=lambda way: way.prediction.step_s)
+    best = min(ways, key=order)
     return Gain(what, shortlist[0].prediction.step_s, ways[0].prediction.step_s, best)
 
 
@@ -94,6 +94,6 @@ def _more_memory(cluster: Cluster, found: Found) -> Gain:
     base = found.best.prediction.step_s
     roomy = min(
         (way for way in found.ways if way.prediction.memory.total <= 2 * cluster.device.memory_bytes),
-        key=lambda way: way.prediction.step_s,
+        key=order,
     )
     return Gain("2x the memory", base, base, roomy)

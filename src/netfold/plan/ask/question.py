@@ -67,6 +67,8 @@ def question(
     assert found is not None and cluster is not None and training is not None
     if "in_network" not in job:
         job["in_network"] = any(tier.in_network for tier in cluster.tiers)
+    if "precision" not in job:
+        job["precision"] = next(each for each in _PRECISIONS if each in cluster.device.flops)
     devices = job.pop("gpus")
     if "bucket" in job:
         job["bucket_bytes"] = asking.tried(
@@ -84,6 +86,9 @@ def question(
     prices = Prices(price.get("gpu_hour", cluster.price_an_hour), price.get("kwh", 0.0), price.get("currency", ""))
     return Question(found, cluster, devices, made, space, prices, training)
 
+
+# What a job is computed in where it does not say: the first that a device has.
+_PRECISIONS = ("bf16", "f16", "tf32", "f32")
 
 # A check returns what a value must be, where it is not.
 _Check = Callable[[Any], str]
