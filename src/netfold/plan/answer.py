@@ -77,7 +77,9 @@ def answer(
         _thinned(found),
         sensitivity(model, cluster, found) if gains else (),
         {
-            scaling: curve(model, cluster, job, space, devices=devices, sizes=sizes, scaling=scaling)
+            scaling: curve(
+                model, cluster, job, space, devices=devices, sizes=sizes, scaling=scaling, training=asked.training
+            )
             for scaling in (SCALINGS if sizes else ())
         },
         {text: compare(found, model, job, cluster, clusters) for text, clusters in others.items()},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from netfold.plan.accuracy import Training
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import Job
 from netfold.plan.model import Model
@@ -18,7 +19,8 @@ SCALINGS = ("strong", "weak")
 class Point:
     """batch: samples of a step. choice: None where no way comes out even or fits, and then `why` says so.
 
-    efficiency: throughput a device, against that of the curve's first point.
+    efficiency: throughput a device, against that of the curve's first point. training_s: of the whole training; None
+    where its length at this batch is not known.
     """
 
     devices: int
@@ -26,6 +28,7 @@ class Point:
     choice: Choice | None
     why: str = ""
     efficiency: float = 0.0
+    training_s: float | None = None
 
 
 def parse_range(text: str) -> tuple[int, ...]:
@@ -42,7 +45,15 @@ def parse_range(text: str) -> tuple[int, ...]:
 
 
 def curve(
-    model: Model, cluster: Cluster, job: Job, space: Space, *, devices: int, sizes: Sequence[int], scaling: str
+    model: Model,
+    cluster: Cluster,
+    job: Job,
+    space: Space,
+    *,
+    devices: int,
+    sizes: Sequence[int],
+    scaling: str,
+    training: Training | None = None,
 ) -> tuple[Point, ...]:
     """A point a size. devices: that the job's batch is meant for.
 
@@ -54,8 +65,17 @@ def curve(
     first = next((point for point in points if point.choice is not None), None)
     if first is None:
         return tuple(points)
-    base = _each(first)
-    return tuple(replace(point, efficiency=_each(point) / base) if point.choice else point for point in points)
+    base, length = _each(first), training or Training()
+    return tuple(
+        replace(
+            point,
+            efficiency=_each(point) / base,
+            training_s=length.seconds(point.batch, point.choice.prediction.samples_per_s),
+        )
+        if point.choice
+        else point
+        for point in points
+    )
 
 
 def _doubled(low: int, high: int) -> list[int]:

@@ -74,5 +74,6 @@ def choice_object(choice: Choice) -> dict[str, Any]:
 
 
 def _point(point: Point) -> dict[str, Any]:
-    said = {"devices": point.devices, "batch": point.batch, "efficiency": point.efficiency, "why": point.why}
+    said: dict[str, Any] = {"devices": point.devices, "batch": point.batch, "why": point.why}
+    said |= {"efficiency": point.efficiency, "training_s": point.training_s}
     return said | ({} if point.choice is None else {"best": choice_object(point.choice)})

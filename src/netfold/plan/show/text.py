@@ -164,7 +164,8 @@ def _front(answer: Answer) -> str:
 
 def _curve(scaling: str, points: Sequence[Point]) -> str:
     what = "the batch stays" if scaling == "strong" else "the batch grows with the devices"
-    rows = [["devices", "batch", "step", "samples/s", "efficiency", "MFU", *_SPLIT]]
+    known = any(point.training_s is not None for point in points)
+    rows = [["devices", "batch", "step", "samples/s", "efficiency", "MFU", *(["training"] if known else []), *_SPLIT]]
     notes = []
     for point in points:
         row = [f"{point.devices:,}", f"{point.batch:,}"]
@@ -174,6 +175,8 @@ def _curve(scaling: str, points: Sequence[Point]) -> str:
             continue
         found = point.choice.prediction
         row += [time(found.step_s), rate(found.samples_per_s), units.ratio(point.efficiency), units.ratio(found.mfu)]
+        if known:
+            row.append("-" if point.training_s is None else duration(point.training_s))
         rows.append([*row, *_split(point.choice.job)])
     return "\n".join([f"{scaling} scaling: {what}", *_aligned(rows, left=(-1,)), *notes])
 

@@ -8,7 +8,7 @@ from typing import Any
 from netfold.plan.answer import Answer
 from netfold.plan.curve import Point
 from netfold.plan.search import Choice, words
-from netfold.plan.show.text import rate, time
+from netfold.plan.show.text import duration, rate, time
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
 from netfold.profile.page.plain import escape
@@ -71,6 +71,11 @@ def _rate(point: Point) -> float:
     return point.choice.prediction.samples_per_s
 
 
+_TRAINING: Column[Point] = Column(
+    "training", lambda point: point.training_s, duration, unknown="how many epochs it takes at this batch is not said"
+)
+
+
 def _table(name: str, points: Sequence[Point]) -> str:
     why = "no way fits there, or comes out even"
 
@@ -84,6 +89,7 @@ def _table(name: str, points: Sequence[Point]) -> str:
         Column("samples/s", found(lambda choice: choice.prediction.samples_per_s), rate, unknown=why),
         Column("efficiency", lambda point: point.efficiency if point.choice else None, units.ratio, unknown=why),
         Column("MFU", found(lambda choice: choice.prediction.mfu), units.ratio, unknown=why),
+        *([_TRAINING] if any(point.training_s is not None for point in points) else []),
         Column("split", found(lambda choice: words(choice.job)), unknown=why),
     )
     return table(name, f"{_SAID[name].capitalize()}.", columns, points)
