@@ -10,8 +10,6 @@ import typer
 from netfold.cli import plan_listed, plan_predict
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from netfold.plan.validate import Report, Score
 
 app = typer.Typer(
@@ -31,24 +29,29 @@ def validate(
     cluster: Annotated[str, typer.Option(help="Where they ran: a preset's name, or a TOML file.")] = "dgx-a100",
     calibrate: Annotated[Path | None, typer.Option(help="At most 10 runs of the same target, to learn from.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Without --runs: the table that is committed.")
+    ] = False,
 ) -> None:
     """Predict what others measured, and say how far off it is.
 
     With --runs: a row a run, measured beside predicted, then the mean absolute error, the rank correlation among the
     splits of one question, how much longer the split takes that would have been chosen than the best, and how many
-    runs lie in the 80% band.
+    runs lie in the 80% band. Without: all published sources that ship with netfold, each without its own rows.
     """
     import json
-
-    from rich.console import Console
 
     from netfold.plan.cluster import load_cluster
     from netfold.plan.validate import read_runs
     from netfold.plan.validate import validate as compare
 
+    if runs is None:
+        if calibrate is not None:
+            typer.echo("netfold plan validate: --calibrate FILE goes with --runs FILE, of the same target", err=True)
+            raise typer.Exit(2)
+        _published(as_json, as_markdown)
+        return
     try:
-        if runs is None:
-            raise ValueError("--runs FILE says what was measured; docs/plan/model.md has its columns")
         known = read_runs(calibrate) if calibrate else []
         report = compare(read_runs(runs), load_cluster(cluster), known)
     except ValueError as error:
@@ -57,10 +60,37 @@ def validate(
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=1))
         return
-    _show(report, Console())
+    _show(report)
 
 
-def _show(report: Report, console: Console) -> None:
+def _published(as_json: bool, as_markdown: bool) -> None:
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from netfold.plan.validate import markdown, validate_published
+
+    found = validate_published()
+    if as_json:
+        typer.echo(json.dumps([each.to_json() for each in found], indent=1))
+        return
+    if as_markdown:
+        typer.echo(markdown(found), nl=False)
+        return
+    shown = Table(title="predictions beside what others measured", title_justify="left")
+    shown.add_column("source")
+    for name in ("rows", "mean error", "bias", "worst", "in the band"):
+        shown.add_column(name, justify="right")
+    for each in found:
+        score = each.score
+        errors = (f"{100 * score.mean_error:.1f}%", f"{100 * score.bias:+.1f}%", f"{100 * score.worst_error:.1f}%")
+        shown.add_row(each.source.name, str(score.rows), *errors, f"{100 * score.covered:.0f}%")
+    Console().print(shown)
+
+
+def _show(report: Report) -> None:
+    from rich.console import Console
     from rich.table import Table
 
     names = ("line", "model", "GPUs", "batch", "micro", "t x p x d", "measured ms", "predicted ms", "error")
@@ -80,6 +110,7 @@ def _show(report: Report, console: Console) -> None:
             f"{row.predicted_ms:.1f}",
             f"{100 * (row.predicted_ms / row.run.measured_ms - 1):+.1f}%",
         )
+    console = Console()
     console.print(shown)
     if report.calibrated:
         console.print(f"constants fitted to {report.calibrated} runs; recomputation: {report.recomputation}")

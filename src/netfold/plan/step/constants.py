@@ -23,21 +23,21 @@ class Constants:
     otherwise. spread: half of the 80% band, of the step.
     """
 
-    matmul_part: float = 0.842
-    matmul_depth: float = 268.0
-    unaligned_part: float = 0.2425
+    matmul_part: float = 0.839
+    matmul_depth: float = 230.0
+    unaligned_part: float = 0.238
     fused_part: float = 0.32
-    memory_part: float = 0.68
+    memory_part: float = 0.672
     kernel_s: float = 4e-6
-    launch_s: float = 46.3e-6
-    late_s: float = 33e-6
-    blend: float = 3.74
-    blend_talking: float = 1.92
+    launch_s: float = 46.2e-6
+    late_s: float = 35.9e-6
+    blend: float = 3.83
+    blend_talking: float = 1.94
     collective_s: float = 50e-6
     copy_bytes_per_s: float = 590e9
     network_part: float = 1.0
     send_bytes_per_s: float = 13.4e9
-    update_bytes: float = 29.5
+    update_bytes: float = 30.4
     tempo: float = 1.0
     spread: float = 0.09
 

@@ -1,6 +1,7 @@
 """Predictions against published measurements: errors, the choice that they lead to, and how honest the bands are."""
 
 from netfold.plan.validate.against import MOST_CALIBRATION_RUNS, Report, Row, calibrated, validate
+from netfold.plan.validate.published import Sourced, markdown, validate_published
 from netfold.plan.validate.runs import COLUMNS, Run, read_runs
 from netfold.plan.validate.score import Compared, Score, score
 
@@ -12,8 +13,11 @@ __all__ = [
     "Row",
     "Run",
     "Score",
+    "Sourced",
     "calibrated",
+    "markdown",
     "read_runs",
     "score",
     "validate",
+    "validate_published",
 ]

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from netfold.plan.cluster import Cluster
 from netfold.plan.step import FITTED, Constants, Prediction, predict
-from netfold.plan.validate.calibrate import fit
+from netfold.plan.validate.calibrate import Fitted, fit
 from netfold.plan.validate.runs import Run, as_it_ran
 from netfold.plan.validate.score import Compared, Score, score
 
@@ -30,8 +28,8 @@ _TARGET_PRIORS = {
 # Of a run's logarithm: runs of one target err alike, which `tempo` has in it.
 _NOISE = 0.05
 _RECOMPUTATIONS = ("auto", "none", "full")
-# A guess of what was recomputed must be this much nearer, of the runs' mean error, to be taken for another.
-_CLEARLY = 0.02
+# By how much another answer must be less improbable than `auto` to be taken for it: about e times.
+_CLEARLY = 2.0
 # Of a run about a model that was calibrated on its like; what the band is before any of them are seen, as so many runs.
 _KNOWN_RUNS = 10
 # From a mean absolute deviation to half of an 80% band, of errors that are normal: 1.2816 sqrt(pi/2).
@@ -123,15 +121,20 @@ def calibrated(runs: Sequence[Run], cluster: Cluster, constants: Constants = FIT
 
     What is recomputed is no matter of degree, so each answer is tried; `auto` stays unless another is clearly nearer.
     """
-    tried: dict[str, tuple[Constants, float]] = {}
+    tried: dict[str, Fitted] = {}
     for recomputation in _RECOMPUTATIONS:
         told = [(run.model, as_it_ran(run, cluster, constants, recomputation), run.measured_ms / 1e3) for run in runs]
-        fitted = fit(told, cluster, constants, _TARGET_PRIORS, noise=_NOISE)
-        off = [abs(predict(model, cluster, job, fitted).step_s / seconds - 1) for model, job, seconds in told]
-        tried[recomputation] = fitted, float(np.mean(off))
-    best = min(tried, key=lambda word: tried[word][1])
-    if tried["auto"][1] <= tried[best][1] + _CLEARLY:
+        tried[recomputation] = fit(told, cluster, constants, _TARGET_PRIORS, noise=_NOISE)
+    best = min(tried, key=lambda word: tried[word].cost)
+    if tried["auto"].cost <= tried[best].cost + _CLEARLY:
         best = "auto"
-    fitted, off_by = tried[best]
-    known = (_KNOWN_RUNS * constants.spread + len(runs) * _BAND * off_by) / (_KNOWN_RUNS + len(runs))
+    fitted = tried[best].constants
+    off = [
+        abs(
+            predict(run.model, cluster, as_it_ran(run, cluster, fitted, best), fitted).step_s * 1e3 / run.measured_ms
+            - 1
+        )
+        for run in runs
+    ]
+    known = (_KNOWN_RUNS * constants.spread + _BAND * sum(off)) / (_KNOWN_RUNS + len(runs))
     return replace(fitted, spread=known), best

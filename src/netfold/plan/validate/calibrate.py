@@ -8,7 +8,7 @@ it counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,7 +42,15 @@ def fit_shipped(runs: Sequence[tuple[Model, Job, float]], cluster: Cluster, kind
     """The constants that netfold ships with, from the runs on one node. kinds: of layer, among the runs."""
     start = replace(FITTED, **{name: value for name, (value, _) in GUESSES.items()})
     priors = {name: deviation for name, (_, deviation) in GUESSES.items()}
-    return fit(runs, cluster, start, priors, informative=kinds)
+    return fit(runs, cluster, start, priors, informative=kinds).constants
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """cost: how improbable runs and constants are together, as twice a negative logarithm, up to one number."""
+
+    constants: Constants
+    cost: float
 
 
 def fit(
@@ -53,7 +61,7 @@ def fit(
     *,
     noise: float = NOISE,
     informative: int | None = None,
-) -> Constants:
+) -> Fitted:
     """runs: model, job, measured seconds. priors: the deviation of each constant that may move.
 
     noise: of a run's logarithm about the best model. informative: as how many independent runs they count; all of them
@@ -95,4 +103,4 @@ def fit(
         by, left = by + part * wanted, there
         if np.abs(part * wanted).max() < _DONE:
             break
-    return moved(by)
+    return Fitted(moved(by), cost(by, left))

@@ -1,0 +1,98 @@
+"""Clusters: presets that load, quantities with their units, and sentences for what is not sound."""
+
+from pathlib import Path
+
+import pytest
+
+from netfold.plan.cluster import load_cluster, preset_names
+from netfold.plan.cluster.units import parse_quantity
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_loads_and_names_its_sources(name: str) -> None:
+    cluster = load_cluster(name)
+    assert cluster.sources and cluster.devices >= cluster.node >= 1
+    assert all(tier.bytes_per_s > 0 and tier.latency_s > 0 for tier in cluster.tiers)
+
+
+def test_the_talks_and_the_issue_name_their_machines() -> None:
+    wanted = {"dgx-a100", "dgx-1", "p3dn-efa", "p3dn-tcp", "edsr-v100", "switchml-10g", "switchml-100g", "sharp-hdr"}
+    assert wanted <= set(preset_names())
+
+
+def test_a_name_that_is_none_suggests_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean dgx-a100"):
+        load_cluster("dgx-a10")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("100 Gbit/s", "rate", 12.5e9),
+        ("25 GB/s", "rate", 25e9),
+        ("80 GiB", "bytes", 80 * 2**30),
+        ("1.5 us", "time", 1.5e-6),
+        ("312 TFLOP/s", "flops", 312e12),
+        ("0.4kW", "power", 400.0),
+    ],
+)
+def test_a_quantity_is_read_with_its_unit(text: str, kind: str, value: float) -> None:
+    assert parse_quantity(text, kind, "here") == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "said"),
+    [
+        (100, "rate", "has no unit"),
+        ("100", "rate", "has no unit"),
+        ("80 GiB", "rate", "is a quantity of bytes, where one of rate is wanted"),
+        ("100 Gbps", "rate", "no unit that is known"),
+        ("fast", "rate", "is no quantity"),
+    ],
+)
+def test_a_unit_that_is_missing_or_mixed_up_is_a_sentence(value: object, kind: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"here: .*{said}"):
+        parse_quantity(value, kind, "here")
+
+
+_SOUND = """
+device = "a100-80"
+[[tier]]
+name = "inside"
+devices = 8
+latency = "1 us"
+rate = "300 GB/s"
+[[tier]]
+name = "outside"
+devices = 64
+latency = "10 us"
+rate = "25 GB/s"
+oversubscription = 2
+"""
+
+
+def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
+    (tmp_path / "ours.toml").write_text(_SOUND)
+    cluster = load_cluster(str(tmp_path / "ours.toml"))
+    assert (cluster.name, cluster.devices, cluster.node) == ("ours", 64, 8)
+    assert cluster.tiers[1].busy_bytes_per_s == pytest.approx(12.5e9)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("devices = 64", "devices = 12", "from the inside out"),
+        ("devices = 64", "devices = 0", "no number of devices"),
+        ('rate = "25 GB/s"', 'rate = "0 GB/s"', "rate is 0"),
+        ('rate = "25 GB/s"', "", "says nothing of its rate"),
+        ("oversubscription = 2", "oversubscription = 0.5", "below 1"),
+        ("oversubscription = 2", "oversubscribed = 2", "did you mean oversubscription"),
+        ('device = "a100-80"', 'device = "a100-81"', "did you mean a100-80"),
+        ('device = "a100-80"', "device =", "is not TOML"),
+    ],
+)
+def test_an_impossible_cluster_is_a_sentence(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = tmp_path / f"bad{abs(hash(new))}.toml"
+    path.write_text(_SOUND.replace(old, new))
+    with pytest.raises(ValueError, match=said):
+        load_cluster(str(path))

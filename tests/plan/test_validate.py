@@ -1,0 +1,136 @@
+"""Predictions beside measured runs: the aims that hold, the shipped constants, and sentences for bad tables."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from netfold.cli import app
+from netfold.plan.cluster import load_cluster
+from netfold.plan.scaling import fit_law
+from netfold.plan.step import FITTED
+from netfold.plan.validate import COLUMNS, Compared, calibrated, read_runs, score, validate
+from netfold.plan.validate.calibrate import GUESSES, fit_shipped
+from netfold.plan.validate.sources import DATA, SOURCES, Source
+
+RUNS = read_runs(DATA / "a100_single_node_gpt.csv")
+HEAD = ",".join(COLUMNS)
+LINE = "8,32,4,1024,16,24,1024,2,2,2,219.7"
+
+
+def _source(begins: str) -> Source:
+    return next(source for source in SOURCES if source.name.startswith(begins))
+
+
+def test_shipped_constants_are_what_the_fit_gives() -> None:
+    told = [(run.model, run.job, run.measured_ms / 1e3) for run in RUNS[::3]]
+    fitted = fit_shipped(told, load_cluster("dgx-a100"))
+    for name in GUESSES:
+        assert getattr(FITTED, name) == pytest.approx(getattr(fitted, name), rel=0.05), name
+
+
+def test_one_node_is_within_a_tenth_and_its_band_is_honest() -> None:
+    found = validate(RUNS[::4], load_cluster("dgx-a100")).score
+    assert found.mean_error < 0.06
+    assert 0.7 < found.covered < 0.9
+    assert found.rank_correlation is not None and found.rank_correlation > 0.9
+
+
+@pytest.mark.parametrize(
+    ("begins", "mean", "worst"),
+    [
+        ("Megatron-LM, tensor", 0.10, 0.10),
+        ("Korthikanti, table 5", 0.10, 0.10),
+        ("Megatron-LM's figures", 0.10, 0.15),
+        ("Korthikanti, figure 1", 0.05, 0.05),
+        ("llm-foundry", 0.10, 0.40),
+    ],
+)
+def test_sources_that_nothing_was_fitted_to_are_within_the_aim(begins: str, mean: float, worst: float) -> None:
+    found = score([case.compared for case in _source(begins).compare()])
+    assert found.mean_error <= mean and found.worst_error <= worst
+
+
+def test_bus_bandwidth_is_within_a_twentieth_from_16_mb_on() -> None:
+    for case in _source("vTrain").compare():
+        large = int(case.name.split()[2]) >= 16 << 20
+        assert abs(case.compared.error) <= (0.05 if large else 0.15), case.name
+
+
+def test_edsr_follows_from_its_first_five_rows_for_all_three_libraries() -> None:
+    cases = _source("EDSR").compare()
+    for library in {case.name.rsplit(",", 1)[0] for case in cases}:
+        errors = [abs(case.compared.error) for case in cases if case.name.startswith(library + ",")]
+        assert len(errors) == 5 and sum(errors) / 5 <= 0.05 and max(errors) <= 0.12
+
+
+def test_a_law_of_exact_runs_is_exact() -> None:
+    law = fit_law([(count, count / (0.5 + 0.125 * power)) for power, count in enumerate((1, 2, 4, 8))], 1e-9)
+    assert law.samples_per_s(1024) == pytest.approx(1024 / 1.75)
+
+
+def test_a_calibrated_target_is_found_again() -> None:
+    """Runs a fifth slower than any constant says, of a target that recomputes everything."""
+    from dataclasses import replace
+
+    from netfold.plan.step import predict
+
+    cluster, slower = load_cluster("dgx-a100"), replace(FITTED, tempo=1.2)
+    picked = [run for run in RUNS if run.model.hidden == 2048 and run.job.micro_batch == 8][:20]
+    made = [
+        replace(
+            run, measured_ms=1e3 * predict(run.model, cluster, replace(run.job, recomputation="full"), slower).step_s
+        )
+        for run in picked
+    ]
+    constants, recomputation = calibrated(made[::2], cluster)
+    assert recomputation == "full"
+    assert validate(made[1::2], cluster, made[::2]).score.mean_error < 0.02
+    assert constants.spread < FITTED.spread
+
+
+def test_scores_of_a_table_made_by_hand() -> None:
+    rows = [
+        Compared("a", 10.0, 11.0, 9.0, 12.0),
+        Compared("a", 20.0, 10.0, 9.0, 11.0),
+        Compared("a", 40.0, 40.0, 39.0, 41.0),
+    ]
+    found = score(rows)
+    assert found.mean_error == pytest.approx((0.1 + 0.5 + 0) / 3)
+    assert found.bias == pytest.approx((0.1 - 0.5) / 3)
+    assert found.regret == pytest.approx(1.0)
+    assert found.rank_correlation == pytest.approx(0.5)
+    assert found.covered == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,b\n1,2\n", "has no column '# GPUs'"),
+        (f"{HEAD}\n", "has no runs"),
+        (f"{HEAD}\n{LINE.replace('219.7', 'soon')}\n", "line 2: iteration time .* is no number"),
+        (f"{HEAD}\n{LINE.replace('219.7', '-1')}\n", "line 2: iteration time .* must be above 0"),
+        (f"{HEAD}\n{LINE}\n{LINE.replace('8,32', '16,32')}\n", "line 3: .* is 8 GPUs, not 16"),
+        (f"{HEAD}\n{LINE.replace('8,32,', '8,33,')}\n", "line 2: a global batch of 33 does not come out even"),
+    ],
+)
+def test_a_table_that_is_not_sound_is_a_sentence(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_runs(path)
+
+
+def test_the_verb_prints_measured_and_predicted_in_milliseconds(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(f"{HEAD},further\n{LINE},left alone\n")
+    done = CliRunner().invoke(app, ["plan", "validate", "--runs", str(path), "--cluster", "dgx-a100", "--json"])
+    assert done.exit_code == 0
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["measured"] == 219.7 and row["predicted"] == pytest.approx(219.7, rel=0.3)
+
+
+def test_too_many_runs_to_calibrate_with_are_refused() -> None:
+    with pytest.raises(ValueError, match="11 runs to calibrate with are more than 10"):
+        validate(RUNS[:1], load_cluster("dgx-a100"), RUNS[:11])
