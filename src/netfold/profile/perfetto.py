@@ -27,6 +27,7 @@ _STEPS_THREAD = 1
 _FIRST_LANE = 2
 # Every thread of the trace has a number of its own: some readers take a number for the same thread in any process.
 _THREADS_A_RANK = 4096
+_WORK_THREAD = _THREADS_A_RANK - 1
 _FIELDS = RECORD.names or ()
 _AT_ONCE = 4096
 # Whether an arrow comes into a slice, goes out of it, or both.
@@ -36,15 +37,19 @@ _IN, _OUT = 1, 2
 def write_trace(run: Run, clocks: Iterable[ClockOffset], path: Path) -> int:
     """Write the whole run to `path`, replaced whole or not at all; returns how many events it has.
 
-    Events go to the disk as they are made: beyond the run itself, memory is some 100 bytes an operation. OSError where
-    the file cannot be written.
+    Memory: beyond the run itself, some 100 bytes an operation. OSError where the file cannot be written.
     """
+    return write_events(trace_events(run, clocks), path)
+
+
+def write_events(events: Iterable[dict[str, Any]], path: Path) -> int:
+    """Replaces `path` whole or not at all; returns how many events there were. They go to the disk as they are made."""
     new = path.with_name(path.name + ".new")
     count, encoder = 0, json.JSONEncoder(separators=(",", ":"), allow_nan=False)
     try:
         with new.open("w", encoding="ascii") as file:
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-            for count, event in enumerate(trace_events(run, clocks), 1):
+            for count, event in enumerate(events, 1):
                 file.write((",\n" if count > 1 else "") + encoder.encode(event))
             file.write("\n]}\n")
         os.replace(new, path)
@@ -66,6 +71,26 @@ def trace_events(run: Run, clocks: Iterable[ClockOffset]) -> Iterator[dict[str, 
         yield from _steps(trace, -origin_ns)
         yield from _operations(trace, -origin_ns, call, role)
         yield from _computing(trace, -origin_ns)
+
+
+def work_events(trace: Trace, work: Iterable[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
+    """What a rank computes as slices of a thread of their own: names, and when they began and ended, ascending, in ns
+    since the first event. Of a measured run only a percentage is known; a predicted one has them."""
+    yield from _thread(trace, _WORK_THREAD, "work")
+    for name, began_ns, ended_ns in work:
+        yield _slice(trace, _WORK_THREAD, name, "computing", began_ns, ended_ns)
+
+
+def _slice(trace: Trace, thread: int, name: str, category: str, began_ns: int, ended_ns: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": _pid(trace),
+        "tid": _tid(trace, thread),
+        "ts": _us(began_ns),
+        "dur": _us(ended_ns - began_ns),
+    }
 
 
 def _firsts(trace: Trace) -> Iterator[int]:
@@ -103,15 +128,7 @@ def _tid(trace: Trace, thread: int) -> int:
 
 def _steps(trace: Trace, shift_ns: int) -> Iterator[dict[str, Any]]:
     for number, (began_ns, ended_ns) in enumerate(trace.steps.tolist()):
-        yield {
-            "ph": "X",
-            "name": f"step {number}",
-            "cat": "step",
-            "pid": _pid(trace),
-            "tid": _tid(trace, _STEPS_THREAD),
-            "ts": _us(began_ns + shift_ns),
-            "dur": _us(ended_ns - began_ns),
-        }
+        yield _slice(trace, _STEPS_THREAD, f"step {number}", "step", began_ns + shift_ns, ended_ns + shift_ns)
 
 
 def _operations(trace: Trace, shift_ns: int, call: Integers, role: Integers) -> Iterator[dict[str, Any]]:
@@ -120,7 +137,7 @@ def _operations(trace: Trace, shift_ns: int, call: Integers, role: Integers) -> 
     lane = lanes(operations["started_ns"][order], operations["finished_ns"][order])
     for number in range(int(lane.max()) + 1 if len(lane) else 0):
         # Beyond these numbers a lane would be another rank's.
-        assert _FIRST_LANE + number < _THREADS_A_RANK, f"rank {about.rank} had {number} operations under way at once"
+        assert _FIRST_LANE + number < _WORK_THREAD, f"rank {about.rank} had {number} operations under way at once"
         yield from _thread(trace, _FIRST_LANE + number, "operations" if number == 0 else f"operations ({number + 1})")
     # As Python's own numbers, some at a time: one by one takes NumPy longer than all the rest.
     for first in range(0, len(order), _AT_ONCE):
@@ -129,16 +146,10 @@ def _operations(trace: Trace, shift_ns: int, call: Integers, role: Integers) -> 
         others = (lane[first : first + _AT_ONCE].tolist(), call[part].tolist(), role[part].tolist())
         for one, row, number, arrow in zip(numbers, *others, strict=True):
             said = dict(zip(_FIELDS, one, strict=True))
-            event = {
-                "ph": "X",
-                "name": about.name_of("operation", said["operation"]),
-                "cat": "communication",
-                "pid": _pid(trace),
-                "tid": _tid(trace, _FIRST_LANE + row),
-                "ts": _us(said["started_ns"] + shift_ns),
-                "dur": _us(said["finished_ns"] - said["started_ns"]),
-                "args": _args(trace, said),
-            }
+            name = about.name_of("operation", said["operation"])
+            began_ns, ended_ns = said["started_ns"] + shift_ns, said["finished_ns"] + shift_ns
+            event = _slice(trace, _FIRST_LANE + row, name, "communication", began_ns, ended_ns)
+            event["args"] = _args(trace, said)
             if arrow:
                 event["bind_id"] = number
             if arrow & _IN:

@@ -1,0 +1,19 @@
+"""A step of training played as events: what closed forms leave out, and when each rank does what.
+
+`simulate` takes what the analytical `predict` takes, and gives the same Prediction, with a timeline.
+
+  schedule    in which order a stage works off its microbatches
+  conditions  jitter, stragglers, shared links, interference
+  mesh        where ranks stand, and which links they share
+  script      a step written out: tasks, durations, messages
+  play        the events, in the order of time
+  links       flows that share links
+  simulate    the parts of the step that was played
+  timeline    the same by rank, as a list and as a file for Perfetto
+"""
+
+from netfold.plan.events.conditions import CALM, Conditions
+from netfold.plan.events.simulate import Simulated, simulate
+from netfold.plan.events.timeline import Slice, timeline, write_timeline
+
+__all__ = ["CALM", "Conditions", "Simulated", "Slice", "simulate", "timeline", "write_timeline"]

@@ -1,0 +1,73 @@
+"""Links that flows share: each gets an equal part of what its narrowest link has, as long as all of them last.
+
+Fluid: no packets. A flow is work in seconds, were it alone; its rate is 1 at most, and less where a link that it uses
+is asked for more than it can carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+# What a flow uses: links, each with how much of it the flow takes at its full rate.
+Uses = tuple[tuple[int, float], ...]
+
+
+class SharedLinks:
+    """capacity: by link, what can be taken of it at once. due: told when a flow would end, whenever that changes."""
+
+    def __init__(self, capacity: Sequence[float], due: Callable[[float, int, int], None]) -> None:
+        self._capacity = list(capacity)
+        self._load = [0.0] * len(self._capacity)
+        self._members: list[set[int]] = [set() for _ in self._capacity]
+        self._due = due
+        self._uses: list[Uses] = []
+        self._left_s: list[float] = []
+        self._rate: list[float] = []
+        self._since_s: list[float] = []
+        self._version: list[int] = []
+
+    def start(self, now_s: float, work_s: float, uses: Uses) -> int:
+        """A flow of its own number, from now on."""
+        flow = len(self._uses)
+        self._uses.append(uses)
+        self._left_s.append(work_s)
+        self._rate.append(0.0)
+        self._since_s.append(now_s)
+        self._version.append(0)
+        load, members = self._load, self._members
+        for link, part in uses:
+            load[link] += part
+            members[link].add(flow)
+        self._rate_again(now_s, flow)
+        self._others(now_s, flow)
+        return flow
+
+    def ended(self, now_s: float, flow: int, version: int) -> bool:
+        """What was due has come: True where the flow has really ended, False where that was told anew meanwhile."""
+        if version != self._version[flow]:
+            return False
+        load, members = self._load, self._members
+        for link, part in self._uses[flow]:
+            members[link].discard(flow)
+            # Not by subtraction alone: what is left of rounding would be a load.
+            load[link] = load[link] - part if members[link] else 0.0
+        self._others(now_s, flow)
+        return True
+
+    def _others(self, now_s: float, flow: int) -> None:
+        met = {other for link, _ in self._uses[flow] for other in self._members[link]}
+        met.discard(flow)
+        for other in sorted(met):
+            self._rate_again(now_s, other)
+
+    def _rate_again(self, now_s: float, flow: int) -> None:
+        capacity, load, rate = self._capacity, self._load, 1.0
+        for link, _ in self._uses[flow]:
+            if capacity[link] < rate * load[link]:
+                rate = capacity[link] / load[link]
+        if rate == self._rate[flow]:
+            return
+        self._left_s[flow] -= self._rate[flow] * (now_s - self._since_s[flow])
+        self._rate[flow], self._since_s[flow] = rate, now_s
+        self._version[flow] += 1
+        self._due(now_s + max(0.0, self._left_s[flow]) / rate, flow, self._version[flow])

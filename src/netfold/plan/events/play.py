@@ -1,0 +1,233 @@
+"""A step as events, in the order of time: what each lane computes, sends and waits for.
+
+A lane is the tensor ranks that work on one stage of one replica: they wait for one another several times a layer, so
+they go at one pace. Lanes of a stage are next to each other: lane = stage * replicas + replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from netfold.plan.events.links import SharedLinks, Uses
+
+_TURN, _FLOW, _UPDATE = range(3)
+
+
+class Task(NamedTuple):
+    """A turn of a stage, or a part of one. Flags are numbers of what must have come; -1: nothing.
+
+    needs: the flag that it waits for. gives: stage and flag of who waits for its result; None: nobody. sends: it has to
+    travel there. releases: buckets of gradients that are complete with it.
+    """
+
+    needs: int
+    gives: tuple[int, int] | None
+    forward: bool
+    releases: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """tasks: by stage, in order. seconds: by lane, of each task. flags: how many a lane has.
+
+    send_s: by lane, of a message to another stage; send_uses: forwards and backwards. bucket_s: by stage, of each
+    bucket among its replicas; bucket_uses: by stage. update_s: by lane. capacity: of links. slowed: how many times as
+    long tasks take while the lane's gradients are under way.
+    """
+
+    replicas: int
+    tasks: Sequence[Sequence[Task]]
+    seconds: Sequence[Sequence[float]]
+    flags: int
+    send_s: Sequence[float]
+    send_uses: Sequence[tuple[Uses, Uses]]
+    bucket_s: Sequence[Sequence[float]]
+    bucket_uses: Sequence[Uses]
+    update_s: Sequence[float]
+    capacity: Sequence[float]
+    slowed: float = 1.0
+
+    @property
+    def lanes(self) -> int:
+        return len(self.tasks) * self.replicas
+
+
+@dataclass
+class Played:
+    """When everything began and ended: by lane and task; -1 where nothing was sent. buckets: by stage."""
+
+    began_s: list[list[float]]
+    ended_s: list[list[float]]
+    sent_s: list[list[float]]
+    arrived_s: list[list[float]]
+    buckets_s: list[list[tuple[float, float]]]
+    update_s: list[tuple[float, float]]
+
+    @property
+    def end_s(self) -> float:
+        return max(ended for _, ended in self.update_s)
+
+
+def play(step: Step) -> Played:
+    """Cost: some microseconds a task and message, with the logarithm of how many are under way at once."""
+    return _Player(step).run()
+
+
+class _Player:
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        lanes, stages = step.lanes, len(step.tasks)
+        self.heap: list[tuple[float, int, int, int, int]] = []
+        self.order = 0
+        self.now_s = 0.0
+        self.links = SharedLinks(step.capacity, self._flow_due)
+        # By flow: lane and task of a message, or stage and bucket with a lane of -1.
+        self.what: dict[int, tuple[int, int, int]] = {}
+        self.come = [bytearray(step.flags) for _ in range(lanes)]
+        self.at = [0] * lanes
+        self.waits = [True] * lanes
+        # What a lane computes now: work left, its pace, since when; and which of its dates is the valid one.
+        self.left_s = [0.0] * lanes
+        self.pace = [1.0] * lanes
+        self.since_s = [0.0] * lanes
+        self.version = [0] * lanes
+        self.talking = [False] * lanes
+        self.ready = [[0] * len(buckets) for buckets in step.bucket_s]
+        self.next_bucket = [0] * stages
+        self.played = Played(
+            began_s=self._of_tasks(),
+            ended_s=self._of_tasks(),
+            sent_s=self._of_tasks(),
+            arrived_s=self._of_tasks(),
+            buckets_s=[[] for _ in range(stages)],
+            update_s=[(-1.0, -1.0)] * lanes,
+        )
+
+    def _of_tasks(self) -> list[list[float]]:
+        step = self.step
+        return [[-1.0] * len(step.tasks[lane // step.replicas]) for lane in range(step.lanes)]
+
+    def run(self) -> Played:
+        for lane in range(self.step.lanes):
+            self._go_on(lane)
+        heap = self.heap
+        while heap:
+            self.now_s, _, kind, index, version = heappop(heap)
+            if kind == _TURN:
+                if version == self.version[index]:
+                    self._turn_ended(index)
+            elif kind == _FLOW:
+                if self.links.ended(self.now_s, index, version):
+                    self._flow_ended(index)
+            else:
+                self.played.update_s[index] = (self.played.update_s[index][0], self.now_s)
+        assert all(ended >= 0 for _, ended in self.played.update_s), "a lane waits for what nobody gives"
+        return self.played
+
+    def _due(self, when_s: float, kind: int, index: int, version: int) -> None:
+        # The order of asking keeps events of one instant in the same order in every run.
+        self.order += 1
+        heappush(self.heap, (when_s, self.order, kind, index, version))
+
+    def _flow_due(self, when_s: float, flow: int, version: int) -> None:
+        self._due(when_s, _FLOW, flow, version)
+
+    def _go_on(self, lane: int) -> None:
+        """Begin the lane's next task if what it needs has come."""
+        step, at = self.step, self.at[lane]
+        stage = lane // step.replicas
+        if at == len(step.tasks[stage]):
+            self._update_if_all_is_there(lane)
+            return
+        task = step.tasks[stage][at]
+        if task.needs >= 0 and not self.come[lane][task.needs]:
+            return
+        self.waits[lane] = False
+        self.played.began_s[lane][at] = self.now_s
+        self.left_s[lane], self.since_s[lane] = step.seconds[lane][at], self.now_s
+        self.pace[lane] = 1 / step.slowed if self.talking[lane] else 1.0
+        self.version[lane] += 1
+        self._due(self.now_s + self.left_s[lane] / self.pace[lane], _TURN, lane, self.version[lane])
+
+    def _turn_ended(self, lane: int) -> None:
+        step, at, now_s = self.step, self.at[lane], self.now_s
+        stage, replica = divmod(lane, step.replicas)
+        task = step.tasks[stage][at]
+        self.played.ended_s[lane][at] = now_s
+        self.at[lane], self.waits[lane] = at + 1, True
+        if task.gives is not None:
+            to, flag = task.gives
+            way = 0 if task.forward else 1
+            if to != stage and step.send_s[lane] > 0:
+                self.played.sent_s[lane][at] = now_s
+                flow = self.links.start(now_s, step.send_s[lane], step.send_uses[lane][way])
+                self.what[flow] = (lane, at, -1)
+            else:
+                self._comes(to * step.replicas + replica, flag)
+        for bucket in task.releases:
+            self.ready[stage][bucket] += 1
+        if task.releases:
+            self._begin_bucket(stage)
+        if self.waits[lane]:
+            self._go_on(lane)
+
+    def _comes(self, lane: int, flag: int) -> None:
+        self.come[lane][flag] = 1
+        if self.waits[lane]:
+            self._go_on(lane)
+
+    def _begin_bucket(self, stage: int) -> None:
+        """One after the other, each when every replica has it."""
+        step, bucket = self.step, self.next_bucket[stage]
+        begun = self.played.buckets_s[stage]
+        if len(begun) > bucket or bucket == len(step.bucket_s[stage]) or self.ready[stage][bucket] < step.replicas:
+            return
+        begun.append((self.now_s, -1.0))
+        flow = self.links.start(self.now_s, step.bucket_s[stage][bucket], step.bucket_uses[stage])
+        self.what[flow] = (-1, stage, bucket)
+        self._talks(stage, talking=True)
+
+    def _flow_ended(self, flow: int) -> None:
+        step = self.step
+        lane, at, bucket = self.what.pop(flow)
+        if lane >= 0:
+            stage, replica = divmod(lane, step.replicas)
+            self.played.arrived_s[lane][at] = self.now_s
+            gives = step.tasks[stage][at].gives
+            assert gives is not None
+            self._comes(gives[0] * step.replicas + replica, gives[1])
+            return
+        stage = at
+        began_s, _ = self.played.buckets_s[stage][bucket]
+        self.played.buckets_s[stage][bucket] = (began_s, self.now_s)
+        self.next_bucket[stage] += 1
+        self._talks(stage, talking=False)
+        self._begin_bucket(stage)
+        if self.next_bucket[stage] == len(step.bucket_s[stage]):
+            for lane in range(stage * step.replicas, (stage + 1) * step.replicas):
+                self._update_if_all_is_there(lane)
+
+    def _talks(self, stage: int, *, talking: bool) -> None:
+        step = self.step
+        if step.slowed == 1.0:
+            return
+        for lane in range(stage * step.replicas, (stage + 1) * step.replicas):
+            self.talking[lane] = talking
+            if not self.waits[lane]:
+                self.left_s[lane] -= self.pace[lane] * (self.now_s - self.since_s[lane])
+                self.since_s[lane] = self.now_s
+                self.pace[lane] = 1 / step.slowed if talking else 1.0
+                self.version[lane] += 1
+                due_s = self.now_s + max(0.0, self.left_s[lane]) / self.pace[lane]
+                self._due(due_s, _TURN, lane, self.version[lane])
+
+    def _update_if_all_is_there(self, lane: int) -> None:
+        step = self.step
+        stage = lane // step.replicas
+        done = self.at[lane] == len(step.tasks[stage]) and self.next_bucket[stage] == len(step.bucket_s[stage])
+        if done and self.played.update_s[lane][0] < 0:
+            self.played.update_s[lane] = (self.now_s, -1.0)
+            self._due(self.now_s + step.update_s[lane], _UPDATE, lane, 0)

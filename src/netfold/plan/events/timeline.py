@@ -1,0 +1,161 @@
+"""When each rank does what in a step that was played: as a list, and as a file for ui.perfetto.dev.
+
+The file has the shape of `netfold profile export --perfetto`: a process a rank, its operations with group, sequence and
+bytes, arrows through the slices of one call. So a predicted step can be laid beside a measured one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from netfold.plan.events.schedule import FORWARD
+from netfold.plan.events.simulate import Simulated
+from netfold.profile.perfetto import trace_events, work_events, write_events
+from netfold.profile.record import RECORD
+from netfold.profile.run import PROGRESS, STEP, About, GroupName, Run, Trace
+
+# Kinds of what a rank does with others, each an operation of a profile, beside its group's name.
+_OPERATIONS = {"tensor": "all_reduce", "data": "all_reduce", "send": "send", "receive": "receive"}
+_NUMBERS = {"all_reduce": 0, "send": 9, "receive": 10}
+_GROUPS = ("tensor", "data", "pipeline")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """kind: forward, backward, weights or optimizer; tensor or data, of collectives; send or receive."""
+
+    rank: int
+    kind: str
+    name: str
+    start_s: float
+    end_s: float
+    size_bytes: float = 0.0
+
+    @property
+    def is_work(self) -> bool:
+        return self.kind not in _OPERATIONS
+
+
+def timeline(simulated: Simulated, ranks: Iterable[int]) -> list[Slice]:
+    """Rank by rank, each in the order in which things began. Raises ValueError for a rank that the job has not.
+
+    Collectives of tensor ranks are spread evenly over a pass, which is how layers have them.
+    """
+    found = []
+    for rank in ranks:
+        if not 0 <= rank < simulated.job.split.ranks:
+            raise ValueError(f"there is no rank {rank}; there are {simulated.job.split.ranks}, from 0")
+        slices = [*_passes(simulated, rank), *_messages(simulated, rank), *_ends(simulated, rank)]
+        found += sorted(slices, key=lambda each: (each.start_s, each.end_s))
+    return found
+
+
+def write_timeline(simulated: Simulated, ranks: Sequence[int], path: Path) -> int:
+    """Returns how many events the file has. ValueError as of `timeline`; OSError where it cannot be written."""
+    slices = timeline(simulated, ranks)
+    by_rank = {rank: [each for each in slices if each.rank == rank] for rank in ranks}
+    run = Run(path.parent, {}, [_trace(simulated, rank, mine) for rank, mine in by_rank.items()])
+
+    def events() -> Iterator[dict[str, object]]:
+        yield from trace_events(run, ())
+        for trace in run.traces:
+            mine = by_rank[trace.about.rank]
+            yield from work_events(trace, [(each.name, *_ns(each)) for each in mine if each.is_work])
+
+    return write_events(events(), path)
+
+
+def _passes(simulated: Simulated, rank: int) -> Iterator[Slice]:
+    script, played = simulated.script, simulated.played
+    lane = script.mesh.lane_of(rank)
+    acts = script.acts[lane // script.mesh.replicas]
+    began_s = 0.0
+    for at, act in enumerate(acts):
+        if act.part == 0:
+            began_s = played.began_s[lane][at]
+        if not act.is_last:
+            continue
+        ended_s = played.ended_s[lane][at]
+        yield Slice(rank, act.turn.kind, act.turn.text(), began_s, ended_s)
+        talking_s = min(act.tensor_s * act.parts, ended_s - began_s)
+        count = script.collectives if talking_s > 0 else 0
+        for number in range(count):
+            # Each after its part of the computing.
+            end_s = began_s + (ended_s - began_s) * (number + 1) / count
+            yield Slice(rank, "tensor", "all_reduce", end_s - talking_s / count, end_s)
+
+
+def _messages(simulated: Simulated, rank: int) -> Iterator[Slice]:
+    script, played = simulated.script, simulated.played
+    replicas, stages = script.mesh.replicas, simulated.job.split.pipeline
+    stage, replica = divmod(script.mesh.lane_of(rank), replicas)
+    size = simulated.prediction.stages[stage].sent_bytes
+    for other in {stage, (stage + 1) % stages, (stage - 1) % stages}:
+        lane = other * replicas + replica
+        for at, task in enumerate(script.step.tasks[other]):
+            start_s, end_s = played.sent_s[lane][at], played.arrived_s[lane][at]
+            if start_s < 0 or task.gives is None or (other != stage and task.gives[0] != stage):
+                continue
+            turn = script.acts[other][at].turn
+            what = "activations" if turn.kind == FORWARD else "gradients"
+            kind = "send" if other == stage else "receive"
+            yield Slice(rank, kind, f"{kind} {what} {turn.microbatch}", start_s, end_s, size)
+
+
+def _ends(simulated: Simulated, rank: int) -> Iterator[Slice]:
+    script, played, job = simulated.script, simulated.played, simulated.job
+    lane = script.mesh.lane_of(rank)
+    stage = lane // script.mesh.replicas
+    buckets = played.buckets_s[stage]
+    for number, (start_s, end_s) in enumerate(buckets):
+        size = simulated.prediction.stages[stage].parameters * job.gradient_bytes / len(buckets)
+        yield Slice(rank, "data", f"bucket {number}", start_s, end_s, size)
+    yield Slice(rank, "optimizer", "optimizer", *played.update_s[lane])
+
+
+def _trace(simulated: Simulated, rank: int, slices: Sequence[Slice]) -> Trace:
+    """As a profile of the rank would have it."""
+    operations = [each for each in slices if not each.is_work]
+    records = np.zeros(len(operations), RECORD)
+    counts = dict.fromkeys(_GROUPS, 0)
+    for record, each in zip(records, operations, strict=True):
+        group = each.kind if each.kind in counts else "pipeline"
+        record["group"], record["sequence"] = _GROUPS.index(group), counts[group]
+        counts[group] += 1
+        record["bytes"], record["slowest_rank"] = each.size_bytes, -1
+        record["operation"] = _NUMBERS[_OPERATIONS[each.kind]]
+        record["started_ns"], record["finished_ns"] = _ns(each)
+        record["queued_ns"] = record["started_ns"]
+    about = About(
+        rank=rank,
+        size=simulated.job.split.ranks,
+        host="a predicted cluster",
+        pid=0,
+        source="event records",
+        names={"operation": {str(number): name for name, number in _NUMBERS.items()}},
+        groups={
+            str(number): GroupName(name, "predicted", _members(simulated, rank, name))
+            for number, name in enumerate(_GROUPS)
+        },
+    )
+    step = np.array([(0, round(simulated.played.end_s * 1e9))], STEP)
+    return Trace(about, records, step, np.zeros(0, PROGRESS))
+
+
+def _members(simulated: Simulated, rank: int, group: str) -> list[int]:
+    split = simulated.job.split
+    stride, count = {
+        "tensor": (1, split.tensor),
+        "data": (split.tensor, split.data),
+        "pipeline": (split.tensor * split.data, split.pipeline),
+    }[group]
+    first = rank - rank // stride % count * stride
+    return list(range(first, first + stride * count, stride))
+
+
+def _ns(each: Slice) -> tuple[int, int]:
+    return round(each.start_s * 1e9), round(each.end_s * 1e9)

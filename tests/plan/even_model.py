@@ -1,0 +1,37 @@
+"""A model of equal layers and a cluster of round figures, so that a step can be reckoned by hand."""
+
+from dataclasses import dataclass
+
+from netfold.plan.cluster import Cluster, Device, Tier
+from netfold.plan.model import Collective, Layer, Pass, Share
+
+
+@dataclass(frozen=True)
+class EvenModel:
+    """Layers of which each moves so many bytes: no matmuls, so that every pass takes as long as its bytes."""
+
+    name: str = "even"
+    depth: int = 16
+    moved_bytes: float = 1e9
+    input_bytes: float = 0.0
+    layer_parameters: float = 1e6
+
+    @property
+    def parameters(self) -> float:
+        return self.depth * self.layer_parameters
+
+    @property
+    def flops(self) -> float:
+        return 1e12
+
+    def layers(self, share: Share) -> tuple[Layer, ...]:
+        shared = () if share.tensor == 1 else (Collective("all_reduce", 1e6),) * 2
+        forward = Pass((), self.moved_bytes, 1, shared)
+        backward = Pass((), 2 * self.moved_bytes, 1, shared)
+        return (Layer("even", forward, backward, Pass(), self.layer_parameters, 1e6, self.input_bytes, self.depth),)
+
+
+def cluster(*, node: int = 8, devices: int = 16384, oversubscription: float = 1.0, latency_s: float = 0.0) -> Cluster:
+    device = Device("round", {"bf16": 1e14, "f32": 1e13}, 80e9, 1e12)
+    tiers = (Tier("node", node, latency_s, 100e9), Tier("fabric", devices, latency_s, 10e9, oversubscription))
+    return Cluster("round", device, tiers)

@@ -1,0 +1,90 @@
+"""In which order a stage works: complete, possible, and as torch's own schedules have it."""
+
+import pytest
+
+from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, Turn, order
+
+SHAPES = [(1, 1, 1), (2, 1, 1), (4, 8, 1), (4, 2, 1), (8, 8, 1), (4, 8, 2), (4, 4, 3), (3, 9, 2), (4, 10, 2), (8, 2, 2)]
+CASES = [
+    (schedule, *shape)
+    for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")
+    for shape in SHAPES
+    if shape[2] == 1 or schedule in ("interleaved", "zero-bubble")
+]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "microbatches", "pieces"), CASES)
+def test_every_stage_does_everything_once(schedule, stages, microbatches, pieces):
+    kinds = (FORWARD, BACKWARD, WEIGHTS) if schedule == "zero-bubble" else (FORWARD, BACKWARD)
+    wanted = {Turn(kind, piece, each) for kind in kinds for piece in range(pieces) for each in range(microbatches)}
+    for stage in range(stages):
+        turns = order(schedule, stage, stages, microbatches, pieces)
+        assert len(turns) == len(wanted) and set(turns) == wanted
+
+
+@pytest.mark.parametrize(("schedule", "stages", "microbatches", "pieces"), CASES)
+def test_no_stage_waits_for_one_that_waits_for_it(schedule, stages, microbatches, pieces):
+    left = {stage: list(order(schedule, stage, stages, microbatches, pieces)) for stage in range(stages)}
+    done = set()
+
+    def can(stage, turn):
+        place = turn.piece * stages + stage
+        if turn.kind == FORWARD:
+            return place == 0 or (FORWARD, place - 1, turn.microbatch) in done
+        before = {(FORWARD, place, turn.microbatch)} if turn.kind == BACKWARD else {(BACKWARD, place, turn.microbatch)}
+        if turn.kind == BACKWARD and place < stages * pieces - 1:
+            before.add((BACKWARD, place + 1, turn.microbatch))
+        return before <= done
+
+    while any(left.values()):
+        ready = [stage for stage in left if left[stage] and can(stage, left[stage][0])]
+        assert ready, f"nobody can go on: {[turns[:1] for turns in left.values()]}"
+        for stage in ready:
+            turn = left[stage].pop(0)
+            done.add((turn.kind, turn.piece * stages + stage, turn.microbatch))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("split", [False, True], ids=["interleaved", "zero-bubble"])
+@pytest.mark.parametrize(("stages", "microbatches", "pieces"), SHAPES)
+def test_orders_of_several_pieces_are_those_of_torch(split, stages, microbatches, pieces):
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    group = microbatches // max(1, microbatches // stages)
+    names = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": BACKWARD, "BACKWARD_WEIGHT": WEIGHTS}
+    for stage in range(stages):
+        factor = 1 if split else 2
+        ahead = schedules._get_warmup_ops(stage, pieces, group, stages, microbatches, multiply_factor=factor)
+        theirs = schedules._get_1f1b_rank_ops(
+            pieces,
+            stages,
+            ahead,
+            microbatches * pieces - ahead,
+            ahead,
+            stage,
+            lambda step, stage=stage: (step // group) % pieces * stages + stage,
+            lambda step, stage=stage, ahead=ahead: (pieces - 1 - (step - ahead) // group % pieces) * stages + stage,
+            stage if split else 0,
+            split,
+        )
+        ours = order("zero-bubble" if split else "interleaved", stage, stages, microbatches, pieces)
+        wanted = [
+            Turn(names[action.computation_type.name], action.stage_index // stages, action.microbatch_index)
+            for action in theirs
+            if action is not None
+        ]
+        assert list(ours) == wanted
+
+
+def test_the_first_stage_of_1f1b_holds_as_many_microbatches_as_there_are_stages():
+    turns = order("1f1b", 0, 4, 8)
+    assert [turn.kind for turn in turns[:5]] == [FORWARD] * 4 + [BACKWARD]
+    assert [turn.kind for turn in order("1f1b", 3, 4, 8)[:4]] == [FORWARD, BACKWARD, FORWARD, BACKWARD]
+
+
+def test_what_a_schedule_cannot_do_is_said():
+    with pytest.raises(ValueError, match="schedule 1f1b has one piece of the model a stage, not 2; take interleaved"):
+        order("1f1b", 0, 4, 8, 2)
+    with pytest.raises(ValueError, match="11 microbatches do not come out even in 2 rounds of 4 stages"):
+        order("interleaved", 0, 4, 11, 2)
+    with pytest.raises(ValueError, match="schedule='pipedream' is not one of gpipe, 1f1b, interleaved, zero-bubble"):
+        order("pipedream", 0, 4, 8)

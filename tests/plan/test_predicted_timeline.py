@@ -1,0 +1,83 @@
+"""When each rank does what: as it was played, and as a profile's export has it."""
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from even_model import EvenModel, cluster
+
+from netfold.plan.events import CALM, Conditions, simulate, timeline, write_timeline
+from netfold.plan.job import Job, Split
+
+MODEL = EvenModel(input_bytes=1e7, layer_parameters=1e8)
+JOB = Job(32, 1, Split(data=2, tensor=2, pipeline=4), overlap=True)
+
+
+def played(conditions=CALM, **how):
+    return simulate(MODEL, cluster(latency_s=1e-5), JOB, conditions, **how)
+
+
+def test_a_rank_does_one_thing_after_the_other_and_all_of_it():
+    step = played()
+    slices = timeline(step, range(16))
+    for rank in range(16):
+        work = [each for each in slices if each.rank == rank and each.is_work]
+        kinds = [each.kind for each in work]
+        assert kinds.count("forward") == kinds.count("backward") == 16 and kinds.count("optimizer") == 1
+        assert all(before.end_s <= after.start_s for before, after in pairwise(work))
+        assert work[-1].end_s <= step.prediction.step_s
+    assert max(each.end_s for each in slices) == pytest.approx(step.prediction.step_s)
+
+
+def test_what_is_computed_adds_up_to_what_was_predicted():
+    step = played()
+    lane = max(range(4), key=lambda lane: sum(step.script.step.seconds[lane]))
+    mine = timeline(step, [step.script.mesh.ranks(lane)[0]])
+    passes = sum(each.end_s - each.start_s for each in mine if each.kind in ("forward", "backward"))
+    tensor = sum(each.end_s - each.start_s for each in mine if each.kind == "tensor")
+    assert tensor == pytest.approx(step.prediction.exposed_s["tensor"])
+    assert passes - tensor == pytest.approx(step.prediction.compute_s)
+
+
+def test_nothing_is_received_before_it_is_sent_nor_used_before_it_has_come():
+    slices = timeline(played(Conditions(jitter=0.2)), [0, 4])
+    sent = {each.name.removeprefix("send "): each for each in slices if each.rank == 0 and each.kind == "send"}
+    come = {each.name.removeprefix("receive "): each for each in slices if each.rank == 4 and each.kind == "receive"}
+    forward = {each.name: each for each in slices if each.rank == 4 and each.kind == "forward"}
+    for microbatch in range(16):
+        what = f"activations {microbatch}"
+        assert (sent[what].start_s, sent[what].end_s) == (come[what].start_s, come[what].end_s)
+        assert come[what].end_s <= forward[f"forward {microbatch}"].start_s
+
+
+def test_a_folded_step_shows_every_rank_what_its_like_does():
+    folded, whole = (timeline(played(folded=folded), [1, 7, 15]) for folded in (True, False))
+    assert folded == whole
+
+
+def test_a_rank_that_is_not_there_is_said():
+    with pytest.raises(ValueError, match="there is no rank 16; there are 16, from 0"):
+        timeline(played(), [16])
+
+
+def test_the_file_has_the_shape_of_a_profile(tmp_path):
+    file = tmp_path / "step.json"
+    count = write_timeline(played(), [0, 1, 4, 6], file)
+    trace = json.loads(file.read_text())
+    events = trace["traceEvents"]
+    assert trace["displayTimeUnit"] == "ms" and len(events) == count
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {rank + 1: f"rank {rank} on a predicted cluster" for rank in (0, 1, 4, 6)}
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"steps", "work", "operations"} <= set(threads.values())
+    spans = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            spans[event["tid"]].append((round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)))
+    assert set(spans) == set(threads)
+    for mine in spans.values():
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(sorted(mine)))
+    reduced = [event for event in events if event["name"] == "all_reduce" and event["args"]["group"] == "tensor"]
+    joined = [event for event in reduced if event["pid"] in (1, 2)]
+    assert joined and all("bind_id" in event for event in joined), "tensor ranks 0 and 1 met in every call"
