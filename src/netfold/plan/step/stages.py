@@ -23,6 +23,7 @@ class Stage:
     forward_s, backward_s: computing, recomputation in the latter. forward_tensor_s, backward_tensor_s: collectives
     among tensor ranks, which computing waits for. sent_bytes: activations to the next stage, a rank; as many come back
     as gradients. send_s: what they take. parameters: held by the rank. kept_bytes: activations of a microbatch.
+    layer_parameters: of its largest layer, which ZeRO gathers and reduces whole.
     """
 
     forward_s: float
@@ -33,6 +34,7 @@ class Stage:
     send_s: float
     parameters: float
     kept_bytes: float
+    layer_parameters: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -77,9 +79,10 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
                 send_s(sent, distance, cluster, constants) if sent else 0.0,
                 sum(count * layers[index].parameters for index, count in part),
                 sum(count * layers[index].kept_bytes for index, count in part),
+                max(layers[index].parameters for index, _ in part),
             )
         )
-    data, gathered = _data_parallel(max(stage.parameters for stage in stages), cluster, job, constants)
+    data, gathered = _data_parallel(max(stages, key=lambda stage: stage.parameters), cluster, job, constants)
     updated = max(stage.parameters for stage in stages) / (split.data if split.zero else 1)
     optimizer = moved_s(updated * _updated_bytes(job, constants), cluster.device, constants)
     return Costs(tuple(stages), job.microbatches, data, gathered, optimizer)
@@ -90,13 +93,14 @@ def _updated_bytes(job: Job, constants: Constants) -> float:
     return constants.update_bytes - 2 * (OPTIMIZERS["adam"] - OPTIMIZERS[job.optimizer])
 
 
-def _data_parallel(parameters: float, cluster: Cluster, job: Job, constants: Constants) -> tuple[float, float]:
-    """Seconds for a stage's gradients, and to gather its weights once (ZeRO-3)."""
+def _data_parallel(stage: Stage, cluster: Cluster, job: Job, constants: Constants) -> tuple[float, float]:
+    """Seconds for a stage's gradients, and to gather its weights once: ZeRO-3 does both layer by layer."""
     group = Group(job.split.data, job.split.tensor)
-    gradients, weights = parameters * job.gradient_bytes, parameters * job.item_bytes
+    gradients, weights = stage.parameters * job.gradient_bytes, stage.parameters * job.item_bytes
+    times = max(1.0, stage.parameters / stage.layer_parameters) if job.split.zero == 3 else 1.0
 
     def taken(operation: str, size_bytes: float) -> float:
-        return collective_s(operation, size_bytes, group, cluster, constants, job.in_network)
+        return times * collective_s(operation, size_bytes / times, group, cluster, constants, job.in_network)
 
     if job.split.zero == 0:
         return taken("all_reduce", gradients), 0.0
