@@ -8,11 +8,11 @@ from typer.testing import CliRunner
 
 from netfold.bench.conduct import conduct
 from netfold.bench.config import Place, Replay
-from netfold.bench.models import find_model
 from netfold.bench.peers import have_peer
 from netfold.bench.program import build_program
 from netfold.bench.step import measure_models, total_wrong
 from netfold.cli.bench import app
+from netfold.plan.model.catalogue import find_model
 from netfold.rack.command import missing
 
 LACK = missing(loss=False)

@@ -12,8 +12,6 @@ import pytest
 from netfold.bench import replay as replay_module
 from netfold.bench.collectives import Collective
 from netfold.bench.config import Measured, Place, Replay, Replayed
-from netfold.bench.models import MODELS, Exchange, Model, Speed, find_model
-from netfold.bench.models.layers import Layer, linear
 from netfold.bench.program import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -29,6 +27,8 @@ from netfold.bench.sides import Buffer
 from netfold.bench.start_line import StartLine
 from netfold.bench.step import describe_network, make_step_rows
 from netfold.bench.step_table import render_steps
+from netfold.plan.model.catalogue import MODELS, Exchange, Model, Speed, find_model
+from netfold.plan.model.catalogue.layers import Layer, linear
 
 MIB = 1 << 20
 

@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from netfold.bench.collectives import parse_collective, parse_redops
-from netfold.bench.models import find_model
 from netfold.bench.program import BUCKET_BYTES
 from netfold.bench.sides import SideName, parse_side, unique_labels
 from netfold.bench.sizes import parse_dtype
+from netfold.plan.model.catalogue import find_model
 
 SMALL_BYTES = 64 << 10
 # Up to so many bytes a round is so many calls back to back, and its time is their mean: one alone would measure how

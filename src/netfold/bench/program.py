@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from netfold.bench.models import ITEM_BYTES, Layer, Model
+from netfold.plan.model.catalogue import ITEM_BYTES, Layer, Model
 
 # torch's DistributedDataParallel: the bucket that is ready first is a small one, so that something is sent soon.
 FIRST_BUCKET_BYTES = 1 << 20

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from netfold.bench.config import SMALL_BYTES
-from netfold.bench.models import find_model
 from netfold.bench.program import build_program
 from netfold.bench.replay import StepTrial
 from netfold.bench.sides import RefusedError, Side, SideName, World, how_it_ran
 from netfold.bench.start_line import StartLine
 from netfold.bench.trial import Task, Trial
+from netfold.plan.model.catalogue import find_model
 from netfold.rack.names import HOST_INTERFACE
 
 # Wire bytes are counted in rounds of their own, outside the timed ones: reading counters takes longer than

@@ -7,10 +7,10 @@ from typing import Any
 
 from netfold.bench.conduct import Conductor, conduct
 from netfold.bench.config import Place, Replay, Replayed
-from netfold.bench.models import Model, find_model
 from netfold.bench.program import Program, build_program
 from netfold.bench.report import Ratio
 from netfold.bench.spread import Spread, paired_ratios, spread
+from netfold.plan.model.catalogue import Model, find_model
 from netfold.rack.link import parse_link
 
 _RATES = (("gbit", 10**9), ("mbit", 10**6), ("kbit", 10**3))

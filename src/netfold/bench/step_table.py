@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from netfold.bench.models import MODELS, find_model
 from netfold.bench.program import gradient_buckets
 from netfold.bench.step import StepRow
+from netfold.plan.model.catalogue import MODELS, find_model
 
 _HEADER = (
     *("model", "side", "batch", "compute(ms)", "step(ms)", "p5..p95", "exposed(ms)", "efficiency", "samples/s"),

@@ -6,8 +6,8 @@ from netfold.bench.conduct import BenchError, Conductor
 from netfold.bench.config import Replay
 from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Share
 from netfold.bench.figures.figure import GLOO, Taken
-from netfold.bench.models import find_model
 from netfold.bench.step import StepRow, measure_models
+from netfold.plan.model.catalogue import find_model
 
 NETFOLD = "netfold, with a switch"
 SIDES = {NETFOLD: "netfold", GLOO: "gloo"}

@@ -6,7 +6,7 @@ from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
 from netfold.bench.figures.figure import GLOO, Figure, Taken, Told, deadline_s, in_ms, in_rate, in_times
 from netfold.bench.figures.replay import NETFOLD, keep, note, replay
-from netfold.bench.models import find_model
+from netfold.plan.model.catalogue import find_model
 
 HOSTS = 8
 # With tensors a 50th of their size, these links stand for ones of 10 Gbit/s, the slower ones of the talk's testbed.

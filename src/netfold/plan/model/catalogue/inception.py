@@ -3,7 +3,7 @@
 `heads`: the auxiliary classifiers that some train with. tf_cnn_benchmarks, whose times we take, trains without.
 """
 
-from netfold.bench.models.layers import Layer, Stack
+from netfold.plan.model.catalogue.layers import Layer, Stack
 
 _CLASSES = 1000
 _FLAT, _TALL = (1, 7), (7, 1)

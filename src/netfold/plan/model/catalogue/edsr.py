@@ -1,6 +1,6 @@
 """EDSR (Lim et al. 2017), to four times the size, on patches of 48 x 48 as there."""
 
-from netfold.bench.models.layers import Layer, Stack
+from netfold.plan.model.catalogue.layers import Layer, Stack
 
 PATCH = 48
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
-from netfold.bench.models import dlrm as recommender
-from netfold.bench.models.bert import bert
-from netfold.bench.models.edsr import edsr
-from netfold.bench.models.inception import googlenet, inception3, inception4
-from netfold.bench.models.layers import Layer
-from netfold.bench.models.mask_rcnn import mask_rcnn
-from netfold.bench.models.plain import alexnet, resnet, vgg
-from netfold.bench.models.speeds import PUBLISHED, SIBLINGS, Speed
+from netfold.plan.model.catalogue import dlrm as recommender
+from netfold.plan.model.catalogue.bert import bert
+from netfold.plan.model.catalogue.edsr import edsr
+from netfold.plan.model.catalogue.inception import googlenet, inception3, inception4
+from netfold.plan.model.catalogue.layers import Layer
+from netfold.plan.model.catalogue.mask_rcnn import mask_rcnn
+from netfold.plan.model.catalogue.plain import alexnet, resnet, vgg
+from netfold.plan.model.catalogue.speeds import PUBLISHED, SIBLINGS, Speed
 
 __all__ = ["ITEM_BYTES", "MODELS", "SWITCHML_MODELS", "Exchange", "Layer", "Model", "Speed", "find_model"]
 

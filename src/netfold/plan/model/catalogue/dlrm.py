@@ -7,7 +7,7 @@ gradient back through another; the tables themselves (some 100 GB) send nothing 
 
 from itertools import pairwise
 
-from netfold.bench.models.layers import Layer, linear
+from netfold.plan.model.catalogue.layers import Layer, linear
 
 TABLES = 26
 WIDTH = 128

@@ -1,7 +1,7 @@
 """BERT (Devlin et al. 2018), encoder and pooler, uncased; without the heads of pre-training, whose largest matrix is
 the word embedding again."""
 
-from netfold.bench.models.layers import Layer, attention, embedding, layer_norm, linear
+from netfold.plan.model.catalogue.layers import Layer, attention, embedding, layer_norm, linear
 
 WORDS = 30522
 POSITIONS = 512

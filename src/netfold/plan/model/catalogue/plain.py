@@ -1,6 +1,6 @@
 """AlexNet, VGG and ResNet, as torchvision defines them, for ImageNet's 1000 classes."""
 
-from netfold.bench.models.layers import Layer, Stack
+from netfold.plan.model.catalogue.layers import Layer, Stack
 
 _CLASSES = 1000
 # Convolutions of each of the five stages (Simonyan and Zisserman 2014, table 1: A, D, E).

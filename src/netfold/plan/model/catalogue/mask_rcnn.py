@@ -4,8 +4,8 @@ Batch norm is frozen, and so are the first convolution and the first stage: they
 Its work is counted at 800 x 1344 pixels with 512 regions an image, a quarter of which get a mask.
 """
 
-from netfold.bench.models.layers import Layer, Stack
-from netfold.bench.models.plain import bottleneck
+from netfold.plan.model.catalogue.layers import Layer, Stack
+from netfold.plan.model.catalogue.plain import bottleneck
 
 _CLASSES = 91
 _PYRAMID = 256

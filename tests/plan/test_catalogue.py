@@ -2,12 +2,12 @@
 
 import pytest
 
-from netfold.bench.models import MODELS, SWITCHML_MODELS, find_model
-from netfold.bench.models.bert import TOKENS
-from netfold.bench.models.inception import googlenet, inception3
-from netfold.bench.models.layers import Stack, linear
-from netfold.bench.models.speeds import PUBLISHED, SIBLINGS
 from netfold.bench.step_table import render_models
+from netfold.plan.model.catalogue import MODELS, SWITCHML_MODELS, find_model
+from netfold.plan.model.catalogue.bert import TOKENS
+from netfold.plan.model.catalogue.inception import googlenet, inception3
+from netfold.plan.model.catalogue.layers import Stack, linear
+from netfold.plan.model.catalogue.speeds import PUBLISHED, SIBLINGS
 
 # num_params of the weights in torchvision's documentation (docs.pytorch.org/vision/stable/models.html).
 TORCHVISION = {
