@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from netfold.bench.models import find_model
 from netfold.cli import app
 from netfold.cli.plan_models import bench_model, bench_models, recipe_model
 from netfold.plan.model import Chain, Share
+from netfold.plan.model.catalogue import find_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

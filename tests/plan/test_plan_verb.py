@@ -93,3 +93,10 @@ def test_time_to_accuracy_comes_from_a_curve_in_the_file(tmp_path: Path) -> None
 def test_what_ships_is_listed_with_its_sources(verb: str, word: str) -> None:
     code, said = plan(verb)
     assert code == 0 and f"{word}:" in said and "  from: " in said
+
+
+def test_what_goes_beyond_published_runs_is_said() -> None:
+    asked = ("--model", "gpt3-175b", "--cluster", "dgx-a100", "--gpus", "256", "--batch", "256", "--micro-batch", "1")
+    assert "note: ZeRO-3 over 256 ranks" in plan(*asked, "--tensor", "1", "--pipeline", "1", "--zero", "3")[1]
+    assert "note: 16 tensor ranks go beyond a node of 8" in plan(*asked, "--tensor", "16", "--pipeline", "2")[1]
+    assert "note:" not in plan(*asked, "--tensor", "8", "--pipeline", "8", "--recompute", "full")[1]

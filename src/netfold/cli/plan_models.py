@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from netfold.bench.models import Layer
     from netfold.plan.model import Chain, Link, Model, Product
+    from netfold.plan.model.catalogue import Layer
 
 # Transformers have a kind of their own; of tables that are spread over ranks the bench's layers say nothing.
 _OTHERWISE = ("bert-base", "bert-large", "dlrm")
 
 
 def bench_models() -> tuple[str, ...]:
-    from netfold.bench.models import MODELS
+    from netfold.plan.model.catalogue import MODELS
 
     return tuple(name for name in MODELS if name not in _OTHERWISE)
 
 
 def bench_model(name: str) -> Chain:
     """One of `bench_models`, a link a layer."""
-    from netfold.bench.models import find_model
     from netfold.plan.model import Chain
+    from netfold.plan.model.catalogue import find_model
 
     return Chain(name, tuple(_link(layer) for layer in find_model(name).layers))
 

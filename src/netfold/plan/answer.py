@@ -30,7 +30,7 @@ class Way:
 class Answer:
     """tried, fitting: ways that were predicted, and that fit. few: the fastest of each mesh. front: none of those that
     fit is better in both time and memory. curves: by scaling. training_s, training_cost: of all of it, where its length
-    is known. efficiency: throughput a device, against one replica that trains alone, with as many samples of its own.
+    is known. notes: what to be careful with. efficiency: throughput a device, against one replica that trains alone, with as many samples of its own.
     """
 
     question: Question
@@ -43,6 +43,7 @@ class Answer:
     gains: tuple[Gain, ...]
     curves: dict[str, tuple[Point, ...]]
     comparisons: dict[str, tuple[Variant, ...]]
+    notes: tuple[str, ...]
     training_s: float | None
     training_cost: Cost | None
     step_cost: Cost
@@ -83,10 +84,28 @@ def answer(
             for scaling in (SCALINGS if sizes else ())
         },
         {text: compare(found, model, job, cluster, clusters) for text, clusters in others.items()},
+        notes(asked, best),
         seconds,
         None if seconds is None else cost(seconds, devices, cluster, asked.prices),
         cost(best.prediction.step_s, devices, cluster, asked.prices),
     )
+
+
+# Where published runs end that the model agrees with: llm-foundry's FSDP (bench/results/plan.md).
+_ZERO_RANKS = 128
+
+
+def notes(asked: Question, best: Choice) -> tuple[str, ...]:
+    """Where the answer goes beyond what it was held against."""
+    said, split = [], best.job.split
+    if split.zero == 3 and split.data > _ZERO_RANKS:
+        said.append(
+            f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {_ZERO_RANKS}; beyond, DeepSpeed's took 1.6 to "
+            "4.8 times as long; hold zero at 1 to see the best way without it"
+        )
+    if split.tensor > asked.cluster.node:
+        said.append(f"{split.tensor} tensor ranks go beyond a node of {asked.cluster.node}: no published run does that")
+    return tuple(said)
 
 
 def efficiency(model: Model, cluster: Cluster, choice: Choice) -> float:

@@ -48,6 +48,7 @@ def as_object(answer: Answer) -> dict[str, Any]:
             ]
             for text, variants in answer.comparisons.items()
         },
+        "notes": answer.notes,
         "step_cost": answer.step_cost,
         "training_s": answer.training_s,
         "training_cost": answer.training_cost,

@@ -126,7 +126,7 @@ def _together(answer: Answer) -> str:
             None if answer.step_cost.energy_kwh is None else per * answer.step_cost.energy_kwh,
         )
         lines.append(f"1,000 steps: {money(thousand, asked.prices)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])
 
 
 def duration(seconds: float) -> str:

@@ -71,6 +71,7 @@ def render_page(answer: Answer) -> str:
 {job.optimizer}</p>
 <p>Split: {escape(words(job))}{_searched(answer)}. What limits it: {escape(answer.best.prediction.limit)}. All of it is
 predicted, nothing measured.</p>
+{"".join(f'<p class="quiet">Note: {escape(note)}.</p>' for note in answer.notes)}
 <div class="facts">{facts}</div>
 {sections}
 </main>
