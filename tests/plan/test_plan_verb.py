@@ -100,3 +100,15 @@ def test_what_goes_beyond_published_runs_is_said() -> None:
     assert "note: ZeRO-3 over 256 ranks" in plan(*asked, "--tensor", "1", "--pipeline", "1", "--zero", "3")[1]
     assert "note: 16 tensor ranks go beyond a node of 8" in plan(*asked, "--tensor", "16", "--pipeline", "2")[1]
     assert "note:" not in plan(*asked, "--tensor", "8", "--pipeline", "8", "--recompute", "full")[1]
+
+
+def test_a_step_is_played_as_events_and_its_timeline_written(tmp_path: Path) -> None:
+    fixed = ("--tensor", "2", "--pipeline", "2", "--micro-batch", "1", "--interleave", "1", "--zero", "0")
+    file = tmp_path / "step.json"
+    code, said = plan(*ASKED, *fixed, "--jitter", "0.05", "--straggler", "3=1.5", "--timeline", str(file))
+    assert code == 0, said
+    assert "the same step, played as events" in said and f"the timeline: {file}" in said
+    assert json.loads(file.read_text())["traceEvents"]
+    assert plan(*ASKED, *fixed, "--straggler", "three")[0] == 2
+    code, said = plan(*ASKED, *fixed, "--straggler", "99=2")
+    assert code == 2 and "there is no rank 99" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,6 +55,13 @@ def predict(
     compare: Annotated[
         list[str] | None, typer.Option(help="network=tcp,in-network or cluster=a,b; as often as you like.")
     ] = None,
+    events: Annotated[bool, typer.Option("--events", help="Play the best way as events too.")] = False,
+    jitter: Annotated[float | None, typer.Option(help="Of computing, as a ratio; plays events.")] = None,
+    straggler: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK=FACTOR", help="A rank that is slow; plays events."),
+    ] = None,
+    timeline: Annotated[Path | None, typer.Option(help="The played step, for ui.perfetto.dev; plays events.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="A page with plots, in one file.")] = None,
 ) -> None:
@@ -86,9 +94,10 @@ def predict(
     }
 
     from netfold.cli.plan_models import bench_model, bench_models, recipe_model
-    from netfold.plan.answer import answer
+    from netfold.plan.answer import answer, stage_ranks
     from netfold.plan.ask import question, read_job
     from netfold.plan.curve import parse_range
+    from netfold.plan.events import Conditions, write_timeline
     from netfold.plan.show import as_json as render_json
     from netfold.plan.show import render_page, render_text
 
@@ -111,20 +120,43 @@ def predict(
             question(tree, where, model=trained, others={name: partial(bench_model, name) for name in bench_models()}),
             sizes=parse_range(curve) if curve is not None else (),
             comparisons=tuple(compare or ()),
+            conditions=Conditions(jitter or 0.0, stragglers=_stragglers(straggler or ()))
+            if events or jitter is not None or straggler or timeline is not None
+            else None,
         )
     except ValueError as error:
         for problem in str(error).splitlines():
             typer.echo(f"netfold plan: {problem}", err=True)
         raise typer.Exit(CANNOT) from None
     typer.echo(render_json(found) if as_json else render_text(found))
-    if html is None:
+    _write(html, "page", as_json, lambda path: path.write_text(render_page(found), encoding="utf-8"))
+    if found.played is not None:
+        played, stages = found.played, stage_ranks(found.best.job)
+        _write(timeline, "timeline", as_json, lambda path: write_timeline(played, stages, path))
+
+
+def _write(path: Path | None, what: str, aside: bool, write: Callable[[Path], object]) -> None:
+    if path is None:
         return
     try:
-        html.write_text(render_page(found), encoding="utf-8")
+        write(path)
     except OSError as error:
-        typer.echo(f"netfold plan: {html} cannot be written: {error.strerror}; say another place with --html", err=True)
+        typer.echo(f"netfold plan: {path} cannot be written: {error.strerror}; say another place", err=True)
         raise typer.Exit(CANNOT) from None
-    typer.echo(f"\nthe page: {html}", err=as_json)
+    typer.echo(f"\nthe {what}: {path}", err=aside)
+
+
+def _stragglers(said: Sequence[str]) -> dict[int, float]:
+    found = {}
+    for each in said:
+        rank, _, factor = each.partition("=")
+        try:
+            found[int(rank)] = float(factor)
+        except ValueError:
+            raise ValueError(
+                f"--straggler {each}: write a rank and how many times as slow it is, such as 3=1.5"
+            ) from None
+    return found
 
 
 def _over(tree: dict[str, Any], where: dict[tuple[str, ...], str], said: dict[tuple[str, ...], Any]) -> None:

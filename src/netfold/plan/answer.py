@@ -8,6 +8,8 @@ from netfold.plan.ask import Question
 from netfold.plan.cluster import Cluster
 from netfold.plan.compare import Variant, compare, parse_comparison
 from netfold.plan.curve import SCALINGS, Point, curve
+from netfold.plan.events import Conditions, Simulated, simulate
+from netfold.plan.job import Job
 from netfold.plan.model import Model
 from netfold.plan.price import Cost, cost
 from netfold.plan.search import Choice, Found, search
@@ -28,9 +30,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Answer:
-    """tried, fitting: ways that were predicted, and that fit. few: the fastest of each mesh. front: none of those that
-    fit is better in both time and memory. curves: by scaling. training_s, training_cost: of all of it, where its length
-    is known. notes: what to be careful with. efficiency: throughput a device, against one replica that trains alone, with as many samples of its own.
+    """tried, fitting: ways that were predicted, and that fit. efficiency: throughput a device, against one replica that
+    trains alone, with as many samples of its own. few: the fastest of each mesh. front: none of those that fit is
+    better in both time and memory. curves: by scaling. notes: what to be careful with. played: the best way, as events.
+    training_s, training_cost: of the whole training, where its length is known.
     """
 
     question: Question
@@ -44,6 +47,7 @@ class Answer:
     curves: dict[str, tuple[Point, ...]]
     comparisons: dict[str, tuple[Variant, ...]]
     notes: tuple[str, ...]
+    played: Simulated | None
     training_s: float | None
     training_cost: Cost | None
     step_cost: Cost
@@ -55,10 +59,12 @@ def answer(
     gains: bool = True,
     sizes: tuple[int, ...] = (),
     comparisons: tuple[str, ...] = (),
+    conditions: Conditions | None = None,
 ) -> Answer:
     """Raises ValueError, in a sentence, where no way comes out even, or none fits: then by how much.
 
-    sizes: numbers of devices of a curve. comparisons: as `parse_comparison` reads them.
+    sizes: numbers of devices of a curve. comparisons: as `parse_comparison` reads them. conditions: under which the
+    best way is played as events too.
     """
     model, cluster, job, space, devices = asked.model, asked.cluster, asked.job, asked.space, asked.devices
     others = {text: parse_comparison(text, cluster) for text in comparisons}
@@ -85,6 +91,7 @@ def answer(
         },
         {text: compare(found, model, job, cluster, clusters) for text, clusters in others.items()},
         notes(asked, best),
+        None if conditions is None else simulate(model, cluster, best.job, conditions),
         seconds,
         None if seconds is None else cost(seconds, devices, cluster, asked.prices),
         cost(best.prediction.step_s, devices, cluster, asked.prices),
@@ -100,8 +107,8 @@ def notes(asked: Question, best: Choice) -> tuple[str, ...]:
     said, split = [], best.job.split
     if split.zero == 3 and split.data > _ZERO_RANKS:
         said.append(
-            f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {_ZERO_RANKS}; beyond, DeepSpeed's took 1.6 to "
-            "4.8 times as long; hold zero at 1 to see the best way without it"
+            f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {_ZERO_RANKS}; beyond, DeepSpeed's took 1.6 "
+            "to 4.8 times as long; hold zero at 1 to see the best way without it"
         )
     if split.tensor > asked.cluster.node:
         said.append(f"{split.tensor} tensor ranks go beyond a node of {asked.cluster.node}: no published run does that")
@@ -113,6 +120,12 @@ def efficiency(model: Model, cluster: Cluster, choice: Choice) -> float:
     job, data = choice.job, choice.job.split.data
     alone = replace(job, global_batch=job.global_batch // data, split=replace(job.split, data=1, zero=0))
     return predict(model, cluster, alone).step_s / choice.prediction.step_s
+
+
+def stage_ranks(job: Job) -> list[int]:
+    """The first rank of each pipeline stage: who shows what all do."""
+    split = job.split
+    return [stage * split.tensor * split.data for stage in range(split.pipeline)]
 
 
 def parts(prediction: Prediction) -> dict[str, float]:

@@ -49,6 +49,9 @@ def as_object(answer: Answer) -> dict[str, Any]:
             for text, variants in answer.comparisons.items()
         },
         "notes": answer.notes,
+        "played": None
+        if answer.played is None
+        else {"step_s": answer.played.prediction.step_s, "parts_s": parts(answer.played.prediction)},
         "step_cost": answer.step_cost,
         "training_s": answer.training_s,
         "training_cost": answer.training_cost,

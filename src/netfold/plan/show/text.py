@@ -11,6 +11,7 @@ from netfold.plan.job import Job
 from netfold.plan.price import Cost, Prices
 from netfold.plan.search import Choice, words
 from netfold.plan.sensitivity import Gain
+from netfold.plan.step import Prediction
 from netfold.profile.page import units
 
 # Bars of the step's parts, at most.
@@ -20,6 +21,8 @@ _BAR = 24
 def render_text(answer: Answer) -> str:
     """What was asked, the step, memory, throughput; then other ways, curves, comparisons, what more would buy."""
     sections = [_asked(answer), _step(answer), _memory(answer.best), _together(answer)]
+    if answer.played is not None:
+        sections.append(_played(answer.best.prediction, answer.played.prediction))
     if len(answer.few) > 1:
         sections.append(_few(answer))
     if len(answer.front) > 1:
@@ -127,6 +130,14 @@ def _together(answer: Answer) -> str:
         )
         lines.append(f"1,000 steps: {money(thousand, asked.prices)}")
     return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])
+
+
+def _played(closed: Prediction, played: Prediction) -> str:
+    rows = [["", "closed form", "as events"]]
+    here, there = parts(closed), parts(played)
+    rows += [[name, *(time(each.get(name, 0.0)) for each in (here, there))] for name in {**here, **there}]
+    rows.append(["together", time(closed.step_s), time(played.step_s)])
+    return "\n".join(["the same step, played as events", *_aligned(rows, left=(0,))])
 
 
 def duration(seconds: float) -> str:
