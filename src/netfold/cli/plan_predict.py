@@ -67,8 +67,8 @@ def predict(
 ) -> None:
     """What a step of training will take, of time and of memory, and the best way to split it.
 
-    What is not fixed of the split is free: all ways that come out even are tried. Options go before the file's keys.
-    All that is wrong is said, a line each; the exit code is then 2.
+    What is not fixed of the split is free: all ways that come out even are tried. What an option says holds, whatever
+    the file says. All that is wrong is said, a line each; the exit code is then 2.
     """
     said: dict[tuple[str, ...], Any] = {
         ("model",): model,

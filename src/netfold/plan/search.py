@@ -189,7 +189,7 @@ def _inside(job: Job, space: Space, mesh: Split, depth: int) -> Iterator[Job]:
     for micro_batch in sorted(sizes) if space.micro_batch is None else [space.micro_batch]:
         if local % micro_batch:
             continue
-        for interleave in _pieces(mesh, local // micro_batch, depth, space.interleave):
+        for interleave in _pieces(job, mesh, local // micro_batch, depth, space.interleave):
             for sequence in _either(mesh.tensor > 1, space.sequence):
                 for zero in _zeros(mesh, space.zero):
                     for recomputation in RECOMPUTATIONS if space.recomputation is None else [space.recomputation]:
@@ -202,9 +202,9 @@ def _inside(job: Job, space: Space, mesh: Split, depth: int) -> Iterator[Job]:
                         )
 
 
-def _pieces(mesh: Split, microbatches: int, depth: int, fixed: int | None) -> list[int]:
+def _pieces(job: Job, mesh: Split, microbatches: int, depth: int, fixed: int | None) -> list[int]:
     """Interleaving goes round in groups of as many microbatches as there are stages (Narayanan et al. 2021)."""
-    if mesh.pipeline == 1:
+    if mesh.pipeline == 1 or job.schedule == "gpipe":
         return [1]
     even = divisors(depth // mesh.pipeline) if microbatches % mesh.pipeline == 0 else [1]
     return [each for each in even if (each <= MOST_PIECES if fixed is None else each == fixed)]

@@ -129,13 +129,15 @@ def _one_of(*words: Any) -> _Check:
     return check
 
 
+# Interleaving is said by split.interleave.
+_SCHEDULES = tuple(each for each in SCHEDULES if each != "interleaved")
 _SECTIONS: dict[str, dict[str, _Check]] = {
     "job": {
         "gpus": _whole(1),
         "batch": _whole(1),
         "precision": _one_of(*PRECISIONS),
         "optimizer": _one_of(*OPTIMIZERS),
-        "schedule": _one_of(*SCHEDULES),
+        "schedule": _one_of(*_SCHEDULES),
         "overlap": _truth,
         "in_network": _truth,
         "bucket": _text,
