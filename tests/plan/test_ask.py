@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from netfold.plan.ask import AskError, Question, question, read_job
-from netfold.plan.model.named import find_model, model_presets
+from netfold.plan.model import Layered
+from netfold.plan.model.named import find_model, model_presets, names
 
 JOB = """
 model = "megatron-1b7"
@@ -124,6 +125,13 @@ def test_a_file_that_is_none_is_told_in_a_sentence(tmp_path: Path) -> None:
 def test_every_model_that_ships_is_one_and_names_its_source() -> None:
     for name, said in model_presets().items():
         assert find_model(name).parameters > 1e6 and said["source"]
+
+
+def test_models_of_the_catalogue_are_named_too_and_run_as_fast_as_published_where_asked() -> None:
+    assert find_model("resnet50") == Layered("resnet50") and find_model("vgg16:measured=true").measured  # type: ignore
+    with pytest.raises(ValueError, match="knows measured=true alone"):
+        find_model("resnet50:hidden=3")
+    assert len(set(names())) == len(names()) and "bert-large" in names()
 
 
 def test_a_model_is_named_or_said_by_its_dimensions() -> None:

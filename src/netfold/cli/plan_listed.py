@@ -14,11 +14,9 @@ def clusters() -> None:
 
 def models() -> None:
     """Models by name: dimensions, parameters, where they come from."""
-    from netfold.cli.plan_models import bench_model, bench_models
     from netfold.plan.show.listed import render_models
 
-    source = "netfold bench's layers, by their papers"
-    typer.echo(render_models([(bench_model(name), source) for name in bench_models()]))
+    typer.echo(render_models())
 
 
 def networks() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,7 +92,7 @@ def predict(
         ("training", "samples"): samples,
     }
 
-    from netfold.cli.plan_models import bench_model, bench_models, recipe_model
+    from netfold.cli.plan_recipe import recipe_model
     from netfold.plan.answer import answer, stage_ranks
     from netfold.plan.ask import question, read_job
     from netfold.plan.curve import parse_range
@@ -117,7 +116,7 @@ def predict(
         elif settings:
             raise ValueError("--set changes a recipe; there is no --recipe")
         found = answer(
-            question(tree, where, model=trained, others={name: partial(bench_model, name) for name in bench_models()}),
+            question(tree, where, model=trained),
             sizes=parse_range(curve) if curve is not None else (),
             comparisons=tuple(compare or ()),
             conditions=Conditions(jitter or 0.0, stragglers=_stragglers(straggler or ()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from netfold.plan.accuracy import Training
@@ -40,23 +39,15 @@ class Question:
     training: Training = field(default_factory=Training)
 
 
-def question(
-    tree: Mapping[str, Any],
-    where: Mapping[Key, str],
-    *,
-    model: Model | None = None,
-    others: Mapping[str, Callable[[], Model]] = MappingProxyType({}),
-) -> Question:
+def question(tree: Mapping[str, Any], where: Mapping[Key, str], *, model: Model | None = None) -> Question:
     """tree: as a job's file has it. where: the place of each key. model: one that is there already, instead of a name.
-
-    others: models that are known elsewhere, by name.
     Raises AskError with all that is wrong.
     """
     asking = _Asking(tree, where)
     asking.known((), (*_SECTIONS, "model", "cluster"))
     for section, keys in _SECTIONS.items():
         asking.known((section,), keys)
-    found = model if model is not None else asking.tried(("model",), lambda: _model(asking, others))
+    found = model if model is not None else asking.tried(("model",), lambda: _model(asking))
     cluster = asking.tried(("cluster",), lambda: _cluster(asking))
     job, split, price = (asking.section(name) for name in ("job", "split", "price"))
     for key, name in (("gpus", "devices to train on"), ("batch", "samples of a step")):
@@ -212,16 +203,15 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "a table" if isinstance(value, Mapping) else repr(value)
 
 
-def _model(asking: _Asking, others: Mapping[str, Callable[[], Model]]) -> Model:
+def _model(asking: _Asking) -> Model:
     said = asking.tree.get("model")
     if said is None:
         raise ValueError("the model is missing: a name of `netfold plan models`, or gpt:hidden=..,layers=..,heads=..")
     if isinstance(said, str):
-        return others[said]() if said in others else find_model(said, tuple(others))
+        return find_model(said)
     if not isinstance(said, Mapping) or not isinstance(said.get("name"), str):
         raise ValueError('model is text, or a table with a name: name = "gpt"')
-    name, keys = said["name"], {key: value for key, value in said.items() if key != "name"}
-    return others[name]() if name in others and not keys else model_of(name, keys, tuple(others))
+    return model_of(said["name"], {key: value for key, value in said.items() if key != "name"})
 
 
 def _cluster(asking: _Asking) -> Cluster:

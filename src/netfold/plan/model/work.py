@@ -42,13 +42,15 @@ class Collective:
 class Pass:
     """Forward or backward, of one rank and microbatch.
 
-    moved_bytes: read and written by kernels that memory bounds. kernels: launched, matmuls among them.
+    moved_bytes: read and written by kernels that memory bounds. kernels: launched, matmuls among them. measured_s: what
+    all of it takes where that is known, by a profile or a published speed; else 0.
     """
 
     matmuls: tuple[Matmul, ...] = ()
     moved_bytes: float = 0.0
     kernels: int = 0
     collectives: tuple[Collective, ...] = ()
+    measured_s: float = 0.0
 
     @property
     def flops(self) -> float:

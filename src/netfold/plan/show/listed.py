@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from netfold.plan.cluster import Cluster, Tier, load_cluster, preset_names
 from netfold.plan.cluster.networks import Network, networks
-from netfold.plan.model import Model
-from netfold.plan.model.named import KINDS, find_model, model_presets
+from netfold.plan.model import catalogue
+from netfold.plan.model.named import KINDS, find_model, model_presets, names
 from netfold.plan.show.text import big
 from netfold.profile.page import units
 
@@ -16,15 +16,17 @@ def render_clusters() -> str:
     return "\n\n".join(_cluster(load_cluster(name)) for name in preset_names())
 
 
-def render_models(others: Sequence[tuple[Model, str]] = ()) -> str:
-    """others: models of other rooms, each with its source."""
+def render_models() -> str:
     lines = []
     for name, said in model_presets().items():
         sizes = ", ".join(f"{key} {value}" for key, value in said.items() if key not in ("kind", "source"))
         lines += [f"{name}: {said['kind']}, {big(find_model(name).parameters)} parameters ({sizes})"]
         lines += [f"  from: {said['source']}"]
-    for model, source in others:
-        lines += [f"{model.name}: {big(model.parameters)} parameters", f"  from: {source}"]
+    for name in names():
+        if name not in model_presets():
+            speed = catalogue.find_model(name).speed
+            lines += [f"{name}: {big(find_model(name).parameters)} parameters, layer by layer"]
+            lines += [f"  with :measured=true, {speed.samples_per_s:,.4g} samples a second of a device: {speed.source}"]
     for kind, keys in KINDS.items():
         example = ",".join(f"{key}={'..' if default is None else default}" for key, default in keys.items())
         lines.append(f"any other: {kind}:{example}")

@@ -25,7 +25,7 @@ def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FIT
         "tensor": parts.microbatches * (slowest.forward_tensor_s + slowest.backward_tensor_s),
         "pipeline": 2 * sum(stage.send_s for stage in parts.stages[1:]),
         "data": _exposed_data(parts, slowest, job),
-        "tables": 0.0,
+        "tables": parts.microbatches * slowest.tables_s,
     }
     compute = parts.microbatches * (slowest.forward_s + slowest.backward_s)
     bubble = (sum(stage.total_s for stage in parts.stages) - slowest.total_s) / split.interleave

@@ -23,6 +23,7 @@ class Stage:
     forward_s, backward_s: computing, recomputation in the latter. forward_tensor_s, backward_tensor_s: collectives
     among tensor ranks, which computing waits for. sent_bytes: activations to the next stage, a rank; as many come back
     as gradients. send_s: what they take. parameters: held by the rank. kept_bytes: activations of a microbatch.
+    tables_s: exchanges of what was looked up in tables that are spread over all ranks, both ways.
     layer_parameters: of its largest layer, which ZeRO gathers and reduces whole.
     """
 
@@ -34,12 +35,13 @@ class Stage:
     send_s: float
     parameters: float
     kept_bytes: float
+    tables_s: float = 0.0
     layer_parameters: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Forward and backward pass, with what is communicated inside."""
-        return self.forward_s + self.backward_s + self.forward_tensor_s + self.backward_tensor_s
+        return self.forward_s + self.backward_s + self.forward_tensor_s + self.backward_tensor_s + self.tables_s
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
                 send_s(sent, distance, cluster, constants) if sent else 0.0,
                 sum(count * layers[index].parameters for index, count in part),
                 sum(count * layers[index].kept_bytes for index, count in part),
+                sum(count * _tables_s(layers[index], cluster, job, constants) for index, count in part),
                 max(layers[index].parameters for index, _ in part),
             )
         )
@@ -86,6 +89,16 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
     updated = max(stage.parameters for stage in stages) / (split.data if split.zero else 1)
     optimizer = moved_s(updated * _updated_bytes(job, constants), cluster.device, constants)
     return Costs(tuple(stages), job.microbatches, data, gathered, optimizer)
+
+
+def _tables_s(layer: Layer, cluster: Cluster, job: Job, constants: Constants) -> float:
+    group = Group(job.split.ranks)
+    return sum(
+        collective_s(each.operation, each.size_bytes, group, cluster, constants)
+        for work in (layer.forward, layer.backward)
+        for each in work.collectives
+        if each.group == "tables"
+    )
 
 
 def _updated_bytes(job: Job, constants: Constants) -> float:
@@ -132,9 +145,10 @@ def _layer_times(
             collective_s(each.operation, each.size_bytes, group, cluster, constants)
             for work in passes
             for each in work.collectives
+            if each.group == "tensor"
         )
         host = sum(host_s(each, share.tensor, constants) for each in passes)
-        alone = blended(busy, sum(each.kernels for each in passes) * constants.launch_s, constants.blend)
+        alone = blended(busy, sum(host_s(each, 1, constants) for each in passes), constants.blend)
         if not talking:
             return alone, 0.0
         return alone, max(0.0, blended(busy + talking, host, constants.blend_talking) - alone)

@@ -45,7 +45,11 @@ def _ways(
     ways = [
         _along(operation, "ring" if operation != "all_to_all" else "pairwise", size_bytes, group, cluster, constants)
     ]
-    if operation != "all_reduce" or inside == group.ranks:
+    if operation != "all_reduce":
+        return ways
+    if inside == group.ranks or inside == 1:
+        if in_network and all(tier.in_network for tier in _crossed(group, cluster)):
+            ways.append(_along(operation, "in_network", size_bytes, group, cluster, constants))
         return ways
     nodes = Group(-(-group.ranks // inside), max(group.stride, inner.devices))
     within = Group(inside, group.stride)
@@ -54,10 +58,17 @@ def _ways(
     )
     part = size_bytes / inside
     ways.append(around + min(_along("all_reduce", name, part, nodes, cluster, constants) for name in ("ring", "tree")))
-    crossed = [tier for tier in cluster.tiers[1:] if tier.devices // max(1, group.stride) > inside]
-    if in_network and all(tier.in_network for tier in crossed[:1]):
+    if in_network and all(tier.in_network for tier in _crossed(nodes, cluster)):
         ways.append(around + _along("all_reduce", "in_network", part, nodes, cluster, constants))
     return ways
+
+
+def _crossed(group: Group, cluster: Cluster) -> list[Tier]:
+    """The tiers that messages between a group's ranks go through."""
+    reach = group.ranks * group.stride
+    outermost = next((index for index, tier in enumerate(cluster.tiers) if tier.devices >= reach), -1)
+    innermost = next((index for index, tier in enumerate(cluster.tiers) if tier.devices > group.stride), -1)
+    return list(cluster.tiers[innermost:][: outermost - innermost + 1] if outermost >= 0 else cluster.tiers[innermost:])
 
 
 def _along(

@@ -1,4 +1,4 @@
-"""Models that other rooms know, for the planner: the bench's by their layers, a recipe's as it would be trained."""
+"""A recipe of `netfold train` as the planner takes it: its model layer by layer, and what it says of a job."""
 
 from __future__ import annotations
 
@@ -9,25 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from netfold.plan.model import Chain, Link, Model, Product
-    from netfold.plan.model.catalogue import Layer
-
-# Transformers have a kind of their own; of tables that are spread over ranks the bench's layers say nothing.
-_OTHERWISE = ("bert-base", "bert-large", "dlrm")
-
-
-def bench_models() -> tuple[str, ...]:
-    from netfold.plan.model.catalogue import MODELS
-
-    return tuple(name for name in MODELS if name not in _OTHERWISE)
-
-
-def bench_model(name: str) -> Chain:
-    """One of `bench_models`, a link a layer."""
-    from netfold.plan.model import Chain
-    from netfold.plan.model.catalogue import find_model
-
-    return Chain(name, tuple(_link(layer) for layer in find_model(name).layers))
+    from netfold.plan.model import Link, Model
+    from netfold.train.explain.layers import Layer
 
 
 def recipe_model(path: Path, settings: Sequence[str]) -> tuple[Model, dict[str, Any]]:
@@ -70,22 +53,7 @@ def recipe_model(path: Path, settings: Sequence[str]) -> tuple[Model, dict[str, 
     return Chain(recipe.model.name, links), said
 
 
-def _link(layer: Layer) -> Link:
-    from netfold.plan.model import Link, Product
-
-    matrices = [shape for shape in layer.shapes if len(shape) > 1]
-    products = tuple(
-        Product(layer.flops / (2 * math.prod(shape)), shape[0], math.prod(shape[1:]))
-        for shape in matrices
-        if layer.flops
-    )
-    made = sum(product.rows * product.n for product in products)
-    # Of norms, an addition and a multiplication an element; after a product comes an activation function, in place.
-    changed = layer.flops / 2 if not matrices else made
-    return Link(layer.name, products, sum(layer.counts), changed, changed, changed, frozen=layer.frozen)
-
-
-def _measured(layer: Any, samples: int, item_bytes: int) -> Link:
+def _measured(layer: Layer, samples: int, item_bytes: int) -> Link:
     """A layer that was measured on fake tensors: its arithmetic is spread over its matrices by their size."""
     from netfold.plan.model import Link, Product
 
@@ -93,9 +61,7 @@ def _measured(layer: Any, samples: int, item_bytes: int) -> Link:
     elements = sum(math.prod(shape) for shape in matrices)
     # Of forward and backward pass together, a third is the forward pass.
     rows = layer.operations / 3 / samples / (2 * elements) if elements else 0.0
-    products: tuple[Product, ...] = tuple(
-        Product(rows, shape[0], math.prod(shape[1:])) for shape in matrices if layer.operations
-    )
+    products = tuple(Product(rows, shape[0], math.prod(shape[1:])) for shape in matrices if layer.operations)
     kept = (layer.saved_bytes or 0) / samples / item_bytes
     handed = sum(layer.handed_bytes) / samples / item_bytes
     return Link(layer.name, products, layer.parameters, kept, kept, handed, kernels=len(layer.weights) + 2)

@@ -1,4 +1,4 @@
-"""Models of other rooms, as the planner sees them: the bench's layers, a recipe's."""
+"""A recipe as the planner sees it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,37 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.cli.plan_models import bench_model, bench_models, recipe_model
-from netfold.plan.model import Chain, Share
-from netfold.plan.model.catalogue import find_model
+from netfold.cli.plan_recipe import recipe_model
+from netfold.plan.model import Chain, Link, Product, Share
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+CHAIN = Chain(
+    "two",
+    (
+        Link("first", (Product(4.0, 8, 16),), 128, changed=32, kept=32, handed=32),
+        Link("second", (Product(4.0, 2, 8),), 16, changed=8, kept=8, handed=8),
+    ),
+)
 
 
-@pytest.mark.parametrize("name", bench_models())
-def test_a_bench_model_has_the_parameters_and_the_arithmetic_of_its_layers(name: str) -> None:
-    chain, layers = bench_model(name), find_model(name).layers
-    assert chain.parameters == find_model(name).parameters
-    products = sum(
-        layer.flops * (1 if layer.frozen else 3) for layer in layers if any(len(s) > 1 for s in layer.shapes)
-    )
-    assert chain.flops == pytest.approx(products)
+def test_a_chain_counts_every_product_three_times_and_what_is_frozen_once() -> None:
+    assert CHAIN.parameters == 144 and CHAIN.flops == 3 * 2 * (4 * 8 * 16 + 4 * 2 * 8)
+    frozen = Chain("frozen", (Link("first", (Product(4.0, 8, 16),), 128, 32, 32, 32, frozen=True),))
+    assert frozen.flops == 2 * 4 * 8 * 16
 
 
 def test_activations_of_a_chain_grow_with_the_microbatch_and_recomputation_keeps_what_comes_in() -> None:
-    chain = bench_model("resnet50")
-    one, four = (sum(layer.kept_bytes for layer in chain.layers(Share(batch))) for batch in (1, 4))
-    assert four == pytest.approx(4 * one)
-    full = chain.layers(Share(1, recomputation="full"))
-    assert [layer.kept_bytes for layer in full[1:]] == [layer.input_bytes for layer in full[1:]]
+    assert [layer.kept_bytes for layer in CHAIN.layers(Share(3))] == [3 * 32 * 2, 3 * 8 * 2]
+    full = CHAIN.layers(Share(3, recomputation="full"))
+    assert [layer.kept_bytes for layer in full] == [layer.input_bytes for layer in full] == [0, 3 * 32 * 2]
     assert all(layer.again == layer.forward for layer in full)
 
 
 def test_a_chain_says_what_it_cannot_be_split_by() -> None:
-    chain = bench_model("resnet50")
     with pytest.raises(ValueError, match="take tensor 1"):
-        chain.layers(Share(1, tensor=2))
+        CHAIN.layers(Share(1, tensor=2))
     with pytest.raises(ValueError, match="for transformers"):
-        chain.layers(Share(1, recomputation="selective"))
+        CHAIN.layers(Share(1, recomputation="selective"))
 
 
 @pytest.mark.torch
