@@ -11,7 +11,8 @@ class Device:
     """flops: peak multiply-adds by dtype, as two operations each, dense; of f32, tf32, f16, bf16 those that it has.
 
     memory_bytes, memory_bytes_per_s: of its own memory. multiprocessors: parts that work on tiles of a matmul side by
-    side. power_w: what it draws at most; 0 where it is not known.
+    side. sustained: of peak, the clock that its power leaves to matmuls that go on. power_w: what it draws at most; 0
+    where it is not known.
     """
 
     name: str
@@ -19,7 +20,12 @@ class Device:
     memory_bytes: float
     memory_bytes_per_s: float
     multiprocessors: int = 1
+    sustained: float = 1.0
     power_w: float = 0.0
+
+    def kept_up(self, precision: str) -> float:
+        """FLOP/s at the clock that stays."""
+        return self.sustained * self.peak(precision)
 
     def peak(self, precision: str) -> float:
         """FLOP/s. Raises ValueError for a precision that the device has no figure for."""

@@ -91,7 +91,7 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
 
 
 def _device(name: str, table: dict[str, Any], where: str) -> Device:
-    _only(table, where, ("name", "flops", "memory", "memory_rate", "multiprocessors", "power", "source"))
+    _only(table, where, ("name", "flops", "memory", "memory_rate", "multiprocessors", "sustained", "power", "source"))
     _needs(table, where, ("flops", "memory", "memory_rate"))
     flops = {
         key: _positive(parse_quantity(value, "flops", f"{where}, {key}"), where, key)
@@ -103,6 +103,7 @@ def _device(name: str, table: dict[str, Any], where: str) -> Device:
         _positive(parse_quantity(table["memory"], "bytes", f"{where}, memory"), where, "memory"),
         _positive(parse_quantity(table["memory_rate"], "rate", f"{where}, memory_rate"), where, "memory_rate"),
         int(table.get("multiprocessors", 1)),
+        _part(table.get("sustained", 1.0), where, "sustained"),
         parse_quantity(table["power"], "power", f"{where}, power") if "power" in table else 0.0,
     )
 
@@ -130,6 +131,12 @@ def _positive(value: float, where: str, key: str) -> float:
     if value <= 0:
         raise ValueError(f"{where}: {key} is 0; it must be more")
     return value
+
+
+def _part(value: object, where: str, key: str) -> float:
+    if not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ValueError(f"{where}: {key} = {value!r} is no part; it must be above 0, and 1 at most")
+    return float(value)
 
 
 def _needs(table: dict[str, Any], where: str, keys: tuple[str, ...]) -> None:

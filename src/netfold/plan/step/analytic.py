@@ -16,14 +16,14 @@ def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FIT
 
     The slowest stage works through all microbatches; what the others take for one is the bubble, divided by the pieces
     where stages are interleaved (Narayanan et al. 2021, section 2.2). Messages between stages are waited for while the
-    pipeline fills and drains. Gradients come last, or beside the last backward pass.
+    pipeline fills and drains, once around it for each piece. Gradients come last, or beside the last backward pass.
     """
     split, device = job.split, cluster.device
     parts = costs(model, cluster, job, constants)
     slowest = max(parts.stages, key=lambda stage: stage.total_s)
     exposed = {
         "tensor": parts.microbatches * (slowest.forward_tensor_s + slowest.backward_tensor_s),
-        "pipeline": 2 * sum(stage.send_s for stage in parts.stages[1:]),
+        "pipeline": 2 * (split.pipeline * split.interleave - 1) * parts.stages[-1].send_s,
         "data": _exposed_data(parts, slowest, job),
         "tables": parts.microbatches * slowest.tables_s,
     }

@@ -17,14 +17,14 @@ _ALIGNED_BYTES = 16
 def matmul_s(matmul: Matmul, device: Device, precision: str, item_bytes: int, constants: Constants) -> float:
     """Seconds: of arithmetic, where few tiles or a short inner dimension cost; or of memory, if that takes longer."""
     if matmul.fused:
-        return matmul.flops / (constants.fused_part * device.peak(precision))
+        return matmul.flops / (constants.fused_part * device.kept_up(precision))
     m, n, k, count = matmul.m, matmul.n, matmul.k, matmul.count
     aligned = all(size * item_bytes % _ALIGNED_BYTES == 0 for size in (n, k))
     part = constants.matmul_part if aligned else constants.unaligned_part
     tiles = -(-m // _TILE) * -(-n // _TILE) * count
     # Where tiles are few, a long inner dimension is split among the multiprocessors that would be idle.
     flops = 2.0 * _TILE * _TILE * k * max(tiles, device.multiprocessors / max(1, k // _SPLIT))
-    arithmetic = flops * (1 + constants.matmul_depth / k) / (part * device.peak(precision))
+    arithmetic = flops * (1 + constants.matmul_depth / k) / (part * device.kept_up(precision))
     moved = float(item_bytes * (m * k + k * n + m * n) * count)
     return max(arithmetic, moved_s(moved, device, constants))
 

@@ -71,6 +71,9 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
     stages = []
     for part in _cut(layers, split.pipeline):
         sent = max(layers[index].input_bytes for index, _ in part) if split.pipeline > 1 else 0.0
+        if split.interleave > 1 and not split.sequence:
+            # Tensor ranks hold the same: each sends a part, gathered where it arrives (Narayanan et al. 2021, 4.1).
+            sent /= split.tensor
         stages.append(
             Stage(
                 sum(count * times[index].forward_s for index, count in part),

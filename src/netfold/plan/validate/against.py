@@ -9,6 +9,7 @@ from typing import Any
 from netfold.plan.cluster import Cluster
 from netfold.plan.step import FITTED, Constants, Prediction, predict
 from netfold.plan.validate.calibrate import Fitted, fit
+from netfold.plan.validate.likeness import Likeness
 from netfold.plan.validate.runs import Run, as_it_ran
 from netfold.plan.validate.score import Compared, Score, score
 
@@ -26,7 +27,7 @@ _TARGET_PRIORS = {
     "tempo": 0.1,
 }
 # Of a run's logarithm: runs of one target err alike, which `tempo` has in it.
-_NOISE = 0.05
+_NOISE = 0.08
 _RECOMPUTATIONS = ("auto", "none", "full")
 # By how much another answer must be less improbable than `auto` to be taken for it: about e times.
 _CLEARLY = 2.0
@@ -38,17 +39,23 @@ _BAND = 1.606
 
 @dataclass(frozen=True)
 class Row:
+    """factor: what runs like it, where there are some to calibrate with, say that its prediction lacks."""
+
     run: Run
     prediction: Prediction
     recomputation: str
+    factor: float = 1.0
 
     @property
     def predicted_ms(self) -> float:
-        return self.prediction.step_s * 1e3
+        return self.prediction.step_s * self.factor * 1e3
+
+    @property
+    def band_ms(self) -> tuple[float, float]:
+        return self.prediction.low_s * self.factor * 1e3, self.prediction.high_s * self.factor * 1e3
 
     def compared(self) -> Compared:
-        low, high = self.prediction.low_s * 1e3, self.prediction.high_s * 1e3
-        return Compared(self.run.question, self.run.measured_ms, self.predicted_ms, low, high)
+        return Compared(self.run.question, self.run.measured_ms, self.predicted_ms, *self.band_ms)
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,8 @@ class Report:
                     "recomputation": row.recomputation,
                     "measured": row.run.measured_ms,
                     "predicted": row.predicted_ms,
-                    "low": row.prediction.low_s * 1e3,
-                    "high": row.prediction.high_s * 1e3,
+                    "low": row.band_ms[0],
+                    "high": row.band_ms[1],
                     "limit": row.prediction.limit,
                 }
             )
@@ -108,12 +115,18 @@ def validate(runs: Sequence[Run], cluster: Cluster, calibration: Sequence[Run] =
             "would be fitted and not foretold; take fewer"
         )
     constants, recomputation = calibrated(calibration, cluster) if calibration else (FITTED, "auto")
-    rows = []
-    for run in runs:
-        job = as_it_ran(run, cluster, constants, recomputation)
-        rows.append(Row(run, predict(run.model, cluster, job, constants), job.recomputation))
+    rows = [_row(run, cluster, constants, recomputation) for run in runs]
+    if calibration:
+        known = [_row(run, cluster, constants, recomputation).predicted_ms for run in calibration]
+        factors = Likeness(calibration, known).factors(runs)
+        rows = [replace(row, factor=factor) for row, factor in zip(rows, factors, strict=True)]
     found = score([row.compared() for row in rows])
     return Report(cluster.name, tuple(rows), found, constants, len(calibration), recomputation)
+
+
+def _row(run: Run, cluster: Cluster, constants: Constants, recomputation: str) -> Row:
+    job = as_it_ran(run, cluster, constants, recomputation)
+    return Row(run, predict(run.model, cluster, job, constants), job.recomputation)
 
 
 def calibrated(runs: Sequence[Run], cluster: Cluster, constants: Constants = FITTED) -> tuple[Constants, str]:
