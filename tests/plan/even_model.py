@@ -3,18 +3,22 @@
 from dataclasses import dataclass
 
 from netfold.plan.cluster import Cluster, Device, Tier
-from netfold.plan.model import Collective, Layer, Pass, Share
+from netfold.plan.model import Collective, Layer, Matmul, Pass, Share
 
 
 @dataclass(frozen=True)
 class EvenModel:
-    """Layers of which each moves so many bytes: no matmuls, so that every pass takes as long as its bytes."""
+    """Layers of which each moves so many bytes, and does so little else that every pass takes as long as its bytes.
+
+    weights: half of a backward pass computes gradients of weights; else none of it.
+    """
 
     name: str = "even"
     depth: int = 16
     moved_bytes: float = 1e9
     input_bytes: float = 0.0
     layer_parameters: float = 1e6
+    weights: bool = False
 
     @property
     def parameters(self) -> float:
@@ -27,7 +31,9 @@ class EvenModel:
     def layers(self, share: Share) -> tuple[Layer, ...]:
         shared = () if share.tensor == 1 else (Collective("all_reduce", 1e6),) * 2
         forward = Pass((), self.moved_bytes, 1, shared)
-        backward = Pass((), 2 * self.moved_bytes, 1, shared)
+        # Next to nothing; but all of it by weights, which is what a backward pass is halved by.
+        matmuls = (Matmul(1, 1, 1),) if self.weights else ()
+        backward = Pass(matmuls, 2 * self.moved_bytes, 1, shared)
         return (Layer("even", forward, backward, Pass(), self.layer_parameters, 1e6, self.input_bytes, self.depth),)
 
 

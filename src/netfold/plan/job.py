@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PRECISIONS = ("f32", "tf32", "f16", "bf16")
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 RECOMPUTATIONS = ("none", "selective", "full")
 # Bytes of state an element, beside weights and gradients; each in f32.
 OPTIMIZERS = {"sgd": 0, "momentum": 4, "adam": 8}

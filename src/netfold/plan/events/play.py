@@ -17,13 +17,13 @@ _TURN, _FLOW, _UPDATE = range(3)
 
 
 class Task(NamedTuple):
-    """A turn of a stage, or a part of one. Flags are numbers of what must have come; -1: nothing.
+    """A turn of a stage, or a part of one. Flags are numbers of what must have come.
 
-    needs: the flag that it waits for. gives: stage and flag of who waits for its result; None: nobody. sends: it has to
-    travel there. releases: buckets of gradients that are complete with it.
+    needs: those that it waits for. gives: stage and flag of who waits for its result; None: nobody. releases: buckets
+    that are ready to go, for this lane, when it ends.
     """
 
-    needs: int
+    needs: tuple[int, ...]
     gives: tuple[int, int] | None
     forward: bool
     releases: tuple[int, ...]
@@ -34,8 +34,10 @@ class Step:
     """tasks: by stage, in order. seconds: by lane, of each task. flags: how many a lane has.
 
     send_s: by lane, of a message to another stage; send_uses: forwards and backwards. bucket_s: by stage, of each
-    bucket among its replicas; bucket_uses: by stage. update_s: by lane. capacity: of links. slowed: how many times as
-    long tasks take while the lane's gradients are under way.
+    bucket among its replicas; bucket_uses: by stage. first_buckets: by stage, how many are ready from the beginning.
+    bucket_flag: the flag that the first bucket's end raises on all lanes of its stage, and so on; None: nobody waits
+    for buckets but the update. update_s: by lane. capacity: of links. slowed: how many times as long tasks take while
+    the lane's buckets are under way.
     """
 
     replicas: int
@@ -46,6 +48,8 @@ class Step:
     send_uses: Sequence[tuple[Uses, Uses]]
     bucket_s: Sequence[Sequence[float]]
     bucket_uses: Sequence[Uses]
+    first_buckets: Sequence[int]
+    bucket_flag: int | None
     update_s: Sequence[float]
     capacity: Sequence[float]
     slowed: float = 1.0
@@ -95,7 +99,10 @@ class _Player:
         self.since_s = [0.0] * lanes
         self.version = [0] * lanes
         self.talking = [False] * lanes
-        self.ready = [[0] * len(buckets) for buckets in step.bucket_s]
+        self.ready = [
+            [step.replicas] * first + [0] * (len(buckets) - first)
+            for buckets, first in zip(step.bucket_s, step.first_buckets, strict=True)
+        ]
         self.next_bucket = [0] * stages
         self.played = Played(
             began_s=self._of_tasks(),
@@ -111,6 +118,8 @@ class _Player:
         return [[-1.0] * len(step.tasks[lane // step.replicas]) for lane in range(step.lanes)]
 
     def run(self) -> Played:
+        for stage in range(len(self.step.tasks)):
+            self._begin_bucket(stage)
         for lane in range(self.step.lanes):
             self._go_on(lane)
         heap = self.heap
@@ -143,8 +152,9 @@ class _Player:
             self._update_if_all_is_there(lane)
             return
         task = step.tasks[stage][at]
-        if task.needs >= 0 and not self.come[lane][task.needs]:
-            return
+        for flag in task.needs:
+            if not self.come[lane][flag]:
+                return
         self.waits[lane] = False
         self.played.began_s[lane][at] = self.now_s
         self.left_s[lane], self.since_s[lane] = step.seconds[lane][at], self.now_s
@@ -206,8 +216,12 @@ class _Player:
         self.next_bucket[stage] += 1
         self._talks(stage, talking=False)
         self._begin_bucket(stage)
+        lanes = range(stage * step.replicas, (stage + 1) * step.replicas)
+        if step.bucket_flag is not None:
+            for lane in lanes:
+                self._comes(lane, step.bucket_flag + bucket)
         if self.next_bucket[stage] == len(step.bucket_s[stage]):
-            for lane in range(stage * step.replicas, (stage + 1) * step.replicas):
+            for lane in lanes:
                 self._update_if_all_is_there(lane)
 
     def _talks(self, stage: int, *, talking: bool) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from netfold.plan.job import SCHEDULES
+
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
-# Schedules that compute the gradients of weights apart from those of inputs.
-SPLIT_BACKWARD = ("zero-bubble",)
 
 
 class Turn(NamedTuple):
@@ -38,7 +38,7 @@ def order(schedule: str, stage: int, stages: int, microbatches: int, pieces: int
     if schedule == "1f1b":
         _only_one_piece(schedule, pieces)
         return _in_turn(min(microbatches, stages - 1 - stage), microbatches, microbatches, 1, None)
-    if schedule in ("interleaved", *SPLIT_BACKWARD):
+    if schedule in ("interleaved", "zero-bubble"):
         rounds = max(1, microbatches // stages)
         if microbatches % rounds:
             raise ValueError(
@@ -46,10 +46,11 @@ def order(schedule: str, stage: int, stages: int, microbatches: int, pieces: int
                 f"{schedule} wants a multiple of {stages}"
             )
         group = microbatches // rounds
-        hops = (1 if schedule in SPLIT_BACKWARD else 2) * (stages - 1 - stage)
+        splits = schedule == "zero-bubble"
+        hops = (1 if splits else 2) * (stages - 1 - stage)
         ahead = min(microbatches * pieces, (pieces - 1) * group + hops)
-        return _in_turn(ahead, microbatches, group, pieces, stage if schedule in SPLIT_BACKWARD else None)
-    raise ValueError(f"schedule={schedule!r} is not one of gpipe, 1f1b, interleaved, {', '.join(SPLIT_BACKWARD)}")
+        return _in_turn(ahead, microbatches, group, pieces, stage if splits else None)
+    raise ValueError(f"schedule={schedule!r} is not one of {', '.join(SCHEDULES)}")
 
 
 def _only_one_piece(schedule: str, pieces: int) -> None:

@@ -57,44 +57,67 @@ def _prediction(closed: Prediction, job: Job, script: Script, played: Played) ->
     stage, step_s = lane // script.step.replicas, played.end_s
     acts = script.acts[stage]
     busy_s = sum(ended - began for began, ended in zip(played.began_s[lane], played.ended_s[lane], strict=True))
-    tensor_s = sum(act.tensor_s for act in acts)
+    tensor_s, tables_s = sum(act.tensor_s for act in acts), sum(act.tables_s for act in acts)
     turns_end_s = played.ended_s[lane][-1]
     update_began_s, update_ended_s = played.update_s[lane]
-    travelling_s = _travelling(script, played, lane)
+    idle_s = turns_end_s - busy_s
+    messages_s, gathers_s = _waited_for(script, played, lane)
+    gathers_s = min(idle_s, gathers_s)
+    messages_s = min(idle_s - gathers_s, messages_s)
     ratio = step_s / closed.step_s
     return replace(
         closed,
         step_s=step_s,
         low_s=closed.low_s * ratio,
         high_s=closed.high_s * ratio,
-        compute_s=busy_s - tensor_s,
-        bubble_s=turns_end_s - busy_s - travelling_s + step_s - update_ended_s,
+        compute_s=busy_s - tensor_s - tables_s,
+        bubble_s=idle_s - messages_s - gathers_s + step_s - update_ended_s,
         optimizer_s=update_ended_s - update_began_s,
         exposed_s={
             "tensor": tensor_s,
-            "pipeline": travelling_s,
-            "data": update_began_s - turns_end_s,
-            "tables": 0.0,
+            "pipeline": messages_s,
+            "data": gathers_s + update_began_s - turns_end_s,
+            "tables": tables_s,
         },
         samples_per_s=job.global_batch / step_s,
         mfu=closed.mfu / ratio,
     )
 
 
-def _travelling(script: Script, played: Played, lane: int) -> float:
-    """Of the time that a lane waits, the part in which what it waits for is on its way."""
+def _waited_for(script: Script, played: Played, lane: int) -> tuple[float, float]:
+    """Of the time until a lane's last pass ends, what messages between stages and what gathers of weights take: those
+    that nothing else hid.
+
+    Back from that end: each task began when the one before it on its lane ended, when a message had come, or when the
+    weights had.
+    """
     step = script.step
-    stage, replica = divmod(lane, step.replicas)
-    stages = len(step.tasks)
-    sent = {}
-    for other in {(stage + 1) % stages, (stage - 1) % stages}:
-        neighbour = other * step.replicas + replica
-        for at, task in enumerate(step.tasks[other]):
-            if task.gives is not None and task.gives[0] == stage:
-                sent[task.gives[1]] = played.sent_s[neighbour][at]
-    waited_s, free_s = 0.0, 0.0
-    for task, began_s, ended_s in zip(step.tasks[stage], played.began_s[lane], played.ended_s[lane], strict=True):
-        if task.needs >= 0 and sent.get(task.needs, -1.0) >= 0:
-            waited_s += max(0.0, began_s - max(free_s, sent[task.needs]))
-        free_s = ended_s
-    return waited_s
+    givers: list[dict[int, tuple[int, int]]] = [{} for _ in step.tasks]
+    for stage, tasks in enumerate(step.tasks):
+        for at, task in enumerate(tasks):
+            if task.gives is not None:
+                givers[task.gives[0]][task.gives[1]] = (stage, at)
+    messages_s, gathers_s, at = 0.0, 0.0, len(step.tasks[lane // step.replicas]) - 1
+    while at >= 0:
+        stage, replica = divmod(lane, step.replicas)
+        began_s = played.began_s[lane][at]
+        before_s = played.ended_s[lane][at - 1] if at > 0 else 0.0
+        came_s = {flag: _bucket_end(script, played, stage, flag) for flag in step.tasks[stage][at].needs}
+        message = next((flag for flag in came_s if flag in givers[stage]), None)
+        if began_s <= before_s or not came_s:
+            at -= 1
+        elif began_s in came_s.values() or message is None:
+            gathers_s += began_s - before_s
+            at -= 1
+        else:
+            stage, at = givers[stage][message]
+            lane = stage * step.replicas + replica
+            if played.sent_s[lane][at] >= 0:
+                messages_s += played.arrived_s[lane][at] - played.sent_s[lane][at]
+    return messages_s, gathers_s
+
+
+def _bucket_end(script: Script, played: Played, stage: int, flag: int) -> float | None:
+    """None where the flag is not a bucket's."""
+    first = script.step.bucket_flag
+    return None if first is None or flag < first else played.buckets_s[stage][flag - first][1]

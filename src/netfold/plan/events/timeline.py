@@ -18,15 +18,17 @@ from netfold.profile.perfetto import trace_events, work_events, write_events
 from netfold.profile.record import RECORD
 from netfold.profile.run import PROGRESS, STEP, About, GroupName, Run, Trace
 
-# Kinds of what a rank does with others, each an operation of a profile, beside its group's name.
-_OPERATIONS = {"tensor": "all_reduce", "data": "all_reduce", "send": "send", "receive": "receive"}
-_NUMBERS = {"all_reduce": 0, "send": 9, "receive": 10}
-_GROUPS = ("tensor", "data", "pipeline")
+# Kinds of what a rank does with others.
+_COMMUNICATION = ("tensor", "data", "tables", "send", "receive")
+_NUMBERS = {"all_reduce": 0, "all_gather": 2, "reduce_scatter": 3, "all_to_all": 4, "send": 9, "receive": 10}
+# A record has the bytes of one output: a rank's block of these.
+_BLOCKS = ("all_gather", "reduce_scatter")
+_GROUPS = ("tensor", "data", "pipeline", "tables")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """kind: forward, backward, weights or optimizer; tensor or data, of collectives; send or receive."""
+    """kind: forward, backward, weights or optimizer; tensor, data or tables, of collectives; send or receive."""
 
     rank: int
     kind: str
@@ -37,7 +39,7 @@ class Slice:
 
     @property
     def is_work(self) -> bool:
-        return self.kind not in _OPERATIONS
+        return self.kind not in _COMMUNICATION
 
 
 def timeline(simulated: Simulated, ranks: Iterable[int]) -> list[Slice]:
@@ -81,6 +83,11 @@ def _passes(simulated: Simulated, rank: int) -> Iterator[Slice]:
             continue
         ended_s = played.ended_s[lane][at]
         yield Slice(rank, act.turn.kind, act.turn.text(), began_s, ended_s)
+        tables_s = act.tables_s * act.parts
+        if tables_s > 0:
+            # What was looked up is there before the layers above begin, its gradients leave after them.
+            start_s = began_s if act.turn.kind == FORWARD else ended_s - tables_s
+            yield Slice(rank, "tables", "all_to_all", start_s, start_s + tables_s)
         talking_s = min(act.tensor_s * act.parts, ended_s - began_s)
         count = script.collectives if talking_s > 0 else 0
         for number in range(count):
@@ -107,13 +114,11 @@ def _messages(simulated: Simulated, rank: int) -> Iterator[Slice]:
 
 
 def _ends(simulated: Simulated, rank: int) -> Iterator[Slice]:
-    script, played, job = simulated.script, simulated.played, simulated.job
+    script, played = simulated.script, simulated.played
     lane = script.mesh.lane_of(rank)
     stage = lane // script.mesh.replicas
-    buckets = played.buckets_s[stage]
-    for number, (start_s, end_s) in enumerate(buckets):
-        size = simulated.prediction.stages[stage].parameters * job.gradient_bytes / len(buckets)
-        yield Slice(rank, "data", f"bucket {number}", start_s, end_s, size)
+    for bucket, (start_s, end_s) in zip(script.buckets[stage], played.buckets_s[stage], strict=True):
+        yield Slice(rank, "data", bucket.operation, start_s, end_s, bucket.size_bytes)
     yield Slice(rank, "optimizer", "optimizer", *played.update_s[lane])
 
 
@@ -126,8 +131,9 @@ def _trace(simulated: Simulated, rank: int, slices: Sequence[Slice]) -> Trace:
         group = each.kind if each.kind in counts else "pipeline"
         record["group"], record["sequence"] = _GROUPS.index(group), counts[group]
         counts[group] += 1
-        record["bytes"], record["slowest_rank"] = each.size_bytes, -1
-        record["operation"] = _NUMBERS[_OPERATIONS[each.kind]]
+        operation = each.kind if group == "pipeline" else each.name
+        record["operation"], record["slowest_rank"] = _NUMBERS[operation], -1
+        record["bytes"] = each.size_bytes / (simulated.job.split.data if operation in _BLOCKS else 1)
         record["started_ns"], record["finished_ns"] = _ns(each)
         record["queued_ns"] = record["started_ns"]
     about = About(
@@ -152,6 +158,7 @@ def _members(simulated: Simulated, rank: int, group: str) -> list[int]:
         "tensor": (1, split.tensor),
         "data": (split.tensor, split.data),
         "pipeline": (split.tensor * split.data, split.pipeline),
+        "tables": (1, split.ranks),
     }[group]
     first = rank - rank // stride % count * stride
     return list(range(first, first + stride * count, stride))

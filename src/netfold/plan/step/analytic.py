@@ -28,7 +28,7 @@ def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FIT
         "tables": parts.microbatches * slowest.tables_s,
     }
     compute = parts.microbatches * (slowest.forward_s + slowest.backward_s)
-    bubble = (sum(stage.total_s for stage in parts.stages) - slowest.total_s) / split.interleave
+    bubble = (sum(_filled(stage, job) for stage in parts.stages) - _filled(slowest, job)) / split.interleave
     step = compute + bubble + parts.optimizer_s + sum(exposed.values())
     memory = max(
         (memory_of(stage, index, parts.microbatches, job) for index, stage in enumerate(parts.stages)),
@@ -53,6 +53,14 @@ def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FIT
         ),
         stages=parts.stages,
     )
+
+
+def _filled(stage: Stage, job: Job) -> float:
+    """What a stage makes the others wait for while the pipeline fills and drains.
+
+    With zero-bubble the gradients of weights wait, and fill as much again (Qi et al. 2024, ZB-H1).
+    """
+    return stage.total_s - (2 * stage.weights_s if job.schedule == "zero-bubble" else 0.0)
 
 
 def _exposed_data(parts: Costs, stage: Stage, job: Job) -> float:

@@ -34,6 +34,9 @@ def waiting(index: int, microbatches: int, job: Job) -> float:
     the first one (Korthikanti et al. 2022, section 4.2.3).
     """
     split = job.split
+    if job.schedule == "zero-bubble":
+        # Kept until the gradients of weights are computed: as many as stages, on each of them (Qi et al. 2024).
+        return float(min(microbatches, split.pipeline))
     if job.schedule == "gpipe":
         return float(microbatches)
     after = split.pipeline - index

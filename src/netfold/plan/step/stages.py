@@ -23,8 +23,9 @@ class Stage:
     forward_s, backward_s: computing, recomputation in the latter. forward_tensor_s, backward_tensor_s: collectives
     among tensor ranks, which computing waits for. sent_bytes: activations to the next stage, a rank; as many come back
     as gradients. send_s: what they take. parameters: held by the rank. kept_bytes: activations of a microbatch.
-    tables_s: exchanges of what was looked up in tables that are spread over all ranks, both ways.
-    layer_parameters: of its largest layer, which ZeRO gathers and reduces whole.
+    tables_s: exchanges of what was looked up in tables that are spread over all ranks, both ways. weights_s: of
+    backward_s, what computes gradients of weights, which nothing waits for. layer_parameters: of its largest layer,
+    which ZeRO gathers and reduces whole.
     """
 
     forward_s: float
@@ -36,6 +37,7 @@ class Stage:
     parameters: float
     kept_bytes: float
     tables_s: float = 0.0
+    weights_s: float = 0.0
     layer_parameters: float = 0.0
 
     @property
@@ -85,6 +87,7 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
                 sum(count * layers[index].parameters for index, count in part),
                 sum(count * layers[index].kept_bytes for index, count in part),
                 sum(count * _tables_s(layers[index], cluster, job, constants) for index, count in part),
+                sum(count * times[index].backward_s * _part_of_weights(layers[index]) for index, count in part),
                 max(layers[index].parameters for index, _ in part),
             )
         )
@@ -102,6 +105,13 @@ def _tables_s(layer: Layer, cluster: Cluster, job: Job, constants: Constants) ->
         for each in work.collectives
         if each.group == "tables"
     )
+
+
+def _part_of_weights(layer: Layer) -> float:
+    """Of a backward pass: half of its matmuls, where they multiply by a weight, and not activations by each other."""
+    whole = layer.backward.flops + layer.again.flops
+    of_weights = sum(each.flops for each in layer.backward.matmuls if each.count == 1 and not each.fused)
+    return of_weights / 2 / whole if whole else 0.0
 
 
 def _updated_bytes(job: Job, constants: Constants) -> float:

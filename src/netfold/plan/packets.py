@@ -1,0 +1,203 @@
+"""One all_reduce through switches packet by packet: the production protocol on links with a rate, a delay and losses.
+
+Workers and switches are those of netfold.sim, which drives the same native machines as a job does; what is modelled is
+the links alone. A link carries one packet after the other, each way, and loses some. Hosts and switches take no time of
+their own: what they cost is not in these numbers.
+
+Beyond what is simulated packet by packet, it is composed. More bytes: the pace of the middle of the run goes on. More
+workers: each link stands for several, whose losses it has, so that a chunk is as likely to be hit. That a repair is
+lost too is then likelier than it would be, which makes the time too long rather than too short. More levels of
+switches: the delay of one more hop each way.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from netfold.plan.cost import predict
+from netfold.plan.topology import DEFAULT_LINKS, Link, Topology
+from netfold.sim import LOST, Copy, Fate, Operation, Packet, Record, Simulation
+
+# What a switch has at most below it (native/protocol/include/netfold/protocol/packet.hpp).
+MOST_BELOW = 256
+# What is simulated at most, of workers; and of packets, unless asked for more: some seconds.
+MOST_WORKERS, MOST_PACKETS = 256, 200_000
+_HEADER_BYTES = 48
+# Ethernet's header, checksum, preamble and gap; IPv4's and UDP's headers.
+_BELOW_BYTES = 14 + 4 + 8 + 12 + 20 + 8
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """workers: in all. racks: a switch in each, below one root; 1: one switch for all.
+
+    bytes_per_s: of every link, each way, all headers among them. uplink_bytes_per_s: of a rack's to the root; 0: as the
+    others. latency_s: of one link. loss: of packets, on each link and way. payload_bytes, window_bytes: as the job's;
+    frame_bytes: around a packet of the protocol.
+    Raises ValueError for what no switch takes.
+    """
+
+    workers: int
+    bytes_per_s: float
+    latency_s: float
+    racks: int = 1
+    uplink_bytes_per_s: float = 0.0
+    loss: float = 0.0
+    payload_bytes: int = 1408
+    window_bytes: int = 1 << 20
+    frame_bytes: int = _BELOW_BYTES
+
+    def __post_init__(self) -> None:
+        if self.workers < 2 or self.racks < 1 or self.workers % self.racks:
+            raise ValueError(f"{self.workers} workers cannot be spread evenly over {self.racks} racks; at least 2 are")
+        if self.workers // self.racks > MOST_BELOW:
+            raise ValueError(
+                f"{self.workers // self.racks} workers are too many for one switch, which takes {MOST_BELOW}; "
+                f"spread them over {-(-self.workers // MOST_BELOW)} racks or more"
+            )
+        if not 0 <= self.loss < 0.1:
+            raise ValueError(f"a loss of {self.loss:g} is not what packets are carried at; give a ratio below 0.1")
+        if self.bytes_per_s <= 0 or self.latency_s < 0:
+            raise ValueError("a link has a rate above 0 and a latency of 0 or more")
+
+    @property
+    def levels(self) -> int:
+        """Of switches: how many links there are from a worker to the root."""
+        return 1 if self.racks == 1 else 1 + math.ceil(math.log(self.racks, MOST_BELOW) - 1e-12)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Of a whole packet on a link."""
+        return self.payload_bytes + _HEADER_BYTES + self.frame_bytes
+
+    @property
+    def tensor_bytes_per_s(self) -> float:
+        """Of values, through the narrowest link."""
+        return min(self.bytes_per_s, self.uplink_bytes_per_s or self.bytes_per_s) * self.payload_bytes / self.wire_bytes
+
+    @property
+    def chunk_window(self) -> int:
+        return max(8, self.window_bytes // self.payload_bytes)
+
+
+@dataclass(frozen=True)
+class PacketTime:
+    """time_s: until the last worker has everything. closed_s: by the formula of netfold.plan.cost, without losses.
+
+    sent_again: contributions, of those that were needed. timeouts: of all simulated workers. said: what was simulated,
+    and what was composed of that.
+    """
+
+    time_s: float
+    closed_s: float
+    sent_again: float
+    timeouts: int
+    said: str
+
+
+def all_reduce(fabric: Fabric, size_bytes: float, *, seed: int = 0, most_packets: int = MOST_PACKETS) -> PacketTime:
+    """Of f32. The same seed loses the same packets.
+
+    Cost: some 10 us a packet, of which about `most_packets` are simulated, more where many are lost. Losses are rare
+    and their repairs differ: where they matter, look at several seeds.
+    """
+    small = _smaller(fabric)
+    chunks = max(1, math.ceil(size_bytes / fabric.payload_bytes))
+    simulated = min(chunks, max(4, most_packets // (2 * small.workers)))
+    links = _Links(fabric, small, seed)
+    arrivals: list[int] = []
+
+    def watch(record: Record) -> None:
+        if record.verdict is not None and record.verdict.outcome == "received":
+            arrivals.append(record.when_ns)
+
+    run = Simulation(
+        workers=small.workers,
+        window=fabric.chunk_window,
+        payload_bytes=fabric.payload_bytes,
+        operations=[Operation(0, simulated * fabric.payload_bytes // 4)],
+        fates=links,
+        contributions=lambda operation, worker: np.full(operation.elements, worker, np.float32),
+        latency_ns=round(fabric.latency_s * 1e9),
+        compare_machines=False,
+        leaves=[small.workers // small.racks] * small.racks if small.racks > 1 else (),
+        watch=watch,
+    )
+    links.run = run
+    summary = run.run()
+    pace_ns = _pace_ns(arrivals, small.workers)
+    hops = 2 * (fabric.levels - small.levels)
+    further_s = hops * (fabric.latency_s + fabric.wire_bytes / fabric.bytes_per_s)
+    network = Link(fabric.levels * fabric.latency_s, fabric.tensor_bytes_per_s)
+    return PacketTime(
+        time_s=(arrivals[-1] + (chunks - simulated) * pace_ns) / 1e9 + further_s,
+        closed_s=predict(
+            "all_reduce", "in_network", size_bytes, Topology.apart(2), replace(DEFAULT_LINKS, network=network)
+        ),
+        sent_again=summary.retransmissions / (fabric.workers * simulated),
+        timeouts=summary.timeouts,
+        said=_said(fabric, small, chunks, simulated),
+    )
+
+
+class _Links:
+    """What becomes of a packet: it waits for those before it on its link, and may be lost there."""
+
+    run: Simulation
+
+    def __init__(self, fabric: Fabric, small: Fabric, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self._free_ns: dict[tuple[int, int], float] = {}
+        up = fabric.uplink_bytes_per_s or fabric.bytes_per_s
+        # By whether a worker is at one end of the link: nanoseconds a packet, and the loss of all that it stands for.
+        self._packet_ns = {
+            end: 1e9 * fabric.wire_bytes / rate for end, rate in ((True, fabric.bytes_per_s), (False, up))
+        }
+        self._loss = {
+            end: 1 - (1 - fabric.loss) ** links
+            for end, links in ((True, fabric.workers / small.workers), (False, fabric.racks / small.racks))
+        }
+
+    def __call__(self, packet: Packet) -> Fate:
+        now_ns = self.run.clock.now_ns
+        link, end = (packet.source, packet.to), packet.source >= 0 or packet.to >= 0
+        left_ns = max(self._free_ns.get(link, 0.0), now_ns) + self._packet_ns[end]
+        self._free_ns[link] = left_ns
+        # A packet that is lost has used the link all the same.
+        if self._chance.random() < self._loss[end]:
+            return LOST
+        return Fate((Copy(late_ns=round(left_ns - now_ns)),))
+
+
+def _smaller(fabric: Fabric) -> Fabric:
+    """What of it is simulated: all, or fewer racks of as many workers, or of fewer."""
+    if fabric.workers <= MOST_WORKERS and fabric.levels <= 2:
+        return fabric
+    below = fabric.workers // fabric.racks
+    racks = min(fabric.racks, max(2, MOST_WORKERS // below))
+    below = min(below, MOST_WORKERS // racks)
+    return replace(fabric, workers=racks * below, racks=racks)
+
+
+def _pace_ns(arrivals: list[int], workers: int) -> float:
+    """Nanoseconds a chunk, between a quarter and three quarters of the run: what starts and ends it is left out."""
+    by_chunk = arrivals[workers - 1 :: workers]
+    first, last = len(by_chunk) // 4, 3 * len(by_chunk) // 4
+    return (by_chunk[last] - by_chunk[first]) / max(1, last - first)
+
+
+def _said(fabric: Fabric, small: Fabric, chunks: int, simulated: int) -> str:
+    text = f"{small.workers} workers in {small.racks} rack{'s' if small.racks > 1 else ''}, {simulated} packets each"
+    if small.workers < fabric.workers:
+        text += f"; each stands for {fabric.workers / small.workers:.3g} of {fabric.workers}"
+        if fabric.loss:
+            text += ", with the losses of them all, so the time is rather too long"
+    if simulated < chunks:
+        text += f"; the pace of the middle goes on for the other {chunks - simulated}"
+    if small.levels < fabric.levels:
+        text += f"; {fabric.levels - small.levels} more level of switches, by its delay"
+    return text
