@@ -10,7 +10,7 @@ from netfold.plan.compare import Variant, compare, parse_comparison
 from netfold.plan.curve import SCALINGS, Point, curve
 from netfold.plan.events import Conditions, Simulated, simulate
 from netfold.plan.job import Job
-from netfold.plan.model import Model
+from netfold.plan.model import Chain, Layered, Model
 from netfold.plan.price import Cost, cost
 from netfold.plan.search import Choice, Found, search
 from netfold.plan.sensitivity import Gain, sensitivity
@@ -112,7 +112,24 @@ def notes(asked: Question, best: Choice) -> tuple[str, ...]:
         )
     if split.tensor > asked.cluster.node:
         said.append(f"{split.tensor} tensor ranks go beyond a node of {asked.cluster.node}: no published run does that")
+    said += _of_model(asked.model, best.job)
     return tuple(said)
+
+
+def _of_model(model: Model, job: Job) -> list[str]:
+    if isinstance(model, Chain):
+        return [f"{model.name}: layers are taken as matrix products; nothing measured was held against that"]
+    if not isinstance(model, Layered):
+        return []
+    if not model.measured:
+        return [
+            f"{model.name}: convolutions are taken as matrix products; in f32 libraries need half to a quarter of that "
+            f"time (Winograd); {model.name}:measured=true takes a published speed instead"
+        ]
+    batch = model.listed.speed.batch
+    if job.micro_batch == batch:
+        return []
+    return [f"microbatches of {job.micro_batch}: {model.name}'s published speed is of {batch}, smaller ones are slower"]
 
 
 def efficiency(model: Model, cluster: Cluster, choice: Choice) -> float:

@@ -204,7 +204,7 @@ def _inside(job: Job, space: Space, mesh: Split, depth: int) -> Iterator[Job]:
 
 def _pieces(job: Job, mesh: Split, microbatches: int, depth: int, fixed: int | None) -> list[int]:
     """Interleaving goes round in groups of as many microbatches as there are stages (Narayanan et al. 2021)."""
-    if mesh.pipeline == 1 or job.schedule == "gpipe":
+    if mesh.pipeline == 1 or job.schedule in ("gpipe", "zero-bubble"):
         return [1]
     even = divisors(depth // mesh.pipeline) if microbatches % mesh.pipeline == 0 else [1]
     return [each for each in even if (each <= MOST_PIECES if fixed is None else each == fixed)]
