@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster, Tier
-from netfold.plan.model import Model
+from netfold.plan.model import Layered, Model
 from netfold.plan.search import Choice, Found, order, words
 from netfold.plan.step import predict
 
@@ -49,14 +49,18 @@ class Gain:
 def sensitivity(model: Model, cluster: Cluster, found: Found) -> tuple[Gain, ...]:
     """Of the best way that was found, the largest gain first. Tiers that the job does not reach are left out."""
     best, shortlist = found.best, found.shortlist(cluster.device.memory_bytes)
-    gains = [_gain(model, what, changed, shortlist) for what, changed in _changes(cluster, best.job.split.ranks)]
+    changes = _of_links(cluster, best.job.split.ranks)
+    # A published speed is what it is, whatever the device.
+    if not (isinstance(model, Layered) and model.measured):
+        changes = _of_device(cluster) + changes
+    gains = [_gain(model, what, changed, shortlist) for what, changed in changes]
     gains.append(_more_memory(cluster, found))
     return tuple(sorted(gains, key=lambda gain: -gain.factor))
 
 
-def _changes(cluster: Cluster, ranks: int) -> list[tuple[str, Cluster]]:
-    device, tiers = cluster.device, cluster.tiers
-    changes: list[tuple[str, Cluster]] = [
+def _of_device(cluster: Cluster) -> list[tuple[str, Cluster]]:
+    device = cluster.device
+    return [
         (
             "2x the arithmetic (FLOP/s)",
             replace(cluster, device=replace(device, flops={key: 2 * value for key, value in device.flops.items()})),
@@ -66,6 +70,10 @@ def _changes(cluster: Cluster, ranks: int) -> list[tuple[str, Cluster]]:
             replace(cluster, device=replace(device, memory_bytes_per_s=2 * device.memory_bytes_per_s)),
         ),
     ]
+
+
+def _of_links(cluster: Cluster, ranks: int) -> list[tuple[str, Cluster]]:
+    tiers, changes = cluster.tiers, []
     for index, tier in enumerate(tiers):
         if index and tiers[index - 1].devices >= ranks:
             break
