@@ -76,6 +76,20 @@ def test_activations_are_korthikantis(dgx: Cluster) -> None:
     assert waiting(0, job.microbatches, job) == pytest.approx(8 * (1 + 7 / 24))
 
 
+def test_layers_that_do_not_come_out_even_make_the_first_stages_longer(dgx: Cluster) -> None:
+    odd = replace(GPT, depth=50)
+    stages = predict(odd, dgx, Job(8, 1, Split(tensor=8, pipeline=4))).stages
+    block = odd.layers(Share(1, 8))[1].parameters
+    held = [stage.parameters / block for stage in stages]
+    assert held[1] == pytest.approx(13) and held[2] == pytest.approx(12)
+    assert stages[1].total_s > stages[2].total_s
+
+
+def test_more_stages_than_layers_are_refused(dgx: Cluster) -> None:
+    with pytest.raises(ValueError, match=r"49 stages .* 48 layers"):
+        predict(GPT, dgx, Job(8, 1, Split(pipeline=49)))
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_schedule_decides_how_many_microbatches_wait(schedule: str) -> None:
     job = Job(32, 1, Split(pipeline=4), schedule=schedule)

@@ -1,10 +1,19 @@
 """The talk's formulas, and that the planner's steps are made of the same parts."""
 
+import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
+from netfold.plan import DEFAULT_LINKS, Link, Topology
+from netfold.plan.cluster import load_cluster
+from netfold.plan.cost import predict
+from netfold.plan.job import Job, Split
+from netfold.plan.model import Transformer
 from netfold.plan.slots import Slots, one_shot, ring
+from netfold.plan.step import Prediction
+from netfold.plan.step import predict as predict_step
 
 
 def test_a_naive_pipeline_of_three_is_idle_two_thirds_of_the_time() -> None:
@@ -37,3 +46,29 @@ def test_a_ring_waits_for_each_step_and_a_one_shot_twice(ranks: int) -> None:
     assert ring(ranks).steps == ring(ranks).synchronisations == 2 * (ranks - 1)
     assert one_shot(ranks).steps == one_shot(ranks).synchronisations == 2
     assert ring(ranks).sent_part == one_shot(ranks).sent_part == Fraction(2 * (ranks - 1), ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 512])
+def test_the_ring_by_hand_is_the_cost_models(ranks: int) -> None:
+    def seconds(latency_s: float, bytes_per_s: float) -> float:
+        quiet = replace(DEFAULT_LINKS, network=Link(latency_s, bytes_per_s), reduce_bytes_per_s=math.inf)
+        return predict("all_reduce", "ring", 1.0, Topology.apart(ranks), quiet)
+
+    assert seconds(1.0, math.inf) == ring(ranks).steps
+    assert seconds(0.0, 1.0) == pytest.approx(float(ring(ranks).sent_part))
+
+
+@pytest.mark.parametrize(("optimizer", "times"), [("sgd", 2), ("momentum", 4), ("adam", 6)])
+def test_an_optimizer_needs_two_to_six_times_the_weights(optimizer: str, times: int) -> None:
+    memory = _step(Job(8, 1, Split(data=8), optimizer=optimizer)).memory
+    assert memory.optimizer == pytest.approx(times * memory.weights)
+
+
+def test_a_distributed_optimizer_has_a_part_of_the_work_and_of_the_state() -> None:
+    whole, part = (_step(Job(8, 1, Split(data=8, zero=level))) for level in (0, 1))
+    assert part.optimizer_s == pytest.approx(whole.optimizer_s / 8)
+    assert part.memory.optimizer == pytest.approx(whole.memory.optimizer / 8)
+
+
+def _step(job: Job) -> Prediction:
+    return predict_step(Transformer("GPT", 1024, 16, 24, 1024), load_cluster("dgx-a100"), job)

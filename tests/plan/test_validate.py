@@ -131,6 +131,13 @@ def test_the_verb_prints_measured_and_predicted_in_milliseconds(tmp_path: Path) 
     assert row["measured"] == 219.7 and row["predicted"] == pytest.approx(219.7, rel=0.3)
 
 
+def test_a_run_that_the_cluster_cannot_have_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(f"{HEAD.replace(',', ' , ')}\n{LINE}\n8,8,1,1536,12,24,1024,8,1,1,100\n")
+    with pytest.raises(ValueError, match="line 3: GPT 1536x24: 12 heads cannot be split over 8 tensor ranks"):
+        validate(read_runs(path), load_cluster("dgx-a100"))
+
+
 def test_too_many_runs_to_calibrate_with_are_refused() -> None:
     with pytest.raises(ValueError, match="11 runs to calibrate with are more than 10"):
         validate(RUNS[:1], load_cluster("dgx-a100"), RUNS[:11])

@@ -1,13 +1,12 @@
 """The cost model, the choice of algorithms by it, and what training will take by it.
 
-At run time: (operation, size) -> algorithm, wire format, reason.
-`cost` has the formulas, `topology` what they know of ranks and links, `fit` makes a link of a probe's samples, `table`
-the choice; `observed` makes a link of a profile's operations, `advice` sentences of both. At plan time, imported by nothing at run
-time: `cluster` and `model` say what there is, `job` what is wanted, `step` predicts it, `validate` holds predictions
-against what others measured; `scaling` and `slots` are laws and schedules by hand. May import NumPy, the native
-floor, for what there is a machine for, and what profile has found; no other room of ours. Always: all ranks of a group
-hold the same immutable table; rank 0 makes it, its hash travels with every operation; a choice can be printed with its
-reason; a formula is written once.
+At run time: (operation, size) -> algorithm, wire format, reason. `cost` has the formulas, `topology` what they know of
+ranks and links, `fit` makes a link of a probe's samples, `table` the choice; `observed` makes a link of a profile's
+operations, `advice` sentences of both. At plan time, and imported by nothing before: `cluster` and `model` say what
+there is, `job` what is wanted, `step` predicts it, `validate` holds predictions against what others measured;
+`scaling` and `slots` are laws and schedules by hand. May import NumPy, the native floor, for what there is a machine
+for, and what profile has found; no other room of ours. Always: all ranks of a group hold the same immutable table; rank
+0 makes it, its hash travels with every operation; a choice can be printed with its reason; a formula is written once.
 
 Tests: `.venv/bin/pytest tests/plan`
 """

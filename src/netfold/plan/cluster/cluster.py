@@ -11,8 +11,9 @@ class Device:
     """flops: peak multiply-adds by dtype, as two operations each, dense; of f32, tf32, f16, bf16 those that it has.
 
     memory_bytes, memory_bytes_per_s: of its own memory. multiprocessors: parts that work on tiles of a matmul side by
-    side. sustained: of peak, the clock that its power leaves to matmuls that go on. power_w: what it draws at most; 0
-    where it is not known.
+    side. sustained: of peak, the clock that its power leaves to matmuls that go on. copy_bytes_per_s: at which a
+    collective passes its buffer through it; 0 where it is not known, and then it is that of V100 and A100. power_w:
+    what it draws at most; 0 where it is not known.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Device:
     memory_bytes_per_s: float
     multiprocessors: int = 1
     sustained: float = 1.0
+    copy_bytes_per_s: float = 0.0
     power_w: float = 0.0
 
     def kept_up(self, precision: str) -> float:

@@ -105,7 +105,11 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
 
 
 def _device(name: str, table: dict[str, Any], where: str) -> Device:
-    _only(table, where, ("name", "flops", "memory", "memory_rate", "multiprocessors", "sustained", "power", "source"))
+    _only(
+        table,
+        where,
+        ("name", "flops", "memory", "memory_rate", "multiprocessors", "sustained", "copy_rate", "power", "source"),
+    )
     _needs(table, where, ("flops", "memory", "memory_rate"))
     if not isinstance(table["flops"], dict) or not table["flops"]:
         raise ValueError(f'{where}: flops is a table by precision, such as {{ f16 = "125 TFLOP/s" }}')
@@ -121,6 +125,7 @@ def _device(name: str, table: dict[str, Any], where: str) -> Device:
         _positive(parse_quantity(table["memory_rate"], "rate", f"{where}, memory_rate"), where, "memory_rate"),
         int(table.get("multiprocessors", 1)),
         _part(table.get("sustained", 1.0), where, "sustained"),
+        parse_quantity(table["copy_rate"], "rate", f"{where}, copy_rate") if "copy_rate" in table else 0.0,
         parse_quantity(table["power"], "power", f"{where}, power") if "power" in table else 0.0,
     )
 

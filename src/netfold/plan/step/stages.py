@@ -176,12 +176,22 @@ def _layer_times(
 
 
 def _cut(layers: tuple[Layer, ...], stages: int) -> list[list[tuple[int, float]]]:
-    """Each stage's layers by index, and how many of each: repeated ones evenly, single ones at their end."""
+    """Each stage's layers by index, and how many of each.
+
+    Of repeated layers whole ones, the first stages one more where they do not come out even; what stands before and
+    after them at its end. A list without repeated layers is cut where it balances.
+    """
     repeated = [index for index, layer in enumerate(layers) if layer.count > 1]
-    first, last = (repeated[0], repeated[-1]) if repeated else (0, len(layers) - 1)
-    parts: list[list[tuple[int, float]]] = [
-        [(index, layers[index].count / stages) for index in range(first, last + 1)] for _ in range(stages)
-    ]
+    if not repeated:
+        return [[(index, 1 / stages) for index in range(len(layers))] for _ in range(stages)]
+    first, last = repeated[0], repeated[-1]
+    whole = sum(layers[index].count for index in repeated)
+    if whole < stages:
+        raise ValueError(f"{stages} stages of a pipeline are more than its {whole} layers; as many is the most")
+    parts: list[list[tuple[int, float]]] = []
+    for stage in range(stages):
+        counts = [(index, *divmod(layers[index].count, stages)) for index in range(first, last + 1)]
+        parts.append([(index, float(each + (stage < more))) for index, each, more in counts])
     parts[0] = [(index, 1.0) for index in range(first)] + parts[0]
     parts[-1] = parts[-1] + [(index, 1.0) for index in range(last + 1, len(layers))]
     return parts

@@ -32,7 +32,7 @@ def collective_s(
     """
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
-    copied = size_bytes / constants.copy_bytes_per_s
+    copied = size_bytes / (cluster.device.copy_bytes_per_s or constants.copy_bytes_per_s)
     seconds = min(_ways(operation, size_bytes, group, cluster, constants, in_network))
     return constants.collective_s + copied + seconds
 

@@ -125,8 +125,11 @@ def validate(runs: Sequence[Run], cluster: Cluster, calibration: Sequence[Run] =
 
 
 def _row(run: Run, cluster: Cluster, constants: Constants, recomputation: str) -> Row:
-    job = as_it_ran(run, cluster, constants, recomputation)
-    return Row(run, predict(run.model, cluster, job, constants), job.recomputation)
+    try:
+        job = as_it_ran(run, cluster, constants, recomputation)
+        return Row(run, predict(run.model, cluster, job, constants), job.recomputation)
+    except ValueError as error:
+        raise ValueError(f"line {run.line}: {error}") from None
 
 
 def calibrated(runs: Sequence[Run], cluster: Cluster, constants: Constants = FITTED) -> tuple[Constants, str]:

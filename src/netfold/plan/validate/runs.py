@@ -55,7 +55,8 @@ def read_runs(path: Path) -> list[Run]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             table = csv.DictReader(file, skipinitialspace=True)
-            missing = [name for name in COLUMNS if name not in (table.fieldnames or ())]
+            table.fieldnames = [name.strip() for name in table.fieldnames or ()]
+            missing = [name for name in COLUMNS if name not in table.fieldnames]
             if missing:
                 raise ValueError(f"{path}: has no column {missing[0]!r}; the first line must name {', '.join(COLUMNS)}")
             runs = [_run(path, table.line_num, row) for row in table]

@@ -13,7 +13,8 @@ from netfold.profile.columns import Floats
 
 @dataclass(frozen=True)
 class Compared:
-    """One measured quantity and its prediction, in any one unit. question: those that share it are alternatives."""
+    """One measured quantity and its prediction, in any one unit. question: those that share it are
+    alternatives; None: it has none."""
 
     question: Hashable
     measured: float
@@ -52,7 +53,8 @@ def score(rows: Sequence[Compared]) -> Score:
     errors = np.array([row.error for row in rows])
     asked: dict[Hashable, list[Compared]] = defaultdict(list)
     for row in rows:
-        asked[row.question].append(row)
+        if row.question is not None:
+            asked[row.question].append(row)
     correlations = [_spearman(group) for group in asked.values() if len(group) >= 3]
     regrets = [_regret(group) for group in asked.values() if len(group) >= 2]
     return Score(

@@ -41,5 +41,5 @@ def tokens(rows: Sequence[Published]) -> list[Case]:
         cluster = load_cluster("dgx-a100" if "80gb" in row.hardware else "a100-roce")
         measured = batch * sequence / (row.value * ranks)
         name = f"{row.model}, {ranks} x {row.hardware}, {sequence} tokens"
-        cases.append(of_time(name, (model, row.hardware, ranks), measured, predict(model, cluster, job)))
+        cases.append(of_time(name, measured, predict(model, cluster, job)))
     return cases

@@ -47,9 +47,7 @@ def throughputs(rows: Sequence[Published]) -> list[Case]:
         else:
             split = Split(row.degree("DP"), row.degree("TP"), row.degree("PP"))
         job = Job(batch, micro, split, precision="f16", recomputation="full", gradient_bytes=2)
-        cases.append(
-            of_time(f"{row.model}, {ranks}: {split.text()}", model, measured, predict(model, _dgx_a100(), job))
-        )
+        cases.append(of_time(f"{row.model}, {ranks}: {split.text()}", measured, predict(model, _dgx_a100(), job)))
     return cases
 
 
@@ -71,7 +69,7 @@ def recomputing(rows: Sequence[Published]) -> list[Case]:
         )
         batch, micro = (int(re.findall(rf"\b{key}=(\d+)", row.notes)[0]) for key in ("B", "mb"))
         job = Job(batch, micro, split, precision="f16", recomputation="selective" if selective else "full")
-        cases.append(of_time(f"{row.model}, {row.notes}", model, row.value, predict(model, _dgx_a100(), job)))
+        cases.append(of_time(f"{row.model}, {row.notes}", row.value, predict(model, _dgx_a100(), job)))
     return cases
 
 
@@ -100,7 +98,7 @@ def memory(rows: Sequence[Published]) -> list[Case]:
             Case(
                 f"{row.model}: {row.metric.removeprefix('memory_')}{', selective' if small else ''}",
                 "GiB",
-                Compared(row.metric, row.value, size, size * (1 - _EXACT), size * (1 + _EXACT)),
+                Compared(None, row.value, size, size * (1 - _EXACT), size * (1 + _EXACT)),
             )
         )
     return cases
@@ -116,7 +114,7 @@ def scaling(rows: Sequence[Published]) -> list[Case]:
         job = Job(micro * split.data, micro, split, "f16", recomputation="full", gradient_bytes=2)
         cluster = load_cluster("dgx-2") if "V100" in row.hardware else _dgx_a100()
         name = f"{row.model}, {row.workers} x {row.hardware}"
-        cases.append(of_time(name, (model, row.hardware), row.value / 1e3, predict(model, cluster, job)))
+        cases.append(of_time(name, row.value / 1e3, predict(model, cluster, job)))
     return cases
 
 
@@ -127,7 +125,7 @@ def turing(rows: Sequence[Published]) -> list[Case]:
         model = _model("MT-NLG 530B")
         split = Split(row.degree("DP"), row.degree("TP"), row.degree("PP"))
         job = Job(row.number("B"), 1, split, recomputation="full")
-        cases.append(of_time(f"{row.model}, {row.workers}", model, row.value, predict(model, _dgx_a100(), job)))
+        cases.append(of_time(f"{row.model}, {row.workers}", row.value, predict(model, _dgx_a100(), job)))
     return cases
 
 

@@ -25,5 +25,5 @@ def bus_bandwidth(rows: Sequence[Published]) -> list[Case]:
         found = 2 * (ranks - 1) / ranks * size / seconds / 1e9
         band = _BANDS[0] if size >= _LARGE else _BANDS[1]
         name = f"all_reduce of {size} bytes, {ranks} x {row.hardware}"
-        cases.append(Case(name, "GB/s", Compared(name, row.value, found, found * (1 - band), found * (1 + band))))
+        cases.append(Case(name, "GB/s", Compared(None, row.value, found, found * (1 - band), found * (1 + band))))
     return cases

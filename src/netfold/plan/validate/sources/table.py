@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,5 +91,5 @@ def _rows() -> tuple[tuple[str, Published], ...]:
         )
 
 
-def of_time(name: str, question: object, measured_s: float, prediction: Prediction) -> Case:
+def of_time(name: str, measured_s: float, prediction: Prediction, question: Hashable = None) -> Case:
     return Case(name, "s", Compared(question, measured_s, prediction.step_s, prediction.low_s, prediction.high_s))
