@@ -62,6 +62,15 @@ def test_one_forward_one_backward_waits_for_messages_all_along(stages, microbatc
     assert talking.exposed_s["pipeline"] == pytest.approx(messages * talking.stages[0].send_s, rel=0.05)
 
 
+@pytest.mark.parametrize(("stages", "microbatches", "pieces"), [(2, 8, 2), (4, 16, 2), (4, 64, 4), (8, 64, 2)])
+def test_interleaved_stages_wait_for_messages_only_while_they_fill_and_drain(stages, microbatches, pieces):
+    model = EvenModel(input_bytes=1e6)
+    wanted = job(microbatches, schedule="interleaved", pipeline=stages, interleave=pieces)
+    assert simulate(model, CLUSTER, wanted, CALM).prediction.step_s == pytest.approx(
+        predict(model, CLUSTER, wanted).step_s
+    )
+
+
 @pytest.mark.parametrize(
     ("batch", "split"),
     [

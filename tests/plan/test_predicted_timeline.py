@@ -2,13 +2,19 @@
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from even_model import EvenModel, cluster
 
+from netfold.plan.cluster import load_cluster
 from netfold.plan.events import CALM, Conditions, simulate, timeline, write_timeline
 from netfold.plan.job import Job, Split
+from netfold.plan.model import Layered
+from netfold.profile.record import RECORD
+from netfold.profile.run import PROGRESS, STEP, About, GroupName, Run, Trace
 
 MODEL = EvenModel(input_bytes=1e7, layer_parameters=1e8)
 JOB = Job(32, 1, Split(data=2, tensor=2, pipeline=4), overlap=True)
@@ -61,6 +67,17 @@ def test_a_rank_that_is_not_there_is_said():
         timeline(played(), [16])
 
 
+def slices_of(events):
+    """By thread, in ns; no two of one thread may overlap."""
+    spans = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            spans[event["tid"]].append((round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)))
+    for mine in spans.values():
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(sorted(mine)))
+    return spans
+
+
 def test_the_file_has_the_shape_of_a_profile(tmp_path):
     file = tmp_path / "step.json"
     count = write_timeline(played(), [0, 1, 4, 6], file)
@@ -71,13 +88,61 @@ def test_the_file_has_the_shape_of_a_profile(tmp_path):
     assert names == {rank + 1: f"rank {rank} on a predicted cluster" for rank in (0, 1, 4, 6)}
     threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"steps", "work", "operations"} <= set(threads.values())
-    spans = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            spans[event["tid"]].append((round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)))
-    assert set(spans) == set(threads)
-    for mine in spans.values():
-        assert all(end <= begin for (_, end), (begin, _) in pairwise(sorted(mine)))
+    assert set(slices_of(events)) == set(threads)
     reduced = [event for event in events if event["name"] == "all_reduce" and event["args"]["group"] == "tensor"]
     joined = [event for event in reduced if event["pid"] in (1, 2)]
     assert joined and all("bind_id" in event for event in joined), "tensor ranks 0 and 1 met in every call"
+
+
+def test_it_lies_over_a_measured_run(tmp_path):
+    own = About(
+        0, 2, "host", 1, "event records", {"operation": {"0": "all_reduce"}}, {"1": GroupName("g", "netfold", [0, 1])}
+    )
+    operations = np.zeros(1, RECORD)
+    operations["group"], operations["started_ns"], operations["finished_ns"] = 1, 5_000, 9_000
+    steps = np.array([(1_000, 10_000), (10_000, 22_003)], STEP)
+    traces = [Trace(replace(own, rank=rank), operations, steps, np.zeros(0, PROGRESS)) for rank in (0, 1)]
+    file = tmp_path / "both.json"
+    write_timeline(played(), [0, 1], file, beside=Run(tmp_path, {}, traces), step=1)
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert list(names.values()) == [
+        f"rank {rank} on {host}" for host in ("host", "a predicted cluster") for rank in (0, 1)
+    ]
+    assert len(names) == 4
+    slices_of(events)
+    begins = {
+        (event["pid"], event["name"]): event["ts"] for event in events if event["ph"] == "X" and event["cat"] == "step"
+    }
+    assert begins[3, "step 0"] == begins[1, "step 1"] == 9.0
+    calls = defaultdict(set)
+    for event in events:
+        if "bind_id" in event:
+            calls[event["bind_id"]].add(event["pid"])
+    assert {1, 2} in calls.values() and all(pids in ({1, 2}, {3, 4}) for pids in calls.values())
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(32, 1, Split(data=2, tensor=2, pipeline=4, zero=3)),
+        Job(32, 1, Split(data=2, tensor=2, pipeline=4), schedule="zero-bubble"),
+        Job(32, 1, Split(data=2, tensor=2, pipeline=4, interleave=2), schedule="interleaved", overlap=True),
+    ],
+)
+def test_every_kind_of_step_can_be_shown(tmp_path, job):
+    file = tmp_path / "step.json"
+    write_timeline(simulate(MODEL, cluster(), job), range(16), file)
+    spans = slices_of(json.loads(file.read_text())["traceEvents"])
+    assert len({tid // 4096 for tid in spans}) == 16
+
+
+def test_exchanges_of_tables_begin_forward_passes_and_end_backward_passes():
+    job = Job(64, 32, Split(data=2), precision="f32")
+    step = simulate(Layered("dlrm"), load_cluster("dgx-a100"), job)
+    slices = timeline(step, [1])
+    exchanges = [each for each in slices if each.kind == "tables"]
+    forward, backward = (next(each for each in slices if each.kind == kind) for kind in ("forward", "backward"))
+    assert [each.start_s for each in exchanges][:1] == [forward.start_s]
+    assert exchanges[1].end_s == pytest.approx(backward.end_s)
+    assert sum(each.end_s - each.start_s for each in exchanges) == pytest.approx(step.prediction.exposed_s["tables"])

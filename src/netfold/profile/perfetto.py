@@ -81,6 +81,28 @@ def work_events(trace: Trace, work: Iterable[tuple[str, int, int]]) -> Iterator[
         yield _slice(trace, _WORK_THREAD, name, "computing", began_ns, ended_ns)
 
 
+def laid_beside(
+    measured: Iterable[dict[str, Any]], predicted: Iterable[dict[str, Any]], step: int
+) -> Iterator[dict[str, Any]]:
+    """All events of a measured trace, then those of another as processes of their own.
+
+    The other begins where the first rank's step of that number does, or at 0 where the trace has no such step.
+    """
+    processes, flows, begins_ns = 0, 0, None
+    for event in measured:
+        processes, flows = max(processes, event["pid"]), max(flows, event.get("bind_id", 0))
+        if begins_ns is None and event.get("cat") == "step" and event["name"] == f"step {step}":
+            begins_ns = _ns(event["ts"])
+        yield event
+    for event in predicted:
+        moved = event | {"pid": event["pid"] + processes, "tid": event["tid"] + processes * _THREADS_A_RANK}
+        if "ts" in event:
+            moved["ts"] = _us(_ns(event["ts"]) + (begins_ns or 0))
+        if "bind_id" in event:
+            moved["bind_id"] = event["bind_id"] + flows
+        yield moved
+
+
 def _slice(trace: Trace, thread: int, name: str, category: str, began_ns: int, ended_ns: int) -> dict[str, Any]:
     return {
         "ph": "X",
@@ -220,6 +242,11 @@ def _arrows(run: Run) -> list[tuple[Integers, Integers]]:
     role[call == 0] = 0
     ends = np.cumsum([len(each) for each in number])[:-1]
     return list(zip(np.split(call, ends), np.split(role, ends), strict=True))
+
+
+def _ns(time_us: float) -> int:
+    """As a reader takes it."""
+    return int(time_us * 1000)
 
 
 def _us(time_ns: int) -> float:

@@ -10,7 +10,7 @@ from netfold.plan.events.play import Played, play
 from netfold.plan.events.script import Script, write_script
 from netfold.plan.job import Job
 from netfold.plan.model import Model
-from netfold.plan.step import FITTED, Constants, Prediction, costs, predict
+from netfold.plan.step import FITTED, Constants, Prediction, costs, limit_of, predict
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,27 @@ def _prediction(closed: Prediction, job: Job, script: Script, played: Played) ->
     gathers_s = min(idle_s, gathers_s)
     messages_s = min(idle_s - gathers_s, messages_s)
     ratio = step_s / closed.step_s
+    compute_s = busy_s - tensor_s - tables_s
+    bubble_s = idle_s - messages_s - gathers_s + step_s - update_ended_s
+    optimizer_s = update_ended_s - update_began_s
+    exposed_s = {
+        "tensor": tensor_s,
+        "pipeline": messages_s,
+        "data": gathers_s + update_began_s - turns_end_s,
+        "tables": tables_s,
+    }
     return replace(
         closed,
         step_s=step_s,
         low_s=closed.low_s * ratio,
         high_s=closed.high_s * ratio,
-        compute_s=busy_s - tensor_s - tables_s,
-        bubble_s=idle_s - messages_s - gathers_s + step_s - update_ended_s,
-        optimizer_s=update_ended_s - update_began_s,
-        exposed_s={
-            "tensor": tensor_s,
-            "pipeline": messages_s,
-            "data": gathers_s + update_began_s - turns_end_s,
-            "tables": tables_s,
-        },
+        compute_s=compute_s,
+        bubble_s=bubble_s,
+        optimizer_s=optimizer_s,
+        exposed_s=exposed_s,
         samples_per_s=job.global_batch / step_s,
         mfu=closed.mfu / ratio,
+        limit=limit_of(step_s, compute_s, bubble_s, optimizer_s, exposed_s),
     )
 
 

@@ -1,7 +1,7 @@
 """When each rank does what in a step that was played: as a list, and as a file for ui.perfetto.dev.
 
 The file has the shape of `netfold profile export --perfetto`: a process a rank, its operations with group, sequence and
-bytes, arrows through the slices of one call. So a predicted step can be laid beside a measured one.
+bytes, arrows through the slices of one call; a measured run can be in the same file.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from netfold.plan.events.schedule import FORWARD
 from netfold.plan.events.simulate import Simulated
-from netfold.profile.perfetto import trace_events, work_events, write_events
+from netfold.profile.findings import ClockOffset
+from netfold.profile.perfetto import laid_beside, trace_events, work_events, write_events
 from netfold.profile.record import RECORD
 from netfold.profile.run import PROGRESS, STEP, About, GroupName, Run, Trace
 
@@ -56,19 +58,33 @@ def timeline(simulated: Simulated, ranks: Iterable[int]) -> list[Slice]:
     return found
 
 
-def write_timeline(simulated: Simulated, ranks: Sequence[int], path: Path) -> int:
-    """Returns how many events the file has. ValueError as of `timeline`; OSError where it cannot be written."""
+def write_timeline(
+    simulated: Simulated,
+    ranks: Sequence[int],
+    path: Path,
+    *,
+    beside: Run | None = None,
+    clocks: Iterable[ClockOffset] = (),
+    step: int = 0,
+) -> int:
+    """Returns how many events the file has. ValueError as of `timeline`; OSError where it cannot be written.
+
+    beside: a measured run to lay it over, from its step of that number on; clocks: of the run, as `analyse` finds them.
+    """
+    events = _events(simulated, ranks, path.parent)
+    if beside is not None:
+        events = laid_beside(trace_events(beside, clocks), events, step)
+    return write_events(events, path)
+
+
+def _events(simulated: Simulated, ranks: Sequence[int], folder: Path) -> Iterator[dict[str, Any]]:
     slices = timeline(simulated, ranks)
     by_rank = {rank: [each for each in slices if each.rank == rank] for rank in ranks}
-    run = Run(path.parent, {}, [_trace(simulated, rank, mine) for rank, mine in by_rank.items()])
-
-    def events() -> Iterator[dict[str, object]]:
-        yield from trace_events(run, ())
-        for trace in run.traces:
-            mine = by_rank[trace.about.rank]
-            yield from work_events(trace, [(each.name, *_ns(each)) for each in mine if each.is_work])
-
-    return write_events(events(), path)
+    run = Run(folder, {}, [_trace(simulated, rank, mine) for rank, mine in by_rank.items()])
+    yield from trace_events(run, ())
+    for trace in run.traces:
+        work = [each for each in by_rank[trace.about.rank] if each.is_work]
+        yield from work_events(trace, [(each.name, *_ns(each)) for each in work])
 
 
 def _passes(simulated: Simulated, rank: int) -> Iterator[Slice]:

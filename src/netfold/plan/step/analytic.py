@@ -46,13 +46,21 @@ def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FIT
         memory_bytes=device.memory_bytes,
         samples_per_s=job.global_batch / step,
         mfu=job.global_batch * model.flops / (step * split.ranks * device.peak(job.precision)),
-        limit=_limit(
-            step,
-            {"computing": compute, "the pipeline's bubble": bubble, "the optimizer": parts.optimizer_s}
-            | {f"{kind}-parallel communication": seconds for kind, seconds in exposed.items()},
-        ),
+        limit=limit_of(step, compute, bubble, parts.optimizer_s, exposed),
         stages=parts.stages,
     )
+
+
+def limit_of(step_s: float, compute_s: float, bubble_s: float, optimizer_s: float, exposed_s: dict[str, float]) -> str:
+    """What most of a step goes to, and what else takes more than a tenth of it."""
+    parts = {"computing": compute_s, "the pipeline's bubble": bubble_s, "the optimizer": optimizer_s}
+    parts |= {f"{kind}-parallel communication": seconds for kind, seconds in exposed_s.items()}
+    most = max(parts, key=lambda name: parts[name])
+    text = f"{most} takes {100 * parts[most] / step_s:.0f}% of a step"
+    others = sorted(
+        (name for name in parts if name != most and parts[name] > 0.1 * step_s), key=lambda name: -parts[name]
+    )
+    return text + "".join(f", {name} {100 * parts[name] / step_s:.0f}%" for name in others)
 
 
 def _filled(stage: Stage, job: Job) -> float:
@@ -76,12 +84,3 @@ def _exposed_data(parts: Costs, stage: Stage, job: Job) -> float:
     # The last bucket's gradients are there when the backward pass ends.
     last = parts.data_s * min(1.0, job.bucket_bytes / max(1.0, stage.parameters * job.gradient_bytes))
     return max(last, parts.data_s - stage.backward_s)
-
-
-def _limit(step_s: float, parts: dict[str, float]) -> str:
-    most = max(parts, key=lambda name: parts[name])
-    text = f"{most} takes {100 * parts[most] / step_s:.0f}% of a step"
-    others = sorted(
-        (name for name in parts if name != most and parts[name] > 0.1 * step_s), key=lambda name: -parts[name]
-    )
-    return text + "".join(f", {name} {100 * parts[name] / step_s:.0f}%" for name in others)
