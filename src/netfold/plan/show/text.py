@@ -51,6 +51,11 @@ def rate(samples_per_s: float) -> str:
     return f"{samples_per_s:.3g}" if samples_per_s < 1000 else f"{samples_per_s:,.0f}"
 
 
+def times(factor: float) -> str:
+    """`1.48x`, `0.013x`."""
+    return f"{factor:.2f}x" if factor >= 0.1 else f"{factor:.2g}x"
+
+
 def money(cost: Cost, prices: Prices) -> str:
     """`12,300 GPU hours, 24,600 EUR, at most 4,920 kWh`, as far as it is known."""
     said = [f"{_amount(cost.gpu_hours)} GPU hours"]
@@ -201,9 +206,7 @@ def _comparison(text: str, variants: Sequence[Variant]) -> str:
             continue
         found = each.choice.prediction
         exposed = sum(found.exposed_s.values()) / found.step_s
-        rows.append(
-            [each.name, time(found.step_s), f"{each.factor:.2f}x", units.ratio(exposed), *_split(each.choice.job)]
-        )
+        rows.append([each.name, time(found.step_s), times(each.factor), units.ratio(exposed), *_split(each.choice.job)])
     return "\n".join([f"compared: {text}", *_aligned(rows, left=(0, -1)), *notes])
 
 

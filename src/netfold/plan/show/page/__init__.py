@@ -15,7 +15,7 @@ from netfold.plan.search import words
 from netfold.plan.show.data import as_object
 from netfold.plan.show.page.others import comparisons, gains
 from netfold.plan.show.page.scaling import scaling
-from netfold.plan.show.page.split import memory, step
+from netfold.plan.show.page.split import memory, played, step
 from netfold.plan.show.page.ways import few, front
 from netfold.plan.show.text import big, duration, money, rate, time
 from netfold.profile import page as profile_page
@@ -39,6 +39,7 @@ def render_page(answer: Answer) -> str:
         f'<section aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{body}</section>'
         for name, title, body in (
             ("step", "Where a step's time goes", step(answer.best)),
+            ("events", "The step as events", _played(answer)),
             ("memory", "Memory of the rank that needs most", memory(answer.best)),
             ("ways", "Ways to split it", few(answer)),
             ("less", "Less memory for more time", front(answer)),
@@ -85,6 +86,10 @@ predicted, nothing measured.</p>
 def _headline(answer: Answer) -> str:
     found = answer.best.prediction
     return f"A step takes {time(found.step_s)}: {rate(found.samples_per_s)} samples a second."
+
+
+def _played(answer: Answer) -> str:
+    return "" if answer.played is None else played(answer.best.prediction, answer.played.prediction)
 
 
 def _searched(answer: Answer) -> str:

@@ -77,7 +77,7 @@ _TRAINING: Column[Point] = Column(
 
 
 def _table(name: str, points: Sequence[Point]) -> str:
-    why = "no way fits there, or comes out even"
+    why = "see below"
 
     def found(value: Callable[[Choice], Any]) -> Callable[[Point], Any]:
         return lambda point: None if point.choice is None else value(point.choice)
@@ -92,4 +92,6 @@ def _table(name: str, points: Sequence[Point]) -> str:
         *([_TRAINING] if any(point.training_s is not None for point in points) else []),
         Column("split", found(lambda choice: words(choice.job)), unknown=why),
     )
-    return table(name, f"{_SAID[name].capitalize()}.", columns, points)
+    notes = "".join(f"<li>{point.devices:,} devices: {escape(point.why)}</li>" for point in points if point.why)
+    shown = table(name, f"{_SAID[name].capitalize()}.", columns, points)
+    return shown + (f'<ul class="notes">{notes}</ul>' if notes else "")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from netfold.plan.answer import Answer, Way
+from netfold.plan.answer import Answer, Way, parts
 from netfold.plan.job import Job
 from netfold.plan.search import Choice, words
-from netfold.plan.show.page.split import bar, classes
+from netfold.plan.show.page.split import bar, classes, legend
 from netfold.plan.show.text import time
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
@@ -28,7 +28,8 @@ def stacks(each: list[tuple[str, Choice]]) -> str:
         f'<span class="end">{time(choice.prediction.step_s)}</span></div>'
         for name, choice in each
     )
-    return f'<div class="stacks">{rows}</div>'
+    names = {name: name for _, choice in each for name in parts(choice.prediction)}
+    return f'<div class="stacks">{rows}</div>{legend(names)}'
 
 
 def mesh(job: Job) -> str:
