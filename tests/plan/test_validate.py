@@ -10,7 +10,16 @@ from netfold.cli import app
 from netfold.plan.cluster import load_cluster
 from netfold.plan.scaling import fit_law
 from netfold.plan.step import FITTED
-from netfold.plan.validate import COLUMNS, Compared, calibrated, read_runs, score, validate
+from netfold.plan.validate import (
+    COLUMNS,
+    Compared,
+    calibrated,
+    markdown,
+    read_runs,
+    score,
+    validate,
+    validate_published,
+)
 from netfold.plan.validate.calibrate import GUESSES, fit_shipped
 from netfold.plan.validate.sources import DATA, SOURCES, Source
 
@@ -63,6 +72,13 @@ def test_edsr_follows_from_its_first_five_rows_for_all_three_libraries() -> None
     for library in {case.name.rsplit(",", 1)[0] for case in cases}:
         errors = [abs(case.compared.error) for case in cases if case.name.startswith(library + ",")]
         assert len(errors) == 5 and sum(errors) / 5 <= 0.05 and max(errors) <= 0.12
+
+
+def test_the_committed_table_is_what_is_predicted_now() -> None:
+    committed = (Path(__file__).parents[2] / "bench" / "results" / "plan.md").read_text()
+    quick = [source for source in SOURCES if source.name.startswith(("Megatron", "Korthikanti", "vTrain", "EDSR"))]
+    for section in markdown(validate_published(quick)).split("\n## ")[1:]:
+        assert section.strip() in committed, "make it again: netfold plan validate --markdown > bench/results/plan.md"
 
 
 def test_a_law_of_exact_runs_is_exact() -> None:
