@@ -1,5 +1,7 @@
 """A step played as events: as the closed forms where those are exact, and what they leave out."""
 
+import random
+
 import pytest
 from even_model import EvenModel, cluster
 
@@ -174,3 +176,41 @@ def test_a_stage_keeps_as_many_microbatches_as_memory_is_reckoned_for(schedule, 
         kept += (turn.kind == FORWARD) - (turn.kind == ends)
         most = max(most, kept)
     assert most / pieces == waiting(stage, 16, wanted)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_step_gets_through_and_its_parts_add_up(seed):
+    chance = random.Random(seed)
+    schedule = chance.choice(["gpipe", "1f1b", "interleaved", "zero-bubble"])
+    stages, data = chance.choice([1, 2, 4]), chance.choice([1, 2, 3])
+    split = {
+        "data": data,
+        "tensor": chance.choice([1, 2]),
+        "pipeline": stages,
+        "interleave": chance.choice([1, 2, 4]) if schedule in ("interleaved", "zero-bubble") else 1,
+        "zero": chance.choice([0, 0, 1, 3]),
+    }
+    microbatches = stages * chance.randint(1, 4)
+    wanted = job(
+        microbatches * data,
+        schedule=schedule,
+        overlap=chance.random() < 0.5,
+        bucket_bytes=10 ** chance.uniform(6, 8),
+        **split,
+    )
+    model = EvenModel(
+        input_bytes=10 ** chance.uniform(4, 8),
+        layer_parameters=10 ** chance.uniform(4, 8),
+        weights=chance.random() < 0.5,
+    )
+    conditions = Conditions(contention=chance.random() < 0.7, interference=chance.choice([1.0, 1.2]))
+    at = cluster(node=chance.choice([1, 2, 4]), oversubscription=chance.choice([1.0, 2.0, 8.0]))
+    folded, whole = (simulate(model, at, wanted, conditions, folded=folded) for folded in (True, False))
+    said = whole.prediction
+    if (split["data"] * split["tensor"]) % at.node == 0 or at.tiers[1].oversubscription == 1:
+        assert folded.prediction.step_s == pytest.approx(said.step_s)
+    parts = said.compute_s + said.bubble_s + said.optimizer_s + sum(said.exposed_s.values())
+    assert parts == pytest.approx(said.step_s)
+    assert min(said.compute_s, said.bubble_s, said.optimizer_s, *said.exposed_s.values()) >= -1e-9 * said.step_s
+    assert all(sum(row) <= said.step_s * (1 + 1e-9) for row in whole.script.step.seconds)
+    assert all(0 <= began <= ended for stage in whole.played.buckets_s for began, ended in stage)
