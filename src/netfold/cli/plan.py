@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from netfold.cli import plan_listed, plan_predict
+
 if TYPE_CHECKING:
     from netfold.plan.validate import Report, Score
 
-app = typer.Typer(help="What scaling out will bring, on which network, split how.", no_args_is_help=True)
+app = typer.Typer(
+    cls=plan_predict.UnlessNamed,
+    help="What scaling out will bring, on which network, split how: `netfold plan JOB.toml`, or options.",
+    no_args_is_help=True,
+)
+app.command("predict")(plan_predict.predict)
+app.command("clusters")(plan_listed.clusters)
+app.command("models")(plan_listed.models)
+app.command("networks")(plan_listed.networks)
 
 
 @app.command("validate")

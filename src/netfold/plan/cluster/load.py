@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from netfold.plan.cluster.cluster import Cluster, Device, Tier
+from netfold.plan.cluster.measured import measured_link
 from netfold.plan.cluster.units import parse_quantity
+from netfold.plan.job import PRECISIONS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,31 +61,47 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Cluster:
-    tree = _parse(path)
-    where = f"cluster {path.stem}"
+    return cluster_of(_parse(path), path.stem)
+
+
+def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
+    """What a file's keys say. Raises ValueError, in a sentence, for one that is not known, missing or impossible."""
+    where = f"cluster {name}"
     _only(tree, where, ("device", "tier", "sources", "price_an_hour"))
     for key in ("device", "tier"):
         if key not in tree:
             raise ValueError(f"{where}: says nothing of its {key}; docs/plan/cluster.md has an example")
     given = tree["device"]
+    if not isinstance(given, (str, dict)):
+        raise ValueError(f"{where}: device is a name, or a table [device]; docs/plan/cluster.md has an example")
+    if not isinstance(tree["tier"], list) or not all(isinstance(each, dict) for each in tree["tier"]):
+        raise ValueError(f"{where}: tiers are tables, [[tier]] each; docs/plan/cluster.md has an example")
     if isinstance(given, str):
         if given not in devices():
             raise ValueError(f"{where}: there is no device {given!r}; {_nearest(given, tuple(devices()))}")
         device = devices()[given]
     else:
-        device = _device(str(given.get("name", path.stem)), given, f"{where}, device")
-    tiers = tuple(_tier(table, where) for table in tree["tier"])
-    if not tiers:
+        device = _device(str(given.get("name", name)), given, f"{where}, device")
+    tiers: tuple[Tier, ...] = ()
+    if not tree["tier"]:
         raise ValueError(f"{where}: has no tier; one with all its devices is the least")
     inside = 1
-    for tier in tiers:
+    for table in tree["tier"]:
+        tier = _tier(table, where, inside)
+        tiers += (tier,)
         if tier.devices < inside or tier.devices % inside:
             raise ValueError(
                 f"{where}: tier {tier.name} joins {tier.devices} devices, the one inside it {inside}; tiers are given "
                 "from the inside out, each a whole number of those inside"
             )
         inside = tier.devices
-    return Cluster(path.stem, device, tiers, tuple(tree.get("sources", ())), float(tree.get("price_an_hour", 0.0)))
+    return Cluster(
+        name,
+        device,
+        tiers,
+        tuple(tree.get("sources", ())),
+        _number(tree.get("price_an_hour", 0.0), where, "price_an_hour"),
+    )
 
 
 def _device(name: str, table: dict[str, Any], where: str) -> Device:
@@ -93,6 +111,9 @@ def _device(name: str, table: dict[str, Any], where: str) -> Device:
         ("name", "flops", "memory", "memory_rate", "multiprocessors", "sustained", "copy_rate", "power", "source"),
     )
     _needs(table, where, ("flops", "memory", "memory_rate"))
+    if not isinstance(table["flops"], dict) or not table["flops"]:
+        raise ValueError(f'{where}: flops is a table by precision, such as {{ f16 = "125 TFLOP/s" }}')
+    _only(table["flops"], f"{where}, flops", PRECISIONS)
     flops = {
         key: _positive(parse_quantity(value, "flops", f"{where}, {key}"), where, key)
         for key, value in table["flops"].items()
@@ -109,23 +130,35 @@ def _device(name: str, table: dict[str, Any], where: str) -> Device:
     )
 
 
-def _tier(table: dict[str, Any], cluster: str) -> Tier:
+def _tier(table: dict[str, Any], cluster: str, sharing: int) -> Tier:
+    """sharing: devices of the tier inside, which share a measured host's link."""
     where = f"{cluster}, tier {table.get('name', '?')}"
-    _only(table, where, ("name", "devices", "latency", "rate", "oversubscription", "in_network"))
-    _needs(table, where, ("name", "devices", "latency", "rate"))
-    devices, oversubscription = table["devices"], float(table.get("oversubscription", 1.0))
-    if not isinstance(devices, int) or devices < 1:
+    _only(table, where, ("name", "devices", "latency", "rate", "measured", "oversubscription", "in_network"))
+    if "measured" in table and ("latency" in table or "rate" in table):
+        raise ValueError(f"{where}: is measured, and says latency or rate too; leave one out")
+    _needs(table, where, ("name", "devices", *(() if "measured" in table else ("latency", "rate"))))
+    devices, oversubscription = table["devices"], _number(table.get("oversubscription", 1), where, "oversubscription")
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise ValueError(f"{where}: devices = {devices!r} is no number of devices; 1 is the least")
     if oversubscription < 1:
         raise ValueError(f"{where}: oversubscription = {oversubscription:g} is below 1, which is none")
+    if not isinstance(table.get("in_network", False), bool):
+        raise ValueError(f"{where}: in_network = {table['in_network']!r}; it must be true or false")
+    if "measured" in table:
+        link = measured_link(Path(str(table["measured"])))
+        latency_s, bytes_per_s = link.latency_s, link.bytes_per_s / sharing
+    else:
+        latency_s = parse_quantity(table["latency"], "time", f"{where}, latency")
+        bytes_per_s = _positive(parse_quantity(table["rate"], "rate", f"{where}, rate"), where, "rate")
     return Tier(
-        str(table["name"]),
-        devices,
-        parse_quantity(table["latency"], "time", f"{where}, latency"),
-        _positive(parse_quantity(table["rate"], "rate", f"{where}, rate"), where, "rate"),
-        oversubscription,
-        bool(table.get("in_network", False)),
+        str(table["name"]), devices, latency_s, bytes_per_s, oversubscription, bool(table.get("in_network", False))
     )
+
+
+def _number(value: object, where: str, key: str) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise ValueError(f"{where}: {key} = {value!r}; it must be a number, not below 0")
+    return float(value)
 
 
 def _positive(value: float, where: str, key: str) -> float:

@@ -1,7 +1,20 @@
 """Models by what their layers ask of a rank."""
 
+from netfold.plan.model.chain import Chain, Link, Product
 from netfold.plan.model.layered import Layered
 from netfold.plan.model.transformer import Transformer
 from netfold.plan.model.work import Collective, Layer, Matmul, Model, Pass, Share
 
-__all__ = ["Collective", "Layer", "Layered", "Matmul", "Model", "Pass", "Share", "Transformer"]
+__all__ = [
+    "Chain",
+    "Collective",
+    "Layer",
+    "Layered",
+    "Link",
+    "Matmul",
+    "Model",
+    "Pass",
+    "Product",
+    "Share",
+    "Transformer",
+]

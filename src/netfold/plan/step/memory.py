@@ -8,8 +8,14 @@ from netfold.plan.step.stages import Stage
 
 
 def memory_of(stage: Stage, index: int, microbatches: int, job: Job) -> Memory:
-    """Of one rank of a pipeline's stage `index`. ZeRO splits state from its level on over the data-parallel ranks."""
+    """Of one rank of a pipeline's stage `index`. ZeRO splits state from its level on over the data-parallel ranks.
+
+    What it splits is whole for a while, counted as activations: gradients of one layer, weights of one and of the next.
+    """
     split = job.split
+    layer = stage.layer_parameters if split.data > 1 else 0.0
+    gathered = 2 * layer * job.item_bytes if split.zero == 3 else 0.0
+    reduced = layer * job.gradient_bytes if split.zero >= 2 else 0.0
     parts = [split.data if split.zero >= level else 1 for level in (3, 2, 1)]
     # Weights of 16 bits have a copy of 32 that the optimizer updates.
     state = OPTIMIZERS[job.optimizer] + (4 if job.item_bytes == 2 else 0)
@@ -17,7 +23,7 @@ def memory_of(stage: Stage, index: int, microbatches: int, job: Job) -> Memory:
         weights=stage.parameters * job.item_bytes / parts[0],
         gradients=stage.parameters * job.gradient_bytes / parts[1],
         optimizer=stage.parameters * state / parts[2],
-        activations=waiting(index, microbatches, job) * stage.kept_bytes,
+        activations=waiting(index, microbatches, job) * stage.kept_bytes + gathered + reduced,
     )
 
 

@@ -24,7 +24,8 @@ class Stage:
     among tensor ranks, which computing waits for. sent_bytes: activations to the next stage, a rank; as many come back
     as gradients. send_s: what they take. parameters: held by the rank. kept_bytes: activations of a microbatch.
     tables_s: exchanges of what was looked up in tables that are spread over all ranks, both ways. weights_s: of
-    backward_s, what computes gradients of weights, which nothing waits for.
+    backward_s, what computes gradients of weights, which nothing waits for. layer_parameters: of its largest layer,
+    which ZeRO gathers and reduces whole.
     """
 
     forward_s: float
@@ -37,6 +38,7 @@ class Stage:
     kept_bytes: float
     tables_s: float = 0.0
     weights_s: float = 0.0
+    layer_parameters: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -86,9 +88,10 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
                 sum(count * layers[index].kept_bytes for index, count in part),
                 sum(count * _tables_s(layers[index], cluster, job, constants) for index, count in part),
                 sum(count * times[index].backward_s * _part_of_weights(layers[index]) for index, count in part),
+                max(layers[index].parameters for index, _ in part),
             )
         )
-    data, gathered = _data_parallel(max(stage.parameters for stage in stages), cluster, job, constants)
+    data, gathered = _data_parallel(max(stages, key=lambda stage: stage.parameters), cluster, job, constants)
     updated = max(stage.parameters for stage in stages) / (split.data if split.zero else 1)
     optimizer = moved_s(updated * _updated_bytes(job, constants), cluster.device, constants)
     return Costs(tuple(stages), job.microbatches, data, gathered, optimizer)
@@ -116,13 +119,14 @@ def _updated_bytes(job: Job, constants: Constants) -> float:
     return constants.update_bytes - 2 * (OPTIMIZERS["adam"] - OPTIMIZERS[job.optimizer])
 
 
-def _data_parallel(parameters: float, cluster: Cluster, job: Job, constants: Constants) -> tuple[float, float]:
-    """Seconds for a stage's gradients, and to gather its weights once (ZeRO-3)."""
+def _data_parallel(stage: Stage, cluster: Cluster, job: Job, constants: Constants) -> tuple[float, float]:
+    """Seconds for a stage's gradients, and to gather its weights once: ZeRO-3 does both layer by layer."""
     group = Group(job.split.data, job.split.tensor)
-    gradients, weights = parameters * job.gradient_bytes, parameters * job.item_bytes
+    gradients, weights = stage.parameters * job.gradient_bytes, stage.parameters * job.item_bytes
+    times = max(1.0, stage.parameters / stage.layer_parameters) if job.split.zero == 3 else 1.0
 
     def taken(operation: str, size_bytes: float) -> float:
-        return collective_s(operation, size_bytes, group, cluster, constants, job.in_network)
+        return times * collective_s(operation, size_bytes / times, group, cluster, constants, job.in_network)
 
     if job.split.zero == 0:
         return taken("all_reduce", gradients), 0.0

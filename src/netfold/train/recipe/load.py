@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from netfold.plan.ask.places import Key, places
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.places import Key, places
 from netfold.train.recipe.problem import RecipeError, Source
 from netfold.train.recipe.wording import sentences
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from netfold.plan.ask.places import Key, line_of
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.places import Key, line_of
 
 # Not a file's name: .../data.txt.
 _KEY = re.compile(rf"(?<![\w/.-])(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_]+)+")

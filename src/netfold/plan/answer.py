@@ -1,0 +1,173 @@
+"""An answer of the planner: the best way to split, what it comes to, and what was asked beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from netfold.plan.ask import Question
+from netfold.plan.cluster import Cluster
+from netfold.plan.compare import Variant, compare, parse_comparison
+from netfold.plan.curve import SCALINGS, Point, curve
+from netfold.plan.events import Conditions, Simulated, simulate
+from netfold.plan.job import Job
+from netfold.plan.model import Chain, Layered, Model
+from netfold.plan.price import Cost, cost
+from netfold.plan.search import Choice, Found, search
+from netfold.plan.sensitivity import Gain, sensitivity
+from netfold.plan.step import Prediction, predict
+
+# Ways beside the best that are shown, and points of the front of time and memory.
+FEW, FRONT = 5, 8
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the best few, and why it is not better than the best."""
+
+    choice: Choice
+    reason: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """tried, fitting: ways that were predicted, and that fit. efficiency: throughput a device, against one replica that
+    trains alone, with as many samples of its own. few: the fastest of each mesh. front: none of those that fit is
+    better in both time and memory. curves: by scaling. notes: what to be careful with. played: the best way, as events.
+    training_s, training_cost: of the whole training, where its length is known.
+    """
+
+    question: Question
+    best: Choice
+    efficiency: float
+    tried: int
+    fitting: int
+    few: tuple[Way, ...]
+    front: tuple[Choice, ...]
+    gains: tuple[Gain, ...]
+    curves: dict[str, tuple[Point, ...]]
+    comparisons: dict[str, tuple[Variant, ...]]
+    notes: tuple[str, ...]
+    played: Simulated | None
+    training_s: float | None
+    training_cost: Cost | None
+    step_cost: Cost
+
+
+def answer(
+    asked: Question,
+    *,
+    gains: bool = True,
+    sizes: tuple[int, ...] = (),
+    comparisons: tuple[str, ...] = (),
+    conditions: Conditions | None = None,
+) -> Answer:
+    """Raises ValueError, in a sentence, where no way comes out even, or none fits: then by how much.
+
+    sizes: numbers of devices of a curve. comparisons: as `parse_comparison` reads them. conditions: under which the
+    best way is played as events too.
+    """
+    model, cluster, job, space, devices = asked.model, asked.cluster, asked.job, asked.space, asked.devices
+    others = {text: parse_comparison(text, cluster) for text in comparisons}
+    found = search(model, cluster, devices, job, space)
+    try:
+        best = found.best
+    except ValueError as error:
+        raise ValueError(f"{model.name} {error}") from None
+    seconds = asked.training.seconds(job.global_batch, best.prediction.samples_per_s)
+    return Answer(
+        asked,
+        best,
+        efficiency(model, cluster, best),
+        found.tried,
+        len(found.fitting),
+        tuple(Way(choice, reason(choice, best)) for choice in found.best_few(FEW)),
+        _thinned(found),
+        sensitivity(model, cluster, found) if gains else (),
+        {
+            scaling: curve(
+                model, cluster, job, space, devices=devices, sizes=sizes, scaling=scaling, training=asked.training
+            )
+            for scaling in (SCALINGS if sizes else ())
+        },
+        {text: compare(found, model, job, cluster, clusters) for text, clusters in others.items()},
+        notes(asked, best),
+        None if conditions is None else simulate(model, cluster, best.job, conditions),
+        seconds,
+        None if seconds is None else cost(seconds, devices, cluster, asked.prices),
+        cost(best.prediction.step_s, devices, cluster, asked.prices),
+    )
+
+
+# Where published runs end that the model agrees with: llm-foundry's FSDP (bench/results/plan.md).
+_ZERO_RANKS = 128
+
+
+def notes(asked: Question, best: Choice) -> tuple[str, ...]:
+    """Where the answer goes beyond what it was held against."""
+    said, split = [], best.job.split
+    if split.zero == 3 and split.data > _ZERO_RANKS:
+        said.append(
+            f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {_ZERO_RANKS}; beyond, DeepSpeed's took 1.6 "
+            "to 4.8 times as long; hold zero at 1 to see the best way without it"
+        )
+    if split.tensor > asked.cluster.node:
+        said.append(f"{split.tensor} tensor ranks go beyond a node of {asked.cluster.node}: no published run does that")
+    said += _of_model(asked.model, best.job)
+    return tuple(said)
+
+
+def _of_model(model: Model, job: Job) -> list[str]:
+    if isinstance(model, Chain):
+        return [f"{model.name}: layers are taken as matrix products; nothing measured was held against that"]
+    if not isinstance(model, Layered):
+        return []
+    if not model.measured:
+        return [
+            f"{model.name}: convolutions are taken as matrix products; in f32 libraries need half to a quarter of that "
+            f"time (Winograd); {model.name}:measured=true takes a published speed instead"
+        ]
+    batch = model.listed.speed.batch
+    if job.micro_batch == batch:
+        return []
+    return [f"microbatches of {job.micro_batch}: {model.name}'s published speed is of {batch}, smaller ones are slower"]
+
+
+def efficiency(model: Model, cluster: Cluster, choice: Choice) -> float:
+    """Of scaling out by data parallelism: 1 where replicas cost one another nothing."""
+    job, data = choice.job, choice.job.split.data
+    alone = replace(job, global_batch=job.global_batch // data, split=replace(job.split, data=1, zero=0))
+    return predict(model, cluster, alone).step_s / choice.prediction.step_s
+
+
+def stage_ranks(job: Job) -> list[int]:
+    """The first rank of each pipeline stage: who shows what all do."""
+    split = job.split
+    return [stage * split.tensor * split.data for stage in range(split.pipeline)]
+
+
+def parts(prediction: Prediction) -> dict[str, float]:
+    """What a step's seconds go to; together they are the step."""
+    found = {"computing": prediction.compute_s}
+    found |= {f"communication, {kind}": seconds for kind, seconds in prediction.exposed_s.items() if seconds > 0}
+    found |= {"bubble": prediction.bubble_s} if prediction.bubble_s > 0 else {}
+    return found | {"optimizer": prediction.optimizer_s}
+
+
+def reason(choice: Choice, best: Choice) -> str:
+    """What limits a way; of one that is not the best, what it pays more for."""
+    if choice is best:
+        return choice.prediction.limit
+    here, there = parts(choice.prediction), parts(best.prediction)
+    more = {name: here.get(name, 0.0) - there.get(name, 0.0) for name in {**here, **there}}
+    name = max(more, key=lambda each: more[each])
+    if more[name] <= 0:
+        return "as fast"
+    return f"{name} takes {100 * more[name] / best.prediction.step_s:.1f}% of a step more"
+
+
+def _thinned(found: Found) -> tuple[Choice, ...]:
+    """The front's ends, and what lies evenly between them."""
+    front = found.front
+    if len(front) <= FRONT:
+        return front
+    return tuple(front[round(index * (len(front) - 1) / (FRONT - 1))] for index in range(FRONT))

@@ -1,0 +1,63 @@
+"""A link between hosts from what netfold has measured: `netfold doctor check --json`, or `netfold bench --json`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from netfold.plan.fit import fit_link
+from netfold.plan.topology import Link
+
+
+def measured_link(path: Path) -> Link:
+    """Of one host and direction.
+
+    The doctor measures pairs of hosts: the median of latencies, and of the slower ways' rates. A benchmark of
+    all_reduce gives what a ring of its ranks comes to, one rank a host, of its first side. Raises ValueError, in a
+    sentence, for any other file.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ValueError(f"{path}: is not JSON; write it with --json") from None
+    try:
+        if "links" in found:
+            return _of_doctor(path, found["links"])
+        if "rows" in found:
+            return _of_bench(path, found)
+    except (KeyError, TypeError, IndexError, AttributeError):
+        raise ValueError(f"{path}: is cut off, or of another version of netfold; measure again") from None
+    raise ValueError(f"{path}: is neither `netfold doctor check --json` nor `netfold bench all-reduce --json`")
+
+
+def _of_doctor(path: Path, links: list[dict[str, Any]]) -> Link:
+    if not links:
+        raise ValueError(f"{path}: has no link; run `netfold doctor check --json` on several hosts, under a launcher")
+    return Link(
+        statistics.median(float(link["latency_s"]) for link in links),
+        statistics.median(min(float(link["there_bytes_per_s"]), float(link["back_bytes_per_s"])) for link in links),
+    )
+
+
+def _of_bench(path: Path, found: dict[str, Any]) -> Link:
+    ranks, rows = int(found["place"]["workers"]), found["rows"]
+    rows = [row for row in rows if row["side"] == rows[0]["side"] and row["time_ns"] is not None]
+    if ranks < 2 or any(row["collective"] != "all_reduce" for row in rows):
+        raise ValueError(f"{path}: is not of all_reduce over two ranks or more; `netfold bench all-reduce --json`")
+    # A ring: 2(P-1) steps, each of a P-th of the tensor (Patarasuk and Yuan 2009).
+    steps = 2 * (ranks - 1)
+    samples = [
+        (round(row["size_bytes"] / ranks), row["time_ns"]["median"] / 1e9 / steps)
+        for row in rows
+        if row["algorithm"] in (None, "ring")
+    ]
+    if len({size for size, _ in samples}) < 2:
+        raise ValueError(
+            f"{path}: has fewer than two sizes that went in a ring; a latency and a rate need two (-b, -e, and "
+            "NETFOLD_ALGORITHM=ring)"
+        )
+    return fit_link(samples)

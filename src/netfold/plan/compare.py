@@ -1,0 +1,74 @@
+"""The same job elsewhere: on other clusters, or on its own with another network between the nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from netfold.plan.cluster import Cluster, load_cluster
+from netfold.plan.cluster.networks import with_network
+from netfold.plan.job import Job
+from netfold.plan.model import Model
+from netfold.plan.search import Choice, Found, order
+from netfold.plan.step import predict
+from netfold.plan.words import nearest
+
+WHAT = ("network", "cluster")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """choice: the best way there; None where none fits or comes out even, and then `why` says so.
+
+    factor: the first variant's step time over this one's; 0 where either is not known.
+    """
+
+    name: str
+    cluster: Cluster
+    choice: Choice | None
+    why: str = ""
+    factor: float = 0.0
+
+
+def parse_comparison(text: str, cluster: Cluster) -> tuple[tuple[str, Cluster], ...]:
+    """`network=tcp,efa` or `cluster=a,b`, as named clusters. Raises ValueError, in a sentence, for anything else."""
+    what, equals, names = text.partition("=")
+    each = [name.strip() for name in names.split(",") if name.strip()]
+    if not equals or what not in WHAT:
+        raise ValueError(f"--compare {text}: {nearest(what, WHAT)}; write network=tcp,in-network or cluster=a,b")
+    if not each:
+        raise ValueError(f"--compare {text}: names nothing; write {what}=one,other")
+    if what == "cluster":
+        return tuple((name, load_cluster(name)) for name in each)
+    return tuple((name, with_network(cluster, name)) for name in each)
+
+
+def compare(
+    found: Found, model: Model, job: Job, cluster: Cluster, others: tuple[tuple[str, Cluster], ...]
+) -> tuple[Variant, ...]:
+    """The cluster as it is, by its best way, then each other, split as is best there.
+
+    Ways that are tried elsewhere: of those that were found, the fastest of each mesh and the fastest of all.
+    """
+    base = found.best
+    variants = [Variant("as it is", cluster, base, factor=1.0)]
+    for name, other in others:
+        try:
+            best = _best(found, model, job, other)
+        except ValueError as error:
+            variants.append(Variant(name, other, None, str(error)))
+            continue
+        variants.append(Variant(name, other, best, factor=base.prediction.step_s / best.prediction.step_s))
+    return tuple(variants)
+
+
+def _best(found: Found, model: Model, job: Job, cluster: Cluster) -> Choice:
+    # Who brings aggregation in, or takes it away, means it to be used.
+    in_network = any(tier.in_network for tier in cluster.tiers)
+    ways = []
+    for choice in found.shortlist(cluster.device.memory_bytes):
+        there = replace(choice.job, in_network=in_network)
+        ways.append(Choice(there, predict(model, cluster, there)))
+    fitting = [way for way in ways if way.prediction.fits]
+    if not fitting:
+        raise ValueError(f"does not fit: {cluster.device.name} has {cluster.device.memory_bytes / 2**30:.0f} GB")
+    return min(fitting, key=order)

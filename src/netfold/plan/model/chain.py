@@ -1,0 +1,94 @@
+"""Models as a chain of layers, each counted for one sample: convolutions, perceptrons, whatever a recipe trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from netfold.plan.model.work import Layer, Matmul, Pass, Share
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a sample, [rows, k] by [k, n]; a convolution is one, its rows the places of its output."""
+
+    rows: float
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """One layer, for one sample. elements: activations, in numbers and not in bytes.
+
+    changed: read and written anew by what is no product (norms, activation functions), in the forward pass. kept: until
+    the backward pass. handed: to the next layer. kernels: launched beside those of the products.
+    """
+
+    name: str
+    products: tuple[Product, ...]
+    parameters: int
+    changed: float
+    kept: float
+    handed: float
+    kernels: int = 1
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Layers, one after the other; split by data and by pipeline. Its tensor ranks would need a plan of their own."""
+
+    name: str
+    links: tuple[Link, ...]
+
+    @property
+    def parameters(self) -> float:
+        return float(sum(link.parameters for link in self.links))
+
+    @property
+    def flops(self) -> float:
+        """Forward, and twice that backward where a layer learns."""
+        return sum(
+            2.0 * product.rows * product.n * product.k * (1 if link.frozen else 3)
+            for link in self.links
+            for product in link.products
+        )
+
+    def layers(self, share: Share) -> tuple[Layer, ...]:
+        """Raises ValueError for tensor ranks, and for selective recomputation, which is for attention."""
+        if share.tensor > 1:
+            raise ValueError(f"{self.name}: {share.tensor} tensor ranks cannot split it; take tensor 1")
+        if share.recomputation == "selective":
+            raise ValueError(f"{self.name}: selective recomputation is for transformers; take none or full")
+        return _layers(self, share)
+
+
+@lru_cache(maxsize=512)
+def _layers(chain: Chain, share: Share) -> tuple[Layer, ...]:
+    made, received = [], 0.0
+    for link in chain.links:
+        made.append(_layer(link, share, received))
+        received = link.handed
+    return tuple(made)
+
+
+def _layer(link: Link, share: Share, received: float) -> Layer:
+    a_sample = share.micro_batch * share.item_bytes
+    matmuls = tuple(
+        Matmul(max(1, round(product.rows * share.micro_batch)), product.n, product.k) for product in link.products
+    )
+    forward = Pass(matmuls, 2 * link.changed * a_sample, len(matmuls) + link.kernels)
+    backward = Pass(matmuls * 2, 4 * link.changed * a_sample, 2 * (len(matmuls) + link.kernels))
+    again, kept = Pass(), link.kept
+    if share.recomputation == "full":
+        again, kept = forward, received
+    return Layer(
+        name=link.name,
+        forward=forward,
+        backward=Pass() if link.frozen else backward,
+        again=again,
+        parameters=float(link.parameters),
+        kept_bytes=kept * a_sample,
+        input_bytes=received * a_sample,
+    )

@@ -1,0 +1,83 @@
+"""An answer as JSON: seconds, bytes, ratios from 0 to 1."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from netfold.plan.answer import Answer, parts
+from netfold.plan.curve import Point
+from netfold.plan.search import Choice, words
+from netfold.profile.page.plain import plain
+
+
+def as_json(answer: Answer) -> str:
+    return json.dumps(as_object(answer), indent=2, allow_nan=False)
+
+
+def as_object(answer: Answer) -> dict[str, Any]:
+    """Everything that the text and the page show."""
+    asked = answer.question
+    found: dict[str, Any] = {
+        "model": {"name": asked.model.name, "parameters": asked.model.parameters},
+        "cluster": asked.cluster,
+        "devices": asked.devices,
+        "tried": answer.tried,
+        "fitting": answer.fitting,
+        "best": choice_object(answer.best),
+        "efficiency": answer.efficiency,
+        "few": [choice_object(way.choice) | {"reason": way.reason} for way in answer.few],
+        "front": [choice_object(choice) for choice in answer.front],
+        "sensitivity": [
+            {
+                "what": gain.what,
+                "factor": gain.factor,
+                "step_s": gain.step_s,
+                "kept_s": gain.kept_s,
+                "split": words(gain.choice.job),
+                "sentence": gain.sentence(),
+            }
+            for gain in answer.gains
+        ],
+        "curves": {scaling: [_point(point) for point in points] for scaling, points in answer.curves.items()},
+        "comparisons": {
+            text: [
+                {"name": each.name, "factor": each.factor, "why": each.why}
+                | ({} if each.choice is None else {"best": choice_object(each.choice)})
+                for each in variants
+            ]
+            for text, variants in answer.comparisons.items()
+        },
+        "notes": answer.notes,
+        "played": None
+        if answer.played is None
+        else {"step_s": answer.played.prediction.step_s, "parts_s": parts(answer.played.prediction)},
+        "step_cost": answer.step_cost,
+        "training_s": answer.training_s,
+        "training_cost": answer.training_cost,
+    }
+    as_plain: dict[str, Any] = plain(found)
+    return as_plain
+
+
+def choice_object(choice: Choice) -> dict[str, Any]:
+    found = choice.prediction
+    return {
+        "split": words(choice.job),
+        "job": choice.job,
+        "step_s": found.step_s,
+        "low_s": found.low_s,
+        "high_s": found.high_s,
+        "parts_s": parts(found),
+        "memory": {"total": found.memory.total, "of": found.memory_bytes, "parts": found.memory},
+        "fits": found.fits,
+        "samples_per_s": found.samples_per_s,
+        "mfu": found.mfu,
+        "limit": found.limit,
+    }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    said: dict[str, Any] = {"devices": point.devices, "batch": point.batch, "why": point.why}
+    said |= {"efficiency": point.efficiency, "training_s": point.training_s}
+    return said | ({} if point.choice is None else {"best": choice_object(point.choice)})

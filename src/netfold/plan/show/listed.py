@@ -1,0 +1,78 @@
+"""What ships with netfold, as text: clusters, models, networks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from netfold.plan.cluster import Cluster, Tier, load_cluster, preset_names
+from netfold.plan.cluster.networks import Network, networks
+from netfold.plan.model import catalogue
+from netfold.plan.model.named import KINDS, find_model, model_presets, names
+from netfold.plan.show.text import big
+from netfold.profile.page import units
+
+
+def render_clusters() -> str:
+    return "\n\n".join(_cluster(load_cluster(name)) for name in preset_names())
+
+
+def render_models() -> str:
+    lines = []
+    for name, said in model_presets().items():
+        sizes = ", ".join(f"{key} {value}" for key, value in said.items() if key not in ("kind", "source"))
+        lines += [f"{name}: {said['kind']}, {big(find_model(name).parameters)} parameters ({sizes})"]
+        lines += [f"  from: {said['source']}"]
+    for name in names():
+        if name not in model_presets():
+            speed = catalogue.find_model(name).speed
+            lines += [f"{name}: {big(find_model(name).parameters)} parameters, layer by layer"]
+            lines += [f"  with :measured=true, {speed.samples_per_s:,.4g} samples a second of a device: {speed.source}"]
+    for kind, keys in KINDS.items():
+        example = ",".join(f"{key}={'..' if default is None else default}" for key, default in keys.items())
+        lines.append(f"any other: {kind}:{example}")
+    return "\n".join(lines)
+
+
+def render_networks() -> str:
+    return "\n".join(line for network in networks().values() for line in _network(network))
+
+
+def _cluster(cluster: Cluster) -> str:
+    device = cluster.device
+    peaks = ", ".join(f"{value / 1e12:g} {precision}" for precision, value in device.flops.items())
+    lines = [
+        f"{cluster.name}: {cluster.devices:,} x {device.name}, {units.size(device.memory_bytes)} at "
+        f"{units.rate(device.memory_bytes_per_s)}; TFLOP/s: {peaks}"
+    ]
+    lines += [f"  {_tier(tier)}" for tier in cluster.tiers]
+    return "\n".join([*lines, *_sources(cluster.sources)])
+
+
+def _tier(tier: Tier) -> str:
+    said = (
+        f"{tier.name} joins {tier.devices:,}: {units.rate(tier.bytes_per_s)} a device each way, "
+        f"{units.seconds(tier.latency_s)}"
+    )
+    said += f", {tier.oversubscription:g} times oversubscribed" if tier.oversubscription > 1 else ""
+    return said + (", aggregates in the network" if tier.in_network else "")
+
+
+def _network(network: Network) -> list[str]:
+    changes = []
+    if network.bytes_per_s is not None:
+        changes.append(f"{units.rate(network.bytes_per_s)} a node each way")
+    if network.part != 1:
+        changes.append(f"{units.ratio(network.part)} of the line")
+    if network.most_bytes_per_s is not None:
+        changes.append(f"{units.rate(network.most_bytes_per_s)} a node at most")
+    if network.latency_s is not None:
+        changes.append(units.seconds(network.latency_s))
+    if network.oversubscription is not None:
+        changes.append(f"{network.oversubscription:g} times oversubscribed")
+    if network.in_network:
+        changes.append("aggregates in the network")
+    return [f"{network.name}: {', '.join(changes)}", *_sources([network.source])]
+
+
+def _sources(sources: Sequence[str]) -> list[str]:
+    return [f"  from: {source}" for source in sources]

@@ -1,0 +1,124 @@
+"""An answer as one HTML file: no network, no other file, light and dark, on a phone and on paper.
+
+    split    the best way: where its time and memory go    scaling   curves over devices
+    ways     the best few, and time against memory         others    other networks and clusters, what more would buy
+
+Style, tables and charts are a profile's. `<script type="application/json" id="answer">` carries the answer whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from netfold.plan.answer import Answer
+from netfold.plan.search import words
+from netfold.plan.show.data import as_object
+from netfold.plan.show.page.others import comparisons, gains
+from netfold.plan.show.page.scaling import scaling
+from netfold.plan.show.page.split import memory, played, step
+from netfold.plan.show.page.ways import few, front
+from netfold.plan.show.text import big, duration, money, rate, time
+from netfold.profile import page as profile_page
+from netfold.profile.page import hash_of, units
+from netfold.profile.page.plain import embed, escape
+
+__all__ = ["render_page"]
+
+_SHARED = Path(profile_page.__file__).parent
+_SCRIPTS = ("errors.js", "tables.js")
+
+
+def render_page(answer: Answer) -> str:
+    """Some 100 KB at most."""
+    scripts = [(_SHARED / name).read_text(encoding="utf-8") for name in _SCRIPTS]
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(hash_of, scripts))}"
+    styles = [(place / "style.css").read_text(encoding="utf-8") for place in (_SHARED, Path(__file__).parent)]
+    first, *later = (f"<script>{script}</script>" for script in scripts)
+    asked, job = answer.question, answer.best.job
+    sections = "".join(
+        f'<section aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{body}</section>'
+        for name, title, body in (
+            ("step", "Where a step's time goes", step(answer.best)),
+            ("events", "The step as events", _played(answer)),
+            ("memory", "Memory of the rank that needs most", memory(answer.best)),
+            ("ways", "Ways to split it", few(answer)),
+            ("less", "Less memory for more time", front(answer)),
+            ("scaling", "Scaling out", scaling(answer)),
+            ("compared", "Elsewhere", comparisons(answer)),
+            ("more", "What more would buy", gains(answer)),
+            ("sources", "The cluster", _cluster(answer)),
+        )
+        if body
+    )
+    facts = "".join(
+        f"<div><strong>{escape(number)}</strong><span>{escape(meaning)}</span></div>"
+        for number, meaning in _facts(answer)
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>netfold plan: {escape(asked.model.name)} on {asked.devices:,} devices</title>
+<style>{"".join(styles)}</style>
+{first}
+</head>
+<body>
+<main>
+<h1>{escape(_headline(answer))}</h1>
+<p class="command">{escape(asked.model.name)}, {big(asked.model.parameters)} parameters; {asked.devices:,} x
+{escape(asked.cluster.device.name)} of {escape(asked.cluster.name)}; a batch of {job.global_batch:,}, {job.precision},
+{job.optimizer}</p>
+<p>Split: {escape(words(job))}{_searched(answer)}. What limits it: {escape(answer.best.prediction.limit)}. All of it is
+predicted, nothing measured.</p>
+{"".join(f'<p class="quiet">Note: {escape(note)}.</p>' for note in answer.notes)}
+<div class="facts">{facts}</div>
+{sections}
+</main>
+{embed("answer", as_object(answer))}
+{"".join(later)}
+</body>
+</html>
+"""
+
+
+def _headline(answer: Answer) -> str:
+    found = answer.best.prediction
+    return f"A step takes {time(found.step_s)}: {rate(found.samples_per_s)} samples a second."
+
+
+def _played(answer: Answer) -> str:
+    return "" if answer.played is None else played(answer.best.prediction, answer.played.prediction)
+
+
+def _searched(answer: Answer) -> str:
+    if answer.tried == 1:
+        return ""
+    return f", the fastest of {answer.fitting:,} ways that fit, of {answer.tried:,} tried"
+
+
+def _facts(answer: Answer) -> list[tuple[str, str]]:
+    found, asked = answer.best.prediction, answer.question
+    said = [
+        (time(found.step_s), f"a step; about 80 of 100 lie between {time(found.low_s)} and {time(found.high_s)}"),
+        (units.ratio(found.mfu), "of the devices' peak goes into the model (MFU)"),
+        (units.size(found.memory.total), f"of {units.size(found.memory_bytes)} a device"),
+    ]
+    if answer.best.job.split.data > 1:
+        said.append((units.ratio(answer.efficiency), "scaling efficiency, against a replica alone"))
+    if answer.training_s is not None and answer.training_cost is not None:
+        said.append((duration(answer.training_s), money(answer.training_cost, asked.prices)))
+    return said
+
+
+def _cluster(answer: Answer) -> str:
+    cluster = answer.question.cluster
+    tiers = "".join(
+        f"<li>{escape(tier.name)}: joins {tier.devices:,} devices, {units.rate(tier.bytes_per_s)} each way a device, "
+        f"{units.seconds(tier.latency_s)}{', aggregates in the network' if tier.in_network else ''}</li>"
+        for tier in cluster.tiers
+    )
+    sources = "".join(f"<li>{escape(source)}</li>" for source in cluster.sources)
+    said = f"<p>Its figures come from:</p><ul>{sources}</ul>" if sources else ""
+    return f"<ul>{tiers}</ul>{said}"

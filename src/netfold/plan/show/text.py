@@ -1,0 +1,244 @@
+"""An answer as text for a terminal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from netfold.plan.answer import Answer, parts
+from netfold.plan.compare import Variant
+from netfold.plan.curve import Point
+from netfold.plan.job import Job
+from netfold.plan.price import Cost, Prices
+from netfold.plan.search import Choice, words
+from netfold.plan.sensitivity import Gain
+from netfold.plan.step import Prediction
+from netfold.profile.page import units
+
+# Bars of the step's parts, at most.
+_BAR = 24
+
+
+def render_text(answer: Answer) -> str:
+    """What was asked, the step, memory, throughput; then other ways, curves, comparisons, what more would buy."""
+    sections = [_asked(answer), _step(answer), _memory(answer.best), _together(answer)]
+    if answer.played is not None:
+        sections.append(_played(answer.best.prediction, answer.played.prediction))
+    if len(answer.few) > 1:
+        sections.append(_few(answer))
+    if len(answer.front) > 1:
+        sections.append(_front(answer))
+    sections += [_curve(scaling, points) for scaling, points in answer.curves.items()]
+    sections += [_comparison(text, variants) for text, variants in answer.comparisons.items()]
+    if answer.gains:
+        sections.append(_gains(answer.gains))
+    return "\n\n".join(sections)
+
+
+def big(count: float) -> str:
+    """`175 billion`, `1.37 million`."""
+    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if count >= size:
+            return f"{count / size:.3g} {name}"
+    return f"{count:,.0f}"
+
+
+def time(seconds: float) -> str:
+    """`137 s`, `12.3 ms`: three digits, of a step, so that two compare."""
+    return f"{seconds:,.0f} s" if seconds >= 99.95 else f"{seconds:#.3g} s" if seconds >= 1 else units.seconds(seconds)
+
+
+def rate(samples_per_s: float) -> str:
+    return f"{samples_per_s:.3g}" if samples_per_s < 1000 else f"{samples_per_s:,.0f}"
+
+
+def times(factor: float) -> str:
+    """`1.48x`, `0.013x`."""
+    return f"{factor:.2f}x" if factor >= 0.1 else f"{factor:.2g}x"
+
+
+def money(cost: Cost, prices: Prices) -> str:
+    """`12,300 GPU hours, 24,600 EUR, at most 4,920 kWh`, as far as it is known."""
+    said = [f"{_amount(cost.gpu_hours)} GPU hours"]
+    if cost.money is not None:
+        amount = _amount(cost.money)
+        said.append(f"{amount} {prices.currency}" if prices.currency else f"costs {amount}")
+    if cost.energy_kwh is not None:
+        said.append(f"at most {_amount(cost.energy_kwh)} kWh for the devices")
+    return ", ".join(said)
+
+
+def _asked(answer: Answer) -> str:
+    asked, job = answer.question, answer.best.job
+    ways = f"the fastest of {answer.fitting:,} that fit, of {answer.tried:,} ways to split" if answer.tried > 1 else ""
+    return "\n".join(
+        line
+        for line in (
+            f"{asked.model.name}, {big(asked.model.parameters)} parameters, on {asked.devices:,} x "
+            f"{asked.cluster.device.name} of {asked.cluster.name}; a batch of {job.global_batch:,}, {job.precision}, "
+            f"{job.optimizer}",
+            f"split: {words(job)}",
+            ways,
+        )
+        if line
+    )
+
+
+def _step(answer: Answer) -> str:
+    found = answer.best.prediction
+    rows = [["", "time", "share", ""]]
+    for name, seconds in parts(found).items():
+        share = seconds / found.step_s
+        rows.append([name, time(seconds), units.ratio(share), "#" * round(_BAR * share)])
+    title = (
+        f"a step takes {time(found.step_s)}; about 80 of 100 measured ones lie between "
+        f"{time(found.low_s)} and {time(found.high_s)}"
+    )
+    return "\n".join([title, *_aligned(rows, left=(0, 3))])
+
+
+def _memory(best: Choice) -> str:
+    memory = best.prediction.memory
+    head = ["weights", "gradients", "optimizer", "activations", "together", "of"]
+    kinds = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
+    row = [*map(units.size, kinds), units.size(best.prediction.memory_bytes)]
+    return "\n".join(["memory of the rank that needs most", *_aligned([head, row])])
+
+
+def _together(answer: Answer) -> str:
+    found, asked = answer.best.prediction, answer.question
+    lines = [
+        f"{rate(found.samples_per_s)} samples a second, {rate(found.samples_per_s / asked.devices)} a device; model "
+        f"FLOP/s utilisation {units.ratio(found.mfu)}",
+    ]
+    if answer.best.job.split.data > 1:
+        lines.append(
+            f"scaling efficiency {units.ratio(answer.efficiency)}: a device's throughput, against a replica alone"
+        )
+    lines.append(f"what limits it: {found.limit}")
+    if answer.training_s is not None:
+        assert answer.training_cost is not None
+        epochs = asked.training.epochs_at(asked.job.global_batch)
+        what = f"to the accuracy, {epochs:.3g} epochs" if epochs is not None else "the whole training"
+        lines.append(f"{what}: {duration(answer.training_s)}; {money(answer.training_cost, asked.prices)}")
+    elif asked.training.epochs:
+        low, high = asked.training.epochs[0][0], asked.training.epochs[-1][0]
+        lines.append(
+            f"time to accuracy: not known at a batch of {asked.job.global_batch:,}; training.epochs goes from "
+            f"{low:,.0f} to {high:,.0f}"
+        )
+    elif answer.step_cost.money is not None:
+        per = 1000
+        thousand = Cost(
+            per * answer.step_cost.gpu_hours,
+            per * answer.step_cost.money,
+            None if answer.step_cost.energy_kwh is None else per * answer.step_cost.energy_kwh,
+        )
+        lines.append(f"1,000 steps: {money(thousand, asked.prices)}")
+    return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])
+
+
+def _played(closed: Prediction, played: Prediction) -> str:
+    rows = [["", "closed form", "as events"]]
+    here, there = parts(closed), parts(played)
+    rows += [[name, *(time(each.get(name, 0.0)) for each in (here, there))] for name in {**here, **there}]
+    rows.append(["together", time(closed.step_s), time(played.step_s)])
+    return "\n".join(["the same step, played as events", *_aligned(rows, left=(0,))])
+
+
+def duration(seconds: float) -> str:
+    """`34.5 days` from two days on; below as everywhere."""
+    return f"{seconds / 86400:.3g} days" if seconds >= 2 * 86400 else units.seconds(seconds)
+
+
+def _few(answer: Answer) -> str:
+    best = answer.best.prediction.step_s
+    rows = [["step", "", "memory", "MFU", *_SPLIT, ""]]
+    for way in answer.few:
+        found = way.choice.prediction
+        more = found.step_s / best - 1
+        rows.append(
+            [
+                time(found.step_s),
+                f"+{100 * more:.1f}%" if more > 0 else "",
+                units.size(found.memory.total),
+                units.ratio(found.mfu),
+                *_split(way.choice.job),
+                way.reason,
+            ]
+        )
+    return "\n".join(["the best ways, the fastest of each mesh", *_aligned(rows, left=(-2, -1))])
+
+
+def _front(answer: Answer) -> str:
+    rows = [["memory", "step", *_SPLIT]]
+    rows += [
+        [units.size(each.prediction.memory.total), time(each.prediction.step_s), *_split(each.job)]
+        for each in answer.front
+    ]
+    return "\n".join(["less memory for more time (no way that fits is better in both)", *_aligned(rows, left=(-1,))])
+
+
+def _curve(scaling: str, points: Sequence[Point]) -> str:
+    what = "the batch stays" if scaling == "strong" else "the batch grows with the devices"
+    known = any(point.training_s is not None for point in points)
+    rows = [["devices", "batch", "step", "samples/s", "efficiency", "MFU", *(["training"] if known else []), *_SPLIT]]
+    notes = []
+    for point in points:
+        row = [f"{point.devices:,}", f"{point.batch:,}"]
+        if point.choice is None:
+            notes.append(f"  {point.devices:,}: {point.why}")
+            rows.append([*row, *("-" for _ in rows[0][2:])])
+            continue
+        found = point.choice.prediction
+        row += [time(found.step_s), rate(found.samples_per_s), units.ratio(point.efficiency), units.ratio(found.mfu)]
+        if known:
+            row.append("-" if point.training_s is None else duration(point.training_s))
+        rows.append([*row, *_split(point.choice.job)])
+    return "\n".join([f"{scaling} scaling: {what}", *_aligned(rows, left=(-1,)), *notes])
+
+
+def _comparison(text: str, variants: Sequence[Variant]) -> str:
+    rows = [["", "step", "", "exposed", *_SPLIT]]
+    notes = []
+    for each in variants:
+        if each.choice is None:
+            notes.append(f"  {each.name}: {each.why}")
+            continue
+        found = each.choice.prediction
+        exposed = sum(found.exposed_s.values()) / found.step_s
+        rows.append([each.name, time(found.step_s), times(each.factor), units.ratio(exposed), *_split(each.choice.job)])
+    return "\n".join([f"compared: {text}", *_aligned(rows, left=(0, -1)), *notes])
+
+
+def _gains(gains: Sequence[Gain]) -> str:
+    lines = [gain.sentence() for gain in gains if gain.buys]
+    nothing = [gain.what for gain in gains if not gain.buys]
+    lines += [f"{', '.join(nothing)}: nothing"] if nothing else []
+    return "\n".join(["what more would buy", *(f"  {line}" for line in lines)])
+
+
+_SPLIT = ("tensor", "pipeline", "data", "micro", "pieces", "ZeRO", "sequence", "recompute")
+
+
+def _split(job: Job) -> list[str]:
+    split = job.split
+    numbers = (split.tensor, split.pipeline, split.data, job.micro_batch, split.interleave, split.zero)
+    return [*(f"{number:,}" for number in numbers), "yes" if split.sequence else "no", job.recomputation]
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Columns side by side, numbers to the right. left: columns of words, from the front or (negative) the end."""
+    words = {column % len(rows[0]) for column in left}
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if column in words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

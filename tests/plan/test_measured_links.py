@@ -1,0 +1,96 @@
+"""Clusters of one's own: links as netfold measured them, and files that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from netfold.plan.cluster import cluster_of, load_cluster
+from netfold.plan.cluster.measured import measured_link
+
+DEVICE = {"flops": {"f32": "1 TFLOP/s"}, "memory": "8 GiB", "memory_rate": "20 GB/s"}
+INSIDE = {"name": "memory", "devices": 4, "latency": "1 us", "rate": "10 GB/s"}
+
+
+def doctor(*links: tuple[float, float, float]) -> dict[str, Any]:
+    names = ("latency_s", "there_bytes_per_s", "back_bytes_per_s")
+    return {"facts": [], "links": [dict(zip(names, link, strict=True)) for link in links]}
+
+
+def bench(ranks: int, latency_s: float, bytes_per_s: float, algorithm: str | None = "ring") -> dict[str, Any]:
+    def time_ns(size: int) -> float:
+        return 1e9 * 2 * (ranks - 1) * (latency_s + size / ranks / bytes_per_s)
+
+    sizes = [4096 << (2 * power) for power in range(8)]
+    rows = [
+        {"side": side, "collective": "all_reduce", "size_bytes": size, "algorithm": algorithm}
+        | {"time_ns": {"median": factor * time_ns(size)}}
+        for size in sizes
+        for side, factor in (("netfold", 1), ("gloo", 3))
+    ]
+    return {"place": {"workers": ranks}, "rows": rows}
+
+
+def written(found: object, folder: Path) -> Path:
+    file = folder / "measured.json"
+    file.write_text(found if isinstance(found, str) else json.dumps(found))
+    return file
+
+
+def test_the_doctors_links_give_a_hosts_median_which_its_devices_share(tmp_path: Path) -> None:
+    file = written(doctor((40e-6, 1e9, 2e9), (60e-6, 1.2e9, 1.1e9), (50e-6, 3e9, 3e9)), tmp_path)
+    tier = {"name": "network", "devices": 16, "measured": str(file)}
+    found = cluster_of({"device": DEVICE, "tier": [INSIDE, tier]}, "mine").tiers[1]
+    assert found.latency_s == pytest.approx(50e-6) and found.bytes_per_s == pytest.approx(1.1e9 / 4)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_benchmark_of_a_ring_gives_back_the_link_that_made_its_times(ranks: int, tmp_path: Path) -> None:
+    link = measured_link(written(bench(ranks, 30e-6, 1e9), tmp_path))
+    assert link.latency_s == pytest.approx(30e-6, rel=0.01) and link.bytes_per_s == pytest.approx(1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ("{", "is not JSON"),
+        ({}, "is neither"),
+        ({"links": []}, "has no link"),
+        ({"links": [{"latency_s": 1}]}, "is cut off"),
+        ([1], "is neither"),
+        (bench(4, 1e-5, 1e9, "tree"), "fewer than two sizes that went in a ring"),
+        (bench(1, 1e-5, 1e9), "over two ranks or more"),
+    ],
+)
+def test_what_no_link_can_be_read_from_is_told(found: object, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        measured_link(written(found, tmp_path))
+    assert reason in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tier": "fast"}, r"tiers are tables, \[\[tier\]\] each"),
+        ({"tier": []}, "has no tier"),
+        ({"device": 3}, "device is a name, or a table"),
+        ({"device": DEVICE | {"flops": "1 TFLOP/s"}}, "flops is a table by precision"),
+        ({"device": DEVICE | {"flops": {"fp16": "1 TFLOP/s"}}}, r"'fp16' is not known; did you mean f16\?"),
+        ({"price_an_hour": "2 EUR"}, "price_an_hour = '2 EUR'; it must be a number"),
+        ({"tier": [INSIDE | {"in_network": "yes"}]}, "it must be true or false"),
+        ({"tier": [INSIDE | {"oversubscription": "2:1"}]}, "it must be a number"),
+        ({"tier": [INSIDE | {"measured": "x.json"}]}, "leave one out"),
+        ({"tier": [INSIDE | {"rate": "10 ms"}]}, "is a quantity of time"),
+    ],
+)
+def test_an_impossible_cluster_is_a_sentence(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        cluster_of({"device": DEVICE, "tier": [INSIDE]} | change, "mine")
+
+
+def test_a_file_that_is_not_there_is_told() -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_cluster("nowhere/mine.toml")

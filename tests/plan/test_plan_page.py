@@ -1,0 +1,73 @@
+"""The page of a plan: whole, without a network, and the same numbers as the answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from browser import needs_chromium, opened, parse
+
+from netfold.plan.answer import Answer, answer
+from netfold.plan.ask import question
+from netfold.plan.show import as_json, render_page, render_text
+
+
+@cache
+def found() -> Answer:
+    tree = {
+        "model": "megatron-1b7",
+        "cluster": "dgx-a100",
+        "job": {"gpus": 16, "batch": 64},
+        "price": {"gpu_hour": 2.0, "currency": "<EUR>"},
+        "training": {"samples": 1e6},
+    }
+    return answer(question(tree, {}), sizes=(8, 16, 32), comparisons=("network=tcp,in-network",))
+
+
+def test_a_page_fetches_nothing_and_lets_no_other_script_run() -> None:
+    page = render_page(found())
+    assert "default-src 'none'" in page and "http" not in re.sub(r"http-equiv", "", page)
+    assert "<EUR>" not in page and "&lt;EUR&gt;" in page
+
+
+def test_a_page_carries_the_answer_whole() -> None:
+    text = parse(render_page(found())).one("script", id="answer").text
+    assert json.loads(text) == json.loads(as_json(found()))
+
+
+def test_a_page_has_a_section_for_everything_that_was_asked() -> None:
+    titles = [each.text for each in parse(render_page(found())).all("h2")]
+    assert titles == [
+        "Where a step's time goes",
+        "Memory of the rank that needs most",
+        "Ways to split it",
+        "Less memory for more time",
+        "Scaling out",
+        "Elsewhere",
+        "What more would buy",
+        "The cluster",
+    ]
+
+
+def test_bars_of_a_step_are_as_wide_as_its_parts() -> None:
+    bar = parse(render_page(found())).all("div", class_="stack")[0]
+    widths = [float(each.attributes["style"].removeprefix("width:").removesuffix("%")) for each in bar.all("i")]
+    assert sum(widths) == pytest.approx(100, abs=0.05)
+
+
+def test_text_and_page_say_the_same_step() -> None:
+    headline = parse(render_page(found())).one("h1").text
+    step = headline.removeprefix("A step takes ").split(":")[0]
+    assert f"a step takes {step};" in render_text(found())
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_page_is_no_wider_than_the_window_and_no_script_fails(width: int, tmp_path: Path) -> None:
+    said = "document.body.dataset.wide = document.documentElement.scrollWidth > window.innerWidth;"
+    document = opened(render_page(found()), tmp_path, then=said, width=width)
+    assert document.one("body").attributes["data-wide"] == "false"
+    assert not document.all("p", class_="script-error")

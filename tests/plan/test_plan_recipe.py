@@ -1,0 +1,63 @@
+"""A recipe as the planner sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from netfold.cli import app
+from netfold.cli.plan_recipe import recipe_model
+from netfold.plan.model import Chain, Link, Product, Share
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+CHAIN = Chain(
+    "two",
+    (
+        Link("first", (Product(4.0, 8, 16),), 128, changed=32, kept=32, handed=32),
+        Link("second", (Product(4.0, 2, 8),), 16, changed=8, kept=8, handed=8),
+    ),
+)
+
+
+def test_a_chain_counts_every_product_three_times_and_what_is_frozen_once() -> None:
+    assert CHAIN.parameters == 144 and CHAIN.flops == 3 * 2 * (4 * 8 * 16 + 4 * 2 * 8)
+    frozen = Chain("frozen", (Link("first", (Product(4.0, 8, 16),), 128, 32, 32, 32, frozen=True),))
+    assert frozen.flops == 2 * 4 * 8 * 16
+
+
+def test_activations_of_a_chain_grow_with_the_microbatch_and_recomputation_keeps_what_comes_in() -> None:
+    assert [layer.kept_bytes for layer in CHAIN.layers(Share(3))] == [3 * 32 * 2, 3 * 8 * 2]
+    full = CHAIN.layers(Share(3, recomputation="full"))
+    assert [layer.kept_bytes for layer in full] == [layer.input_bytes for layer in full] == [0, 3 * 32 * 2]
+    assert all(layer.again == layer.forward for layer in full)
+
+
+def test_a_chain_says_what_it_cannot_be_split_by() -> None:
+    with pytest.raises(ValueError, match="take tensor 1"):
+        CHAIN.layers(Share(1, tensor=2))
+    with pytest.raises(ValueError, match="for transformers"):
+        CHAIN.layers(Share(1, recomputation="selective"))
+
+
+@pytest.mark.torch
+def test_a_recipe_becomes_a_model_and_a_job() -> None:
+    model, said = recipe_model(RECIPES / "gpt.toml", ("training.batch=64",))
+    assert isinstance(model, Chain) and model.parameters == 867_072
+    assert said["job"]["batch"] == 64 and said["job"]["optimizer"] == "adam" and said["job"]["gpus"] == 2
+    assert sum(link.kept for link in model.links) > 0 and model.flops > 0
+
+
+@pytest.mark.torch
+def test_a_recipe_that_is_none_is_told_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text((RECIPES / "gpt.toml").read_text().replace("batch = 32", "batsh = 32"))
+    result = CliRunner().invoke(app, ["plan", "--recipe", str(file), "--cluster", "dgx-a100"])
+    assert result.exit_code == 2 and "did you mean batch?" in result.output and "mine.toml:12" in result.output
+
+
+def test_a_recipe_beside_a_model_is_refused() -> None:
+    both = ["plan", "--recipe", str(RECIPES / "gpt.toml"), "--model", "gpt3-175b", "--cluster", "dgx-a100"]
+    result = CliRunner().invoke(app, both)
+    assert result.exit_code == 2 and "leave one out" in result.output

@@ -1,0 +1,154 @@
+"""The search over splits, and what follows from it: fronts, curves, gains, comparisons."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from netfold.plan.accuracy import Training
+from netfold.plan.cluster import load_cluster
+from netfold.plan.cluster.networks import networks, with_network
+from netfold.plan.compare import compare, parse_comparison
+from netfold.plan.curve import curve, parse_range
+from netfold.plan.job import Job
+from netfold.plan.model.named import find_model
+from netfold.plan.price import Prices, cost
+from netfold.plan.search import Found, Space, search
+from netfold.plan.sensitivity import sensitivity
+
+MODEL = find_model("megatron-7b5")
+CLUSTER = load_cluster("dgx-a100")
+JOB = Job(32)
+
+
+@cache
+def found() -> Found:
+    return search(MODEL, CLUSTER, 32, JOB)
+
+
+def test_every_way_uses_all_devices_and_comes_out_even() -> None:
+    assert found().tried > 500
+    for way in found().ways:
+        split = way.job.split
+        assert split.ranks == 32 and 32 % (split.data * way.job.micro_batch) == 0
+        assert 36 % (split.pipeline * split.interleave) == 0
+        assert split.interleave == 1 or way.job.microbatches % split.pipeline == 0
+        assert not (split.zero >= 2 and split.pipeline > 1)
+    assert len({way.job for way in found().ways}) == found().tried
+
+
+def test_the_best_fits_and_no_way_that_fits_is_faster() -> None:
+    best = found().best.prediction
+    assert best.fits
+    # Of ways that are equal to three digits, the simplest is taken.
+    assert all(way.prediction.step_s >= 0.99 * best.step_s for way in found().ways if way.prediction.fits)
+
+
+def test_no_way_that_fits_beats_one_of_the_front_in_time_and_memory() -> None:
+    front = found().front
+    assert front[0] is found().best
+    for kept in front:
+        for way in found().fitting:
+            quicker = way.prediction.step_s < 0.99 * kept.prediction.step_s
+            assert not (quicker and way.prediction.memory.total < 0.999 * kept.prediction.memory.total)
+
+
+def test_what_is_fixed_stays_and_what_means_nothing_is_left_out() -> None:
+    ways = search(MODEL, CLUSTER, 32, JOB, Space(tensor=4, pipeline=1, zero=1, interleave=3, recomputation="full")).ways
+    assert {(way.job.split.tensor, way.job.split.pipeline, way.job.split.data) for way in ways} == {(4, 1, 8)}
+    assert {way.job.split.interleave for way in ways} == {1}
+    assert {way.job.recomputation for way in ways} == {"full"} and {way.job.split.zero for way in ways} == {1}
+
+
+@pytest.mark.parametrize(
+    ("space", "reason"),
+    [
+        (Space(tensor=4, pipeline=3), "the ranks that are fixed make 12"),
+        (Space(pipeline=8), "not shared out evenly by pipeline"),
+        (Space(tensor=2, pipeline=2, zero=3), "ZeRO 2 and 3 are not for pipelines"),
+        (Space(data=32, micro_batch=2), "must be a multiple of data x micro_batch"),
+    ],
+)
+def test_a_split_that_does_not_come_out_even_says_why(space: Space, reason: str) -> None:
+    with pytest.raises(ValueError) as error:
+        search(MODEL, CLUSTER, 32, JOB, space)
+    assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_that_fits_nowhere_says_by_how_much() -> None:
+    large = search(find_model("megatron-1t"), CLUSTER, 8, Job(8))
+    with pytest.raises(ValueError, match=r"does not fit, however split .* GB too little"):
+        _ = large.best
+
+
+def test_memory_twice_as_large_never_costs_and_all_gains_come_in_order() -> None:
+    gains = sensitivity(MODEL, CLUSTER, found())
+    factors = [gain.factor for gain in gains]
+    assert factors == sorted(factors, reverse=True) and factors[0] > 1
+    assert all(factor > 0.99 for factor in factors)
+    assert {gain.what for gain in gains} >= {"2x the memory", "10x the bandwidth of NVSwitch"}
+
+
+def test_twice_the_arithmetic_never_buys_more_than_twice() -> None:
+    (gain,) = [gain for gain in sensitivity(MODEL, CLUSTER, found()) if "arithmetic" in gain.what]
+    assert 1 < gain.factor <= 2 and "buys" in gain.sentence()
+
+
+def test_a_job_inside_a_node_is_asked_nothing_about_the_links_beyond() -> None:
+    inside = sensitivity(MODEL, CLUSTER, search(MODEL, CLUSTER, 8, Job(8)))
+    assert not [gain for gain in inside if "InfiniBand" in gain.what]
+
+
+def test_a_curve_begins_at_an_efficiency_of_one_and_says_where_nothing_fits() -> None:
+    sizes = parse_range("1..16")
+    assert sizes == (1, 2, 4, 8, 16)
+    points = curve(MODEL, CLUSTER, Job(16), Space(), devices=16, sizes=sizes, scaling="strong")
+    assert points[0].choice is None and "too little" in points[0].why
+    there = [point for point in points if point.choice is not None]
+    assert there[0].efficiency == 1 and all(point.batch == 16 for point in points)
+    weak = curve(MODEL, CLUSTER, Job(16), Space(), devices=16, sizes=(8, 16), scaling="weak")
+    assert [point.batch for point in weak] == [8, 16]
+
+
+@pytest.mark.parametrize("text", ["8..", "16..8", "a,b", "0..4", "0"])
+def test_a_range_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write a range"):
+        parse_range(text)
+
+
+def test_a_slower_network_is_never_faster_and_reaches_only_beyond_nodes() -> None:
+    slow = with_network(CLUSTER, "ethernet-1")
+    assert slow.tiers[0] == CLUSTER.tiers[0] and slow.tiers[1].bytes_per_s == pytest.approx(0.94e9 / 8 / 8)
+    variants = compare(found(), MODEL, JOB, CLUSTER, parse_comparison("network=ethernet-1,ethernet-10", CLUSTER))
+    assert [each.name for each in variants] == ["as it is", "ethernet-1", "ethernet-10"]
+    assert variants[1].factor <= variants[2].factor <= 1.01
+
+
+def test_a_network_that_aggregates_is_used_and_one_that_is_none_is_told() -> None:
+    (_, there) = compare(found(), MODEL, JOB, CLUSTER, parse_comparison("network=in-network", CLUSTER))
+    assert there.choice is not None and there.choice.job.in_network
+    with pytest.raises(ValueError, match=r"did you mean tcp\?"):
+        parse_comparison("network=tpc", CLUSTER)
+    with pytest.raises(ValueError, match=r"did you mean network\?"):
+        parse_comparison("netwrk=tcp", CLUSTER)
+
+
+def test_every_network_names_its_source() -> None:
+    assert all(network.source for network in networks().values())
+
+
+def test_epochs_between_two_batches_lie_between_theirs_and_beyond_them_are_unknown() -> None:
+    training = Training(dataset=1000, epochs=((32.0, 4.0), (128.0, 16.0)))
+    assert training.epochs_at(64) == pytest.approx(8.0)
+    assert training.epochs_at(16) is None and training.seconds(256, 10.0) is None
+    assert training.seconds(32, 100.0) == pytest.approx(40.0)
+    assert Training(samples=500).seconds(7, 100.0) == 5.0 and Training().seconds(7, 100.0) is None
+
+
+def test_money_is_by_the_hour_and_energy_by_what_devices_draw() -> None:
+    spent = cost(3600.0, 10, CLUSTER, Prices(gpu_hour=2.0, kwh=0.5))
+    assert spent.gpu_hours == 10 and spent.energy_kwh == 4.0 and spent.money == 22.0
+    unknown = replace(CLUSTER, device=replace(CLUSTER.device, power_w=0.0))
+    assert cost(3600.0, 10, unknown, Prices()).energy_kwh is None
