@@ -162,7 +162,7 @@ def serve(rank: int, ranks: int, folder: str, case: str, blocks: int) -> None:
     import torch.distributed as dist
 
     from netfold.train import Recipe, Trainer
-    from netfold.train.audience import listeners
+    from netfold.train.audience.chosen import listeners
     from netfold.train.audience.run_folder import run_folder
 
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """What a step of each recipe takes over netfold and over gloo: here, and between the hosts of an emulated rack.
 
-    python bench/train_steps.py [RECIPE ...]      # all: half an hour; the rack needs root
+    python bench/train_steps.py [RECIPE ...]      # all: fifty minutes; the rack needs root
 
 Here, two ranks really compute, on a core each. In the rack a layer's computing is a timer of what it took on this
 machine (`timed_model`), since its hosts share the cores; what they send is real. Backends take turns in the same
@@ -32,8 +32,6 @@ SECONDS = RESULT.with_suffix(".json")
 RECIPES = HERE.parent / "recipes"
 BACKENDS = ("netfold", "gloo")
 ROUNDS, STEPS, SETTLING = 4, 4, 2
-# Of a recipe that computes for longer than a second: its gradients take many seconds on the slowest links.
-FEW_ROUNDS = 2
 DEADLINE_S = 900
 
 
@@ -60,7 +58,7 @@ PLACES = (
 )
 
 
-def serve(recipe_path: str, folder: str, rounds: str, timed_file: str) -> None:
+def serve(recipe_path: str, folder: str, timed_file: str) -> None:
     """A rank: every round on both backends; rank 0 writes the seconds of each step."""
     import torch
     import torch.distributed as dist
@@ -100,7 +98,7 @@ def serve(recipe_path: str, folder: str, rounds: str, timed_file: str) -> None:
 
     store = dist.FileStore(f"{folder}/store", size)
     seconds: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
-    for turn in range(int(rounds)):
+    for turn in range(ROUNDS):
         for backend in BACKENDS if turn % 2 else BACKENDS[::-1]:
             made = dist.PrefixStore(f"{turn}-{backend}", store)
             dist.init_process_group(backend, store=made, rank=rank, world_size=size, timeout=timedelta(seconds=120))
@@ -150,10 +148,10 @@ def time_layers(recipe_path: str, file: str) -> None:
     Path(file).write_text(json.dumps([asdict(took) for took in layer_times(make_model(recipe.model), batch)]))
 
 
-def run(recipe: Path, place: Place, rounds: int, timed_file: Path) -> dict[str, list[float]]:
+def run(recipe: Path, place: Place, timed_file: Path) -> dict[str, list[float]]:
     """By backend, the seconds of each step."""
     with tempfile.TemporaryDirectory() as folder:
-        mine = [sys.executable, __file__, "--rank", str(recipe), folder, str(rounds)]
+        mine = [sys.executable, __file__, "--rank", str(recipe), folder]
         if place.rate:
             rack = [sys.executable, "-m", "netfold.cli", "rack", "run", "--hosts", str(place.hosts), "--rate"]
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
@@ -187,8 +185,7 @@ def main(names: list[str]) -> None:
             timed_file = Path(folder, "times.json")
             time_layers_of(recipe, timed_file)
             compute_s = sum(took["forward_s"] + took["backward_s"] for took in json.loads(timed_file.read_text()))
-            rounds = ROUNDS if compute_s < 1 else FEW_ROUNDS
-            seconds = {place.name: run(recipe, place, rounds, timed_file) for place in PLACES}
+            seconds = {place.name: run(recipe, place, timed_file) for place in PLACES}
             kept[recipe.stem] = {"compute_s": compute_s, "seconds": seconds, "load": [load, os.getloadavg()[0]]}
             SECONDS.write_text(json.dumps({name: kept[name] for name in sorted(kept)}) + "\n")
             RESULT.write_text(render(json.loads(SECONDS.read_text())))
@@ -205,7 +202,7 @@ def render(kept: dict[str, Any]) -> str:
             ratio = spread([g / n for g, n in zip(seconds["gloo"], seconds["netfold"], strict=True)])
             cells = [f"{side.median:.1f} ({side.p5:.1f}..{side.p95:.1f})" for side in sides]
             cells.append(f"{ratio.median:.2f} ({ratio.p5:.2f}..{ratio.p95:.2f})")
-            rows.append(f"| {name} | {place.name} | {' | '.join(cells)} | {len(seconds['gloo'])} |")
+            rows.append(f"| {name} | {place.name} | {' | '.join(cells)} |")
         for backend in BACKENDS:
             places = (found["seconds"][Place(hosts, "1gbit").name] for hosts in (1, 2, 4, 8))
             steps = [spread(seconds[backend]).median for seconds in places]
@@ -215,13 +212,13 @@ def render(kept: dict[str, Any]) -> str:
     return f"""# A step of each recipe, over netfold and over gloo
 
 `python bench/train_steps.py`. {spoken((min(loads), max(loads)))} Milliseconds a step, the slowest rank's: median
-(p5..p95) of so many steps, {STEPS} in each turn of a backend, in the same processes; ratio: gloo's over
+(p5..p95) of {ROUNDS * STEPS} steps in {ROUNDS} turns of each backend in the same processes; ratio: gloo's over
 netfold's, step by step. Every rank has half of the recipe's batch, whatever the number of ranks. On this machine
 ranks really compute; in the rack a layer's computing is a timer of what it took here, and netfold has the rack's
 switch. Buckets of 25 MB on both sides.
 
-| recipe | where | netfold ms | gloo ms | ratio | steps |
-|---|---|---|---|---|---|
+| recipe | where | netfold ms | gloo ms | ratio |
+|---|---|---|---|---|
 {chr(10).join(rows)}
 
 ## Scaling efficiency at 1 Gbit/s

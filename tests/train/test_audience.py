@@ -22,7 +22,7 @@ from invented_run import (
 )
 from rich.console import Console
 
-from netfold.train.audience import Guarded, listeners
+from netfold.train.audience.chosen import Guarded, listeners
 from netfold.train.audience.exposed import Exposed
 from netfold.train.audience.metrics_file import read_metrics
 from netfold.train.audience.progress import Progress
@@ -51,7 +51,7 @@ def test_the_recipe_chooses_who_is_told_and_other_ranks_only_record(tmp_path: Pa
 def test_a_tracker_that_is_not_installed_is_named_with_its_key(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("netfold.train.audience.find_spec", lambda name: None)
+    monkeypatch.setattr("netfold.train.audience.chosen.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"report\.{tracker} is on.*pip install {tracker}.*report\.{tracker} = false"):
         listeners(recipe(tmp_path, report={"tensorboard": False, tracker: True}), tmp_path, 0)
 

@@ -30,7 +30,7 @@ def _runs(rank: int, size: int, folder: str, table: dict[str, Any], runs: str) -
     import torch.distributed as dist
 
     from netfold.train import Recipe, Trainer
-    from netfold.train.audience import listeners
+    from netfold.train.audience.chosen import listeners
     from netfold.train.audience.run_folder import run_folder
     from netfold.train.pictures import render
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +91,17 @@ def test_the_page_needs_no_network_and_no_other_file_but_its_profile(tmp_path: P
     page = write_report(cut_off_and_gone_on(recipe(tmp_path))).read_text()
     text = re.sub(r"<script.*?</script>", "", page, flags=re.S)
     assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import", text)
+
+
+def test_the_verb_makes_a_page_again(tmp_path: Path) -> None:
+    folder = cut_off_and_gone_on(recipe(tmp_path))
+    made = write_report(folder).read_text()
+    (folder / "report.html").unlink()
+    again = subprocess.run(
+        [sys.executable, "-m", "netfold.cli", "train", "report", str(folder)], capture_output=True, text=True
+    )
+    assert (again.returncode, again.stdout.split()) == (0, [str(folder / "report.html")]), again.stderr
+    assert (folder / "report.html").read_text() == made
 
 
 def test_each_quantity_has_a_chart_with_words_and_the_baseline_a_line(tmp_path: Path) -> None:

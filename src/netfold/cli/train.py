@@ -95,7 +95,7 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, nproc: int | None
                 # A rank makes model and data to train, and finds the rest itself.
                 split(asked, ranks)
             if not explain:
-                from netfold.train.audience import check_packages
+                from netfold.train.audience.chosen import check_packages
 
                 check_packages(asked)
         except ValueError as error:

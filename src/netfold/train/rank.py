@@ -47,7 +47,7 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
     import torch
     import torch.distributed as dist
 
-    from netfold.train.audience import listeners
+    from netfold.train.audience.chosen import listeners
     from netfold.train.audience.run_folder import run_folder
     from netfold.train.hosts import hosts_will_do
     from netfold.train.trainer import Trainer

@@ -1,0 +1,106 @@
+"""Who is told of a run: chosen by its recipe, and kept from ending it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from netfold.train.audience.exposed import Exposed
+from netfold.train.audience.metrics_file import MetricsFile
+from netfold.train.audience.profiled import Profiled
+from netfold.train.audience.progress import Progress
+from netfold.train.audience.tensorboard import TensorBoard
+from netfold.train.audience.trackers import MLflow, Wandb
+from netfold.train.listeners import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.recipe import Recipe
+from netfold.train.report.listener import Page
+
+# By their packages' names, which are their keys in a recipe's `report`.
+_TRACKERS: dict[str, type[TensorBoard | Wandb | MLflow]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": MLflow,
+}
+
+
+def listeners(recipe: Recipe, folder: Path, rank: int) -> list[Listener]:
+    """For `Trainer`, on the rank of the world that this process is. folder: of `run_folder`.
+
+    Rank 0 has all of them; the others only record what they communicate. None of them ends a run: what one raises is
+    said once. Raises ValueError where a package is missing that the recipe asks for, BlockingIOError where another
+    process writes this run.
+    """
+    asked = recipe.report
+    # Profiles first: a step ends before others are told of it.
+    chosen: list[Listener] = [Profiled(folder, rank)] if asked.profile else []
+    if rank == 0:
+        exposed = Exposed()
+        chosen += [exposed, MetricsFile(folder, asked.every, exposed)]
+        check_packages(recipe)
+        for name, tracker in _TRACKERS.items():
+            if getattr(asked, name):
+                chosen.append(tracker(folder, asked.every, exposed))
+        chosen += [Page(folder), Progress(folder, exposed)]
+    guarded: list[Guarded] = []
+    guarded += [Guarded(each, guarded) for each in chosen]
+    return list(guarded)
+
+
+def check_packages(recipe: Recipe) -> None:
+    """ValueError where a package is missing that the recipe asks for: to be asked before ranks start, too."""
+    for name in _TRACKERS:
+        if getattr(recipe.report, name) and find_spec(name) is None:
+            raise ValueError(
+                f"report.{name} is on, and the package {name} is not installed: pip install {name}, or set "
+                f"report.{name} = false"
+            )
+
+
+class Guarded(Listener):
+    """A listener that may fail: its first failure in a row is told to the others, and when it works again.
+
+    It goes on being told: a full disk may have room again.
+    """
+
+    def __init__(self, listener: Listener, others: Sequence[Listener]) -> None:
+        """others: who is told, itself perhaps among them; nobody else there: stderr is."""
+        self._listener, self._others = listener, others
+        self._failures = 0
+
+    def started(self, event: Started) -> None:
+        self._tell("started", event)
+
+    def stepped(self, event: Stepped) -> None:
+        self._tell("stepped", event)
+
+    def evaluated(self, event: Evaluated) -> None:
+        self._tell("evaluated", event)
+
+    def noted(self, event: Noted) -> None:
+        self._tell("noted", event)
+
+    def ended(self, event: Ended) -> None:
+        self._tell("ended", event)
+
+    def _tell(self, what: str, event: Started | Stepped | Evaluated | Noted | Ended) -> None:
+        name = type(self._listener).__name__
+        try:
+            getattr(self._listener, what)(event)
+        except Exception as error:
+            self._failures += 1
+            if self._failures == 1:
+                kind = type(error).__name__
+                self._note(event.step, f"{name} failed ({kind}: {error}); training goes on without it while it does")
+        else:
+            failures, self._failures = self._failures, 0
+            if failures:
+                self._note(event.step, f"{name} works again; {failures} things it was told are missing there")
+
+    def _note(self, step: int, text: str) -> None:
+        others = [other for other in self._others if other is not self]
+        for other in others:
+            other.noted(Noted(step, "warning", text))
+        if not others:
+            print(f"netfold train: step {step}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,39 @@
+"""Every module of the room can be the first that somebody imports: none needs another to have come before."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import netfold
+
+ROOT = Path(netfold.__file__).parent
+
+pytestmark = pytest.mark.torch
+
+
+def test_any_module_may_be_imported_first() -> None:
+    paths = (path.relative_to(ROOT).with_suffix("").parts for path in sorted(ROOT.glob("train/**/*.py")))
+    names = [".".join(("netfold", *parts)).removesuffix(".__init__") for parts in paths]
+    # What others have made is loaded once for all.
+    for name in names:
+        import_module(name)
+    failed = []
+    for name in names:
+        child = os.fork()
+        if child == 0:
+            for known in [each for each in sys.modules if each.startswith("netfold.train")]:
+                del sys.modules[known]
+            try:
+                import_module(name)
+            except BaseException as error:
+                os.write(2, f"{name}: {error}\n".encode())
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            failed.append(name)
+    assert not failed
