@@ -62,6 +62,16 @@ def test_what_is_fixed_stays_and_what_means_nothing_is_left_out() -> None:
     assert {way.job.recomputation for way in ways} == {"full"} and {way.job.split.zero for way in ways} == {1}
 
 
+def test_zero_3_is_tried_as_far_as_published_runs_agree_and_beyond_where_it_is_asked_for() -> None:
+    def levels(space: Space) -> set[tuple[int, int]]:
+        ways = search(MODEL, CLUSTER, 256, Job(256), space).ways
+        return {(way.job.split.data, way.job.split.zero) for way in ways}
+
+    free = Space(pipeline=1, recomputation="full", micro_batch=1)
+    assert (128, 3) in levels(free) and (256, 3) not in levels(free) and (256, 2) in levels(free)
+    assert (256, 3) in levels(replace(free, zero=3))
+
+
 @pytest.mark.parametrize(
     ("space", "reason"),
     [

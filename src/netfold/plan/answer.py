@@ -12,7 +12,7 @@ from netfold.plan.events import Conditions, Simulated, simulate
 from netfold.plan.job import Job
 from netfold.plan.model import Chain, Layered, Model
 from netfold.plan.price import Cost, cost
-from netfold.plan.search import Choice, Found, search
+from netfold.plan.search import ZERO_3_RANKS, Choice, Found, search
 from netfold.plan.sensitivity import Gain, sensitivity
 from netfold.plan.step import Prediction, predict
 
@@ -98,17 +98,13 @@ def answer(
     )
 
 
-# Where published runs end that the model agrees with: llm-foundry's FSDP (bench/results/plan.md).
-_ZERO_RANKS = 128
-
-
 def notes(asked: Question, best: Choice) -> tuple[str, ...]:
     """Where the answer goes beyond what it was held against."""
     said, split = [], best.job.split
-    if split.zero == 3 and split.data > _ZERO_RANKS:
+    if split.zero == 3 and split.data > ZERO_3_RANKS:
         said.append(
-            f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {_ZERO_RANKS}; beyond, DeepSpeed's took 1.6 "
-            "to 4.8 times as long; hold zero at 1 to see the best way without it"
+            f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {ZERO_3_RANKS}; beyond, DeepSpeed's took 1.6 "
+            "to 4.8 times as long"
         )
     if split.tensor > asked.cluster.node:
         said.append(f"{split.tensor} tensor ranks go beyond a node of {asked.cluster.node}: no published run does that")
