@@ -53,7 +53,7 @@ def test_one_node_is_within_a_tenth_and_its_band_is_honest() -> None:
         ("Korthikanti, table 5", 0.10, 0.10),
         ("Megatron-LM's figures", 0.10, 0.15),
         ("Korthikanti, figure 1", 0.05, 0.05),
-        ("llm-foundry", 0.10, 0.40),
+        ("llm-foundry", 0.10, 0.45),
     ],
 )
 def test_sources_that_nothing_was_fitted_to_are_within_the_aim(begins: str, mean: float, worst: float) -> None:

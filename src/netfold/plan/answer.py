@@ -103,8 +103,8 @@ def notes(asked: Question, best: Choice) -> tuple[str, ...]:
     said, split = [], best.job.split
     if split.zero == 3 and split.data > ZERO_3_RANKS:
         said.append(
-            f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {ZERO_3_RANKS}; beyond, DeepSpeed's took 1.6 "
-            "to 4.8 times as long"
+            f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {ZERO_3_RANKS}; beyond, DeepSpeed's took "
+            "1.4 to 1.6 times as long"
         )
     if split.tensor > asked.cluster.node:
         said.append(f"{split.tensor} tensor ranks go beyond a node of {asked.cluster.node}: no published run does that")
