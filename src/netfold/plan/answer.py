@@ -66,7 +66,6 @@ class Answer:
 def answer(
     asked: Question,
     *,
-    gains: bool = True,
     sizes: tuple[int, ...] = (),
     comparisons: tuple[str, ...] = (),
     conditions: Conditions | None = None,
@@ -92,14 +91,14 @@ def answer(
         len(found.fitting),
         tuple(Way(choice, reason(choice, best)) for choice in found.best_few(FEW)),
         _thinned(found),
-        sensitivity(model, cluster, found) if gains else (),
+        sensitivity(model, cluster, found),
         {
             scaling: curve(
                 model, cluster, job, space, devices=devices, sizes=sizes, scaling=scaling, training=asked.training
             )
             for scaling in (SCALINGS if sizes else ())
         },
-        {text: compare(found, model, job, cluster, clusters) for text, clusters in others.items()},
+        {text: compare(found, model, cluster, clusters) for text, clusters in others.items()},
         notes(asked, best),
         None if conditions is None else simulate(model, cluster, best.job, conditions),
         None if asked.failures is None else _lasting(asked.failures),
