@@ -112,6 +112,7 @@ def test_a_step_is_played_as_events_and_its_timeline_written(tmp_path: Path) -> 
     assert "the same step, played as events" in said and f"the timeline: {file}" in said
     assert json.loads(file.read_text())["traceEvents"]
     assert plan(*ASKED, *fixed, "--straggler", "three")[0] == 2
+    assert plan(*ASKED, *fixed, "--jitter", "nan")[0] == 2
     code, said = plan(*ASKED, *fixed, "--straggler", "99=2")
     assert code == 2 and "there is no rank 99" in said
 

@@ -53,7 +53,7 @@ def question(tree: Mapping[str, Any], where: Mapping[Key, str], *, model: Model 
     cluster = asking.tried(("cluster",), lambda: _cluster(asking))
     job, split, price = (asking.section(name) for name in ("job", "split", "price"))
     for key, name in (("gpus", "devices to train on"), ("batch", "samples of a step")):
-        if key not in job and ("job", key) not in asking.wrong:
+        if key not in job and not asking.wrong & {("job",), ("job", key)}:
             asking.problem(("job", key), f"{key} is missing: {name}")
     training = asking.tried(("training",), lambda: _training(asking.section("training")))
     asking.end()
@@ -64,9 +64,7 @@ def question(tree: Mapping[str, Any], where: Mapping[Key, str], *, model: Model 
         job["precision"] = next(each for each in _PRECISIONS if each in cluster.device.flops)
     devices = job.pop("gpus")
     if "bucket" in job:
-        job["bucket_bytes"] = asking.tried(
-            ("job", "bucket"), lambda: parse_quantity(job.pop("bucket"), "bytes", "job.bucket")
-        )
+        job["bucket_bytes"] = asking.tried(("job", "bucket"), lambda: _bucket_bytes(job.pop("bucket")))
     space = Space(**{_SPACE.get(key, key): value for key, value in split.items()})
     made = asking.tried(("job",), lambda: Job(global_batch=job.pop("batch"), **job))
     asking.tried(("job", "precision"), lambda: cluster.device.peak(made.precision if made else "bf16"))
@@ -228,6 +226,13 @@ def _cluster(asking: _Asking) -> Cluster:
     if not isinstance(said, Mapping):
         raise ValueError("cluster is text, or a table with a device and its tiers")
     return cluster_of(dict(said), "of this file")
+
+
+def _bucket_bytes(said: str) -> float:
+    found = parse_quantity(said, "bytes", "job.bucket")
+    if found < 1:
+        raise ValueError(f'job.bucket is {said!r}, which holds nothing; such as "25 MiB"')
+    return found
 
 
 def _training(said: Mapping[str, Any]) -> Training:
