@@ -95,13 +95,11 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
                 "from the inside out, each a whole number of those inside"
             )
         inside = tier.devices
-    return Cluster(
-        name,
-        device,
-        tiers,
-        tuple(tree.get("sources", ())),
-        _number(tree.get("price_an_hour", 0.0), where, "price_an_hour"),
-    )
+    sources = tree.get("sources", [])
+    if not isinstance(sources, list):
+        raise ValueError(f"{where}: sources is a list of texts")
+    price = _number(tree.get("price_an_hour", 0.0), where, "price_an_hour")
+    return Cluster(name, device, tiers, tuple(map(str, sources)), price)
 
 
 def _device(name: str, table: dict[str, Any], where: str) -> Device:
