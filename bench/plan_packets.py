@@ -2,7 +2,8 @@
 
     .venv/bin/python bench/plan_packets.py [SEEDS]      # 5
 
-What was measured is read from bench/results/loss.md (bench/loss.py). Writes bench/results/plan_packets.md.
+What was measured is read from bench/results/loss.md and tree.md (bench/loss.py, bench/tree.py). Writes
+bench/results/plan_packets.md.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -35,6 +37,11 @@ def measured() -> dict[str, tuple[float, float]]:
     return found
 
 
+def measured_tree_ms() -> float:
+    rows = [line.strip("|").split("|") for line in (RESULTS / "tree.md").read_text().splitlines()]
+    return next(float(cells[1]) for cells in rows if cells[0].strip() == "a leaf in each rack, a root")
+
+
 def render(seeds: int) -> str:
     started = os.getloadavg()[0]
     lines = [
@@ -52,7 +59,12 @@ def render(seeds: int) -> str:
             f"| {loss} | {measured_ms:.0f} | {simulated_ms:.0f} | {simulated_ms / measured_ms - 1:+.1%} | {again:.2%} "
             f"| {median(each.sent_again for each in found):.2%} | {1e3 * max(each.time_s for each in found):.0f} |"
         )
+    tree_ms = measured_tree_ms()
+    tree = all_reduce(replace(Fabric(**RACK), workers=8, racks=2), SIZE, most_packets=ALL_PACKETS)
     lines += [
+        "",
+        f"8 hosts in 2 racks, a switch in each and one above, no losses: measured {tree_ms:.0f} ms, simulated "
+        f"{1e3 * tree.time_s:.0f} ms, {1e3 * tree.time_s / tree_ms - 1:+.1%}.",
         "",
         "64 KB, links of 100 Gbit/s and 1 us, no losses: what is simulated stands for the rest.",
         "",

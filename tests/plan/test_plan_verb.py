@@ -112,5 +112,22 @@ def test_a_step_is_played_as_events_and_its_timeline_written(tmp_path: Path) -> 
     assert "the same step, played as events" in said and f"the timeline: {file}" in said
     assert json.loads(file.read_text())["traceEvents"]
     assert plan(*ASKED, *fixed, "--straggler", "three")[0] == 2
+    assert plan(*ASKED, *fixed, "--jitter", "nan")[0] == 2
     code, said = plan(*ASKED, *fixed, "--straggler", "99=2")
     assert code == 2 and "there is no rank 99" in said
+
+
+def test_failures_cost_time_and_say_how_often_to_save(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    failing = '[failures]\nhours_between = 8000\ncheckpoint = "60 s"\nrestart = "300 s"\n'
+    asked = 'model = "megatron-1b7"\ncluster = "dgx-a100"\n[job]\ngpus = 16\nbatch = 64\n[training]\nsamples = 1e8\n'
+    file.write_text(asked + failing)
+    code, said = plan(str(file), "--recompute", "full")
+    assert (
+        code == 0 and "with a failure every 20.8 days, a checkpoint every" in said and "of the time is progress" in said
+    )
+    file.write_text(asked + failing.replace('"60 s"', '"60 MB"'))
+    code, said = plan(str(file))
+    assert code == 2 and "is a quantity of bytes, where one of time is wanted" in said
+    file.write_text(asked + failing.replace("hours_between = 8000\n", ""))
+    assert "failures.hours_between is missing" in plan(str(file))[1]

@@ -9,10 +9,11 @@ from netfold.plan.cluster import Cluster
 from netfold.plan.compare import Variant, compare, parse_comparison
 from netfold.plan.curve import SCALINGS, Point, curve
 from netfold.plan.events import Conditions, Simulated, simulate
+from netfold.plan.failures import Failures, best_interval_s, expected_goodput
 from netfold.plan.job import Job
 from netfold.plan.model import Chain, Layered, Model
 from netfold.plan.price import Cost, cost
-from netfold.plan.search import Choice, Found, search
+from netfold.plan.search import ZERO_3_RANKS, Choice, Found, search
 from netfold.plan.sensitivity import Gain, sensitivity
 from netfold.plan.step import Prediction, predict
 
@@ -29,11 +30,19 @@ class Way:
 
 
 @dataclass(frozen=True)
+class Lasting:
+    """With failures: a checkpoint every interval_s of computing loses least; `goodput` of the time makes progress."""
+
+    interval_s: float
+    goodput: float
+
+
+@dataclass(frozen=True)
 class Answer:
     """tried, fitting: ways that were predicted, and that fit. efficiency: throughput a device, against one replica that
     trains alone, with as many samples of its own. few: the fastest of each mesh. front: none of those that fit is
     better in both time and memory. curves: by scaling. notes: what to be careful with. played: the best way, as events.
-    training_s, training_cost: of the whole training, where its length is known.
+    training_s, training_cost: of the whole training, where its length is known, without failures.
     """
 
     question: Question
@@ -48,6 +57,7 @@ class Answer:
     comparisons: dict[str, tuple[Variant, ...]]
     notes: tuple[str, ...]
     played: Simulated | None
+    lasting: Lasting | None
     training_s: float | None
     training_cost: Cost | None
     step_cost: Cost
@@ -56,7 +66,6 @@ class Answer:
 def answer(
     asked: Question,
     *,
-    gains: bool = True,
     sizes: tuple[int, ...] = (),
     comparisons: tuple[str, ...] = (),
     conditions: Conditions | None = None,
@@ -82,38 +91,40 @@ def answer(
         len(found.fitting),
         tuple(Way(choice, reason(choice, best)) for choice in found.best_few(FEW)),
         _thinned(found),
-        sensitivity(model, cluster, found) if gains else (),
+        sensitivity(model, cluster, found),
         {
             scaling: curve(
                 model, cluster, job, space, devices=devices, sizes=sizes, scaling=scaling, training=asked.training
             )
             for scaling in (SCALINGS if sizes else ())
         },
-        {text: compare(found, model, job, cluster, clusters) for text, clusters in others.items()},
+        {text: compare(found, model, cluster, clusters) for text, clusters in others.items()},
         notes(asked, best),
         None if conditions is None else simulate(model, cluster, best.job, conditions),
+        None if asked.failures is None else _lasting(asked.failures),
         seconds,
         None if seconds is None else cost(seconds, devices, cluster, asked.prices),
         cost(best.prediction.step_s, devices, cluster, asked.prices),
     )
 
 
-# Where published runs end that the model agrees with: llm-foundry's FSDP (bench/results/plan.md).
-_ZERO_RANKS = 128
-
-
 def notes(asked: Question, best: Choice) -> tuple[str, ...]:
     """Where the answer goes beyond what it was held against."""
     said, split = [], best.job.split
-    if split.zero == 3 and split.data > _ZERO_RANKS:
+    if split.zero == 3 and split.data > ZERO_3_RANKS:
         said.append(
-            f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {_ZERO_RANKS}; beyond, DeepSpeed's took 1.6 "
-            "to 4.8 times as long; hold zero at 1 to see the best way without it"
+            f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {ZERO_3_RANKS}; beyond, DeepSpeed's took "
+            "1.4 to 1.6 times as long"
         )
     if split.tensor > asked.cluster.node:
         said.append(f"{split.tensor} tensor ranks go beyond a node of {asked.cluster.node}: no published run does that")
     said += _of_model(asked.model, best.job)
     return tuple(said)
+
+
+def _lasting(failures: Failures) -> Lasting:
+    interval_s = best_interval_s(failures)
+    return Lasting(interval_s, expected_goodput(failures, interval_s))
 
 
 def _of_model(model: Model, job: Job) -> list[str]:

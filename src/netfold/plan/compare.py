@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster, load_cluster
-from netfold.plan.cluster.networks import with_network
-from netfold.plan.job import Job
+from netfold.plan.cluster.networks import networks, with_network
 from netfold.plan.model import Model
 from netfold.plan.search import Choice, Found, order
 from netfold.plan.step import predict
@@ -43,17 +42,20 @@ def parse_comparison(text: str, cluster: Cluster) -> tuple[tuple[str, Cluster], 
 
 
 def compare(
-    found: Found, model: Model, job: Job, cluster: Cluster, others: tuple[tuple[str, Cluster], ...]
+    found: Found, model: Model, cluster: Cluster, others: tuple[tuple[str, Cluster], ...]
 ) -> tuple[Variant, ...]:
     """The cluster as it is, by its best way, then each other, split as is best there.
 
-    Ways that are tried elsewhere: of those that were found, the fastest of each mesh and the fastest of all.
+    Ways that are tried elsewhere: of those that were found, the fastest of each mesh and the fastest of all. A network
+    that aggregates is used for it where the cluster's own does not; where both do, as the job says.
     """
     base = found.best
     variants = [Variant("as it is", cluster, base, factor=1.0)]
     for name, other in others:
+        asked = name in networks() and networks()[name].in_network
+        in_network = aggregates(other) and (base.job.in_network or not aggregates(cluster) or bool(asked))
         try:
-            best = _best(found, model, job, other)
+            best = _best(found, model, other, in_network)
         except ValueError as error:
             variants.append(Variant(name, other, None, str(error)))
             continue
@@ -61,14 +63,19 @@ def compare(
     return tuple(variants)
 
 
-def _best(found: Found, model: Model, job: Job, cluster: Cluster) -> Choice:
-    # Who brings aggregation in, or takes it away, means it to be used.
-    in_network = any(tier.in_network for tier in cluster.tiers)
-    ways = []
-    for choice in found.shortlist(cluster.device.memory_bytes):
-        there = replace(choice.job, in_network=in_network)
-        ways.append(Choice(there, predict(model, cluster, there)))
-    fitting = [way for way in ways if way.prediction.fits]
-    if not fitting:
-        raise ValueError(f"does not fit: {cluster.device.name} has {cluster.device.memory_bytes / 2**30:.0f} GB")
-    return min(fitting, key=order)
+def aggregates(cluster: Cluster) -> bool:
+    """Whether any of its tiers can."""
+    return any(tier.in_network for tier in cluster.tiers)
+
+
+def _best(found: Found, model: Model, cluster: Cluster, in_network: bool) -> Choice:
+    memory_bytes = cluster.device.memory_bytes
+    jobs = [replace(choice.job, in_network=in_network) for choice in found.shortlist(memory_bytes)]
+    ways = [Choice(job, predict(model, cluster, job)) for job in jobs]
+    if not ways:
+        least = found.least.prediction.memory.total
+        raise ValueError(
+            f"does not fit: {cluster.device.name} has {memory_bytes / 2**30:.1f} GB, and {least / 2**30:.1f} GB are "
+            "needed at least"
+        )
+    return min(ways, key=order)

@@ -14,6 +14,9 @@ from netfold.plan.step import Prediction, predict
 
 # Bounds of what is tried where nothing is said: samples of a microbatch but the whole of a rank's, pieces of a stage.
 MOST_MICRO_BATCH, MOST_PIECES = 64, 8
+# Ranks that ZeRO-3 is tried over where nothing is said: published runs agree so far (llm-foundry's FSDP); beyond,
+# DeepSpeed's took 1.4 to 1.6 times as long as predicted (bench/results/plan.md).
+ZERO_3_RANKS = 128
 # Ways in all. Where there are more, the search says so and asks for a fixed value.
 MOST_WAYS = 60_000
 # Ways that are predicted anew where a cluster changes a little: so many of all, and of each mesh. One beyond them would
@@ -219,7 +222,9 @@ def _zeros(mesh: Split, fixed: int | None) -> list[int]:
     if mesh.data == 1:
         return [0]
     zeros = [0, 1] if mesh.pipeline > 1 else [0, 1, 2, 3]
-    return zeros if fixed is None else [fixed] if fixed in zeros else []
+    if fixed is None:
+        return zeros if mesh.data <= ZERO_3_RANKS else zeros[:3]
+    return [fixed] if fixed in zeros else []
 
 
 def _none_even(model: Model, devices: int, job: Job, space: Space) -> str:

@@ -10,6 +10,7 @@ from netfold.plan.accuracy import Training
 from netfold.plan.ask.places import Key
 from netfold.plan.cluster import Cluster, cluster_of, load_cluster
 from netfold.plan.cluster.units import parse_quantity
+from netfold.plan.failures import Failures
 from netfold.plan.job import OPTIMIZERS, PRECISIONS, RECOMPUTATIONS, SCHEDULES, Job
 from netfold.plan.model import Model
 from netfold.plan.model.named import find_model, model_of
@@ -37,6 +38,7 @@ class Question:
     space: Space = field(default_factory=Space)
     prices: Prices = field(default_factory=Prices)
     training: Training = field(default_factory=Training)
+    failures: Failures | None = None
 
 
 def question(tree: Mapping[str, Any], where: Mapping[Key, str], *, model: Model | None = None) -> Question:
@@ -51,7 +53,7 @@ def question(tree: Mapping[str, Any], where: Mapping[Key, str], *, model: Model 
     cluster = asking.tried(("cluster",), lambda: _cluster(asking))
     job, split, price = (asking.section(name) for name in ("job", "split", "price"))
     for key, name in (("gpus", "devices to train on"), ("batch", "samples of a step")):
-        if key not in job and ("job", key) not in asking.wrong:
+        if key not in job and not asking.wrong & {("job",), ("job", key)}:
             asking.problem(("job", key), f"{key} is missing: {name}")
     training = asking.tried(("training",), lambda: _training(asking.section("training")))
     asking.end()
@@ -62,9 +64,7 @@ def question(tree: Mapping[str, Any], where: Mapping[Key, str], *, model: Model 
         job["precision"] = next(each for each in _PRECISIONS if each in cluster.device.flops)
     devices = job.pop("gpus")
     if "bucket" in job:
-        job["bucket_bytes"] = asking.tried(
-            ("job", "bucket"), lambda: parse_quantity(job.pop("bucket"), "bytes", "job.bucket")
-        )
+        job["bucket_bytes"] = asking.tried(("job", "bucket"), lambda: _bucket_bytes(job.pop("bucket")))
     space = Space(**{_SPACE.get(key, key): value for key, value in split.items()})
     made = asking.tried(("job",), lambda: Job(global_batch=job.pop("batch"), **job))
     asking.tried(("job", "precision"), lambda: cluster.device.peak(made.precision if made else "bf16"))
@@ -75,7 +75,9 @@ def question(tree: Mapping[str, Any], where: Mapping[Key, str], *, model: Model 
     asking.end()
     assert made is not None
     prices = Prices(price.get("gpu_hour", cluster.price_an_hour), price.get("kwh", 0.0), price.get("currency", ""))
-    return Question(found, cluster, devices, made, space, prices, training)
+    failures = asking.tried(("failures",), lambda: _failures(asking.section("failures"), devices))
+    asking.end()
+    return Question(found, cluster, devices, made, space, prices, training, failures)
 
 
 # What a job is computed in where it does not say: the first that a device has.
@@ -145,6 +147,7 @@ _SECTIONS: dict[str, dict[str, _Check]] = {
         "recompute": _one_of(*RECOMPUTATIONS),
     },
     "price": {"gpu_hour": _number, "kwh": _number, "currency": _text},
+    "failures": {"hours_between": _number, "checkpoint": _text, "restart": _text},
     "training": {"samples": _number, "dataset": _number, "epochs": _table},
 }
 _SPACE = {"recompute": "recomputation"}
@@ -225,6 +228,13 @@ def _cluster(asking: _Asking) -> Cluster:
     return cluster_of(dict(said), "of this file")
 
 
+def _bucket_bytes(said: str) -> float:
+    found = parse_quantity(said, "bytes", "job.bucket")
+    if found < 1:
+        raise ValueError(f'job.bucket is {said!r}, which holds nothing; such as "25 MiB"')
+    return found
+
+
 def _training(said: Mapping[str, Any]) -> Training:
     curve: list[tuple[float, float]] = []
     for batch, epochs in said.get("epochs", {}).items():
@@ -235,3 +245,15 @@ def _training(said: Mapping[str, Any]) -> Training:
             )
         curve.append((float(batch), float(epochs)))
     return Training(**dict(said) | {"epochs": tuple(sorted(curve))})
+
+
+def _failures(said: Mapping[str, Any], devices: int) -> Failures | None:
+    if not said:
+        return None
+    for key in ("hours_between", "checkpoint", "restart"):
+        if key not in said:
+            raise ValueError(
+                f"failures.{key} is missing; hours_between is of one device, checkpoint and restart take a time"
+            )
+    checkpoint, restart = (parse_quantity(said[key], "time", f"failures.{key}") for key in ("checkpoint", "restart"))
+    return Failures(3600.0 * said["hours_between"], devices, checkpoint, restart)

@@ -95,13 +95,11 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
                 "from the inside out, each a whole number of those inside"
             )
         inside = tier.devices
-    return Cluster(
-        name,
-        device,
-        tiers,
-        tuple(tree.get("sources", ())),
-        _number(tree.get("price_an_hour", 0.0), where, "price_an_hour"),
-    )
+    sources = tree.get("sources", [])
+    if not isinstance(sources, list):
+        raise ValueError(f"{where}: sources is a list of texts")
+    price = _number(tree.get("price_an_hour", 0.0), where, "price_an_hour")
+    return Cluster(name, device, tiers, tuple(map(str, sources)), price)
 
 
 def _device(name: str, table: dict[str, Any], where: str) -> Device:
@@ -123,7 +121,7 @@ def _device(name: str, table: dict[str, Any], where: str) -> Device:
         flops,
         _positive(parse_quantity(table["memory"], "bytes", f"{where}, memory"), where, "memory"),
         _positive(parse_quantity(table["memory_rate"], "rate", f"{where}, memory_rate"), where, "memory_rate"),
-        int(table.get("multiprocessors", 1)),
+        _whole(table.get("multiprocessors", 1), where, "multiprocessors"),
         _part(table.get("sustained", 1.0), where, "sustained"),
         parse_quantity(table["copy_rate"], "rate", f"{where}, copy_rate") if "copy_rate" in table else 0.0,
         parse_quantity(table["power"], "power", f"{where}, power") if "power" in table else 0.0,
@@ -137,9 +135,8 @@ def _tier(table: dict[str, Any], cluster: str, sharing: int) -> Tier:
     if "measured" in table and ("latency" in table or "rate" in table):
         raise ValueError(f"{where}: is measured, and says latency or rate too; leave one out")
     _needs(table, where, ("name", "devices", *(() if "measured" in table else ("latency", "rate"))))
-    devices, oversubscription = table["devices"], _number(table.get("oversubscription", 1), where, "oversubscription")
-    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-        raise ValueError(f"{where}: devices = {devices!r} is no number of devices; 1 is the least")
+    devices = _whole(table["devices"], where, "devices")
+    oversubscription = _number(table.get("oversubscription", 1), where, "oversubscription")
     if oversubscription < 1:
         raise ValueError(f"{where}: oversubscription = {oversubscription:g} is below 1, which is none")
     if not isinstance(table.get("in_network", False), bool):
@@ -153,6 +150,12 @@ def _tier(table: dict[str, Any], cluster: str, sharing: int) -> Tier:
     return Tier(
         str(table["name"]), devices, latency_s, bytes_per_s, oversubscription, bool(table.get("in_network", False))
     )
+
+
+def _whole(value: object, where: str, key: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{where}: {key} = {value!r} is no number of {key}; 1 is the least")
+    return value
 
 
 def _number(value: object, where: str, key: str) -> float:

@@ -22,12 +22,12 @@ class Conditions:
     interference: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.jitter < 0:
+        if not 0 <= self.jitter < float("inf"):
             raise ValueError(f"jitter is a ratio of 0 or more, not {self.jitter:g}")
-        if self.interference < 1:
+        if not 1 <= self.interference < float("inf"):
             raise ValueError(f"interference is 1 (none) or more, not {self.interference:g}")
         for rank, factor in self.stragglers.items():
-            if factor <= 0:
+            if not 0 < factor < float("inf"):
                 raise ValueError(f"rank {rank} cannot compute {factor:g} times as long; 1 is as long as the others")
 
     @property

@@ -49,6 +49,7 @@ def as_object(answer: Answer) -> dict[str, Any]:
             for text, variants in answer.comparisons.items()
         },
         "notes": answer.notes,
+        "failures": answer.lasting,
         "played": None
         if answer.played is None
         else {"step_s": answer.played.prediction.step_s, "parts_s": parts(answer.played.prediction)},

@@ -134,6 +134,8 @@ def _together(answer: Answer) -> str:
             None if answer.step_cost.energy_kwh is None else per * answer.step_cost.energy_kwh,
         )
         lines.append(f"1,000 steps: {money(thousand, asked.prices)}")
+    if answer.lasting is not None:
+        lines.append(failures(answer))
     return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])
 
 
@@ -143,6 +145,18 @@ def _played(closed: Prediction, played: Prediction) -> str:
     rows += [[name, *(time(each.get(name, 0.0)) for each in (here, there))] for name in {**here, **there}]
     rows.append(["together", time(closed.step_s), time(played.step_s)])
     return "\n".join(["the same step, played as events", *_aligned(rows, left=(0,))])
+
+
+def failures(answer: Answer) -> str:
+    """What failures leave, in a sentence; there must be any."""
+    assert answer.lasting is not None and answer.question.failures is not None
+    goodput, between_s = answer.lasting.goodput, answer.question.failures.job_between_s
+    said = f"with a failure every {duration(between_s)}, "
+    if goodput < 0.01:
+        return said + "nothing is ever done; take fewer devices, or save faster"
+    said += f"a checkpoint every {duration(answer.lasting.interval_s)} is best: "
+    said += f"{units.ratio(goodput)} of the time is progress"
+    return said + (f", {duration(answer.training_s / goodput)} in all" if answer.training_s is not None else "")
 
 
 def duration(seconds: float) -> str:

@@ -69,28 +69,12 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
     share = Share(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes)
     layers = model.layers(share)
     times = _layer_times(model, share, cluster, job.precision, constants)
-    distance = split.tensor * split.data
-    stages = []
+    stages: list[Stage] = []
+    before: list[tuple[int, float]] = []
     for part in _cut(layers, split.pipeline):
-        sent = max(layers[index].input_bytes for index, _ in part) if split.pipeline > 1 else 0.0
-        if split.interleave > 1 and not split.sequence:
-            # Tensor ranks hold the same: each sends a part, gathered where it arrives (Narayanan et al. 2021, 4.1).
-            sent /= split.tensor
-        stages.append(
-            Stage(
-                sum(count * times[index].forward_s for index, count in part),
-                sum(count * times[index].backward_s for index, count in part),
-                sum(count * times[index].forward_tensor_s for index, count in part),
-                sum(count * times[index].backward_tensor_s for index, count in part),
-                sent,
-                send_s(sent, distance, cluster, constants) if sent else 0.0,
-                sum(count * layers[index].parameters for index, count in part),
-                sum(count * layers[index].kept_bytes for index, count in part),
-                sum(count * _tables_s(layers[index], cluster, job, constants) for index, count in part),
-                sum(count * times[index].backward_s * _part_of_weights(layers[index]) for index, count in part),
-                max(layers[index].parameters for index, _ in part),
-            )
-        )
+        # Most stages hold the same.
+        stages.append(stages[-1] if part == before else _stage(part, layers, times, cluster, job, constants))
+        before = part
     data, gathered = _data_parallel(max(stages, key=lambda stage: stage.parameters), cluster, job, constants)
     updated = max(stage.parameters for stage in stages) / (split.data if split.zero else 1)
     optimizer = moved_s(updated * _updated_bytes(job, constants), cluster.device, constants)
@@ -126,7 +110,9 @@ def _data_parallel(stage: Stage, cluster: Cluster, job: Job, constants: Constant
     times = max(1.0, stage.parameters / stage.layer_parameters) if job.split.zero == 3 else 1.0
 
     def taken(operation: str, size_bytes: float) -> float:
-        return times * collective_s(operation, size_bytes / times, group, cluster, constants, job.in_network)
+        # Weights that are gathered layer by layer come by one adapter a node: what FSDP's and ZeRO-3's runs show.
+        layered = job.split.zero == 3
+        return times * collective_s(operation, size_bytes / times, group, cluster, constants, job.in_network, layered)
 
     if job.split.zero == 0:
         return taken("all_reduce", gradients), 0.0
@@ -173,6 +159,35 @@ def _layer_times(
         found = (forward, backward, forward_tensor, backward_tensor)
         times.append(_Times(*(constants.tempo * seconds for seconds in found)))
     return tuple(times)
+
+
+def _stage(
+    part: list[tuple[int, float]],
+    layers: tuple[Layer, ...],
+    times: tuple[_Times, ...],
+    cluster: Cluster,
+    job: Job,
+    constants: Constants,
+) -> Stage:
+    """part: its layers, and how many of each."""
+    split = job.split
+    sent = max(layers[index].input_bytes for index, _ in part) if split.pipeline > 1 else 0.0
+    if split.interleave > 1 and not split.sequence:
+        # Tensor ranks hold the same: each sends a part, gathered where it arrives (Narayanan et al. 2021, 4.1).
+        sent /= split.tensor
+    return Stage(
+        sum(count * times[index].forward_s for index, count in part),
+        sum(count * times[index].backward_s for index, count in part),
+        sum(count * times[index].forward_tensor_s for index, count in part),
+        sum(count * times[index].backward_tensor_s for index, count in part),
+        sent,
+        send_s(sent, split.tensor * split.data, cluster, constants) if sent else 0.0,
+        sum(count * layers[index].parameters for index, count in part),
+        sum(count * layers[index].kept_bytes for index, count in part),
+        sum(count * _tables_s(layers[index], cluster, job, constants) for index, count in part),
+        sum(count * times[index].backward_s * _part_of_weights(layers[index]) for index, count in part),
+        max(layers[index].parameters for index, _ in part),
+    )
 
 
 def _cut(layers: tuple[Layer, ...], stages: int) -> list[list[tuple[int, float]]]:

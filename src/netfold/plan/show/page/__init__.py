@@ -17,7 +17,7 @@ from netfold.plan.show.page.others import comparisons, gains
 from netfold.plan.show.page.scaling import scaling
 from netfold.plan.show.page.split import memory, played, step
 from netfold.plan.show.page.ways import few, front
-from netfold.plan.show.text import big, duration, money, rate, time
+from netfold.plan.show.text import big, duration, failures, money, rate, time
 from netfold.profile import page as profile_page
 from netfold.profile.page import hash_of, units
 from netfold.profile.page.plain import embed, escape
@@ -109,6 +109,8 @@ def _facts(answer: Answer) -> list[tuple[str, str]]:
         said.append((units.ratio(answer.efficiency), "scaling efficiency, against a replica alone"))
     if answer.training_s is not None and answer.training_cost is not None:
         said.append((duration(answer.training_s), money(answer.training_cost, asked.prices)))
+    if answer.lasting is not None:
+        said.append((units.ratio(answer.lasting.goodput), failures(answer)))
     return said
 
 

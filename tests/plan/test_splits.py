@@ -62,6 +62,16 @@ def test_what_is_fixed_stays_and_what_means_nothing_is_left_out() -> None:
     assert {way.job.recomputation for way in ways} == {"full"} and {way.job.split.zero for way in ways} == {1}
 
 
+def test_zero_3_is_tried_as_far_as_published_runs_agree_and_beyond_where_it_is_asked_for() -> None:
+    def levels(space: Space) -> set[tuple[int, int]]:
+        ways = search(MODEL, CLUSTER, 256, Job(256), space).ways
+        return {(way.job.split.data, way.job.split.zero) for way in ways}
+
+    free = Space(pipeline=1, recomputation="full", micro_batch=1)
+    assert (128, 3) in levels(free) and (256, 3) not in levels(free) and (256, 2) in levels(free)
+    assert (256, 3) in levels(replace(free, zero=3))
+
+
 @pytest.mark.parametrize(
     ("space", "reason"),
     [
@@ -121,18 +131,31 @@ def test_a_range_that_is_none_is_refused(text: str) -> None:
 def test_a_slower_network_is_never_faster_and_reaches_only_beyond_nodes() -> None:
     slow = with_network(CLUSTER, "ethernet-1")
     assert slow.tiers[0] == CLUSTER.tiers[0] and slow.tiers[1].bytes_per_s == pytest.approx(0.94e9 / 8 / 8)
-    variants = compare(found(), MODEL, JOB, CLUSTER, parse_comparison("network=ethernet-1,ethernet-10", CLUSTER))
+    variants = compare(found(), MODEL, CLUSTER, parse_comparison("network=ethernet-1,ethernet-10", CLUSTER))
     assert [each.name for each in variants] == ["as it is", "ethernet-1", "ethernet-10"]
     assert variants[1].factor <= variants[2].factor <= 1.01
 
 
 def test_a_network_that_aggregates_is_used_and_one_that_is_none_is_told() -> None:
-    (_, there) = compare(found(), MODEL, JOB, CLUSTER, parse_comparison("network=in-network", CLUSTER))
+    (_, there) = compare(found(), MODEL, CLUSTER, parse_comparison("network=in-network", CLUSTER))
     assert there.choice is not None and there.choice.job.in_network
     with pytest.raises(ValueError, match=r"did you mean tcp\?"):
         parse_comparison("network=tpc", CLUSTER)
     with pytest.raises(ValueError, match=r"did you mean network\?"):
         parse_comparison("netwrk=tcp", CLUSTER)
+
+
+def test_who_asked_for_no_aggregation_gets_none_elsewhere_but_where_it_is_what_is_compared() -> None:
+    able = with_network(CLUSTER, "in-network")
+    without = search(MODEL, able, 32, replace(JOB, in_network=False), Space(tensor=1, pipeline=1))
+    variants = compare(without, MODEL, able, parse_comparison("network=infiniband-edr,in-network", able))
+    assert [each.choice is not None and each.choice.job.in_network for each in variants] == [False, False, True]
+
+
+def test_where_a_device_is_too_small_the_least_that_is_needed_is_told() -> None:
+    tight = search(MODEL, CLUSTER, 32, JOB, Space(tensor=2, pipeline=1, zero=0))
+    (_, there) = compare(tight, MODEL, CLUSTER, parse_comparison("cluster=edsr-v100", CLUSTER))
+    assert there.choice is None and "does not fit: v100-16 has 16.0 GB" in there.why
 
 
 def test_every_network_names_its_source() -> None:
