@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from netfold.plan.validate import Report, Score
+
+# Of a table that goes to a file.
+_PIPED_WIDTH = 120
 
 app = typer.Typer(help="What scaling out will bring, on which network, split how.", no_args_is_help=True)
 
@@ -56,7 +61,6 @@ def validate(
 def _published(as_json: bool, as_markdown: bool) -> None:
     import json
 
-    from rich.console import Console
     from rich.table import Table
 
     from netfold.plan.validate import markdown, validate_published
@@ -76,11 +80,10 @@ def _published(as_json: bool, as_markdown: bool) -> None:
         score = each.score
         errors = (f"{100 * score.mean_error:.1f}%", f"{100 * score.bias:+.1f}%", f"{100 * score.worst_error:.1f}%")
         shown.add_row(each.source.name, str(score.rows), *errors, f"{100 * score.covered:.0f}%")
-    Console().print(shown)
+    _console().print(shown)
 
 
 def _show(report: Report) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     names = ("line", "model", "GPUs", "batch", "micro", "t x p x d", "measured ms", "predicted ms", "error")
@@ -100,7 +103,7 @@ def _show(report: Report) -> None:
             f"{row.predicted_ms:.1f}",
             f"{100 * (row.predicted_ms / row.run.measured_ms - 1):+.1f}%",
         )
-    console = Console()
+    console = _console()
     console.print(shown)
     if report.calibrated:
         console.print(f"constants fitted to {report.calibrated} runs; recomputation: {report.recomputation}")
@@ -114,3 +117,11 @@ def _sentence(score: Score) -> str:
     if score.regret is not None:
         text += f", the split chosen takes {100 * score.regret:.1f}% longer than the best"
     return text + f", {100 * score.covered:.0f}% in the 80% band"
+
+
+def _console() -> Console:
+    """As wide as a table needs, where nobody's window says otherwise."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPED_WIDTH)

@@ -44,10 +44,9 @@ class Split:
 class Job:
     """global_batch, micro_batch: samples of a step, and of one rank at a time.
 
-    precision: of matmuls and activations. in_network: data-parallel reductions use it where a tier has it.
-    overlap: data-parallel communication goes on beside the last microbatch's backward pass. bucket_bytes: what it is
-    cut to. gradient_bytes: of a gradient's element, in memory and on the wire; 0: as Megatron-LM has it, 4 bytes for a
-    precision of 16 bits.
+    precision: of matmuls and activations. in_network: data-parallel reductions use it where every tier that they cross
+    can. overlap: data-parallel communication goes on beside the last microbatch's backward pass. bucket_bytes: what it
+    is cut to. gradient_bytes: of a gradient's element, in memory and on the wire.
     Raises ValueError for words that are none, and for a batch that does not come out even.
     """
 

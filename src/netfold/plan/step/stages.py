@@ -122,7 +122,9 @@ def _data_parallel(parameters: float, cluster: Cluster, job: Job, constants: Con
     gradients, weights = parameters * job.gradient_bytes, parameters * job.item_bytes
 
     def taken(operation: str, size_bytes: float) -> float:
-        return collective_s(operation, size_bytes, group, cluster, constants, job.in_network)
+        # Weights that are gathered layer by layer come by one adapter a node: what FSDP's and ZeRO-3's runs show.
+        layered = job.split.zero == 3
+        return collective_s(operation, size_bytes, group, cluster, constants, job.in_network, layered)
 
     if job.split.zero == 0:
         return taken("all_reduce", gradients), 0.0

@@ -25,15 +25,26 @@ class Group:
 
 @lru_cache(maxsize=65536)
 def collective_s(
-    operation: str, size_bytes: float, group: Group, cluster: Cluster, constants: Constants, in_network: bool = False
+    operation: str,
+    size_bytes: float,
+    group: Group,
+    cluster: Cluster,
+    constants: Constants,
+    in_network: bool = False,
+    one_ring: bool = False,
 ) -> float:
-    """Seconds. The cheapest of: one ring through all; rings inside and between nodes; a reduction inside the network
-    between nodes, where asked for and the tiers that it crosses can.
+    """Seconds. The cheapest of: rings through all, as many as leave a node together; rings inside and between nodes; a
+    reduction inside the network between nodes, where asked for and the tiers that it crosses can.
+
+    one_ring: a single ring through all, which leaves each node by one adapter.
     """
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
     copied = size_bytes / (cluster.device.copy_bytes_per_s or constants.copy_bytes_per_s)
-    seconds = min(_ways(operation, size_bytes, group, cluster, constants, in_network))
+    if one_ring:
+        seconds = predict(operation, "ring", size_bytes, _apart(group.ranks), _links(group, cluster, constants, True))
+    else:
+        seconds = min(_ways(operation, size_bytes, group, cluster, constants, in_network))
     return constants.collective_s + copied + seconds
 
 
@@ -85,8 +96,8 @@ def _apart(ranks: int) -> Topology:
 
 
 @lru_cache(maxsize=4096)
-def _links(group: Group, cluster: Cluster, constants: Constants) -> Links:
-    """What a ring through the group is bound by: at each tier as many ranks leave together as are inside of it."""
+def _links(group: Group, cluster: Cluster, constants: Constants, one_ring: bool = False) -> Links:
+    """What rings through the group are bound by: at each tier as many ranks leave together as are inside of it."""
     rate, latency, inside = float("inf"), 0.0, 1
     for tier in cluster.tiers:
         if group.inside(tier) == inside and inside < group.ranks and tier is not cluster.tiers[-1]:
@@ -94,7 +105,7 @@ def _links(group: Group, cluster: Cluster, constants: Constants) -> Links:
         if inside >= group.ranks:
             break
         part = constants.network_part if tier is not cluster.tiers[0] else 1.0
-        rate = min(rate, inside * part * tier.busy_bytes_per_s)
+        rate = min(rate, (1 if one_ring else inside) * part * tier.busy_bytes_per_s)
         # Of all hops, those that cross this tier and none outside.
         joined = group.inside(tier)
         hops = group.ranks / inside - (group.ranks / joined if joined < group.ranks else 0)
