@@ -22,7 +22,7 @@ from netfold.plan.model import Transformer
 
 RESULT = Path(__file__).parent / "results" / "plan_events.md"
 RANKS = 10_240
-# 110 billion parameters.
+# Parameters: 117 billion.
 MODEL = Transformer("GPT", 12288, 96, 64, 2048)
 MICROBATCHES = 32
 # tensor, pipeline, pieces a stage.

@@ -34,12 +34,21 @@ class SharedLinks:
         self._rate.append(0.0)
         self._since_s.append(now_s)
         self._version.append(0)
-        load, members = self._load, self._members
+        load, members, capacity = self._load, self._members, self._capacity
+        slower: dict[int, float] = {}
+        rate = 1.0
         for link, part in uses:
             load[link] += part
+            if load[link] > capacity[link]:
+                share = capacity[link] / load[link]
+                rate = min(rate, share)
+                for other in members[link]:
+                    slower[other] = min(share, slower.get(other, 1.0))
             members[link].add(flow)
-        self._rate_again(now_s, flow)
-        self._others(now_s, flow)
+        self._go(now_s, flow, rate)
+        for other, share in sorted(slower.items()):
+            if share < self._rate[other]:
+                self._go(now_s, other, share)
         return flow
 
     def ended(self, now_s: float, flow: int, version: int) -> bool:
@@ -47,26 +56,31 @@ class SharedLinks:
         if version != self._version[flow]:
             return False
         load, members = self._load, self._members
+        faster: set[int] = set()
         for link, part in self._uses[flow]:
             members[link].discard(flow)
+            if load[link] > self._capacity[link]:
+                faster |= members[link]
             # Not by subtraction alone: what is left of rounding would be a load.
             load[link] = load[link] - part if members[link] else 0.0
-        self._others(now_s, flow)
+        for other in sorted(faster):
+            rate = self._risen(other)
+            if rate > self._rate[other]:
+                self._go(now_s, other, rate)
         return True
 
-    def _others(self, now_s: float, flow: int) -> None:
-        met = {other for link, _ in self._uses[flow] for other in self._members[link]}
-        met.discard(flow)
-        for other in sorted(met):
-            self._rate_again(now_s, other)
-
-    def _rate_again(self, now_s: float, flow: int) -> None:
-        capacity, load, rate = self._capacity, self._load, 1.0
+    def _risen(self, flow: int) -> float:
+        """The rate of a flow after links became freer; no further link is looked at once one holds it where it is."""
+        capacity, load, rate, now = self._capacity, self._load, 1.0, self._rate[flow]
         for link, _ in self._uses[flow]:
             if capacity[link] < rate * load[link]:
                 rate = capacity[link] / load[link]
-        if rate == self._rate[flow]:
-            return
+                if rate <= now:
+                    break
+        return rate
+
+    def _go(self, now_s: float, flow: int, rate: float) -> None:
+        """At another rate from now on."""
         self._left_s[flow] -= self._rate[flow] * (now_s - self._since_s[flow])
         self._rate[flow], self._since_s[flow] = rate, now_s
         self._version[flow] += 1
