@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from netfold.bench.machine import spoken
 from netfold.plan.packets import Fabric, all_reduce
@@ -22,7 +23,7 @@ from netfold.plan.packets import Fabric, all_reduce
 RESULTS = Path(__file__).parent / "results"
 SIZE = 16 << 20
 # The rack's: its rate counts of a frame the Ethernet header and what is in it. At 16 MB a hop's latency hardly counts.
-RACK = {"workers": 4, "bytes_per_s": 25e6, "latency_s": 50e-6, "frame_bytes": 14 + 20 + 8}
+RACK: dict[str, Any] = {"workers": 4, "bytes_per_s": 25e6, "latency_s": 50e-6, "frame_bytes": 14 + 20 + 8}
 ALL_PACKETS = 10**9
 FLAT = ((16, 1), (256, 1), (1024, 8), (4096, 16), (16_384, 64), (60_000, 240), (102_400, 400))
 
