@@ -25,7 +25,7 @@ def _demo(folder: Path, *options: str, **environment: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [3])
 def test_the_smallest_demo_beats_bicubic_agrees_with_gloo_and_leaves_nothing_but_its_page(
     tmp_path: Path, workers: int
 ) -> None:

@@ -292,7 +292,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
     ]
     result = run.invoke(app, ["train", str(recipe.with_name("lime.toml"))])
     assert result.exit_code == 2 and "there is no such file; in that folder there is" in result.stderr
-    monkeypatch.setattr("netfold.train.audience.find_spec", lambda name: None)
+    monkeypatch.setattr("netfold.train.audience.chosen.find_spec", lambda name: None)
     result = run.invoke(app, ["train", str(recipe), "--set", "report.wandb=true"])
     assert result.exit_code == 2 and started == []
     assert result.stderr.startswith(
