@@ -486,6 +486,8 @@ UNDER_WAY = """
     if rank == 1:
         store.set("ended", "")
         work.wait()
+        # torch's gloo may abort where the interpreter's end is what releases it.
+        del work
     else:
         store.wait(["ended"])
         dist.all_reduce(ones)
