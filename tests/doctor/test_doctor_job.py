@@ -109,7 +109,7 @@ def hang(number: int, size: int, folder: str, transport: str) -> tuple[list[tupl
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_rank_that_does_not_call_is_found_from_outside(transport: str) -> None:
     lines, at_fault = values(run_ranks(hang, 3, transport, timeout_s=40))[2]
-    assert at_fault == (2,)
+    assert at_fault == (2,), lines
     assert [line.split(";")[-1] for _, line in lines[:2]] == [" waits for rank 2"] * 2, lines
     assert all(f"(called at {__file__}:" in line for _, line in lines), lines
 
@@ -145,6 +145,18 @@ def test_a_message_that_is_waited_for_is_seen_from_outside_and_by_others(transpo
     assert (found.kind, found.peer, found.tag, found.bytes) == ("receive", 1, 7, 1 << 20)
     assert found.site.startswith(f"{__file__}:")
     assert "in no collective" in seen and "; in a receive from rank 1 with tag 7 of 1048576 bytes for" in seen, seen
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("states", "seen"), [("DDS", "S"), ("DDDDDDDDDD", "D")])
+def test_a_process_waits_for_a_disk_only_where_that_lasts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, states: str, seen: str
+) -> None:
+    letters = iter(states)
+    with Communicator(FileStore(str(tmp_path)), 0, 1):
+        monkeypatch.setattr("netfold.doctor.page._process", lambda folder: (next(letters), "python train.py"))
+        (found,) = find_ranks(os.getpid())
+    assert found.process_state == seen
 
 
 SLEEPER = """

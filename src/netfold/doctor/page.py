@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +74,7 @@ _LAYOUT = 2
 _LINK = "/memfd:netfold-status"
 # A page that is written all the while is read as it is in the end: it is a picture, not a proof.
 _TRIES = 20
+_LOOKS, _LOOK_S = 5, 0.02
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Rank:
     """One rank of one group, as its process last said. Times are CLOCK_MONOTONIC nanoseconds."""
 
     pid: int
-    process_state: str  # /proc's letter: R running, S sleeping, T stopped, Z dead but not waited for
+    process_state: str  # /proc's letter: R running, S sleeping, D waiting for a disk, T stopped, Z dead
     command: str
     group: int
     job: str
@@ -148,7 +149,21 @@ def find_ranks(pid: int | None = None) -> list[Rank]:
     for page in find_pages(pid):
         with contextlib.closing(page), contextlib.suppress(OSError):
             found += page.ranks()
+    _look_again(found)
     return sorted(found, key=lambda rank: (rank.job, rank.rank))
+
+
+def _look_again(ranks: list[Rank]) -> None:
+    """Any page that is not in memory makes a process wait for a disk: that says something only where it lasts."""
+    for _ in range(_LOOKS):
+        waiting = [number for number, rank in enumerate(ranks) if rank.process_state == "D"]
+        if not waiting:
+            return
+        time.sleep(_LOOK_S)
+        for number in waiting:
+            with contextlib.suppress(OSError):  # it ended as what it was last seen as
+                state, _ = _process(Path("/proc", str(ranks[number].pid)))
+                ranks[number] = replace(ranks[number], process_state=state)
 
 
 def find_pages(pid: int | None = None) -> list[Page]:
