@@ -209,10 +209,59 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
     assert nothing_is_left(rack_id)
 
 
+def warden_of(rack_id: str) -> int:
+    (found,) = subprocess.run(["pgrep", "-f", f"warden.*{rack_id}"], capture_output=True).stdout.split()
+    return int(found)
+
+
+def gone_within_s(rack_id: str, limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not nothing_is_left(rack_id) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return nothing_is_left(rack_id)
+
+
+def test_nothing_is_left_of_a_rack_whose_process_was_killed() -> None:
+    process = rack_run("sh", "-c", "ip netns identify; trap '' TERM; sleep 60")
+    rack_id = rack_id_in(process)
+    warden = warden_of(rack_id)
+    process.kill()
+    process.wait()
+    # The hosts' processes do not heed SIGTERM.
+    assert gone_within_s(rack_id, 20)
+    deadline = time.monotonic() + 5
+    while not has_ended(warden) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert has_ended(warden)
+
+
+def test_a_process_that_a_killed_rack_has_forked_keeps_nothing_alive() -> None:
+    code = """if True:
+        import os, sys, time
+        from netfold.rack import Rack
+        with Rack(1, "1gbit") as rack:
+            if os.fork() == 0:
+                time.sleep(30)
+                os._exit(0)
+            print(rack.rack_id, flush=True)
+            time.sleep(60)
+    """
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    rack_id = process.stdout.readline().strip()
+    try:
+        process.kill()
+        process.wait()
+        assert gone_within_s(rack_id, 20)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_down_removes_what_a_killed_rack_left_and_spares_a_living_one() -> None:
     with Rack(1, "1gbit") as living:
         process = rack_run("sh", "-c", "ip netns identify; sleep 60")
         rack_id = rack_id_in(process)
+        os.kill(warden_of(rack_id), signal.SIGKILL)
         process.kill()
         process.wait()
         assert not nothing_is_left(rack_id)

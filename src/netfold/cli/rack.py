@@ -99,7 +99,7 @@ def check(
 
 @app.command()
 def down() -> None:
-    """Remove what racks left behind whose process was killed; racks that still run are left alone."""
+    """Remove what racks left behind that were killed with all that looks after them; those that run are left alone."""
     from netfold.rack import RackError, remains
     from netfold.rack.command import missing
 

@@ -11,8 +11,8 @@
     h2---h2+ br0 [10.77.0.252] uplink---rack1+
 
 May use: the standard library and iproute2 (`ip`, `tc`), and with loss nftables (`nft`) and ethtool. No torch.
-Must always hold: nothing is created outside our own namespaces; when a rack ends, by any way short of
-SIGKILL, its processes and namespaces are gone; after SIGKILL `netfold rack down` does the same; only
+Must always hold: nothing is created outside our own namespaces; when a rack ends, its processes and namespaces
+are gone, after SIGKILL a moment later (`warden`); where the warden is killed too, `netfold rack down` does it; only
 processes inside our namespaces, or started by this rack, are ever signalled.
 One command that tests it (as root): pytest tests/rack
 """

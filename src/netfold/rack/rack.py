@@ -13,6 +13,7 @@ from netfold.rack.command import RackError, missing, run
 from netfold.rack.link import parse_link
 from netfold.rack.processes import Process, spawn, stop, uninterrupted
 from netfold.rack.topology import Layout, build_steps
+from netfold.rack.warden import Warden
 
 
 class Rack:
@@ -54,6 +55,7 @@ class Rack:
         self._processes: list[Process] = []
         self._cables = Cables()
         self._claim: int | None = None
+        self._warden: Warden | None = None
 
     def __enter__(self) -> "Rack":
         lack = missing(loss=self.link.loss_ratio > 0, delay=self.link.delay_ns > 0)
@@ -61,6 +63,7 @@ class Rack:
             raise RackError(lack)
         try:
             self._claim = remains.claim(self.rack_id)
+            self._warden = Warden(self.rack_id)
             for step in build_steps(self.rack_id, self.layout):
                 if step.ends is None:
                     run(step.argv, step.stdin)
@@ -132,7 +135,11 @@ class Rack:
         with uninterrupted():
             stop(self._processes)
             if self._claim is not None:
-                self._cables.stop()
-                remains.remove(self.rack_id)
-                os.close(self._claim)
-                self._claim = None
+                try:
+                    self._cables.stop()
+                    remains.remove(self.rack_id)
+                finally:
+                    os.close(self._claim)
+                    self._claim = None
+                    if self._warden is not None:
+                        self._warden.let_go()
