@@ -1,25 +1,26 @@
 """A rank that computes much slower than the others: named, with its host, before people look for it for days.
 
-Measured is a rank's own time in a step: waiting for its batch, and computing until the last of its own gradients is
-there. Compared are ranks that have equal work to do: those of one stage and one part of the layers, along the data
-axis. Under data parallelism nobody waits for another until then; where ranks do (pipeline, tensor, zero 3, batch norm
-over several), those that wait for each other look alike, and only groups of them are told apart.
+Measured is a rank's own time in a step: waiting for its batch, and computing until its first layer's gradient is there.
+Compared are ranks that have equal work to do: those of one stage and one part of the layers, along the data axis. Under
+data parallelism nobody waits for another until then; where ranks do (pipeline, tensor, zero 3, batch norm over several),
+those that wait for each other look alike, and only groups of them are told apart.
 """
 
 from __future__ import annotations
 
+import itertools
 import socket
 import statistics
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from netfold.train.mesh import Mesh
 from netfold.train.recipe import Survive
-from netfold.train.replica import Replica
 
 # A window is so many steps: one all_gather of two numbers.
 WINDOW_STEPS = 20
@@ -34,16 +35,19 @@ class StragglerError(RuntimeError):
 class Straggler:
     """Compares the ranks' own time, every WINDOW_STEPS steps."""
 
-    def __init__(self, replica: Replica, recipe: Survive, mesh: Mesh) -> None:
-        """mesh: it has two data-parallel ranks at least; one alone has nobody to be compared with."""
+    def __init__(self, modules: Iterable[nn.Module], recipe: Survive, mesh: Mesh) -> None:
+        """modules: what a replica holds. mesh: it has two data-parallel ranks at least; one alone has nobody to be compared with."""
         self._ratio = recipe.straggler_ratio
         self._alike = mesh.alike()
         self._ready_s = 0.0
         self._own_s, self._data_s, self._steps = 0.0, 0.0, 0
         self._slow: dict[int, int] = {}
         self._named: set[int] = set()
-        for _, parameter in replica.named_parameters():
-            parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
+        # A stage's first layer is the last to get its gradients. A hook a parameter would have the backward pass ask for
+        # the interpreter's lock that often, which the thread that makes batches holds for milliseconds.
+        for module in modules:
+            for parameter in itertools.islice(filter(lambda each: each.requires_grad, module.parameters()), 1):
+                parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
 
     def stepped(self, began_s: float, data_s: float, gradients_s: float) -> str | None:
         """After a step; all by time.perf_counter: when it began, how long its batch took, when gradients() was done.
