@@ -101,8 +101,10 @@ class Trainer:
         self._replacing = Replacing(self.data.train) if recipe.survive.missing_data == "skip" else None
         self._non_finite = NonFinite(recipe.survive)
         self._buffers = Buffers(self.replica.modules) if recipe.survive.non_finite == "skip" else None
-        self._straggler = Straggler(self.replica.modules, recipe.survive, self.mesh) if self.mesh.data.size > 1 else None
-        if self._straggler is None and dist.get_world_size() > 1:
+        self._straggler: Straggler | None = None
+        if self.mesh.data.size > 1:
+            self._straggler = Straggler(self.replica.modules, recipe.survive, self.mesh)
+        elif dist.get_world_size() > 1:
             self._note("info", "no two ranks have the same work (parallel.data is 1): none can be named as a straggler")
         self.stop = StopRequest(recipe.survive.grace_s)
         self.recovery: Recovery | None = None

@@ -1,8 +1,8 @@
-"""The profile as one HTML file: no network, no other file, light and dark, on a phone and on paper.
+"""The profile as one HTML file.
 
-    units      numbers for people              table, chart   the page's two kinds of picture
-    plain      values on their way into HTML   by_size, clouds, steps, ranks, timeline   a section each
-    words      sentences
+    sheet      what every page is              table, chart   the page's two kinds of picture
+    units      numbers for people              by_size, clouds, steps, ranks, timeline   a section each
+    words      sentences                       plain   values on their way into HTML
 
 It shows `Findings`; from a `Run` it draws what needs every operation. `<script type="application/json" id="findings">`
 carries the findings whole, for whoever wants the numbers back.
@@ -10,8 +10,6 @@ carries the findings whole, for whoever wants the numbers back.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,14 +17,14 @@ from netfold.profile.findings import Findings, Overlap
 from netfold.profile.page import by_size, ranks, units, words
 from netfold.profile.page.clouds import clouds
 from netfold.profile.page.plain import embed, escape
+from netfold.profile.page.sheet import sheet
 from netfold.profile.page.steps import steps
 from netfold.profile.page.timeline import timeline
 from netfold.profile.run import Run
 
-__all__ = ["advice", "facts", "hash_of", "render_page"]
+__all__ = ["advice", "render_page"]
 
 _FOLDER = Path(__file__).parent
-_SCRIPTS = ("errors.js", "tables.js", "timeline.js")
 
 
 def render_page(findings: Findings, run: Run | None, *, each_step: Sequence[Overlap] = ()) -> str:
@@ -34,43 +32,18 @@ def render_page(findings: Findings, run: Run | None, *, each_step: Sequence[Over
 
     each_step: of each step in its order, a rank's. Cost: below 3 MB, whatever the run, up to some thousand ranks.
     """
-    scripts = [(_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS]
-    # What is no script of ours does not run, should it ever get past the escaping.
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(hash_of, scripts))}"
-    first, *later = (f"<script>{script}</script>" for script in scripts)
-    sections = "".join(
-        f'<section aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{body}</section>'
-        for name, title, body in _sections(findings, run, each_step)
+    failed = "".join(f'<p class="failed">{escape(text)}</p>' for text in words.missing(findings))
+    return sheet(
+        title=f"netfold profile: {findings.title}",
+        headline=words.headline(findings),
+        opening=f"""<p class="command"><code>{escape(findings.title)}</code><br>{_who(findings)}</p>
+{failed}
+<p>{escape(words.story(findings))}</p>""",
+        facts=words.facts(findings),
+        sections=_sections(findings, run, each_step),
+        data=("findings", findings),
+        scripts=[_FOLDER / "timeline.js"],
     )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>netfold profile: {escape(findings.title)}</title>
-<style>{(_FOLDER / "style.css").read_text(encoding="utf-8")}</style>
-{first}
-</head>
-<body>
-<main>
-<h1>{escape(words.headline(findings))}</h1>
-<p class="command"><code>{escape(findings.title)}</code><br>{_who(findings)}</p>
-{"".join(f'<p class="failed">{escape(text)}</p>' for text in words.missing(findings))}
-<p>{escape(words.story(findings))}</p>
-<div class="facts">{facts(findings)}</div>
-{sections}
-</main>
-{embed("findings", findings)}
-{"".join(later)}
-</body>
-</html>
-"""
-
-
-def hash_of(script: str) -> str:
-    """As a page's policy names a script that may run."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 def _sections(findings: Findings, run: Run | None, each_step: Sequence[Overlap]) -> list[tuple[str, str, str]]:
@@ -109,14 +82,6 @@ def _who(findings: Findings) -> str:
         f"recorded by: {', '.join(findings.sources)}" if findings.sources else "",
     ]
     return escape("; ".join(part for part in parts if part))
-
-
-def facts(findings: Findings) -> str:
-    """The few numbers below the headline, for an element of class facts."""
-    return "".join(
-        f"<div><strong>{escape(number)}</strong><span>{escape(meaning)}</span></div>"
-        for number, meaning in words.facts(findings)
-    )
 
 
 def advice(findings: Findings) -> str:

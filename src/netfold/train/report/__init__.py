@@ -1,4 +1,4 @@
-"""A run's page, report.html: what came of it, how it went, what it was. One file, no network, light and dark.
+"""A run's page, report.html: what came of it, how it went, what it was. A sheet as a profile's.
 
     curves         a chart a quantity          happened     notes, starts and evaluations, as tables
     pictures       what the model makes        made_with    the recipe, the environment
@@ -13,9 +13,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from netfold.profile import page as profile_page
-from netfold.profile.page import hash_of, units
-from netfold.profile.page.plain import embed, escape
+from netfold.profile.page import units
+from netfold.profile.page.plain import escape
+from netfold.profile.page.sheet import sheet
 from netfold.train.audience.metrics_file import NAME, Metrics, read_metrics
 from netfold.train.audience.result import result
 from netfold.train.report.communication import communication
@@ -27,8 +27,6 @@ from netfold.train.report.pictures import pictures
 __all__ = ["PAGE", "write_report"]
 
 PAGE = "report.html"
-_SHARED = Path(profile_page.__file__).parent
-_SCRIPTS = ("errors.js", "tables.js")
 # About 130 bytes each: of a longer run's steps the page carries every so many.
 _MOST_STEPS = 100_000
 
@@ -50,29 +48,7 @@ def _render(folder: Path) -> str:
     metrics = read_metrics(folder)
     if not metrics.starts:
         raise ValueError(f"{folder} is no folder of a run, or of one that has not begun: {NAME} says nothing there")
-    scripts = [(_SHARED / name).read_text(encoding="utf-8") for name in _SCRIPTS]
-    # No script but ours runs, whatever a run's texts hold; pictures are in the page itself.
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {' '.join(map(hash_of, scripts))}"
-    )
-    styles = [(place / "style.css").read_text(encoding="utf-8") for place in (_SHARED, Path(__file__).parent)]
-    first, *later = (f"<script>{script}</script>" for script in scripts)
-    sections = "".join(
-        f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{body}</section>'
-        for name, title, body in (
-            ("pictures", "What the model makes of what it has never seen", pictures(folder)),
-            ("curves", "How it went", curves(metrics)),
-            ("happened", "What happened", happened(metrics)),
-            ("communication", "Communication", communication(folder)),
-            ("recipe", "Recipe and environment", made_with(folder)),
-        )
-        if body
-    )
     recipe = metrics.starts[-1]["recipe"]
-    facts = "".join(
-        f"<div><strong>{escape(number)}</strong><span>{escape(meaning)}</span></div>"
-        for number, meaning in _facts(metrics)
-    )
     every = max(1, -(-len(metrics.steps) // _MOST_STEPS))
     numbers = {
         "starts": metrics.starts,
@@ -81,30 +57,22 @@ def _render(folder: Path) -> str:
         "notes": metrics.notes,
         "ended": metrics.ended,
     }
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>netfold train: {escape(folder.name)}</title>
-<style>{"".join(styles)}</style>
-{first}
-</head>
-<body>
-<main>
-<h1>{escape(_headline(metrics))}</h1>
-<p class="command">{escape(folder.name)}: {escape(recipe["model"]["name"])} on {escape(recipe["data"]["name"])}</p>
-{_end(metrics)}
-<div class="facts">{facts}</div>
-{sections}
-{_carried(every)}
-</main>
-{embed("metrics", numbers)}
-{"".join(later)}
-</body>
-</html>
-"""
+    what = f"{folder.name}: {recipe['model']['name']} on {recipe['data']['name']}"
+    return sheet(
+        title=f"netfold train: {folder.name}",
+        headline=_headline(metrics),
+        opening=f'<p class="command">{escape(what)}</p>\n{_end(metrics)}',
+        facts=_facts(metrics),
+        sections=[
+            ("pictures", "What the model makes of what it has never seen", pictures(folder)),
+            ("curves", "How it went", curves(metrics)),
+            ("happened", "What happened", happened(metrics)),
+            ("communication", "Communication", communication(folder)),
+            ("recipe", "Recipe and environment", made_with(folder) + _carried(every)),
+        ],
+        data=("metrics", numbers),
+        style=Path(__file__).with_name("style.css"),
+    )
 
 
 def _headline(metrics: Metrics) -> str:

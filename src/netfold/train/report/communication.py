@@ -9,8 +9,9 @@ from pathlib import Path
 from netfold.plan.advice import advise
 from netfold.profile.analyse import analyse
 from netfold.profile.exposed import each_step
-from netfold.profile.page import advice, facts, render_page, words
+from netfold.profile.page import advice, render_page, words
 from netfold.profile.page.plain import escape
+from netfold.profile.page.sheet import facts_of
 from netfold.profile.run import Run, RunError, Trace, read_run
 from netfold.train.audience.profiled import NAME
 
@@ -37,7 +38,7 @@ def communication(folder: Path) -> str:
     missing = "".join(f'<p class="failed">{escape(text)}</p>' for text in words.missing(findings))
     return (
         f"<p>{steps}{escape(words.headline(findings))}</p>{missing}"
-        f'<div class="facts">{facts(findings)}</div>{advice(findings)}'
+        f'<div class="facts">{facts_of(words.facts(findings))}</div>{advice(findings)}'
         f'<p><a href="{PAGE}">All of the profile</a></p>'
     )
 

@@ -1,9 +1,9 @@
 """A rank that computes much slower than the others: named, with its host, before people look for it for days.
 
 Measured is a rank's own time in a step: waiting for its batch, and computing until its first layer's gradient is there.
-Compared are ranks that have equal work to do: those of one stage and one part of the layers, along the data axis. Under
-data parallelism nobody waits for another until then; where ranks do (pipeline, tensor, zero 3, batch norm over several),
-those that wait for each other look alike, and only groups of them are told apart.
+Compared are ranks that have equal work to do: those of one stage and one part of the layers, along the data axis.
+Under data parallelism nobody waits for another until then; where ranks do (pipeline, tensor, zero 3, batch norm over
+several), those that wait for each other look alike, and only groups of them are told apart.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Straggler:
     """Compares the ranks' own time, every WINDOW_STEPS steps."""
 
     def __init__(self, modules: Iterable[nn.Module], recipe: Survive, mesh: Mesh) -> None:
-        """modules: what a replica holds. mesh: it has two data-parallel ranks at least; one alone has nobody to be compared with."""
+        """modules: a replica's. mesh: with two data-parallel ranks or more; one alone has no one to be held against."""
         self._ratio = recipe.straggler_ratio
         self._alike = mesh.alike()
         self._ready_s = 0.0
         self._own_s, self._data_s, self._steps = 0.0, 0.0, 0
         self._slow: dict[int, int] = {}
         self._named: set[int] = set()
-        # A stage's first layer is the last to get its gradients. A hook a parameter would have the backward pass ask for
-        # the interpreter's lock that often, which the thread that makes batches holds for milliseconds.
+        # A stage's first layer is the last to get its gradients. A hook a parameter would have the backward pass ask
+        # for the interpreter's lock that often, which the thread that makes batches holds for milliseconds.
         for module in modules:
             for parameter in itertools.islice(filter(lambda each: each.requires_grad, module.parameters()), 1):
                 parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""An answer as one HTML file: no network, no other file, light and dark, on a phone and on paper.
+"""An answer as one HTML file, a sheet as a profile's.
 
     split    the best way: where its time and memory go    scaling   curves over devices
     ways     the best few, and time against memory         others    other networks and clusters, what more would buy
 
-Style, tables and charts are a profile's. `<script type="application/json" id="answer">` carries the answer whole.
+Tables and charts are a profile's, too. `<script type="application/json" id="answer">` carries the answer whole.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from netfold.plan.show.page.scaling import scaling
 from netfold.plan.show.page.split import memory, played, step
 from netfold.plan.show.page.ways import few, front
 from netfold.plan.show.text import big, duration, failures, money, rate, time
-from netfold.profile import page as profile_page
-from netfold.profile.page import hash_of, units
-from netfold.profile.page.plain import embed, escape
+from netfold.profile.page import units
+from netfold.profile.page.plain import escape
+from netfold.profile.page.sheet import sheet
 
 __all__ = ["render_page"]
-
-_SHARED = Path(profile_page.__file__).parent
-_SCRIPTS = ("errors.js", "tables.js")
 
 
 def render_page(answer: Answer) -> str:
     """Some 100 KB at most."""
-    scripts = [(_SHARED / name).read_text(encoding="utf-8") for name in _SCRIPTS]
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(hash_of, scripts))}"
-    styles = [(place / "style.css").read_text(encoding="utf-8") for place in (_SHARED, Path(__file__).parent)]
-    first, *later = (f"<script>{script}</script>" for script in scripts)
     asked, job = answer.question, answer.best.job
-    sections = "".join(
-        f'<section aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{body}</section>'
-        for name, title, body in (
+    notes = "".join(f'<p class="quiet">Note: {escape(note)}.</p>' for note in answer.notes)
+    return sheet(
+        title=f"netfold plan: {asked.model.name} on {asked.devices:,} devices",
+        headline=_headline(answer),
+        opening=f"""<p class="command">{escape(asked.model.name)}, {big(asked.model.parameters)} parameters;
+{asked.devices:,} x {escape(asked.cluster.device.name)} of {escape(asked.cluster.name)}; a batch of
+{job.global_batch:,}, {job.precision}, {job.optimizer}</p>
+<p>Split: {escape(words(job))}{_searched(answer)}. What limits it: {escape(answer.best.prediction.limit)}. All of it is
+predicted, nothing measured.</p>
+{notes}""",
+        facts=_facts(answer),
+        sections=[
             ("step", "Where a step's time goes", step(answer.best)),
             ("events", "The step as events", _played(answer)),
             ("memory", "Memory of the rank that needs most", memory(answer.best)),
@@ -47,40 +49,10 @@ def render_page(answer: Answer) -> str:
             ("compared", "Elsewhere", comparisons(answer)),
             ("more", "What more would buy", gains(answer)),
             ("sources", "The cluster", _cluster(answer)),
-        )
-        if body
+        ],
+        data=("answer", as_object(answer)),
+        style=Path(__file__).with_name("style.css"),
     )
-    facts = "".join(
-        f"<div><strong>{escape(number)}</strong><span>{escape(meaning)}</span></div>"
-        for number, meaning in _facts(answer)
-    )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>netfold plan: {escape(asked.model.name)} on {asked.devices:,} devices</title>
-<style>{"".join(styles)}</style>
-{first}
-</head>
-<body>
-<main>
-<h1>{escape(_headline(answer))}</h1>
-<p class="command">{escape(asked.model.name)}, {big(asked.model.parameters)} parameters; {asked.devices:,} x
-{escape(asked.cluster.device.name)} of {escape(asked.cluster.name)}; a batch of {job.global_batch:,}, {job.precision},
-{job.optimizer}</p>
-<p>Split: {escape(words(job))}{_searched(answer)}. What limits it: {escape(answer.best.prediction.limit)}. All of it is
-predicted, nothing measured.</p>
-{"".join(f'<p class="quiet">Note: {escape(note)}.</p>' for note in answer.notes)}
-<div class="facts">{facts}</div>
-{sections}
-</main>
-{embed("answer", as_object(answer))}
-{"".join(later)}
-</body>
-</html>
-"""
 
 
 def _headline(answer: Answer) -> str:
