@@ -159,11 +159,14 @@ def carried_over(rank: int, folder: Path, world: World) -> Any:
         "zero 1": (2, {"zero": 1}),
         "zero 3": (2, {"zero": 3}),
         "tensor x zero 1": (4, {"tensor": 2, "zero": 1}),
+        "tensor x zero 3": (4, {"tensor": 2, "zero": 3}),
+        "pipeline x zero 1": (4, {"pipeline": 2, "data": 2, "zero": 1}),
     }
     recipe = changed(GPT, training={"precision": "bf16"})
     found: dict[str, Any] = {}
     for before, after in (
-        ("zero 0", "zero 3"), ("zero 3", "zero 0"), ("zero 3", "tensor x zero 1"), ("tensor x zero 1", "zero 1"),
+        ("zero 0", "zero 3"), ("zero 3", "tensor x zero 1"), ("tensor x zero 1", "pipeline x zero 1"),
+        ("pipeline x zero 1", "tensor x zero 3"), ("tensor x zero 3", "zero 1"), ("zero 1", "zero 0"),
     ):  # fmt: skip
         into = folder / f"{before} to {after}"
         # The second has no step left to do: it looks at what it has loaded.
