@@ -60,14 +60,6 @@ def describe_time(time_ns: Spread) -> str:
     return f"{median:.2f} {unit} ({p5:.2f}..{p95:.2f})"
 
 
-def describe_ratio(row: Row) -> str:
-    """`1.36 (1.31..1.40, n=20) to gloo`, or `-`."""
-    if row.ratio is None:
-        return "-"
-    ratio = row.ratio.spread
-    return f"{ratio.median:.2f} ({ratio.p5:.2f}..{ratio.p95:.2f}, n={ratio.n}) to {row.ratio.peer}"
-
-
 def _cells(row: Row) -> tuple[str, ...]:
     ratio = ("-", "-", "-", "-")
     if row.ratio is not None:

@@ -51,8 +51,8 @@ from netfold.profile.recording import UNKNOWN, Batch, Identity, Names, Recording
 from netfold.profile.run import GroupName
 
 # A window is read at the first boundary after so long or so many operations (the flight recorder keeps 2000 unless it
-# is told), and without boundaries, after a while more, when the main thread next can.
-WINDOW_S, NO_BOUNDARY_S = 2.0, 5.0
+# is told).
+WINDOW_S = 2.0
 _WINDOW_OPERATIONS = 1200
 # Windows that nobody has written yet; beyond it the oldest go.
 _WINDOWS_KEPT = 64
