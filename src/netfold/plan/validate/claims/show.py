@@ -1,0 +1,63 @@
+"""Claims as a table: in Markdown, and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from netfold.plan.validate.claims.claim import NEAR, Claim
+
+
+def claims_markdown(found: Sequence[Claim]) -> str:
+    """A row a claim, then what was asked for each and what there is to say."""
+    near = f"{100 * NEAR:.0f}%"
+    came_out = sum(claim.comes_out for claim in found)
+    lines = [
+        "## The talks' claims",
+        "",
+        f"{came_out} of {len(found)} come out: what is gained or lost is within {near} of what the talk says, a flat",
+        f"curve stays within {near}, a bound is kept, slots are the talk's to its digits. Nothing was fitted to them;",
+        "what was asked is below.",
+        "",
+        "| claim | the talk | predicted | |",
+        "|---|---:|---:|---|",
+    ]
+    lines += [f"| {claim.name} | {_said(claim)} | {_predicted(claim)} | {verdict(claim)} |" for claim in found]
+    lines.append("")
+    for claim in found:
+        lines.append(f'- **{claim.name}** ({claim.talk}): "{claim.words}". Asked: {claim.asked}.{_why(claim)}')
+    return "\n".join(lines) + "\n"
+
+
+def claims_text(found: Sequence[Claim]) -> str:
+    """Two lines a claim and a third of reasons, for a terminal."""
+    lines = ["the talks' claims"]
+    for claim in found:
+        lines.append(f"  {claim.name}: {_said(claim)}, predicted {_predicted(claim)}: {verdict(claim)}")
+        lines.append(f"      asked: {claim.asked}")
+        if claim.why:
+            lines.append(f"      {claim.why}")
+    return "\n".join(lines)
+
+
+def verdict(claim: Claim) -> str:
+    return "comes out" if claim.comes_out else "does not"
+
+
+def _said(claim: Claim) -> str:
+    if claim.said is None:
+        return "no number"
+    bound = "> " if claim.high == float("inf") else ""
+    return bound + _quantity(claim.said, claim.unit)
+
+
+def _predicted(claim: Claim) -> str:
+    return _quantity(claim.predicted, claim.unit)
+
+
+def _quantity(value: float, unit: str) -> str:
+    shown = f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+    return shown + unit if unit in ("%", "x") else f"{shown} {unit}"
+
+
+def _why(claim: Claim) -> str:
+    return f" {claim.why[0].upper()}{claim.why[1:]}." if claim.why else ""
