@@ -18,10 +18,12 @@ def claims_markdown(found: Sequence[Claim]) -> str:
         f"curve stays within {near}, a bound is kept, slots are the talk's to its digits. Nothing was fitted to them;",
         "what was asked is below.",
         "",
-        "| claim | the talk | predicted | |",
-        "|---|---:|---:|---|",
+        "| claim | the talk | predicted | comes out | |",
+        "|---|---:|---:|---|---|",
     ]
-    lines += [f"| {claim.name} | {_said(claim)} | {_predicted(claim)} | {verdict(claim)} |" for claim in found]
+    for claim in found:
+        cells = (claim.name, _said(claim), _predicted(claim), _band(claim), verdict(claim))
+        lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     for claim in found:
         lines.append(f'- **{claim.name}** ({claim.talk}): "{claim.words}". Asked: {claim.asked}.{_why(claim)}')
@@ -48,6 +50,12 @@ def _said(claim: Claim) -> str:
         return "no number"
     bound = "> " if claim.high == float("inf") else ""
     return bound + _quantity(claim.said, claim.unit)
+
+
+def _band(claim: Claim) -> str:
+    if claim.high == float("inf"):
+        return f"above {_quantity(claim.low, claim.unit)}"
+    return f"from {_quantity(claim.low, claim.unit)} to {_quantity(claim.high, claim.unit)}"
 
 
 def _predicted(claim: Claim) -> str:
