@@ -71,5 +71,5 @@ class Asked:
     def text(self) -> str:
         keys = {**self.job, **self.split}
         said = ", ".join(f"{key}={str(value).lower()}" for key, value in keys.items())
-        devices = f"{self.gpus:,} devices" if self.gpus > 1 else "a device"
+        devices = f"data parallel over {self.gpus:,} devices" if self.gpus > 1 else "one device"
         return f"{self.model} on {self.cluster}, {devices}, batch {self.batch:,}; {said}"

@@ -23,7 +23,13 @@ def claims() -> list[Claim]:
 
 def _bubbles() -> list[Claim]:
     said = (
-        ("A naive pipeline's idle slots", "67%: 12/18 step-slots. For N workers: (N-1)/N idle slots", 67.0, 3, 1),
+        (
+            "A naive pipeline's idle slots",
+            "Idle bubbles: 67%: 12/18 step-slots. For N workers: (N-1)/N idle slots",
+            67.0,
+            3,
+            1,
+        ),
         ("Idle slots, K=N", "As N grows: K = N -> 50% idle slots", 50.0, _STAGES, _STAGES),
         ("Idle slots, K=4N", "As N grows: K = 4N -> 20% idle slots", 20.0, _STAGES, 4 * _STAGES),
     )
@@ -79,7 +85,7 @@ def _memory() -> list[Claim]:
         Claim(
             "ResNet-50 at batch 256, all",
             _TALK,
-            "R50 training in fp16 at batch size 256 requires ~15 GB of memory",
+            "R50 training in fp16 at batch size 256: requires ~15 GB of memory",
             15.0,
             memory.total / 1e9,
             "GB",

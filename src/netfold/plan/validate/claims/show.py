@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from netfold.plan.validate.claims.claim import NEAR, Claim
+
+_COLUMNS = 112
 
 
 def claims_markdown(found: Sequence[Claim]) -> str:
@@ -31,13 +34,12 @@ def claims_markdown(found: Sequence[Claim]) -> str:
 
 
 def claims_text(found: Sequence[Claim]) -> str:
-    """Two lines a claim and a third of reasons, for a terminal."""
+    """For a terminal: a claim's numbers, then what was asked for it and what there is to say."""
     lines = ["the talks' claims"]
     for claim in found:
         lines.append(f"  {claim.name}: {_said(claim)}, predicted {_predicted(claim)}: {verdict(claim)}")
-        lines.append(f"      asked: {claim.asked}")
-        if claim.why:
-            lines.append(f"      {claim.why}")
+        for text in filter(None, (f"asked: {claim.asked}", claim.why)):
+            lines += textwrap.wrap(text, _COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
