@@ -42,9 +42,9 @@ def _over_tcp() -> Claim:
         low,
         high,
         f"{_BERT.text}; and on p3dn-tcp",
-        f"gradients are reduced once in {microbatches} microbatches, and TCP keeps up {rate / 1e9:.1f} GB/s a node with "
-        f"NCCL 2.4.8; with the {_OLD_TCP_BYTES_PER_S / 1e9:.1f} GB/s of NCCL 2.4.6 it is {slower:.1f}x, with {fewer:,} "
-        f"sequences a step {_gain(fewer):.1f}x, and the talk names neither version nor batch",
+        f"gradients are reduced once in {microbatches} microbatches, and TCP keeps up {rate / 1e9:.1f} GB/s a node "
+        f"with NCCL 2.4.8; with the {_OLD_TCP_BYTES_PER_S / 1e9:.1f} GB/s of NCCL 2.4.6 it is {slower:.1f}x, with "
+        f"{fewer:,} sequences a step {_gain(fewer):.1f}x, and the talk names neither version nor batch",
     )
 
 
