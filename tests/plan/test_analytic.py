@@ -111,6 +111,15 @@ def test_eighteen_bytes_a_parameter_with_adam_in_16_bits(dgx: Cluster) -> None:
     assert held == pytest.approx(18 * GPT.parameters, rel=1e-3)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_bytes_a_parameter_are_zeros(dgx: Cluster, ranks: int) -> None:
+    """16 with Adam in 16 bits; 4 + 12/d, 2 + 14/d, 16/d (Rajbhandari et al. 2020, figure 1)."""
+    for level, (whole, shared) in enumerate(((16, 0), (4, 12), (2, 14), (0, 16))):
+        memory = predict(GPT, dgx, Job(64, 1, Split(data=ranks, zero=level), gradient_bytes=2)).memory
+        held = (memory.weights + memory.gradients + memory.optimizer) / GPT.parameters
+        assert held == pytest.approx(whole + shared / ranks, rel=1e-3), level
+
+
 def test_an_unaligned_matmul_costs_more(dgx: Cluster) -> None:
     aligned, unaligned = (matmul_s(Matmul(8192, words, 2048), dgx.device, "f16", 2, FITTED) for words in (50304, 50257))
     assert unaligned > 2 * aligned

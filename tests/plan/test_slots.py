@@ -50,12 +50,22 @@ def test_a_ring_waits_for_each_step_and_a_one_shot_twice(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 8, 512])
 def test_the_ring_by_hand_is_the_cost_models(ranks: int) -> None:
-    def seconds(latency_s: float, bytes_per_s: float) -> float:
-        quiet = replace(DEFAULT_LINKS, network=Link(latency_s, bytes_per_s), reduce_bytes_per_s=math.inf)
-        return predict("all_reduce", "ring", 1.0, Topology.apart(ranks), quiet)
+    assert _seconds("all_reduce", "ring", ranks, latency_s=1.0) == ring(ranks).steps
+    assert _seconds("all_reduce", "ring", ranks, bytes_per_s=1.0) == pytest.approx(float(ring(ranks).sent_part))
 
-    assert seconds(1.0, math.inf) == ring(ranks).steps
-    assert seconds(0.0, 1.0) == pytest.approx(float(ring(ranks).sent_part))
+
+@pytest.mark.parametrize("ranks", [2, 8, 512])
+def test_the_one_shot_by_hand_is_the_cost_models_two_halves(ranks: int) -> None:
+    halves = [(half, "direct", ranks) for half in ("reduce_scatter", "all_gather")]
+    assert sum(_seconds(*half, latency_s=1.0) for half in halves) == one_shot(ranks).steps
+    sent = sum(_seconds(*half, bytes_per_s=1.0) for half in halves)
+    assert sent == pytest.approx(float(one_shot(ranks).sent_part))
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 512])
+def test_arithmetic_in_switches_takes_two_steps_and_the_tensor_once(ranks: int) -> None:
+    assert _seconds("all_reduce", "in_network", ranks, latency_s=1.0) == one_shot(ranks).steps
+    assert _seconds("all_reduce", "in_network", ranks, bytes_per_s=1.0) == 1
 
 
 @pytest.mark.parametrize(("optimizer", "times"), [("sgd", 2), ("momentum", 4), ("adam", 6)])
@@ -68,6 +78,20 @@ def test_a_distributed_optimizer_has_a_part_of_the_work_and_of_the_state() -> No
     whole, part = (_step(Job(8, 1, Split(data=8, zero=level))) for level in (0, 1))
     assert part.optimizer_s == pytest.approx(whole.optimizer_s / 8)
     assert part.memory.optimizer == pytest.approx(whole.memory.optimizer / 8)
+
+
+def _seconds(
+    operation: str, algorithm: str, ranks: int, *, latency_s: float = 0.0, bytes_per_s: float = math.inf
+) -> float:
+    """Of one byte, so that steps and parts can be read off."""
+    links = replace(
+        DEFAULT_LINKS,
+        network=Link(latency_s, bytes_per_s),
+        reduce_bytes_per_s=math.inf,
+        message_s=0.0,
+        crowding=0.0,
+    )
+    return predict(operation, algorithm, 1.0, Topology.apart(ranks), links, switch=True)
 
 
 def _step(job: Job) -> Prediction:

@@ -10,9 +10,11 @@ import typer
 from netfold.cli import plan_listed, plan_predict
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
-    from netfold.plan.validate import Report, Score
+    from netfold.plan.validate import Report, Score, Sourced
 
 # Of a table that goes to a file.
 _PIPED_WIDTH = 120
@@ -33,6 +35,9 @@ def validate(
     runs: Annotated[Path | None, typer.Option(help="Measured steps: a CSV table, a row a run.")] = None,
     cluster: Annotated[str, typer.Option(help="Where they ran: a preset's name, or a TOML file.")] = "dgx-a100",
     calibrate: Annotated[Path | None, typer.Option(help="At most 10 runs of the same target, to learn from.")] = None,
+    only_claims: Annotated[
+        bool, typer.Option("--claims", help="Without --runs: the talks' headline claims alone.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Without --runs: the table that is committed.")
@@ -42,7 +47,8 @@ def validate(
 
     With --runs: a row a run, measured beside predicted, then the mean absolute error, the rank correlation among the
     splits of one question, how much longer the split takes that would have been chosen than the best, and how many
-    runs lie in the 80% band. Without: all published sources that ship with netfold, each without its own rows.
+    runs lie in the 80% band. Without: all published sources that ship with netfold, each without its own rows, and the
+    talks' headline claims, each with the talk's number beside the prediction.
     """
     import json
 
@@ -54,8 +60,11 @@ def validate(
         if calibrate is not None:
             typer.echo("netfold plan validate: --calibrate FILE goes with --runs FILE, of the same target", err=True)
             raise typer.Exit(2)
-        _published(as_json, as_markdown)
+        _published(as_json, as_markdown, only_claims)
         return
+    if only_claims:
+        typer.echo("netfold plan validate: --claims are the talks', and --runs are yours; leave one out", err=True)
+        raise typer.Exit(2)
     try:
         known = read_runs(calibrate) if calibrate else []
         report = compare(read_runs(runs), load_cluster(cluster), known)
@@ -68,20 +77,28 @@ def validate(
     _show(report)
 
 
-def _published(as_json: bool, as_markdown: bool) -> None:
+def _published(as_json: bool, as_markdown: bool, only_claims: bool) -> None:
     import json
 
-    from rich.table import Table
-
     from netfold.plan.validate import markdown, validate_published
+    from netfold.plan.validate.claims import claims, claims_markdown, claims_text
 
-    found = validate_published()
+    found, said = [] if only_claims else validate_published(), claims()
     if as_json:
-        typer.echo(json.dumps([each.to_json() for each in found], indent=1))
+        shown = {} if only_claims else {"sources": [each.to_json() for each in found]}
+        typer.echo(json.dumps(shown | {"claims": [claim.to_json() for claim in said]}, indent=1))
         return
     if as_markdown:
-        typer.echo(markdown(found), nl=False)
+        typer.echo(claims_markdown(said) if only_claims else f"{markdown(found)}\n{claims_markdown(said)}", nl=False)
         return
+    if found:
+        _show_sources(found)
+    typer.echo(claims_text(said))
+
+
+def _show_sources(found: Sequence[Sourced]) -> None:
+    from rich.table import Table
+
     shown = Table(title="predictions beside what others measured", title_justify="left")
     shown.add_column("source")
     for name in ("rows", "mean error", "bias", "worst", "in the band"):

@@ -44,9 +44,10 @@ class Split:
 class Job:
     """global_batch, micro_batch: samples of a step, and of one rank at a time.
 
-    precision: of matmuls and activations. in_network: data-parallel reductions use it where every tier that they cross
-    can. overlap: data-parallel communication goes on beside the last microbatch's backward pass. bucket_bytes: what it
-    is cut to. gradient_bytes: of a gradient's element, in memory and on the wire.
+    precision: of matmuls and activations. in_network: reductions, of gradients and among tensor ranks, are made in the
+    network where every tier that they cross can. overlap: data-parallel communication goes on beside the last
+    microbatch's backward pass. bucket_bytes: what it is cut to. gradient_bytes: of a gradient's element, in memory and
+    on the wire.
     Raises ValueError for words that are none, and for a batch that does not come out even.
     """
 

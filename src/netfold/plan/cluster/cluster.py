@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -42,7 +43,9 @@ class Tier:
 
     latency_s: of one message between two devices. bytes_per_s: a device and direction, with all devices at it at once.
     oversubscription: by how much the links above are too few for that; 1 is none. in_network: reductions can be made
-    on the way.
+    on the way. nvls: by NVLink's switches, which reduce what ranks load and spread what they store. switch_ports: of
+    one switch, half of them up where there are several levels; 0: one switch joins all. switch_latency_s: that each
+    further level of switches adds to a way up.
     """
 
     name: str
@@ -51,6 +54,19 @@ class Tier:
     bytes_per_s: float
     oversubscription: float = 1.0
     in_network: bool = False
+    nvls: bool = False
+    switch_ports: int = 0
+    switch_latency_s: float = 0.0
+
+    def switch_levels(self, joined: int) -> int:
+        """Of a fat tree that joins so many: L levels, the uppermost with all its ports down, join 2 (ports/2)^L."""
+        if joined <= self.switch_ports or self.switch_ports == 0:
+            return 1
+        return math.ceil(math.log(joined / 2, self.switch_ports / 2) - 1e-9)
+
+    def way_up_s(self, joined: int) -> float:
+        """From a device to the switch above all of so many, without its bytes; as long comes back."""
+        return self.latency_s + (self.switch_levels(joined) - 1) * self.switch_latency_s
 
     @property
     def busy_bytes_per_s(self) -> float:

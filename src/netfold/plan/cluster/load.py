@@ -21,6 +21,10 @@ else:
 _HERE = Path(__file__).parent
 _PRESETS = _HERE / "presets"
 _DEVICES = _HERE / "devices.toml"
+_TIER = (
+    *("name", "devices", "latency", "rate", "measured", "oversubscription"),
+    *("in_network", "nvls", "switch_ports", "switch_latency"),
+)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -131,7 +135,7 @@ def _device(name: str, table: dict[str, Any], where: str) -> Device:
 def _tier(table: dict[str, Any], cluster: str, sharing: int) -> Tier:
     """sharing: devices of the tier inside, which share a measured host's link."""
     where = f"{cluster}, tier {table.get('name', '?')}"
-    _only(table, where, ("name", "devices", "latency", "rate", "measured", "oversubscription", "in_network"))
+    _only(table, where, _TIER)
     if "measured" in table and ("latency" in table or "rate" in table):
         raise ValueError(f"{where}: is measured, and says latency or rate too; leave one out")
     _needs(table, where, ("name", "devices", *(() if "measured" in table else ("latency", "rate"))))
@@ -139,17 +143,43 @@ def _tier(table: dict[str, Any], cluster: str, sharing: int) -> Tier:
     oversubscription = _number(table.get("oversubscription", 1), where, "oversubscription")
     if oversubscription < 1:
         raise ValueError(f"{where}: oversubscription = {oversubscription:g} is below 1, which is none")
-    if not isinstance(table.get("in_network", False), bool):
-        raise ValueError(f"{where}: in_network = {table['in_network']!r}; it must be true or false")
+    for key in ("in_network", "nvls"):
+        if not isinstance(table.get(key, False), bool):
+            raise ValueError(f"{where}: {key} = {table[key]!r}; it must be true or false")
+    nvls = bool(table.get("nvls", False))
+    if nvls and not table.get("in_network", True):
+        raise ValueError(f"{where}: nvls is a reduction in the network, and in_network is false; leave one out")
+    ports, switch_latency_s = _switch(table, where)
     if "measured" in table:
         link = measured_link(Path(str(table["measured"])))
         latency_s, bytes_per_s = link.latency_s, link.bytes_per_s / sharing
     else:
         latency_s = parse_quantity(table["latency"], "time", f"{where}, latency")
         bytes_per_s = _positive(parse_quantity(table["rate"], "rate", f"{where}, rate"), where, "rate")
+    in_network = nvls or bool(table.get("in_network", False))
     return Tier(
-        str(table["name"]), devices, latency_s, bytes_per_s, oversubscription, bool(table.get("in_network", False))
+        str(table["name"]),
+        devices,
+        latency_s,
+        bytes_per_s,
+        oversubscription,
+        in_network,
+        nvls,
+        ports,
+        switch_latency_s,
     )
+
+
+def _switch(table: dict[str, Any], where: str) -> tuple[int, float]:
+    """Ports of a switch, and what a further level of them takes."""
+    if ("switch_ports" in table) != ("switch_latency" in table):
+        raise ValueError(f"{where}: says one of switch_ports and switch_latency; a tree of switches needs both")
+    if "switch_ports" not in table:
+        return 0, 0.0
+    ports = _whole(table["switch_ports"], where, "switch_ports")
+    if ports < 4:
+        raise ValueError(f"{where}: a tree cannot be made of switches with {ports} ports; 4 is the least")
+    return ports, parse_quantity(table["switch_latency"], "time", f"{where}, switch_latency")
 
 
 def _whole(value: object, where: str, key: str) -> int:

@@ -68,7 +68,7 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
         raise ValueError(f"{split.text()} needs {split.ranks} devices; {cluster.name} has {cluster.devices}")
     share = Share(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes)
     layers = model.layers(share)
-    times = _layer_times(model, share, cluster, job.precision, constants)
+    times = _layer_times(model, share, cluster, job.precision, constants, job.in_network)
     stages: list[Stage] = []
     before: list[tuple[int, float]] = []
     for part in _cut(layers, split.pipeline):
@@ -132,7 +132,7 @@ class _Times:
 
 @lru_cache(maxsize=16384)
 def _layer_times(
-    model: Model, share: Share, cluster: Cluster, precision: str, constants: Constants
+    model: Model, share: Share, cluster: Cluster, precision: str, constants: Constants, in_network: bool
 ) -> tuple[_Times, ...]:
     """Of each layer, once."""
     device, group = cluster.device, Group(share.tensor)
@@ -141,7 +141,7 @@ def _layer_times(
         """Seconds in all that computing and launching take, and what collectives add."""
         busy = sum(device_s(each, device, precision, share.item_bytes, constants) for each in passes)
         talking = sum(
-            collective_s(each.operation, each.size_bytes, group, cluster, constants)
+            collective_s(each.operation, each.size_bytes, group, cluster, constants, in_network)
             for work in passes
             for each in work.collectives
             if each.group == "tensor"

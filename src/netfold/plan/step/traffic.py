@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from netfold.plan.cluster import Cluster, Tier
@@ -34,7 +34,7 @@ def collective_s(
     one_ring: bool = False,
 ) -> float:
     """Seconds. The cheapest of: rings through all, as many as leave a node together; rings inside and between nodes; a
-    reduction inside the network between nodes, where asked for and the tiers that it crosses can.
+    reduction inside the network, in a node and between nodes, where asked for and the tiers that it crosses can.
 
     one_ring: a single ring through all, which leaves each node by one adapter.
     """
@@ -59,19 +59,35 @@ def _ways(
     if operation != "all_reduce":
         return ways
     if inside == group.ranks or inside == 1:
-        if in_network and all(tier.in_network for tier in _crossed(group, cluster)):
-            ways.append(_along(operation, "in_network", size_bytes, group, cluster, constants))
-        return ways
+        return ways + (_through_switches(size_bytes, group, cluster, constants) if in_network else [])
     nodes = Group(-(-group.ranks // inside), max(group.stride, inner.devices))
     within = Group(inside, group.stride)
     around = sum(
         _along(each, "ring", size_bytes, within, cluster, constants) for each in ("reduce_scatter", "all_gather")
     )
     part = size_bytes / inside
-    ways.append(around + min(_along("all_reduce", name, part, nodes, cluster, constants) for name in ("ring", "tree")))
-    if in_network and all(tier.in_network for tier in _crossed(nodes, cluster)):
-        ways.append(around + _along("all_reduce", "in_network", part, nodes, cluster, constants))
+    between = [_along("all_reduce", name, part, nodes, cluster, constants) for name in ("ring", "tree")]
+    if in_network:
+        # Parts of the tensor stay in between: what is reduced in a node has left it before its sum comes back.
+        around = min(around, *_through_switches(size_bytes, within, cluster, constants), float("inf"))
+        between += _through_switches(part, nodes, cluster, constants)
+    ways.append(around + min(between))
     return ways
+
+
+def _through_switches(size_bytes: float, group: Group, cluster: Cluster, constants: Constants) -> list[float]:
+    """Seconds of an all_reduce that the tiers on its way make; none where one of them cannot."""
+    crossed = _crossed(group, cluster)
+    if not all(tier.in_network for tier in crossed):
+        return []
+    if crossed[-1].nvls:
+        # Each rank loads the sum of its part, and stores it to all: a part more each way than all of the tensor.
+        size_bytes *= 1 + 1 / group.ranks
+    below = next((tier.devices for tier in reversed(cluster.tiers) if tier.devices < crossed[-1].devices), 1)
+    joined = -(-group.ranks * group.stride // below)
+    links = _links(group, cluster, constants)
+    network = replace(links.network, latency_s=crossed[-1].way_up_s(joined))
+    return [predict("all_reduce", "in_network", size_bytes, _apart(group.ranks), replace(links, network=network))]
 
 
 def _crossed(group: Group, cluster: Cluster) -> list[Tier]:

@@ -1,4 +1,7 @@
-"""Predictions against published measurements: errors, the choice that they lead to, and how honest the bands are."""
+"""Predictions against published measurements: errors, the choice that they lead to, and how honest the bands are.
+
+`claims` has the talks' headline claims, each beside what is predicted.
+"""
 
 from netfold.plan.validate.against import MOST_CALIBRATION_RUNS, Report, Row, calibrated, validate
 from netfold.plan.validate.published import Sourced, markdown, validate_published

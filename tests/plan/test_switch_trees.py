@@ -1,0 +1,113 @@
+"""Reductions in switches: inside a node by NVLink's, between nodes by trees as deep as their ports make them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from netfold.plan.cluster import Cluster, load_cluster
+from netfold.plan.job import Job, Split
+from netfold.plan.model import Transformer
+from netfold.plan.step import FITTED, predict
+from netfold.plan.step.traffic import Group, collective_s
+
+GIB = 1 << 30
+
+
+def _bus_gb_per_s(cluster: Cluster, ranks: int, *, in_network: bool) -> float:
+    """As nccl-tests counts it."""
+    size = 4 * GIB
+    seconds = collective_s("all_reduce", size, Group(ranks), cluster, FITTED, in_network)
+    return 2 * (ranks - 1) / ranks * size / seconds / 1e9
+
+
+# H100 with NVLS at 2 to 4 GiB: github.com/NVIDIA/nccl/issues/1455; 8 of H200 have 475, nccl-tests/issues/272.
+@pytest.mark.parametrize(("ranks", "measured"), [(4, 370), (5, 420), (6, 440), (7, 460), (8, 480)])
+def test_nvlinks_switches_reduce_as_fast_as_measured(ranks: int, measured: float) -> None:
+    assert _bus_gb_per_s(load_cluster("dgx-h100"), ranks, in_network=True) == pytest.approx(measured, rel=0.05)
+
+
+def test_a_ring_inside_a_node_of_h100_is_as_fast_as_measured() -> None:
+    """365 to 370, the same source."""
+    assert _bus_gb_per_s(load_cluster("dgx-h100"), 8, in_network=False) == pytest.approx(367, rel=0.06)
+
+
+def test_what_is_not_asked_for_or_cannot_be_stays_a_ring() -> None:
+    h100, a100 = load_cluster("dgx-h100"), load_cluster("dgx-a100")
+    assert _bus_gb_per_s(h100, 8, in_network=False) < _bus_gb_per_s(h100, 8, in_network=True)
+    assert _bus_gb_per_s(a100, 8, in_network=True) == _bus_gb_per_s(a100, 8, in_network=False)
+
+
+@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter"])
+def test_halves_of_an_all_reduce_gain_nothing_by_switches(operation: str) -> None:
+    cluster = load_cluster("dgx-h100")
+    ring, switch = (collective_s(operation, GIB, Group(8), cluster, FITTED, word) for word in (False, True))
+    assert ring == switch
+
+
+def test_tensor_ranks_and_gradients_across_nodes_use_them() -> None:
+    cluster, model = load_cluster("dgx-h100"), Transformer("GPT", 4096, 32, 8, 2048)
+    ring, switch = (predict(model, cluster, Job(64, 1, Split(4, 8), in_network=word)) for word in (False, True))
+    assert switch.exposed_s["tensor"] < ring.exposed_s["tensor"]
+    # Where adapters are slow, so that what nodes add up first counts.
+    inside, outside = cluster.tiers[0], replace(cluster.tiers[1], bytes_per_s=5e9)
+    both, between = (
+        replace(cluster, tiers=(tier, outside)) for tier in (inside, replace(inside, in_network=False, nvls=False))
+    )
+    everywhere, outer = (collective_s("all_reduce", GIB, Group(64), each, FITTED, True) for each in (both, between))
+    assert everywhere < outer < collective_s("all_reduce", GIB, Group(64), both, FITTED)
+
+
+@pytest.mark.parametrize(
+    ("joined", "levels"), [(2, 1), (40, 1), (41, 2), (800, 2), (801, 3), (1500, 3), (16000, 3), (16001, 4)]
+)
+def test_a_fat_tree_is_as_deep_as_its_ports_make_it(joined: int, levels: int) -> None:
+    assert load_cluster("sharp-hdr").tiers[0].switch_levels(joined) == levels
+
+
+def test_eight_bytes_on_128_hosts_take_what_was_published() -> None:
+    """2.83 us: Graham et al. 2016, of which the preset's latency is."""
+    tier = load_cluster("sharp-hdr").tiers[0]
+    assert 2 * tier.way_up_s(128) == pytest.approx(2.83e-6, rel=0.02)
+
+
+def test_levels_cost_a_small_reduction_their_latency_twice() -> None:
+    cluster = load_cluster("sharp-hdr")
+    below_one, below_three = (
+        collective_s("all_reduce", 8.0, Group(count), cluster, FITTED, True) for count in (40, 1500)
+    )
+    assert below_three - below_one == pytest.approx(2 * 2 * 130e-9)
+    flat = replace(cluster, tiers=(replace(cluster.tiers[0], switch_ports=0),))
+    assert collective_s("all_reduce", 8.0, Group(1500), flat, FITTED, True) == pytest.approx(below_one)
+
+
+_TIER = """
+device = "h100"
+[[tier]]
+name = "all"
+devices = 64
+latency = "1 us"
+rate = "50 GB/s"
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ('nvls = "yes"', "nvls = 'yes'; it must be true or false"),
+        ("nvls = true\nin_network = false", "nvls is a reduction in the network, and in_network is false"),
+        ("switch_ports = 40", "says one of switch_ports and switch_latency"),
+        ('switch_latency = "130 ns"', "says one of switch_ports and switch_latency"),
+        ('switch_ports = 3\nswitch_latency = "130 ns"', "switches with 3 ports; 4 is the least"),
+        ('switch_ports = 40\nswitch_latency = "130 GB"', "is a quantity of bytes, where one of time is wanted"),
+    ],
+)
+def test_switches_that_cannot_be_are_a_sentence(tmp_path: Path, keys: str, said: str) -> None:
+    (tmp_path / "ours.toml").write_text(_TIER + keys)
+    with pytest.raises(ValueError, match=said):
+        load_cluster(str(tmp_path / "ours.toml"))
+
+
+def test_nvls_is_a_reduction_in_the_network(tmp_path: Path) -> None:
+    (tmp_path / "ours.toml").write_text(_TIER + "nvls = true")
+    assert load_cluster(str(tmp_path / "ours.toml")).tiers[0].in_network
