@@ -78,7 +78,7 @@ def render(kept: dict[str, Found]) -> str:
         )
     lines += [
         "",
-        "`bench/recipes.py`. Seconds on the clock, from the first step to the end; a recipe's own ranks make a load of 2.",
+        "`bench/recipes.py`. Seconds from the first step to the end; a recipe's own ranks make a load of 2.",
         "",
         *(f"- {name}, seed {seed}: {each['machine']}" for name, of in kept.items() for seed, each in of.items()),
     ]
