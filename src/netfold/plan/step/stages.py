@@ -146,8 +146,8 @@ def _layer_times(
             for each in work.collectives
             if each.group == "tensor"
         )
-        host = sum(host_s(each, share.tensor, constants) for each in passes)
-        alone = blended(busy, sum(host_s(each, 1, constants) for each in passes), constants.blend)
+        host = sum(host_s(each, constants) for each in passes)
+        alone = blended(busy, host, constants.blend)
         if not talking:
             return alone, 0.0
         return alone, max(0.0, blended(busy + talking, host, constants.blend_talking) - alone)

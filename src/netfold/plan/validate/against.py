@@ -21,7 +21,6 @@ _TARGET_PRIORS = {
     "matmul_part": 0.025,
     "memory_part": 0.05,
     "launch_s": 0.15,
-    "late_s": 0.25,
     "network_part": 0.4,
     "send_bytes_per_s": 0.5,
     "tempo": 0.1,

@@ -26,7 +26,6 @@ GUESSES = {
     "unaligned_part": (0.27, 0.5),
     "memory_part": (0.7, 0.1),
     "launch_s": (43e-6, 0.5),
-    "late_s": (43e-6, 0.5),
     "blend": (4.0, 0.3),
     "blend_talking": (2.0, 0.3),
     "update_bytes": (30.0, 0.5),
