@@ -172,8 +172,9 @@ def _stage(
     """part: its layers, and how many of each."""
     split = job.split
     sent = max(layers[index].input_bytes for index, _ in part) if split.pipeline > 1 else 0.0
-    if split.interleave > 1 and not split.sequence:
-        # Tensor ranks hold the same: each sends a part, gathered where it arrives (Narayanan et al. 2021, 4.1).
+    gathered_s = 0.0
+    if sent and job.scattered and split.tensor > 1 and not split.sequence:
+        gathered_s = collective_s("all_gather", sent, Group(split.tensor), cluster, constants)
         sent /= split.tensor
     return Stage(
         sum(count * times[index].forward_s for index, count in part),
@@ -181,7 +182,7 @@ def _stage(
         sum(count * times[index].forward_tensor_s for index, count in part),
         sum(count * times[index].backward_tensor_s for index, count in part),
         sent,
-        send_s(sent, split.tensor * split.data, cluster, constants) if sent else 0.0,
+        send_s(sent, split.tensor * split.data, cluster, constants) + gathered_s if sent else 0.0,
         sum(count * layers[index].parameters for index, count in part),
         sum(count * layers[index].kept_bytes for index, count in part),
         sum(count * _tables_s(layers[index], cluster, job, constants) for index, count in part),

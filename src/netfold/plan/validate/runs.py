@@ -29,6 +29,8 @@ COLUMNS = (
 _WORDS = 50257
 # Gradients are added up as they are, in 16 bits; the times over data-parallel ranks say so.
 _GRADIENT_BYTES = 2
+# Between stages each tensor rank sends all that they hold alike; the times say so.
+_SCATTERED = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def _run(path: Path, line: int, row: dict[str, str | None]) -> Run:
     if split.ranks != gpus:
         raise ValueError(f"{path}, line {line}: {split.text()} is {split.ranks} GPUs, not {gpus}")
     try:
-        job = Job(batch, micro, split, precision="f16", gradient_bytes=_GRADIENT_BYTES)
+        job = Job(batch, micro, split, precision="f16", gradient_bytes=_GRADIENT_BYTES, scattered=_SCATTERED)
     except ValueError as error:
         raise ValueError(f"{path}, line {line}: {error}") from None
     model = Transformer(f"GPT {hidden}x{depth}", hidden, heads, depth, sequence, _WORDS, pads=False)
