@@ -1,6 +1,7 @@
 """A step played as events: as the closed forms where those are exact, and what they leave out."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from even_model import EvenModel, cluster
@@ -147,6 +148,16 @@ def test_weights_that_take_longer_than_computing_are_all_that_counts():
     talking = 8 * (2 * parts.gathered_s + parts.data_s)
     assert said.step_s - said.optimizer_s == pytest.approx(talking, rel=0.01)
     assert said.exposed_s["data"] == pytest.approx(talking, rel=0.01)
+
+
+@pytest.mark.parametrize("layer_parameters", [1e6, 1e7])
+def test_without_prefetch_computing_waits_for_all_that_is_gathered_and_reduced(layer_parameters):
+    model = EvenModel(layer_parameters=layer_parameters)
+    wanted = replace(job(64, bucket_bytes=2e6, data=8, zero=3), prefetch=False)
+    said, closed = simulate(model, CLUSTER, wanted, CALM).prediction, predict(model, CLUSTER, wanted)
+    parts = costs(model, CLUSTER, wanted)
+    assert closed.exposed_s["data"] == pytest.approx(8 * (2 * parts.gathered_s + parts.data_s))
+    assert said.step_s == pytest.approx(closed.step_s, rel=0.01)
 
 
 def test_pipelines_of_split_weights_get_through():

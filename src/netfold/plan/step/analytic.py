@@ -94,6 +94,8 @@ def _waited_messages(parts: Costs, slowest: Stage, job: Job) -> float:
 
 def _exposed_data(parts: Costs, stage: Stage, job: Job) -> float:
     """Seconds of data-parallel communication that no computing hides."""
+    if parts.gathered_s and not job.prefetch:
+        return parts.microbatches * (2 * parts.gathered_s + parts.data_s)
     if parts.gathered_s:
         # Of ZeRO-3 a pass hides what the next layer needs; what it needs itself first, nothing hides.
         forward = max(0.0, parts.gathered_s - stage.forward_s)
