@@ -37,7 +37,7 @@ class Constants:
     send_bytes_per_s: float = 13.4e9
     update_bytes: float = 27.7
     tempo: float = 1.0
-    spread: float = 0.09
+    spread: float = 0.115
 
 
 FITTED = Constants()
