@@ -117,8 +117,8 @@ def notes(asked: Question, best: Choice) -> tuple[str, ...]:
     said, split = [], best.job.split
     if split.zero == 3 and split.data > ZERO_3_RANKS:
         said.append(
-            f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {ZERO_3_RANKS}; beyond, DeepSpeed's of early "
-            "2021 hid nothing of it and took 1.3 to 1.6 times as long"
+            f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {ZERO_3_RANKS}; beyond, DeepSpeed's of "
+            "early 2021 hid nothing of it and took 1.3 to 1.6 times as long"
         )
     if split.pipeline > 1 and split.ranks > _PIPELINE_RANKS:
         said.append(

@@ -31,7 +31,8 @@ class Likeness:
         self._known = _places(runs)
         left = np.log([run.measured_ms / found for run, found in zip(runs, predicted_ms, strict=True)])
         beyond = np.maximum(0.0, np.abs(left) - _OUTLIER)
-        self._spoken: Floats = np.linalg.inv(_alike(self._known, self._known) + np.diag(_RUNS**2 + beyond**2))
+        spread = _alike(self._known, self._known) + np.diag(_RUNS**2 + beyond**2)
+        self._spoken: Floats = np.asarray(np.linalg.inv(spread), dtype=np.float64)
         self._weights: Floats = np.asarray(self._spoken @ left, dtype=np.float64)
 
     def factors(self, runs: Sequence[Run]) -> list[float]:

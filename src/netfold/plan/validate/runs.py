@@ -94,7 +94,7 @@ def _run(path: Path, line: int, row: dict[str, str | None]) -> Run:
 
 
 def recomputed(runs: Sequence[Run], cluster: Cluster) -> str:
-    """What runs recompute, as far as memory says: nothing where every one of them fits into a device so, else everything.
+    """What runs recompute, as far as memory says: nothing where each of them fits into a device so, else everything.
 
     Who measures many splits has one setting for all, and leaves out those that do not fit. Raises ValueError, in a
     sentence with its line, for a run that the cluster cannot have.
