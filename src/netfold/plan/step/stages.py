@@ -22,10 +22,10 @@ class Stage:
 
     forward_s, backward_s: computing, recomputation in the latter. forward_tensor_s, backward_tensor_s: collectives
     among tensor ranks, which computing waits for. sent_bytes: activations to the next stage, a rank; as many come back
-    as gradients. send_s: what they take. parameters: held by the rank. kept_bytes: activations of a microbatch.
-    tables_s: exchanges of what was looked up in tables that are spread over all ranks, both ways. weights_s: of
-    backward_s, what computes gradients of weights, which nothing waits for. layer_parameters: of its largest layer,
-    which ZeRO gathers and reduces whole.
+    as gradients. send_s: what they take, and to gather what tensor ranks sent in parts. parameters: held by the rank.
+    kept_bytes: activations of a microbatch. tables_s: exchanges of what was looked up in tables that are spread over
+    all ranks, both ways. weights_s: of backward_s, what computes gradients of weights, which nothing waits for.
+    layer_parameters: of its largest layer, which ZeRO gathers and reduces whole.
     """
 
     forward_s: float
