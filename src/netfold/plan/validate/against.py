@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import log
 from typing import Any
 
 from netfold.plan.cluster import Cluster
 from netfold.plan.step import FITTED, Constants, Prediction, predict
 from netfold.plan.validate.calibrate import Fitted, fit
-from netfold.plan.validate.likeness import Likeness, correlated, held_up
+from netfold.plan.validate.likeness import OUTLIER, Likeness, correlated, held_up, shape_of
 from netfold.plan.validate.runs import Run, recomputed
 from netfold.plan.validate.score import Compared, Score, score
 
@@ -33,6 +34,8 @@ _RECOMPUTATIONS = ("none", "full")
 _CLEARLY = 4.6
 # Of the runs to calibrate with, those that something else held up, at most: where there are more, it is the target.
 _HELD_UP = 0.25
+# Shapes that can be left out one by one, at least; and to what part of themselves their errors have to come down.
+_FEWEST_SHAPES, _NEARER = 3, 0.9
 # Of a run about a model that was calibrated on its like; what the band is before any of them are seen, as so many runs.
 _KNOWN_RUNS = 5
 # From a mean absolute deviation to half of an 80% band, of errors that are normal: 1.2816 sqrt(pi/2).
@@ -143,13 +146,32 @@ def _fitted(runs: Sequence[Run], cluster: Cluster, recomputation: str, constants
     return fit(told, cluster, constants, _TARGET_PRIORS, noise=_NOISE, alike=correlated(runs))
 
 
+def _helps(runs: Sequence[Run], cluster: Cluster, recomputation: str, constants: Constants) -> bool:
+    """Whether constants that are fitted to all shapes but one bring that one nearer. Fewer than three cannot say."""
+    shapes = {shape_of(run) for run in runs}
+    if len(shapes) < _FEWEST_SHAPES:
+        return True
+    before = after = 0.0
+    for shape in shapes:
+        fitted = _fitted([run for run in runs if shape_of(run) != shape], cluster, recomputation, constants).constants
+        for run in (run for run in runs if shape_of(run) == shape):
+            before += _off(run, cluster, recomputation, constants)
+            after += _off(run, cluster, recomputation, fitted)
+    return after <= _NEARER * before
+
+
+def _off(run: Run, cluster: Cluster, recomputation: str, constants: Constants) -> float:
+    """An error, of which no more is counted than of a run that was not held up."""
+    return min(OUTLIER, abs(log(_row(run, cluster, constants, recomputation).predicted_ms / run.measured_ms)))
+
+
 def calibrated(
     runs: Sequence[Run], cluster: Cluster, likely: str, constants: Constants = FITTED
 ) -> tuple[Constants, str]:
     """Constants for a target of which these runs are known, and what it recomputes.
 
     What is recomputed is no matter of degree, so each answer is tried; the likely one stays unless another is clearly
-    nearer.
+    nearer. Constants stay where fitting does not help shapes that were not fitted.
     """
     tried = {word: _fitted(runs, cluster, word, constants) for word in _RECOMPUTATIONS}
     best = min(tried, key=lambda word: tried[word].cost)
@@ -159,6 +181,8 @@ def calibrated(
     plain = [run for run in runs if not held_up(run.measured_ms, _row(run, cluster, fitted, best).predicted_ms)]
     if (1 - _HELD_UP) * len(runs) <= len(plain) < len(runs):
         fitted = _fitted(plain, cluster, best, constants).constants
+    if not _helps(runs, cluster, best, constants):
+        fitted = constants
     off = [abs(_row(run, cluster, fitted, best).predicted_ms / run.measured_ms - 1) for run in runs]
     known = (_KNOWN_RUNS * constants.spread + _BAND * sum(off)) / (_KNOWN_RUNS + len(runs))
     return replace(fitted, spread=known), best

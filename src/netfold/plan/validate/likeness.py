@@ -21,7 +21,7 @@ _REACH = (0.5, 0.5, 0.5, 4.0)
 
 
 # An error beyond three deviations is a run's own, and not its shape's: somebody else used the network.
-_OUTLIER = 3 * float(np.hypot(_SHAPES, _RUNS))
+OUTLIER = 3 * float(np.hypot(_SHAPES, _RUNS))
 
 
 class Likeness:
@@ -30,7 +30,7 @@ class Likeness:
     def __init__(self, runs: Sequence[Run], predicted_ms: Sequence[float]) -> None:
         self._known = _places(runs)
         left = np.log([run.measured_ms / found for run, found in zip(runs, predicted_ms, strict=True)])
-        beyond = np.maximum(0.0, np.abs(left) - _OUTLIER)
+        beyond = np.maximum(0.0, np.abs(left) - OUTLIER)
         spread = _alike(self._known, self._known) + np.diag(_RUNS**2 + beyond**2)
         self._spoken: Floats = np.asarray(np.linalg.inv(spread), dtype=np.float64)
         self._weights: Floats = np.asarray(self._spoken @ left, dtype=np.float64)
@@ -48,9 +48,14 @@ class Likeness:
         return found
 
 
+def shape_of(run: Run) -> tuple[int, int, int]:
+    """Width, tensor degree, microbatch: runs that have these in common have most of their error in common."""
+    return run.model.hidden, run.job.split.tensor, run.job.micro_batch
+
+
 def held_up(measured_ms: float, predicted_ms: float) -> bool:
     """Whether a run is further from what is predicted than shapes are."""
-    return abs(float(np.log(measured_ms / predicted_ms))) > _OUTLIER
+    return abs(float(np.log(measured_ms / predicted_ms))) > OUTLIER
 
 
 def correlated(runs: Sequence[Run]) -> Floats:
@@ -62,7 +67,7 @@ def correlated(runs: Sequence[Run]) -> Floats:
 
 def _places(runs: Sequence[Run]) -> Floats:
     """[n, 4], in reaches."""
-    shapes = [(run.model.hidden, run.job.split.tensor, run.job.micro_batch, run.job.split.pipeline) for run in runs]
+    shapes = [(*shape_of(run), run.job.split.pipeline) for run in runs]
     places: Floats = np.log2(np.array(shapes, dtype=float).reshape(-1, len(_REACH))) / np.array(_REACH)
     return places
 
