@@ -71,6 +71,21 @@ oversubscription = 2
 """
 
 
+_TABLE = """
+[device]
+flops = { f32 = "19.5 TFLOP/s" }
+memory = "80 GiB"
+memory_rate = "2039 GB/s"
+reserved = "2 GiB"
+"""
+
+
+def test_what_tensors_cannot_have_is_not_usable(tmp_path: Path) -> None:
+    (tmp_path / "ours.toml").write_text(_SOUND.replace('device = "a100-80"', _TABLE))
+    device = load_cluster(str(tmp_path / "ours.toml")).device
+    assert device.usable_bytes == device.memory_bytes - 2 * 2**30 == 78 * 2**30
+
+
 def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "ours.toml").write_text(_SOUND)
     cluster = load_cluster(str(tmp_path / "ours.toml"))
@@ -89,6 +104,7 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
         ("oversubscription = 2", "oversubscribed = 2", "did you mean oversubscription"),
         ('device = "a100-80"', 'device = "a100-81"', "did you mean a100-80"),
         ('device = "a100-80"', "device =", "is not TOML"),
+        ('device = "a100-80"', _TABLE.replace("2 GiB", "80 GiB"), "reserved = 80 GiB leaves nothing of a memory of 80"),
     ],
 )
 def test_an_impossible_cluster_is_a_sentence(tmp_path: Path, old: str, new: str, said: str) -> None:

@@ -99,6 +99,8 @@ def test_what_goes_beyond_published_runs_is_said() -> None:
     asked = ("--model", "gpt3-175b", "--cluster", "dgx-a100", "--gpus", "256", "--batch", "256", "--micro-batch", "1")
     assert "note: ZeRO-3 over 256 ranks" in plan(*asked, "--tensor", "1", "--pipeline", "1", "--zero", "3")[1]
     assert "note: 16 tensor ranks go beyond a node of 8" in plan(*asked, "--tensor", "16", "--pipeline", "2")[1]
+    wide = ("--model", "gpt3-175b", "--cluster", "dgx-a100", "--gpus", "2304", "--batch", "2304", "--micro-batch", "1")
+    assert "note: pipelines over 2,304 ranks" in plan(*wide, "--tensor", "8", "--pipeline", "12", "--zero", "0")[1]
     counted = ("--model", "resnet50", "--cluster", "dgx-1", "--gpus", "8", "--batch", "512", "--pipeline", "1")
     assert "note: resnet50: convolutions are taken as matrix products" in plan(*counted)[1]
     assert "note:" not in plan(*asked, "--tensor", "8", "--pipeline", "8", "--recompute", "full")[1]

@@ -46,10 +46,10 @@ def recipe_model(path: Path, settings: Sequence[str]) -> tuple[Model, dict[str, 
         optimizer = "sgd"
     said: dict[str, Any] = {
         "job": {"gpus": split.ranks, "batch": split.batch, "precision": precision, "optimizer": optimizer},
-        # netfold trains by DDP: gradients in f32, beside the backward pass.
+        # netfold trains by DDP: gradients in f32, beside the backward pass; and by torch's pipelines, which send all.
         "split": {"zero": recipe.parallel.zero, "pipeline": split.pipeline, "tensor": split.tensor},
     }
-    said["job"] |= {"overlap": True, "gradient_bytes": 4}
+    said["job"] |= {"overlap": True, "gradient_bytes": 4, "scattered": False}
     return Chain(recipe.model.name, links), said
 
 

@@ -47,7 +47,9 @@ class Job:
     precision: of matmuls and activations. in_network: reductions, of gradients and among tensor ranks, are made in the
     network where every tier that they cross can. overlap: data-parallel communication goes on beside the last
     microbatch's backward pass. bucket_bytes: what it is cut to. gradient_bytes: of a gradient's element, in memory and
-    on the wire.
+    on the wire. scattered: tensor ranks, which hold the same, each send a part of it to the next stage, where it is
+    gathered (Narayanan et al. 2021, section 4.1), as Megatron-LM and DeepSpeed do; else each sends all. prefetch: ZeRO-3
+    gathers a layer's weights while the one before computes; else computing waits for all that it does.
     Raises ValueError for words that are none, and for a batch that does not come out even.
     """
 
@@ -62,6 +64,8 @@ class Job:
     in_network: bool = False
     bucket_bytes: float = 25 * 2**20
     gradient_bytes: int = 4
+    scattered: bool = True
+    prefetch: bool = True
 
     def __post_init__(self) -> None:
         for name, words in (

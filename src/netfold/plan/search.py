@@ -14,8 +14,8 @@ from netfold.plan.step import Prediction, predict
 
 # Bounds of what is tried where nothing is said: samples of a microbatch but the whole of a rank's, pieces of a stage.
 MOST_MICRO_BATCH, MOST_PIECES = 64, 8
-# Ranks that ZeRO-3 is tried over where nothing is said: published runs agree so far (llm-foundry's FSDP); beyond,
-# DeepSpeed's took 1.4 to 1.6 times as long as predicted (bench/results/plan.md).
+# Ranks that ZeRO-3 is tried over where nothing is said: published runs agree so far (llm-foundry's FSDP); those beyond
+# are DeepSpeed's of early 2021, which hid nothing and took 1.3 to 1.6 times as long as with prefetch.
 ZERO_3_RANKS = 128
 # Ways in all. Where there are more, the search says so and asks for a fixed value.
 MOST_WAYS = 60_000

@@ -48,7 +48,7 @@ class Gain:
 
 def sensitivity(model: Model, cluster: Cluster, found: Found) -> tuple[Gain, ...]:
     """Of the best way that was found, the largest gain first. Tiers that the job does not reach are left out."""
-    best, shortlist = found.best, found.shortlist(cluster.device.memory_bytes)
+    best, shortlist = found.best, found.shortlist(cluster.device.usable_bytes)
     changes = _of_links(cluster, best.job.split.ranks)
     # A published speed is what it is, whatever the device.
     if not (isinstance(model, Layered) and model.measured):
@@ -99,9 +99,6 @@ def _gain(model: Model, what: str, changed: Cluster, shortlist: Sequence[Choice]
 
 
 def _more_memory(cluster: Cluster, found: Found) -> Gain:
-    base = found.best.prediction.step_s
-    roomy = min(
-        (way for way in found.ways if way.prediction.memory.total <= 2 * cluster.device.memory_bytes),
-        key=order,
-    )
+    base, roomy_bytes = found.best.prediction.step_s, cluster.device.memory_bytes + cluster.device.usable_bytes
+    roomy = min((way for way in found.ways if way.prediction.memory.total <= roomy_bytes), key=order)
     return Gain("2x the memory", base, base, roomy)

@@ -132,6 +132,8 @@ _SECTIONS: dict[str, dict[str, _Check]] = {
         "optimizer": _one_of(*OPTIMIZERS),
         "schedule": _one_of(*_SCHEDULES),
         "overlap": _truth,
+        "scattered": _truth,
+        "prefetch": _truth,
         "in_network": _truth,
         "bucket": _text,
         "gradient_bytes": _one_of(2, 4),

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 class Device:
     """flops: peak multiply-adds by dtype, as two operations each, dense; of f32, tf32, f16, bf16 those that it has.
 
-    memory_bytes, memory_bytes_per_s: of its own memory. multiprocessors: parts that work on tiles of a matmul side by
-    side. sustained: of peak, the clock that its power leaves to matmuls that go on. copy_bytes_per_s: at which a
-    collective passes its buffer through it; 0 where it is not known, and then it is that of V100 and A100. power_w:
-    what it draws at most; 0 where it is not known.
+    memory_bytes, memory_bytes_per_s: of its own memory. reserved_bytes: of it, what tensors cannot have.
+    multiprocessors: parts that work on tiles of a matmul side by side. sustained: of peak, the clock that its power
+    leaves to matmuls that go on. copy_bytes_per_s: at which a collective passes its buffer through it; 0 where it is
+    not known, and then it is that of V100 and A100. power_w: what it draws at most; 0 where it is not known.
     """
 
     name: str
@@ -25,6 +25,12 @@ class Device:
     sustained: float = 1.0
     copy_bytes_per_s: float = 0.0
     power_w: float = 0.0
+    reserved_bytes: float = 0.0
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory that tensors can have."""
+        return self.memory_bytes - self.reserved_bytes
 
     def kept_up(self, precision: str) -> float:
         """FLOP/s at the clock that stays."""

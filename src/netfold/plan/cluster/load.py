@@ -110,7 +110,10 @@ def _device(name: str, table: dict[str, Any], where: str) -> Device:
     _only(
         table,
         where,
-        ("name", "flops", "memory", "memory_rate", "multiprocessors", "sustained", "copy_rate", "power", "source"),
+        (
+            *("name", "flops", "memory", "memory_rate", "reserved", "multiprocessors", "sustained", "copy_rate"),
+            *("power", "source"),
+        ),
     )
     _needs(table, where, ("flops", "memory", "memory_rate"))
     if not isinstance(table["flops"], dict) or not table["flops"]:
@@ -120,15 +123,20 @@ def _device(name: str, table: dict[str, Any], where: str) -> Device:
         key: _positive(parse_quantity(value, "flops", f"{where}, {key}"), where, key)
         for key, value in table["flops"].items()
     }
+    memory = _positive(parse_quantity(table["memory"], "bytes", f"{where}, memory"), where, "memory")
+    reserved = parse_quantity(table["reserved"], "bytes", f"{where}, reserved") if "reserved" in table else 0.0
+    if reserved >= memory:
+        raise ValueError(f"{where}: reserved = {table['reserved']} leaves nothing of a memory of {table['memory']}")
     return Device(
         name,
         flops,
-        _positive(parse_quantity(table["memory"], "bytes", f"{where}, memory"), where, "memory"),
+        memory,
         _positive(parse_quantity(table["memory_rate"], "rate", f"{where}, memory_rate"), where, "memory_rate"),
         _whole(table.get("multiprocessors", 1), where, "multiprocessors"),
         _part(table.get("sustained", 1.0), where, "sustained"),
         parse_quantity(table["copy_rate"], "rate", f"{where}, copy_rate") if "copy_rate" in table else 0.0,
         parse_quantity(table["power"], "power", f"{where}, power") if "power" in table else 0.0,
+        reserved,
     )
 
 

@@ -94,26 +94,31 @@ class Cuts:
         return Plan((self._reduced,) * len(done), {at: (number,) for number, at in enumerate(done)})
 
     def _plan_of_gathers(self, acts: Sequence[Act]) -> Plan:
-        """A gather goes when the task before the one that needs it begins; the first of a pass when it is that pass's
-        turn, since only then it is known which weights come next."""
+        """A gather goes when the task before the one that needs it begins; the first of a pass, or all of them without
+        prefetch, when it is that task's turn, since only then it is known which weights come next. Gradients go after
+        it, or before it without prefetch: then nothing is beside anything."""
         buckets: list[Bucket] = []
         releases: dict[int, tuple[int, ...]] = {}
         awaited: dict[int, int] = {}
         first = 0
         for ended in range(-1, len(acts)):
-            released = []
-            for needs, is_first in ((ended + 1, True), (ended + 2, False)):
-                if needs < len(acts) and acts[needs].turn.kind != WEIGHTS and (acts[needs].part == 0) == is_first:
+            began = len(buckets)
+            reduced = [self._reduced] if ended >= 0 and acts[ended].turn.kind == BACKWARD else []
+            if not self._job.prefetch:
+                buckets += reduced
+            for needs, is_late in ((ended + 1, True), (ended + 2, False)):
+                if needs >= len(acts) or acts[needs].turn.kind == WEIGHTS:
+                    continue
+                if (acts[needs].part == 0 or not self._job.prefetch) == is_late:
                     awaited[needs] = len(buckets)
-                    released.append(len(buckets))
                     buckets.append(self._gathered)
-            if ended >= 0 and acts[ended].turn.kind == BACKWARD:
-                released.append(len(buckets))
-                buckets.append(self._reduced)
+            if self._job.prefetch:
+                buckets += reduced
+            released = tuple(range(began, len(buckets)))
             if ended < 0:
                 first = len(released)
             elif released:
-                releases[ended] = tuple(released)
+                releases[ended] = released
         return Plan(tuple(buckets), releases, first, awaited)
 
 

@@ -146,7 +146,7 @@ def _head(model: Transformer, share: Share) -> Layer:
         again=Pass(),
         parameters=2.0 * model.hidden,
         kept_bytes=2 * whole + 4 * logits,
-        input_bytes=whole,
+        input_bytes=whole / (t if share.sequence else 1),
     )
 
 

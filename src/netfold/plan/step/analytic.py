@@ -15,15 +15,15 @@ def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FIT
     """Raises ValueError, in a sentence, for a split that the model or the cluster cannot have.
 
     The slowest stage works through all microbatches; what the others take for one is the bubble, divided by the pieces
-    where stages are interleaved (Narayanan et al. 2021, section 2.2). Messages between stages are waited for while the
-    pipeline fills and drains, once around it for each piece. Gradients come last, or beside the last backward pass.
+    where stages are interleaved (Narayanan et al. 2021, section 2.2). Gradients come last, or beside the last backward
+    pass.
     """
     split, device = job.split, cluster.device
     parts = costs(model, cluster, job, constants)
     slowest = max(parts.stages, key=lambda stage: stage.total_s)
     exposed = {
         "tensor": parts.microbatches * (slowest.forward_tensor_s + slowest.backward_tensor_s),
-        "pipeline": 2 * (split.pipeline * split.interleave - 1) * parts.stages[-1].send_s,
+        "pipeline": _waited_messages(parts, slowest, job),
         "data": _exposed_data(parts, slowest, job),
         "tables": parts.microbatches * slowest.tables_s,
     }
@@ -43,7 +43,7 @@ def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FIT
         optimizer_s=parts.optimizer_s,
         exposed_s=exposed,
         memory=memory,
-        memory_bytes=device.memory_bytes,
+        memory_bytes=device.usable_bytes,
         samples_per_s=job.global_batch / step,
         mfu=job.global_batch * model.flops / (step * split.ranks * device.peak(job.precision)),
         limit=limit_of(step, compute, bubble, parts.optimizer_s, exposed),
@@ -71,8 +71,31 @@ def _filled(stage: Stage, job: Job) -> float:
     return stage.total_s - (2 * stage.weights_s if job.schedule == "zero-bubble" else 0.0)
 
 
+def _waited_messages(parts: Costs, slowest: Stage, job: Job) -> float:
+    """Seconds that messages between stages are waited for: once around, for each piece, to fill and drain the pipeline.
+
+    With 1f1b the last n stages have n microbatches on their way between them, so they take no less for one than a n-th
+    of a round: their passes and 2(n-1) messages. Where that is more than the slowest stage takes, all microbatches wait
+    for it. Exact for equal stages and a multiple of them in microbatches, where it is 2c((p-1)m/p + p-2) for messages
+    of c (tests/plan/test_events.py).
+    """
+    split, send_s = job.split, parts.stages[-1].send_s
+    once_s = 2 * (split.pipeline * split.interleave - 1) * send_s
+    if job.schedule != "1f1b" or split.interleave > 1 or not send_s:
+        return once_s
+    pace_s, passes_s = slowest.total_s, 0.0
+    for count, stage in enumerate(reversed(parts.stages), start=1):
+        passes_s += stage.total_s
+        pace_s = max(pace_s, (passes_s + 2 * (count - 1) * send_s) / count)
+    # The first and the last microbatch meet nobody; a round that is begun is waited for as a whole.
+    waited_s = max(0, parts.microbatches - 2) * (pace_s - slowest.total_s)
+    return once_s + waited_s + min(waited_s, 2 * send_s * (1 - 2 / split.pipeline))
+
+
 def _exposed_data(parts: Costs, stage: Stage, job: Job) -> float:
     """Seconds of data-parallel communication that no computing hides."""
+    if parts.gathered_s and not job.prefetch:
+        return parts.microbatches * (2 * parts.gathered_s + parts.data_s)
     if parts.gathered_s:
         # Of ZeRO-3 a pass hides what the next layer needs; what it needs itself first, nothing hides.
         forward = max(0.0, parts.gathered_s - stage.forward_s)

@@ -42,11 +42,9 @@ def device_s(work: Pass, device: Device, precision: str, item_bytes: int, consta
     return arithmetic + moved_s(work.moved_bytes, device, constants) + work.kernels * constants.kernel_s
 
 
-def host_s(work: Pass, ranks: int, constants: Constants) -> float:
-    """Seconds that launching takes, and waiting for `ranks` hosts that launch the same collectives."""
-    if work.measured_s:
-        return 0.0
-    return work.kernels * constants.launch_s + len(work.collectives) * (ranks - 1) * constants.late_s
+def host_s(work: Pass, constants: Constants) -> float:
+    """Seconds that launching takes."""
+    return 0.0 if work.measured_s else work.kernels * constants.launch_s
 
 
 def blended(device: float, host: float, blend: float) -> float:

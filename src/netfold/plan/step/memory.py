@@ -30,8 +30,9 @@ def memory_of(stage: Stage, index: int, microbatches: int, job: Job) -> Memory:
 def waiting(index: int, microbatches: int, job: Job) -> float:
     """Microbatches whose activations a stage keeps at once: all of them where every forward pass comes first.
 
-    Else as many as stages from here on (Narayanan et al. 2021, section 2.2); with interleaved pieces (p-1)/pv more for
-    the first one (Korthikanti et al. 2022, section 4.2.3).
+    Else as many as stages from here on (Narayanan et al. 2021, section 2.2). With v interleaved pieces, each a v-th of
+    a microbatch's: v-1 groups of p, two for each stage from the next one on, and one more; for the first stage that is
+    1 + (p-1)/pv times as many as stages (Korthikanti et al. 2022, section 4.2.3).
     """
     split = job.split
     if job.schedule == "zero-bubble":
@@ -41,5 +42,7 @@ def waiting(index: int, microbatches: int, job: Job) -> float:
         return float(microbatches)
     after = split.pipeline - index
     if split.interleave > 1:
-        return min(float(microbatches), after + (split.pipeline - 1) / split.interleave)
+        group = microbatches // max(1, microbatches // split.pipeline)
+        pieces = (split.interleave - 1) * group + 2 * (after - 1) + 1
+        return min(float(microbatches), pieces / split.interleave)
     return float(min(microbatches, after))

@@ -22,10 +22,10 @@ class Stage:
 
     forward_s, backward_s: computing, recomputation in the latter. forward_tensor_s, backward_tensor_s: collectives
     among tensor ranks, which computing waits for. sent_bytes: activations to the next stage, a rank; as many come back
-    as gradients. send_s: what they take. parameters: held by the rank. kept_bytes: activations of a microbatch.
-    tables_s: exchanges of what was looked up in tables that are spread over all ranks, both ways. weights_s: of
-    backward_s, what computes gradients of weights, which nothing waits for. layer_parameters: of its largest layer,
-    which ZeRO gathers and reduces whole.
+    as gradients. send_s: what they take, and to gather what tensor ranks sent in parts. parameters: held by the rank.
+    kept_bytes: activations of a microbatch. tables_s: exchanges of what was looked up in tables that are spread over
+    all ranks, both ways. weights_s: of backward_s, what computes gradients of weights, which nothing waits for.
+    layer_parameters: of its largest layer, which ZeRO gathers and reduces whole.
     """
 
     forward_s: float
@@ -146,8 +146,8 @@ def _layer_times(
             for each in work.collectives
             if each.group == "tensor"
         )
-        host = sum(host_s(each, share.tensor, constants) for each in passes)
-        alone = blended(busy, sum(host_s(each, 1, constants) for each in passes), constants.blend)
+        host = sum(host_s(each, constants) for each in passes)
+        alone = blended(busy, host, constants.blend)
         if not talking:
             return alone, 0.0
         return alone, max(0.0, blended(busy + talking, host, constants.blend_talking) - alone)
@@ -172,8 +172,9 @@ def _stage(
     """part: its layers, and how many of each."""
     split = job.split
     sent = max(layers[index].input_bytes for index, _ in part) if split.pipeline > 1 else 0.0
-    if split.interleave > 1 and not split.sequence:
-        # Tensor ranks hold the same: each sends a part, gathered where it arrives (Narayanan et al. 2021, 4.1).
+    gathered_s = 0.0
+    if sent and job.scattered and split.tensor > 1 and not split.sequence:
+        gathered_s = collective_s("all_gather", sent, Group(split.tensor), cluster, constants)
         sent /= split.tensor
     return Stage(
         sum(count * times[index].forward_s for index, count in part),
@@ -181,7 +182,7 @@ def _stage(
         sum(count * times[index].forward_tensor_s for index, count in part),
         sum(count * times[index].backward_tensor_s for index, count in part),
         sent,
-        send_s(sent, split.tensor * split.data, cluster, constants) if sent else 0.0,
+        send_s(sent, split.tensor * split.data, cluster, constants) + gathered_s if sent else 0.0,
         sum(count * layers[index].parameters for index, count in part),
         sum(count * layers[index].kept_bytes for index, count in part),
         sum(count * _tables_s(layers[index], cluster, job, constants) for index, count in part),

@@ -26,7 +26,6 @@ GUESSES = {
     "unaligned_part": (0.27, 0.5),
     "memory_part": (0.7, 0.1),
     "launch_s": (43e-6, 0.5),
-    "late_s": (43e-6, 0.5),
     "blend": (4.0, 0.3),
     "blend_talking": (2.0, 0.3),
     "update_bytes": (30.0, 0.5),
@@ -61,16 +60,18 @@ def fit(
     *,
     noise: float = NOISE,
     informative: int | None = None,
+    alike: Floats | None = None,
 ) -> Fitted:
     """runs: model, job, measured seconds. priors: the deviation of each constant that may move.
 
     noise: of a run's logarithm about the best model. informative: as how many independent runs they count; all of them
-    where None.
+    where None. alike: [n, n] correlations of what is left of runs, where some err together; none do where None.
     """
     names = list(priors)
     start = np.array([getattr(constants, name) for name in names])
     measured = np.log([seconds for _, _, seconds in runs])
     weight = (len(runs) if informative is None else informative) / len(runs) / noise**2
+    apart = np.eye(len(runs)) if alike is None else np.linalg.inv(alike)
     stiff = 1 / np.array([priors[name] for name in names]) ** 2
 
     def moved(by: Floats) -> Constants:
@@ -81,18 +82,24 @@ def fit(
         found: Floats = np.log([predict(model, cluster, job, with_these).step_s for model, job, _ in runs]) - measured
         return found
 
+    def bounded(left: Floats) -> tuple[Floats, Floats]:
+        """Errors whose squares are Huber's, and their slopes: beyond some deviations an error pulls no more."""
+        size = np.maximum(1, np.abs(left) / (_HUBER * noise))
+        far = np.sqrt(2 * size - 1)
+        return left * far / size, 1 / far
+
     def cost(by: Floats, left: Floats) -> float:
-        size = np.abs(left) / (_HUBER * noise)
-        beyond = np.where(size <= 1, size**2, 2 * size - 1) * (_HUBER * noise) ** 2
-        return float(weight * beyond.sum() + (stiff * by**2).sum())
+        held, _ = bounded(left)
+        return float(weight * held @ apart @ held + (stiff * by**2).sum())
 
     by = np.zeros(len(names))
     left = errors(by)
     for _ in range(_ROUNDS):
         slopes = np.stack([(errors(by + _STEP * axis) - left) / _STEP for axis in np.eye(len(names))], axis=1)
-        trust = weight / np.maximum(1, np.abs(left) / (_HUBER * noise))
-        curvature = slopes.T @ (trust[:, None] * slopes) + np.diag(stiff)
-        wanted = np.clip(-np.linalg.solve(curvature, slopes.T @ (trust * left) + stiff * by), -_LARGEST, _LARGEST)
+        held, bends = bounded(left)
+        pulls = weight * (bends[:, None] * slopes).T @ apart
+        curvature = pulls @ (bends[:, None] * slopes) + np.diag(stiff)
+        wanted = np.clip(-np.linalg.solve(curvature, pulls @ held + stiff * by), -_LARGEST, _LARGEST)
         before = cost(by, left)
         for part in (1.0, 0.5, 0.25, 0.125):
             there = errors(by + part * wanted)

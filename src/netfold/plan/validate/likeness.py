@@ -20,24 +20,54 @@ _SHAPES, _RUNS = 0.07, 0.03
 _REACH = (0.5, 0.5, 0.5, 4.0)
 
 
+# An error beyond three deviations is a run's own, and not its shape's: somebody else used the network.
+OUTLIER = 3 * float(np.hypot(_SHAPES, _RUNS))
+
+
 class Likeness:
     """runs: with what was predicted of each, in the same unit as measured."""
 
     def __init__(self, runs: Sequence[Run], predicted_ms: Sequence[float]) -> None:
         self._known = _places(runs)
         left = np.log([run.measured_ms / found for run, found in zip(runs, predicted_ms, strict=True)])
-        alike = _alike(self._known, self._known) + _RUNS**2 * np.eye(len(runs))
-        self._weights: Floats = np.asarray(np.linalg.solve(alike, left), dtype=np.float64)
+        beyond = np.maximum(0.0, np.abs(left) - OUTLIER)
+        spread = _alike(self._known, self._known) + np.diag(_RUNS**2 + beyond**2)
+        self._spoken: Floats = np.asarray(np.linalg.inv(spread), dtype=np.float64)
+        self._weights: Floats = np.asarray(self._spoken @ left, dtype=np.float64)
 
     def factors(self, runs: Sequence[Run]) -> list[float]:
         """What to multiply each prediction by."""
         found: list[float] = np.exp(_alike(_places(runs), self._known) @ self._weights).tolist()
         return found
 
+    def doubts(self, runs: Sequence[Run]) -> list[float]:
+        """Of each run, the deviation of its error, as a part of what it is where no run is like it."""
+        near = _alike(_places(runs), self._known)
+        told = np.einsum("ij,jk,ik->i", near, self._spoken, near)
+        found: list[float] = np.sqrt(1 - np.clip(told, 0, _SHAPES**2) / (_SHAPES**2 + _RUNS**2)).tolist()
+        return found
+
+
+def shape_of(run: Run) -> tuple[int, int, int]:
+    """Width, tensor degree, microbatch: runs that have these in common have most of their error in common."""
+    return run.model.hidden, run.job.split.tensor, run.job.micro_batch
+
+
+def held_up(measured_ms: float, predicted_ms: float) -> bool:
+    """Whether a run is further from what is predicted than shapes are."""
+    return abs(float(np.log(measured_ms / predicted_ms))) > OUTLIER
+
+
+def correlated(runs: Sequence[Run]) -> Floats:
+    """[n, n] correlations of runs' errors: those of one shape err alike, and say hardly more than one of them."""
+    places = _places(runs)
+    found: Floats = (_alike(places, places) + _RUNS**2 * np.eye(len(runs))) / (_SHAPES**2 + _RUNS**2)
+    return found
+
 
 def _places(runs: Sequence[Run]) -> Floats:
     """[n, 4], in reaches."""
-    shapes = [(run.model.hidden, run.job.split.tensor, run.job.micro_batch, run.job.split.pipeline) for run in runs]
+    shapes = [(*shape_of(run), run.job.split.pipeline) for run in runs]
     places: Floats = np.log2(np.array(shapes, dtype=float).reshape(-1, len(_REACH))) / np.array(_REACH)
     return places
 

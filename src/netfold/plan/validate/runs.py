@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Transformer
-from netfold.plan.step import Constants, predict
+from netfold.plan.step import predict
 
 COLUMNS = (
     "# GPUs",
@@ -29,6 +30,10 @@ COLUMNS = (
 _WORDS = 50257
 # Gradients are added up as they are, in 16 bits; the times over data-parallel ranks say so.
 _GRADIENT_BYTES = 2
+# Between stages each tensor rank sends all that they hold alike; the times say so.
+_SCATTERED = False
+# Of predicted memory, what it may be too high by: one run that is near a device's memory says nothing of all.
+_MEMORY_ERROR = 0.05
 
 
 @dataclass(frozen=True)
@@ -81,17 +86,24 @@ def _run(path: Path, line: int, row: dict[str, str | None]) -> Run:
     if split.ranks != gpus:
         raise ValueError(f"{path}, line {line}: {split.text()} is {split.ranks} GPUs, not {gpus}")
     try:
-        job = Job(batch, micro, split, precision="f16", gradient_bytes=_GRADIENT_BYTES)
+        job = Job(batch, micro, split, precision="f16", gradient_bytes=_GRADIENT_BYTES, scattered=_SCATTERED)
     except ValueError as error:
         raise ValueError(f"{path}, line {line}: {error}") from None
     model = Transformer(f"GPT {hidden}x{depth}", hidden, heads, depth, sequence, _WORDS, pads=False)
     return Run(line, model, job, values[-1])
 
 
-def as_it_ran(run: Run, cluster: Cluster, constants: Constants, recomputation: str = "auto") -> Job:
-    """The job with what it recomputes. `auto`: nothing where all activations fit into a device, else everything."""
-    if recomputation != "auto":
-        return replace(run.job, recomputation=recomputation)
-    if predict(run.model, cluster, run.job, constants).fits:
-        return run.job
-    return replace(run.job, recomputation="full")
+def recomputed(runs: Sequence[Run], cluster: Cluster) -> str:
+    """What runs recompute, as far as memory says: nothing where each of them fits into a device so, else everything.
+
+    Who measures many splits has one setting for all, and leaves out those that do not fit. Raises ValueError, in a
+    sentence with its line, for a run that the cluster cannot have.
+    """
+    for run in runs:
+        try:
+            found = predict(run.model, cluster, run.job)
+        except ValueError as error:
+            raise ValueError(f"line {run.line}: {error}") from None
+        if found.memory.total > (1 + _MEMORY_ERROR) * found.memory_bytes:
+            return "full"
+    return "none"

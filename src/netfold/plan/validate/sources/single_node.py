@@ -8,7 +8,7 @@ from dataclasses import replace
 from netfold.plan.cluster import load_cluster
 from netfold.plan.step import FITTED, predict
 from netfold.plan.validate.calibrate import fit_shipped
-from netfold.plan.validate.runs import Run, as_it_ran, read_runs
+from netfold.plan.validate.runs import Run, read_runs
 from netfold.plan.validate.sources.table import DATA, Case, Published, of_time
 
 _FILE = "a100_single_node_gpt.csv"
@@ -30,7 +30,7 @@ def crossed(_: Sequence[Published]) -> list[Case]:
         constants = replace(fit_shipped(others, cluster, _KINDS_LEFT), spread=FITTED.spread)
         for run in runs:
             if _kind(run) == kind:
-                prediction = predict(run.model, cluster, as_it_ran(run, cluster, constants), constants)
+                prediction = predict(run.model, cluster, run.job, constants)
                 cases.append(of_time(f"line {run.line}", run.measured_ms / 1e3, prediction, run.question))
     return cases
 
