@@ -48,8 +48,8 @@ class Job:
     network where every tier that they cross can. overlap: data-parallel communication goes on beside the last
     microbatch's backward pass. bucket_bytes: what it is cut to. gradient_bytes: of a gradient's element, in memory and
     on the wire. scattered: tensor ranks, which hold the same, each send a part of it to the next stage, where it is
-    gathered (Narayanan et al. 2021, section 4.1), as Megatron-LM and DeepSpeed do; else each sends all. prefetch: ZeRO-3
-    gathers a layer's weights while the one before computes; else computing waits for all that it does.
+    gathered (Narayanan et al. 2021, section 4.1), as Megatron-LM and DeepSpeed do; else each sends all. prefetch:
+    ZeRO-3 gathers a layer's weights while the one before computes; else computing waits for all that it does.
     Raises ValueError for words that are none, and for a batch that does not come out even.
     """
 
