@@ -42,7 +42,8 @@ class Tier:
 
     latency_s: of one message between two devices. bytes_per_s: a device and direction, with all devices at it at once.
     oversubscription: by how much the links above are too few for that; 1 is none. in_network: reductions can be made
-    on the way.
+    on the way. burst_bytes: what a link lets through at once after a pause, as those do whose rate a token bucket
+    limits; only a profiled model's step, played as events, knows of pauses.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Tier:
     bytes_per_s: float
     oversubscription: float = 1.0
     in_network: bool = False
+    burst_bytes: float = 0.0
 
     @property
     def busy_bytes_per_s(self) -> float:
@@ -59,10 +61,24 @@ class Tier:
 
 
 @dataclass(frozen=True)
+class Processors:
+    """Cores that all hosts of a cluster share, as those of an emulated rack do.
+
+    operation_s, byte_s: of a core, what a collective takes for each of its ranks, and for each byte that it sends.
+    """
+
+    cores: int
+    operation_s: float = 0.0
+    byte_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Cluster:
     """tiers: from the inside out; the last one joins everything. sources: where the figures come from.
 
-    price_an_hour: of one device, in any one currency; 0 where it is not known.
+    price_an_hour: of one device, in any one currency; 0 where it is not known. shared: cores that all hosts have
+    together; None where each has its own, enough of them. Only a profiled model's step, played as events, knows of
+    cores.
     """
 
     name: str
@@ -70,6 +86,7 @@ class Cluster:
     tiers: tuple[Tier, ...]
     sources: tuple[str, ...] = ()
     price_an_hour: float = 0.0
+    shared: Processors | None = None
 
     @property
     def devices(self) -> int:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from netfold.plan.cluster.cluster import Cluster, Device, Tier
+from netfold.plan.cluster.cluster import Cluster, Device, Processors, Tier
 from netfold.plan.cluster.measured import measured_link
 from netfold.plan.cluster.units import parse_quantity
 from netfold.plan.job import PRECISIONS
@@ -67,7 +67,7 @@ def _read(path: Path) -> Cluster:
 def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
     """What a file's keys say. Raises ValueError, in a sentence, for one that is not known, missing or impossible."""
     where = f"cluster {name}"
-    _only(tree, where, ("device", "tier", "sources", "price_an_hour"))
+    _only(tree, where, ("device", "tier", "sources", "price_an_hour", "shared"))
     for key in ("device", "tier"):
         if key not in tree:
             raise ValueError(f"{where}: says nothing of its {key}; docs/plan/cluster.md has an example")
@@ -99,7 +99,22 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
     if not isinstance(sources, list):
         raise ValueError(f"{where}: sources is a list of texts")
     price = _number(tree.get("price_an_hour", 0.0), where, "price_an_hour")
-    return Cluster(name, device, tiers, tuple(map(str, sources)), price)
+    shared = _shared(tree["shared"], f"{where}, shared") if "shared" in tree else None
+    return Cluster(name, device, tiers, tuple(map(str, sources)), price, shared)
+
+
+def _shared(table: Any, where: str) -> Processors:
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}: is a table, [shared]; docs/plan/cluster.md has an example")
+    _only(table, where, ("cores", "operation", "rate"))
+    _needs(table, where, ("cores",))
+    return Processors(
+        _whole(table["cores"], where, "cores"),
+        parse_quantity(table["operation"], "time", f"{where}, operation") if "operation" in table else 0.0,
+        1 / _positive(parse_quantity(table["rate"], "rate", f"{where}, rate"), where, "rate")
+        if "rate" in table
+        else 0.0,
+    )
 
 
 def _device(name: str, table: dict[str, Any], where: str) -> Device:
@@ -131,7 +146,7 @@ def _device(name: str, table: dict[str, Any], where: str) -> Device:
 def _tier(table: dict[str, Any], cluster: str, sharing: int) -> Tier:
     """sharing: devices of the tier inside, which share a measured host's link."""
     where = f"{cluster}, tier {table.get('name', '?')}"
-    _only(table, where, ("name", "devices", "latency", "rate", "measured", "oversubscription", "in_network"))
+    _only(table, where, ("name", "devices", "latency", "rate", "measured", "oversubscription", "in_network", "burst"))
     if "measured" in table and ("latency" in table or "rate" in table):
         raise ValueError(f"{where}: is measured, and says latency or rate too; leave one out")
     _needs(table, where, ("name", "devices", *(() if "measured" in table else ("latency", "rate"))))
@@ -148,7 +163,13 @@ def _tier(table: dict[str, Any], cluster: str, sharing: int) -> Tier:
         latency_s = parse_quantity(table["latency"], "time", f"{where}, latency")
         bytes_per_s = _positive(parse_quantity(table["rate"], "rate", f"{where}, rate"), where, "rate")
     return Tier(
-        str(table["name"]), devices, latency_s, bytes_per_s, oversubscription, bool(table.get("in_network", False))
+        str(table["name"]),
+        devices,
+        latency_s,
+        bytes_per_s,
+        oversubscription,
+        bool(table.get("in_network", False)),
+        parse_quantity(table["burst"], "bytes", f"{where}, burst") if "burst" in table else 0.0,
     )
 
 

@@ -2,6 +2,7 @@
 
 from netfold.plan.model.chain import Chain, Link, Product
 from netfold.plan.model.layered import Layered
+from netfold.plan.model.profiled import Profiled, ReadyBucket, TimedLayer, profiled_of, read_profiled
 from netfold.plan.model.transformer import Transformer
 from netfold.plan.model.work import Collective, Layer, Matmul, Model, Pass, Share
 
@@ -15,6 +16,11 @@ __all__ = [
     "Model",
     "Pass",
     "Product",
+    "Profiled",
+    "ReadyBucket",
     "Share",
+    "TimedLayer",
     "Transformer",
+    "profiled_of",
+    "read_profiled",
 ]
