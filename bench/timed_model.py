@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from netfold.train import Batch, Chain, Model
 
 REPEATS = 5
+# Told "slept" and for how long, after each timer.
+Sleeps = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -51,34 +53,42 @@ def layer_times(model: Model, batch: Batch) -> list[LayerTime]:
     return found
 
 
-def timed(model: Model, times: Sequence[LayerTime]) -> Model:
+def timed(model: Model, times: Sequence[LayerTime], told: Sleeps | None = None) -> Model:
     """The same parameters, layer by layer, and timers in place of their arithmetic."""
     assert isinstance(model.module, Chain)
     layers = [
-        (name, _Timed(layer, took)) for (name, layer), took in zip(model.module.layers.items(), times, strict=True)
+        (name, _Timed(layer, took, told))
+        for (name, layer), took in zip(model.module.layers.items(), times, strict=True)
     ]
     return Model(Chain(layers), lambda output, target: output.float().mean())
 
 
 class _Timed(nn.Module):
-    def __init__(self, layer: nn.Module, took: LayerTime) -> None:
+    def __init__(self, layer: nn.Module, took: LayerTime, told: Sleeps | None) -> None:
         super().__init__()
-        self.layer, self.took = layer, took
+        self.layer, self.took, self.told = layer, took, told
 
     def forward(self, *inputs: Tensor) -> Any:
         floats = [value for value in inputs if value.is_floating_point()]
-        outputs = _Sleep.apply(self.took, len(floats), *floats, *self.layer.parameters())
+        outputs = _Sleep.apply(self.took, self.told, len(floats), *floats, *self.layer.parameters())
         return outputs if len(outputs) > 1 else outputs[0]
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, took: LayerTime, inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.took, ctx.shapes = took, [tensor.shape for tensor in tensors]
-        time.sleep(took.forward_s)
+    def forward(ctx: Any, took: LayerTime, told: Sleeps | None, inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.took, ctx.told, ctx.shapes = took, told, [tensor.shape for tensor in tensors]
+        _sleep(took.forward_s, told)
         return tuple(torch.zeros(shape) for shape in took.outputs)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        time.sleep(ctx.took.backward_s)
-        return None, None, *(torch.zeros(shape) for shape in ctx.shapes)
+        _sleep(ctx.took.backward_s, ctx.told)
+        return None, None, None, *(torch.zeros(shape) for shape in ctx.shapes)
+
+
+def _sleep(seconds: float, told: Sleeps | None) -> None:
+    began = time.perf_counter()
+    time.sleep(seconds)
+    if told is not None:
+        told("slept", time.perf_counter() - began)

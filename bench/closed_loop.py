@@ -1,0 +1,193 @@
+"""The planner's closed loop: what it says of the recipes in an emulated rack before they are run there, and what they
+then take; as root:
+
+    python bench/closed_loop.py [RECIPE ...]      # all: about twenty minutes, and nothing else on the machine
+
+All_reduces between two hosts by each way at each rate (`pair.py`) come first. Then for each recipe: its step on one
+host with nobody to talk to (`one_host.py`); from both the predictions for 2, 4 and 8 hosts, by `netfold.plan.events`,
+which are written down; and only then the runs. Ways take turns in the same processes. What is there already of other
+recipes stays. Writes bench/results/closed_loop.json and .md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from closed_loop_table import render
+
+from netfold.bench.machine import spoken
+from netfold.plan.cluster import Cluster
+from netfold.plan.cluster.load import cluster_of
+from netfold.plan.events import Conditions, simulate
+from netfold.plan.fit import fit_link
+from netfold.plan.job import Job, Split
+from netfold.plan.model import Profiled, profiled_of
+from netfold.plan.step import FITTED
+from netfold.rack import Rack
+from netfold.rack.link import BURST_BYTES
+from netfold.rack.processes import DRAIN_S, exit_on_signals, follow, supervise
+
+HERE = Path(__file__).parent
+RECIPES = HERE.parent / "recipes"
+RESULT = HERE / "results" / "closed_loop.md"
+KEPT = RESULT.with_suffix(".json")
+HOSTS, RATES = (2, 4, 8), ("200mbit", "1gbit")
+WIRES = {"gloo, ring": "f32", "netfold, ring": "f32", "in-network, f32": "f32", "in-network, bf16": "bf16"}
+# Links are measured with all that comes before a collective's first byte in them.
+CONSTANTS = replace(FITTED, collective_s=0.0)
+# Of measuring at one place, all ways together: steps are as many as fit, within the bounds.
+PLACE_S, FEWEST, MOST = 10.0, 2, 12
+DEADLINE_S = 900
+
+
+def main(names: Sequence[str]) -> None:
+    recipes = [RECIPES / f"{name}.toml" for name in names] or sorted(RECIPES.glob("*.toml"))
+    kept: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    pairs = {rate: between_two(rate) for rate in RATES}
+    for recipe in recipes:
+        load = os.getloadavg()[0]
+        with tempfile.TemporaryDirectory() as folder:
+            alone = Path(folder, "one_host.json")
+            command = [sys.executable, str(HERE / "one_host.py"), str(recipe), str(alone)]
+            subprocess.run(command, check=True, timeout=DEADLINE_S, env=_environment())
+            found = json.loads(alone.read_text())
+            record = {
+                "profile": found["profile"],
+                "pairs": pairs,
+                "predicted_at": now(),
+                "predicted": predictions(profiled_of(found["profile"]), pairs),
+            }
+            kept[recipe.stem] = record
+            write(kept)
+            record["measured_at"] = now()
+            record["measured"] = {}
+            for rate in RATES:
+                for hosts in HOSTS:
+                    name = place(hosts, rate)
+                    record["measured"][name] = measured(alone, hosts, rate, record["predicted"][name])
+        record["machine"] = spoken((load, os.getloadavg()[0]))
+        write(kept)
+        RESULT.write_text(render(kept))
+        print(recipe.stem, flush=True)
+    print(RESULT.read_text())
+
+
+def place(hosts: int, rate: str) -> str:
+    return f"{hosts} hosts, {rate}"
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def write(kept: dict[str, Any]) -> None:
+    KEPT.write_text(json.dumps({name: kept[name] for name in sorted(kept)}, indent=1) + "\n")
+
+
+def predictions(model: Profiled, pairs: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Seconds a step, by place and way."""
+    return {
+        place(hosts, rate): {
+            way: predicted_s(model, cluster(way, hosts, pairs[rate][way]), way, hosts) for way in WIRES
+        }
+        for rate in RATES
+        for hosts in HOSTS
+    }
+
+
+def predicted_s(model: Profiled, rack: Cluster, way: str, hosts: int) -> float:
+    job = Job(
+        model.samples * hosts,
+        model.samples,
+        Split(data=hosts),
+        precision="f32",
+        overlap=True,
+        in_network="in-network" in way,
+        wire=WIRES[way],
+    )
+    return simulate(model, rack, job, Conditions(contention=False), CONSTANTS).prediction.step_s
+
+
+def cluster(way: str, hosts: int, measured: Sequence[dict[str, float]]) -> Cluster:
+    """The rack, with the link that two of its hosts showed by that way.
+
+    Two ranks take two steps, in a ring and through the switch, and send as many bytes as the tensor has on the wire.
+    """
+    sent = [each["size_bytes"] / (2 if WIRES[way] == "bf16" else 1) for each in measured]
+    link = fit_link([(round(size / 2), each["seconds"] / 2) for size, each in zip(sent, measured, strict=True)])
+    call, *_, largest = measured
+    a_byte_s = max(1e-12, (largest["core_s"] - call["core_s"]) / (sent[-1] - sent[0]))
+    return cluster_of(
+        {
+            # Its layers are timed, so nothing of a device is asked but that it passes buffers on at once: what that
+            # takes is the cores'.
+            "device": {
+                "flops": {"f32": "1 TFLOP/s"}, "memory": "2 GB", "memory_rate": "10 GB/s", "copy_rate": "1000 TB/s"
+            },
+            "tier": [
+                {
+                    "name": "Ethernet",
+                    "devices": hosts,
+                    "latency": f"{link.latency_s:.9f} s",
+                    "rate": f"{link.bytes_per_s:.0f} B/s",
+                    "in_network": "in-network" in way,
+                    "burst": f"{BURST_BYTES} B",
+                }
+            ],
+            "shared": {
+                "cores": os.cpu_count(),
+                "operation": f"{call['core_s']:.9f} s",
+                "rate": f"{1 / a_byte_s:.0f} B/s",
+            },
+        },
+        f"a rack of {hosts}",
+    )  # fmt: skip
+
+
+def between_two(rate: str) -> dict[str, list[dict[str, float]]]:
+    with tempfile.TemporaryDirectory() as folder, Rack(2, rate) as rack:
+        switch = rack.start_switch(lambda line: None)
+        run(rack, [str(HERE / "pair.py"), folder, str(switch.pid)])
+        found: dict[str, list[dict[str, float]]] = json.loads(Path(folder, "pair.json").read_text())
+        return found
+
+
+def measured(alone: Path, hosts: int, rate: str, predicted: dict[str, float]) -> dict[str, list[float]]:
+    """By way, the seconds of each step. Long steps are few, in one turn; short ones are many, in two."""
+    steps = max(FEWEST, min(MOST, int(PLACE_S / sum(predicted.values()))))
+    turns = 2 if steps == MOST else 1
+    with tempfile.TemporaryDirectory() as folder, Rack(hosts, rate) as rack:
+        rack.start_switch(lambda line: None)
+        run(rack, [str(HERE / "closed_loop_rank.py"), str(alone), folder, str(turns), str(steps)])
+        found: dict[str, list[float]] = json.loads(Path(folder, "seconds.json").read_text())
+        return found
+
+
+def run(rack: Rack, argv: Sequence[str]) -> None:
+    """On every host of the rack, until all have ended."""
+    environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    ranks = [rack.popen(host, [sys.executable, *argv], environment) for host in range(rack.hosts)]
+    readers = [follow(rank, lambda line: print(line, file=sys.stderr, flush=True)) for rank in ranks]
+    outcome = supervise(ranks, DEADLINE_S)
+    for reader in readers:
+        reader.join(DRAIN_S)
+    if outcome.exit_code:
+        raise RuntimeError(f"host {outcome.first_failed} failed with exit code {outcome.exit_code}; see above")
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+if __name__ == "__main__":
+    exit_on_signals()
+    main(sys.argv[1:])

@@ -1,0 +1,68 @@
+"""What a user can measure before a job: all_reduces between two hosts, by each way. A rank of it:
+
+    python bench/pair.py FOLDER SWITCH_PID
+
+Rank 0 writes FOLDER/pair.json: by way and size, the median seconds of a call, and a core's seconds for it on each host,
+the switch's shared out among them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from closed_loop_rank import WAYS, chosen
+
+# Bytes of the tensor: one that only shows what a call costs, and two to tell a rate from.
+SIZES = {64: 60, 2 << 20: 5, 8 << 20: 4}
+SETTLING = 2
+
+
+def main(folder: str, switch_pid: int) -> None:
+    torch.set_num_threads(1)
+    rank, size, switch = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["NETFOLD_SWITCH"]
+    store = dist.FileStore(f"{folder}/store", size)
+    found: dict[str, list[dict[str, float]]] = {}
+    for way in WAYS:
+        backend = chosen(way, switch)
+        made = dist.PrefixStore(way, store)
+        dist.init_process_group(backend, store=made, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        found[way] = [measure(tensor_bytes, calls, switch_pid) for tensor_bytes, calls in SIZES.items()]
+        dist.destroy_process_group()
+    if rank == 0:
+        Path(folder, "pair.json").write_text(json.dumps(found))
+
+
+def measure(size_bytes: int, calls: int, switch_pid: int) -> dict[str, float]:
+    tensor = torch.zeros(size_bytes // 4)
+    seconds = []
+    for call in range(-SETTLING, calls):
+        if call == 0:
+            used_s = time.process_time() + _used_s(switch_pid) / dist.get_world_size()
+        # Apart from one another, as they are in training.
+        time.sleep(0.005)
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        if call >= 0:
+            seconds.append(time.perf_counter() - began)
+    used_s = time.process_time() + _used_s(switch_pid) / dist.get_world_size() - used_s
+    return {"size_bytes": size_bytes, "seconds": statistics.median(seconds), "core_s": used_s / calls}
+
+
+def _used_s(pid: int) -> float:
+    """Of a process until now: utime and stime, fields 14 and 15 (proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
