@@ -122,9 +122,13 @@ def cluster(way: str, hosts: int, measured: Sequence[dict[str, float]]) -> Clust
 
     Two ranks take two steps, in a ring and through the switch, and send as many bytes as the tensor has on the wire.
     """
-    sent = [each["size_bytes"] / (2 if WIRES[way] == "bf16" else 1) for each in measured]
-    link = fit_link([(round(size / 2), each["seconds"] / 2) for size, each in zip(sent, measured, strict=True)])
-    call, *_, largest = measured
+    *two, four = measured
+    call, *_, largest = two
+    sent = [each["size_bytes"] / (2 if WIRES[way] == "bf16" else 1) for each in two]
+    link = fit_link([(round(size / 2), each["seconds"] / 2) for size, each in zip(sent, two, strict=True)])
+    # A ring of four takes six steps; the switch, as many as ever.
+    message_s = 0.0 if "in-network" in way else max(0.0, four["core_s"] - call["core_s"]) / 4
+    message_s = min(message_s, call["core_s"] / 2)
     a_byte_s = max(1e-12, (largest["core_s"] - call["core_s"]) / (sent[-1] - sent[0]))
     return cluster_of(
         {
@@ -145,7 +149,8 @@ def cluster(way: str, hosts: int, measured: Sequence[dict[str, float]]) -> Clust
             ],
             "shared": {
                 "cores": os.cpu_count(),
-                "operation": f"{call['core_s']:.9f} s",
+                "operation": f"{call['core_s'] - 2 * message_s:.9f} s",
+                "message": f"{message_s:.9f} s",
                 "rate": f"{1 / a_byte_s:.0f} B/s",
             },
         },
@@ -154,11 +159,16 @@ def cluster(way: str, hosts: int, measured: Sequence[dict[str, float]]) -> Clust
 
 
 def between_two(rate: str) -> dict[str, list[dict[str, float]]]:
-    with tempfile.TemporaryDirectory() as folder, Rack(2, rate) as rack:
+    """By way, calls of two ranks by size; and one, the last, of four."""
+    found: dict[str, list[dict[str, float]]] = {}
+    with Rack(2, rate) as rack:
         switch = rack.start_switch(lambda line: None)
-        run(rack, [str(HERE / "pair.py"), folder, str(switch.pid)])
-        found: dict[str, list[dict[str, float]]] = json.loads(Path(folder, "pair.json").read_text())
-        return found
+        for ranks in (2, 4):
+            with tempfile.TemporaryDirectory() as folder:
+                run(rack, [str(HERE / "pair.py"), folder, str(switch.pid)], ranks)
+                for way, calls in json.loads(Path(folder, "pair.json").read_text()).items():
+                    found.setdefault(way, []).extend(calls)
+    return found
 
 
 def measured(alone: Path, hosts: int, rate: str, predicted: dict[str, float]) -> dict[str, list[float]]:
@@ -172,16 +182,23 @@ def measured(alone: Path, hosts: int, rate: str, predicted: dict[str, float]) ->
         return found
 
 
-def run(rack: Rack, argv: Sequence[str]) -> None:
-    """On every host of the rack, until all have ended."""
-    environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    ranks = [rack.popen(host, [sys.executable, *argv], environment) for host in range(rack.hosts)]
-    readers = [follow(rank, lambda line: print(line, file=sys.stderr, flush=True)) for rank in ranks]
-    outcome = supervise(ranks, DEADLINE_S)
+def run(rack: Rack, argv: Sequence[str], ranks: int | None = None) -> None:
+    """One a host of the rack, or so many spread over them, until all have ended."""
+    count = ranks or rack.hosts
+    processes = [
+        rack.popen(
+            rank * rack.hosts // count,
+            [sys.executable, *argv],
+            {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(count)},
+        )
+        for rank in range(count)
+    ]
+    readers = [follow(process, lambda line: print(line, file=sys.stderr, flush=True)) for process in processes]
+    outcome = supervise(processes, DEADLINE_S)
     for reader in readers:
         reader.join(DRAIN_S)
     if outcome.exit_code:
-        raise RuntimeError(f"host {outcome.first_failed} failed with exit code {outcome.exit_code}; see above")
+        raise RuntimeError(f"rank {outcome.first_failed} failed with exit code {outcome.exit_code}; see above")
 
 
 def _environment() -> dict[str, str]:

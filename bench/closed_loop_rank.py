@@ -31,7 +31,10 @@ from netfold.train.models import make_model
 # Way -> torch's backend, and what is set for it; the switch's address is the rack's.
 WAYS: dict[str, tuple[str, dict[str, str]]] = {
     "gloo, ring": ("gloo", {}),
-    "netfold, ring": ("netfold", {"NETFOLD_ALGORITHM": "all_reduce=ring", "NETFOLD_WIRE": "f32"}),
+    "netfold, ring": (
+        "netfold",
+        {"NETFOLD_ALGORITHM": "all_reduce=ring", "NETFOLD_TRANSPORT": "tcp", "NETFOLD_WIRE": "f32"},
+    ),
     "in-network, f32": ("netfold", {"NETFOLD_ALGORITHM": "all_reduce=in_network", "NETFOLD_WIRE": "f32"}),
     "in-network, bf16": ("netfold", {"NETFOLD_ALGORITHM": "all_reduce=in_network", "NETFOLD_WIRE": "bf16"}),
 }
@@ -42,7 +45,7 @@ SETTLING = 2
 def chosen(way: str, switch: str) -> str:
     """Set for the groups that are made from now on; the backend's name."""
     backend, settings = WAYS[way]
-    for name in ("NETFOLD_SWITCH", "NETFOLD_ALGORITHM", "NETFOLD_WIRE"):
+    for name in ("NETFOLD_SWITCH", "NETFOLD_ALGORITHM", "NETFOLD_TRANSPORT", "NETFOLD_WIRE"):
         os.environ.pop(name, None)
     os.environ.update(settings | ({"NETFOLD_SWITCH": switch} if "in-network" in way else {}))
     return backend

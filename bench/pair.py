@@ -2,8 +2,9 @@
 
     python bench/pair.py FOLDER SWITCH_PID
 
-Rank 0 writes FOLDER/pair.json: by way and size, the median seconds of a call, and a core's seconds for it on each host,
-the switch's shared out among them.
+Two ranks, one a host; or four, two a host that talk over the network too, which show what a ring's further steps cost
+a core. Rank 0 writes FOLDER/pair.json: by way and size, the median seconds of a call, and a core's seconds for it on
+each rank, the switch's shared out among them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from closed_loop_rank import WAYS, chosen
 # Bytes of the tensor: one that only shows what a call costs, and two to tell a rate from.
 SIZES = {64: 60, 2 << 20: 5, 8 << 20: 4}
 SETTLING = 2
+RANKS = 2
 
 
 def main(folder: str, switch_pid: int) -> None:
@@ -36,7 +38,8 @@ def main(folder: str, switch_pid: int) -> None:
         backend = chosen(way, switch)
         made = dist.PrefixStore(way, store)
         dist.init_process_group(backend, store=made, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        found[way] = [measure(tensor_bytes, calls, switch_pid) for tensor_bytes, calls in SIZES.items()]
+        sizes = SIZES if size == RANKS else {min(SIZES): SIZES[min(SIZES)]}
+        found[way] = [measure(tensor_bytes, calls, switch_pid) for tensor_bytes, calls in sizes.items()]
         dist.destroy_process_group()
     if rank == 0:
         Path(folder, "pair.json").write_text(json.dumps(found))

@@ -10,7 +10,8 @@ from netfold.plan.cluster.cluster import Processors
 from netfold.plan.events import Conditions, simulate, timeline
 from netfold.plan.events.cores import SLICE_S, Cores
 from netfold.plan.job import Job, Split
-from netfold.plan.model import Profiled, ReadyBucket, TimedLayer, profiled_of, read_profiled
+from netfold.plan.model import Profiled, ReadyBucket, TimedLayer, read_profiled
+from netfold.plan.model.named import find_model
 from netfold.plan.step import FITTED, predict
 
 # Nothing but the link's own rate and latency.
@@ -110,6 +111,17 @@ def test_collectives_ask_for_cores_too() -> None:
     assert step_s(rack(8, shared=busy), one) > step_s(rack(8, shared=Processors(2)), one) + 0.2
 
 
+def test_each_step_of_a_ring_asks_for_a_core_and_the_switch_is_two() -> None:
+    def more_s(hosts: int, **how: bool) -> float:
+        at = [rack(hosts, shared=Processors(hosts, message_s=each), **how) for each in (0.0, 0.01)]
+        return step_s(at[1], **how) - step_s(at[0], **how)
+
+    # The last bucket and the word, whose own latencies are shorter; the first has all the time it needs.
+    assert more_s(2) == pytest.approx(2 * 0.02, abs=0.005)
+    assert more_s(4) == pytest.approx(2 * 0.06 + 0.03, abs=0.04)
+    assert more_s(4, in_network=True) == pytest.approx(2 * 0.02, abs=0.005)
+
+
 def test_work_beside_holds_up_a_step_that_is_shorter() -> None:
     much = replace(MODEL, beside_host_s=1.0)
     assert step_s(rack(2, shared=Processors(4)), much) >= 1.0
@@ -148,11 +160,13 @@ def test_hosts_that_share_cores_cannot_stand_for_each_other() -> None:
 
 def test_a_profile_comes_back_from_its_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "step.json"
-    file.write_text(json.dumps(MODEL.to_json()))
-    assert read_profiled(file) == MODEL == profiled_of(MODEL.to_json())
+    file.write_text(json.dumps({"profile": MODEL.to_json()}))
+    assert read_profiled(file) == MODEL == find_model(str(file))
     file.write_text("{}")
-    with pytest.raises(ValueError, match="no profile"):
+    with pytest.raises(ValueError, match=r"step\.json: this is no profile"):
         read_profiled(file)
+    with pytest.raises(ValueError, match="cannot be read"):
+        find_model(str(tmp_path / "other.json"))
 
 
 def test_a_core_is_shared_in_slices() -> None:

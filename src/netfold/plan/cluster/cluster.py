@@ -64,11 +64,13 @@ class Tier:
 class Processors:
     """Cores that all hosts of a cluster share, as those of an emulated rack do.
 
-    operation_s, byte_s: of a core, what a collective takes for each of its ranks, and for each byte that it sends.
+    Of a core, what a collective takes for each of its ranks: operation_s, whatever it is; message_s, for each of its
+    steps; byte_s, for each byte that the rank sends.
     """
 
     cores: int
     operation_s: float = 0.0
+    message_s: float = 0.0
     byte_s: float = 0.0
 
 

@@ -106,15 +106,16 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
 def _shared(table: Any, where: str) -> Processors:
     if not isinstance(table, dict):
         raise ValueError(f"{where}: is a table, [shared]; docs/plan/cluster.md has an example")
-    _only(table, where, ("cores", "operation", "rate"))
+    _only(table, where, ("cores", "operation", "message", "rate"))
     _needs(table, where, ("cores",))
-    return Processors(
-        _whole(table["cores"], where, "cores"),
-        parse_quantity(table["operation"], "time", f"{where}, operation") if "operation" in table else 0.0,
-        1 / _positive(parse_quantity(table["rate"], "rate", f"{where}, rate"), where, "rate")
-        if "rate" in table
-        else 0.0,
-    )
+
+    def seconds(key: str) -> float:
+        return parse_quantity(table[key], "time", f"{where}, {key}") if key in table else 0.0
+
+    byte_s = 0.0
+    if "rate" in table:
+        byte_s = 1 / _positive(parse_quantity(table["rate"], "rate", f"{where}, rate"), where, "rate")
+    return Processors(_whole(table["cores"], where, "cores"), seconds("operation"), seconds("message"), byte_s)
 
 
 def _device(name: str, table: dict[str, Any], where: str) -> Device:

@@ -47,9 +47,11 @@ def write_profiled(
     least = seconds(1.0, "f32")
     sent_s = [max(0.0, each - least) for each in took]
     shared, rate = cluster.shared, min(tier.bytes_per_s for tier in cluster.tiers)
+    latency_s = max(tier.latency_s for tier in cluster.tiers)
+    steps = round(least / latency_s) if latency_s else 0
     busy = [0.0] * len(took)
     if shared is not None and split.data > 1:
-        busy = [shared.operation_s + shared.byte_s * rate * each for each in sent_s]
+        busy = [shared.operation_s + steps * shared.message_s + shared.byte_s * rate * each for each in sent_s]
     pace = Pace(mesh, conditions, 0)
     step = Step(
         replicas=mesh.replicas,

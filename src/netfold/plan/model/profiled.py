@@ -102,9 +102,10 @@ def profiled_of(data: dict[str, Any]) -> Profiled:
 
 
 def read_profiled(path: Path) -> Profiled:
-    """Raises ValueError, in a sentence, where the file is not a profile."""
+    """What `bench/one_host.py` wrote. Raises ValueError, in a sentence, where the file is none of its."""
     try:
-        return profiled_of(json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return profiled_of(found["profile"] if isinstance(found, dict) and "profile" in found else {})
     except OSError as error:
         raise ValueError(f"model {path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
