@@ -1,6 +1,6 @@
 """A rank of `closed_loop.py`, on a host of the rack: trains with the layers' timers, every way in turn.
 
-    python bench/closed_loop_rank.py ONE_HOST.json FOLDER TURNS STEPS
+    python bench/closed_loop_rank.py ONE_HOST.json FOLDER TURNS SETTLING STEPS
 
 ONE_HOST: as `one_host.py` writes it; its timers are what layers take here. A step is what lies between the ends of two,
 as rank 0 sees it: all ranks have met in the word of all ranks by then.
@@ -38,8 +38,6 @@ WAYS: dict[str, tuple[str, dict[str, str]]] = {
     "in-network, f32": ("netfold", {"NETFOLD_ALGORITHM": "all_reduce=in_network", "NETFOLD_WIRE": "f32"}),
     "in-network, bf16": ("netfold", {"NETFOLD_ALGORITHM": "all_reduce=in_network", "NETFOLD_WIRE": "bf16"}),
 }
-# DDP's first step is one bucket of all, and the second lays them out.
-SETTLING = 2
 
 
 def chosen(way: str, switch: str) -> str:
@@ -51,12 +49,12 @@ def chosen(way: str, switch: str) -> str:
     return backend
 
 
-def main(one_host: str, folder: str, turns: int, steps: int) -> None:
+def main(one_host: str, folder: str, turns: int, settling: int, steps: int) -> None:
     torch.set_num_threads(1)
     rank, size, switch = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["NETFOLD_SWITCH"]
     kept = json.loads(Path(one_host).read_text())
     times = [LayerTime(**each) for each in kept["times"]]
-    recipe = recipe_of(kept["path"], size, SETTLING + steps)
+    recipe = recipe_of(kept["path"], size, settling + steps)
     data = make_data(recipe.data)
     few = replace(data, held_out=First(data.held_out, recipe.training.batch * size))
     store = dist.FileStore(f"{folder}/store", size)
@@ -69,7 +67,7 @@ def main(one_host: str, folder: str, turns: int, steps: int) -> None:
             torch.manual_seed(0)
             ends = Ends()
             Trainer(recipe, model=timed(make_model(recipe.model), times), data=few, listeners=[ends]).fit()
-            seconds[way] += ends.between(SETTLING)
+            seconds[way] += ends.between(settling)
             dist.destroy_process_group()
     if rank == 0:
         Path(folder, "seconds.json").write_text(json.dumps(seconds))
@@ -96,4 +94,4 @@ class Ends:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

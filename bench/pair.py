@@ -4,7 +4,7 @@
 
 Two ranks, one a host; or four, two a host that talk over the network too, which show what a ring's further steps cost
 a core. Rank 0 writes FOLDER/pair.json: by way and size, the median seconds of a call, and a core's seconds for it on
-each rank, the switch's shared out among them.
+each rank, and on the switch.
 """
 
 from __future__ import annotations
@@ -50,21 +50,25 @@ def measure(size_bytes: int, calls: int, switch_pid: int) -> dict[str, float]:
     seconds = []
     for call in range(-SETTLING, calls):
         if call == 0:
-            used_s = time.process_time() + _used_s(switch_pid) / dist.get_world_size()
+            rank_s, switch_s = time.process_time(), _used_s(switch_pid)
         # Apart from one another, as they are in training.
         time.sleep(0.005)
         began = time.perf_counter()
         dist.all_reduce(tensor)
         if call >= 0:
             seconds.append(time.perf_counter() - began)
-    used_s = time.process_time() + _used_s(switch_pid) / dist.get_world_size() - used_s
-    return {"size_bytes": size_bytes, "seconds": statistics.median(seconds), "core_s": used_s / calls}
+    return {
+        "size_bytes": size_bytes,
+        "seconds": statistics.median(seconds),
+        "core_s": (time.process_time() - rank_s) / calls,
+        "switch_s": (_used_s(switch_pid) - switch_s) / calls,
+    }
 
 
 def _used_s(pid: int) -> float:
-    """Of a process until now: utime and stime, fields 14 and 15 (proc(5))."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Of a process until now, all its threads: what the scheduler counted, in nanoseconds."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 if __name__ == "__main__":

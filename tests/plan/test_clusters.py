@@ -25,6 +25,7 @@ def test_a_file_can_say_bursts_and_cores_that_hosts_share(tmp_path: Path) -> Non
         operation = "100 us"
         message = "5 us"
         rate = "1 GB/s"
+        switch_rate = "2 GB/s"
         [[tier]]
         name = "Ethernet"
         devices = 8
@@ -35,7 +36,7 @@ def test_a_file_can_say_bursts_and_cores_that_hosts_share(tmp_path: Path) -> Non
     file.write_text(text)
     cluster = load_cluster(str(file))
     assert cluster.shared is not None and cluster.tiers[0].burst_bytes == 131072
-    assert astuple(cluster.shared) == pytest.approx((2, 100e-6, 5e-6, 1e-9))
+    assert astuple(cluster.shared) == pytest.approx((2, 100e-6, 5e-6, 1e-9, 0.5e-9))
     file.write_text(text.replace("cores = 2", ""))
     load_cluster.cache_clear()
     with pytest.raises(ValueError, match="shared: says nothing of its cores"):

@@ -122,6 +122,16 @@ def test_each_step_of_a_ring_asks_for_a_core_and_the_switch_is_two() -> None:
     assert more_s(4, in_network=True) == pytest.approx(2 * 0.02, abs=0.005)
 
 
+def test_a_switch_that_is_one_thread_takes_all_ranks_bytes_after_each_other() -> None:
+    one = replace(MODEL, buckets=(ReadyBucket(100_000, 2, 0.0),))
+    plain, slow = Processors(8), Processors(8, switch_byte_s=0.5 / RATE)
+    whole = [step_s(rack(8, in_network=True, shared=shared), one, in_network=True) for shared in (plain, slow)]
+    # Eight ranks' bytes by half of the link's time each: four times as long as the link.
+    assert whole[1] - whole[0] == pytest.approx(3 * 100_000 / RATE, rel=0.01)
+    rings = [step_s(rack(8, shared=shared), one) for shared in (plain, slow)]
+    assert rings[0] == rings[1]
+
+
 def test_work_beside_holds_up_a_step_that_is_shorter() -> None:
     much = replace(MODEL, beside_host_s=1.0)
     assert step_s(rack(2, shared=Processors(4)), much) >= 1.0

@@ -65,13 +65,15 @@ class Processors:
     """Cores that all hosts of a cluster share, as those of an emulated rack do.
 
     Of a core, what a collective takes for each of its ranks: operation_s, whatever it is; message_s, for each of its
-    steps; byte_s, for each byte that the rank sends.
+    steps; byte_s, for each byte that the rank sends. switch_byte_s: of a switch that is a program, one thread, for each
+    byte of each rank.
     """
 
     cores: int
     operation_s: float = 0.0
     message_s: float = 0.0
     byte_s: float = 0.0
+    switch_byte_s: float = 0.0
 
 
 @dataclass(frozen=True)

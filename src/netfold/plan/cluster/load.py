@@ -106,16 +106,22 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
 def _shared(table: Any, where: str) -> Processors:
     if not isinstance(table, dict):
         raise ValueError(f"{where}: is a table, [shared]; docs/plan/cluster.md has an example")
-    _only(table, where, ("cores", "operation", "message", "rate"))
+    _only(table, where, ("cores", "operation", "message", "rate", "switch_rate"))
     _needs(table, where, ("cores",))
 
     def seconds(key: str) -> float:
         return parse_quantity(table[key], "time", f"{where}, {key}") if key in table else 0.0
 
-    byte_s = 0.0
-    if "rate" in table:
-        byte_s = 1 / _positive(parse_quantity(table["rate"], "rate", f"{where}, rate"), where, "rate")
-    return Processors(_whole(table["cores"], where, "cores"), seconds("operation"), seconds("message"), byte_s)
+    def byte_s(key: str) -> float:
+        return 1 / _positive(parse_quantity(table[key], "rate", f"{where}, {key}"), where, key) if key in table else 0.0
+
+    return Processors(
+        _whole(table["cores"], where, "cores"),
+        seconds("operation"),
+        seconds("message"),
+        byte_s("rate"),
+        byte_s("switch_rate"),
+    )
 
 
 def _device(name: str, table: dict[str, Any], where: str) -> Device:

@@ -36,7 +36,7 @@ class Task(NamedTuple):
 @dataclass(frozen=True)
 class Hosts:
     """Seconds of a core. tasks_s: by stage, before each task; update_s, beside_s: of a lane, the latter from the step's
-    beginning on. buckets_s: by stage, of each bucket on each lane, while it is under way.
+    beginning on. buckets_s: by stage, of each bucket on each lane, while it is under way; switch_s: on a switch.
 
     crowded: as `Cores` has it. burst_s: what a link that was still for so long, or longer, has in hand; sent_s: by
     stage, of each bucket, what that can save.
@@ -45,6 +45,7 @@ class Hosts:
     cores: int
     tasks_s: Sequence[Sequence[float]]
     buckets_s: Sequence[Sequence[float]]
+    switch_s: Sequence[Sequence[float]]
     update_s: float
     beside_s: float
     crowded: float
@@ -268,10 +269,10 @@ class _Player:
         if step.hosts is not None:
             in_hand_s = min(step.hosts.burst_s, self.now_s - self.still_since_s[stage])
             work_s -= min(in_hand_s, step.hosts.sent_s[stage][bucket])
-            if step.hosts.buckets_s[stage][bucket] > 0:
-                self.bucket_parts[stage] += step.replicas
-                for _ in range(step.replicas):
-                    self._ask(_BUCKET, stage, step.hosts.buckets_s[stage][bucket])
+            on_cores = [step.hosts.buckets_s[stage][bucket]] * step.replicas + [step.hosts.switch_s[stage][bucket]]
+            for busy_s in filter(None, on_cores):
+                self.bucket_parts[stage] += 1
+                self._ask(_BUCKET, stage, busy_s)
         flow = self.links.start(self.now_s, work_s, step.bucket_uses[stage])
         self.what[flow] = (-1, stage)
         self._talks(stage, talking=True)

@@ -49,9 +49,11 @@ def write_profiled(
     shared, rate = cluster.shared, min(tier.bytes_per_s for tier in cluster.tiers)
     latency_s = max(tier.latency_s for tier in cluster.tiers)
     steps = round(least / latency_s) if latency_s else 0
-    busy = [0.0] * len(took)
+    busy, switch = [0.0] * len(took), [0.0] * len(took)
     if shared is not None and split.data > 1:
         busy = [shared.operation_s + steps * shared.message_s + shared.byte_s * rate * each for each in sent_s]
+        if job.in_network:
+            switch = [split.data * shared.switch_byte_s * rate * each for each in sent_s]
     pace = Pace(mesh, conditions, 0)
     step = Step(
         replicas=mesh.replicas,
@@ -71,6 +73,7 @@ def write_profiled(
             cores=shared.cores if shared is not None else mesh.lanes,
             tasks_s=[host_s],
             buckets_s=[busy],
+            switch_s=[switch],
             update_s=model.update_host_s,
             beside_s=model.beside_host_s if shared is not None else 0.0,
             crowded=model.crowded if shared is not None else 1.0,
