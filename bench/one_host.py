@@ -155,7 +155,7 @@ def train(recipe: Recipe, model: Model, listener: Any) -> None:
 @contextlib.contextmanager
 def busy(path: str) -> Iterator[None]:
     """Inside, every other core does what surrounds the layers of such steps, and nothing else."""
-    command = [sys.executable, __file__, "--busy", path]
+    command = [sys.executable, __file__, "--busy", path, str(os.getpid())]
     others = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         for _ in range((os.cpu_count() or 1) - 1)
@@ -172,21 +172,22 @@ def busy(path: str) -> Iterator[None]:
             other.wait()
 
 
-def keep_busy(path: str) -> None:
-    """Steps without end, whose layers take no time."""
+def keep_busy(path: str, asking: int) -> None:
+    """Steps whose layers take no time, until the process `asking` is gone."""
     torch.set_num_threads(1)
     recipe = recipe_of(path, RANKS, 1_000_000)
     model = make_model(recipe.model)
     share = range(recipe.training.batch)
     times = layer_times(model, make_data(recipe.data).train.batch(share, share))
-    train(recipe, timed(model, [replace(each, forward_s=0.0, backward_s=0.0) for each in times]), _Begun())
+    train(recipe, timed(model, [replace(each, forward_s=0.0, backward_s=0.0) for each in times]), _Begun(asking))
 
 
 class _Begun:
-    """Says when steps have begun."""
+    """Says when steps have begun, and ends with the process that asked for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, asking: int) -> None:
         self._said = False
+        self._asking = asking
 
     def note(self, what: str, value: float) -> None: ...
     def started(self, event: Any) -> None: ...
@@ -194,6 +195,8 @@ class _Begun:
         if not self._said:
             print("begun", flush=True)
             self._said = True
+        if os.getppid() != self._asking:
+            raise SystemExit(1)
 
     def evaluated(self, event: Any) -> None: ...
     def noted(self, event: Any) -> None: ...
@@ -289,6 +292,6 @@ class First:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--busy":
-        keep_busy(sys.argv[2])
+        keep_busy(sys.argv[2], int(sys.argv[3]))
     else:
         main(sys.argv[1], sys.argv[2])
