@@ -5,8 +5,8 @@
 The trainer believes that it is one of two ranks; its group is `Still`, whose every operation is done at once. What is
 left of a step is all that is not communication: layers as timers (`timed_model`), and what the processor does round
 them (autograd, buckets, the optimizer, the next batch), counted as processor time, so that what else runs on the
-machine does not show. Medians over STEPS steps. The same once more with such
-steps on all other cores says how much slower the processor is where cores share the memory's rate.
+machine does not show. Medians over STEPS steps. The same once more with such steps on all other cores says how much
+slower the processor is where cores share the memory's rate.
 """
 
 # torch declares operations with overloads, of which one alone reaches a backend.

@@ -28,7 +28,10 @@ class LayerTime:
 
 
 def layer_times(model: Model, batch: Batch) -> list[LayerTime]:
-    """Medians of each layer of a chain, alone on this process' threads."""
+    """Medians of each layer of a chain; of the processor's time, so that what else runs on the machine does not show.
+
+    Layers run on the calling thread alone: `torch.set_num_threads(1)`.
+    """
     assert isinstance(model.module, Chain)
     found = []
     values: tuple[Tensor, ...] = batch.inputs
@@ -36,14 +39,14 @@ def layer_times(model: Model, batch: Batch) -> list[LayerTime]:
         forward, backward = [], []
         for _ in range(REPEATS):
             inputs = tuple(value.detach().requires_grad_(value.is_floating_point()) for value in values)
-            began = time.perf_counter()
+            began = time.thread_time()
             result = layer(*inputs)
             outputs: tuple[Tensor, ...] = result if isinstance(result, tuple) else (result,)
-            forward.append(time.perf_counter() - began)
+            forward.append(time.thread_time() - began)
             ends = [output for output in outputs if output.requires_grad]
-            began = time.perf_counter()
+            began = time.thread_time()
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-            backward.append(time.perf_counter() - began)
+            backward.append(time.thread_time() - began)
         found.append(
             LayerTime(
                 statistics.median(forward), statistics.median(backward), tuple(tuple(out.shape) for out in outputs)
