@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from netfold.train import Batch, Chain, Model
 
 REPEATS = 5
+# Told "slept" and for how long, after each timer.
+Sleeps = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,10 @@ class LayerTime:
 
 
 def layer_times(model: Model, batch: Batch) -> list[LayerTime]:
-    """Medians of each layer of a chain, alone on this process' threads."""
+    """Medians of each layer of a chain; of the processor's time, so that what else runs on the machine does not show.
+
+    Layers run on the calling thread alone: `torch.set_num_threads(1)`.
+    """
     assert isinstance(model.module, Chain)
     found = []
     values: tuple[Tensor, ...] = batch.inputs
@@ -34,14 +39,14 @@ def layer_times(model: Model, batch: Batch) -> list[LayerTime]:
         forward, backward = [], []
         for _ in range(REPEATS):
             inputs = tuple(value.detach().requires_grad_(value.is_floating_point()) for value in values)
-            began = time.perf_counter()
+            began = time.thread_time()
             result = layer(*inputs)
             outputs: tuple[Tensor, ...] = result if isinstance(result, tuple) else (result,)
-            forward.append(time.perf_counter() - began)
+            forward.append(time.thread_time() - began)
             ends = [output for output in outputs if output.requires_grad]
-            began = time.perf_counter()
+            began = time.thread_time()
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-            backward.append(time.perf_counter() - began)
+            backward.append(time.thread_time() - began)
         found.append(
             LayerTime(
                 statistics.median(forward), statistics.median(backward), tuple(tuple(out.shape) for out in outputs)
@@ -51,34 +56,42 @@ def layer_times(model: Model, batch: Batch) -> list[LayerTime]:
     return found
 
 
-def timed(model: Model, times: Sequence[LayerTime]) -> Model:
+def timed(model: Model, times: Sequence[LayerTime], told: Sleeps | None = None) -> Model:
     """The same parameters, layer by layer, and timers in place of their arithmetic."""
     assert isinstance(model.module, Chain)
     layers = [
-        (name, _Timed(layer, took)) for (name, layer), took in zip(model.module.layers.items(), times, strict=True)
+        (name, _Timed(layer, took, told))
+        for (name, layer), took in zip(model.module.layers.items(), times, strict=True)
     ]
     return Model(Chain(layers), lambda output, target: output.float().mean())
 
 
 class _Timed(nn.Module):
-    def __init__(self, layer: nn.Module, took: LayerTime) -> None:
+    def __init__(self, layer: nn.Module, took: LayerTime, told: Sleeps | None) -> None:
         super().__init__()
-        self.layer, self.took = layer, took
+        self.layer, self.took, self.told = layer, took, told
 
     def forward(self, *inputs: Tensor) -> Any:
         floats = [value for value in inputs if value.is_floating_point()]
-        outputs = _Sleep.apply(self.took, len(floats), *floats, *self.layer.parameters())
+        outputs = _Sleep.apply(self.took, self.told, len(floats), *floats, *self.layer.parameters())
         return outputs if len(outputs) > 1 else outputs[0]
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, took: LayerTime, inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.took, ctx.shapes = took, [tensor.shape for tensor in tensors]
-        time.sleep(took.forward_s)
+    def forward(ctx: Any, took: LayerTime, told: Sleeps | None, inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.took, ctx.told, ctx.shapes = took, told, [tensor.shape for tensor in tensors]
+        _sleep(took.forward_s, told)
         return tuple(torch.zeros(shape) for shape in took.outputs)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        time.sleep(ctx.took.backward_s)
-        return None, None, *(torch.zeros(shape) for shape in ctx.shapes)
+        _sleep(ctx.took.backward_s, ctx.told)
+        return None, None, None, *(torch.zeros(shape) for shape in ctx.shapes)
+
+
+def _sleep(seconds: float, told: Sleeps | None) -> None:
+    began = time.perf_counter()
+    time.sleep(seconds)
+    if told is not None:
+        told("slept", time.perf_counter() - began)

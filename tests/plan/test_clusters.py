@@ -1,5 +1,6 @@
 """Clusters: presets that load, quantities with their units, and sentences for what is not sound."""
 
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,33 @@ def test_every_preset_loads_and_names_its_sources(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.sources and cluster.devices >= cluster.node >= 1
     assert all(tier.bytes_per_s > 0 and tier.latency_s > 0 for tier in cluster.tiers)
+
+
+def test_a_file_can_say_bursts_and_cores_that_hosts_share(tmp_path: Path) -> None:
+    file = tmp_path / "rack.toml"
+    text = """
+        device = "p100"
+        [shared]
+        cores = 2
+        operation = "100 us"
+        message = "5 us"
+        rate = "1 GB/s"
+        switch_rate = "2 GB/s"
+        [[tier]]
+        name = "Ethernet"
+        devices = 8
+        latency = "50 us"
+        rate = "200 Mbit/s"
+        burst = "128 KiB"
+    """
+    file.write_text(text)
+    cluster = load_cluster(str(file))
+    assert cluster.shared is not None and cluster.tiers[0].burst_bytes == 131072
+    assert astuple(cluster.shared) == pytest.approx((2, 100e-6, 5e-6, 1e-9, 0.5e-9))
+    file.write_text(text.replace("cores = 2", ""))
+    load_cluster.cache_clear()
+    with pytest.raises(ValueError, match="shared: says nothing of its cores"):
+        load_cluster(str(file))
 
 
 def test_the_talks_and_the_issue_name_their_machines() -> None:

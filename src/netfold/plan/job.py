@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 PRECISIONS = ("f32", "tf32", "f16", "bf16")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+WIRES = ("f32", "bf16", "f16")
 RECOMPUTATIONS = ("none", "selective", "full")
 # Bytes of state an element, beside weights and gradients; each in f32.
 OPTIMIZERS = {"sgd": 0, "momentum": 4, "adam": 8}
@@ -47,9 +48,10 @@ class Job:
     precision: of matmuls and activations. in_network: reductions, of gradients and among tensor ranks, are made in the
     network where every tier that they cross can. overlap: data-parallel communication goes on beside the last
     microbatch's backward pass. bucket_bytes: what it is cut to. gradient_bytes: of a gradient's element, in memory and
-    on the wire. scattered: tensor ranks, which hold the same, each send a part of it to the next stage, where it is
-    gathered (Narayanan et al. 2021, section 4.1), as Megatron-LM and DeepSpeed do; else each sends all. prefetch:
-    ZeRO-3 gathers a layer's weights while the one before computes; else computing waits for all that it does.
+    on the wire. wire: what all_reduce sends gradients of 4 bytes as; bf16 and f16 halve them on their way. scattered:
+    tensor ranks, which hold the same, each send a part of it to the next stage, where it is gathered (Narayanan et al.
+    2021, section 4.1), as Megatron-LM and DeepSpeed do; else each sends all. prefetch: ZeRO-3 gathers a layer's
+    weights while the one before computes; else computing waits for all that it does.
     Raises ValueError for words that are none, and for a batch that does not come out even.
     """
 
@@ -66,6 +68,7 @@ class Job:
     gradient_bytes: int = 4
     scattered: bool = True
     prefetch: bool = True
+    wire: str = "f32"
 
     def __post_init__(self) -> None:
         for name, words in (
@@ -73,9 +76,14 @@ class Job:
             ("schedule", SCHEDULES),
             ("recomputation", RECOMPUTATIONS),
             ("optimizer", tuple(OPTIMIZERS)),
+            ("wire", WIRES),
         ):
             if getattr(self, name) not in words:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(words)}")
+        if self.wire != "f32" and self.gradient_bytes != 4:
+            raise ValueError(
+                f"wire={self.wire!r} is for gradients of 4 bytes, not of {self.gradient_bytes}; leave one of them out"
+            )
         if self.global_batch % (self.micro_batch * self.split.data):
             raise ValueError(
                 f"a global batch of {self.global_batch} does not come out even over {self.split.data} data-parallel "

@@ -167,7 +167,7 @@ def _front(fitting: list[Choice]) -> tuple[Choice, ...]:
 def _ways(model: Model, devices: int, job: Job, space: Space) -> Iterator[Job]:
     for tensor in divisors(devices) if space.tensor is None else [space.tensor]:
         try:
-            layers = model.layers(Share(1, tensor))
+            layers = model.layers(Share(space.micro_batch or 1, tensor))
         except ValueError:
             continue
         depth = max(layer.count for layer in layers)

@@ -11,7 +11,7 @@ from netfold.plan.ask.places import Key
 from netfold.plan.cluster import Cluster, cluster_of, load_cluster
 from netfold.plan.cluster.units import parse_quantity
 from netfold.plan.failures import Failures
-from netfold.plan.job import OPTIMIZERS, PRECISIONS, RECOMPUTATIONS, SCHEDULES, Job
+from netfold.plan.job import OPTIMIZERS, PRECISIONS, RECOMPUTATIONS, SCHEDULES, WIRES, Job
 from netfold.plan.model import Model
 from netfold.plan.model.named import find_model, model_of
 from netfold.plan.price import Prices
@@ -137,6 +137,7 @@ _SECTIONS: dict[str, dict[str, _Check]] = {
         "in_network": _truth,
         "bucket": _text,
         "gradient_bytes": _one_of(2, 4),
+        "wire": _one_of(*WIRES),
     },
     "split": {
         "tensor": _whole(1),

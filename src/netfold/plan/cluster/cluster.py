@@ -51,7 +51,8 @@ class Tier:
     oversubscription: by how much the links above are too few for that; 1 is none. in_network: reductions can be made
     on the way. nvls: by NVLink's switches, which reduce what ranks load and spread what they store. switch_ports: of
     one switch, half of them up where there are several levels; 0: one switch joins all. switch_latency_s: that each
-    further level of switches adds to a way up.
+    further level of switches adds to a way up. burst_bytes: what a link lets through at once after a pause, as those do
+    whose rate a token bucket limits; only a timed step, played as events, knows of pauses.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Tier:
     nvls: bool = False
     switch_ports: int = 0
     switch_latency_s: float = 0.0
+    burst_bytes: float = 0.0
 
     def switch_levels(self, joined: int) -> int:
         """Of a fat tree that joins so many: L levels, the uppermost with all its ports down, join 2 (ports/2)^L."""
@@ -81,10 +83,28 @@ class Tier:
 
 
 @dataclass(frozen=True)
+class Processors:
+    """Cores that all hosts of a cluster share, as those of an emulated rack do.
+
+    Of a core, what a collective takes for each of its ranks: operation_s, whatever it is; message_s, for each of its
+    steps; byte_s, for each byte that the rank sends. switch_byte_s: of a switch that is a program, one thread, for each
+    byte of each rank.
+    """
+
+    cores: int
+    operation_s: float = 0.0
+    message_s: float = 0.0
+    byte_s: float = 0.0
+    switch_byte_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Cluster:
     """tiers: from the inside out; the last one joins everything. sources: where the figures come from.
 
-    price_an_hour: of one device, in any one currency; 0 where it is not known.
+    price_an_hour: of one device, in any one currency; 0 where it is not known. shared: cores that all hosts have
+    together; None where each has its own, enough of them. Only a timed step, played as events, knows of
+    cores.
     """
 
     name: str
@@ -92,6 +112,7 @@ class Cluster:
     tiers: tuple[Tier, ...]
     sources: tuple[str, ...] = ()
     price_an_hour: float = 0.0
+    shared: Processors | None = None
 
     @property
     def devices(self) -> int:

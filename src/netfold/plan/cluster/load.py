@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from netfold.plan.cluster.cluster import Cluster, Device, Tier
+from netfold.plan.cluster.cluster import Cluster, Device, Processors, Tier
 from netfold.plan.cluster.measured import measured_link
 from netfold.plan.cluster.units import parse_quantity
 from netfold.plan.job import PRECISIONS
@@ -23,7 +23,7 @@ _PRESETS = _HERE / "presets"
 _DEVICES = _HERE / "devices.toml"
 _TIER = (
     *("name", "devices", "latency", "rate", "measured", "oversubscription"),
-    *("in_network", "nvls", "switch_ports", "switch_latency"),
+    *("in_network", "nvls", "switch_ports", "switch_latency", "burst"),
 )
 
 
@@ -71,7 +71,7 @@ def _read(path: Path) -> Cluster:
 def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
     """What a file's keys say. Raises ValueError, in a sentence, for one that is not known, missing or impossible."""
     where = f"cluster {name}"
-    _only(tree, where, ("device", "tier", "sources", "price_an_hour"))
+    _only(tree, where, ("device", "tier", "sources", "price_an_hour", "shared"))
     for key in ("device", "tier"):
         if key not in tree:
             raise ValueError(f"{where}: says nothing of its {key}; docs/plan/cluster.md has an example")
@@ -103,7 +103,29 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
     if not isinstance(sources, list):
         raise ValueError(f"{where}: sources is a list of texts")
     price = _number(tree.get("price_an_hour", 0.0), where, "price_an_hour")
-    return Cluster(name, device, tiers, tuple(map(str, sources)), price)
+    shared = _shared(tree["shared"], f"{where}, shared") if "shared" in tree else None
+    return Cluster(name, device, tiers, tuple(map(str, sources)), price, shared)
+
+
+def _shared(table: Any, where: str) -> Processors:
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}: is a table, [shared]; docs/plan/cluster.md has an example")
+    _only(table, where, ("cores", "operation", "message", "rate", "switch_rate"))
+    _needs(table, where, ("cores",))
+
+    def seconds(key: str) -> float:
+        return parse_quantity(table[key], "time", f"{where}, {key}") if key in table else 0.0
+
+    def byte_s(key: str) -> float:
+        return 1 / _positive(parse_quantity(table[key], "rate", f"{where}, {key}"), where, key) if key in table else 0.0
+
+    return Processors(
+        _whole(table["cores"], where, "cores"),
+        seconds("operation"),
+        seconds("message"),
+        byte_s("rate"),
+        byte_s("switch_rate"),
+    )
 
 
 def _device(name: str, table: dict[str, Any], where: str) -> Device:
@@ -175,6 +197,7 @@ def _tier(table: dict[str, Any], cluster: str, sharing: int) -> Tier:
         nvls,
         ports,
         switch_latency_s,
+        parse_quantity(table["burst"], "bytes", f"{where}, burst") if "burst" in table else 0.0,
     )
 
 

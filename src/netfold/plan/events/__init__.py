@@ -5,6 +5,8 @@
   schedule    in which order a stage works off its microbatches
   conditions  jitter, stragglers, shared links, interference
   mesh        where ranks stand, and which links they share
+  timed_step  a step as one host's profile shows it, on a cluster of many
+  cores       what hosts that share cores do, in turn
   buckets     what data-parallel ranks do together, and what waits for it
   script      a step written out: tasks, durations, messages
   play        the events, in the order of time

@@ -6,14 +6,18 @@ they go at one pace. Lanes of a stage are next to each other: lane = stage * rep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from netfold.plan.events.cores import Cores
 from netfold.plan.events.links import SharedLinks, Uses
 
-_TURN, _FLOW, _UPDATE = range(3)
+_TURN, _FLOW, _UPDATE, _SLICE = range(4)
+# What a piece of work on shared cores is for.
+_TASK, _BUCKET, _BESIDE = range(3)
 
 
 class Task(NamedTuple):
@@ -30,6 +34,26 @@ class Task(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Hosts:
+    """Seconds of a core. tasks_s: by stage, before each task; update_s, beside_s: of a lane, the latter from the step's
+    beginning on. buckets_s: by stage, of each bucket on each lane, while it is under way; switch_s: on a switch.
+
+    crowded: as `Cores` has it. burst_s: what a link that was still for so long, or longer, has in hand; sent_s: by
+    stage, of each bucket, what that can save.
+    """
+
+    cores: int
+    tasks_s: Sequence[Sequence[float]]
+    buckets_s: Sequence[Sequence[float]]
+    switch_s: Sequence[Sequence[float]]
+    update_s: float
+    beside_s: float
+    crowded: float
+    burst_s: float
+    sent_s: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
 class Step:
     """tasks: by stage, in order. seconds: by lane, of each task. flags: how many a lane has.
 
@@ -37,7 +61,7 @@ class Step:
     bucket among its replicas; bucket_uses: by stage. first_buckets: by stage, how many are ready from the beginning.
     bucket_flag: the flag that the first bucket's end raises on all lanes of its stage, and so on; None: nobody waits
     for buckets but the update. update_s: by lane. capacity: of links. slowed: how many times as long tasks take while
-    the lane's buckets are under way.
+    the lane's buckets are under way. hosts: what lanes do on cores that they share; None: each has enough of its own.
     """
 
     replicas: int
@@ -53,6 +77,7 @@ class Step:
     update_s: Sequence[float]
     capacity: Sequence[float]
     slowed: float = 1.0
+    hosts: Hosts | None = None
 
     @property
     def lanes(self) -> int:
@@ -88,8 +113,8 @@ class _Player:
         self.order = 0
         self.now_s = 0.0
         self.links = SharedLinks(step.capacity, self._flow_due)
-        # By flow: lane and task of a message, or stage and bucket with a lane of -1.
-        self.what: dict[int, tuple[int, int, int]] = {}
+        # By flow: lane and task of a message, or a lane of -1 and the stage whose bucket it is.
+        self.what: dict[int, tuple[int, int]] = {}
         self.come = [bytearray(step.flags) for _ in range(lanes)]
         self.at = [0] * lanes
         self.waits = [True] * lanes
@@ -104,6 +129,16 @@ class _Player:
             for buckets, first in zip(step.bucket_s, step.first_buckets, strict=True)
         ]
         self.next_bucket = [0] * stages
+        # Work on shared cores: by its number, what it is for; lanes whose task has not come to its device yet; pieces
+        # that a stage's bucket waits for beside its flow; and lanes that have still something to do beside all.
+        hosts = step.hosts
+        self.cores = Cores(hosts.cores, self._slice_due, hosts.crowded) if hosts else Cores(1, self._slice_due)
+        self.work: dict[int, tuple[int, int]] = {}
+        self.on_core: set[int] = set()
+        self.bucket_parts = [0] * stages
+        self.beside = [False] * lanes
+        # Before a step the links have been still for long.
+        self.still_since_s = [-math.inf] * stages
         self.played = Played(
             began_s=self._of_tasks(),
             ended_s=self._of_tasks(),
@@ -122,6 +157,9 @@ class _Player:
             self._begin_bucket(stage)
         for lane in range(self.step.lanes):
             self._go_on(lane)
+            if self.step.hosts is not None and self.step.hosts.beside_s > 0:
+                self.beside[lane] = True
+                self._ask(_BESIDE, lane, self.step.hosts.beside_s)
         heap = self.heap
         while heap:
             self.now_s, _, kind, index, version = heappop(heap)
@@ -131,6 +169,9 @@ class _Player:
             elif kind == _FLOW:
                 if self.links.ended(self.now_s, index, version):
                     self._flow_ended(index)
+            elif kind == _SLICE:
+                if self.cores.ended(self.now_s, index):
+                    self._worked(*self.work.pop(index))
             else:
                 self.played.update_s[index] = (self.played.update_s[index][0], self.now_s)
         assert all(ended >= 0 for _, ended in self.played.update_s), "a lane waits for what nobody gives"
@@ -143,6 +184,23 @@ class _Player:
 
     def _flow_due(self, when_s: float, flow: int, version: int) -> None:
         self._due(when_s, _FLOW, flow, version)
+
+    def _slice_due(self, when_s: float, number: int) -> None:
+        self._due(when_s, _SLICE, number, 0)
+
+    def _ask(self, what: int, index: int, work_s: float) -> None:
+        self.work[self.cores.ask(self.now_s, work_s)] = (what, index)
+
+    def _worked(self, what: int, index: int) -> None:
+        if what == _TASK and self.at[index] < len(self.step.tasks[index // self.step.replicas]):
+            self._compute(index)
+        elif what == _TASK:
+            self.played.update_s[index] = (self.played.update_s[index][0], self.now_s)
+        elif what == _BESIDE:
+            self.beside[index] = False
+            self._update_if_all_is_there(index)
+        else:
+            self._bucket_part_ended(index)
 
     def _go_on(self, lane: int) -> None:
         """Begin the lane's next task if what it needs has come."""
@@ -157,6 +215,16 @@ class _Player:
                 return
         self.waits[lane] = False
         self.played.began_s[lane][at] = self.now_s
+        if step.hosts is not None and step.hosts.tasks_s[stage][at] > 0:
+            self.on_core.add(lane)
+            self._ask(_TASK, lane, step.hosts.tasks_s[stage][at])
+        else:
+            self._compute(lane)
+
+    def _compute(self, lane: int) -> None:
+        """On the lane's own device."""
+        step, at = self.step, self.at[lane]
+        self.on_core.discard(lane)
         self.left_s[lane], self.since_s[lane] = step.seconds[lane][at], self.now_s
         self.pace[lane] = 1 / step.slowed if self.talking[lane] else 1.0
         self.version[lane] += 1
@@ -174,7 +242,7 @@ class _Player:
             if to != stage and step.send_s[lane] > 0:
                 self.played.sent_s[lane][at] = now_s
                 flow = self.links.start(now_s, step.send_s[lane], step.send_uses[lane][way])
-                self.what[flow] = (lane, at, -1)
+                self.what[flow] = (lane, at)
             else:
                 self._comes(to * step.replicas + replica, flag)
         for bucket in task.releases:
@@ -196,13 +264,22 @@ class _Player:
         if len(begun) > bucket or bucket == len(step.bucket_s[stage]) or self.ready[stage][bucket] < step.replicas:
             return
         begun.append((self.now_s, -1.0))
-        flow = self.links.start(self.now_s, step.bucket_s[stage][bucket], step.bucket_uses[stage])
-        self.what[flow] = (-1, stage, bucket)
+        work_s = step.bucket_s[stage][bucket]
+        self.bucket_parts[stage] = 1
+        if step.hosts is not None:
+            in_hand_s = min(step.hosts.burst_s, self.now_s - self.still_since_s[stage])
+            work_s -= min(in_hand_s, step.hosts.sent_s[stage][bucket])
+            on_cores = [step.hosts.buckets_s[stage][bucket]] * step.replicas + [step.hosts.switch_s[stage][bucket]]
+            for busy_s in filter(None, on_cores):
+                self.bucket_parts[stage] += 1
+                self._ask(_BUCKET, stage, busy_s)
+        flow = self.links.start(self.now_s, work_s, step.bucket_uses[stage])
+        self.what[flow] = (-1, stage)
         self._talks(stage, talking=True)
 
     def _flow_ended(self, flow: int) -> None:
         step = self.step
-        lane, at, bucket = self.what.pop(flow)
+        lane, at = self.what.pop(flow)
         if lane >= 0:
             stage, replica = divmod(lane, step.replicas)
             self.played.arrived_s[lane][at] = self.now_s
@@ -210,7 +287,15 @@ class _Player:
             assert gives is not None
             self._comes(gives[0] * step.replicas + replica, gives[1])
             return
-        stage = at
+        self.still_since_s[at] = self.now_s
+        self._bucket_part_ended(at)
+
+    def _bucket_part_ended(self, stage: int) -> None:
+        """Of its flow, and of what its ranks do for it on cores, one is through."""
+        self.bucket_parts[stage] -= 1
+        if self.bucket_parts[stage]:
+            return
+        step, bucket = self.step, self.next_bucket[stage]
         began_s, _ = self.played.buckets_s[stage][bucket]
         self.played.buckets_s[stage][bucket] = (began_s, self.now_s)
         self.next_bucket[stage] += 1
@@ -230,7 +315,7 @@ class _Player:
             return
         for lane in range(stage * step.replicas, (stage + 1) * step.replicas):
             self.talking[lane] = talking
-            if not self.waits[lane]:
+            if not self.waits[lane] and lane not in self.on_core:
                 self.left_s[lane] -= self.pace[lane] * (self.now_s - self.since_s[lane])
                 self.since_s[lane] = self.now_s
                 self.pace[lane] = 1 / step.slowed if talking else 1.0
@@ -242,6 +327,10 @@ class _Player:
         step = self.step
         stage = lane // step.replicas
         done = self.at[lane] == len(step.tasks[stage]) and self.next_bucket[stage] == len(step.bucket_s[stage])
-        if done and self.played.update_s[lane][0] < 0:
-            self.played.update_s[lane] = (self.now_s, -1.0)
+        if not done or self.beside[lane] or self.played.update_s[lane][0] >= 0:
+            return
+        self.played.update_s[lane] = (self.now_s, -1.0)
+        if step.hosts is not None and step.hosts.update_s > 0:
+            self._ask(_TASK, lane, step.hosts.update_s)
+        else:
             self._due(self.now_s + step.update_s[lane], _UPDATE, lane, 0)

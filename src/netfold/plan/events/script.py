@@ -55,7 +55,7 @@ def write_script(
         acts.append(_acts(turns, stage, split.interleave, cuts))
         plans.append(cuts.plan(acts[-1]))
         tasks.append(_tasks(acts[-1], plans[-1], index, job, bucket_flag))
-    pace = _Pace(mesh, conditions, collectives)
+    pace = Pace(mesh, conditions, collectives)
     lanes = [lane // mesh.replicas for lane in range(mesh.lanes)]
     step = Step(
         replicas=mesh.replicas,
@@ -79,7 +79,7 @@ def write_script(
     return Script(step, mesh, tuple(acts), tuple(plan.buckets for plan in plans), collectives)
 
 
-class _Pace:
+class Pace:
     """How long tasks take on lanes whose ranks differ."""
 
     def __init__(self, mesh: Mesh, conditions: Conditions, collectives: int) -> None:

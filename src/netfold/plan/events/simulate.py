@@ -8,8 +8,9 @@ from netfold.plan.cluster import Cluster
 from netfold.plan.events.conditions import Conditions
 from netfold.plan.events.play import Played, play
 from netfold.plan.events.script import Script, write_script
+from netfold.plan.events.timed_step import write_timed_step
 from netfold.plan.job import Job
-from netfold.plan.model import Model
+from netfold.plan.model import Model, TimedStep
 from netfold.plan.step import FITTED, Constants, Prediction, costs, limit_of, predict
 
 
@@ -38,15 +39,21 @@ def simulate(
     a split or a schedule that cannot be, and for folding where jitter or stragglers tell ranks apart.
     """
     conditions = conditions or Conditions()
+    takes_turns = isinstance(model, TimedStep) and cluster.shared is not None
     if folded is None:
-        folded = conditions.symmetric
+        folded = conditions.symmetric and not takes_turns
+    if folded and takes_turns:
+        raise ValueError(f"hosts of {cluster.name} share cores, so none can stand for others; leave folded out")
     if folded and not conditions.symmetric:
         raise ValueError("jitter and stragglers tell ranks apart, so none can stand for others; leave folded out")
     outside = [rank for rank in conditions.stragglers if not 0 <= rank < job.split.ranks]
     if outside:
         raise ValueError(f"there is no rank {outside[0]} to be slow; there are {job.split.ranks}, from 0")
     closed = predict(model, cluster, job, constants)
-    script = write_script(model, cluster, job, costs(model, cluster, job, constants), conditions, folded=folded)
+    if isinstance(model, TimedStep):
+        script = write_timed_step(model, cluster, job, conditions, constants, folded=folded)
+    else:
+        script = write_script(model, cluster, job, costs(model, cluster, job, constants), conditions, folded=folded)
     played = play(script.step)
     return Simulated(job, _prediction(closed, job, script, played), script, played)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from netfold.plan.model import catalogue
 from netfold.plan.model.layered import Layered
+from netfold.plan.model.timed_step import read_timed_step
 from netfold.plan.model.transformer import Transformer
 from netfold.plan.model.work import Model
 from netfold.plan.words import nearest
@@ -44,10 +45,13 @@ def names() -> tuple[str, ...]:
 
 
 def find_model(said: str) -> Model:
-    """A name, or `kind:key=value,...`; a name's keys can be changed: `bert-large:sequence=128`.
+    """A name, or `kind:key=value,...`; a name's keys can be changed: `bert-large:sequence=128`. Or the path of
+    a profile of one host's step (.json).
 
     Raises ValueError, in a sentence, for any other.
     """
+    if said.endswith(".json"):
+        return read_timed_step(Path(said))
     name, _, text = said.partition(":")
     keys: dict[str, Any] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import OPTIMIZERS, Job
-from netfold.plan.model import Layer, Model, Pass, Share
+from netfold.plan.model import Layer, Model, Pass, Share, TimedStep
 from netfold.plan.step.compute import blended, device_s, host_s, moved_s
 from netfold.plan.step.constants import FITTED, Constants
 from netfold.plan.step.traffic import Group, collective_s, send_s
@@ -78,6 +78,8 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
     data, gathered = _data_parallel(max(stages, key=lambda stage: stage.parameters), cluster, job, constants)
     updated = max(stage.parameters for stage in stages) / (split.data if split.zero else 1)
     optimizer = moved_s(updated * _updated_bytes(job, constants), cluster.device, constants)
+    if isinstance(model, TimedStep):
+        optimizer = model.closing_host_s + model.update_host_s
     return Costs(tuple(stages), job.microbatches, data, gathered, optimizer)
 
 
@@ -112,7 +114,9 @@ def _data_parallel(stage: Stage, cluster: Cluster, job: Job, constants: Constant
     def taken(operation: str, size_bytes: float) -> float:
         # Weights that are gathered layer by layer come by one adapter a node: what FSDP's and ZeRO-3's runs show.
         layered = job.split.zero == 3
-        return times * collective_s(operation, size_bytes / times, group, cluster, constants, job.in_network, layered)
+        return times * collective_s(
+            operation, size_bytes / times, group, cluster, constants, job.in_network, layered, job.wire
+        )
 
     if job.split.zero == 0:
         return taken("all_reduce", gradients), 0.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from netfold.plan.cluster import Cluster, Tier
-from netfold.plan.cost import predict
+from netfold.plan.cost import HALVES, predict
 from netfold.plan.step.constants import Constants
 from netfold.plan.topology import Link, Links, Topology
 
@@ -32,14 +32,17 @@ def collective_s(
     constants: Constants,
     in_network: bool = False,
     one_ring: bool = False,
+    wire: str = "f32",
 ) -> float:
     """Seconds. The cheapest of: rings through all, as many as leave a node together; rings inside and between nodes; a
     reduction inside the network, in a node and between nodes, where asked for and the tiers that it crosses can.
 
-    one_ring: a single ring through all, which leaves each node by one adapter.
+    one_ring: a single ring through all, which leaves each node by one adapter. wire: what f32 travels as.
     """
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
+    if wire in HALVES and operation == "all_reduce":
+        size_bytes /= 2
     copied = size_bytes / (cluster.device.copy_bytes_per_s or constants.copy_bytes_per_s)
     if one_ring:
         seconds = predict(operation, "ring", size_bytes, _apart(group.ranks), _links(group, cluster, constants, True))

@@ -1,0 +1,115 @@
+"""A profiled step written out for `play`: layer by layer, its buckets where they went, the word of all ranks.
+
+Each rank does on its own what it did alone; buckets go through the formulas of the cluster's links. Where hosts share
+cores, what the processor did round the layers takes its turn there, and so does what collectives ask of it.
+"""
+
+from __future__ import annotations
+
+from netfold.plan.cluster import Cluster
+from netfold.plan.events.buckets import Act, Bucket
+from netfold.plan.events.conditions import Conditions
+from netfold.plan.events.mesh import Mesh
+from netfold.plan.events.play import Hosts, Step, Task
+from netfold.plan.events.schedule import BACKWARD, FORWARD, Turn
+from netfold.plan.events.script import Pace, Script
+from netfold.plan.job import Job
+from netfold.plan.model import TimedStep
+from netfold.plan.step import Constants
+from netfold.plan.step.traffic import Group, collective_s
+
+
+def write_timed_step(
+    model: TimedStep, cluster: Cluster, job: Job, conditions: Conditions, constants: Constants, *, folded: bool
+) -> Script:
+    """Raises ValueError, in a sentence, for a split or an order that was not profiled."""
+    split = job.split
+    if split.ranks != split.data or split.zero or job.microbatches > 1 or not job.overlap:
+        raise ValueError(
+            f"{model.name}: was profiled in data parallelism, one microbatch a step, its buckets beside the backward "
+            "pass; take data ranks alone, without ZeRO, a microbatch of all samples, and overlap"
+        )
+    mesh = Mesh(cluster, split, folded=folded, contention=conditions.contention)
+    acts, host_s, releases, closing = _acts(model)
+    # As the ranks' own flags: none is sent to another stage, and each bucket raises one.
+    tasks = [
+        Task((closing,) if at == len(acts) - 1 else (), None, act.turn.kind == FORWARD, releases.get(at, ()))
+        for at, act in enumerate(acts)
+    ]
+    sizes = [bucket.size_bytes for bucket in model.buckets]
+    group = Group(split.data)
+
+    def seconds(size: float, wire: str) -> float:
+        return collective_s("all_reduce", size, group, cluster, constants, job.in_network, wire=wire)
+
+    took = [seconds(size, job.wire) for size in sizes] + [seconds(model.word_bytes, "f32")]
+    # What is left without its bytes no pause can save.
+    least = seconds(1.0, "f32")
+    sent_s = [max(0.0, each - least) for each in took]
+    shared, rate = cluster.shared, min(tier.bytes_per_s for tier in cluster.tiers)
+    latency_s = max(tier.latency_s for tier in cluster.tiers)
+    steps = round(least / latency_s) if latency_s else 0
+    busy, switch = [0.0] * len(took), [0.0] * len(took)
+    if shared is not None and split.data > 1:
+        busy = [shared.operation_s + steps * shared.message_s + shared.byte_s * rate * each for each in sent_s]
+        if job.in_network:
+            switch = [split.data * shared.switch_byte_s * rate * each for each in sent_s]
+    pace = Pace(mesh, conditions, 0)
+    step = Step(
+        replicas=mesh.replicas,
+        tasks=[tasks],
+        seconds=pace.seconds(0, acts),
+        flags=len(took),
+        send_s=[0.0] * mesh.lanes,
+        send_uses=[((), ())] * mesh.lanes,
+        bucket_s=[took],
+        bucket_uses=[()],
+        first_buckets=[0],
+        bucket_flag=0,
+        update_s=[0.0] * mesh.lanes,
+        capacity=mesh.capacity,
+        slowed=conditions.interference,
+        hosts=Hosts(
+            cores=shared.cores if shared is not None else mesh.lanes,
+            tasks_s=[host_s],
+            buckets_s=[busy],
+            switch_s=[switch],
+            update_s=model.update_host_s,
+            beside_s=model.beside_host_s if shared is not None else 0.0,
+            crowded=model.crowded if shared is not None else 1.0,
+            burst_s=min(tier.burst_bytes / tier.bytes_per_s for tier in cluster.tiers),
+            sent_s=[sent_s],
+        ),
+    )
+    buckets = tuple(
+        Bucket("all_reduce", size, each) for size, each in zip((*sizes, model.word_bytes), took, strict=True)
+    )
+    return Script(step, mesh, (tuple(acts),), (buckets,), 0)
+
+
+def _acts(model: TimedStep) -> tuple[list[Act], list[float], dict[int, tuple[int, ...]], int]:
+    """Tasks; what each asks of a core before; which buckets leave after which; and the bucket that the last waits for.
+
+    The last task is the close: from the end of the last bucket to the word.
+    """
+    forward = [(layer.forward_host_s, layer.forward_s) for layer in model.timed]
+    backward: list[tuple[float, float]] = []
+    releases: dict[int, tuple[int, ...]] = {}
+
+    def leave(through: int) -> None:
+        for number, bucket in enumerate(model.buckets):
+            if bucket.layers == through:
+                releases[len(forward) + len(backward)] = (number,)
+                backward.append((bucket.host_s, 0.0))
+
+    leave(0)
+    for through, layer in enumerate(reversed(model.timed), 1):
+        backward.append((layer.backward_host_s, layer.backward_s))
+        leave(through)
+    releases[len(forward) + len(backward)] = (len(model.buckets),)
+    backward.append((model.closing_host_s, 0.0))
+    acts = []
+    for kind, parts in ((FORWARD, forward), (BACKWARD, backward)):
+        turn = Turn(kind, 0, 0)
+        acts += [Act(turn, part, len(parts), device_s, 0.0, 0.0) for part, (_, device_s) in enumerate(parts)]
+    return acts, [host_s for host_s, _ in forward + backward], releases, len(model.buckets) - 1

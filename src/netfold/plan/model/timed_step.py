@@ -1,0 +1,112 @@
+"""A model as one host's profile shows it: what each layer takes, which buckets gradients go in, and when each is ready.
+
+Measured on one host, with nobody to talk to; so a step of many differs by what they say to each other, and by what they
+share. `bench/one_host.py` writes such a profile.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from netfold.plan.model.work import Layer, Pass, Share
+
+
+@dataclass(frozen=True)
+class TimedLayer:
+    """forward_s, backward_s: of the device. forward_host_s, backward_host_s: of the processor, before the device's."""
+
+    name: str
+    parameters: int
+    forward_s: float
+    backward_s: float
+    forward_host_s: float
+    backward_host_s: float
+
+
+@dataclass(frozen=True)
+class ReadyBucket:
+    """Gradients that go together once so many layers, from the last one on, are through their backward pass.
+
+    host_s: of the processor, from then until they go.
+    """
+
+    size_bytes: int
+    layers: int
+    host_s: float
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """samples: of a rank in a step. timed: in order; buckets: as they go.
+
+    closing_host_s: of the processor, from the end of the last bucket to the word of all ranks, a small all_reduce of
+    word_bytes; update_host_s: from there to the next step; beside_host_s: of its other threads, all step long.
+    crowded: how many times as long the processor takes for all of these while every core of its machine is busy with
+    the like: they share the memory's rate.
+    """
+
+    name: str
+    samples: int
+    timed: tuple[TimedLayer, ...]
+    buckets: tuple[ReadyBucket, ...]
+    closing_host_s: float
+    word_bytes: int
+    update_host_s: float
+    beside_host_s: float
+    crowded: float = 1.0
+
+    @property
+    def parameters(self) -> float:
+        return float(sum(layer.parameters for layer in self.timed))
+
+    @property
+    def flops(self) -> float:
+        """A clock does not count them, so there is no utilisation to speak of."""
+        return 0.0
+
+    def layers(self, share: Share) -> tuple[Layer, ...]:
+        """Raises ValueError for any share but the one that was measured."""
+        if share.micro_batch != self.samples or share.tensor > 1 or share.recomputation != "none":
+            raise ValueError(
+                f"{self.name}: was measured with {self.samples} samples a rank and microbatch, whole and without "
+                "recomputation; ask for these, or profile it again"
+            )
+        return tuple(
+            Layer(
+                each.name,
+                Pass(measured_s=each.forward_s + each.forward_host_s),
+                Pass(measured_s=each.backward_s + each.backward_host_s),
+                Pass(),
+                parameters=float(each.parameters),
+                kept_bytes=0.0,
+                input_bytes=0.0,
+            )
+            for each in self.timed
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def timed_step_of(data: dict[str, Any]) -> TimedStep:
+    """What `to_json` gave. Raises ValueError, in a sentence, for anything else."""
+    try:
+        timed = tuple(TimedLayer(**each) for each in data["timed"])
+        buckets = tuple(ReadyBucket(**each) for each in data["buckets"])
+        return TimedStep(**data | {"timed": timed, "buckets": buckets})
+    except (KeyError, TypeError):
+        raise ValueError("this is no profile of one host's step; bench/one_host.py writes one") from None
+
+
+def read_timed_step(path: Path) -> TimedStep:
+    """What `bench/one_host.py` wrote. Raises ValueError, in a sentence, where the file is none of its."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return timed_step_of(found["profile"] if isinstance(found, dict) and "profile" in found else {})
+    except OSError as error:
+        raise ValueError(f"model {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"model {path}: {error}") from None
