@@ -21,8 +21,8 @@ from netfold.profile.run import Run
 _LEAST_OPERATIONS = 3
 # A formula that is further off does not describe these operations: something else than the link takes their time.
 _MOST_OFF = 0.25
-# From one size a rate alone can be found, if the latency that is assumed beside it is no larger part of the time.
-_MOST_ASSUMED = 0.1
+# From one size, or several that are nearer to one another than this, a rate alone can be found, if the latency that is assumed beside it is no larger part of the time.
+_MOST_ASSUMED, _APART = 0.1, 1.5
 # Of an operation's own time: others that end in its first moments, or begin in its last.
 _MOST_MET = 0.05
 _FREE = Link(0.0, 1e30)
@@ -46,7 +46,7 @@ class Observed:
 @dataclass(frozen=True)
 class Fitted:
     """links: as the cost model takes them; operations: from how many; off: the worst relative error of a median, None
-    where there are no more medians than unknowns; latency_assumed: only one size was there.
+    where there are no more medians than unknowns; latency_assumed: only one size was there, or about one.
     """
 
     links: Links
@@ -98,11 +98,12 @@ def fit(observed: Observed, above_bytes: int = 0) -> Fitted | str:
     medians = np.array([float(np.median(times)) for times in cells.values()])
     parts = np.array([_line(observed.topology, *cell) for cell in cells])
     relative = parts / medians[:, None]
-    assumed = len({cell[3] for cell in cells}) == 1
+    sizes = [cell[3] for cell in cells]
+    assumed = max(sizes) < _APART * min(sizes)
     if assumed:
         latency = DEFAULT_LINKS.network.latency_s
         if (relative[:, 1] * latency).max() > _MOST_ASSUMED:
-            return "all operations are of one size, too small to tell the link's rate from its latency"
+            return "all operations are of about one size, too small to tell the link's rate from its latency"
         per_byte = _least_squares(relative[:, 2:], 1 - relative[:, 0] - relative[:, 1] * latency)[0]
     else:
         latency, per_byte = _least_squares(relative[:, 1:], 1 - relative[:, 0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from netfold.plan.answer import Answer, parts
@@ -70,7 +71,9 @@ def choice_object(choice: Choice) -> dict[str, Any]:
         "low_s": found.low_s,
         "high_s": found.high_s,
         "parts_s": parts(found),
-        "memory": {"total": found.memory.total, "of": found.memory_bytes, "parts": found.memory},
+        "memory": {"total": found.memory.total, "of": found.memory_bytes, "parts": found.memory}
+        if math.isfinite(found.memory_bytes)
+        else None,
         "fits": found.fits,
         "samples_per_s": found.samples_per_s,
         "mfu": found.mfu,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from netfold.plan.answer import Answer, parts
 from netfold.plan.compare import Variant
 from netfold.plan.curve import Point
 from netfold.plan.job import Job
+from netfold.plan.model import Profiled
 from netfold.plan.price import Cost, Prices
 from netfold.plan.search import Choice, words
 from netfold.plan.sensitivity import Gain
@@ -20,7 +22,10 @@ _BAR = 24
 
 def render_text(answer: Answer) -> str:
     """What was asked, the step, memory, throughput; then other ways, curves, comparisons, what more would buy."""
-    sections = [_asked(answer), _step(answer), _memory(answer.best), _together(answer)]
+    sections = [_asked(answer), _step(answer)]
+    if remembers(answer):
+        sections.append(_memory(answer.best))
+    sections.append(_together(answer))
     if answer.played is not None:
         sections.append(_played(answer.best.prediction, answer.played.prediction))
     if len(answer.few) > 1:
@@ -32,6 +37,27 @@ def render_text(answer: Answer) -> str:
     if answer.gains:
         sections.append(_gains(answer.gains))
     return "\n\n".join(sections)
+
+
+def asked(answer: Answer) -> str:
+    """What is trained on what."""
+    said, job = answer.question, answer.best.job
+    # A profile does not say by what weights are updated.
+    how = job.precision if isinstance(said.model, Profiled) else f"{job.precision}, {job.optimizer}"
+    return (
+        f"{said.model.name}, {big(said.model.parameters)} parameters, on {said.devices:,} x {said.cluster.device.name} "
+        f"of {said.cluster.name}; a batch of {job.global_batch:,}, {how}"
+    )
+
+
+def remembers(answer: Answer) -> bool:
+    """Whether it is known what a rank holds in memory."""
+    return math.isfinite(answer.best.prediction.memory_bytes)
+
+
+def utilised(answer: Answer) -> bool:
+    """Whether it is known what part of the devices' peak is used."""
+    return math.isfinite(answer.best.prediction.mfu)
 
 
 def big(count: float) -> str:
@@ -68,14 +94,12 @@ def money(cost: Cost, prices: Prices) -> str:
 
 
 def _asked(answer: Answer) -> str:
-    asked, job = answer.question, answer.best.job
+    job = answer.best.job
     ways = f"the fastest of {answer.fitting:,} that fit, of {answer.tried:,} ways to split" if answer.tried > 1 else ""
     return "\n".join(
         line
         for line in (
-            f"{asked.model.name}, {big(asked.model.parameters)} parameters, on {asked.devices:,} x "
-            f"{asked.cluster.device.name} of {asked.cluster.name}; a batch of {job.global_batch:,}, {job.precision}, "
-            f"{job.optimizer}",
+            asked(answer),
             f"split: {words(job)}",
             ways,
         )
@@ -106,9 +130,9 @@ def _memory(best: Choice) -> str:
 
 def _together(answer: Answer) -> str:
     found, asked = answer.best.prediction, answer.question
+    used = f"; model FLOP/s utilisation {units.ratio(found.mfu)}" if utilised(answer) else ""
     lines = [
-        f"{rate(found.samples_per_s)} samples a second, {rate(found.samples_per_s / asked.devices)} a device; model "
-        f"FLOP/s utilisation {units.ratio(found.mfu)}",
+        f"{rate(found.samples_per_s)} samples a second, {rate(found.samples_per_s / asked.devices)} a device{used}",
     ]
     if answer.best.job.split.data > 1:
         lines.append(
@@ -204,7 +228,7 @@ def _curve(scaling: str, points: Sequence[Point]) -> str:
             rows.append([*row, *("-" for _ in rows[0][2:])])
             continue
         found = point.choice.prediction
-        row += [time(found.step_s), rate(found.samples_per_s), units.ratio(point.efficiency), units.ratio(found.mfu)]
+        row += [time(found.step_s), rate(found.samples_per_s), units.ratio(point.efficiency), _known(found.mfu)]
         if known:
             row.append("-" if point.training_s is None else duration(point.training_s))
         rows.append([*row, *_split(point.choice.job)])
@@ -229,6 +253,10 @@ def _gains(gains: Sequence[Gain]) -> str:
     nothing = [gain.what for gain in gains if not gain.buys]
     lines += [f"{', '.join(nothing)}: nothing"] if nothing else []
     return "\n".join(["what more would buy", *(f"  {line}" for line in lines)])
+
+
+def _known(ratio: float) -> str:
+    return units.ratio(ratio) if math.isfinite(ratio) else "-"
 
 
 _SPLIT = ("tensor", "pipeline", "data", "micro", "pieces", "ZeRO", "sequence", "recompute")

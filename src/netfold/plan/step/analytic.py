@@ -81,6 +81,11 @@ def _exposed_data(parts: Costs, stage: Stage, job: Job) -> float:
         return parts.microbatches * (max(forward, first) + max(backward, first))
     if not job.overlap:
         return parts.data_s
+    if parts.travels:
+        ended = 0.0
+        for travel in parts.travels:
+            ended = max(ended, stage.backward_s - travel.left_s) + travel.taken_s
+        return max(0.0, ended - stage.backward_s)
     # The last bucket's gradients are there when the backward pass ends.
     last = parts.data_s * min(1.0, job.bucket_bytes / max(1.0, stage.parameters * job.gradient_bytes))
     return max(last, parts.data_s - stage.backward_s)

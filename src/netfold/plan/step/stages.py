@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import OPTIMIZERS, Job
-from netfold.plan.model import Layer, Model, Pass, Share
+from netfold.plan.model import Bucketed, Layer, Model, Pass, Profiled, Share
 from netfold.plan.step.compute import blended, device_s, host_s, moved_s
 from netfold.plan.step.constants import FITTED, Constants
 from netfold.plan.step.traffic import Group, collective_s, send_s
@@ -47,11 +48,21 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Travel:
+    """A bucket of gradients. left_s: of the backward pass, what is still to come when it is ready. taken_s: to reduce
+    it."""
+
+    left_s: float
+    taken_s: float
+
+
+@dataclass(frozen=True)
 class Costs:
     """data_s: of all gradients among data-parallel ranks, with ZeRO-1 and 2 of weights too, were nothing hidden.
 
     gathered_s: of all weights once, with ZeRO-3: before each forward and each backward pass, and then data_s is of each
     microbatch. optimizer_s: the update of a rank's weights. All three of the stage with most parameters.
+    travels: bucket by bucket, where the model knows its buckets and a rank holds all of it; together they are data_s.
     """
 
     stages: tuple[Stage, ...]
@@ -59,6 +70,7 @@ class Costs:
     data_s: float
     gathered_s: float
     optimizer_s: float
+    travels: tuple[Travel, ...] = ()
 
 
 def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTED) -> Costs:
@@ -76,9 +88,11 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
         stages.append(stages[-1] if part == before else _stage(part, layers, times, cluster, job, constants))
         before = part
     data, gathered = _data_parallel(max(stages, key=lambda stage: stage.parameters), cluster, job, constants)
-    updated = max(stage.parameters for stage in stages) / (split.data if split.zero else 1)
-    optimizer = moved_s(updated * _updated_bytes(job, constants), cluster.device, constants)
-    return Costs(tuple(stages), job.microbatches, data, gathered, optimizer)
+    optimizer = _update_s(model, max(stage.parameters for stage in stages), cluster, job, constants)
+    travels = _travels(model, times, cluster, job, constants)
+    if travels:
+        data = sum(each.taken_s for each in travels)
+    return Costs(tuple(stages), job.microbatches, data, gathered, optimizer, travels)
 
 
 def _tables_s(layer: Layer, cluster: Cluster, job: Job, constants: Constants) -> float:
@@ -96,6 +110,14 @@ def _part_of_weights(layer: Layer) -> float:
     whole = layer.backward.flops + layer.again.flops
     of_weights = sum(each.flops for each in layer.backward.matmuls if each.count == 1 and not each.fused)
     return of_weights / 2 / whole if whole else 0.0
+
+
+def _update_s(model: Model, parameters: float, cluster: Cluster, job: Job, constants: Constants) -> float:
+    """Of a rank's weights, or of its part of them."""
+    parts = job.split.data if job.split.zero else 1
+    if isinstance(model, Profiled):
+        return model.update_s / parts
+    return moved_s(parameters / parts * _updated_bytes(job, constants), cluster.device, constants)
 
 
 def _updated_bytes(job: Job, constants: Constants) -> float:
@@ -120,6 +142,24 @@ def _data_parallel(stage: Stage, cluster: Cluster, job: Job, constants: Constant
     if job.split.zero == 3:
         return taken("reduce_scatter", gradients), gathered
     return taken("reduce_scatter", gradients) + gathered, 0.0
+
+
+def _travels(
+    model: Model, times: tuple[_Times, ...], cluster: Cluster, job: Job, constants: Constants
+) -> tuple[Travel, ...]:
+    if not isinstance(model, Bucketed) or job.split.pipeline > 1 or job.split.zero or not job.overlap:
+        return ()
+    group = Group(job.split.data, job.split.tensor)
+    left = [0.0, *accumulate(each.backward_s for each in times)]
+    return tuple(
+        Travel(
+            left[bucket.layer],
+            collective_s(
+                "all_reduce", bucket.elements * job.gradient_bytes, group, cluster, constants, job.in_network
+            ),
+        )
+        for bucket in model.buckets(job.bucket_bytes, job.gradient_bytes)
+    )
 
 
 @dataclass(frozen=True)
