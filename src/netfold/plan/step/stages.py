@@ -52,6 +52,7 @@ class Travel:
     """A bucket of gradients. left_s: of the backward pass, what is still to come when it is ready. taken_s: to reduce
     it."""
 
+    size_bytes: float
     left_s: float
     taken_s: float
 
@@ -151,15 +152,12 @@ def _travels(
         return ()
     group = Group(job.split.data, job.split.tensor)
     left = [0.0, *accumulate(each.backward_s for each in times)]
-    return tuple(
-        Travel(
-            left[bucket.layer],
-            collective_s(
-                "all_reduce", bucket.elements * job.gradient_bytes, group, cluster, constants, job.in_network
-            ),
-        )
-        for bucket in model.buckets(job.bucket_bytes, job.gradient_bytes)
-    )
+    found = []
+    for bucket in model.buckets(job.bucket_bytes, job.gradient_bytes):
+        size = bucket.elements * job.gradient_bytes
+        taken = collective_s("all_reduce", size, group, cluster, constants, job.in_network)
+        found.append(Travel(size, left[bucket.layer], taken))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
