@@ -91,6 +91,8 @@ def _parted(said: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = (each.strip() for each in part.partition("="))
         if not equals:
             raise Untraceable(f"{said}: {part!r} says no value; write it as width=128")
+        if key == "name":
+            raise Untraceable(f"{said}: an option that is called name cannot be given here; write a factory without it")
         options[key] = _value(value)
     return name, options
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +21,7 @@ from netfold.train.trace.watch import OnAnAccelerator, Ran, Watch, tensors
 
 # torch's errors where an operation's result, or its size, depends on numbers: of fake tensors, and of meta tensors.
 _WANTS_NUMBERS = ("DataDependent", "DynamicOutputShape", "UnsupportedFakeTensor", "GuardOnDataDependent")
+_SAYS_SO = ("data-dependent", "meta tensors", ".numpy() is not supported", ".tolist() is not supported")
 
 
 def traced(make: Callable[[], Any], inputs: Sequence[Input], name: str = "") -> Traced:
@@ -35,12 +38,13 @@ def traced(make: Callable[[], Any], inputs: Sequence[Input], name: str = "") -> 
         raise Untraceable(
             f"inputs of {' and '.join(map(str, counts))} samples; the first dimension is the sample, and as long in all"
         )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _quiet():
         # What libraries say of their own future is not about a plan.
         warnings.simplefilter("ignore")
         # What a CPU's own library does in one kernel (an LSTM) is taken apart: it is no accelerator's.
         with torch.backends.mkldnn.flags(enabled=False), FakeTensorMode(allow_non_fake_inputs=True):
-            module = _made(make)
+            with _left_unset():
+                module = _made(make)
             name = name or type(module).__name__
             once, twice = (_run(module, inputs, times, name) for times in (1, 2))
     parts, place = _parts(once)
@@ -52,6 +56,30 @@ def traced(make: Callable[[], Any], inputs: Sequence[Input], name: str = "") -> 
         )
     gradients = tuple(Gradient(each.numel(), place[at]) for each, at in once.gradients)
     return Traced(name, counts[0], parts, more, gradients, tuple(_notes(name, once)))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Fake tensors log what they raise, with its stack; here it becomes a sentence."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextlib.contextmanager
+def _left_unset() -> Iterator[None]:
+    """Nobody looks at a weight's first numbers, and some rules for them (trunc_normal_) ask for numbers themselves."""
+    rules = {name: rule for name, rule in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
+    try:
+        for name in rules:
+            setattr(nn.init, name, lambda tensor, *_, **__: tensor)
+        yield
+    finally:
+        for name, rule in rules.items():
+            setattr(nn.init, name, rule)
 
 
 def _made(make: Callable[[], Any]) -> nn.Module:
@@ -132,7 +160,7 @@ def _explain(error: Exception, name: str, inputs: Sequence[Input]) -> NoReturn:
     what = " ".join(str(error).split()).partition(" Exception raised from")[0]
     kind = type(error).__name__
     place = _place(error)
-    if kind.startswith(_WANTS_NUMBERS) or "data-dependent" in what or "meta tensors" in what:
+    if kind.startswith(_WANTS_NUMBERS) or any(each in what for each in _SAYS_SO):
         raise Untraceable(
             f"{name}: asks for a number that was computed{place}, and a trace has shapes alone; trace what does not "
             "depend on it, or give the model by its dimensions"
