@@ -3,6 +3,7 @@ for."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from netfold.plan.ask.profile import Seen
 
 
-def profile_model(folder: Path, tree: dict[str, Any]) -> tuple[Seen, dict[str, Any]]:
+def profile_model(folder: Path, tree: Mapping[str, Any]) -> tuple[Seen, dict[str, Any]]:
     """What the folder shows, and what it says of a job; `tree` is what was asked.
 
     A profile does not know samples. Each rank trains on as many as on the one that was measured, so that many are
@@ -20,6 +21,10 @@ def profile_model(folder: Path, tree: dict[str, Any]) -> tuple[Seen, dict[str, A
 
     job = tree.get("job", {})
     seen = read_profile(folder)
+    if job.get("precision", seen.precision) != seen.precision:
+        raise ValueError(
+            f"{folder} was computed in {seen.precision}; how long {job['precision']} takes it does not say"
+        )
     gpus = job.get("gpus", seen.model.ranks)
     batch = job.get("batch", gpus)
     if all(isinstance(each, int) and each > 0 for each in (gpus, batch)):

@@ -163,7 +163,9 @@ def _of_profile(asked: Question, best: Choice) -> list[str]:
     if split.ranks == model.ranks:
         off = best.prediction.step_s / model.step_s - 1
         said[0] += f"; predicted for as many on {asked.cluster.name}, {100 * off:+.1f}%"
-    share = "as many samples a rank (1 stands for all of them)" if model.samples == 1 else f"{model.samples} samples a rank"
+    share = (
+        "as many samples a rank (1 stands for all of them)" if model.samples == 1 else f"{model.samples} samples a rank"
+    )
     said.append(f"what a rank computes is as it was measured: on the same device, with {share}")
     if split.ranks > model.ranks:
         said.append("more ranks wait longer for the slowest of them; that is not in it")

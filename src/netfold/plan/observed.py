@@ -21,8 +21,9 @@ from netfold.profile.run import Run
 _LEAST_OPERATIONS = 3
 # A formula that is further off does not describe these operations: something else than the link takes their time.
 _MOST_OFF = 0.25
-# From one size, or several that are nearer to one another than this, a rate alone can be found, if the latency that is assumed beside it is no larger part of the time.
-_MOST_ASSUMED, _APART = 0.1, 1.5
+# From one size, or several of which the largest is less than so many times the smallest, a rate alone can be found, if
+# the latency that is assumed beside it is no larger part of the time.
+_APART, _MOST_ASSUMED = 1.5, 0.1
 # Of an operation's own time: others that end in its first moments, or begin in its last.
 _MOST_MET = 0.05
 _FREE = Link(0.0, 1e30)

@@ -91,9 +91,10 @@ def read_profile(folder: Path) -> Seen:
     )
     dtypes = {dtype for dtype, _, _ in signature}
     if unknown := dtypes - set(_ITEM_BYTES):
-        raise ValueError(f"{folder}: all_reduces of {', '.join(sorted(unknown))} are no gradients; take them out of a step")
+        raise ValueError(
+            f"{folder}: all_reduces of {', '.join(sorted(unknown))} are no gradients; take them out of a step"
+        )
     widest = max(dtypes, key=lambda dtype: _ITEM_BYTES[dtype])
-    hosts = list(dict.fromkeys(trace.about.host for trace in run.traces))
     model = Profiled(
         name=str(folder),
         samples=1,
@@ -103,7 +104,6 @@ def read_profile(folder: Path) -> Seen:
         update_s=update,
         parameters=float(sum(size_bytes / _ITEM_BYTES[dtype] for dtype, size_bytes, _ in signature)),
         ranks=size,
-        hosts=len(hosts),
         step_s=wall,
         exposed_s=exposed,
         notes=tuple(_notes(max(map(len, ranks)), len(alike), others, wall)),
@@ -132,8 +132,8 @@ def _steps(folder: Path, trace: Trace, columns: Columns) -> list[_Step]:
     about, records, exposure = trace.about, trace.operations, expose(trace)
     if not len(trace.steps):
         raise ValueError(
-            f"{folder}: rank {about.rank} recorded no step of training; call netfold.profile.step() between two, or let "
-            "a torch optimizer step"
+            f"{folder}: rank {about.rank} recorded no step of training; call netfold.profile.step() between two, or "
+            "let a torch optimizer step"
         )
     if exposure.exposed is None or (alone := exposure.of_operations(trace)) is None:
         raise ValueError(f"{folder}: nobody watched the training thread of rank {about.rank}; record it once more")

@@ -71,7 +71,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 def _measured(said: str, device: Device | None) -> Cluster:
     """Hosts of one device each, on a link that was measured."""
-    where = f"cluster {said}"
+    where = "a measured cluster"
     file, *rest = (each.strip() for each in said.removeprefix(_MEASURED).split(","))
     keys: dict[str, str] = {}
     for each in rest:
@@ -83,7 +83,9 @@ def _measured(said: str, device: Device | None) -> Cluster:
     if not file:
         raise ValueError(f"{where}: says no file; write measured=links.json")
     if "device" not in keys and device is None:
-        raise ValueError(f"{where}: says nothing of what computes; write {said},device=a100-80 ({', '.join(devices())})")
+        raise ValueError(
+            f"{where}: says nothing of what computes; write {said},device=a100-80 ({', '.join(devices())})"
+        )
     hosts = keys.get("hosts", str(_MOST_HOSTS))
     if not hosts.isdecimal() or int(hosts) < 1:
         raise ValueError(f"{where}: hosts = {hosts!r} is no number of hosts; 1 is the least")

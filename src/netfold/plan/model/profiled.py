@@ -16,9 +16,9 @@ class Profiled:
     """One rank's step, on the device that it was measured on.
 
     samples: of a rank in a step. ready_s: when each bucket's gradients were there, in computing since the step began;
-    bucket_bytes: of each on the wire. computed_s: until the last had been reduced; update_s: after that. dtype_bytes: of
-    a gradient. ranks, hosts: that were measured; step_s, exposed_s: a step there, and what it waited for communication,
-    medians. notes: what else there is to say.
+    bucket_bytes: of each on the wire. computed_s: until the last had been reduced; update_s: after that. ranks: that
+    were measured; step_s, exposed_s: a step there, and what of it waited for communication, medians. notes: what else
+    there is to say.
     """
 
     name: str
@@ -29,7 +29,6 @@ class Profiled:
     update_s: float
     parameters: float
     ranks: int
-    hosts: int
     step_s: float
     exposed_s: float
     notes: tuple[str, ...] = ()

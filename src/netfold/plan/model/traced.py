@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from netfold.plan.model.work import Bucket, Layer, Matmul, Pass, Share
@@ -25,12 +25,15 @@ class Bulk:
         return self.elements * item_bytes + self.other_bytes
 
 
+NONE = Bulk()
+
+
 @dataclass(frozen=True)
 class Kernels:
     """What a pass launches: matrix products, and `count` kernels in all, of which the others move `moved`."""
 
     matmuls: tuple[Matmul, ...] = ()
-    moved: Bulk = Bulk()
+    moved: Bulk = NONE
     count: int = 0
 
     @property
@@ -86,10 +89,16 @@ class Traced:
     def parameters(self) -> float:
         return float(sum(part.parameters for part in self.parts))
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Of the products, as they were issued; what a module computes again for itself among them."""
         return sum(part.forward.flops + part.backward.flops for part in self.parts) / self.samples
+
+    @cached_property
+    def blocks(self) -> tuple[range, ...]:
+        """Runs of parts, cut wherever what is handed on is no more than at the places around: at the ends of residual
+        blocks, not inside them."""
+        return _blocks(self.parts)
 
     def layers(self, share: Share) -> tuple[Layer, ...]:
         """Parts together, from one place where little is handed on to the next: what a pipeline can be cut into.
@@ -108,25 +117,22 @@ class Traced:
         return _buckets(self, bucket_bytes, gradient_bytes)
 
 
-def blocks(parts: Sequence[Part]) -> tuple[range, ...]:
-    """Runs of parts, cut wherever what is handed on is no more than at the places around: at the ends of residual
-    blocks, not inside them."""
-    sizes = [part.received.elements + part.received.other_bytes for part in parts]
-    # The ends of each level stretch of sizes, and whether it lies no higher than what is beside it.
-    starts = [0, *(index for index in range(1, len(parts)) if sizes[index] != sizes[index - 1]), len(parts)]
-    cuts = [0]
-    for before, (start, end) in zip([0, *starts], pairwise(starts), strict=False):
-        lower_left = start == 0 or sizes[before] > sizes[start]
-        lower_right = end == len(parts) or sizes[end] > sizes[start]
-        if lower_left and lower_right:
-            cuts += [index for index in range(start, end) if index > 0]
-    return tuple(range(start, end) for start, end in pairwise([*cuts, len(parts)]) if end > start)
-
-
 @lru_cache(maxsize=64)
 def _layers(model: Traced, share: Share) -> tuple[Layer, ...]:
     further = share.micro_batch / model.samples - 1
-    return tuple(_layer(model, run, further, share) for run in blocks(model.parts))
+    made = {run: _layer(model, run, further, share) for run in set(_alike(model))}
+    return tuple(made[run] for run in _alike(model))
+
+
+@lru_cache(maxsize=64)
+def _alike(model: Traced) -> tuple[range, ...]:
+    """For each block the first one that does the same: most of a deep model's do, and are worked out once."""
+    first: dict[tuple[Part, ...], range] = {}
+    found = []
+    for run in model.blocks:
+        both = (*model.parts[run.start : run.stop], *model.doubled[run.start : run.stop])
+        found.append(first.setdefault(tuple(replace(part, name="") for part in both), run))
+    return tuple(found)
 
 
 def _layer(model: Traced, run: range, further: float, share: Share) -> Layer:
@@ -177,7 +183,7 @@ def _matmul(low: Matmul, high: Matmul, further: float) -> Matmul:
 
 @lru_cache(maxsize=64)
 def _buckets(model: Traced, bucket_bytes: float, gradient_bytes: int) -> tuple[Bucket, ...]:
-    layer_of = {part: number for number, run in enumerate(blocks(model.parts)) for part in run}
+    layer_of = {part: number for number, run in enumerate(model.blocks) for part in run}
     made: list[Bucket] = []
     elements, most = 0, float(min(_FIRST_BUCKET_BYTES, bucket_bytes))
     for number, gradient in enumerate(model.gradients):
@@ -186,3 +192,16 @@ def _buckets(model: Traced, bucket_bytes: float, gradient_bytes: int) -> tuple[B
             made.append(Bucket(float(elements), layer_of[gradient.part]))
             elements, most = 0, bucket_bytes
     return tuple(made)
+
+
+def _blocks(parts: Sequence[Part]) -> tuple[range, ...]:
+    sizes = [part.received.elements + part.received.other_bytes for part in parts]
+    # The ends of each level stretch of sizes, and whether it lies no higher than what is beside it.
+    starts = [0, *(index for index in range(1, len(parts)) if sizes[index] != sizes[index - 1]), len(parts)]
+    cuts = [0]
+    for before, (start, end) in zip([0, *starts], pairwise(starts), strict=False):
+        lower_left = start == 0 or sizes[before] > sizes[start]
+        lower_right = end == len(parts) or sizes[end] > sizes[start]
+        if lower_left and lower_right:
+            cuts += [index for index in range(start, end) if index > 0]
+    return tuple(range(start, end) for start, end in pairwise([*cuts, len(parts)]) if end > start)

@@ -8,7 +8,9 @@ from typing import Any
 
 from netfold.plan.answer import Answer, parts
 from netfold.plan.curve import Point
+from netfold.plan.model import Traced
 from netfold.plan.search import Choice, words
+from netfold.plan.show.parts import as_object as parts_object
 from netfold.profile.page.plain import plain
 
 
@@ -20,7 +22,8 @@ def as_object(answer: Answer) -> dict[str, Any]:
     """Everything that the text and the page show."""
     asked = answer.question
     found: dict[str, Any] = {
-        "model": {"name": asked.model.name, "parameters": asked.model.parameters},
+        "model": {"name": asked.model.name, "parameters": asked.model.parameters}
+        | (parts_object(asked.model, asked.job.bucket_bytes) if isinstance(asked.model, Traced) else {}),
         "cluster": asked.cluster,
         "devices": asked.devices,
         "tried": answer.tried,

@@ -73,6 +73,20 @@ def time(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 99.95 else f"{seconds:#.3g} s" if seconds >= 1 else units.seconds(seconds)
 
 
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Columns side by side, numbers to the right. left: columns of words, from the front or (negative) the end."""
+    words = {column % len(rows[0]) for column in left}
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if column in words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def rate(samples_per_s: float) -> str:
     return f"{samples_per_s:.3g}" if samples_per_s < 1000 else f"{samples_per_s:,.0f}"
 
@@ -117,7 +131,7 @@ def _step(answer: Answer) -> str:
         f"a step takes {time(found.step_s)}; about 80 of 100 measured ones lie between "
         f"{time(found.low_s)} and {time(found.high_s)}"
     )
-    return "\n".join([title, *_aligned(rows, left=(0, 3))])
+    return "\n".join([title, *aligned(rows, left=(0, 3))])
 
 
 def _memory(best: Choice) -> str:
@@ -125,7 +139,7 @@ def _memory(best: Choice) -> str:
     head = ["weights", "gradients", "optimizer", "activations", "together", "of"]
     kinds = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
     row = [*map(units.size, kinds), units.size(best.prediction.memory_bytes)]
-    return "\n".join(["memory of the rank that needs most", *_aligned([head, row])])
+    return "\n".join(["memory of the rank that needs most", *aligned([head, row])])
 
 
 def _together(answer: Answer) -> str:
@@ -168,7 +182,7 @@ def _played(closed: Prediction, played: Prediction) -> str:
     here, there = parts(closed), parts(played)
     rows += [[name, *(time(each.get(name, 0.0)) for each in (here, there))] for name in {**here, **there}]
     rows.append(["together", time(closed.step_s), time(played.step_s)])
-    return "\n".join(["the same step, played as events", *_aligned(rows, left=(0,))])
+    return "\n".join(["the same step, played as events", *aligned(rows, left=(0,))])
 
 
 def failures(answer: Answer) -> str:
@@ -204,7 +218,7 @@ def _few(answer: Answer) -> str:
                 way.reason,
             ]
         )
-    return "\n".join(["the best ways, the fastest of each mesh", *_aligned(rows, left=(-2, -1))])
+    return "\n".join(["the best ways, the fastest of each mesh", *aligned(rows, left=(-2, -1))])
 
 
 def _front(answer: Answer) -> str:
@@ -213,7 +227,7 @@ def _front(answer: Answer) -> str:
         [units.size(each.prediction.memory.total), time(each.prediction.step_s), *_split(each.job)]
         for each in answer.front
     ]
-    return "\n".join(["less memory for more time (no way that fits is better in both)", *_aligned(rows, left=(-1,))])
+    return "\n".join(["less memory for more time (no way that fits is better in both)", *aligned(rows, left=(-1,))])
 
 
 def _curve(scaling: str, points: Sequence[Point]) -> str:
@@ -232,7 +246,7 @@ def _curve(scaling: str, points: Sequence[Point]) -> str:
         if known:
             row.append("-" if point.training_s is None else duration(point.training_s))
         rows.append([*row, *_split(point.choice.job)])
-    return "\n".join([f"{scaling} scaling: {what}", *_aligned(rows, left=(-1,)), *notes])
+    return "\n".join([f"{scaling} scaling: {what}", *aligned(rows, left=(-1,)), *notes])
 
 
 def _comparison(text: str, variants: Sequence[Variant]) -> str:
@@ -245,7 +259,7 @@ def _comparison(text: str, variants: Sequence[Variant]) -> str:
         found = each.choice.prediction
         exposed = sum(found.exposed_s.values()) / found.step_s
         rows.append([each.name, time(found.step_s), times(each.factor), units.ratio(exposed), *_split(each.choice.job)])
-    return "\n".join([f"compared: {text}", *_aligned(rows, left=(0, -1)), *notes])
+    return "\n".join([f"compared: {text}", *aligned(rows, left=(0, -1)), *notes])
 
 
 def _gains(gains: Sequence[Gain]) -> str:
@@ -270,17 +284,3 @@ def _split(job: Job) -> list[str]:
 
 def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Columns side by side, numbers to the right. left: columns of words, from the front or (negative) the end."""
-    words = {column % len(rows[0]) for column in left}
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if column in words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

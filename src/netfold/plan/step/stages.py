@@ -79,6 +79,8 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
     split = job.split
     if split.ranks > cluster.devices:
         raise ValueError(f"{split.text()} needs {split.ranks} devices; {cluster.name} has {cluster.devices}")
+    if isinstance(model, Profiled) and split.pipeline > 1:
+        raise ValueError(f"{model.name}: a profile is of ranks that hold the whole model; take pipeline 1")
     share = Share(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes)
     layers = model.layers(share)
     times = _layer_times(model, share, cluster, job.precision, constants)
@@ -166,6 +168,7 @@ class _Times:
     backward_s: float
     forward_tensor_s: float
     backward_tensor_s: float
+    weights_s: float
 
 
 @lru_cache(maxsize=16384)
@@ -190,13 +193,16 @@ def _layer_times(
             return alone, 0.0
         return alone, max(0.0, blended(busy + talking, host, constants.blend_talking) - alone)
 
-    times = []
-    for layer in model.layers(share):
-        forward, forward_tensor = both(layer.forward)
-        backward, backward_tensor = both(layer.again, layer.backward)
-        found = (forward, backward, forward_tensor, backward_tensor)
-        times.append(_Times(*(constants.tempo * seconds for seconds in found)))
-    return tuple(times)
+    layers = model.layers(share)
+    # A deep model's layers are the same few, over and over.
+    met: dict[int, _Times] = {}
+    for layer in layers:
+        if id(layer) not in met:
+            forward, forward_tensor = both(layer.forward)
+            backward, backward_tensor = both(layer.again, layer.backward)
+            found = (forward, backward, forward_tensor, backward_tensor, backward * _part_of_weights(layer))
+            met[id(layer)] = _Times(*(constants.tempo * seconds for seconds in found))
+    return tuple(met[id(layer)] for layer in layers)
 
 
 def _stage(
@@ -223,7 +229,7 @@ def _stage(
         sum(count * layers[index].parameters for index, count in part),
         sum(count * layers[index].kept_bytes for index, count in part),
         sum(count * _tables_s(layers[index], cluster, job, constants) for index, count in part),
-        sum(count * times[index].backward_s * _part_of_weights(layers[index]) for index, count in part),
+        sum(count * times[index].weights_s for index, count in part),
         max(layers[index].parameters for index, _ in part),
     )
 

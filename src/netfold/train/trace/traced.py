@@ -99,8 +99,10 @@ def _run(module: nn.Module, inputs: Sequence[Input], times: int, name: str) -> W
         with watch.hooked(), OnAnAccelerator():
             returned = module(*positional, **named)
             ends = _ends(returned)
+            with watch.aside():
+                given_back = [torch.ones_like(each) for each in ends]
             if ends:
-                torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
+                torch.autograd.backward(ends, given_back)
     except Exception as error:
         _explain(error, name, inputs)
     if not ends:
@@ -144,8 +146,8 @@ def _notes(name: str, watch: Watch) -> list[str]:
     found = []
     if watch.custom:
         found.append(
-            f"{name}: {', '.join(sorted(watch.custom))}: kernels that are not torch's count by the bytes they move, and "
-            "not by their arithmetic"
+            f"{name}: {', '.join(sorted(watch.custom))}: kernels that are not torch's count by the bytes they move, "
+            "and not by their arithmetic"
         )
     if watch.unused:
         found.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from netfold.plan.model import Bulk, Matmul
+from netfold.plan.model.traced import NONE
 
 # Of a node that adds to a parameter's gradient: made once, numbered as the last of all.
 _ACCUMULATES = 2**64 - 1
@@ -33,7 +34,7 @@ class Ran:
     """Of one pass of one part."""
 
     matmuls: list[Matmul] = field(default_factory=list)
-    moved: Bulk = Bulk()
+    moved: Bulk = NONE
     count: int = 0
 
 
@@ -45,13 +46,13 @@ class Seen:
     node: int
     forward: Ran = field(default_factory=Ran)
     backward: Ran = field(default_factory=Ran)
-    kept: Bulk = Bulk()
+    kept: Bulk = NONE
 
     parameters: int = 0
 
     @property
     def worked(self) -> bool:
-        return self.forward.count > 0 or self.backward.count > 0 or self.kept != Bulk()
+        return self.forward.count > 0 or self.backward.count > 0 or self.kept != NONE
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -69,6 +70,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._module = module
         self._path: list[str] = []
         self._at = 0
+        self._aside = False
         # By storage: the size, the part that made it and the last one that read it. Storages are held, since one that
         # is freed gives its number away.
         self._storages: dict[int, tuple[Tensor, Bulk]] = {}
@@ -89,9 +91,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handles.append(module.register_forward_hook(lambda *_: self._leave()))
         for parameter in self._module.parameters():
             if parameter.requires_grad:
-                handles.append(
-                    parameter.register_post_accumulate_grad_hook(lambda each: self.gradients.append((each, self._at)))
-                )
+                hook = parameter.register_post_accumulate_grad_hook
+                handles.append(hook(lambda each: self.gradients.append((each, self._at))))  # type: ignore[no-untyped-call]
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda saved: saved), self:
                 yield
@@ -99,9 +100,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for handle in handles:
                 handle.remove()
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs meanwhile is none of the module's."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
     def received(self) -> list[tuple[Bulk, int]]:
         """For each part, what it and those after it read of what was made before; how many tensors these are."""
-        found = [(Bulk(), 0) for _ in self.seen]
+        found = [(NONE, 0) for _ in self.seen]
         for number, made in self._made.items():
             for part in range(made + 1, self._read.get(number, made) + 1):
                 size, count = found[part]
@@ -110,7 +120,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":
+        if func.namespace == "prim" or self._aside:
             return result
         given, made = tensors((args, kwargs or {})), tensors(result)
         ran, forward = self._part()
@@ -139,10 +149,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _part(self) -> tuple[Ran, bool]:
         """Where what runs now belongs, and whether that is a forward pass."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return self.seen[self._at].forward, True
-        number = node._sequence_nr()
+        number: int = node._sequence_nr()
         if number != _ACCUMULATES:
             self._at = bisect.bisect_right(self.seen, number, key=lambda each: each.node) - 1
         return self.seen[self._at].backward, False
@@ -255,7 +265,7 @@ def _attention(query: Tensor, key: Tensor, products: int) -> list[Matmul]:
 
 
 # Operations that are matrix products, by torch's name: which, from arguments and result.
-_PRODUCTS = {
+_PRODUCTS: dict[str, Callable[[Any, Any], list[Matmul]]] = {
     "mm": lambda args, _: _mm(args[0], args[1]),
     "bmm": lambda args, _: _mm(args[0], args[1]),
     "addmm": lambda args, _: _mm(args[1], args[2]),
