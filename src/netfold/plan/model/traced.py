@@ -196,6 +196,8 @@ def _buckets(model: Traced, bucket_bytes: float, gradient_bytes: int) -> tuple[B
 
 def _blocks(parts: Sequence[Part]) -> tuple[range, ...]:
     sizes = [part.received.elements + part.received.other_bytes for part in parts]
+    # In front of the first there is nothing to cut off.
+    sizes[0] = float("inf")
     # The ends of each level stretch of sizes, and whether it lies no higher than what is beside it.
     starts = [0, *(index for index in range(1, len(parts)) if sizes[index] != sizes[index - 1]), len(parts)]
     cuts = [0]

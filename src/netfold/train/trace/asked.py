@@ -84,7 +84,7 @@ def _called(make: Callable[[], Any], said: str) -> Any:
 def _parted(said: str) -> tuple[str, dict[str, Any]]:
     """The name, and options: behind the factory of a place, or right behind a name."""
     name, *rest = said.split(":")
-    if rest and "=" not in rest[0]:
+    if rest and rest[0] and "=" not in rest[0]:
         name, rest = f"{name}:{rest[0]}", rest[1:]
     options: dict[str, Any] = {}
     for part in filter(None, (each.strip() for each in ":".join(rest).split(","))):
