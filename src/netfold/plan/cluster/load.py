@@ -42,8 +42,7 @@ def load_cluster(name: str, device: Device | None = None) -> Cluster:
         return _read(Path(name))
     if name not in preset_names():
         raise ValueError(
-            f"there is no cluster {name!r}; {_nearest(name, preset_names())}, or give a file's path (.toml), or "
-            "measured=FILE"
+            f"there is no cluster {name!r}; {_nearest(name, preset_names())}, or give a file's path (.toml)"
         )
     return _read(_PRESETS / f"{name}.toml")
 
