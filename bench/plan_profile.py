@@ -61,8 +61,10 @@ def step_s(seen: Seen, network: Cluster) -> float:
 
 
 def main(rounds: int) -> None:
+    before = os.getloadavg()[0]
     lines = ["| round | profile of | on the network of | predicted | measured | error |", "|--:|--|--|--:|--:|--:|"]
-    own, others = [], []
+    own: list[float] = []
+    others: list[float] = []
     for number in range(1, rounds + 1):
         with tempfile.TemporaryDirectory(prefix="netfold-plan-profile-") as folder:
             found = {rate: recorded(rate, Path(folder) / rate) for rate in RATES}
@@ -79,15 +81,16 @@ def main(rounds: int) -> None:
     text = [
         "# A profile's predictions beside measured steps",
         "",
-        f"`bench/plan_profile.py {rounds}` on {spoken()}, load {os.getloadavg()[2]:.1f}: two hosts of a rack, a",
-        "perceptron of 3.5 million weights by DDP over netfold in rings, links of three rates. *Measured* is the mean of",
-        f"the ranks, the median of {STEPS - 2} steps or fewer. A profile of one rate is put on the network that another",
-        "profile's all_reduces show.",
+        f"`bench/plan_profile.py {rounds}`: two hosts of a rack, a perceptron of 3.5 million weights by DDP over",
+        "netfold, links of three rates. *Measured* is a step, the mean of its ranks and the median of some 55. A",
+        "profile of one rate is put on the network that another profile's all_reduces show.",
         "",
         f"- On its own network: mean error {_mean(own)}.",
         f"- On another's: mean error {_mean(others)}.",
         "",
         *lines,
+        "",
+        spoken((before, os.getloadavg()[0])),
     ]
     RESULT.write_text("\n".join(text) + "\n", encoding="utf-8")
     print("\n".join(text))

@@ -31,6 +31,7 @@ def given_model(
     profile: Path | None,
 ) -> Given:
     """tree: what else was asked. Raises ValueError, a line a problem: two models, or one that is none."""
+    job = tree.get("job", {})
     said = {"--recipe": recipe, "--module": module, "--profile": profile}
     several = [f"{option} {value}" for option, value in said.items() if value is not None]
     several += ["another one is named"] if several and "model" in tree else []
@@ -45,7 +46,7 @@ def given_model(
 
         model, says = recipe_model(recipe, settings)
         # On another number of devices its split means nothing.
-        return Given(model, says | ({"split": {}} if "gpus" in tree.get("job", {}) else {}))
+        return Given(model, says | ({"split": {}} if isinstance(job, Mapping) and "gpus" in job else {}))
     if module is not None:
         from netfold.cli.plan_module import module_model
 
@@ -54,6 +55,6 @@ def given_model(
     if profile is not None:
         from netfold.cli.plan_profile import profile_model
 
-        seen, says = profile_model(profile, tree)
+        seen, says = profile_model(profile, job if isinstance(job, Mapping) else {}, "cluster" in tree)
         return Given(seen.model, says, seen.device, None if isinstance(seen.network, str) else seen.network)
     return Given()

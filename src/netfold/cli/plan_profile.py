@@ -11,15 +11,14 @@ if TYPE_CHECKING:
     from netfold.plan.ask.profile import Seen
 
 
-def profile_model(folder: Path, tree: Mapping[str, Any]) -> tuple[Seen, dict[str, Any]]:
-    """What the folder shows, and what it says of a job; `tree` is what was asked.
+def profile_model(folder: Path, job: Mapping[str, Any], elsewhere: bool) -> tuple[Seen, dict[str, Any]]:
+    """What the folder shows, and what it says of a job. job: what was asked of it; elsewhere: a cluster was named.
 
     A profile does not know samples. Each rank trains on as many as on the one that was measured, so that many are
     counted as one where no batch is said. Raises ValueError, in a sentence.
     """
     from netfold.plan.ask.profile import read_profile
 
-    job = tree.get("job", {})
     seen = read_profile(folder)
     if job.get("precision", seen.precision) != seen.precision:
         raise ValueError(
@@ -34,7 +33,7 @@ def profile_model(folder: Path, tree: Mapping[str, Any]) -> tuple[Seen, dict[str
                 f"{folder} had"
             )
         seen = seen.of_samples(batch // gpus)
-    if "cluster" not in tree and isinstance(seen.network, str):
+    if not elsewhere and isinstance(seen.network, str):
         raise ValueError(f"{folder} does not show its network: {seen.network}; name one with --cluster")
     return seen, {
         "job": {

@@ -39,7 +39,7 @@ def parse_comparison(text: str, cluster: Cluster, *, keep_device: bool = False) 
     if not each:
         raise ValueError(f"--compare {text}: names nothing; write {what}=one,other")
     if what == "cluster":
-        others = [(name, load_cluster(name)) for name in each]
+        others = [(name, load_cluster(name, cluster.device if keep_device else None)) for name in each]
         return tuple((name, replace(other, device=cluster.device) if keep_device else other) for name, other in others)
     return tuple((name, with_network(cluster, name)) for name in each)
 

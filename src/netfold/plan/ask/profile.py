@@ -7,8 +7,9 @@ is taken to be the same on any network; the all_reduces are put on another one, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from netfold.plan.model import Profiled
 from netfold.plan.observed import Fitted, fit, observe
 from netfold.plan.table import format_seconds
 from netfold.plan.topology import DEFAULT_LINKS
-from netfold.profile.columns import Columns, Floats, columns_of
+from netfold.profile.columns import Columns, Floats, Integers, columns_of
 from netfold.profile.exposed import expose
 from netfold.profile.run import Run, Trace, read_run
 
@@ -66,28 +67,27 @@ def read_profile(folder: Path) -> Seen:
         raise ValueError(f"{folder}: {len(run.traces)} of {size} ranks left records; put all their folders together")
     columns = columns_of(run)
     ranks = [_steps(folder, trace, each) for trace, each in zip(run.traces, columns, strict=True)]
-    # By number, as far as all ranks have them, where all ranks did the same.
-    together = [steps for steps in zip(*ranks, strict=False) if len({step.signature for step in steps}) == 1]
-    if not together:
-        raise ValueError(f"{folder}: its ranks' steps have nothing in common; each must step as often as the others")
-    signature = Counter(steps[0].signature for steps in together).most_common(1)[0][0]
-    alike = [steps for steps in together if steps[0].signature == signature]
+    # By number, as far as all ranks have them, where all ranks did the same; each with the one before it.
+    together = list(zip(*ranks, strict=False))
+    pairs = [each for each in pairwise(together) if len({step.signature for steps in each for step in steps}) == 1]
+    if not pairs:
+        raise ValueError(
+            f"{folder}: no two steps after each other in which all ranks made the same all_reduces; record a longer "
+            "run of data-parallel training"
+        )
+    signature = Counter(steps[0].signature for _, steps in pairs).most_common(1)[0][0]
+    cycles = [_cycle(before, steps) for before, steps in pairs if steps[0].signature == signature]
     if not signature:
         raise ValueError(f"{folder}: no all_reduce in its steps; what can be planned is data-parallel training")
-    if len(alike) < _LEAST_STEPS:
+    if len(cycles) < _LEAST_STEPS:
         raise ValueError(
-            f"{folder}: {len(alike)} of its steps are alike, and {_LEAST_STEPS} are the least for a median; record a "
-            "longer run"
+            f"{folder}: {len(cycles)} of its steps follow one that is alike, and {_LEAST_STEPS} are the least for a "
+            "median; record a longer run"
         )
-
-    def median(name: str, of_ranks: Callable[..., Any]) -> Any:
-        each = [of_ranks([getattr(step, name) for step in steps], axis=0) for steps in alike]
-        return np.median(np.array(each), axis=0)
-
-    # An all_reduce begins when its last rank is there: what counts is the slowest of each step.
-    ready, computed = (np.atleast_1d(median(name, np.max)) for name in ("ready_s", "computed_s"))
-    update, wall, exposed, others = (
-        float(median(name, np.mean)) for name in ("update_s", "wall_s", "exposed_s", "others_s")
+    ready = np.median(np.array([each.ready_s for each in cycles]), axis=0)
+    computed, update, wall, exposed, others = (
+        float(np.median([getattr(each, name) for each in cycles]))
+        for name in ("computed_s", "update_s", "wall_s", "exposed_s", "others_s")
     )
     dtypes = {dtype for dtype, _, _ in signature}
     if unknown := dtypes - set(_ITEM_BYTES):
@@ -100,13 +100,13 @@ def read_profile(folder: Path) -> Seen:
         samples=1,
         ready_s=tuple(float(each) for each in np.maximum.accumulate(ready)),
         bucket_bytes=tuple(size_bytes * _on_the_wire(dtype, wire) for dtype, size_bytes, wire in signature),
-        computed_s=max(float(computed[0]), float(ready.max())),
+        computed_s=max(computed, float(ready.max())),
         update_s=update,
         parameters=float(sum(size_bytes / _ITEM_BYTES[dtype] for dtype, size_bytes, _ in signature)),
         ranks=size,
         step_s=wall,
         exposed_s=exposed,
-        notes=tuple(_notes(max(map(len, ranks)), len(alike), others, wall)),
+        notes=tuple(_notes(len(together) - 1, len(cycles), others, wall)),
     )
     precision = widest if widest in PRECISIONS else "f32"
     device = _device(precision)
@@ -128,6 +128,23 @@ class _Step:
     others_s: float
 
 
+def _cycle(before: Sequence[_Step], steps: Sequence[_Step]) -> _Step:
+    """One step of all ranks, as that of one: means, but for what an all_reduce waits for, which begins when its last
+    rank is there. Who is last shows from the end of the last all_reduce before on, when ranks went on together.
+    """
+    updated = np.array([step.update_s for step in before])
+
+    def last(since_s: Sequence[Floats] | Sequence[float]) -> Any:
+        return (updated + np.array(since_s).T).max(axis=-1) - updated.mean()
+
+    means = {
+        name: float(np.mean([getattr(step, name) for step in steps]))
+        for name in ("update_s", "wall_s", "exposed_s", "others_s")
+    }
+    ready, computed = last([step.ready_s for step in steps]), last([step.computed_s for step in steps])
+    return _Step(signature=steps[0].signature, ready_s=ready, computed_s=float(computed), **means)
+
+
 def _steps(folder: Path, trace: Trace, columns: Columns) -> list[_Step]:
     about, records, exposure = trace.about, trace.operations, expose(trace)
     if not len(trace.steps):
@@ -144,18 +161,21 @@ def _steps(folder: Path, trace: Trace, columns: Columns) -> list[_Step]:
         )
     reductions = (columns.operation == "all_reduce") & ~columns.failed
     order = np.argsort(records["queued_ns"], kind="stable")
-    order = order[reductions[order]]
+    gradients, rest = order[reductions[order]], order[~reductions[order]]
+
+    def submitted(which: Integers, began: int, ended: int) -> Integers:
+        first, end = np.searchsorted(records["queued_ns"][which], (began, ended))
+        return which[first:end]
+
     found = []
     for began, ended in zip(trace.steps["began_ns"], trace.steps["ended_ns"], strict=True):
-        first, end = np.searchsorted(records["queued_ns"][order], (began, ended))
-        mine = order[first:end]
+        mine, others = (submitted(which, began, ended) for which in (gradients, rest))
         queued = records["queued_ns"][mine]
         done = min(int(ended), int(records["finished_ns"][mine].max())) if len(mine) else int(ended)
         moments = np.array([*queued, done, ended], np.int64)
         # What is no exposed communication is computing, reading data and waiting for other threads among it.
         since = exposure.between(exposure.exposed, np.full(len(moments), began), moments)
         spent = (moments - began) / 1e9 - since
-        inside = (records["queued_ns"] >= began) & (records["queued_ns"] < ended) & ~reductions
         found.append(
             _Step(
                 signature=tuple(
@@ -167,7 +187,7 @@ def _steps(folder: Path, trace: Trace, columns: Columns) -> list[_Step]:
                 update_s=float(spent[-1] - spent[-2]),
                 wall_s=float(ended - began) / 1e9,
                 exposed_s=float(since[-1]),
-                others_s=float(alone[inside].sum()),
+                others_s=float(alone[others].sum()),
             )
         )
     return found
@@ -183,7 +203,9 @@ def _on_the_wire(dtype: str, wire: str) -> float:
 def _notes(recorded: int, alike: int, others_s: float, wall_s: float) -> list[str]:
     found = []
     if recorded > alike:
-        found.append(f"{recorded - alike} of {recorded} recorded steps had other all_reduces, and are left out")
+        found.append(
+            f"{recorded - alike} of {recorded} steps had other all_reduces, or followed such, and are left out"
+        )
     if others_s > _WORTH_A_NOTE * wall_s:
         found.append(
             f"{format_seconds(others_s)} of a step went to other operations than all_reduce, and are not predicted"
