@@ -49,8 +49,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Travel:
-    """A bucket of gradients. left_s: of the backward pass, what is still to come when it is ready. taken_s: to reduce
-    it."""
+    """A bucket of gradients. size_bytes: on the wire. left_s: of the backward pass, what is still to come when it is
+    ready. taken_s: to reduce it."""
 
     size_bytes: float
     left_s: float

@@ -7,6 +7,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -131,6 +132,8 @@ def _parts(watch: Watch) -> tuple[tuple[Part, ...], dict[int, int]]:
         else:
             left += seen.parameters
         place[index] = max(0, len(made) - 1)
+    if made and left:
+        made[-1] = replace(made[-1], parameters=made[-1].parameters + left)
     return tuple(made), place
 
 
