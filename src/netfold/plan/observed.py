@@ -1,8 +1,11 @@
 """The link that a profile's own operations show: a formula solved for what it takes as given.
 
 A rank that began last waits for nobody, so the shortest of the ranks' times is what an operation itself took; no clocks
-are needed for it. A formula is a line in the latency and in the time of a byte: the medians by operation, algorithm and
-size give its two unknowns, by least squares of the relative error. What else it knows (memory, folding) is as built in.
+are needed for it. That holds where ranks began near one another: what is sent to a rank that is late waits in sockets,
+and its own part counts as sent when the kernel has it. So of each size the half is taken whose ranks took most alike.
+
+A formula is a line in the latency and in the time of a byte: the medians by operation, algorithm and size give its two
+unknowns, by least squares of the relative error. What else it knows (memory, folding) is as built in.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ _FREE = Link(0.0, 1e30)
 @dataclass(frozen=True)
 class Observed:
     """One group's meetings, [n] each. kind, algorithm, wire: names, wire `auto` for tensors that no wire format is for;
-    size: bytes as in `netfold.plan.cost`; pure_s: from the last start on; alone: no other was under way meanwhile.
+    size: bytes as in `netfold.plan.cost`; pure_s: from the last start on; apart_s: how much longer another rank took;
+    alone: no other was under way meanwhile.
     """
 
     kind: Names
@@ -40,6 +44,7 @@ class Observed:
     wire: Names
     size: Floats
     pure_s: Floats
+    apart_s: Floats
     alone: Bools
     topology: Topology
 
@@ -85,9 +90,10 @@ def fit(observed: Observed, above_bytes: int = 0) -> Fitted | str:
         mine = usable & (observed.kind == kind) & (observed.algorithm == algorithm)
         for wire in np.unique(observed.wire[mine]):
             for size in np.unique(observed.size[mine]):
-                times = observed.pure_s[mine & (observed.wire == wire) & (observed.size == size)]
-                if len(times) >= _LEAST_OPERATIONS:
-                    cells[kind, algorithm, str(wire), float(size)] = times
+                these = mine & (observed.wire == wire) & (observed.size == size)
+                if these.sum() >= _LEAST_OPERATIONS:
+                    near = these & (observed.apart_s <= np.median(observed.apart_s[these]))
+                    cells[kind, algorithm, str(wire), float(size)] = observed.pure_s[near]
     if not cells:
         taken = sorted({str(name) for name in observed.algorithm})
         if taken == ["?"]:
@@ -160,6 +166,7 @@ def _observed(run: Run, columns: list[Columns], matched: Matched) -> Observed:
         wire=np.array(wires, np.str_),
         size=first.bytes[places],
         pure_s=took.min(axis=1) / 1e9,
+        apart_s=(took.max(axis=1) - took.min(axis=1)) / 1e9,
         alone=alone,
         topology=_topology(run, matched, set(algorithm.tolist())),
     )
