@@ -205,7 +205,7 @@ class _Begun:
 
 def _host_s(found: TimedStep) -> float:
     layers = sum(layer.forward_host_s + layer.backward_host_s for layer in found.timed)
-    return layers + sum(bucket.host_s for bucket in found.buckets) + found.closing_host_s + found.update_host_s
+    return layers + sum(bucket.host_s for bucket in found.ready) + found.closing_host_s + found.updating_host_s
 
 
 def _profile(path: str, share: int, names: list[str], parameters: list[int], steps: Steps) -> TimedStep:
@@ -236,13 +236,13 @@ def _profile(path: str, share: int, names: list[str], parameters: list[int], ste
         name=Path(path).stem,
         samples=share,
         timed=tuple(layer(at) for at in range(count)),
-        buckets=tuple(
+        ready=tuple(
             ReadyBucket(size, layers, middle(lambda row, at=at: row.buckets[at][2]))  # type: ignore[misc]
             for at, (size, layers) in enumerate(shapes.pop())
         ),
         closing_host_s=middle(lambda row: row.closing_s),
         word_bytes=rows[0].word_bytes,
-        update_host_s=middle(lambda row: row.update_s),
+        updating_host_s=middle(lambda row: row.update_s),
         beside_host_s=max(0.0, middle(lambda row: row.beside_s)),
     )
 

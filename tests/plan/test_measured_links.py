@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from netfold.plan.cluster import cluster_of, load_cluster
+from netfold.plan.cluster import cluster_of, devices, load_cluster
 from netfold.plan.cluster.measured import measured_link
 
 DEVICE = {"flops": {"f32": "1 TFLOP/s"}, "memory": "8 GiB", "memory_rate": "20 GB/s"}
@@ -63,6 +63,9 @@ def test_a_benchmark_of_a_ring_gives_back_the_link_that_made_its_times(ranks: in
         ([1], "is neither"),
         (bench(4, 1e-5, 1e9, "tree"), "fewer than two sizes that went in a ring"),
         (bench(1, 1e-5, 1e9), "over two ranks or more"),
+        ({"place": {}, "rows": [{}]}, "is cut off, or of another version"),
+        ({"facts": [], "links": 3}, "is cut off, or of another version"),
+        (doctor((50e-6, 0.0, 0.0)), "makes a link of 50 us, 0 MB/s, which there is not"),
     ],
 )
 def test_what_no_link_can_be_read_from_is_told(found: object, reason: str, tmp_path: Path) -> None:
@@ -92,6 +95,37 @@ def test_what_no_link_can_be_read_from_is_told(found: object, reason: str, tmp_p
 def test_an_impossible_cluster_is_a_sentence(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         cluster_of({"device": DEVICE, "tier": [INSIDE]} | change, "mine")
+
+
+def test_a_measured_link_is_a_cluster_by_its_file_and_a_device(tmp_path: Path) -> None:
+    file = written(doctor((50e-6, 1e9, 1e9)), tmp_path)
+    found = load_cluster(f"measured={file},device=v100-16,hosts=16")
+    assert (found.device.name, found.devices, found.node) == ("v100-16", 16, 16)
+    assert found.tiers[0].latency_s == pytest.approx(50e-6) and found.tiers[0].bytes_per_s == pytest.approx(1e9)
+    assert found.sources == (f"measured: {file}",)
+    # The device of a profile needs no name, and stays.
+    ran_on = devices()["p100"]
+    assert load_cluster(f"measured={file}", ran_on).device is ran_on
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("measured=", "says no file; write measured=links.json"),
+        ("measured={file}", r"says nothing of what computes; write measured=.*,device=a100-80 \(p100, "),
+        ("measured={file},device=a100-8", "there is no device 'a100-8'; did you mean a100-80"),
+        ("measured={file},device=p100,host=4", r"'host' is not known; did you mean hosts\?"),
+        ("measured={file},device=p100,hosts=4 GB", "hosts = '4 GB' is no number of hosts"),
+        ("measured={file},p100", "'p100' is no key and its value"),
+        ("measured=nowhere.json,device=p100", "nowhere.json: cannot be read"),
+        ("measured=100 Gbit/s,device=p100", "100 Gbit/s: cannot be read"),
+        ("mesured=links.json", "there is no cluster 'mesured=links.json'"),
+    ],
+)
+def test_a_measured_cluster_that_is_none_is_a_sentence(said: str, reason: str, tmp_path: Path) -> None:
+    file = written(doctor((50e-6, 1e9, 1e9)), tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        load_cluster(said.format(file=file))
 
 
 def test_a_file_that_is_not_there_is_told() -> None:

@@ -25,10 +25,10 @@ MODEL = TimedStep(
         TimedLayer("first", 1000, 0.010, 0.020, 0.001, 0.002),
         TimedLayer("second", 2000, 0.020, 0.040, 0.003, 0.004),
     ),
-    buckets=(ReadyBucket(8000, 1, 0.0005), ReadyBucket(4000, 2, 0.0005)),
+    ready=(ReadyBucket(8000, 1, 0.0005), ReadyBucket(4000, 2, 0.0005)),
     closing_host_s=0.002,
     word_bytes=40,
-    update_host_s=0.005,
+    updating_host_s=0.005,
     beside_host_s=0.0,
 )  # fmt: skip
 ALONE_S = 0.033 + 0.067 + 0.001 + 0.002 + 0.005 + 0.001  # passes and their host's, buckets' own, close, update
@@ -61,16 +61,16 @@ def test_a_bucket_that_ends_beside_the_backward_pass_costs_nothing() -> None:
 
 
 def test_a_bucket_waits_for_the_one_before_it() -> None:
-    late = replace(MODEL, buckets=(ReadyBucket(80_000, 1, 0.0), ReadyBucket(4000, 2, 0.0)))
+    late = replace(MODEL, ready=(ReadyBucket(80_000, 1, 0.0), ReadyBucket(4000, 2, 0.0)))
     # 80 ms from the end of the second layer's backward pass on, of which the first's takes 22.
     more_s = 0.08 + 2 * LATENCY_S - 0.022
-    plain = replace(MODEL, buckets=(ReadyBucket(0, 1, 0.0), ReadyBucket(4000, 2, 0.0)))
+    plain = replace(MODEL, ready=(ReadyBucket(0, 1, 0.0), ReadyBucket(4000, 2, 0.0)))
     assert step_s(rack(2), late) - step_s(rack(2), plain) == pytest.approx(more_s, rel=1e-6)
 
 
 @pytest.mark.parametrize("hosts", [2, 4, 8])
 def test_a_ring_sends_nearly_twice_and_the_switch_once(hosts: int) -> None:
-    one = replace(MODEL, buckets=(ReadyBucket(100_000, 2, 0.0),))
+    one = replace(MODEL, ready=(ReadyBucket(100_000, 2, 0.0),))
     ring, network = step_s(rack(hosts), one), step_s(rack(hosts, in_network=True), one, in_network=True)
     steps = 2 * (hosts - 1)
     # The bucket, and the word.
@@ -79,13 +79,13 @@ def test_a_ring_sends_nearly_twice_and_the_switch_once(hosts: int) -> None:
 
 
 def test_16_bits_on_the_wire_halve_the_buckets_and_not_the_word() -> None:
-    one = replace(MODEL, buckets=(ReadyBucket(100_000, 2, 0.0),))
+    one = replace(MODEL, ready=(ReadyBucket(100_000, 2, 0.0),))
     whole, half = step_s(rack(4), one), step_s(rack(4), one, wire="bf16")
     assert whole - half == pytest.approx(1.5 * 50_000 / RATE)
 
 
 def test_a_link_that_was_still_lets_a_burst_through_at_once() -> None:
-    one = replace(MODEL, buckets=(ReadyBucket(100_000, 2, 0.0),))
+    one = replace(MODEL, ready=(ReadyBucket(100_000, 2, 0.0),))
     # The pause before the word is long enough for what it sends beside its first byte.
     saved_s = (30_000 + 39) / RATE
     assert step_s(rack(2), one) - step_s(rack(2, burst=30_000), one) == pytest.approx(saved_s)
@@ -94,7 +94,7 @@ def test_a_link_that_was_still_lets_a_burst_through_at_once() -> None:
 def test_hosts_that_share_cores_take_turns() -> None:
     own, two = step_s(rack(4)), step_s(rack(4, shared=Processors(2)))
     # Nobody computes while all update: four on two cores.
-    assert two > own + MODEL.update_host_s
+    assert two > own + MODEL.updating_host_s
     assert two < own + 4 * (ALONE_S - 0.09) / 2
 
 
@@ -105,12 +105,12 @@ def test_hosts_with_a_core_each_do_not_wait() -> None:
 def test_cores_that_share_the_memorys_rate_are_slower_together() -> None:
     slow = replace(MODEL, crowded=2.0)
     calm, crowded = (step_s(rack(2, shared=Processors(2)), model) for model in (MODEL, slow))
-    assert crowded - calm >= 0.9 * MODEL.update_host_s
+    assert crowded - calm >= 0.9 * MODEL.updating_host_s
     assert step_s(rack(2), slow) == pytest.approx(step_s(rack(2)))
 
 
 def test_collectives_ask_for_cores_too() -> None:
-    one = replace(MODEL, buckets=(ReadyBucket(100_000, 2, 0.0),))
+    one = replace(MODEL, ready=(ReadyBucket(100_000, 2, 0.0),))
     # A core is busy with a byte as long as the link with 4: eight hosts need four times what two cores have.
     busy = Processors(2, byte_s=1 / RATE)
     assert step_s(rack(8, shared=busy), one) > step_s(rack(8, shared=Processors(2)), one) + 0.2
@@ -128,7 +128,7 @@ def test_each_step_of_a_ring_asks_for_a_core_and_the_switch_is_two() -> None:
 
 
 def test_a_switch_that_is_one_thread_takes_all_ranks_bytes_after_each_other() -> None:
-    one = replace(MODEL, buckets=(ReadyBucket(100_000, 2, 0.0),))
+    one = replace(MODEL, ready=(ReadyBucket(100_000, 2, 0.0),))
     plain, slow = Processors(8), Processors(8, switch_byte_s=0.5 / RATE)
     whole = [step_s(rack(8, in_network=True, shared=shared), one, in_network=True) for shared in (plain, slow)]
     # Eight ranks' bytes by half of the link's time each: four times as long as the link.

@@ -20,12 +20,13 @@ from ranks import run_ranks, values
 
 import netfold
 from netfold import Communicator, FileStore
+from netfold.plan.ask.profile import read_profile
 from netfold.profile import RECORD, recording
 from netfold.profile.run import GroupName, Trace, read_run
 
 HERE = Path(__file__).parent
 NETFOLD = [sys.executable, "-m", "netfold.cli"]
-STEPS = 5
+STEPS = 7
 
 
 def run(
@@ -100,6 +101,9 @@ def test_a_ddp_job_is_recorded_without_a_line_of_code(backend: str, ranks: int, 
         check_times(trace)
     assert len({tuple(operations(trace)) for trace in found.traces}) == 1, "every rank says the same of each number"
     assert len({group.name for trace in found.traces for group in trace.about.groups.values()}) == 1
+    planned = read_profile(folder).model
+    assert (planned.ranks, planned.parameters, planned.bucket_bytes) == (ranks, 1000, (4000,))
+    assert 0 < planned.ready_s[0] <= planned.computed_s
 
 
 @pytest.mark.torch

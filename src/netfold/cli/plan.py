@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from netfold.cli import plan_listed, plan_predict
+from netfold.cli import plan_listed, plan_module, plan_predict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +28,7 @@ app.command("predict")(plan_predict.predict)
 app.command("clusters")(plan_listed.clusters)
 app.command("models")(plan_listed.models)
 app.command("networks")(plan_listed.networks)
+app.command("trace")(plan_module.trace)
 
 
 @app.command("validate")

@@ -24,10 +24,22 @@ def predict(
     file: Annotated[Path | None, typer.Argument(help="A job's file (TOML); see docs/plan/README.md.")] = None,
     model: Annotated[str | None, typer.Option(help="A name, or gpt:hidden=..,layers=..,heads=..,sequence=...")] = None,
     recipe: Annotated[Path | None, typer.Option(help="Of `netfold train`, instead of a model.")] = None,
+    module: Annotated[
+        str | None, typer.Option(help="A torch module, instead of a model: package.module:factory:width=128.")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="SHAPE", help="Of the module, samples first: 32x3x224x224, 8x128:int64."),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A folder of `netfold profile`, instead of a model: what ran there.")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Over the recipe: parallel.pipeline=4.")
     ] = None,
-    cluster: Annotated[str | None, typer.Option(help="A name, or a file's path (.toml).")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="A name, a file's path (.toml), or measured=FILE,device=NAME.")
+    ] = None,
     gpus: Annotated[int | None, typer.Option(help="Devices to train on.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples of a step, of all devices together.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, f16, tf32 or f32.")] = None,
@@ -92,7 +104,7 @@ def predict(
         ("training", "samples"): samples,
     }
 
-    from netfold.cli.plan_recipe import recipe_model
+    from netfold.cli.plan_given import given_model
     from netfold.plan.answer import answer, stage_ranks
     from netfold.plan.ask import question, read_job
     from netfold.plan.curve import parse_range
@@ -107,16 +119,9 @@ def predict(
             tree, places = read_job(file)
             where.update(places)
         _over(tree, where, {key: value for key, value in said.items() if value is not None})
-        trained = None
-        if recipe is not None:
-            if "model" in tree:
-                raise ValueError(f"--recipe {recipe} has a model, and another one is given; leave one out")
-            trained, asked = recipe_model(recipe, settings or ())
-            tree = _under(tree, asked)
-        elif settings:
-            raise ValueError("--set changes a recipe; there is no --recipe")
+        given = given_model(tree, recipe, settings or (), module, inputs or (), profile)
         found = answer(
-            question(tree, where, model=trained),
+            question(_under(tree, given.says), where, model=given.model, device=given.device, network=given.network),
             sizes=parse_range(curve) if curve is not None else (),
             comparisons=tuple(compare or ()),
             conditions=Conditions(jitter or 0.0, stragglers=_stragglers(straggler or ()))
@@ -171,14 +176,11 @@ def _over(tree: dict[str, Any], where: dict[tuple[str, ...], str], said: dict[tu
         where[key] = f"--{option} {value}" if not isinstance(value, bool) else f"--{'' if value else 'no-'}{option}"
 
 
-def _under(tree: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
-    """What a recipe says, where nothing else is said; on another number of devices its split means nothing."""
-    job = tree.get("job", {})
-    split = {} if isinstance(job, dict) and "gpus" in job else recipe["split"]
-    under = {"job": recipe["job"], "split": split}
+def _under(tree: dict[str, Any], says: dict[str, Any]) -> dict[str, Any]:
+    """What a recipe, a module or a profile says, where nothing else is said."""
     return tree | {
         name: said | tree.get(name, {}) if isinstance(tree.get(name, {}), dict) else tree[name]
-        for name, said in under.items()
+        for name, said in says.items()
     }
 
 

@@ -11,11 +11,12 @@ from netfold.plan.curve import SCALINGS, Point, curve
 from netfold.plan.events import Conditions, Simulated, simulate
 from netfold.plan.failures import Failures, best_interval_s, expected_goodput
 from netfold.plan.job import Job
-from netfold.plan.model import Chain, Layered, Model
+from netfold.plan.model import Chain, Layered, Measured, Model, Profiled, TimedStep, Traced
 from netfold.plan.price import Cost, cost
 from netfold.plan.search import ZERO_3_RANKS, Choice, Found, search
 from netfold.plan.sensitivity import Gain, sensitivity
 from netfold.plan.step import Prediction, predict
+from netfold.plan.table import format_seconds
 
 # Ways beside the best that are shown, and points of the front of time and memory.
 FEW, FRONT = 5, 8
@@ -76,7 +77,8 @@ def answer(
     best way is played as events too.
     """
     model, cluster, job, space, devices = asked.model, asked.cluster, asked.job, asked.space, asked.devices
-    others = {text: parse_comparison(text, cluster) for text in comparisons}
+    measured = isinstance(model, Measured)
+    others = {text: parse_comparison(text, cluster, keep_device=measured) for text in comparisons}
     found = search(model, cluster, devices, job, space)
     try:
         best = found.best
@@ -96,7 +98,8 @@ def answer(
             scaling: curve(
                 model, cluster, job, space, devices=devices, sizes=sizes, scaling=scaling, training=asked.training
             )
-            for scaling in (SCALINGS if sizes else ())
+            # Of another number of samples a rank a profile says nothing.
+            for scaling in (("weak",) if measured and sizes else SCALINGS if sizes else ())
         },
         {text: compare(found, model, cluster, clusters) for text, clusters in others.items()},
         notes(asked, best),
@@ -127,7 +130,7 @@ def notes(asked: Question, best: Choice) -> tuple[str, ...]:
         )
     if split.tensor > asked.cluster.node:
         said.append(f"{split.tensor} tensor ranks go beyond a node of {asked.cluster.node}: no published run does that")
-    said += _of_model(asked.model, best.job)
+    said += _of_profile(asked, best) if isinstance(asked.model, Profiled) else _of_model(asked.model, best.job)
     return tuple(said)
 
 
@@ -139,6 +142,17 @@ def _lasting(failures: Failures) -> Lasting:
 def _of_model(model: Model, job: Job) -> list[str]:
     if isinstance(model, Chain):
         return [f"{model.name}: layers are taken as matrix products; nothing measured was held against that"]
+    if isinstance(model, Traced):
+        return [
+            *model.notes,
+            f"{model.name}: traced with {model.samples} samples; its kernels are taken as they are issued one by one, "
+            "and nothing measured was held against that",
+        ]
+    if isinstance(model, TimedStep):
+        return [
+            f"{model.name}: what a rank computes is as it was timed on one host, with {model.samples} samples a rank",
+            "what a rank holds in memory was not measured",
+        ]
     if not isinstance(model, Layered):
         return []
     if not model.measured:
@@ -150,6 +164,26 @@ def _of_model(model: Model, job: Job) -> list[str]:
     if job.micro_batch == batch:
         return []
     return [f"microbatches of {job.micro_batch}: {model.name}'s published speed is of {batch}, smaller ones are slower"]
+
+
+def _of_profile(asked: Question, best: Choice) -> list[str]:
+    """What was measured, beside what is predicted; and what stays as it was there."""
+    model, split = asked.model, best.job.split
+    assert isinstance(model, Profiled)
+    said = [
+        f"{model.name}: there {model.ranks} ranks took {format_seconds(model.step_s)} a step, of which "
+        f"{format_seconds(model.exposed_s)} waited for communication"
+    ]
+    if split.ranks == model.ranks:
+        off = best.prediction.step_s / model.step_s - 1
+        said[0] += f"; predicted for as many on {asked.cluster.name}, {100 * off:+.1f}%"
+    share = (
+        "as many samples a rank (1 stands for all of them)" if model.samples == 1 else f"{model.samples} samples a rank"
+    )
+    said.append(f"what a rank computes is as it was measured: on the same device, with {share}")
+    if split.ranks > model.ranks:
+        said.append("more ranks wait longer for the slowest of them; that is not in it")
+    return [*said, "what a rank holds in memory is not known from a profile", *model.notes]
 
 
 def efficiency(model: Model, cluster: Cluster, choice: Choice) -> float:

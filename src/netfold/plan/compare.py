@@ -28,8 +28,10 @@ class Variant:
     factor: float = 0.0
 
 
-def parse_comparison(text: str, cluster: Cluster) -> tuple[tuple[str, Cluster], ...]:
-    """`network=tcp,efa` or `cluster=a,b`, as named clusters. Raises ValueError, in a sentence, for anything else."""
+def parse_comparison(text: str, cluster: Cluster, *, keep_device: bool = False) -> tuple[tuple[str, Cluster], ...]:
+    """`network=tcp,efa` or `cluster=a,b`, as named clusters; keep_device: with the device of `cluster`. Raises
+    ValueError, in a sentence, for anything else.
+    """
     what, equals, names = text.partition("=")
     each = [name.strip() for name in names.split(",") if name.strip()]
     if not equals or what not in WHAT:
@@ -37,7 +39,8 @@ def parse_comparison(text: str, cluster: Cluster) -> tuple[tuple[str, Cluster], 
     if not each:
         raise ValueError(f"--compare {text}: names nothing; write {what}=one,other")
     if what == "cluster":
-        return tuple((name, load_cluster(name)) for name in each)
+        others = [(name, load_cluster(name, cluster.device if keep_device else None)) for name in each]
+        return tuple((name, replace(other, device=cluster.device) if keep_device else other) for name, other in others)
     return tuple((name, with_network(cluster, name)) for name in each)
 
 

@@ -1,8 +1,11 @@
 """The link that a profile's own operations show: a formula solved for what it takes as given.
 
 A rank that began last waits for nobody, so the shortest of the ranks' times is what an operation itself took; no clocks
-are needed for it. A formula is a line in the latency and in the time of a byte: the medians by operation, algorithm and
-size give its two unknowns, by least squares of the relative error. What else it knows (memory, folding) is as built in.
+are needed for it. That holds where ranks began near one another: what is sent to a rank that is late waits in sockets,
+and its own part counts as sent when the kernel has it. So of each size the half is taken whose ranks took most alike.
+
+A formula is a line in the latency and in the time of a byte: the medians by operation, algorithm and size give its two
+unknowns, by least squares of the relative error. What else it knows (memory, folding) is as built in.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from netfold.profile.run import Run
 _LEAST_OPERATIONS = 3
 # A formula that is further off does not describe these operations: something else than the link takes their time.
 _MOST_OFF = 0.25
-# From one size a rate alone can be found, if the latency that is assumed beside it is no larger part of the time.
-_MOST_ASSUMED = 0.1
+# From one size, or several of which the largest is less than so many times the smallest, a rate alone can be found, if
+# the latency that is assumed beside it is no larger part of the time.
+_APART, _MOST_ASSUMED = 1.5, 0.1
 # Of an operation's own time: others that end in its first moments, or begin in its last.
 _MOST_MET = 0.05
 _FREE = Link(0.0, 1e30)
@@ -31,7 +35,8 @@ _FREE = Link(0.0, 1e30)
 @dataclass(frozen=True)
 class Observed:
     """One group's meetings, [n] each. kind, algorithm, wire: names, wire `auto` for tensors that no wire format is for;
-    size: bytes as in `netfold.plan.cost`; pure_s: from the last start on; alone: no other was under way meanwhile.
+    size: bytes as in `netfold.plan.cost`; pure_s: from the last start on; apart_s: how much longer another rank took;
+    alone: no other was under way meanwhile.
     """
 
     kind: Names
@@ -39,6 +44,7 @@ class Observed:
     wire: Names
     size: Floats
     pure_s: Floats
+    apart_s: Floats
     alone: Bools
     topology: Topology
 
@@ -46,7 +52,7 @@ class Observed:
 @dataclass(frozen=True)
 class Fitted:
     """links: as the cost model takes them; operations: from how many; off: the worst relative error of a median, None
-    where there are no more medians than unknowns; latency_assumed: only one size was there.
+    where there are no more medians than unknowns; latency_assumed: only one size was there, or about one.
     """
 
     links: Links
@@ -84,9 +90,10 @@ def fit(observed: Observed, above_bytes: int = 0) -> Fitted | str:
         mine = usable & (observed.kind == kind) & (observed.algorithm == algorithm)
         for wire in np.unique(observed.wire[mine]):
             for size in np.unique(observed.size[mine]):
-                times = observed.pure_s[mine & (observed.wire == wire) & (observed.size == size)]
-                if len(times) >= _LEAST_OPERATIONS:
-                    cells[kind, algorithm, str(wire), float(size)] = times
+                these = mine & (observed.wire == wire) & (observed.size == size)
+                if these.sum() >= _LEAST_OPERATIONS:
+                    near = these & (observed.apart_s <= np.median(observed.apart_s[these]))
+                    cells[kind, algorithm, str(wire), float(size)] = observed.pure_s[near]
     if not cells:
         taken = sorted({str(name) for name in observed.algorithm})
         if taken == ["?"]:
@@ -98,11 +105,12 @@ def fit(observed: Observed, above_bytes: int = 0) -> Fitted | str:
     medians = np.array([float(np.median(times)) for times in cells.values()])
     parts = np.array([_line(observed.topology, *cell) for cell in cells])
     relative = parts / medians[:, None]
-    assumed = len({cell[3] for cell in cells}) == 1
+    sizes = [cell[3] for cell in cells]
+    assumed = max(sizes) < _APART * min(sizes)
     if assumed:
         latency = DEFAULT_LINKS.network.latency_s
         if (relative[:, 1] * latency).max() > _MOST_ASSUMED:
-            return "all operations are of one size, too small to tell the link's rate from its latency"
+            return "all operations are of about one size, too small to tell the link's rate from its latency"
         per_byte = _least_squares(relative[:, 2:], 1 - relative[:, 0] - relative[:, 1] * latency)[0]
     else:
         latency, per_byte = _least_squares(relative[:, 1:], 1 - relative[:, 0])
@@ -158,6 +166,7 @@ def _observed(run: Run, columns: list[Columns], matched: Matched) -> Observed:
         wire=np.array(wires, np.str_),
         size=first.bytes[places],
         pure_s=took.min(axis=1) / 1e9,
+        apart_s=(took.max(axis=1) - took.min(axis=1)) / 1e9,
         alone=alone,
         topology=_topology(run, matched, set(algorithm.tolist())),
     )

@@ -236,7 +236,7 @@ def _none_even(model: Model, devices: int, job: Job, space: Space) -> str:
     }
     asked = ", ".join(f"{name} {value}" for name, value in fixed.items())
     mesh = math.prod(fixed.get(name, 1) for name in ("tensor", "pipeline", "data"))
-    layers = model.layers(Share(1, space.tensor or 1))
+    layers = model.layers(Share(space.micro_batch or 1, space.tensor or 1))
     depth = max(layer.count for layer in layers)
     if devices % mesh:
         reason = f"the ranks that are fixed make {mesh}, which does not divide {devices} devices"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster, Tier
-from netfold.plan.model import Layered, Model
+from netfold.plan.model import Layered, Measured, Model
 from netfold.plan.search import Choice, Found, order, words
 from netfold.plan.step import predict
 
@@ -50,11 +51,12 @@ def sensitivity(model: Model, cluster: Cluster, found: Found) -> tuple[Gain, ...
     """Of the best way that was found, the largest gain first. Tiers that the job does not reach are left out."""
     best, shortlist = found.best, found.shortlist(cluster.device.usable_bytes)
     changes = _of_links(cluster, best.job.split.ranks)
-    # A published speed is what it is, whatever the device.
-    if not (isinstance(model, Layered) and model.measured):
+    # A measured speed is what it is, whatever the device.
+    if not (isinstance(model, Measured) or (isinstance(model, Layered) and model.measured)):
         changes = _of_device(cluster) + changes
     gains = [_gain(model, what, changed, shortlist) for what, changed in changes]
-    gains.append(_more_memory(cluster, found))
+    if math.isfinite(cluster.device.memory_bytes):
+        gains.append(_more_memory(cluster, found))
     return tuple(sorted(gains, key=lambda gain: -gain.factor))
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from netfold.plan.accuracy import Training
 from netfold.plan.ask.places import Key
-from netfold.plan.cluster import Cluster, cluster_of, load_cluster
+from netfold.plan.cluster import Cluster, Device, cluster_of, load_cluster
 from netfold.plan.cluster.units import parse_quantity
 from netfold.plan.failures import Failures
 from netfold.plan.job import OPTIMIZERS, PRECISIONS, RECOMPUTATIONS, SCHEDULES, WIRES, Job
@@ -41,16 +41,24 @@ class Question:
     failures: Failures | None = None
 
 
-def question(tree: Mapping[str, Any], where: Mapping[Key, str], *, model: Model | None = None) -> Question:
+def question(
+    tree: Mapping[str, Any],
+    where: Mapping[Key, str],
+    *,
+    model: Model | None = None,
+    device: Device | None = None,
+    network: Cluster | None = None,
+) -> Question:
     """tree: as a job's file has it. where: the place of each key. model: one that is there already, instead of a name.
-    Raises AskError with all that is wrong.
+    device: that it was measured on, in place of the cluster's own; network: where no cluster is named. Raises AskError
+    with all that is wrong.
     """
     asking = _Asking(tree, where)
     asking.known((), (*_SECTIONS, "model", "cluster"))
     for section, keys in _SECTIONS.items():
         asking.known((section,), keys)
     found = model if model is not None else asking.tried(("model",), lambda: _model(asking))
-    cluster = asking.tried(("cluster",), lambda: _cluster(asking))
+    cluster = asking.tried(("cluster",), lambda: _cluster(asking, device, network))
     job, split, price = (asking.section(name) for name in ("job", "split", "price"))
     for key, name in (("gpus", "devices to train on"), ("batch", "samples of a step")):
         if key not in job and not asking.wrong & {("job",), ("job", key)}:
@@ -220,12 +228,19 @@ def _model(asking: _Asking) -> Model:
     return model_of(said["name"], {key: value for key, value in said.items() if key != "name"})
 
 
-def _cluster(asking: _Asking) -> Cluster:
+def _cluster(asking: _Asking, device: Device | None, network: Cluster | None) -> Cluster:
     said = asking.tree.get("cluster")
+    if said is None and network is not None:
+        return network
+    found = _said_cluster(said, device)
+    return found if device is None else replace(found, device=device)
+
+
+def _said_cluster(said: Any, device: Device | None) -> Cluster:
     if said is None:
         raise ValueError("the cluster is missing: a name of `netfold plan clusters`, or a file's path (.toml)")
     if isinstance(said, str):
-        return load_cluster(said)
+        return load_cluster(said, device)
     if not isinstance(said, Mapping):
         raise ValueError("cluster is text, or a table with a device and its tiers")
     return cluster_of(dict(said), "of this file")

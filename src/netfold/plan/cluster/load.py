@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ _TIER = (
     *("name", "devices", "latency", "rate", "measured", "oversubscription"),
     *("in_network", "nvls", "switch_ports", "switch_latency", "burst"),
 )
+# What begins the name of a cluster whose link netfold has measured; of so many hosts, as the presets of ordinary
+# Ethernet have, where it does not say.
+_MEASURED, _MOST_HOSTS = "measured=", 1024
 
 
 def preset_names() -> tuple[str, ...]:
@@ -32,8 +36,12 @@ def preset_names() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=64)
-def load_cluster(name: str) -> Cluster:
-    """A preset's name, or the path of a TOML file. Raises ValueError, in a sentence, for any other."""
+def load_cluster(name: str, device: Device | None = None) -> Cluster:
+    """A preset's name, the path of a TOML file, or `measured=FILE,device=NAME,hosts=64`, whose device is `device` where
+    it names none. Raises ValueError, in a sentence, for any other.
+    """
+    if name.startswith(_MEASURED):
+        return _measured(name, device)
     if name.endswith(".toml") or "/" in name:
         return _read(Path(name))
     if name not in preset_names():
@@ -62,6 +70,32 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ValueError(f"cluster {path}: cannot be read: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"cluster {path}: is not TOML: {error}") from None
+
+
+def _measured(said: str, device: Device | None) -> Cluster:
+    """Hosts of one device each, on a link that was measured."""
+    where = "a measured cluster"
+    file, *rest = (each.strip() for each in said.removeprefix(_MEASURED).split(","))
+    keys: dict[str, str] = {}
+    for each in rest:
+        key, equals, value = (part.strip() for part in each.partition("="))
+        if not equals or key in keys:
+            raise ValueError(f"{where}: {each!r} is no key and its value, once; write device=a100-80, or hosts=64")
+        keys[key] = value
+    _only(keys, where, ("device", "hosts"))
+    if not file:
+        raise ValueError(f"{where}: says no file; write measured=links.json")
+    if "device" not in keys and device is None:
+        raise ValueError(
+            f"{where}: says nothing of what computes; write {said},device=a100-80 ({', '.join(devices())})"
+        )
+    hosts = keys.get("hosts", str(_MOST_HOSTS))
+    if not hosts.isdecimal() or int(hosts) < 1:
+        raise ValueError(f"{where}: hosts = {hosts!r} is no number of hosts; 1 is the least")
+    tier = {"name": "the measured link", "devices": int(hosts), "measured": file}
+    named = keys.get("device") or next(iter(devices()))
+    found = cluster_of({"device": named, "tier": [tier], "sources": [f"measured: {file}"]}, file)
+    return found if device is None or "device" in keys else replace(found, device=device)
 
 
 def _read(path: Path) -> Cluster:

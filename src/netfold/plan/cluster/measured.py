@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,19 @@ def measured_link(path: Path) -> Link:
     except ValueError:
         raise ValueError(f"{path}: is not JSON; write it with --json") from None
     try:
-        if "links" in found:
-            return _of_doctor(path, found["links"])
-        if "rows" in found:
-            return _of_bench(path, found)
+        link = _read(path, found)
     except (KeyError, TypeError, IndexError, AttributeError):
         raise ValueError(f"{path}: is cut off, or of another version of netfold; measure again") from None
+    if not (0 <= link.latency_s < math.inf and 0 < link.bytes_per_s < math.inf):
+        raise ValueError(f"{path}: makes a link of {link.text()}, which there is not; measure again")
+    return link
+
+
+def _read(path: Path, found: Any) -> Link:
+    if "links" in found:
+        return _of_doctor(path, found["links"])
+    if "rows" in found:
+        return _of_bench(path, found)
     raise ValueError(f"{path}: is neither `netfold doctor check --json` nor `netfold bench all-reduce --json`")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from netfold.plan.events.schedule import BACKWARD, WEIGHTS, Turn
@@ -74,12 +75,18 @@ class Cuts:
         operation = "reduce_scatter" if job.split.zero else "all_reduce"
         self._reduced = Bucket(operation, elements * job.gradient_bytes, parts.data_s * of_a_bucket)
         self._gathered = Bucket("all_gather", elements * job.item_bytes, parts.gathered_s * of_a_bucket)
+        self._travels, self._backward_s = parts.travels, stage.backward_s
 
-    def parts(self, turn: Turn, *, is_last: bool) -> int:
-        """Tasks that a turn is cut into. is_last: it completes the gradients of its piece."""
+    def shares(self, turn: Turn, *, is_last: bool) -> tuple[float, ...]:
+        """The tasks that a turn is cut into: each one's part of its time. is_last: it completes the gradients of its
+        piece."""
         if not self._talks or (self._gathers and turn.kind == WEIGHTS):
-            return 1
-        return self._count if self._gathers or (self._job.overlap and is_last) else 1
+            return (1.0,)
+        if self._travels and is_last and self._backward_s > 0:
+            left = [1.0, *(each.left_s / self._backward_s for each in self._travels), 0.0]
+            return tuple(before - after for before, after in pairwise(left))
+        count = self._count if self._gathers or (self._job.overlap and is_last) else 1
+        return (1 / count,) * count
 
     def plan(self, acts: Sequence[Act]) -> Plan:
         if not self._talks:
@@ -90,6 +97,10 @@ class Cuts:
             every = self._count * self._job.split.interleave
             return Plan((self._reduced,) * every, {len(acts) - 1: tuple(range(every))})
         last = last_turns([act.turn for act in acts])
+        if self._travels:
+            sent = tuple(Bucket("all_reduce", each.size_bytes, each.taken_s) for each in self._travels)
+            first = next(at for at, act in enumerate(acts) if act.turn in last)
+            return Plan(sent, {first + number: (number,) for number in range(len(sent))})
         done = [at for at, act in enumerate(acts) if act.turn in last]
         return Plan((self._reduced,) * len(done), {at: (number,) for number, at in enumerate(done)})
 

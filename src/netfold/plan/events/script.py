@@ -132,9 +132,9 @@ def _acts(turns: Sequence[Turn], stage: Stage, pieces: int, cuts: Cuts) -> tuple
     last = last_turns(turns)
     acts = []
     for turn in turns:
-        count = cuts.parts(turn, is_last=turn in last)
-        seconds = [each / (pieces * count) for each in times[turn.kind]]
-        acts += [Act(turn, part, count, *seconds) for part in range(count)]
+        shares = cuts.shares(turn, is_last=turn in last)
+        whole = [each / pieces for each in times[turn.kind]]
+        acts += [Act(turn, part, len(shares), *(share * each for each in whole)) for part, share in enumerate(shares)]
     return tuple(acts)
 
 

@@ -36,7 +36,7 @@ def write_timed_step(
         Task((closing,) if at == len(acts) - 1 else (), None, act.turn.kind == FORWARD, releases.get(at, ()))
         for at, act in enumerate(acts)
     ]
-    sizes = [bucket.size_bytes for bucket in model.buckets]
+    sizes = [bucket.size_bytes for bucket in model.ready]
     group = Group(split.data)
 
     def seconds(size: float, wire: str) -> float:
@@ -74,7 +74,7 @@ def write_timed_step(
             tasks_s=[host_s],
             buckets_s=[busy],
             switch_s=[switch],
-            update_s=model.update_host_s,
+            update_s=model.updating_host_s,
             beside_s=model.beside_host_s if shared is not None else 0.0,
             crowded=model.crowded if shared is not None else 1.0,
             burst_s=min(tier.burst_bytes / tier.bytes_per_s for tier in cluster.tiers),
@@ -97,7 +97,7 @@ def _acts(model: TimedStep) -> tuple[list[Act], list[float], dict[int, tuple[int
     releases: dict[int, tuple[int, ...]] = {}
 
     def leave(through: int) -> None:
-        for number, bucket in enumerate(model.buckets):
+        for number, bucket in enumerate(model.ready):
             if bucket.layers == through:
                 releases[len(forward) + len(backward)] = (number,)
                 backward.append((bucket.host_s, 0.0))
@@ -106,10 +106,10 @@ def _acts(model: TimedStep) -> tuple[list[Act], list[float], dict[int, tuple[int
     for through, layer in enumerate(reversed(model.timed), 1):
         backward.append((layer.backward_host_s, layer.backward_s))
         leave(through)
-    releases[len(forward) + len(backward)] = (len(model.buckets),)
+    releases[len(forward) + len(backward)] = (len(model.ready),)
     backward.append((model.closing_host_s, 0.0))
     acts = []
     for kind, parts in ((FORWARD, forward), (BACKWARD, backward)):
         turn = Turn(kind, 0, 0)
         acts += [Act(turn, part, len(parts), device_s, 0.0, 0.0) for part, (_, device_s) in enumerate(parts)]
-    return acts, [host_s for host_s, _ in forward + backward], releases, len(model.buckets) - 1
+    return acts, [host_s for host_s, _ in forward + backward], releases, len(model.ready) - 1

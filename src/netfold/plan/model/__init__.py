@@ -2,24 +2,35 @@
 
 from netfold.plan.model.chain import Chain, Link, Product
 from netfold.plan.model.layered import Layered
+from netfold.plan.model.profiled import Profiled
 from netfold.plan.model.timed_step import ReadyBucket, TimedLayer, TimedStep, read_timed_step, timed_step_of
+from netfold.plan.model.traced import Bulk, Gradient, Kernels, Part, Traced
 from netfold.plan.model.transformer import Transformer
-from netfold.plan.model.work import Collective, Layer, Matmul, Model, Pass, Share
+from netfold.plan.model.work import Bucket, Bucketed, Collective, Layer, Matmul, Measured, Model, Pass, Share
 
 __all__ = [
+    "Bucket",
+    "Bucketed",
+    "Bulk",
     "Chain",
     "Collective",
+    "Gradient",
+    "Kernels",
     "Layer",
     "Layered",
     "Link",
     "Matmul",
+    "Measured",
     "Model",
+    "Part",
     "Pass",
     "Product",
+    "Profiled",
     "ReadyBucket",
     "Share",
     "TimedLayer",
     "TimedStep",
+    "Traced",
     "Transformer",
     "read_timed_step",
     "timed_step_of",

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from netfold.plan.model.work import Layer, Pass, Share
+from netfold.plan.model.work import Bucket, Layer, Measured, Pass, Share
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class ReadyBucket:
 
 
 @dataclass(frozen=True)
-class TimedStep:
-    """samples: of a rank in a step. timed: in order; buckets: as they go.
+class TimedStep(Measured):
+    """samples: of a rank in a step. timed: in order; ready: as they go.
 
     closing_host_s: of the processor, from the end of the last bucket to the word of all ranks, a small all_reduce of
-    word_bytes; update_host_s: from there to the next step; beside_host_s: of its other threads, all step long.
+    word_bytes; updating_host_s: from there to the next step; beside_host_s: of its other threads, all step long.
     crowded: how many times as long the processor takes for all of these while every core of its machine is busy with
     the like: they share the memory's rate.
     """
@@ -51,21 +51,16 @@ class TimedStep:
     name: str
     samples: int
     timed: tuple[TimedLayer, ...]
-    buckets: tuple[ReadyBucket, ...]
+    ready: tuple[ReadyBucket, ...]
     closing_host_s: float
     word_bytes: int
-    update_host_s: float
+    updating_host_s: float
     beside_host_s: float
     crowded: float = 1.0
 
     @property
     def parameters(self) -> float:
         return float(sum(layer.parameters for layer in self.timed))
-
-    @property
-    def flops(self) -> float:
-        """A clock does not count them, so there is no utilisation to speak of."""
-        return 0.0
 
     def layers(self, share: Share) -> tuple[Layer, ...]:
         """Raises ValueError for any share but the one that was measured."""
@@ -87,6 +82,14 @@ class TimedStep:
             for each in self.timed
         )
 
+    @property
+    def after_gradients_s(self) -> float:
+        return self.closing_host_s + self.updating_host_s
+
+    def buckets(self, bucket_bytes: float, gradient_bytes: int) -> tuple[Bucket, ...]:
+        """Those that travelled, whatever else is asked for."""
+        return tuple(Bucket(each.size_bytes / gradient_bytes, len(self.timed) - each.layers) for each in self.ready)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -95,8 +98,8 @@ def timed_step_of(data: dict[str, Any]) -> TimedStep:
     """What `to_json` gave. Raises ValueError, in a sentence, for anything else."""
     try:
         timed = tuple(TimedLayer(**each) for each in data["timed"])
-        buckets = tuple(ReadyBucket(**each) for each in data["buckets"])
-        return TimedStep(**data | {"timed": timed, "buckets": buckets})
+        ready = tuple(ReadyBucket(**each) for each in data["ready"])
+        return TimedStep(**data | {"timed": timed, "ready": ready})
     except (KeyError, TypeError):
         raise ValueError("this is no profile of one host's step; bench/one_host.py writes one") from None
 

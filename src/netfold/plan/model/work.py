@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,15 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Gradients that data-parallel ranks reduce together: of so many elements, ready when the backward pass of the
+    layer with this index ends."""
+
+    elements: float
+    layer: int
+
+
+@dataclass(frozen=True)
 class Share:
     """What part of a model, and how, one rank works on.
 
@@ -108,4 +119,27 @@ class Model(Hashable, Protocol):
 
     def layers(self, share: Share) -> tuple[Layer, ...]:
         """In order. Stages of a pipeline are cut between layers. Raises ValueError where `share` cannot be."""
+        ...
+
+
+class Measured(ABC):
+    """A model that is a step as it was measured: of ranks that hold all of it, on the device that it ran on."""
+
+    @property
+    @abstractmethod
+    def after_gradients_s(self) -> float:
+        """From the last gradients to the next step."""
+
+    @property
+    def flops(self) -> float:
+        """A clock does not count them, so utilisation is not known; nor is what stays in memory."""
+        return math.nan
+
+
+@runtime_checkable
+class Bucketed(Protocol):
+    """A model that knows which gradients travel together, and when; others are taken to be cut evenly."""
+
+    def buckets(self, bucket_bytes: float, gradient_bytes: int) -> tuple[Bucket, ...]:
+        """In the order in which they travel."""
         ...

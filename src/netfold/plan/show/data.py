@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from netfold.plan.answer import Answer, parts
 from netfold.plan.curve import Point
+from netfold.plan.model import Traced
 from netfold.plan.search import Choice, words
+from netfold.plan.show.parts import as_object as parts_object
 from netfold.profile.page.plain import plain
 
 
@@ -19,7 +22,8 @@ def as_object(answer: Answer) -> dict[str, Any]:
     """Everything that the text and the page show."""
     asked = answer.question
     found: dict[str, Any] = {
-        "model": {"name": asked.model.name, "parameters": asked.model.parameters},
+        "model": {"name": asked.model.name, "parameters": asked.model.parameters}
+        | (parts_object(asked.model, asked.job.bucket_bytes) if isinstance(asked.model, Traced) else {}),
         "cluster": asked.cluster,
         "devices": asked.devices,
         "tried": answer.tried,
@@ -70,7 +74,9 @@ def choice_object(choice: Choice) -> dict[str, Any]:
         "low_s": found.low_s,
         "high_s": found.high_s,
         "parts_s": parts(found),
-        "memory": {"total": found.memory.total, "of": found.memory_bytes, "parts": found.memory},
+        "memory": {"total": found.memory.total, "of": found.memory_bytes, "parts": found.memory}
+        if math.isfinite(found.memory_bytes)
+        else None,
         "fits": found.fits,
         "samples_per_s": found.samples_per_s,
         "mfu": found.mfu,

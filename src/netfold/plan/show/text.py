@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from netfold.plan.answer import Answer, parts
 from netfold.plan.compare import Variant
 from netfold.plan.curve import Point
 from netfold.plan.job import Job
+from netfold.plan.model import Measured
 from netfold.plan.price import Cost, Prices
 from netfold.plan.search import Choice, words
 from netfold.plan.sensitivity import Gain
@@ -20,7 +22,10 @@ _BAR = 24
 
 def render_text(answer: Answer) -> str:
     """What was asked, the step, memory, throughput; then other ways, curves, comparisons, what more would buy."""
-    sections = [_asked(answer), _step(answer), _memory(answer.best), _together(answer)]
+    sections = [_asked(answer), _step(answer)]
+    if remembers(answer):
+        sections.append(_memory(answer.best))
+    sections.append(_together(answer))
     if answer.played is not None:
         sections.append(_played(answer.best.prediction, answer.played.prediction))
     if len(answer.few) > 1:
@@ -34,6 +39,27 @@ def render_text(answer: Answer) -> str:
     return "\n\n".join(sections)
 
 
+def asked(answer: Answer) -> str:
+    """What is trained on what."""
+    said, job = answer.question, answer.best.job
+    # What was measured does not say by what weights are updated.
+    how = job.precision if isinstance(said.model, Measured) else f"{job.precision}, {job.optimizer}"
+    return (
+        f"{said.model.name}, {big(said.model.parameters)} parameters, on {said.devices:,} x {said.cluster.device.name} "
+        f"of {said.cluster.name}; a batch of {job.global_batch:,}, {how}"
+    )
+
+
+def remembers(answer: Answer) -> bool:
+    """Whether it is known what a rank holds in memory."""
+    return math.isfinite(answer.best.prediction.memory_bytes)
+
+
+def utilised(answer: Answer) -> bool:
+    """Whether it is known what part of the devices' peak is used."""
+    return math.isfinite(answer.best.prediction.mfu)
+
+
 def big(count: float) -> str:
     """`175 billion`, `1.37 million`."""
     for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
@@ -45,6 +71,20 @@ def big(count: float) -> str:
 def time(seconds: float) -> str:
     """`137 s`, `12.3 ms`: three digits, of a step, so that two compare."""
     return f"{seconds:,.0f} s" if seconds >= 99.95 else f"{seconds:#.3g} s" if seconds >= 1 else units.seconds(seconds)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Columns side by side, numbers to the right. left: columns of words, from the front or (negative) the end."""
+    words = {column % len(rows[0]) for column in left}
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if column in words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def rate(samples_per_s: float) -> str:
@@ -68,14 +108,12 @@ def money(cost: Cost, prices: Prices) -> str:
 
 
 def _asked(answer: Answer) -> str:
-    asked, job = answer.question, answer.best.job
+    job = answer.best.job
     ways = f"the fastest of {answer.fitting:,} that fit, of {answer.tried:,} ways to split" if answer.tried > 1 else ""
     return "\n".join(
         line
         for line in (
-            f"{asked.model.name}, {big(asked.model.parameters)} parameters, on {asked.devices:,} x "
-            f"{asked.cluster.device.name} of {asked.cluster.name}; a batch of {job.global_batch:,}, {job.precision}, "
-            f"{job.optimizer}",
+            asked(answer),
             f"split: {words(job)}",
             ways,
         )
@@ -93,7 +131,7 @@ def _step(answer: Answer) -> str:
         f"a step takes {time(found.step_s)}; about 80 of 100 measured ones lie between "
         f"{time(found.low_s)} and {time(found.high_s)}"
     )
-    return "\n".join([title, *_aligned(rows, left=(0, 3))])
+    return "\n".join([title, *aligned(rows, left=(0, 3))])
 
 
 def _memory(best: Choice) -> str:
@@ -101,14 +139,14 @@ def _memory(best: Choice) -> str:
     head = ["weights", "gradients", "optimizer", "activations", "together", "of"]
     kinds = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
     row = [*map(units.size, kinds), units.size(best.prediction.memory_bytes)]
-    return "\n".join(["memory of the rank that needs most", *_aligned([head, row])])
+    return "\n".join(["memory of the rank that needs most", *aligned([head, row])])
 
 
 def _together(answer: Answer) -> str:
     found, asked = answer.best.prediction, answer.question
+    used = f"; model FLOP/s utilisation {units.ratio(found.mfu)}" if utilised(answer) else ""
     lines = [
-        f"{rate(found.samples_per_s)} samples a second, {rate(found.samples_per_s / asked.devices)} a device; model "
-        f"FLOP/s utilisation {units.ratio(found.mfu)}",
+        f"{rate(found.samples_per_s)} samples a second, {rate(found.samples_per_s / asked.devices)} a device{used}",
     ]
     if answer.best.job.split.data > 1:
         lines.append(
@@ -144,7 +182,7 @@ def _played(closed: Prediction, played: Prediction) -> str:
     here, there = parts(closed), parts(played)
     rows += [[name, *(time(each.get(name, 0.0)) for each in (here, there))] for name in {**here, **there}]
     rows.append(["together", time(closed.step_s), time(played.step_s)])
-    return "\n".join(["the same step, played as events", *_aligned(rows, left=(0,))])
+    return "\n".join(["the same step, played as events", *aligned(rows, left=(0,))])
 
 
 def failures(answer: Answer) -> str:
@@ -180,7 +218,7 @@ def _few(answer: Answer) -> str:
                 way.reason,
             ]
         )
-    return "\n".join(["the best ways, the fastest of each mesh", *_aligned(rows, left=(-2, -1))])
+    return "\n".join(["the best ways, the fastest of each mesh", *aligned(rows, left=(-2, -1))])
 
 
 def _front(answer: Answer) -> str:
@@ -189,7 +227,7 @@ def _front(answer: Answer) -> str:
         [units.size(each.prediction.memory.total), time(each.prediction.step_s), *_split(each.job)]
         for each in answer.front
     ]
-    return "\n".join(["less memory for more time (no way that fits is better in both)", *_aligned(rows, left=(-1,))])
+    return "\n".join(["less memory for more time (no way that fits is better in both)", *aligned(rows, left=(-1,))])
 
 
 def _curve(scaling: str, points: Sequence[Point]) -> str:
@@ -204,11 +242,11 @@ def _curve(scaling: str, points: Sequence[Point]) -> str:
             rows.append([*row, *("-" for _ in rows[0][2:])])
             continue
         found = point.choice.prediction
-        row += [time(found.step_s), rate(found.samples_per_s), units.ratio(point.efficiency), units.ratio(found.mfu)]
+        row += [time(found.step_s), rate(found.samples_per_s), units.ratio(point.efficiency), _known(found.mfu)]
         if known:
             row.append("-" if point.training_s is None else duration(point.training_s))
         rows.append([*row, *_split(point.choice.job)])
-    return "\n".join([f"{scaling} scaling: {what}", *_aligned(rows, left=(-1,)), *notes])
+    return "\n".join([f"{scaling} scaling: {what}", *aligned(rows, left=(-1,)), *notes])
 
 
 def _comparison(text: str, variants: Sequence[Variant]) -> str:
@@ -221,7 +259,7 @@ def _comparison(text: str, variants: Sequence[Variant]) -> str:
         found = each.choice.prediction
         exposed = sum(found.exposed_s.values()) / found.step_s
         rows.append([each.name, time(found.step_s), times(each.factor), units.ratio(exposed), *_split(each.choice.job)])
-    return "\n".join([f"compared: {text}", *_aligned(rows, left=(0, -1)), *notes])
+    return "\n".join([f"compared: {text}", *aligned(rows, left=(0, -1)), *notes])
 
 
 def _gains(gains: Sequence[Gain]) -> str:
@@ -229,6 +267,10 @@ def _gains(gains: Sequence[Gain]) -> str:
     nothing = [gain.what for gain in gains if not gain.buys]
     lines += [f"{', '.join(nothing)}: nothing"] if nothing else []
     return "\n".join(["what more would buy", *(f"  {line}" for line in lines)])
+
+
+def _known(ratio: float) -> str:
+    return units.ratio(ratio) if math.isfinite(ratio) else "-"
 
 
 _SPLIT = ("tensor", "pipeline", "data", "micro", "pieces", "ZeRO", "sequence", "recompute")
@@ -242,17 +284,3 @@ def _split(job: Job) -> list[str]:
 
 def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Columns side by side, numbers to the right. left: columns of words, from the front or (negative) the end."""
-    words = {column % len(rows[0]) for column in left}
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if column in words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import Job
-from netfold.plan.model import Model
+from netfold.plan.model import Measured, Model
 from netfold.plan.step.constants import FITTED, Constants
 from netfold.plan.step.memory import memory_of
 from netfold.plan.step.prediction import Prediction
@@ -43,7 +45,7 @@ def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FIT
         optimizer_s=parts.optimizer_s,
         exposed_s=exposed,
         memory=memory,
-        memory_bytes=device.usable_bytes,
+        memory_bytes=math.inf if isinstance(model, Measured) else device.usable_bytes,
         samples_per_s=job.global_batch / step,
         mfu=job.global_batch * model.flops / (step * split.ranks * device.peak(job.precision)),
         limit=limit_of(step, compute, bubble, parts.optimizer_s, exposed),
@@ -104,6 +106,11 @@ def _exposed_data(parts: Costs, stage: Stage, job: Job) -> float:
         return parts.microbatches * (max(forward, first) + max(backward, first))
     if not job.overlap:
         return parts.data_s
+    if parts.travels:
+        ended = 0.0
+        for travel in parts.travels:
+            ended = max(ended, stage.backward_s - travel.left_s) + travel.taken_s
+        return max(0.0, ended - stage.backward_s)
     # The last bucket's gradients are there when the backward pass ends.
     last = parts.data_s * min(1.0, job.bucket_bytes / max(1.0, stage.parameters * job.gradient_bytes))
     return max(last, parts.data_s - stage.backward_s)

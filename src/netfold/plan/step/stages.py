@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import OPTIMIZERS, Job
-from netfold.plan.model import Layer, Model, Pass, Share, TimedStep
+from netfold.plan.model import Bucketed, Layer, Measured, Model, Pass, Share
 from netfold.plan.step.compute import blended, device_s, host_s, moved_s
 from netfold.plan.step.constants import FITTED, Constants
 from netfold.plan.step.traffic import Group, collective_s, send_s
@@ -47,11 +48,22 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Travel:
+    """A bucket of gradients. size_bytes: on the wire. left_s: of the backward pass, what is still to come when it is
+    ready. taken_s: to reduce it."""
+
+    size_bytes: float
+    left_s: float
+    taken_s: float
+
+
+@dataclass(frozen=True)
 class Costs:
     """data_s: of all gradients among data-parallel ranks, with ZeRO-1 and 2 of weights too, were nothing hidden.
 
     gathered_s: of all weights once, with ZeRO-3: before each forward and each backward pass, and then data_s is of each
     microbatch. optimizer_s: the update of a rank's weights. All three of the stage with most parameters.
+    travels: bucket by bucket, where the model knows its buckets and a rank holds all of it; together they are data_s.
     """
 
     stages: tuple[Stage, ...]
@@ -59,6 +71,7 @@ class Costs:
     data_s: float
     gathered_s: float
     optimizer_s: float
+    travels: tuple[Travel, ...] = ()
 
 
 def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTED) -> Costs:
@@ -66,6 +79,8 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
     split = job.split
     if split.ranks > cluster.devices:
         raise ValueError(f"{split.text()} needs {split.ranks} devices; {cluster.name} has {cluster.devices}")
+    if isinstance(model, Measured) and split.pipeline > 1:
+        raise ValueError(f"{model.name}: what was measured are ranks that hold the whole model; take pipeline 1")
     share = Share(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes)
     layers = model.layers(share)
     times = _layer_times(model, share, cluster, job.precision, constants, job.in_network)
@@ -76,11 +91,11 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
         stages.append(stages[-1] if part == before else _stage(part, layers, times, cluster, job, constants))
         before = part
     data, gathered = _data_parallel(max(stages, key=lambda stage: stage.parameters), cluster, job, constants)
-    updated = max(stage.parameters for stage in stages) / (split.data if split.zero else 1)
-    optimizer = moved_s(updated * _updated_bytes(job, constants), cluster.device, constants)
-    if isinstance(model, TimedStep):
-        optimizer = model.closing_host_s + model.update_host_s
-    return Costs(tuple(stages), job.microbatches, data, gathered, optimizer)
+    optimizer = _update_s(model, max(stage.parameters for stage in stages), cluster, job, constants)
+    travels = _travels(model, times, cluster, job, constants)
+    if travels:
+        data = sum(each.taken_s for each in travels)
+    return Costs(tuple(stages), job.microbatches, data, gathered, optimizer, travels)
 
 
 def _tables_s(layer: Layer, cluster: Cluster, job: Job, constants: Constants) -> float:
@@ -98,6 +113,14 @@ def _part_of_weights(layer: Layer) -> float:
     whole = layer.backward.flops + layer.again.flops
     of_weights = sum(each.flops for each in layer.backward.matmuls if each.count == 1 and not each.fused)
     return of_weights / 2 / whole if whole else 0.0
+
+
+def _update_s(model: Model, parameters: float, cluster: Cluster, job: Job, constants: Constants) -> float:
+    """Of a rank's weights, or of its part of them."""
+    parts = job.split.data if job.split.zero else 1
+    if isinstance(model, Measured):
+        return model.after_gradients_s / parts
+    return moved_s(parameters / parts * _updated_bytes(job, constants), cluster.device, constants)
 
 
 def _updated_bytes(job: Job, constants: Constants) -> float:
@@ -126,12 +149,28 @@ def _data_parallel(stage: Stage, cluster: Cluster, job: Job, constants: Constant
     return taken("reduce_scatter", gradients) + gathered, 0.0
 
 
+def _travels(
+    model: Model, times: tuple[_Times, ...], cluster: Cluster, job: Job, constants: Constants
+) -> tuple[Travel, ...]:
+    if not isinstance(model, Bucketed) or job.split.pipeline > 1 or job.split.zero or not job.overlap:
+        return ()
+    group = Group(job.split.data, job.split.tensor)
+    left = [0.0, *accumulate(each.backward_s for each in times)]
+    found = []
+    for bucket in model.buckets(job.bucket_bytes, job.gradient_bytes):
+        size = bucket.elements * job.gradient_bytes
+        taken = collective_s("all_reduce", size, group, cluster, constants, job.in_network, wire=job.wire)
+        found.append(Travel(size, left[bucket.layer], taken))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class _Times:
     forward_s: float
     backward_s: float
     forward_tensor_s: float
     backward_tensor_s: float
+    weights_s: float
 
 
 @lru_cache(maxsize=16384)
@@ -156,13 +195,16 @@ def _layer_times(
             return alone, 0.0
         return alone, max(0.0, blended(busy + talking, host, constants.blend_talking) - alone)
 
-    times = []
-    for layer in model.layers(share):
-        forward, forward_tensor = both(layer.forward)
-        backward, backward_tensor = both(layer.again, layer.backward)
-        found = (forward, backward, forward_tensor, backward_tensor)
-        times.append(_Times(*(constants.tempo * seconds for seconds in found)))
-    return tuple(times)
+    layers = model.layers(share)
+    # A deep model's layers are the same few, over and over.
+    met: dict[int, _Times] = {}
+    for layer in layers:
+        if id(layer) not in met:
+            forward, forward_tensor = both(layer.forward)
+            backward, backward_tensor = both(layer.again, layer.backward)
+            found = (forward, backward, forward_tensor, backward_tensor, backward * _part_of_weights(layer))
+            met[id(layer)] = _Times(*(constants.tempo * seconds for seconds in found))
+    return tuple(met[id(layer)] for layer in layers)
 
 
 def _stage(
@@ -190,7 +232,7 @@ def _stage(
         sum(count * layers[index].parameters for index, count in part),
         sum(count * layers[index].kept_bytes for index, count in part),
         sum(count * _tables_s(layers[index], cluster, job, constants) for index, count in part),
-        sum(count * times[index].backward_s * _part_of_weights(layers[index]) for index, count in part),
+        sum(count * times[index].weights_s for index, count in part),
         max(layers[index].parameters for index, _ in part),
     )
 

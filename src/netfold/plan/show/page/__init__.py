@@ -11,13 +11,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from netfold.plan.answer import Answer
+from netfold.plan.model import Measured
 from netfold.plan.search import words
 from netfold.plan.show.data import as_object
 from netfold.plan.show.page.others import comparisons, gains
 from netfold.plan.show.page.scaling import scaling
 from netfold.plan.show.page.split import memory, played, step
 from netfold.plan.show.page.ways import few, front
-from netfold.plan.show.text import big, duration, failures, money, rate, time
+from netfold.plan.show.text import asked as said
+from netfold.plan.show.text import duration, failures, money, rate, remembers, time, utilised
 from netfold.profile.page import units
 from netfold.profile.page.plain import escape
 from netfold.profile.page.sheet import sheet
@@ -32,17 +34,15 @@ def render_page(answer: Answer) -> str:
     return sheet(
         title=f"netfold plan: {asked.model.name} on {asked.devices:,} devices",
         headline=_headline(answer),
-        opening=f"""<p class="command">{escape(asked.model.name)}, {big(asked.model.parameters)} parameters;
-{asked.devices:,} x {escape(asked.cluster.device.name)} of {escape(asked.cluster.name)}; a batch of
-{job.global_batch:,}, {job.precision}, {job.optimizer}</p>
-<p>Split: {escape(words(job))}{_searched(answer)}. What limits it: {escape(answer.best.prediction.limit)}. All of it is
-predicted, nothing measured.</p>
+        opening=f"""<p class="command">{escape(said(answer))}</p>
+<p>Split: {escape(words(job))}{_searched(answer)}. What limits it: {escape(answer.best.prediction.limit)}.
+{_measured(answer)}</p>
 {notes}""",
         facts=_facts(answer),
         sections=[
             ("step", "Where a step's time goes", step(answer.best)),
             ("events", "The step as events", _played(answer)),
-            ("memory", "Memory of the rank that needs most", memory(answer.best)),
+            ("memory", "Memory of the rank that needs most", memory(answer.best) if remembers(answer) else ""),
             ("ways", "Ways to split it", few(answer)),
             ("less", "Less memory for more time", front(answer)),
             ("scaling", "Scaling out", scaling(answer)),
@@ -70,13 +70,21 @@ def _searched(answer: Answer) -> str:
     return f", the fastest of {answer.fitting:,} ways that fit, of {answer.tried:,} tried"
 
 
+def _measured(answer: Answer) -> str:
+    if isinstance(answer.question.model, Measured):
+        return "What a rank computes was measured; all else is predicted."
+    return "All of it is predicted, nothing measured."
+
+
 def _facts(answer: Answer) -> list[tuple[str, str]]:
     found, asked = answer.best.prediction, answer.question
     said = [
         (time(found.step_s), f"a step; about 80 of 100 lie between {time(found.low_s)} and {time(found.high_s)}"),
-        (units.ratio(found.mfu), "of the devices' peak goes into the model (MFU)"),
-        (units.size(found.memory.total), f"of {units.size(found.memory_bytes)} a device"),
     ]
+    if utilised(answer):
+        said.append((units.ratio(found.mfu), "of the devices' peak goes into the model (MFU)"))
+    if remembers(answer):
+        said.append((units.size(found.memory.total), f"of {units.size(found.memory_bytes)} a device"))
     if answer.best.job.split.data > 1:
         said.append((units.ratio(answer.efficiency), "scaling efficiency, against a replica alone"))
     if answer.training_s is not None and answer.training_cost is not None:

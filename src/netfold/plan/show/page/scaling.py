@@ -8,7 +8,7 @@ from typing import Any
 from netfold.plan.answer import Answer
 from netfold.plan.curve import Point
 from netfold.plan.search import Choice, words
-from netfold.plan.show.text import duration, rate, time
+from netfold.plan.show.text import duration, rate, time, utilised
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
 from netfold.profile.page.plain import escape
@@ -21,7 +21,8 @@ def scaling(answer: Answer) -> str:
     curves = {name: [point for point in points if point.choice] for name, points in answer.curves.items()}
     drawn = {name: points for name, points in curves.items() if len(points) > 1}
     figures = f'<div class="charts">{_throughput(drawn)}{_efficiency(drawn)}</div>' if drawn else ""
-    return figures + "".join(_table(name, points) for name, points in answer.curves.items())
+    known = utilised(answer)
+    return figures + "".join(_table(name, points, utilised=known) for name, points in answer.curves.items())
 
 
 def _throughput(curves: dict[str, list[Point]]) -> str:
@@ -76,7 +77,8 @@ _TRAINING: Column[Point] = Column(
 )
 
 
-def _table(name: str, points: Sequence[Point]) -> str:
+def _table(name: str, points: Sequence[Point], *, utilised: bool) -> str:
+    """utilised: what part of the devices' peak is used is known."""
     why = "see below"
 
     def found(value: Callable[[Choice], Any]) -> Callable[[Point], Any]:
@@ -88,7 +90,7 @@ def _table(name: str, points: Sequence[Point]) -> str:
         Column("step", found(lambda choice: choice.prediction.step_s), time, unknown=why),
         Column("samples/s", found(lambda choice: choice.prediction.samples_per_s), rate, unknown=why),
         Column("efficiency", lambda point: point.efficiency if point.choice else None, units.ratio, unknown=why),
-        Column("MFU", found(lambda choice: choice.prediction.mfu), units.ratio, unknown=why),
+        *([Column("MFU", found(lambda choice: choice.prediction.mfu), units.ratio, unknown=why)] if utilised else []),
         *([_TRAINING] if any(point.training_s is not None for point in points) else []),
         Column("split", found(lambda choice: words(choice.job)), unknown=why),
     )

@@ -1,0 +1,239 @@
+"""A profile's folder as the planner takes it: the step that its ranks took, and the network that it shows.
+
+A step's time is what a rank computed and what it waited for communication (`netfold.profile.exposed`). What it computed
+is taken to be the same on any network; the all_reduces are put on another one, each when its gradients were there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from netfold.plan.cluster import Cluster, Device, Tier
+from netfold.plan.cost import HALVES, INTEGERS
+from netfold.plan.job import PRECISIONS
+from netfold.plan.model import Profiled
+from netfold.plan.observed import Fitted, fit, observe
+from netfold.plan.table import format_seconds
+from netfold.plan.topology import DEFAULT_LINKS
+from netfold.profile.columns import Columns, Floats, Integers, columns_of
+from netfold.profile.exposed import expose
+from netfold.profile.run import Run, Trace, read_run
+
+# Steps that did the same: fewer have no median to speak of.
+_LEAST_STEPS = 5
+# Of a step: what is worth a sentence.
+_WORTH_A_NOTE = 0.02
+# Messages below this tell how busy hosts are, as much as a link (netfold.plan.advice).
+_SMALL_BYTES = 128 << 10
+# As many as the presets of ordinary Ethernet join.
+_MOST_HOSTS = 1024
+_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A profile: the step, the device it ran on, and its own network, or why that is not known.
+
+    gradient_bytes: of an element that is reduced.
+    """
+
+    model: Profiled
+    device: Device
+    network: Cluster | str
+    precision: str
+    gradient_bytes: int
+
+    def of_samples(self, samples: int) -> Seen:
+        """The same, where a rank's share of a step were so many samples."""
+        return replace(self, model=replace(self.model, samples=samples))
+
+
+def read_profile(folder: Path) -> Seen:
+    """A rank's share of a step is one sample: no profile says how many there were.
+
+    Raises ValueError, in a sentence: no profile, none of training, ranks of whose operations only the submission is
+    known.
+    """
+    run = read_run(folder)
+    size = max(trace.about.size for trace in run.traces)
+    if len(run.traces) < size:
+        raise ValueError(f"{folder}: {len(run.traces)} of {size} ranks left records; put all their folders together")
+    columns = columns_of(run)
+    ranks = [_steps(folder, trace, each) for trace, each in zip(run.traces, columns, strict=True)]
+    # By number, as far as all ranks have them, where all ranks did the same; each with the one before it.
+    together = list(zip(*ranks, strict=False))
+    pairs = [each for each in pairwise(together) if len({step.signature for steps in each for step in steps}) == 1]
+    if not pairs:
+        raise ValueError(
+            f"{folder}: no two steps after each other in which all ranks made the same all_reduces; record a longer "
+            "run of data-parallel training"
+        )
+    signature = Counter(steps[0].signature for _, steps in pairs).most_common(1)[0][0]
+    cycles = [_cycle(before, steps) for before, steps in pairs if steps[0].signature == signature]
+    if not signature:
+        raise ValueError(f"{folder}: no all_reduce in its steps; what can be planned is data-parallel training")
+    if len(cycles) < _LEAST_STEPS:
+        raise ValueError(
+            f"{folder}: {len(cycles)} of its steps follow one that is alike, and {_LEAST_STEPS} are the least for a "
+            "median; record a longer run"
+        )
+    ready = np.median(np.array([each.ready_s for each in cycles]), axis=0)
+    computed, update, wall, exposed, others = (
+        float(np.median([getattr(each, name) for each in cycles]))
+        for name in ("computed_s", "update_s", "wall_s", "exposed_s", "others_s")
+    )
+    dtypes = {dtype for dtype, _, _ in signature}
+    if unknown := dtypes - set(_ITEM_BYTES):
+        raise ValueError(
+            f"{folder}: all_reduces of {', '.join(sorted(unknown))} are no gradients; take them out of a step"
+        )
+    widest = max(dtypes, key=lambda dtype: _ITEM_BYTES[dtype])
+    model = Profiled(
+        name=str(folder),
+        samples=1,
+        ready_s=tuple(float(each) for each in np.maximum.accumulate(ready)),
+        bucket_bytes=tuple(size_bytes * _on_the_wire(dtype, wire) for dtype, size_bytes, wire in signature),
+        computed_s=max(computed, float(ready.max())),
+        update_s=update,
+        parameters=float(sum(size_bytes / _ITEM_BYTES[dtype] for dtype, size_bytes, _ in signature)),
+        ranks=size,
+        step_s=wall,
+        exposed_s=exposed,
+        notes=tuple(_notes(len(together) - 1, len(cycles), others, wall)),
+    )
+    precision = widest if widest in PRECISIONS else "f32"
+    device = _device(precision)
+    return Seen(model, device, _network(run, str(folder), device), precision, _ITEM_BYTES[widest])
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Of one rank. signature: dtype, bytes and wire format of each all_reduce, in the order of submission. ready_s:
+    what was computed before each; computed_s: until the last was done, update_s: after. others_s: of exposed_s, what
+    other operations than all_reduce have."""
+
+    signature: tuple[tuple[str, int, str], ...]
+    ready_s: Floats
+    computed_s: float
+    update_s: float
+    wall_s: float
+    exposed_s: float
+    others_s: float
+
+
+def _cycle(before: Sequence[_Step], steps: Sequence[_Step]) -> _Step:
+    """One step of all ranks, as that of one: means, but for what an all_reduce waits for, which begins when its last
+    rank is there. Who is last shows from the end of the last all_reduce before on, when ranks went on together.
+    """
+    updated = np.array([step.update_s for step in before])
+
+    def last(since_s: Sequence[Floats] | Sequence[float]) -> Any:
+        return (updated + np.array(since_s).T).max(axis=-1) - updated.mean()
+
+    means = {
+        name: float(np.mean([getattr(step, name) for step in steps]))
+        for name in ("update_s", "wall_s", "exposed_s", "others_s")
+    }
+    ready, computed = last([step.ready_s for step in steps]), last([step.computed_s for step in steps])
+    return _Step(signature=steps[0].signature, ready_s=ready, computed_s=float(computed), **means)
+
+
+def _steps(folder: Path, trace: Trace, columns: Columns) -> list[_Step]:
+    about, records, exposure = trace.about, trace.operations, expose(trace)
+    if not len(trace.steps):
+        raise ValueError(
+            f"{folder}: rank {about.rank} recorded no step of training; call netfold.profile.step() between two, or "
+            "let a torch optimizer step"
+        )
+    if exposure.exposed is None or (alone := exposure.of_operations(trace)) is None:
+        raise ValueError(f"{folder}: nobody watched the training thread of rank {about.rank}; record it once more")
+    if not columns.completes.all():
+        raise ValueError(
+            f"{folder}: of some operations only the submission was seen (nccl's run on devices), so what a step waits "
+            "for is not known; give the model by its dimensions, or as a module"
+        )
+    reductions = (columns.operation == "all_reduce") & ~columns.failed
+    order = np.argsort(records["queued_ns"], kind="stable")
+    gradients, rest = order[reductions[order]], order[~reductions[order]]
+
+    def submitted(which: Integers, began: int, ended: int) -> Integers:
+        first, end = np.searchsorted(records["queued_ns"][which], (began, ended))
+        return which[first:end]
+
+    found = []
+    for began, ended in zip(trace.steps["began_ns"], trace.steps["ended_ns"], strict=True):
+        mine, others = (submitted(which, began, ended) for which in (gradients, rest))
+        queued = records["queued_ns"][mine]
+        done = min(int(ended), int(records["finished_ns"][mine].max())) if len(mine) else int(ended)
+        moments = np.array([*queued, done, ended], np.int64)
+        # What is no exposed communication is computing, reading data and waiting for other threads among it.
+        since = exposure.between(exposure.exposed, np.full(len(moments), began), moments)
+        spent = (moments - began) / 1e9 - since
+        found.append(
+            _Step(
+                signature=tuple(
+                    (about.name_of("dtype", records["dtype"][at]), int(columns.bytes[at]), str(columns.wire[at]))
+                    for at in mine
+                ),
+                ready_s=spent[:-2],
+                computed_s=float(spent[-2]),
+                update_s=float(spent[-1] - spent[-2]),
+                wall_s=float(ended - began) / 1e9,
+                exposed_s=float(since[-1]),
+                others_s=float(alone[others].sum()),
+            )
+        )
+    return found
+
+
+def _on_the_wire(dtype: str, wire: str) -> float:
+    """Of a tensor's bytes, those that travel."""
+    if dtype != "f32":
+        return 1.0
+    return 0.5 if wire in HALVES else INTEGERS.get(wire, 1.0)
+
+
+def _notes(recorded: int, alike: int, others_s: float, wall_s: float) -> list[str]:
+    found = []
+    if recorded > alike:
+        found.append(
+            f"{recorded - alike} of {recorded} steps had other all_reduces, or followed such, and are left out"
+        )
+    if others_s > _WORTH_A_NOTE * wall_s:
+        found.append(
+            f"{format_seconds(others_s)} of a step went to other operations than all_reduce, and are not predicted"
+        )
+    return found
+
+
+def _device(precision: str) -> Device:
+    """What a profile ran on: it says nothing of it but how long it computes. What folds sums is as built in."""
+    unknown = float("nan")
+    return Device(
+        "the profile's device",
+        {precision: unknown},
+        memory_bytes=float("inf"),
+        memory_bytes_per_s=float("inf"),
+        copy_bytes_per_s=DEFAULT_LINKS.reduce_bytes_per_s,
+    )
+
+
+def _network(run: Run, name: str, device: Device) -> Cluster | str:
+    groups = observe(run)
+    if not groups:
+        return "no operation that all ranks of a group recorded"
+    if groups[0].topology.has_levels:
+        return "several ranks share each host, and a profile does not tell their links apart"
+    found = fit(groups[0], _SMALL_BYTES)
+    if not isinstance(found, Fitted):
+        return found
+    link = found.links.network
+    tier = Tier("the profile's link", _MOST_HOSTS, link.latency_s, link.bytes_per_s)
+    return Cluster(f"{name}'s own network", device, (tier,), (f"{name}, {found.text()}",))

@@ -1,0 +1,185 @@
+"""A module, run once forward and back on fake tensors, as the planner's model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from netfold.plan.model import Gradient, Kernels, Part, Traced
+from netfold.train.model import Model
+from netfold.train.trace.asked import Input, Untraceable
+from netfold.train.trace.watch import OnAnAccelerator, Ran, Watch, tensors
+
+# torch's errors where an operation's result, or its size, depends on numbers: of fake tensors, and of meta tensors.
+_WANTS_NUMBERS = ("DataDependent", "DynamicOutputShape", "UnsupportedFakeTensor", "GuardOnDataDependent")
+_SAYS_SO = ("data-dependent", "meta tensors", ".numpy() is not supported", ".tolist() is not supported")
+
+
+def traced(make: Callable[[], Any], inputs: Sequence[Input], name: str = "") -> Traced:
+    """What `make` makes (a module, or netfold.train's Model), in a step on `inputs`; name: the class's, if it is not
+    said.
+
+    Everything that a forward pass returns and that has a gradient is gone back from; of an output with a `loss`, that
+    alone. Raises Untraceable, in a sentence: no module, inputs that it does not take, values that it asks for.
+    """
+    if not inputs:
+        raise Untraceable("a module is traced with inputs: give each, such as --input 32x3x224x224")
+    counts = sorted({each.shape[0] for each in inputs})
+    if len(counts) > 1:
+        raise Untraceable(
+            f"inputs of {' and '.join(map(str, counts))} samples; the first dimension is the sample, and as long in all"
+        )
+    with warnings.catch_warnings(), _quiet():
+        # What libraries say of their own future is not about a plan.
+        warnings.simplefilter("ignore")
+        # What a CPU's own library does in one kernel (an LSTM) is taken apart: it is no accelerator's.
+        with torch.backends.mkldnn.flags(enabled=False), FakeTensorMode(allow_non_fake_inputs=True):
+            with _left_unset():
+                module = _made(make)
+            name = name or type(module).__name__
+            once, twice = (_run(module, inputs, times, name) for times in (1, 2))
+    parts, place = _parts(once)
+    more, _ = _parts(twice)
+    if [_outline(each) for each in parts] != [_outline(each) for each in more]:
+        raise Untraceable(
+            f"{name}: does other things with {2 * counts[0]} samples than with {counts[0]}, so nothing can be said of "
+            "other microbatches; trace it with more samples"
+        )
+    gradients = tuple(Gradient(each.numel(), place[at]) for each, at in once.gradients)
+    return Traced(name, counts[0], parts, more, gradients, tuple(_notes(name, once)))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Fake tensors log what they raise, with its stack; here it becomes a sentence."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextlib.contextmanager
+def _left_unset() -> Iterator[None]:
+    """Nobody looks at a weight's first numbers, and some rules for them (trunc_normal_) ask for numbers themselves."""
+    rules = {name: rule for name, rule in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
+    try:
+        for name in rules:
+            setattr(nn.init, name, lambda tensor, *_, **__: tensor)
+        yield
+    finally:
+        for name, rule in rules.items():
+            setattr(nn.init, name, rule)
+
+
+def _made(make: Callable[[], Any]) -> nn.Module:
+    made = make()
+    module = made.module if isinstance(made, Model) else made
+    if not isinstance(module, nn.Module):
+        raise Untraceable(f"what it makes is no torch.nn.Module but {type(made).__name__}; return the module")
+    return module.train()
+
+
+def _run(module: nn.Module, inputs: Sequence[Input], times: int, name: str) -> Watch:
+    given = [(each, torch.zeros((times * each.shape[0], *each.shape[1:]), dtype=each.dtype)) for each in inputs]
+    positional = [tensor for each, tensor in given if not each.name]
+    named = {each.name: tensor for each, tensor in given if each.name}
+    watch = Watch(module)
+    try:
+        with watch.hooked(), OnAnAccelerator():
+            returned = module(*positional, **named)
+            ends = _ends(returned)
+            with watch.aside():
+                given_back = [torch.ones_like(each) for each in ends]
+            if ends:
+                torch.autograd.backward(ends, given_back)
+    except Exception as error:
+        _explain(error, name, inputs)
+    if not ends:
+        raise Untraceable(f"{name}: returns nothing that has a gradient, so there is nothing to train")
+    module.zero_grad()
+    return watch
+
+
+def _ends(returned: Any) -> list[Tensor]:
+    loss = getattr(returned, "loss", None)
+    found = [loss] if isinstance(loss, Tensor) else tensors(returned)
+    return [each for each in found if each.requires_grad]
+
+
+def _parts(watch: Watch) -> tuple[tuple[Part, ...], dict[int, int]]:
+    """Without stretches in which nothing was done; and of each place in what was seen, the part it belongs to."""
+    made: list[Part] = []
+    place: dict[int, int] = {}
+    left = sum(watch.unused.values())
+    for index, (seen, (received, count)) in enumerate(zip(watch.seen, watch.received(), strict=True)):
+        if seen.worked:
+            forward, backward = _kernels(seen.forward), _kernels(seen.backward)
+            parameters = seen.parameters + left
+            left = 0
+            made.append(Part(seen.module or "itself", forward, backward, parameters, seen.kept, received, count))
+        else:
+            left += seen.parameters
+        place[index] = max(0, len(made) - 1)
+    if made and left:
+        made[-1] = replace(made[-1], parameters=made[-1].parameters + left)
+    return tuple(made), place
+
+
+def _kernels(ran: Ran) -> Kernels:
+    return Kernels(tuple(ran.matmuls), ran.moved, ran.count)
+
+
+def _outline(part: Part) -> tuple[object, ...]:
+    return part.name, part.parameters, len(part.forward.matmuls), len(part.backward.matmuls)
+
+
+def _notes(name: str, watch: Watch) -> list[str]:
+    found = []
+    if watch.custom:
+        found.append(
+            f"{name}: {', '.join(sorted(watch.custom))}: kernels that are not torch's count by the bytes they move, "
+            "and not by their arithmetic"
+        )
+    if watch.unused:
+        found.append(
+            f"{name}: {sum(watch.unused.values()):,} parameters are used by nothing; DDP needs "
+            "find_unused_parameters=True for it, and then keeps to another order of buckets"
+        )
+    return found
+
+
+def _explain(error: Exception, name: str, inputs: Sequence[Input]) -> NoReturn:
+    """Raise what went wrong in a trace, as a sentence."""
+    what = " ".join(str(error).split()).partition(" Exception raised from")[0]
+    kind = type(error).__name__
+    place = _place(error)
+    if kind.startswith(_WANTS_NUMBERS) or any(each in what for each in _SAYS_SO):
+        raise Untraceable(
+            f"{name}: asks for a number that was computed{place}, and a trace has shapes alone; trace what does not "
+            "depend on it, or give the model by its dimensions"
+        ) from error
+    shapes = ", ".join(each.text for each in inputs)
+    raise Untraceable(f"{name}: does not go through with inputs of {shapes}{place}: {kind}: {what[:300]}") from error
+
+
+def _place(error: Exception) -> str:
+    """Where outside of torch it was."""
+    torch_s = Path(torch.__file__).parent
+    here = Path(__file__).parent
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_absolute() and not path.is_relative_to(torch_s) and not path.is_relative_to(here):
+            return f" at {frame.filename}:{frame.lineno}"
+    return ""

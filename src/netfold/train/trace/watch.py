@@ -1,0 +1,278 @@
+"""What runs while a module is traced: every operation with its shapes, told apart by the module that it belongs to.
+
+A forward operation belongs to the innermost module that is being called. One of the backward pass belongs to where the
+node of the graph was made that is running: nodes are numbered as they are made, so each module has a range of them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from netfold.plan.model import Bulk, Matmul
+from netfold.plan.model.traced import NONE
+
+# Of a node that adds to a parameter's gradient: made once, numbered as the last of all.
+_ACCUMULATES = 2**64 - 1
+# They read as much as they write, and not the whole of what they look in.
+_LOOKS_UP = ("embedding", "index", "index_select", "gather")
+_MAKES_ROOM = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_OURS = ("aten", "prim", "prims")
+
+
+@dataclass
+class Ran:
+    """Of one pass of one part."""
+
+    matmuls: list[Matmul] = field(default_factory=list)
+    moved: Bulk = NONE
+    count: int = 0
+
+
+@dataclass
+class Seen:
+    """A part: a stretch of the forward pass inside one module. node: the number of the first node made in it."""
+
+    module: str
+    node: int
+    forward: Ran = field(default_factory=Ran)
+    backward: Ran = field(default_factory=Ran)
+    kept: Bulk = NONE
+
+    parameters: int = 0
+
+    @property
+    def worked(self) -> bool:
+        return self.forward.count > 0 or self.backward.count > 0 or self.kept != NONE
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """seen: parts, in order. gradients: parameters as the backward pass completes them, each with the part that did.
+
+    custom: operations that are not torch's. unused: elements of parameters that nothing has read, by storage.
+    `hooked` is entered around a forward and a backward pass.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[Seen] = []
+        self.gradients: list[tuple[Tensor, int]] = []
+        self.custom: set[str] = set()
+        self._module = module
+        self._path: list[str] = []
+        self._at = 0
+        self._aside = False
+        # By storage: the size, the part that made it and the last one that read it. Storages are held, since one that
+        # is freed gives its number away.
+        self._storages: dict[int, tuple[Tensor, Bulk]] = {}
+        self._made: dict[int, int] = {}
+        self._read: dict[int, int] = {}
+        # Parameters and buffers are there anyway.
+        self._kept = {self._hold(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self.unused: dict[int, int] = {}
+        for tensor in module.parameters():
+            self.unused[_number(tensor)] = self.unused.get(_number(tensor), 0) + tensor.numel()
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Who is called, what is saved and which gradients are there is told to this watch meanwhile."""
+        handles: list[Any] = []
+        for name, module in self._module.named_modules():
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
+            handles.append(module.register_forward_hook(lambda *_: self._leave()))
+        for parameter in self._module.parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook
+                handles.append(hook(lambda each: self.gradients.append((each, self._at))))  # type: ignore[no-untyped-call]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda saved: saved), self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs meanwhile is none of the module's."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
+    def received(self) -> list[tuple[Bulk, int]]:
+        """For each part, what it and those after it read of what was made before; how many tensors these are."""
+        found = [(NONE, 0) for _ in self.seen]
+        for number, made in self._made.items():
+            for part in range(made + 1, self._read.get(number, made) + 1):
+                size, count = found[part]
+                found[part] = size + self._storages[number][1], count + 1
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim" or self._aside:
+            return result
+        given, made = tensors((args, kwargs or {})), tensors(result)
+        ran, forward = self._part()
+        numbers = [self._hold(each) for each in given]
+        fresh = [each for each in made if self._hold(each) not in numbers]
+        if forward:
+            for number in numbers:
+                self._read[number] = self._at
+                self.seen[self._at].parameters += self.unused.pop(number, 0)
+            for each in fresh:
+                self._made[_number(each)] = self._at
+        name = func.overloadpacket.__name__
+        if func.namespace not in _OURS:
+            self.custom.add(f"{func.namespace}::{name}")
+        # A view moves nothing, and neither does room that is only made.
+        writes = any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments)
+        if name in _MAKES_ROOM or not made or (not fresh and not writes):
+            return result
+        ran.count += 1
+        if products := _PRODUCTS.get(name):
+            ran.matmuls += products(args, result)
+        else:
+            sources = made if name in _LOOKS_UP else given
+            ran.moved = sum((_bulk(each) for each in (*sources, *made)), ran.moved)
+        return result
+
+    def _part(self) -> tuple[Ran, bool]:
+        """Where what runs now belongs, and whether that is a forward pass."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return self.seen[self._at].forward, True
+        number: int = node._sequence_nr()
+        if number != _ACCUMULATES:
+            self._at = bisect.bisect_right(self.seen, number, key=lambda each: each.node) - 1
+        return self.seen[self._at].backward, False
+
+    def _enter(self, name: str) -> None:
+        if torch._C._current_autograd_node() is None:
+            self._path.append(name)
+            self._begin()
+
+    def _leave(self) -> None:
+        # What is computed again in the backward pass belongs to the node that wants it.
+        if torch._C._current_autograd_node() is None:
+            self._path.pop()
+            if self._path:
+                self._begin()
+
+    def _begin(self) -> None:
+        node = torch._C._autograd._get_sequence_nr()
+        if self.seen and not self.seen[-1].worked:
+            self.seen[-1] = Seen(self._path[-1], self.seen[-1].node)
+        else:
+            self.seen.append(Seen(self._path[-1], node))
+        self._at = len(self.seen) - 1
+
+    def _keep(self, saved: Tensor) -> Tensor:
+        number = self._hold(saved)
+        if number not in self._kept and torch._C._current_autograd_node() is None:
+            self._kept.add(number)
+            self.seen[self._at].kept += self._storages[number][1]
+        return saved
+
+    def _hold(self, tensor: Tensor) -> int:
+        number = _number(tensor)
+        if number not in self._storages:
+            self._storages[number] = tensor, _bulk(tensor, tensor.untyped_storage().nbytes())
+        return number
+
+
+class OnAnAccelerator(TorchFunctionMode):
+    """Dropout as accelerators run it: one kernel that keeps a byte an element, and inside attention nothing at all.
+
+    On a CPU torch keeps the mask as floating-point numbers, and takes attention with a dropout apart.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, kwargs
+            kwargs.pop("dropout_p", None)
+        elif func is torch.nn.functional.dropout:
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def tensors(values: Any) -> list[Tensor]:
+    """All in it, however lists, tuples, dictionaries and dataclasses are nested."""
+    if isinstance(values, Tensor):
+        return [values]
+    if is_dataclass(values) and not isinstance(values, type):
+        return tensors([getattr(values, each.name) for each in fields(values)])
+    if isinstance(values, Mapping):
+        return tensors(list(values.values()))
+    if isinstance(values, (list, tuple)):
+        return [tensor for each in values for tensor in tensors(each)]
+    return []
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+def _number(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def _bulk(tensor: Tensor, size_bytes: int | None = None) -> Bulk:
+    size = tensor.numel() * tensor.element_size() if size_bytes is None else size_bytes
+    if tensor.is_floating_point():
+        return Bulk(elements=size / tensor.element_size())
+    return Bulk(other_bytes=float(size))
+
+
+def _mm(left: Tensor, right: Tensor) -> list[Matmul]:
+    return [Matmul(left.shape[-2], right.shape[-1], left.shape[-1], math.prod(left.shape[:-2]))]
+
+
+def _convolved(x: Sequence[int], weight: Sequence[int], out: Sequence[int], transposed: bool, groups: int) -> Matmul:
+    """A kernel at every place that it is put: of the output, or of the input where it is transposed."""
+    places = x[0] * math.prod((x if transposed else out)[2:])
+    return Matmul(places, weight[0] // groups, math.prod(weight[1:]), groups)
+
+
+def _convolution(args: Any, result: Any) -> list[Matmul]:
+    return [_convolved(args[0].shape, args[1].shape, result.shape, args[6], args[8])]
+
+
+def _convolution_backward(args: Any, _: Any) -> list[Matmul]:
+    given, x, weight = (each.shape for each in args[:3])
+    one = _convolved(x, weight, given, args[7], args[9])
+    wanted = args[10]
+    found = [Matmul(one.m, one.k, one.n, one.count)] if wanted[0] else []
+    return found + ([Matmul(one.n, one.k, one.m, one.count)] if wanted[1] else [])
+
+
+def _attention(query: Tensor, key: Tensor, products: int) -> list[Matmul]:
+    """Products of the scores' size in one kernel, which moves no scores; a causal mask is not counted off."""
+    return [Matmul(query.shape[-2], key.shape[-2], query.shape[-1], math.prod(query.shape[:-2]), float(products))]
+
+
+# Operations that are matrix products, by torch's name: which, from arguments and result.
+_PRODUCTS: dict[str, Callable[[Any, Any], list[Matmul]]] = {
+    "mm": lambda args, _: _mm(args[0], args[1]),
+    "bmm": lambda args, _: _mm(args[0], args[1]),
+    "addmm": lambda args, _: _mm(args[1], args[2]),
+    "baddbmm": lambda args, _: _mm(args[1], args[2]),
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": lambda args, _: _attention(args[0], args[1], 2),
+    # Scores are computed again: five products where there were two (Dao et al. 2022).
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args, _: _attention(args[1], args[2], 5),
+}
