@@ -149,21 +149,21 @@ def find_ranks(pid: int | None = None) -> list[Rank]:
     for page in find_pages(pid):
         with contextlib.closing(page), contextlib.suppress(OSError):
             found += page.ranks()
-    _look_again(found)
-    return sorted(found, key=lambda rank: (rank.job, rank.rank))
+    return sorted(_look_again(found), key=lambda rank: (rank.job, rank.rank))
 
 
-def _look_again(ranks: list[Rank]) -> None:
+def _look_again(ranks: list[Rank]) -> list[Rank]:
     """Any page that is not in memory makes a process wait for a disk: that says something only where it lasts."""
+    states = {rank.pid: rank.process_state for rank in ranks}
     for _ in range(_LOOKS):
-        waiting = [number for number, rank in enumerate(ranks) if rank.process_state == "D"]
+        waiting = [pid for pid, state in states.items() if state == "D"]
         if not waiting:
-            return
+            break
         time.sleep(_LOOK_S)
-        for number in waiting:
+        for pid in waiting:
             with contextlib.suppress(OSError):  # it ended as what it was last seen as
-                state, _ = _process(Path("/proc", str(ranks[number].pid)))
-                ranks[number] = replace(ranks[number], process_state=state)
+                states[pid] = _process(Path("/proc", str(pid)))[0]
+    return [replace(rank, process_state=states[rank.pid]) for rank in ranks]
 
 
 def find_pages(pid: int | None = None) -> list[Page]:
