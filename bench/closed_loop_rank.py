@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from one_host import First, recipe_of
-from timed_model import LayerTime, timed
+from one_host import recipe_of
+from timed_model import First, LayerTime, timed
 
 from netfold.train import Trainer
 from netfold.train.datasets import make_data

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 sys.path.insert(0, str(Path(__file__).parent))
-from timed_model import LayerTime, layer_times, timed
+from timed_model import First, LayerTime, layer_times, timed
 
 from netfold.plan.model import ReadyBucket, TimedLayer, TimedStep
 from netfold.train import Chain, Model, Recipe, Trainer
@@ -275,19 +275,6 @@ def _row(began_s: float, events: list[tuple[str, float, float]], count: int, pro
         last_s = now_s
     *buckets, (word_bytes, _, closing_s) = operations
     return _Row(slept_s, host_s, buckets, word_bytes, closing_s, update_s, process_s - (last_s - began_s))
-
-
-class First:
-    """The first few examples: what is measured here is steps."""
-
-    def __init__(self, examples: Any, count: int) -> None:
-        self._examples, self._count = examples, min(count, len(examples))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def batch(self, indices: Any, seeds: Any) -> Any:
-        return self._examples.batch(indices, seeds)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,19 @@ REPEATS = 5
 Sleeps = Callable[[str, float], None]
 
 
+class First:
+    """The first few examples: what is measured here is steps."""
+
+    def __init__(self, examples: Any, count: int) -> None:
+        self._examples, self._count = examples, min(count, len(examples))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, indices: Any, seeds: Any) -> Any:
+        return self._examples.batch(indices, seeds)
+
+
 @dataclass(frozen=True)
 class LayerTime:
     forward_s: float

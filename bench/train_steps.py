@@ -68,7 +68,7 @@ def serve(recipe_path: str, folder: str, timed_file: str) -> None:
     from netfold.train.models import make_model
 
     sys.path.insert(0, str(HERE))
-    from timed_model import LayerTime, timed
+    from timed_model import First, LayerTime, timed
 
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -81,7 +81,7 @@ def serve(recipe_path: str, folder: str, timed_file: str) -> None:
     table["checkpoint"] = {}
     recipe = Recipe.model_validate(table)
     data = make_data(recipe.data)
-    few = replace(data, held_out=_First(data.held_out, recipe.training.batch * size))
+    few = replace(data, held_out=First(data.held_out, recipe.training.batch * size))
     times = [LayerTime(**each) for each in json.loads(Path(timed_file).read_text())] if timed_file else None
 
     class Seconds:
@@ -115,19 +115,6 @@ def serve(recipe_path: str, folder: str, timed_file: str) -> None:
             dist.destroy_process_group()
     if rank == 0:
         Path(folder, "seconds.json").write_text(json.dumps(seconds))
-
-
-class _First:
-    """The first few examples: what is measured here is steps."""
-
-    def __init__(self, examples: Any, count: int) -> None:
-        self._examples, self._count = examples, min(count, len(examples))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def batch(self, indices: Any, seeds: Any) -> Any:
-        return self._examples.batch(indices, seeds)
 
 
 def time_layers(recipe_path: str, file: str) -> None:

@@ -156,7 +156,7 @@ def test_the_closed_form_knows_what_was_profiled() -> None:
 
 
 def test_a_share_that_was_not_measured_is_refused() -> None:
-    with pytest.raises(ValueError, match="was measured with 4 samples"):
+    with pytest.raises(ValueError, match="was measured"):
         simulate(MODEL, rack(2), Job(16, 8, Split(data=2), precision="f32", overlap=True))
 
 

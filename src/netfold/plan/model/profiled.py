@@ -44,13 +44,7 @@ class Profiled(Measured):
 
     def layers(self, share: Share) -> tuple[Layer, ...]:
         """A layer a bucket, the last bucket's first. Raises ValueError for anything but the step that was measured."""
-        if share.tensor > 1 or share.recomputation != "none":
-            raise ValueError(f"{self.name}: a profile is of whole layers, as they ran; take tensor 1, recompute none")
-        if share.micro_batch != self.samples:
-            raise ValueError(
-                f"{self.name}: was measured with one pass of {self.samples} samples a rank and step; the batch must be "
-                "as many for each device"
-            )
+        self.as_it_ran(share)
         first = self.computed_s - self.backward_s
         ends = (first, *self.ready_s, self.computed_s)
         # Between one bucket and the next; then what is still computed when the last is on its way.

@@ -64,11 +64,7 @@ class TimedStep(Measured):
 
     def layers(self, share: Share) -> tuple[Layer, ...]:
         """Raises ValueError for any share but the one that was measured."""
-        if share.micro_batch != self.samples or share.tensor > 1 or share.recomputation != "none":
-            raise ValueError(
-                f"{self.name}: was measured with {self.samples} samples a rank and microbatch, whole and without "
-                "recomputation; ask for these, or profile it again"
-            )
+        self.as_it_ran(share)
         return tuple(
             Layer(
                 each.name,

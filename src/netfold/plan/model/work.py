@@ -123,7 +123,23 @@ class Model(Hashable, Protocol):
 
 
 class Measured(ABC):
-    """A model that is a step as it was measured: of ranks that hold all of it, on the device that it ran on."""
+    """A model that is a step as it was measured: of ranks that hold all of it, on the device that it ran on.
+
+    samples: of a rank in a step.
+    """
+
+    name: str
+    samples: int
+
+    def as_it_ran(self, share: Share) -> None:
+        """Raises ValueError for any share but the one that was measured."""
+        if share.tensor > 1 or share.recomputation != "none":
+            raise ValueError(f"{self.name}: was measured in whole layers, as they ran; take tensor 1, recompute none")
+        if share.micro_batch != self.samples:
+            raise ValueError(
+                f"{self.name}: was measured with one pass of {self.samples} samples a rank and step; the batch must be "
+                "as many for each device"
+            )
 
     @property
     @abstractmethod
