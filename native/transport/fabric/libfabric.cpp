@@ -162,7 +162,8 @@ class LibfabricRegistration final : public Registration {
 
 class LibfabricWire final : public Wire {
  public:
-  explicit LibfabricWire(Info info);
+  // `host`: of its interface, where it goes by such addresses.
+  LibfabricWire(Info info, const std::string& host);
 
   const Limits& limits() const override { return limits_; }
   std::vector<std::byte> name() const override;
@@ -182,6 +183,7 @@ class LibfabricWire final : public Wire {
   const std::string& why() const override { return why_; }
   std::size_t poll(std::span<Completion> into) override;
   bool may_sleep() override {
+    if (wait_fd_ < 0) return true;
     fid* queues[] = {&queue_->fid};
     return fi_trywait(fabric_.get(), queues, 1) == FI_SUCCESS;
   }
@@ -199,11 +201,12 @@ class LibfabricWire final : public Wire {
   void failed(Completion& into);
   void check(int result, const char* what) const {
     if (result != 0) {
-      throw Error("provider " + limits_.provider + " on " + limits_.domain + " cannot " + what + ": " + words(result));
+      throw Error("provider " + limits_.provider + " on " + place_ + " cannot " + what + ": " + words(result));
     }
   }
 
   Info info_;
+  std::string place_;
   Limits limits_;
   bool binds_registrations_ = false;
   bool names_keys_ = false;
@@ -217,7 +220,8 @@ class LibfabricWire final : public Wire {
   std::string why_;
 };
 
-LibfabricWire::LibfabricWire(Info info) : info_(std::move(info)) {
+LibfabricWire::LibfabricWire(Info info, const std::string& host)
+    : info_(std::move(info)), place_(as_text(info_->domain_attr->name) + (host.empty() ? "" : " at " + host)) {
   limits_.provider = as_text(info_->fabric_attr->prov_name);
   limits_.version = version_of(*info_);
   limits_.domain = as_text(info_->domain_attr->name);
@@ -225,7 +229,7 @@ LibfabricWire::LibfabricWire(Info info) : info_(std::move(info)) {
   limits_.inject_bytes = info_->tx_attr->inject_size;
   limits_.sends = info_->tx_attr->size;
   limits_.receives = info_->rx_attr->size;
-  limits_.tag_bits = std::bit_width(info_->ep_attr->mem_tag_format);
+  limits_.tag_bits = static_cast<int>(std::bit_width(info_->ep_attr->mem_tag_format));
   limits_.needs_registration = (info_->domain_attr->mr_mode & FI_MR_LOCAL) != 0;
   binds_registrations_ = (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
   names_keys_ = (info_->domain_attr->mr_mode & FI_MR_PROV_KEY) == 0;
@@ -246,12 +250,14 @@ LibfabricWire::LibfabricWire(Info info) : info_(std::move(info)) {
   of_queue.format = FI_CQ_FORMAT_TAGGED;
   of_queue.wait_obj = FI_WAIT_FD;
   fid_cq* queue = nullptr;
-  if (fi_cq_open(domain_.get(), &of_queue, &queue, nullptr) != 0) {
+  if (fi_cq_open(domain_.get(), &of_queue, &queue, nullptr) == 0) queue_.reset(queue);
+  if (queue_ == nullptr || fi_control(&queue_->fid, FI_GETWAIT, &wait_fd_) != 0) {
+    wait_fd_ = -1;
     of_queue.wait_obj = FI_WAIT_NONE;
+    queue_.reset();
     check(fi_cq_open(domain_.get(), &of_queue, &queue, nullptr), "make a completion queue");
+    queue_.reset(queue);
   }
-  queue_.reset(queue);
-  if (of_queue.wait_obj == FI_WAIT_FD) check(fi_control(&queue_->fid, FI_GETWAIT, &wait_fd_), "be waited for");
   fid_ep* endpoint = nullptr;
   check(fi_endpoint(domain_.get(), info_.get(), &endpoint, nullptr), "make an endpoint");
   endpoint_.reset(endpoint);
@@ -391,7 +397,7 @@ std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& 
       throw Error("provider " + as_text(found->fabric_attr->prov_name) + " does not go over the interface with the address " +
                   host + " (NETFOLD_INTERFACE)");
     }
-    return std::make_unique<LibfabricWire>(std::move(here));
+    return std::make_unique<LibfabricWire>(std::move(here), host);
   }
   fi_info* chosen = found.get();
   for (int skipped = 0; skipped < rail && chosen != nullptr; ++skipped) chosen = chosen->next;
@@ -399,7 +405,7 @@ std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& 
     throw Error("provider " + as_text(found->fabric_attr->prov_name) + " has no device number " + std::to_string(rail) +
                 "; name as many interfaces as there are devices (NETFOLD_INTERFACE)");
   }
-  return std::make_unique<LibfabricWire>(Info(library().dupinfo(chosen)));
+  return std::make_unique<LibfabricWire>(Info(library().dupinfo(chosen)), "");
 }
 
 }  // namespace netfold::transport::fabric

@@ -133,6 +133,7 @@ Bell::Bell() : event(make_event(0)) {}
 
 Port::Port(std::vector<std::unique_ptr<Wire>> rails)
     : rails_(std::move(rails)),
+      peers_(rails_.size()),
       ready_(make_event(1)),
       nap_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
       pid_(getpid()) {
@@ -243,7 +244,13 @@ void Port::connect(Stream* stream, const std::vector<std::vector<std::byte>>& na
                 std::to_string(theirs.segment_bytes) + " bytes, this one " + std::to_string(rails_.size()) + " and " +
                 std::to_string(segment_bytes_) + "; both need the same provider and interfaces alike");
   }
-  for (std::size_t rail = 0; rail < rails_.size(); ++rail) stream->peers.push_back(rails_[rail]->add(names[rail]));
+  for (std::size_t rail = 0; rail < rails_.size(); ++rail) {
+    // Once each: not every provider takes an address that it has.
+    const std::string name(reinterpret_cast<const char*>(names[rail].data()), names[rail].size());
+    const auto [known, is_new] = peers_[rail].try_emplace(name, 0);
+    if (is_new) known->second = rails_[rail]->add(names[rail]);
+    stream->peers.push_back(known->second);
+  }
   stream->is_out.resize(rails_.size());
   stream->tag_out = theirs.tag;
   // Our own slots bound what is under way as well.

@@ -44,6 +44,7 @@
 
 #include <array>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <unordered_map>
 
@@ -118,7 +119,7 @@ class Port {
     std::uint64_t refused = 0;     // for now; made again
     std::uint64_t out_of_order = 0;
     std::uint64_t repeated = 0;    // came twice
-    std::uint64_t strange = 0;     // with a tag that nobody was given, or malformed
+    std::uint64_t strange = 0;     // with a tag that nobody has (any more), or malformed
   };
   Counters counters() const;
 
@@ -152,6 +153,7 @@ class Port {
 
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Wire>> rails_;
+  std::vector<std::map<std::string, Wire::Peer>> peers_;  // by rail and name
   std::size_t segment_bytes_ = 0;
   std::size_t used_bytes_ = 0;
   std::vector<std::unique_ptr<Slab>> slabs_;
