@@ -370,6 +370,7 @@ void Port::push(Stream& stream) {
 
 void Port::tell_credit(Stream& stream) {
   Sending& credit = stream.credit();
+  if (stream.peers.empty()) return;  // the other end met us first
   while (stream.owes_credit() && credit.state != Sending::State::under_way && stream.why.empty()) {
     const auto taken = say(stream, What::credit);
     if (taken == Wire::Taken::later) return push(stream);

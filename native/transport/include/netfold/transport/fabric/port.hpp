@@ -67,7 +67,6 @@ struct Bell {
 class Port {
  public:
   static constexpr std::size_t kBudgetBytes = 256 << 20;
-  static constexpr std::size_t kMaxSegmentBytes = 64 << 10;
   static constexpr std::uint32_t kMaxWindow = 16;
   static constexpr std::int64_t kFlushNs = 100'000'000;
   // Between two looks of a sleeper at a provider that cannot wake it.
