@@ -75,7 +75,9 @@ class Options:
             else:
                 values[field.name] = text or _DEFAULT_WORDS.get(field.name)
         options = replace(self, **values)  # type: ignore[arg-type]
-        if options.transport not in TRANSPORTS and not re.fullmatch(r"fabric:[^,\s]+(,memory)?", options.transport or ""):
+        if options.transport not in TRANSPORTS and not re.fullmatch(
+            r"fabric:[^,\s]+(,memory)?", options.transport or ""
+        ):
             raise ValueError(
                 f"NETFOLD_TRANSPORT={options.transport!r} is not one of {', '.join(TRANSPORTS)}, fabric:PROVIDER, "
                 "fabric:PROVIDER,memory"
