@@ -507,6 +507,8 @@ void Port::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) 
   const std::uint32_t news = header.read - stream.confirmed;
   if (news > 0 && news <= stream.sent - stream.confirmed) {
     stream.confirmed = header.read;
+    // What was read has come.
+    if (stream.arrived_there - stream.confirmed > stream.sent - stream.confirmed) stream.arrived_there = header.read;
     ring(stream);
   }
   if (header.what != What::segment) {

@@ -6,9 +6,8 @@
 // anything that comes; it sorts segments by stream (the tag) and by number, and hands out their bytes in order. A
 // buffer whose bytes were all read is posted again.
 //
-//     stream of bytes -> [header|bytes] #7 --rail 0--> buffers of the port -> tag -> stream -> #7 of 8 -> bytes in
-//     order
-//                        [header|bytes] #8 --rail 1-->
+//     bytes -> [header|bytes] #7 --rail 0--> buffers of the port -> by tag, by number -> bytes in order
+//              [header|bytes] #8 --rail 1-->
 //
 // The caller gets its memory back at once, as from a socket: what is under way is never a tensor's. A message is one
 // segment or many; nothing here depends on where one ends.
@@ -40,8 +39,8 @@
 // that rail had goes again over the others. So over several rails a stream is settled once the peer has everything.
 //
 // WHAT GOES WRONG. A completion error fails the streams it concerns, with the provider's words. A peer that vanishes
-// need not be noticed by a provider: pipe.hpp keeps the handshake's connection beside each stream, and its end is the
-// peer's. A segment that comes twice, as one that went again may, is dropped by its number.
+// need not be noticed by a provider: fabric_pipe.hpp keeps the handshake's connection beside each stream, and its end
+// is the peer's. A segment that comes twice, as one that went again may, is dropped by its number.
 #pragma once
 
 #include <netfold/transport/fabric/wire.hpp>
