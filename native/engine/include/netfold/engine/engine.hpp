@@ -211,6 +211,10 @@ class Group {
   static constexpr std::int64_t kLingerNs = 1'000'000'000;
   static constexpr std::int64_t kLingerStepNs = 5'000'000;
 
+  // How long a driver looks at pipes that move nothing by themselves before it sleeps: what lying down and getting up
+  // costs with them.
+  static constexpr std::int64_t kDrivenSpinNs = 20'000;
+
   // From how long a wait on others are told, and again after three times as long.
   static constexpr std::int64_t kLateNs = 1'000'000'000;
   static constexpr std::size_t kSaid = 16;
@@ -251,6 +255,7 @@ class Group {
   std::unique_ptr<transport::Mesh> mesh_;
   std::unique_ptr<collective::PointToPoint> lane_;
   std::vector<std::unique_ptr<transport::Mesh>> spares_;
+  const bool needs_driving_;  // its meshes, for what was sent
   std::vector<std::unique_ptr<collective::Uplink>> uplinks_;
   std::unique_ptr<transport::SharedNode> node_;
 
@@ -269,7 +274,7 @@ class Group {
   std::vector<Traffic> traffic_;
   bool closed_ = false;
   std::deque<std::function<void()>> errands_;
-  bool behind_ = false;  // a mended connection has things to say again
+  bool behind_ = false;  // a mended connection has things to say again, or a pipe needs driving
   std::array<collective::MessageHeader, kSaid> said_;
 
   // The driver's alone.
