@@ -15,6 +15,7 @@
 #include <cstring>
 
 #include "call_site.hpp"
+#include "fabric.hpp"
 #include "module.hpp"
 #include "seal.hpp"
 #include "transport.hpp"
@@ -46,8 +47,9 @@ std::vector<transport::Fd> owned(const std::vector<int>& fds) {
 // The connections to each rank, by rail: none to this rank itself.
 using Connections = std::vector<std::vector<int>>;
 
+// `fabric`: by lane and rank, streams to go over in the place of the connections; empty where there are none.
 std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, const std::vector<bool>& mends,
-                                           std::uint64_t group, int lane) {
+                                           std::uint64_t group, int lane, const nb::list& fabric) {
   std::vector<std::unique_ptr<transport::Pipe>> pipes;
   for (std::size_t peer = 0; peer < fds.size(); ++peer) {
     std::function<void(int)> breaks;
@@ -60,8 +62,15 @@ std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, con
                                  .rail = rail});
       };
     }
-    pipes.push_back(fds[peer].empty() ? nullptr
-                                      : std::make_unique<transport::TcpPipe>(owned(fds[peer]), std::move(breaks)));
+    std::unique_ptr<transport::Pipe> pipe;
+    if (!fds[peer].empty()) pipe = std::make_unique<transport::TcpPipe>(owned(fds[peer]), std::move(breaks));
+    if (pipe != nullptr && nb::len(fabric) > 0) {
+      auto stream = std::move(nb::cast<FabricEnd&>(fabric[lane][peer]).pipe);
+      if (stream == nullptr) throw nb::value_error("this stream was given to a group before");
+      stream->watch(std::move(pipe));
+      pipe = std::move(stream);
+    }
+    pipes.push_back(std::move(pipe));
   }
   return std::make_unique<transport::Mesh>(rank, std::move(pipes));
 }
@@ -70,7 +79,7 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
                                   const std::vector<Connections>& spare_fds, std::vector<bool> mends, std::uint64_t id,
                                   std::string job, int spin_us, bool spins_for_sockets, bool yields,
                                   const std::vector<std::tuple<int, std::uint64_t, int, int, int>>& table,
-                                  std::uint16_t table_hash, std::vector<int> nodes) {
+                                  std::uint16_t table_hash, std::vector<int> nodes, const nb::list& fabric) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
   const auto fits = [&](const Connections& lane) { return lane.size() == fds.size(); };
   if (!fits(lane_fds) || !std::all_of(spare_fds.begin(), spare_fds.end(), fits)) {
@@ -95,11 +104,11 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
                              static_cast<collective::AlgorithmId>(algorithm), wire,
                              static_cast<collective::AlgorithmId>(between)});
   }
-  auto mesh = make_mesh(rank, fds, mends, id, 0);
-  auto lane = make_mesh(rank, lane_fds, mends, id, 1);
+  auto mesh = make_mesh(rank, fds, mends, id, 0, fabric);
+  auto lane = make_mesh(rank, lane_fds, mends, id, 1, fabric);
   std::vector<std::unique_ptr<transport::Mesh>> spares;
   for (const Connections& spare : spare_fds) {
-    spares.push_back(make_mesh(rank, spare, mends, id, 2 + static_cast<int>(spares.size())));
+    spares.push_back(make_mesh(rank, spare, mends, id, 2 + static_cast<int>(spares.size()), fabric));
   }
   nb::gil_scoped_release release;
   return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane), std::move(spares));
@@ -527,9 +536,11 @@ void bind_engine(nb::module_& m) {
       "add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("spare_fds"),
       nb::arg("mends"), nb::arg("id"), nb::arg("job"), nb::arg("spin_us"), nb::arg("spins_for_sockets"),
       nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"), nb::arg("nodes"),
+      nb::arg("fabric"),
       "fds[r]: connected stream sockets to rank r, one a rail, none at this rank's place; lane_fds[r]: others, for "
       "messages between two ranks; spare_fds[i][r]: for what switch i was to do; mends[r]: whether one that breaks may "
-      "be made again. Takes ownership of them.");
+      "be made again; fabric[lane][r]: a stream to go over instead, if any are given (spares are lanes from 2 on). Takes "
+      "ownership of them.");
   e.def(
       "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },
       nb::call_guard<nb::gil_scoped_release>());

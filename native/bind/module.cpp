@@ -13,6 +13,7 @@ NB_MODULE(_native, m) {
   bind_seal(m);
   bind_protocol(m);
   bind_prove(m);
+  bind_fabric(m);
   bind_engine(m);
   bind_aggregator(m);
   bind_cable(m);

@@ -9,5 +9,6 @@ void bind_protocol(nanobind::module_& m);
 void bind_seal(nanobind::module_& m);
 void bind_prove(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
+void bind_fabric(nanobind::module_& m);
 void bind_aggregator(nanobind::module_& m);
 void bind_cable(nanobind::module_& m);

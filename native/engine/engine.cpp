@@ -119,6 +119,7 @@ Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> m
       mesh_(std::move(mesh)),
       lane_(std::make_unique<collective::PointToPoint>(std::move(lane))),
       spares_(std::move(spares)),
+      needs_driving_(mesh_->needs_driving()),
       status_(StatusPage::instance().open()),
       wake_(make_event()) {
   events_.reserve(kEventCapacity);
@@ -475,6 +476,8 @@ bool Group::turn(std::int64_t now) {
     }
     fail_all();
   }
+  // What an operation left behind must be seen off, though nobody waits for it.
+  if (needs_driving_ && active_.empty() && transfers_.empty()) catch_up();
   publish_traffic();
   return moved;
 }

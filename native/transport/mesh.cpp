@@ -1,5 +1,7 @@
 #include <netfold/transport/mesh.hpp>
 
+#include <algorithm>
+
 namespace netfold::transport {
 
 Mesh::Mesh(int rank, std::vector<std::unique_ptr<Pipe>> pipes)
@@ -17,18 +19,19 @@ Rail* Mesh::rail(int peer, int number) {
 
 bool Mesh::catch_up() {
   bool all = true;
-  for (const auto& pipe : pipes_) {
-    for (int number = 0; pipe != nullptr && number < pipe->rails(); ++number) all &= pipe->rail(number)->catch_up();
-  }
+  for (const auto& pipe : pipes_) all &= pipe == nullptr || pipe->catch_up();
   return all;
 }
 
 void Mesh::wait_to_catch_up(std::vector<pollfd>& fds) {
   for (const auto& pipe : pipes_) {
-    for (int number = 0; pipe != nullptr && number < pipe->rails(); ++number) {
-      if (!pipe->rail(number)->catch_up()) pipe->rail(number)->wait_for(POLLOUT, fds);
-    }
+    if (pipe != nullptr) pipe->wait_to_catch_up(fds);
   }
+}
+
+bool Mesh::needs_driving() const {
+  return std::any_of(pipes_.begin(), pipes_.end(),
+                     [](const auto& pipe) { return pipe != nullptr && pipe->needs_driving(); });
 }
 
 void Mesh::close() {

@@ -82,6 +82,18 @@ bool TcpPipe::hung_up() {
   return gone;
 }
 
+bool TcpPipe::catch_up() {
+  bool all = true;
+  for (Rail& rail : rails_) all &= rail.catch_up();
+  return all;
+}
+
+void TcpPipe::wait_to_catch_up(std::vector<pollfd>& fds) {
+  for (Rail& rail : rails_) {
+    if (!rail.catch_up()) rail.wait_for(POLLOUT, fds);
+  }
+}
+
 std::size_t TcpPipe::unconfirmed() const {
   std::size_t bytes = 0;
   for (const Rail& rail : rails_) bytes += rail.unconfirmed();

@@ -1,4 +1,4 @@
-"""`netfold doctor`: what is wrong, before a job and in one that hangs."""
+"""`netfold doctor`: what is wrong, before a job and in one that hangs; which fabrics there are."""
 
 from pathlib import Path
 from typing import Annotated
@@ -77,4 +77,33 @@ def check(
     elif rank == 0:
         show(Console(), gathered, findings)
     if failed(findings):
+        raise typer.Exit(FOUND)
+
+
+@app.command()
+def fabric(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """What libfabric offers on this host for NETFOLD_TRANSPORT=fabric:PROVIDER, and why a provider cannot be used. Exit
+    code 1 where none can."""
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from netfold.doctor import fabric as looked_at
+
+    version, why_not = looked_at.library()
+    if why_not:
+        typer.echo(json.dumps({"libfabric": None, "why_not": why_not}) if as_json else f"no fabric: {why_not}")
+        raise typer.Exit(FOUND)
+    found = looked_at.providers()
+    if as_json:
+        typer.echo(json.dumps({"libfabric": version, "providers": [asdict(each) for each in found]}))
+    else:
+        table = Table("provider", "version", "over", "", title=f"libfabric {version}", title_justify="left", box=None)
+        for each in found:
+            said = f"[red]cannot be used: {each.why_not}[/]" if each.why_not else ", ".join(each.can)
+            table.add_row(each.name, each.version, ", ".join(each.devices), said)
+        Console().print(table)
+    if all(each.why_not for each in found):
         raise typer.Exit(FOUND)

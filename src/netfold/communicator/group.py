@@ -16,7 +16,7 @@ import numpy as np
 
 import netfold
 from netfold._native import engine, protocol
-from netfold.communicator import caretaker, peer_memory, probe, rendezvous
+from netfold.communicator import caretaker, fabric, peer_memory, probe, rendezvous
 from netfold.communicator.addresses import interface_of, own_interfaces
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Resident, leave, open_door
@@ -120,10 +120,17 @@ class Group:
         node: Node | None = None
         try:
             door.admit(self._resident)
-            sockets, neighbours = rendezvous.connect_mesh(store, self._resident, door, interfaces, deadline)
+            sockets, neighbours = rendezvous.connect_mesh(
+                store, self._resident, door, interfaces, deadline, fabric=options.fabric
+            )
             streams = rendezvous.first_rail(sockets[0])
-            enabled = options.transport != "tcp"
-            self.nodes, node = find_nodes(rank, size, streams, enabled=enabled, deadline=deadline)
+            over: list[list[Any]] = []
+            probed: Sequence[Any] = streams
+            if options.fabric is not None:
+                hosts = interfaces.hosts[: interfaces.rails]
+                over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline)
+                probed = fabric.as_streams(over[0], streams, options.fabric)
+            self.nodes, node = find_nodes(rank, size, streams, enabled=options.shares_memory, deadline=deadline)
             self.peer_memory: Any = None
             self._single_copy = ""
             if node is not None:
@@ -144,7 +151,7 @@ class Group:
                 )
 
             if job.probe and not shared and size > 1:
-                choice = probe.agree(streams, rank, topology, build, deadline, rails=interfaces.rails)
+                choice = probe.agree(probed, rank, topology, build, deadline, rails=interfaces.rails)
             else:
                 choice = probe.Choice(build(DEFAULT_LINKS), DEFAULT_LINKS, topology)
             self.table: ChoiceTable = choice.table
@@ -209,6 +216,7 @@ class Group:
             ],
             table_hash=self.table.hash16,
             nodes=list(self.nodes),
+            fabric=over,
         )
         if node is not None:
             self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links, self.peer_memory)

@@ -23,7 +23,9 @@ class Options:
         (NETFOLD_ALGORITHM; docs/algorithms.md).
     wire: auto, f32, bf16, f16, i32 or i8: what f32 tensors travel as in all_reduce (NETFOLD_WIRE, docs/numbers.md);
         auto never loses a bit, the bits of a sum by i32 are the same whatever runs it, i8 is for gradients.
-    transport: auto, or tcp to keep ranks that share memory from using it (NETFOLD_TRANSPORT).
+    transport: auto; tcp to keep ranks that share memory from using it; fabric:PROVIDER to go over a provider of
+        libfabric instead of tcp, fabric:PROVIDER,memory where ranks that share memory should use it
+        (NETFOLD_TRANSPORT, docs/fabric.md).
     single_copy: on or off: ranks of one machine read what is sent straight from each other's memory, where the kernel
         lets them (NETFOLD_SINGLE_COPY); off on any rank is off for its machine.
     share_buckets: on or off: move DDP's buckets to shared memory, in place, where all ranks are on one machine
@@ -73,8 +75,11 @@ class Options:
             else:
                 values[field.name] = text or _DEFAULT_WORDS.get(field.name)
         options = replace(self, **values)  # type: ignore[arg-type]
-        if options.transport not in TRANSPORTS:
-            raise ValueError(f"NETFOLD_TRANSPORT={options.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        if options.transport not in TRANSPORTS and not re.fullmatch(r"fabric:[^,\s]+(,memory)?", options.transport or ""):
+            raise ValueError(
+                f"NETFOLD_TRANSPORT={options.transport!r} is not one of {', '.join(TRANSPORTS)}, fabric:PROVIDER, "
+                "fabric:PROVIDER,memory"
+            )
         for name in ("single_copy", "share_buckets", "probe"):
             if getattr(options, name) not in ("on", "off"):
                 raise ValueError(f"NETFOLD_{name.upper()}={getattr(options, name)!r} is not one of on, off")
@@ -87,6 +92,17 @@ class Options:
             options = replace(options, switch=None)
         switches_of(options.switch)
         return options
+
+    @property
+    def fabric(self) -> str | None:
+        """The provider of libfabric to go over, if any."""
+        head, _, provider = (self.transport or "").partition(":")
+        return provider.removesuffix(",memory") if head == "fabric" else None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks of one machine are to go through its memory."""
+        return self.transport == "auto" or (self.transport or "").endswith(",memory")
 
     def port_range(self) -> range:
         """The ports to listen on; range(1), for any, where none are named. ValueError for what is no range."""

@@ -17,6 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -40,6 +41,17 @@ _measured: dict[frozenset[str], Link] = {}
 _local: tuple[float, float] | None = None
 
 
+class Speaker(Protocol):
+    """What of a socket is used here."""
+
+    def settimeout(self, seconds: float, /) -> None: ...
+    def setsockopt(self, level: int, option: int, value: int, /) -> None: ...
+    def getsockname(self) -> tuple[str, int]: ...
+    def getpeername(self) -> tuple[str, int]: ...
+    def sendall(self, data: bytes, /) -> None: ...
+    def recv(self, count: int, /) -> bytes: ...
+
+
 @dataclass(frozen=True)
 class Choice:
     """A table, and what it was made from."""
@@ -61,7 +73,7 @@ class Choice:
 
 
 def agree(
-    sockets: Sequence[socket.socket | None],
+    sockets: Sequence[Speaker | None],
     rank: int,
     topology: Topology,
     build: Callable[[Links], ChoiceTable],
@@ -96,7 +108,7 @@ def agree(
         ) from None
 
 
-def _follow(leader: socket.socket) -> Choice:
+def _follow(leader: Speaker) -> Choice:
     leader.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while True:
         kind, size = _FRAME.unpack(receive_exactly(leader, _FRAME.size))
@@ -108,7 +120,7 @@ def _follow(leader: socket.socket) -> Choice:
         leader.sendall(data[:1])
 
 
-def _measure(streams: dict[int, socket.socket], peer: int, rails: int) -> Links:
+def _measure(streams: dict[int, Speaker], peer: int, rails: int) -> Links:
     memory_bytes_per_s, reduce_bytes_per_s = _local_rates()
     links = replace(
         DEFAULT_LINKS,
@@ -126,7 +138,7 @@ def _measure(streams: dict[int, socket.socket], peer: int, rails: int) -> Links:
     return replace(links, network=replace(network, bytes_per_s=network.bytes_per_s * rails))
 
 
-def _ping(stream: socket.socket) -> list[tuple[int, float]]:
+def _ping(stream: Speaker) -> list[tuple[int, float]]:
     """(bytes, seconds one way): there with the bytes, back with one."""
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     samples: list[tuple[int, float]] = []

@@ -155,12 +155,12 @@ class Neighbours:
 
 
 def connect_mesh(
-    store: Store, resident: Resident, door: Door, interfaces: Interfaces, deadline: float
+    store: Store, resident: Resident, door: Door, interfaces: Interfaces, deadline: float, *, fabric: str | None = None
 ) -> tuple[Sockets, Neighbours]:
     """A socket a lane, rank and rail, and where the ranks are. Raises RendezvousError naming the ranks that did not
-    come."""
+    come, or that are to go over another fabric."""
     rank, size, lanes, rails = resident.rank, resident.size, resident.lanes, resident.rails
-    mine = {"at": [format_endpoint(host, door.port) for host in interfaces.hosts], "rails": rails}
+    mine = {"at": [format_endpoint(host, door.port) for host in interfaces.hosts], "rails": rails, "fabric": fabric}
     store.set(f"address/{rank}", json.dumps(mine).encode())
     neighbours = Neighbours(interfaces, [[] for _ in range(size)])
     places = list(itertools.product(range(size), range(lanes), range(rails)))
@@ -168,12 +168,12 @@ def connect_mesh(
         for peer, lane, rail in places:
             if peer < rank:
                 if not neighbours.endpoints[peer]:
-                    neighbours.endpoints[peer] = _endpoints(store, resident, peer, deadline)
+                    neighbours.endpoints[peer] = _endpoints(store, resident, peer, fabric, deadline)
                 hello = Hello(JOIN, handshake.token_of(resident.secret), rank, peer, size, lane, rail)
                 resident.arrived[peer, lane, rail] = connect(neighbours, hello, resident.secret, deadline)
         _await_arrivals(resident, {place for place in places if place[0] > rank}, deadline)
         for peer in range(rank + 1, size):
-            neighbours.endpoints[peer] = _endpoints(store, resident, peer, deadline)
+            neighbours.endpoints[peer] = _endpoints(store, resident, peer, fabric, deadline)
     except BaseException as error:
         absent = sorted({place[0] for place in places if place[0] != rank and place not in resident.arrived})
         with resident.changed:
@@ -201,8 +201,16 @@ def _tried(neighbours: Neighbours) -> str:
     return f" Tried in vain: {'; '.join(neighbours.failed)}." if neighbours.failed else ""
 
 
-def _endpoints(store: Store, resident: Resident, peer: int, deadline: float) -> list[tuple[str, int]]:
+def _endpoints(
+    store: Store, resident: Resident, peer: int, fabric: str | None, deadline: float
+) -> list[tuple[str, int]]:
     theirs = json.loads(store.get(f"address/{peer}", _left(deadline)))
+    if theirs["fabric"] != fabric:
+        raise RendezvousError(
+            f"rank {peer} is to go over the fabric {theirs['fabric']}, rank {resident.rank} over {fabric}: every rank "
+            "needs the same (NETFOLD_TRANSPORT)",
+            rank=peer,
+        )
     if theirs["rails"] != resident.rails:
         raise RendezvousError(
             f"rank {peer} names {theirs['rails']} interfaces, rank {resident.rank} {resident.rails}: every rank needs "

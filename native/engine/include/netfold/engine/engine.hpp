@@ -251,6 +251,7 @@ class Group {
   std::unique_ptr<transport::Mesh> mesh_;
   std::unique_ptr<collective::PointToPoint> lane_;
   std::vector<std::unique_ptr<transport::Mesh>> spares_;
+  const bool needs_driving_;  // its meshes, for what was sent
   std::vector<std::unique_ptr<collective::Uplink>> uplinks_;
   std::unique_ptr<transport::SharedNode> node_;
 
@@ -269,7 +270,7 @@ class Group {
   std::vector<Traffic> traffic_;
   bool closed_ = false;
   std::deque<std::function<void()>> errands_;
-  bool behind_ = false;  // a mended connection has things to say again
+  bool behind_ = false;  // a mended connection has things to say again, or a pipe needs driving
   std::array<collective::MessageHeader, kSaid> said_;
 
   // The driver's alone.

@@ -38,10 +38,13 @@ class Mesh {
 
   // A connection under a pipe; nullptr where there is none of that number, or the mesh was closed.
   Rail* rail(int peer, int number);
-  // Says again what connections that broke took along. True once that is done, or cannot be now.
+  // Says again what connections that broke took along, and sees off what pipes need us for. True once that is done, or
+  // cannot be now.
   bool catch_up();
   // What wakes a sleeper that has something to say again.
   void wait_to_catch_up(std::vector<pollfd>& fds);
+  // As Pipe says, of any.
+  bool needs_driving() const;
 
   // Where what is being said to a peer stands: what else can be said to it depends on that.
   enum class Place : std::uint8_t { between_messages, between_pieces, inside };

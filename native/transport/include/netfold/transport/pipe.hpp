@@ -32,6 +32,13 @@ class Pipe {
   virtual bool hung_up() = 0;
   // Bytes said to the peer that may be lost if we close and it still speaks.
   virtual std::size_t unconfirmed() const = 0;
+  // Does what can be done for what was taken from callers before. True where nothing is left of that, or nothing can be
+  // done now; else what `wait_to_catch_up` adds wakes a sleeper that has something to do.
+  virtual bool catch_up() { return true; }
+  virtual void wait_to_catch_up(std::vector<pollfd>&) {}
+  // Whether what was sent may need us further, as with a provider that moves data only while it is looked at: then
+  // `catch_up` is to be called until it is through.
+  virtual bool needs_driving() const { return false; }
   // The connections under it, of a pipe that goes over any.
   virtual int rails() const { return 0; }
   virtual Rail* rail(int) { return nullptr; }

@@ -24,6 +24,8 @@ class TcpPipe final : public Pipe {
   void wait_for(short events, std::vector<pollfd>& fds) const override;
   bool hung_up() override;
   std::size_t unconfirmed() const override;
+  bool catch_up() override;
+  void wait_to_catch_up(std::vector<pollfd>& fds) override;
 
   int rails() const override { return static_cast<int>(rails_.size()); }
   Rail* rail(int number) override { return &rails_[static_cast<std::size_t>(number)]; }

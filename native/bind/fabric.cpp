@@ -1,0 +1,227 @@
+// netfold._native.fabric: ports on a fabric, and their streams until a group takes them over.
+#include "fabric.hpp"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <poll.h>
+#include <time.h>
+#include <netfold/transport/fabric/libfabric.hpp>
+#include <netfold/transport/fabric/strict_wire.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <system_error>
+
+#include "module.hpp"
+
+namespace nb = nanobind;
+namespace fabric = netfold::transport::fabric;
+
+namespace {
+
+using Names = std::vector<std::vector<std::byte>>;
+
+std::int64_t monotonic_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+nb::list as_list(const Names& names) {
+  nb::list out;
+  for (const auto& name : names) out.append(nb::bytes(reinterpret_cast<const char*>(name.data()), name.size()));
+  return out;
+}
+
+Names as_names(const std::vector<nb::bytes>& names) {
+  Names out;
+  for (const nb::bytes& name : names) {
+    const auto* first = reinterpret_cast<const std::byte*>(name.c_str());
+    out.emplace_back(first, first + name.size());
+  }
+  return out;
+}
+
+nb::list providers() {
+  nb::list out;
+  for (const fabric::Provider& one : fabric::list_providers()) {
+    nb::dict entry;
+    entry["name"] = one.name;
+    entry["version"] = one.version;
+    entry["domain"] = one.domain;
+    entry["message_bytes"] = one.message_bytes;
+    entry["inject_bytes"] = one.inject_bytes;
+    entry["can_write"] = one.can_write;
+    entry["manual"] = one.manual;
+    entry["registration"] = one.registration;
+    entry["why_not"] = one.why_not;
+    out.append(entry);
+  }
+  return out;
+}
+
+fabric::FabricPipe& pipe_of(FabricEnd& end) {
+  if (end.pipe == nullptr) throw nb::value_error("this stream was given to a group before, or closed");
+  return *end.pipe;
+}
+
+// Moves all of `bytes`, and waits for that up to the deadline; how many it were. Throws Error when the stream is over.
+template <class Move>
+std::size_t move_all(fabric::FabricPipe& pipe, std::byte* data, std::size_t bytes, short events,
+                     std::int64_t timeout_ns, Move move) {
+  const std::int64_t deadline = monotonic_ns() + timeout_ns;
+  std::vector<pollfd> fds;
+  std::size_t moved = 0;
+  for (;;) {
+    const iovec piece{data + moved, bytes - moved};
+    const auto io = move(piece);
+    moved += io.bytes;
+    if (io.closed && moved < bytes) {
+      throw fabric::Error(io.why != nullptr ? *io.why : std::string("the other end of the stream is closed"));
+    }
+    const std::int64_t now = monotonic_ns();
+    if (moved == bytes || now >= deadline) return moved;
+    if (io.bytes > 0) continue;
+    fds.clear();
+    pipe.wait_for(events, fds);
+    const auto left_ms = std::min<std::int64_t>((deadline - now) / 1'000'000 + 1, 1000);
+    ::poll(fds.data(), fds.size(), static_cast<int>(left_ms));
+  }
+}
+
+std::size_t send_all(FabricEnd& end, const nb::bytes& data, std::int64_t timeout_ns) {
+  fabric::FabricPipe& pipe = pipe_of(end);
+  auto* first = reinterpret_cast<std::byte*>(const_cast<char*>(data.c_str()));
+  const std::size_t bytes = data.size();
+  nb::gil_scoped_release release;
+  return move_all(pipe, first, bytes, POLLOUT, timeout_ns,
+                  [&](const iovec& piece) { return pipe.send({&piece, 1}); });
+}
+
+nb::bytes receive_all(FabricEnd& end, std::size_t bytes, std::int64_t timeout_ns) {
+  fabric::FabricPipe& pipe = pipe_of(end);
+  std::vector<std::byte> into(bytes);
+  std::size_t got = 0;
+  {
+    nb::gil_scoped_release release;
+    got = move_all(pipe, into.data(), bytes, POLLIN, timeout_ns,
+                   [&](const iovec& piece) { return pipe.receive({&piece, 1}); });
+  }
+  return nb::bytes(reinterpret_cast<const char*>(into.data()), got);
+}
+
+bool flush(FabricEnd& end, std::int64_t timeout_ns) {
+  fabric::FabricPipe& pipe = pipe_of(end);
+  nb::gil_scoped_release release;
+  const std::int64_t deadline = monotonic_ns() + timeout_ns;
+  std::vector<pollfd> fds;
+  while (!pipe.catch_up()) {
+    const std::int64_t left_ns = deadline - monotonic_ns();
+    if (left_ns <= 0) return false;
+    fds.clear();
+    pipe.wait_to_catch_up(fds);
+    ::poll(fds.data(), fds.size(), static_cast<int>(std::min<std::int64_t>(left_ns / 1'000'000 + 1, 1000)));
+  }
+  return true;
+}
+
+// `bytes` there and back, so many times, each end in turn, never sleeping: the form of libfabric's own ping-pong.
+double ping_pong(FabricEnd& end, std::size_t bytes, int rounds, bool begins, std::int64_t timeout_ns) {
+  fabric::FabricPipe& pipe = pipe_of(end);
+  nb::gil_scoped_release release;
+  std::vector<std::byte> data(bytes);
+  const std::int64_t began = monotonic_ns();
+  const auto move = [&](bool sends) {
+    std::size_t moved = 0;
+    while (moved < bytes) {
+      const iovec piece{data.data() + moved, bytes - moved};
+      const auto io = sends ? pipe.send({&piece, 1}) : pipe.receive({&piece, 1});
+      if (io.closed) throw fabric::Error("the other end of the stream is closed");
+      if (io.bytes == 0 && monotonic_ns() - began > timeout_ns) throw fabric::Error("the other end does not answer");
+      moved += io.bytes;
+    }
+  };
+  for (int round = 0; round < rounds; ++round) {
+    move(begins);
+    move(!begins);
+  }
+  return static_cast<double>(monotonic_ns() - began) / 1e9;
+}
+
+}  // namespace
+
+void bind_fabric(nb::module_& m) {
+  nb::module_ f = m.def_submodule("fabric");
+  // NOLINTNEXTLINE: registered for its effect
+  nb::exception<fabric::Error>(f, "FabricError", PyExc_OSError);
+  f.def("version", &fabric::library_version, "Of libfabric. FabricError where there is none that can be used.");
+  f.def("providers", &providers, "All that libfabric finds; `why_not` is empty where netfold can use it.");
+
+  nb::class_<fabric::Bell>(f, "Bell", "Wakes the driver of the streams that were opened with it.");
+  f.def("make_bell", [] { return std::make_shared<fabric::Bell>(); });
+
+  nb::class_<fabric::Port>(f, "Port", "This process's place on a fabric.")
+      .def(nb::new_([](const std::string& provider, const std::vector<std::string>& hosts) {
+             nb::gil_scoped_release release;
+             std::vector<std::unique_ptr<fabric::Wire>> rails;
+             for (const std::string& host : hosts) {
+               rails.push_back(fabric::open_rail(provider, host, static_cast<int>(rails.size())));
+             }
+             return std::make_shared<fabric::Port>(std::move(rails));
+           }),
+           nb::arg("provider"), nb::arg("hosts"), "`hosts`: addresses of this host's interfaces, one a rail.")
+      .def_prop_ro("provider", [](const fabric::Port& self) { return self.limits().provider; })
+      .def_prop_ro("version", [](const fabric::Port& self) { return self.limits().version; })
+      .def_prop_ro("names", [](const fabric::Port& self) { return as_list(self.names()); })
+      .def_prop_ro("counters",
+                   [](const fabric::Port& self) {
+                     const auto counters = self.counters();
+                     nb::dict out;
+                     out["segments_sent"] = counters.segments_sent;
+                     out["segments_received"] = counters.segments_received;
+                     out["credits_sent"] = counters.credits_sent;
+                     out["refused"] = counters.refused;
+                     out["out_of_order"] = counters.out_of_order;
+                     out["repeated"] = counters.repeated;
+                     out["strange"] = counters.strange;
+                     return out;
+                   })
+      .def("progress", &fabric::Port::look, nb::call_guard<nb::gil_scoped_release>(),
+           "Does what the provider has to do, for everybody.")
+      .def(
+          "open",
+          [](const std::shared_ptr<fabric::Port>& self, std::shared_ptr<fabric::Bell> bell, std::size_t streams) {
+            return FabricEnd{
+                std::make_unique<fabric::FabricPipe>(self, self->open(std::move(bell), streams))};
+          },
+          nb::arg("bell"), nb::arg("streams"), "One of `streams` that are opened together.");
+
+  nb::class_<FabricEnd>(f, "Stream", "This rank's end of a stream of bytes to another.")
+      .def_prop_ro("terms",
+                   [](FabricEnd& self) {
+                     const auto& pipe = pipe_of(self);
+                     const auto terms = pipe.port()->terms(pipe.stream());
+                     return std::tuple(terms.tag, terms.window, terms.segment_bytes);
+                   })
+      .def(
+          "connect",
+          [](FabricEnd& self, const std::vector<nb::bytes>& names,
+             const std::tuple<std::uint64_t, std::uint32_t, std::uint32_t>& terms) {
+            const auto& pipe = pipe_of(self);
+            const Names theirs = as_names(names);
+            nb::gil_scoped_release release;
+            pipe.port()->connect(pipe.stream(), theirs, {std::get<0>(terms), std::get<1>(terms), std::get<2>(terms)});
+          },
+          nb::arg("names"), nb::arg("terms"))
+      .def("send", &send_all, nb::arg("data"), nb::arg("timeout_ns"), "How many bytes went within the time.")
+      .def("receive", &receive_all, nb::arg("bytes"), nb::arg("timeout_ns"), "Fewer where the time was over.")
+      .def("flush", &flush, nb::arg("timeout_ns"), "Whether all that was sent is on its way, and needs us no more.")
+      .def("ping_pong", &ping_pong, nb::arg("bytes"), nb::arg("rounds"), nb::arg("begins"), nb::arg("timeout_ns"),
+           "Seconds for so many messages there and back.")
+      .def("close", [](FabricEnd& self) {
+        nb::gil_scoped_release release;
+        self.pipe.reset();
+      });
+}

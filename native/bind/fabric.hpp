@@ -1,0 +1,10 @@
+#pragma once
+
+#include <netfold/transport/fabric/fabric_pipe.hpp>
+
+#include <memory>
+
+// This rank's end of a stream to another, until a group takes it over.
+struct FabricEnd {
+  std::unique_ptr<netfold::transport::fabric::FabricPipe> pipe;
+};

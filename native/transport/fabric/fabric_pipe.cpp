@@ -1,0 +1,90 @@
+#include <netfold/transport/fabric/fabric_pipe.hpp>
+
+#include <chrono>
+
+namespace netfold::transport::fabric {
+namespace {
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace
+
+FabricPipe::FabricPipe(std::shared_ptr<Port> port, Port::Stream* stream) : port_(std::move(port)), stream_(stream) {}
+
+FabricPipe::~FabricPipe() {
+  LastWord word{port_->close(stream_)};
+  if (connection_ == nullptr) return;
+  const iovec piece{&word, sizeof word};
+  connection_->send({&piece, 1});
+}
+
+Pipe::Io FabricPipe::send(std::span<const iovec> pieces) {
+  const std::size_t sent = port_->send(stream_, pieces);
+  if (sent > 0) return {.bytes = sent};
+  if (++quiet_calls_ >= kQuietCalls) look();
+  return over_since_ns_ >= 0 || is_over() ? closed() : Io{};
+}
+
+Pipe::Io FabricPipe::receive(std::span<const iovec> pieces) {
+  const std::size_t got = port_->receive(stream_, pieces);
+  if (got > 0) return {.bytes = got};
+  if (++quiet_calls_ >= kQuietCalls) look();
+  if (!is_over()) return {};
+  const bool is_all = heard_ == sizeof last_word_ && port_->read(stream_) == last_word_.segments;
+  return is_all || now_ns() - over_since_ns_ > kLastNs ? closed() : Io{};
+}
+
+// At the connection: what the peer said last, or that it ended without a word.
+void FabricPipe::look() {
+  quiet_calls_ = 0;
+  if (connection_ == nullptr || heard_ == sizeof last_word_) return;
+  const iovec piece{reinterpret_cast<std::byte*>(&last_word_) + heard_, sizeof last_word_ - heard_};
+  const Io io = connection_->receive({&piece, 1});
+  heard_ += io.bytes;
+  if (over_since_ns_ >= 0 || (heard_ < sizeof last_word_ && !io.closed)) return;
+  over_since_ns_ = now_ns();
+  if (!io.closed) return;
+  error_ = io.error;
+  if (io.why != nullptr) why_ = *io.why;
+}
+
+bool FabricPipe::is_over() {
+  if (over_since_ns_ >= 0) return true;
+  std::string failure = port_->failure(stream_);
+  if (failure.empty()) return false;
+  // The connection may know better: that the peer left in order, or why it is gone.
+  look();
+  if (over_since_ns_ < 0) over_since_ns_ = now_ns();
+  if (why_.empty()) why_ = std::move(failure);
+  return true;
+}
+
+void FabricPipe::wait_for(short events, std::vector<pollfd>& fds) const {
+  quiet_calls_ = kQuietCalls;
+  port_->wait_for(stream_, events, fds);
+  if (over_since_ns_ >= 0) {
+    port_->nap(fds);  // until what is on its way has had its time
+  } else if (connection_ != nullptr) {
+    connection_->wait_for(POLLIN | POLLRDHUP, fds);
+  }
+}
+
+bool FabricPipe::hung_up() {
+  look();
+  return over_since_ns_ >= 0 || is_over();
+}
+
+bool FabricPipe::catch_up() {
+  const bool connection = connection_ == nullptr || connection_->catch_up();
+  return (port_->settled(stream_) || is_over()) && connection;
+}
+
+void FabricPipe::wait_to_catch_up(std::vector<pollfd>& fds) {
+  if (connection_ != nullptr) connection_->wait_to_catch_up(fds);
+  if (!port_->settled(stream_)) port_->wait_for(stream_, 0, fds);
+}
+
+}  // namespace netfold::transport::fabric

@@ -1,0 +1,411 @@
+#include <netfold/transport/fabric/libfabric.hpp>
+
+#include <dlfcn.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_tagged.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <string>
+
+namespace netfold::transport::fabric {
+namespace {
+
+// Debian 12's; what stands in its headers stayed in later ones.
+constexpr std::uint32_t kVersion = FI_VERSION(1, 17);
+
+static_assert(sizeof(Work) == sizeof(fi_context2));
+
+struct Library {
+  decltype(&::fi_version) version = nullptr;
+  decltype(&::fi_getinfo) getinfo = nullptr;
+  decltype(&::fi_freeinfo) freeinfo = nullptr;
+  decltype(&::fi_dupinfo) dupinfo = nullptr;
+  decltype(&::fi_fabric) fabric = nullptr;
+  decltype(&::fi_strerror) strerror = nullptr;
+};
+
+std::string text_of(std::uint32_t version) {
+  return std::to_string(FI_MAJOR(version)) + "." + std::to_string(FI_MINOR(version));
+}
+
+Library load() {
+  void* handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    throw Error(std::string("libfabric cannot be opened (") + dlerror() +
+                "); install it (apt install libfabric1) or name its folder in LD_LIBRARY_PATH");
+  }
+  Library library;
+  const auto find = [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, name));
+    if (function == nullptr) throw Error(std::string("libfabric.so.1 has no ") + name + "; it is not libfabric 1.17");
+  };
+  find(library.version, "fi_version");
+  if (library.version() < kVersion) {
+    throw Error("libfabric " + text_of(library.version()) + " is too old; netfold needs " + text_of(kVersion) +
+                " or newer");
+  }
+  find(library.getinfo, "fi_getinfo");
+  find(library.freeinfo, "fi_freeinfo");
+  find(library.dupinfo, "fi_dupinfo");
+  find(library.fabric, "fi_fabric");
+  find(library.strerror, "fi_strerror");
+  return library;
+}
+
+// Never unloaded: providers have threads of their own.
+const Library& library() {
+  static const Library loaded = load();
+  return loaded;
+}
+
+struct FreeInfo {
+  void operator()(fi_info* info) const { library().freeinfo(info); }
+};
+using Info = std::unique_ptr<fi_info, FreeInfo>;
+
+std::string words(int error) { return library().strerror(error < 0 ? -error : error); }
+
+// Found and whether it was; the library's "no data" is an answer.
+Info ask(const fi_info* hints, const char* source = nullptr) {
+  fi_info* found = nullptr;
+  const int failed =
+      library().getinfo(kVersion, source, nullptr, source != nullptr ? FI_SOURCE : 0, hints, &found);
+  if (failed == -FI_ENODATA) return nullptr;
+  if (failed != 0) throw Error("libfabric does not list its providers: " + words(failed));
+  return Info(found);
+}
+
+// What netfold asks of an endpoint. It can do without everything that is not named here: no order, no source address.
+Info hints_for(const std::string& provider) {
+  Info hints(library().dupinfo(nullptr));
+  if (hints == nullptr) throw Error("libfabric has no memory left");
+  hints->caps = FI_TAGGED | FI_SEND | FI_RECV;
+  hints->mode = FI_CONTEXT | FI_CONTEXT2;
+  hints->ep_attr->type = FI_EP_RDM;
+  hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
+  hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  if (!provider.empty()) hints->fabric_attr->prov_name = strdup(provider.c_str());
+  return hints;
+}
+
+std::string as_text(const char* text) { return text != nullptr ? text : ""; }
+
+std::string version_of(const fi_info& info) { return text_of(info.fabric_attr->prov_version); }
+
+std::vector<std::string> demands_of(const fi_info& info) {
+  static constexpr std::array<std::pair<int, const char*>, 6> kNames = {{{FI_MR_LOCAL, "local"},
+                                                                         {FI_MR_VIRT_ADDR, "virtual addresses"},
+                                                                         {FI_MR_ALLOCATED, "allocated"},
+                                                                         {FI_MR_PROV_KEY, "provider's keys"},
+                                                                         {FI_MR_ENDPOINT, "bound to an endpoint"},
+                                                                         {FI_MR_HMEM, "device memory too"}}};
+  std::vector<std::string> out;
+  for (const auto& [bit, name] : kNames) {
+    if ((info.domain_attr->mr_mode & bit) != 0) out.emplace_back(name);
+  }
+  return out;
+}
+
+bool goes_by_host(const fi_info& info) {
+  return info.addr_format == FI_SOCKADDR || info.addr_format == FI_SOCKADDR_IN || info.addr_format == FI_SOCKADDR_IN6;
+}
+
+// Names in order, each once, as "a, b and c" would be too clever for an error.
+std::string names_in(const Info& found) {
+  std::string names;
+  std::string last;
+  for (const fi_info* each = found.get(); each != nullptr; each = each->next) {
+    const std::string name = as_text(each->fabric_attr->prov_name);
+    if (name != last) names += (names.empty() ? "" : ", ") + name;
+    last = name;
+  }
+  return names.empty() ? "none" : names;
+}
+
+std::string locked_memory() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
+  return "; this process may lock " + std::to_string(limit.rlim_cur >> 10) +
+         " KiB of memory (RLIMIT_MEMLOCK): raise it with `ulimit -l unlimited`, or memlock in "
+         "/etc/security/limits.conf, or LimitMEMLOCK of the service";
+}
+
+// Closes what libfabric opened.
+struct Close {
+  template <class Fid>
+  void operator()(Fid* opened) const {
+    fi_close(&opened->fid);
+  }
+};
+template <class Fid>
+using Owned = std::unique_ptr<Fid, Close>;
+
+class LibfabricRegistration final : public Registration {
+ public:
+  explicit LibfabricRegistration(Owned<fid_mr> region) : region_(std::move(region)) {}
+  void* descriptor() const override { return fi_mr_desc(region_.get()); }
+
+ private:
+  Owned<fid_mr> region_;
+};
+
+class LibfabricWire final : public Wire {
+ public:
+  // `host`: of its interface, where it goes by such addresses.
+  LibfabricWire(Info info, const std::string& host);
+
+  const Limits& limits() const override { return limits_; }
+  std::vector<std::byte> name() const override;
+  Peer add(std::span<const std::byte> name) override;
+  std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes) override;
+  Taken send(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, std::uint64_t tag,
+             Work* work) override {
+    return taken(fi_tsend(endpoint_.get(), data, bytes, descriptor, to, tag, work));
+  }
+  Taken inject(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag) override {
+    return taken(fi_tinject(endpoint_.get(), data, bytes, to, tag));
+  }
+  Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) override {
+    constexpr std::uint64_t kAnyTag = ~std::uint64_t{0};
+    return taken(fi_trecv(endpoint_.get(), into, bytes, descriptor, FI_ADDR_UNSPEC, 0, kAnyTag, work));
+  }
+  const std::string& why() const override { return why_; }
+  std::size_t poll(std::span<Completion> into) override;
+  bool may_sleep() override {
+    if (wait_fd_ < 0) return true;
+    fid* queues[] = {&queue_->fid};
+    return fi_trywait(fabric_.get(), queues, 1) == FI_SUCCESS;
+  }
+  int wait_fd() const override { return wait_fd_; }
+
+ private:
+  static constexpr std::size_t kBatch = 32;
+
+  Taken taken(ssize_t result) {
+    if (result == 0) return Taken::yes;
+    if (result == -FI_EAGAIN) return Taken::later;
+    why_ = words(static_cast<int>(result));
+    return Taken::never;
+  }
+  void failed(Completion& into);
+  void check(int result, const char* what) const {
+    if (result != 0) {
+      throw Error("provider " + limits_.provider + " on " + place_ + " cannot " + what + ": " + words(result));
+    }
+  }
+
+  Info info_;
+  std::string place_;
+  Limits limits_;
+  bool binds_registrations_ = false;
+  bool names_keys_ = false;
+  std::uint64_t next_key_ = 1;
+  Owned<fid_fabric> fabric_;
+  Owned<fid_domain> domain_;
+  Owned<fid_av> addresses_;
+  Owned<fid_cq> queue_;
+  Owned<fid_ep> endpoint_;
+  int wait_fd_ = -1;
+  std::string why_;
+};
+
+LibfabricWire::LibfabricWire(Info info, const std::string& host)
+    : info_(std::move(info)), place_(as_text(info_->domain_attr->name) + (host.empty() ? "" : " at " + host)) {
+  limits_.provider = as_text(info_->fabric_attr->prov_name);
+  limits_.version = version_of(*info_);
+  limits_.domain = as_text(info_->domain_attr->name);
+  limits_.message_bytes = info_->ep_attr->max_msg_size;
+  limits_.inject_bytes = info_->tx_attr->inject_size;
+  limits_.sends = info_->tx_attr->size;
+  limits_.receives = info_->rx_attr->size;
+  limits_.tag_bits = static_cast<int>(std::bit_width(info_->ep_attr->mem_tag_format));
+  limits_.needs_registration = (info_->domain_attr->mr_mode & FI_MR_LOCAL) != 0;
+  binds_registrations_ = (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
+  names_keys_ = (info_->domain_attr->mr_mode & FI_MR_PROV_KEY) == 0;
+
+  fid_fabric* fabric = nullptr;
+  check(library().fabric(info_->fabric_attr, &fabric, nullptr), "be opened");
+  fabric_.reset(fabric);
+  fid_domain* domain = nullptr;
+  check(fi_domain(fabric_.get(), info_.get(), &domain, nullptr), "open its domain");
+  domain_.reset(domain);
+  fi_av_attr of_addresses{};
+  of_addresses.type = info_->domain_attr->av_type;
+  fid_av* addresses = nullptr;
+  check(fi_av_open(domain_.get(), &of_addresses, &addresses, nullptr), "make an address vector");
+  addresses_.reset(addresses);
+  fi_cq_attr of_queue{};
+  of_queue.size = limits_.sends + limits_.receives;
+  of_queue.format = FI_CQ_FORMAT_TAGGED;
+  of_queue.wait_obj = FI_WAIT_FD;
+  fid_cq* queue = nullptr;
+  if (fi_cq_open(domain_.get(), &of_queue, &queue, nullptr) == 0) queue_.reset(queue);
+  if (queue_ == nullptr || fi_control(&queue_->fid, FI_GETWAIT, &wait_fd_) != 0) {
+    wait_fd_ = -1;
+    of_queue.wait_obj = FI_WAIT_NONE;
+    queue_.reset();
+    check(fi_cq_open(domain_.get(), &of_queue, &queue, nullptr), "make a completion queue");
+    queue_.reset(queue);
+  }
+  fid_ep* endpoint = nullptr;
+  check(fi_endpoint(domain_.get(), info_.get(), &endpoint, nullptr), "make an endpoint");
+  endpoint_.reset(endpoint);
+  check(fi_ep_bind(endpoint_.get(), &addresses_->fid, 0), "bind its addresses");
+  check(fi_ep_bind(endpoint_.get(), &queue_->fid, FI_TRANSMIT | FI_RECV), "bind its completion queue");
+  check(fi_enable(endpoint_.get()), "enable its endpoint");
+}
+
+std::vector<std::byte> LibfabricWire::name() const {
+  std::vector<std::byte> name(512);
+  std::size_t bytes = name.size();
+  check(fi_getname(&endpoint_->fid, name.data(), &bytes), "say its address");
+  name.resize(bytes);
+  return name;
+}
+
+Wire::Peer LibfabricWire::add(std::span<const std::byte> name) {
+  fi_addr_t peer = FI_ADDR_NOTAVAIL;
+  if (fi_av_insert(addresses_.get(), name.data(), 1, &peer, 0, nullptr) != 1) {
+    throw Error("provider " + limits_.provider + " does not take an address of " + std::to_string(name.size()) +
+                " bytes; does every rank use the same provider?");
+  }
+  return peer;
+}
+
+std::unique_ptr<Registration> LibfabricWire::register_memory(std::byte* data, std::size_t bytes) {
+  fid_mr* opened = nullptr;
+  const int result = fi_mr_reg(domain_.get(), data, bytes, FI_SEND | FI_RECV, 0, names_keys_ ? next_key_++ : 0, 0,
+                               &opened, nullptr);
+  if (result != 0) {
+    const bool may_be_limit = result == -FI_ENOMEM || result == -EPERM || result == -EAGAIN;
+    throw Error("provider " + limits_.provider + " cannot register " + std::to_string(bytes) +
+                " bytes of memory: " + words(result) + (may_be_limit ? locked_memory() : ""));
+  }
+  Owned<fid_mr> region(opened);
+  if (binds_registrations_) {
+    check(fi_mr_bind(region.get(), &endpoint_->fid, 0), "bind memory to its endpoint");
+    check(fi_mr_enable(region.get()), "enable a registration");
+  }
+  return std::make_unique<LibfabricRegistration>(std::move(region));
+}
+
+std::size_t LibfabricWire::poll(std::span<Completion> into) {
+  std::array<fi_cq_tagged_entry, kBatch> entries;
+  const std::size_t most = std::min(into.size(), entries.size());
+  const ssize_t found = fi_cq_read(queue_.get(), entries.data(), most);
+  if (found == -FI_EAGAIN || found == 0) return 0;
+  if (found == -FI_EAVAIL) {
+    failed(into[0]);
+    return 1;
+  }
+  if (found < 0) {
+    into[0] = {.kind = Completion::Kind::failed, .why = words(static_cast<int>(found))};
+    return 1;
+  }
+  for (std::size_t i = 0; i < static_cast<std::size_t>(found); ++i) {
+    const fi_cq_tagged_entry& entry = entries[i];
+    into[i].kind = (entry.flags & FI_RECV) != 0 ? Completion::Kind::received : Completion::Kind::sent;
+    into[i].work = static_cast<Work*>(entry.op_context);
+    into[i].bytes = entry.len;
+    into[i].tag = entry.tag;
+  }
+  return static_cast<std::size_t>(found);
+}
+
+void LibfabricWire::failed(Completion& into) {
+  fi_cq_err_entry entry{};
+  into = {.kind = Completion::Kind::failed};
+  const ssize_t found = fi_cq_readerr(queue_.get(), &entry, 0);
+  if (found != 1) {
+    into.why = "an error that it does not describe: " + words(static_cast<int>(found));
+    return;
+  }
+  into.work = static_cast<Work*>(entry.op_context);
+  into.why = words(entry.err);
+  char text[256] = "";
+  const char* own = fi_cq_strerror(queue_.get(), entry.prov_errno, entry.err_data, text, sizeof text);
+  if (own != nullptr && into.why != own) into.why += " (" + std::string(own) + ")";
+}
+
+}  // namespace
+
+std::string library_version() { return text_of(library().version()); }
+
+std::vector<Provider> list_providers() {
+  std::vector<Provider> out;
+  const Info usable = ask(hints_for("").get());
+  const Info all = ask(nullptr);
+  const auto is_usable = [&](const fi_info& one) {
+    for (const fi_info* each = usable.get(); each != nullptr; each = each->next) {
+      if (as_text(each->fabric_attr->prov_name) == as_text(one.fabric_attr->prov_name) &&
+          as_text(each->domain_attr->name) == as_text(one.domain_attr->name) &&
+          each->ep_attr->type == one.ep_attr->type) {
+        return true;
+      }
+    }
+    return false;
+  };
+  for (const fi_info* each = all.get(); each != nullptr; each = each->next) {
+    Provider one;
+    one.name = as_text(each->fabric_attr->prov_name);
+    one.version = version_of(*each);
+    one.domain = as_text(each->domain_attr->name);
+    one.message_bytes = each->ep_attr->max_msg_size;
+    one.inject_bytes = each->tx_attr->inject_size;
+    one.can_write = (each->caps & FI_RMA) != 0;
+    one.manual = each->domain_attr->data_progress == FI_PROGRESS_MANUAL;
+    one.registration = demands_of(*each);
+    if (each->ep_attr->type == FI_EP_MSG) {
+      one.why_not = "it offers connected endpoints only";
+    } else if (each->ep_attr->type == FI_EP_DGRAM) {
+      one.why_not = "it offers unreliable datagrams only";
+    } else if ((each->caps & FI_TAGGED) == 0) {
+      one.why_not = "it has no tagged messages";
+    } else if (!is_usable(*each)) {
+      one.why_not = "it wants a mode of work that netfold has not";
+    }
+    const bool known = std::any_of(out.begin(), out.end(), [&](const Provider& other) {
+      return other.name == one.name && other.domain == one.domain && other.why_not == one.why_not;
+    });
+    if (!known) out.push_back(std::move(one));
+  }
+  return out;
+}
+
+std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& host, int rail) {
+  const Info hints = hints_for(provider);
+  Info found = ask(hints.get());
+  if (found == nullptr) {
+    throw Error("libfabric " + library_version() + " has no provider '" + provider +
+                "' with reliable datagrams and tagged messages on this host; those that have: " +
+                names_in(ask(hints_for("").get())) + " (netfold doctor fabric says more)");
+  }
+  if (goes_by_host(*found)) {
+    Info here = ask(hints.get(), host.c_str());
+    if (here == nullptr) {
+      throw Error("provider " + as_text(found->fabric_attr->prov_name) + " does not go over the interface with the address " +
+                  host + " (NETFOLD_INTERFACE)");
+    }
+    return std::make_unique<LibfabricWire>(std::move(here), host);
+  }
+  fi_info* chosen = found.get();
+  for (int skipped = 0; skipped < rail && chosen != nullptr; ++skipped) chosen = chosen->next;
+  if (chosen == nullptr) {
+    throw Error("provider " + as_text(found->fabric_attr->prov_name) + " has no device number " + std::to_string(rail) +
+                "; name as many interfaces as there are devices (NETFOLD_INTERFACE)");
+  }
+  return std::make_unique<LibfabricWire>(Info(library().dupinfo(chosen)), "");
+}
+
+}  // namespace netfold::transport::fabric

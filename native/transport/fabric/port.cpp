@@ -1,0 +1,637 @@
+#include <netfold/transport/fabric/port.hpp>
+
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cstring>
+
+namespace netfold::transport::fabric {
+namespace {
+
+enum class What : std::uint16_t { segment = 1, credit = 2 };
+constexpr std::uint16_t kMagic = 0x6e66;
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+Fd make_event(unsigned value) {
+  Fd event(eventfd(value, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (!event) throw_errno("eventfd");
+  return event;
+}
+
+std::uint64_t random_bits() {
+  std::uint64_t bits = 0;
+  if (getrandom(&bits, sizeof bits, 0) != sizeof bits) throw_errno("getrandom");
+  return bits;
+}
+
+void add_once(int fd, std::vector<pollfd>& fds) {
+  const auto same = [&](const pollfd& each) { return each.fd == fd; };
+  if (std::none_of(fds.begin(), fds.end(), same)) fds.push_back({fd, POLLIN, 0});
+}
+
+}  // namespace
+
+// In front of every segment and credit. Little-endian, as values on the wire are.
+struct Port::Header {
+  std::uint32_t sequence = 0;  // of this segment; of a credit, nothing
+  std::uint32_t read = 0;      // segments of the other direction whose bytes were all read
+  std::uint32_t bytes = 0;     // behind this header
+  What what = What::segment;
+  std::uint16_t magic = kMagic;
+};
+
+// A buffer to send from: one a segment in the window, and one for credits.
+struct Port::Sending : Work {
+  enum class State : std::uint8_t { free, waiting, under_way };  // waiting: refused for now
+  Stream* stream = nullptr;
+  Slab* slab = nullptr;
+  std::byte* data = nullptr;
+  std::uint32_t bytes = 0;  // header included
+  std::size_t rail = 0;
+  State state = State::free;
+};
+
+// A buffer that is posted on its rail, or that a stream reads from.
+struct Port::Receiving : Work {
+  Slab* slab = nullptr;
+  std::byte* data = nullptr;
+  std::size_t rail = 0;
+  std::uint32_t bytes = 0;  // behind the header
+};
+
+// The buffers that a stream brings along. Those to receive into stay the port's when it is gone.
+struct Port::Slab {
+  std::byte* memory = nullptr;
+  std::size_t bytes = 0;
+  std::vector<std::unique_ptr<Registration>> registrations;  // by rail
+  std::vector<Sending> sendings;                             // the last is for credits
+  std::vector<Receiving> receivings;
+  std::uint32_t window = 0;
+
+  ~Slab() {
+    registrations.clear();
+    if (memory != nullptr) munmap(memory, bytes);
+  }
+  void* descriptor(std::size_t rail) const {
+    return registrations.empty() ? nullptr : registrations[rail]->descriptor();
+  }
+};
+
+struct Port::Stream {
+  std::shared_ptr<Bell> bell;
+  Slab* slab = nullptr;
+  std::string why;  // not empty: failed
+
+  // Out.
+  std::vector<Wire::Peer> peers;  // by rail
+  std::vector<bool> is_out;       // rails that failed
+  std::size_t next_rail = 0;
+  std::uint64_t tag_out = 0;
+  std::uint32_t window_out = 0;
+  std::uint32_t sent = 0;
+  std::uint32_t confirmed = 0;    // of these, read by the peer
+  std::deque<Sending*> waiting;   // in order
+  std::size_t under_way = 0;
+
+  // In.
+  std::uint64_t tag_in = 0;
+  std::vector<Receiving*> arrived;  // by number, modulo the window
+  std::uint32_t read = 0;
+  std::uint32_t offset = 0;  // in the segment that is being read
+  std::uint32_t told = 0;    // of `read`, to the peer
+  bool is_pending = false;
+  bool is_leaving = false;
+
+  std::uint32_t window() const { return slab->window; }
+  Sending& segment(std::uint32_t number) { return slab->sendings[number % window()]; }
+  Sending& credit() { return slab->sendings.back(); }
+  Receiving* head() const { return arrived[read % slab->window]; }
+  bool may_send() {
+    return why.empty() && sent - confirmed < window_out && segment(sent).state == Sending::State::free;
+  }
+  // Round and round those that work; not of a stream that failed.
+  std::size_t take_rail() {
+    do {
+      next_rail = (next_rail + 1) % peers.size();
+    } while (is_out[next_rail]);
+    return next_rail;
+  }
+  bool owes_credit() const { return read - told >= std::max(1u, slab->window / 2); }
+};
+
+Bell::Bell() : event(make_event(0)) {}
+
+Port::Port(std::vector<std::unique_ptr<Wire>> rails)
+    : rails_(std::move(rails)),
+      peers_(rails_.size()),
+      ready_(make_event(1)),
+      nap_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
+      pid_(getpid()) {
+  if (!nap_) throw_errno("timerfd_create");
+  segment_bytes_ = kMaxSegmentBytes;
+  for (const auto& rail : rails_) {
+    segment_bytes_ = std::min(segment_bytes_, rail->limits().message_bytes);
+    if (rail->limits().tag_bits < 48 || rail->limits().message_bytes < 2 * sizeof(Header)) {
+      throw Error("provider " + limits().provider + " has tags of " + std::to_string(rail->limits().tag_bits) +
+                  " bits and messages of " + std::to_string(rail->limits().message_bytes) +
+                  " bytes; netfold needs 48 bits and " + std::to_string(2 * sizeof(Header)) + " bytes");
+    }
+  }
+  segment_bytes_ = segment_bytes_ / sizeof(Header) * sizeof(Header);
+}
+
+Port::~Port() {
+  if (pid_ == getpid()) {
+    // Endpoints go before the memory that they may still know.
+    for (auto& slab : slabs_) slab->registrations.clear();
+    rails_.clear();
+    return;
+  }
+  // A child of fork: what the provider shares with its parent is not ours to close.
+  for (auto& rail : rails_) static_cast<void>(rail.release());
+  for (auto& slab : slabs_) {
+    for (auto& registration : slab->registrations) static_cast<void>(registration.release());
+  }
+}
+
+std::vector<std::vector<std::byte>> Port::names() const {
+  std::lock_guard lock(mutex_);
+  std::vector<std::vector<std::byte>> names;
+  for (const auto& rail : rails_) names.push_back(rail->name());
+  return names;
+}
+
+Port::Slab* Port::take_slab(std::uint32_t window) {
+  const auto fits = [&](const Slab* slab) { return slab->window == window; };
+  if (const auto found = std::find_if(spare_.begin(), spare_.end(), fits); found != spare_.end()) {
+    Slab* slab = *found;
+    spare_.erase(found);
+    return slab;
+  }
+  auto slab = std::make_unique<Slab>();
+  const std::size_t incoming = window * rails_.size();
+  slab->window = window;
+  slab->bytes = (incoming + window) * segment_bytes_ + sizeof(Header);
+  void* memory = mmap(nullptr, slab->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw Error("no memory for the buffers of a fabric: " + std::to_string(slab->bytes) + " bytes");
+  slab->memory = static_cast<std::byte*>(memory);
+  if (limits().needs_registration) {
+    for (const auto& rail : rails_) {
+      slab->registrations.push_back(rail->register_memory(slab->memory, slab->bytes));
+    }
+  }
+  std::byte* next = slab->memory;
+  slab->sendings.resize(window + 1);
+  for (Sending& sending : slab->sendings) {
+    sending.slab = slab.get();
+    sending.data = next;
+    next += &sending == &slab->sendings.back() ? sizeof(Header) : segment_bytes_;
+  }
+  slab->receivings.resize(incoming);
+  for (std::size_t i = 0; i < incoming; ++i) {
+    Receiving& receiving = slab->receivings[i];
+    receiving.slab = slab.get();
+    receiving.data = next;
+    receiving.rail = i % rails_.size();
+    next += segment_bytes_;
+  }
+  used_bytes_ += slab->bytes;
+  slabs_.push_back(std::move(slab));
+  for (Receiving& receiving : slabs_.back()->receivings) post(receiving);
+  return slabs_.back().get();
+}
+
+Port::Stream* Port::open(std::shared_ptr<Bell> bell, std::size_t streams) {
+  std::lock_guard lock(mutex_);
+  const std::size_t share = (kBudgetBytes - std::min(kBudgetBytes, used_bytes_)) / 2 / std::max<std::size_t>(1, streams);
+  const std::size_t fits = std::min<std::size_t>(kMaxWindow, share / (segment_bytes_ * (rails_.size() + 1)));
+  // What others left behind is there in any case.
+  if (fits == 0 && spare_.empty()) {
+    throw Error("buffers for " + std::to_string(streams) + " more streams over provider " + limits().provider +
+                " do not fit into the " + std::to_string(kBudgetBytes >> 20) +
+                " MiB of this process; make fewer or smaller groups");
+  }
+  auto stream = std::make_unique<Stream>();
+  stream->bell = std::move(bell);
+  stream->slab = take_slab(fits == 0 ? spare_.front()->window : static_cast<std::uint32_t>(std::bit_floor(fits)));
+  for (Sending& sending : stream->slab->sendings) sending.stream = stream.get();
+  stream->arrived.resize(stream->window());
+  const std::uint64_t usable = ~std::uint64_t{0} >> (64 - limits().tag_bits);
+  do {
+    stream->tag_in = random_bits() & usable;
+  } while (streams_.contains(stream->tag_in));
+  return streams_.emplace(stream->tag_in, std::move(stream)).first->second.get();
+}
+
+Port::Terms Port::terms(const Stream* stream) const {
+  return {stream->tag_in, stream->window(), static_cast<std::uint32_t>(segment_bytes_)};
+}
+
+void Port::connect(Stream* stream, const std::vector<std::vector<std::byte>>& names, const Terms& theirs) {
+  std::lock_guard lock(mutex_);
+  if (names.size() != rails_.size() || theirs.segment_bytes != segment_bytes_ || theirs.window == 0) {
+    throw Error("the other rank has " + std::to_string(names.size()) + " rails and segments of " +
+                std::to_string(theirs.segment_bytes) + " bytes, this one " + std::to_string(rails_.size()) + " and " +
+                std::to_string(segment_bytes_) + "; both need the same provider and interfaces alike");
+  }
+  for (std::size_t rail = 0; rail < rails_.size(); ++rail) {
+    // Once each: not every provider takes an address that it has.
+    const std::string name(reinterpret_cast<const char*>(names[rail].data()), names[rail].size());
+    const auto [known, is_new] = peers_[rail].try_emplace(name, 0);
+    if (is_new) known->second = rails_[rail]->add(names[rail]);
+    stream->peers.push_back(known->second);
+  }
+  stream->is_out.resize(rails_.size());
+  stream->tag_out = theirs.tag;
+  // Our own slots bound what is under way as well.
+  stream->window_out = std::min(theirs.window, stream->window());
+}
+
+void Port::post(Receiving& receiving) {
+  Wire& wire = *rails_[receiving.rail];
+  switch (wire.receive(receiving.data, segment_bytes_, receiving.slab->descriptor(receiving.rail), &receiving)) {
+    case Wire::Taken::yes:
+      return;
+    case Wire::Taken::later:
+      ++counters_.refused;
+      unposted_.push_back(&receiving);
+      return;
+    case Wire::Taken::never:
+      for (auto& [tag, stream] : streams_) fail(*stream, "buffers cannot be posted: " + wire.why());
+  }
+}
+
+// Never: that rail is out, and what else it had is queued for others.
+Wire::Taken Port::hand_over(Sending& sending) {
+  Stream& stream = *sending.stream;
+  Wire& wire = *rails_[sending.rail];
+  const bool injects = sending.bytes <= wire.limits().inject_bytes;
+  const auto taken = injects ? wire.inject(stream.peers[sending.rail], sending.data, sending.bytes, stream.tag_out)
+                             : wire.send(stream.peers[sending.rail], sending.data, sending.bytes,
+                                         sending.slab->descriptor(sending.rail), stream.tag_out, &sending);
+  switch (taken) {
+    case Wire::Taken::yes:
+      sending.state = injects ? Sending::State::free : Sending::State::under_way;
+      stream.under_way += injects ? 0 : 1;
+      break;
+    case Wire::Taken::later:
+      ++counters_.refused;
+      sending.state = Sending::State::waiting;
+      break;
+    case Wire::Taken::never:
+      sending.state = Sending::State::free;
+      drop_rail(stream, sending.rail, wire.why());
+  }
+  return taken;
+}
+
+std::size_t Port::send(Stream* to, std::span<const iovec> pieces) {
+  std::lock_guard lock(mutex_);
+  Stream& stream = *to;
+  stream.bell->asleep = false;
+  if (!stream.may_send()) progress();
+  std::size_t all = 0;
+  std::size_t piece = 0;
+  std::size_t offset = 0;
+  while (piece < pieces.size()) {
+    if (!stream.may_send()) break;
+    Sending& sending = stream.segment(stream.sent);
+    std::size_t filled = sizeof(Header);
+    while (piece < pieces.size() && filled < segment_bytes_) {
+      const std::size_t some = std::min(pieces[piece].iov_len - offset, segment_bytes_ - filled);
+      std::memcpy(sending.data + filled, static_cast<const std::byte*>(pieces[piece].iov_base) + offset, some);
+      filled += some;
+      offset += some;
+      if (offset == pieces[piece].iov_len) {
+        ++piece;
+        offset = 0;
+      }
+    }
+    if (filled == sizeof(Header)) break;
+    const Header header{.sequence = stream.sent,
+                        .read = stream.read,
+                        .bytes = static_cast<std::uint32_t>(filled - sizeof(Header))};
+    std::memcpy(sending.data, &header, sizeof header);
+    sending.bytes = static_cast<std::uint32_t>(filled);
+    stream.told = stream.read;
+    ++stream.sent;
+    ++counters_.segments_sent;
+    all += filled - sizeof(Header);
+    sending.rail = stream.take_rail();
+    sending.state = Sending::State::waiting;
+    stream.waiting.push_back(&sending);
+    push(stream);
+  }
+  return all;
+}
+
+// Everything of a stream that was refused for now, oldest first.
+void Port::push(Stream& stream) {
+  bool refused = stream.credit().state == Sending::State::waiting;
+  while (!refused && !stream.waiting.empty()) {
+    Sending& sending = *stream.waiting.front();
+    stream.waiting.pop_front();
+    refused = hand_over(sending) == Wire::Taken::later;
+    if (refused) stream.waiting.push_front(&sending);
+  }
+  if (refused && !stream.is_pending) {
+    stream.is_pending = true;
+    pending_.push_back(&stream);
+  }
+}
+
+void Port::tell_credit(Stream& stream) {
+  Sending& credit = stream.credit();
+  while (stream.owes_credit() && credit.state != Sending::State::under_way && stream.why.empty()) {
+    const Header header{.read = stream.read, .what = What::credit};
+    std::memcpy(credit.data, &header, sizeof header);
+    credit.bytes = sizeof header;
+    credit.rail = stream.take_rail();
+    const auto taken = hand_over(credit);
+    if (taken == Wire::Taken::later) return push(stream);
+    if (taken == Wire::Taken::never) continue;  // by another rail, if there is one
+    stream.told = stream.read;
+    ++counters_.credits_sent;
+  }
+}
+
+std::size_t Port::receive(Stream* from, std::span<const iovec> pieces) {
+  std::lock_guard lock(mutex_);
+  Stream& stream = *from;
+  stream.bell->asleep = false;
+  if (stream.head() == nullptr) progress();
+  std::size_t all = 0;
+  for (const iovec& piece : pieces) {
+    std::size_t filled = 0;
+    while (filled < piece.iov_len) {
+      Receiving* head = stream.head();
+      if (head == nullptr) break;
+      const std::size_t some = std::min<std::size_t>(piece.iov_len - filled, head->bytes - stream.offset);
+      std::memcpy(static_cast<std::byte*>(piece.iov_base) + filled, head->data + sizeof(Header) + stream.offset, some);
+      filled += some;
+      stream.offset += static_cast<std::uint32_t>(some);
+      if (stream.offset < head->bytes) continue;
+      stream.arrived[stream.read % stream.window()] = nullptr;
+      stream.offset = 0;
+      ++stream.read;
+      post(*head);
+      tell_credit(stream);
+    }
+    all += filled;
+    if (filled < piece.iov_len) break;
+  }
+  return all;
+}
+
+bool Port::progress() {
+  bool moved = false;
+  for (std::size_t rail = 0; rail < rails_.size(); ++rail) {
+    for (int round = 0; round < kRounds; ++round) {
+      const std::size_t found = rails_[rail]->poll(batch_);
+      for (std::size_t i = 0; i < found; ++i) {
+        const Completion& completion = batch_[i];
+        switch (completion.kind) {
+          case Completion::Kind::sent:
+            sent(static_cast<Sending&>(*completion.work));
+            break;
+          case Completion::Kind::received:
+            received(static_cast<Receiving&>(*completion.work), completion.bytes, completion.tag);
+            break;
+          case Completion::Kind::failed:
+            failed(completion, rail);
+        }
+      }
+      moved |= found > 0;
+      if (found < batch_.size()) break;
+    }
+  }
+  if (!unposted_.empty()) {
+    const auto again = std::exchange(unposted_, {});
+    for (Receiving* receiving : again) post(*receiving);
+  }
+  if (!pending_.empty()) {
+    const auto again = std::exchange(pending_, {});
+    for (Stream* stream : again) {
+      stream->is_pending = false;
+      // Said anew: more may have been read since.
+      if (stream->credit().state == Sending::State::waiting) stream->credit().state = Sending::State::free;
+      tell_credit(*stream);
+      push(*stream);
+    }
+  }
+  return moved;
+}
+
+void Port::sent(Sending& sending) {
+  Stream& stream = *sending.stream;
+  --stream.under_way;
+  sending.state = Sending::State::free;
+  if (&sending == &stream.credit()) {
+    tell_credit(stream);  // what was read since
+  } else {
+    ring(stream);
+  }
+  if (stream.is_leaving && stream.under_way == 0) forget(stream);
+}
+
+void Port::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) {
+  failed_receives_ = 0;
+  Header header;
+  const auto found = streams_.find(tag);
+  if (bytes >= sizeof header) std::memcpy(&header, receiving.data, sizeof header);
+  if (found == streams_.end() || bytes < sizeof header || header.magic != kMagic ||
+      header.bytes != bytes - sizeof header) {
+    ++counters_.strange;
+    return post(receiving);
+  }
+  Stream& stream = *found->second;
+  const std::uint32_t news = header.read - stream.confirmed;
+  if (news > 0 && news <= stream.sent - stream.confirmed) {
+    stream.confirmed = header.read;
+    ring(stream);
+  }
+  if (header.what != What::segment || header.bytes == 0) return post(receiving);
+  ++counters_.segments_received;
+  const std::uint32_t ahead = header.sequence - stream.read;
+  Receiving*& place = stream.arrived[header.sequence % stream.window()];
+  if (ahead >= stream.window() || place != nullptr) {
+    ++counters_.repeated;
+    // Who says again what we have read has not heard so.
+    stream.told = stream.read - stream.window();
+    post(receiving);
+    return tell_credit(stream);
+  }
+  if (ahead > 0 && stream.head() == nullptr) ++counters_.out_of_order;
+  receiving.bytes = header.bytes;
+  place = &receiving;
+  if (ahead == 0) ring(stream);
+}
+
+void Port::failed(const Completion& completion, std::size_t rail) {
+  if (completion.work == nullptr) {
+    for (auto& [tag, stream] : streams_) fail(*stream, completion.why);
+    return;
+  }
+  for (const auto& slab : slabs_) {
+    const auto* work = completion.work;
+    if (!slab->sendings.empty() && work >= &slab->sendings.front() && work <= &slab->sendings.back()) {
+      auto& sending = static_cast<Sending&>(*completion.work);
+      Stream& stream = *sending.stream;
+      sending.state = Sending::State::free;
+      --stream.under_way;
+      if (!stream.is_leaving) return drop_rail(stream, rail, completion.why);
+      if (stream.under_way == 0) forget(stream);
+      return;
+    }
+  }
+  // A message that was too long, from who does not keep to the terms; or an endpoint that is no good any more.
+  ++counters_.strange;
+  if (++failed_receives_ == kMaxFailedReceives) {
+    for (auto& [tag, stream] : streams_) fail(*stream, "nothing can be received: " + completion.why);
+  }
+  if (failed_receives_ < kMaxFailedReceives) post(static_cast<Receiving&>(*completion.work));
+}
+
+// What the rail took and the peer has not read goes again over the others: whether it arrived is not known.
+void Port::drop_rail(Stream& stream, std::size_t rail, const std::string& why) {
+  stream.is_out[rail] = true;
+  const auto left = std::find(stream.is_out.begin(), stream.is_out.end(), false);
+  if (left == stream.is_out.end()) return fail(stream, "sending failed: " + why);
+  for (std::uint32_t number = stream.sent; number != stream.confirmed; --number) {
+    Sending& sending = stream.segment(number - 1);
+    if (sending.rail != rail || sending.state == Sending::State::under_way) continue;
+    sending.rail = static_cast<std::size_t>(left - stream.is_out.begin());
+    if (sending.state == Sending::State::waiting) std::erase(stream.waiting, &sending);
+    sending.state = Sending::State::waiting;
+    stream.waiting.push_front(&sending);
+  }
+  if (!stream.waiting.empty() && !stream.is_pending) {
+    stream.is_pending = true;
+    pending_.push_back(&stream);
+  }
+}
+
+void Port::fail(Stream& stream, const std::string& why) {
+  if (!stream.why.empty()) return;
+  stream.why = "provider " + limits().provider + ": " + why;
+  for (Sending* sending : stream.waiting) sending->state = Sending::State::free;
+  stream.waiting.clear();
+  if (stream.credit().state == Sending::State::waiting) stream.credit().state = Sending::State::free;
+  ring(stream);
+}
+
+void Port::ring(Stream& stream) {
+  if (!stream.bell->asleep) return;
+  stream.bell->asleep = false;
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(stream.bell->event.get(), &one, sizeof one);
+}
+
+void Port::look() {
+  std::lock_guard lock(mutex_);
+  progress();
+}
+
+bool Port::is_settled(const Stream& stream) const { return stream.under_way == 0 && !stream.is_pending; }
+
+bool Port::settled(Stream* stream) {
+  std::lock_guard lock(mutex_);
+  if (!is_settled(*stream)) progress();
+  return is_settled(*stream);
+}
+
+std::string Port::failure(const Stream* stream) const {
+  std::lock_guard lock(mutex_);
+  return stream->why;
+}
+
+std::uint32_t Port::read(const Stream* stream) const {
+  std::lock_guard lock(mutex_);
+  return stream->read;
+}
+
+std::size_t Port::unconfirmed(const Stream* stream) const {
+  std::lock_guard lock(mutex_);
+  return stream->why.empty() && !is_settled(*stream) ? stream->under_way * segment_bytes_ : 0;
+}
+
+void Port::wait_for(Stream* stream, short events, std::vector<pollfd>& fds) {
+  std::lock_guard lock(mutex_);
+  const bool reads = (events & POLLIN) != 0 && stream->head() != nullptr;
+  const bool sends = (events & POLLOUT) != 0 && stream->may_send();
+  if (reads || sends || !stream->why.empty()) return add_once(ready_.get(), fds);
+  Bell& bell = *stream->bell;
+  std::uint64_t rung = 0;
+  [[maybe_unused]] const auto drained = ::read(bell.event.get(), &rung, sizeof rung);
+  bell.asleep = true;
+  add_once(bell.event.get(), fds);
+  // What was refused may go without a completion before it.
+  bool naps = !pending_.empty() || !unposted_.empty();
+  for (const auto& rail : rails_) {
+    if (!rail->may_sleep()) {
+      add_once(ready_.get(), fds);
+    } else if (rail->wait_fd() >= 0) {
+      add_once(rail->wait_fd(), fds);
+    }
+    naps |= rail->wait_fd() < 0;
+  }
+  if (naps) nap(fds);
+}
+
+void Port::nap(std::vector<pollfd>& fds) {
+  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = kNapNs}};
+  timerfd_settime(nap_.get(), 0, &once, nullptr);
+  add_once(nap_.get(), fds);
+}
+
+std::uint32_t Port::close(Stream* stream) {
+  std::vector<pollfd> fds;
+  for (;;) {
+    {
+      std::lock_guard lock(mutex_);
+      progress();
+      if (stream->bell->close_ns < 0) stream->bell->close_ns = now_ns() + kFlushNs;
+      if (is_settled(*stream) || !stream->why.empty() || now_ns() >= stream->bell->close_ns) break;
+    }
+    fds.clear();
+    wait_for(stream, 0, fds);
+    ::poll(fds.data(), fds.size(), 1);
+  }
+  std::lock_guard lock(mutex_);
+  const std::uint32_t sent = stream->sent;
+  auto owned = std::move(streams_.extract(stream->tag_in).mapped());
+  for (Receiving* held : stream->arrived) {
+    if (held != nullptr) post(*held);
+  }
+  fail(*stream, "this rank closed the stream");
+  std::erase(pending_, stream);
+  stream->is_leaving = true;
+  if (stream->under_way > 0) {
+    leaving_.push_back(std::move(owned));
+  } else {
+    spare_.push_back(stream->slab);
+  }
+  return sent;
+}
+
+void Port::forget(Stream& stream) {
+  spare_.push_back(stream.slab);
+  std::erase_if(leaving_, [&](const auto& each) { return each.get() == &stream; });
+}
+
+Port::Counters Port::counters() const {
+  std::lock_guard lock(mutex_);
+  return counters_;
+}
+
+}  // namespace netfold::transport::fabric

@@ -1,0 +1,203 @@
+#include <netfold/transport/fabric/libfabric.hpp>
+#include <netfold/transport/fabric/strict_wire.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <random>
+#include <set>
+#include <stdexcept>
+
+namespace netfold::transport::fabric {
+namespace {
+
+constexpr std::size_t kMessageBytes = 4096;
+constexpr std::size_t kInjectBytes = 16;
+// Most completions held back at once.
+constexpr std::size_t kHeld = 6;
+
+[[noreturn]] void broken(const std::string& rule) { throw std::logic_error("strict fabric: " + rule); }
+
+class StrictWire;
+
+class StrictRegistration final : public Registration {
+ public:
+  StrictRegistration(StrictWire& wire, std::unique_ptr<Registration> below, std::byte* data, std::size_t bytes);
+  ~StrictRegistration() override;
+  // What must be given with every use of this memory.
+  void* descriptor() const override { return const_cast<StrictRegistration*>(this); }
+  void* below() const { return below_ == nullptr ? nullptr : below_->descriptor(); }
+  bool holds(const std::byte* data, std::size_t bytes) const {
+    return data >= data_ && data + bytes <= data_ + bytes_;
+  }
+
+ private:
+  StrictWire& wire_;
+  std::unique_ptr<Registration> below_;
+  std::byte* data_;
+  std::size_t bytes_;
+};
+
+class StrictWire final : public Wire {
+ public:
+  StrictWire(std::unique_ptr<Wire> below, const Strictness& strictness)
+      : below_(std::move(below)), strictness_(strictness), random_(strictness.seed), limits_(below_->limits()) {
+    needs_below_ = limits_.needs_registration;
+    limits_.provider = "strict+" + limits_.provider;
+    limits_.message_bytes = std::min(limits_.message_bytes, kMessageBytes);
+    limits_.inject_bytes = std::min(limits_.inject_bytes, kInjectBytes);
+    limits_.needs_registration = true;
+  }
+
+  const Limits& limits() const override { return limits_; }
+  std::vector<std::byte> name() const override { return below_->name(); }
+  Peer add(std::span<const std::byte> name) override { return below_->add(name); }
+  std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes) override {
+    auto below = needs_below_ ? below_->register_memory(data, bytes) : nullptr;
+    return std::make_unique<StrictRegistration>(*this, std::move(below), data, bytes);
+  }
+
+  Taken send(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, std::uint64_t tag,
+             Work* work) override {
+    if (refuses()) return Taken::later;
+    if (bytes > limits_.message_bytes) broken("a message of " + std::to_string(bytes) + " bytes is too long");
+    begin(work, data, bytes, descriptor);
+    later_.push_back({Later::What::send, to, const_cast<std::byte*>(data), bytes, descriptor, tag, work});
+    return Taken::yes;
+  }
+  Taken inject(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag) override {
+    if (refuses()) return Taken::later;
+    if (bytes > limits_.inject_bytes) broken(std::to_string(bytes) + " bytes are too many to inject");
+    return below_->inject(to, data, bytes, tag);
+  }
+  Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) override {
+    if (refuses()) return Taken::later;
+    begin(work, into, bytes, descriptor);
+    later_.push_back({Later::What::receive, 0, into, bytes, descriptor, 0, work});
+    return Taken::yes;
+  }
+  const std::string& why() const override { return below_->why(); }
+  std::size_t poll(std::span<Completion> into) override;
+  bool may_sleep() override { return later_.empty() && held_.empty() && below_->may_sleep(); }
+  int wait_fd() const override { return below_->wait_fd(); }
+
+  std::set<const StrictRegistration*> registrations;
+
+ private:
+  // Handed to us, and not yet to the wire below.
+  struct Later {
+    enum class What : std::uint8_t { send, receive };
+    What what;
+    Peer to;
+    std::byte* data;
+    std::size_t bytes;
+    void* descriptor;
+    std::uint64_t tag;
+    Work* work;
+  };
+
+  bool chance(unsigned of) { return random_() % of == 0; }
+  bool refuses() { return chance(3); }
+  void begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor);
+  void end(Work* work);
+  void hand_down();
+
+  std::unique_ptr<Wire> below_;
+  Strictness strictness_;
+  std::mt19937_64 random_;
+  Limits limits_;
+  bool needs_below_ = false;
+  std::uint64_t sends_ = 0;
+  std::set<Work*> under_way_;
+  std::deque<Later> later_;
+  std::vector<Completion> held_;
+};
+
+StrictRegistration::StrictRegistration(StrictWire& wire, std::unique_ptr<Registration> below, std::byte* data,
+                                       std::size_t bytes)
+    : wire_(wire), below_(std::move(below)), data_(data), bytes_(bytes) {
+  wire_.registrations.insert(this);
+}
+
+StrictRegistration::~StrictRegistration() { wire_.registrations.erase(this); }
+
+void StrictWire::begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor) {
+  const auto* registration = static_cast<const StrictRegistration*>(descriptor);
+  if (!registrations.contains(registration) || !registration->holds(data, bytes)) {
+    broken("memory is used that was not registered, or by another's descriptor");
+  }
+  if (!under_way_.insert(work).second) broken("a Work is used that is under way");
+  for (void*& word : work->reserved) word = work;
+}
+
+void StrictWire::end(Work* work) {
+  if (under_way_.erase(work) == 0) broken("a Work completes that was not under way");
+}
+
+void StrictWire::hand_down() {
+  std::size_t count = later_.size();
+  while (count-- > 0) {
+    const Later next = later_.front();
+    later_.pop_front();
+    if (!chance(2)) {
+      later_.push_back(next);
+      continue;
+    }
+    for (void* word : next.work->reserved) {
+      if (word != next.work) broken("a Work was written to while it was the provider's");
+    }
+    if (next.what == Later::What::send && strictness_.fails_after > 0 && ++sends_ > strictness_.fails_after) {
+      held_.push_back({.kind = Completion::Kind::failed, .work = next.work, .why = "this wire was told to fail"});
+      continue;
+    }
+    void* descriptor = static_cast<const StrictRegistration*>(next.descriptor)->below();
+    const auto taken = next.what == Later::What::send
+                           ? below_->send(next.to, next.data, next.bytes, descriptor, next.tag, next.work)
+                           : below_->receive(next.data, next.bytes, descriptor, next.work);
+    if (taken == Taken::later) later_.push_back(next);
+    if (taken == Taken::never) {
+      held_.push_back({.kind = Completion::Kind::failed, .work = next.work, .why = below_->why()});
+    }
+  }
+}
+
+std::size_t StrictWire::poll(std::span<Completion> into) {
+  hand_down();
+  const std::size_t arrived = below_->poll(into);
+  for (std::size_t i = 0; i < arrived; ++i) held_.push_back(std::move(into[i]));
+  std::shuffle(held_.begin(), held_.end(), random_);
+  std::size_t given = 0;
+  while (given < into.size() && !held_.empty() && (held_.size() > kHeld || chance(2))) {
+    if (held_.back().work != nullptr) end(held_.back().work);
+    into[given++] = std::move(held_.back());
+    held_.pop_back();
+  }
+  return given;
+}
+
+}  // namespace
+
+std::unique_ptr<Wire> make_strict(std::unique_ptr<Wire> below, const Strictness& strictness) {
+  return std::make_unique<StrictWire>(std::move(below), strictness);
+}
+
+std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host, int rail) {
+  const std::string_view word = "strict";
+  const auto plus = name.find('+');
+  if (!name.starts_with(word) || plus == std::string::npos) return open_wire(name, host, rail);
+  Strictness strictness;
+  const std::string numbers = name.substr(word.size(), plus - word.size());
+  unsigned long seed = strictness.seed;
+  unsigned long fails_after = 0;
+  int end = 0;
+  const int found = std::sscanf(numbers.c_str(), ":%lu%n:%lu%n", &seed, &end, &fails_after, &end);
+  if (static_cast<std::size_t>(end) != numbers.size() || (found < 1 && !numbers.empty())) {
+    throw Error("'" + name + "' is no strict provider; it is strict+PROVIDER, or strict:SEED+PROVIDER, or " +
+                "strict:SEED:SENDS+PROVIDER");
+  }
+  strictness.seed = seed + static_cast<unsigned long>(rail);
+  strictness.fails_after = fails_after;
+  return make_strict(open_wire(name.substr(plus + 1), host, rail), strictness);
+}
+
+}  // namespace netfold::transport::fabric

@@ -1,0 +1,61 @@
+// A pipe over a stream of a port, beside the connection of the handshake.
+//
+// Nothing of what is said goes over that connection, but one word at the end: how many segments there were. It shows
+// that the peer is gone, which a provider may never notice. Who reads that word still waits for the segments that are
+// on their way; who finds the connection broken without it does so for kLastNs. Only then is the pipe closed.
+#pragma once
+
+#include <netfold/transport/fabric/port.hpp>
+
+namespace netfold::transport::fabric {
+
+class FabricPipe final : public Pipe {
+ public:
+  FabricPipe(std::shared_ptr<Port> port, Port::Stream* stream);
+  ~FabricPipe() override;
+  FabricPipe(const FabricPipe&) = delete;
+  FabricPipe& operator=(const FabricPipe&) = delete;
+
+  // Before it, the end of the peer shows by the provider alone.
+  void watch(std::unique_ptr<Pipe> connection) { connection_ = std::move(connection); }
+  const std::shared_ptr<Port>& port() const { return port_; }
+  Port::Stream* stream() const { return stream_; }
+
+  Io send(std::span<const iovec> pieces) override;
+  Io receive(std::span<const iovec> pieces) override;
+  void wait_for(short events, std::vector<pollfd>& fds) const override;
+  bool hung_up() override;
+  std::size_t unconfirmed() const override { return port_->unconfirmed(stream_); }
+  bool catch_up() override;
+  void wait_to_catch_up(std::vector<pollfd>& fds) override;
+  bool needs_driving() const override { return true; }
+
+  int rails() const override { return connection_ == nullptr ? 0 : connection_->rails(); }
+  Rail* rail(int number) override { return connection_->rail(number); }
+
+ private:
+  // Calls without an answer between two looks at the connection: a system call each.
+  static constexpr int kQuietCalls = 256;
+  // How long what a peer said last may take after its connection ended.
+  static constexpr std::int64_t kLastNs = 200'000'000;
+
+  struct LastWord {
+    std::uint32_t segments = 0;
+  };
+
+  void look();
+  bool is_over();
+  Io closed() const { return {.closed = true, .error = error_, .why = why_.empty() ? nullptr : &why_}; }
+
+  std::shared_ptr<Port> port_;
+  Port::Stream* stream_;
+  std::unique_ptr<Pipe> connection_;
+  mutable int quiet_calls_ = 0;
+  LastWord last_word_;
+  std::size_t heard_ = 0;  // of the last word
+  std::int64_t over_since_ns_ = -1;
+  int error_ = 0;
+  std::string why_;
+};
+
+}  // namespace netfold::transport::fabric

@@ -1,0 +1,173 @@
+// This process's place on a fabric, and the streams of bytes that go over it to other ranks.
+//
+// DATA PATH. A port has one wire (wire.hpp) for each rail, shared by all groups of the process. A stream is one
+// direction pair between two ranks: what is sent is cut into *segments*, each copied behind a header into a registered
+// buffer, numbered, and sent as one tagged message over whichever rail is next. The receiver has buffers posted for
+// anything that comes; it sorts segments by stream (the tag) and by number, and hands out their bytes in order. A buffer
+// whose bytes were all read is posted again.
+//
+//     stream of bytes -> [header|bytes] #7 --rail 0--> buffers of the port -> tag -> stream -> #7 of 8 -> bytes in order
+//                        [header|bytes] #8 --rail 1-->
+//
+// The caller gets its memory back at once, as from a socket: what is under way is never a tensor's. A message is one
+// segment or many; nothing here depends on where one ends.
+//
+// RULES. Written to what EFA promises: messages come in any order, and so do completions (sequence numbers, a slot for
+// each number in the window); memory is registered before the provider sees it; a Work is the provider's until it
+// completes; sizes are what the wire says; any call may be refused for now, and is then made again by the next
+// `progress`. Nothing moves but in `progress`, which everyone calls who waits for something: it takes all completions,
+// also those of other groups, and rings the bell of who sleeps over them.
+//
+// BOUNDS. A stream has a *window* of segments, told to the peer when they meet: so many may be sent and not yet read.
+// The receiver's share of posted buffers is as large, so the provider never holds what nobody has room for. How many
+// were read goes back in every segment's header, and alone (a *credit*) once half a window was read and nothing was
+// said. All buffers together keep to kBudgetBytes: streams that are opened together share half of what is left of it, so
+// that many get smaller windows, and where not one segment each fits any more they are refused.
+//
+// WHO MAY SPEAK. Names of endpoints and tags are told over the connections of the handshake, which are authenticated. A
+// tag is drawn at random for each stream and direction by who receives: it is the stream's nonce, and every segment
+// carries it. A message with a tag that was never given out, or that is malformed, is counted and dropped; it changes
+// nothing. As with TCP after its handshake, who can read the wire can forge what travels on it.
+//
+//   open --connect()--> up --a send fails--> failed     on several rails: that rail is out for this stream, and what
+//                        |                              was not confirmed goes again over the others
+//                        +--close()--> leaving --last completion--> gone
+//
+// WHAT GOES WRONG. A completion error fails the streams it concerns, with the provider's words. A peer that vanishes
+// need not be noticed by a provider: pipe.hpp keeps the handshake's connection beside each stream, and its end is the
+// peer's. A segment that comes twice, as one that went again may, is dropped by its number.
+#pragma once
+
+#include <netfold/transport/fabric/wire.hpp>
+#include <netfold/transport/pipe.hpp>
+#include <netfold/transport/socket.hpp>
+
+#include <array>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+namespace netfold::transport::fabric {
+
+// Wakes the driver of one group, when another thread found what it sleeps over.
+struct Bell {
+  Bell();
+  Fd event;
+  // Under the port's lock.
+  bool asleep = false;
+  std::int64_t close_ns = -1;  // when the streams that are being closed are to be through
+};
+
+class Port {
+ public:
+  static constexpr std::size_t kBudgetBytes = 256 << 20;
+  static constexpr std::size_t kMaxSegmentBytes = 64 << 10;
+  static constexpr std::uint32_t kMaxWindow = 16;
+  static constexpr std::int64_t kFlushNs = 100'000'000;
+
+  struct Stream;
+
+  // What the other end must know of a stream of ours.
+  struct Terms {
+    std::uint64_t tag = 0;
+    std::uint32_t window = 0;         // segments that we have room for
+    std::uint32_t segment_bytes = 0;  // of the longest
+  };
+
+  // Of one process; all wires are of one provider.
+  explicit Port(std::vector<std::unique_ptr<Wire>> rails);
+  ~Port();
+  Port(const Port&) = delete;
+  Port& operator=(const Port&) = delete;
+
+  const Wire::Limits& limits() const { return rails_.front()->limits(); }
+  std::size_t rails() const { return rails_.size(); }
+  // Of the endpoints, by rail.
+  std::vector<std::vector<std::byte>> names() const;
+
+  // A stream that is one of `streams` opened together: they share what is left of the budget. Throws Error.
+  Stream* open(std::shared_ptr<Bell> bell, std::size_t streams);
+  Terms terms(const Stream* stream) const;
+  // `names`: of the peer's endpoints, by rail. Throws Error.
+  void connect(Stream* stream, const std::vector<std::vector<std::byte>>& names, const Terms& theirs);
+  // Tries to see the last of what was sent off, for kFlushNs from the first stream of its group on; how many segments
+  // were sent in all.
+  std::uint32_t close(Stream* stream);
+
+  // As many bytes as go now, or are here.
+  std::size_t send(Stream* stream, std::span<const iovec> pieces);
+  std::size_t receive(Stream* stream, std::span<const iovec> pieces);
+  // Why nothing will be sent any more; empty while it works.
+  std::string failure(const Stream* stream) const;
+  // Segments whose bytes were all read.
+  std::uint32_t read(const Stream* stream) const;
+  // Whether the provider has everything that was taken from callers, and needs us no more for it.
+  bool settled(Stream* stream);
+  std::size_t unconfirmed(const Stream* stream) const;
+  // What wakes a sleeper: `events` of this stream, or something to do for its sake.
+  void wait_for(Stream* stream, short events, std::vector<pollfd>& fds);
+  // Does what the provider has to do, for all streams.
+  void look();
+  // What wakes a sleeper soon, in any case.
+  void nap(std::vector<pollfd>& fds);
+
+  struct Counters {
+    std::uint64_t segments_sent = 0;
+    std::uint64_t segments_received = 0;
+    std::uint64_t credits_sent = 0;
+    std::uint64_t refused = 0;     // for now; made again
+    std::uint64_t out_of_order = 0;
+    std::uint64_t repeated = 0;    // came twice
+    std::uint64_t strange = 0;     // with a tag that nobody has (any more), or malformed
+  };
+  Counters counters() const;
+
+ private:
+  struct Header;
+  struct Sending;
+  struct Receiving;
+  struct Slab;
+
+  // Rounds of completions taken by one call, so that who calls gets on.
+  static constexpr int kRounds = 4;
+  // Failed receives in a row after which the endpoint is not believed any more.
+  static constexpr int kMaxFailedReceives = 64;
+  // Between two looks of a sleeper at a provider that cannot wake it.
+  static constexpr std::int64_t kNapNs = 200'000;
+
+  Slab* take_slab(std::uint32_t window);
+  void post(Receiving& receiving);
+  Wire::Taken hand_over(Sending& sending);
+  void tell_credit(Stream& stream);
+  bool progress();
+  void push(Stream& stream);
+  void sent(Sending& sending);
+  void received(Receiving& receiving, std::size_t bytes, std::uint64_t tag);
+  void failed(const Completion& completion, std::size_t rail);
+  void fail(Stream& stream, const std::string& why);
+  void drop_rail(Stream& stream, std::size_t rail, const std::string& why);
+  void ring(Stream& stream);
+  void forget(Stream& stream);
+  bool is_settled(const Stream& stream) const;
+
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Wire>> rails_;
+  std::vector<std::map<std::string, Wire::Peer>> peers_;  // by rail and name
+  std::size_t segment_bytes_ = 0;
+  std::size_t used_bytes_ = 0;
+  std::vector<std::unique_ptr<Slab>> slabs_;
+  std::vector<Slab*> spare_;  // of streams that are gone
+  std::unordered_map<std::uint64_t, std::unique_ptr<Stream>> streams_;  // by our tag
+  std::vector<std::unique_ptr<Stream>> leaving_;
+  std::vector<Receiving*> unposted_;
+  std::vector<Stream*> pending_;  // have something that was refused for now
+  std::array<Completion, 32> batch_;
+  int failed_receives_ = 0;
+  Counters counters_;
+  Fd ready_;  // always readable
+  Fd nap_;
+  int pid_;
+};
+
+}  // namespace netfold::transport::fabric

@@ -1,0 +1,25 @@
+// Faults by wrapping: a wire that holds its user to the letter of the rules, over any that works.
+//
+// It takes every liberty that wire.hpp grants a provider. What is handed to it goes to the wire below at some later
+// `poll`, so memory that is touched too early shows as other bytes at the other end. Completions come shuffled, and some
+// of them late. Calls are refused for now, about every third. Memory must be registered, also where the wire below does
+// not care; a Work is scribbled on while it is under way. Messages are small, and nothing but a header can be injected.
+// Who breaks a rule is told so by a std::logic_error. All by a seed: the same calls meet the same faults.
+#pragma once
+
+#include <netfold/transport/fabric/wire.hpp>
+
+namespace netfold::transport::fabric {
+
+struct Strictness {
+  std::uint64_t seed = 1;
+  std::uint64_t fails_after = 0;  // sends; 0: never. From then on every send fails.
+};
+
+std::unique_ptr<Wire> make_strict(std::unique_ptr<Wire> below, const Strictness& strictness);
+
+// A wire as users name it: a provider of libfabric (libfabric.hpp), or strict+PROVIDER, strict:SEED+PROVIDER,
+// strict:SEED:SENDS+PROVIDER for one that fails after so many. Throws Error.
+std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host, int rail);
+
+}  // namespace netfold::transport::fabric

@@ -1,0 +1,97 @@
+// What a port needs of libfabric, as a table of few functions: one reliable-datagram endpoint with its completion
+// queue and address vector, and nothing of what is made of them.
+//
+// `libfabric.hpp` opens one on a provider; `strict_wire.hpp` wraps any, to hold the port to the rules of the strictest.
+// A wire is not thread-safe: the port that owns it takes turns.
+//
+// The rules are EFA's, the provider that promises least. Messages and completions come in any order. Memory is
+// registered before it is sent from or received into, where `needs_registration`. A `Work` belongs to the provider
+// from the call to its completion (FI_CONTEXT2). Nothing moves but in `poll` (manual progress). Every call may say
+// "later".
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace netfold::transport::fabric {
+
+// One operation under way. Whoever starts it derives its own from this; the provider scribbles in it.
+struct Work {
+  void* reserved[8] = {};  // struct fi_context2
+};
+
+struct Completion {
+  enum class Kind : std::uint8_t { sent, received, failed };
+  Kind kind = Kind::sent;
+  Work* work = nullptr;  // null: a failure of the wire itself
+  std::size_t bytes = 0;
+  std::uint64_t tag = 0;
+  std::string why;  // of a failure, in the provider's words
+};
+
+// Memory that the provider knows; ends with this object.
+class Registration {
+ public:
+  virtual ~Registration() = default;
+  virtual void* descriptor() const = 0;
+};
+
+// An error of the fabric: one sentence with the provider's own words.
+class Error : public std::exception {
+ public:
+  explicit Error(std::string text) : text_(std::move(text)) {}
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  std::string text_;
+};
+
+class Wire {
+ public:
+  using Peer = std::uint64_t;  // fi_addr_t
+
+  struct Limits {
+    std::string provider;  // as libfabric calls it
+    std::string version;
+    std::string domain;
+    std::size_t message_bytes = 0;
+    std::size_t inject_bytes = 0;
+    std::size_t sends = 0;     // under way at once
+    std::size_t receives = 0;  // posted at once
+    int tag_bits = 64;         // of a tag, from the lowest on, that reach the other end
+    bool needs_registration = false;
+  };
+
+  enum class Taken : std::uint8_t { yes, later, never };  // never: see why()
+
+  virtual ~Wire() = default;
+  virtual const Limits& limits() const = 0;
+  // What the others need to reach this endpoint.
+  virtual std::vector<std::byte> name() const = 0;
+  // Throws Error for a name that is none.
+  virtual Peer add(std::span<const std::byte> name) = 0;
+  // For sends and receives. Throws Error, with the limit on locked memory where that may be why.
+  virtual std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes) = 0;
+
+  virtual Taken send(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, std::uint64_t tag,
+                     Work* work) = 0;
+  // Up to inject_bytes: the memory is free at once, and no completion comes.
+  virtual Taken inject(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag) = 0;
+  // Takes a message with any tag.
+  virtual Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) = 0;
+  // Why the last call was never taken.
+  virtual const std::string& why() const = 0;
+
+  // Makes progress; how many of `into` were filled.
+  virtual std::size_t poll(std::span<Completion> into) = 0;
+  // Whether a sleeper on wait_fd() would be woken by what comes next: false means poll once more.
+  virtual bool may_sleep() = 0;
+  // Readable when poll should be called; -1 where the provider has none, and must be looked at now and then.
+  virtual int wait_fd() const = 0;
+};
+
+}  // namespace netfold::transport::fabric

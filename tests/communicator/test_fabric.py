@@ -1,0 +1,236 @@
+"""Collectives over libfabric: every algorithm on the strict provider, other providers, and what goes wrong, in time.
+
+Ranks are threads where none of them dies; they share the port of their process then.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import test_host_algorithms as host
+from ranks import run_ranks, run_threads, values
+
+from netfold import Communicator, FileStore, Options
+from netfold._native import fabric
+from netfold.communicator.fabric import port_of
+
+try:
+    fabric.version()
+except fabric.FabricError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+SOON_S = 3.0
+TIMEOUT_S = 20.0
+LOOPBACK = ("127.0.0.1",)
+PROVIDERS = ("tcp", "net", "udp;ofi_rxd", "shm", "sockets")
+
+
+def join(
+    rank: int, size: int, folder: str, provider: str, *, join_timeout_s: float = 10, **options: Any
+) -> Communicator:
+    options = {"probe": "off", "transport": f"fabric:{provider}", "interface": LOOPBACK[0], **options}
+    store = FileStore(folder)
+    return Communicator(
+        store, rank, size, options=Options(**options), timeout_s=TIMEOUT_S, join_timeout_s=join_timeout_s
+    )
+
+
+def every_algorithm(rank: int, size: int, folder: str, provider: str) -> None:
+    for index, text in enumerate(host.SETS):
+        chosen = dict(pair.split("=") for pair in text.split(","))
+        with join(rank, size, f"{folder}/{index}", provider, algorithm=text) as group:
+            for operation, algorithm in chosen.items():
+                check = getattr(host, f"check_{operation}")
+                for count in (0, 1, 353, 30_011):
+                    check(group, algorithm, "sum", "float32", count)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_algorithm_is_right_on_a_provider_that_takes_every_liberty(size: int) -> None:
+    port = port_of(f"strict:{size}+tcp", LOOPBACK)
+    values(run_threads(every_algorithm, size, f"strict:{size}+tcp", timeout_s=60))
+    counters = port.counters
+    assert counters["out_of_order"] > 100, counters
+    assert counters["refused"] > 100, counters
+    assert counters["repeated"] == 0, counters
+
+
+def sums(rank: int, size: int, folder: str) -> float:
+    for number, provider in enumerate(PROVIDERS):
+        # Over one of them, what the probe measures is the fabric.
+        with join(rank, size, f"{folder}/{number}", provider, probe="on" if number == 0 else "off") as group:
+            for count in (1, 1000, 300_007):
+                mine = host.contribution(rank, count, "int64")
+                group.all_reduce(mine)
+                parts = [host.contribution(each, count, "int64") for each in range(size)]
+                np.testing.assert_array_equal(mine, sum(parts), err_msg=provider)
+            if rank == 0:
+                group.send(np.arange(100_003), 1, tag=7)
+            else:
+                got = np.zeros(100_003, np.int64)
+                group.receive(got, 0, tag=7)
+                np.testing.assert_array_equal(got, np.arange(100_003), err_msg=provider)
+    return waits(rank, size, f"{folder}/waits")
+
+
+def waits(rank: int, size: int, folder: str) -> float:
+    """Seconds of a core that a rank uses while it waits for 0.6 s for another."""
+    with join(rank, size, folder, "tcp") as group:
+        group.barrier()
+        if rank == 1:
+            time.sleep(0.6)
+        began = resource.getrusage(resource.RUSAGE_SELF)
+        group.all_reduce(np.ones(10))
+        ended = resource.getrusage(resource.RUSAGE_SELF)
+        return ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
+
+
+def test_the_sums_are_right_over_each_provider_between_processes_and_who_waits_holds_no_core() -> None:
+    used = values(run_ranks(sums, 2))
+    assert used[0] < 0.2, used
+
+
+def two_groups(rank: int, size: int, folder: str) -> None:
+    with join(rank, size, f"{folder}/a", "strict+tcp") as a, join(rank, size, f"{folder}/b", "strict+tcp") as b:
+
+        def turn(group: Communicator) -> None:
+            for count in (5, 5000, 50_000):
+                mine = host.contribution(rank, count, "int32")
+                group.all_reduce(mine)
+                parts = [host.contribution(each, count, "int32") for each in range(size)]
+                np.testing.assert_array_equal(mine, sum(parts))
+
+        other = threading.Thread(target=turn, args=(b,))
+        other.start()
+        turn(a)
+        other.join()
+        b.barrier()
+
+
+def test_two_groups_share_a_port_and_wake_each_other() -> None:
+    values(run_threads(two_groups, 3))
+
+
+def goes_away(rank: int, size: int, folder: str) -> None:
+    with join(rank, size, folder, "strict+tcp") as group:
+        if rank == 0:
+            group.send(np.arange(6000), 1, asynchronous=True)
+            group.barrier()
+            time.sleep(0.6)  # computing, and in no call
+        else:
+            group.barrier()
+            began = time.monotonic()
+            got = np.zeros(6000, np.int64)
+            group.receive(got, 0)
+            assert time.monotonic() - began < 0.4
+            np.testing.assert_array_equal(got, np.arange(6000))
+
+
+def test_what_was_sent_arrives_while_its_sender_is_in_no_call() -> None:
+    values(run_threads(goes_away, 2))
+
+
+def dies(rank: int, size: int, folder: str) -> list[str]:
+    groups = [join(rank, size, f"{folder}/{provider}", provider) for provider in ("tcp", "udp", "shm")]
+    for group in groups:
+        group.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for group in groups:
+        began = time.monotonic()
+        try:
+            group.all_reduce(np.ones(1_000_000))
+            said.append("nothing went wrong")
+        except Exception as error:
+            assert time.monotonic() - began < SOON_S
+            said.append(f"{type(error).__name__} {getattr(error, 'rank', None)}: {error}")
+    for group in groups:
+        group.close()
+    return said
+
+
+def test_a_rank_that_vanishes_is_named_soon_by_every_provider() -> None:
+    found = run_ranks(dies, 3, dies=[1])
+    for rank in (0, 2):
+        assert not found[rank].error, found[rank]
+        assert all(said.startswith("PeerLost 1: ") for said in found[rank].value), found[rank]
+
+
+def fails(rank: int, size: int, folder: str, provider: str) -> str:
+    try:
+        with join(rank, size, folder, provider) as group:
+            for _ in range(200):
+                group.all_reduce(np.ones(1000))
+    except Exception as error:
+        return f"{type(error).__name__} {getattr(error, 'rank', None)}: {error}"
+    return "nothing went wrong"
+
+
+def test_a_completion_error_is_told_in_the_providers_words() -> None:
+    began = time.monotonic()
+    found = values(run_threads(fails, 2, "strict:1:60+tcp"))
+    assert time.monotonic() - began < 10
+    assert [said[:12] for said in found] == ["PeerLost 1: ", "PeerLost 0: "], found
+    assert any("provider strict+tcp;ofi_rxm: sending failed: this wire was told to fail" in said for said in found), found
+
+
+def refused(rank: int, size: int, folder: str, providers: tuple[str, str]) -> Any:
+    began = time.monotonic()
+    try:
+        join(rank, size, folder, providers[rank], join_timeout_s=1).close()
+    except Exception as error:
+        return time.monotonic() - began, f"{type(error).__name__} {getattr(error, 'rank', None)}: {error}"
+    return 0, "nothing went wrong"
+
+
+def test_a_provider_that_is_not_there_is_an_error_on_every_rank_and_never_another_transport() -> None:
+    for took_s, said in values(run_threads(refused, 2, ("nosuch", "nosuch"))):
+        assert said.startswith("RendezvousError"), said
+        assert "no provider 'nosuch'" in said, said
+        assert "tcp;ofi_rxm" in said, said
+        assert took_s < SOON_S
+
+
+def test_ranks_that_are_to_go_over_different_fabrics_are_told_so() -> None:
+    found = values(run_threads(refused, 2, ("tcp", "net")))
+    assert any("over the fabric" in said and "NETFOLD_TRANSPORT" in said for _, said in found), found
+    assert all(said.startswith("RendezvousError") for _, said in found), found
+
+
+def test_what_a_stranger_sends_changes_nothing() -> None:
+    port, stranger = (fabric.Port("strict+tcp", list(LOOPBACK)) for _ in range(2))
+    bell = fabric.make_bell()
+    ours, peer = port.open(bell, 2), port.open(bell, 2)
+    ours.connect(port.names, peer.terms)
+    peer.connect(port.names, ours.terms)
+    tag, window, segment_bytes = peer.terms
+    guess = stranger.open(fabric.make_bell(), 1)
+    guess.connect(port.names, (tag ^ 1, window, segment_bytes))
+    before = port.counters["strange"]
+    guess.send(b"a guess", 1_000_000_000)
+    give_up = time.monotonic() + SOON_S
+    while port.counters["strange"] == before and time.monotonic() < give_up:
+        guess.flush(1_000_000)
+        port.progress()
+    assert port.counters["strange"] == before + 1
+    ours.send(b"what was said", 1_000_000_000)
+    assert peer.receive(13, 1_000_000_000) == b"what was said"
+    assert peer.receive(1, 10_000_000) == b""
+
+
+def test_what_makes_no_provider_is_refused_with_what_does() -> None:
+    for name in ("strict:x+tcp", "strict:1:2:3+tcp"):
+        with pytest.raises(fabric.FabricError, match="is no strict provider"):
+            fabric.Port(name, list(LOOPBACK))
+    with pytest.raises(fabric.FabricError, match="at 203.0.113.1"):
+        fabric.Port("tcp", ["203.0.113.1"])
+    with pytest.raises(ValueError, match="fabric:PROVIDER"):
+        Options(transport="fabric:").resolved({})

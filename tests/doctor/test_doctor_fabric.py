@@ -1,0 +1,43 @@
+"""What `netfold doctor fabric` says of this host's providers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from netfold._native import fabric
+from netfold.cli import app
+from netfold.doctor import fabric as looked_at
+
+try:
+    fabric.version()
+except fabric.FabricError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def test_each_provider_is_usable_or_says_why_not() -> None:
+    said = json.loads(CliRunner().invoke(app, ["doctor", "fabric", "--json"]).output)
+    found = {each["name"]: each for each in said["providers"]}
+    assert found["tcp;ofi_rxm"]["why_not"] == ""
+    assert "writes to remote memory" in found["tcp;ofi_rxm"]["can"]
+    assert found["udp"]["why_not"] == "it offers unreliable datagrams only"
+    assert [bool(each["why_not"]) for each in said["providers"]] == sorted(bool(each["why_not"]) for each in said["providers"])
+
+
+def test_a_provider_that_cannot_open_says_so_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looked_at, "_HERE", "203.0.113.1")
+    found = {each.name: each for each in looked_at.providers()}
+    assert "Cannot assign requested address" in found["tcp;ofi_rxm"].why_not
+    assert found["shm"].why_not == ""
+
+
+def test_without_a_library_the_reason_is_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> str:
+        raise fabric.FabricError("libfabric cannot be opened; install it")
+
+    monkeypatch.setattr(looked_at.fabric, "version", absent)
+    run = CliRunner().invoke(app, ["doctor", "fabric"])
+    assert run.exit_code == 1
+    assert run.output == "no fabric: libfabric cannot be opened; install it\n"
