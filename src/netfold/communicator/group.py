@@ -16,7 +16,7 @@ import numpy as np
 
 import netfold
 from netfold._native import engine, protocol
-from netfold.communicator import caretaker, fabric, peer_memory, probe, rendezvous
+from netfold.communicator import caretaker, fabric, mpi, peer_memory, probe, rendezvous
 from netfold.communicator.addresses import interface_of, own_interfaces
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Resident, leave, open_door
@@ -128,7 +128,8 @@ class Group:
             probed: Sequence[Any] = streams
             if options.fabric is not None:
                 hosts = interfaces.hosts[: interfaces.rails]
-                over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline)
+                port = mpi.port_of(rank, streams, deadline) if options.over_mpi else None
+                over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, port=port)
                 probed = fabric.as_streams(over[0], streams, options.fabric)
             self.nodes, node = find_nodes(rank, size, streams, enabled=options.shares_memory, deadline=deadline)
             self.peer_memory: Any = None

@@ -12,6 +12,7 @@ process ends; not if an MPI is loaded, which says it itself and cannot begin aft
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import select
@@ -39,7 +40,7 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 
 def first_host(environment: Mapping[str, str], rank: int, own_host: str) -> str:
-    """Rank 0's `own_host`. Every rank of the job must ask, and waits until all have. ValueError where nobody answers."""
+    """Rank 0's `own_host`. Every rank of the job must ask, and waits until all do. ValueError where nobody answers."""
     return _once("host", lambda: _Proxy(environment).first_host(rank, own_host))
 
 
@@ -123,10 +124,8 @@ def _say_goodbye_at_exit(fd: int) -> None:
     def goodbye() -> None:
         if process != os.getpid() or _has_mpi():
             return
-        try:
+        with contextlib.suppress(ValueError):  # it is gone already
             _exchange(fd, "finalize", 1.0)
-        except ValueError:
-            pass  # it is gone already
 
     atexit.register(goodbye)
 
