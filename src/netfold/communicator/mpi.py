@@ -1,8 +1,8 @@
 """The process's MPI as a fabric, for NETFOLD_TRANSPORT=mpi: what is done once, by mpi4py.
 
-mpi4py begins MPI if nobody has (as importing it does), asks for the thread level, makes a communicator of our own, and
-ends it. What the data path needs to know of this MPI it lends (native/transport/mpi); from then on no Python is in the
-way. Everything that ranks must know of each other before goes over the connections of the handshake.
+mpi4py makes a communicator of our own and ends MPI; if nobody has begun it, we do, for any thread. What the data path
+needs to know of this MPI mpi4py lends (native/transport/mpi); from then on no Python is in the way. Everything that
+ranks must know of each other before goes over the connections of the handshake.
 
 One communicator serves all groups among its ranks. Making one blocks until all of them do, and no MPI has a way to give
 up: so a thread of its own waits for it, and we for the thread, as long as there is time.
@@ -14,6 +14,7 @@ import atexit
 import ctypes
 import os
 import socket
+import sys
 import threading
 import time
 import zlib
@@ -38,8 +39,9 @@ def port_of(rank: int, sockets: Sequence[socket.socket | None], deadline: float)
     for stream in peers.values():
         stream.settimeout(max(0.001, deadline - time.monotonic()))
     try:
-        api = _begun()
-    except (ImportError, RuntimeError) as error:
+        with _lock:
+            api = _begun(deadline)
+    except RuntimeError as error:
         for stream in peers.values():
             control.send(stream, {"type": "mpi", "error": str(error)})
         raise RendezvousError(f"rank {rank} cannot go over MPI (NETFOLD_TRANSPORT): {error}", rank=rank) from None
@@ -85,12 +87,26 @@ def port_of(rank: int, sockets: Sequence[socket.socket | None], deadline: float)
         return port
 
 
-def _begun() -> Any:
-    """mpi4py's MPI, begun, for any thread."""
+def _begun(deadline: float) -> Any:
+    """mpi4py's MPI, begun, for any thread. RuntimeError says why not."""
     try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise ImportError(f"it takes mpi4py, and an MPI beside it (pip install 'netfold[mpi]'): {error}") from None
+        import mpi4py
+
+        # Importing begins MPI, which waits for all ranks, and mpi4py holds the interpreter's lock meanwhile: the others
+        # may be waiting for our store. So we begin it ourselves, unless the program has, or will.
+        begins = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize
+        if begins:
+            mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+        try:
+            from mpi4py import MPI
+        finally:
+            if begins:
+                mpi4py.rc.initialize = True
+    except (ImportError, RuntimeError) as error:
+        said = " ".join(str(error).split())
+        raise RuntimeError(f"it takes mpi4py, and an MPI beside it (pip install 'netfold[mpi]'): {said}") from None
+    if begins and not MPI.Is_initialized():
+        _begin(MPI, deadline)
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise RuntimeError("its MPI was ended, or mpi4py told not to begin it (mpi4py.rc.initialize)")
     level = MPI.Query_thread()
@@ -101,6 +117,24 @@ def _begun() -> Any:
             "MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level)"
         )
     return MPI
+
+
+def _begin(api: Any, deadline: float) -> None:
+    """MPI_Init_thread without the interpreter's lock, and with a deadline; the rest as mpi4py has it."""
+    init = ctypes.CDLL(api.__file__).MPI_Init_thread
+    thread = threading.Thread(
+        target=init,
+        args=(None, None, api.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int())),
+        name="netfold begins MPI",
+        daemon=True,
+    )
+    thread.start()
+    thread.join(max(0.001, deadline - time.monotonic()))
+    if thread.is_alive():
+        raise RuntimeError("it did not begin in time; did all ranks that mpirun started come to make a group?")
+    if api.Is_initialized():
+        for comm in (api.COMM_WORLD, api.COMM_SELF):
+            comm.Set_errhandler(api.ERRORS_RETURN)
 
 
 def _open(api: Any, rank: int, members: tuple[int, ...], deadline: float) -> Any:
