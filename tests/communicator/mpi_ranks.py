@@ -64,7 +64,7 @@ def check_messages(group: Communicator) -> None:
 
 
 def beside() -> Any:
-    """netfold in one thread and the program's own MPI in another, with any source and tag."""
+    """netfold in one thread, on a group and a part of it, and the program's own MPI in another, with any source and tag."""
     import threading
 
     from mpi4py import MPI
@@ -121,11 +121,11 @@ def dies() -> Any:
     """Rank 1 is killed in the middle of things; what the others say, and after how long."""
     with join(transport="mpi", reconnect_s=0) as group:
         mine = np.ones(1 << 20, np.float32)
-        group.all_reduce(mine)
-        if group.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
         try:
+            group.all_reduce(mine)
+            if group.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             while True:
                 group.all_reduce(mine)
         except Exception as error:
