@@ -127,29 +127,6 @@ bool flush(FabricEnd& end, std::int64_t timeout_ns) {
   return true;
 }
 
-// `bytes` there and back, so many times, each end in turn, never sleeping: the form of libfabric's own ping-pong.
-double ping_pong(FabricEnd& end, std::size_t bytes, int rounds, bool begins, std::int64_t timeout_ns) {
-  fabric::FabricPipe& pipe = pipe_of(end);
-  nb::gil_scoped_release release;
-  std::vector<std::byte> data(bytes);
-  const std::int64_t began = monotonic_ns();
-  const auto move = [&](bool sends) {
-    std::size_t moved = 0;
-    while (moved < bytes) {
-      const iovec piece{data.data() + moved, bytes - moved};
-      const auto io = sends ? pipe.send({&piece, 1}) : pipe.receive({&piece, 1});
-      if (io.closed) throw fabric::Error("the other end of the stream is closed");
-      if (io.bytes == 0 && monotonic_ns() - began > timeout_ns) throw fabric::Error("the other end does not answer");
-      moved += io.bytes;
-    }
-  };
-  for (int round = 0; round < rounds; ++round) {
-    move(begins);
-    move(!begins);
-  }
-  return static_cast<double>(monotonic_ns() - began) / 1e9;
-}
-
 }  // namespace
 
 void bind_fabric(nb::module_& m) {
@@ -185,6 +162,7 @@ void bind_fabric(nb::module_& m) {
                      out["refused"] = counters.refused;
                      out["out_of_order"] = counters.out_of_order;
                      out["repeated"] = counters.repeated;
+                     out["rails_lost"] = counters.rails_lost;
                      out["strange"] = counters.strange;
                      return out;
                    })
@@ -218,8 +196,6 @@ void bind_fabric(nb::module_& m) {
       .def("send", &send_all, nb::arg("data"), nb::arg("timeout_ns"), "How many bytes went within the time.")
       .def("receive", &receive_all, nb::arg("bytes"), nb::arg("timeout_ns"), "Fewer where the time was over.")
       .def("flush", &flush, nb::arg("timeout_ns"), "Whether all that was sent is on its way, and needs us no more.")
-      .def("ping_pong", &ping_pong, nb::arg("bytes"), nb::arg("rounds"), nb::arg("begins"), nb::arg("timeout_ns"),
-           "Seconds for so many messages there and back.")
       .def("close", [](FabricEnd& self) {
         nb::gil_scoped_release release;
         self.pipe.reset();

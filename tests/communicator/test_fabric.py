@@ -54,8 +54,8 @@ def every_algorithm(rank: int, size: int, folder: str, provider: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_every_algorithm_is_right_on_a_provider_that_takes_every_liberty(size: int) -> None:
-    port = port_of(f"strict:{size}+tcp", LOOPBACK)
-    values(run_threads(every_algorithm, size, f"strict:{size}+tcp", timeout_s=60))
+    port = port_of(f"strict:seed={size}+tcp", LOOPBACK)
+    values(run_threads(every_algorithm, size, f"strict:seed={size}+tcp", timeout_s=60))
     counters = port.counters
     assert counters["out_of_order"] > 100, counters
     assert counters["refused"] > 100, counters
@@ -95,6 +95,31 @@ def waits(rank: int, size: int, folder: str) -> float:
 def test_the_sums_are_right_over_each_provider_between_processes_and_who_waits_holds_no_core() -> None:
     used = values(run_ranks(sums, 2))
     assert used[0] < 0.2, used
+
+
+RAILS = "127.0.0.1,127.0.0.2"
+
+
+def over_rails(rank: int, size: int, folder: str, provider: str) -> None:
+    with join(rank, size, folder, provider, interface=RAILS, algorithm="ring") as group:
+        for count in (1, 1000, 100_003, 7, 300_007):
+            mine = host.contribution(rank, count, "int64")
+            group.all_reduce(mine)
+            parts = [host.contribution(each, count, "int64") for each in range(size)]
+            np.testing.assert_array_equal(mine, sum(parts))
+
+
+def test_one_message_goes_in_stripes_over_all_rails() -> None:
+    values(run_threads(over_rails, 3, "strict+tcp"))
+    counters = port_of("strict+tcp", RAILS.split(",")).counters
+    assert counters["rails_lost"] == counters["repeated"] == 0, counters
+
+
+@pytest.mark.parametrize("fault", ["fails", "loses"])
+def test_a_rail_that_dies_is_left_out_and_the_others_carry_on(fault: str) -> None:
+    provider = f"strict:{fault}=50:rail=1+tcp"
+    values(run_threads(over_rails, 3, provider))
+    assert port_of(provider, RAILS.split(",")).counters["rails_lost"] > 0
 
 
 def two_groups(rank: int, size: int, folder: str) -> None:
@@ -176,7 +201,7 @@ def fails(rank: int, size: int, folder: str, provider: str) -> str:
 
 def test_a_completion_error_is_told_in_the_providers_words() -> None:
     began = time.monotonic()
-    found = values(run_threads(fails, 2, "strict:1:60+tcp"))
+    found = values(run_threads(fails, 2, "strict:fails=60+tcp"))
     assert time.monotonic() - began < 10
     assert [said[:12] for said in found] == ["PeerLost 1: ", "PeerLost 0: "], found
     assert any("provider strict+tcp;ofi_rxm: sending failed: this wire was told to fail" in said for said in found), found
@@ -227,7 +252,7 @@ def test_what_a_stranger_sends_changes_nothing() -> None:
 
 
 def test_what_makes_no_provider_is_refused_with_what_does() -> None:
-    for name in ("strict:x+tcp", "strict:1:2:3+tcp"):
+    for name in ("strict:x+tcp", "strict:seed=+tcp", "strict:seed=1x+tcp"):
         with pytest.raises(fabric.FabricError, match="is no strict provider"):
             fabric.Port(name, list(LOOPBACK))
     with pytest.raises(fabric.FabricError, match="at 203.0.113.1"):

@@ -66,7 +66,7 @@ void FabricPipe::wait_for(short events, std::vector<pollfd>& fds) const {
   quiet_calls_ = kQuietCalls;
   port_->wait_for(stream_, events, fds);
   if (over_since_ns_ >= 0) {
-    port_->nap(fds);  // until what is on its way has had its time
+    port_->nap(fds, Port::kNapNs);  // until what is on its way has had its time
   } else if (connection_ != nullptr) {
     connection_->wait_for(POLLIN | POLLRDHUP, fds);
   }

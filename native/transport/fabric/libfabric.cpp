@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -36,7 +37,15 @@ std::string text_of(std::uint32_t version) {
   return std::to_string(FI_MAJOR(version)) + "." + std::to_string(FI_MINOR(version));
 }
 
+// ofi_rxm's buffers hold 16 KB unless it is told otherwise, and a longer message is cut up and copied twice more. The
+// word that tells it is libfabric's own and read once, by the first call; who has set it is not overruled.
+void let_segments_go_whole() {
+  constexpr std::size_t kHeadersBytes = 512;  // rxm's own, and the transport's below it
+  setenv("FI_OFI_RXM_BUFFER_SIZE", std::to_string(kMaxSegmentBytes + kHeadersBytes).c_str(), 0);
+}
+
 Library load() {
+  let_segments_go_whole();
   void* handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     throw Error(std::string("libfabric cannot be opened (") + dlerror() +

@@ -14,7 +14,6 @@
 namespace netfold::transport::fabric {
 namespace {
 
-enum class What : std::uint16_t { segment = 1, credit = 2 };
 constexpr std::uint16_t kMagic = 0x6e66;
 
 std::int64_t now_ns() {
@@ -41,10 +40,16 @@ void add_once(int fd, std::vector<pollfd>& fds) {
 
 }  // namespace
 
-// In front of every segment and credit. Little-endian, as values on the wire are.
+enum class Port::What : std::uint16_t {
+  segment = 1,
+  credit = 2,
+  question = 3,  // a credit that wants one back
+};
+
+// In front of every segment; all of a credit. Little-endian, as values on the wire are.
 struct Port::Header {
-  std::uint32_t sequence = 0;  // of this segment; of a credit, nothing
-  std::uint32_t read = 0;      // segments of the other direction whose bytes were all read
+  std::uint32_t sequence = 0;  // of this segment; in a credit, of the first that has not come from the other end
+  std::uint32_t read = 0;      // segments from the other end whose bytes were all read
   std::uint32_t bytes = 0;     // behind this header
   What what = What::segment;
   std::uint16_t magic = kMagic;
@@ -59,6 +64,7 @@ struct Port::Sending : Work {
   std::uint32_t bytes = 0;  // header included
   std::size_t rail = 0;
   State state = State::free;
+  std::int64_t sent_ns = 0;  // where there are several rails
 };
 
 // A buffer that is posted on its rail, or that a stream reads from.
@@ -100,6 +106,8 @@ struct Port::Stream {
   std::uint32_t window_out = 0;
   std::uint32_t sent = 0;
   std::uint32_t confirmed = 0;    // of these, read by the peer
+  std::uint32_t arrived_there = 0;  // and have come, as far as it has said: all before this number
+  std::int64_t asked_ns = 0;
   std::deque<Sending*> waiting;   // in order
   std::size_t under_way = 0;
 
@@ -111,6 +119,7 @@ struct Port::Stream {
   std::uint32_t told = 0;    // of `read`, to the peer
   bool is_pending = false;
   bool is_leaving = false;
+  bool is_asked = false;  // what has come
 
   std::uint32_t window() const { return slab->window; }
   Sending& segment(std::uint32_t number) { return slab->sendings[number % window()]; }
@@ -126,7 +135,15 @@ struct Port::Stream {
     } while (is_out[next_rail]);
     return next_rail;
   }
-  bool owes_credit() const { return read - told >= std::max(1u, slab->window / 2); }
+  bool owes_credit() const { return is_asked || read - told >= std::max(1u, slab->window / 2); }
+  std::uint32_t first_missing() const {
+    std::uint32_t number = read;
+    while (number - read < slab->window && arrived[number % slab->window] != nullptr) ++number;
+    return number;
+  }
+  std::size_t rails_left() const {
+    return static_cast<std::size_t>(std::count(is_out.begin(), is_out.end(), false));
+  }
 };
 
 Bell::Bell() : event(make_event(0)) {}
@@ -282,6 +299,7 @@ Wire::Taken Port::hand_over(Sending& sending) {
                                          sending.slab->descriptor(sending.rail), stream.tag_out, &sending);
   switch (taken) {
     case Wire::Taken::yes:
+      if (rails_.size() > 1) sending.sent_ns = now_ns();
       sending.state = injects ? Sending::State::free : Sending::State::under_way;
       stream.under_way += injects ? 0 : 1;
       break;
@@ -353,17 +371,48 @@ void Port::push(Stream& stream) {
 
 void Port::tell_credit(Stream& stream) {
   Sending& credit = stream.credit();
+  if (stream.peers.empty()) return;  // the other end met us first
   while (stream.owes_credit() && credit.state != Sending::State::under_way && stream.why.empty()) {
-    const Header header{.read = stream.read, .what = What::credit};
-    std::memcpy(credit.data, &header, sizeof header);
-    credit.bytes = sizeof header;
-    credit.rail = stream.take_rail();
-    const auto taken = hand_over(credit);
+    const auto taken = say(stream, What::credit);
     if (taken == Wire::Taken::later) return push(stream);
     if (taken == Wire::Taken::never) continue;  // by another rail, if there is one
     stream.told = stream.read;
+    stream.is_asked = false;
     ++counters_.credits_sent;
   }
+}
+
+Wire::Taken Port::say(Stream& stream, What what) {
+  Sending& credit = stream.credit();
+  const Header header{.sequence = stream.first_missing(), .read = stream.read, .what = what};
+  std::memcpy(credit.data, &header, sizeof header);
+  credit.bytes = sizeof header;
+  credit.rail = stream.take_rail();
+  return hand_over(credit);
+}
+
+// A rail may die without a word, and who reads late looks the same: so the other end is asked what has come, over the
+// rails in turn. What was sent long before such an answer and is not in it was lost with its rail.
+void Port::look_for_losses() {
+  const std::int64_t now = now_ns();
+  for (auto& [tag, each] : streams_) {
+    Stream& stream = *each;
+    if (!stream.why.empty() || stream.confirmed == stream.sent) continue;
+    const bool is_new = now - stream.segment(stream.confirmed).sent_ns < kAskNs;
+    if (is_new || now - stream.asked_ns < kAskNs || stream.credit().state != Sending::State::free) continue;
+    stream.asked_ns = now;
+    // Refused for now: asked again soon enough.
+    if (say(stream, What::question) == Wire::Taken::later) stream.credit().state = Sending::State::free;
+  }
+}
+
+void Port::answered(Stream& stream, std::uint32_t first_missing) {
+  if (first_missing - stream.confirmed > stream.sent - stream.confirmed) return;  // an old one
+  stream.arrived_there = first_missing;
+  if (first_missing == stream.sent || stream.rails_left() < 2) return;
+  Sending& missing = stream.segment(first_missing);
+  const bool is_old = missing.state == Sending::State::free && now_ns() - missing.sent_ns > kLostNs;
+  if (is_old) drop_rail(stream, missing.rail, "nothing that went over it arrived");
 }
 
 std::size_t Port::receive(Stream* from, std::span<const iovec> pieces) {
@@ -430,6 +479,7 @@ bool Port::progress() {
       push(*stream);
     }
   }
+  if (rails_.size() > 1) look_for_losses();
   return moved;
 }
 
@@ -451,7 +501,7 @@ void Port::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) 
   const auto found = streams_.find(tag);
   if (bytes >= sizeof header) std::memcpy(&header, receiving.data, sizeof header);
   if (found == streams_.end() || bytes < sizeof header || header.magic != kMagic ||
-      header.bytes != bytes - sizeof header) {
+      header.bytes != bytes - sizeof header || (header.what == What::segment) == (header.bytes == 0)) {
     ++counters_.strange;
     return post(receiving);
   }
@@ -461,7 +511,12 @@ void Port::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) 
     stream.confirmed = header.read;
     ring(stream);
   }
-  if (header.what != What::segment || header.bytes == 0) return post(receiving);
+  if (header.what != What::segment) {
+    if (rails_.size() > 1) answered(stream, header.sequence);
+    stream.is_asked |= header.what == What::question;
+    post(receiving);
+    return tell_credit(stream);
+  }
   ++counters_.segments_received;
   const std::uint32_t ahead = header.sequence - stream.read;
   Receiving*& place = stream.arrived[header.sequence % stream.window()];
@@ -505,6 +560,7 @@ void Port::failed(const Completion& completion, std::size_t rail) {
 
 // What the rail took and the peer has not read goes again over the others: whether it arrived is not known.
 void Port::drop_rail(Stream& stream, std::size_t rail, const std::string& why) {
+  if (!stream.is_out[rail]) ++counters_.rails_lost;
   stream.is_out[rail] = true;
   const auto left = std::find(stream.is_out.begin(), stream.is_out.end(), false);
   if (left == stream.is_out.end()) return fail(stream, "sending failed: " + why);
@@ -547,8 +603,13 @@ bool Port::is_settled(const Stream& stream) const { return stream.under_way == 0
 
 bool Port::settled(Stream* stream) {
   std::lock_guard lock(mutex_);
-  if (!is_settled(*stream)) progress();
-  return is_settled(*stream);
+  // Over several rails it may have to go again.
+  const auto is_through = [&] {
+    const bool arrived = rails_.size() == 1 || stream->arrived_there == stream->sent;
+    return (is_settled(*stream) && arrived) || !stream->why.empty();
+  };
+  if (!is_through()) progress();
+  return is_through();
 }
 
 std::string Port::failure(const Stream* stream) const {
@@ -586,11 +647,12 @@ void Port::wait_for(Stream* stream, short events, std::vector<pollfd>& fds) {
     }
     naps |= rail->wait_fd() < 0;
   }
-  if (naps) nap(fds);
+  const bool asks = rails_.size() > 1 && stream->confirmed != stream->sent;
+  if (naps || asks) nap(fds, naps ? kNapNs : kAskNs);
 }
 
-void Port::nap(std::vector<pollfd>& fds) {
-  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = kNapNs}};
+void Port::nap(std::vector<pollfd>& fds, std::int64_t nap_ns) {
+  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = nap_ns}};
   timerfd_settime(nap_.get(), 0, &once, nullptr);
   add_once(nap_.get(), fds);
 }

@@ -2,10 +2,13 @@
 #include <netfold/transport/fabric/strict_wire.hpp>
 
 #include <algorithm>
+#include <charconv>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <random>
 #include <set>
+#include <sstream>
 #include <stdexcept>
 
 namespace netfold::transport::fabric {
@@ -68,6 +71,7 @@ class StrictWire final : public Wire {
   Taken inject(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag) override {
     if (refuses()) return Taken::later;
     if (bytes > limits_.inject_bytes) broken(std::to_string(bytes) + " bytes are too many to inject");
+    if (is_lost()) return Taken::yes;
     return below_->inject(to, data, bytes, tag);
   }
   Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) override {
@@ -98,6 +102,8 @@ class StrictWire final : public Wire {
 
   bool chance(unsigned of) { return random_() % of == 0; }
   bool refuses() { return chance(3); }
+  // Counts a send.
+  bool is_lost() { return ++sends_ > strictness_.loses && strictness_.loses > 0; }
   void begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor);
   void end(Work* work);
   void hand_down();
@@ -146,7 +152,11 @@ void StrictWire::hand_down() {
     for (void* word : next.work->reserved) {
       if (word != next.work) broken("a Work was written to while it was the provider's");
     }
-    if (next.what == Later::What::send && strictness_.fails_after > 0 && ++sends_ > strictness_.fails_after) {
+    if (next.what == Later::What::send && is_lost()) {
+      held_.push_back({.kind = Completion::Kind::sent, .work = next.work, .why = {}});
+      continue;
+    }
+    if (next.what == Later::What::send && strictness_.fails > 0 && sends_ > strictness_.fails) {
       held_.push_back({.kind = Completion::Kind::failed, .work = next.work, .why = "this wire was told to fail"});
       continue;
     }
@@ -182,21 +192,33 @@ std::unique_ptr<Wire> make_strict(std::unique_ptr<Wire> below, const Strictness&
 }
 
 std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host, int rail) {
-  const std::string_view word = "strict";
   const auto plus = name.find('+');
-  if (!name.starts_with(word) || plus == std::string::npos) return open_wire(name, host, rail);
+  if (!name.starts_with("strict") || plus == std::string::npos) return open_wire(name, host, rail);
   Strictness strictness;
-  const std::string numbers = name.substr(word.size(), plus - word.size());
-  unsigned long seed = strictness.seed;
-  unsigned long fails_after = 0;
-  int end = 0;
-  const int found = std::sscanf(numbers.c_str(), ":%lu%n:%lu%n", &seed, &end, &fails_after, &end);
-  if (static_cast<std::size_t>(end) != numbers.size() || (found < 1 && !numbers.empty())) {
-    throw Error("'" + name + "' is no strict provider; it is strict+PROVIDER, or strict:SEED+PROVIDER, or " +
-                "strict:SEED:SENDS+PROVIDER");
+  std::uint64_t only_rail = ~std::uint64_t{0};
+  const std::map<std::string, std::uint64_t*> words = {{"seed", &strictness.seed},
+                                                       {"fails", &strictness.fails},
+                                                       {"loses", &strictness.loses},
+                                                       {"rail", &only_rail}};
+  std::istringstream given(name.substr(0, plus));
+  std::string word;
+  std::getline(given, word, ':');
+  bool is_good = word == "strict";
+  while (is_good && std::getline(given, word, ':')) {
+    const auto equals = std::min(word.find('='), word.size());
+    const auto found = words.find(word.substr(0, equals));
+    const char* end = word.data() + word.size();
+    is_good = found != words.end() && equals + 1 < word.size() &&
+              std::from_chars(word.data() + equals + 1, end, *found->second).ptr == end;
   }
-  strictness.seed = seed + static_cast<unsigned long>(rail);
-  strictness.fails_after = fails_after;
+  if (!is_good) {
+    throw Error("'" + name + "' is no strict provider; it is strict+PROVIDER, with :seed=N, :fails=N, :loses=N and " +
+                ":rail=N before the + as wanted");
+  }
+  if (only_rail != ~std::uint64_t{0} && only_rail != static_cast<std::uint64_t>(rail)) {
+    strictness.fails = strictness.loses = 0;
+  }
+  strictness.seed += static_cast<std::uint64_t>(rail);
   return make_strict(open_wire(name.substr(plus + 1), host, rail), strictness);
 }
 

@@ -33,6 +33,11 @@
 //                        |                              was not confirmed goes again over the others
 //                        +--close()--> leaving --last completion--> gone
 //
+// RAILS. Segments are the stripes: each goes over the next rail that works, a small message whole, and the numbers put
+// together what comes. A rail that dies without an error shows by what does not come: while the peer confirms nothing it
+// is asked what it has, and what is missing though it was sent long before has lost its rail for this stream; all that
+// rail had goes again over the others. So over several rails a stream is settled once the peer has everything.
+//
 // WHAT GOES WRONG. A completion error fails the streams it concerns, with the provider's words. A peer that vanishes
 // need not be noticed by a provider: pipe.hpp keeps the handshake's connection beside each stream, and its end is the
 // peer's. A segment that comes twice, as one that went again may, is dropped by its number.
@@ -62,9 +67,10 @@ struct Bell {
 class Port {
  public:
   static constexpr std::size_t kBudgetBytes = 256 << 20;
-  static constexpr std::size_t kMaxSegmentBytes = 64 << 10;
   static constexpr std::uint32_t kMaxWindow = 16;
   static constexpr std::int64_t kFlushNs = 100'000'000;
+  // Between two looks of a sleeper at a provider that cannot wake it.
+  static constexpr std::int64_t kNapNs = 200'000;
 
   struct Stream;
 
@@ -110,7 +116,7 @@ class Port {
   // Does what the provider has to do, for all streams.
   void look();
   // What wakes a sleeper soon, in any case.
-  void nap(std::vector<pollfd>& fds);
+  void nap(std::vector<pollfd>& fds, std::int64_t nap_ns);
 
   struct Counters {
     std::uint64_t segments_sent = 0;
@@ -119,11 +125,13 @@ class Port {
     std::uint64_t refused = 0;     // for now; made again
     std::uint64_t out_of_order = 0;
     std::uint64_t repeated = 0;    // came twice
+    std::uint64_t rails_lost = 0;  // counted for each stream
     std::uint64_t strange = 0;     // with a tag that nobody has (any more), or malformed
   };
   Counters counters() const;
 
  private:
+  enum class What : std::uint16_t;
   struct Header;
   struct Sending;
   struct Receiving;
@@ -133,13 +141,18 @@ class Port {
   static constexpr int kRounds = 4;
   // Failed receives in a row after which the endpoint is not believed any more.
   static constexpr int kMaxFailedReceives = 64;
-  // Between two looks of a sleeper at a provider that cannot wake it.
-  static constexpr std::int64_t kNapNs = 200'000;
+  // Between two questions to a peer that has not confirmed what was sent, over several rails.
+  static constexpr std::int64_t kAskNs = 50'000'000;
+  // A segment that has not come after this time, while others do, is lost, and its rail with it.
+  static constexpr std::int64_t kLostNs = 1'000'000'000;
 
   Slab* take_slab(std::uint32_t window);
   void post(Receiving& receiving);
   Wire::Taken hand_over(Sending& sending);
   void tell_credit(Stream& stream);
+  Wire::Taken say(Stream& stream, What what);
+  void look_for_losses();
+  void answered(Stream& stream, std::uint32_t first_missing);
   bool progress();
   void push(Stream& stream);
   void sent(Sending& sending);

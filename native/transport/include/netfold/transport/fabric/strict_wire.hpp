@@ -13,13 +13,14 @@ namespace netfold::transport::fabric {
 
 struct Strictness {
   std::uint64_t seed = 1;
-  std::uint64_t fails_after = 0;  // sends; 0: never. From then on every send fails.
+  std::uint64_t fails = 0;  // after so many sends all fail, with a completion that says so; 0: never
+  std::uint64_t loses = 0;  // after so many sends all are lost, and seem to be sent; 0: never
 };
 
 std::unique_ptr<Wire> make_strict(std::unique_ptr<Wire> below, const Strictness& strictness);
 
-// A wire as users name it: a provider of libfabric (libfabric.hpp), or strict+PROVIDER, strict:SEED+PROVIDER,
-// strict:SEED:SENDS+PROVIDER for one that fails after so many. Throws Error.
+// A wire as users name it: a provider of libfabric (libfabric.hpp), or strict+PROVIDER; strict:seed=7:fails=100+PROVIDER
+// says more of it (Strictness), rail=1 of that rail alone. Throws Error.
 std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host, int rail);
 
 }  // namespace netfold::transport::fabric

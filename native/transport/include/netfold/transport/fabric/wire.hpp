@@ -19,6 +19,9 @@
 
 namespace netfold::transport::fabric {
 
+// The longest message that a port sends, where the provider takes as much: what stays in the cache while it is copied.
+constexpr std::size_t kMaxSegmentBytes = 64 << 10;
+
 // One operation under way. Whoever starts it derives its own from this; the provider scribbles in it.
 struct Work {
   void* reserved[8] = {};  // struct fi_context2

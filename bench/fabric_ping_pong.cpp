@@ -1,0 +1,212 @@
+// What a stream of a port costs over its wire: a ping-pong through a pipe beside the same one of plain libfabric calls,
+// for one provider. bench/fabric.py compiles it and reads what it prints.
+//
+// The plain one has the form of libfabric's own fi_pingpong: one tagged message at a time, from registered memory into
+// a posted buffer, both ends polling. The two take turns by blocks of messages between the same two processes, so both
+// meet the same machine; of each message the time there and back is kept, and the median of a block is its figure, which
+// a process that takes a core for a while does not move.
+//
+//   fabric_ping_pong PROVIDER BLOCKS BYTES MESSAGES [BYTES MESSAGES ...]    prints: bytes, pipe us, plain us; a line a block
+#include <sched.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <netfold/transport/fabric/fabric_pipe.hpp>
+#include <netfold/transport/fabric/libfabric.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace fabric = netfold::transport::fabric;
+
+namespace {
+
+constexpr const char* kHere = "127.0.0.1";
+constexpr std::size_t kMostBytes = 8 << 20;
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// Over the socket between the two: what they must know of each other.
+void say(int socket, const void* data, std::size_t bytes) {
+  if (::send(socket, data, bytes, 0) != static_cast<ssize_t>(bytes)) std::abort();
+}
+void hear(int socket, void* data, std::size_t bytes) {
+  if (::recv(socket, data, bytes, MSG_WAITALL) != static_cast<ssize_t>(bytes)) std::abort();
+}
+std::vector<std::byte> swap_names(int socket, const std::vector<std::byte>& name) {
+  std::size_t bytes = name.size();
+  say(socket, &bytes, sizeof bytes);
+  say(socket, name.data(), bytes);
+  hear(socket, &bytes, sizeof bytes);
+  std::vector<std::byte> theirs(bytes);
+  hear(socket, theirs.data(), bytes);
+  return theirs;
+}
+
+class Plain {
+ public:
+  Plain(const std::string& provider, int socket)
+      : wire_(fabric::open_wire(provider, kHere, 0)), memory_(2 * kMostBytes) {
+    if (wire_->limits().needs_registration) {
+      registration_ = wire_->register_memory(memory_.data(), memory_.size());
+    }
+    peer_ = wire_->add(swap_names(socket, wire_->name()));
+  }
+  void send(std::size_t bytes) {
+    const auto& limits = wire_->limits();
+    const bool injects = bytes <= limits.inject_bytes;
+    for (;;) {
+      const auto taken = injects ? wire_->inject(peer_, memory_.data(), bytes, 1)
+                                 : wire_->send(peer_, memory_.data(), bytes, descriptor(), 1, &sending_);
+      if (taken == fabric::Wire::Taken::yes) break;
+      look();
+    }
+    if (!injects) wait(sent_);
+  }
+  void post(std::size_t bytes) {
+    while (wire_->receive(memory_.data() + kMostBytes, bytes, descriptor(), &receiving_) != fabric::Wire::Taken::yes) {
+      look();
+    }
+  }
+  void receive() { wait(received_); }
+
+ private:
+  void* descriptor() const { return registration_ == nullptr ? nullptr : registration_->descriptor(); }
+  void look() {
+    const std::size_t found = wire_->poll({&completion_, 1});
+    if (found == 0) return;
+    if (completion_.kind == fabric::Completion::Kind::failed) {
+      std::fprintf(stderr, "%s\n", completion_.why.c_str());
+      std::abort();
+    }
+    ++(completion_.kind == fabric::Completion::Kind::sent ? sent_ : received_);
+  }
+  void wait(int& count) {
+    while (count == 0) look();
+    --count;
+  }
+
+  std::unique_ptr<fabric::Wire> wire_;
+  std::vector<std::byte> memory_;
+  std::unique_ptr<fabric::Registration> registration_;
+  fabric::Wire::Peer peer_ = 0;
+  fabric::Work sending_, receiving_;
+  fabric::Completion completion_;
+  int sent_ = 0;
+  int received_ = 0;
+};
+
+class Piped {
+ public:
+  Piped(const std::string& provider, int socket) : memory_(2 * kMostBytes) {
+    std::vector<std::unique_ptr<fabric::Wire>> rails;
+    rails.push_back(fabric::open_wire(provider, kHere, 0));
+    auto port = std::make_shared<fabric::Port>(std::move(rails));
+    auto* stream = port->open(std::make_shared<fabric::Bell>(), 1);
+    auto terms = port->terms(stream);
+    const std::vector<std::vector<std::byte>> names = {swap_names(socket, port->names()[0])};
+    say(socket, &terms, sizeof terms);
+    hear(socket, &terms, sizeof terms);
+    port->connect(stream, names, terms);
+    pipe_ = std::make_unique<fabric::FabricPipe>(std::move(port), stream);
+  }
+  void send(std::size_t bytes) { move(memory_.data(), bytes, true); }
+  void receive(std::size_t bytes) { move(memory_.data() + kMostBytes, bytes, false); }
+
+ private:
+  void move(std::byte* data, std::size_t bytes, bool sends) {
+    while (bytes > 0) {
+      const iovec piece{data, bytes};
+      const auto io = sends ? pipe_->send({&piece, 1}) : pipe_->receive({&piece, 1});
+      if (io.closed) std::abort();
+      data += io.bytes;
+      bytes -= io.bytes;
+    }
+  }
+  std::vector<std::byte> memory_;
+  std::unique_ptr<fabric::FabricPipe> pipe_;
+};
+
+template <class Round>
+double median_us(int messages, Round round) {
+  std::vector<double> times;
+  for (int i = 0; i < messages; ++i) {
+    const std::int64_t began = now_ns();
+    round();
+    times.push_back(static_cast<double>(now_ns() - began) / 2e3);
+  }
+  std::nth_element(times.begin(), times.begin() + messages / 2, times.end());
+  return times[static_cast<std::size_t>(messages / 2)];
+}
+
+void play(int argc, char** argv, int socket, bool begins) {
+  cpu_set_t all;
+  sched_getaffinity(0, sizeof all, &all);
+  std::vector<std::size_t> cores;
+  for (std::size_t core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &all)) cores.push_back(core);
+  }
+  cpu_set_t own;
+  CPU_ZERO(&own);
+  CPU_SET(cores[begins ? 0 : 1 % cores.size()], &own);
+  sched_setaffinity(0, sizeof own, &own);
+  Plain plain(argv[1], socket);
+  Piped piped(argv[1], socket);
+  const int blocks = std::atoi(argv[2]);
+  for (int given = 3; given + 1 < argc; given += 2) {
+    const auto bytes = static_cast<std::size_t>(std::atoll(argv[given]));
+    const int messages = std::atoi(argv[given + 1]);
+    for (int block = -1; block < blocks; ++block) {
+      double plain_us = 0;
+      double piped_us = 0;
+      for (int turn = 0; turn < 2; ++turn) {
+        if ((turn + block) % 2 == 0) {
+          plain.post(bytes);
+          std::byte ready{};  // the first buffer is posted at both ends
+          say(socket, &ready, 1);
+          hear(socket, &ready, 1);
+          plain_us = median_us(messages, [&] {
+            if (begins) plain.send(bytes);
+            plain.receive();
+            plain.post(bytes);
+            if (!begins) plain.send(bytes);
+          });
+          // The buffer that is left over: one message more each way.
+          plain.send(bytes);
+          plain.receive();
+        } else {
+          piped_us = median_us(messages, [&] {
+            if (begins) piped.send(bytes);
+            piped.receive(bytes);
+            if (!begins) piped.send(bytes);
+          });
+        }
+      }
+      if (begins && block >= 0) std::printf("%zu %.3f %.3f\n", bytes, piped_us, plain_us);
+    }
+  }
+  std::fflush(stdout);
+  std::byte over{};  // neither goes before the other is through
+  say(socket, &over, 1);
+  hear(socket, &over, 1);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 5) return 2;
+  int sockets[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) != 0) return 1;
+  const pid_t child = fork();
+  play(argc, argv, sockets[child == 0 ? 1 : 0], child != 0);
+  if (child == 0) return 0;
+  int status = 0;
+  waitpid(child, &status, 0);
+  return status == 0 ? 0 : 1;
+}

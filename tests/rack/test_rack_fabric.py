@@ -1,0 +1,60 @@
+"""Two links a host under a fabric: both carry, and one that is cut is left out. Needs root and libfabric."""
+
+from __future__ import annotations
+
+import pytest
+from test_rack_interfaces import SEND_MUCH, hosts, last_json, outputs
+
+from netfold._native import fabric
+from netfold.rack.command import missing
+
+LACK = missing(loss=False)
+pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
+
+try:
+    fabric.version()
+except fabric.FabricError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def test_a_message_in_stripes_over_two_links_takes_half_as_long() -> None:
+    with hosts(2) as there:
+        master, _ = there.cable(0, 1, "200mbit")
+        there.cable(0, 1, "200mbit")
+        seconds = {}
+        for named in ("c0", "c0,c1"):
+            before = [there.sent_bytes(0, device) for device in ("c0", "c1")]
+            texts = outputs(there.start(SEND_MUCH, master, interface=named, transport="fabric:tcp"))
+            sent = [there.sent_bytes(0, device) - old for device, old in zip(("c0", "c1"), before, strict=True)]
+            seconds[named] = last_json(texts[0])[0]
+            if named == "c0,c1":
+                assert 0.45 < sent[0] / sum(sent) < 0.55, sent
+        print(f"20 MB over one link: {seconds['c0']:.3f} s, over two: {seconds['c0,c1']:.3f} s")
+        assert seconds["c0"] / seconds["c0,c1"] > 1.9, seconds
+
+
+UNTIL_CUT = """
+    for turn in range(40):
+        array = np.arange(300_007, dtype=np.int64) * (rank + 1) + turn
+        group.all_reduce(array)
+        np.testing.assert_array_equal(array, np.arange(300_007, dtype=np.int64) * 3 + 2 * turn)
+        if turn == 5:
+            print("under way", flush=True)
+    print(json.dumps(["all right"]), flush=True)
+"""
+
+
+def test_a_link_that_is_cut_in_the_middle_is_left_out_and_no_sum_is_wrong() -> None:
+    with hosts(2) as there:
+        master, _ = there.cable(0, 1, "200mbit")
+        there.cable(0, 1, "200mbit")
+        ranks = there.start(UNTIL_CUT, master, interface="c0,c1", transport="fabric:tcp", algorithm="ring")
+        assert ranks[0].stdout is not None
+        said = ""
+        while "under way" not in said:
+            line = ranks[0].stdout.readline()
+            assert line, said
+            said += line
+        there.ip(0, "link", "set", "c1", "down")
+        for text in outputs(ranks, timeout_s=90):
+            assert last_json(text) == ["all right"], text
