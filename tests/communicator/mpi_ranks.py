@@ -64,7 +64,7 @@ def check_messages(group: Communicator) -> None:
 
 
 def beside() -> Any:
-    """netfold in one thread, on a group and a part of it, and the program's own MPI in another, with any source and tag."""
+    """netfold in one thread, on a group and a part of it; the program's MPI in another, with any source and tag."""
     import threading
 
     from mpi4py import MPI

@@ -6,6 +6,8 @@
 #include <bit>
 #include <cstring>
 #include <deque>
+#include <functional>
+#include <limits>
 #include <mutex>
 
 namespace netfold::transport::mpi {
@@ -81,7 +83,7 @@ class MpiWire final : public fabric::Wire, public Leaver {
     limits_.message_bytes = kMessageBytes;
     limits_.inject_bytes = kInjectBytes;
     limits_.sends = kSends;
-    limits_.receives = kMessageBytes;
+    limits_.receives = std::numeric_limits<std::size_t>::max();
     limits_.tag_bits = std::bit_width(static_cast<unsigned>(lent.max_tag) + 1) - 1;
     limits_.is_private = true;
     statuses_.resize(std::max(kSends, kLooked) * lent.status_bytes);

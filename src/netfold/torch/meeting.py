@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from netfold.communicator.launchers import is_launched, placement
 from netfold.communicator.tcp_store import process_store
 
-_Meeting = Iterator[tuple[dist.Store, int, int]]
+_Meeting = Iterator[tuple[Store, int, int]]
 _TORCHS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # init_process_group may be called again after destroy_process_group: every rank counts alike.
@@ -38,11 +38,11 @@ def meet(torchs: Callable[..., _Meeting], url: str, **options: Any) -> _Meeting:
     board = process_store(place.host, place.port, place.job, rank=place.rank, timeout_s=seconds)
     key = f"torch's store {next(_meetings)}"
     if place.rank == 0:
-        store = dist.TCPStore(place.host, 0, place.size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = TCPStore(place.host, 0, place.size, is_master=True, timeout=timeout, wait_for_workers=False)
         board.set(key, str(store.port).encode())
     else:
         port = int(board.get(key, seconds))
-        store = dist.TCPStore(place.host, port, place.size, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = TCPStore(place.host, port, place.size, is_master=False, timeout=timeout, wait_for_workers=False)
     yield store, place.rank, place.size
     raise RuntimeError("ranks that mpirun or srun started cannot meet a second time by env://")
 

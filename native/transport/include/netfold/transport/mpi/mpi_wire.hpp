@@ -1,17 +1,14 @@
 // A wire over MPI, for hosts whose fabric only an MPI reaches: nonblocking sends and receives on a communicator of our
 // own. What is made of them (segments, windows, streams) is the port's, as over libfabric (fabric/port.hpp).
 //
-// WHICH MPI. The one that the process has: Open MPI, MPICH and its kin, or one with the standard ABI of MPI 5. Their
-// binary interfaces differ, and one build of netfold is to serve them all, so there is no mpi.h here. What was weighed:
-//   - mpi4py in the data path: an Isend and the Test that ends it take some 2 us in Python, and the GIL, which the
-//     engine must not ask for;
-//   - a shim compiled against mpi.h, for each MPI: none of the wheels on a user's machine brings a compiler, and
-//   Intel's
-//     brings no header;
-//   - tables of each ABI's constants, as mpi4py and MPItrampoline have them: right until an MPI changes one.
-// Here mpi4py does what is done once (begin, thread level, communicator, error handler, end) and lends us its handles,
-// their widths, the constants and where a status has its fields, which it tries out (communicator/mpi.py). The data
-// path is eight functions, looked up where mpi4py's own are, that take such handles: of four bytes or of eight.
+// WHICH MPI. The one that the process has: Open MPI, or MPICH and its kin, Intel MPI among them. Their binary
+// interfaces differ, and one build of netfold is to serve them all, so there is no mpi.h here. What was weighed, and
+// left: mpi4py in the data path (a call costs a quarter of a microsecond and more, and the GIL, which the engine must
+// not ask for); a shim for each MPI, compiled against its mpi.h (a user's machine need not have a compiler, nor Intel's
+// wheel a header); tables of each ABI's constants, as mpi4py and MPItrampoline have them (right until an MPI changes
+// one). Here mpi4py does what is done once (communicator, error handler, end) and lends us its handles, their widths,
+// the constants, and where a status has its fields, which it tries out (communicator/mpi.py). The data path is eight
+// functions, looked up where mpi4py's own are, that take such handles: of four bytes or of eight.
 //
 // THREADS. Whoever waits for a stream polls: the engine's thread or any of the caller's, while the program may call MPI
 // itself. Only MPI_THREAD_MULTIPLE allows that. An MPI need not move anything between its calls: what was sent is
