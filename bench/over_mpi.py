@@ -1,10 +1,11 @@
-"""netfold over MPI beside netfold over TCP, on this machine, in one run:
+"""netfold over MPI beside netfold over TCP, in one run:
 
-    .venv/bin/python bench/over_mpi.py [ROUNDS]        # MPIs of `make bench-peers`; rewrites bench/results/over_mpi.md
+    .venv/bin/python bench/over_mpi.py [ROUNDS]     # root; MPIs of `make bench-peers`; rewrites bench/results/over_mpi.md
 
-Two ranks under each mpirun have two groups, one by tcp and one by mpi, both by a ring and without shared memory; they
-take turns in every round, another first each time. Times are the slower rank's; ratios are taken round by round. The
-MPIs are as their wheels have them: they go through the machine's memory, where TCP goes through the kernel.
+Two ranks under each mpirun have two groups, one by tcp and one by mpi, both by a ring and without netfold's shared
+memory; they take turns in every round, another first each time. Times are the slower rank's; ratios are taken round by
+round. First on this machine, where the MPIs are as their wheels have them: they go through its memory, TCP through the
+kernel. Then on two hosts of a rack, where both go over the same link: the MPIs by TCP, as the bench has them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,17 @@ from typing import Any
 import numpy as np
 
 from netfold import Communicator, Options
+from netfold.bench.launch import start_mpi
 from netfold.bench.peers import ORDER, have_peer, launch_mpi
 from netfold.bench.spread import paired_ratios, spread
+from netfold.communicator.launchers import placement
+from netfold.rack import Rack
 
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 WAYS = ("tcp", "mpi")
 RESULTS = Path(__file__).parent / "results" / "over_mpi.md"
 RANKS = 2
+RATE = "1gbit"
 
 
 def measure(rounds: int) -> dict[str, Any]:
@@ -62,17 +68,36 @@ def measure(rounds: int) -> dict[str, Any]:
     return taken
 
 
-def start(mpi: str, rounds: int) -> dict[str, dict[str, list[float]]]:
-    launch = launch_mpi(mpi, RANKS, [sys.executable, __file__, "rank", str(rounds)])
-    ended = subprocess.run(
-        launch.argv, stdout=subprocess.PIPE, text=True, check=True, timeout=900, env=os.environ | launch.environment
-    )
-    told: dict[str, dict[str, list[float]]] = json.loads(ended.stdout)
+Taken = dict[str, dict[str, list[float]]]
+
+
+def on_this_machine(mpi: str, rounds: int) -> Taken:
+    with tempfile.TemporaryDirectory() as folder:
+        launch = launch_mpi(mpi, RANKS, [*_command(rounds), folder])
+        subprocess.run(launch.argv, check=True, timeout=900, env=os.environ | launch.environment)
+        return _told(folder)
+
+
+def between_hosts(mpi: str, rounds: int) -> Taken:
+    with tempfile.TemporaryDirectory() as folder, Rack(RANKS, RATE, "0%", delay="0us") as rack:
+        # The rack says who each host is; here the launcher does.
+        without = [word for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") for word in ("-u", name)]
+        process = start_mpi(rack, mpi, Path(folder), ["env", *without, *_command(rounds), folder])
+        assert process.wait(900) == 0
+        return _told(folder)
+
+
+def _command(rounds: int) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve()), "rank", str(rounds)]
+
+
+def _told(folder: str) -> Taken:
+    told: Taken = json.loads(Path(folder, "taken.json").read_text())
     return told
 
 
-def table(mpi: str, taken: dict[str, dict[str, list[float]]]) -> list[str]:
-    lines = [f"## {mpi}", "", "| size | tcp | mpi | tcp / mpi |", "|---|---|---|---|"]
+def table(title: str, taken: Taken) -> list[str]:
+    lines = [f"## {title}", "", "| size | tcp | mpi | tcp / mpi |", "|---|---|---|---|"]
     for size in SIZES:
         tcp, over = taken["tcp"][str(size)], taken["mpi"][str(size)]
         ratio = spread(paired_ratios(tcp, over))
@@ -95,17 +120,19 @@ def main(rounds: int) -> None:
         "memory. Medians of the slower rank; ratios round by round (p5..p95), above 1 where MPI is quicker.",
         "",
     ]
-    for mpi in ORDER:
-        if have_peer(mpi):
-            lines += table(mpi, start(mpi, rounds))
+    here = [mpi for mpi in ORDER if have_peer(mpi)]
+    for mpi in here:
+        lines += table(f"{mpi}, on one machine", on_this_machine(mpi, rounds))
+    for mpi in here:
+        lines += table(f"{mpi}, over a link of {RATE}", between_hosts(mpi, rounds))
     RESULTS.write_text("\n".join(lines))
     print("\n".join(lines))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
-        told = measure(int(sys.argv[2]))
-        if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "0":
-            print(json.dumps(told))
+        taken = measure(int(sys.argv[2]))
+        if placement().rank == 0:
+            Path(sys.argv[3], "taken.json").write_text(json.dumps(taken))
     else:
         main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)

@@ -18,7 +18,7 @@ using fabric::Error;
 using fabric::Registration;
 using fabric::Work;
 
-constexpr std::size_t kMessageBytes = std::size_t{1} << 30;
+constexpr std::size_t kMessageBytes = 60 << 10;
 constexpr std::size_t kInjectBytes = 128;
 // Sends under way at once, over all streams.
 constexpr std::size_t kSends = 256;

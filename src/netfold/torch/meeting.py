@@ -24,6 +24,8 @@ _TORCHS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # init_process_group may be called again after destroy_process_group: every rank counts alike.
 _meetings = itertools.count(1)
+# Where it was last.
+_host: str | None = None
 
 
 def meet(torchs: Callable[..., _Meeting], url: str, **options: Any) -> _Meeting:
@@ -32,7 +34,9 @@ def meet(torchs: Callable[..., _Meeting], url: str, **options: Any) -> _Meeting:
     if complete or "rank" in parse_qs(urlparse(url).query) or not is_launched():
         yield from torchs(url, **options)
         return
+    global _host
     place = placement()
+    _host = place.host
     timeout = options.get("timeout", default_pg_timeout)
     seconds = timeout.total_seconds()
     board = process_store(place.host, place.port, place.job, rank=place.rank, timeout_s=seconds)
@@ -49,6 +53,4 @@ def meet(torchs: Callable[..., _Meeting], url: str, **options: Any) -> _Meeting:
 
 def store_host() -> str | None:
     """The host of the rendezvous; None where nobody says."""
-    if os.environ.get("MASTER_ADDR"):
-        return os.environ["MASTER_ADDR"]
-    return placement().host if not os.environ.get("RANK") and is_launched() else None
+    return os.environ.get("MASTER_ADDR") or _host
