@@ -1,6 +1,6 @@
 """netfold over MPI beside netfold over TCP, in one run:
 
-    .venv/bin/python bench/over_mpi.py [ROUNDS]     # root; MPIs of `make bench-peers`; rewrites bench/results/over_mpi.md
+    .venv/bin/python bench/over_mpi.py [ROUNDS]     # root; MPIs of `make bench-peers`; rewrites results/over_mpi.md
 
 Two ranks under each mpirun have two groups, one by tcp and one by mpi, both by a ring and without netfold's shared
 memory; they take turns in every round, another first each time. Times are the slower rank's; ratios are taken round by
@@ -47,7 +47,7 @@ def measure(rounds: int) -> dict[str, Any]:
         taken: dict[str, dict[int, list[float]]] = {way: {size: [] for size in SIZES} for way in WAYS}
         for size in SIZES:
             given = np.random.default_rng(whole.rank).standard_normal(size // 4).astype(np.float32)
-            calls = max(1, min(50, (1 << 18) // size))
+            calls = max(2, min(200, (8 << 20) // size))
             for turn in range(-2, rounds):
                 for way in WAYS[:: 1 if turn % 2 == 0 else -1]:
                     group = groups[way]

@@ -456,8 +456,11 @@ def test_the_mpi_of_a_figure_is_the_first_that_is_here(monkeypatch: pytest.Monke
     here = {"openmpi", "intel"}
     monkeypatch.setattr(peers, "have_peer", here.__contains__)
     assert peers.find_mpi() == "openmpi"
+    assert [peers.with_mpi_named(side) for side in ("mpi", "gloo", "mpi:intel")] == ["mpi:openmpi", "gloo", "mpi:intel"]
     here.clear()
     assert peers.find_mpi() == ""
+    with pytest.raises(peers.PeerMissingError, match="no MPI is here; `make bench-peers`"):
+        peers.with_mpi_named("mpi")
 
 
 def test_models_are_in_the_order_of_what_was_gained() -> None:
