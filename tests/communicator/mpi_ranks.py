@@ -36,7 +36,6 @@ def meet() -> Any:
 def algorithms() -> Any:
     import test_host_algorithms as host
 
-    sent = 0
     for text in host.SETS:
         chosen = dict(pair.split("=") for pair in text.split(","))
         with join(transport="mpi", algorithm=text) as group:
@@ -48,8 +47,7 @@ def algorithms() -> Any:
     from netfold.communicator.mpi import _ports
 
     (port,) = _ports.values()
-    sent = port.counters["segments_sent"]
-    return {"segments": sent, "version": port.version}
+    return {"segments": port.counters["segments_sent"], "version": port.version}
 
 
 def check_messages(group: Communicator) -> None:
@@ -73,6 +71,9 @@ def beside() -> Any:
     with join(transport="mpi") as group:
         part = group.split(group.rank % 2)
         assert part is not None
+        from netfold.communicator.mpi import _ports
+
+        assert len(_ports) == 1, "a part of a group goes over the group's communicator"
 
         def program() -> None:
             for turn in range(200):

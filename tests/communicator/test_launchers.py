@@ -183,6 +183,11 @@ def test_two_mpiruns_in_one_allocation_of_slurm_are_two_jobs() -> None:
     assert asked.job.startswith("kvs_22749_0_360390924_vm ")
 
 
+def test_a_step_of_slurm_that_speaks_pmi_too_is_slurms() -> None:
+    srun = {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_FD": "4", "PMI_JOBID": "123456.0"}
+    assert placement(SLURM | srun) == placement(SLURM)
+
+
 def test_what_a_rank_started_is_no_rank() -> None:
     with pytest.raises(ValueError, match=r"PMI_FD=4000 is no connection to mpirun .* take PMI_RANK and PMI_SIZE out"):
         placement(PMI | {"PMI_FD": "4000"})

@@ -18,6 +18,8 @@ using fabric::Error;
 using fabric::Registration;
 using fabric::Work;
 
+// With an MPI's own header it fits into what Open MPI sends at once over TCP. Beyond that each needs an answer first:
+// an all_reduce of 16 MB between two hosts then took 1.7 times as long.
 constexpr std::size_t kMessageBytes = 60 << 10;
 constexpr std::size_t kInjectBytes = 128;
 // Sends under way at once, over all streams.

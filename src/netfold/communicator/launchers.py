@@ -83,7 +83,13 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement:
 
 
 def _launcher(environment: Mapping[str, str]) -> _Names | None:
-    return next((names for names in _LAUNCHERS if names[0] in environment and names[1] in environment), None)
+    found = next((names for names in _LAUNCHERS if names[0] in environment and names[1] in environment), None)
+    # srun speaks PMI to an MPI that wants it, and says more in words of its own.
+    if found is _PMI and "MPI_LOCALNRANKS" not in environment:
+        theirs = (environment.get("SLURM_PROCID"), environment.get("SLURM_NTASKS"))
+        if theirs == (environment["PMI_RANK"], environment["PMI_SIZE"]):
+            return _SLURM
+    return found
 
 
 def _what_is_missing(environment: Mapping[str, str]) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 import socket
 import sys
 import threading
@@ -25,8 +24,11 @@ from netfold import control
 from netfold._native import mpi
 from netfold.communicator.errors import RendezvousError
 
-# By process and ranks of MPI's world, in order. Never closed before the process ends.
-_ports: dict[tuple[int, tuple[int, ...]], Any] = {}
+# By ranks of MPI's world, in order. Never closed before the process ends.
+_Members = tuple[int, ...]
+_ports: dict[_Members, Any] = {}
+# Groups may be made by several threads, in another order on every rank: each set of ranks is waited for apart.
+_making: dict[_Members, threading.Lock] = {}
 _lock = threading.Lock()
 
 
@@ -47,7 +49,10 @@ def port_of(rank: int, sockets: Sequence[socket.socket | None], deadline: float)
         raise RendezvousError(f"rank {rank} cannot go over MPI (NETFOLD_TRANSPORT): {error}", rank=rank) from None
     world = api.COMM_WORLD
     version = _version(api)
+    with _lock:
+        known = set(_ports)
     mine = {"type": "mpi", "error": "", "rank": world.rank, "size": world.size, "version": version}
+    mine["known"] = sorted(known)
     places = {rank: world.rank}
     peer = rank
     try:
@@ -66,6 +71,7 @@ def port_of(rank: int, sockets: Sequence[socket.socket | None], deadline: float)
                     rank=peer,
                 )
             places[peer] = theirs["rank"]
+            known &= {tuple(ranks) for ranks in theirs["known"]}
     except (OSError, EOFError) as error:
         raise RendezvousError(
             f"rank {rank}: rank {peer} left while the ranks told each other of their MPI ({error}); see its own output",
@@ -78,13 +84,18 @@ def port_of(rank: int, sockets: Sequence[socket.socket | None], deadline: float)
             f"{world.size}: they need one mpirun, and mpi4py its MPI (here {version}; MPI4PY_LIBMPI)",
             rank=rank,
         )
+    # What all have already: the same choice on every rank.
+    serving = [ranks for ranks in known if set(members) <= set(ranks)]
+    if serving:
+        return _ports[min(serving, key=lambda ranks: (len(ranks), ranks))]
     with _lock:
-        # Who is in a larger one is so on every rank: all take the same.
-        known = [ranks for process, ranks in _ports if process == os.getpid() and set(members) <= set(ranks)]
-        if known:
-            return _ports[os.getpid(), min(known, key=lambda ranks: (len(ranks), ranks))]
-        _ports[os.getpid(), members] = port = _open(api, rank, members, deadline)
-        return port
+        making = _making.setdefault(members, threading.Lock())
+    with making:
+        if members not in _ports:
+            port = _open(api, rank, members, deadline)
+            with _lock:
+                _ports[members] = port
+        return _ports[members]
 
 
 def _begun(deadline: float) -> Any:
