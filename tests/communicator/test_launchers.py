@@ -179,7 +179,7 @@ def test_on_several_hosts_rank_0_says_where_it_is(theirs: dict[str, str], monkey
 
 def test_two_mpiruns_in_one_allocation_of_slurm_are_two_jobs() -> None:
     with hydra(1) as fds:
-        asked = placement(SLURM | PMI | {"PMI_FD": fds[0]})
+        asked = placement(SLURM | PMI | {"PMI_FD": fds[0], "PMIX_NAMESPACE": "slurm.pmix.123456.0"})
     assert asked.job.startswith("kvs_22749_0_360390924_vm ")
 
 

@@ -34,6 +34,13 @@ _PMI: _Names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM: _Names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 # Slurm comes last: inside its allocation another launcher's ranks are the ones.
 _LAUNCHERS = (_TORCHRUN, _OPEN_MPI, _PMI, _SLURM)
+# What names a run, by who started it: one may run inside another's allocation, or inside its ranks.
+_RUN_NAMES = {
+    _TORCHRUN: ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE"),
+    _OPEN_MPI: ("PMIX_NAMESPACE",),
+    _PMI: ("I_MPI_HYDRA_UUID",),
+    _SLURM: ("PMIX_NAMESPACE",),
+}
 # Below the range from which Linux takes ports of its own accord.
 _FIRST_PORT, _PORTS = 20000, 12000
 
@@ -143,9 +150,9 @@ def _port(environment: Mapping[str, str], run: str) -> int:
 
 def _run(environment: Mapping[str, str], launcher: _Names) -> str:
     """What tells this run from others; "" where that is not known."""
-    for names in (("TORCHELASTIC_RUN_ID",), ("PMIX_NAMESPACE",), ("I_MPI_HYDRA_UUID",)):
-        if names[0] in environment:
-            return environment[names[0]]
+    for name in _RUN_NAMES[launcher]:
+        if name in environment:
+            return environment[name]
     # Inside one allocation of Slurm there may be several mpiruns, so theirs comes first.
     if _is_hydra(environment, launcher) and not environment.get("MASTER_PORT"):
         return pmi.job_name(environment)

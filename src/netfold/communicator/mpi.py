@@ -11,6 +11,7 @@ up: so a thread of its own waits for it, and we for the thread, as long as there
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import socket
 import sys
@@ -45,7 +46,8 @@ def port_of(rank: int, sockets: Sequence[socket.socket | None], deadline: float)
             api = _begun(deadline)
     except RuntimeError as error:
         for stream in peers.values():
-            control.send(stream, {"type": "mpi", "error": str(error)})
+            with contextlib.suppress(OSError):  # who has left need not hear it
+                control.send(stream, {"type": "mpi", "error": str(error)})
         raise RendezvousError(f"rank {rank} cannot go over MPI (NETFOLD_TRANSPORT): {error}", rank=rank) from None
     world = api.COMM_WORLD
     version = _version(api)
