@@ -1,11 +1,11 @@
-"""The fabric against what it goes over: a stream of it against plain libfabric, its ring against the plain connections'.
+"""The fabric against what it goes over: a stream against plain libfabric, a ring against one over connections.
 
     .venv/bin/python bench/fabric.py [--provider 'tcp;ofi_rxm'] [--rounds 15] [--write]
 
 Paired: in every round both sides are measured one after the other, and the figure is the median of the rounds' ratios,
-with their p5 and p95. The ping-pongs are those of fabric_ping_pong.cpp, which this compiles: the plain one has the form of
-libfabric's own, fi_pingpong, which gives means, and those are lost where other processes take the cores. The rings are
-two groups of the same two processes, called in turn.
+with their p5 and p95. The ping-pongs are those of fabric_ping_pong.cpp, which this compiles: the plain one has the form
+of libfabric's own, fi_pingpong, which gives means, and those are lost where other processes take the cores. The rings
+are two groups of the same two processes, called in turn.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ def ping_pongs(provider: str, rounds: int) -> dict[int, list[tuple[float, float]
         program = Path(folder) / "ping_pong"
         native = Path(__file__).parent.parent / "native" / "transport"
         sources = [path for path in (native / "fabric").glob("*.cpp") if path.name != "libfabric_absent.cpp"]
-        command = ["c++", "-std=c++20", "-O2", f"-I{native / 'include'}", str(Path(__file__).with_suffix("")) + "_ping_pong.cpp"]
+        command = [
+            "c++",
+            "-std=c++20",
+            "-O2",
+            f"-I{native / 'include'}",
+            str(Path(__file__).with_suffix("")) + "_ping_pong.cpp",
+        ]
         command += [*map(str, sources), str(native / "socket.cpp"), "-ldl", "-o", str(program)]
         subprocess.run(command, check=True)
         pairs = [str(number) for pair in PING_PONGS for number in pair]
@@ -95,7 +101,8 @@ class Rings:
 
 def paired(rounds: int, ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[float, float, list[float]]:
     """Medians of both, and the quotients theirs / ours: above 1, ours is the quicker. Who begins takes turns."""
-    mine, other = [], []
+    mine: list[float] = []
+    other: list[float] = []
     for turn in range(rounds):
         for side in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
             (mine if side is ours else other).append(side())

@@ -3,10 +3,11 @@
 //
 // The plain one has the form of libfabric's own fi_pingpong: one tagged message at a time, from registered memory into
 // a posted buffer, both ends polling. The two take turns by blocks of messages between the same two processes, so both
-// meet the same machine; of each message the time there and back is kept, and the median of a block is its figure, which
-// a process that takes a core for a while does not move.
+// meet the same machine; of each message the time there and back is kept, and the median of a block is its figure,
+// which a process that takes a core for a while does not move.
 //
-//   fabric_ping_pong PROVIDER BLOCKS BYTES MESSAGES [BYTES MESSAGES ...]    prints: bytes, pipe us, plain us; a line a block
+//   fabric_ping_pong PROVIDER BLOCKS BYTES MESSAGES [BYTES MESSAGES ...]    prints: bytes, pipe us, plain us; a line a
+//   block
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/wait.h>

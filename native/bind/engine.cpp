@@ -535,11 +535,11 @@ void bind_engine(nb::module_& m) {
   e.def(
       "add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("spare_fds"),
       nb::arg("mends"), nb::arg("id"), nb::arg("job"), nb::arg("spin_us"), nb::arg("spins_for_sockets"),
-      nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"), nb::arg("nodes"),
-      nb::arg("fabric"),
+      nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"), nb::arg("nodes"), nb::arg("fabric"),
       "fds[r]: connected stream sockets to rank r, one a rail, none at this rank's place; lane_fds[r]: others, for "
       "messages between two ranks; spare_fds[i][r]: for what switch i was to do; mends[r]: whether one that breaks may "
-      "be made again; fabric[lane][r]: a stream to go over instead, if any are given (spares are lanes from 2 on). Takes "
+      "be made again; fabric[lane][r]: a stream to go over instead, if any are given (spares are lanes from 2 on). "
+      "Takes "
       "ownership of them.");
   e.def(
       "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },

@@ -96,8 +96,7 @@ std::size_t send_all(FabricEnd& end, const nb::bytes& data, std::int64_t timeout
   auto* first = reinterpret_cast<std::byte*>(const_cast<char*>(data.c_str()));
   const std::size_t bytes = data.size();
   nb::gil_scoped_release release;
-  return move_all(pipe, first, bytes, POLLOUT, timeout_ns,
-                  [&](const iovec& piece) { return pipe.send({&piece, 1}); });
+  return move_all(pipe, first, bytes, POLLOUT, timeout_ns, [&](const iovec& piece) { return pipe.send({&piece, 1}); });
 }
 
 nb::bytes receive_all(FabricEnd& end, std::size_t bytes, std::int64_t timeout_ns) {
@@ -171,8 +170,7 @@ void bind_fabric(nb::module_& m) {
       .def(
           "open",
           [](const std::shared_ptr<fabric::Port>& self, std::shared_ptr<fabric::Bell> bell, std::size_t streams) {
-            return FabricEnd{
-                std::make_unique<fabric::FabricPipe>(self, self->open(std::move(bell), streams))};
+            return FabricEnd{std::make_unique<fabric::FabricPipe>(self, self->open(std::move(bell), streams))};
           },
           nb::arg("bell"), nb::arg("streams"), "One of `streams` that are opened together.");
 

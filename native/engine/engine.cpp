@@ -650,7 +650,7 @@ std::int64_t Group::spin_ns() const {
     return operation->call_.algorithm == collective::AlgorithmId::shared_memory;
   };
   const bool for_memory = std::any_of(active_.begin(), active_.end(), in_memory) || lane_->waits_for_memory();
-  if (!options_.spins_for_sockets && !for_memory) return 0;
+  if (!options_.spins_for_sockets && !for_memory) return needs_driving_ ? kDrivenSpinNs : 0;
   return static_cast<std::int64_t>(options_.spin_us) * 1000;
 }
 

@@ -23,7 +23,9 @@ def test_each_provider_is_usable_or_says_why_not() -> None:
     assert found["tcp;ofi_rxm"]["why_not"] == ""
     assert "writes to remote memory" in found["tcp;ofi_rxm"]["can"]
     assert found["udp"]["why_not"] == "it offers unreliable datagrams only"
-    assert [bool(each["why_not"]) for each in said["providers"]] == sorted(bool(each["why_not"]) for each in said["providers"])
+    assert [bool(each["why_not"]) for each in said["providers"]] == sorted(
+        bool(each["why_not"]) for each in said["providers"]
+    )
 
 
 def test_a_provider_that_cannot_open_says_so_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:

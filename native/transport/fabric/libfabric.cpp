@@ -85,8 +85,7 @@ std::string words(int error) { return library().strerror(error < 0 ? -error : er
 // Found and whether it was; the library's "no data" is an answer.
 Info ask(const fi_info* hints, const char* source = nullptr) {
   fi_info* found = nullptr;
-  const int failed =
-      library().getinfo(kVersion, source, nullptr, source != nullptr ? FI_SOURCE : 0, hints, &found);
+  const int failed = library().getinfo(kVersion, source, nullptr, source != nullptr ? FI_SOURCE : 0, hints, &found);
   if (failed == -FI_ENODATA) return nullptr;
   if (failed != 0) throw Error("libfabric does not list its providers: " + words(failed));
   return Info(found);
@@ -294,8 +293,8 @@ Wire::Peer LibfabricWire::add(std::span<const std::byte> name) {
 
 std::unique_ptr<Registration> LibfabricWire::register_memory(std::byte* data, std::size_t bytes) {
   fid_mr* opened = nullptr;
-  const int result = fi_mr_reg(domain_.get(), data, bytes, FI_SEND | FI_RECV, 0, names_keys_ ? next_key_++ : 0, 0,
-                               &opened, nullptr);
+  const int result =
+      fi_mr_reg(domain_.get(), data, bytes, FI_SEND | FI_RECV, 0, names_keys_ ? next_key_++ : 0, 0, &opened, nullptr);
   if (result != 0) {
     const bool may_be_limit = result == -FI_ENOMEM || result == -EPERM || result == -EAGAIN;
     throw Error("provider " + limits_.provider + " cannot register " + std::to_string(bytes) +
@@ -403,8 +402,8 @@ std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& 
   if (goes_by_host(*found)) {
     Info here = ask(hints.get(), host.c_str());
     if (here == nullptr) {
-      throw Error("provider " + as_text(found->fabric_attr->prov_name) + " does not go over the interface with the address " +
-                  host + " (NETFOLD_INTERFACE)");
+      throw Error("provider " + as_text(found->fabric_attr->prov_name) +
+                  " does not go over the interface with the address " + host + " (NETFOLD_INTERFACE)");
     }
     return std::make_unique<LibfabricWire>(std::move(here), host);
   }

@@ -6,7 +6,8 @@ namespace {
 
 [[noreturn]] void absent() {
   throw Error(
-      "this netfold was built without libfabric's headers; install them (apt install libfabric-dev) and build it again");
+      "this netfold was built without libfabric's headers; install them (apt install libfabric-dev) and build it "
+      "again");
 }
 
 }  // namespace

@@ -105,10 +105,10 @@ struct Port::Stream {
   std::uint64_t tag_out = 0;
   std::uint32_t window_out = 0;
   std::uint32_t sent = 0;
-  std::uint32_t confirmed = 0;    // of these, read by the peer
+  std::uint32_t confirmed = 0;      // of these, read by the peer
   std::uint32_t arrived_there = 0;  // and have come, as far as it has said: all before this number
   std::int64_t asked_ns = 0;
-  std::deque<Sending*> waiting;   // in order
+  std::deque<Sending*> waiting;  // in order
   std::size_t under_way = 0;
 
   // In.
@@ -141,9 +141,7 @@ struct Port::Stream {
     while (number - read < slab->window && arrived[number % slab->window] != nullptr) ++number;
     return number;
   }
-  std::size_t rails_left() const {
-    return static_cast<std::size_t>(std::count(is_out.begin(), is_out.end(), false));
-  }
+  std::size_t rails_left() const { return static_cast<std::size_t>(std::count(is_out.begin(), is_out.end(), false)); }
 };
 
 Bell::Bell() : event(make_event(0)) {}
@@ -201,7 +199,8 @@ Port::Slab* Port::take_slab(std::uint32_t window) {
   slab->window = window;
   slab->bytes = (incoming + window) * segment_bytes_ + sizeof(Header);
   void* memory = mmap(nullptr, slab->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw Error("no memory for the buffers of a fabric: " + std::to_string(slab->bytes) + " bytes");
+  if (memory == MAP_FAILED)
+    throw Error("no memory for the buffers of a fabric: " + std::to_string(slab->bytes) + " bytes");
   slab->memory = static_cast<std::byte*>(memory);
   if (limits().needs_registration) {
     for (const auto& rail : rails_) {
@@ -231,7 +230,8 @@ Port::Slab* Port::take_slab(std::uint32_t window) {
 
 Port::Stream* Port::open(std::shared_ptr<Bell> bell, std::size_t streams) {
   std::lock_guard lock(mutex_);
-  const std::size_t share = (kBudgetBytes - std::min(kBudgetBytes, used_bytes_)) / 2 / std::max<std::size_t>(1, streams);
+  const std::size_t share =
+      (kBudgetBytes - std::min(kBudgetBytes, used_bytes_)) / 2 / std::max<std::size_t>(1, streams);
   const std::size_t fits = std::min<std::size_t>(kMaxWindow, share / (segment_bytes_ * (rails_.size() + 1)));
   // What others left behind is there in any case.
   if (fits == 0 && spare_.empty()) {
@@ -337,9 +337,8 @@ std::size_t Port::send(Stream* to, std::span<const iovec> pieces) {
       }
     }
     if (filled == sizeof(Header)) break;
-    const Header header{.sequence = stream.sent,
-                        .read = stream.read,
-                        .bytes = static_cast<std::uint32_t>(filled - sizeof(Header))};
+    const Header header{
+        .sequence = stream.sent, .read = stream.read, .bytes = static_cast<std::uint32_t>(filled - sizeof(Header))};
     std::memcpy(sending.data, &header, sizeof header);
     sending.bytes = static_cast<std::uint32_t>(filled);
     stream.told = stream.read;

@@ -30,9 +30,7 @@ class StrictRegistration final : public Registration {
   // What must be given with every use of this memory.
   void* descriptor() const override { return const_cast<StrictRegistration*>(this); }
   void* below() const { return below_ == nullptr ? nullptr : below_->descriptor(); }
-  bool holds(const std::byte* data, std::size_t bytes) const {
-    return data >= data_ && data + bytes <= data_ + bytes_;
-  }
+  bool holds(const std::byte* data, std::size_t bytes) const { return data >= data_ && data + bytes <= data_ + bytes_; }
 
  private:
   StrictWire& wire_;
@@ -196,10 +194,8 @@ std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host
   if (!name.starts_with("strict") || plus == std::string::npos) return open_wire(name, host, rail);
   Strictness strictness;
   std::uint64_t only_rail = ~std::uint64_t{0};
-  const std::map<std::string, std::uint64_t*> words = {{"seed", &strictness.seed},
-                                                       {"fails", &strictness.fails},
-                                                       {"loses", &strictness.loses},
-                                                       {"rail", &only_rail}};
+  const std::map<std::string, std::uint64_t*> words = {
+      {"seed", &strictness.seed}, {"fails", &strictness.fails}, {"loses", &strictness.loses}, {"rail", &only_rail}};
   std::istringstream given(name.substr(0, plus));
   std::string word;
   std::getline(given, word, ':');

@@ -7,14 +7,16 @@ show who is gone.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import itertools
 import os
 import secrets
 import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from netfold import control
@@ -59,7 +61,6 @@ def meet(
     peers = {peer: stream for peer, stream in enumerate(sockets) if stream is not None}
     for stream in peers.values():
         stream.settimeout(max(0.001, deadline - time.monotonic()))
-    mine: dict[int, dict[str, Any]] = {}
     streams: Streams = [[None] * len(sockets) for _ in range(lanes)]
     try:
         port = port or port_of(provider, hosts)
@@ -67,64 +68,73 @@ def meet(
         for peer in peers:
             for lane in streams:
                 lane[peer] = port.open(bell, lanes * len(peers))
-            terms = [lane[peer].terms for lane in streams]
-            mine[peer] = {
-                "type": "fabric",
-                "provider": port.provider,
-                "names": port.names,
-                "terms": terms,
-                "greeting": secrets.token_bytes(_GREETING_BYTES),
-            }
     except fabric.FabricError as error:
         for stream in peers.values():
-            control.send(stream, {"type": "fabric", "error": str(error)})
+            with contextlib.suppress(OSError):  # who has gone need not hear it
+                control.send(stream, {"type": "fabric", "error": str(error)})
         raise RendezvousError(
             f"rank {rank} cannot use the fabric '{provider}' (NETFOLD_TRANSPORT): {error}", rank=rank
         ) from None
-    peer = rank
-    try:
-        for peer, stream in peers.items():
-            control.send(stream, mine[peer])
-        for peer, stream in peers.items():
+    names = port.names
+    greetings = {peer: secrets.token_bytes(_GREETING_BYTES) for peer in peers}
+    expected = {}
+    for peer, stream in peers.items():
+        with _told(rank, peer, port.provider, hosts):
+            mine = {"provider": port.provider, "names": names, "terms": [lane[peer].terms for lane in streams]}
+            control.send(stream, {"type": "fabric", "greeting": greetings[peer], **mine})
+    for peer, stream in peers.items():
+        with _told(rank, peer, port.provider, hosts):
             theirs = control.receive(stream)
             _check(rank, peer, port.provider, theirs)
             for lane, terms in zip(streams, theirs["terms"], strict=True):
                 lane[peer].connect(theirs["names"], tuple(terms))
-            mine[peer]["expected"] = theirs["greeting"]
-        for peer in peers:
-            for lane in streams:
-                lane[peer].send(mine[peer]["greeting"], _left_ns(deadline))
-        for peer in peers:
-            for lane in streams:
-                greeting = lane[peer].receive(_GREETING_BYTES, _left_ns(deadline))
-                if not hmac.compare_digest(greeting, mine[peer]["expected"]):
-                    raise RendezvousError(_not_reached(rank, peer, port.provider, hosts), rank=peer)
-        for peer in peers:
-            for lane in streams:
-                if not lane[peer].flush(_left_ns(deadline)):
-                    raise RendezvousError(_not_reached(rank, peer, port.provider, hosts), rank=peer)
-        # A provider may need us until the others have heard us as well.
-        for peer, stream in peers.items():
+            expected[peer] = theirs["greeting"]
+    for peer, lane in itertools.product(peers, streams):
+        with _told(rank, peer, port.provider, hosts):
+            lane[peer].send(greetings[peer], _left_ns(deadline))
+    for peer, lane in itertools.product(peers, streams):
+        with _told(rank, peer, port.provider, hosts):
+            greeting = lane[peer].receive(_GREETING_BYTES, _left_ns(deadline))
+            if not hmac.compare_digest(greeting, expected[peer]) or not lane[peer].flush(_left_ns(deadline)):
+                raise TimeoutError
+    # A provider may need us until the others have heard us as well.
+    for peer, stream in peers.items():
+        with _told(rank, peer, port.provider, hosts):
             control.send(stream, {"type": "met"})
-        for peer, stream in peers.items():
+    for peer, stream in peers.items():
+        with _told(rank, peer, port.provider, hosts):
             while not select.select([stream], [], [], _LOOK_S)[0]:
                 port.progress()
                 _left_ns(deadline)
             control.receive(stream)
+    return streams
+
+
+@contextlib.contextmanager
+def _told(rank: int, peer: int, provider: str, hosts: Sequence[str]) -> Iterator[None]:
+    """What goes wrong towards a rank, as a RendezvousError that names it."""
+    try:
+        yield
     except fabric.FabricError as error:
         raise RendezvousError(f"rank {rank} does not reach rank {peer} over the fabric: {error}", rank=peer) from None
     except TimeoutError:
-        raise RendezvousError(_not_reached(rank, peer, port.provider, hosts), rank=peer) from None
+        raise RendezvousError(
+            f"rank {rank}: rank {peer} did not answer over provider {provider} in time; does {', '.join(hosts)} reach "
+            "its host by that fabric (NETFOLD_INTERFACE, netfold doctor fabric)?",
+            rank=peer,
+        ) from None
     except (OSError, EOFError) as error:
         raise RendezvousError(
-            f"rank {rank}: rank {peer} left while the ranks met over the fabric ({error}); see its own output", rank=peer
+            f"rank {rank}: rank {peer} left while the ranks met over the fabric ({error}); see its own output",
+            rank=peer,
         ) from None
-    return streams
 
 
 def as_streams(lane: Sequence[Any], sockets: Sequence[socket.socket | None], provider: str) -> list[Talk | None]:
     """By rank: what ranks speak over before the native floor takes the streams."""
-    return [None if beside is None else Talk(stream, beside, provider) for stream, beside in zip(lane, sockets, strict=True)]
+    return [
+        None if beside is None else Talk(stream, beside, provider) for stream, beside in zip(lane, sockets, strict=True)
+    ]
 
 
 def _check(rank: int, peer: int, provider: str, theirs: dict[str, Any]) -> None:
@@ -132,17 +142,10 @@ def _check(rank: int, peer: int, provider: str, theirs: dict[str, Any]) -> None:
         raise RendezvousError(f"rank {peer} cannot use the fabric (NETFOLD_TRANSPORT): {theirs['error']}", rank=peer)
     if theirs["provider"] != provider:
         raise RendezvousError(
-            f"rank {rank} goes over provider {provider}, rank {peer} over {theirs['provider']}: all ranks need the same "
-            "(NETFOLD_TRANSPORT)",
+            f"rank {rank} goes over provider {provider}, rank {peer} over {theirs['provider']}: all ranks need the "
+            "same (NETFOLD_TRANSPORT)",
             rank=peer,
         )
-
-
-def _not_reached(rank: int, peer: int, provider: str, hosts: Sequence[str]) -> str:
-    return (
-        f"rank {rank}: rank {peer} did not answer over provider {provider} in time; does {', '.join(hosts)} reach its "
-        "host by that fabric (NETFOLD_INTERFACE, netfold doctor fabric)?"
-    )
 
 
 def _left_ns(deadline: float) -> int:

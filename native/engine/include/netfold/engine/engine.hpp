@@ -211,6 +211,10 @@ class Group {
   static constexpr std::int64_t kLingerNs = 1'000'000'000;
   static constexpr std::int64_t kLingerStepNs = 5'000'000;
 
+  // How long a driver looks at pipes that move nothing by themselves before it sleeps: what lying down and getting up
+  // costs with them.
+  static constexpr std::int64_t kDrivenSpinNs = 20'000;
+
   // From how long a wait on others are told, and again after three times as long.
   static constexpr std::int64_t kLateNs = 1'000'000'000;
   static constexpr std::size_t kSaid = 16;

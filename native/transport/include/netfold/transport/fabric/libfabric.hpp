@@ -13,11 +13,11 @@ namespace netfold::transport::fabric {
 struct Provider {
   std::string name;
   std::string version;
-  std::string domain;   // the interface or device
+  std::string domain;  // the interface or device
   std::size_t message_bytes = 0;
   std::size_t inject_bytes = 0;
-  bool can_write = false;  // RMA
-  bool manual = false;     // moves data only while it is asked to
+  bool can_write = false;                 // RMA
+  bool manual = false;                    // moves data only while it is asked to
   std::vector<std::string> registration;  // what it demands of memory
   std::string why_not;                    // empty: it can be used
 };

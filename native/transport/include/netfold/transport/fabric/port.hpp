@@ -3,10 +3,11 @@
 // DATA PATH. A port has one wire (wire.hpp) for each rail, shared by all groups of the process. A stream is one
 // direction pair between two ranks: what is sent is cut into *segments*, each copied behind a header into a registered
 // buffer, numbered, and sent as one tagged message over whichever rail is next. The receiver has buffers posted for
-// anything that comes; it sorts segments by stream (the tag) and by number, and hands out their bytes in order. A buffer
-// whose bytes were all read is posted again.
+// anything that comes; it sorts segments by stream (the tag) and by number, and hands out their bytes in order. A
+// buffer whose bytes were all read is posted again.
 //
-//     stream of bytes -> [header|bytes] #7 --rail 0--> buffers of the port -> tag -> stream -> #7 of 8 -> bytes in order
+//     stream of bytes -> [header|bytes] #7 --rail 0--> buffers of the port -> tag -> stream -> #7 of 8 -> bytes in
+//     order
 //                        [header|bytes] #8 --rail 1-->
 //
 // The caller gets its memory back at once, as from a socket: what is under way is never a tensor's. A message is one
@@ -21,8 +22,8 @@
 // BOUNDS. A stream has a *window* of segments, told to the peer when they meet: so many may be sent and not yet read.
 // The receiver's share of posted buffers is as large, so the provider never holds what nobody has room for. How many
 // were read goes back in every segment's header, and alone (a *credit*) once half a window was read and nothing was
-// said. All buffers together keep to kBudgetBytes: streams that are opened together share half of what is left of it, so
-// that many get smaller windows, and where not one segment each fits any more they are refused.
+// said. All buffers together keep to kBudgetBytes: streams that are opened together share half of what is left of it,
+// so that many get smaller windows, and where not one segment each fits any more they are refused.
 //
 // WHO MAY SPEAK. Names of endpoints and tags are told over the connections of the handshake, which are authenticated. A
 // tag is drawn at random for each stream and direction by who receives: it is the stream's nonce, and every segment
@@ -34,9 +35,9 @@
 //                        +--close()--> leaving --last completion--> gone
 //
 // RAILS. Segments are the stripes: each goes over the next rail that works, a small message whole, and the numbers put
-// together what comes. A rail that dies without an error shows by what does not come: while the peer confirms nothing it
-// is asked what it has, and what is missing though it was sent long before has lost its rail for this stream; all that
-// rail had goes again over the others. So over several rails a stream is settled once the peer has everything.
+// together what comes. A rail that dies without an error shows by what does not come: while the peer confirms nothing
+// it is asked what it has, and what is missing though it was sent long before has lost its rail for this stream; all
+// that rail had goes again over the others. So over several rails a stream is settled once the peer has everything.
 //
 // WHAT GOES WRONG. A completion error fails the streams it concerns, with the provider's words. A peer that vanishes
 // need not be noticed by a provider: pipe.hpp keeps the handshake's connection beside each stream, and its end is the
@@ -122,7 +123,7 @@ class Port {
     std::uint64_t segments_sent = 0;
     std::uint64_t segments_received = 0;
     std::uint64_t credits_sent = 0;
-    std::uint64_t refused = 0;     // for now; made again
+    std::uint64_t refused = 0;  // for now; made again
     std::uint64_t out_of_order = 0;
     std::uint64_t repeated = 0;    // came twice
     std::uint64_t rails_lost = 0;  // counted for each stream
@@ -170,7 +171,7 @@ class Port {
   std::size_t segment_bytes_ = 0;
   std::size_t used_bytes_ = 0;
   std::vector<std::unique_ptr<Slab>> slabs_;
-  std::vector<Slab*> spare_;  // of streams that are gone
+  std::vector<Slab*> spare_;                                            // of streams that are gone
   std::unordered_map<std::uint64_t, std::unique_ptr<Stream>> streams_;  // by our tag
   std::vector<std::unique_ptr<Stream>> leaving_;
   std::vector<Receiving*> unposted_;

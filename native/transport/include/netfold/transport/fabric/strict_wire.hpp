@@ -1,10 +1,10 @@
 // Faults by wrapping: a wire that holds its user to the letter of the rules, over any that works.
 //
 // It takes every liberty that wire.hpp grants a provider. What is handed to it goes to the wire below at some later
-// `poll`, so memory that is touched too early shows as other bytes at the other end. Completions come shuffled, and some
-// of them late. Calls are refused for now, about every third. Memory must be registered, also where the wire below does
-// not care; a Work is scribbled on while it is under way. Messages are small, and nothing but a header can be injected.
-// Who breaks a rule is told so by a std::logic_error. All by a seed: the same calls meet the same faults.
+// `poll`, so memory that is touched too early shows as other bytes at the other end. Completions come shuffled, and
+// some of them late. Calls are refused for now, about every third. Memory must be registered, also where the wire below
+// does not care; a Work is scribbled on while it is under way. Messages are small, and nothing but a header can be
+// injected. Who breaks a rule is told so by a std::logic_error. All by a seed: the same calls meet the same faults.
 #pragma once
 
 #include <netfold/transport/fabric/wire.hpp>
@@ -19,8 +19,8 @@ struct Strictness {
 
 std::unique_ptr<Wire> make_strict(std::unique_ptr<Wire> below, const Strictness& strictness);
 
-// A wire as users name it: a provider of libfabric (libfabric.hpp), or strict+PROVIDER; strict:seed=7:fails=100+PROVIDER
-// says more of it (Strictness), rail=1 of that rail alone. Throws Error.
+// A wire as users name it: a provider of libfabric (libfabric.hpp), or strict+PROVIDER;
+// strict:seed=7:fails=100+PROVIDER says more of it (Strictness), rail=1 of that rail alone. Throws Error.
 std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host, int rail);
 
 }  // namespace netfold::transport::fabric

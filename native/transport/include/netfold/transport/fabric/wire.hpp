@@ -19,8 +19,9 @@
 
 namespace netfold::transport::fabric {
 
-// The longest message that a port sends, where the provider takes as much: what stays in the cache while it is copied.
-constexpr std::size_t kMaxSegmentBytes = 64 << 10;
+// The longest message that a port sends, where the provider takes as much: 64 KB behind a header of 16 bytes. Half of
+// it costs a fifth more of a core's time over tcp;ofi_rxm (an all_reduce of 16 MB, 2 ranks: 8.7 ms against 6.7 to 7.0).
+constexpr std::size_t kMaxSegmentBytes = (64 << 10) + 16;
 
 // One operation under way. Whoever starts it derives its own from this; the provider scribbles in it.
 struct Work {
