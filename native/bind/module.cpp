@@ -14,6 +14,7 @@ NB_MODULE(_native, m) {
   bind_protocol(m);
   bind_prove(m);
   bind_fabric(m);
+  bind_mpi(m);
   bind_engine(m);
   bind_aggregator(m);
   bind_cable(m);

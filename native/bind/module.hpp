@@ -10,5 +10,6 @@ void bind_seal(nanobind::module_& m);
 void bind_prove(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_fabric(nanobind::module_& m);
+void bind_mpi(nanobind::module_& m);
 void bind_aggregator(nanobind::module_& m);
 void bind_cable(nanobind::module_& m);

@@ -366,7 +366,8 @@ bool Group::can_be_left() const {
     return operation->call_.algorithm == collective::AlgorithmId::shared_memory &&
            operation->call_.choice_bytes() <= kTryBytes;
   };
-  return inbox_.empty() && errands_.empty() && !behind_ && queue_.empty() && !failure_ &&
+  // What was sent and needs us further is seen off by the next call as well.
+  return inbox_.empty() && errands_.empty() && (!behind_ || needs_driving_) && queue_.empty() && !failure_ &&
          std::all_of(active_.begin(), active_.end(), is_said);
 }
 

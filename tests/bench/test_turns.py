@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from netfold.bench.conduct import BenchError
-from netfold.bench.figures.mpi import find_mpi
 from netfold.bench.machine import congestion_controls
+from netfold.bench.peers import find_mpi
 from netfold.bench.turns import Way, gather, set_congestion_control, set_loss
 from netfold.rack import Rack
 from netfold.rack.command import missing

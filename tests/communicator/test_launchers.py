@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
 import pytest
 
+from netfold.communicator import pmi
 from netfold.communicator.launchers import Placement, first_host, is_launched, placement
 
 pytestmark = pytest.mark.native
@@ -21,6 +28,21 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-node0-4242@1",
 }  # fmt: skip
 PMI = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4"}
+
+# Of the second of two ranks on two hosts: Open MPI 5.0.11, MPICH 5.0.2, Intel MPI 2021.18, by remote shell.
+OPEN_MPI_2 = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_NODE_RANK": "0", "PMIX_NAMESPACE": "prterun-gpu-0-22280@1",
+    "PMIX_HOSTNAME": "gpu-1", "PMIX_RANK": "1", "PRTE_LAUNCHED": "1",
+    "PMIX_SERVER_URI41": "prterun-gpu-0-22280@0.1;tcp4://127.0.0.1:39921",
+}  # fmt: skip
+MPICH_2 = {
+    "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "PMI_HOSTNAME": "10.77.0.2", "PMI_RANK": "1", "PMI_SIZE": "2",
+}  # fmt: skip
+INTEL_2 = {
+    "HYDRA_BSTRAP_LOCALHOST": "10.77.0.2", "I_MPI_HYDRA_UUID": "33570000-f4c3-d5ed-d960-060014997306",
+    "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "PMI_RANK": "1", "PMI_SIZE": "2",
+}  # fmt: skip
 
 
 def test_torchrun() -> None:
@@ -71,16 +93,124 @@ def test_open_mpi_on_one_host_needs_nothing_else() -> None:
     assert placement(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-node0-4243@1"}).port != here.port
 
 
+def test_open_mpis_job_is_named_after_the_host_of_mpirun_where_rank_0_is_too() -> None:
+    assert placement(OPEN_MPI_2).host == "gpu-0"
+    first = OPEN_MPI_2 | {"OMPI_COMM_WORLD_RANK": "0", "PMIX_HOSTNAME": "gpu-0"}
+    assert placement(first).host == "gpu-0"
+    assert placement(first).port == placement(OPEN_MPI_2).port
+
+
+def test_a_rank_0_elsewhere_than_mpirun_says_how_it_can_be_found() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 is on gpu-1 and mpirun on gpu-0, .* mpirun -x MASTER_ADDR=gpu-1"):
+        placement(OPEN_MPI_2 | {"OMPI_COMM_WORLD_RANK": "0"})
+
+
 def test_pmi_inside_a_slurm_allocation_is_not_slurms_own_step() -> None:
     here = placement(SLURM | PMI)
-    assert (here.rank, here.size, here.host) == (0, 4, "gpu07")
+    assert (here.rank, here.size, here.host) == (0, 4, "127.0.0.1")
+
+
+@contextlib.contextmanager
+def hydra(ranks: int) -> Iterator[list[str]]:
+    """The PMI_FD of each rank: proxies that answer as MPICH's do, recorded."""
+    values: dict[str, str] = {}
+    barrier = threading.Barrier(ranks)
+
+    def serve(end: socket.socket) -> None:
+        with end, end.makefile("rw") as lines:
+            for line in lines:
+                words = dict(word.split("=", 1) for word in line.split())
+                answer = {
+                    "get_my_kvsname": "cmd=my_kvsname rc=0 kvsname=kvs_22749_0_360390924_vm",
+                    "barrier_in": "cmd=barrier_out tag=0",
+                    "put": "cmd=put_result rc=0",
+                    "finalize": "cmd=finalize_ack rc=0",
+                }.get(words["cmd"])
+                if words["cmd"] == "put":
+                    values[words["key"]] = words["value"]
+                if words["cmd"] == "get":
+                    answer = f"cmd=get_result rc=0 value={values[words['key']]}"
+                if words["cmd"] == "barrier_in":
+                    barrier.wait(10)
+                lines.write(f"{answer}\n")
+                lines.flush()
+
+    ends = [socket.socketpair() for _ in range(ranks)]
+    servers = [threading.Thread(target=serve, args=(theirs,)) for _, theirs in ends]
+    for server in servers:
+        server.start()
+    try:
+        yield [str(ours.fileno()) for ours, _ in ends]
+    finally:
+        for ours, _ in ends:
+            ours.close()
+        for server in servers:
+            server.join(10)
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pmi, "_told", {})
+    monkeypatch.setattr(pmi, "_parting", {os.getpid()})  # these proxies are gone when this process ends
+
+
+def test_mpich_on_one_host_asks_for_the_jobs_name_alone() -> None:
+    with hydra(1) as fds:
+        here = placement(PMI | {"PMI_FD": fds[0]})
+        assert placement(PMI | {"PMI_FD": fds[0]}) == here
+    assert (here.host, here.job) == ("127.0.0.1", f"kvs_22749_0_360390924_vm port {here.port} ranks 4 restart 0")
+
+
+@pytest.mark.parametrize("theirs", [MPICH_2, INTEL_2], ids=["mpich", "intel"])
+def test_on_several_hosts_rank_0_says_where_it_is(theirs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Placement] = []
+    monkeypatch.setattr(pmi, "_once", lambda what, ask: ask())  # both ranks are in this process
+    name = "PMI_HOSTNAME" if "PMI_HOSTNAME" in theirs else "HYDRA_BSTRAP_LOCALHOST"
+    with hydra(2) as fds:
+        first = threading.Thread(
+            target=lambda: told.append(placement(theirs | {"PMI_RANK": "0", name: "10.77.0.1", "PMI_FD": fds[0]}))
+        )
+        first.start()
+        second = placement(theirs | {"PMI_FD": fds[1]})
+        first.join(10)
+    assert second.host == told[0].host == "10.77.0.1"
+    assert (second.port, second.job) == (told[0].port, told[0].job)
+
+
+def test_two_mpiruns_in_one_allocation_of_slurm_are_two_jobs() -> None:
+    with hydra(1) as fds:
+        asked = placement(SLURM | PMI | {"PMI_FD": fds[0], "PMIX_NAMESPACE": "slurm.pmix.123456.0"})
+    assert asked.job.startswith("kvs_22749_0_360390924_vm ")
+
+
+def test_a_step_of_slurm_that_speaks_pmi_too_is_slurms() -> None:
+    srun = {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_FD": "4", "PMI_JOBID": "123456.0"}
+    assert placement(SLURM | srun) == placement(SLURM)
+
+
+def test_what_a_rank_started_is_no_rank() -> None:
+    with pytest.raises(ValueError, match=r"PMI_FD=4000 is no connection to mpirun .* take PMI_RANK and PMI_SIZE out"):
+        placement(PMI | {"PMI_FD": "4000"})
+
+
+def test_a_proxy_that_says_nothing_is_not_waited_for_longer_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pmi, "_TIMEOUT_S", 0.05)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(ValueError, match="proxy did not answer 'get_my_kvsname' within 0 s"):
+        placement(PMI | {"PMI_FD": str(ours.fileno())})
 
 
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
         ({}, "no launcher's variables are set .*start with torchrun, mpirun or srun"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "does not say where rank 0 is: set MASTER_ADDR"),
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "2490368001"},  # Open MPI 4
+            "does not say where rank 0 is: set MASTER_ADDR",
+        ),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE is set and PMI_RANK is not"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "WORLD_SIZE is set and RANK is not"),
         (PMI, "set MASTER_PORT, the same on every rank"),
         (TORCHRUN | {"RANK": "8"}, "RANK=8 is not one of WORLD_SIZE=8 ranks"),
         (TORCHRUN | {"RANK": "one"}, "RANK='one' is not a whole number"),

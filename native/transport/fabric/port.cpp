@@ -156,10 +156,11 @@ Port::Port(std::vector<std::unique_ptr<Wire>> rails)
   segment_bytes_ = kMaxSegmentBytes;
   for (const auto& rail : rails_) {
     segment_bytes_ = std::min(segment_bytes_, rail->limits().message_bytes);
-    if (rail->limits().tag_bits < 48 || rail->limits().message_bytes < 2 * sizeof(Header)) {
+    const int least_bits = rail->limits().is_private ? 15 : 48;
+    if (rail->limits().tag_bits < least_bits || rail->limits().message_bytes < 2 * sizeof(Header)) {
       throw Error("provider " + limits().provider + " has tags of " + std::to_string(rail->limits().tag_bits) +
-                  " bits and messages of " + std::to_string(rail->limits().message_bytes) +
-                  " bytes; netfold needs 48 bits and " + std::to_string(2 * sizeof(Header)) + " bytes");
+                  " bits and messages of " + std::to_string(rail->limits().message_bytes) + " bytes; netfold needs " +
+                  std::to_string(least_bits) + " bits and " + std::to_string(2 * sizeof(Header)) + " bytes");
     }
   }
   segment_bytes_ = segment_bytes_ / sizeof(Header) * sizeof(Header);

@@ -1,11 +1,14 @@
 """Where the MPIs are that we measure ourselves against.
 
 Each is a wheel from PyPI, and all of them install the same file names (bin/mpiexec, lib/libmpi.so), so each has a
-virtual environment of its own beside the sources, made by `make bench-peers`. Only its launcher and its library are
-used: every side runs on the same Python and NumPy, and mpi4py (the extra `bench`) loads the library it is told to.
+virtual environment of its own beside the sources, made by `make bench-peers`; or one of them is in the environment that
+netfold runs in. Only its launcher and its library are used: every side runs on the same Python and NumPy, and mpi4py
+(the extra `bench`) loads the library it is told to.
 """
 
+import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,7 @@ class Mpi:
     whose memory an MPI would share between them.
     """
 
+    wheel: str
     library: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -38,6 +42,7 @@ _HYDRA = ("-launcher", "ssh", "-launcher-exec", "SHELL", "-hosts", "HOSTS", "-pp
 _MPIS = {
     # Root in a container is no accident; and the bench has more ranks than cores on purpose.
     "openmpi": Mpi(
+        "openmpi",
         "libmpi.so.40",
         ("--oversubscribe", "--bind-to", "none"),
         {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
@@ -45,6 +50,7 @@ _MPIS = {
         {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": HOST_INTERFACE},
     ),
     "intel": Mpi(
+        "impi-rt",
         "libmpi.so.12",
         (),
         {"I_MPI_PIN": "off"},
@@ -52,6 +58,7 @@ _MPIS = {
         {"I_MPI_FABRICS": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": HOST_INTERFACE},
     ),
     "mpich": Mpi(
+        "mpich",
         "libmpi.so.12",
         ("-bind-to", "none"),
         {},
@@ -59,6 +66,10 @@ _MPIS = {
         {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": HOST_INTERFACE},
     ),
 }
+
+
+# Which is meant where none is named.
+ORDER = ("mpich", "openmpi", "intel")
 
 
 @dataclass(frozen=True)
@@ -91,12 +102,40 @@ def _launch(name: str, ranks: int, command: list[str], remote: Sequence[str], ov
 
 
 def find_prefix(name: str) -> Path:
-    """The MPI's environment: in the working directory or beside the sources. Raises PeerMissingError."""
+    """The MPI's environment: in the working directory, beside the sources, or ours. Raises PeerMissingError."""
     for folder in (Path.cwd(), Path(netfold.__file__).parents[2]):
         prefix = folder / f".venv-mpi-{name}"
         if (prefix / "lib" / _MPIS[name].library).exists():
             return prefix.resolve()
-    raise PeerMissingError(f"mpi:{name} is not installed here (.venv-mpi-{name}); `make bench-peers` does it")
+    if _is_installed(_MPIS[name].wheel):
+        return Path(sys.prefix)
+    raise PeerMissingError(
+        f"mpi:{name} is not installed here (.venv-mpi-{name}); `make bench-peers` does it, or pip install "
+        f"{_MPIS[name].wheel}"
+    )
+
+
+def _is_installed(wheel: str) -> bool:
+    try:
+        importlib.metadata.version(wheel)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def find_mpi() -> str:
+    """The first that is here; "": none."""
+    return next((name for name in ORDER if have_peer(name)), "")
+
+
+def with_mpi_named(side: str) -> str:
+    """A side as the user says it, `mpi` as the one that is here: `mpi:mpich`. Raises PeerMissingError."""
+    if side != "mpi":
+        return side
+    found = find_mpi()
+    if not found:
+        raise PeerMissingError("no MPI is here; `make bench-peers` installs three, or pip install mpich mpi4py")
+    return f"mpi:{found}"
 
 
 def have_peer(name: str) -> bool:

@@ -21,8 +21,8 @@ def _bench(
             "--side",
             "--backend",
             help="Who is measured; repeat it to compare: a torch backend (gloo, netfold), netfold:shared, "
-            "netfold:ring, netfold:in_network:bf16 (an algorithm, a wire format), communicator[:...], mpi:openmpi, "
-            "mpi:intel, mpi:mpich, and mpi:...:out for out of place.",
+            "netfold:ring, netfold:in_network:bf16 (an algorithm, a wire format), communicator[:...], mpi (the one "
+            "that is here), mpi:openmpi, mpi:intel, mpi:mpich, and mpi:...:out for out of place.",
         ),
     ],
     begin: Annotated[str, typer.Option("-b", help="Smallest size; K, M, G are 2^10, 2^20, 2^30.")] = "4",
@@ -60,6 +60,7 @@ def _bench(
     from netfold.bench.collectives import parse_collective, parse_redops
     from netfold.bench.conduct import BenchError, measure
     from netfold.bench.config import Place, Trials
+    from netfold.bench.peers import with_mpi_named
     from netfold.bench.report import describe_run, make_rows, total_wrong
     from netfold.bench.sizes import parse_dtypes, parse_size, sweep
     from netfold.bench.table import render_table
@@ -70,13 +71,14 @@ def _bench(
     assert verb is not None
     try:
         place = Place(workers, rack_rate, loss, delay, switch, timeout)
+        sides = [with_mpi_named(each) for each in side]
         collective = parse_collective(verb)
         sizes = [0] if verb == "barrier" else sweep(parse_size(begin), parse_size(end), factor)
         dtypes = parse_dtypes(dtype)
         trials = [
             Trials(
                 collective=collective.name,
-                sides=side,
+                sides=sides,
                 sizes=_that_hold_one(sizes, one_dtype) if len(dtypes) > 1 else sizes,
                 rounds=rounds,
                 warmups=warmups,

@@ -50,8 +50,10 @@ def meet(
     lanes: int,
     sockets: Sequence[socket.socket | None],
     deadline: float,
+    *,
+    port: Any = None,
 ) -> Streams:
-    """A stream a lane and rank, over this host's interfaces with the addresses `hosts`.
+    """A stream a lane and rank, over this host's interfaces with the addresses `hosts`, or over `port`.
 
     sockets: one to each rank, proved. Raises RendezvousError that names the provider's reason, or the rank that does
     not answer.
@@ -61,7 +63,7 @@ def meet(
         stream.settimeout(max(0.001, deadline - time.monotonic()))
     streams: Streams = [[None] * len(sockets) for _ in range(lanes)]
     try:
-        port = port_of(provider, hosts)
+        port = port or port_of(provider, hosts)
         bell = fabric.make_bell()
         for peer in peers:
             for lane in streams:

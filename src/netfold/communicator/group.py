@@ -16,7 +16,7 @@ import numpy as np
 
 import netfold
 from netfold._native import engine, protocol
-from netfold.communicator import caretaker, fabric, peer_memory, probe, rendezvous
+from netfold.communicator import caretaker, fabric, mpi, peer_memory, probe, rendezvous
 from netfold.communicator.addresses import interface_of, own_interfaces
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Resident, leave, open_door
@@ -124,11 +124,13 @@ class Group:
                 store, self._resident, door, interfaces, deadline, fabric=options.fabric
             )
             streams = rendezvous.first_rail(sockets[0])
+            on_this_host = 1 + sum(_is_here(stream) for stream in streams if stream is not None)
             over: list[list[Any]] = []
             probed: Sequence[Any] = streams
             if options.fabric is not None:
                 hosts = interfaces.hosts[: interfaces.rails]
-                over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline)
+                port = mpi.port_of(rank, streams, deadline) if options.over_mpi else None
+                over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, port=port)
                 probed = fabric.as_streams(over[0], streams, options.fabric)
             self.nodes, node = find_nodes(rank, size, streams, enabled=options.shares_memory, deadline=deadline)
             self.peer_memory: Any = None
@@ -192,7 +194,10 @@ class Group:
         # A connection inside a host breaks only where a process dies.
         mends = [options.reconnect_s != 0 and node != self.nodes[rank] for node in self.nodes]
         self._id = next(_ids)
-        crowded = node is not None and len(node.ranks) > len(os.sched_getaffinity(0))
+        # An MPI wakes nobody: who slept at once would look long after the other rank's word had come.
+        polls = options.over_mpi
+        spinners = len(node.ranks) if node is not None else on_this_host if polls else 1
+        crowded = spinners > len(os.sched_getaffinity(0))
         self._native = engine.add_group(
             rank=rank,
             fds=fds,
@@ -202,7 +207,7 @@ class Group:
             id=self._id,
             job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
             spin_us=(_CROWDED_SPIN_US if crowded else _SPIN_US) if options.spin_us is None else options.spin_us,
-            spins_for_sockets=options.spin_us is not None,
+            spins_for_sockets=options.spin_us is not None or polls,
             yields=crowded,
             table=[
                 (
@@ -506,6 +511,11 @@ def _by_interface(lane: Sequence[Sequence[socket.socket]]) -> list[str]:
     return [
         f"reaches rank {', '.join(map(str, ranks))} over {interface_of(host)} ({host})" for host, ranks in peers.items()
     ]
+
+
+def _is_here(stream: socket.socket) -> bool:
+    """Whether the other end is on this host, as far as addresses tell."""
+    return bool(stream.getsockname()[0] == stream.getpeername()[0])
 
 
 def _detached(stream: socket.socket) -> int:

@@ -1,20 +1,46 @@
-"""Who this process is, as its launcher says: torchrun, Open MPI, PMI (MPICH, Intel MPI) or Slurm."""
+"""Who this process is, as its launcher says: torchrun, Open MPI, PMI (MPICH, Intel MPI) or Slurm.
+
+Where the ranks meet: MASTER_ADDR and MASTER_PORT, if they are set. Else rank 0 serves, and the others find it:
+
+    host   all ranks are on one: its loopback. Slurm: the first of its list. Open MPI: the host of mpirun, which its
+           job's name tells (rank 0 says so if it is not there). Hydra (MPICH, Intel MPI): asked (pmi.py)
+    port   drawn from the job's name, which no other job on any host has; where it is taken, one of those that follow
+           (tcp_store.py). Who finds the store of another job there is turned away, and looks on
+
+Recorded environments of each are in tests/communicator/test_launchers.py.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# (rank, size, local rank, local size). Slurm comes last: inside its allocation another launcher's ranks are the ones.
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+from netfold.communicator import pmi
+
+# (rank, size, local rank, local size).
+_Names = tuple[str, str, str, str]
+_TORCHRUN: _Names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI: _Names = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
+_PMI: _Names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SLURM: _Names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
+# Slurm comes last: inside its allocation another launcher's ranks are the ones.
+_LAUNCHERS = (_TORCHRUN, _OPEN_MPI, _PMI, _SLURM)
+# What names a run, by who started it: one may run inside another's allocation, or inside its ranks.
+_RUN_NAMES = {
+    _TORCHRUN: ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE"),
+    _OPEN_MPI: ("PMIX_NAMESPACE",),
+    _PMI: ("I_MPI_HYDRA_UUID",),
+    _SLURM: ("PMIX_NAMESPACE",),
+}
 # Below the range from which Linux takes ports of its own accord.
 _FIRST_PORT, _PORTS = 20000, 12000
 
@@ -34,25 +60,21 @@ class Placement:
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether any launcher's variables are there."""
-    return any(rank in environment and size in environment for rank, size, _, _ in _LAUNCHERS)
+    return _launcher(environment) is not None
 
 
 def placement(environment: Mapping[str, str] = os.environ) -> Placement:
     """From the launcher's variables; ValueError says which are missing or make no sense."""
-    launcher = next((names for names in _LAUNCHERS if names[0] in environment and names[1] in environment), None)
+    launcher = _launcher(environment)
     if launcher is None:
-        known = ", ".join(f"{rank} and {size}" for rank, size, _, _ in _LAUNCHERS)
-        raise ValueError(
-            f"no launcher's variables are set ({known}): start with torchrun, mpirun or srun, or set RANK, WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT"
-        )
+        raise ValueError(_what_is_missing(environment))
     rank_name, size_name, local_rank_name, local_size_name = launcher
     rank, size = _number(environment, rank_name), _number(environment, size_name)
     if not 0 <= rank < size:
         raise ValueError(f"{rank_name}={rank} is not one of {size_name}={size} ranks")
     local_rank = _number(environment, local_rank_name) if local_rank_name in environment else None
     local_size = _number(environment, local_size_name) if local_size_name in environment else _slurm_local(environment)
-    run = _run(environment)
+    run = _run(environment, launcher)
     port = _port(environment, run)
     restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Placement(
@@ -60,21 +82,61 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement:
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        host=_host(environment, size, local_size),
+        host=_host(environment, launcher, rank, size, local_size),
         # torchrun's agent has a store of its own on MASTER_PORT.
         port=port + 1 if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else port,
         job=f"{run} port {port} ranks {size} restart {restart}",
     )
 
 
-def _host(environment: Mapping[str, str], size: int, local_size: int | None) -> str:
+def _launcher(environment: Mapping[str, str]) -> _Names | None:
+    found = next((names for names in _LAUNCHERS if names[0] in environment and names[1] in environment), None)
+    # srun speaks PMI to an MPI that wants it, and says more in words of its own.
+    if found is _PMI and "MPI_LOCALNRANKS" not in environment:
+        theirs = (environment.get("SLURM_PROCID"), environment.get("SLURM_NTASKS"))
+        if theirs == (environment["PMI_RANK"], environment["PMI_SIZE"]):
+            return _SLURM
+    return found
+
+
+def _what_is_missing(environment: Mapping[str, str]) -> str:
+    for rank, size, _, _ in _LAUNCHERS:
+        for there, absent in ((rank, size), (size, rank)):
+            # Slurm tells a job's own shell of its tasks too.
+            if there in environment and there != "SLURM_NTASKS":
+                return (
+                    f"{there} is set and {absent} is not: a rank needs both, and its launcher sets both; start with "
+                    f"torchrun, mpirun or srun, or set {absent} too"
+                )
+    known = ", ".join(f"{rank} and {size}" for rank, size, _, _ in _LAUNCHERS)
+    return (
+        f"no launcher's variables are set ({known}): start with torchrun, mpirun or srun, or set RANK, WORLD_SIZE, "
+        "MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def _host(environment: Mapping[str, str], launcher: _Names, rank: int, size: int, local_size: int | None) -> str:
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
+    if local_size == size:
+        return "127.0.0.1"
+    if _is_hydra(environment, launcher):
+        # As the launcher itself reaches this host, which MPICH and Intel MPI tell by names of their own.
+        own = environment.get("PMI_HOSTNAME") or environment.get("HYDRA_BSTRAP_LOCALHOST") or socket.gethostname()
+        return pmi.first_host(environment, rank, own)
+    if launcher is _OPEN_MPI:
+        found = re.fullmatch(r"pr\w+-(.+)-\d+@\d+", environment.get("PMIX_NAMESPACE", ""))
+        here = environment.get("PMIX_HOSTNAME")
+        if found and (rank != 0 or here in (None, found[1])):
+            return found[1]
+        if found:
+            raise ValueError(
+                f"rank 0 is on {here} and mpirun on {found[1]}, where the other ranks will look for it: say "
+                f"mpirun -x MASTER_ADDR={here}"
+            )
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     if nodes:
         return first_host(nodes)
-    if local_size == size:
-        return "127.0.0.1"
     raise ValueError("the launcher does not say where rank 0 is: set MASTER_ADDR to its host's name on every rank")
 
 
@@ -86,11 +148,22 @@ def _port(environment: Mapping[str, str], run: str) -> int:
     raise ValueError("the launcher gives the job no number to find a port by: set MASTER_PORT, the same on every rank")
 
 
-def _run(environment: Mapping[str, str]) -> str:
-    for names in (("TORCHELASTIC_RUN_ID",), ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID")):
-        if names[0] in environment:
-            return " ".join(environment.get(name, "") for name in names)
+def _run(environment: Mapping[str, str], launcher: _Names) -> str:
+    """What tells this run from others; "" where that is not known."""
+    for name in _RUN_NAMES[launcher]:
+        if name in environment:
+            return environment[name]
+    # Inside one allocation of Slurm there may be several mpiruns, so theirs comes first.
+    if _is_hydra(environment, launcher) and not environment.get("MASTER_PORT"):
+        return pmi.job_name(environment)
+    if "SLURM_JOB_ID" in environment:
+        return f"{environment['SLURM_JOB_ID']} {environment.get('SLURM_STEP_ID', '')}"
     return ""
+
+
+def _is_hydra(environment: Mapping[str, str], launcher: _Names) -> bool:
+    """Whether Hydra can be asked. Slurm's own PMI has a PMI_FD too, in another language, and no MPI_LOCALNRANKS."""
+    return launcher is _PMI and "PMI_FD" in environment and "MPI_LOCALNRANKS" in environment
 
 
 def _slurm_local(environment: Mapping[str, str]) -> int | None:

@@ -25,7 +25,7 @@ class Options:
         auto never loses a bit, the bits of a sum by i32 are the same whatever runs it, i8 is for gradients.
     transport: auto; tcp to keep ranks that share memory from using it; fabric:PROVIDER to go over a provider of
         libfabric instead of tcp, fabric:PROVIDER,memory where ranks that share memory should use it
-        (NETFOLD_TRANSPORT, docs/fabric.md).
+        (NETFOLD_TRANSPORT, docs/fabric.md); mpi or mpi,memory: the same over the MPI of mpirun (docs/mpi.md).
     single_copy: on or off: ranks of one machine read what is sent straight from each other's memory, where the kernel
         lets them (NETFOLD_SINGLE_COPY); off on any rank is off for its machine.
     share_buckets: on or off: move DDP's buckets to shared memory, in place, where all ranks are on one machine
@@ -76,11 +76,11 @@ class Options:
                 values[field.name] = text or _DEFAULT_WORDS.get(field.name)
         options = replace(self, **values)  # type: ignore[arg-type]
         if options.transport not in TRANSPORTS and not re.fullmatch(
-            r"fabric:[^,\s]+(,memory)?", options.transport or ""
+            r"(fabric:[^,\s]+|mpi)(,memory)?", options.transport or ""
         ):
             raise ValueError(
                 f"NETFOLD_TRANSPORT={options.transport!r} is not one of {', '.join(TRANSPORTS)}, fabric:PROVIDER, "
-                "fabric:PROVIDER,memory"
+                "fabric:PROVIDER,memory, mpi, mpi,memory"
             )
         for name in ("single_copy", "share_buckets", "probe"):
             if getattr(options, name) not in ("on", "off"):
@@ -97,9 +97,16 @@ class Options:
 
     @property
     def fabric(self) -> str | None:
-        """The provider of libfabric to go over, if any."""
+        """The provider of libfabric to go over, if any; mpi for MPI."""
+        if self.over_mpi:
+            return "mpi"
         head, _, provider = (self.transport or "").partition(":")
         return provider.removesuffix(",memory") if head == "fabric" else None
+
+    @property
+    def over_mpi(self) -> bool:
+        """Whether to go over MPI in the place of libfabric."""
+        return self.transport in ("mpi", "mpi,memory")
 
     @property
     def shares_memory(self) -> bool:

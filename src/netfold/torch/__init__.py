@@ -12,7 +12,9 @@ Tests: `.venv/bin/pytest tests/torch`
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,10 @@ def register() -> None:
         if not dist.is_available() or hasattr(dist.Backend, "NETFOLD"):
             return
         dist.Backend.register_backend("netfold", _create, extended_api=True, devices=["cpu"])
+        # torch has no public way to add to env://; one without this table says itself what it misses under mpirun.
+        handlers = getattr(sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
+        if "env" in handlers:
+            handlers["env"] = functools.partial(_meet, handlers["env"])
         if "NETFOLD_PROFILE" in os.environ:
             from netfold.profile import recording
 
@@ -55,6 +61,12 @@ def _create(options: Any, pg_options: Any) -> Any:
     from netfold.torch.creation import create
 
     return create(options, pg_options)
+
+
+def _meet(torchs: Any, url: str, **options: Any) -> Any:
+    from netfold.torch.meeting import meet
+
+    return meet(torchs, url, **options)
 
 
 def new_process_group(

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 
 from netfold.communicator import Group, Options
 from netfold.torch.compiled import prepare_for_torch
+from netfold.torch.meeting import store_host
 from netfold.torch.process_group import ProcessGroupNetfold
 from netfold.torch.store import TorchStore
 
@@ -72,7 +73,7 @@ def _meet(
         options=options,
         timeout_s=timeout.total_seconds(),
         join_timeout_s=min(timeout.total_seconds(), _join_timeout_s()),
-        store_host=os.environ.get("MASTER_ADDR") or None,
+        store_host=store_host(),
         job_ranks=job_ranks,
     )
 

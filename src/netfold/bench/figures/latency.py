@@ -15,7 +15,8 @@ from netfold.bench.figures.figure import (
     in_us,
     play,
 )
-from netfold.bench.figures.mpi import find_mpi, said_of, series_of, ways_among
+from netfold.bench.figures.mpi import said_of, series_of, ways_among
+from netfold.bench.peers import find_mpi
 from netfold.bench.turns import Way, gather
 from netfold.rack import Rack
 

@@ -4,16 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from netfold.bench.figures.figure import Taken
-from netfold.bench.peers import have_peer
 from netfold.bench.turns import Way
-
-# The first that is here.
-ORDER = ("mpich", "openmpi", "intel")
-
-
-def find_mpi() -> str:
-    """Its name, as bench.peers has it; "": none."""
-    return next((name for name in ORDER if have_peer(name)), "")
 
 
 def ways_among(counts: Sequence[int], options: Mapping[str, Any], mpi: str) -> list[tuple[str, Way]]:

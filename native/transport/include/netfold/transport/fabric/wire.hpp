@@ -68,6 +68,7 @@ class Wire {
     std::size_t receives = 0;  // posted at once
     int tag_bits = 64;         // of a tag, from the lowest on, that reach the other end
     bool needs_registration = false;
+    bool is_private = false;  // only ranks of the job can send here: a tag need not be a secret
   };
 
   enum class Taken : std::uint8_t { yes, later, never };  // never: see why()

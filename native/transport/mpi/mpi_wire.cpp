@@ -1,0 +1,331 @@
+#include <dlfcn.h>
+#include <netfold/transport/mpi/mpi_wire.hpp>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <limits>
+#include <mutex>
+
+namespace netfold::transport::mpi {
+namespace {
+
+using fabric::Completion;
+using fabric::Error;
+using fabric::Registration;
+using fabric::Work;
+
+// With an MPI's own header it fits into what Open MPI sends at once over TCP. Beyond that each needs an answer first:
+// an all_reduce of 16 MB between two hosts then took 1.7 times as long.
+constexpr std::size_t kMessageBytes = 60 << 10;
+constexpr std::size_t kInjectBytes = 128;
+// Sends under way at once, over all streams.
+constexpr std::size_t kSends = 256;
+// Of the receives, so many of the oldest are looked at.
+constexpr std::size_t kLooked = 64;
+
+class Leaver {
+ public:
+  virtual ~Leaver() = default;
+  virtual void leave() = 0;
+};
+
+struct Open {
+  std::mutex mutex;
+  std::vector<Leaver*> wires;
+};
+
+Open& open() {
+  // Never destroyed: wires of a dying process may still be closed.
+  static auto* all = new Open;
+  return *all;
+}
+
+// `Handle`: what this MPI's communicators, datatypes and requests are.
+template <class Handle>
+struct Calls {
+  int (*isend)(const void*, int, Handle, int, int, Handle, Handle*);
+  int (*irecv)(void*, int, Handle, int, int, Handle, Handle*);
+  int (*testsome)(int, Handle*, int*, int*, void*);
+  int (*get_count)(const void*, Handle, int*);
+  int (*cancel)(Handle*);
+  int (*request_free)(Handle*);
+  int (*error_string)(int, char*, int*);
+  int (*finalized)(int*);
+
+  explicit Calls(const std::string& module) {
+    void* library = dlopen(module.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+    if (library == nullptr) throw Error("mpi4py's " + module + " is not loaded: " + dlerror());
+    const auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+      if (function == nullptr) throw Error(std::string("this process's MPI has no ") + name + ": " + dlerror());
+    };
+    find(isend, "MPI_Isend");
+    find(irecv, "MPI_Irecv");
+    find(testsome, "MPI_Testsome");
+    find(get_count, "MPI_Get_count");
+    find(cancel, "MPI_Cancel");
+    find(request_free, "MPI_Request_free");
+    find(error_string, "MPI_Error_string");
+    find(finalized, "MPI_Finalized");
+  }
+};
+
+template <class Handle>
+class MpiWire final : public fabric::Wire, public Leaver {
+ public:
+  explicit MpiWire(const Lent& lent)
+      : lent_(lent), calls_(lent.module), comm_(as_handle(lent.comm)), byte_(as_handle(lent.byte)) {
+    limits_.provider = "mpi";
+    limits_.version = lent.version;
+    limits_.domain = "MPI";
+    limits_.message_bytes = kMessageBytes;
+    limits_.inject_bytes = kInjectBytes;
+    limits_.sends = kSends;
+    limits_.receives = std::numeric_limits<std::size_t>::max();
+    limits_.tag_bits = std::bit_width(static_cast<unsigned>(lent.max_tag) + 1) - 1;
+    limits_.is_private = true;
+    statuses_.resize(std::max(kSends, kLooked) * lent.status_bytes);
+    notes_.reserve(kSends);
+    std::lock_guard lock(open().mutex);
+    open().wires.push_back(this);
+  }
+
+  ~MpiWire() override {
+    {
+      std::lock_guard lock(open().mutex);
+      std::erase(open().wires, this);
+    }
+    leave();
+  }
+
+  const Limits& limits() const override { return limits_; }
+
+  std::vector<std::byte> name() const override {
+    std::vector<std::byte> name(sizeof lent_.rank);
+    std::memcpy(name.data(), &lent_.rank, name.size());
+    return name;
+  }
+
+  Peer add(std::span<const std::byte> name) override {
+    int rank = -1;
+    if (name.size() == sizeof rank) std::memcpy(&rank, name.data(), sizeof rank);
+    if (rank < 0) throw Error("what the other rank gave is no rank of MPI");
+    return static_cast<Peer>(rank);
+  }
+
+  std::unique_ptr<Registration> register_memory(std::byte*, std::size_t) override {
+    throw Error("MPI registers memory itself");
+  }
+
+  Taken send(Peer to, const std::byte* data, std::size_t bytes, void*, std::uint64_t tag, Work* work) override {
+    std::lock_guard lock(mutex_);
+    return send(to, data, bytes, tag, {.work = work, .copy = nullptr});
+  }
+
+  Taken inject(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag) override {
+    std::lock_guard lock(mutex_);
+    if (sends_.size() == kSends) return Taken::later;
+    std::unique_ptr<Copy> copy = std::make_unique<Copy>();
+    std::memcpy(copy->data(), data, bytes);
+    const std::byte* from = copy->data();
+    return send(to, from, bytes, tag, {.work = nullptr, .copy = std::move(copy)});
+  }
+
+  Taken receive(std::byte* into, std::size_t bytes, void*, Work* work) override {
+    std::lock_guard lock(mutex_);
+    if (has_left_) return refuse(kLeft);
+    Handle request{};
+    const int code =
+        calls_.irecv(into, static_cast<int>(bytes), byte_, lent_.any_source, lent_.any_tag, comm_, &request);
+    if (code != 0) return refuse("MPI_Irecv: " + text_of(code));
+    if (looked_.size() < kLooked) {
+      looked_.push_back(request);
+      looked_works_.push_back(work);
+    } else {
+      posted_.emplace_back(request, work);
+    }
+    return Taken::yes;
+  }
+
+  const std::string& why() const override { return why_; }
+
+  std::size_t poll(std::span<Completion> into) override {
+    std::lock_guard lock(mutex_);
+    if (has_left_) return 0;
+    std::size_t found = take_received(into);
+    if (!sends_.empty()) found += take_sent(into.subspan(found));
+    return found;
+  }
+
+  bool may_sleep() override { return true; }
+  int wait_fd() const override { return -1; }
+
+  void leave() override {
+    std::lock_guard lock(mutex_);
+    if (has_left_) return;
+    has_left_ = true;
+    int is_over = 1;
+    if (calls_.finalized(&is_over) != 0 || is_over != 0) return;
+    const auto cancel = [&](Handle request) {
+      calls_.cancel(&request);
+      calls_.request_free(&request);
+    };
+    for (Handle request : looked_) cancel(request);
+    for (auto& [request, work] : posted_) cancel(request);
+    // What the peers have not taken stays MPI's, and its memory is not given back.
+    for (Handle request : sends_) calls_.request_free(&request);
+    for (Note& note : notes_) static_cast<void>(note.copy.release());
+  }
+
+ private:
+  using Copy = std::array<std::byte, kInjectBytes>;
+  static constexpr const char* kLeft = "this process is about to end its MPI";
+  static constexpr const char* kUnknown = "an error that MPI has no words for";
+
+  // Whose a send is: the port's, or ours.
+  struct Note {
+    Work* work = nullptr;
+    std::unique_ptr<Copy> copy;
+  };
+
+  static Handle as_handle(std::uint64_t value) {
+    if constexpr (std::is_pointer_v<Handle>) {
+      return reinterpret_cast<Handle>(value);
+    } else {
+      return static_cast<Handle>(value);
+    }
+  }
+
+  Taken refuse(std::string why) {
+    why_ = std::move(why);
+    return Taken::never;
+  }
+
+  Taken send(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag, Note note) {
+    if (has_left_) return refuse(kLeft);
+    if (sends_.size() == kSends) return Taken::later;
+    Handle request{};
+    const int code = calls_.isend(data, static_cast<int>(bytes), byte_, static_cast<int>(to), static_cast<int>(tag),
+                                  comm_, &request);
+    if (code != 0) return refuse("MPI_Isend: " + text_of(code));
+    sends_.push_back(request);
+    notes_.push_back(std::move(note));
+    return Taken::yes;
+  }
+
+  int in_status(int number, std::size_t at) const {
+    int value = 0;
+    std::memcpy(&value, statuses_.data() + static_cast<std::size_t>(number) * lent_.status_bytes + at, sizeof value);
+    return value;
+  }
+
+  // Which of `requests` are done: their places in done_, their statuses in the same order. `code`: what MPI said.
+  int test(std::vector<Handle>& requests, std::size_t most, int* code) {
+    int count = 0;
+    const auto looked = static_cast<int>(std::min(requests.size(), most));
+    *code = looked == 0 ? 0 : calls_.testsome(looked, requests.data(), &count, done_.data(), statuses_.data());
+    return std::max(count, 0);  // MPI_UNDEFINED is negative
+  }
+
+  // Of the number-th that is done; 0: none.
+  int error_of(int number, int code) const {
+    return code == 0 ? 0 : code == lent_.error_in_status ? in_status(number, lent_.error_at) : code;
+  }
+
+  std::size_t take_received(std::span<Completion> into) {
+    int code = 0;
+    const int count = test(looked_, into.size(), &code);
+    for (int i = 0; i < count; ++i) {
+      Completion& completion = into[static_cast<std::size_t>(i)];
+      completion = {.kind = Completion::Kind::received, .work = looked_works_[static_cast<std::size_t>(done_[i])]};
+      if (const int error = error_of(i, code); error != 0) {
+        completion.kind = Completion::Kind::failed;
+        completion.why = "MPI_Irecv: " + text_of(error);
+        continue;
+      }
+      int bytes = 0;
+      calls_.get_count(statuses_.data() + static_cast<std::size_t>(i) * lent_.status_bytes, byte_, &bytes);
+      completion.bytes = static_cast<std::size_t>(bytes);
+      completion.tag = static_cast<std::uint64_t>(in_status(i, lent_.tag_at));
+    }
+    forget(count, looked_, looked_works_);
+    while (looked_.size() < kLooked && !posted_.empty()) {
+      looked_.push_back(posted_.front().first);
+      looked_works_.push_back(posted_.front().second);
+      posted_.pop_front();
+    }
+    return static_cast<std::size_t>(count);
+  }
+
+  std::size_t take_sent(std::span<Completion> into) {
+    int code = 0;
+    const int count = test(sends_, into.size(), &code);
+    std::size_t told = 0;
+    for (int i = 0; i < count; ++i) {
+      const Note& note = notes_[static_cast<std::size_t>(done_[i])];
+      const int error = error_of(i, code);
+      if (note.work == nullptr && error == 0) continue;
+      Completion& completion = into[told++];
+      completion = {.kind = error == 0 ? Completion::Kind::sent : Completion::Kind::failed, .work = note.work};
+      if (error != 0) completion.why = "MPI_Isend: " + text_of(error);
+    }
+    forget(count, sends_, notes_);
+    return told;
+  }
+
+  // Takes out what is done; the order of the others stays.
+  template <class Other>
+  void forget(int count, std::vector<Handle>& requests, std::vector<Other>& others) {
+    std::sort(done_.begin(), done_.begin() + count, std::greater<>());
+    for (int i = 0; i < count; ++i) {
+      requests.erase(requests.begin() + done_[i]);
+      others.erase(others.begin() + done_[i]);
+    }
+  }
+
+  std::string text_of(int code) const {
+    std::string text(static_cast<std::size_t>(lent_.max_error_text) + 1, '\0');
+    int length = 0;
+    if (calls_.error_string(code, text.data(), &length) != 0) return kUnknown;
+    text.resize(static_cast<std::size_t>(length));
+    std::replace(text.begin(), text.end(), '\n', ' ');
+    return text;
+  }
+
+  const Lent lent_;
+  const Calls<Handle> calls_;
+  const Handle comm_;
+  const Handle byte_;
+  Limits limits_;
+  std::mutex mutex_;  // leave() comes from another thread than the port's calls
+  bool has_left_ = false;
+  std::string why_;
+
+  std::vector<Handle> looked_;  // the oldest receives
+  std::vector<Work*> looked_works_;
+  std::deque<std::pair<Handle, Work*>> posted_;  // those after them
+  std::vector<Handle> sends_;
+  std::vector<Note> notes_;
+  std::array<int, std::max(kSends, kLooked)> done_{};
+  std::vector<std::byte> statuses_;
+};
+
+}  // namespace
+
+std::unique_ptr<fabric::Wire> open_wire(const Lent& lent) {
+  if (lent.handle_bytes == sizeof(int)) return std::make_unique<MpiWire<int>>(lent);
+  if (lent.handle_bytes == sizeof(void*)) return std::make_unique<MpiWire<void*>>(lent);
+  throw Error("this process's MPI has handles of " + std::to_string(lent.handle_bytes) +
+              " bytes, which none had before");
+}
+
+void leave() {
+  std::lock_guard lock(open().mutex);
+  for (Leaver* wire : open().wires) wire->leave();
+}
+
+}  // namespace netfold::transport::mpi

@@ -1,0 +1,158 @@
+"""Ranks under real mpiruns, from wheels (`make bench-peers`): how they meet, and collectives over their MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ranks import run_ranks, run_threads
+
+from netfold import Communicator, FileStore, Options
+from netfold.bench.peers import have_peer, launch_mpi
+
+MPIS = ("openmpi", "mpich", "intel")
+SCRIPT = Path(__file__).with_name("mpi_ranks.py")
+DEADLINE_S = 90
+
+
+def start(
+    mpi: str, ranks: int, *case: str, script: Path = SCRIPT, within: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
+    """`within`: what starts each rank."""
+    if not have_peer(mpi):
+        pytest.skip(f"{mpi} is not here (make bench-peers)")
+    launch = launch_mpi(mpi, ranks, [*within, sys.executable, str(script), *case])
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("NETFOLD_", "MASTER_", "SLURM_", "OMPI_", "PMI")) and name not in ("RANK", "WORLD_SIZE")
+    }
+    return subprocess.Popen(
+        launch.argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=kept | launch.environment | {"PYTHONPATH": f"{SCRIPT.parent}{os.pathsep}{SCRIPT.parent.parent}"},
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> list[Any]:
+    """What each rank returned, in any order."""
+    try:
+        said, errors = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise
+    assert process.returncode == 0, errors
+    # Two ranks' lines may come as one.
+    decoder, found, rest = json.JSONDecoder(), [], said.strip()
+    while rest:
+        value, length = decoder.raw_decode(rest)
+        found.append(value)
+        rest = rest[length:].strip()
+    return found
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """With its ranks, wherever they are: launchers put them into sessions of their own."""
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    for each in [*ranks, process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.communicate()
+
+
+def run(mpi: str, ranks: int, *case: str) -> list[Any]:
+    return end(start(mpi, ranks, *case))
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_ranks_of_two_mpiruns_at_once_meet_each_their_own_with_nothing_set(mpi: str) -> None:
+    three, two = start(mpi, 3, "meet"), start(mpi, 2, "meet")
+    assert end(three) == [[0, 1, 2]] * 3
+    assert end(two) == [[0, 1]] * 2
+
+
+@pytest.mark.torch
+def test_a_script_that_says_netfold_alone_trains_under_mpirun(tmp_path: Path) -> None:
+    mpi = next((each for each in MPIS if have_peer(each)), MPIS[0])
+    process = start(mpi, 2, str(tmp_path), script=SCRIPT.parents[1] / "torch" / "plain_script.py")
+    try:
+        _, errors = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise
+    assert process.returncode == 0, errors
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [each["ranks 0"] for each in found] == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_every_algorithm_is_right_over_each_mpi(mpi: str) -> None:
+    found = run(mpi, 3, "algorithms")
+    assert len(found) == 3 and all(each["segments"] > 1000 for each in found), found
+    assert all({"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel"}[mpi] in each["version"] for each in found)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_the_program_may_call_mpi_beside_netfold_and_groups_may_be_divided(mpi: str) -> None:
+    assert run(mpi, 4, "beside") == [4] * 4
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_what_was_sent_arrives_while_its_sender_is_in_no_call(mpi: str) -> None:
+    assert max(run(mpi, 2, "goes_away")) < 0.4
+
+
+# mpirun ends all ranks when one dies; it does not see it where a shell stands between.
+HIDES_DEATH = ("sh", "-c", '"$@" || sleep 60', "sh")
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_who_is_left_by_a_rank_that_died_names_it_in_time(mpi: str, tmp_path: Path) -> None:
+    process = start(mpi, 3, "dies", str(tmp_path), within=HIDES_DEATH)
+    files = [tmp_path / f"{rank}.json" for rank in (0, 2)]
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(file.exists() for file in files) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        kill(process)
+    for file in files:
+        told = json.loads(file.read_text())
+        assert told["type"] == "PeerLost" and "rank 1" in told["error"], told
+        assert told["took_s"] < 5, told
+
+
+def test_an_mpi_for_one_thread_at_a_time_is_refused_with_the_reason() -> None:
+    for said in run("openmpi", 2, "too_low"):
+        assert "was begun with MPI_THREAD_SERIALIZED" in said and "mpi4py.rc.thread_level" in said, said
+
+
+def alone(rank: int, size: int, folder: str) -> None:
+    os.environ["MPI4PY_LIBMPI"] = "/nowhere/libmpi.so"
+    Communicator(FileStore(folder), rank, size, options=Options(transport="mpi"), join_timeout_s=10)
+
+
+def test_without_an_mpi_in_the_process_it_says_so_and_takes_nothing_else() -> None:
+    for outcome in run_ranks(alone, 2):
+        assert outcome.error == "RendezvousError", outcome
+        assert "cannot go over MPI (NETFOLD_TRANSPORT): it takes mpi4py, and an MPI beside it" in outcome.text
+
+
+def differs(rank: int, size: int, folder: str) -> None:
+    transport = "mpi" if rank == 1 else "tcp"
+    Communicator(FileStore(folder), rank, size, options=Options(transport=transport), join_timeout_s=2)
+
+
+def test_ranks_that_do_not_all_say_mpi_hear_of_it() -> None:
+    assert any("over the fabric" in outcome.text for outcome in run_threads(differs, 2))

@@ -1,0 +1,34 @@
+"""Ranks on two hosts that an mpirun started with nothing set: they meet, and go over its MPI. Needs root."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from netfold.bench.launch import start_mpi
+from netfold.bench.peers import have_peer
+from netfold.rack import Rack
+from netfold.rack.command import missing
+
+LACK = missing(loss=False)
+pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
+
+TESTS = Path(__file__).parents[1]
+# What a rack says of its hosts; here the launcher says it.
+UNSAID = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.parametrize("case", ["meet", "algorithms"])
+@pytest.mark.parametrize("mpi", ["mpich", "intel"])
+def test_ranks_of_two_hosts_meet_by_what_hydra_says(mpi: str, case: str, tmp_path: Path) -> None:
+    if not have_peer(mpi):
+        pytest.skip(f"{mpi} is not here (make bench-peers)")
+    without = [word for name in UNSAID for word in ("-u", name)]
+    paths = f"PYTHONPATH={TESTS / 'communicator'}{os.pathsep}{TESTS}"
+    with Rack(2, "1gbit", "0%", delay="0us") as rack:
+        script = str(TESTS / "communicator" / "mpi_ranks.py")
+        ranks = start_mpi(rack, mpi, tmp_path, ["env", *without, paths, sys.executable, script, case])
+        assert ranks.wait(90) == 0
