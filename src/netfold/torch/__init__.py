@@ -39,7 +39,7 @@ def register() -> None:
 
         if not dist.is_available() or hasattr(dist.Backend, "NETFOLD"):
             return
-        dist.Backend.register_backend("netfold", _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend("netfold", _create, extended_api=True, devices=["cpu", "cuda"])
         if "NETFOLD_PROFILE" in os.environ:
             from netfold.profile import recording
 

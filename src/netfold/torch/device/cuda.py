@@ -1,0 +1,114 @@
+"""The device layer of torch.cuda."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d
+
+from netfold.torch.device.layer import DeviceLayer, Inside
+
+Tensor = torch.Tensor
+
+
+def cuda_layer() -> DeviceLayer | None:
+    """None where torch was built without CUDA or finds no device. Makes no context: a fork may come after."""
+    return CudaLayer() if torch.cuda.is_available() else None
+
+
+class CudaLayer:
+    """See `DeviceLayer`. Events and streams are torch's own."""
+
+    kind = "cuda"
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        return tensor.device
+
+    def uuid(self, device: torch.device) -> str:
+        return _uuid(_index(device))
+
+    def visible(self) -> Sequence[str]:
+        return [_uuid(index) for index in range(torch.cuda.device_count())]
+
+    def current_stream(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
+
+    def new_stream(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def launch(self, stream: torch.cuda.Stream, work: Callable[[], Any]) -> None:
+        with torch.cuda.stream(stream), torch.no_grad():
+            work()
+
+    def copy(self, stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(stream), torch.no_grad():
+            to.copy_(source, non_blocking=True)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def empty(self, device: torch.device, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def keep(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        tensor.record_stream(stream)
+
+    def export(self, tensor: Tensor) -> dict[str, Any]:
+        # torch's own calls for this, without the pickle around them: what comes from another process is data here.
+        storage: Any = tensor.untyped_storage()
+        _, handle, nbytes, offset, counter, counter_offset, event, _ = storage._share_cuda_()
+        return {
+            "handle": handle,
+            "bytes": nbytes,
+            "offset": offset,
+            "counter": counter,
+            "counter_offset": counter_offset,
+            "event": event,
+        }
+
+    def open(self, handle: dict[str, Any], device: torch.device) -> Tensor:
+        # Mapped for this rank's own device, also where that of the exporter is visible: a kernel takes tensors of one
+        # device. The driver does so for devices that the process does not see, too, since CUDA 10.1.
+        index = _index(device)
+        storage: Any = torch.UntypedStorage._new_shared_cuda(
+            index,
+            handle["handle"],
+            handle["bytes"],
+            handle["offset"],
+            handle["counter"],
+            handle["counter_offset"],
+            handle["event"],
+            False,  # no event to wait for: who exports says when the memory is ready
+        )
+        return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+
+    def future(self, device: torch.device) -> torch.futures.Future[Any]:
+        return torch.futures.Future(devices=[device])
+
+    def resolve(self, stream: torch.cuda.Stream, future: torch.futures.Future[Any], value: Any) -> None:
+        with torch.cuda.stream(stream):
+            future.set_result(value)
+
+    def nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Inside:
+        kind: Any = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
+        if kind is None:
+            raise ValueError("this torch was built without NCCL; NETFOLD_INSIDE=auto does without")
+        options = kind.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        return kind(store, rank, size, options)  # type: ignore[no-any-return]
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@functools.cache
+def _uuid(index: int) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"

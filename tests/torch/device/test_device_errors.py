@@ -1,0 +1,145 @@
+"""What goes wrong with devices is a sentence, on every rank, and soon."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from device_worlds import distinct, on_devices, reduce_options, threads_named  # noqa: E402
+from ranks import Outcome, values  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+OFF = {"inside": "off", "pinned_bytes": 120 << 10}
+
+
+def reduce_once(group: Any, layer: Any) -> None:
+    tensor = layer.tensor(distinct(group.rank(), 20_000))
+    group.allreduce([tensor], reduce_options()).wait()
+    layer.value(tensor)
+
+
+def says(outcomes: list[Outcome], rank: int, kind: str, *words: str) -> None:
+    found = outcomes[rank]
+    assert found.error == kind and all(word in found.text.split("\n")[0] for word in words), found
+
+
+def test_no_room_for_pinned_memory_is_said_by_every_rank() -> None:
+    def before(layer: Any) -> None:
+        layer.pinned_left = 1 if layer.device.index == 1 else 1 << 30
+
+    outcomes = on_devices(reduce_once, 2, before=before, **OFF)
+    for rank in range(2):
+        says(outcomes, rank, "NetfoldError", "rank 1: the host gave no 122880 bytes", "NETFOLD_PINNED_BYTES")
+
+
+def test_slots_too_small_for_the_group() -> None:
+    outcomes = on_devices(reduce_once, 2, inside="off", pinned_bytes=900)
+    says(outcomes, 0, "ValueError", "300 bytes of pinned memory a slot are too few", "NETFOLD_PINNED_BYTES")
+
+
+def breaks_down(group: Any, layer: Any) -> None:
+    reduce_once(group, layer)
+    if group.rank() == 1:
+        layer.broken = "CUDA error: an illegal memory access was encountered"
+    reduce_once(group, layer)
+
+
+def test_a_device_that_fails_ends_the_group_on_all_ranks() -> None:
+    outcomes = on_devices(breaks_down, 2, "late", **OFF)
+    says(outcomes, 1, "NetfoldError", "rank 1: all_reduce on cuda:1 failed", "illegal memory access")
+    assert "illegal memory access" in outcomes[0].text and outcomes[0].error in ("GroupAborted", "PeerLost"), outcomes
+
+
+def hangs(group: Any, layer: Any) -> float:
+    reduce_once(group, layer)
+    layer.hangs = group.rank() == 0
+    began = time.monotonic()
+    try:
+        tensor = layer.tensor(torch.ones(4))
+        group.allreduce([tensor], reduce_options(timeout_s=0.5)).wait()
+    finally:
+        layer.hangs = False
+    return time.monotonic() - began
+
+
+def test_a_device_that_hangs_is_waited_for_as_long_as_the_call_says() -> None:
+    outcomes = on_devices(hangs, 2, "late", **OFF)
+    says(outcomes, 0, "CollectiveTimeout", "all_reduce: the copy to the host did not come in 0.5 s")
+    assert outcomes[1].error, outcomes
+
+
+def one_on_the_cpu(group: Any, layer: Any) -> None:
+    tensor = torch.ones(500) if group.rank() == 1 else layer.tensor(torch.ones(500))
+    group.allreduce([tensor], reduce_options()).wait()
+
+
+def test_ranks_whose_tensors_are_on_different_kinds_of_devices() -> None:
+    outcomes = on_devices(one_on_the_cpu, 2, **OFF)
+    says(outcomes, 0, "Mismatch", "this rank's tensor is on cuda:0", "not some on the CPU")
+    assert outcomes[1].error == "Mismatch", outcomes
+
+
+def other_kind(layer: Any) -> None:
+    if layer.device.index == 1:
+        layer.kind = "xpu"
+
+
+def test_kinds_that_no_collective_can_join() -> None:
+    outcomes = on_devices(reduce_once, 2, before=other_kind, **OFF)
+    for rank in range(2):
+        says(outcomes, rank, "NetfoldError", "a collective takes tensors on devices of one kind")
+
+
+def mixed(group: Any, layer: Any) -> None:
+    reduce_once(group, layer)
+    outs = [torch.zeros(3), layer.tensor(torch.zeros(3))]
+    group.allgather([outs], [layer.tensor(torch.zeros(3))])
+
+
+def test_an_operation_takes_tensors_of_one_device() -> None:
+    outcomes = on_devices(mixed, 2, **OFF)
+    says(outcomes, 0, "ValueError", "all_gather has tensors on cpu, cuda:0")
+
+
+def closes(group: Any, layer: Any) -> str:
+    reduce_once(group, layer)
+    tensor = layer.tensor(torch.ones(10))
+    if group.rank() == 0:
+        work = group.allreduce([tensor], reduce_options())
+        group.shutdown()
+        try:
+            work.wait()
+        except dist.DistBackendError as error:
+            return str(error)
+        except RuntimeError as error:
+            return str(error)
+    return "the group was closed"
+
+
+def test_closing_a_group_fails_what_is_under_way_and_ends_its_threads() -> None:
+    assert "closed" in values(on_devices(closes, 2, **OFF))[0]
+    assert not threads_named("netfold-device") and not threads_named("netfold-sends")
+
+
+def no_receiver(group: Any, layer: Any) -> None:
+    if group.rank() == 0:
+        layer.broken = "the device fell off the bus"
+        group.send([layer.tensor(torch.ones(10))], 1, 0).wait()
+
+
+def test_a_send_from_a_device_that_fails() -> None:
+    outcomes = on_devices(no_receiver, 2, **OFF)
+    says(outcomes, 0, "NetfoldError", "rank 0: send to rank 1 from cuda:0 failed: the device fell off the bus")
+
+
+def test_a_cuda_tensor_in_a_group_without_devices_is_refused() -> None:
+    from netfold.torch import calls
+
+    with pytest.raises(ValueError, match="tensors of the CPU and of CUDA devices, this one is on meta"):
+        calls.copies("broadcast", [], [torch.ones(1, device="meta")])
