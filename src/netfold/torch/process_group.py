@@ -60,7 +60,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         self._unfinished: collections.deque[NetfoldWork] = collections.deque()
         self._unfinished_lock = threading.Lock()
         self._buckets = SharedBuckets(enabled=group.shares_buckets, ranks=group.size)
-        self.devices = DeviceDriver(group, layer) if layer is not None else None
+        self.devices = DeviceDriver(group, layer, part) if layer is not None else None
         self._transfers = Transfers(group, layer)
         self._coalesced = _Coalesced()
         self._barriers = monitored.Turns(part, group.rank, group.size)

@@ -22,9 +22,16 @@ Act = Callable[[ProcessGroupNetfold, FakeLayer], Any]
 
 
 def on_devices(
-    act: Act, size: int, order: Order = "late", *, before: Any = None, timeout_s: float = 20.0, **options: Any
+    act: Act,
+    size: int,
+    order: Order = "late",
+    *,
+    before: Any = None,
+    hosts: tuple[int, ...] = (),
+    timeout_s: float = 20.0,
+    **options: Any,
 ) -> list[Outcome]:
-    """`act` on every rank; `before` may change a rank's layer first."""
+    """`act` on every rank; `before` may change a rank's layer first. `hosts`: which the ranks are said to be on."""
     store, host = dist.HashStore(), FakeHost()
 
     def enter(rank: int, _size: int, _folder: str) -> Any:
@@ -35,6 +42,7 @@ def on_devices(
         part = dist.PrefixStore("netfold", store)
         some = Options(probe="off", **options)
         group = Group(TorchStore(part), rank, size, options=some, timeout_s=timeout_s, join_timeout_s=20.0)
+        group.nodes = hosts or group.nodes
         made = ProcessGroupNetfold(group, store, part, layer)
         try:
             return act(made, layer)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 Tensor = torch.Tensor
 Order = str | int
@@ -198,8 +200,10 @@ class FakeLayer:
         self.pinned_left -= nbytes
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def empty(self, device: torch.device, nbytes: int) -> Tensor:
-        return self.tensor(torch.full((nbytes,), 0x55, dtype=torch.uint8))
+    def empty(self, stream: FakeStream, nbytes: int) -> Tensor:
+        made = self.tensor(torch.full((nbytes,), 0x55, dtype=torch.uint8))
+        self.keep(made, stream)
+        return made
 
     def keep(self, tensor: Tensor, stream: FakeStream) -> None:
         self.kept.add((tensor.untyped_storage().data_ptr(), stream.name))
@@ -223,7 +227,7 @@ class FakeLayer:
         future.set_result(value)
 
     def nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
-        return FakeNccl(self, store, rank, size)
+        return FakeNccl(store, rank, size)
 
     # --- the order -------------------------------------------------------------------------------------------------
 
@@ -251,37 +255,18 @@ class FakeLayer:
 
 
 class FakeNccl:
-    """gloo's reductions, done when the stream comes to them."""
+    """gloo's collectives, done when the stream comes to them."""
 
-    def __init__(self, layer: FakeLayer, store: Any, rank: int, size: int) -> None:
-        import torch.distributed as dist
-
-        self._layer = layer
-        self._size = size
+    def __init__(self, store: Any, rank: int, size: int) -> None:
         self._gloo = dist.ProcessGroupGloo(store, rank, size)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        return self._later(lambda: self._gloo._reduce_scatter_base(output, input, opts).wait())
+    def reduce_scatter(self, stream: FakeStream, output: Tensor, source: Tensor, reduce: str) -> None:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = getattr(dist.ReduceOp, reduce.upper())
+        stream.give(lambda: self._gloo._reduce_scatter_base(output, source, options).wait())
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        return self._later(lambda: self._gloo._allgather_base(output, input, opts).wait())
+    def all_gather(self, stream: FakeStream, output: Tensor, source: Tensor) -> None:
+        stream.give(lambda: self._gloo._allgather_base(output, source, AllgatherOptions()).wait())
 
-    def _later(self, work: Callable[[], Any]) -> Any:
-        layer, stream = self._layer, self._layer.new_stream(self._layer.device)
-        stream.wait_event(layer.current_stream(layer.device).record_event())
-        stream.give(work)
-        return _StreamWork(layer, stream.record_event())
-
-    def abort(self) -> None:
-        self._gloo = None
-
-
-class _StreamWork:
-    """As a Work of NCCL's: `wait` is the stream's."""
-
-    def __init__(self, layer: FakeLayer, event: FakeEvent) -> None:
-        self._layer, self._event = layer, event
-
-    def wait(self) -> bool:
-        self._layer.current_stream(self._layer.device).wait_event(self._event)
-        return True
+    def close(self) -> None:
+        del self._gloo

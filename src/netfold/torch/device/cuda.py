@@ -8,11 +8,20 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import AllgatherOptions
 
 from netfold.torch.device.layer import DeviceLayer, Inside
 
 Tensor = torch.Tensor
+
+_REDUCTIONS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
 
 
 def cuda_layer() -> DeviceLayer | None:
@@ -54,8 +63,9 @@ class CudaLayer:
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def empty(self, device: torch.device, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def empty(self, stream: torch.cuda.Stream, nbytes: int) -> Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=stream.device)
 
     def keep(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
@@ -97,12 +107,32 @@ class CudaLayer:
             future.set_result(value)
 
     def nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Inside:
+        return _Nccl(store, rank, size, timeout_s)
+
+
+class _Nccl:
+    """See `Inside`: torch's own group, by itself."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         kind: Any = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
         if kind is None:
-            raise ValueError("this torch was built without NCCL; NETFOLD_INSIDE=auto does without")
+            raise ValueError("NETFOLD_INSIDE=nccl: this torch was built without NCCL; auto does without")
         options = kind.Options()
         options._timeout = timedelta(seconds=timeout_s)
-        return kind(store, rank, size, options)  # type: ignore[no-any-return]
+        self._group = kind(store, rank, size, options)
+
+    def reduce_scatter(self, stream: torch.cuda.Stream, output: Tensor, source: Tensor, reduce: str) -> None:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _REDUCTIONS[reduce]
+        with torch.cuda.stream(stream):
+            self._group._reduce_scatter_base(output, source, options).wait()
+
+    def all_gather(self, stream: torch.cuda.Stream, output: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(stream):
+            self._group._allgather_base(output, source, AllgatherOptions()).wait()
+
+    def close(self) -> None:
+        self._group.abort()
 
 
 def _index(device: torch.device) -> int:

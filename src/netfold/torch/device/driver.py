@@ -8,7 +8,6 @@ calls is what ranks match them by.
 from __future__ import annotations
 
 import collections
-import logging
 import os
 import threading
 import time
@@ -17,17 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from netfold.communicator import Group
 from netfold.communicator.errors import GroupAborted, NetfoldError
 from netfold.torch.calls import Prepared
-from netfold.torch.device import meeting, pinned
 from netfold.torch.device.layer import DeviceLayer, Event
-from netfold.torch.device.staged import Staged
+from netfold.torch.device.ways import Ways, find_ways
 from netfold.torch.device.work import DeviceWork
 
 Tensor = torch.Tensor
-log = logging.getLogger("netfold")
 
 # Calls that may wait here; who comes with one more waits until there is room.
 MAX_QUEUED = 4096
@@ -50,8 +48,10 @@ class _Job:
 class DeviceDriver:
     """One group's. Thread-safe."""
 
-    def __init__(self, group: Group, layer: DeviceLayer) -> None:
+    def __init__(self, group: Group, layer: DeviceLayer, part: Store) -> None:
+        """`part`: of a store, where groups that are parts of this one meet."""
         self._group = group
+        self._part = part
         self.layer = layer
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -60,7 +60,7 @@ class DeviceDriver:
         self._closed = ""
         self._thread: threading.Thread | None = None
         # The thread's own.
-        self._ways: _Ways | None = None
+        self._ways: Ways | None = None
 
     def submit(self, calls: Sequence[Prepared], result: Any, timeout_s: float | None) -> DeviceWork:
         """Take up a call. Its tensors hold their values once the current stream has come as far as it has now."""
@@ -100,6 +100,8 @@ class DeviceDriver:
         thread = self._thread
         if thread is not None and self._pid == os.getpid() and thread is not threading.current_thread():
             thread.join(_JOIN_S)
+        if self._ways is not None:
+            self._ways.close()
 
     def why(self) -> str:
         """What the ranks found out about each other's devices, in a sentence."""
@@ -141,14 +143,21 @@ class DeviceDriver:
 
     def _begin(self, job: _Job) -> None:
         if self._ways is None:
-            self._ways = _Ways.found(self._group, self.layer, job.device, job.deadline)
+            self._ways = find_ways(self._group, self.layer, job.device, self._part, job.deadline)
         elif job.device != self._ways.device:
             raise ValueError(
                 f"rank {self._group.rank}: {job.calls[0].kind} came with tensors on {job.device}, after others on "
                 f"{self._ways.device}; a rank of a group uses one device"
             )
+        staged, inside = self._ways.staged, self._ways.inside
         for call in job.calls:
-            self._ways.staged.begin(call, job.ready, job.deadline, lambda event: self._returned(job, event))
+            if inside is not None and inside.takes(call):
+                staged.drain()
+                done = inside.run(call, [job.ready, staged.back.record_event()], job.deadline)
+                staged.land(call.outputs, done)
+                self._returned(job, done)
+            else:
+                staged.begin(call, job.ready, job.deadline, lambda event: self._returned(job, event))
 
     def _returned(self, job: _Job, event: Event) -> None:
         """One of the job's calls is on its way back: after the last, copy to where results belong and let it go."""
@@ -199,29 +208,6 @@ class DeviceDriver:
             f"rank {rank}: {what} failed: {error}; the device may be lost to this process, and come back in a new one",
             rank=rank,
         )
-
-
-@dataclass
-class _Ways:
-    """How calls go in this group: what its ranks agreed on."""
-
-    device: torch.device
-    staged: Staged
-    done: Any
-    reason: str
-
-    @classmethod
-    def found(cls, group: Group, layer: DeviceLayer, device: torch.device, deadline: float) -> _Ways:
-        slots: list[Tensor] = []
-        problem = ""
-        try:
-            slots = pinned.slots(layer, int(group.options.pinned_bytes or 0), group.rank)
-        except NetfoldError as error:
-            problem = str(error)
-        meeting.meet(group, meeting.facts_of(group, layer, device, problem), deadline)
-        reason = f"{layer.kind}: staged through {len(slots)} x {slots[0].numel()} bytes of pinned memory"
-        log.info("rank %d of %d: %s", group.rank, group.size, reason)
-        return cls(device, Staged(group, layer, device, slots), layer.new_stream(device), reason)
 
 
 def _tensors(result: Any) -> list[Tensor]:

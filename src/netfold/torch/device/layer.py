@@ -34,14 +34,14 @@ class Stream(Protocol):
 
 
 class Inside(Protocol):
-    """Reductions among the devices of one host, as torch's ProcessGroupNCCL has them. Runs in the current stream's
-    order; the works' `wait` makes that stream wait, not the host."""
+    """A group of NCCL's. Its collectives come in the order of the stream that is named; the host goes on."""
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any: ...
+    def reduce_scatter(self, stream: Any, output: Tensor, source: Tensor, reduce: str) -> None:
+        """`source`: as many times `output`'s elements as there are ranks."""
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Any: ...
+    def all_gather(self, stream: Any, output: Tensor, source: Tensor) -> None: ...
 
-    def abort(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class DeviceLayer(Protocol):
@@ -74,8 +74,8 @@ class DeviceLayer(Protocol):
     def pinned(self, nbytes: int) -> Tensor:
         """[nbytes] u8 of host memory that copy engines reach."""
 
-    def empty(self, device: torch.device, nbytes: int) -> Tensor:
-        """[nbytes] u8 on the device."""
+    def empty(self, stream: Any, nbytes: int) -> Tensor:
+        """[nbytes] u8 on the stream's device, for that stream: by others it may still be in use."""
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
         """Its memory is nobody else's before the stream has come past what it has been given so far."""
@@ -92,7 +92,7 @@ class DeviceLayer(Protocol):
     def resolve(self, stream: Any, future: torch.futures.Future[Any], value: Any) -> None: ...
 
     def nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Inside:
-        """A group of NCCL's; ValueError where torch has none."""
+        """ValueError where torch has none."""
 
 
 def wait_for(event: Event, deadline: float, rank: int, what: str) -> None:

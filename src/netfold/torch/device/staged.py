@@ -163,12 +163,13 @@ class Staged:
                 del self._written[place]
         passage.slot.free = self.back.record_event() if passage.piece.back else None
         if passage.slot.free is not None:
-            self._land(passage.piece.back, passage.slot.free)
+            self.land(passage.piece.back, passage.slot.free)
         self._slots.append(passage.slot)
         if passage.returned is not None:
             passage.returned(self.back.record_event())
 
-    def _land(self, tensors: Iterable[Tensor], event: Event) -> None:
+    def land(self, tensors: Iterable[Tensor], event: Event) -> None:
+        """Calls that come later and read these will do so behind `event`."""
         if len(self._landing) > _MAX_LANDING:
             self._landing = {place: each for place, each in self._landing.items() if not each.query()}
         for tensor in tensors:

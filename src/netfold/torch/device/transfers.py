@@ -176,8 +176,7 @@ class ReceiveWork(NetfoldWork):
             if tensor.is_contiguous():
                 layer.copy(back, as_bytes(tensor), memory)
             else:
-                whole = layer.empty(device, tensor.nbytes)
-                layer.keep(whole, back)
+                whole = layer.empty(back, tensor.nbytes)
                 layer.copy(back, whole, memory)
                 values = whole.view(tensor.dtype).view(tensor.shape)
                 layer.launch(back, lambda: tensor.detach().copy_(values))
