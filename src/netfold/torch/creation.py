@@ -223,4 +223,8 @@ def _leave_all() -> None:
     for process_group in list(_live):
         if error is not None:
             process_group.netfold.abort(f"{type(error).__name__}: {error}")
+        if process_group.devices is not None:
+            process_group.devices.close("its process ends")
         process_group.netfold.close()
+        if process_group.devices is not None:
+            process_group.devices.join()

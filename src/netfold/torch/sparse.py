@@ -51,5 +51,12 @@ def all_reduce(group: ProcessGroupNetfold, tensor: Tensor, opts: Any) -> Work | 
         with torch.no_grad():
             tensor.copy_(total.coalesce() / size if asked.average else total.coalesce())
 
+    if group.devices is not None and group._on_device(values):
+        # In the caller's own stream: what it is to free later must have been made there.
+        work = group.devices.submit(gathered, [tensor], calls.timeout_of(opts))
+        work.wait()
+        add_up()
+        work.extended()
+        return group._handed_out(work)
     gathered[1].finish = add_up  # tensors made here are contiguous: nothing was to be copied back
     return group._together(gathered, [tensor], opts)

@@ -165,6 +165,9 @@ class FakeLayer:
     def visible(self) -> list[str]:
         return [f"FAKE-{number:04}" for number in range(4) if number not in self.hidden]
 
+    def enter(self, device: torch.device) -> None:
+        self._own.device = device
+
     def current_stream(self, device: torch.device) -> FakeStream:
         return getattr(self._own, "stream", self._default)
 
@@ -195,6 +198,8 @@ class FakeLayer:
         stream.give(lambda: to.copy_(source))
 
     def pinned(self, nbytes: int) -> Tensor:
+        if threading.current_thread().name.startswith("netfold"):
+            assert self._own.device == self.device, "pinned in the context of some other device"
         if nbytes > self.pinned_left:
             raise RuntimeError("out of pinned memory")
         self.pinned_left -= nbytes

@@ -143,3 +143,31 @@ def test_a_cuda_tensor_in_a_group_without_devices_is_refused() -> None:
 
     with pytest.raises(ValueError, match="tensors of the CPU and of CUDA devices, this one is on meta"):
         calls.copies("broadcast", [], [torch.ones(1, device="meta")])
+
+
+def sends_late(group: Any, layer: Any) -> None:
+    group.shutdown()
+    group.send([layer.tensor(torch.ones(10))], 1, 0)
+
+
+def test_a_send_in_a_closed_group_is_refused() -> None:
+    says(on_devices(sends_late, 2, **OFF), 0, "ValueError", "this group was closed")
+
+
+def crowded(group: Any, layer: Any) -> None:
+    """Messages beyond what may be pinned go through ordinary memory."""
+    layer.pinned_left = 3000
+    group._transfers._device._memory._left = 3000
+    other = 1 - group.rank()
+    tensors = [layer.tensor(torch.full((500,), float(each))) for each in range(5)]
+    came = [layer.tensor(torch.zeros(500)) for _ in range(5)]
+    works = [group.recv([into], other, tag) for tag, into in enumerate(came)]
+    works += [group.send([tensor], other, tag) for tag, tensor in enumerate(tensors)]
+    for work in works:
+        work.wait()
+    for each, into in enumerate(came):
+        assert layer.value(into).eq(each).all()
+
+
+def test_messages_never_wait_for_pinned_memory() -> None:
+    values(on_devices(crowded, 2, **OFF))

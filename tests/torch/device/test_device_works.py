@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 from device_worlds import ORDERS, distinct, on_devices, reduce_options  # noqa: E402
 from ranks import values  # noqa: E402
 
@@ -174,3 +175,55 @@ def parameters(group: Any, layer: Any) -> None:
 
 def test_parameters_that_want_gradients_are_reduced_in_place() -> None:
     values(on_devices(parameters, 2, **OFF))
+
+
+def sparse(group: Any, layer: Any) -> None:
+    layer.takes_everything = True  # what is gathered is made on the way
+    rank = group.rank()
+    tensor = torch.sparse_coo_tensor(
+        torch.tensor([[0, rank + 1]]), distinct(rank, 2), (4,), is_coalesced=True, check_invariants=True
+    )
+    work = group.allreduce([tensor], reduce_options())
+    work.wait()
+    layer.synchronize()
+    due = torch.zeros(4)
+    for each in range(group.size()):
+        due[[0, each + 1]] += distinct(each, 2)
+    assert torch.equal(tensor.to_dense(), due) and work.is_success()
+    work.get_future().wait()
+
+
+def test_sparse_tensors_are_added_up_on_the_device() -> None:
+    values(on_devices(sparse, 2, "early", **OFF))
+
+
+def premultiplied(group: Any, layer: Any) -> None:
+    layer.takes_everything = True  # the scaled copy is made on the way
+    tensor = distinct(group.rank(), 500)
+    group.allreduce([tensor], reduce_options(dist._make_nccl_premul_sum(0.5))).wait()
+    layer.synchronize()
+    assert torch.equal(tensor, (distinct(0, 500) + distinct(1, 500)) / 2)
+    strided = torch.arange(40_000.0).view(200, 200).t()
+    group.allreduce([strided], reduce_options()).wait()
+    layer.synchronize()
+    assert torch.equal(strided, 2 * torch.arange(40_000.0).view(200, 200).t())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_results_made_elsewhere_are_copied_to_where_they_belong(order: Any) -> None:
+    values(on_devices(premultiplied, 2, order, **OFF))
+
+
+def residuals(group: Any, layer: Any) -> None:
+    """By i8 what rounding takes from a rank's part is given back: with the sum it makes up the parts."""
+    tensor, kept = layer.tensor(distinct(group.rank(), 30_000)), layer.tensor(torch.zeros(30_000))
+    group.average(tensor, kept).wait()
+    lost = layer.value(kept)
+    assert lost.abs().max() > 0
+    group.allreduce([kept], reduce_options()).wait()  # by i8, too, so only roughly
+    due = (distinct(0, 30_000) + distinct(1, 30_000)) / 2
+    assert (layer.value(tensor) + lost - due).abs().max() < due.abs().max() / 10
+
+
+def test_compressed_gradients_leave_their_residual_on_the_device() -> None:
+    values(on_devices(residuals, 2, "late", wire="i8", **OFF))

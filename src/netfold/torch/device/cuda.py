@@ -46,6 +46,9 @@ class CudaLayer:
     def visible(self) -> Sequence[str]:
         return [_uuid(index) for index in range(torch.cuda.device_count())]
 
+    def enter(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
 

@@ -143,6 +143,7 @@ class DeviceDriver:
 
     def _begin(self, job: _Job) -> None:
         if self._ways is None:
+            self.layer.enter(job.device)
             self._ways = find_ways(self._group, self.layer, job.device, self._part, job.deadline)
         elif job.device != self._ways.device:
             raise ValueError(
@@ -171,9 +172,9 @@ class DeviceDriver:
             done.wait_event(each)
         for call in job.calls:
             if call.finish is not None:
+                for tensor in (*call.outputs, *_tensors(job.work.result())):
+                    self.layer.keep(tensor, done)
                 self.layer.launch(done, call.finish)
-        for tensor in _tensors(job.work.result()):
-            self.layer.keep(tensor, done)
         job.work.given(done.record_event(), done)
         self._settled(job)
 

@@ -60,6 +60,9 @@ class DeviceLayer(Protocol):
     def visible(self) -> Sequence[str]:
         """The UUIDs of the devices that this process sees, by index."""
 
+    def enter(self, device: torch.device) -> None:
+        """The calling thread works for this device from now on: what it makes belongs there."""
+
     def current_stream(self, device: torch.device) -> Stream:
         """That of the calling thread."""
 

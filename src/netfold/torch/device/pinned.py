@@ -1,4 +1,4 @@
-"""Pinned host memory, bounded: a group's slots for pieces, and a process's share for messages."""
+"""Pinned host memory, bounded: a group's slots for pieces, and its share for messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 SLOTS = 3
 # Regions begin where a cache line does.
 ALIGN_BYTES = 64
-# All that messages of a process have pinned at a time. What is beyond goes through ordinary memory: copied by a thread
+# All that messages of a group have pinned at a time. What is beyond goes through ordinary memory: copied by a thread
 # and not by an engine, but never refused, since a receive that waits for room could hold up the send that frees it.
 TRANSFER_BYTES = 64 << 20
 

@@ -7,6 +7,7 @@ a thread of its own waits for devices, never for ranks, so that no send holds up
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -44,6 +45,8 @@ class DeviceTransfers:
         self._lock = threading.Lock()
         self._sends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._closed = False
 
     def takes(self, tensor: Tensor) -> bool:
         return self._layer.holds(tensor)
@@ -60,6 +63,7 @@ class DeviceTransfers:
 
         def copy_and_send() -> None:
             try:
+                layer.enter(device)
                 memory = self._memory.take(staged.nbytes)
                 out.wait_event(ready)
                 layer.copy(out, memory, as_bytes(staged))
@@ -75,10 +79,14 @@ class DeviceTransfers:
                 work.fail(_told(error, group.rank, f"send to rank {to} from {device}"))
 
         with self._lock:
+            if self._pid != os.getpid():
+                raise RuntimeError("this group was made before a fork; make a new one in the child")
+            if self._closed:
+                raise ValueError("this group was closed")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="netfold-sends", daemon=True)
                 self._thread.start()
-        self._sends.put(copy_and_send)
+            self._sends.put(copy_and_send)
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> ReceiveWork:
@@ -104,7 +112,10 @@ class DeviceTransfers:
             return self._streams[device]
 
     def close(self) -> None:
-        self._sends.put(_stop)
+        """What still waits in the queue fails, since the group is closed."""
+        with self._lock:
+            self._closed = True
+            self._sends.put(_stop)
 
     def _serve(self) -> None:
         while (send := self._sends.get()) is not _stop:

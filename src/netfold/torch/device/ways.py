@@ -51,7 +51,7 @@ def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Stor
     try:
         inside, how = made.inside([each.uuid for each in facts])
     except BaseException:
-        made.ways(slots, None, "").close()
+        made.close()
         raise
     found = made.ways(slots, inside, how)
     refused = inside is None and "IPC disabled" in how and group.rank == 0 and len(set(group.nodes)) < group.size
@@ -76,6 +76,10 @@ class _Made:
         return Ways(
             device, Staged(self._group, layer, device, slots), inside, layer.new_stream(device), reason, self._parts
         )
+
+    def close(self) -> None:
+        while self._parts:
+            self._parts.pop().close()
 
     def inside(self, uuids: Sequence[str]) -> tuple[InsideWay | None, str]:
         """The way inside hosts, and what is to be said of it."""

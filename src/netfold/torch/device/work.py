@@ -43,6 +43,11 @@ class DeviceWork(dist.Work):
         self._event, self._stream = event, stream
         self._settle()
 
+    def extended(self) -> None:
+        """The caller's stream has waited, and was given more to do for the result since."""
+        self._stream = self._layer.current_stream(self._device)
+        self._event = self._stream.record_event()
+
     def fail(self, failure: Exception) -> None:
         if not self._settled.is_set():
             self._failure = failure
