@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,3 +172,44 @@ def crowded(group: Any, layer: Any) -> None:
 
 def test_messages_never_wait_for_pinned_memory() -> None:
     values(on_devices(crowded, 2, **OFF))
+
+
+def breaks_between_hosts(group: Any, layer: Any) -> float:
+    began = time.monotonic()
+    try:
+        for turn in range(2):
+            layer.broken = "an uncorrectable ECC error" if turn and group.rank() == 3 else ""
+            tensor = layer.tensor(distinct(group.rank(), 40_000))
+            group.allreduce([tensor], reduce_options()).wait()
+            layer.value(tensor)
+    except RuntimeError:
+        assert layer.broken or time.monotonic() - began < 10
+        raise
+    return 0.0
+
+
+def test_a_device_that_fails_is_heard_of_by_ranks_that_wait_inside_and_between_hosts() -> None:
+    outcomes = on_devices(breaks_between_hosts, 4, "late", hosts=(0, 0, 1, 1), timeout_s=30.0)
+    for outcome in outcomes:
+        assert outcome.error and "uncorrectable ECC error" in outcome.text, outcome
+
+
+def of_another_mind(group: Any, layer: Any) -> None:
+    if group.rank() == 1:
+        group.netfold.options = replace(group.netfold.options, inside="auto")
+    reduce_once(group, layer)
+
+
+def test_ranks_that_were_told_different_ways_hear_of_it() -> None:
+    for rank in range(2):
+        says(on_devices(of_another_mind, 2, **OFF), rank, "ValueError", "rank 1 has NETFOLD_INSIDE=auto, rank 0 off")
+
+
+def on_two_devices(group: Any, layer: Any) -> None:
+    reduce_once(group, layer)
+    layer.device = torch.device("cuda", 3)
+    reduce_once(group, layer)
+
+
+def test_a_rank_uses_one_device_in_a_group() -> None:
+    says(on_devices(on_two_devices, 2, **OFF), 0, "ValueError", "all_reduce came with tensors on cuda:3", "cuda:0")

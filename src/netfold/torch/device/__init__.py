@@ -8,7 +8,7 @@ call comes (`meeting`). `transfers` is send and receive. All of it speaks to `la
 import: communicator, torch; of its parent, calls and work.
 
 Always: a device's memory is read and written only behind an event that says that it may be; no wait lacks a deadline;
-pinned memory is bounded; all ranks take the same way; nothing here is loaded where torch knows no CUDA device.
+pinned memory is bounded; all ranks take the same way; where torch finds no CUDA device no group has a driver.
 
 Tests: `.venv/bin/pytest tests/torch/device`; with a GPU `make test-cuda`
 """

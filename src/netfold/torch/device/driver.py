@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
+from netfold._native import engine
 from netfold.communicator import Group
-from netfold.communicator.errors import GroupAborted, NetfoldError
+from netfold.communicator.errors import CollectiveTimeout, GroupAborted, NetfoldError
 from netfold.torch.calls import Prepared
 from netfold.torch.device.layer import DeviceLayer, Event
 from netfold.torch.device.ways import Ways, find_ways
@@ -30,6 +31,9 @@ Tensor = torch.Tensor
 # Calls that may wait here; who comes with one more waits until there is room.
 MAX_QUEUED = 4096
 _JOIN_S = 2.0
+
+# Errors name the line of the user's that called, which is none of this thread's.
+engine.hide_from_call_sites(threading.__file__)
 
 
 @dataclass(eq=False)
@@ -72,9 +76,13 @@ class DeviceDriver:
         with self._changed:
             if self._pid != os.getpid():
                 raise RuntimeError("this group was made before a fork; make a new one in the child")
-            self._changed.wait_for(lambda: len(self._unsettled) < MAX_QUEUED or self._closed, seconds)
+            if not self._changed.wait_for(lambda: len(self._unsettled) < MAX_QUEUED or self._closed, seconds):
+                raise CollectiveTimeout(
+                    f"rank {self._group.rank}: {calls[0].kind} found {MAX_QUEUED} calls on {device} before it for "
+                    f"{seconds:g} s; wait for some of them"
+                )
             if self._closed:
-                raise GroupAborted(f"rank {self._group.rank}: {self._closed}")
+                raise GroupAborted(self._closed)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="netfold-device", daemon=True)
                 self._thread.start()
@@ -92,7 +100,7 @@ class DeviceDriver:
     def close(self, reason: str) -> None:
         """No call comes any more, and what is under way fails as soon as the group is closed, too. Idempotent."""
         with self._changed:
-            self._closed = self._closed or reason
+            self._closed = self._closed or f"rank {self._group.rank}: {reason}"
             self._changed.notify_all()
 
     def join(self) -> None:
@@ -101,7 +109,7 @@ class DeviceDriver:
         if thread is not None and self._pid == os.getpid() and thread is not threading.current_thread():
             thread.join(_JOIN_S)
         if self._ways is not None:
-            self._ways.close()
+            self._ways.close(self._closed)
 
     def why(self) -> str:
         """What the ranks found out about each other's devices, in a sentence."""
@@ -136,7 +144,7 @@ class DeviceDriver:
                     self._ways.staged.step()
             except Exception as error:
                 self._fail(self._told(error, job))
-        self._fail(GroupAborted(f"rank {self._group.rank}: {self._closed}"))
+        self._fail(GroupAborted(self._closed))
 
     def _busy(self) -> bool:
         return self._ways is not None and self._ways.staged.busy
@@ -193,6 +201,7 @@ class DeviceDriver:
             self._changed.notify_all()
         if self._ways is not None:
             self._ways.staged.forget()
+            self._ways.close(str(error))
         self._group.abort(str(error))
         for job in jobs:
             job.work.fail(error)
@@ -201,7 +210,7 @@ class DeviceDriver:
         """What befell this thread, with who and where."""
         rank = self._group.rank
         if self._closed:
-            return GroupAborted(f"rank {rank}: {self._closed}")
+            return GroupAborted(self._closed)
         if isinstance(error, (NetfoldError, ValueError, TimeoutError)):
             return error
         what = f"{job.calls[0].kind} on {job.device}" if job is not None else "a copy"

@@ -21,6 +21,9 @@ from netfold.torch.store import TorchStore
 
 log = logging.getLogger("netfold")
 
+# For the groups of a part of the ranks to come together: everybody is there already.
+_JOIN_S = 30.0
+
 
 @dataclass
 class Ways:
@@ -33,9 +36,9 @@ class Ways:
     reason: str
     parts: list[Any] = field(default_factory=list)
 
-    def close(self) -> None:
-        while self.parts:
-            self.parts.pop().close()
+    def close(self, reason: str) -> None:
+        """Who waits for this rank in one of the parts hears the reason. Idempotent."""
+        _close(self.parts, reason)
 
 
 def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Store, deadline: float) -> Ways:
@@ -50,12 +53,13 @@ def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Stor
     made = _Made(group, layer, device, part, deadline)
     try:
         inside, how = made.inside([each.uuid for each in facts])
-    except BaseException:
-        made.close()
+    except BaseException as error:
+        _close(made.parts, str(error))
         raise
     found = made.ways(slots, inside, how)
-    refused = inside is None and "IPC disabled" in how and group.rank == 0 and len(set(group.nodes)) < group.size
-    log.log(logging.WARNING if refused else logging.INFO, "rank %d of %d: %s", group.rank, group.size, found.reason)
+    could = group.options.inside == "auto" and len(set(group.nodes)) < group.size
+    level = logging.WARNING if could and inside is None and group.rank == 0 else logging.INFO
+    log.log(level, "rank %d of %d: %s", group.rank, group.size, found.reason)
     return found
 
 
@@ -68,18 +72,14 @@ class _Made:
         self._device = device
         self._part = part
         self._deadline = deadline
-        self._parts: list[Any] = []
+        self.parts: list[Any] = []
 
     def ways(self, slots: Sequence[torch.Tensor], inside: InsideWay | None, how: str) -> Ways:
         layer, device = self._layer, self._device
         reason = f"{layer.kind}: {how}staged through {len(slots)} x {slots[0].numel()} bytes of pinned memory"
         return Ways(
-            device, Staged(self._group, layer, device, slots), inside, layer.new_stream(device), reason, self._parts
+            device, Staged(self._group, layer, device, slots), inside, layer.new_stream(device), reason, self.parts
         )
-
-    def close(self) -> None:
-        while self._parts:
-            self._parts.pop().close()
 
     def inside(self, uuids: Sequence[str]) -> tuple[InsideWay | None, str]:
         """The way inside hosts, and what is to be said of it."""
@@ -105,7 +105,7 @@ class _Made:
         store = PrefixStore(f"nccl/{members[0]}", self._part)
         place = members.index(self._group.rank)
         nccl = self._layer.nccl(store, place, len(members), self._group.timeout_s)
-        self._parts.append(nccl)
+        self.parts.append(nccl)
         stream = self._layer.new_stream(self._device)
         sums = NcclSums(self._layer, stream, nccl, len(members))
         return self._way(stream, sums, members, peers, "NCCL")
@@ -133,10 +133,18 @@ class _Made:
             len(ranks),
             options=replace(group.options, switch=switch or ""),  # None would be NETFOLD_SWITCH
             timeout_s=group.timeout_s,
-            join_timeout_s=max(1.0, self._deadline - time.monotonic()),
+            join_timeout_s=min(_JOIN_S, max(1.0, self._deadline - time.monotonic())),
         )
-        self._parts.append(made)
+        self.parts.append(made)
         return made
+
+
+def _close(parts: list[Any], reason: str) -> None:
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Group):
+            part.abort(reason)
+        part.close()
 
 
 def _twice(members: Sequence[int], uuids: Sequence[str]) -> str:
