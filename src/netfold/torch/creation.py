@@ -43,7 +43,8 @@ def create(options: Any, pg_options: Any) -> ProcessGroupNetfold:
     except BaseException:
         group.close()
         raise
-    layer = cuda_layer() if _asked_for().get("cuda", "netfold") == "netfold" else None
+    asked = _asked_for()
+    layer = cuda_layer() if not asked or asked.get("cuda") == "netfold" else None
     if others is None:
         return _known(ProcessGroupNetfold(group, options.store, store, layer))
     return _known(_WithSiblings(group, options.store, store, others, layer))
