@@ -229,7 +229,7 @@ def with_memory(tensor: Tensor) -> Tensor:
 
 def _check(tensor: Tensor) -> None:
     if not tensor.is_cpu and not tensor.is_cuda:
-        raise ValueError(f"netfold takes tensors of the CPU and of CUDA devices, this one is on {tensor.device}")
+        raise ValueError(f"netfold takes CPU tensors and those of CUDA devices, this one is on {tensor.device}")
     if tensor.layout is not torch.strided:
         raise ValueError(f"netfold takes dense tensors here, this one is {tensor.layout}")
 

@@ -49,7 +49,7 @@ class Transfers:
         if len(tensors) != 1:
             raise ValueError(f"{_names(kind)}: takes one tensor, not {len(tensors)}")
         (tensor,) = tensors
-        if self._device is not None and self._device.takes(tensor):
+        if self._device is not None and tensor.layout is torch.strided and self._device.takes(tensor):
             if kind == _SEND:
                 return self._device.send(tensor, peer, tag)
             return self._device.receive(tensor, peer, tag)

@@ -273,5 +273,8 @@ class FakeNccl:
     def all_gather(self, stream: FakeStream, output: Tensor, source: Tensor) -> None:
         stream.give(lambda: self._gloo._allgather_base(output, source, AllgatherOptions()).wait())
 
+    def abort(self, reason: str) -> None:
+        self._gloo.abort()
+
     def close(self) -> None:
         del self._gloo

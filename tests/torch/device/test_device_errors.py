@@ -142,7 +142,7 @@ def test_a_send_from_a_device_that_fails() -> None:
 def test_a_cuda_tensor_in_a_group_without_devices_is_refused() -> None:
     from netfold.torch import calls
 
-    with pytest.raises(ValueError, match="tensors of the CPU and of CUDA devices, this one is on meta"):
+    with pytest.raises(ValueError, match="CPU tensors and those of CUDA devices, this one is on meta"):
         calls.copies("broadcast", [], [torch.ones(1, device="meta")])
 
 
@@ -213,3 +213,21 @@ def on_two_devices(group: Any, layer: Any) -> None:
 
 def test_a_rank_uses_one_device_in_a_group() -> None:
     says(on_devices(on_two_devices, 2, **OFF), 0, "ValueError", "all_reduce came with tensors on cuda:3", "cuda:0")
+
+
+def leaves_at_once(group: Any, layer: Any) -> None:
+    tensor = layer.tensor(distinct(group.rank(), 60_000))
+    work = group.allreduce([tensor], reduce_options())
+    if group.rank() == 0:
+        work.wait()
+        group.shutdown()
+    else:
+        time.sleep(0.02)
+        work.wait()
+    assert torch.equal(layer.value(tensor), distinct(0, 60_000) + distinct(1, 60_000))
+
+
+@pytest.mark.parametrize("inside", ["off", "auto"])
+def test_a_rank_that_is_done_and_leaves_does_not_end_what_others_still_wait_for(inside: str) -> None:
+    for _ in range(5):
+        values(on_devices(leaves_at_once, 2, "late", inside=inside, pinned_bytes=120 << 10))

@@ -134,6 +134,9 @@ class _Nccl:
         with torch.cuda.stream(stream):
             self._group._allgather_base(output, source, AllgatherOptions()).wait()
 
+    def abort(self, reason: str) -> None:
+        self._group.abort()
+
     def close(self) -> None:
         self._group.abort()
 

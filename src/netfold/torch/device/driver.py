@@ -109,7 +109,7 @@ class DeviceDriver:
         if thread is not None and self._pid == os.getpid() and thread is not threading.current_thread():
             thread.join(_JOIN_S)
         if self._ways is not None:
-            self._ways.close(self._closed)
+            self._ways.close()
 
     def why(self) -> str:
         """What the ranks found out about each other's devices, in a sentence."""
@@ -143,8 +143,9 @@ class DeviceDriver:
                 elif self._ways is not None:
                     self._ways.staged.step()
             except Exception as error:
-                self._fail(self._told(error, job))
-        self._fail(GroupAborted(self._closed))
+                if not self._closed:
+                    self._fail(self._told(error, job))
+        self._drop(GroupAborted(self._closed))
 
     def _busy(self) -> bool:
         return self._ways is not None and self._ways.staged.busy
@@ -193,6 +194,13 @@ class DeviceDriver:
 
     def _fail(self, error: Exception) -> None:
         """What failed ends the group, as a failure of native operations does: other ranks hear of it."""
+        self._group.abort(str(error))
+        if self._ways is not None:
+            self._ways.abort(str(error))
+        self._drop(error)
+
+    def _drop(self, error: Exception) -> None:
+        """The end of this thread, and of whatever is still under way on this rank."""
         with self._changed:
             self._closed = self._closed or str(error)
             jobs = list(self._unsettled)
@@ -201,16 +209,12 @@ class DeviceDriver:
             self._changed.notify_all()
         if self._ways is not None:
             self._ways.staged.forget()
-            self._ways.close(str(error))
-        self._group.abort(str(error))
         for job in jobs:
             job.work.fail(error)
 
     def _told(self, error: Exception, job: _Job | None) -> Exception:
         """What befell this thread, with who and where."""
         rank = self._group.rank
-        if self._closed:
-            return GroupAborted(self._closed)
         if isinstance(error, (NetfoldError, ValueError, TimeoutError)):
             return error
         what = f"{job.calls[0].kind} on {job.device}" if job is not None else "a copy"

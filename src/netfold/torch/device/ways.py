@@ -36,9 +36,15 @@ class Ways:
     reason: str
     parts: list[Any] = field(default_factory=list)
 
-    def close(self, reason: str) -> None:
-        """Who waits for this rank in one of the parts hears the reason. Idempotent."""
-        _close(self.parts, reason)
+    def abort(self, reason: str) -> None:
+        """Who waits for this rank in one of the parts hears the reason."""
+        for part in self.parts:
+            part.abort(reason)
+
+    def close(self) -> None:
+        """Idempotent."""
+        while self.parts:
+            self.parts.pop().close()
 
 
 def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Store, deadline: float) -> Ways:
@@ -53,8 +59,9 @@ def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Stor
     made = _Made(group, layer, device, part, deadline)
     try:
         inside, how = made.inside([each.uuid for each in facts])
-    except BaseException as error:
-        _close(made.parts, str(error))
+    except BaseException:
+        for each in made.parts:
+            each.close()
         raise
     found = made.ways(slots, inside, how)
     could = group.options.inside == "auto" and len(set(group.nodes)) < group.size
@@ -86,7 +93,7 @@ class _Made:
         group, word = self._group, str(self._group.options.inside)
         members, peers, reason = places(group.nodes, group.rank)
         if word == "nccl":
-            reason = reason if not peers else _twice(members, uuids)
+            reason = reason or _twice(group.nodes, uuids)
             if reason:
                 raise ValueError(f"NETFOLD_INSIDE=nccl cannot be done: {reason}; auto does without")
             return self._by_nccl(members, peers)
@@ -139,19 +146,11 @@ class _Made:
         return made
 
 
-def _close(parts: list[Any], reason: str) -> None:
-    while parts:
-        part = parts.pop()
-        if isinstance(part, Group):
-            part.abort(reason)
-        part.close()
-
-
-def _twice(members: Sequence[int], uuids: Sequence[str]) -> str:
-    """NCCL takes one rank a device."""
-    seen: dict[str, int] = {}
-    for rank in members:
-        other = seen.setdefault(uuids[rank], rank)
+def _twice(nodes: Sequence[int], uuids: Sequence[str]) -> str:
+    """NCCL takes one rank a device; found alike by all ranks, whichever host it is."""
+    seen: dict[tuple[int, str], int] = {}
+    for rank, place in enumerate(zip(nodes, uuids, strict=True)):
+        other = seen.setdefault(place, rank)
         if other != rank:
             return f"ranks {other} and {rank} are both on {uuids[rank]}"
     return ""
