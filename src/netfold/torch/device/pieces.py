@@ -35,15 +35,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def elements_a_piece(kind: str, ranks: int, element_bytes: int, slot_bytes: int) -> int:
+def elements_a_piece(call: Prepared, ranks: int, slot_bytes: int) -> int:
     """How many elements of each tensor are one piece; ValueError where the slots are too small for any."""
-    tensors = _tensors(kind, ranks)
+    tensors = _tensors(call, ranks)
+    element_bytes = [*call.inputs, *call.outputs][0].element_size()
     room = (slot_bytes - tensors * ALIGN_BYTES) // (tensors * element_bytes)
     elements = room // BLOCK_ELEMENTS * BLOCK_ELEMENTS
     if elements <= 0:
         raise ValueError(
-            f"{kind} among {ranks} ranks stages {tensors} pieces at a time, for which {slot_bytes} bytes of pinned "
-            "memory a slot are too few; set NETFOLD_PINNED_BYTES to more, on every rank"
+            f"{call.kind} among {ranks} ranks: {slot_bytes} bytes of pinned memory a slot are too few for {tensors} x "
+            f"{BLOCK_ELEMENTS} elements of {element_bytes} bytes; set NETFOLD_PINNED_BYTES to more, on every rank"
         )
     return elements
 
@@ -83,8 +84,10 @@ def _part(flat: Tensor, begin: int, end: int) -> Tensor:
     return flat[min(begin, flat.numel()) : min(end, flat.numel())]
 
 
-def _tensors(kind: str, ranks: int) -> int:
+def _tensors(call: Prepared, ranks: int) -> int:
     """The most that any rank stages of each piece: the cut is the same at a root and elsewhere."""
-    if kind in ("reduce_scatter", "all_gather", "gather", "scatter"):
+    if call.kind in ("reduce_scatter", "all_gather", "gather", "scatter"):
         return ranks + 1
-    return 2 * ranks if kind == "all_to_all" else 2
+    if call.kind == "all_to_all":
+        return 2 * ranks
+    return 2 if call.kind == "all_reduce" and call.inputs else 1

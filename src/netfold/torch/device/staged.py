@@ -78,7 +78,7 @@ class Staged:
         """Send a call's pieces on their way; `ready`: when its tensors hold their values. `returned` is called, by
         `step` at the latest, with the event after which the results are in place."""
         some = [*call.inputs, *call.outputs]
-        elements = elements_a_piece(call.kind, self._group.size, some[0].element_size(), self._slot_bytes)
+        elements = elements_a_piece(call, self._group.size, self._slot_bytes)
         count = count_pieces(call, elements)
         if call.kind == "all_to_all":
             self.drain()  # what is submitted must come in one order
