@@ -3,8 +3,6 @@ sends, so that the order of calls is kept. Whatever all must do alike is decided
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,8 +24,6 @@ class Facts:
     kind: str
     device: str
     uuid: str
-    visible: Sequence[str]
-    host: str
     inside: str
     pinned_bytes: int
     problem: str = ""
@@ -36,15 +32,13 @@ class Facts:
 def facts_of(group: Group, layer: Any, device: torch.device, problem: str) -> Facts:
     options = group.options
     try:
-        uuid, visible = layer.uuid(device), list(layer.visible())
+        uuid = layer.uuid(device)
     except RuntimeError as error:
-        uuid, visible, problem = "", [], problem or f"rank {group.rank}: {device} does not answer: {error}"
+        uuid, problem = "", problem or f"rank {group.rank}: {device} does not answer: {error}"
     return Facts(
         layer.kind,
         str(device),
         uuid,
-        visible,
-        socket.gethostname(),
         str(options.inside),
         int(options.pinned_bytes or 0),
         problem,
