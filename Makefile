@@ -39,6 +39,12 @@ test: build ## all tests that need no root and no network namespaces
 rack-test: build ## tests of the emulated rack and of netfold in it (root, network namespaces)
 	@$(PY) -m pytest -m rack -q tests
 
+# Its own Python: the one of .venv has torch without CUDA. It needs netfold and pytest, too.
+CUDA_PYTHON ?= $(PY)
+test-cuda: build ## tests on a GPU; says what ran, and plainly where there is none (CUDA_PYTHON=a python whose torch has CUDA)
+	@$(CUDA_PYTHON) -m netfold.torch.device.trial
+	@$(CUDA_PYTHON) -m pytest -v -rs tests/torch/device/test_cuda.py
+
 soak: build ## long runs: 50 elastic restarts, tensors beyond 2 GiB
 	@$(PY) -m pytest -m soak -q tests
 
@@ -85,4 +91,4 @@ bench: build ## measure against gloo and the MPIs of bench-peers; rewrites bench
 clean: ## remove everything that was built
 	@rm -rf $(VENV) .venv-mpi-* build build-sanitize netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help build demo test rack-test soak conformance check format sanitize prove bench-peers bench clean
+.PHONY: help build demo test test-cuda rack-test soak conformance check format sanitize prove bench-peers bench clean

@@ -28,6 +28,8 @@ def test_a_field_beats_its_variable_which_beats_the_default() -> None:
         spin_us=7,
         reconnect_s=10,
         rejoin_s=5,
+        inside="auto",
+        pinned_bytes=12 << 20,
     )
 
 
@@ -47,7 +49,9 @@ def test_a_switch_address_may_be_a_name_or_of_either_family(text: str) -> None:
     assert Options().resolved({"NETFOLD_SWITCH": text}).switch == text
 
 
-@pytest.mark.parametrize("variable", ["NETFOLD_WINDOW_BYTES", "NETFOLD_SPIN_US", "NETFOLD_REJOIN_S"])
+@pytest.mark.parametrize(
+    "variable", ["NETFOLD_WINDOW_BYTES", "NETFOLD_SPIN_US", "NETFOLD_REJOIN_S", "NETFOLD_PINNED_BYTES"]
+)
 @pytest.mark.parametrize("text", ["many", "-1", "1.5", "0x10"])
 def test_a_number_that_is_none_is_refused_by_the_variables_name(variable: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"{variable}='{text}' is not a whole number"):

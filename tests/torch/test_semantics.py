@@ -314,6 +314,18 @@ def netfold_events(group: Any) -> Any:
 
 
 @case
+def without_a_gpu_a_group_has_nothing_for_one(dist: Any, rank: int, size: int, folder: str) -> None:
+    import torch
+
+    import netfold.torch
+
+    if not torch.cuda.is_available():
+        assert dist.group.WORLD.devices is None
+        assert {device.type for device in dist.group.WORLD._device_types} == {"cpu"}
+        assert netfold.torch.device_ways() == "IPC disabled because torch finds no CUDA device here"
+
+
+@case
 def a_groups_methods_take_torchs_shorter_forms(dist: Any, rank: int, size: int, folder: str) -> None:
     import torch
 

@@ -48,6 +48,18 @@ def job(pid: Annotated[int | None, typer.Option(help="Look at the groups of this
 
 
 @app.command()
+def gpu() -> None:
+    """The GPUs of this host, and whether ranks here reach each other's memory there, or why not: two ranks try it. Exit
+    code 1 where they do not."""
+    from netfold.torch.device.trial import findings
+
+    lines, fine = findings()
+    typer.echo("\n".join(lines))
+    if not fine:
+        raise typer.Exit(FOUND)
+
+
+@app.command()
 def check(
     folder: Annotated[Path | None, typer.Option(help="Where the job will write; the working directory.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that other ranks may take to come.")] = 60.0,

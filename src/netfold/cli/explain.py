@@ -14,6 +14,7 @@ def explain(
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts that they are spread over; one a rank.")] = None,
     latency_us: Annotated[float | None, typer.Option(min=0.1, help="Of a message between hosts.")] = None,
     rate_mbps: Annotated[float | None, typer.Option(min=1, help="Tensor megabits a second between hosts.")] = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Also how tensors in GPUs go here: two ranks try.")] = False,
 ) -> None:
     """Print the algorithms for an operation with their predicted times, the one that would run, and the reason.
 
@@ -71,6 +72,10 @@ def explain(
     console.print(f"* {row.algorithm}, wire {row.wire}: {row.reason}", soft_wrap=True, highlight=False)
     if protection:
         console.print(protection, soft_wrap=True, highlight=False)
+    if gpu:
+        from netfold.torch.device.trial import findings
+
+        console.print("\n".join(findings()[0]), soft_wrap=True, highlight=False, markup=False)
 
 
 def _protection(switch: str) -> str:

@@ -42,6 +42,9 @@ class Options:
     window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
     probe: on or off: whether a new group measures its links (NETFOLD_PROBE); off: built-in figures, and the
         same choice of algorithms in every run.
+    inside: what adds up tensors in GPUs among the ranks of a host, before anything leaves it (NETFOLD_INSIDE): auto, by
+        reaching each other's memory where all can; nccl; off: nothing, each rank goes through the host's memory.
+    pinned_bytes: pinned host memory for collectives on GPUs' memory, a group (NETFOLD_PINNED_BYTES).
     spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US); default: for memory 200 where the
         ranks of a machine have a core each, 1000, yielding, where they have not; for sockets 0.
     """
@@ -60,6 +63,8 @@ class Options:
     reconnect_s: int | None = None
     rejoin_s: int | None = None
     probe: str | None = None
+    inside: str | None = None
+    pinned_bytes: int | None = None
     spin_us: int | None = None
 
     def resolved(self, environment: Mapping[str, str] = os.environ) -> Options:
@@ -70,7 +75,7 @@ class Options:
                 continue
             variable = f"NETFOLD_{field.name.upper()}"
             text = environment.get(variable, "").strip()
-            if field.name in ("window_bytes", "reconnect_s", "rejoin_s", "spin_us"):
+            if field.name in ("window_bytes", "reconnect_s", "rejoin_s", "spin_us", "pinned_bytes"):
                 values[field.name] = _number(variable, text) if text else _DEFAULT_NUMBERS[field.name]
             else:
                 values[field.name] = text or _DEFAULT_WORDS.get(field.name)
@@ -82,6 +87,8 @@ class Options:
                 f"NETFOLD_TRANSPORT={options.transport!r} is not one of {', '.join(TRANSPORTS)}, fabric:PROVIDER, "
                 "fabric:PROVIDER,memory, mpi, mpi,memory"
             )
+        if options.inside not in INSIDE:
+            raise ValueError(f"NETFOLD_INSIDE={options.inside!r} is not one of {', '.join(INSIDE)}")
         for name in ("single_copy", "share_buckets", "probe"):
             if getattr(options, name) not in ("on", "off"):
                 raise ValueError(f"NETFOLD_{name.upper()}={getattr(options, name)!r} is not one of on, off")
@@ -125,6 +132,7 @@ class Options:
 
 
 TRANSPORTS = ("auto", "tcp")
+INSIDE = ("auto", "nccl", "off")
 _DEFAULT_WORDS = {
     "algorithm": "auto",
     "wire": "auto",
@@ -132,8 +140,15 @@ _DEFAULT_WORDS = {
     "single_copy": "on",
     "share_buckets": "on",
     "probe": "on",
+    "inside": "auto",
 }
-_DEFAULT_NUMBERS = {"window_bytes": 1 << 20, "reconnect_s": 10, "rejoin_s": 5, "spin_us": None}
+_DEFAULT_NUMBERS = {
+    "window_bytes": 1 << 20,
+    "reconnect_s": 10,
+    "rejoin_s": 5,
+    "pinned_bytes": 12 << 20,
+    "spin_us": None,
+}
 
 
 def _number(variable: str, text: str) -> int:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from netfold.torch.compression import GradientCompression
     from netfold.torch.process_group import ProcessGroupNetfold
 
-__all__ = ["compress_gradients", "events", "monitored_barrier", "new_process_group", "register", "why"]
+__all__ = ["compress_gradients", "device_ways", "events", "monitored_barrier", "new_process_group", "register", "why"]
 
 
 def register() -> None:
@@ -41,7 +41,7 @@ def register() -> None:
 
         if not dist.is_available() or hasattr(dist.Backend, "NETFOLD"):
             return
-        dist.Backend.register_backend("netfold", _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend("netfold", _create, extended_api=True, devices=["cpu", "cuda"])
         # torch has no public way to add to env://; one without this table says itself what it misses under mpirun.
         handlers = getattr(sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
         if "env" in handlers:
@@ -111,6 +111,12 @@ def events(group: dist.ProcessGroup | None = None) -> Records:
 def why(group: dist.ProcessGroup | None = None, *, operation: str = "all_reduce", size_bytes: int = 1 << 24) -> str:
     """The algorithm that runs `operation` of `size_bytes` in this group, and the reason."""
     return _group(group).why(operation, size_bytes)
+
+
+def device_ways(group: dist.ProcessGroup | None = None) -> str:
+    """How this group's collectives on GPUs' memory go, and why no better: found by its ranks when the first came."""
+    devices = _process_group(group).devices
+    return devices.why() if devices is not None else "IPC disabled because torch finds no CUDA device here"
 
 
 def monitored_barrier(

@@ -1,4 +1,4 @@
-"""What torch asks for, as calls of a `Group`: dtype, reduction, and contiguous CPU memory for every tensor."""
+"""What torch asks for, as calls of a `Group`: dtype, reduction, and contiguous memory for every tensor."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ REDUCE_CODES = {
 
 
 class Prepared:
-    """A call whose tensors are contiguous CPU memory; it keeps them alive. `finish` copies staged results back."""
+    """A call whose tensors are contiguous memory, of the CPU or of one device; it keeps them alive. `finish` copies
+    staged results back."""
 
     __slots__ = ("average", "dtype", "finish", "inputs", "kind", "outputs", "reduce", "root")
 
@@ -227,8 +228,8 @@ def with_memory(tensor: Tensor) -> Tensor:
 
 
 def _check(tensor: Tensor) -> None:
-    if not tensor.is_cpu:
-        raise ValueError(f"netfold takes CPU tensors, this one is on {tensor.device}")
+    if not tensor.is_cpu and not tensor.is_cuda:
+        raise ValueError(f"netfold takes CPU tensors and those of CUDA devices, this one is on {tensor.device}")
     if tensor.layout is not torch.strided:
         raise ValueError(f"netfold takes dense tensors here, this one is {tensor.layout}")
 

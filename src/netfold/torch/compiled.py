@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from netfold.torch import calls, process_group, sparse, transfers, work
+from netfold.torch.device import driver
+from netfold.torch.device import transfers as device_transfers
+from netfold.torch.device import work as device_work
 from netfold.torch.process_group import ProcessGroupNetfold
 
 _library: list[Any] = []  # what is registered lives as long as this
@@ -21,14 +24,15 @@ _library: list[Any] = []  # what is registered lives as long as this
 @functools.cache
 def prepare_for_torch(*classes: type) -> None:
     """Idempotent."""
-    for room in (process_group, work, calls, sparse, transfers):
+    for room in (process_group, work, calls, sparse, transfers, driver, device_transfers, device_work):
         _skip(vars(room).values())
     for each in classes:
         _skip(vars(each).values())
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that another kernel was there: ours passes on to it
-        library.impl("_allgather_base_", _all_gather_base, "CPU")
+        for device in ("CPU", "CUDA"):
+            library.impl("_allgather_base_", _all_gather_base, device)
     _library.append(library)
 
 

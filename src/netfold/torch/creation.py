@@ -23,6 +23,8 @@ from torch.distributed import distributed_c10d
 
 from netfold.communicator import Group, Options
 from netfold.torch.compiled import prepare_for_torch
+from netfold.torch.device.cuda import cuda_layer
+from netfold.torch.device.layer import DeviceLayer
 from netfold.torch.meeting import store_host
 from netfold.torch.process_group import ProcessGroupNetfold
 from netfold.torch.store import TorchStore
@@ -42,16 +44,18 @@ def create(options: Any, pg_options: Any) -> ProcessGroupNetfold:
     except BaseException:
         group.close()
         raise
+    asked = _asked_for()
+    layer = cuda_layer() if not asked or asked.get("cuda") == "netfold" else None
     if others is None:
-        return _known(ProcessGroupNetfold(group, options.store, store))
-    return _known(_WithSiblings(group, options.store, store, others))
+        return _known(ProcessGroupNetfold(group, options.store, store, layer))
+    return _known(_WithSiblings(group, options.store, store, others, layer))
 
 
 def standalone(store: Store, rank: int, size: int, timeout: timedelta, options: Options | None) -> ProcessGroupNetfold:
     """See `netfold.torch.new_process_group`."""
     part = PrefixStore("netfold", store)
     group = _meet(part, rank, size, timeout, options)
-    made = _known(ProcessGroupNetfold(group, store, part))
+    made = _known(ProcessGroupNetfold(group, store, part, cuda_layer()))
     # torch does not know of this one, so nobody but its user says when it ends; torchft forgets it without a word.
     weakref.finalize(made, _close_apart, group).atexit = False
     return made
@@ -135,11 +139,14 @@ def _asked_for() -> dict[str, str]:
 
 
 class _WithSiblings(ProcessGroupNetfold):
-    """netfold for CPU tensors; the backends of `others` for those of their devices."""
+    """The backends of `others` for tensors of their devices; netfold for the rest."""
 
-    def __init__(self, group: Group, store: Store, part: Store, others: dist.ProcessGroup) -> None:
-        super().__init__(group, store, part)
+    def __init__(
+        self, group: Group, store: Store, part: Store, others: dist.ProcessGroup, layer: DeviceLayer | None
+    ) -> None:
+        super().__init__(group, store, part, layer)
         self.others = others
+        self._theirs = {device.type for device in others._device_types}
         for device in others._device_types:
             backend = others._get_backend(device)
             kind = dist.Backend.backend_type_map.get(backend.name().lower(), dist.ProcessGroup.BackendType.CUSTOM)
@@ -150,7 +157,7 @@ class _WithSiblings(ProcessGroupNetfold):
 
     def barrier(self, opts: Any = None) -> Any:
         device = getattr(opts, "device", None)
-        if device is not None and device.type != "cpu":
+        if device is not None and device.type in self._theirs:
             return self.others.barrier(opts)
         return super().barrier(opts)
 
@@ -168,19 +175,21 @@ class _WithSiblings(ProcessGroupNetfold):
         self.shutdown()
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if device.type == "cpu":
-            super()._start_coalescing(device)
-        else:
+        if device.type in self._theirs:
             self.others._start_coalescing(device)
+        else:
+            super()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        return super()._end_coalescing(device) if device.type == "cpu" else self.others._end_coalescing(device)
+        if device.type in self._theirs:
+            return self.others._end_coalescing(device)
+        return super()._end_coalescing(device)
 
 
 def _by_device(name: str) -> Any:
     def call(self: _WithSiblings, *arguments: Any, **options: Any) -> Any:
         tensor = _first_tensor((*arguments, *options.values()))
-        if tensor is None or tensor.device.type == "cpu":
+        if tensor is None or tensor.device.type not in self._theirs:
             return getattr(super(_WithSiblings, self), name)(*arguments, **options)
         return getattr(self.others, name)(*arguments, **options)
 
@@ -216,4 +225,8 @@ def _leave_all() -> None:
     for process_group in list(_live):
         if error is not None:
             process_group.netfold.abort(f"{type(error).__name__}: {error}")
+        if process_group.devices is not None:
+            process_group.devices.close("its process ends")
         process_group.netfold.close()
+        if process_group.devices is not None:
+            process_group.devices.join()

@@ -1,4 +1,4 @@
-"""The ProcessGroup: torch's collectives on CPU tensors, mapped to calls of a `Group`.
+"""The ProcessGroup: torch's collectives, mapped to calls of a `Group`. Those on a device's memory go to its driver.
 
 It is a Python ProcessGroup, so that one native build serves every torch version; torch calls it from Python and,
 through trampolines, from C++ (DDP, functional collectives). Both the present and the former names of operations are
@@ -27,11 +27,17 @@ from netfold.communicator.group import KINDS, Region
 from netfold.torch import calls, monitored, sparse
 from netfold.torch.buckets import SharedBuckets
 from netfold.torch.calls import Prepared, copies
+from netfold.torch.device.driver import DeviceDriver
+from netfold.torch.device.layer import DeviceLayer
+from netfold.torch.device.transfers import ReceiveWork
+from netfold.torch.device.work import DeviceWork, WorksTogether
 from netfold.torch.transfers import Transfers
-from netfold.torch.work import CompletedWork, NetfoldWork, Work
+from netfold.torch.work import CompletedWork, NetfoldWork
+from netfold.torch.work import Work as HostWork
 
 Tensor = torch.Tensor
-AnyWork = TypeVar("AnyWork", CompletedWork, NetfoldWork, Work)
+Work = HostWork | DeviceWork | WorksTogether
+AnyWork = TypeVar("AnyWork", bound=Work)
 
 _ALL_REDUCE = KINDS["all_reduce"]
 _profiling = torch._C._autograd._profiler_enabled
@@ -44,8 +50,9 @@ engine.hide_from_call_sites(os.path.dirname(torch.__file__) + os.sep)
 class ProcessGroupNetfold(dist.ProcessGroup):
     """`netfold` is its `netfold.communicator.Group`."""
 
-    def __init__(self, group: Group, store: Store, part: Store) -> None:
-        """`store`: what torch gave us; `part`: where no other group finds its keys."""
+    def __init__(self, group: Group, store: Store, part: Store, layer: DeviceLayer | None = None) -> None:
+        """`store`: what torch gave us; `part`: where no other group finds its keys; `layer`: the devices whose tensors
+        it takes beside the CPU's, if any."""
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # the stubs lack this overload
         self.netfold = group
         self._store = store
@@ -53,7 +60,8 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         self._unfinished: collections.deque[NetfoldWork] = collections.deque()
         self._unfinished_lock = threading.Lock()
         self._buckets = SharedBuckets(enabled=group.shares_buckets, ranks=group.size)
-        self._transfers = Transfers(group)
+        self.devices = DeviceDriver(group, layer, part) if layer is not None else None
+        self._transfers = Transfers(group, layer)
         self._coalesced = _Coalesced()
         self._barriers = monitored.Turns(part, group.rank, group.size)
         # torch reads a group's devices off its backends; this one trips on whatever reaches it past this class.
@@ -61,7 +69,8 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         anchor_options = fake.Options()
         anchor_options.error_on_collective = True
         anchor = fake._create_internal(group.rank, group.size, anchor_options)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, anchor)
+        for kind in ("cpu",) if layer is None else ("cpu", layer.kind):
+            self._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, anchor)
 
     # --- what torch asks about -------------------------------------------------------------------------------------
 
@@ -82,7 +91,12 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         self.netfold.timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
+        if self.devices is not None:
+            self.devices.close("the group was closed")
         self.netfold.close()
+        self._transfers.close()
+        if self.devices is not None:
+            self.devices.join()
         self._unfinished.clear()
         self._buckets.close()
 
@@ -98,12 +112,15 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         if len(tensors) == 1:
             plain = self._plain_all_reduce(tensors[0], opts)
             if plain is not None and not opts.asyncOp:
+                self._in_turn()
                 self.netfold.run_in_place(_ALL_REDUCE, *plain, _region(tensors[0]), calls.timeout_of(opts))
                 return CompletedWork(tensors)
             if tensors[0].is_sparse:
                 return sparse.all_reduce(self, tensors[0], opts)
-            self._buckets.consider(tensors[0])
+            if not self._on_device(tensors):
+                self._buckets.consider(tensors[0])
             if plain is not None:
+                self._in_turn()
                 operation = self.netfold.start_in_place(
                     _ALL_REDUCE, *plain, _region(tensors[0]), calls.timeout_of(opts), wait_here=False
                 )
@@ -120,6 +137,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
             dtype is None
             or reduce is None
             or not tensor.is_cpu
+            or (self.devices is not None and self.devices.layer.holds(tensor))
             or tensor.layout is not torch.strided
             or not tensor.is_contiguous()
             or not tensor.data_ptr()
@@ -142,24 +160,24 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> NetfoldWork | None:
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
         (tensor,) = tensors
         here = opts.rootRank == self.netfold.rank
         call = calls.reduction("reduce", tensor, opts.reduceOp, root=opts.rootRank, result_here=here)
         return self._together([call], tensors, opts)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> NetfoldWork | None:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work | None:
         return self._reduce_scatter(outputs, inputs, opts)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> NetfoldWork | None:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> NetfoldWork | None:
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> NetfoldWork | None:
+    ) -> Work | None:
         pairs = zip(outputs, inputs, strict=True)
         return self._reduce_scatter(
             outputs, [calls.by_rank(whole, part, self.netfold.size) for part, whole in pairs], opts
@@ -167,12 +185,10 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> NetfoldWork | None:
+    ) -> Work | None:
         return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
 
-    def _reduce_scatter(
-        self, outputs: list[Tensor], parts: Sequence[Sequence[Tensor]], opts: Any
-    ) -> NetfoldWork | None:
+    def _reduce_scatter(self, outputs: list[Tensor], parts: Sequence[Sequence[Tensor]], opts: Any) -> Work | None:
         opts = opts if opts is not None else dist.ReduceScatterOptions()
         for each in parts:
             self._one_a_rank("reduce_scatter", "input", each)
@@ -184,60 +200,56 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 
     # --- copies ----------------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = 0) -> NetfoldWork | None:
+    def broadcast(self, tensors: list[Tensor], opts: Any = 0) -> Work | None:
         if isinstance(opts, int):  # one of torch's overloads
             tensors, opts = calls.listed(tensors), calls.with_root(dist.BroadcastOptions(), opts)
         prepared = [copies("broadcast", [], [tensor], root=opts.rootRank) for tensor in tensors]
         return self._together(prepared, tensors, opts)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> NetfoldWork | None:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
         if isinstance(inputs, torch.Tensor):  # one of torch's overloads
             outputs, inputs = [outputs], [inputs]
         return self._all_gather(outputs, inputs, outputs, opts)
 
-    def allgather_coalesced(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> NetfoldWork | None:
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work | None:
         # torch lists outputs by rank, then by tensor.
         self._one_a_rank("all_gather_coalesced", "output", outputs)
         by_tensor = [[theirs[index] for theirs in outputs] for index in range(len(inputs))]
         return self._all_gather(by_tensor, inputs, outputs, opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> NetfoldWork | None:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> NetfoldWork | None:
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> NetfoldWork | None:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work | None:
         pairs = zip(outputs, inputs, strict=True)
         by_tensor = [calls.by_rank(whole, part, self.netfold.size) for whole, part in pairs]
         return self._all_gather(by_tensor, inputs, outputs, opts)
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> NetfoldWork | None:
+    ) -> Work | None:
         return self.all_gather_single_coalesced(outputs, inputs, opts)
 
     def _all_gather(
         self, parts: Sequence[Sequence[Tensor]], inputs: list[Tensor], result: Any, opts: Any
-    ) -> NetfoldWork | None:
+    ) -> Work | None:
         """`parts`: for each input one output a rank; these may differ in size."""
         for each in parts:
             self._one_a_rank("all_gather", "output", each)
         prepared = [copies("all_gather", [mine], each) for each, mine in zip(parts, inputs, strict=True)]
         return self._together(prepared, result, opts)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> NetfoldWork | None:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work | None:
         (mine,) = inputs
         parts = outputs[0] if outputs else []
         if opts.rootRank == self.netfold.rank:
             self._one_a_rank("gather", "output", parts)
         return self._together([copies("gather", [mine], parts, root=opts.rootRank)], outputs, opts)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> NetfoldWork | None:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work | None:
         (mine,) = outputs
         parts = inputs[0] if inputs else []
         if opts.rootRank == self.netfold.rank:
@@ -246,14 +258,14 @@ class ProcessGroupNetfold(dist.ProcessGroup):
                 raise ValueError("scatter: every input tensor must have the output's size and dtype")
         return self._together([copies("scatter", parts, [mine], root=opts.rootRank)], outputs, opts)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> NetfoldWork | None:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work | None:
         self._one_a_rank("all_to_all", "input", inputs)
         self._one_a_rank("all_to_all", "output", outputs)
         return self._together([copies("all_to_all", inputs, outputs)], outputs, opts)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
-    ) -> NetfoldWork | None:
+    ) -> Work | None:
         if not output.is_contiguous() or not input.is_contiguous():
             raise ValueError("all_to_all_single: tensors must be contiguous")
         to = calls.by_splits(input, input_splits, self.netfold.size)
@@ -262,12 +274,12 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
-    ) -> NetfoldWork | None:
+    ) -> Work | None:
         return self.all_to_all_single(output, input, output_splits, input_splits, opts)
 
     # --- barriers --------------------------------------------------------------------------------------------------
 
-    def barrier(self, opts: Any = None) -> NetfoldWork | None:
+    def barrier(self, opts: Any = None) -> Work | None:
         return self._together([Prepared("barrier")], [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -292,7 +304,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         if len(tensors) != self.netfold.size:
             raise ValueError(f"{kind}: {len(tensors)} {which} tensors on {self.netfold.size} ranks")
 
-    def _together(self, prepared: list[Prepared], result: Any, opts: Any) -> NetfoldWork | None:
+    def _together(self, prepared: list[Prepared], result: Any, opts: Any) -> Work | None:
         """Submit calls that are one operation to torch; its Work. None inside a coalescing manager, which waits."""
         if _profiling() and prepared:
             first = prepared[0]
@@ -300,7 +312,11 @@ class ProcessGroupNetfold(dist.ProcessGroup):
                 return self._submit(prepared, result, opts)
         return self._submit(prepared, result, opts)
 
-    def _submit(self, prepared: list[Prepared], result: Any, opts: Any) -> NetfoldWork | None:
+    def _submit(self, prepared: list[Prepared], result: Any, opts: Any) -> Work | None:
+        if any(self._on_device(call.outputs) or self._on_device(call.inputs) for call in prepared):
+            assert self.devices is not None
+            return self._handed_out(self.devices.submit(prepared, result, calls.timeout_of(opts)))
+        self._in_turn()
         waits = not getattr(opts, "asyncOp", True) and len(prepared) == 1 and self._coalesced.works is None
         seconds = calls.timeout_of(opts)
         operations = [call.submit(self.netfold, seconds, wait_here=waits) for call in prepared]
@@ -316,6 +332,23 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         if not work._ended:
             self._keep(work)
         return self._handed_out(work)
+
+    def _on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """ValueError where they are on a device that this group has nothing for."""
+        if self.devices is not None:
+            return any(self.devices.layer.holds(tensor) for tensor in tensors)
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                raise ValueError(
+                    f"this group takes CPU tensors, and one is on {tensor.device}; init_process_group('netfold') or "
+                    "'cuda:netfold' takes those of CUDA devices, where torch finds some"
+                )
+        return False
+
+    def _in_turn(self) -> None:
+        """Calls on devices' memory that came before are matched before, too."""
+        if self.devices is not None:
+            self.devices.let_pass()
 
     def _handed_out(self, work: AnyWork) -> AnyWork | None:
         if self._coalesced.works is None:
@@ -335,6 +368,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 
     def wait_for(self, call: Prepared, opts: Any) -> None:
         """Run a call that is only a part of an operation, within that one's time."""
+        self._in_turn()
         self.netfold.wait(call.submit(self.netfold, calls.timeout_of(opts), wait_here=True))
 
     def _keep(self, work: NetfoldWork) -> None:
@@ -351,11 +385,12 @@ class ProcessGroupNetfold(dist.ProcessGroup):
             raise RuntimeError("a coalescing manager is open in this thread and group already")
         self._coalesced.works = []
 
-    def _end_coalescing(self, device: torch.device) -> NetfoldWork:
+    def _end_coalescing(self, device: torch.device) -> NetfoldWork | WorksTogether:
         works, self._coalesced.works = self._coalesced.works, None
         if works is None:
             raise RuntimeError("no coalescing manager is open in this thread and group")
-        return together(self.netfold, works)
+        on_host = [work for work in works if isinstance(work, HostWork) and not isinstance(work, ReceiveWork)]
+        return together(self.netfold, on_host) if len(on_host) == len(works) else WorksTogether(works)
 
 
 def _region(tensor: Tensor) -> Region:
@@ -368,7 +403,7 @@ class _Coalesced(threading.local):
     works: list[Work] | None = None
 
 
-def together(group: Group, works: list[Work]) -> NetfoldWork:
+def together(group: Group, works: list[HostWork]) -> NetfoldWork:
     """One Work for several; its result is the list of theirs."""
 
     def finish() -> None:

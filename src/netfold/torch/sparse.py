@@ -13,13 +13,12 @@ import torch
 from netfold.torch import calls
 
 if TYPE_CHECKING:
-    from netfold.torch.process_group import ProcessGroupNetfold
-    from netfold.torch.work import NetfoldWork
+    from netfold.torch.process_group import ProcessGroupNetfold, Work
 
 Tensor = torch.Tensor
 
 
-def all_reduce(group: ProcessGroupNetfold, tensor: Tensor, opts: Any) -> NetfoldWork | None:
+def all_reduce(group: ProcessGroupNetfold, tensor: Tensor, opts: Any) -> Work | None:
     """`tensor`: COO on every rank, of one shape and dtype; the number of elements may differ. sum and avg."""
     if tensor.layout is not torch.sparse_coo:
         raise ValueError(f"all_reduce takes dense and COO tensors, this one is {tensor.layout}")
@@ -40,7 +39,7 @@ def all_reduce(group: ProcessGroupNetfold, tensor: Tensor, opts: Any) -> Netfold
                 f"dimensions, rank {rank}'s {tuple(theirs[3:].tolist())} with {int(theirs[1])}"
             )
     counts = [int(theirs[0]) for theirs in shapes]
-    indices = [torch.empty(own.sparse_dim(), count, dtype=torch.int64) for count in counts]
+    indices = [own.indices().new_empty(own.sparse_dim(), count) for count in counts]
     values = [own.values().new_empty(count, *own.values().shape[1:]) for count in counts]
     gathered = [
         calls.copies("all_gather", [own.indices()], indices),
@@ -52,5 +51,12 @@ def all_reduce(group: ProcessGroupNetfold, tensor: Tensor, opts: Any) -> Netfold
         with torch.no_grad():
             tensor.copy_(total.coalesce() / size if asked.average else total.coalesce())
 
+    if group.devices is not None and group._on_device(values):
+        # In the caller's own stream: what it is to free later must have been made there.
+        work = group.devices.submit(gathered, [tensor], calls.timeout_of(opts))
+        work.wait()
+        add_up()
+        work.extended()
+        return group._handed_out(work)
     gathered[1].finish = add_up  # tensors made here are contiguous: nothing was to be copied back
     return group._together(gathered, [tensor], opts)

@@ -16,6 +16,8 @@ import torch
 from netfold.communicator import Group
 from netfold.communicator.group import ANY_SOURCE, DTYPES, KINDS
 from netfold.torch.calls import DTYPE_CODES, with_memory
+from netfold.torch.device.layer import DeviceLayer
+from netfold.torch.device.transfers import DeviceTransfers, SendWork
 from netfold.torch.work import CompletedWork, NetfoldWork, Work
 
 Tensor = torch.Tensor
@@ -30,22 +32,27 @@ _SWEEP_AT = 64
 class Transfers:
     """A group's sends and receives under way, with the tensors that they borrow: users drop Works."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, layer: DeviceLayer | None = None) -> None:
         self.group = group
+        self._device = DeviceTransfers(self, layer) if layer is not None else None
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[Any, Tensor]] = {}
         self._sweep_at = _SWEEP_AT
 
-    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Work:
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Work | SendWork:
         return self._transfer(_SEND, tensors, to, tag)
 
-    def receive(self, tensors: Sequence[Tensor], source: int | None, tag: int) -> Work:
+    def receive(self, tensors: Sequence[Tensor], source: int | None, tag: int) -> Work | SendWork:
         return self._transfer(_RECEIVE, tensors, ANY_SOURCE if source is None else source, tag)
 
-    def _transfer(self, kind: int, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
+    def _transfer(self, kind: int, tensors: Sequence[Tensor], peer: int, tag: int) -> Work | SendWork:
         if len(tensors) != 1:
             raise ValueError(f"{_names(kind)}: takes one tensor, not {len(tensors)}")
         (tensor,) = tensors
+        if self._device is not None and tensor.layout is torch.strided and self._device.takes(tensor):
+            if kind == _SEND:
+                return self._device.send(tensor, peer, tag)
+            return self._device.receive(tensor, peer, tag)
         if not tensor.is_cpu or tensor.layout is not torch.strided:
             raise ValueError(
                 f"{_names(kind)}: netfold takes dense CPU tensors, this one is {tensor.layout} on {tensor.device}"
@@ -58,18 +65,23 @@ class Transfers:
             finish = lambda: tensor.copy_(staged)
             return TransferWork(self, operation, tensors, keep=(tensor, staged), finish=finish)
         if not operation.done:
-            self._keep(operation, staged)
+            self.hold(operation, staged)
         elif operation.failure is None:
             return CompletedTransfer(tensors, operation)
         return TransferWork(self, operation, tensors)
 
-    def _keep(self, operation: Any, tensor: Tensor) -> None:
+    def hold(self, operation: Any, tensor: Tensor) -> None:
+        """Keep a tensor until its operation is done."""
         with self._lock:
             # Those that nobody waited for, and that ended.
             if len(self._under_way) >= self._sweep_at:
                 self._under_way = {key: kept for key, kept in self._under_way.items() if not kept[0].done}
                 self._sweep_at = max(_SWEEP_AT, 2 * len(self._under_way))
             self._under_way[operation.id] = (operation, tensor)
+
+    def close(self) -> None:
+        if self._device is not None:
+            self._device.close()
 
     def ended(self, operation: Any) -> None:
         with self._lock:

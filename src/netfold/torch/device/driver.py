@@ -1,0 +1,230 @@
+"""The thread that takes a group's collectives on device memory, in the order in which they were called.
+
+A caller leaves a call here, with an event of its stream, and gets a Work at once. Collectives of the same group on CPU
+tensors that come later must not overtake: their callers wait until this queue is empty (`let_pass`), since the order of
+calls is what ranks match them by.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from netfold._native import engine
+from netfold.communicator import Group
+from netfold.communicator.errors import CollectiveTimeout, GroupAborted, NetfoldError
+from netfold.torch.calls import Prepared
+from netfold.torch.device.layer import DeviceLayer, Event
+from netfold.torch.device.ways import Ways, find_ways
+from netfold.torch.device.work import DeviceWork
+
+Tensor = torch.Tensor
+
+# Calls that may wait here; who comes with one more waits until there is room.
+MAX_QUEUED = 4096
+_JOIN_S = 2.0
+
+# Errors name the line of the user's that called, which is none of this thread's.
+engine.hide_from_call_sites(threading.__file__)
+
+
+@dataclass(eq=False)
+class _Job:
+    """What was asked for together."""
+
+    calls: Sequence[Prepared]
+    work: DeviceWork
+    ready: Event
+    deadline: float
+    device: torch.device
+    left: int
+    events: list[Event] = field(default_factory=list)
+
+
+class DeviceDriver:
+    """One group's. Thread-safe."""
+
+    def __init__(self, group: Group, layer: DeviceLayer, part: Store) -> None:
+        """`part`: of a store, where groups that are parts of this one meet."""
+        self._group = group
+        self._part = part
+        self.layer = layer
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._queue: collections.deque[_Job] = collections.deque()
+        self._unsettled: collections.deque[_Job] = collections.deque()
+        self._closed = ""
+        self._thread: threading.Thread | None = None
+        # The thread's own.
+        self._ways: Ways | None = None
+
+    def submit(self, calls: Sequence[Prepared], result: Any, timeout_s: float | None) -> DeviceWork:
+        """Take up a call. Its tensors hold their values once the current stream has come as far as it has now."""
+        device = self._device_of(calls)
+        work = DeviceWork(self.layer, device, result, self._group.rank)
+        seconds = self._group.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + seconds
+        job = _Job(calls, work, self.layer.current_stream(device).record_event(), deadline, device, len(calls))
+        with self._changed:
+            if self._pid != os.getpid():
+                raise RuntimeError("this group was made before a fork; make a new one in the child")
+            if not self._changed.wait_for(lambda: len(self._unsettled) < MAX_QUEUED or self._closed, seconds):
+                raise CollectiveTimeout(
+                    f"rank {self._group.rank}: {calls[0].kind} found {MAX_QUEUED} calls on {device} before it for "
+                    f"{seconds:g} s; wait for some of them"
+                )
+            if self._closed:
+                raise GroupAborted(self._closed)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="netfold-device", daemon=True)
+                self._thread.start()
+            self._queue.append(job)
+            self._unsettled.append(job)
+            self._changed.notify_all()
+        return work
+
+    def let_pass(self) -> None:
+        """Return once every call so far is on its way. Raises nothing: a failure is the group's, who calls it hears."""
+        if self._unsettled:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._unsettled, self._group.timeout_s)
+
+    def close(self, reason: str) -> None:
+        """No call comes any more, and what is under way fails as soon as the group is closed, too. Idempotent."""
+        with self._changed:
+            self._closed = self._closed or f"rank {self._group.rank}: {reason}"
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Once the group is closed: see the thread end."""
+        thread = self._thread
+        if thread is not None and self._pid == os.getpid() and thread is not threading.current_thread():
+            thread.join(_JOIN_S)
+        if self._ways is not None:
+            self._ways.close()
+
+    def why(self) -> str:
+        """What the ranks found out about each other's devices, in a sentence."""
+        if self._ways is None:
+            return f"{self.layer.kind}: no collective on its memory yet"
+        return self._ways.reason
+
+    def _device_of(self, calls: Sequence[Prepared]) -> torch.device:
+        tensors = [tensor for call in calls for tensor in (*call.inputs, *call.outputs)]
+        found = {self.layer.device_of(tensor) if self.layer.holds(tensor) else tensor.device for tensor in tensors}
+        if len(found) > 1:
+            raise ValueError(
+                f"rank {self._group.rank}: {calls[0].kind} has tensors on {', '.join(sorted(map(str, found)))}; an "
+                "operation takes those of one device"
+            )
+        return found.pop()
+
+    # --- the thread ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closed and not self._busy():
+                    self._changed.wait()
+                job = self._queue.popleft() if self._queue else None
+                if self._closed:
+                    break
+            try:
+                if job is not None:
+                    self._begin(job)
+                elif self._ways is not None:
+                    self._ways.staged.step()
+            except Exception as error:
+                if not self._closed:
+                    self._fail(self._told(error, job))
+        self._drop(GroupAborted(self._closed))
+
+    def _busy(self) -> bool:
+        return self._ways is not None and self._ways.staged.busy
+
+    def _begin(self, job: _Job) -> None:
+        if self._ways is None:
+            self.layer.enter(job.device)
+            self._ways = find_ways(self._group, self.layer, job.device, self._part, job.deadline)
+        elif job.device != self._ways.device:
+            raise ValueError(
+                f"rank {self._group.rank}: {job.calls[0].kind} came with tensors on {job.device}, after others on "
+                f"{self._ways.device}; a rank of a group uses one device"
+            )
+        staged, inside = self._ways.staged, self._ways.inside
+        for call in job.calls:
+            if inside is not None and inside.takes(call):
+                staged.drain()
+                done = inside.run(call, [job.ready, staged.back.record_event()], job.deadline)
+                staged.land(call.outputs, done)
+                self._returned(job, done)
+            else:
+                staged.begin(call, job.ready, job.deadline, lambda event: self._returned(job, event))
+
+    def _returned(self, job: _Job, event: Event) -> None:
+        """One of the job's calls is on its way back: after the last, copy to where results belong and let it go."""
+        assert self._ways is not None
+        job.events.append(event)
+        job.left -= 1
+        if job.left:
+            return
+        done = self._ways.done
+        for each in job.events:
+            done.wait_event(each)
+        for call in job.calls:
+            if call.finish is not None:
+                for tensor in (*call.outputs, *_tensors(job.work.result())):
+                    self.layer.keep(tensor, done)
+                self.layer.launch(done, call.finish)
+        job.work.given(done.record_event(), done)
+        self._settled(job)
+
+    def _settled(self, job: _Job) -> None:
+        with self._changed:
+            self._unsettled.remove(job)
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        """What failed ends the group, as a failure of native operations does: other ranks hear of it."""
+        self._group.abort(str(error))
+        if self._ways is not None:
+            self._ways.abort(str(error))
+        self._drop(error)
+
+    def _drop(self, error: Exception) -> None:
+        """The end of this thread, and of whatever is still under way on this rank."""
+        with self._changed:
+            self._closed = self._closed or str(error)
+            jobs = list(self._unsettled)
+            self._unsettled.clear()
+            self._queue.clear()
+            self._changed.notify_all()
+        if self._ways is not None:
+            self._ways.staged.forget()
+        for job in jobs:
+            job.work.fail(error)
+
+    def _told(self, error: Exception, job: _Job | None) -> Exception:
+        """What befell this thread, with who and where."""
+        rank = self._group.rank
+        if isinstance(error, (NetfoldError, ValueError, TimeoutError)):
+            return error
+        what = f"{job.calls[0].kind} on {job.device}" if job is not None else "a copy"
+        return NetfoldError(
+            f"rank {rank}: {what} failed: {error}; the device may be lost to this process, and come back in a new one",
+            rank=rank,
+        )
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [tensor for each in result for tensor in _tensors(each)]

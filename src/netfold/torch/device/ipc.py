@@ -1,0 +1,126 @@
+"""Sums among the GPUs of one host that reach each other's memory (CUDA IPC).
+
+Theory of operation. Every rank has a window: device memory that it exported once, and that all others opened. A piece
+of a tensor is summed in two steps, each behind a meeting of the host's ranks, before which every rank has seen its own
+device done:
+
+    scatter    all copy their values into their windows; meet; rank k folds shard k of all windows, in rank order, into
+               its own window, where nobody else reads that shard before the next meeting
+    gather     meet; all copy every shard from its owner's window
+
+Windows have two halves, used in turn. A rank writes into a half that was last read two pieces ago; every rank has met
+the others since, behind an event that comes after those reads. So no third meeting is needed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from netfold.communicator import Group
+from netfold.torch.device import arithmetic
+from netfold.torch.device.layer import DeviceLayer, wait_for
+from netfold.torch.device.meeting import exchange
+from netfold.torch.device.pieces import BLOCK_ELEMENTS
+from netfold.torch.device.staged import seconds_until
+
+Tensor = torch.Tensor
+
+# One half of a window.
+HALF_BYTES = 16 << 20
+_MARK_BYTES = 16
+
+
+class IpcSums:
+    """See `netfold.torch.device.inside.Sums`."""
+
+    piece_bytes = HALF_BYTES
+
+    def __init__(self, layer: DeviceLayer, stream: Any, local: Group, windows: Sequence[Tensor]) -> None:
+        """`local`: the host's ranks; `windows`: by their order there, this rank's own among them."""
+        self._layer = layer
+        self._stream = stream
+        self._local = local
+        self._windows = windows
+        self._half = 0
+
+    def scatter(self, values: Tensor, reduce: str, deadline: float) -> Tensor:
+        self._half = HALF_BYTES - self._half
+        parts = self._parts(values)
+        mine, (begin, end) = parts[self._local.rank], self._shard(values, self._local.rank)
+        self._layer.launch(self._stream, lambda: mine.copy_(values))
+        self._meet(deadline)
+        shard = mine[begin:end]
+        if len(shard):
+            sources = [part[begin:end] for part in parts]
+            self._layer.launch(self._stream, lambda: shard.copy_(arithmetic.fold(sources, reduce)))
+        return shard
+
+    def gather(self, values: Tensor, deadline: float) -> None:
+        self._meet(deadline)
+        for rank, part in enumerate(self._parts(values)):
+            begin, end = self._shard(values, rank)
+            if begin < end:
+                self._layer.copy(self._stream, values[begin:end], part[begin:end])
+
+    def _parts(self, values: Tensor) -> list[Tensor]:
+        """Where each rank's values are in its window."""
+        end = self._half + values.nbytes
+        return [window[self._half : end].view(values.dtype) for window in self._windows]
+
+    def _shard(self, values: Tensor, rank: int) -> tuple[int, int]:
+        count = values.numel()
+        each = -(-count // (self._local.size * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
+        return min(count, rank * each), min(count, (rank + 1) * each)
+
+    def _meet(self, deadline: float) -> None:
+        wait_for(self._stream.record_event(), deadline, self._local.rank, "a copy among the GPUs of a host")
+        self._local.wait(self._local.submit("barrier", timeout_s=seconds_until(deadline), wait_here=True))
+
+
+def open_windows(
+    group: Group, members: Sequence[int], layer: DeviceLayer, stream: Any, device: torch.device, deadline: float
+) -> tuple[list[Tensor], str]:
+    """The windows of `members`, the ranks of this host, in this order; else the reason, on every rank of the group.
+
+    It is tried, by each with each, by reading a mark there; all do it, or none.
+    """
+    mark, window, reason, handle = secrets.token_bytes(_MARK_BYTES), None, "", None
+    try:
+        staged = layer.pinned(_MARK_BYTES)
+        window = layer.empty(stream, 2 * HALF_BYTES)
+        staged.copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+        layer.copy(stream, window[:_MARK_BYTES], staged)
+        wait_for(stream.record_event(), deadline, group.rank, "a mark in exported memory")
+        handle = layer.export(window)
+    except RuntimeError as error:
+        reason = f"rank {group.rank} cannot export memory of {layer.uuid(device)}: {_first_line(error)}"
+    offers = exchange(group, {"handle": handle, "mark": mark, "uuid": layer.uuid(device)}, deadline)
+    windows = []
+    for peer in members:
+        offer = offers[peer]
+        if peer == group.rank and window is not None:
+            windows.append(window)
+        elif offer["handle"] is not None and window is not None:
+            try:
+                opened = layer.open(offer["handle"], device)
+                layer.copy(stream, staged, opened[:_MARK_BYTES])
+                wait_for(stream.record_event(), deadline, group.rank, "a mark in a peer's memory")
+                if bytes(staged.tolist()) != offer["mark"]:
+                    raise RuntimeError("what it finds there is something else")
+                windows.append(opened)
+            except RuntimeError as error:
+                hidden = "" if offer["uuid"] in layer.visible() else ", which it does not see (CUDA_VISIBLE_DEVICES)"
+                reason = reason or (
+                    f"rank {group.rank} cannot open the memory of rank {peer} on {offer['uuid']}{hidden}: "
+                    f"{_first_line(error)}"
+                )
+    refusals = [said for said in exchange(group, reason[:2000], deadline) if said]
+    return (windows, "") if not refusals else ([], refusals[0])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,118 @@
+"""What is asked of devices. `netfold.torch.device.cuda` answers by torch.cuda."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from netfold.communicator.errors import CollectiveTimeout
+
+Tensor = torch.Tensor
+
+# What an event is asked at once, before the thread sleeps between two looks.
+_LOOKS = 50
+_SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def query(self) -> bool:
+        """Whether the device has come past it; raises what befell the device."""
+
+
+class Stream(Protocol):
+    """A line of work on one device, done in order; between streams only events order anything."""
+
+    def record_event(self) -> Any: ...
+
+    def wait_event(self, event: Any) -> None:
+        """What comes after this in the stream begins behind the event. The host goes on."""
+
+
+class Inside(Protocol):
+    """A group of NCCL's. Its collectives come in the order of the stream that is named; the host goes on."""
+
+    def reduce_scatter(self, stream: Any, output: Tensor, source: Tensor, reduce: str) -> None:
+        """`source`: as many times `output`'s elements as there are ranks."""
+
+    def all_gather(self, stream: Any, output: Tensor, source: Tensor) -> None: ...
+
+    def abort(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class DeviceLayer(Protocol):
+    """One kind of device. Functions raise RuntimeError in the device's own words where it fails or has no room."""
+
+    kind: str
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether its memory is on such a device."""
+
+    def device_of(self, tensor: Tensor) -> torch.device: ...
+
+    def uuid(self, device: torch.device) -> str:
+        """Names a device alike in every process, whichever of them are visible there."""
+
+    def visible(self) -> Sequence[str]:
+        """The UUIDs of the devices that this process sees, by index."""
+
+    def enter(self, device: torch.device) -> None:
+        """The calling thread works for this device from now on: what it makes belongs there."""
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """That of the calling thread."""
+
+    def new_stream(self, device: torch.device) -> Stream: ...
+
+    def launch(self, stream: Any, work: Callable[[], Any]) -> None:
+        """Have `work`'s torch operations done in the stream's order. They may use its temporaries."""
+
+    def copy(self, stream: Any, to: Tensor, source: Tensor) -> None:
+        """Between device and pinned memory, or on a device; the host goes on."""
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """[nbytes] u8 of host memory that copy engines reach."""
+
+    def empty(self, stream: Any, nbytes: int) -> Tensor:
+        """[nbytes] u8 on the stream's device, for that stream: by others it may still be in use."""
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """Its memory is nobody else's before the stream has come past what it has been given so far."""
+
+    def export(self, tensor: Tensor) -> dict[str, Any]:
+        """What another process opens this memory by: numbers, words and bytes."""
+
+    def open(self, handle: dict[str, Any], device: torch.device) -> Tensor:
+        """[as exported] u8: another process's memory, for use by `device` of this one, which need not see its own."""
+
+    def future(self, device: torch.device) -> torch.futures.Future[Any]:
+        """One whose `wait` also makes the current stream wait for the stream that it was resolved in."""
+
+    def resolve(self, stream: Any, future: torch.futures.Future[Any], value: Any) -> None: ...
+
+    def nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Inside:
+        """ValueError where torch has none."""
+
+
+def wait_for(event: Event, deadline: float, rank: int, what: str) -> None:
+    """Have the host wait for a device; CollectiveTimeout where it does not come that far until the deadline."""
+    for _ in range(_LOOKS):
+        if event.query():
+            return
+    began, pause = time.monotonic(), _SHORTEST_S
+    while not event.query():
+        now = time.monotonic()
+        if now > deadline:
+            raise CollectiveTimeout(
+                f"rank {rank}: {what} did not come in {now - began:.1f} s: the device is not done with what came "
+                "before; a kernel hangs, or waits for another rank",
+                rank=rank,
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_S)

@@ -1,0 +1,239 @@
+"""send and recv of tensors on a device: a whole message in host memory, and one native message, so that the other end
+may be a CPU tensor.
+
+A receive is posted at once, and copied in once the message is there, by whoever waits. A send must first be copied out:
+a thread of its own waits for devices, never for ranks, so that no send holds up another for long.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from netfold.communicator.errors import NetfoldError
+from netfold.communicator.group import DTYPES, KINDS
+from netfold.torch.calls import DTYPE_CODES, with_memory
+from netfold.torch.device.layer import DeviceLayer, Event, wait_for
+from netfold.torch.device.pieces import as_bytes
+from netfold.torch.device.pinned import TransferMemory
+from netfold.torch.device.work import DeviceWork
+from netfold.torch.work import NetfoldWork
+
+if TYPE_CHECKING:
+    from netfold.torch.transfers import Transfers
+
+Tensor = torch.Tensor
+
+_BYTES = DTYPES["u8"]
+
+
+class DeviceTransfers:
+    """A group's messages from and to devices."""
+
+    def __init__(self, transfers: Transfers, layer: DeviceLayer) -> None:
+        self._transfers = transfers
+        self._layer = layer
+        self._memory = TransferMemory(layer)
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}
+        self._lock = threading.Lock()
+        self._sends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._closed = False
+
+    def takes(self, tensor: Tensor) -> bool:
+        return self._layer.holds(tensor)
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> SendWork:
+        layer, group = self._layer, self._transfers.group
+        device = layer.device_of(tensor)
+        out, _ = self._of(device)
+        staged = with_memory(tensor).contiguous()
+        ready = layer.current_stream(device).record_event()
+        layer.keep(staged, out)
+        deadline = time.monotonic() + group.timeout_s
+        work = SendWork(layer, device, [tensor], self._transfers, to)
+
+        def copy_and_send() -> None:
+            try:
+                layer.enter(device)
+                memory = self._memory.take(staged.nbytes)
+                out.wait_event(ready)
+                layer.copy(out, memory, as_bytes(staged))
+                copied = out.record_event()
+                wait_for(copied, deadline, group.rank, "send: the copy to the host")
+                region = (memory.data_ptr(), memory.nbytes)
+                dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
+                operation = group.start_transfer(KINDS["send"], dtype, to, tag, region)
+                if not operation.done:
+                    self._transfers.hold(operation, memory)
+                work.sent(operation, copied, out)
+            except (RuntimeError, ValueError) as error:
+                work.fail(_told(error, group.rank, f"send to rank {to} from {device}"))
+
+        with self._lock:
+            if self._pid != os.getpid():
+                raise RuntimeError("this group was made before a fork; make a new one in the child")
+            if self._closed:
+                raise ValueError("this group was closed")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="netfold-sends", daemon=True)
+                self._thread.start()
+            self._sends.put(copy_and_send)
+        return work
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> ReceiveWork:
+        layer, group = self._layer, self._transfers.group
+        device = layer.device_of(tensor)
+        _, back = self._of(device)
+        with_memory(tensor)
+        try:
+            memory = self._memory.take(tensor.nbytes)
+        except RuntimeError as error:
+            raise _told(error, group.rank, f"receive on {device}") from error
+        ready = layer.current_stream(device).record_event()
+        dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
+        region = (memory.data_ptr(), memory.nbytes)
+        operation = group.start_transfer(KINDS["receive"], dtype, source, tag, region)
+        return ReceiveWork(self._transfers, operation, layer, device, back, tensor, memory, ready)
+
+    def _of(self, device: torch.device) -> tuple[Any, Any]:
+        """The streams out of a device and back to it."""
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = self._layer.new_stream(device), self._layer.new_stream(device)
+            return self._streams[device]
+
+    def close(self) -> None:
+        """What still waits in the queue fails, since the group is closed."""
+        with self._lock:
+            self._closed = True
+            self._sends.put(_stop)
+
+    def _serve(self) -> None:
+        while (send := self._sends.get()) is not _stop:
+            send()
+
+
+def _stop() -> None:
+    """The last thing in the queue."""
+
+
+class SendWork(DeviceWork):
+    """One send: it is on its way once it is copied out, and done when the native one is."""
+
+    def __init__(self, layer: DeviceLayer, device: torch.device, result: Any, transfers: Transfers, to: int) -> None:
+        super().__init__(layer, device, result, to)
+        self._transfers = transfers
+        self._operation: Any = None
+
+    def sent(self, operation: Any, event: Event, stream: Any) -> None:
+        self._operation = operation
+        self.given(event, stream)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        super().wait(timeout)
+        seconds = timeout.total_seconds() if timeout and timeout.days >= 0 else None
+        try:
+            self._transfers.group.wait(self._operation, seconds)
+        finally:
+            if self._operation.done:
+                self._transfers.ended(self._operation)
+        return True
+
+    def is_completed(self) -> bool:
+        return super().is_completed() and (self._operation is None or self._operation.done)
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def _resolve_here(self, future: torch.futures.Future[Any]) -> None:
+        if self._failure is None:
+            try:
+                self._transfers.group.wait(self._operation)
+            except NetfoldError as error:
+                self._failure = error
+        super()._resolve_here(future)
+
+
+class ReceiveWork(NetfoldWork):
+    """One receive: the message comes to the host, and then goes to the device."""
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        operation: Any,
+        layer: DeviceLayer,
+        device: torch.device,
+        back: Any,
+        tensor: Tensor,
+        memory: Tensor,
+        ready: Event,
+    ) -> None:
+        self._layer = layer
+        self._device = device
+        self._back = back
+        self._event: Event | None = None
+
+        def copy_in() -> None:
+            back.wait_event(ready)
+            if tensor.is_contiguous():
+                layer.copy(back, as_bytes(tensor), memory)
+            else:
+                whole = layer.empty(back, tensor.nbytes)
+                layer.copy(back, whole, memory)
+                values = whole.view(tensor.dtype).view(tensor.shape)
+                layer.launch(back, lambda: tensor.detach().copy_(values))
+            layer.keep(tensor, back)
+            self._event = back.record_event()
+
+        super().__init__(transfers.group, [operation], [tensor], keep=(tensor, memory), finish=copy_in)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        super().wait(timeout)
+        self._layer.current_stream(self._device).wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        return super().is_completed() and (self._event is None or self._event.query())
+
+    def source_rank(self) -> int:
+        """The rank of the group that sent, once it is done."""
+        return int(self._operations[0].peer)
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future = self._layer.future(self._device)
+
+        def value(_: Any) -> Any:
+            error = self._error()
+            if error is not None:
+                raise error
+            return self._result
+
+        def resolve() -> None:
+            try:
+                super(ReceiveWork, self).wait()
+            except Exception:
+                future.set_result(None)  # the callback raises
+                return
+            self._layer.resolve(self._back, future, self._result)
+
+        visible = future.then(value)
+        threading.Thread(target=resolve, name="netfold-future", daemon=True).start()
+        return visible
+
+
+def _told(error: Exception, rank: int, what: str) -> Exception:
+    if isinstance(error, (NetfoldError, ValueError)):
+        return error
+    return NetfoldError(f"rank {rank}: {what} failed: {error}", rank=rank)

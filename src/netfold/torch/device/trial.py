@@ -1,0 +1,113 @@
+"""What the GPUs of this host can do for ranks here: tried by two of them, as a job would find it.
+
+python -m netfold.torch.device.trial
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+_SIZE = 2
+_COUNT = 1 << 20
+_DEADLINE_S = 120.0
+_MASK = "CUDA_VISIBLE_DEVICES"
+
+
+def findings() -> tuple[list[str], bool]:
+    """Lines for people, and whether ranks reach each other's memory in every way that was tried."""
+    try:
+        import torch
+    except ImportError:
+        return ["no GPU: IPC disabled because torch is not installed"], False
+    if not torch.cuda.is_available():
+        built = "finds no CUDA device" if torch.backends.cuda.is_built() else "was built without CUDA"  # type: ignore[no-untyped-call]
+        return [f"no GPU: IPC disabled because torch {torch.__version__} {built}"], False
+    from netfold.torch.device.cuda import CudaLayer
+
+    uuids = list(CudaLayer().visible())
+    mask = os.environ.get(_MASK)
+    lines = [f"GPUs that this process sees ({_MASK}={mask}):" if mask else "GPUs that this process sees:"]
+    lines += [
+        f"  {number}: {torch.cuda.get_device_properties(number).name}, {uuid}" for number, uuid in enumerate(uuids)
+    ]
+    fine = True
+    for what, masks in _ways(uuids):
+        said, works = _try(masks)
+        lines.append(f"two ranks {what}: {said}")
+        fine = fine and works
+    return lines, fine
+
+
+def _ways(uuids: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """What is tried: words, and what each rank is let see; its device is the last of it."""
+    first, other = uuids[0], uuids[-1]
+    if first == other:
+        return [("on one GPU", [first, first])]
+    return [
+        ("on two GPUs that both see", [f"{other},{first}", f"{first},{other}"]),
+        ("on two GPUs, each of which sees its own", [first, other]),
+    ]
+
+
+def _try(masks: Sequence[str]) -> tuple[str, bool]:
+    with tempfile.TemporaryDirectory(prefix="netfold-trial-") as folder:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "netfold.torch.device.trial", str(rank), folder],
+                env=_environment(mask),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, mask in enumerate(masks)
+        ]
+        try:
+            said = [rank.communicate(timeout=_DEADLINE_S) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return f"no answer within {_DEADLINE_S:g} s", False
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+    for rank, (_, error) in zip(ranks, said, strict=True):
+        if rank.returncode:
+            return (error.strip().splitlines() or ["a rank died without a word"])[-1], False
+    text = said[0][0].strip()
+    return text, "IPC disabled" not in text
+
+
+def _environment(mask: str) -> Mapping[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("NETFOLD_")}
+    return {**kept, _MASK: mask}
+
+
+def _be_rank(rank: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from netfold.torch import device_ways
+
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    torch.cuda.set_device(device)
+    timeout = timedelta(seconds=_DEADLINE_S / 2)
+    dist.init_process_group(
+        "netfold", init_method=f"file://{folder}/store", rank=rank, world_size=_SIZE, timeout=timeout
+    )
+    tensor = torch.full((_COUNT,), float(rank + 1), device=device)
+    dist.all_reduce(tensor)
+    if not bool(tensor.eq(3).all()):
+        raise RuntimeError(f"a sum of 1 and 2 is {float(tensor.min())} to {float(tensor.max())}")
+    print(device_ways())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        _be_rank(int(sys.argv[1]), sys.argv[2])
+    else:
+        print("\n".join(findings()[0]))

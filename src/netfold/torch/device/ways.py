@@ -1,0 +1,156 @@
+"""Which way a group's collectives go, found together when the first one comes, and the same on every rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from netfold.communicator import Group
+from netfold.communicator.errors import NetfoldError
+from netfold.torch.device import ipc, meeting, pinned
+from netfold.torch.device.inside import FROM_BYTES, InsideWay, NcclSums, Sums, places
+from netfold.torch.device.layer import DeviceLayer
+from netfold.torch.device.staged import Staged
+from netfold.torch.store import TorchStore
+
+log = logging.getLogger("netfold")
+
+# For the groups of a part of the ranks to come together: everybody is there already.
+_JOIN_S = 30.0
+
+
+@dataclass
+class Ways:
+    """`reason`: what all ranks found, in a sentence. `done`: the stream in which results are handed over."""
+
+    device: torch.device
+    staged: Staged
+    inside: InsideWay | None
+    done: Any
+    reason: str
+    parts: list[Any] = field(default_factory=list)
+
+    def abort(self, reason: str) -> None:
+        """Who waits for this rank in one of the parts hears the reason."""
+        for part in self.parts:
+            part.abort(reason)
+
+    def close(self) -> None:
+        """Idempotent."""
+        while self.parts:
+            self.parts.pop().close()
+
+
+def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Store, deadline: float) -> Ways:
+    """A collective: the first thing that a group's driver sends. Raises what `meeting.meet` does."""
+    slots: list[torch.Tensor] = []
+    problem = ""
+    try:
+        slots = pinned.slots(layer, int(group.options.pinned_bytes or 0), group.rank)
+    except NetfoldError as error:
+        problem = str(error)
+    facts = meeting.meet(group, meeting.facts_of(group, layer, device, problem), deadline)
+    made = _Made(group, layer, device, part, deadline)
+    try:
+        inside, how = made.inside([each.uuid for each in facts])
+    except BaseException:
+        for each in made.parts:
+            each.close()
+        raise
+    found = made.ways(slots, inside, how)
+    could = group.options.inside == "auto" and len(set(group.nodes)) < group.size
+    level = logging.WARNING if could and inside is None and group.rank == 0 else logging.INFO
+    log.log(level, "rank %d of %d: %s", group.rank, group.size, found.reason)
+    return found
+
+
+class _Made:
+    """What is made while the ways are found: groups of a part of the ranks."""
+
+    def __init__(self, group: Group, layer: DeviceLayer, device: torch.device, part: Store, deadline: float) -> None:
+        self._group = group
+        self._layer = layer
+        self._device = device
+        self._part = part
+        self._deadline = deadline
+        self.parts: list[Any] = []
+
+    def ways(self, slots: Sequence[torch.Tensor], inside: InsideWay | None, how: str) -> Ways:
+        layer, device = self._layer, self._device
+        reason = f"{layer.kind}: {how}staged through {len(slots)} x {slots[0].numel()} bytes of pinned memory"
+        return Ways(
+            device, Staged(self._group, layer, device, slots), inside, layer.new_stream(device), reason, self.parts
+        )
+
+    def inside(self, uuids: Sequence[str]) -> tuple[InsideWay | None, str]:
+        """The way inside hosts, and what is to be said of it."""
+        group, word = self._group, str(self._group.options.inside)
+        members, peers, reason = places(group.nodes, group.rank)
+        if word == "nccl":
+            reason = reason or _twice(group.nodes, uuids)
+            if reason:
+                raise ValueError(f"NETFOLD_INSIDE=nccl cannot be done: {reason}; auto does without")
+            return self._by_nccl(members, peers)
+        if word == "off":
+            reason = "NETFOLD_INSIDE=off"
+        stream = self._layer.new_stream(self._device)
+        windows: list[torch.Tensor] = []
+        if not reason:
+            windows, reason = ipc.open_windows(group, members, self._layer, stream, self._device, self._deadline)
+        if reason:
+            return None, f"IPC disabled because {reason}; "
+        local = group if len(members) == group.size else self._of("host", group.nodes[group.rank], members)
+        return self._way(stream, ipc.IpcSums(self._layer, stream, local, windows), members, peers, "IPC")
+
+    def _by_nccl(self, members: Sequence[int], peers: Sequence[int]) -> tuple[InsideWay | None, str]:
+        store = PrefixStore(f"nccl/{members[0]}", self._part)
+        place = members.index(self._group.rank)
+        nccl = self._layer.nccl(store, place, len(members), self._group.timeout_s)
+        self.parts.append(nccl)
+        stream = self._layer.new_stream(self._device)
+        sums = NcclSums(self._layer, stream, nccl, len(members))
+        return self._way(stream, sums, members, peers, "NCCL")
+
+    def _way(
+        self, stream: Any, sums: Sums, members: Sequence[int], peers: Sequence[int], name: str
+    ) -> tuple[InsideWay, str]:
+        group, layer, device = self._group, self._layer, self._device
+        between = None
+        how = f"all_reduce from {FROM_BYTES} bytes by {name} among the {len(members)} ranks of a host"
+        if len(peers) > 1:
+            among = self._of("between", members.index(group.rank), peers)
+            slots = pinned.slots(layer, int(group.options.pinned_bytes or 0), group.rank)
+            between = Staged(among, layer, device, slots)
+            how += f", by netfold between {len(peers)} hosts"
+        return InsideWay(group, layer, stream, sums, between), f"{how}; else "
+
+    def _of(self, what: str, number: int, ranks: Sequence[int]) -> Group:
+        """A group of some of the ranks. Inside a host there is nothing for a switch to do."""
+        group = self._group
+        switch = group.options.switch if what == "between" else None
+        made = Group(
+            TorchStore(PrefixStore(f"{what}/{number}", self._part)),
+            list(ranks).index(group.rank),
+            len(ranks),
+            options=replace(group.options, switch=switch or ""),  # None would be NETFOLD_SWITCH
+            timeout_s=group.timeout_s,
+            join_timeout_s=min(_JOIN_S, max(1.0, self._deadline - time.monotonic())),
+        )
+        self.parts.append(made)
+        return made
+
+
+def _twice(nodes: Sequence[int], uuids: Sequence[str]) -> str:
+    """NCCL takes one rank a device; found alike by all ranks, whichever host it is."""
+    seen: dict[tuple[int, str], int] = {}
+    for rank, place in enumerate(zip(nodes, uuids, strict=True)):
+        other = seen.setdefault(place, rank)
+        if other != rank:
+            return f"ranks {other} and {rank} are both on {uuids[rank]}"
+    return ""

@@ -1,0 +1,160 @@
+"""Works of operations on device memory.
+
+`wait` waits on the host until the last copy back to the device has been given to it (a stream cannot wait for what is
+not there yet), and then has the caller's current stream wait for that copy: the host goes on while it runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PythonCallbackWork
+
+from netfold.torch.device.layer import DeviceLayer, Event, Stream
+
+
+class DeviceWork(dist.Work):
+    """One operation, or several that were asked for together."""
+
+    _operations: Sequence[Any] = ()  # nothing that a group could wait for
+
+    def __init__(self, layer: DeviceLayer, device: torch.device, result: Any, rank: int) -> None:
+        """`result`: what the Future holds."""
+        super().__init__()
+        self._layer = layer
+        self._device = device
+        self._result = result
+        self._rank = rank
+        self._settled = threading.Event()
+        self._lock = threading.Lock()
+        self._event: Event | None = None
+        self._stream: Stream | None = None
+        self._failure: Exception | None = None
+        self._future: torch.futures.Future[Any] | None = None  # the one to resolve
+        self._visible: torch.futures.Future[Any]  # the one that users get
+
+    def given(self, event: Event, stream: Stream) -> None:
+        """All is on its way: results are in place after `event`, the last one of `stream`."""
+        self._event, self._stream = event, stream
+        self._settle()
+
+    def extended(self) -> None:
+        """The caller's stream has waited, and was given more to do for the result since."""
+        self._stream = self._layer.current_stream(self._device)
+        self._event = self._stream.record_event()
+
+    def fail(self, failure: Exception) -> None:
+        if not self._settled.is_set():
+            self._failure = failure
+            self._settle()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises what befell the operation. A timeout of 0 is torch's word for none."""
+        seconds = timeout.total_seconds() if timeout and timeout.days >= 0 else None
+        if not self._settled.wait(seconds):
+            raise TimeoutError(f"rank {self._rank}: the operation is not done after {seconds} s of waiting")
+        if self._failure is not None:
+            raise self._failure
+        self._layer.current_stream(self._device).wait_event(self._event)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the device has the results."""
+        return self._settled.is_set() and (self._event is None or self._event.query())
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._failure is None
+
+    def exception(self) -> Any:
+        return self._failure
+
+    def result(self) -> Any:
+        return self._result
+
+    def source_rank(self) -> int:
+        return self._rank
+
+    def boxed(self) -> Any:
+        return PythonCallbackWork(self.wait).boxed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            if self._future is None:
+                self._future = self._layer.future(self._device)
+                # DDP's reducer crashes on a Future with an exception set, but not on one whose callback raised.
+                self._visible = self._future.then(self._value)
+                if self._settled.is_set():
+                    self._resolve(self._future)
+            return self._visible
+
+    def _value(self, _: Any) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        return self._result
+
+    def _settle(self) -> None:
+        with self._lock:
+            self._settled.set()
+            if self._future is not None:
+                self._resolve(self._future)
+
+    def _resolve(self, future: torch.futures.Future[Any]) -> None:
+        """On a thread of its own: callbacks run there, and one may block on a later operation's Future."""
+        threading.Thread(target=self._resolve_here, args=(future,), name="netfold-future", daemon=True).start()
+
+    def _resolve_here(self, future: torch.futures.Future[Any]) -> None:
+        if self._stream is None:
+            future.set_result(None)  # the callback raises
+        else:
+            self._layer.resolve(self._stream, future, self._result)
+
+
+class WorksTogether(dist.Work):
+    """What a coalescing manager that saw device memory hands out."""
+
+    _operations: Sequence[Any] = ()
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((work.exception() for work in self._works if work.exception() is not None), None)
+
+    def result(self) -> Any:
+        return [work.result() for work in self._works]
+
+    def boxed(self) -> Any:
+        return PythonCallbackWork(self.wait).boxed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        futures = [work.get_future() for work in self._works]
+        together: torch.futures.Future[Any] = torch.futures.collect_all(futures).then(
+            lambda all_done: [each.value() for each in all_done.value()]
+        )
+        return together

@@ -1,0 +1,70 @@
+"""A netfold group over fake devices: one rank a thread, one device a rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fake_layer import FakeHost, FakeLayer, Order
+from ranks import Outcome, run_threads
+
+from netfold.communicator import Group, Options
+from netfold.torch.process_group import ProcessGroupNetfold
+from netfold.torch.store import TorchStore
+
+ORDERS: tuple[Order, ...] = ("late", "early", 1, 2)
+# What a rank does with its group and its device.
+Act = Callable[[ProcessGroupNetfold, FakeLayer], Any]
+
+
+def on_devices(
+    act: Act,
+    size: int,
+    order: Order = "late",
+    *,
+    before: Any = None,
+    hosts: tuple[int, ...] = (),
+    timeout_s: float = 20.0,
+    **options: Any,
+) -> list[Outcome]:
+    """`act` on every rank; `before` may change a rank's layer first. `hosts`: which the ranks are said to be on."""
+    store, host = dist.HashStore(), FakeHost()
+
+    def enter(rank: int, _size: int, _folder: str) -> Any:
+        torch.set_num_threads(1)
+        layer = FakeLayer(order, rank, host)
+        if before is not None:
+            before(layer)
+        part = dist.PrefixStore("netfold", store)
+        some = Options(probe="off", **options)
+        group = Group(TorchStore(part), rank, size, options=some, timeout_s=timeout_s, join_timeout_s=20.0)
+        group.nodes = hosts or group.nodes
+        made = ProcessGroupNetfold(group, store, part, layer)
+        try:
+            return act(made, layer)
+        finally:
+            made.shutdown()
+
+    return run_threads(enter, size, timeout_s=60.0)
+
+
+def reduce_options(op: Any = dist.ReduceOp.SUM, *, asynchronous: bool = True, timeout_s: float = 0) -> Any:
+    made = dist.AllreduceOptions()
+    made.reduceOp = op
+    made.asyncOp = asynchronous
+    if timeout_s:
+        made.timeout = timedelta(seconds=timeout_s)
+    return made
+
+
+def distinct(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Another value in every element of every rank, whose sums are exact in f32."""
+    return (torch.arange(count, dtype=torch.int64) % 4093 + 5000 * rank).to(dtype)
+
+
+def threads_named(prefix: str) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(prefix)]

@@ -1,0 +1,280 @@
+"""Devices that are not there. A stream here is a list of things to do, and nothing is done before somebody must know.
+
+`late`: each copy and each kernel is done at the last moment, when the host asks for an event behind it. What should
+have waited for an event, and does not, then reads what was there before. `early`: everything is done at once, which
+shows who writes over what is still needed. A number seeds a mixture. Memory is the CPU's, and a device's own by being
+listed; ranks are threads of one process, and a rank's device is its layer.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+Tensor = torch.Tensor
+Order = str | int
+
+_KIND = "cuda"  # torch knows the name without the devices
+
+
+class FakeEvent:
+    def __init__(self, stream: FakeStream, position: int) -> None:
+        self.stream = stream
+        self.position = position
+        self._looks = 2
+
+    def query(self) -> bool:
+        layer = self.stream.layer
+        with layer.lock:
+            if self.stream.done >= self.position:
+                return True
+            if layer.broken:
+                raise RuntimeError(layer.broken)
+            if layer.hangs:
+                return False
+            self._looks -= 1
+            if self._looks < 0 or layer.chance():
+                layer.force(self.stream, self.position)
+            return self.stream.done >= self.position
+
+
+class FakeStream:
+    def __init__(self, layer: FakeLayer, name: str) -> None:
+        self.layer = layer
+        self.name = name
+        self.to_do: collections.deque[Any] = collections.deque()
+        self.given = self.done = 0
+
+    def give(self, work: Any) -> None:
+        with self.layer.lock:
+            self.to_do.append(work)
+            self.given += 1
+            self.layer.go_on()
+
+    def record_event(self) -> FakeEvent:
+        with self.layer.lock:
+            return FakeEvent(self, self.given)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        assert event.stream.layer is self.layer, "an event of another process's"
+        self.give(event)
+
+
+class FakeFuture(torch.futures.Future[Any]):
+    """As torch's with `devices`, for those who wait in Python."""
+
+    def __init__(self, layer: FakeLayer, parent: FakeFuture | None = None) -> None:
+        super().__init__()
+        self.layer, self.parent = layer, parent
+        self.event: FakeEvent | None = None
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        child = FakeFuture(self.layer, self)
+
+        def run(done: Any) -> None:
+            try:
+                child.set_result(callback(done))
+            except Exception as error:
+                child.set_exception(error)
+
+        super().then(run)
+        return child
+
+    def wait(self) -> Any:
+        value = super().wait()
+        event = self.event if self.parent is None else self.parent.event
+        if event is not None:
+            self.layer.current_stream(self.layer.device).wait_event(event)
+        return value
+
+
+class FakeHost:
+    """What the devices of one machine have in common: memory that is exported, and which of it may be opened."""
+
+    def __init__(self) -> None:
+        self.exported: dict[int, Tensor] = {}
+        self.lock = threading.Lock()
+
+
+class FakeLayer:
+    """See `DeviceLayer`."""
+
+    kind = _KIND
+
+    def __init__(self, order: Order, number: int = 0, host: FakeHost | None = None) -> None:
+        self.order = order
+        self.device = torch.device(_KIND, number)
+        self.lock = threading.RLock()
+        self.host = host if host is not None else FakeHost()
+        self.broken = ""  # what the device says to everybody from now on
+        self.hangs = False
+        self.refuses = ""  # what it says to who opens another's memory
+        self.hidden: set[int] = set()  # the numbers of devices that this process does not see
+        self.pinned_left = 1 << 30
+        self.takes_everything = False  # whatever tensor comes is one of the device's
+        self.used: set[tuple[int, str]] = set()
+        self.kept: set[tuple[int, str]] = set()
+        self._random = random.Random(order)
+        self._memory: dict[int, Tensor] = {}
+        self._streams: list[FakeStream] = []
+        self._own = threading.local()
+        self._default = self.new_stream(self.device)
+
+    # --- what tests do ---------------------------------------------------------------------------------------------
+
+    def tensor(self, values: Tensor) -> Tensor:
+        """Memory on the device, which holds `values` from the start."""
+        made = values.clone()
+        self._memory[made.untyped_storage().data_ptr()] = made
+        return made
+
+    def compute(self, work: Callable[[], Any]) -> None:
+        """A kernel of the caller's, in the current stream."""
+        self.launch(self.current_stream(self.device), work)
+
+    def synchronize(self) -> None:
+        with self.lock:
+            for stream in list(self._streams):
+                self.force(stream, stream.given)
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """What the caller's stream finds there, as `tensor.cpu()` would."""
+        stream = self.current_stream(self.device)
+        with self.lock:
+            self.force(stream, stream.given)
+        return tensor.clone()
+
+    # --- the layer -------------------------------------------------------------------------------------------------
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self.takes_everything or tensor.untyped_storage().data_ptr() in self._memory
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        return self.device
+
+    def uuid(self, device: torch.device) -> str:
+        return f"FAKE-{device.index:04}"
+
+    def visible(self) -> list[str]:
+        return [f"FAKE-{number:04}" for number in range(4) if number not in self.hidden]
+
+    def enter(self, device: torch.device) -> None:
+        self._own.device = device
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return getattr(self._own, "stream", self._default)
+
+    def new_stream(self, device: torch.device) -> FakeStream:
+        stream = FakeStream(self, f"stream {len(self._streams)}")
+        self._streams.append(stream)
+        return stream
+
+    def launch(self, stream: FakeStream, work: Callable[[], Any]) -> None:
+        def run() -> None:
+            outer = self.current_stream(self.device)
+            self._own.stream = stream
+            try:
+                with torch.no_grad():
+                    work()
+            finally:
+                self._own.stream = outer
+
+        stream.give(run)
+
+    def copy(self, stream: FakeStream, to: Tensor, source: Tensor) -> None:
+        if self.broken:
+            raise RuntimeError(self.broken)
+        for tensor in (to, source):
+            place = tensor.untyped_storage().data_ptr()
+            if place in self._memory:
+                self.used.add((place, stream.name))
+        stream.give(lambda: to.copy_(source))
+
+    def pinned(self, nbytes: int) -> Tensor:
+        if threading.current_thread().name.startswith("netfold"):
+            assert self._own.device == self.device, "pinned in the context of some other device"
+        if nbytes > self.pinned_left:
+            raise RuntimeError("out of pinned memory")
+        self.pinned_left -= nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def empty(self, stream: FakeStream, nbytes: int) -> Tensor:
+        made = self.tensor(torch.full((nbytes,), 0x55, dtype=torch.uint8))
+        self.keep(made, stream)
+        return made
+
+    def keep(self, tensor: Tensor, stream: FakeStream) -> None:
+        self.kept.add((tensor.untyped_storage().data_ptr(), stream.name))
+
+    def export(self, tensor: Tensor) -> dict[str, Any]:
+        with self.host.lock:
+            number = len(self.host.exported)
+            self.host.exported[number] = tensor
+        return {"number": number}
+
+    def open(self, handle: dict[str, Any], device: torch.device) -> Tensor:
+        if self.refuses:
+            raise RuntimeError(self.refuses)
+        return self.host.exported[handle["number"]]
+
+    def future(self, device: torch.device) -> torch.futures.Future[Any]:
+        return FakeFuture(self)
+
+    def resolve(self, stream: FakeStream, future: Any, value: Any) -> None:
+        future.event = stream.record_event()
+        future.set_result(value)
+
+    def nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        return FakeNccl(store, rank, size)
+
+    # --- the order -------------------------------------------------------------------------------------------------
+
+    def chance(self) -> bool:
+        return isinstance(self.order, int) and self._random.random() < 0.3
+
+    def go_on(self) -> None:
+        """Something came: how much of what there is to do is done now."""
+        if self.order == "early":
+            self.synchronize()
+        elif self.order != "late":
+            for _ in range(self._random.randrange(3)):
+                stream = self._random.choice(self._streams)
+                if stream.done < stream.given:
+                    self.force(stream, stream.done + 1)
+
+    def force(self, stream: FakeStream, position: int) -> None:
+        while stream.done < position:
+            work = stream.to_do.popleft()
+            stream.done += 1
+            if isinstance(work, FakeEvent):
+                self.force(work.stream, work.position)
+            else:
+                work()
+
+
+class FakeNccl:
+    """gloo's collectives, done when the stream comes to them."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._gloo = dist.ProcessGroupGloo(store, rank, size)
+
+    def reduce_scatter(self, stream: FakeStream, output: Tensor, source: Tensor, reduce: str) -> None:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = getattr(dist.ReduceOp, reduce.upper())
+        stream.give(lambda: self._gloo._reduce_scatter_base(output, source, options).wait())
+
+    def all_gather(self, stream: FakeStream, output: Tensor, source: Tensor) -> None:
+        stream.give(lambda: self._gloo._allgather_base(output, source, AllgatherOptions()).wait())
+
+    def abort(self, reason: str) -> None:
+        self._gloo.abort()
+
+    def close(self) -> None:
+        del self._gloo

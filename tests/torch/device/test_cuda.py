@@ -1,0 +1,204 @@
+"""On a GPU: skipped where torch finds none. `make test-cuda` says what ran."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from ranks import run_ranks, values  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SIZE = 2
+# Longer than a copy takes, in cycles: a kernel that what comes after must wait for.
+LONG = 50_000_000
+ELEMENTS = 3_000_001
+
+
+@pytest.fixture(autouse=True)
+def gpus() -> int:
+    """How many there are. Asked here alone: a rank that did so at import could hide none from itself later."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU: torch finds no CUDA device here")
+    return int(torch.cuda.device_count())
+
+
+@pytest.fixture
+def two_gpus(gpus: int) -> None:
+    if gpus < 2:
+        pytest.skip(f"needs two GPUs, here are {gpus}")
+
+
+def mine(rank: int, count: int = ELEMENTS) -> Any:
+    return (torch.arange(count, dtype=torch.int64) % 4093 + 5000 * rank).float()
+
+
+def total(count: int = ELEMENTS) -> Any:
+    return sum(mine(rank, count) for rank in range(SIZE))
+
+
+def world(rank: int, size: int, folder: str, name: str = "store", **options: Any) -> Any:
+    """A group, on the rank's GPU: another one where there are two."""
+    import netfold
+
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "netfold",
+        init_method=f"file://{folder}/{name}",
+        rank=rank,
+        world_size=size,
+        pg_options=netfold.Options(**options),
+    )
+    return device
+
+
+def late(values: Any, device: Any) -> Any:
+    """A tensor that gets its values only after a long kernel."""
+    tensor = torch.full_like(values, -1, device=device)
+    source = values.to(device)
+    torch.cuda._sleep(LONG)
+    tensor.copy_(source)
+    return tensor
+
+
+def collectives(rank: int, size: int, folder: str, inside: str) -> str:
+    """Nothing here has the host wait for the device before the last line of each check."""
+    import netfold.torch
+
+    device = world(rank, size, folder, inside=inside)
+    summed = late(mine(rank), device)
+    work = dist.all_reduce(summed, async_op=True)
+    work.wait()
+    doubled = summed * 2
+    assert torch.equal(doubled.cpu(), total() * 2)
+    again = late(mine(rank), device)
+    future = dist.all_reduce(again, async_op=True).get_future()
+    future.wait()
+    assert torch.equal((again + 1).cpu(), total() + 1)
+    side = torch.cuda.Stream(device)
+    with torch.cuda.stream(side):  # another stream than the default one
+        aside = late(mine(rank), device)
+        dist.all_reduce(aside, op=dist.ReduceOp.AVG)
+        found = aside.clone()
+    side.synchronize()
+    assert torch.equal(found.cpu(), total() / size)
+    cast = late(mine(rank), device)
+    dist.broadcast(cast, 1)
+    assert torch.equal(cast.cpu(), mine(1))
+    outs = [torch.empty(ELEMENTS, device=device) for _ in range(size)]
+    dist.all_gather(outs, late(mine(rank), device))
+    assert all(torch.equal(outs[each].cpu(), mine(each)) for each in range(size))
+    own = torch.empty(1000, device=device)
+    dist.reduce_scatter_tensor(own, late(mine(rank, 1000 * size), device))
+    assert torch.equal(own.cpu(), total(1000 * size)[1000 * rank : 1000 * (rank + 1)])
+    swapped = torch.empty(2000, device=device)
+    dist.all_to_all_single(swapped, late(mine(rank, 2000), device))
+    assert torch.equal(swapped.cpu(), torch.cat([mine(each, 2000)[1000 * rank :][:1000] for each in range(size)]))
+    strided = late(mine(rank, 1600).view(40, 40), device).t()
+    dist.all_reduce(strided)
+    assert torch.equal(strided.t().cpu(), total(1600).view(40, 40))
+    on_cpu = torch.ones(3)
+    dist.all_reduce(summed, async_op=True)
+    dist.all_reduce(on_cpu)
+    dist.barrier()
+    assert on_cpu.eq(size).all()
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool):
+        tensor = torch.ones(100_000, device=device).to(dtype)
+        dist.all_reduce(tensor)
+        assert tensor.eq(1 if dtype is torch.bool else size).all(), dtype
+    said = netfold.torch.device_ways()
+    dist.destroy_process_group()
+    return said
+
+
+@pytest.mark.parametrize("inside", ["off", "auto"])
+def test_collectives_are_ordered_with_the_callers_streams(inside: str) -> None:
+    said = values(run_ranks(collectives, SIZE, inside, timeout_s=180))
+    assert inside == "off" or all("by IPC among the 2 ranks" in each for each in said), said
+
+
+def only_its_own(rank: int, size: int, folder: str) -> str:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    return collectives(rank, size, folder, "auto")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_ranks_that_see_only_their_own_gpu_reach_the_others_memory() -> None:
+    said = values(run_ranks(only_its_own, SIZE, timeout_s=180))
+    assert all("by IPC among the 2 ranks" in each for each in said), said
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_nccl_inside_the_host() -> None:
+    said = values(run_ranks(collectives, SIZE, "nccl", timeout_s=180))
+    assert all("by NCCL among the 2 ranks" in each for each in said), said
+
+
+def fixed(rank: int, size: int, folder: str) -> None:
+    for inside in ("auto", "off"):
+        device = world(rank, size, folder, inside, wire="i32", inside=inside)
+        generator = torch.Generator().manual_seed(rank)
+        values = torch.randn(ELEMENTS, generator=generator) * torch.logspace(-30, 20, ELEMENTS)
+        values[[5, 1000]] = torch.tensor([torch.inf, torch.nan])
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            on_cpu, on_device = values.clone(), values.to(device)
+            dist.all_reduce(on_cpu, op=op)
+            dist.all_reduce(on_device, op=op)
+            found = on_device.cpu()
+            same = (found.view(torch.int32) == on_cpu.view(torch.int32)) | (found.isnan() & on_cpu.isnan())
+            assert same.all(), (inside, op, same.logical_not().nonzero()[:5])
+        dist.destroy_process_group()
+
+
+def test_sums_by_i32_have_the_bits_of_a_hosts_own() -> None:
+    values(run_ranks(fixed, SIZE, timeout_s=180))
+
+
+def messages(rank: int, size: int, folder: str) -> None:
+    device, other = world(rank, size, folder), 1 - rank
+    came = torch.empty(ELEMENTS, device=device)
+    send, receive = dist.isend(late(mine(rank), device), other), dist.irecv(came, other)
+    receive.wait()
+    assert torch.equal((came + 1).cpu(), mine(other) + 1)
+    send.wait()
+    came.zero_()
+    for request in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, late(mine(rank), device), other), dist.P2POp(dist.irecv, came, other)]
+    ):
+        request.wait()
+    assert torch.equal(came.cpu(), mine(other))
+    dist.destroy_process_group()
+
+
+def test_messages() -> None:
+    values(run_ranks(messages, SIZE, timeout_s=120))
+
+
+def train(rank: int, size: int, folder: str) -> None:
+    """DDP over netfold and over gloo, from the same start, with the same batches."""
+    device = world(rank, size, folder)
+    groups = {"netfold": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    found = {}
+    for name, group in groups.items():
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))).to(device)
+        ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=group, bucket_cap_mb=1)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+        for step in range(5):
+            torch.manual_seed(100 * step + rank)
+            optimizer.zero_grad()
+            ddp(torch.randn(32, 512, device=device)).square().mean().backward()
+            optimizer.step()
+        found[name] = torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])
+    assert torch.allclose(found["netfold"], found["gloo"], rtol=1e-5, atol=1e-7)
+    dist.destroy_process_group()
+
+
+def test_ddp_trains_as_over_gloo() -> None:
+    values(run_ranks(train, SIZE, timeout_s=180))

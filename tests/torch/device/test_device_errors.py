@@ -1,0 +1,233 @@
+"""What goes wrong with devices is a sentence, on every rank, and soon."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from device_worlds import distinct, on_devices, reduce_options, threads_named  # noqa: E402
+from ranks import Outcome, values  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+OFF = {"inside": "off", "pinned_bytes": 120 << 10}
+
+
+def reduce_once(group: Any, layer: Any) -> None:
+    tensor = layer.tensor(distinct(group.rank(), 20_000))
+    group.allreduce([tensor], reduce_options()).wait()
+    layer.value(tensor)
+
+
+def says(outcomes: list[Outcome], rank: int, kind: str, *words: str) -> None:
+    found = outcomes[rank]
+    assert found.error == kind and all(word in found.text.split("\n")[0] for word in words), found
+
+
+def test_no_room_for_pinned_memory_is_said_by_every_rank() -> None:
+    def before(layer: Any) -> None:
+        layer.pinned_left = 1 if layer.device.index == 1 else 1 << 30
+
+    outcomes = on_devices(reduce_once, 2, before=before, **OFF)
+    for rank in range(2):
+        says(outcomes, rank, "NetfoldError", "rank 1: the host gave no 122880 bytes", "NETFOLD_PINNED_BYTES")
+
+
+def test_slots_too_small_for_the_group() -> None:
+    outcomes = on_devices(reduce_once, 2, inside="off", pinned_bytes=900)
+    says(outcomes, 0, "ValueError", "300 bytes of pinned memory a slot are too few", "NETFOLD_PINNED_BYTES")
+
+
+def breaks_down(group: Any, layer: Any) -> None:
+    reduce_once(group, layer)
+    if group.rank() == 1:
+        layer.broken = "CUDA error: an illegal memory access was encountered"
+    reduce_once(group, layer)
+
+
+def test_a_device_that_fails_ends_the_group_on_all_ranks() -> None:
+    outcomes = on_devices(breaks_down, 2, "late", **OFF)
+    says(outcomes, 1, "NetfoldError", "rank 1: all_reduce on cuda:1 failed", "illegal memory access")
+    assert "illegal memory access" in outcomes[0].text and outcomes[0].error in ("GroupAborted", "PeerLost"), outcomes
+
+
+def hangs(group: Any, layer: Any) -> float:
+    reduce_once(group, layer)
+    layer.hangs = group.rank() == 0
+    began = time.monotonic()
+    try:
+        tensor = layer.tensor(torch.ones(4))
+        group.allreduce([tensor], reduce_options(timeout_s=0.5)).wait()
+    finally:
+        layer.hangs = False
+    return time.monotonic() - began
+
+
+def test_a_device_that_hangs_is_waited_for_as_long_as_the_call_says() -> None:
+    outcomes = on_devices(hangs, 2, "late", **OFF)
+    says(outcomes, 0, "CollectiveTimeout", "all_reduce: the copy to the host did not come in 0.5 s")
+    assert outcomes[1].error, outcomes
+
+
+def one_on_the_cpu(group: Any, layer: Any) -> None:
+    tensor = torch.ones(500) if group.rank() == 1 else layer.tensor(torch.ones(500))
+    group.allreduce([tensor], reduce_options()).wait()
+
+
+def test_ranks_whose_tensors_are_on_different_kinds_of_devices() -> None:
+    outcomes = on_devices(one_on_the_cpu, 2, **OFF)
+    says(outcomes, 0, "Mismatch", "this rank's tensor is on cuda:0", "not some on the CPU")
+    assert outcomes[1].error == "Mismatch", outcomes
+
+
+def other_kind(layer: Any) -> None:
+    if layer.device.index == 1:
+        layer.kind = "xpu"
+
+
+def test_kinds_that_no_collective_can_join() -> None:
+    outcomes = on_devices(reduce_once, 2, before=other_kind, **OFF)
+    for rank in range(2):
+        says(outcomes, rank, "NetfoldError", "a collective takes tensors on devices of one kind")
+
+
+def mixed(group: Any, layer: Any) -> None:
+    reduce_once(group, layer)
+    outs = [torch.zeros(3), layer.tensor(torch.zeros(3))]
+    group.allgather([outs], [layer.tensor(torch.zeros(3))])
+
+
+def test_an_operation_takes_tensors_of_one_device() -> None:
+    outcomes = on_devices(mixed, 2, **OFF)
+    says(outcomes, 0, "ValueError", "all_gather has tensors on cpu, cuda:0")
+
+
+def closes(group: Any, layer: Any) -> str:
+    reduce_once(group, layer)
+    tensor = layer.tensor(torch.ones(10))
+    if group.rank() == 0:
+        work = group.allreduce([tensor], reduce_options())
+        group.shutdown()
+        try:
+            work.wait()
+        except dist.DistBackendError as error:
+            return str(error)
+        except RuntimeError as error:
+            return str(error)
+    return "the group was closed"
+
+
+def test_closing_a_group_fails_what_is_under_way_and_ends_its_threads() -> None:
+    assert "closed" in values(on_devices(closes, 2, **OFF))[0]
+    assert not threads_named("netfold-device") and not threads_named("netfold-sends")
+
+
+def no_receiver(group: Any, layer: Any) -> None:
+    if group.rank() == 0:
+        layer.broken = "the device fell off the bus"
+        group.send([layer.tensor(torch.ones(10))], 1, 0).wait()
+
+
+def test_a_send_from_a_device_that_fails() -> None:
+    outcomes = on_devices(no_receiver, 2, **OFF)
+    says(outcomes, 0, "NetfoldError", "rank 0: send to rank 1 from cuda:0 failed: the device fell off the bus")
+
+
+def test_a_cuda_tensor_in_a_group_without_devices_is_refused() -> None:
+    from netfold.torch import calls
+
+    with pytest.raises(ValueError, match="CPU tensors and those of CUDA devices, this one is on meta"):
+        calls.copies("broadcast", [], [torch.ones(1, device="meta")])
+
+
+def sends_late(group: Any, layer: Any) -> None:
+    group.shutdown()
+    group.send([layer.tensor(torch.ones(10))], 1, 0)
+
+
+def test_a_send_in_a_closed_group_is_refused() -> None:
+    says(on_devices(sends_late, 2, **OFF), 0, "ValueError", "this group was closed")
+
+
+def crowded(group: Any, layer: Any) -> None:
+    """Messages beyond what may be pinned go through ordinary memory."""
+    layer.pinned_left = 3000
+    group._transfers._device._memory._left = 3000
+    other = 1 - group.rank()
+    tensors = [layer.tensor(torch.full((500,), float(each))) for each in range(5)]
+    came = [layer.tensor(torch.zeros(500)) for _ in range(5)]
+    works = [group.recv([into], other, tag) for tag, into in enumerate(came)]
+    works += [group.send([tensor], other, tag) for tag, tensor in enumerate(tensors)]
+    for work in works:
+        work.wait()
+    for each, into in enumerate(came):
+        assert layer.value(into).eq(each).all()
+
+
+def test_messages_never_wait_for_pinned_memory() -> None:
+    values(on_devices(crowded, 2, **OFF))
+
+
+def breaks_between_hosts(group: Any, layer: Any) -> float:
+    began = time.monotonic()
+    try:
+        for turn in range(2):
+            layer.broken = "an uncorrectable ECC error" if turn and group.rank() == 3 else ""
+            tensor = layer.tensor(distinct(group.rank(), 40_000))
+            group.allreduce([tensor], reduce_options()).wait()
+            layer.value(tensor)
+    except RuntimeError:
+        assert layer.broken or time.monotonic() - began < 10
+        raise
+    return 0.0
+
+
+def test_a_device_that_fails_is_heard_of_by_ranks_that_wait_inside_and_between_hosts() -> None:
+    outcomes = on_devices(breaks_between_hosts, 4, "late", hosts=(0, 0, 1, 1), timeout_s=30.0)
+    for outcome in outcomes:
+        assert outcome.error and "uncorrectable ECC error" in outcome.text, outcome
+
+
+def of_another_mind(group: Any, layer: Any) -> None:
+    if group.rank() == 1:
+        group.netfold.options = replace(group.netfold.options, inside="auto")
+    reduce_once(group, layer)
+
+
+def test_ranks_that_were_told_different_ways_hear_of_it() -> None:
+    for rank in range(2):
+        says(on_devices(of_another_mind, 2, **OFF), rank, "ValueError", "rank 1 has NETFOLD_INSIDE=auto, rank 0 off")
+
+
+def on_two_devices(group: Any, layer: Any) -> None:
+    reduce_once(group, layer)
+    layer.device = torch.device("cuda", 3)
+    reduce_once(group, layer)
+
+
+def test_a_rank_uses_one_device_in_a_group() -> None:
+    says(on_devices(on_two_devices, 2, **OFF), 0, "ValueError", "all_reduce came with tensors on cuda:3", "cuda:0")
+
+
+def leaves_at_once(group: Any, layer: Any) -> None:
+    tensor = layer.tensor(distinct(group.rank(), 60_000))
+    work = group.allreduce([tensor], reduce_options())
+    if group.rank() == 0:
+        work.wait()
+        group.shutdown()
+    else:
+        time.sleep(0.02)
+        work.wait()
+    assert torch.equal(layer.value(tensor), distinct(0, 60_000) + distinct(1, 60_000))
+
+
+@pytest.mark.parametrize("inside", ["off", "auto"])
+def test_a_rank_that_is_done_and_leaves_does_not_end_what_others_still_wait_for(inside: str) -> None:
+    for _ in range(5):
+        values(on_devices(leaves_at_once, 2, "late", inside=inside, pinned_bytes=120 << 10))

@@ -1,0 +1,229 @@
+"""Works, Futures, messages and the order of calls, where tensors are on devices."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from device_worlds import ORDERS, distinct, on_devices, reduce_options  # noqa: E402
+from ranks import values  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+OFF = {"inside": "off", "pinned_bytes": 120 << 10}
+
+
+def wait_does_not_wait_for_the_device(group: Any, layer: Any) -> bool:
+    tensor = layer.tensor(distinct(group.rank(), 10))
+    work = group.allreduce([tensor], reduce_options())
+    work.wait()
+    early = bool(tensor.eq(distinct(group.rank(), 10)).all())  # the copy back is still to be done
+    assert torch.equal(layer.value(tensor), distinct(0, 10) + distinct(1, 10))
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    return early
+
+
+def test_wait_has_the_stream_wait_and_not_the_host() -> None:
+    assert values(on_devices(wait_does_not_wait_for_the_device, 2, "late", **OFF)) == [True, True]
+
+
+def futures(group: Any, layer: Any) -> None:
+    tensor = layer.tensor(distinct(group.rank(), 10))
+    later = layer.tensor(torch.ones(10))
+    seen = []
+    future = group.allreduce([tensor], reduce_options()).get_future()
+    blocked = threading.Event()
+
+    def callback(done: Any) -> Any:
+        # As PowerSGD's: a callback that starts another operation and waits for it.
+        group.allreduce([later], reduce_options()).get_future().wait()
+        seen.append(layer.value(later).tolist())
+        blocked.set()
+        return done.value()
+
+    chained = future.then(callback)
+    future.wait()
+    assert torch.equal(layer.value(tensor), distinct(0, 10) + distinct(1, 10))
+    chained.wait()
+    assert blocked.wait(10) and seen == [[2.0] * 10]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_futures_order_streams_and_their_callbacks_may_block(order: Any) -> None:
+    values(on_devices(futures, 2, order, **OFF))
+
+
+def order_of_calls(group: Any, layer: Any) -> None:
+    """On the CPU a call comes after one on the device: were it submitted first, ranks would mix them up."""
+    on_device, on_cpu = layer.tensor(distinct(group.rank(), 30_000)), torch.full((3,), 1.0 + group.rank())
+    for asynchronous in (False, True):
+        group.allreduce([on_device], reduce_options())
+        group.allreduce([on_cpu], reduce_options(asynchronous=asynchronous)).wait()
+        group.barrier().wait()
+    group.allreduce([on_device], reduce_options()).wait()
+    assert on_cpu.eq(6).all()
+    assert torch.equal(layer.value(on_device), 4 * (distinct(0, 30_000) + distinct(1, 30_000)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_calls_on_the_cpu_do_not_overtake_those_on_a_device(order: Any) -> None:
+    values(on_devices(order_of_calls, 2, order, **OFF))
+
+
+def messages(group: Any, layer: Any) -> list[int]:
+    """Both send first; then a ring; the other end of one is on the CPU; one comes from anywhere."""
+    rank, other = group.rank(), 1 - group.rank()
+
+    def late(values: Any) -> Any:
+        tensor = layer.tensor(torch.full_like(values, -1))
+        layer.compute(lambda: tensor.copy_(values))
+        return tensor
+
+    found = []
+    for count in (10, 300_000):
+        came = [late(torch.zeros(count)) for _ in range(2)]
+        sends = [group.send([late(distinct(rank, count) + tag)], other, tag) for tag in range(2)]
+        receives = [group.recv([came[tag]], other, tag) for tag in (1, 0)][::-1]
+        receives[0].get_future().wait()
+        receives[1].wait()
+        for tag in range(2):
+            assert torch.equal(layer.value(came[tag]), distinct(other, count) + tag), (count, tag)
+        for send in sends:
+            send.wait()
+            assert send.is_success()
+    if rank == 0:
+        group.send([late(distinct(5, 100))], 1, 7).wait()
+    else:
+        on_cpu = torch.zeros(100)
+        group.recv([on_cpu], 0, 7).wait()
+        assert torch.equal(on_cpu, distinct(5, 100))
+    anywhere = late(torch.zeros(4, 4)).t()
+    last = group.send([late(torch.full((4, 4), 3.0 + rank))], other, 9)
+    received = group.recv_anysource([anywhere], 9)
+    received.wait()
+    last.wait()
+    assert layer.value(anywhere).eq(3 + other).all()
+    found.append(received._source_rank())
+    assert layer.used <= layer.kept
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_messages_from_devices_to_devices(order: Any) -> None:
+    assert values(on_devices(messages, 2, order, **OFF)) == [[1], [0]]
+
+
+def coalesced(group: Any, layer: Any) -> None:
+    tensors = [layer.tensor(distinct(group.rank(), count)) for count in (5, 9000)]
+    group._start_coalescing(layer.device)
+    assert group.allreduce([tensors[0]], reduce_options()) is None
+    group.allreduce([tensors[1]], reduce_options())
+    group.send([tensors[0]], 1 - group.rank())
+    came = layer.tensor(torch.zeros(5))
+    group.recv([came], 1 - group.rank())
+    work = group._end_coalescing(layer.device)
+    work.wait()
+    layer.synchronize()
+    assert work.is_success() and work.exception() is None
+    for tensor in tensors:
+        assert torch.equal(layer.value(tensor), distinct(0, len(tensor)) + distinct(1, len(tensor)))
+    layer.value(came)
+    several = [layer.tensor(torch.full((count,), 1.0)) for count in (1, 5000)]
+    group.allreduce(several, reduce_options()).get_future().wait()
+    assert all(layer.value(tensor).eq(2).all() for tensor in several)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_several_operations_at_once(order: Any) -> None:
+    values(on_devices(coalesced, 2, order, **OFF))
+
+
+def kinds_of_tensors(group: Any, layer: Any) -> None:
+    size = group.size()
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.uint8):
+        tensor = layer.tensor(torch.arange(300, dtype=torch.int64).remainder(29).to(dtype))
+        group.allreduce([tensor], reduce_options()).wait()
+        assert torch.equal(layer.value(tensor), (size * torch.arange(300).remainder(29)).to(dtype)), dtype
+    for tensor, due in (
+        (torch.tensor([True, False]), [True, False]),
+        (torch.tensor([1 + 2j]), [size * (1 + 2j)]),
+        (torch.tensor(3.0), size * 3.0),
+        (torch.zeros(0), []),
+    ):
+        tensor = layer.tensor(tensor)
+        group.allreduce([tensor], reduce_options()).wait()
+        assert layer.value(tensor).tolist() == due
+
+
+def test_every_kind_of_tensor() -> None:
+    values(on_devices(kinds_of_tensors, 2, "late", **OFF))
+
+
+def parameters(group: Any, layer: Any) -> None:
+    parameter = torch.nn.Parameter(distinct(group.rank(), 60))
+    layer.takes_everything = True
+    group.allreduce([parameter], reduce_options()).wait(timedelta(seconds=10))
+    layer.takes_everything = False
+    assert torch.equal(layer.value(parameter.detach()), distinct(0, 60) + distinct(1, 60))
+
+
+def test_parameters_that_want_gradients_are_reduced_in_place() -> None:
+    values(on_devices(parameters, 2, **OFF))
+
+
+def sparse(group: Any, layer: Any) -> None:
+    layer.takes_everything = True  # what is gathered is made on the way
+    rank = group.rank()
+    tensor = torch.sparse_coo_tensor(
+        torch.tensor([[0, rank + 1]]), distinct(rank, 2), (4,), is_coalesced=True, check_invariants=True
+    )
+    work = group.allreduce([tensor], reduce_options())
+    work.wait()
+    layer.synchronize()
+    due = torch.zeros(4)
+    for each in range(group.size()):
+        due[[0, each + 1]] += distinct(each, 2)
+    assert torch.equal(tensor.to_dense(), due) and work.is_success()
+    work.get_future().wait()
+
+
+def test_sparse_tensors_are_added_up_on_the_device() -> None:
+    values(on_devices(sparse, 2, "early", **OFF))
+
+
+def premultiplied(group: Any, layer: Any) -> None:
+    layer.takes_everything = True  # the scaled copy is made on the way
+    tensor = distinct(group.rank(), 500)
+    group.allreduce([tensor], reduce_options(dist._make_nccl_premul_sum(0.5))).wait()
+    layer.synchronize()
+    assert torch.equal(tensor, (distinct(0, 500) + distinct(1, 500)) / 2)
+    strided = torch.arange(40_000.0).view(200, 200).t()
+    group.allreduce([strided], reduce_options()).wait()
+    layer.synchronize()
+    assert torch.equal(strided, 2 * torch.arange(40_000.0).view(200, 200).t())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_results_made_elsewhere_are_copied_to_where_they_belong(order: Any) -> None:
+    values(on_devices(premultiplied, 2, order, **OFF))
+
+
+def residuals(group: Any, layer: Any) -> None:
+    """By i8 what rounding takes from a rank's part is given back: with the sum it makes up the parts."""
+    tensor, kept = layer.tensor(distinct(group.rank(), 30_000)), layer.tensor(torch.zeros(30_000))
+    group.average(tensor, kept).wait()
+    lost = layer.value(kept)
+    assert lost.abs().max() > 0
+    group.allreduce([kept], reduce_options()).wait()  # by i8, too, so only roughly
+    due = (distinct(0, 30_000) + distinct(1, 30_000)) / 2
+    assert (layer.value(tensor) + lost - due).abs().max() < due.abs().max() / 10
+
+
+def test_compressed_gradients_leave_their_residual_on_the_device() -> None:
+    values(on_devices(residuals, 2, "late", wire="i8", **OFF))

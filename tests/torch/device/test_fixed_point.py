@@ -1,0 +1,82 @@
+"""The i32 wire's arithmetic by torch: bit by bit the native floor's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from netfold._native import kernels  # noqa: E402
+from netfold.torch.device import fixed_point  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def inputs(seed: int) -> list[torch.Tensor]:
+    """Blocks of every kind, for three ranks: ordinary, of all magnitudes, subnormal, huge, zero, with NaN and Inf."""
+    random = np.random.default_rng(seed)
+    found = []
+    for rank in range(3):
+        bits = random.integers(0, 1 << 32, 1000, dtype=np.uint32)
+        values = bits.view(np.float32)
+        values[~np.isfinite(values)] = 1
+        blocks = [
+            random.standard_normal(128).astype(np.float32),
+            values[:128],
+            (values[128:256] * np.float32(1e-38)),
+            random.integers(0, 1 << 20, 128).astype(np.uint32).view(np.float32),
+            np.full(128, np.finfo(np.float32).max, np.float32) * np.where(random.random(128) < 0.5, -1, 1).astype("f4"),
+            np.full(128, -0.0, np.float32),
+            random.standard_normal(128).astype(np.float32),
+            np.full(128, 2.0 ** (-149 + rank), np.float32),
+            random.standard_normal(77).astype(np.float32),  # a short one
+        ]
+        blocks[6][[3, 9, 27]] = [np.inf, -np.inf if rank == 1 else np.inf, np.nan if rank == 2 else 0.5]
+        found.append(torch.from_numpy(np.concatenate(blocks)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_magnitudes_integers_and_sums_are_the_native_ones(seed: int) -> None:
+    ranks = inputs(seed)
+    count, blocks = len(ranks[0]), fixed_point.block_count(len(ranks[0]))
+    headroom = fixed_point.headroom_bits(len(ranks))
+    agreed, native_agreed = [], []
+    for values in ranks:
+        found = np.empty(blocks, np.int32)
+        kernels.block_magnitudes(found, values.numpy())
+        agreed.append(fixed_point.magnitudes(values))
+        native_agreed.append(found)
+        assert agreed[-1].tolist() == found.tolist()
+    greatest = torch.stack(agreed).amax(0)
+    exponents = fixed_point.exponents(greatest)
+    assert exponents.dtype == torch.int32
+    native_exponents = exponents.numpy().astype(np.int16)
+    for number, values in enumerate(ranks):  # each rank's alone, which the kernels give from its values
+        alone = np.empty(blocks, np.int16)
+        kernels.block_exponents(alone, values.numpy())
+        assert fixed_point.exponents(agreed[number]).tolist() == alone.tolist()
+    total, native_total = torch.zeros(count, dtype=torch.int32), np.zeros(count, np.int32)
+    for values in ranks:
+        native = np.empty(count, np.int32)
+        kernels.quantise(native, values.numpy(), native_exponents, headroom)
+        found = fixed_point.quantise(values, exponents, headroom)
+        assert found.tolist() == native.tolist()
+        total, native_total = total + found, native_total + native
+    native_sum = np.empty(count, np.float32)
+    kernels.dequantise(native_sum, native_total, native_exponents, headroom)
+    found = fixed_point.dequantise(total, exponents, headroom)
+    same = found.view(torch.int32).numpy() == native_sum.view(np.int32)
+    assert (same | (np.isnan(found.numpy()) & np.isnan(native_sum))).all(), np.flatnonzero(~same)
+
+
+def test_headroom_is_that_of_the_native_floor() -> None:
+    assert [fixed_point.headroom_bits(ranks) for ranks in (1, 2, 3, 4, 5, 8, 9)] == [0, 1, 2, 2, 3, 3, 4]
+
+
+def test_no_elements_are_no_blocks() -> None:
+    none = torch.zeros(0)
+    assert len(fixed_point.magnitudes(none)) == 0
+    exponents = fixed_point.exponents(fixed_point.magnitudes(none))
+    assert len(fixed_point.dequantise(fixed_point.quantise(none, exponents, 1), exponents, 1)) == 0

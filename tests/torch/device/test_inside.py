@@ -1,0 +1,153 @@
+"""Sums among the devices of a host, and between hosts: by reaching each other's memory, and by what stands for NCCL."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from device_worlds import ORDERS, distinct, on_devices, reduce_options  # noqa: E402
+from ranks import values  # noqa: E402
+
+from netfold.torch.device import inside, ipc  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+# (options, hosts of the ranks)
+WORLDS = {
+    "ipc, one host": ({}, (0, 0, 0)),
+    "ipc, two hosts": ({}, (0, 1, 0, 1)),
+    "nccl, one host": ({"inside": "nccl"}, (0, 0, 0)),
+    "nccl, two hosts": ({"inside": "nccl"}, (0, 0, 1, 1)),
+}
+COUNT = 60_001
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tested is several pieces long."""
+    monkeypatch.setattr(ipc, "HALF_BYTES", 128 << 10)
+    monkeypatch.setattr(ipc.IpcSums, "piece_bytes", 128 << 10)
+    monkeypatch.setattr(inside.NcclSums, "piece_bytes", 128 << 10)
+
+
+def sums(group: Any, layer: Any) -> None:
+    size, rank = group.size(), group.rank()
+    mine = distinct(rank, COUNT)
+    total = sum(distinct(each, COUNT) for each in range(size))
+    big, half = layer.tensor(torch.full((COUNT,), -1.0)), layer.tensor((mine % 50).to(torch.bfloat16))
+    layer.compute(lambda: big.copy_(mine))
+    most = layer.tensor(mine.to(torch.int32))
+    mean = layer.tensor(mine)
+    works = [
+        group.allreduce([big], reduce_options()),
+        group.allreduce([half], reduce_options()),
+        group.allreduce([most], reduce_options(dist.ReduceOp.MAX)),
+        group.allreduce([mean], reduce_options(dist.ReduceOp.AVG)),
+        group.allreduce([big[:100]], reduce_options()),  # staged: reads what the first left, and is read by the last
+        group.allreduce([big], reduce_options(dist.ReduceOp.MAX)),
+    ]
+    for work in works:
+        work.wait()
+    due = total.clone()
+    due[:100] *= size
+    assert torch.equal(layer.value(big), due)
+    assert torch.equal(layer.value(half), sum(distinct(each, COUNT) % 50 for each in range(size)).to(torch.bfloat16))
+    assert torch.equal(layer.value(most), distinct(size - 1, COUNT, torch.int32))
+    assert torch.equal(layer.value(mean), total / size)
+    assert layer.used <= layer.kept
+    assert "of a host" in group.devices.why(), group.devices.why()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_inside_and_between_hosts(world: str, order: Any) -> None:
+    options, hosts = WORLDS[world]
+    values(on_devices(sums, len(hosts), order, hosts=hosts, **options))
+
+
+def fixed(group: Any, layer: Any) -> None:
+    random = torch.Generator().manual_seed(group.rank())
+    mine = torch.randn(COUNT, generator=random) * torch.logspace(-30, 20, COUNT)
+    mine[[5, 1000, 30_000]] = torch.tensor([torch.inf, torch.nan, -torch.inf if group.rank() else torch.inf])
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        on_cpu, on_device = mine.clone(), layer.tensor(mine)
+        group.allreduce([on_device], reduce_options(op)).wait()
+        group.allreduce([on_cpu], reduce_options(op)).wait()
+        found = layer.value(on_device)
+        same = (found.view(torch.int32) == on_cpu.view(torch.int32)) | (found.isnan() & on_cpu.isnan())
+        assert same.all(), (op, same.logical_not().nonzero()[:5], found[~same][:5], on_cpu[~same][:5])
+
+
+@pytest.mark.parametrize("world", [*WORLDS, "staged"])
+def test_sums_by_i32_have_the_bits_of_a_hosts(world: str) -> None:
+    options, hosts = WORLDS.get(world, ({"inside": "off", "pinned_bytes": 240 << 10}, (0, 0, 0)))
+    values(on_devices(fixed, len(hosts), "late", hosts=hosts, wire="i32", **options))
+
+
+def reduce_and_say(group: Any, layer: Any) -> str:
+    tensor = layer.tensor(distinct(group.rank(), COUNT))
+    group.allreduce([tensor], reduce_options()).wait()
+    assert torch.equal(layer.value(tensor), sum(distinct(rank, COUNT) for rank in range(group.size())))
+    return str(group.devices.why())
+
+
+def refusing(layer: Any) -> None:
+    layer.hidden = {1 - layer.device.index}
+    if layer.device.index == 1:
+        layer.refuses = "CUDA error: peer access is not supported\nand more"
+
+
+def test_where_a_rank_cannot_open_a_peers_memory_none_does_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "netfold"):
+        said = values(on_devices(reduce_and_say, 2, before=refusing))
+    due = (
+        "IPC disabled because rank 1 cannot open the memory of rank 0 on FAKE-0000, which it does not see "
+        "(CUDA_VISIBLE_DEVICES): CUDA error: peer access is not supported; staged through"
+    )
+    assert all(due in each for each in said), said
+    assert [due in record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [True]
+
+
+def hiding(layer: Any) -> None:
+    layer.hidden = {1 - layer.device.index}
+
+
+def test_devices_that_are_hidden_from_a_rank_are_reached_all_the_same() -> None:
+    said = values(on_devices(reduce_and_say, 2, before=hiding))
+    assert all("by IPC among the 2 ranks of a host" in each for each in said), said
+
+
+def test_hosts_of_different_sizes_go_through_the_host() -> None:
+    said = values(on_devices(reduce_and_say, 3, hosts=(0, 0, 1)))
+    assert all("IPC disabled because hosts have different numbers of ranks, 1 to 2" in each for each in said), said
+
+
+def test_ranks_that_share_no_memory_go_through_the_host() -> None:
+    said = values(on_devices(reduce_and_say, 2, transport="tcp"))
+    assert all("IPC disabled because no two ranks share a host's memory" in each for each in said), said
+
+
+def same_device(layer: Any) -> None:
+    layer.device = torch.device("cuda", 0)
+
+
+def test_nccl_is_refused_where_two_ranks_have_one_device() -> None:
+    for outcome in on_devices(reduce_and_say, 2, before=same_device, inside="nccl"):
+        assert outcome.error == "ValueError"
+        assert "NETFOLD_INSIDE=nccl cannot be done: ranks 0 and 1 are both on FAKE-0000" in outcome.text
+
+
+def i8_wire(group: Any, layer: Any) -> None:
+    """By i8 sums are rounded natively: staged, also where there is a way inside."""
+    tensor = layer.tensor(torch.ones(COUNT))
+    group.allreduce([tensor], reduce_options()).wait()
+    assert torch.allclose(layer.value(tensor), torch.full((COUNT,), 2.0), atol=0.1)
+
+
+def test_sums_by_i8_are_staged() -> None:
+    values(on_devices(i8_wire, 2, "late", wire="i8"))

@@ -1,0 +1,127 @@
+"""Collectives on a device's memory through the host, on devices that do everything at the worst moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from device_worlds import ORDERS, distinct, on_devices, reduce_options  # noqa: E402
+from ranks import values  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SIZE = 3
+# Slots of 40 KB: what is tested is many pieces long.
+SMALL = {"pinned_bytes": 120 << 10, "inside": "off"}
+COUNT = 50_001
+
+
+def total(count: int, size: int = SIZE) -> Any:
+    return sum(distinct(rank, count) for rank in range(size))
+
+
+def every_collective(group: Any, layer: Any) -> None:
+    """All of them under way before any is waited for; kernels before and after, in the caller's stream."""
+    rank, size = group.rank(), group.size()
+
+    def late(values: Any) -> Any:
+        """A tensor that gets its values from a kernel."""
+        tensor = layer.tensor(torch.full_like(values, -1))
+        layer.compute(lambda: tensor.copy_(values))
+        return tensor
+
+    def blank(count: int) -> Any:
+        return late(torch.full((count,), -2.0))  # the kernel that writes this must not come after the result
+
+    mine = distinct(rank, COUNT)
+    summed, cast, reduced = late(mine), late(mine if rank == 1 else torch.zeros(COUNT)), late(mine)
+    outs = [blank(COUNT - each) for each in range(size)]
+    scattered, own, swapped = blank(COUNT), blank(COUNT), [blank(7 * rank + 1000 * each) for each in range(size)]
+    gathered = [blank(COUNT) for _ in range(size)] if rank == 2 else []
+    root = dist.BroadcastOptions()
+    root.rootRank = 1
+    to_two = dist.ReduceOptions()
+    to_two.rootRank = 2
+    gather, scatter = dist.GatherOptions(), dist.ScatterOptions()
+    gather.rootRank, scatter.rootRank = 2, 0
+    works = [
+        group.allreduce([summed], reduce_options()),
+        group.broadcast([cast], root),
+        group.reduce([reduced], to_two),
+        group.allgather([outs], [late(mine[: COUNT - rank])]),
+        group.reduce_scatter([own], [[late(mine + 7 * each) for each in range(size)]]),
+        group.gather([gathered] if gathered else [], [late(mine)], gather),
+        group.scatter([scattered], [[late(mine + 3 * each) for each in range(size)]] if rank == 0 else [], scatter),
+        group.alltoall(swapped, [late(mine[: 7 * each + 1000 * rank] + each) for each in range(size)]),
+    ]
+    found = []
+    for work in works:
+        work.wait()
+    for tensor in (summed, cast, reduced, *outs, own, *gathered, scattered, *swapped):
+        after = layer.tensor(torch.full_like(tensor, -3))
+        layer.compute(lambda after=after, tensor=tensor: after.copy_(tensor))  # type: ignore[misc]
+        found.append(after)
+    found = [layer.value(tensor) for tensor in found]
+    due = [total(COUNT), distinct(1, COUNT)]
+    assert torch.equal(found[0], due[0]) and torch.equal(found[1], due[1])
+    assert rank != 2 or torch.equal(found[2], due[0])
+    for each in range(size):
+        assert torch.equal(found[3 + each], distinct(each, COUNT)[: COUNT - each]), each
+    assert torch.equal(found[6], due[0] + 7 * rank * size)
+    rest = found[7:]
+    if rank == 2:
+        for each in range(size):
+            assert torch.equal(rest.pop(0), distinct(each, COUNT)), each
+    assert torch.equal(rest.pop(0), distinct(0, COUNT) + 3 * rank)
+    for each in range(size):
+        assert torch.equal(rest.pop(0), distinct(each, COUNT)[: 7 * rank + 1000 * each] + rank), each
+    assert layer.used <= layer.kept, "memory that could be given to somebody else while it is read"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_collective_is_ordered_by_streams_and_events(order: Any) -> None:
+    values(on_devices(every_collective, SIZE, order, **SMALL))
+
+
+def again_and_again(group: Any, layer: Any) -> list[float]:
+    """Calls on the same memory, none waited for before the last, of one piece and of many."""
+    found = []
+    for count in (100, COUNT):
+        tensor = layer.tensor(distinct(group.rank(), count))
+        for pause in (False, True):
+            before = layer.value(tensor)
+            first = group.allreduce([tensor], reduce_options())
+            if pause:
+                assert first._settled.wait(10)  # on its way back, but maybe not there
+            group.allreduce([tensor], reduce_options(dist.ReduceOp.MAX))
+            group.allreduce([tensor], reduce_options(dist.ReduceOp.AVG)).wait()
+            due = before * SIZE if pause else total(count)
+            found.append(float((layer.value(tensor) - due).abs().max()))
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_call_sees_what_an_earlier_one_on_the_same_memory_left(order: Any) -> None:
+    for found in values(on_devices(again_and_again, SIZE, order, **SMALL)):
+        assert found == [0, 0, 0, 0]
+
+
+def only_received(group: Any, layer: Any) -> None:
+    tensor = layer.tensor(torch.zeros(100))
+    layer.compute(lambda: tensor.fill_(group.rank()))
+    root = dist.BroadcastOptions()
+    root.rootRank = 1
+    work = group.broadcast([tensor], root)
+    work.wait()
+    while not work.is_completed():  # the copy is done, and with it what it waits for; nothing else needs be
+        pass
+    assert layer.value(tensor).eq(1).all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_result_does_not_come_before_what_the_caller_wrote_there_earlier(order: Any) -> None:
+    values(on_devices(only_received, SIZE, order, **SMALL))

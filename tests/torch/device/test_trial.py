@@ -1,0 +1,42 @@
+"""What is said of GPUs where there are none."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from typer.testing import CliRunner  # noqa: E402
+
+from netfold.cli import app  # noqa: E402
+from netfold.torch.device import trial  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_doctor_says_plainly_that_there_is_no_gpu() -> None:
+    ended = CliRunner().invoke(app, ["doctor", "gpu"])
+    assert ended.exit_code == 1
+    assert ended.output.startswith("no GPU: IPC disabled because torch "), ended.output
+
+
+def test_explain_says_it_where_it_is_asked() -> None:
+    asked = CliRunner().invoke(app, ["explain", "all-reduce", "--gpu"])
+    assert asked.exit_code == 0 and "IPC disabled because torch" in asked.output
+    assert "IPC" not in CliRunner().invoke(app, ["explain", "all-reduce"]).output
+
+
+def test_two_gpus_are_tried_with_and_without_the_other_in_sight() -> None:
+    assert trial._ways(["GPU-a"]) == [("on one GPU", ["GPU-a", "GPU-a"])]
+    both, own = trial._ways(["GPU-a", "GPU-b"])
+    assert both[1] == ["GPU-b,GPU-a", "GPU-a,GPU-b"] and own[1] == ["GPU-a", "GPU-b"]
+
+
+def test_a_rank_that_dies_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial.sys, "executable", "/bin/false")
+    assert trial._try(["", ""]) == ("a rank died without a word", False)
