@@ -110,12 +110,16 @@ class Group:
 
         # The part of the store that this life of the group has to itself.
         self.store = store = rendezvous.claim(store, rank, size, deadline)
-        job = rendezvous.agree(store, rank, size, options, deadline)
-        interfaces = own_interfaces(options, store_host)
-        switches = switches_of(options.switch)
-        lanes = _LANES + len(switches)
-        self._resident = Resident(job.secret, rank, size, lanes, interfaces.rails)
-        self._door = door = open_door(rank, interfaces.hosts, options.port_range(), deadline)
+        try:
+            job = rendezvous.agree(store, rank, size, options, deadline)
+            interfaces = own_interfaces(options, store_host)
+            switches = switches_of(options.switch)
+            lanes = _LANES + len(switches)
+            self._resident = Resident(job.secret, rank, size, lanes, interfaces.rails)
+            self._door = door = open_door(rank, interfaces.hosts, options.port_range(), deadline)
+        except BaseException as error:
+            rendezvous.give_up(store, rank, str(error) or type(error).__name__)
+            raise
         sockets: rendezvous.Sockets = []
         node: Node | None = None
         try:
