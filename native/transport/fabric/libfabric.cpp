@@ -129,16 +129,16 @@ bool goes_by_host(const fi_info& info) {
   return info.addr_format == FI_SOCKADDR || info.addr_format == FI_SOCKADDR_IN || info.addr_format == FI_SOCKADDR_IN6;
 }
 
-// Names in order, each once, as "a, b and c" would be too clever for an error.
+// Names in order, each once.
 std::string names_in(const Info& found) {
-  std::string names;
-  std::string last;
+  std::vector<std::string> names;
   for (const fi_info* each = found.get(); each != nullptr; each = each->next) {
     const std::string name = as_text(each->fabric_attr->prov_name);
-    if (name != last) names += (names.empty() ? "" : ", ") + name;
-    last = name;
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
   }
-  return names.empty() ? "none" : names;
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text.empty() ? "none" : text;
 }
 
 std::string locked_memory() {
