@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -18,9 +19,10 @@ import pytest
 import test_host_algorithms as host
 from ranks import run_ranks, run_threads, values
 
-from netfold import Communicator, FileStore, Options
+from netfold import Communicator, FileStore, Options, control
 from netfold._native import fabric
-from netfold.communicator.fabric import port_of
+from netfold.communicator.errors import RendezvousError
+from netfold.communicator.fabric import meet, port_of
 
 try:
     fabric.version()
@@ -239,6 +241,26 @@ def test_ranks_that_are_to_go_over_different_fabrics_are_told_so() -> None:
         other = 0 if rank == 1 else 1
         assert said.startswith(f"RendezvousError {other}: rank {other} is to go over the fabric "), said
         assert said.endswith("every rank needs the same (NETFOLD_TRANSPORT)"), said
+
+
+@pytest.mark.parametrize("last", ["", "this host has no such device"])
+def test_who_leaves_while_the_ranks_meet_is_not_waited_for(last: str) -> None:
+    """Its word is on its way by the fabric for good; its connection tells, or it says itself why it goes."""
+    port = port_of("tcp", LOOPBACK)
+    ours, theirs = socket.socketpair()
+    mine = port.open(fabric.make_bell(), 1)
+    said = {"type": "fabric", "greeting": bytes(16), "provider": port.provider, "names": port.names}
+    control.send(theirs, {**said, "terms": [mine.terms]})
+    if last:
+        control.send(theirs, {"type": "parted", "error": last, "rank": 1})
+    theirs.close()
+    began = time.monotonic()
+    with pytest.raises(RendezvousError) as told:
+        meet("tcp", LOOPBACK, 0, 1, [None, ours], began + 30)
+    assert time.monotonic() - began < SOON_S
+    assert told.value.rank == 1
+    assert str(told.value).startswith(last or "rank 0: rank 1 left while the ranks met over the fabric"), told.value
+    ours.close()
 
 
 def test_what_a_stranger_sends_changes_nothing() -> None:
