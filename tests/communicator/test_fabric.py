@@ -87,6 +87,9 @@ def waits(rank: int, size: int, folder: str) -> float:
     """Seconds of a core that a rank uses while it waits for 0.6 s for another."""
     with join(rank, size, folder, "tcp") as group:
         group.barrier()
+        over = f" of libfabric {fabric.version()} on lo (NETFOLD_TRANSPORT=fabric:tcp)"
+        assert group.group.fabric.startswith("provider tcp") and group.group.fabric.endswith(over), group.group.fabric
+        assert group.group.why("all_reduce", 1 << 20).endswith(f"; over {group.group.fabric}")
         if rank == 1:
             time.sleep(0.6)
         began = resource.getrusage(resource.RUSAGE_SELF)

@@ -21,7 +21,9 @@ from typing import Any
 
 from netfold import control
 from netfold._native import fabric
+from netfold.communicator.addresses import own_interfaces
 from netfold.communicator.errors import RendezvousError
+from netfold.communicator.options import Options
 
 Streams = list[list[Any]]  # by lane and rank; None at our own place
 
@@ -41,6 +43,28 @@ def port_of(provider: str, hosts: Sequence[str]) -> Any:
         if key not in _ports:
             _ports[key] = fabric.Port(provider, list(hosts))
         return _ports[key]
+
+
+def words_of(port: Any) -> str:
+    """What is gone over: provider, version, and the device of each rail."""
+    if port.provider == "mpi":
+        return f"MPI ({port.version})"
+    return f"provider {port.provider} {port.version} of libfabric {fabric.version()} on {', '.join(port.domains)}"
+
+
+def look_ahead(options: Options, store_host: str | None = None) -> tuple[str, str]:
+    """What a group with these options would go over on this host in the place of TCP, and why it cannot: one of the two
+    is empty, both where that is TCP. Opens the port that it would use; an MPI is left alone."""
+    why = f"NETFOLD_TRANSPORT={options.transport}"
+    if options.over_mpi:
+        return f"the MPI of mpirun ({why})", ""
+    if options.fabric is None:
+        return "", ""
+    try:
+        interfaces = own_interfaces(options, store_host)
+        return f"{words_of(port_of(options.fabric, interfaces.hosts[: interfaces.rails]))} ({why})", ""
+    except (fabric.FabricError, RendezvousError) as error:
+        return "", f"{why}: {error}"
 
 
 def meet(

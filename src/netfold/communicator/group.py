@@ -130,11 +130,15 @@ class Group:
             streams = rendezvous.first_rail(sockets[0])
             on_this_host = 1 + sum(_is_here(stream) for stream in streams if stream is not None)
             over: list[list[Any]] = []
+            # What is gone over in the place of TCP, in words, and why; empty for TCP.
+            self.fabric = ""
             probed: Sequence[Any] = streams
             if options.fabric is not None:
                 hosts = interfaces.hosts[: interfaces.rails]
                 port = mpi.port_of(rank, streams, deadline) if options.over_mpi else None
                 over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, port=port)
+                port = port or fabric.port_of(options.fabric, hosts)
+                self.fabric = f"{fabric.words_of(port)} (NETFOLD_TRANSPORT={options.transport})"
                 probed = fabric.as_streams(over[0], streams, options.fabric)
             self.nodes, node = find_nodes(rank, size, streams, enabled=options.shares_memory, deadline=deadline)
             self.peer_memory: Any = None
@@ -451,7 +455,8 @@ class Group:
             reason += "".join(f"; {recovery.state}" for recovery in self.recoveries if recovery.state)
         if row.algorithm == "shared_memory" and operation in _COPIES:
             reason += f"; {self._single_copy}"
-        return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}"
+        over = f"; over {self.fabric}" if self.fabric else ""
+        return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}{over}"
 
     def events(self) -> Records:
         """The newest records of this group's operations (`netfold.profile.RECORD`), oldest first."""
