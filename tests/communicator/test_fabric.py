@@ -5,6 +5,7 @@ Ranks are threads where none of them dies; they share the port of their process 
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import signal
@@ -198,6 +199,39 @@ def test_a_rank_that_vanishes_is_named_soon_by_every_provider() -> None:
     for rank in (0, 2):
         assert not found[rank].error, found[rank]
         assert all(said.startswith("PeerLost 1: ") for said in found[rank].value), found[rank]
+
+
+# In libfabric 1.17's shm: the spin lock of a process's region. 1 is free.
+SHM_LOCK_AT = 24
+
+
+def dies_with_a_lock(rank: int, size: int, folder: str, told: str) -> str:
+    with join(rank, size, folder, "shm") as group:
+        group.barrier()
+        (region,) = Path("/dev/shm").glob(f"{os.getpid()}:*")
+        if rank == 1:
+            with region.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as memory:
+                assert memory[SHM_LOCK_AT : SHM_LOCK_AT + 4] == b"\x01\0\0\0", "another layout"
+                memory[SHM_LOCK_AT : SHM_LOCK_AT + 4] = bytes(4)
+        region.unlink()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(told, "w") as errors:
+            os.dup2(errors.fileno(), 2)
+        group.all_reduce(np.ones(1000))
+    return "came back"
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(fabric.version() != "1.17", reason="knows where libfabric 1.17 has its lock")
+def test_a_provider_that_waits_for_the_lock_of_the_dead_ends_the_process_with_a_word(tmp_path: Path) -> None:
+    """Found by killing ranks in the midst of all_reduce over shm: one time in thirty the others turned there for good."""
+    began = time.monotonic()
+    found = run_ranks(dies_with_a_lock, 2, str(tmp_path / "told"), dies=[0, 1])
+    assert [each.value for each in found] == [None, None]
+    assert time.monotonic() - began < 20
+    said = (tmp_path / "told").read_text()
+    assert "provider shm has been in one call for 5 s and does not come back" in said
 
 
 def fails(rank: int, size: int, folder: str, provider: str) -> str:
