@@ -145,9 +145,11 @@ std::string names_in(const Info& found) {
 std::string locked_memory() {
   rlimit limit{};
   if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
-  return "; this process may lock " + std::to_string(limit.rlim_cur >> 10) +
-         " KiB of memory (RLIMIT_MEMLOCK): raise it with `ulimit -l unlimited`, or memlock in "
-         "/etc/security/limits.conf, or LimitMEMLOCK of the service";
+  const auto kib = [](rlim_t bytes) { return std::to_string(bytes >> 10); };
+  const std::string most = limit.rlim_max == RLIM_INFINITY ? "unlimited" : kib(limit.rlim_max);
+  return "; this process may lock " + kib(limit.rlim_cur) + " KiB of memory (RLIMIT_MEMLOCK): raise it with " +
+         (limit.rlim_max > limit.rlim_cur ? "`ulimit -l " + most + "`, beyond that with " : "") +
+         "memlock in /etc/security/limits.conf, LimitMEMLOCK of the service, or --ulimit memlock=-1 of the container";
 }
 
 // Closes what libfabric opened.

@@ -87,12 +87,11 @@ def meet(
         streams: Streams = [[None] * len(sockets) for _ in range(lanes)]
         with others.told_of():
             port = port or port_of(provider, hosts)
-            others.provider = port.provider
             bell = fabric.make_bell()
             for peer in others.peers:
                 for lane in streams:
                     lane[peer] = port.open(bell, lanes * len(others.peers))
-        names = port.names
+        others.provider, names = port.provider, port.names
         greetings = {peer: secrets.token_bytes(_GREETING_BYTES) for peer in others.peers}
         for peer in others.peers:
             mine = {"provider": port.provider, "names": names, "terms": [lane[peer].terms for lane in streams]}
