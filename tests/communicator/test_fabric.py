@@ -225,7 +225,7 @@ def dies_with_a_lock(rank: int, size: int, folder: str, told: str) -> str:
 @pytest.mark.soak
 @pytest.mark.skipif(fabric.version() != "1.17", reason="knows where libfabric 1.17 has its lock")
 def test_a_provider_that_waits_for_the_lock_of_the_dead_ends_the_process_with_a_word(tmp_path: Path) -> None:
-    """Found by killing ranks in the midst of all_reduce over shm: one time in thirty the others turned there for good."""
+    """Found by killing ranks in the midst of all_reduce: about one time in thirty the others turned there for good."""
     began = time.monotonic()
     found = run_ranks(dies_with_a_lock, 2, str(tmp_path / "told"), dies=[0, 1])
     assert [each.value for each in found] == [None, None]

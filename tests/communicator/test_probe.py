@@ -93,7 +93,7 @@ def test_a_slow_link_does_not_pass_the_budget_by_much(monkeypatch: pytest.Monkey
 
 
 def test_the_first_long_message_is_not_what_the_link_is_judged_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found over tcp;ofi_rxm: an acknowledgement that was late once made it a link of 1 MB/s, and all budget was spent."""
+    """Found over tcp;ofi_rxm: an acknowledgement that was late once made it a link of 1 MB/s."""
     long: list[int] = []
 
     class LateOnce:
