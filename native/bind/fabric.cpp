@@ -199,6 +199,13 @@ void bind_fabric(nb::module_& m) {
             pipe.port()->connect(pipe.stream(), theirs, {std::get<0>(terms), std::get<1>(terms), std::get<2>(terms)});
           },
           nb::arg("names"), nb::arg("terms"))
+      .def_prop_ro(
+          "failure",
+          [](FabricEnd& self) {
+            const auto& pipe = pipe_of(self);
+            return pipe.port()->failure(pipe.stream());
+          },
+          "Why nothing will be sent any more; empty while it works.")
       .def("send", &send_all, nb::arg("data"), nb::arg("timeout_ns"), "How many bytes went within the time.")
       .def("receive", &receive_all, nb::arg("bytes"), nb::arg("timeout_ns"), "Fewer where the time was over.")
       .def("flush", &flush, nb::arg("timeout_ns"), "Whether all that was sent is on its way, and needs us no more.")

@@ -30,6 +30,8 @@ try:
 except fabric.FabricError as error:
     pytest.skip(str(error), allow_module_level=True)
 
+pytestmark = pytest.mark.native
+
 SOON_S = 3.0
 TIMEOUT_S = 20.0
 LOOPBACK = ("127.0.0.1",)
@@ -252,6 +254,14 @@ def test_a_completion_error_is_told_in_the_providers_words() -> None:
     assert any("provider strict+tcp;ofi_rxm: sending failed: this wire was told to fail" in said for said in found), (
         found
     )
+
+
+def test_a_provider_that_can_send_nothing_is_told_of_while_the_ranks_meet() -> None:
+    """Each rank waited for another, and saw its own stream's failure when the time to come together was over."""
+    began = time.monotonic()
+    for said in values(run_threads(fails, 3, "strict:fails=1+tcp")):
+        assert "over the fabric: provider strict+tcp;ofi_rxm: sending failed: this wire was told to fail" in said, said
+    assert time.monotonic() - began < SOON_S
 
 
 def refused(rank: int, size: int, folder: str, providers: tuple[str, ...]) -> Any:

@@ -21,6 +21,8 @@ from ranks import run_ranks, values
 from netfold import Communicator, FileStore, Options
 from netfold._native import fabric
 
+pytestmark = pytest.mark.native
+
 SOURCE = Path(__file__).with_name("odd_libfabric.c")
 LOCKABLE_KIB = 64
 TRANSPORT = Path(__file__).parents[2] / "native" / "transport"

@@ -91,6 +91,7 @@ def meet(
             for peer in others.peers:
                 for lane in streams:
                     lane[peer] = port.open(bell, lanes * len(others.peers))
+        others.streams = streams
         others.provider, names = port.provider, port.names
         greetings = {peer: secrets.token_bytes(_GREETING_BYTES) for peer in others.peers}
         for peer in others.peers:
@@ -149,6 +150,7 @@ class _Others:
         for number in self._ranks:
             self._readable.register(number, select.POLLIN)
         self._said: dict[tuple[int, str], control.Message] = {}
+        self.streams: Streams = []
 
     def tell(self, peer: int, message: control.Message) -> None:
         with self.told_of(peer):
@@ -211,7 +213,14 @@ class _Others:
         return left
 
     def _listen(self, wait_s: float) -> None:
-        """Take all that was said; RendezvousError when a rank parted or left."""
+        """Take all that was said; RendezvousError when a rank parted or left, or a stream failed.
+
+        Whichever: who waits for one rank may have failed towards another, which waits for it.
+        """
+        for peer, lane in itertools.product(self.peers, self.streams):
+            if lane[peer].failure:
+                with self.told_of(peer):
+                    raise fabric.FabricError(lane[peer].failure)
         while ready := self._readable.poll(wait_s * 1000):
             wait_s = 0
             for number, _ in ready:
