@@ -539,8 +539,7 @@ void bind_engine(nb::module_& m) {
       "fds[r]: connected stream sockets to rank r, one a rail, none at this rank's place; lane_fds[r]: others, for "
       "messages between two ranks; spare_fds[i][r]: for what switch i was to do; mends[r]: whether one that breaks may "
       "be made again; fabric[lane][r]: a stream to go over instead, if any are given (spares are lanes from 2 on). "
-      "Takes "
-      "ownership of them.");
+      "Takes ownership of them.");
   e.def(
       "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },
       nb::call_guard<nb::gil_scoped_release>());
