@@ -150,6 +150,14 @@ void bind_fabric(nb::module_& m) {
            nb::arg("provider"), nb::arg("hosts"), "`hosts`: addresses of this host's interfaces, one a rail.")
       .def_prop_ro("provider", [](const fabric::Port& self) { return self.limits().provider; })
       .def_prop_ro("version", [](const fabric::Port& self) { return self.limits().version; })
+      .def_prop_ro(
+          "domains",
+          [](const fabric::Port& self) {
+            nb::list out;
+            for (std::size_t rail = 0; rail < self.rails(); ++rail) out.append(self.limits(rail).domain);
+            return out;
+          },
+          "Interfaces or devices, by rail.")
       .def_prop_ro("names", [](const fabric::Port& self) { return as_list(self.names()); })
       .def_prop_ro("counters",
                    [](const fabric::Port& self) {

@@ -46,6 +46,30 @@ def test_every_rank_sees_every_link_and_the_switch() -> None:
     assert gathered.facts[1].environment["NETFOLD_JOIN_TOKEN"] == "set"
 
 
+def test_a_fabric_that_this_host_has_not_is_found_before_the_job() -> None:
+    environment = {**os.environ, "NETFOLD_TRANSPORT": "fabric:nosuch"}
+    command = [sys.executable, "-m", "netfold.cli", "doctor", "check", "--json"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1, run.stderr
+    finding = json.loads(run.stdout)["findings"][0]
+    assert finding["what"].startswith("NETFOLD_TRANSPORT=fabric:nosuch: "), finding
+    assert finding["level"] == "fails"
+
+
+def test_ranks_that_do_not_come_together_are_told_why_in_a_sentence() -> None:
+    environment = {**os.environ, "NETFOLD_TRANSPORT": "fabric:nosuch", "RANK": "0", "WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    run = subprocess.run(
+        [sys.executable, "-m", "netfold.cli", "doctor", "check"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 1
+    assert run.stderr.startswith("netfold doctor check: rank 0 cannot use the fabric 'nosuch'"), run.stderr
+
+
 def test_alone_it_says_that_nothing_listens_where_the_switch_should_be() -> None:
     environment = {**os.environ, "NETFOLD_SWITCH": "127.0.0.1:9"}
     command = [sys.executable, "-m", "netfold.cli", "doctor", "check", "--json"]

@@ -151,8 +151,10 @@ def test_without_an_mpi_in_the_process_it_says_so_and_takes_nothing_else() -> No
 
 def differs(rank: int, size: int, folder: str) -> None:
     transport = "mpi" if rank == 1 else "tcp"
-    Communicator(FileStore(folder), rank, size, options=Options(transport=transport), join_timeout_s=2)
+    Communicator(FileStore(folder), rank, size, options=Options(transport=transport), join_timeout_s=20)
 
 
 def test_ranks_that_do_not_all_say_mpi_hear_of_it() -> None:
-    assert any("over the fabric" in outcome.text for outcome in run_threads(differs, 2))
+    said = [outcome.text for outcome in run_threads(differs, 2, timeout_s=10)]
+    assert "rank 1 is to go over MPI, rank 0 over TCP: every rank needs the same (NETFOLD_TRANSPORT)" in said[0]
+    assert "rank 0 is to go over TCP, rank 1 over MPI: every rank needs the same (NETFOLD_TRANSPORT)" in said[1]

@@ -92,6 +92,24 @@ def test_a_slow_link_does_not_pass_the_budget_by_much(monkeypatch: pytest.Monkey
     assert len(sizes) <= 8
 
 
+def test_the_first_long_message_is_not_what_the_link_is_judged_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found over tcp;ofi_rxm: an acknowledgement that was late once made it a link of 1 MB/s."""
+    long: list[int] = []
+
+    class LateOnce:
+        def setsockopt(self, *_: int) -> None: ...
+
+        def sendall(self, data: bytes) -> None:
+            if len(data) > 10_000:
+                long.append(len(data))
+                time.sleep(0.04 if len(long) == 1 else 0)
+
+    monkeypatch.setattr(probe, "receive_exactly", lambda stream, count: b"x")
+    samples = probe._ping(LateOnce())  # type: ignore[arg-type]
+    assert max(seconds for _, seconds in samples) < 0.04
+    assert {size for size, _ in samples} >= {1, 32 << 10, 256 << 10}
+
+
 def leave(sockets: list[socket.socket | None], rank: int) -> str:
     with pytest.raises(RendezvousError) as left:
         probe.agree(sockets, rank, Topology.apart(2), build, soon())

@@ -86,6 +86,7 @@ def _mesh_over(rank: int, size: int, folder: str, hosts: list[tuple[str, ...]]) 
 def test_ranks_that_name_different_numbers_of_interfaces_say_so() -> None:
     outcomes = run_threads(_mesh_over, 2, [("127.0.0.1", "127.0.0.2"), ("127.0.0.1",)])
     assert "rank 0 names 2 interfaces, rank 1 1: every rank needs as many (NETFOLD_INTERFACE)" in outcomes[1].text
+    assert "rank 1 names 1 interfaces, rank 0 2: every rank needs as many (NETFOLD_INTERFACE)" in outcomes[0].text
 
 
 def hello(
@@ -205,9 +206,9 @@ def join(rank: int, size: int, folder: str, options: list[dict[str, Any]], timeo
 
 def test_absent_ranks_are_named_when_the_time_to_join_is_over() -> None:
     outcomes = run_threads(join, 4, [{}, {"absent": True}, {}, {"absent": True}], 1.0)
-    assert "rank 0: rank 1, 3 of 4 did not connect in time; did every rank start" in outcomes[0].text
-    assert outcomes[2].error == "RendezvousError"
-    assert "rank 1" in outcomes[2].text
+    for rank in (0, 2):
+        assert outcomes[rank].error == "RendezvousError"
+        assert f"rank {rank}: rank 1, 3 of 4 did not come in time; did every rank start" in outcomes[rank].text
 
 
 def test_without_rank_0_the_others_say_so() -> None:
@@ -258,6 +259,14 @@ def test_an_interface_that_does_not_exist_is_named_beside_those_that_do() -> Non
     assert outcomes[0].error == "RendezvousError"
     assert "NETFOLD_INTERFACE=nosuch0" in outcomes[0].text
     assert "lo" in outcomes[0].text
+
+
+def test_a_rank_that_cannot_join_tells_the_others_why_at_once() -> None:
+    began = time.monotonic()
+    outcomes = run_threads(join, 3, [{}, {"interface": "nosuch0"}, {}], 10.0)
+    assert time.monotonic() - began < 2
+    for rank in (0, 2):
+        assert "rank 1 could not join; it said: NETFOLD_INTERFACE=nosuch0: no such interface" in outcomes[rank].text
 
 
 def test_an_address_that_is_not_this_hosts_cannot_be_listened_on() -> None:

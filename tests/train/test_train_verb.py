@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.cli import app
+from netfold.communicator.launchers import placement
 from netfold.train.audience.metrics_file import read_metrics
 from netfold.train.survive.stop import STOPPED_STATUS
 
@@ -253,8 +255,10 @@ def test_under_slurm_each_process_is_a_rank(tmp_path: Path, recipe: Path) -> Non
         slurm |= {"JOB_ID": str(os.getpid()), "STEP_ID": "0", "STEP_NODELIST": "localhost"}
         return environment(tmp_path, **{f"SLURM_{name}": value for name, value in slurm.items()})
 
-    both = [start([*VERB, str(recipe)], task(rank)) for rank in range(2)]
-    (first, out, err), (second, silent, other) = [ended(each) for each in both]
+    # That the port is taken which they would meet at stops nobody.
+    with socket.create_server(("127.0.0.1", placement(task(0)).port)):
+        both = [start([*VERB, str(recipe)], task(rank)) for rank in range(2)]
+        (first, out, err), (second, silent, other) = [ended(each) for each in both]
     assert (first, second) == (0, 0), err + other
     assert out.count(TRAINED) == 1 and out.rstrip().endswith("on 2 ranks") and silent == ""
     # What is wrong is said once, by rank 0, and before torch is loaded.

@@ -1,3 +1,4 @@
+#include <netfold/transport/fabric/call_watch.hpp>
 #include <netfold/transport/fabric/libfabric.hpp>
 
 #include <dlfcn.h>
@@ -129,24 +130,26 @@ bool goes_by_host(const fi_info& info) {
   return info.addr_format == FI_SOCKADDR || info.addr_format == FI_SOCKADDR_IN || info.addr_format == FI_SOCKADDR_IN6;
 }
 
-// Names in order, each once, as "a, b and c" would be too clever for an error.
+// Names in order, each once.
 std::string names_in(const Info& found) {
-  std::string names;
-  std::string last;
+  std::vector<std::string> names;
   for (const fi_info* each = found.get(); each != nullptr; each = each->next) {
     const std::string name = as_text(each->fabric_attr->prov_name);
-    if (name != last) names += (names.empty() ? "" : ", ") + name;
-    last = name;
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
   }
-  return names.empty() ? "none" : names;
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text.empty() ? "none" : text;
 }
 
 std::string locked_memory() {
   rlimit limit{};
   if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
-  return "; this process may lock " + std::to_string(limit.rlim_cur >> 10) +
-         " KiB of memory (RLIMIT_MEMLOCK): raise it with `ulimit -l unlimited`, or memlock in "
-         "/etc/security/limits.conf, or LimitMEMLOCK of the service";
+  const auto kib = [](rlim_t bytes) { return std::to_string(bytes >> 10); };
+  const std::string most = limit.rlim_max == RLIM_INFINITY ? "unlimited" : kib(limit.rlim_max);
+  return "; this process may lock " + kib(limit.rlim_cur) + " KiB of memory (RLIMIT_MEMLOCK): raise it with " +
+         (limit.rlim_max > limit.rlim_cur ? "`ulimit -l " + most + "`, beyond that with " : "") +
+         "memlock in /etc/security/limits.conf, LimitMEMLOCK of the service, or --ulimit memlock=-1 of the container";
 }
 
 // Closes what libfabric opened.
@@ -179,13 +182,16 @@ class LibfabricWire final : public Wire {
   std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes) override;
   Taken send(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, std::uint64_t tag,
              Work* work) override {
+    const CallWatch::Call call(watch_);
     return taken(fi_tsend(endpoint_.get(), data, bytes, descriptor, to, tag, work));
   }
   Taken inject(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag) override {
+    const CallWatch::Call call(watch_);
     return taken(fi_tinject(endpoint_.get(), data, bytes, to, tag));
   }
   Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) override {
     constexpr std::uint64_t kAnyTag = ~std::uint64_t{0};
+    const CallWatch::Call call(watch_);
     return taken(fi_trecv(endpoint_.get(), into, bytes, descriptor, FI_ADDR_UNSPEC, 0, kAnyTag, work));
   }
   const std::string& why() const override { return why_; }
@@ -215,6 +221,7 @@ class LibfabricWire final : public Wire {
 
   Info info_;
   std::string place_;
+  CallWatch watch_;
   Limits limits_;
   bool binds_registrations_ = false;
   bool names_keys_ = false;
@@ -229,7 +236,9 @@ class LibfabricWire final : public Wire {
 };
 
 LibfabricWire::LibfabricWire(Info info, const std::string& host)
-    : info_(std::move(info)), place_(as_text(info_->domain_attr->name) + (host.empty() ? "" : " at " + host)) {
+    : info_(std::move(info)),
+      place_(as_text(info_->domain_attr->name) + (host.empty() ? "" : " at " + host)),
+      watch_(as_text(info_->fabric_attr->prov_name)) {
   limits_.provider = as_text(info_->fabric_attr->prov_name);
   limits_.version = version_of(*info_);
   limits_.domain = as_text(info_->domain_attr->name);
@@ -284,6 +293,7 @@ std::vector<std::byte> LibfabricWire::name() const {
 
 Wire::Peer LibfabricWire::add(std::span<const std::byte> name) {
   fi_addr_t peer = FI_ADDR_NOTAVAIL;
+  const CallWatch::Call call(watch_);
   if (fi_av_insert(addresses_.get(), name.data(), 1, &peer, 0, nullptr) != 1) {
     throw Error("provider " + limits_.provider + " does not take an address of " + std::to_string(name.size()) +
                 " bytes; does every rank use the same provider?");
@@ -311,7 +321,10 @@ std::unique_ptr<Registration> LibfabricWire::register_memory(std::byte* data, st
 std::size_t LibfabricWire::poll(std::span<Completion> into) {
   std::array<fi_cq_tagged_entry, kBatch> entries;
   const std::size_t most = std::min(into.size(), entries.size());
-  const ssize_t found = fi_cq_read(queue_.get(), entries.data(), most);
+  const ssize_t found = [&] {
+    const CallWatch::Call call(watch_);
+    return fi_cq_read(queue_.get(), entries.data(), most);
+  }();
   if (found == -FI_EAGAIN || found == 0) return 0;
   if (found == -FI_EAVAIL) {
     failed(into[0]);

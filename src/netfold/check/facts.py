@@ -18,6 +18,7 @@ import psutil
 from netfold.communicator import Options
 from netfold.communicator.addresses import interface_of, own_interfaces
 from netfold.communicator.errors import NetfoldError
+from netfold.communicator.fabric import look_ahead
 from netfold.communicator.membership import ask_room
 from netfold.control import switches_of
 
@@ -69,6 +70,10 @@ class Facts:
     mtu: int
     """Of the first."""
     switches: Sequence[SwitchRoom]
+    fabric: str = ""
+    """What NETFOLD_TRANSPORT names in the place of TCP, in words; empty where it names nothing."""
+    fabric_error: str = ""
+    """Why this host cannot go over it."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -84,6 +89,7 @@ def facts_here(rank: int = 0, *, folder: Path | None = None, store_host: str | N
     """Of this process. folder: where the job will write. Asks each switch of NETFOLD_SWITCH: SWITCH_S each at most."""
     options = Options().resolved()
     names, error, mtu = _interfaces(options, store_host)
+    fabric, fabric_error = look_ahead(options, store_host) if not error else ("", "")
     disk = _existing(folder or Path.cwd())
     return Facts(
         rank=rank,
@@ -103,6 +109,8 @@ def facts_here(rank: int = 0, *, folder: Path | None = None, store_host: str | N
         interface_error=error,
         mtu=mtu,
         switches=[_room(endpoint, options, rank) for endpoint in switches_of(options.switch)],
+        fabric=fabric,
+        fabric_error=fabric_error,
     )
 
 

@@ -44,7 +44,7 @@ def judge(gathered: Gathered) -> list[Finding]:
     """What fails first, then what warns; empty where all is well."""
     found = [
         finding
-        for rule in (_versions, _environment, _interfaces, _memory, _shared, _limits, _cores, _switches)
+        for rule in (_versions, _environment, _interfaces, _memory, _shared, _limits, _cores, _fabrics, _switches)
         for finding in rule(gathered)
     ]
     found += [*_links(gathered), *_clocks(gathered)]
@@ -111,7 +111,8 @@ def _shared(gathered: Gathered) -> Iterator[Finding]:
             yield Finding(Level.WARN, facts.host, f"/dev/shm: {there} for {len(ranks)} ranks", todo)
         if len({gathered.nodes[rank] for rank in ranks}) > 1:
             what = f"ranks {listed(ranks)} are on one machine and do not share memory"
-            todo = "let them have one IPC and network namespace (containers: --ipc=host), or unset NETFOLD_TRANSPORT"
+            todo = "let them have one IPC and network namespace (containers: --ipc=host), or add ,memory to"
+            todo += " NETFOLD_TRANSPORT if it is set"
             yield Finding(Level.WARN, facts.host, what, todo)
 
 
@@ -128,6 +129,13 @@ def _cores(gathered: Gathered) -> Iterator[Finding]:
         if len(ranks) > facts.cores:
             what = f"{len(ranks)} ranks on {facts.cores} cores"
             yield Finding(Level.WARN, facts.host, what, "they wait for each other's cores: start fewer a host")
+
+
+def _fabrics(gathered: Gathered) -> Iterator[Finding]:
+    for error in sorted({facts.fabric_error for facts in gathered.facts if facts.fabric_error}):
+        ranks = [facts.rank for facts in gathered.facts if facts.fabric_error == error]
+        todo = "name one that netfold doctor fabric lists, or unset NETFOLD_TRANSPORT"
+        yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, todo)
 
 
 def _switches(gathered: Gathered) -> Iterator[Finding]:

@@ -34,6 +34,8 @@ def show(console: Console, gathered: Gathered, findings: Sequence[Finding]) -> N
         console.print(links)
     elif len(gathered.facts) > 1:
         console.print("all ranks share memory: there are no links to measure", highlight=False)
+    for fabric in sorted({facts.fabric for facts in gathered.facts if facts.fabric}):
+        console.print(f"over {fabric}", highlight=False)
     for room in gathered.facts[0].switches:
         if not room.error:
             has = f"{room.jobs} jobs, {room.workers} workers, {size(room.memory_bytes)}"

@@ -1,7 +1,7 @@
 """`netfold doctor`: what is wrong, before a job and in one that hangs; which fabrics there are."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -74,14 +74,19 @@ def check(
 
     from netfold.check import check_alone, check_ranks, failed, judge, show
     from netfold.communicator import Communicator, Options, launchers
+    from netfold.communicator.errors import NetfoldError
 
-    if launchers.is_launched():
-        # The links are what is measured: the switch is asked, and not joined.
-        options = Options(switch="")
-        with Communicator.from_environment(options=options, timeout_s=timeout, join_timeout_s=timeout) as communicator:
-            gathered, rank = check_ranks(communicator, folder), communicator.rank
-    else:
-        gathered, rank = check_alone(folder), 0
+    # The links are what is measured: the switch is asked, and not joined.
+    own: dict[str, Any] = {"options": Options(switch=""), "timeout_s": timeout, "join_timeout_s": timeout}
+    try:
+        if launchers.is_launched():
+            with Communicator.from_environment(**own) as communicator:
+                gathered, rank = check_ranks(communicator, folder), communicator.rank
+        else:
+            gathered, rank = check_alone(folder), 0
+    except (NetfoldError, ValueError) as error:
+        typer.echo(f"netfold doctor check: {error}", err=True)
+        raise typer.Exit(FOUND) from None
     findings = judge(gathered)
     if rank == 0 and as_json:
         told = [{**asdict(finding), "level": finding.level.value} for finding in findings]

@@ -29,12 +29,16 @@ def explain(
 
     from netfold.bench.sizes import parse_size
     from netfold.communicator import Options
+    from netfold.communicator.fabric import look_ahead
     from netfold.plan import DEFAULT_LINKS, Link, Topology, build_table, candidates, format_seconds
 
     name = operation.replace("-", "_")
     try:
         options = Options().resolved()
         topology = Topology.even(ranks, ranks if hosts is None else hosts)
+        apart = not options.shares_memory and topology.node_count < ranks
+        if apart:
+            topology = Topology.apart(ranks)
         network = DEFAULT_LINKS.network
         links = replace(
             DEFAULT_LINKS,
@@ -57,7 +61,7 @@ def explain(
     except (ValueError, KeyError) as error:
         typer.echo(f"netfold explain: {error.args[0]}", err=True)
         raise typer.Exit(2) from None
-    where = f"{ranks} ranks" if hosts is None else f"{ranks} ranks on {topology.node_count} hosts"
+    where = f"{ranks} ranks" if hosts is None else f"{ranks} ranks on {hosts} hosts"
     console = Console()
     if ranks > 1:
         shown = Table(title=f"{name} of {size} on {where}", title_justify="left")
@@ -70,6 +74,13 @@ def explain(
             shown.add_row(each.algorithm + (" *" if chosen else ""), time, each.note, style="bold" if chosen else None)
         console.print(shown)
     console.print(f"* {row.algorithm}, wire {row.wire}: {row.reason}", soft_wrap=True, highlight=False)
+    if apart:
+        told = f"ranks of one host do not share memory: NETFOLD_TRANSPORT={options.transport}"
+        console.print(told, soft_wrap=True, highlight=False, markup=False)
+    over, why_not = look_ahead(options)
+    if over or why_not:
+        told = f"over {over}" if over else f"no group would come together: {why_not}"
+        console.print(told, soft_wrap=True, highlight=False, markup=False)
     if protection:
         console.print(protection, soft_wrap=True, highlight=False)
     if gpu:

@@ -16,18 +16,20 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from netfold import control
 from netfold._native import fabric
+from netfold.communicator.addresses import own_interfaces
 from netfold.communicator.errors import RendezvousError
+from netfold.communicator.options import Options
 
 Streams = list[list[Any]]  # by lane and rank; None at our own place
 
 _GREETING_BYTES = 16
-# Between two looks at what a provider has to do, while other ranks are waited for.
-_LOOK_S = 0.0005
+# Between two looks at what a provider has to do, while other ranks are waited for, and at what those say.
+_LOOK_S, _SLICE_S = 0.0005, 0.02
 
 # One a provider and set of interfaces, for all groups of this process; never closed before it ends.
 _ports: dict[tuple[int, str, tuple[str, ...]], Any] = {}
@@ -43,6 +45,28 @@ def port_of(provider: str, hosts: Sequence[str]) -> Any:
         return _ports[key]
 
 
+def words_of(port: Any) -> str:
+    """What is gone over: provider, version, and the device of each rail."""
+    if port.provider == "mpi":
+        return f"MPI ({port.version})"
+    return f"provider {port.provider} {port.version} of libfabric {fabric.version()} on {', '.join(port.domains)}"
+
+
+def look_ahead(options: Options, store_host: str | None = None) -> tuple[str, str]:
+    """What a group with these options would go over on this host in the place of TCP, and why it cannot: one of the two
+    is empty, both where that is TCP. Opens the port that it would use; an MPI is left alone."""
+    why = f"NETFOLD_TRANSPORT={options.transport}"
+    if options.over_mpi:
+        return f"the MPI of mpirun ({why})", ""
+    if options.fabric is None:
+        return "", ""
+    try:
+        interfaces = own_interfaces(options, store_host)
+        return f"{words_of(port_of(options.fabric, interfaces.hosts[: interfaces.rails]))} ({why})", ""
+    except (fabric.FabricError, RendezvousError) as error:
+        return "", f"{why}: {error}"
+
+
 def meet(
     provider: str,
     hosts: Sequence[str],
@@ -56,78 +80,173 @@ def meet(
     """A stream a lane and rank, over this host's interfaces with the addresses `hosts`, or over `port`.
 
     sockets: one to each rank, proved. Raises RendezvousError that names the provider's reason, or the rank that does
-    not answer.
+    not answer; every rank hears of it.
     """
-    peers = {peer: stream for peer, stream in enumerate(sockets) if stream is not None}
-    for stream in peers.values():
-        stream.settimeout(max(0.001, deadline - time.monotonic()))
-    streams: Streams = [[None] * len(sockets) for _ in range(lanes)]
+    others = _Others(rank, sockets, port.provider if port else provider, hosts, deadline)
     try:
-        port = port or port_of(provider, hosts)
-        bell = fabric.make_bell()
-        for peer in peers:
-            for lane in streams:
-                lane[peer] = port.open(bell, lanes * len(peers))
-    except fabric.FabricError as error:
-        for stream in peers.values():
-            with contextlib.suppress(OSError):  # who has gone need not hear it
-                control.send(stream, {"type": "fabric", "error": str(error)})
-        raise RendezvousError(
-            f"rank {rank} cannot use the fabric '{provider}' (NETFOLD_TRANSPORT): {error}", rank=rank
-        ) from None
-    names = port.names
-    greetings = {peer: secrets.token_bytes(_GREETING_BYTES) for peer in peers}
-    expected = {}
-    for peer, stream in peers.items():
-        with _told(rank, peer, port.provider, hosts):
+        streams: Streams = [[None] * len(sockets) for _ in range(lanes)]
+        with others.told_of():
+            port = port or port_of(provider, hosts)
+            bell = fabric.make_bell()
+            for peer in others.peers:
+                for lane in streams:
+                    lane[peer] = port.open(bell, lanes * len(others.peers))
+        others.provider, names = port.provider, port.names
+        greetings = {peer: secrets.token_bytes(_GREETING_BYTES) for peer in others.peers}
+        for peer in others.peers:
             mine = {"provider": port.provider, "names": names, "terms": [lane[peer].terms for lane in streams]}
-            control.send(stream, {"type": "fabric", "greeting": greetings[peer], **mine})
-    for peer, stream in peers.items():
-        with _told(rank, peer, port.provider, hosts):
-            theirs = control.receive(stream)
-            _check(rank, peer, port.provider, theirs)
-            for lane, terms in zip(streams, theirs["terms"], strict=True):
-                lane[peer].connect(theirs["names"], tuple(terms))
+            others.tell(peer, {"type": "fabric", "greeting": greetings[peer], **mine})
+        expected = {}
+        for peer in others.peers:
+            theirs = others.hear(peer, "fabric")
+            if theirs["provider"] != port.provider:
+                raise RendezvousError(
+                    f"rank {rank} goes over provider {port.provider}, rank {peer} over {theirs['provider']}: all ranks "
+                    "need the same (NETFOLD_TRANSPORT)",
+                    rank=peer,
+                )
+            with others.told_of(peer):
+                for lane, terms in zip(streams, theirs["terms"], strict=True):
+                    lane[peer].connect(theirs["names"], tuple(terms))
             expected[peer] = theirs["greeting"]
-    for peer, lane in itertools.product(peers, streams):
-        with _told(rank, peer, port.provider, hosts):
-            lane[peer].send(greetings[peer], _left_ns(deadline))
-    for peer, lane in itertools.product(peers, streams):
-        with _told(rank, peer, port.provider, hosts):
-            greeting = lane[peer].receive(_GREETING_BYTES, _left_ns(deadline))
-            if not hmac.compare_digest(greeting, expected[peer]) or not lane[peer].flush(_left_ns(deadline)):
-                raise TimeoutError
-    # A provider may need us until the others have heard us as well.
-    for peer, stream in peers.items():
-        with _told(rank, peer, port.provider, hosts):
-            control.send(stream, {"type": "met"})
-    for peer, stream in peers.items():
-        with _told(rank, peer, port.provider, hosts):
-            while not select.select([stream], [], [], _LOOK_S)[0]:
-                port.progress()
-                _left_ns(deadline)
-            control.receive(stream)
-    return streams
+        for peer, lane in itertools.product(others.peers, streams):
+            others.until(peer, _sends(lane[peer], greetings[peer]))
+        for peer, lane in itertools.product(others.peers, streams):
+            others.until(peer, _receives(lane[peer], expected[peer]))
+            others.until(peer, lane[peer].flush)
+        # A provider may need us until the others have heard us as well.
+        for peer in others.peers:
+            others.tell(peer, {"type": "met"})
+        for peer in others.peers:
+            others.hear(peer, "met", meanwhile=port.progress)
+        return streams
+    except RendezvousError as error:
+        others.part(error)
+        raise
 
 
-@contextlib.contextmanager
-def _told(rank: int, peer: int, provider: str, hosts: Sequence[str]) -> Iterator[None]:
-    """What goes wrong towards a rank, as a RendezvousError that names it."""
-    try:
-        yield
-    except fabric.FabricError as error:
-        raise RendezvousError(f"rank {rank} does not reach rank {peer} over the fabric: {error}", rank=peer) from None
-    except TimeoutError:
-        raise RendezvousError(
-            f"rank {rank}: rank {peer} did not answer over provider {provider} in time; does {', '.join(hosts)} reach "
-            "its host by that fabric (NETFOLD_INTERFACE, netfold doctor fabric)?",
-            rank=peer,
-        ) from None
-    except (OSError, EOFError) as error:
-        raise RendezvousError(
-            f"rank {rank}: rank {peer} left while the ranks met over the fabric ({error}); see its own output",
-            rank=peer,
-        ) from None
+class _Others:
+    """The ranks that one comes to a fabric with, and the connections to them.
+
+    Those are listened to while the fabric is waited for: who cannot go on says why there, and who dies shows there.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        sockets: Sequence[socket.socket | None],
+        provider: str,
+        hosts: Sequence[str],
+        deadline: float,
+    ) -> None:
+        self.rank, self.provider = rank, provider
+        self._hosts, self._deadline = hosts, deadline
+        self.peers = {peer: stream for peer, stream in enumerate(sockets) if stream is not None}
+        for stream in self.peers.values():
+            stream.settimeout(max(0.001, deadline - time.monotonic()))
+        self._ranks = {stream.fileno(): peer for peer, stream in self.peers.items()}
+        self._readable = select.poll()
+        for number in self._ranks:
+            self._readable.register(number, select.POLLIN)
+        self._said: dict[tuple[int, str], control.Message] = {}
+
+    def tell(self, peer: int, message: control.Message) -> None:
+        with self.told_of(peer):
+            try:
+                control.send(self.peers[peer], message)
+            except OSError:
+                self._listen(0)  # it may have said why it went
+                raise
+
+    def hear(self, peer: int, kind: str, *, meanwhile: Callable[[], None] | None = None) -> control.Message:
+        """What that rank says of this kind; `meanwhile` is called again and again."""
+        while (peer, kind) not in self._said:
+            if meanwhile is not None:
+                meanwhile()
+            self._left_s(peer)
+            self._listen(_SLICE_S if meanwhile is None else _LOOK_S)
+        return self._said.pop((peer, kind))
+
+    def until(self, peer: int, is_done: Callable[[int], bool]) -> None:
+        """Until something has come about with that rank, by calls that take up to so many nanoseconds."""
+        while True:
+            with self.told_of(peer):
+                if is_done(int(min(_SLICE_S, self._left_s(peer)) * 1e9)):
+                    return
+            self._listen(0)
+
+    def part(self, error: RendezvousError) -> None:
+        """Tell everybody why nothing comes of it: who is at fault, and in whose words."""
+        for stream in self.peers.values():
+            with contextlib.suppress(OSError):  # who has gone need not hear it
+                control.send(stream, {"type": "parted", "error": str(error), "rank": error.rank})
+
+    @contextlib.contextmanager
+    def told_of(self, peer: int | None = None) -> Iterator[None]:
+        """What goes wrong, here or towards a rank, as a RendezvousError."""
+        try:
+            yield
+        except fabric.FabricError as error:
+            text = (
+                f"rank {self.rank} cannot use the fabric '{self.provider}' (NETFOLD_TRANSPORT): {error}"
+                if peer is None
+                else f"rank {self.rank} does not reach rank {peer} over the fabric: {error}"
+            )
+            raise RendezvousError(text, rank=self.rank if peer is None else peer) from None
+        except (OSError, EOFError) as error:
+            assert peer is not None
+            raise RendezvousError(
+                f"rank {self.rank}: rank {peer} left while the ranks met over the fabric ({error}); see its own output",
+                rank=peer,
+            ) from None
+
+    def _left_s(self, peer: int) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise RendezvousError(
+                f"rank {self.rank}: rank {peer} did not answer over provider {self.provider} in time; does "
+                f"{', '.join(self._hosts)} reach its host by that fabric (NETFOLD_INTERFACE, netfold doctor fabric)?",
+                rank=peer,
+            )
+        return left
+
+    def _listen(self, wait_s: float) -> None:
+        """Take all that was said; RendezvousError when a rank parted or left."""
+        while ready := self._readable.poll(wait_s * 1000):
+            wait_s = 0
+            for number, _ in ready:
+                peer = self._ranks[number]
+                with self.told_of(peer):
+                    message = control.receive(self.peers[peer])
+                if message["type"] == "parted":
+                    raise RendezvousError(message["error"], rank=message["rank"])
+                self._said[peer, message["type"]] = message
+                if message["type"] == "met":
+                    self._readable.unregister(number)  # what comes now is for who has this connection next
+
+
+def _sends(stream: Any, data: bytes) -> Callable[[int], bool]:
+    left = data
+
+    def sends(within_ns: int) -> bool:
+        nonlocal left
+        left = left[stream.send(left, within_ns) :]
+        return not left
+
+    return sends
+
+
+def _receives(stream: Any, expected: bytes) -> Callable[[int], bool]:
+    got = b""
+
+    def receives(within_ns: int) -> bool:
+        nonlocal got
+        got += stream.receive(len(expected) - len(got), within_ns)
+        if len(got) == len(expected) and not hmac.compare_digest(got, expected):
+            raise fabric.FabricError("who answers there is not of this group")
+        return len(got) == len(expected)
+
+    return receives
 
 
 def as_streams(lane: Sequence[Any], sockets: Sequence[socket.socket | None], provider: str) -> list[Talk | None]:
@@ -135,24 +254,6 @@ def as_streams(lane: Sequence[Any], sockets: Sequence[socket.socket | None], pro
     return [
         None if beside is None else Talk(stream, beside, provider) for stream, beside in zip(lane, sockets, strict=True)
     ]
-
-
-def _check(rank: int, peer: int, provider: str, theirs: dict[str, Any]) -> None:
-    if "error" in theirs:
-        raise RendezvousError(f"rank {peer} cannot use the fabric (NETFOLD_TRANSPORT): {theirs['error']}", rank=peer)
-    if theirs["provider"] != provider:
-        raise RendezvousError(
-            f"rank {rank} goes over provider {provider}, rank {peer} over {theirs['provider']}: all ranks need the "
-            "same (NETFOLD_TRANSPORT)",
-            rank=peer,
-        )
-
-
-def _left_ns(deadline: float) -> int:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return int(left * 1e9)
 
 
 class Talk:

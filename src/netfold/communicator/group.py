@@ -110,12 +110,16 @@ class Group:
 
         # The part of the store that this life of the group has to itself.
         self.store = store = rendezvous.claim(store, rank, size, deadline)
-        job = rendezvous.agree(store, rank, size, options, deadline)
-        interfaces = own_interfaces(options, store_host)
-        switches = switches_of(options.switch)
-        lanes = _LANES + len(switches)
-        self._resident = Resident(job.secret, rank, size, lanes, interfaces.rails)
-        self._door = door = open_door(rank, interfaces.hosts, options.port_range(), deadline)
+        try:
+            job = rendezvous.agree(store, rank, size, options, deadline)
+            interfaces = own_interfaces(options, store_host)
+            switches = switches_of(options.switch)
+            lanes = _LANES + len(switches)
+            self._resident = Resident(job.secret, rank, size, lanes, interfaces.rails)
+            self._door = door = open_door(rank, interfaces.hosts, options.port_range(), deadline)
+        except BaseException as error:
+            rendezvous.give_up(store, rank, str(error) or type(error).__name__)
+            raise
         sockets: rendezvous.Sockets = []
         node: Node | None = None
         try:
@@ -126,11 +130,15 @@ class Group:
             streams = rendezvous.first_rail(sockets[0])
             on_this_host = 1 + sum(_is_here(stream) for stream in streams if stream is not None)
             over: list[list[Any]] = []
+            # What is gone over in the place of TCP, in words, and why; empty for TCP.
+            self.fabric = ""
             probed: Sequence[Any] = streams
             if options.fabric is not None:
                 hosts = interfaces.hosts[: interfaces.rails]
                 port = mpi.port_of(rank, streams, deadline) if options.over_mpi else None
                 over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, port=port)
+                port = port or fabric.port_of(options.fabric, hosts)
+                self.fabric = f"{fabric.words_of(port)} (NETFOLD_TRANSPORT={options.transport})"
                 probed = fabric.as_streams(over[0], streams, options.fabric)
             self.nodes, node = find_nodes(rank, size, streams, enabled=options.shares_memory, deadline=deadline)
             self.peer_memory: Any = None
@@ -447,7 +455,8 @@ class Group:
             reason += "".join(f"; {recovery.state}" for recovery in self.recoveries if recovery.state)
         if row.algorithm == "shared_memory" and operation in _COPIES:
             reason += f"; {self._single_copy}"
-        return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}"
+        over = f"; over {self.fabric}" if self.fabric else ""
+        return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}{over}"
 
     def events(self) -> Records:
         """The newest records of this group's operations (`netfold.profile.RECORD`), oldest first."""

@@ -6,6 +6,7 @@ both ends have proved that they know the job's secret, which rank 0 drew and lef
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -15,6 +16,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from netfold.communicator import handshake
 from netfold.communicator.addresses import Interfaces
@@ -161,19 +163,16 @@ def connect_mesh(
     come, or that are to go over another fabric."""
     rank, size, lanes, rails = resident.rank, resident.size, resident.lanes, resident.rails
     mine = {"at": [format_endpoint(host, door.port) for host in interfaces.hosts], "rails": rails, "fabric": fabric}
-    store.set(f"address/{rank}", json.dumps(mine).encode())
-    neighbours = Neighbours(interfaces, [[] for _ in range(size)])
+    store.set(_address(rank), json.dumps(mine).encode())
+    # All before the first connection: whoever cannot be of this group is known to everybody then, and at once.
+    neighbours = Neighbours(interfaces, _everybodys_endpoints(store, resident, fabric, deadline))
     places = list(itertools.product(range(size), range(lanes), range(rails)))
     try:
         for peer, lane, rail in places:
             if peer < rank:
-                if not neighbours.endpoints[peer]:
-                    neighbours.endpoints[peer] = _endpoints(store, resident, peer, fabric, deadline)
                 hello = Hello(JOIN, handshake.token_of(resident.secret), rank, peer, size, lane, rail)
                 resident.arrived[peer, lane, rail] = connect(neighbours, hello, resident.secret, deadline)
         _await_arrivals(resident, {place for place in places if place[0] > rank}, deadline)
-        for peer in range(rank + 1, size):
-            neighbours.endpoints[peer] = _endpoints(store, resident, peer, fabric, deadline)
     except BaseException as error:
         absent = sorted({place[0] for place in places if place[0] != rank and place not in resident.arrived})
         with resident.changed:
@@ -201,13 +200,49 @@ def _tried(neighbours: Neighbours) -> str:
     return f" Tried in vain: {'; '.join(neighbours.failed)}." if neighbours.failed else ""
 
 
-def _endpoints(
-    store: Store, resident: Resident, peer: int, fabric: str | None, deadline: float
-) -> list[tuple[str, int]]:
-    theirs = json.loads(store.get(f"address/{peer}", _left(deadline)))
+def give_up(store: Store, rank: int, why: str) -> None:
+    """Tell the ranks that wait for this one's addresses that there will be none."""
+    with contextlib.suppress(Exception):  # who cannot be told finds out by waiting
+        store.set(_address(rank), json.dumps({"gave_up": why}).encode())
+
+
+def _address(rank: int) -> str:
+    return f"address/{rank}"
+
+
+def _everybodys_endpoints(
+    store: Store, resident: Resident, fabric: str | None, deadline: float
+) -> list[list[tuple[str, int]]]:
+    """By rank; none of our own. RendezvousError that names who is absent, gave up, or is to go another way."""
+    others = [peer for peer in range(resident.size) if peer != resident.rank]
+    endpoints: list[list[tuple[str, int]]] = [[] for _ in range(resident.size)]
+    try:
+        for peer in others:
+            endpoints[peer] = _endpoints(json.loads(store.get(_address(peer), _left(deadline))), resident, peer, fabric)
+    except TimeoutError:
+        absent = [peer for peer in others if not endpoints[peer] and not _is_there(store, _address(peer))]
+        raise RendezvousError(
+            f"rank {resident.rank}: rank {', '.join(map(str, absent))} of {resident.size} did not come in time; did "
+            "every rank start, and does each reach the store that they meet by?",
+            rank=absent[0] if absent else None,
+        ) from None
+    return endpoints
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        store.get(key, 0.0)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _endpoints(theirs: dict[str, Any], resident: Resident, peer: int, fabric: str | None) -> list[tuple[str, int]]:
+    if "gave_up" in theirs:
+        raise RendezvousError(f"rank {peer} could not join; it said: {theirs['gave_up']}", rank=peer)
     if theirs["fabric"] != fabric:
         raise RendezvousError(
-            f"rank {peer} is to go over the fabric {theirs['fabric']}, rank {resident.rank} over {fabric}: every rank "
+            f"rank {peer} is to go over {_way(theirs['fabric'])}, rank {resident.rank} over {_way(fabric)}: every rank "
             "needs the same (NETFOLD_TRANSPORT)",
             rank=peer,
         )
@@ -218,6 +253,10 @@ def _endpoints(
             rank=peer,
         )
     return [parse_endpoint(each, what=f"rank {peer}'s address") for each in theirs["at"]]
+
+
+def _way(fabric: str | None) -> str:
+    return "TCP" if fabric is None else "MPI" if fabric == "mpi" else f"the fabric {fabric}"
 
 
 def _await_arrivals(resident: Resident, places: set[tuple[int, int, int]], deadline: float) -> None:

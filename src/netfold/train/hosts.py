@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 
 from netfold.check import Gathered, check_alone, check_ranks, failed, judge, show
 from netfold.communicator import Communicator, Options
+from netfold.torch.meeting import store_host
 from netfold.torch.store import TorchStore
 from netfold.train.recipe import Recipe
 
@@ -51,6 +52,6 @@ def _gathered(recipe: Recipe) -> Gathered:
         options=Options(switch=""),
         timeout_s=recipe.run.timeout_s,
         join_timeout_s=recipe.run.timeout_s,
-        store_host=os.environ.get("MASTER_ADDR"),
+        store_host=store_host(),
     ) as communicator:
         return check_ranks(communicator, recipe.run.folder)

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from netfold.communicator.launchers import placement
+from netfold.communicator.launchers import Placement, placement
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.problem import Source, in_a_sentence
 from netfold.train.survive.stop import STOPPED_STATUS
@@ -54,8 +54,9 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
 
     began_s = time.perf_counter()
     torch.set_num_threads(recipe.run.threads)
-    name_place(os.environ)
-    rank, trainer = int(os.environ["RANK"]), None
+    place = placement()
+    name_local_rank(place, os.environ)
+    rank, trainer = place.rank, None
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if rank == 0 and restarts != "0":
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
@@ -80,7 +81,7 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
             print(f"netfold train: interrupted{_step(trainer)}", file=sys.stderr, flush=True)
         return INTERRUPTED
     except Exception as error:
-        _tell(error, rank, trainer, source)
+        _tell(error, place, trainer, source)
         # To Python a RuntimeError; torch raises it for an operation that it lacks, and it will lack it again.
         passing = isinstance(error, _PASSING) and not isinstance(error, NotImplementedError)
         return FAILED if passing else CANNOT
@@ -92,14 +93,9 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
     return STOPPED_STATUS if stopped else 0
 
 
-def name_place(environment: MutableMapping[str, str]) -> None:
-    """Give torch's names for this process's place, whoever started it. ValueError says what the launcher left out."""
-    if "RANK" in environment and "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
-        return  # torchrun's own, and of anybody who speaks as it does
-    place = placement(environment)
-    environment.update(
-        RANK=str(place.rank), WORLD_SIZE=str(place.size), MASTER_ADDR=place.host, MASTER_PORT=str(place.port)
-    )
+def name_local_rank(place: Placement, environment: MutableMapping[str, str]) -> None:
+    """By torch's names, for who chooses a device by them. Not the rank's: torch meets at a port of its own choice where
+    it has those, and we at one that is free (torch/meeting.py)."""
     if place.local_rank is not None:
         environment["LOCAL_RANK"] = str(place.local_rank)
     if place.local_size is not None:
@@ -162,9 +158,9 @@ def _stopped(outcome: Outcome, trainer: Trainer) -> str:
     )
 
 
-def _tell(error: Exception, rank: int, trainer: Trainer | None, source: Source) -> None:
+def _tell(error: Exception, place: Placement, trainer: Trainer | None, source: Source) -> None:
     said = "; ".join(source.placed(error)) if isinstance(error, ValueError) else in_a_sentence(error)
-    sentence = f"rank {rank} of {os.environ['WORLD_SIZE']}{_step(trainer)}: {said}"
+    sentence = f"rank {place.rank} of {place.size}{_step(trainer)}: {said}"
     print(f"netfold train: {sentence}", file=sys.stderr, flush=True)
     if os.environ.get("LOGLEVEL") in ("INFO", "DEBUG"):
         traceback.print_exception(error)

@@ -115,6 +115,7 @@ class FakeLayer:
         self.host = host if host is not None else FakeHost()
         self.broken = ""  # what the device says to everybody from now on
         self.hangs = False
+        self.is_capturing = False
         self.refuses = ""  # what it says to who opens another's memory
         self.hidden: set[int] = set()  # the numbers of devices that this process does not see
         self.pinned_left = 1 << 30
@@ -170,6 +171,9 @@ class FakeLayer:
 
     def current_stream(self, device: torch.device) -> FakeStream:
         return getattr(self._own, "stream", self._default)
+
+    def captures(self) -> bool:
+        return self.is_capturing
 
     def new_stream(self, device: torch.device) -> FakeStream:
         stream = FakeStream(self, f"stream {len(self._streams)}")

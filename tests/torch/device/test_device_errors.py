@@ -194,6 +194,50 @@ def test_a_device_that_fails_is_heard_of_by_ranks_that_wait_inside_and_between_h
         assert outcome.error and "uncorrectable ECC error" in outcome.text, outcome
 
 
+def cannot_abort(group: Any, layer: Any) -> None:
+    made = layer.nccl
+
+    def nccl(*of: Any) -> Any:
+        found = made(*of)
+
+        def abort(reason: str) -> None:
+            raise RuntimeError("ncclCommAbort: unhandled cuda error")
+
+        found.abort = abort
+        return found
+
+    layer.nccl = nccl
+    breaks_down(group, layer)
+
+
+def test_a_device_that_fails_is_told_also_where_nccl_cannot_be_aborted() -> None:
+    """An error of the abort ended the driver's thread before it had told those who waited."""
+    outcomes = on_devices(cannot_abort, 2, inside="nccl")
+    says(outcomes, 1, "NetfoldError", "rank 1: all_reduce on cuda:1 failed", "illegal memory access")
+
+
+def captures(group: Any, layer: Any) -> None:
+    other, tensor = 1 - group.rank(), layer.tensor(distinct(group.rank(), 20_000))
+    begun = group.allreduce([tensor], reduce_options())
+    layer.is_capturing = True
+    for what in (
+        lambda: group.allreduce([tensor], reduce_options()),
+        lambda: group.send([tensor], other, 0),
+        lambda: group.recv([tensor], other, 0),
+        begun.wait,
+    ):
+        with pytest.raises(ValueError, match=r"rank \d: .* cannot be captured into a cuda graph: .*leave it out"):
+            what()
+    layer.is_capturing = False
+    begun.wait()
+    torch.testing.assert_close(layer.value(tensor), sum(distinct(rank, 20_000) for rank in range(2)))
+    reduce_once(group, layer)
+
+
+def test_a_graph_that_is_captured_is_told_that_it_would_not_replay_and_the_group_goes_on() -> None:
+    values(on_devices(captures, 2, **OFF))
+
+
 def of_another_mind(group: Any, layer: Any) -> None:
     if group.rank() == 1:
         group.netfold.options = replace(group.netfold.options, inside="auto")

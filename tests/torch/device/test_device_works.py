@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -159,6 +162,30 @@ def kinds_of_tensors(group: Any, layer: Any) -> None:
         tensor = layer.tensor(tensor)
         group.allreduce([tensor], reduce_options()).wait()
         assert layer.value(tensor).tolist() == due
+
+
+def lets_go(group: Any, layer: Any) -> None:
+    other = 1 - group.rank()
+    # Views: what the fake device keeps is what they are of.
+    tensors = [layer.tensor(torch.ones(20_000))[:] for _ in range(3)]
+    held = [weakref.ref(tensor) for tensor in tensors]
+    group.allreduce([tensors[0]], reduce_options()).wait()
+    works = [group.recv([tensors[2]], other, 0), group.send([tensors[1]], other, 0)]
+    for work in works:
+        work.wait()
+    layer.synchronize()
+    del tensors, works, work
+    give_up = time.monotonic() + 5
+    while any(each() is not None for each in held) and time.monotonic() < give_up:
+        gc.collect()
+        time.sleep(0.001)
+    assert [each() is None for each in held] == [True] * 3
+
+
+@pytest.mark.parametrize("inside", ["off", "auto"])
+def test_what_is_done_is_not_held_until_the_next_call_comes(inside: str) -> None:
+    """The threads kept the last tensor, a bucket of a model maybe, for as long as nobody called again."""
+    values(on_devices(lets_go, 2, inside=inside, pinned_bytes=120 << 10))
 
 
 def test_every_kind_of_tensor() -> None:

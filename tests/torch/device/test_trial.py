@@ -32,9 +32,15 @@ def test_explain_says_it_where_it_is_asked() -> None:
 
 
 def test_two_gpus_are_tried_with_and_without_the_other_in_sight() -> None:
-    assert trial._ways(["GPU-a"]) == [("on one GPU", ["GPU-a", "GPU-a"])]
+    assert trial._ways(["GPU-a"]) == [("on one GPU", ["", ""])]
     both, own = trial._ways(["GPU-a", "GPU-b"])
     assert both[1] == ["GPU-b,GPU-a", "GPU-a,GPU-b"] and own[1] == ["GPU-a", "GPU-b"]
+
+
+def test_a_part_of_a_gpu_is_seen_by_both_ranks_as_this_process_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a")
+    assert trial._environment("")["CUDA_VISIBLE_DEVICES"] == "MIG-a"
+    assert trial._environment("GPU-b")["CUDA_VISIBLE_DEVICES"] == "GPU-b"
 
 
 def test_a_rank_that_dies_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,9 @@ _REDUCTIONS: dict[str, Any] = {
 
 
 def cuda_layer() -> DeviceLayer | None:
-    """None where torch was built without CUDA or finds no device. Makes no context: a fork may come after."""
-    return CudaLayer() if torch.cuda.is_available() else None
+    """None where torch was built without CUDA or finds no device. A fork may come after: devices are counted by NVML,
+    where there is one, and CUDA itself is not begun, as `torch.cuda.is_available` would."""
+    return CudaLayer() if torch.cuda.device_count() > 0 else None
 
 
 class CudaLayer:
@@ -51,6 +52,9 @@ class CudaLayer:
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
+
+    def captures(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def new_stream(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

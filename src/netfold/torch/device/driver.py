@@ -22,7 +22,7 @@ from netfold._native import engine
 from netfold.communicator import Group
 from netfold.communicator.errors import CollectiveTimeout, GroupAborted, NetfoldError
 from netfold.torch.calls import Prepared
-from netfold.torch.device.layer import DeviceLayer, Event
+from netfold.torch.device.layer import DeviceLayer, Event, refuse_capture
 from netfold.torch.device.ways import Ways, find_ways
 from netfold.torch.device.work import DeviceWork
 
@@ -69,6 +69,7 @@ class DeviceDriver:
     def submit(self, calls: Sequence[Prepared], result: Any, timeout_s: float | None) -> DeviceWork:
         """Take up a call. Its tensors hold their values once the current stream has come as far as it has now."""
         device = self._device_of(calls)
+        refuse_capture(self.layer, self._group.rank, f"{calls[0].kind} on {device}")
         work = DeviceWork(self.layer, device, result, self._group.rank)
         seconds = self._group.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + seconds
@@ -131,6 +132,7 @@ class DeviceDriver:
 
     def _serve(self) -> None:
         while True:
+            job = None  # what is done is no longer held while the next is waited for
             with self._changed:
                 while not self._queue and not self._closed and not self._busy():
                     self._changed.wait()
@@ -194,10 +196,12 @@ class DeviceDriver:
 
     def _fail(self, error: Exception) -> None:
         """What failed ends the group, as a failure of native operations does: other ranks hear of it."""
-        self._group.abort(str(error))
-        if self._ways is not None:
-            self._ways.abort(str(error))
-        self._drop(error)
+        try:
+            self._group.abort(str(error))
+            if self._ways is not None:
+                self._ways.abort(str(error))
+        finally:
+            self._drop(error)
 
     def _drop(self, error: Exception) -> None:
         """The end of this thread, and of whatever is still under way on this rank."""

@@ -68,6 +68,9 @@ class DeviceLayer(Protocol):
     def current_stream(self, device: torch.device) -> Stream:
         """That of the calling thread."""
 
+    def captures(self) -> bool:
+        """Whether what the calling thread gives its current stream is recorded into a graph, and not done."""
+
     def new_stream(self, device: torch.device) -> Stream: ...
 
     def launch(self, stream: Any, work: Callable[[], Any]) -> None:
@@ -98,6 +101,15 @@ class DeviceLayer(Protocol):
 
     def nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Inside:
         """ValueError where torch has none."""
+
+
+def refuse_capture(layer: DeviceLayer, rank: int, what: str) -> None:
+    """ValueError while a graph is captured: the host takes part in all that is done here, and no graph replays it."""
+    if layer.captures():
+        raise ValueError(
+            f"rank {rank}: {what} cannot be captured into a {layer.kind} graph: netfold goes through the host, which "
+            "a graph does not replay; leave it out of the capture, or have NCCL do it (cuda:nccl)"
+        )
 
 
 def wait_for(event: Event, deadline: float, rank: int, what: str) -> None:

@@ -20,7 +20,7 @@ import torch
 from netfold.communicator.errors import NetfoldError
 from netfold.communicator.group import DTYPES, KINDS
 from netfold.torch.calls import DTYPE_CODES, with_memory
-from netfold.torch.device.layer import DeviceLayer, Event, wait_for
+from netfold.torch.device.layer import DeviceLayer, Event, refuse_capture, wait_for
 from netfold.torch.device.pieces import as_bytes
 from netfold.torch.device.pinned import TransferMemory
 from netfold.torch.device.work import DeviceWork
@@ -54,6 +54,7 @@ class DeviceTransfers:
     def send(self, tensor: Tensor, to: int, tag: int) -> SendWork:
         layer, group = self._layer, self._transfers.group
         device = layer.device_of(tensor)
+        refuse_capture(layer, group.rank, f"send to rank {to} from {device}")
         out, _ = self._of(device)
         staged = with_memory(tensor).contiguous()
         ready = layer.current_stream(device).record_event()
@@ -92,6 +93,7 @@ class DeviceTransfers:
     def receive(self, tensor: Tensor, source: int, tag: int) -> ReceiveWork:
         layer, group = self._layer, self._transfers.group
         device = layer.device_of(tensor)
+        refuse_capture(layer, group.rank, f"receive on {device}")
         _, back = self._of(device)
         with_memory(tensor)
         try:
@@ -120,6 +122,7 @@ class DeviceTransfers:
     def _serve(self) -> None:
         while (send := self._sends.get()) is not _stop:
             send()
+            del send  # its tensor is not held while the next is waited for
 
 
 def _stop() -> None:
@@ -179,6 +182,7 @@ class ReceiveWork(NetfoldWork):
     ) -> None:
         self._layer = layer
         self._device = device
+        self._rank = transfers.group.rank
         self._back = back
         self._event: Event | None = None
 
@@ -198,6 +202,7 @@ class ReceiveWork(NetfoldWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         super().wait(timeout)
+        refuse_capture(self._layer, self._rank, "a wait for a receive that began before")
         self._layer.current_stream(self._device).wait_event(self._event)
         return True
 

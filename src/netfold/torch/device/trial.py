@@ -44,10 +44,11 @@ def findings() -> tuple[list[str], bool]:
 
 
 def _ways(uuids: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """What is tried: words, and what each rank is let see; its device is the last of it."""
+    """What is tried: words, and what each rank is let see, "" for what this process does; its device is the last."""
     first, other = uuids[0], uuids[-1]
     if first == other:
-        return [("on one GPU", [first, first])]
+        # As this process sees it: a part of a GPU (MIG) is not named by the UUID that CUDA tells.
+        return [("on one GPU", ["", ""])]
     return [
         ("on two GPUs that both see", [f"{other},{first}", f"{first},{other}"]),
         ("on two GPUs, each of which sees its own", [first, other]),
@@ -83,7 +84,7 @@ def _try(masks: Sequence[str]) -> tuple[str, bool]:
 
 def _environment(mask: str) -> Mapping[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NETFOLD_")}
-    return {**kept, _MASK: mask}
+    return {**kept, _MASK: mask} if mask else kept
 
 
 def _be_rank(rank: int, folder: str) -> None:

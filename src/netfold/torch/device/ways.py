@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -39,7 +40,8 @@ class Ways:
     def abort(self, reason: str) -> None:
         """Who waits for this rank in one of the parts hears the reason."""
         for part in self.parts:
-            part.abort(reason)
+            with contextlib.suppress(RuntimeError):  # NCCL's, of a device that is gone: what failed first is told
+                part.abort(reason)
 
     def close(self) -> None:
         """Idempotent."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork
 
-from netfold.torch.device.layer import DeviceLayer, Event, Stream
+from netfold.torch.device.layer import DeviceLayer, Event, Stream, refuse_capture
 
 
 class DeviceWork(dist.Work):
@@ -60,6 +60,7 @@ class DeviceWork(dist.Work):
             raise TimeoutError(f"rank {self._rank}: the operation is not done after {seconds} s of waiting")
         if self._failure is not None:
             raise self._failure
+        refuse_capture(self._layer, self._rank, "a wait for an operation that began before")
         self._layer.current_stream(self._device).wait_event(self._event)
         return True
 

@@ -88,6 +88,7 @@ class Port {
   Port& operator=(const Port&) = delete;
 
   const Wire::Limits& limits() const { return rails_.front()->limits(); }
+  const Wire::Limits& limits(std::size_t rail) const { return rails_[rail]->limits(); }
   std::size_t rails() const { return rails_.size(); }
   // Of the endpoints, by rail.
   std::vector<std::vector<std::byte>> names() const;

@@ -1,0 +1,144 @@
+"""A libfabric that is absent, too old or another thing, and one that lets no memory be locked: told on every rank.
+
+A library stands in for the real one by its soname: `odd_libfabric.c`, loaded before netfold asks for libfabric.so.1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks, values
+
+from netfold import Communicator, FileStore, Options
+from netfold._native import fabric
+
+SOURCE = Path(__file__).with_name("odd_libfabric.c")
+LOCKABLE_KIB = 64
+TRANSPORT = Path(__file__).parents[2] / "native" / "transport"
+# Everything that libfabric.hpp declares, called.
+CALLS_ALL = """\
+#include <netfold/transport/fabric/libfabric.hpp>
+#include <cstdio>
+namespace fabric = netfold::transport::fabric;
+template <class Call>
+void told(Call call) {
+  try {
+    call();
+  } catch (const fabric::Error& error) {
+    std::puts(error.what());
+  }
+}
+int main() {
+  told([] { fabric::library_version(); });
+  told([] { fabric::list_providers(); });
+  told([] { fabric::open_wire("tcp", "127.0.0.1", 0); });
+}
+"""
+
+
+@pytest.fixture
+def headers() -> None:
+    """Not when this file is imported, as ranks do: whoever asks for a version has loaded the real library."""
+    try:
+        fabric.version()
+    except fabric.FabricError as error:
+        if "headers" in str(error):
+            pytest.skip(str(error))
+
+
+def real_library() -> str:
+    try:
+        fabric.version()
+    except fabric.FabricError as error:
+        pytest.skip(str(error))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return next(line.split()[-1] for line in maps if "/libfabric.so" in line)
+
+
+def stand_in(folder: Path, *words: str) -> Path:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    made = folder / "libfabric.so.1"
+    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libfabric.so.1", *words, str(SOURCE), "-o", str(made)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "rdma/fabric.h" in told.stderr:
+        pytest.skip("libfabric's headers are not here")
+    assert told.returncode == 0, told.stderr
+    return made
+
+
+def refused(rank: int, size: int, folder: str, library: str) -> Any:
+    """Rank 1 alone has that library."""
+    if rank == 1:
+        ctypes.CDLL(library)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (LOCKABLE_KIB << 10, 2 * LOCKABLE_KIB << 10))
+    began = time.monotonic()
+    options = Options(probe="off", transport="fabric:tcp", interface="127.0.0.1")
+    try:
+        Communicator(FileStore(folder), rank, size, options=options, join_timeout_s=20).close()
+    except Exception as error:
+        return time.monotonic() - began, f"{type(error).__name__} {getattr(error, 'rank', None)}: {error}"
+    return 0, "nothing went wrong"
+
+
+def hear(library: Path) -> str:
+    """What both ranks are told, which is the same."""
+    (first_s, first), (second_s, second) = values(run_ranks(refused, 2, str(library)))
+    assert max(first_s, second_s) < 5
+    assert first == second
+    head = "RendezvousError 1: rank 1 cannot use the fabric 'tcp' (NETFOLD_TRANSPORT): "
+    assert first.startswith(head), first
+    return first.removeprefix(head)
+
+
+@pytest.mark.usefixtures("headers")
+def test_a_libfabric_that_is_too_old_says_which_it_is_and_which_is_needed(tmp_path: Path) -> None:
+    assert hear(stand_in(tmp_path, "-DOLD")) == "libfabric 1.11 is too old; netfold needs 1.17 or newer"
+
+
+@pytest.mark.usefixtures("headers")
+def test_a_library_that_is_none_is_told_by_what_it_lacks(tmp_path: Path) -> None:
+    assert hear(stand_in(tmp_path)) == "libfabric.so.1 has no fi_version; it is not libfabric 1.17"
+
+
+def test_a_registration_that_is_refused_names_the_limit_and_how_to_raise_it(tmp_path: Path) -> None:
+    said = hear(stand_in(tmp_path, f'-DREAL="{real_library()}"'))
+    assert said.startswith("provider tcp;ofi_rxm cannot register "), said
+    limit = "this process may lock 64 KiB of memory (RLIMIT_MEMLOCK): raise it with `ulimit -l 128`, beyond that with "
+    assert f" bytes of memory: Cannot allocate memory; {limit}" in said
+    assert "limits.conf" in said and "LimitMEMLOCK" in said, said
+
+
+def test_a_build_without_libfabrics_headers_says_what_to_install(tmp_path: Path) -> None:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    main, made = tmp_path / "main.cpp", tmp_path / "main"
+    main.write_text(CALLS_ALL)
+    sources = [str(main), str(TRANSPORT / "fabric" / "libfabric_absent.cpp")]
+    include = f"-I{TRANSPORT / 'include'}"
+    subprocess.run([compiler, "-std=c++20", "-O0", include, *sources, "-o", str(made)], check=True, timeout=60)
+    said = subprocess.run([str(made)], capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
+    sentence = "this netfold was built without libfabric's headers; install them (apt install libfabric-dev) and build "
+    assert said == [sentence + "it again"] * 3
+
+
+@pytest.mark.usefixtures("headers")
+def test_a_libfabric_that_cannot_be_loaded_says_how_to_get_one(tmp_path: Path) -> None:
+    (tmp_path / "libfabric.so.1").write_text("no library\n" * 100)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    asked = [sys.executable, "-m", "netfold.cli", "doctor", "fabric"]
+    told = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 1, told.stderr
+    assert told.stdout.startswith("no fabric: libfabric cannot be opened ("), told.stdout
+    assert "install it (apt install libfabric1) or name its folder in LD_LIBRARY_PATH" in told.stdout
