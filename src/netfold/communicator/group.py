@@ -130,7 +130,10 @@ class Group:
             if options.fabric is not None:
                 hosts = interfaces.hosts[: interfaces.rails]
                 port = mpi.port_of(rank, streams, deadline) if options.over_mpi else None
-                over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, port=port)
+                settings = {
+                    name: getattr(options, name) for name in ("direct_bytes", "registrations", "registered_bytes")
+                }
+                over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, settings=settings, port=port)
                 probed = fabric.as_streams(over[0], streams, options.fabric)
             self.nodes, node = find_nodes(rank, size, streams, enabled=options.shares_memory, deadline=deadline)
             self.peer_memory: Any = None
