@@ -55,7 +55,7 @@ class Plain {
   Plain(const std::string& provider, int socket)
       : wire_(fabric::open_wire(provider, kHere, 0)), memory_(2 * kMostBytes) {
     if (wire_->limits().needs_registration) {
-      registration_ = wire_->register_memory(memory_.data(), memory_.size());
+      registration_ = wire_->register_memory(memory_.data(), memory_.size(), fabric::Access::messages);
     }
     peer_ = wire_->add(swap_names(socket, wire_->name()));
   }

@@ -579,6 +579,10 @@ void Group::fail_all() {
     for (const auto& spare : spares_) collective::send_abort(*spare, failure);
     if (lane_->unconfirmed()) linger_until_ns_ = now + kLingerNs;
     lane_->abort(failure);
+    // No memory is anybody's but its owner's when that hears of the failure.
+    mesh_->withdraw();
+    lane_->mesh().withdraw();
+    for (const auto& spare : spares_) spare->withdraw();
     // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
     // others have seen for themselves who died.
     const bool first_hand = failure.kind == Failure::Kind::peer_lost && failure.heard.empty();

@@ -136,7 +136,10 @@ class Group:
             if options.fabric is not None:
                 hosts = interfaces.hosts[: interfaces.rails]
                 port = mpi.port_of(rank, streams, deadline) if options.over_mpi else None
-                over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, port=port)
+                settings = {
+                    name: getattr(options, name) for name in ("direct_bytes", "registrations", "registered_bytes")
+                }
+                over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, settings=settings, port=port)
                 port = port or fabric.port_of(options.fabric, hosts)
                 self.fabric = f"{fabric.words_of(port)} (NETFOLD_TRANSPORT={options.transport})"
                 probed = fabric.as_streams(over[0], streams, options.fabric)
