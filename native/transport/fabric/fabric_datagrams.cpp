@@ -100,6 +100,7 @@ std::size_t FabricDatagrams::send(std::span<Run> runs) {
     run.taken = std::min(run.pieces.size() / run.pieces_per_packet, room(run.to));
     for (std::size_t number = 0; number < run.taken; ++number) take(run, number);
     push(peers_[run.to]);
+    look_ns_ = kFirstLookNs;
     total += run.taken;
   }
   return total;
@@ -173,6 +174,7 @@ bool FabricDatagrams::receive(const Packet& packet) {
   if (waiting_ > 0) {
     for (Place& place : peers_) push(place);
   }
+  look_ns_ = moved ? kFirstLookNs : std::min(2 * look_ns_, kLastLookNs);
   return moved;
 }
 
@@ -217,7 +219,7 @@ FabricDatagrams::Rest FabricDatagrams::rest(bool /*wants_room*/) {
   } else if (waiting_ > 0 || !unposted_.empty() || rest.fd < 0) {
     rest.nap_ns = kNapNs;  // what was refused may go without a completion before it
   } else if (sends || unheard_ > 0) {
-    rest.nap_ns = kLookNs;  // a provider's own repairs, and connections that are being made, need not wake us
+    rest.nap_ns = look_ns_;
   }
   return rest;
 }

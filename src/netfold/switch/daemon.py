@@ -432,8 +432,9 @@ class Switch:
             job.timer.cancel()
         what = (
             f"job {job.name}: epoch {epoch} starts with {job.size} workers, window {window} x {payload} bytes, "
-            f"{job.memory_bytes / 2**20:.1f} MiB, over {job.over}{'' if job.port is None else f', port {job.port}'}, "
-            + f"packets {'' if job.secrets else 'not '}authenticated"
+            f"{job.memory_bytes / 2**20:.1f} MiB, "
+            + (f"data port {job.port}" if job.fabric is None else f"over {job.over}")
+            + f", packets {'' if job.secrets else 'not '}authenticated"
             + ("" if job.link is None else f", below {job.link.parent.endpoint}")
         )
         say(

@@ -66,9 +66,12 @@ class FabricDatagrams final : public Datagrams {
  private:
   // Sends that failed one after another before there is said to be trouble.
   static constexpr int kMaxFailures = 8;
-  // Between two looks: at what was refused or cannot wake us; and at what the provider may have to repair.
+  // Between two looks at what was refused, or cannot wake us.
   static constexpr std::int64_t kNapNs = 200'000;
-  static constexpr std::int64_t kLookNs = 10'000'000;
+  // While something is under way: a provider's repairs, connections that are being made and, with some providers, the
+  // rest of what was sent wake nobody. The first look after so long, each next one after twice as long.
+  static constexpr std::int64_t kFirstLookNs = 50'000;
+  static constexpr std::int64_t kLastLookNs = 10'000'000;
   static constexpr int kRounds = 4;
 
   struct Sending : Work {
@@ -117,6 +120,7 @@ class FabricDatagrams final : public Datagrams {
   std::size_t waiting_ = 0;         // to all
   std::array<Completion, 32> batch_;
   std::size_t unheard_ = 0;  // peers
+  std::int64_t look_ns_ = kFirstLookNs;
   int failed_sends_ = 0;
   std::string trouble_;
   int pid_;
