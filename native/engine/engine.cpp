@@ -496,6 +496,7 @@ void Group::publish_traffic() {
     traffic.smoothed_rtt_ns = machine.smoothed_rtt_ns();
     traffic.oldest_unanswered = machine.oldest_unanswered();
     traffic.idle = machine.idle();
+    if (traffic.trouble != channel.trouble()) traffic.trouble = channel.trouble();
     for (int i = 0; i < protocol::kDropCount; ++i) {
       traffic.drops[i] = channel.drops(static_cast<protocol::Drop>(i));
     }

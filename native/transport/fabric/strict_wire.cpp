@@ -120,10 +120,13 @@ class StrictWire final : public Wire {
     Work* work;
   };
 
-  bool chance(unsigned of) { return random_() % of == 0; }
+  bool chance(std::uint64_t of) { return random_() % of == 0; }
   bool refuses() { return chance(3); }
   // Counts a send.
-  bool is_lost() { return ++sends_ > strictness_.loses && strictness_.loses > 0; }
+  bool is_lost() {
+    const bool all = ++sends_ > strictness_.loses && strictness_.loses > 0;
+    return all || (strictness_.drops > 0 && chance(strictness_.drops));
+  }
   void begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor, Access access);
   void end(Work* work);
   Taken hand_down(const Later& next);
@@ -212,7 +215,10 @@ void StrictWire::hand_down() {
       continue;
     }
     const auto taken = hand_down(next);
-    if (taken == Taken::later) later_.push_back(next);
+    if (taken == Taken::later) {
+      if (goes_out) --sends_;  // it has not gone yet
+      later_.push_back(next);
+    }
     if (taken == Taken::never) {
       held_.push_back({.kind = Completion::Kind::failed, .work = next.work, .why = below_->why()});
     }
@@ -244,8 +250,11 @@ std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host
   if (!name.starts_with("strict") || plus == std::string::npos) return open_wire(name, host, rail);
   Strictness strictness;
   std::uint64_t only_rail = ~std::uint64_t{0};
-  const std::map<std::string, std::uint64_t*> words = {
-      {"seed", &strictness.seed}, {"fails", &strictness.fails}, {"loses", &strictness.loses}, {"rail", &only_rail}};
+  const std::map<std::string, std::uint64_t*> words = {{"seed", &strictness.seed},
+                                                       {"fails", &strictness.fails},
+                                                       {"loses", &strictness.loses},
+                                                       {"drops", &strictness.drops},
+                                                       {"rail", &only_rail}};
   std::istringstream given(name.substr(0, plus));
   std::string word;
   std::getline(given, word, ':');
@@ -258,11 +267,11 @@ std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host
               std::from_chars(word.data() + equals + 1, end, *found->second).ptr == end;
   }
   if (!is_good) {
-    throw Error("'" + name + "' is no strict provider; it is strict+PROVIDER, with :seed=N, :fails=N, :loses=N and " +
-                ":rail=N before the + as wanted");
+    throw Error("'" + name + "' is no strict provider; it is strict+PROVIDER, with :seed=N, :fails=N, :loses=N, " +
+                ":drops=N and :rail=N before the + as wanted");
   }
   if (only_rail != ~std::uint64_t{0} && only_rail != static_cast<std::uint64_t>(rail)) {
-    strictness.fails = strictness.loses = 0;
+    strictness.fails = strictness.loses = strictness.drops = 0;
   }
   strictness.seed += static_cast<std::uint64_t>(rail);
   return make_strict(open_wire(name.substr(plus + 1), host, rail), strictness);

@@ -185,6 +185,7 @@ class Group:
                     streams=streams,
                     host=[peer for peer in range(size) if self.nodes[peer] == self.nodes[rank]],
                     window_bytes=job.window_bytes,
+                    fabric=options.switch_fabric,
                     deadline=deadline,
                 )
                 if membership is not None:
@@ -288,6 +289,7 @@ class Group:
                 name=options.job_name or "",
                 paths=paths,
                 window_bytes=job.window_bytes,
+                fabric=options.switch_fabric,
                 timeout_s=timeout_s,
             )
 

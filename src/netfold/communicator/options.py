@@ -118,6 +118,11 @@ class Options:
         return provider.removesuffix(",memory") if head == "fabric" else None
 
     @property
+    def switch_fabric(self) -> str | None:
+        """The provider of libfabric over which packets go to a switch, which is in no MPI; None: by UDP."""
+        return None if self.over_mpi else self.fabric
+
+    @property
     def over_mpi(self) -> bool:
         """Whether to go over MPI in the place of libfabric."""
         return self.transport in ("mpi", "mpi,memory")

@@ -17,6 +17,7 @@ struct Strictness {
   std::uint64_t seed = 1;
   std::uint64_t fails = 0;  // after so many sends all fail, with a completion that says so; 0: never
   std::uint64_t loses = 0;  // after so many sends all are lost, and seem to be sent; 0: never
+  std::uint64_t drops = 0;  // one of so many is lost likewise; 0: none
 };
 
 std::unique_ptr<Wire> make_strict(std::unique_ptr<Wire> below, const Strictness& strictness);
