@@ -86,7 +86,9 @@ Progress Channel::poll(std::int64_t now_ns) {
   polled_ns_ = now_ns;
   bool moved = false;
   try {
-    if (machine_.awaits_answers()) moved = receive(now_ns);
+    // Answers may come before the port is through with what they answer: where it has no room left, it is looked at
+    // though nothing is awaited.
+    if (machine_.awaits_answers() || port_->room(to_) == 0) moved = receive(now_ns);
     machine_.handle_timeout(now_ns);
     if (!failure_) moved |= send(now_ns);
   } catch (const std::system_error& error) {

@@ -181,7 +181,7 @@ def test_a_wire_whose_sends_fail_takes_the_group_off_the_switch_with_the_provide
 def dies(rank: int, size: int, folder: str, endpoint: str) -> tuple[str, int, float]:
     for provider in ("udp", "shm"):
         with join(rank, size, f"{folder}/{provider}", endpoint, provider) as group:
-            adds(group, 1, 1000, 100_003)
+            adds(group, 1, 1000, 300_007)
     with join(rank, size, folder, endpoint, "tcp") as group:
         adds(group, 1000, 100_003)
         if rank == 1:
