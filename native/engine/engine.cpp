@@ -1,3 +1,4 @@
+#include <pthread.h>
 #include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/timerfd.h>
@@ -721,8 +722,12 @@ std::string Group::describe(const Operation& operation) const {
 }
 
 Engine& Engine::instance() {
-  // Never destroyed: threads of a dying process may still be inside.
-  static auto* engine = new Engine;
+  // Never destroyed: threads of a dying process may still be inside. A child made by fork has an engine of its own,
+  // since the thread of its parent's did not come along, and nobody lets go of what that had locked.
+  static std::atomic<Engine*> engine = [] {
+    pthread_atfork(nullptr, nullptr, [] { engine = new Engine; });
+    return new Engine;
+  }();
   return *engine;
 }
 

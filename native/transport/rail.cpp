@@ -51,7 +51,7 @@ SpareBlocks& spare_blocks() {
 Rail::Rail(Fd socket, bool keeps) : keeps_(keeps) { adopt(std::move(socket)); }
 
 void Rail::adopt(Fd socket) {
-  socket_ = std::move(socket);
+  socket_ = ProcessFd(std::move(socket));
   const int fd = socket_.get();
   const int flags = fcntl(fd, F_GETFL);
   if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) throw_errno("set non-blocking");

@@ -1,17 +1,70 @@
 #include <arpa/inet.h>
+#include <fcntl.h>
+#include <pthread.h>
 #include <unistd.h>
 #include <netfold/transport/socket.hpp>
 
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <system_error>
+#include <vector>
 
 namespace netfold::transport {
+namespace {
+
+// The descriptors of all ProcessFds. Locked over a fork, so that the child finds it whole.
+struct OfThisProcess {
+  std::mutex mutex;
+  std::vector<int> fds;
+
+  OfThisProcess() {
+    pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); }, [] { all().let_go(); });
+  }
+  // In the child. Numbers stay taken: whoever closes one later closes nothing else.
+  void let_go() {
+    const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+    for (const int fd : fds) ::dup3(nothing, fd, O_CLOEXEC);
+    ::close(nothing);
+    fds.clear();
+    mutex.unlock();
+  }
+  // Never destroyed: threads of a dying process may still be inside.
+  static OfThisProcess& all() {
+    static auto* const found = new OfThisProcess;
+    return *found;
+  }
+};
+
+}  // namespace
 
 void Fd::reset() {
   if (fd_ >= 0) ::close(fd_);
   fd_ = -1;
+}
+
+ProcessFd::ProcessFd(Fd fd) : fd_(std::move(fd)) {
+  if (!fd_) return;
+  OfThisProcess& all = OfThisProcess::all();
+  std::lock_guard lock(all.mutex);
+  all.fds.push_back(fd_.get());
+}
+
+ProcessFd& ProcessFd::operator=(ProcessFd&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = std::move(other.fd_);
+  }
+  return *this;
+}
+
+void ProcessFd::reset() {
+  if (!fd_) return;
+  OfThisProcess& all = OfThisProcess::all();
+  std::lock_guard lock(all.mutex);
+  std::erase(all.fds, fd_.get());
+  fd_.reset();
 }
 
 void throw_errno(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }

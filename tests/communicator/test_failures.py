@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -334,6 +335,62 @@ def forks(rank: int, size: int, folder: str) -> str:
 def test_a_group_is_refused_in_a_forked_child_and_goes_on_in_the_parent() -> None:
     outcomes: list[Outcome] = run_ranks(forks, 2)
     assert values(outcomes) == ["RuntimeError: this group was made before a fork; make a new one in the child"] * 2
+
+
+def goes_on_in_a_child(rank: int, size: int, folder: str) -> bytes:
+    with Communicator(FileStore(f"{folder}/parent"), rank, size, timeout_s=30, join_timeout_s=20) as group:
+        group.barrier()
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                with Communicator(FileStore(f"{folder}/child"), rank, size, timeout_s=5, join_timeout_s=20) as own:
+                    # Left to the engine's thread, which is not the parent's.
+                    work = own.all_reduce(np.full(1000, rank + 1.0), asynchronous=True)
+                    time.sleep(0.05)
+                    work.wait()
+                os.write(writer, b"closed")
+            finally:
+                os._exit(0)
+        os.close(writer)
+        said = os.read(reader, 100)
+        os.waitpid(child, 0)
+        group.barrier()
+        return said
+
+
+def test_a_group_that_a_forked_child_makes_is_driven_and_closed() -> None:
+    """The child was told to make one, and then waited for a thread that its parent has, for ever."""
+    assert values(run_ranks(goes_on_in_a_child, 2, timeout_s=30)) == [b"closed"] * 2
+
+
+def is_outlived(rank: int, size: int, folder: str) -> tuple[float, str]:
+    with Communicator(FileStore(f"{folder}/store"), rank, size, timeout_s=30, join_timeout_s=20) as group:
+        group.barrier()
+        told = Path(folder, "told")
+        if rank == 1:
+            if os.fork() == 0:  # as a loader of data
+                give_up = time.monotonic() + 20
+                while not told.exists() and time.monotonic() < give_up:
+                    time.sleep(0.01)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            group.all_reduce(np.ones(1000))
+        except Exception as error:
+            return time.monotonic() - began, f"{type(error).__name__} {getattr(error, 'rank', None)}"
+        finally:
+            told.touch()
+        return 0.0, "nothing went wrong"
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_rank_that_dies_is_missed_at_once_also_where_a_child_of_its_lives_on(transport: str) -> None:
+    """Its connections were the child's, too, and ended when that did."""
+    took_s, said = run_ranks(is_outlived, 2, env={"NETFOLD_TRANSPORT": transport}, dies=[1])[0].value
+    assert said == "PeerLost 1"
+    assert took_s < 5
 
 
 def waits_twice(rank: int, size: int, folder: str) -> float:

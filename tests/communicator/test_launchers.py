@@ -66,6 +66,21 @@ def test_slurm_gives_host_and_port_by_its_job() -> None:
     assert placement(SLURM | {"MASTER_PORT": "4000", "MASTER_ADDR": "other"}).host == "other"
 
 
+def test_the_size_is_that_of_slurms_step_where_the_allocation_has_more() -> None:
+    more = SLURM | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "7"}
+    assert placement(more) == placement(SLURM)
+    assert placement(more | {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_FD": "4"}) == placement(SLURM)
+
+
+def test_a_batch_script_of_slurm_is_no_rank() -> None:
+    """Slurm gives it SLURM_PROCID=0, and SLURM_NTASKS if asked for: it waited for ranks that never came."""
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "12"}
+    assert not is_launched(batch)
+    with pytest.raises(ValueError, match="the shell of a Slurm job, and no task of it: start the ranks with srun"):
+        placement(batch)
+    assert placement(batch | OPEN_MPI).size == 2
+
+
 @pytest.mark.parametrize(
     ("tasks", "node", "count"), [("4(x2),3", 0, 4), ("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("4(x2),3", 3, None)]
 )

@@ -32,6 +32,10 @@ _OPEN_MPI: _Names = (
 )
 _PMI: _Names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM: _Names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
+# Slurm tells a batch script much the same, as its rank 0; this one says that srun started a task.
+_SLURMS_STEP = "SLURM_STEP_ID"
+# Of the step, where `srun --preserve-env` leaves SLURM_NTASKS at the allocation's.
+_SLURMS_TASKS = "SLURM_STEP_NUM_TASKS"
 # Slurm comes last: inside its allocation another launcher's ranks are the ones.
 _LAUNCHERS = (_TORCHRUN, _OPEN_MPI, _PMI, _SLURM)
 # What names a run, by who started it: one may run inside another's allocation, or inside its ranks.
@@ -69,6 +73,8 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement:
     if launcher is None:
         raise ValueError(_what_is_missing(environment))
     rank_name, size_name, local_rank_name, local_size_name = launcher
+    if launcher is _SLURM and _SLURMS_TASKS in environment:
+        size_name = _SLURMS_TASKS
     rank, size = _number(environment, rank_name), _number(environment, size_name)
     if not 0 <= rank < size:
         raise ValueError(f"{rank_name}={rank} is not one of {size_name}={size} ranks")
@@ -93,21 +99,25 @@ def _launcher(environment: Mapping[str, str]) -> _Names | None:
     found = next((names for names in _LAUNCHERS if names[0] in environment and names[1] in environment), None)
     # srun speaks PMI to an MPI that wants it, and says more in words of its own.
     if found is _PMI and "MPI_LOCALNRANKS" not in environment:
-        theirs = (environment.get("SLURM_PROCID"), environment.get("SLURM_NTASKS"))
+        theirs = (environment.get("SLURM_PROCID"), environment.get(_SLURMS_TASKS, environment.get("SLURM_NTASKS")))
         if theirs == (environment["PMI_RANK"], environment["PMI_SIZE"]):
             return _SLURM
-    return found
+    return None if found is _SLURM and _SLURMS_STEP not in environment else found
 
 
 def _what_is_missing(environment: Mapping[str, str]) -> str:
-    for rank, size, _, _ in _LAUNCHERS:
+    for rank, size, _, _ in _LAUNCHERS[:-1]:
         for there, absent in ((rank, size), (size, rank)):
-            # Slurm tells a job's own shell of its tasks too.
-            if there in environment and there != "SLURM_NTASKS":
+            if there in environment:
                 return (
                     f"{there} is set and {absent} is not: a rank needs both, and its launcher sets both; start with "
                     f"torchrun, mpirun or srun, or set {absent} too"
                 )
+    if "SLURM_JOB_ID" in environment:
+        return (
+            "this is the shell of a Slurm job, and no task of it: start the ranks with srun, torchrun or mpirun, or "
+            "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
     known = ", ".join(f"{rank} and {size}" for rank, size, _, _ in _LAUNCHERS)
     return (
         f"no launcher's variables are set ({known}): start with torchrun, mpirun or srun, or set RANK, WORLD_SIZE, "

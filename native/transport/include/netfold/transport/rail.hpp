@@ -66,7 +66,7 @@ class Rail {
   bool greeted();
   std::byte* kept_at(std::uint64_t position, std::size_t* left);
 
-  Fd socket_;
+  ProcessFd socket_;
   const bool keeps_;
   State state_ = State::up;
   int error_ = 0;

@@ -35,6 +35,26 @@ class Fd {
   int fd_ = -1;
 };
 
+// As Fd, and of this process alone: a child made by fork has /dev/null in its place. The end of a connection tells the
+// peer that this process is gone, and must not wait for a child, a loader of data maybe, that outlives it.
+class ProcessFd {
+ public:
+  ProcessFd() = default;
+  explicit ProcessFd(Fd fd);
+  ProcessFd(ProcessFd&& other) noexcept = default;
+  ProcessFd& operator=(ProcessFd&& other) noexcept;
+  ProcessFd(const ProcessFd&) = delete;
+  ProcessFd& operator=(const ProcessFd&) = delete;
+  ~ProcessFd() { reset(); }
+
+  int get() const { return fd_.get(); }
+  explicit operator bool() const { return static_cast<bool>(fd_); }
+  void reset();
+
+ private:
+  Fd fd_;
+};
+
 // An IPv4 or IPv6 address with its port. Compared by family, address and port.
 struct Address {
   sockaddr_storage storage{};
