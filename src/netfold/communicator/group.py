@@ -126,6 +126,7 @@ class Group:
             streams = rendezvous.first_rail(sockets[0])
             on_this_host = 1 + sum(_is_here(stream) for stream in streams if stream is not None)
             over: list[list[Any]] = []
+            self._port: Any = None
             probed: Sequence[Any] = streams
             if options.fabric is not None:
                 hosts = interfaces.hosts[: interfaces.rails]
@@ -134,6 +135,7 @@ class Group:
                     name: getattr(options, name) for name in ("direct_bytes", "registrations", "registered_bytes")
                 }
                 over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, settings=settings, port=port)
+                self._port = port or fabric.port_of(options.fabric, hosts)
                 probed = fabric.as_streams(over[0], streams, options.fabric)
             self.nodes, node = find_nodes(rank, size, streams, enabled=options.shares_memory, deadline=deadline)
             self.peer_memory: Any = None
@@ -451,6 +453,21 @@ class Group:
         if row.algorithm == "shared_memory" and operation in _COPIES:
             reason += f"; {self._single_copy}"
         return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}"
+
+    def hold(self, region: Region) -> Any:
+        """Says that this memory stays mapped as it is until the object that comes back ends: a fabric then keeps it
+        registered. None where there is no fabric, which is all the same to the caller."""
+        return None if self._port is None else self._port.hold(*region)
+
+    @property
+    def over_fabric(self) -> bool:
+        """Whether what goes to other ranks goes over libfabric, or over MPI."""
+        return self._port is not None
+
+    def fabric_counters(self) -> dict[str, int] | None:
+        """Of this process's place on the fabric, for all of its groups: segments, writes, grants, registrations and how
+        often they were hit; None without one."""
+        return None if self._port is None else dict(self._port.counters)
 
     def events(self) -> Records:
         """The newest records of this group's operations (`netfold.profile.RECORD`), oldest first."""
