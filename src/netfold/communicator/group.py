@@ -450,6 +450,8 @@ class Group:
         reason = row.reason
         if "in_network" in (row.algorithm, row.between):
             reason += "".join(f"; {recovery.state}" for recovery in self.recoveries if recovery.state)
+        if self._port is not None and self._port.why_not_direct:
+            reason += f"; over the fabric in segments, which are copied: {self._port.why_not_direct}"
         if row.algorithm == "shared_memory" and operation in _COPIES:
             reason += f"; {self._single_copy}"
         return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}"
