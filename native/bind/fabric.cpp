@@ -112,6 +112,33 @@ nb::bytes receive_all(FabricEnd& end, std::size_t bytes, std::int64_t timeout_ns
   return nb::bytes(reinterpret_cast<const char*>(into.data()), got);
 }
 
+// Until the memory is the caller's again. False where the time was over before; the endpoint is closed then.
+bool lend_all(FabricEnd& end, std::uintptr_t address, std::size_t bytes, std::uint64_t name, std::int64_t timeout_ns) {
+  fabric::FabricPipe& pipe = pipe_of(end);
+  nb::gil_scoped_release release;
+  const std::int64_t deadline = monotonic_ns() + timeout_ns;
+  const iovec piece{reinterpret_cast<void*>(address), bytes};
+  std::vector<pollfd> fds;
+  bool is_taken = false;
+  while (!is_taken || pipe.lent() > 0) {
+    if (!is_taken) {
+      const auto io = pipe.lend({&piece, 1}, name);
+      is_taken = io.bytes > 0;
+      if (io.closed) throw fabric::Error(io.why != nullptr ? *io.why : std::string("the other end is closed"));
+    }
+    if (pipe.hung_up()) throw fabric::Error(pipe.port()->failure(pipe.stream()));
+    const std::int64_t left_ns = deadline - monotonic_ns();
+    if (left_ns <= 0) {
+      if (is_taken) pipe.break_off();
+      return false;
+    }
+    fds.clear();
+    pipe.wait_for(is_taken ? 0 : POLLOUT, fds);
+    ::poll(fds.data(), fds.size(), static_cast<int>(std::min<std::int64_t>(left_ns / 1'000'000 + 1, 1000)));
+  }
+  return true;
+}
+
 bool flush(FabricEnd& end, std::int64_t timeout_ns) {
   fabric::FabricPipe& pipe = pipe_of(end);
   nb::gil_scoped_release release;
@@ -235,6 +262,14 @@ void bind_fabric(nb::module_& m) {
           nb::arg("names"), nb::arg("terms"))
       .def("send", &send_all, nb::arg("data"), nb::arg("timeout_ns"), "How many bytes went within the time.")
       .def("receive", &receive_all, nb::arg("bytes"), nb::arg("timeout_ns"), "Fewer where the time was over.")
+      .def(
+          "expect",
+          [](FabricEnd& self, std::uint64_t name, std::uintptr_t address, std::size_t bytes) {
+            return pipe_of(self).expect(name, reinterpret_cast<std::byte*>(address), bytes);
+          },
+          nb::arg("name"), nb::arg("address"), nb::arg("bytes"), "The place of the piece that the peer will lend.")
+      .def("lend", &lend_all, nb::arg("address"), nb::arg("bytes"), nb::arg("name"), nb::arg("timeout_ns"),
+           "Whether the piece was written to where the peer expects it within the time.")
       .def("flush", &flush, nb::arg("timeout_ns"), "Whether all that was sent is on its way, and needs us no more.")
       .def("close", [](FabricEnd& self) {
         nb::gil_scoped_release release;

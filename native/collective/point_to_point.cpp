@@ -278,7 +278,7 @@ void PointToPoint::finish_input(int from) {
     const auto found = peer.accepted.find(header.id);
     found->second.got += header.bytes;
     if (found->second.got < found->second.bytes) return;
-    finish(from, found->second.ticket, kHeaderBytes);
+    finish(from, found->second.ticket, kHeaderBytes, found->second.hold.get());
     peer.accepted.erase(found);
   } else if (header.type == Type::abort) {
     const std::string who = "rank " + std::to_string(from);
@@ -303,9 +303,11 @@ void PointToPoint::give_back(int to, std::size_t bytes) {
   peer.frames.push_back({header});
 }
 
-void PointToPoint::finish(int peer, Ticket ticket, std::uint64_t wire_bytes) {
+void PointToPoint::finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const transport::Pipe::Hold* hold) {
   --at(peer).outstanding;
-  done_.push_back({ticket, peer, wire_bytes});
+  Done done{.ticket = ticket, .peer = peer, .wire_bytes = wire_bytes, .registrations = {}};
+  if (hold != nullptr) done.registrations = {hold->hits(), hold->misses()};
+  done_.push_back(done);
 }
 
 // --- the streams -----------------------------------------------------------------------------------------------------
@@ -408,7 +410,7 @@ bool PointToPoint::take_back(int to) {
   while (!peer.lent.empty() && peer.lent.front().end <= back) {
     const Lent lent = std::move(peer.lent.front());
     peer.lent.pop_front();
-    if (lent.ticket != 0) finish(to, lent.ticket, lent.wire_bytes);
+    if (lent.ticket != 0) finish(to, lent.ticket, lent.wire_bytes, lent.hold.get());
     moved = true;
   }
   return moved;

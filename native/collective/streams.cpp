@@ -98,7 +98,9 @@ void Streams::seal() {
     }
     in.slot_bytes = wire_bytes_of(staged);
     in.slots = is_direct(in.peer, staged) ? kAhead : 1;
-    in.staging.resize(in.slots * in.slot_bytes);
+    if (in.slots > 1) in.scratch = mesh_.scratch(in.peer, in.slots * in.slot_bytes);
+    if (in.scratch == nullptr) in.staging.resize(in.slots * in.slot_bytes);
+    in.stage = in.scratch != nullptr ? in.scratch->data() : in.staging.data();
     in.expected = MessageHeader::of(call_, bytes);
     largest = std::max(largest, staged);
   }
@@ -106,7 +108,7 @@ void Streams::seal() {
   hold();
 }
 
-// What direct pieces lie in: the tensors, and what they are staged in.
+// The tensors that direct pieces lie in.
 void Streams::hold() {
   const auto any = [&](const auto& streams) {
     return std::any_of(streams.begin(), streams.end(), [&](const auto& stream) {
@@ -123,8 +125,13 @@ void Streams::hold() {
     const auto same = [&](const Buffer& output) { return output.data == input.data && output.bytes == input.bytes; };
     if (std::none_of(call_.outputs.begin(), call_.outputs.end(), same)) add(input.data, input.bytes);
   }
-  for (In& in : ins_) {
-    if (in.slots > 1) add(in.staging.data(), in.staging.size());
+}
+
+void Streams::count_registrations() {
+  for (const auto& hold : holds_) {
+    if (hold == nullptr) continue;
+    registrations_.hits += hold->hits();
+    registrations_.misses += hold->misses();
   }
 }
 
@@ -266,7 +273,7 @@ bool Streams::reads(const In& in) const {
 std::byte* Streams::target(In& in, std::size_t number) {
   const Receive& piece = in.pieces[number];
   const bool in_place = piece.fold == nullptr && !converts_;
-  return in_place ? piece.into : in.staging.data() + number % in.slots * in.slot_bytes;
+  return in_place ? piece.into : in.stage + number % in.slots * in.slot_bytes;
 }
 
 // Whether a piece's place is one of an earlier piece that is not stored: read in order, that would not matter.
@@ -411,6 +418,7 @@ Progress Streams::poll(std::int64_t now_ns) {
     const bool has_result = call_.kind != Kind::reduce || team_.position() == call_.root;
     if (call_.average && has_result) divide(call_.dtype, call_.outputs[0], team_.size());
     finish();
+    count_registrations();
     return Progress::done;
   }
   return moved ? Progress::moved : Progress::idle;

@@ -519,6 +519,8 @@ void Group::complete(Operation& operation, Failure failure) {
   if (operation.algorithm_ != nullptr) {
     record.wire_bytes = operation.algorithm_->wire_bytes();
     record.retransmissions = operation.algorithm_->retransmissions();
+    record.registration_hits = operation.algorithm_->registrations().hits;
+    record.registration_misses = operation.algorithm_->registrations().misses;
     record.slowest_rank = operation.algorithm_->slowest_rank();
     const auto instead = operation.algorithm_->instead();
     if (instead != collective::AlgorithmId::local) record.algorithm = static_cast<std::uint8_t>(instead);

@@ -131,7 +131,14 @@ def closes_and_comes_again(rank: int, size: int, folder: str) -> None:
         np.testing.assert_array_equal(mine, np.full(300_000, 2.0))
 
 
-def test_a_provider_that_cannot_write_says_so() -> None:
+def says_why_not(rank: int, size: int, folder: str) -> str:
+    with ring(rank, size, folder, "net", interface="127.0.0.1,127.0.0.2") as group:
+        return group.group.why("all_reduce", 1 << 24)
+
+
+def test_who_goes_in_segments_says_why() -> None:
+    found = values(run_threads(says_why_not, 2))
+    assert all("segments, which are copied: there are several rails" in said for said in found), found
     port = fabric.Port("tcp", [*LOOPBACK, "127.0.0.2"])
     assert "several rails" in port.why_not_direct
     port = fabric.Port("tcp", list(LOOPBACK))

@@ -3,6 +3,7 @@
 #include <sys/random.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -35,6 +36,47 @@ class Port::PortHold final : public Pipe::Hold {
 std::unique_ptr<Pipe::Hold> Port::hold(std::byte* data, std::size_t bytes, RegistrationCache::Term term) {
   std::lock_guard lock(mutex_);
   return std::make_unique<PortHold>(shared_from_this(), cache_.hold(data, bytes, term));
+}
+
+// What is not used and too much is unmapped, the longest unused first.
+class Port::PortScratch final : public Pipe::Scratch {
+ public:
+  PortScratch(std::shared_ptr<Port> port, std::unique_ptr<Block> block)
+      : port_(std::move(port)), block_(std::move(block)) {}
+  ~PortScratch() override {
+    std::lock_guard lock(port_->mutex_);
+    auto& blocks = port_->blocks_;
+    blocks.push_back(std::move(block_));
+    std::size_t bytes = 0;
+    for (const auto& block : blocks) bytes += block->bytes;
+    for (; bytes > kScratchBytes; blocks.erase(blocks.begin())) {
+      bytes -= blocks.front()->bytes;
+      port_->cache_.end(blocks.front()->hold);
+    }
+  }
+  PortScratch(const PortScratch&) = delete;
+  PortScratch& operator=(const PortScratch&) = delete;
+  std::byte* data() const override { return block_->data; }
+
+ private:
+  std::shared_ptr<Port> port_;
+  std::unique_ptr<Block> block_;
+};
+
+std::unique_ptr<Pipe::Scratch> Port::scratch(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  bytes = std::bit_ceil(bytes);
+  const auto fits = [&](const auto& block) { return block->bytes == bytes; };
+  const auto found = std::find_if(blocks_.rbegin(), blocks_.rend(), fits);
+  std::unique_ptr<Block> block;
+  if (found != blocks_.rend()) {
+    block = std::move(*found);
+    blocks_.erase(std::next(found).base());
+  } else {
+    block = std::make_unique<Block>(bytes);
+    block->hold = cache_.hold(block->data, bytes, RegistrationCache::Term::ours);
+  }
+  return std::make_unique<PortScratch>(shared_from_this(), std::move(block));
 }
 
 void Port::set(const Settings& settings) {
@@ -299,6 +341,7 @@ void Port::break_off(const std::string& why) {
 
 void Port::close_endpoint(const std::string& why) {
   for (auto& [tag, stream] : streams_) fail(*stream, "the endpoint was closed: " + why);
+  for (auto& rail : rails_) rail->close();
   cache_.clear();
   for (auto& slab : slabs_) slab->registrations.clear();
   rails_.clear();

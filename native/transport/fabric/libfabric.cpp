@@ -97,11 +97,12 @@ Info ask(const fi_info* hints, const char* source = nullptr) {
 
 // What netfold asks of an endpoint. It can do without everything that is not named here: no order, no source address;
 // and without writes, where there are none.
-Info hints_for(const std::string& provider, bool writes) {
+Info hints_for(const std::string& provider, bool writes, bool in_order = false) {
   Info hints(library().dupinfo(nullptr));
   if (hints == nullptr) throw Error("libfabric has no memory left");
   hints->caps = FI_TAGGED | FI_SEND | FI_RECV;
   if (writes) hints->caps |= FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
+  if (in_order) hints->tx_attr->msg_order = hints->rx_attr->msg_order = FI_ORDER_SAW;
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->ep_attr->type = FI_EP_RDM;
   hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
@@ -185,8 +186,9 @@ class LibfabricRegistration final : public Registration {
 class LibfabricWire final : public Wire {
  public:
   // `host`: of its interface, where it goes by such addresses.
-  LibfabricWire(Info info, const std::string& host);
+  LibfabricWire(Info info, const std::string& host, bool in_order);
 
+  void close() override { endpoint_.reset(); }
   const Limits& limits() const override { return limits_; }
   std::vector<std::byte> name() const override;
   Peer add(std::span<const std::byte> name) override;
@@ -202,7 +204,10 @@ class LibfabricWire final : public Wire {
   }
   Taken write(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, const Place& into,
               std::uint32_t number, Work* work) override {
-    return taken(fi_writedata(endpoint_.get(), data, bytes, descriptor, number, to, into.address, into.key, work));
+    return taken(
+        limits_.orders_writes
+            ? fi_write(endpoint_.get(), data, bytes, descriptor, to, into.address, into.key, work)
+            : fi_writedata(endpoint_.get(), data, bytes, descriptor, number, to, into.address, into.key, work));
   }
   Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) override {
     constexpr std::uint64_t kAnyTag = ~std::uint64_t{0};
@@ -252,7 +257,7 @@ class LibfabricWire final : public Wire {
   std::string why_;
 };
 
-LibfabricWire::LibfabricWire(Info info, const std::string& host)
+LibfabricWire::LibfabricWire(Info info, const std::string& host, bool in_order)
     : info_(std::move(info)),
       place_(as_text(info_->domain_attr->name) + (host.empty() ? "" : " at " + host)),
       watch_(as_text(info_->fabric_attr->prov_name)) {
@@ -268,7 +273,9 @@ LibfabricWire::LibfabricWire(Info info, const std::string& host)
   binds_registrations_ = (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
   names_keys_ = (info_->domain_attr->mr_mode & FI_MR_PROV_KEY) == 0;
   takes_addresses_ = (info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
-  const bool writes = (info_->caps & FI_RMA) != 0 && info_->domain_attr->cq_data_size >= sizeof(std::uint32_t);
+  limits_.orders_writes = in_order;
+  const bool has_numbers = in_order || info_->domain_attr->cq_data_size >= sizeof(std::uint32_t);
+  const bool writes = (info_->caps & FI_RMA) != 0 && has_numbers;
   limits_.write_bytes = writes ? info_->ep_attr->max_msg_size : 0;
 
   fid_fabric* fabric = nullptr;
@@ -439,10 +446,17 @@ std::vector<Provider> list_providers() {
   return out;
 }
 
-std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& host, int rail) {
-  // With writes, if it has them.
-  Info hints = hints_for(provider, true);
+std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& host, int rail, Numbers numbers) {
+  // With writes, and messages in order after them, if it has such: a number that comes with a write is more to carry,
+  // and ofi_rxm 1.17 reads through a null pointer where a connection ends in the middle of a write that has one.
+  bool in_order = numbers == Numbers::if_needed;
+  Info hints = hints_for(provider, true, in_order);
   Info found = ask(hints.get());
+  if (found == nullptr && in_order) {
+    in_order = false;
+    hints = hints_for(provider, true);
+    found = ask(hints.get());
+  }
   if (found == nullptr) {
     hints = hints_for(provider, false);
     found = ask(hints.get());
@@ -458,7 +472,7 @@ std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& 
       throw Error("provider " + as_text(found->fabric_attr->prov_name) +
                   " does not go over the interface with the address " + host + " (NETFOLD_INTERFACE)");
     }
-    return std::make_unique<LibfabricWire>(std::move(here), host);
+    return std::make_unique<LibfabricWire>(std::move(here), host, in_order);
   }
   fi_info* chosen = found.get();
   for (int skipped = 0; skipped < rail && chosen != nullptr; ++skipped) chosen = chosen->next;
@@ -466,7 +480,7 @@ std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& 
     throw Error("provider " + as_text(found->fabric_attr->prov_name) + " has no device number " + std::to_string(rail) +
                 "; name as many interfaces as there are devices (NETFOLD_INTERFACE)");
   }
-  return std::make_unique<LibfabricWire>(Info(library().dupinfo(chosen)), "");
+  return std::make_unique<LibfabricWire>(Info(library().dupinfo(chosen)), "", in_order);
 }
 
 }  // namespace netfold::transport::fabric

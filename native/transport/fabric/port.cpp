@@ -494,6 +494,7 @@ void Port::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) 
     ++counters_.strange;
     return post(receiving);
   }
+  if (receiving.grant != nullptr && limits().orders_writes) landed(receiving.grant->number);
   place = &receiving;
   if (ahead == 0) ring(stream);
 }

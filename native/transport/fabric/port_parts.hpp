@@ -100,6 +100,22 @@ struct Port::Grant {
   State state = State::open;
 };
 
+// Scratch: as long as it lives, the cache holds it.
+struct Port::Block {
+  explicit Block(std::size_t length)
+      : data(
+            static_cast<std::byte*>(mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))),
+        bytes(length) {
+    if (data == MAP_FAILED) throw Error("no memory for a fabric's scratch: " + std::to_string(length) + " bytes");
+  }
+  ~Block() { munmap(data, bytes); }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  std::byte* data;
+  std::size_t bytes;
+  RegistrationCache::Hold* hold = nullptr;
+};
+
 // The buffers that a stream brings along. Those to receive into stay the port's when it is gone.
 struct Port::Slab {
   std::byte* memory = nullptr;

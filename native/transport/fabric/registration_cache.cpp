@@ -56,14 +56,15 @@ RegistrationCache::Entry* RegistrationCache::lease(std::byte* data, std::size_t 
   std::byte* first = passing != nullptr ? passing->data : data;
   const std::size_t wanted = passing != nullptr ? passing->bytes : bytes;
   auto entry = find(data, bytes);
-  if (passing == nullptr || passing->hits + passing->misses == 0) {
+  Hold* ours = passing == nullptr ? holder(data, bytes, Term::ours) : nullptr;
+  if (ours == nullptr && (passing == nullptr || passing->hits + passing->misses == 0)) {
     const bool is_hit = entry != entries_.end();
     ++(is_hit ? counters_.hits : counters_.misses);
     if (passing != nullptr) ++(is_hit ? passing->hits : passing->misses);
   }
   if (entry == entries_.end()) {
     Hold* hold = holder(first, wanted, Term::lasting);
-    if (hold == nullptr) hold = passing;
+    if (hold == nullptr) hold = passing != nullptr ? passing : ours;
     if (hold != nullptr) {
       data = hold->data;
       bytes = hold->bytes;
@@ -122,7 +123,8 @@ void RegistrationCache::make_room(std::size_t bytes) {
   };
   for (auto entry = entries_.begin(); entry != entries_.end() && is_full();) {
     const auto here = entry++;
-    if (here->leases > 0) continue;
+    const bool is_under_way = here->leases > 0 || (here->hold != nullptr && here->hold->term == Term::passing);
+    if (is_under_way) continue;
     drop(here);
     ++counters_.evictions;
   }

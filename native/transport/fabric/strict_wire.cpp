@@ -274,7 +274,7 @@ std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host
     strictness.fails = strictness.loses = strictness.drops = 0;
   }
   strictness.seed += static_cast<std::uint64_t>(rail);
-  return make_strict(open_wire(name.substr(plus + 1), host, rail), strictness);
+  return make_strict(open_wire(name.substr(plus + 1), host, rail, Numbers::always), strictness);
 }
 
 }  // namespace netfold::transport::fabric

@@ -64,6 +64,7 @@ class PointToPoint {
     Ticket ticket = 0;
     int peer = -1;  // the other end; of a receive from any source, who it was
     std::uint64_t wire_bytes = 0;
+    Algorithm::Registrations registrations;
   };
   struct Fault {
     Ticket ticket = 0;  // who waited for it
@@ -193,7 +194,7 @@ class PointToPoint {
   void accept(int peer, const FrameHeader& header, Receive receive);
   bool fits(int peer, const FrameHeader& header, const Receive& receive);
   void give_back(int peer, std::size_t bytes);
-  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes);
+  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const transport::Pipe::Hold* hold = nullptr);
   void lose(int peer, const transport::Mesh::Io& io);
   void look_for_the_missing();
   Ticket any_ticket(int peer) const;

@@ -119,8 +119,10 @@ class Streams : public Algorithm {
     std::size_t got = 0;     // bytes of the next piece, its word included
     std::size_t placed = 0;  // pieces whose places the peer knows, or that need none
     PieceWord word = PieceWord::piece;
-    std::vector<std::byte> staging;  // what is not received in place
-    std::size_t slots = 1;           // pieces that it has room for
+    std::vector<std::byte> staging;                     // what is not received in place
+    std::unique_ptr<transport::Pipe::Scratch> scratch;  // the same, of a pipe that has some
+    std::byte* stage = nullptr;
+    std::size_t slots = 1;  // pieces that it has room for
     std::size_t slot_bytes = 0;
     std::optional<IncomingHeader> strange;  // what came in place of header or piece
     bool done() const { return header_got == sizeof header && next == pieces.size(); }
@@ -131,6 +133,7 @@ class Streams : public Algorithm {
   bool is_direct(int peer, std::size_t bytes) const { return !converts_ && mesh_.is_direct(peer, bytes); }
   std::uint64_t name_of(std::size_t piece) const { return (std::uint64_t{call_.sequence} << 32) + piece; }
   void hold();
+  void count_registrations();
   bool lend(Out& out);
   bool take_back(Out& out);
   void name_places(In& in);

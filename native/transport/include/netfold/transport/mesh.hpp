@@ -45,6 +45,7 @@ class Mesh {
   std::size_t lent(int peer) const { return leads_to(peer) ? pipe(peer).lent() : 0; }
   // For pieces to and from any peer.
   std::unique_ptr<Pipe::Hold> hold(std::byte* data, std::size_t bytes);
+  std::unique_ptr<Pipe::Scratch> scratch(int peer, std::size_t bytes) { return pipe(peer).scratch(bytes); }
   // Takes back what was lent and expected, within kWithdrawNs or by force; blocks so long.
   void withdraw();
 

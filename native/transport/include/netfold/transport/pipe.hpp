@@ -33,6 +33,13 @@ class Pipe {
     virtual std::uint32_t misses() const = 0;
   };
 
+  // Memory to receive into that a fabric knows already. Its pipe has it back when the object ends.
+  class Scratch {
+   public:
+    virtual ~Scratch() = default;
+    virtual std::byte* data() const = 0;
+  };
+
   virtual ~Pipe() = default;
   // As many bytes as go now; 0 bytes and not closed means: later.
   virtual Io send(std::span<const iovec> pieces) = 0;
@@ -70,6 +77,8 @@ class Pipe {
   virtual bool must_break_off() { return false; }
   // For who lends or expects parts of it; null where that changes nothing.
   virtual std::unique_ptr<Hold> hold(std::byte*, std::size_t) { return nullptr; }
+  // So many bytes at least; null where any memory is as good.
+  virtual std::unique_ptr<Scratch> scratch(std::size_t) { return nullptr; }
   // The connections under it, of a pipe that goes over any.
   virtual int rails() const { return 0; }
   virtual Rail* rail(int) { return nullptr; }

@@ -46,6 +46,7 @@ class FabricPipe final : public Pipe {
   bool withdraw() override;
   bool must_break_off() override;
   void break_off() override;
+  std::unique_ptr<Scratch> scratch(std::size_t bytes) override { return port_->scratch(bytes); }
   std::unique_ptr<Hold> hold(std::byte* data, std::size_t bytes) override {
     return port_->hold(data, bytes, RegistrationCache::Term::passing);
   }

@@ -101,6 +101,8 @@ class Port : public std::enable_shared_from_this<Port> {
   static constexpr std::size_t kMaxGrants = 16;
   // Before a piece that is lent, in its segment.
   static constexpr std::size_t kMaxBeforeBytes = 64;
+  // Scratch that is kept while nobody uses it.
+  static constexpr std::size_t kScratchBytes = 32 << 20;
   // From here on a piece goes the direct path, where nothing else was said.
   static constexpr std::size_t kDirectBytes = 64 << 10;
 
@@ -175,6 +177,9 @@ class Port : public std::enable_shared_from_this<Port> {
   // Says that this memory stays mapped as it is until the hold ends.
   std::unique_ptr<Pipe::Hold> hold(std::byte* data, std::size_t bytes, RegistrationCache::Term term);
 
+  // Registered as long as the port keeps it, for the next who asks, within kScratchBytes.
+  std::unique_ptr<Pipe::Scratch> scratch(std::size_t bytes);
+
   // Why nothing will be sent any more; empty while it works.
   std::string failure(const Stream* stream) const;
   // Segments whose bytes were all read.
@@ -209,6 +214,8 @@ class Port : public std::enable_shared_from_this<Port> {
  private:
   enum class What : std::uint16_t;
   class PortHold;
+  class PortScratch;
+  struct Block;
   struct GrantWord;
   struct WrittenWord;
   struct Header;
@@ -267,6 +274,7 @@ class Port : public std::enable_shared_from_this<Port> {
   Settings settings_;
   RegistrationCache cache_;
   std::unordered_map<std::uint32_t, Grant> grants_;       // by number, of all streams
+  std::vector<std::unique_ptr<Block>> blocks_;            // scratch that nobody uses, the last used last
   std::vector<std::uint32_t> random_;                     // numbers in store
   std::vector<std::map<std::string, Wire::Peer>> peers_;  // by rail and name
   std::size_t segment_bytes_ = 0;

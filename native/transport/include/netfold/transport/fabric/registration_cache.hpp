@@ -15,8 +15,8 @@
 // at its first lease: a tensor that goes in many pieces is one hit or one miss. A registration within a longer one that
 // is made goes, unless it is in use.
 //
-// BOUNDS. Of entries and of bytes, by who was used last; what is in use stays, so the bound may be passed by what is
-// under way. A lasting hold of more than all the bytes is registered by the operation, and no longer. No bytes at all:
+// BOUNDS. Of entries and of bytes, by who was used last; what operations under way use stays, so they may pass the
+// bound. A lasting hold of more than all the bytes is registered by the operation, and no longer. No bytes at all:
 // nothing is kept beyond an operation.
 //
 // Not thread-safe: its port takes turns.
@@ -43,7 +43,7 @@ class RegistrationCache {
     std::uint64_t entries = 0;     // now
     std::uint64_t bytes = 0;       // now
   };
-  enum class Term : std::uint8_t { passing, lasting };
+  enum class Term : std::uint8_t { passing, lasting, ours };  // ours: a lasting one that nobody counts
 
   // Memory that somebody says will stay as it is.
   struct Hold {
@@ -91,7 +91,7 @@ class RegistrationCache {
 
   Entries::iterator find(const std::byte* data, std::size_t bytes);
   Hold* holder(const std::byte* data, std::size_t bytes, Term term);
-  bool keeps(const Hold& hold) const { return hold.term == Term::passing || hold.bytes <= limits_.bytes; }
+  bool keeps(const Hold& hold) const { return hold.term != Term::lasting || hold.bytes <= limits_.bytes; }
   void drop(Entries::iterator entry);
   void make_room(std::size_t bytes);
 

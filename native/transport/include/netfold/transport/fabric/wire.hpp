@@ -7,7 +7,8 @@
 // The rules are EFA's, the provider that promises least. Messages and completions come in any order. Memory is
 // registered before it is sent from or received into, where `needs_registration`. A `Work` belongs to the provider
 // from the call to its completion (FI_CONTEXT2). Nothing moves but in `poll` (manual progress). Every call may say
-// "later". A write's bytes are there once the number that came with it is: that, and no more, orders it among messages.
+// "later". A write's bytes are there once the number that came with it is: that, and no more, orders it among messages,
+// but for a provider that promises to keep messages behind writes, where no number comes.
 #pragma once
 
 #include <cstddef>
@@ -70,7 +71,8 @@ class Wire {
     std::string domain;
     std::size_t message_bytes = 0;
     std::size_t inject_bytes = 0;
-    std::size_t write_bytes = 0;  // of the longest write; 0: it cannot write with a number of 32 bits
+    std::size_t write_bytes = 0;  // of the longest write; 0: it cannot write with a number of 32 bits, nor in order
+    bool orders_writes = false;   // a message comes after what was written before it, and there are no numbers
     std::size_t sends = 0;        // under way at once
     std::size_t receives = 0;     // posted at once
     int tag_bits = 64;            // of a tag, from the lowest on, that reach the other end
@@ -87,6 +89,8 @@ class Wire {
   };
 
   virtual ~Wire() = default;
+  // Ends the endpoint, and with it all that is under way; nothing but registrations may end after it.
+  virtual void close() {}
   virtual const Limits& limits() const = 0;
   // What the others need to reach this endpoint.
   virtual std::vector<std::byte> name() const = 0;
