@@ -55,7 +55,7 @@ class Plain {
   Plain(const std::string& provider, int socket)
       : wire_(fabric::open_wire(provider, kHere, 0)), memory_(2 * kMostBytes) {
     if (wire_->limits().needs_registration) {
-      registration_ = wire_->register_memory(memory_.data(), memory_.size());
+      registration_ = wire_->register_memory(memory_.data(), memory_.size(), fabric::Access::messages);
     }
     peer_ = wire_->add(swap_names(socket, wire_->name()));
   }
@@ -117,19 +117,41 @@ class Piped {
     port->connect(stream, names, terms);
     pipe_ = std::make_unique<fabric::FabricPipe>(std::move(port), stream);
   }
-  void send(std::size_t bytes) { move(memory_.data(), bytes, true); }
+  // Large ones go as pieces do: lent from where they are, to where they are expected.
+  void send(std::size_t bytes) {
+    if (!pipe_->is_direct(bytes)) return move(memory_.data(), bytes, true);
+    const iovec piece{memory_.data(), bytes};
+    while (check(pipe_->lend({&piece, 1}, sent_)) == 0) {
+    }
+    ++sent_;
+  }
+  // Ahead, as the plain one does.
+  void post(std::size_t bytes) {
+    if (!pipe_->is_direct(bytes)) return;
+    pipe_->expect(expected_++, memory_.data() + kMostBytes, bytes);
+    check(pipe_->receive({}));
+  }
   void receive(std::size_t bytes) { move(memory_.data() + kMostBytes, bytes, false); }
+  void wait_until_back() {
+    while (pipe_->lent() > 0) {
+    }
+  }
 
  private:
+  static std::size_t check(const fabric::FabricPipe::Io& io) {
+    if (io.closed) std::abort();
+    return io.bytes;
+  }
   void move(std::byte* data, std::size_t bytes, bool sends) {
     while (bytes > 0) {
       const iovec piece{data, bytes};
-      const auto io = sends ? pipe_->send({&piece, 1}) : pipe_->receive({&piece, 1});
-      if (io.closed) std::abort();
-      data += io.bytes;
-      bytes -= io.bytes;
+      const std::size_t moved = check(sends ? pipe_->send({&piece, 1}) : pipe_->receive({&piece, 1}));
+      data += moved;
+      bytes -= moved;
     }
   }
+  std::uint64_t sent_ = 0;
+  std::uint64_t expected_ = 0;
   std::vector<std::byte> memory_;
   std::unique_ptr<fabric::FabricPipe> pipe_;
 };
@@ -182,11 +204,17 @@ void play(int argc, char** argv, int socket, bool begins) {
           plain.send(bytes);
           plain.receive();
         } else {
+          piped.post(bytes);
           piped_us = median_us(messages, [&] {
             if (begins) piped.send(bytes);
             piped.receive(bytes);
+            piped.post(bytes);
             if (!begins) piped.send(bytes);
+            piped.wait_until_back();
           });
+          piped.send(bytes);
+          piped.receive(bytes);
+          piped.wait_until_back();
         }
       }
       if (begins && block >= 0) std::printf("%zu %.3f %.3f\n", bytes, piped_us, plain_us);

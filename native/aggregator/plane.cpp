@@ -1,5 +1,6 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/timerfd.h>
 #include <time.h>
 #include <unistd.h>
 #include <netfold/aggregator/plane.hpp>
@@ -18,7 +19,8 @@ using protocol::SwitchJob;
 namespace {
 
 constexpr std::uint32_t kWakeId = 0xffffffff;  // job ids stay below it
-constexpr std::size_t kPieces = 2;             // of a packet: what the machine wrote, and its tag, which may be empty
+constexpr std::uint64_t kNapId = std::uint64_t{1} << 33;
+constexpr std::size_t kPieces = 2;  // of a packet: what the machine wrote, and its tag, which may be empty
 // With a job's id: an event of its socket to the parent.
 constexpr std::uint64_t kParentBit = std::uint64_t{1} << 32;
 
@@ -41,10 +43,15 @@ void tag(seal::Sealer& sealer, std::span<const std::byte> packet, std::byte* out
 
 }  // namespace
 
-Plane::Plane() : epoll_(epoll_create1(EPOLL_CLOEXEC)), wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-  if (!epoll_ || !wake_) transport::throw_errno("aggregator: epoll");
+Plane::Plane()
+    : epoll_(epoll_create1(EPOLL_CLOEXEC)),
+      wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+      nap_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)) {
+  if (!epoll_ || !wake_ || !nap_) transport::throw_errno("aggregator: epoll");
   epoll_event event{.events = EPOLLIN, .data = {.u64 = kWakeId}};
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
+  event.data.u64 = kNapId;
+  epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, nap_.get(), &event);
   thread_ = std::thread([this] { run(); });
 }
 
@@ -80,14 +87,13 @@ void Plane::on_thread(const std::function<void()>& command) {
   if (error) std::rethrow_exception(error);
 }
 
-std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const std::string& host,
-                          const std::vector<std::uint64_t>& nonces, const std::vector<seal::Key>& hello_keys,
-                          int buffer_bytes) {
+std::unique_ptr<Plane::Job> Plane::make_job(std::uint32_t id, std::uint32_t incarnation,
+                                            const std::vector<std::uint64_t>& nonces,
+                                            const std::vector<seal::Key>& hello_keys) {
   if (!hello_keys.empty() && hello_keys.size() != nonces.size()) throw std::invalid_argument("open: a key a worker");
   auto job = std::make_unique<Job>();
-  job->id = job_id;
+  job->id = id;
   job->incarnation = incarnation;
-  job->socket = std::make_unique<transport::UdpSocket>(transport::Address::parse(host, 0), buffer_bytes);
   job->authenticated = !hello_keys.empty();
   for (std::size_t i = 0; i < nonces.size(); ++i) {
     Worker& worker = job->workers.emplace_back();
@@ -97,42 +103,93 @@ std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const
   job->counters.last_arrivals.resize(nonces.size());
   job->counters.arrivals.resize(nonces.size());
   job->counters.arrival_lag_ns.resize(nonces.size());
-  const std::uint16_t port = job->socket->local().port();
+  return job;
+}
+
+void Plane::add(std::unique_ptr<Job> job) {
   on_thread([&] {
-    epoll_event event{.events = EPOLLIN, .data = {.u64 = job_id}};
-    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, job->socket->fd(), &event) != 0) transport::throw_errno("epoll_ctl");
-    jobs_[job_id] = std::move(job);
+    watch(job->id, *job->port);
+    const std::uint32_t id = job->id;
+    jobs_[id] = std::move(job);
   });
+}
+
+std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const std::string& host,
+                          const std::vector<std::uint64_t>& nonces, const std::vector<seal::Key>& hello_keys,
+                          int buffer_bytes) {
+  auto job = make_job(job_id, incarnation, nonces, hello_keys);
+  auto socket = std::make_unique<transport::UdpSocket>(transport::Address::parse(host, 0), buffer_bytes);
+  job->socket = socket.get();
+  job->port = std::move(socket);
+  const std::uint16_t port = job->socket->local().port();
+  add(std::move(job));
   return port;
+}
+
+Plane::FabricPlace Plane::open_on_fabric(std::uint32_t job_id, std::uint32_t incarnation,
+                                         std::unique_ptr<transport::fabric::Wire> wire,
+                                         const std::vector<std::uint64_t>& nonces,
+                                         const std::vector<std::uint64_t>& proofs,
+                                         const std::vector<seal::Key>& hello_keys, std::size_t packet_bytes,
+                                         std::size_t in_flight_bytes) {
+  auto job = make_job(job_id, incarnation, nonces, hello_keys);
+  auto endpoint = std::make_unique<transport::fabric::FabricDatagrams>(std::move(wire), packet_bytes, in_flight_bytes,
+                                                                       nonces.size());
+  FabricPlace place{.name = endpoint->name(),
+                    .tags = {},
+                    .packet_bytes = endpoint->packet_bytes(),
+                    .buffer_bytes = endpoint->buffer_bytes()};
+  for (std::size_t i = 0; i < nonces.size(); ++i) {
+    if (proofs.at(i) == nonces[i]) throw std::invalid_argument("open: a proof is another number than the nonce");
+    place.tags.push_back(endpoint->tag(static_cast<transport::Datagrams::Peer>(i)));
+  }
+  job->proofs = proofs;
+  job->endpoint = endpoint.get();
+  job->port = std::move(endpoint);
+  add(std::move(job));
+  return place;
 }
 
 void Plane::expect(std::uint32_t job_id, std::uint16_t worker, const std::string& host, std::uint16_t port) {
   const transport::Address address = transport::Address::parse(host, port);
   on_thread([&] {
-    if (const auto found = jobs_.find(job_id); found != jobs_.end())
-      found->second->workers.at(worker).expected = address;
+    const auto found = jobs_.find(job_id);
+    if (found == jobs_.end()) return;
+    if (found->second->socket == nullptr) throw std::invalid_argument("expect: the job is on a fabric");
+    found->second->workers.at(worker).expected = found->second->socket->add(address);
   });
 }
 
-int Plane::receive_buffer_bytes(std::uint32_t job_id) {
-  int bytes = 0;
+void Plane::expect_on_fabric(std::uint32_t job_id, std::uint16_t worker, const std::vector<std::byte>& name,
+                             std::uint64_t tag) {
+  on_thread([&] {
+    const auto found = jobs_.find(job_id);
+    if (found == jobs_.end()) return;
+    if (found->second->endpoint == nullptr) throw std::invalid_argument("expect_on_fabric: the job is on no fabric");
+    Worker& expected = found->second->workers.at(worker);
+    found->second->endpoint->connect(worker, name, tag);
+    expected.expected = worker;
+  });
+}
+
+std::size_t Plane::receive_buffer_bytes(std::uint32_t job_id) {
+  std::size_t bytes = 0;
   on_thread([&] {
     if (const auto found = jobs_.find(job_id); found != jobs_.end())
-      bytes = found->second->socket->receive_buffer_bytes();
+      bytes = found->second->port->receive_buffer_bytes();
   });
   return bytes;
 }
 
-void Plane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::UdpSocket> socket,
-                           const transport::Address& to) {
+void Plane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::Datagrams> port,
+                           transport::Datagrams::Peer to) {
   on_thread([&] {
     const auto found = jobs_.find(job_id);
     if (found == jobs_.end()) throw std::invalid_argument("connect_parent: no such job");
-    epoll_event event{.events = EPOLLIN, .data = {.u64 = kParentBit | job_id}};
-    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket->fd(), &event) != 0) transport::throw_errno("epoll_ctl");
+    watch(kParentBit | job_id, *port);
     found->second->parent.emplace();
-    found->second->parent->socket = std::move(socket);
-    found->second->parent->address = to;
+    found->second->parent->port = std::move(port);
+    found->second->parent->peer = to;
   });
 }
 
@@ -167,7 +224,7 @@ void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys
     }
     if (!silent.empty()) throw std::invalid_argument("begin: no hello came from worker" + silent);
     if (machine->config().parent.has_value() != job.parent.has_value()) {
-      throw std::invalid_argument("begin: a job has a parent in its config and a socket to it, or neither");
+      throw std::invalid_argument("begin: a job has a parent in its config and a port to it, or neither");
     }
     if (job.parent) {
       job.parent->machine = protocol::Uplink(machine->slot_count());
@@ -189,8 +246,8 @@ void Plane::close(std::uint32_t job_id) {
     if (found == jobs_.end()) return;
     ended = std::move(found->second);
     jobs_.erase(found);
-    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, ended->socket->fd(), nullptr);
-    if (ended->parent) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, ended->parent->socket->fd(), nullptr);
+    forget(job_id, *ended->port);
+    if (ended->parent) forget(kParentBit | job_id, *ended->parent->port);
   });
 }
 
@@ -199,8 +256,11 @@ std::optional<JobCounters> Plane::counters(std::uint32_t job_id) {
   on_thread([&] {
     if (const auto found = jobs_.find(job_id); found != jobs_.end()) {
       counters = found->second->counters;
-      counters->receive_calls = found->second->socket->receive_calls;
-      counters->received_datagrams = found->second->socket->received_datagrams;
+      const auto& of_port = found->second->port->counters();
+      counters->receive_calls = of_port.receive_calls;
+      counters->received_datagrams = of_port.received_datagrams;
+      counters->send_errors += of_port.send_errors;
+      if (!of_port.last_send_error.empty()) counters->last_send_error = of_port.last_send_error;
       if (const auto* machine = found->second->machine.get()) {
         counters->slots = machine->slot_count();
         counters->slots_collecting = machine->collecting_count();
@@ -233,55 +293,64 @@ std::int64_t Plane::cpu_ns() {
 void Plane::run() {
   std::array<epoll_event, 64> events;
   while (!stopping_) {
-    const int ready = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
+    const bool at_once = rest();
+    const int ready = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), at_once ? 0 : -1);
+    bool looks = at_once;
     for (int i = 0; i < ready; ++i) {
       const std::uint64_t source = events[static_cast<std::size_t>(i)].data.u64;
-      const auto id = static_cast<std::uint32_t>(source);
-      if (id == kWakeId) {
-        std::uint64_t value = 0;
-        [[maybe_unused]] const auto got = ::read(wake_.get(), &value, sizeof value);
-        for (;;) {
-          std::function<void()> command;
-          {
-            std::lock_guard lock(mutex_);
-            if (commands_.empty()) break;
-            command = std::move(commands_.front());
-            commands_.pop_front();
-          }
-          command();
-        }
+      if (source != kWakeId && source != kNapId) {
+        serve(source);
         continue;
       }
-      const auto found = jobs_.find(id);
-      if (found == jobs_.end()) continue;  // closed by a command of this very turn
-      Job& job = *found->second;
-      try {
-        if (source & kParentBit) {
-          receive_from_parent(job);
-        } else {
-          receive(job);
+      std::uint64_t value = 0;
+      [[maybe_unused]] const auto got = ::read(source == kNapId ? nap_.get() : wake_.get(), &value, sizeof value);
+      looks |= source == kNapId;
+      if (source == kNapId) continue;
+      for (;;) {
+        std::function<void()> command;
+        {
+          std::lock_guard lock(mutex_);
+          if (commands_.empty()) break;
+          command = std::move(commands_.front());
+          commands_.pop_front();
         }
-        flush(job);
-        flush_sums(job);
-      } catch (const std::system_error& error) {
-        // A firewall or a shrunken MTU: this job's workers will run into their deadlines; other jobs go on.
-        ++job.counters.send_errors;
-        job.counters.last_send_error = error.what();
-        for (Worker& worker : job.workers) worker.pending.clear();
+        command();
       }
     }
+    if (!looks) continue;
+    for (const std::uint64_t id : light_sleepers_) serve(id);
+  }
+}
+
+void Plane::serve(std::uint64_t id) {
+  const auto found = jobs_.find(static_cast<std::uint32_t>(id));
+  if (found == jobs_.end()) return;  // closed by a command of this very turn
+  Job& job = *found->second;
+  try {
+    if (id & kParentBit) {
+      receive_from_parent(job);
+    } else {
+      receive(job);
+    }
+    flush(job);
+    flush_sums(job);
+  } catch (const std::system_error& error) {
+    // A firewall or a shrunken MTU: this job's workers will run into their deadlines; other jobs go on.
+    ++job.counters.send_errors;
+    job.counters.last_send_error = error.what();
+    for (Worker& worker : job.workers) worker.pending.clear();
   }
 }
 
 void Plane::receive(Job& job) {
   std::int64_t now_ns = 0;
-  job.socket->receive([&](std::span<const std::byte> bytes, const transport::Address& source) {
+  job.port->receive([&](std::span<const std::byte> bytes, transport::Datagrams::Peer source) {
     if (now_ns == 0) now_ns = monotonic_ns();
     take(job, bytes, source, now_ns);
   });
 }
 
-void Plane::take(Job& job, std::span<const std::byte> bytes, const transport::Address& source, std::int64_t now_ns) {
+void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source, std::int64_t now_ns) {
   const auto count_drop = [&](Drop reason) { ++job.counters.drops[static_cast<std::size_t>(reason)]; };
   const auto view = protocol::PacketView::parse(bytes);
   if (!view) return count_drop(Drop::malformed);
@@ -337,14 +406,14 @@ void Plane::completed(Job& job, std::uint32_t slot) {
 }
 
 void Plane::receive_from_parent(Job& job) {
-  job.parent->socket->receive([&](std::span<const std::byte> bytes, const transport::Address& source) {
+  job.parent->port->receive([&](std::span<const std::byte> bytes, transport::Datagrams::Peer source) {
     take_from_parent(job, bytes, source);
   });
 }
 
-void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, const transport::Address& source) {
+void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source) {
   const auto count_drop = [&](Drop reason) { ++job.counters.parent_drops[static_cast<std::size_t>(reason)]; };
-  if (!(source == job.parent->address)) return count_drop(Drop::source);
+  if (source != job.parent->peer) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
   if (job.parent->answer_sealer) {
     if (!authentic(*job.parent->answer_sealer, bytes)) return count_drop(Drop::unauthenticated);
@@ -382,7 +451,8 @@ void Plane::flush_sums(Job& job) {
   bool blocked = false;
   while (!blocked) {
     std::size_t count = 0;
-    while (count < per_run) {
+    const std::size_t most = std::min(per_run, parent.port->room(parent.peer));
+    while (count < most) {
       const auto send = parent.machine.poll_send();
       if (!send) break;
       const auto sum = job.machine->sum(send->slot, send->counter);
@@ -393,17 +463,17 @@ void Plane::flush_sums(Job& job) {
       slots[count++] = send->slot;
     }
     if (count == 0) break;
-    const transport::UdpSocket::Run run{.to = &parent.address,
-                                        .pieces = {pieces.data(), count * kPieces},
-                                        .pieces_per_packet = kPieces,
-                                        .packet_bytes = packet_bytes};
-    const std::size_t sent = parent.socket->send({&run, 1});
+    transport::Datagrams::Run run{.to = parent.peer,
+                                  .pieces = {pieces.data(), count * kPieces},
+                                  .pieces_per_packet = kPieces,
+                                  .packet_bytes = packet_bytes};
+    const std::size_t sent = parent.port->send({&run, 1});
     for (std::size_t i = sent; i < count; ++i) parent.machine.not_sent(slots[i]);
     blocked = sent < count;
   }
   if (blocked != parent.blocked) {
     parent.blocked = blocked;
-    watch(kParentBit | job.id, parent.socket->fd(), blocked);
+    rewatch(kParentBit | job.id, *parent.port, blocked);
   }
 }
 
@@ -416,7 +486,7 @@ void Plane::arrived(Job& job, const SwitchJob::Handled& handled, std::int64_t no
 }
 
 void Plane::hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
-                  const transport::Address& source) {
+                  transport::Datagrams::Peer source) {
   const auto count_drop = [&](Drop reason) { ++job.counters.drops[static_cast<std::size_t>(reason)]; };
   if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
   Worker& worker = job.workers[header.worker];
@@ -424,7 +494,16 @@ void Plane::hello(Job& job, const protocol::Header& header, std::span<const std:
   const Drop drop = worker.handle_hello(header, job.id, job.incarnation, source, right);
   if (drop != Drop::none) return count_drop(drop);
   ++job.counters.hellos;
-  send(job, header.worker, bytes);
+  if (job.endpoint == nullptr) return send(job, header.worker, bytes);
+  std::vector<std::byte> proof(bytes.begin(), bytes.end());
+  protocol::Header with_proof = header;
+  with_proof.counter = job.proofs[header.worker];
+  protocol::write_header(with_proof, proof.data());
+  if (worker.hello_sealer) {
+    const std::span<const std::byte> packet(proof.data(), proof.size() - seal::kTagBytes);
+    tag(*worker.hello_sealer, packet, proof.data() + packet.size());
+  }
+  send(job, header.worker, proof);
 }
 
 void Plane::queue(Job& job, Worker& worker, std::uint32_t slot) {
@@ -441,7 +520,7 @@ void Plane::flush(Job& job) {
   const std::size_t packet_bytes = job.machine->packet_bytes() + tag_bytes;
   const std::size_t per_run =
       std::min(transport::UdpSocket::kMaxSegments, transport::UdpSocket::kMaxSuperBytes / packet_bytes + 1);
-  std::array<transport::UdpSocket::Run, transport::UdpSocket::kMessagesPerCall> runs;
+  std::array<transport::Datagrams::Run, transport::UdpSocket::kMessagesPerCall> runs;
   std::array<Worker*, transport::UdpSocket::kMessagesPerCall> owners;
   job.pieces.resize(runs.size() * per_run * kPieces);
   bool blocked = false;
@@ -461,7 +540,7 @@ void Plane::flush(Job& job) {
           first[i * kPieces] = {const_cast<std::byte*>(frame.data()), frame.size()};
           first[i * kPieces + 1] = {job.tags.data() + worker.pending[i] * tag_bytes, tag_bytes};
         }
-        runs[count] = {.to = &*worker.address,
+        runs[count] = {.to = *worker.address,
                        .pieces = {first, take * kPieces},
                        .pieces_per_packet = kPieces,
                        .packet_bytes = packet_bytes};
@@ -469,21 +548,19 @@ void Plane::flush(Job& job) {
         packets += take;
       }
       if (count == 0) break;
-      std::size_t sent = job.socket->send({runs.data(), count});
+      const std::size_t sent = job.port->send({runs.data(), count});
       job.counters.answers_sent += sent;
       blocked = sent < packets;
       for (std::size_t i = 0; i < count; ++i) {
-        const std::size_t mine = std::min(sent, runs[i].pieces.size() / kPieces);
         owners[i]->pending.erase(owners[i]->pending.begin(),
-                                 owners[i]->pending.begin() + static_cast<std::ptrdiff_t>(mine));
-        sent -= mine;
+                                 owners[i]->pending.begin() + static_cast<std::ptrdiff_t>(runs[i].taken));
         more |= !owners[i]->pending.empty();
       }
     }
   }
   if (blocked != job.blocked) {
     job.blocked = blocked;
-    watch(job.id, job.socket->fd(), blocked);
+    rewatch(job.id, *job.port, blocked);
   }
 }
 
@@ -520,16 +597,43 @@ void Plane::append_tag(Job& job, std::vector<std::byte>& packet) {
 
 void Plane::send(Job& job, std::uint16_t to, std::span<const std::byte> packet) {
   const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
-  const transport::UdpSocket::Run run{
-      .to = &*job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
-  job.socket->send({&run, 1});
+  transport::Datagrams::Run run{.to = *job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
+  job.port->send({&run, 1});
 }
 
-void Plane::watch(std::uint64_t id, int fd, bool writable) {
-  std::uint32_t events = EPOLLIN;
-  if (writable) events |= EPOLLOUT;
-  epoll_event event{.events = events, .data = {.u64 = id}};
-  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
+void Plane::watch(std::uint64_t id, transport::Datagrams& port) {
+  const auto rest = port.rest(false);
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = id}};
+  if (rest.fd >= 0 && epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, rest.fd, &event) != 0) transport::throw_errno("epoll_ctl");
+  if (port.sleeps_lightly()) light_sleepers_.push_back(id);
+}
+
+void Plane::rewatch(std::uint64_t id, transport::Datagrams& port, bool blocked) {
+  const auto rest = port.rest(blocked);
+  epoll_event event{.events = static_cast<std::uint32_t>(rest.events), .data = {.u64 = id}};
+  if (rest.fd >= 0) epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, rest.fd, &event);
+}
+
+void Plane::forget(std::uint64_t id, transport::Datagrams& port) {
+  const auto rest = port.rest(false);
+  if (rest.fd >= 0) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, rest.fd, nullptr);
+  std::erase(light_sleepers_, id);
+}
+
+// Before sleep: how long the ports of fabrics may be left alone. True: not at all.
+bool Plane::rest() {
+  std::int64_t nap_ns = -1;
+  for (const std::uint64_t id : light_sleepers_) {
+    Job& job = *jobs_.at(static_cast<std::uint32_t>(id));
+    const bool is_parent = (id & kParentBit) != 0;
+    const auto rest = is_parent ? job.parent->port->rest(job.parent->blocked) : job.port->rest(job.blocked);
+    if (rest.nap_ns == 0) return true;
+    if (rest.nap_ns > 0 && (nap_ns < 0 || rest.nap_ns < nap_ns)) nap_ns = rest.nap_ns;
+  }
+  if (light_sleepers_.empty()) return false;
+  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = std::max<std::int64_t>(0, nap_ns)}};
+  timerfd_settime(nap_.get(), 0, &once, nullptr);
+  return false;
 }
 
 }  // namespace netfold::aggregator

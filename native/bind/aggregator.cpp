@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <netfold/aggregator/plane.hpp>
+#include <netfold/transport/fabric/strict_wire.hpp>
 
 #include "module.hpp"
 #include "seal.hpp"
@@ -11,6 +12,7 @@
 
 namespace nb = nanobind;
 using netfold::aggregator::Plane;
+namespace fabric = netfold::transport::fabric;
 namespace protocol = netfold::protocol;
 
 void bind_aggregator(nb::module_& m) {
@@ -28,18 +30,52 @@ void bind_aggregator(nb::module_& m) {
           },
           nb::arg("job"), nb::arg("incarnation"), nb::arg("host"), nb::arg("nonces"), nb::arg("hello_keys"),
           nb::arg("buffer_bytes"))
+      .def(
+          "open_on_fabric",
+          [](Plane& self, std::uint32_t job, std::uint32_t incarnation, const std::string& provider,
+             const std::string& host, const std::vector<std::uint64_t>& nonces,
+             const std::vector<std::uint64_t>& proofs, const std::vector<nb::bytes>& hello_keys,
+             std::size_t packet_bytes, std::size_t in_flight_bytes) {
+            const auto keys = keys_of(hello_keys);
+            Plane::FabricPlace place;
+            std::string resolved;
+            {
+              nb::gil_scoped_release release;
+              auto wire = fabric::open_rail(provider, host, 0);
+              resolved = wire->limits().provider;
+              place = self.open_on_fabric(job, incarnation, std::move(wire), nonces, proofs, keys, packet_bytes,
+                                          in_flight_bytes);
+            }
+            nb::dict out;
+            out["provider"] = resolved;
+            out["name"] = nb::bytes(reinterpret_cast<const char*>(place.name.data()), place.name.size());
+            out["tags"] = place.tags;
+            out["packet_bytes"] = place.packet_bytes;
+            out["buffer_bytes"] = place.buffer_bytes;
+            return out;
+          },
+          nb::kw_only(), nb::arg("job"), nb::arg("incarnation"), nb::arg("provider"), nb::arg("host"),
+          nb::arg("nonces"), nb::arg("proofs"), nb::arg("hello_keys"), nb::arg("packet_bytes"),
+          nb::arg("in_flight_bytes"), "Where the job is on that fabric. FabricError where it cannot be.")
+      .def(
+          "expect_on_fabric",
+          [](Plane& self, std::uint32_t job, std::uint16_t worker, const nb::bytes& name, std::uint64_t tag) {
+            const auto* first = reinterpret_cast<const std::byte*>(name.c_str());
+            const std::vector<std::byte> bytes(first, first + name.size());
+            nb::gil_scoped_release release;
+            self.expect_on_fabric(job, worker, bytes, tag);
+          },
+          nb::arg("job"), nb::arg("worker"), nb::arg("name"), nb::arg("tag"))
       .def("expect", &Plane::expect, nb::arg("job"), nb::arg("worker"), nb::arg("host"), nb::arg("port"), Release())
       .def("receive_buffer_bytes", &Plane::receive_buffer_bytes, Release())
       .def(
           "connect_parent",
-          [](Plane& self, std::uint32_t job, UdpPort& port, const std::string& host, std::uint16_t to_port) {
-            if (!port.socket) throw nb::value_error("this port was given to a job");
-            auto socket = std::move(port.socket);
-            const auto to = netfold::transport::Address::parse(host, to_port);
+          [](Plane& self, std::uint32_t job, DataPort& port) {
+            auto taken = port.take();
             nb::gil_scoped_release release;
-            self.connect_parent(job, std::move(socket), to);
+            self.connect_parent(job, std::move(taken), port.to);
           },
-          nb::arg("job"), nb::arg("port"), nb::arg("host"), nb::arg("to_port"))
+          nb::arg("job"), nb::arg("port"), "`port`: connected to the parent.")
       .def(
           "begin",
           // parent: job, epoch, incarnation and worker as the parent gave them.

@@ -131,6 +131,7 @@ nb::object traffic_of(const Shard& shard) {
   out["smoothed_rtt_ns"] = traffic.smoothed_rtt_ns;
   out["oldest_unanswered"] = traffic.oldest_unanswered;
   out["idle"] = traffic.idle;
+  out["trouble"] = traffic.trouble;
   nb::dict drops;
   for (int i = 1; i < protocol::kDropCount; ++i) {
     drops[protocol::name(static_cast<protocol::Drop>(i))] = traffic.drops[i];
@@ -141,15 +142,12 @@ nb::object traffic_of(const Shard& shard) {
 
 using Keys = std::tuple<nb::bytes, nb::bytes>;  // of this worker's contributions, of the answers
 
-std::unique_ptr<collective::Channel> make_channel(const Group& group, UdpPort& port, const std::string& host,
-                                                  std::uint16_t to_port, std::uint64_t life,
+std::unique_ptr<collective::Channel> make_channel(const Group& group, DataPort& port, std::uint64_t life,
                                                   const protocol::WorkerConfig& config, const std::vector<int>& ranks,
                                                   const std::optional<Keys>& keys) {
-  if (!port.socket) throw nb::value_error("this port was given to a group before");
   std::optional<collective::ChannelKeys> channel_keys;
   if (keys) channel_keys = {key_of(std::get<0>(*keys)), key_of(std::get<1>(*keys))};
-  return std::make_unique<collective::Channel>(life, config, channel_keys, ranks, group.rank(), std::move(port.socket),
-                                               transport::Address::parse(host, to_port));
+  return std::make_unique<collective::Channel>(life, config, channel_keys, ranks, group.rank(), port.take(), port.to);
 }
 
 nb::bytes as_bytes(const std::vector<std::byte>& bytes) {
@@ -379,11 +377,10 @@ void bind_engine(nb::module_& m) {
   nb::class_<Group>(e, "Group")
       .def(
           "attach",
-          [](Group& self, UdpPort& port, const std::string& host, std::uint16_t to_port, std::uint64_t life,
-             std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker,
-             const std::vector<int>& ranks, std::uint32_t window, std::uint32_t payload_bytes,
-             const std::optional<Keys>& keys, const std::vector<std::tuple<int, std::uint64_t, int>>& rows,
-             std::uint16_t table_hash) {
+          [](Group& self, DataPort& port, std::uint64_t life, std::uint32_t job, std::uint32_t epoch,
+             std::uint32_t incarnation, std::uint16_t worker, const std::vector<int>& ranks, std::uint32_t window,
+             std::uint32_t payload_bytes, const std::optional<Keys>& keys,
+             const std::vector<std::tuple<int, std::uint64_t, int>>& rows, std::uint16_t table_hash) {
             std::vector<collective::Uplink::Row> table;
             for (const auto& [kind, min_bytes, algorithm] : rows) {
               if (kind < 0 || kind >= collective::kKindCount || algorithm < 0 ||
@@ -395,12 +392,11 @@ void bind_engine(nb::module_& m) {
             }
             const protocol::WorkerConfig config{
                 job, epoch, incarnation, worker, static_cast<std::uint16_t>(ranks.size()), window, payload_bytes};
-            self.attach(make_channel(self, port, host, to_port, life, config, ranks, keys), std::move(table),
-                        table_hash);
+            self.attach(make_channel(self, port, life, config, ranks, keys), std::move(table), table_hash);
           },
-          nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("life"), nb::arg("job"),
-          nb::arg("epoch"), nb::arg("incarnation"), nb::arg("worker"), nb::arg("ranks"), nb::arg("window"),
-          nb::arg("payload_bytes"), nb::arg("keys").none(), nb::arg("rows"), nb::arg("table_hash"),
+          nb::arg("port"), nb::kw_only(), nb::arg("life"), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"),
+          nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(),
+          nb::arg("rows"), nb::arg("table_hash"),
           "keys: of this worker's contributions and of the answers; None without tags. rows: (operation, bytes from "
           "which on, algorithm) for as long as the switch is gone, hashed.")
       .def(
@@ -492,20 +488,18 @@ void bind_engine(nb::module_& m) {
   nb::class_<Shard>(e, "Shard")
       .def(
           "stand_by",
-          [](const Shard& self, UdpPort& port, const std::string& host, std::uint16_t to_port, std::uint64_t life,
-             std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker,
-             const std::vector<int>& ranks, std::uint32_t window, std::uint32_t payload_bytes,
-             const std::optional<Keys>& keys) {
+          [](const Shard& self, DataPort& port, std::uint64_t life, std::uint32_t job, std::uint32_t epoch,
+             std::uint32_t incarnation, std::uint16_t worker, const std::vector<int>& ranks, std::uint32_t window,
+             std::uint32_t payload_bytes, const std::optional<Keys>& keys) {
             const protocol::WorkerConfig config{
                 job, epoch, incarnation, worker, static_cast<std::uint16_t>(ranks.size()), window, payload_bytes};
-            auto channel = make_channel(*self.group, port, host, to_port, life, config, ranks, keys);
+            auto channel = make_channel(*self.group, port, life, config, ranks, keys);
             nb::gil_scoped_release release;
             self.group->on_uplink(self.number,
                                   [&](collective::Uplink& uplink) { uplink.stand_by(std::move(channel)); });
           },
-          nb::arg("port"), nb::kw_only(), nb::arg("host"), nb::arg("to_port"), nb::arg("life"), nb::arg("job"),
-          nb::arg("epoch"), nb::arg("incarnation"), nb::arg("worker"), nb::arg("ranks"), nb::arg("window"),
-          nb::arg("payload_bytes"), nb::arg("keys").none(),
+          nb::arg("port"), nb::kw_only(), nb::arg("life"), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"),
+          nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(),
           "A membership to go on by, once the first of `ranks` says so (promise).")
       .def("freeze", &freeze_life, nb::arg("life"),
            "Stop a membership. (base, end, held, promised), see collective::Uplink::Words; None: there is no such.")
@@ -539,8 +533,7 @@ void bind_engine(nb::module_& m) {
       "fds[r]: connected stream sockets to rank r, one a rail, none at this rank's place; lane_fds[r]: others, for "
       "messages between two ranks; spare_fds[i][r]: for what switch i was to do; mends[r]: whether one that breaks may "
       "be made again; fabric[lane][r]: a stream to go over instead, if any are given (spares are lanes from 2 on). "
-      "Takes "
-      "ownership of them.");
+      "Takes ownership of them.");
   e.def(
       "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },
       nb::call_guard<nb::gil_scoped_release>());

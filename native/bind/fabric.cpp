@@ -4,6 +4,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 #include <poll.h>
 #include <time.h>
@@ -111,6 +112,33 @@ nb::bytes receive_all(FabricEnd& end, std::size_t bytes, std::int64_t timeout_ns
   return nb::bytes(reinterpret_cast<const char*>(into.data()), got);
 }
 
+// Until the memory is the caller's again. False where the time was over before; the endpoint is closed then.
+bool lend_all(FabricEnd& end, std::uintptr_t address, std::size_t bytes, std::uint64_t name, std::int64_t timeout_ns) {
+  fabric::FabricPipe& pipe = pipe_of(end);
+  nb::gil_scoped_release release;
+  const std::int64_t deadline = monotonic_ns() + timeout_ns;
+  const iovec piece{reinterpret_cast<void*>(address), bytes};
+  std::vector<pollfd> fds;
+  bool is_taken = false;
+  while (!is_taken || pipe.lent() > 0) {
+    if (!is_taken) {
+      const auto io = pipe.lend({&piece, 1}, name);
+      is_taken = io.bytes > 0;
+      if (io.closed) throw fabric::Error(io.why != nullptr ? *io.why : std::string("the other end is closed"));
+    }
+    if (pipe.hung_up()) throw fabric::Error(pipe.port()->failure(pipe.stream()));
+    const std::int64_t left_ns = deadline - monotonic_ns();
+    if (left_ns <= 0) {
+      if (is_taken) pipe.break_off();
+      return false;
+    }
+    fds.clear();
+    pipe.wait_for(is_taken ? 0 : POLLOUT, fds);
+    ::poll(fds.data(), fds.size(), static_cast<int>(std::min<std::int64_t>(left_ns / 1'000'000 + 1, 1000)));
+  }
+  return true;
+}
+
 bool flush(FabricEnd& end, std::int64_t timeout_ns) {
   fabric::FabricPipe& pipe = pipe_of(end);
   nb::gil_scoped_release release;
@@ -138,6 +166,7 @@ void bind_fabric(nb::module_& m) {
   nb::class_<fabric::Bell>(f, "Bell", "Wakes the driver of the streams that were opened with it.");
   f.def("make_bell", [] { return std::make_shared<fabric::Bell>(); });
 
+  nb::class_<netfold::transport::Pipe::Hold>(f, "Hold", "Memory that stays as it is until this ends.");
   nb::class_<fabric::Port>(f, "Port", "This process's place on a fabric.")
       .def(nb::new_([](const std::string& provider, const std::vector<std::string>& hosts) {
              nb::gil_scoped_release release;
@@ -171,8 +200,39 @@ void bind_fabric(nb::module_& m) {
                      out["repeated"] = counters.repeated;
                      out["rails_lost"] = counters.rails_lost;
                      out["strange"] = counters.strange;
+                     out["writes"] = counters.writes;
+                     out["bytes_written"] = counters.bytes_written;
+                     out["grants"] = counters.grants;
+                     out["grants_withdrawn"] = counters.grants_withdrawn;
+                     const auto& registrations = counters.registrations;
+                     out["registration_hits"] = registrations.hits;
+                     out["registration_misses"] = registrations.misses;
+                     out["registration_evictions"] = registrations.evictions;
+                     out["registrations"] = registrations.entries;
+                     out["registered_bytes"] = registrations.bytes;
                      return out;
                    })
+      .def_prop_ro("is_open", &fabric::Port::is_open, "False once its endpoint had to be closed.")
+      .def("break_off", &fabric::Port::break_off, nb::arg("why"), nb::call_guard<nb::gil_scoped_release>(),
+           "Closes its endpoint: no memory is the provider's any more, and all streams fail.")
+      .def_prop_ro("why_not_direct", &fabric::Port::why_not_direct,
+                   "Why large pieces go in segments; empty where they are written to the peer's memory.")
+      .def(
+          "set",
+          [](fabric::Port& self, std::size_t direct_bytes, std::size_t registrations, std::size_t registered_bytes) {
+            self.set(
+                {.direct_bytes = direct_bytes, .registrations = {.entries = registrations, .bytes = registered_bytes}});
+          },
+          nb::arg("direct_bytes"), nb::arg("registrations"), nb::arg("registered_bytes"),
+          "What is to go the direct path, in streams that are opened from now on, and the bounds of what is kept "
+          "registered.")
+      .def(
+          "hold",
+          [](fabric::Port& self, std::uintptr_t address, std::size_t bytes) {
+            return self.hold(reinterpret_cast<std::byte*>(address), bytes, fabric::RegistrationCache::Term::lasting);
+          },
+          nb::arg("address"), nb::arg("bytes"),
+          "Memory that stays mapped as it is until the object that comes back ends: its registration is kept so long.")
       .def("progress", &fabric::Port::look, nb::call_guard<nb::gil_scoped_release>(),
            "Does what the provider has to do, for everybody.")
       .def(
@@ -187,16 +247,17 @@ void bind_fabric(nb::module_& m) {
                    [](FabricEnd& self) {
                      const auto& pipe = pipe_of(self);
                      const auto terms = pipe.port()->terms(pipe.stream());
-                     return std::tuple(terms.tag, terms.window, terms.segment_bytes);
+                     return std::tuple(terms.tag, terms.window, terms.segment_bytes, terms.direct_bytes);
                    })
       .def(
           "connect",
           [](FabricEnd& self, const std::vector<nb::bytes>& names,
-             const std::tuple<std::uint64_t, std::uint32_t, std::uint32_t>& terms) {
+             const std::tuple<std::uint64_t, std::uint32_t, std::uint32_t, std::uint64_t>& terms) {
             const auto& pipe = pipe_of(self);
             const Names theirs = as_names(names);
             nb::gil_scoped_release release;
-            pipe.port()->connect(pipe.stream(), theirs, {std::get<0>(terms), std::get<1>(terms), std::get<2>(terms)});
+            const auto [tag, window, segment_bytes, direct_bytes] = terms;
+            pipe.port()->connect(pipe.stream(), theirs, {tag, window, segment_bytes, direct_bytes});
           },
           nb::arg("names"), nb::arg("terms"))
       .def_prop_ro(
@@ -208,6 +269,14 @@ void bind_fabric(nb::module_& m) {
           "Why nothing will be sent any more; empty while it works.")
       .def("send", &send_all, nb::arg("data"), nb::arg("timeout_ns"), "How many bytes went within the time.")
       .def("receive", &receive_all, nb::arg("bytes"), nb::arg("timeout_ns"), "Fewer where the time was over.")
+      .def(
+          "expect",
+          [](FabricEnd& self, std::uint64_t name, std::uintptr_t address, std::size_t bytes) {
+            return pipe_of(self).expect(name, reinterpret_cast<std::byte*>(address), bytes);
+          },
+          nb::arg("name"), nb::arg("address"), nb::arg("bytes"), "The place of the piece that the peer will lend.")
+      .def("lend", &lend_all, nb::arg("address"), nb::arg("bytes"), nb::arg("name"), nb::arg("timeout_ns"),
+           "Whether the piece was written to where the peer expects it within the time.")
       .def("flush", &flush, nb::arg("timeout_ns"), "Whether all that was sent is on its way, and needs us no more.")
       .def("close", [](FabricEnd& self) {
         nb::gil_scoped_release release;

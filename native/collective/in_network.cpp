@@ -24,14 +24,14 @@ std::string text(const protocol::Agreement& said, std::uint16_t table) {
 }  // namespace
 
 Channel::Channel(std::uint64_t life, const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys,
-                 std::vector<int> ranks, int rank, std::unique_ptr<transport::UdpSocket> socket,
-                 const transport::Address& to)
+                 std::vector<int> ranks, int rank, std::unique_ptr<transport::Datagrams> port,
+                 transport::Datagrams::Peer to)
     : life_(life),
       machine_(config),
       tag_bytes_(keys ? seal::kTagBytes : 0),
       ranks_(std::move(ranks)),
       rank_(rank),
-      socket_(std::move(socket)),
+      port_(std::move(port)),
       to_(to) {
   if (keys) {
     sealer_.emplace(keys->contributions);
@@ -86,7 +86,9 @@ Progress Channel::poll(std::int64_t now_ns) {
   polled_ns_ = now_ns;
   bool moved = false;
   try {
-    if (machine_.awaits_answers()) moved = receive(now_ns);
+    // Answers may come before the port is through with what they answer: where it has no room left, it is looked at
+    // though nothing is awaited.
+    if (machine_.awaits_answers() || port_->room(to_) == 0) moved = receive(now_ns);
     machine_.handle_timeout(now_ns);
     if (!failure_) moved |= send(now_ns);
   } catch (const std::system_error& error) {
@@ -100,13 +102,12 @@ Progress Channel::poll(std::int64_t now_ns) {
 }
 
 bool Channel::receive(std::int64_t now_ns) {
-  return socket_->receive([&](std::span<const std::byte> bytes, const transport::Address& source) {
-    take(bytes, source, now_ns);
-  }) > 0;
+  return port_->receive(
+      [&](std::span<const std::byte> bytes, transport::Datagrams::Peer source) { take(bytes, source, now_ns); });
 }
 
-void Channel::take(std::span<const std::byte> bytes, const transport::Address& source, std::int64_t now_ns) {
-  if (!(source == to_)) {
+void Channel::take(std::span<const std::byte> bytes, transport::Datagrams::Peer source, std::int64_t now_ns) {
+  if (source != to_) {
     ++drops_[static_cast<std::size_t>(protocol::Drop::source)];
     return;
   }
@@ -225,7 +226,9 @@ bool Channel::send(std::int64_t now_ns) {
   blocked_ = false;
   for (;;) {
     std::size_t count = 0;
-    while (count < kBatchPackets) {
+    const std::size_t most = std::min(kBatchPackets, port_->room(to_));
+    blocked_ = most == 0;
+    while (count < most) {
       const auto send = machine_.poll_send(now_ns);
       if (!send) break;
       Active* active = find(send->header.operation);
@@ -238,11 +241,11 @@ bool Channel::send(std::int64_t now_ns) {
     }
     if (count == 0) return moved;
     const std::size_t packet_bytes = machine_.packet_bytes() + tag_bytes_;
-    const transport::UdpSocket::Run run{.to = &to_,
-                                        .pieces = {pieces_.data(), count * kPieces},
-                                        .pieces_per_packet = kPieces,
-                                        .packet_bytes = packet_bytes};
-    const std::size_t sent = socket_->send({&run, 1});
+    transport::Datagrams::Run run{.to = to_,
+                                  .pieces = {pieces_.data(), count * kPieces},
+                                  .pieces_per_packet = kPieces,
+                                  .packet_bytes = packet_bytes};
+    const std::size_t sent = port_->send({&run, 1});
     for (std::size_t i = 0; i < sent; ++i) {
       owners_[i]->wire_bytes += packet_bytes;
       owners_[i]->retransmissions += again_[i] ? 1 : 0;
@@ -258,7 +261,9 @@ bool Channel::send(std::int64_t now_ns) {
 
 void Channel::wait_for(WaitSet& set) const {
   if (frozen_) return;
-  set.add(socket_->fd(), static_cast<short>(POLLIN | (blocked_ ? POLLOUT : 0)));
+  const transport::Datagrams::Rest rest = port_->rest(blocked_);
+  if (rest.fd >= 0) set.add(rest.fd, rest.events);
+  if (rest.nap_ns >= 0) set.wake_at(polled_ns_ + rest.nap_ns);
   set.wake_at(machine_.poll_timeout());
 }
 

@@ -20,6 +20,12 @@ static_assert(kHeaderBytes <= PointToPoint::kMessageBytes);
 // System calls a peer and turn, so that no peer keeps the others, or a deadline, waiting.
 constexpr int kCallsATurn = 16;
 
+// Of the piece that begins so many bytes into a message.
+std::uint64_t name_of(std::uint64_t message, std::size_t begin) {
+  constexpr int kPieceBits = 24;  // 16 TB
+  return (message << kPieceBits) + begin / PointToPoint::kPieceBytes;
+}
+
 std::size_t cost(const FrameHeader& header) { return header.bytes + PointToPoint::kMessageBytes; }
 
 std::string size_text(std::uint64_t bytes, std::uint8_t dtype) {
@@ -172,7 +178,26 @@ void PointToPoint::accept(int source, const FrameHeader& header, Receive receive
   answer.type = Type::accept;
   answer.id = header.id;
   at(source).frames.push_back({answer});
-  at(source).accepted.emplace(header.id, receive);
+  if (lane_->is_direct(source, std::min<std::size_t>(receive.bytes, kPieceBytes))) {
+    receive.hold = lane_->hold(receive.data, receive.bytes);
+  }
+  at(source).accepted.emplace(header.id, std::move(receive));
+  name_places(source);
+}
+
+// Of the values of the messages that were accepted, as many as may be named at once. Those of the last piece may be too
+// few for the direct path.
+void PointToPoint::name_places(int source) {
+  for (auto& [id, receive] : at(source).accepted) {
+    while (receive.placed < receive.bytes) {
+      const std::size_t some = std::min(kPieceBytes, receive.bytes - receive.placed);
+      if (lane_->is_direct(source, some) &&
+          !lane_->expect(source, name_of(id, receive.placed), receive.data + receive.placed, some)) {
+        return;
+      }
+      receive.placed += some;
+    }
+  }
 }
 
 void PointToPoint::handle(int from, const FrameHeader& header) {
@@ -207,6 +232,11 @@ void PointToPoint::handle(int from, const FrameHeader& header) {
       const auto found = peer.announced.find(header.id);
       if (found == peer.announced.end()) return broken(from, "an answer to nothing");
       peer.streaming.push_back(found->second);
+      if (lane_->is_direct(from, std::min<std::size_t>(found->second.header.bytes, kPieceBytes))) {
+        // Only read from.
+        auto* data = const_cast<std::byte*>(found->second.data);
+        peer.streaming.back().hold = lane_->hold(data, found->second.header.bytes);
+      }
       peer.announced.erase(found);
       return launch_held(from);
     }
@@ -248,7 +278,7 @@ void PointToPoint::finish_input(int from) {
     const auto found = peer.accepted.find(header.id);
     found->second.got += header.bytes;
     if (found->second.got < found->second.bytes) return;
-    finish(from, found->second.ticket, kHeaderBytes);
+    finish(from, found->second.ticket, kHeaderBytes, found->second.hold.get());
     peer.accepted.erase(found);
   } else if (header.type == Type::abort) {
     const std::string who = "rank " + std::to_string(from);
@@ -273,9 +303,11 @@ void PointToPoint::give_back(int to, std::size_t bytes) {
   peer.frames.push_back({header});
 }
 
-void PointToPoint::finish(int peer, Ticket ticket, std::uint64_t wire_bytes) {
+void PointToPoint::finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const transport::Pipe::Hold* hold) {
   --at(peer).outstanding;
-  done_.push_back({ticket, peer, wire_bytes});
+  Done done{.ticket = ticket, .peer = peer, .wire_bytes = wire_bytes, .registrations = {}};
+  if (hold != nullptr) done.registrations = {hold->hits(), hold->misses()};
+  done_.push_back(done);
 }
 
 // --- the streams -----------------------------------------------------------------------------------------------------
@@ -294,37 +326,52 @@ Progress PointToPoint::poll() {
   return moved ? Progress::moved : Progress::idle;
 }
 
-bool PointToPoint::next_frame(Peer& peer) {
+bool PointToPoint::next_frame(int to) {
+  Peer& peer = at(to);
   if (peer.writing) return true;
-  if (!peer.frames.empty()) {
-    peer.writing = peer.frames.front();
-    peer.frames.pop_front();
+  if (peer.frames.empty()) return next_piece(to);
+  peer.writing = std::move(peer.frames.front());
+  peer.frames.pop_front();
+  return true;
+}
+
+// Of the messages that were accepted, in turn: one whose place is not named yet lets the others pass, since the
+// receiver may have no names left but for theirs.
+bool PointToPoint::next_piece(int to) {
+  Peer& peer = at(to);
+  for (std::size_t looks = peer.streaming.size(); looks > 0; --looks) {
+    Send send = std::move(peer.streaming.front());
+    peer.streaming.pop_front();
+    Frame frame{.header = {}, .data = send.data + send.sent};
+    frame.bytes = std::min<std::size_t>(kPieceBytes, send.header.bytes - send.sent);
+    frame.name = name_of(send.header.id, send.sent);
+    frame.is_direct = lane_->is_direct(to, frame.bytes);
+    if (frame.is_direct && !lane_->is_expected(to, frame.name)) {
+      peer.streaming.push_back(std::move(send));
+      continue;
+    }
+    frame.header.type = Type::piece;
+    frame.header.id = send.header.id;
+    frame.header.bytes = frame.bytes;
+    frame.hold = send.hold;
+    send.sent += frame.bytes;
+    if (send.sent == send.header.bytes) {
+      const std::size_t pieces = std::max<std::size_t>(1, (send.sent + kPieceBytes - 1) / kPieceBytes);
+      frame.ticket = send.ticket;
+      frame.wire_bytes = kHeaderBytes + send.sent + kHeaderBytes * pieces;
+    } else {
+      peer.streaming.push_back(std::move(send));
+    }
+    peer.writing = std::move(frame);
     return true;
   }
-  if (peer.streaming.empty()) return false;
-  Send send = peer.streaming.front();
-  peer.streaming.pop_front();
-  Frame frame{.header = {}, .data = send.data + send.sent};
-  frame.bytes = std::min<std::size_t>(kPieceBytes, send.header.bytes - send.sent);
-  frame.header.type = Type::piece;
-  frame.header.id = send.header.id;
-  frame.header.bytes = frame.bytes;
-  send.sent += frame.bytes;
-  if (send.sent == send.header.bytes) {
-    const std::size_t pieces = std::max<std::size_t>(1, (send.sent + kPieceBytes - 1) / kPieceBytes);
-    frame.ticket = send.ticket;
-    frame.wire_bytes = kHeaderBytes + send.sent + kHeaderBytes * pieces;
-  } else {
-    peer.streaming.push_back(send);
-  }
-  peer.writing = frame;
-  return true;
+  return false;
 }
 
 bool PointToPoint::write(int to) {
   Peer& peer = at(to);
-  bool moved = false;
-  for (int call = 0; call < kCallsATurn && !peer.gone && next_frame(peer); ++call) {
+  bool moved = take_back(to);
+  for (int call = 0; call < kCallsATurn && !peer.gone && next_frame(to); ++call) {
     Frame& frame = *peer.writing;
     iovec pieces[2];
     std::size_t count = 0;
@@ -333,7 +380,8 @@ bool PointToPoint::write(int to) {
     }
     const std::size_t from = peer.written - std::min(peer.written, kHeaderBytes);
     if (from < frame.bytes) pieces[count++] = {const_cast<std::byte*>(frame.data) + from, frame.bytes - from};
-    const auto io = lane_->send(to, {pieces, count});
+    const std::span<const iovec> all(pieces, count);
+    const auto io = frame.is_direct ? lane_->lend(to, all, frame.name) : lane_->send(to, all);
     if (io.closed) {
       while (!fault_ && read(to)) {  // what it had sent before, and why it went
       }
@@ -342,10 +390,28 @@ bool PointToPoint::write(int to) {
     }
     moved |= io.bytes > 0;
     peer.written += io.bytes;
+    peer.taken += io.bytes;
     if (peer.written < kHeaderBytes + frame.bytes) break;
-    if (frame.ticket != 0) finish(to, frame.ticket, frame.wire_bytes);
+    if (frame.ticket != 0 || frame.is_direct) {
+      peer.lent.push_back({peer.taken, frame.ticket, frame.wire_bytes, std::move(frame.hold)});
+    }
     peer.writing.reset();
     peer.written = 0;
+  }
+  return take_back(to) || moved;
+}
+
+// Sends whose memory came back are done.
+bool PointToPoint::take_back(int to) {
+  Peer& peer = at(to);
+  if (peer.lent.empty()) return false;
+  const std::uint64_t back = peer.taken - lane_->lent(to);
+  bool moved = false;
+  while (!peer.lent.empty() && peer.lent.front().end <= back) {
+    const Lent lent = std::move(peer.lent.front());
+    peer.lent.pop_front();
+    if (lent.ticket != 0) finish(to, lent.ticket, lent.wire_bytes, lent.hold.get());
+    moved = true;
   }
   return moved;
 }
@@ -355,6 +421,7 @@ bool PointToPoint::read(int from) {
   Input& input = peer.input;
   if (peer.staging.empty()) peer.staging.resize(kStagingBytes);
   bool moved = false;
+  name_places(from);
   for (int call = 0; call < kCallsATurn && !peer.gone && !fault_; ++call) {
     // At most the beginning of a header is left from before.
     std::copy(peer.staging.data() + peer.begin, peer.staging.data() + peer.end, peer.staging.data());
@@ -413,7 +480,7 @@ void PointToPoint::wait_for(WaitSet& set) const {
     const bool writes = peer.writing || !peer.frames.empty() || !peer.streaming.empty();
     const bool reads = peer.outstanding > 0 || posted_to_any_ > 0;
     const int events = (writes ? POLLOUT : 0) | (reads ? POLLIN : 0);
-    if (events != 0) lane_->wait_for(rank, static_cast<short>(events), set.fds);
+    if (events != 0 || !peer.lent.empty()) lane_->wait_for(rank, static_cast<short>(events), set.fds);
   }
 }
 
@@ -468,6 +535,9 @@ PointToPoint::Ticket PointToPoint::any_ticket(int rank) const {
   if (!peer.streaming.empty()) return peer.streaming.front().ticket;
   if (!peer.announced.empty()) return peer.announced.begin()->second.ticket;
   if (!peer.held.empty()) return peer.held.front().ticket;
+  for (const Lent& lent : peer.lent) {
+    if (lent.ticket != 0) return lent.ticket;
+  }
   for (const Frame& frame : peer.frames) {
     if (frame.ticket != 0) return frame.ticket;
   }

@@ -77,6 +77,7 @@ Progress Quantised::poll(std::int64_t now_ns) {
       if (progress == Progress::failed) return fail(step_->failure());
       if (progress != Progress::done) return moved ? Progress::moved : progress;
       wire_bytes_ += step_->wire_bytes();
+      registrations_ += step_->registrations();
       retransmissions_ += step_->retransmissions();
       if (step_->slowest_rank() >= 0) slowest_rank_ = step_->slowest_rank();
       if (step_->instead() != AlgorithmId::local) instead_ = step_->instead();

@@ -96,11 +96,43 @@ void Streams::seal() {
       bytes += sizeof(PieceWord) + wire_bytes_of(piece.bytes);
       if (piece.fold != nullptr || converts_) staged = std::max(staged, piece.bytes);
     }
-    in.staging.resize(wire_bytes_of(staged));
+    in.slot_bytes = wire_bytes_of(staged);
+    in.slots = is_direct(in.peer, staged) ? kAhead : 1;
+    if (in.slots > 1) in.scratch = mesh_.scratch(in.peer, in.slots * in.slot_bytes);
+    if (in.scratch == nullptr) in.staging.resize(in.slots * in.slot_bytes);
+    in.stage = in.scratch != nullptr ? in.scratch->data() : in.staging.data();
     in.expected = MessageHeader::of(call_, bytes);
     largest = std::max(largest, staged);
   }
   if (converts_) decoded_.resize(largest);
+  hold();
+}
+
+// The tensors that direct pieces lie in.
+void Streams::hold() {
+  const auto any = [&](const auto& streams) {
+    return std::any_of(streams.begin(), streams.end(), [&](const auto& stream) {
+      return std::any_of(stream.pieces.begin(), stream.pieces.end(),
+                         [&](const auto& piece) { return is_direct(stream.peer, piece.bytes); });
+    });
+  };
+  if (!any(outs_) && !any(ins_)) return;
+  const auto add = [&](std::byte* data, std::size_t bytes) {
+    if (bytes > 0) holds_.push_back(mesh_.hold(data, bytes));
+  };
+  for (const Buffer& output : call_.outputs) add(output.data, output.bytes);
+  for (const Buffer& input : call_.inputs) {
+    const auto same = [&](const Buffer& output) { return output.data == input.data && output.bytes == input.bytes; };
+    if (std::none_of(call_.outputs.begin(), call_.outputs.end(), same)) add(input.data, input.bytes);
+  }
+}
+
+void Streams::count_registrations() {
+  for (const auto& hold : holds_) {
+    if (hold == nullptr) continue;
+    registrations_.hits += hold->hits();
+    registrations_.misses += hold->misses();
+  }
 }
 
 bool Streams::reached(const Mark& mark) const {
@@ -136,7 +168,7 @@ std::size_t Streams::gather(Out& out, std::span<iovec> parts, std::size_t* bytes
   std::size_t skip = out.sent;
   for (std::size_t i = out.next; i < out.pieces.size() && count + 2 <= parts.size(); ++i) {
     const Send& piece = out.pieces[i];
-    if (skip == 0 && !reached(piece.after)) break;
+    if (skip == 0 && (!reached(piece.after) || is_direct(out.peer, piece.bytes))) break;
     append(&word, sizeof word, skip);
     append(converts_ ? encoded(out) : piece.data, wire_bytes_of(piece.bytes),
            skip > sizeof word ? skip - sizeof word : 0);
@@ -146,9 +178,40 @@ std::size_t Streams::gather(Out& out, std::span<iovec> parts, std::size_t* bytes
   return count;
 }
 
+// The next piece, from the memory that it is in.
+bool Streams::lend(Out& out) {
+  static PieceWord word = PieceWord::piece;  // only ever read
+  const Send& piece = out.pieces[out.next];
+  const iovec parts[2] = {{&word, sizeof word}, {piece.data, piece.bytes}};
+  const auto io = mesh_.lend(out.peer, parts, name_of(out.next));
+  if (io.closed) note(lost(out.peer, peer_lost(out.peer, io, MessageHeader::of(call_, 0))));
+  if (io.bytes > 0) account(out, io.bytes);
+  return io.bytes > 0;
+}
+
+// Pieces whose memory came back are through.
+bool Streams::take_back(Out& out) {
+  if (out.back == out.next) return false;
+  const std::size_t before = out.back;
+  const std::size_t begun = out.sent;
+  const std::size_t lent = std::max(mesh_.lent(out.peer), begun) - begun;
+  while (out.back < out.next && out.lent > lent) {
+    out.lent -= sizeof(PieceWord) + wire_bytes_of(out.pieces[out.back].bytes);
+    ++out.back;
+  }
+  through_[static_cast<std::size_t>(out.stream)] = out.back;
+  return out.back > before;
+}
+
 bool Streams::advance(Out& out) {
-  bool moved = false;
-  while (!out.done()) {
+  bool moved = take_back(out);
+  while (!out.all_sent()) {
+    const bool is_next = out.header_sent == sizeof out.header && out.sent == 0;
+    if (is_next && is_direct(out.peer, out.pieces[out.next].bytes)) {
+      if (!reached(out.pieces[out.next].after) || !lend(out)) break;
+      moved = true;
+      continue;
+    }
     std::array<iovec, 1 + 2 * kBatchPieces> parts;
     std::size_t wanted = 0;
     const std::size_t count = gather(out, parts, &wanted);
@@ -163,7 +226,7 @@ bool Streams::advance(Out& out) {
     account(out, io.bytes);
     if (io.bytes < wanted) break;
   }
-  return moved;
+  return take_back(out) || moved;
 }
 
 void Streams::account(Out& out, std::size_t bytes) {
@@ -179,11 +242,12 @@ void Streams::account(Out& out, std::size_t bytes) {
     if (out.sent < whole) break;
     out.sent = 0;
     out.encoded = false;
-    through_[static_cast<std::size_t>(out.stream)] = ++out.next;
+    out.lent += whole;
+    ++out.next;
   }
   using Place = transport::Mesh::Place;
   const bool inside = out.sent > 0 || out.header_sent < sizeof out.header;
-  mesh_.set_place(out.peer, inside ? Place::inside : out.done() ? Place::between_messages : Place::between_pieces);
+  mesh_.set_place(out.peer, inside ? Place::inside : out.all_sent() ? Place::between_messages : Place::between_pieces);
 }
 
 bool Streams::push() {
@@ -206,13 +270,41 @@ bool Streams::reads(const In& in) const {
   return in.next < in.pieces.size() && (in.got < sizeof in.word || takes(in));
 }
 
-std::byte* Streams::target(In& in) {
-  const Receive& piece = in.pieces[in.next];
-  return piece.fold != nullptr || converts_ ? in.staging.data() : piece.into;
+std::byte* Streams::target(In& in, std::size_t number) {
+  const Receive& piece = in.pieces[number];
+  const bool in_place = piece.fold == nullptr && !converts_;
+  return in_place ? piece.into : in.stage + number % in.slots * in.slot_bytes;
+}
+
+// Whether a piece's place is one of an earlier piece that is not stored: read in order, that would not matter.
+bool Streams::overlaps(const In& in, std::size_t number) const {
+  const Receive& piece = in.pieces[number];
+  const auto meets = [&](const std::byte* other, std::size_t bytes) {
+    return other != nullptr && piece.into < other + bytes && other < piece.into + piece.bytes;
+  };
+  for (std::size_t i = in.next; i < number && piece.fold == nullptr; ++i) {
+    const Receive& earlier = in.pieces[i];
+    if (meets(earlier.into, earlier.bytes) || meets(earlier.fold, earlier.bytes)) return true;
+  }
+  return false;
+}
+
+// Of the next pieces, as far as they may be written to.
+void Streams::name_places(In& in) {
+  in.placed = std::max(in.placed, in.next);
+  while (in.placed < std::min(in.pieces.size(), in.next + kAhead)) {
+    const Receive& piece = in.pieces[in.placed];
+    if (is_direct(in.peer, piece.bytes)) {
+      if (!reached(piece.after) || overlaps(in, in.placed)) return;
+      if (!mesh_.expect(in.peer, name_of(in.placed), target(in, in.placed), piece.bytes)) return;
+    }
+    ++in.placed;
+  }
 }
 
 bool Streams::advance(In& in) {
   if (in.strange) return hear(in, {});
+  if (!failure_) name_places(in);
   bool moved = false;
   while (!in.done() && reads(in)) {
     std::array<iovec, 3> parts;
@@ -228,7 +320,7 @@ bool Streams::advance(In& in) {
     if (in.next < in.pieces.size()) {
       const Receive& piece = in.pieces[in.next];
       whole = sizeof in.word + wire_bytes_of(piece.bytes);
-      into = target(in);
+      into = target(in, in.next);
       const std::size_t of_word = std::min(in.got, sizeof in.word);
       append(reinterpret_cast<std::byte*>(&in.word) + of_word, sizeof in.word - of_word);
       const std::size_t of_values = in.got - of_word;
@@ -258,6 +350,7 @@ bool Streams::advance(In& in) {
       if (!failure_) store(in);
       in.got = 0;
       through_[static_cast<std::size_t>(in.stream)] = ++in.next;
+      if (!failure_) name_places(in);
       // Let what has become possible leave before more is read.
       push();
     }
@@ -283,9 +376,9 @@ void Streams::store(In& in) {
     if (converts_) kernels::convert(call_.dtype, piece.into, call_.wire, in.staging.data(), count);
     return;  // else it was received in place
   }
-  const std::byte* arrived = in.staging.data();
+  const std::byte* arrived = target(in, in.next);
   if (converts_) {
-    kernels::convert(call_.dtype, decoded_.data(), call_.wire, in.staging.data(), count);
+    kernels::convert(call_.dtype, decoded_.data(), call_.wire, arrived, count);
     arrived = decoded_.data();
   }
   const void* sources[2] = {piece.fold, arrived};
@@ -325,6 +418,7 @@ Progress Streams::poll(std::int64_t now_ns) {
     const bool has_result = call_.kind != Kind::reduce || team_.position() == call_.root;
     if (call_.average && has_result) divide(call_.dtype, call_.outputs[0], team_.size());
     finish();
+    count_registrations();
     return Progress::done;
   }
   return moved ? Progress::moved : Progress::idle;
@@ -366,7 +460,8 @@ void Streams::wait_for(WaitSet& set) const {
     return set.wake_at(give_up_ns_);
   }
   for (const Out& out : outs_) {
-    if (out.done()) continue;
+    if (out.back < out.next) mesh_.wait_for(out.peer, 0, set.fds);
+    if (out.all_sent()) continue;
     const bool may_send = out.header_sent < sizeof out.header || out.sent > 0 || reached(out.pieces[out.next].after);
     if (may_send) mesh_.wait_for(out.peer, POLLOUT, set.fds);
   }

@@ -497,6 +497,7 @@ void Group::publish_traffic() {
     traffic.smoothed_rtt_ns = machine.smoothed_rtt_ns();
     traffic.oldest_unanswered = machine.oldest_unanswered();
     traffic.idle = machine.idle();
+    if (traffic.trouble != channel.trouble()) traffic.trouble = channel.trouble();
     for (int i = 0; i < protocol::kDropCount; ++i) {
       traffic.drops[i] = channel.drops(static_cast<protocol::Drop>(i));
     }
@@ -518,6 +519,8 @@ void Group::complete(Operation& operation, Failure failure) {
   if (operation.algorithm_ != nullptr) {
     record.wire_bytes = operation.algorithm_->wire_bytes();
     record.retransmissions = operation.algorithm_->retransmissions();
+    record.registration_hits = operation.algorithm_->registrations().hits;
+    record.registration_misses = operation.algorithm_->registrations().misses;
     record.slowest_rank = operation.algorithm_->slowest_rank();
     const auto instead = operation.algorithm_->instead();
     if (instead != collective::AlgorithmId::local) record.algorithm = static_cast<std::uint8_t>(instead);
@@ -580,6 +583,10 @@ void Group::fail_all() {
     for (const auto& spare : spares_) collective::send_abort(*spare, failure);
     if (lane_->unconfirmed()) linger_until_ns_ = now + kLingerNs;
     lane_->abort(failure);
+    // No memory is anybody's but its owner's when that hears of the failure.
+    mesh_->withdraw();
+    lane_->mesh().withdraw();
+    for (const auto& spare : spares_) spare->withdraw();
     // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
     // others have seen for themselves who died.
     const bool first_hand = failure.kind == Failure::Kind::peer_lost && failure.heard.empty();

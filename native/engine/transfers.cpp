@@ -31,6 +31,8 @@ bool Group::turn_transfers(std::int64_t now, Failure& failure) {
     operation.call_.root = done.peer;
     EventRecord& record = operation.record_;
     record.wire_bytes = done.wire_bytes;
+    record.registration_hits = done.registrations.hits;
+    record.registration_misses = done.registrations.misses;
     if (operation.call_.kind == collective::Kind::receive) record.slowest_rank = done.peer;
     complete(operation, {});
   }

@@ -1,6 +1,7 @@
 #include <netfold/transport/mesh.hpp>
 
 #include <algorithm>
+#include <chrono>
 
 namespace netfold::transport {
 
@@ -15,6 +16,35 @@ Mesh::Io Mesh::receive(int peer, std::byte* into, std::size_t bytes) {
 Rail* Mesh::rail(int peer, int number) {
   if (peer < 0 || peer >= size() || !leads_to(peer) || number < 0 || number >= pipe(peer).rails()) return nullptr;
   return pipe(peer).rail(number);
+}
+
+std::unique_ptr<Pipe::Hold> Mesh::hold(std::byte* data, std::size_t bytes) {
+  for (const auto& pipe : pipes_) {
+    if (pipe == nullptr) continue;
+    if (auto hold = pipe->hold(data, bytes)) return hold;  // its port is the others' too
+  }
+  return nullptr;
+}
+
+void Mesh::withdraw() {
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + std::chrono::nanoseconds(kWithdrawNs);
+  std::vector<pollfd> fds;
+  for (;;) {
+    bool is_back = true;
+    fds.clear();
+    for (const auto& pipe : pipes_) {
+      if (pipe == nullptr || pipe->withdraw()) continue;
+      is_back = false;
+      if (Clock::now() < deadline && !pipe->must_break_off()) {
+        pipe->wait_for(0, fds);
+      } else {
+        pipe->break_off();
+      }
+    }
+    if (is_back) return;
+    if (!fds.empty()) ::poll(fds.data(), fds.size(), 1);
+  }
 }
 
 bool Mesh::catch_up() {

@@ -1,4 +1,5 @@
 #include <netinet/udp.h>
+#include <poll.h>
 #include <netfold/transport/udp.hpp>
 
 #include <algorithm>
@@ -28,7 +29,7 @@ UdpSocket::UdpSocket(const Address& local, int buffer_bytes) {
   fd_ = Fd(::socket(local.storage.ss_family, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd_) throw_errno("udp socket");
   if (::bind(fd_.get(), local.get(), local.length) != 0) throw_errno("bind udp " + local.text());
-  receive_buffer_bytes_ = set_receive_buffer(fd_.get(), buffer_bytes);
+  receive_buffer_bytes_ = static_cast<std::size_t>(set_receive_buffer(fd_.get(), buffer_bytes));
   set_send_buffer(fd_.get(), buffer_bytes);
   // Fragments of lost packets are worse than an error: the packet length was probed, so hold the path to it.
   if (local.storage.ss_family == AF_INET) {
@@ -48,7 +49,44 @@ UdpSocket::UdpSocket(const Address& local, int buffer_bytes) {
   receive_controls_.resize(kReceiveBatch * kControlBytes);
 }
 
-std::size_t UdpSocket::send(std::span<const Run> runs) {
+UdpSocket::Peer UdpSocket::add(const Address& address) {
+  const auto [found, is_new] = numbers_.try_emplace(address, static_cast<Peer>(peers_.size()));
+  if (is_new) peers_.push_back(address);
+  return found->second;
+}
+
+// By what Address compares.
+std::size_t UdpSocket::Hash::operator()(const Address& address) const {
+  std::size_t host = 0;
+  if (address.storage.ss_family == AF_INET) {
+    host = reinterpret_cast<const sockaddr_in&>(address.storage).sin_addr.s_addr;
+  } else {
+    // The lower half: of hosts of one network it differs.
+    std::memcpy(&host, reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_addr.s6_addr + 8, sizeof host);
+  }
+  return host * 0x9e3779b97f4a7c15u ^ address.port();
+}
+
+UdpSocket::Rest UdpSocket::rest(bool wants_room) {
+  return {.fd = fd_.get(), .events = static_cast<short>(POLLIN | (wants_room ? POLLOUT : 0))};
+}
+
+const std::string& UdpSocket::trouble() const {
+  static const std::string none;  // what is lost is lost without a word
+  return none;
+}
+
+std::size_t UdpSocket::send(std::span<Run> runs) {
+  const std::size_t total = send_in_order(runs);
+  std::size_t left = total;
+  for (Run& run : runs) {
+    run.taken = std::min(left, run.pieces.size() / run.pieces_per_packet);
+    left -= run.taken;
+  }
+  return total;
+}
+
+std::size_t UdpSocket::send_in_order(std::span<const Run> runs) {
   struct alignas(cmsghdr) Control {
     char bytes[CMSG_SPACE(sizeof(std::uint16_t))];
   };
@@ -74,8 +112,9 @@ std::size_t UdpSocket::send(std::span<const Run> runs) {
       packets = std::min(packets, run_packets - run_offset);
       msghdr& header = messages[count].msg_hdr;
       header = msghdr{};
-      header.msg_name = const_cast<sockaddr*>(run.to->get());
-      header.msg_namelen = run.to->length;
+      const Address& to = peers_[run.to];
+      header.msg_name = const_cast<sockaddr*>(to.get());
+      header.msg_namelen = to.length;
       header.msg_iov = const_cast<iovec*>(run.pieces.data() + run_offset * run.pieces_per_packet);
       header.msg_iovlen = packets * run.pieces_per_packet;
       if (packets > 1) {
@@ -97,7 +136,6 @@ std::size_t UdpSocket::send(std::span<const Run> runs) {
     }
 
     const int sent = ::sendmmsg(fd_.get(), messages.data(), static_cast<unsigned>(count), 0);
-    ++send_calls;
     std::size_t taken = 0;
     if (sent < 0) {
       switch (errno) {
@@ -108,7 +146,7 @@ std::size_t UdpSocket::send(std::span<const Run> runs) {
           break;
         case EPERM:
         case EMSGSIZE:
-          throw_errno("send to " + runs[first_run].to->text());
+          throw_errno("send to " + peers_[runs[first_run].to].text());
         default:
           if (gso_ && packets_of[0] > 1 && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
             gso_ = false;  // no checksum offload on this path: go on packet by packet
@@ -122,7 +160,6 @@ std::size_t UdpSocket::send(std::span<const Run> runs) {
     std::size_t packets = 0;
     for (std::size_t i = 0; i < taken; ++i) packets += packets_of[i];
     total += packets;
-    sent_datagrams += packets;
     // Rewind to what was not taken.
     if (taken < count) {
       run_index = first_run;
@@ -138,7 +175,7 @@ std::size_t UdpSocket::send(std::span<const Run> runs) {
   return total;
 }
 
-std::size_t UdpSocket::receive(const Packet& packet) {
+bool UdpSocket::receive(const Packet& packet) {
   for (std::size_t i = 0; i < kReceiveBatch; ++i) {
     receive_iovecs_[i] = {receive_area_.data() + i * kReceiveBytes, kReceiveBytes};
     msghdr& header = receive_messages_[i].msg_hdr;
@@ -151,14 +188,17 @@ std::size_t UdpSocket::receive(const Packet& packet) {
     header.msg_controllen = kControlBytes;
   }
   const int got = ::recvmmsg(fd_.get(), receive_messages_.data(), kReceiveBatch, MSG_DONTWAIT, nullptr);
-  ++receive_calls;
-  if (got <= 0) return 0;  // empty, interrupted, or an ICMP error of an earlier send: nothing was received
+  ++counters_.receive_calls;
+  if (got <= 0) return false;  // empty, interrupted, or an ICMP error of an earlier send: nothing was received
 
   std::size_t datagrams = 0;
   for (int i = 0; i < got; ++i) {
     msghdr& header = receive_messages_[static_cast<std::size_t>(i)].msg_hdr;
     const std::size_t bytes = receive_messages_[static_cast<std::size_t>(i)].msg_len;
-    receive_sources_[static_cast<std::size_t>(i)].length = header.msg_namelen;
+    Address& from = receive_sources_[static_cast<std::size_t>(i)];
+    from.length = header.msg_namelen;
+    const auto known = numbers_.find(from);
+    const Peer source = known == numbers_.end() ? kStranger : known->second;
     std::size_t segment = bytes;
     for (cmsghdr* control = CMSG_FIRSTHDR(&header); control != nullptr; control = CMSG_NXTHDR(&header, control)) {
       if (control->cmsg_level == IPPROTO_UDP && control->cmsg_type == UDP_GRO) {
@@ -168,18 +208,17 @@ std::size_t UdpSocket::receive(const Packet& packet) {
       }
     }
     const auto* first = static_cast<const std::byte*>(header.msg_iov[0].iov_base);
-    received_bytes += bytes;
     for (std::size_t offset = 0; offset < bytes; offset += segment) {
-      packet({first + offset, std::min(segment, bytes - offset)}, receive_sources_[static_cast<std::size_t>(i)]);
+      packet({first + offset, std::min(segment, bytes - offset)}, source);
       ++datagrams;
     }
     if (bytes == 0) {
-      packet({first, 0}, receive_sources_[static_cast<std::size_t>(i)]);
+      packet({first, 0}, source);
       ++datagrams;
     }
   }
-  received_datagrams += datagrams;
-  return datagrams;
+  counters_.received_datagrams += datagrams;
+  return datagrams > 0;
 }
 
 }  // namespace netfold::transport

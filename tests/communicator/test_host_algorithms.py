@@ -377,6 +377,7 @@ def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: i
             table=[(*row, engine.ALGORITHMS["local"]) for row in table],
             table_hash=7,
             nodes=list(range(len(tables))),
+            fabric=[],
         )
         for rank, table in enumerate(tables)
     ]

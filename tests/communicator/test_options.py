@@ -30,6 +30,9 @@ def test_a_field_beats_its_variable_which_beats_the_default() -> None:
         rejoin_s=5,
         inside="auto",
         pinned_bytes=12 << 20,
+        direct_bytes=64 << 10,
+        registrations=1024,
+        registered_bytes=4 << 30,
     )
 
 

@@ -478,7 +478,7 @@ def test_reading_within_marks_and_right_after_buckets_is_safe(tmp_path: Path) ->
 
 
 UNDER_WAY = """
-    import sys, time, torch, torch.distributed as dist, netfold
+    import os, sys, time, torch, torch.distributed as dist, netfold
     dist.init_process_group("gloo")
     rank, ones = dist.get_rank(), torch.ones(3)
     store = dist.distributed_c10d._get_default_store()
@@ -502,6 +502,8 @@ UNDER_WAY = """
         dist.all_reduce(torch.ones(5))
     assert any("all_reduce" in each.name for each in own.events())
     dist.destroy_process_group()
+    # The same where its profiler's threads are what the interpreter's end releases.
+    os._exit(0)
 """
 
 

@@ -54,6 +54,11 @@ def test_the_table_says_all_of_it() -> None:
     ]
 
 
+def test_over_a_fabric_the_share_of_tensors_that_it_knew_is_shown() -> None:
+    lines = render_table(analyse(make_run(make_trace(0, 1, [Op(0, 1, registration=(3, 1))])))).splitlines()
+    assert lines[2].endswith("registered") and lines[3].endswith(" 75%")
+
+
 def test_columns_in_which_nothing_stands_are_left_out_and_unknown_is_a_dash() -> None:
     ops = [Op(0, 1), Op(2, 3, error="timeout")]
     text = render_table(analyse(make_run(make_trace(0, 1, ops, source=PROFILER))))

@@ -521,9 +521,8 @@ def test_a_parent_that_says_more_than_was_granted_ends_the_job(
                 paths = [[me, above], [above]]
                 control.send(stream, {"type": "join", **join, "paths": paths, "window_bytes": 1 << 20, "timeout_s": 10})
                 admitted = control.receive(stream)
+                port.connect("127.0.0.1", admitted["port"])
                 assert port.hello(
-                    host="127.0.0.1",
-                    port=admitted["port"],
                     job=admitted["job_id"],
                     incarnation=admitted["incarnation"],
                     worker=admitted["worker"],

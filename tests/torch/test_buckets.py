@@ -57,6 +57,38 @@ def test_buckets_move_when_they_came_again_and_gradients_stay_the_same() -> None
             assert moved == ([True, True] if name.startswith("on") else []), name
 
 
+def train_over_fabric(rank: int, size: int, folder: str) -> tuple[int, list[int], list[int]]:
+    """Buckets that are kept registered, and by operation: hits and misses of the registration cache."""
+    import torch
+    import torch.distributed as dist
+
+    from netfold.communicator.group import KINDS
+
+    torch.set_num_threads(1)
+    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    network = torch.nn.Sequential(torch.nn.Linear(700, 700), torch.nn.Linear(700, 700))
+    ddp = torch.nn.parallel.DistributedDataParallel(network, bucket_cap_mb=1)
+    for step in range(STEPS):
+        ddp.zero_grad()
+        ddp(torch.full((3, 700), float(rank + step + 1))).sum().backward()
+    backend: Any = dist.group.WORLD
+    records = backend.netfold.events()
+    large = records[(records["bytes"] > 1 << 20) & (records["operation"] == KINDS["all_reduce"])]
+    held = len(backend._buckets._held)
+    dist.destroy_process_group()
+    return held, large["registration_hits"].tolist(), large["registration_misses"].tolist()
+
+
+def test_over_a_fabric_buckets_stay_registered_once_they_came_again() -> None:
+    env = {"NETFOLD_TRANSPORT": "fabric:tcp", "NETFOLD_ALGORITHM": "ring", "NETFOLD_INTERFACE": "127.0.0.1"}
+    for held, hits, misses in values(run_ranks(train_over_fabric, 2, env=env)):
+        assert held == 2
+        assert [a + b for a, b in zip(hits, misses, strict=True)] == [1] * len(hits)
+        # Both buckets, from the fourth step on.
+        assert hits[-4:] == [1] * 4, hits
+        assert misses[0] == 1
+
+
 def short_of_room(rank: int, size: int, folder: str) -> tuple[list[str], int]:
     """What is logged where /dev/shm is short, and how many buckets moved."""
     import logging

@@ -1,6 +1,7 @@
 #include <netfold/transport/fabric/fabric_pipe.hpp>
 
 #include <chrono>
+#include <utility>
 
 namespace netfold::transport::fabric {
 namespace {
@@ -14,18 +15,35 @@ std::int64_t now_ns() {
 
 FabricPipe::FabricPipe(std::shared_ptr<Port> port, Port::Stream* stream) : port_(std::move(port)), stream_(stream) {}
 
-FabricPipe::~FabricPipe() {
-  LastWord word{port_->close(stream_)};
-  if (connection_ == nullptr) return;
-  const iovec piece{&word, sizeof word};
+FabricPipe::~FabricPipe() { say_last(port_->close(stream_)); }
+
+void FabricPipe::say_last(const Port::LastWord& word) {
+  if (connection_ == nullptr || std::exchange(said_last_, true)) return;
+  const iovec piece{const_cast<Port::LastWord*>(&word), sizeof word};
   connection_->send({&piece, 1});
 }
 
-Pipe::Io FabricPipe::send(std::span<const iovec> pieces) {
-  const std::size_t sent = port_->send(stream_, pieces);
-  if (sent > 0) return {.bytes = sent};
+Pipe::Io FabricPipe::send(std::span<const iovec> pieces) { return sent(port_->send(stream_, pieces)); }
+
+Pipe::Io FabricPipe::sent(std::size_t bytes) {
+  if (bytes > 0) return {.bytes = bytes};
   if (++quiet_calls_ >= kQuietCalls) look();
   return over_since_ns_ >= 0 || is_over() ? closed() : Io{};
+}
+
+bool FabricPipe::withdraw() {
+  look();
+  if (heard_ == sizeof last_word_) port_->disown(stream_, last_word_.writes);
+  const bool is_back = port_->withdraw(stream_);
+  if (!port_->is_open()) say_last(port_->last_word(stream_));
+  return is_back;
+}
+
+bool FabricPipe::must_break_off() { return over_since_ns_ >= 0 && heard_ < sizeof last_word_; }
+
+void FabricPipe::break_off() {
+  port_->break_off("memory that was lent to a rank, or granted to it, was not given back");
+  say_last(port_->last_word(stream_));
 }
 
 Pipe::Io FabricPipe::receive(std::span<const iovec> pieces) {

@@ -7,7 +7,9 @@
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
 #include <rdma/fi_tagged.h>
+#include <sys/random.h>
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -46,7 +48,6 @@ void let_segments_go_whole() {
 }
 
 Library load() {
-  let_segments_go_whole();
   void* handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     throw Error(std::string("libfabric cannot be opened (") + dlerror() +
@@ -85,6 +86,8 @@ std::string words(int error) { return library().strerror(error < 0 ? -error : er
 
 // Found and whether it was; the library's "no data" is an answer.
 Info ask(const fi_info* hints, const char* source = nullptr) {
+  // By now, and not when the library was opened: who cleans up the environment in between has not been heard.
+  [[maybe_unused]] static const bool told = (let_segments_go_whole(), true);
   fi_info* found = nullptr;
   const int failed = library().getinfo(kVersion, source, nullptr, source != nullptr ? FI_SOURCE : 0, hints, &found);
   if (failed == -FI_ENODATA) return nullptr;
@@ -92,11 +95,14 @@ Info ask(const fi_info* hints, const char* source = nullptr) {
   return Info(found);
 }
 
-// What netfold asks of an endpoint. It can do without everything that is not named here: no order, no source address.
-Info hints_for(const std::string& provider) {
+// What netfold asks of an endpoint. It can do without everything that is not named here: no order, no source address;
+// and without writes, where there are none.
+Info hints_for(const std::string& provider, bool writes, bool in_order = false) {
   Info hints(library().dupinfo(nullptr));
   if (hints == nullptr) throw Error("libfabric has no memory left");
   hints->caps = FI_TAGGED | FI_SEND | FI_RECV;
+  if (writes) hints->caps |= FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
+  if (in_order) hints->tx_attr->msg_order = hints->rx_attr->msg_order = FI_ORDER_SAW;
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->ep_attr->type = FI_EP_RDM;
   hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
@@ -164,22 +170,29 @@ using Owned = std::unique_ptr<Fid, Close>;
 
 class LibfabricRegistration final : public Registration {
  public:
-  explicit LibfabricRegistration(Owned<fid_mr> region) : region_(std::move(region)) {}
+  // `base`: what addresses in it are told from; null where the provider takes them as they are.
+  LibfabricRegistration(Owned<fid_mr> region, const std::byte* base) : region_(std::move(region)), base_(base) {}
   void* descriptor() const override { return fi_mr_desc(region_.get()); }
+  std::uint64_t key() const override { return fi_mr_key(region_.get()); }
+  std::uint64_t address(const std::byte* data) const override {
+    return reinterpret_cast<std::uint64_t>(data) - reinterpret_cast<std::uint64_t>(base_);
+  }
 
  private:
   Owned<fid_mr> region_;
+  const std::byte* base_;
 };
 
 class LibfabricWire final : public Wire {
  public:
   // `host`: of its interface, where it goes by such addresses.
-  LibfabricWire(Info info, const std::string& host);
+  LibfabricWire(Info info, const std::string& host, bool in_order);
 
+  void close() override { endpoint_.reset(); }
   const Limits& limits() const override { return limits_; }
   std::vector<std::byte> name() const override;
   Peer add(std::span<const std::byte> name) override;
-  std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes) override;
+  std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes, Access access) override;
   Taken send(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, std::uint64_t tag,
              Work* work) override {
     const CallWatch::Call call(watch_);
@@ -188,6 +201,13 @@ class LibfabricWire final : public Wire {
   Taken inject(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag) override {
     const CallWatch::Call call(watch_);
     return taken(fi_tinject(endpoint_.get(), data, bytes, to, tag));
+  }
+  Taken write(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, const Place& into,
+              std::uint32_t number, Work* work) override {
+    return taken(
+        limits_.orders_writes
+            ? fi_write(endpoint_.get(), data, bytes, descriptor, to, into.address, into.key, work)
+            : fi_writedata(endpoint_.get(), data, bytes, descriptor, number, to, into.address, into.key, work));
   }
   Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) override {
     constexpr std::uint64_t kAnyTag = ~std::uint64_t{0};
@@ -205,7 +225,9 @@ class LibfabricWire final : public Wire {
 
  private:
   static constexpr std::size_t kBatch = 32;
+  static constexpr int kKeyTries = 8;
 
+  std::uint64_t random_key() const;
   Taken taken(ssize_t result) {
     if (result == 0) return Taken::yes;
     if (result == -FI_EAGAIN) return Taken::later;
@@ -225,7 +247,7 @@ class LibfabricWire final : public Wire {
   Limits limits_;
   bool binds_registrations_ = false;
   bool names_keys_ = false;
-  std::uint64_t next_key_ = 1;
+  bool takes_addresses_ = false;
   Owned<fid_fabric> fabric_;
   Owned<fid_domain> domain_;
   Owned<fid_av> addresses_;
@@ -235,7 +257,7 @@ class LibfabricWire final : public Wire {
   std::string why_;
 };
 
-LibfabricWire::LibfabricWire(Info info, const std::string& host)
+LibfabricWire::LibfabricWire(Info info, const std::string& host, bool in_order)
     : info_(std::move(info)),
       place_(as_text(info_->domain_attr->name) + (host.empty() ? "" : " at " + host)),
       watch_(as_text(info_->fabric_attr->prov_name)) {
@@ -250,6 +272,11 @@ LibfabricWire::LibfabricWire(Info info, const std::string& host)
   limits_.needs_registration = (info_->domain_attr->mr_mode & FI_MR_LOCAL) != 0;
   binds_registrations_ = (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
   names_keys_ = (info_->domain_attr->mr_mode & FI_MR_PROV_KEY) == 0;
+  takes_addresses_ = (info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
+  limits_.orders_writes = in_order;
+  const bool has_numbers = in_order || info_->domain_attr->cq_data_size >= sizeof(std::uint32_t);
+  const bool writes = (info_->caps & FI_RMA) != 0 && has_numbers;
+  limits_.write_bytes = writes ? info_->ep_attr->max_msg_size : 0;
 
   fid_fabric* fabric = nullptr;
   check(library().fabric(info_->fabric_attr, &fabric, nullptr), "be opened");
@@ -301,10 +328,14 @@ Wire::Peer LibfabricWire::add(std::span<const std::byte> name) {
   return peer;
 }
 
-std::unique_ptr<Registration> LibfabricWire::register_memory(std::byte* data, std::size_t bytes) {
+std::unique_ptr<Registration> LibfabricWire::register_memory(std::byte* data, std::size_t bytes, Access access) {
+  const std::uint64_t allowed = access == Access::messages ? FI_SEND | FI_RECV : FI_WRITE | FI_REMOTE_WRITE;
   fid_mr* opened = nullptr;
-  const int result =
-      fi_mr_reg(domain_.get(), data, bytes, FI_SEND | FI_RECV, 0, names_keys_ ? next_key_++ : 0, 0, &opened, nullptr);
+  int result = -FI_ENOKEY;
+  for (int tries = 0; tries < kKeyTries && result == -FI_ENOKEY; ++tries) {
+    const std::uint64_t key = names_keys_ ? random_key() : 0;
+    result = fi_mr_reg(domain_.get(), data, bytes, allowed, 0, key, 0, &opened, nullptr);
+  }
   if (result != 0) {
     const bool may_be_limit = result == -FI_ENOMEM || result == -EPERM || result == -EAGAIN;
     throw Error("provider " + limits_.provider + " cannot register " + std::to_string(bytes) +
@@ -315,7 +346,15 @@ std::unique_ptr<Registration> LibfabricWire::register_memory(std::byte* data, st
     check(fi_mr_bind(region.get(), &endpoint_->fid, 0), "bind memory to its endpoint");
     check(fi_mr_enable(region.get()), "enable a registration");
   }
-  return std::make_unique<LibfabricRegistration>(std::move(region));
+  return std::make_unique<LibfabricRegistration>(std::move(region), takes_addresses_ ? nullptr : data);
+}
+
+// Where keys are ours to choose, nobody else should guess them: who has one can write.
+std::uint64_t LibfabricWire::random_key() const {
+  std::uint64_t key = 0;
+  if (getrandom(&key, sizeof key, 0) != sizeof key) throw Error("no random numbers for a registration's key");
+  const std::size_t bytes = std::clamp<std::size_t>(info_->domain_attr->mr_key_size, 1, sizeof key);
+  return key >> (8 * (sizeof key - bytes));
 }
 
 std::size_t LibfabricWire::poll(std::span<Completion> into) {
@@ -336,10 +375,13 @@ std::size_t LibfabricWire::poll(std::span<Completion> into) {
   }
   for (std::size_t i = 0; i < static_cast<std::size_t>(found); ++i) {
     const fi_cq_tagged_entry& entry = entries[i];
-    into[i].kind = (entry.flags & FI_RECV) != 0 ? Completion::Kind::received : Completion::Kind::sent;
-    into[i].work = static_cast<Work*>(entry.op_context);
+    const bool landed = (entry.flags & FI_REMOTE_WRITE) != 0;
+    into[i].kind = landed                         ? Completion::Kind::landed
+                   : (entry.flags & FI_RECV) != 0 ? Completion::Kind::received
+                                                  : Completion::Kind::sent;
+    into[i].work = landed ? nullptr : static_cast<Work*>(entry.op_context);
     into[i].bytes = entry.len;
-    into[i].tag = entry.tag;
+    into[i].tag = landed ? entry.data : entry.tag;
   }
   return static_cast<std::size_t>(found);
 }
@@ -365,7 +407,7 @@ std::string library_version() { return text_of(library().version()); }
 
 std::vector<Provider> list_providers() {
   std::vector<Provider> out;
-  const Info usable = ask(hints_for("").get());
+  const Info usable = ask(hints_for("", false).get());
   const Info all = ask(nullptr);
   const auto is_usable = [&](const fi_info& one) {
     for (const fi_info* each = usable.get(); each != nullptr; each = each->next) {
@@ -404,13 +446,25 @@ std::vector<Provider> list_providers() {
   return out;
 }
 
-std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& host, int rail) {
-  const Info hints = hints_for(provider);
+std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& host, int rail, Numbers numbers) {
+  // With writes, and messages in order after them, if it has such: a number that comes with a write is more to carry,
+  // and ofi_rxm 1.17 reads through a null pointer where a connection ends in the middle of a write that has one.
+  bool in_order = numbers == Numbers::if_needed;
+  Info hints = hints_for(provider, true, in_order);
   Info found = ask(hints.get());
+  if (found == nullptr && in_order) {
+    in_order = false;
+    hints = hints_for(provider, true);
+    found = ask(hints.get());
+  }
+  if (found == nullptr) {
+    hints = hints_for(provider, false);
+    found = ask(hints.get());
+  }
   if (found == nullptr) {
     throw Error("libfabric " + library_version() + " has no provider '" + provider +
                 "' with reliable datagrams and tagged messages on this host; those that have: " +
-                names_in(ask(hints_for("").get())) + " (netfold doctor fabric says more)");
+                names_in(ask(hints_for("", false).get())) + " (netfold doctor fabric says more)");
   }
   if (goes_by_host(*found)) {
     Info here = ask(hints.get(), host.c_str());
@@ -418,7 +472,7 @@ std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& 
       throw Error("provider " + as_text(found->fabric_attr->prov_name) +
                   " does not go over the interface with the address " + host + " (NETFOLD_INTERFACE)");
     }
-    return std::make_unique<LibfabricWire>(std::move(here), host);
+    return std::make_unique<LibfabricWire>(std::move(here), host, in_order);
   }
   fi_info* chosen = found.get();
   for (int skipped = 0; skipped < rail && chosen != nullptr; ++skipped) chosen = chosen->next;
@@ -426,7 +480,7 @@ std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& 
     throw Error("provider " + as_text(found->fabric_attr->prov_name) + " has no device number " + std::to_string(rail) +
                 "; name as many interfaces as there are devices (NETFOLD_INTERFACE)");
   }
-  return std::make_unique<LibfabricWire>(Info(library().dupinfo(chosen)), "");
+  return std::make_unique<LibfabricWire>(Info(library().dupinfo(chosen)), "", in_order);
 }
 
 }  // namespace netfold::transport::fabric

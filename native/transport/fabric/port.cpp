@@ -1,4 +1,4 @@
-#include <netfold/transport/fabric/port.hpp>
+#include "port_parts.hpp"
 
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -13,13 +13,6 @@
 
 namespace netfold::transport::fabric {
 namespace {
-
-constexpr std::uint16_t kMagic = 0x6e66;
-
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 Fd make_event(unsigned value) {
   Fd event(eventfd(value, EFD_NONBLOCK | EFD_CLOEXEC));
@@ -38,116 +31,20 @@ void add_once(int fd, std::vector<pollfd>& fds) {
   if (std::none_of(fds.begin(), fds.end(), same)) fds.push_back({fd, POLLIN, 0});
 }
 
+std::vector<Wire::Limits> limits_of(const std::vector<std::unique_ptr<Wire>>& rails) {
+  std::vector<Wire::Limits> limits;
+  for (const auto& rail : rails) limits.push_back(rail->limits());
+  return limits;
+}
+
 }  // namespace
-
-enum class Port::What : std::uint16_t {
-  segment = 1,
-  credit = 2,
-  question = 3,  // a credit that wants one back
-};
-
-// In front of every segment; all of a credit. Little-endian, as values on the wire are.
-struct Port::Header {
-  std::uint32_t sequence = 0;  // of this segment; in a credit, of the first that has not come from the other end
-  std::uint32_t read = 0;      // segments from the other end whose bytes were all read
-  std::uint32_t bytes = 0;     // behind this header
-  What what = What::segment;
-  std::uint16_t magic = kMagic;
-};
-
-// A buffer to send from: one a segment in the window, and one for credits.
-struct Port::Sending : Work {
-  enum class State : std::uint8_t { free, waiting, under_way };  // waiting: refused for now
-  Stream* stream = nullptr;
-  Slab* slab = nullptr;
-  std::byte* data = nullptr;
-  std::uint32_t bytes = 0;  // header included
-  std::size_t rail = 0;
-  State state = State::free;
-  std::int64_t sent_ns = 0;  // where there are several rails
-};
-
-// A buffer that is posted on its rail, or that a stream reads from.
-struct Port::Receiving : Work {
-  Slab* slab = nullptr;
-  std::byte* data = nullptr;
-  std::size_t rail = 0;
-  std::uint32_t bytes = 0;  // behind the header
-};
-
-// The buffers that a stream brings along. Those to receive into stay the port's when it is gone.
-struct Port::Slab {
-  std::byte* memory = nullptr;
-  std::size_t bytes = 0;
-  std::vector<std::unique_ptr<Registration>> registrations;  // by rail
-  std::vector<Sending> sendings;                             // the last is for credits
-  std::vector<Receiving> receivings;
-  std::uint32_t window = 0;
-
-  ~Slab() {
-    registrations.clear();
-    if (memory != nullptr) munmap(memory, bytes);
-  }
-  void* descriptor(std::size_t rail) const {
-    return registrations.empty() ? nullptr : registrations[rail]->descriptor();
-  }
-};
-
-struct Port::Stream {
-  std::shared_ptr<Bell> bell;
-  Slab* slab = nullptr;
-  std::string why;  // not empty: failed
-
-  // Out.
-  std::vector<Wire::Peer> peers;  // by rail
-  std::vector<bool> is_out;       // rails that failed
-  std::size_t next_rail = 0;
-  std::uint64_t tag_out = 0;
-  std::uint32_t window_out = 0;
-  std::uint32_t sent = 0;
-  std::uint32_t confirmed = 0;      // of these, read by the peer
-  std::uint32_t arrived_there = 0;  // and have come, as far as it has said: all before this number
-  std::int64_t asked_ns = 0;
-  std::deque<Sending*> waiting;  // in order
-  std::size_t under_way = 0;
-
-  // In.
-  std::uint64_t tag_in = 0;
-  std::vector<Receiving*> arrived;  // by number, modulo the window
-  std::uint32_t read = 0;
-  std::uint32_t offset = 0;  // in the segment that is being read
-  std::uint32_t told = 0;    // of `read`, to the peer
-  bool is_pending = false;
-  bool is_leaving = false;
-  bool is_asked = false;  // what has come
-
-  std::uint32_t window() const { return slab->window; }
-  Sending& segment(std::uint32_t number) { return slab->sendings[number % window()]; }
-  Sending& credit() { return slab->sendings.back(); }
-  Receiving* head() const { return arrived[read % slab->window]; }
-  bool may_send() {
-    return why.empty() && sent - confirmed < window_out && segment(sent).state == Sending::State::free;
-  }
-  // Round and round those that work; not of a stream that failed.
-  std::size_t take_rail() {
-    do {
-      next_rail = (next_rail + 1) % peers.size();
-    } while (is_out[next_rail]);
-    return next_rail;
-  }
-  bool owes_credit() const { return is_asked || read - told >= std::max(1u, slab->window / 2); }
-  std::uint32_t first_missing() const {
-    std::uint32_t number = read;
-    while (number - read < slab->window && arrived[number % slab->window] != nullptr) ++number;
-    return number;
-  }
-  std::size_t rails_left() const { return static_cast<std::size_t>(std::count(is_out.begin(), is_out.end(), false)); }
-};
 
 Bell::Bell() : event(make_event(0)) {}
 
 Port::Port(std::vector<std::unique_ptr<Wire>> rails)
     : rails_(std::move(rails)),
+      limits_(limits_of(rails_)),
+      cache_(*rails_.front()),
       peers_(rails_.size()),
       ready_(make_event(1)),
       nap_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
@@ -169,11 +66,13 @@ Port::Port(std::vector<std::unique_ptr<Wire>> rails)
 Port::~Port() {
   if (pid_ == getpid()) {
     // Endpoints go before the memory that they may still know.
+    cache_.clear();
     for (auto& slab : slabs_) slab->registrations.clear();
     rails_.clear();
     return;
   }
   // A child of fork: what the provider shares with its parent is not ours to close.
+  cache_.abandon();
   for (auto& rail : rails_) static_cast<void>(rail.release());
   for (auto& slab : slabs_) {
     for (auto& registration : slab->registrations) static_cast<void>(registration.release());
@@ -197,22 +96,23 @@ Port::Slab* Port::take_slab(std::uint32_t window) {
   auto slab = std::make_unique<Slab>();
   const std::size_t incoming = window * rails_.size();
   slab->window = window;
-  slab->bytes = (incoming + window) * segment_bytes_ + sizeof(Header);
+  slab->bytes = (incoming + window) * segment_bytes_ + sizeof(Header) + grant_message_bytes();
   void* memory = mmap(nullptr, slab->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED)
     throw Error("no memory for the buffers of a fabric: " + std::to_string(slab->bytes) + " bytes");
   slab->memory = static_cast<std::byte*>(memory);
   if (limits().needs_registration) {
     for (const auto& rail : rails_) {
-      slab->registrations.push_back(rail->register_memory(slab->memory, slab->bytes));
+      slab->registrations.push_back(rail->register_memory(slab->memory, slab->bytes, Access::messages));
     }
   }
   std::byte* next = slab->memory;
-  slab->sendings.resize(window + 1);
-  for (Sending& sending : slab->sendings) {
+  slab->sendings.resize(window + 2);
+  for (std::size_t i = 0; i < slab->sendings.size(); ++i) {
+    Sending& sending = slab->sendings[i];
     sending.slab = slab.get();
     sending.data = next;
-    next += &sending == &slab->sendings.back() ? sizeof(Header) : segment_bytes_;
+    next += i < window ? segment_bytes_ : i == window ? sizeof(Header) : grant_message_bytes();
   }
   slab->receivings.resize(incoming);
   for (std::size_t i = 0; i < incoming; ++i) {
@@ -230,6 +130,7 @@ Port::Slab* Port::take_slab(std::uint32_t window) {
 
 Port::Stream* Port::open(std::shared_ptr<Bell> bell, std::size_t streams) {
   std::lock_guard lock(mutex_);
+  if (rails_.empty()) throw Error("the endpoint of provider " + limits().provider + " was closed; open another port");
   const std::size_t share =
       (kBudgetBytes - std::min(kBudgetBytes, used_bytes_)) / 2 / std::max<std::size_t>(1, streams);
   const std::size_t fits = std::min<std::size_t>(kMaxWindow, share / (segment_bytes_ * (rails_.size() + 1)));
@@ -244,6 +145,7 @@ Port::Stream* Port::open(std::shared_ptr<Bell> bell, std::size_t streams) {
   stream->slab = take_slab(fits == 0 ? spare_.front()->window : static_cast<std::uint32_t>(std::bit_floor(fits)));
   for (Sending& sending : stream->slab->sendings) sending.stream = stream.get();
   stream->arrived.resize(stream->window());
+  if (obstacle().empty()) stream->direct_bytes = settings_.direct_bytes;
   const std::uint64_t usable = ~std::uint64_t{0} >> (64 - limits().tag_bits);
   do {
     stream->tag_in = random_bits() & usable;
@@ -252,7 +154,7 @@ Port::Stream* Port::open(std::shared_ptr<Bell> bell, std::size_t streams) {
 }
 
 Port::Terms Port::terms(const Stream* stream) const {
-  return {stream->tag_in, stream->window(), static_cast<std::uint32_t>(segment_bytes_)};
+  return {stream->tag_in, stream->window(), static_cast<std::uint32_t>(segment_bytes_), stream->direct_bytes};
 }
 
 void Port::connect(Stream* stream, const std::vector<std::vector<std::byte>>& names, const Terms& theirs) {
@@ -273,9 +175,13 @@ void Port::connect(Stream* stream, const std::vector<std::vector<std::byte>>& na
   stream->tag_out = theirs.tag;
   // Our own slots bound what is under way as well.
   stream->window_out = std::min(theirs.window, stream->window());
+  const bool both = stream->direct_bytes > 0 && theirs.direct_bytes > 0;
+  stream->direct_bytes = both ? std::max<std::size_t>(stream->direct_bytes, theirs.direct_bytes) : 0;
 }
 
 void Port::post(Receiving& receiving) {
+  receiving.grant = nullptr;
+  if (rails_.empty()) return;
   Wire& wire = *rails_[receiving.rail];
   switch (wire.receive(receiving.data, segment_bytes_, receiving.slab->descriptor(receiving.rail), &receiving)) {
     case Wire::Taken::yes:
@@ -337,20 +243,29 @@ std::size_t Port::send(Stream* to, std::span<const iovec> pieces) {
       }
     }
     if (filled == sizeof(Header)) break;
-    const Header header{
-        .sequence = stream.sent, .read = stream.read, .bytes = static_cast<std::uint32_t>(filled - sizeof(Header))};
-    std::memcpy(sending.data, &header, sizeof header);
-    sending.bytes = static_cast<std::uint32_t>(filled);
-    stream.told = stream.read;
-    ++stream.sent;
-    ++counters_.segments_sent;
     all += filled - sizeof(Header);
-    sending.rail = stream.take_rail();
-    sending.state = Sending::State::waiting;
-    stream.waiting.push_back(&sending);
-    push(stream);
+    send_segment(stream, sending, filled, What::segment);
   }
+  stream.wants_offer = false;
+  stream.taken += all;
   return all;
+}
+
+// The next one, whose bytes are in their place behind the header.
+void Port::send_segment(Stream& stream, Sending& sending, std::size_t bytes, What what) {
+  const Header header{.sequence = stream.sent,
+                      .read = stream.read,
+                      .bytes = static_cast<std::uint32_t>(bytes - sizeof(Header)),
+                      .what = what};
+  std::memcpy(sending.data, &header, sizeof header);
+  sending.bytes = static_cast<std::uint32_t>(bytes);
+  stream.told = stream.read;
+  ++stream.sent;
+  ++counters_.segments_sent;
+  sending.rail = stream.take_rail();
+  sending.state = Sending::State::waiting;
+  stream.waiting.push_back(&sending);
+  push(stream);
 }
 
 // Everything of a stream that was refused for now, oldest first.
@@ -362,20 +277,28 @@ void Port::push(Stream& stream) {
     refused = hand_over(sending) == Wire::Taken::later;
     if (refused) stream.waiting.push_front(&sending);
   }
-  if (refused && !stream.is_pending) {
-    stream.is_pending = true;
-    pending_.push_back(&stream);
-  }
+  if (refused) push_later(stream);
+}
+
+void Port::push_later(Stream& stream) {
+  if (stream.is_pending) return;
+  stream.is_pending = true;
+  pending_.push_back(&stream);
 }
 
 void Port::tell_credit(Stream& stream) {
   Sending& credit = stream.credit();
   if (stream.peers.empty()) return;  // the other end met us first
-  while (stream.owes_credit() && credit.state != Sending::State::under_way && stream.why.empty()) {
-    const auto taken = say(stream, What::credit);
+  while (stream.why.empty() && credit.state != Sending::State::under_way) {
+    const auto what = stream.owed();
+    if (!what) return;
+    const auto taken = say(stream, *what);
     if (taken == Wire::Taken::later) return push(stream);
     if (taken == Wire::Taken::never) continue;  // by another rail, if there is one
     stream.told = stream.read;
+    if (what == What::revoke) stream.owes_revoking = false;
+    if (what == What::disowned) stream.owes_disowning = false;
+    if (what != What::credit) continue;
     stream.is_asked = false;
     ++counters_.credits_sent;
   }
@@ -383,7 +306,8 @@ void Port::tell_credit(Stream& stream) {
 
 Wire::Taken Port::say(Stream& stream, What what) {
   Sending& credit = stream.credit();
-  const Header header{.sequence = stream.first_missing(), .read = stream.read, .what = what};
+  const Header header{
+      .sequence = what == What::disowned ? stream.writes : stream.first_missing(), .read = stream.read, .what = what};
   std::memcpy(credit.data, &header, sizeof header);
   credit.bytes = sizeof header;
   credit.rail = stream.take_rail();
@@ -418,6 +342,7 @@ std::size_t Port::receive(Stream* from, std::span<const iovec> pieces) {
   std::lock_guard lock(mutex_);
   Stream& stream = *from;
   stream.bell->asleep = false;
+  tell_grants(stream);
   if (stream.head() == nullptr) progress();
   std::size_t all = 0;
   for (const iovec& piece : pieces) {
@@ -425,11 +350,23 @@ std::size_t Port::receive(Stream* from, std::span<const iovec> pieces) {
     while (filled < piece.iov_len) {
       Receiving* head = stream.head();
       if (head == nullptr) break;
-      const std::size_t some = std::min<std::size_t>(piece.iov_len - filled, head->bytes - stream.offset);
-      std::memcpy(static_cast<std::byte*>(piece.iov_base) + filled, head->data + sizeof(Header) + stream.offset, some);
+      const bool is_inside = stream.offset < head->bytes;
+      const std::byte* source =
+          is_inside ? head->data + sizeof(Header) + stream.offset : head->grant->into + (stream.offset - head->bytes);
+      const std::uint32_t whole = head->bytes + (head->grant != nullptr ? head->grant->bytes : 0);
+      const std::size_t some =
+          std::min<std::size_t>(piece.iov_len - filled, (is_inside ? head->bytes : whole) - stream.offset);
+      // What was written lies where it is wanted, of who keeps to what was expected.
+      auto* into = static_cast<std::byte*>(piece.iov_base) + filled;
+      if (into != source) std::memmove(into, source, some);
       filled += some;
       stream.offset += static_cast<std::uint32_t>(some);
-      if (stream.offset < head->bytes) continue;
+      if (stream.offset < whole) continue;
+      if (head->grant != nullptr) {
+        grants_.erase(head->grant->number);
+        head->grant = nullptr;
+        --stream.grants;
+      }
       stream.arrived[stream.read % stream.window()] = nullptr;
       stream.offset = 0;
       ++stream.read;
@@ -451,7 +388,14 @@ bool Port::progress() {
         const Completion& completion = batch_[i];
         switch (completion.kind) {
           case Completion::Kind::sent:
-            sent(static_cast<Sending&>(*completion.work));
+            if (static_cast<Job&>(*completion.work).kind == Job::Kind::write) {
+              written(static_cast<Writing&>(*completion.work));
+            } else {
+              sent(static_cast<Sending&>(*completion.work));
+            }
+            break;
+          case Completion::Kind::landed:
+            landed(static_cast<std::uint32_t>(completion.tag));
             break;
           case Completion::Kind::received:
             received(static_cast<Receiving&>(*completion.work), completion.bytes, completion.tag);
@@ -476,6 +420,7 @@ bool Port::progress() {
       if (stream->credit().state == Sending::State::waiting) stream->credit().state = Sending::State::free;
       tell_credit(*stream);
       push(*stream);
+      tell_grants(*stream);
     }
   }
   if (rails_.size() > 1) look_for_losses();
@@ -488,10 +433,19 @@ void Port::sent(Sending& sending) {
   sending.state = Sending::State::free;
   if (&sending == &stream.credit()) {
     tell_credit(stream);  // what was read since
+  } else if (&sending == &stream.granting()) {
+    tell_grants(stream);  // those since
   } else {
     ring(stream);
   }
   if (stream.is_leaving && stream.under_way == 0) forget(stream);
+}
+
+bool Port::is_sound(What what, std::size_t bytes) {
+  if (what == What::segment) return bytes > 0;
+  if (what == What::written) return bytes >= sizeof(WrittenWord);
+  if (what == What::grant) return bytes > 0 && bytes % sizeof(GrantWord) == 0;
+  return bytes == 0;
 }
 
 void Port::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) {
@@ -500,7 +454,7 @@ void Port::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) 
   const auto found = streams_.find(tag);
   if (bytes >= sizeof header) std::memcpy(&header, receiving.data, sizeof header);
   if (found == streams_.end() || bytes < sizeof header || header.magic != kMagic ||
-      header.bytes != bytes - sizeof header || (header.what == What::segment) == (header.bytes == 0)) {
+      header.bytes != bytes - sizeof header || !is_sound(header.what, header.bytes)) {
     ++counters_.strange;
     return post(receiving);
   }
@@ -512,8 +466,14 @@ void Port::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) 
     if (stream.arrived_there - stream.confirmed > stream.sent - stream.confirmed) stream.arrived_there = header.read;
     ring(stream);
   }
-  if (header.what != What::segment) {
-    if (rails_.size() > 1) answered(stream, header.sequence);
+  if (header.what != What::segment && header.what != What::written) {
+    if (header.what == What::grant) granted(stream, receiving.data + sizeof header, header.bytes);
+    if (header.what == What::disowned) stream.disowned = header.sequence;
+    if (header.what == What::revoke) {
+      stream.is_revoked = stream.owes_disowning = true;
+      stream.offers.clear();
+    }
+    if (rails_.size() > 1 && header.what <= What::question) answered(stream, header.sequence);
     stream.is_asked |= header.what == What::question;
     post(receiving);
     return tell_credit(stream);
@@ -530,6 +490,11 @@ void Port::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) 
   }
   if (ahead > 0 && stream.head() == nullptr) ++counters_.out_of_order;
   receiving.bytes = header.bytes;
+  if (header.what == What::written && !place_written(stream, receiving)) {
+    ++counters_.strange;
+    return post(receiving);
+  }
+  if (receiving.grant != nullptr && limits().orders_writes) landed(receiving.grant->number);
   place = &receiving;
   if (ahead == 0) ring(stream);
 }
@@ -539,24 +504,27 @@ void Port::failed(const Completion& completion, std::size_t rail) {
     for (auto& [tag, stream] : streams_) fail(*stream, completion.why);
     return;
   }
-  for (const auto& slab : slabs_) {
-    const auto* work = completion.work;
-    if (!slab->sendings.empty() && work >= &slab->sendings.front() && work <= &slab->sendings.back()) {
-      auto& sending = static_cast<Sending&>(*completion.work);
-      Stream& stream = *sending.stream;
-      sending.state = Sending::State::free;
-      --stream.under_way;
-      if (!stream.is_leaving) return drop_rail(stream, rail, completion.why);
-      if (stream.under_way == 0) forget(stream);
-      return;
-    }
+  auto& job = static_cast<Job&>(*completion.work);
+  if (job.kind == Job::Kind::write) {
+    auto& writing = static_cast<Writing&>(job);
+    fail(*writing.stream, "writing to the peer's memory failed: " + completion.why);
+    return written(writing);
+  }
+  if (job.kind == Job::Kind::send) {
+    auto& sending = static_cast<Sending&>(job);
+    Stream& stream = *sending.stream;
+    sending.state = Sending::State::free;
+    --stream.under_way;
+    if (!stream.is_leaving) return drop_rail(stream, rail, completion.why);
+    if (stream.under_way == 0) forget(stream);
+    return;
   }
   // A message that was too long, from who does not keep to the terms; or an endpoint that is no good any more.
   ++counters_.strange;
   if (++failed_receives_ == kMaxFailedReceives) {
     for (auto& [tag, stream] : streams_) fail(*stream, "nothing can be received: " + completion.why);
   }
-  if (failed_receives_ < kMaxFailedReceives) post(static_cast<Receiving&>(*completion.work));
+  if (failed_receives_ < kMaxFailedReceives) post(static_cast<Receiving&>(job));
 }
 
 // What the rail took and the peer has not read goes again over the others: whether it arrived is not known.
@@ -573,10 +541,7 @@ void Port::drop_rail(Stream& stream, std::size_t rail, const std::string& why) {
     sending.state = Sending::State::waiting;
     stream.waiting.push_front(&sending);
   }
-  if (!stream.waiting.empty() && !stream.is_pending) {
-    stream.is_pending = true;
-    pending_.push_back(&stream);
-  }
+  if (!stream.waiting.empty()) push_later(stream);
 }
 
 void Port::fail(Stream& stream, const std::string& why) {
@@ -631,15 +596,18 @@ std::size_t Port::unconfirmed(const Stream* stream) const {
 void Port::wait_for(Stream* stream, short events, std::vector<pollfd>& fds) {
   std::lock_guard lock(mutex_);
   const bool reads = (events & POLLIN) != 0 && stream->head() != nullptr;
-  const bool sends = (events & POLLOUT) != 0 && stream->may_send();
-  if (reads || sends || !stream->why.empty()) return add_once(ready_.get(), fds);
+  const bool has_place = !stream->wants_offer || !stream->offers.empty();
+  const bool sends = (events & POLLOUT) != 0 && stream->may_send() && has_place && !stream->is_refused;
+  const bool has_back = stream->lent() != stream->lent_said;
+  tell_grants(*stream);
+  if (reads || sends || has_back || !stream->why.empty()) return add_once(ready_.get(), fds);
   Bell& bell = *stream->bell;
   std::uint64_t rung = 0;
   [[maybe_unused]] const auto drained = ::read(bell.event.get(), &rung, sizeof rung);
   bell.asleep = true;
   add_once(bell.event.get(), fds);
   // What was refused may go without a completion before it.
-  bool naps = !pending_.empty() || !unposted_.empty();
+  bool naps = !pending_.empty() || !unposted_.empty() || stream->is_refused;
   for (const auto& rail : rails_) {
     if (!rail->may_sleep()) {
       add_once(ready_.get(), fds);
@@ -658,34 +626,37 @@ void Port::nap(std::vector<pollfd>& fds, std::int64_t nap_ns) {
   add_once(nap_.get(), fds);
 }
 
-std::uint32_t Port::close(Stream* stream) {
+Port::LastWord Port::close(Stream* stream) {
   std::vector<pollfd> fds;
   for (;;) {
     {
       std::lock_guard lock(mutex_);
       progress();
       if (stream->bell->close_ns < 0) stream->bell->close_ns = now_ns() + kFlushNs;
-      if (is_settled(*stream) || !stream->why.empty() || now_ns() >= stream->bell->close_ns) break;
+      const bool is_seen_off = is_settled(*stream) || !stream->why.empty();
+      if ((is_withdrawn(*stream) && is_seen_off) || now_ns() >= stream->bell->close_ns) break;
     }
     fds.clear();
     wait_for(stream, 0, fds);
     ::poll(fds.data(), fds.size(), 1);
   }
   std::lock_guard lock(mutex_);
-  const std::uint32_t sent = stream->sent;
+  if (!is_withdrawn(*stream)) close_endpoint("memory that a stream had lent was not given back");
+  const LastWord last{stream->sent, stream->writes};
   auto owned = std::move(streams_.extract(stream->tag_in).mapped());
   for (Receiving* held : stream->arrived) {
     if (held != nullptr) post(*held);
   }
   fail(*stream, "this rank closed the stream");
   std::erase(pending_, stream);
+  std::erase_if(grants_, [&](const auto& each) { return each.second.stream == stream; });
   stream->is_leaving = true;
   if (stream->under_way > 0) {
     leaving_.push_back(std::move(owned));
   } else {
     spare_.push_back(stream->slab);
   }
-  return sent;
+  return last;
 }
 
 void Port::forget(Stream& stream) {
@@ -695,7 +666,9 @@ void Port::forget(Stream& stream) {
 
 Port::Counters Port::counters() const {
   std::lock_guard lock(mutex_);
-  return counters_;
+  Counters counters = counters_;
+  counters.registrations = cache_.counters();
+  return counters;
 }
 
 }  // namespace netfold::transport::fabric

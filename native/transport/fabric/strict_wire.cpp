@@ -1,6 +1,9 @@
 #include <netfold/transport/fabric/libfabric.hpp>
 #include <netfold/transport/fabric/strict_wire.hpp>
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <charconv>
 #include <cstring>
@@ -16,6 +19,7 @@ namespace {
 
 constexpr std::size_t kMessageBytes = 4096;
 constexpr std::size_t kInjectBytes = 16;
+constexpr std::size_t kWriteBytes = 512 << 10;
 // Most completions held back at once.
 constexpr std::size_t kHeld = 6;
 
@@ -25,18 +29,25 @@ class StrictWire;
 
 class StrictRegistration final : public Registration {
  public:
-  StrictRegistration(StrictWire& wire, std::unique_ptr<Registration> below, std::byte* data, std::size_t bytes);
+  StrictRegistration(StrictWire& wire, std::unique_ptr<Registration> below, std::byte* data, std::size_t bytes,
+                     Access access);
   ~StrictRegistration() override;
   // What must be given with every use of this memory.
   void* descriptor() const override { return const_cast<StrictRegistration*>(this); }
+  std::uint64_t key() const override { return below_->key(); }
+  std::uint64_t address(const std::byte* data) const override { return below_->address(data); }
   void* below() const { return below_ == nullptr ? nullptr : below_->descriptor(); }
-  bool holds(const std::byte* data, std::size_t bytes) const { return data >= data_ && data + bytes <= data_ + bytes_; }
+  bool holds(const std::byte* data, std::size_t bytes, Access access) const {
+    return data >= data_ && data + bytes <= data_ + bytes_ && access == access_;
+  }
+  bool is_mapped() const;
 
  private:
   StrictWire& wire_;
   std::unique_ptr<Registration> below_;
   std::byte* data_;
   std::size_t bytes_;
+  Access access_;
 };
 
 class StrictWire final : public Wire {
@@ -47,23 +58,33 @@ class StrictWire final : public Wire {
     limits_.provider = "strict+" + limits_.provider;
     limits_.message_bytes = std::min(limits_.message_bytes, kMessageBytes);
     limits_.inject_bytes = std::min(limits_.inject_bytes, kInjectBytes);
+    limits_.write_bytes = std::min(limits_.write_bytes, kWriteBytes);
     limits_.needs_registration = true;
   }
 
   const Limits& limits() const override { return limits_; }
   std::vector<std::byte> name() const override { return below_->name(); }
   Peer add(std::span<const std::byte> name) override { return below_->add(name); }
-  std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes) override {
-    auto below = needs_below_ ? below_->register_memory(data, bytes) : nullptr;
-    return std::make_unique<StrictRegistration>(*this, std::move(below), data, bytes);
+  std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes, Access access) override {
+    const bool known_below = needs_below_ || access == Access::writes;
+    auto below = known_below ? below_->register_memory(data, bytes, access) : nullptr;
+    return std::make_unique<StrictRegistration>(*this, std::move(below), data, bytes, access);
   }
 
   Taken send(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, std::uint64_t tag,
              Work* work) override {
     if (refuses()) return Taken::later;
     if (bytes > limits_.message_bytes) broken("a message of " + std::to_string(bytes) + " bytes is too long");
-    begin(work, data, bytes, descriptor);
-    later_.push_back({Later::What::send, to, const_cast<std::byte*>(data), bytes, descriptor, tag, work});
+    begin(work, data, bytes, descriptor, Access::messages);
+    later_.push_back({Later::What::send, to, const_cast<std::byte*>(data), bytes, descriptor, tag, {}, work});
+    return Taken::yes;
+  }
+  Taken write(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, const Place& into,
+              std::uint32_t number, Work* work) override {
+    if (refuses()) return Taken::later;
+    if (bytes > limits_.write_bytes) broken("a write of " + std::to_string(bytes) + " bytes is too long");
+    begin(work, data, bytes, descriptor, Access::writes);
+    later_.push_back({Later::What::write, to, const_cast<std::byte*>(data), bytes, descriptor, number, into, work});
     return Taken::yes;
   }
   Taken inject(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag) override {
@@ -74,8 +95,8 @@ class StrictWire final : public Wire {
   }
   Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) override {
     if (refuses()) return Taken::later;
-    begin(work, into, bytes, descriptor);
-    later_.push_back({Later::What::receive, 0, into, bytes, descriptor, 0, work});
+    begin(work, into, bytes, descriptor, Access::messages);
+    later_.push_back({Later::What::receive, 0, into, bytes, descriptor, 0, {}, work});
     return Taken::yes;
   }
   const std::string& why() const override { return below_->why(); }
@@ -88,22 +109,27 @@ class StrictWire final : public Wire {
  private:
   // Handed to us, and not yet to the wire below.
   struct Later {
-    enum class What : std::uint8_t { send, receive };
+    enum class What : std::uint8_t { send, receive, write };
     What what;
     Peer to;
     std::byte* data;
     std::size_t bytes;
     void* descriptor;
-    std::uint64_t tag;
+    std::uint64_t tag;  // of a write, its number
+    Place into;
     Work* work;
   };
 
-  bool chance(unsigned of) { return random_() % of == 0; }
+  bool chance(std::uint64_t of) { return random_() % of == 0; }
   bool refuses() { return chance(3); }
   // Counts a send.
-  bool is_lost() { return ++sends_ > strictness_.loses && strictness_.loses > 0; }
-  void begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor);
+  bool is_lost() {
+    const bool all = ++sends_ > strictness_.loses && strictness_.loses > 0;
+    return all || (strictness_.drops > 0 && chance(strictness_.drops));
+  }
+  void begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor, Access access);
   void end(Work* work);
+  Taken hand_down(const Later& next);
   void hand_down();
 
   std::unique_ptr<Wire> below_;
@@ -118,17 +144,27 @@ class StrictWire final : public Wire {
 };
 
 StrictRegistration::StrictRegistration(StrictWire& wire, std::unique_ptr<Registration> below, std::byte* data,
-                                       std::size_t bytes)
-    : wire_(wire), below_(std::move(below)), data_(data), bytes_(bytes) {
+                                       std::size_t bytes, Access access)
+    : wire_(wire), below_(std::move(below)), data_(data), bytes_(bytes), access_(access) {
   wire_.registrations.insert(this);
 }
 
 StrictRegistration::~StrictRegistration() { wire_.registrations.erase(this); }
 
-void StrictWire::begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor) {
+// Of memory for writes, which is a caller's. Other memory in its place is not seen.
+bool StrictRegistration::is_mapped() const {
+  if (access_ == Access::messages) return true;
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(data_) / page * page;
+  const std::size_t bytes = reinterpret_cast<std::uintptr_t>(data_) + bytes_ - first;
+  std::vector<unsigned char> pages((bytes + page - 1) / page);
+  return mincore(reinterpret_cast<void*>(first), bytes, pages.data()) == 0;
+}
+
+void StrictWire::begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor, Access access) {
   const auto* registration = static_cast<const StrictRegistration*>(descriptor);
-  if (!registrations.contains(registration) || !registration->holds(data, bytes)) {
-    broken("memory is used that was not registered, or by another's descriptor");
+  if (!registrations.contains(registration) || !registration->holds(data, bytes, access)) {
+    broken("memory is used that was not registered, or not for that, or by another's descriptor");
   }
   if (!under_way_.insert(work).second) broken("a Work is used that is under way");
   for (void*& word : work->reserved) word = work;
@@ -138,7 +174,26 @@ void StrictWire::end(Work* work) {
   if (under_way_.erase(work) == 0) broken("a Work completes that was not under way");
 }
 
+Wire::Taken StrictWire::hand_down(const Later& next) {
+  const auto* registration = static_cast<const StrictRegistration*>(next.descriptor);
+  if (!registrations.contains(registration)) broken("a registration was closed while its memory was the provider's");
+  void* descriptor = registration->below();
+  switch (next.what) {
+    case Later::What::send:
+      return below_->send(next.to, next.data, next.bytes, descriptor, next.tag, next.work);
+    case Later::What::receive:
+      return below_->receive(next.data, next.bytes, descriptor, next.work);
+    case Later::What::write:
+      break;
+  }
+  return below_->write(next.to, next.data, next.bytes, descriptor, next.into, static_cast<std::uint32_t>(next.tag),
+                       next.work);
+}
+
 void StrictWire::hand_down() {
+  for (const StrictRegistration* each : registrations) {
+    if (!each->is_mapped()) broken("memory was freed that is registered");
+  }
   std::size_t count = later_.size();
   while (count-- > 0) {
     const Later next = later_.front();
@@ -150,19 +205,20 @@ void StrictWire::hand_down() {
     for (void* word : next.work->reserved) {
       if (word != next.work) broken("a Work was written to while it was the provider's");
     }
-    if (next.what == Later::What::send && is_lost()) {
+    const bool goes_out = next.what != Later::What::receive;
+    if (goes_out && is_lost()) {
       held_.push_back({.kind = Completion::Kind::sent, .work = next.work, .why = {}});
       continue;
     }
-    if (next.what == Later::What::send && strictness_.fails > 0 && sends_ > strictness_.fails) {
+    if (goes_out && strictness_.fails > 0 && sends_ > strictness_.fails) {
       held_.push_back({.kind = Completion::Kind::failed, .work = next.work, .why = "this wire was told to fail"});
       continue;
     }
-    void* descriptor = static_cast<const StrictRegistration*>(next.descriptor)->below();
-    const auto taken = next.what == Later::What::send
-                           ? below_->send(next.to, next.data, next.bytes, descriptor, next.tag, next.work)
-                           : below_->receive(next.data, next.bytes, descriptor, next.work);
-    if (taken == Taken::later) later_.push_back(next);
+    const auto taken = hand_down(next);
+    if (taken == Taken::later) {
+      if (goes_out) --sends_;  // it has not gone yet
+      later_.push_back(next);
+    }
     if (taken == Taken::never) {
       held_.push_back({.kind = Completion::Kind::failed, .work = next.work, .why = below_->why()});
     }
@@ -194,8 +250,11 @@ std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host
   if (!name.starts_with("strict") || plus == std::string::npos) return open_wire(name, host, rail);
   Strictness strictness;
   std::uint64_t only_rail = ~std::uint64_t{0};
-  const std::map<std::string, std::uint64_t*> words = {
-      {"seed", &strictness.seed}, {"fails", &strictness.fails}, {"loses", &strictness.loses}, {"rail", &only_rail}};
+  const std::map<std::string, std::uint64_t*> words = {{"seed", &strictness.seed},
+                                                       {"fails", &strictness.fails},
+                                                       {"loses", &strictness.loses},
+                                                       {"drops", &strictness.drops},
+                                                       {"rail", &only_rail}};
   std::istringstream given(name.substr(0, plus));
   std::string word;
   std::getline(given, word, ':');
@@ -208,14 +267,14 @@ std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host
               std::from_chars(word.data() + equals + 1, end, *found->second).ptr == end;
   }
   if (!is_good) {
-    throw Error("'" + name + "' is no strict provider; it is strict+PROVIDER, with :seed=N, :fails=N, :loses=N and " +
-                ":rail=N before the + as wanted");
+    throw Error("'" + name + "' is no strict provider; it is strict+PROVIDER, with :seed=N, :fails=N, :loses=N, " +
+                ":drops=N and :rail=N before the + as wanted");
   }
   if (only_rail != ~std::uint64_t{0} && only_rail != static_cast<std::uint64_t>(rail)) {
-    strictness.fails = strictness.loses = 0;
+    strictness.fails = strictness.loses = strictness.drops = 0;
   }
   strictness.seed += static_cast<std::uint64_t>(rail);
-  return make_strict(open_wire(name.substr(plus + 1), host, rail), strictness);
+  return make_strict(open_wire(name.substr(plus + 1), host, rail, Numbers::always), strictness);
 }
 
 }  // namespace netfold::transport::fabric

@@ -117,8 +117,14 @@ class MpiWire final : public fabric::Wire, public Leaver {
     return static_cast<Peer>(rank);
   }
 
-  std::unique_ptr<Registration> register_memory(std::byte*, std::size_t) override {
+  std::unique_ptr<Registration> register_memory(std::byte*, std::size_t, fabric::Access) override {
     throw Error("MPI registers memory itself");
+  }
+
+  // MPI has writes of its own, into windows that all ranks make together; nothing here is made so.
+  Taken write(Peer, const std::byte*, std::size_t, void*, const Place&, std::uint32_t, Work*) override {
+    why_ = "messages alone go over MPI";
+    return Taken::never;
   }
 
   Taken send(Peer to, const std::byte* data, std::size_t bytes, void*, std::uint64_t tag, Work* work) override {

@@ -58,6 +58,13 @@ def switch(
             "NETFOLD_SWITCH goes over two of them.",
         ),
     ] = 1,
+    fabric: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A provider of libfabric, as in NETFOLD_TRANSPORT=fabric:PROVIDER, over which packets may come beside "
+            "UDP; may be said more than once (docs/fabric.md)."
+        ),
+    ] = None,
     metrics: Annotated[
         str | None,
         typer.Option(
@@ -72,9 +79,9 @@ def switch(
     """Run an aggregator: it adds up the gradients of the jobs that join it.
 
     Workers find it by NETFOLD_SWITCH, set to what it says when it listens. The address above is TCP, for membership;
-    each job gets a UDP port of its own for data. SIGTERM drains it: no new job, and running ones have --drain-s
-    seconds; Ctrl-C, or a second signal, stops it at once. Workers that are still there are told, and the exit code is
-    0.
+    each job gets a UDP port of its own for data, or an endpoint on its --fabric. SIGTERM drains it: no new job, and
+    running ones have --drain-s seconds; Ctrl-C, or a second signal, stops it at once. Workers that are still there are
+    told, and the exit code is 0.
     """
     if context.invoked_subcommand is not None:
         return
@@ -113,6 +120,7 @@ def switch(
             state_dir=state_dir,
             parent=above,
             threads=threads,
+            fabrics=fabric or (),
         )
         web = None if metrics is None else Web(*control.parse_endpoint(metrics, what="--metrics"), daemon.status)
     except ValueError as error:

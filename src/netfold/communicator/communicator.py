@@ -5,15 +5,37 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from netfold.communicator import launchers
+from netfold.communicator.arrays import lend
 from netfold.communicator.collectives import Collectives
 from netfold.communicator.group import Group
 from netfold.communicator.options import Options
 from netfold.communicator.store import PrefixStore, Store
 from netfold.communicator.tcp_store import process_store
+
+
+class Registered:
+    """Memory that stays registered; `close` ends that."""
+
+    def __init__(self, owner: Any, hold: Any) -> None:
+        self._owner, self._hold = owner, hold
+
+    def close(self) -> None:
+        # In this order: the memory may go with its owner.
+        self._hold = None
+        self._owner = None
+
+    def __enter__(self) -> Registered:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class Communicator(Collectives):
@@ -98,6 +120,15 @@ class Communicator(Collectives):
             join_timeout_s=self._join_timeout_s,
             store_host=self._store_host,
         )
+
+    def register(self, array: Any) -> Registered:
+        """Keep `array`'s memory registered with the fabric, so that collectives on it, or on parts of it, need not.
+
+        Until `close`, or the end of a `with`: the array's memory is held on to as long, and must not be resized. Where
+        there is no fabric it changes nothing. Registering it costs nothing yet; the first collective pays.
+        """
+        lent = lend(array, writable=True)
+        return Registered(lent.owner, self.group.hold(lent.region))
 
     def close(self) -> None:
         """Leave the group: waits for no other rank. Operations under way fail. Idempotent."""

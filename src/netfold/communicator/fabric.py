@@ -16,7 +16,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from netfold import control
@@ -40,7 +40,8 @@ def port_of(provider: str, hosts: Sequence[str]) -> Any:
     """This process's place on that fabric. FabricError where it cannot have one."""
     key = os.getpid(), provider, tuple(hosts)
     with _lock:
-        if key not in _ports:
+        # One whose endpoint had to be closed is its streams' alone.
+        if key not in _ports or not _ports[key].is_open:
             _ports[key] = fabric.Port(provider, list(hosts))
         return _ports[key]
 
@@ -75,18 +76,20 @@ def meet(
     sockets: Sequence[socket.socket | None],
     deadline: float,
     *,
+    settings: Mapping[str, int],
     port: Any = None,
 ) -> Streams:
     """A stream a lane and rank, over this host's interfaces with the addresses `hosts`, or over `port`.
 
-    sockets: one to each rank, proved. Raises RendezvousError that names the provider's reason, or the rank that does
-    not answer; every rank hears of it.
+    sockets: one to each rank, proved. settings: the options direct_bytes, registrations, registered_bytes.
+    Raises RendezvousError that names the provider's reason, or the rank that does not answer; every rank hears of it.
     """
     others = _Others(rank, sockets, port.provider if port else provider, hosts, deadline)
     try:
         streams: Streams = [[None] * len(sockets) for _ in range(lanes)]
         with others.told_of():
             port = port or port_of(provider, hosts)
+            port.set(**settings)
             bell = fabric.make_bell()
             for peer in others.peers:
                 for lane in streams:

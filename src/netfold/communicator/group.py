@@ -132,13 +132,17 @@ class Group:
             over: list[list[Any]] = []
             # What is gone over in the place of TCP, in words, and why; empty for TCP.
             self.fabric = ""
+            self._port: Any = None
             probed: Sequence[Any] = streams
             if options.fabric is not None:
                 hosts = interfaces.hosts[: interfaces.rails]
                 port = mpi.port_of(rank, streams, deadline) if options.over_mpi else None
-                over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, port=port)
-                port = port or fabric.port_of(options.fabric, hosts)
-                self.fabric = f"{fabric.words_of(port)} (NETFOLD_TRANSPORT={options.transport})"
+                settings = {
+                    name: getattr(options, name) for name in ("direct_bytes", "registrations", "registered_bytes")
+                }
+                over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, settings=settings, port=port)
+                self._port = port or fabric.port_of(options.fabric, hosts)
+                self.fabric = f"{fabric.words_of(self._port)} (NETFOLD_TRANSPORT={options.transport})"
                 probed = fabric.as_streams(over[0], streams, options.fabric)
             self.nodes, node = find_nodes(rank, size, streams, enabled=options.shares_memory, deadline=deadline)
             self.peer_memory: Any = None
@@ -182,6 +186,7 @@ class Group:
                     streams=streams,
                     host=[peer for peer in range(size) if self.nodes[peer] == self.nodes[rank]],
                     window_bytes=job.window_bytes,
+                    fabric=options.switch_fabric,
                     deadline=deadline,
                 )
                 if membership is not None:
@@ -285,6 +290,7 @@ class Group:
                 name=options.job_name or "",
                 paths=paths,
                 window_bytes=job.window_bytes,
+                fabric=options.switch_fabric,
                 timeout_s=timeout_s,
             )
 
@@ -453,10 +459,27 @@ class Group:
         reason = row.reason
         if "in_network" in (row.algorithm, row.between):
             reason += "".join(f"; {recovery.state}" for recovery in self.recoveries if recovery.state)
+        if self._port is not None and self._port.why_not_direct:
+            reason += f"; over the fabric in segments, which are copied: {self._port.why_not_direct}"
         if row.algorithm == "shared_memory" and operation in _COPIES:
             reason += f"; {self._single_copy}"
         over = f"; over {self.fabric}" if self.fabric else ""
         return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}{over}"
+
+    def hold(self, region: Region) -> Any:
+        """Says that this memory stays mapped as it is until the object that comes back ends: a fabric then keeps it
+        registered. None where there is no fabric, which is all the same to the caller."""
+        return None if self._port is None else self._port.hold(*region)
+
+    @property
+    def over_fabric(self) -> bool:
+        """Whether what goes to other ranks goes over libfabric, or over MPI."""
+        return self._port is not None
+
+    def fabric_counters(self) -> dict[str, int] | None:
+        """Of this process's place on the fabric, for all of its groups: segments, writes, grants, registrations and how
+        often they were hit; None without one."""
+        return None if self._port is None else dict(self._port.counters)
 
     def events(self) -> Records:
         """The newest records of this group's operations (`netfold.profile.RECORD`), oldest first."""

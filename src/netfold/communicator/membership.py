@@ -27,11 +27,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from netfold import control, packet_keys
-from netfold._native import protocol, seal
-from netfold._native.transport import UdpPort
+from netfold._native import seal
+from netfold._native.transport import DataPort
 from netfold.communicator.errors import RendezvousError, SwitchError
 from netfold.communicator.pinned import FingerprintError, PinnedStream
 from netfold.communicator.way_up import WayUp, above, agree_on_tree
+from netfold.data_path import PathError, open_path
 
 log = logging.getLogger("netfold")
 
@@ -62,7 +63,7 @@ class Membership:
         self.authenticated = isinstance(stream, PinnedStream)  # whether its packets carry tags
         self._stream = stream
         self.life = 0  # names this membership and no other (collective::Channel::life)
-        self._port: UdpPort | None = None
+        self._port: DataPort | None = None
         self._attach_arguments: dict[str, Any] = {}
         self._send_lock = threading.Lock()
         self._serials = itertools.count(1)
@@ -84,13 +85,14 @@ class Membership:
         workers: Sequence[int],
         paths: Sequence[Sequence[int]],
         window_bytes: int,
+        fabric: str | None,
         timeout_s: float,
     ) -> Membership:
         """Join `job` at the switch as `rank`, one of `workers`; returns when all have.
 
         job: the digest that names it to the switch; name: what people call it; token_file: sent only to a switch whose
-        certificate has the fingerprint that `endpoint` names; paths: of all workers, from `agree_on_tree`.
-        SwitchError says what failed.
+        certificate has the fingerprint that `endpoint` names; paths: of all workers, from `agree_on_tree`; fabric: the
+        provider that packets go over, None for UDP. SwitchError says what failed.
         """
         deadline = time.monotonic() + timeout_s
         tree = {"paths": [list(path) for path in paths]} if any(len(path) > 1 for path in paths) else {}
@@ -108,33 +110,28 @@ class Membership:
         try:
             with _conversation(endpoint, token_file, rank, len(workers), timeout_s) as (stream, who, token):
                 self = cls(stream, _bare(endpoint), rank, workers)
-                self._join(who, {**message, **token}, window_bytes, deadline)
+                self._join(who, {**message, **token}, window_bytes, fabric, deadline)
                 return self
         except _UnreachableError as error:
             raise SwitchError(str(error)) from None
 
-    def _join(self, who: str, message: control.Message, window_bytes: int, deadline: float) -> None:
-        # From the address that the control connection uses: the switch takes packets from no other host.
-        local = self._stream.getsockname()[0]
-        self._port = UdpPort(host=local, buffer_bytes=4 * window_bytes)
-        control.send(self._stream, {**message, "port": self._port.port})
-        admitted = _expect(self._stream, "admitted", who, deadline)
-        switch_host = self._stream.getpeername()[0]
-        payload = self._probe(switch_host, admitted, deadline)
-        if payload is None:
-            raise SwitchError(
-                f"{who} is reached by TCP, but no UDP packet came back from its data port {admitted['port']}: a "
-                "firewall may drop UDP, or an address translation change its port"
-            )
-        control.send(self._stream, {"type": "ready", "payload_bytes": payload})
+    def _join(self, who: str, message: control.Message, window_bytes: int, fabric: str | None, deadline: float) -> None:
+        try:
+            # From the address that the control connection uses: the switch takes packets from no other host.
+            path = open_path(fabric, self._stream.getsockname()[0], window_bytes)
+            control.send(self._stream, {**message, **path.said()})
+            admitted = _expect(self._stream, "admitted", who, deadline)
+            ready = path.reach(self._stream.getpeername()[0], admitted, deadline)
+        except PathError as error:
+            raise SwitchError(f"{who} {error}") from None
+        self._port = path.port
+        control.send(self._stream, {"type": "ready", **ready})
         start = _expect(self._stream, "start", who, deadline)
         self.payload_bytes = int(start["payload_bytes"])
         self.window = int(start["window"])
         # A job's name is used once; that a switch gives epochs as well is between each worker and its own switch.
         self.life = int(message["job"][:16], 16) or 1
         self._attach_arguments = {
-            "host": switch_host,
-            "to_port": int(admitted["port"]),
             "life": self.life,
             "job": int(admitted["job_id"]),
             "epoch": int(start["epoch"]),
@@ -145,26 +142,6 @@ class Membership:
             "payload_bytes": self.payload_bytes,
             "keys": packet_keys.of_member(admitted, int(start["epoch"])),
         }
-
-    def _probe(self, switch_host: str, admitted: control.Message, deadline: float) -> int | None:
-        assert self._port is not None
-        key = packet_keys.of_hellos(admitted)
-        for payload in control.PAYLOAD_CANDIDATES:
-            last = payload == control.PAYLOAD_CANDIDATES[-1]
-            seconds = max(0.0, deadline - time.monotonic()) if last else control.PROBE_S
-            if self._port.hello(
-                host=switch_host,
-                port=int(admitted["port"]),
-                job=int(admitted["job_id"]),
-                incarnation=int(admitted["incarnation"]),
-                worker=int(admitted["worker"]),
-                nonce=int(admitted["nonce"]),
-                packet_bytes=payload + protocol.HEADER_BYTES,
-                key=key,
-                timeout_ns=int(min(seconds, 5.0) * 1e9),
-            ):
-                return payload
-        return None
 
     def attach(self, native: Any, rows: Sequence[tuple[int, int, int]], table_hash: int) -> None:
         """Give the data port to a native group that has none; `rows` and hash of the table without a switch."""
@@ -274,6 +251,9 @@ class Membership:
             if traffic is None or traffic["life"] != self.life or traffic["idle"]:
                 chunk = -1
                 continue
+            if traffic["trouble"]:
+                self._say_lost(lost, traffic["trouble"], self.endpoint)
+                return
             now = time.monotonic()
             if traffic["oldest_unanswered"] != chunk:
                 chunk, since = traffic["oldest_unanswered"], now
@@ -455,6 +435,7 @@ def join_for_host(
     streams: Sequence[socket.socket | None],
     host: Sequence[int],
     window_bytes: int,
+    fabric: str | None,
     deadline: float,
 ) -> Membership | None:
     """Join, where `rank` is one of `workers`; None on the other ranks, once the worker of their host has joined.
@@ -490,6 +471,7 @@ def join_for_host(
             workers=workers,
             paths=paths,
             window_bytes=window_bytes,
+            fabric=fabric,
             timeout_s=max(0.1, deadline - time.monotonic()),
         )
         refused = None

@@ -45,6 +45,10 @@ class Options:
     inside: what adds up tensors in GPUs among the ranks of a host, before anything leaves it (NETFOLD_INSIDE): auto, by
         reaching each other's memory where all can; nccl; off: nothing, each rank goes through the host's memory.
     pinned_bytes: pinned host memory for collectives on GPUs' memory, a group (NETFOLD_PINNED_BYTES).
+    direct_bytes: pieces from this size on are written straight to the other rank's memory, over a fabric that can
+        (NETFOLD_DIRECT_BYTES, docs/fabric.md); 0: none.
+    registrations, registered_bytes: how many ranges of memory, and bytes in them, a process keeps registered with a
+        fabric at most (NETFOLD_REGISTRATIONS, NETFOLD_REGISTERED_BYTES); 0: none beyond an operation.
     spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US); default: for memory 200 where the
         ranks of a machine have a core each, 1000, yielding, where they have not; for sockets 0.
     """
@@ -65,6 +69,9 @@ class Options:
     probe: str | None = None
     inside: str | None = None
     pinned_bytes: int | None = None
+    direct_bytes: int | None = None
+    registrations: int | None = None
+    registered_bytes: int | None = None
     spin_us: int | None = None
 
     def resolved(self, environment: Mapping[str, str] = os.environ) -> Options:
@@ -75,7 +82,7 @@ class Options:
                 continue
             variable = f"NETFOLD_{field.name.upper()}"
             text = environment.get(variable, "").strip()
-            if field.name in ("window_bytes", "reconnect_s", "rejoin_s", "spin_us", "pinned_bytes"):
+            if field.name in _DEFAULT_NUMBERS:
                 values[field.name] = _number(variable, text) if text else _DEFAULT_NUMBERS[field.name]
             else:
                 values[field.name] = text or _DEFAULT_WORDS.get(field.name)
@@ -109,6 +116,11 @@ class Options:
             return "mpi"
         head, _, provider = (self.transport or "").partition(":")
         return provider.removesuffix(",memory") if head == "fabric" else None
+
+    @property
+    def switch_fabric(self) -> str | None:
+        """The provider of libfabric over which packets go to a switch, which is in no MPI; None: by UDP."""
+        return None if self.over_mpi else self.fabric
 
     @property
     def over_mpi(self) -> bool:
@@ -147,6 +159,9 @@ _DEFAULT_NUMBERS = {
     "reconnect_s": 10,
     "rejoin_s": 5,
     "pinned_bytes": 12 << 20,
+    "direct_bytes": 64 << 10,
+    "registrations": 1024,
+    "registered_bytes": 4 << 30,
     "spin_us": None,
 }
 

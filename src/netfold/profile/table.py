@@ -9,7 +9,7 @@ from netfold.profile.findings import KB, MB, Findings, Lateness, Row
 
 _HEADER = (
     *("operation", "size", "count", "time(ms)", "share", "mean(ms)", "p50", "p99", "exposed(ms)", "queue(ms)"),
-    *("skew(ms)", "algbw", "busbw", "algorithms", "wires", "wire", "resent", "errors"),
+    *("skew(ms)", "algbw", "busbw", "algorithms", "wires", "wire", "resent", "registered", "errors"),
 )
 # Lines of lateness and of clocks, at most: those that matter most come first.
 _MOST_RANKS = 8
@@ -87,8 +87,16 @@ def _cells(row: Row) -> tuple[str, ...]:
         *(_counted(named) for named in (row.algorithms, row.wires)),
         "-" if row.wire_bytes is None else bytes_text(row.wire_bytes),
         "-" if row.retransmissions is None else f"{row.retransmissions:g}",
+        _registered(row),
         str(row.errors),
     )
+
+
+def _registered(row: Row) -> str:
+    """The share of tensors whose memory a fabric knew already."""
+    if row.registration_hits is None or row.registration_misses is None:
+        return "-"
+    return f"{100 * row.registration_hits / (row.registration_hits + row.registration_misses):.0f}%"
 
 
 def _counted(named: Mapping[str, int]) -> str:

@@ -10,11 +10,14 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from netfold import control, packet_keys
+from netfold._native import fabric, protocol, seal
+from netfold.data_path import without_strict
+from netfold.switch.fabrics import Fabrics
 from netfold.switch.job import Job, Member, RefusedError, listed
 from netfold.switch.ledger import EVERYBODY, Ledger
 from netfold.switch.parent import Link, Parent
@@ -29,6 +32,30 @@ _LABEL = re.compile(r"[\w.:/+-]{0,64}", re.ASCII)
 
 
 @dataclass(frozen=True)
+class OnFabric:
+    """Where a worker is on a fabric, by its own word: an address as the provider has it, and the tag that it wants."""
+
+    provider: str
+    name: bytes
+    tag: int
+
+    MAX_PROVIDER = 128
+    MAX_NAME_BYTES = 512
+
+    @classmethod
+    def of(cls, said: object) -> OnFabric:
+        words = said if isinstance(said, dict) else {}
+        provider, name, tag = words.get("provider"), words.get("name"), words.get("tag")
+        if not isinstance(provider, str) or not 0 < len(provider) <= cls.MAX_PROVIDER:
+            raise control.ProtocolError("join over a fabric without a provider")
+        if not isinstance(name, bytes) or not 0 < len(name) <= cls.MAX_NAME_BYTES:
+            raise control.ProtocolError(f"join over provider {provider} without an address there")
+        if not isinstance(tag, int) or not 0 <= tag < 1 << 64:
+            raise control.ProtocolError(f"join over provider {provider} with the tag {str(tag)[:80]!r}")
+        return cls(provider, name, tag)
+
+
+@dataclass(frozen=True)
 class Join:
     """What a worker says of its job, and of itself in it; ProtocolError where that is no join."""
 
@@ -36,7 +63,8 @@ class Join:
     label: str
     rank: int
     ranks: tuple[int, ...]
-    port: int
+    port: int | None
+    fabric: OnFabric | None
     paths: Any
     switch: object
     endpoint: str
@@ -53,7 +81,8 @@ class Join:
             raise control.ProtocolError(f"join of a job that is called {str(label)[:80]!r}")
         if not isinstance(rank, int) or rank not in ranks:
             raise control.ProtocolError(f"join as rank {rank!r}, which is not one of the job's {len(ranks)}")
-        if not isinstance(port, int) or not 0 < port < 1 << 16:
+        place = None if message.get("fabric") is None else OnFabric.of(message["fabric"])
+        if place is None and (not isinstance(port, int) or not 0 < port < 1 << 16):
             raise control.ProtocolError(f"join with the port {port!r}")
         window_bytes, seconds = message.get("window_bytes"), message.get("timeout_s", 60.0)
         if window_bytes is not None and (not isinstance(window_bytes, int) or window_bytes <= 0):
@@ -62,19 +91,33 @@ class Join:
             raise control.ProtocolError(f"join with timeout_s {seconds!r}")
         endpoint = str(message.get("endpoint") or "")
         paths, switch = message.get("paths"), message.get("switch")
-        return cls(name, label, rank, ranks, port, paths, switch, endpoint, window_bytes, float(seconds))
+        return cls(name, label, rank, ranks, port, place, paths, switch, endpoint, window_bytes, float(seconds))
+
+    @property
+    def over(self) -> str:
+        """What its packets come over, in words."""
+        return "UDP" if self.fabric is None else f"provider {without_strict(self.fabric.provider)}"
 
 
 class Admission:
-    """tokens: None where everybody may join. parent: where sums go of jobs with workers beyond this switch."""
+    """tokens: None where everybody may join. parent: where sums go of jobs with workers beyond this switch. fabrics:
+    that packets may come over, beside UDP."""
 
     def __init__(
-        self, ledger: Ledger, incarnation: int, tokens: Tokens | None, parent: Parent | None, *, tagged: bool
+        self,
+        ledger: Ledger,
+        incarnation: int,
+        tokens: Tokens | None,
+        parent: Parent | None,
+        fabrics: Fabrics,
+        *,
+        tagged: bool,
     ) -> None:
         self._ledger = ledger
         self._incarnation = incarnation
         self._tokens = tokens
         self._parent = parent
+        self._fabrics = fabrics
         self._tagged = tagged
 
     def tenant(self, message: control.Message) -> Tenant:
@@ -127,8 +170,14 @@ class Admission:
             )
         if job.started:
             raise RefusedError("under way", "this job is under way; a restarted worker must come with a new group")
-        # Its packets will come from where it speaks now, and from no other host.
-        job.plane.expect(job.id, number, writer.get_extra_info("peername")[0], join.port)
+        if join.fabric is None:
+            # Its packets will come from where it speaks now, and from no other host.
+            job.plane.expect(job.id, number, writer.get_extra_info("peername")[0], join.port)
+        else:
+            try:
+                job.plane.expect_on_fabric(job.id, number, join.fabric.name, join.fabric.tag)
+            except fabric.FabricError as error:
+                raise RefusedError("fabric", f"rank {join.rank} is nowhere on the fabric: {error}") from None
         where = address if child.switch is None else join.endpoint or address
         member = job.members[number] = Member(child, job.ranks_of(child), writer, where)
         return job, member
@@ -143,12 +192,34 @@ class Admission:
         nonces = [secrets.randbits(64) for _ in range(size)]
         drawn = [packet_keys.draw_secret() for _ in range(size)] if self._tagged else []
         hello_keys = [packet_keys.hello_key(secret, job=job_id, worker=i) for i, secret in enumerate(drawn)]
+        proofs = [] if join.fabric is None else _other_numbers(nonces)
         host = writer.get_extra_info("sockname")[0]
         plane = self._ledger.quietest_plane()
+        port, provider, place_on_fabric = None, None, None
         try:
-            # Twice the window a worker: the kernel counts its own overhead in.
-            port = plane.open(job_id, self._incarnation, host, nonces, hello_keys, 2 * window_bytes * size)
-        except OSError as error:
+            if join.fabric is None:
+                # Twice the window a worker: the kernel counts its own overhead in.
+                port = plane.open(job_id, self._incarnation, host, nonces, hello_keys, 2 * window_bytes * size)
+            else:
+                provider = self._fabrics.name_of(join.fabric.provider)
+                if provider is None:
+                    raise RefusedError(
+                        "fabric",
+                        f"this switch takes packets over {self._fabrics}, and not over {join.over}: start it with "
+                        "--fabric, or the job without that NETFOLD_TRANSPORT",
+                    )
+                place_on_fabric = plane.open_on_fabric(
+                    job=job_id,
+                    incarnation=self._incarnation,
+                    provider=provider,
+                    host=host,
+                    nonces=nonces,
+                    proofs=proofs,
+                    hello_keys=hello_keys,
+                    packet_bytes=control.FABRIC_PAYLOAD_BYTES + protocol.HEADER_BYTES + seal.TAG_BYTES,
+                    in_flight_bytes=window_bytes,
+                )
+        except OSError as error:  # fabric.FabricError is one
             raise RefusedError("port", f"the switch cannot open a data port on {host}: {error}") from None
         return Job(
             name=join.name,
@@ -162,7 +233,10 @@ class Admission:
             link=None if place.parent is None or self._parent is None else Link(self._parent),
             host=host,
             port=port,
+            provider=provider,
+            fabric=place_on_fabric,
             nonces=nonces,
+            proofs=proofs,
             secrets=drawn,
             answer_secret=packet_keys.draw_secret(),
             window_bytes=min(window_bytes, plane.receive_buffer_bytes(job_id) // (2 * size)),
@@ -193,6 +267,12 @@ def _check_same(job: Job, join: Join, tenant: Tenant) -> None:
     """Raise RefusedError where this rank's job is not what the others said it is."""
     if job.tenant != tenant:
         raise RefusedError("token", "this job belongs to another token: all its ranks need the same")
+    if job.over != join.over:
+        raise RefusedError(
+            "mismatch",
+            f"rank {join.rank}'s packets come over {join.over}, others' over {job.over}: all ranks of a job need "
+            "the same (NETFOLD_TRANSPORT)",
+        )
     if len(job.ranks) != len(join.ranks):
         raise RefusedError(
             "mismatch", f"rank {join.rank} says that its job has {len(join.ranks)} ranks; others said {len(job.ranks)}"
@@ -206,6 +286,11 @@ def _check_same(job: Job, join: Join, tenant: Tenant) -> None:
         raise RefusedError(
             "mismatch", f"rank {join.rank} says that its job has another tree of switches than others said"
         )
+
+
+def _other_numbers(nonces: Sequence[int]) -> list[int]:
+    """As long as nonces, and each another number than its nonce."""
+    return [nonce ^ (secrets.randbelow((1 << 64) - 1) + 1) for nonce in nonces]
 
 
 def _ranks(message: control.Message) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import logging
 import secrets
 import ssl
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from netfold._native.aggregator import Plane
 from netfold.switch.admission import Admission
 from netfold.switch.certificate import server_context
 from netfold.switch.entrance import Entrance, Guest
+from netfold.switch.fabrics import Fabrics
 from netfold.switch.facts import say
 from netfold.switch.job import Job, Member, RefusedError, labelled, listed
 from netfold.switch.ledger import EVERYBODY, MIN_WINDOW_CHUNKS, Ledger, retransmissions
@@ -40,8 +42,9 @@ class Switch:
     tokens: who may join, over TLS with the certificate of `state_dir` (or one that lasts as long as the switch).
     Without, everybody who reaches it may, in the clear: on loopback, or where `open_to_all` is said. With tokens, data
     packets are authenticated too. parent: where sums of jobs go that have workers beyond this switch. threads: that
-    handle packets, each those of jobs of its own. ValueError for what contradicts itself or cannot be had here, OSError
-    where the certificate cannot be kept.
+    handle packets, each those of jobs of its own. fabrics: providers of libfabric over which packets may come,
+    beside UDP. ValueError for what contradicts itself or cannot be had here, OSError where the certificate cannot be
+    kept.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Switch:
         state_dir: Path | None = None,
         parent: Parent | None = None,
         threads: int = 1,
+        fabrics: Sequence[str] = (),
     ) -> None:
         if tokens is not None and open_to_all:
             raise ValueError("--open turns tokens and TLS off, and --token-file asks for both: say one of the two")
@@ -75,13 +79,16 @@ class Switch:
         self.fingerprint: str | None = None
         if tokens is not None:
             context, self.fingerprint = server_context(state_dir)
+        self._fabrics = Fabrics(fabrics, host)
         self._entrance = Entrance(host, port, context, self._on_guest)
         tenants = [EVERYBODY] if tokens is None else tokens.tenants
         self._planes = [Plane() for _ in range(threads)]
         self._ledger = Ledger(limits or Limits(), tenants, self._planes)
         self.incarnation = secrets.randbits(32)
         self._parent = parent
-        self._admission = Admission(self._ledger, self.incarnation, tokens, parent, tagged=self.authenticated)
+        self._admission = Admission(
+            self._ledger, self.incarnation, tokens, parent, self._fabrics, tagged=self.authenticated
+        )
         self._asking: asyncio.Task[control.Message] | None = None  # the way up, for workers
         self._listens = (host, port)
         # An epoch is never given twice in an incarnation, not even to a job of the same name.
@@ -152,6 +159,7 @@ class Switch:
             "cpu_s": sum(plane.cpu_ns() for plane in self._planes) / 1e9,
             "incarnation": self.incarnation,
             "authenticated": self.authenticated,
+            "fabrics": self._fabrics.providers,
             "connections": self._entrance.connections,
             "strangers": self._entrance.strangers,
             "parent": parent,
@@ -193,7 +201,7 @@ class Switch:
                 "incarnation": self.incarnation,
                 "worker": number,
                 "nonce": job.nonces[number],
-                "port": job.port,
+                **job.place_for(number),
             }
             if job.secrets:
                 admitted |= {"secret": job.secrets[number], "answer_secret": job.answer_secret}
@@ -293,8 +301,8 @@ class Switch:
         }
         reason, gone = "it closed the connection", link.parent.endpoint
         try:
-            await link.join(join, self._listens, seconds)
-            job.plane.connect_parent(job.id, link.port, link.host, link.to_port)
+            await link.join(join, self._listens, job.provider, seconds)
+            job.plane.connect_parent(job.id, link.port)
             await self._advance(job)
             while True:
                 told = await link.read()
@@ -362,6 +370,8 @@ class Switch:
             or not MIN_PAYLOAD_BYTES <= payload <= protocol.MAX_PAYLOAD_BYTES
         ):
             raise control.ProtocolError(f"ready with payload_bytes {payload!r}")
+        if job.proofs and message.get("proof") != job.proofs[job.place.children.index(member.child)]:
+            raise control.ProtocolError("ready without the number that its hello came back with")
         window = message.get("window")
         if window is not None and (not isinstance(window, int) or window < MIN_WINDOW_CHUNKS):
             raise control.ProtocolError(f"ready with window {window!r}")
@@ -392,7 +402,7 @@ class Switch:
         # Granted now, and not more later: the parent's word is at most this.
         self._ledger.grant(job, window, payload)
         link.ready = payload, window
-        await link.tell({"type": "ready", "payload_bytes": payload, "window": window})
+        await link.tell({"type": "ready", **link.said, "payload_bytes": payload, "window": window})
 
     async def _begin(self, job: Job, payload: int, window: int, parent_epoch: int = 0) -> None:
         self._ledger.grant(job, window, payload)
@@ -422,8 +432,9 @@ class Switch:
             job.timer.cancel()
         what = (
             f"job {job.name}: epoch {epoch} starts with {job.size} workers, window {window} x {payload} bytes, "
-            f"{job.memory_bytes / 2**20:.1f} MiB, data port {job.port}, packets {'' if job.secrets else 'not '}"
-            + "authenticated"
+            f"{job.memory_bytes / 2**20:.1f} MiB, "
+            + (f"data port {job.port}" if job.fabric is None else f"over {job.over}")
+            + f", packets {'' if job.secrets else 'not '}authenticated"
             + ("" if job.link is None else f", below {job.link.parent.endpoint}")
         )
         say(
@@ -437,6 +448,7 @@ class Switch:
             payload_bytes=payload,
             memory_bytes=job.memory_bytes,
             port=job.port,
+            fabric=None if job.fabric is None else job.fabric["provider"],
             authenticated="yes" if job.secrets else "no",
             parent=None if job.link is None else job.link.parent.endpoint,
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 from netfold import packet_keys
 from netfold._native.aggregator import Plane
+from netfold.data_path import without_strict
 from netfold.switch.parent import Link
 from netfold.switch.tokens import Tenant
 from netfold.switch.tree import Child, Place
@@ -53,8 +54,11 @@ class Job:
     place: Place
     plane: Plane
     host: str
-    port: int
+    port: int | None  # of UDP
+    provider: str | None  # of the fabric that its packets go over, as the switch was told to serve it; None: UDP
+    fabric: dict[str, Any] | None  # its place there (Plane.open_on_fabric)
     nonces: list[int]
+    proofs: list[int]  # on a fabric: by worker, what its hello comes back with
     secrets: list[bytes]  # of workers, by number; empty where packets carry no tags
     answer_secret: bytes
     window_bytes: int
@@ -80,6 +84,23 @@ class Job:
     def who(self) -> dict[str, object]:
         """Its fields in the log."""
         return {"job": self.name, "name": self.label or None, "tenant": self.tenant.name, "id": f"{self.id:08x}"}
+
+    @property
+    def over(self) -> str:
+        """What its packets go over, in words."""
+        return "UDP" if self.fabric is None else f"provider {without_strict(self.fabric['provider'])}"
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of memory for packets on the way, which are the kernel's over UDP."""
+        return 0 if self.fabric is None else int(self.fabric["buffer_bytes"])
+
+    def place_for(self, number: int) -> dict[str, Any]:
+        """What `admitted` says to a worker of where its packets go."""
+        if self.fabric is None:
+            return {"port": self.port}
+        place = {"name": self.fabric["name"], "packet_bytes": self.fabric["packet_bytes"]}
+        return {"fabric": {**place, "tag": self.fabric["tags"][number]}}
 
     def ranks_of(self, child: Child) -> tuple[int, ...]:
         return tuple(self.ranks[worker] for worker in child.workers)

@@ -83,12 +83,14 @@ class Ledger:
 
     def add(self, job: Job) -> None:
         self.jobs[job.name] = job
+        job.memory_bytes = job.buffer_bytes
+        self._memory_bytes += job.memory_bytes
         self._ids.add(job.id)
 
     def fitting_window(self, job: Job, payload: int) -> int:
         """Chunks in flight that there is room for; RefusedError where that is too few to be of use."""
         part, own = self._parts[job.tenant], self._jobs_of(job.tenant)
-        free_bytes = part.memory_bytes - sum(other.memory_bytes for other in own)
+        free_bytes = part.memory_bytes - job.buffer_bytes - sum(other.memory_bytes for other in own if other is not job)
         free_slots = None if part.slots is None else part.slots - sum(other.slots for other in own)
         has_parent = job.link is not None
         window = fitting_window(
@@ -106,7 +108,7 @@ class Ledger:
         return window
 
     def grant(self, job: Job, window: int, payload: int) -> None:
-        memory = protocol.job_memory_bytes(job.size, window, payload, job.link is not None)
+        memory = job.buffer_bytes + protocol.job_memory_bytes(job.size, window, payload, job.link is not None)
         self._memory_bytes += memory - job.memory_bytes
         job.memory_bytes = memory
         job.slots = 2 * window
@@ -182,6 +184,7 @@ def _job_status(job: Job) -> dict[str, Any]:
         "parent": None if job.link is None else job.link.parent.endpoint,
         "epoch": job.epoch,
         "port": job.port,
+        "fabric": None if job.fabric is None else job.fabric["provider"],
         "age_s": time.monotonic() - job.created,
         "memory_bytes": job.memory_bytes,
         "retransmissions": retransmissions(counters),

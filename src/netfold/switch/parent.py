@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from netfold import control, packet_keys
-from netfold._native import protocol, seal
-from netfold._native.transport import UdpPort
+from netfold._native import seal
+from netfold.data_path import PathError, open_path
 from netfold.switch.streams import TIMEOUTS, read, tell
 
 # To connect, or to answer a question.
@@ -150,64 +150,46 @@ class Link:
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
         self.payload_bytes = 0  # 0 until the path has been tried
-        self.port: Any = None
-        self.host = ""
-        self.to_port = 0
+        self.port: Any = None  # connected to the parent's
         self.numbers: tuple[int, int, int] = (0, 0, 0)  # job, incarnation and worker, as the parent gave them
         self._admitted: control.Message = {}
+        self.said: control.Message = {}  # for `ready`, of the path
         self.ready: tuple[int, int] | None = None  # the payload and the window that it was told, at most
         self._stream: Stream | None = None
 
-    async def join(self, join: control.Message, listens: tuple[str, int], timeout_s: float) -> None:
-        """Say `join`, and try the path. listens: where this switch does. ParentError."""
+    async def join(
+        self, join: control.Message, listens: tuple[str, int], provider: str | None, timeout_s: float
+    ) -> None:
+        """Say `join`, and try the path. listens: where this switch does; provider: None for UDP. ParentError."""
         deadline = time.monotonic() + timeout_s
         stream = self._stream = await self.parent.connect()
         ours, theirs = stream.addresses()
         host, port = listens
         # One that listens everywhere is called by the address that it has here.
         name = control.format_endpoint(ours if ipaddress.ip_address(host).is_unspecified else host, port)
-        self.port = UdpPort(host=ours, buffer_bytes=4 * int(join["window_bytes"]))
-        who = {"endpoint": name, "port": self.port.port, **self.parent.token()}
+        try:
+            path = open_path(provider, ours, int(join["window_bytes"]))
+        except PathError as error:
+            raise self.parent.error(str(error)) from None
+        who = {"endpoint": name, **path.said(), **self.parent.token()}
         await stream.tell({**join, "type": "join", "version": control.VERSION, **who})
         admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
         if "secret" in admitted and seal.missing():
             raise self.parent.error(f"wants packets to be authenticated, and this host cannot: {seal.missing()}")
         self._admitted = admitted
-        self.host, self.to_port = theirs, int(admitted["port"])
         self.numbers = int(admitted["job_id"]), int(admitted["incarnation"]), int(admitted["worker"])
         loop = asyncio.get_running_loop()
-        payload = await loop.run_in_executor(None, self._probe, int(admitted["nonce"]), deadline)
-        if payload is None:
-            raise self.parent.error(
-                f"is reached by TCP, but no UDP packet came back from its data port {self.to_port}: a firewall may "
-                "drop UDP, or an address translation change its port"
-            )
-        self.payload_bytes = payload
+        try:
+            self.said = await loop.run_in_executor(None, path.reach, theirs, admitted, deadline)
+        except PathError as error:
+            raise self.parent.error(str(error)) from None
+        self.port = path.port
+        self.payload_bytes = int(self.said["payload_bytes"])
         self.parent.trouble = ""
 
     def keys(self, epoch: int) -> tuple[bytes, bytes] | None:
         """Of sums and of the parent's answers, in an epoch of the parent's; None where packets carry no tags there."""
         return packet_keys.of_member(self._admitted, epoch)
-
-    def _probe(self, nonce: int, deadline: float) -> int | None:
-        job, incarnation, worker = self.numbers
-        key = packet_keys.of_hellos(self._admitted)
-        for payload in control.PAYLOAD_CANDIDATES:
-            last = payload == control.PAYLOAD_CANDIDATES[-1]
-            seconds = max(0.0, deadline - time.monotonic()) if last else control.PROBE_S
-            if self.port.hello(
-                host=self.host,
-                port=self.to_port,
-                job=job,
-                incarnation=incarnation,
-                worker=worker,
-                nonce=nonce,
-                packet_bytes=payload + protocol.HEADER_BYTES,
-                key=key,
-                timeout_ns=int(min(seconds, PARENT_S) * 1e9),
-            ):
-                return payload
-        return None
 
     async def read(self) -> control.Message:
         assert self._stream is not None

@@ -1,4 +1,4 @@
-"""DDP's buckets in shared memory, without a change to the script.
+"""DDP's buckets in shared memory, or registered with a fabric, without a change to the script.
 
 The reducer hands the same few buckets to all_reduce in every step. Once a bucket has come again from where it was
 before (DDP lays its buckets out anew after the first step), its storage is moved to shared memory in place: every
@@ -8,6 +8,9 @@ What must not happen is that memory moves under somebody who holds a bare addres
 computes addresses from its tensors each time. A NumPy view of `parameter.grad`, taken under gradient_as_bucket_view
 before the third step and kept, would: NETFOLD_SHARE_BUCKETS=off is for such scripts. So a tensor is moved only when the
 reducer itself calls, on the thread of `backward`.
+
+Over a fabric nothing moves: the bucket stays registered from then on, which spares each step to register it. It is kept
+alive as long, so its memory cannot come to mean something else; one that only we still have is let go.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import graph
@@ -25,6 +30,8 @@ log = logging.getLogger("netfold")
 
 # Below, a second copy costs less than what could go wrong.
 _MIN_BYTES = 1 << 20
+# Smaller ones go in no large pieces.
+_MIN_REGISTERED_BYTES = 64 << 10
 # As many steps must have brought the bucket at the same place before.
 _SIGHTINGS = 2
 _MAX_CANDIDATES = 1024
@@ -41,6 +48,69 @@ def has_room(wanted_bytes: int) -> bool:
     return found.f_bavail * found.f_frsize - wanted_bytes >= found.f_blocks * found.f_frsize // 8
 
 
+class Sightings:
+    """Which tensors are buckets: those that the reducer brings again and again from the same place."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[int, int], int] = {}
+
+    def comes_again(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """The storage of one that was seen often enough. To be called by what the function that torch calls, calls."""
+        caller = sys._getframe(3)
+        if caller.f_code is not _backward or not tensor.is_contiguous():
+            return None
+        storage = tensor.untyped_storage()
+        place = (storage.data_ptr(), storage.nbytes())
+        times = self._times.get(place, 0) + 1
+        if times > _SIGHTINGS:
+            return storage
+        if len(self._times) >= _MAX_CANDIDATES:
+            self._times.clear()  # these are no buckets
+        self._times[place] = times
+        return None
+
+
+def _is_only_ours(storage: torch.UntypedStorage) -> bool:
+    return bool(torch._C._storage_Use_Count(storage._cdata) == 1)
+
+
+class RegisteredBuckets:
+    """The buckets that one group keeps registered with its fabric, by address."""
+
+    def __init__(self, hold: Callable[[tuple[int, int]], Any]) -> None:
+        self._hold = hold
+        self._sightings = Sightings()
+        self._held: dict[int, tuple[torch.UntypedStorage, int, Any]] = {}
+
+    def consider(self, tensor: torch.Tensor) -> None:
+        """Called for each tensor to reduce, by the function that torch calls."""
+        if tensor.nbytes < _MIN_REGISTERED_BYTES:
+            return
+        # A storage that was given other memory is no bucket of the reducer's, but would be a wrong sum here.
+        for address, (storage, size, _) in list(self._held.items()):
+            if (storage.data_ptr(), storage.nbytes()) != (address, size):
+                self._let_go(address)
+        found = self._sightings.comes_again(tensor)
+        if found is None or found.data_ptr() in self._held:
+            return
+        for address, (storage, _, _) in list(self._held.items()):
+            if _is_only_ours(storage):
+                self._let_go(address)
+        place = (found.data_ptr(), found.nbytes())
+        self._held[place[0]] = (found, place[1], self._hold(place))
+        log.info("a bucket of %d bytes stays registered from now on", place[1])
+
+    def _let_go(self, address: int) -> None:
+        storage, _, hold = self._held.pop(address)
+        # The memory may go with the storage, so the registration goes first.
+        del hold
+        del storage
+
+    def close(self) -> None:
+        for address in list(self._held):
+            self._let_go(address)
+
+
 class SharedBuckets:
     """The buckets that one group has moved. They are kept alive here, since their address is what peers know."""
 
@@ -48,26 +118,17 @@ class SharedBuckets:
         """`ranks` of one machine do the same at the same time, and share its /dev/shm."""
         self._enabled = enabled
         self._ranks = ranks
-        self._sightings: dict[tuple[int, int], int] = {}
+        self._sightings = Sightings()
         self._moved: dict[int, torch.UntypedStorage] = {}
 
     def consider(self, tensor: torch.Tensor) -> None:
         """Called for each tensor to reduce, by the function that torch calls. Moves it when it is due."""
         if not self._enabled or tensor.nbytes < _MIN_BYTES:
             return
-        caller = sys._getframe(2)
-        if caller.f_code is not _backward or not tensor.is_contiguous():
+        storage = self._sightings.comes_again(tensor)
+        if storage is None or storage.data_ptr() in self._moved:
             return
-        storage = tensor.untyped_storage()
         place = (storage.data_ptr(), storage.nbytes())
-        if place[0] in self._moved:
-            return
-        sightings = self._sightings.get(place, 0) + 1
-        if sightings <= _SIGHTINGS:
-            if len(self._sightings) >= _MAX_CANDIDATES:
-                self._sightings.clear()  # these are no buckets
-            self._sightings[place] = sightings
-            return
         self._forget_unused()
         # A page for which there is no room when it is touched would end the process, not raise.
         if not has_room(self._ranks * place[1]):
@@ -87,7 +148,7 @@ class SharedBuckets:
     def _forget_unused(self) -> None:
         """Let go of buckets that nobody but us still has."""
         for address, storage in list(self._moved.items()):
-            if torch._C._storage_Use_Count(storage._cdata) == 1:
+            if _is_only_ours(storage):
                 engine.unshare_memory(address)
                 del self._moved[address]
 

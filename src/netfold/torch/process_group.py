@@ -25,7 +25,7 @@ from netfold._native import engine
 from netfold.communicator import Group
 from netfold.communicator.group import KINDS, Region
 from netfold.torch import calls, monitored, sparse
-from netfold.torch.buckets import SharedBuckets
+from netfold.torch.buckets import RegisteredBuckets, SharedBuckets
 from netfold.torch.calls import Prepared, copies
 from netfold.torch.device.driver import DeviceDriver
 from netfold.torch.device.layer import DeviceLayer
@@ -59,7 +59,11 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         # Works that nobody waits for yet: their tensors must outlive their operations.
         self._unfinished: collections.deque[NetfoldWork] = collections.deque()
         self._unfinished_lock = threading.Lock()
-        self._buckets = SharedBuckets(enabled=group.shares_buckets, ranks=group.size)
+        self._buckets: SharedBuckets | RegisteredBuckets
+        if group.over_fabric and not group.shares_buckets:
+            self._buckets = RegisteredBuckets(group.hold)
+        else:
+            self._buckets = SharedBuckets(enabled=group.shares_buckets, ranks=group.size)
         self.devices = DeviceDriver(group, layer, part) if layer is not None else None
         self._transfers = Transfers(group, layer)
         self._coalesced = _Coalesced()

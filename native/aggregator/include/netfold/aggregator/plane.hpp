@@ -1,15 +1,19 @@
-// The aggregator's data plane: sockets round the switch machine.
+// The aggregator's data plane: ports round the switch machine.
 //
-// Each job has a socket of its own and a SwitchJob; one thread serves them all, a batch of a job at a time.
+// Each job has a port of its own, a UDP socket or an endpoint of a fabric, and a SwitchJob; one thread serves them all,
+// a batch of a job at a time.
 // Membership is decided elsewhere (netfold.switch): a job is opened with a nonce a worker; a worker proves
 // the path and its address by a hello packet that carries its nonce, which comes back unchanged; `begin`
 // gives the epoch. The plane answers no address that has not shown a nonce and that its worker did not name
-// over the control connection, and takes no contribution from another than the registered address.
+// over the control connection, and takes no contribution from another than the registered address. Over a fabric,
+// where a packet is known to be a worker's by a tag that only it was told, and where the address that a worker names
+// may be anybody's, a hello comes back with another number, the worker's *proof*, which it says over the control
+// connection: so what is sent to that address reaches the worker.
 //
 // Every packet of a job with keys carries a tag (netfold/seal), its own ones too: nothing in a packet is believed
 // before its tag is checked. A result gets its tag once, when its chunk is complete, for all workers.
 //
-// A job whose switch is a leaf has a second socket, to the parent: sums go up there, and the parent's results, notices
+// A job whose switch is a leaf has a second port, to the parent: sums go up there, and the parent's results, notices
 // and mismatches come down, from the parent's address alone.
 //
 // Commands from other threads run between two batches, so the data path takes no lock.
@@ -19,6 +23,7 @@
 #include <netfold/protocol/switch_job.hpp>
 #include <netfold/protocol/uplink.hpp>
 #include <netfold/seal/sealer.hpp>
+#include <netfold/transport/fabric/fabric_datagrams.hpp>
 #include <netfold/transport/udp.hpp>
 
 #include <atomic>
@@ -89,12 +94,26 @@ class Plane {
   std::uint16_t open(std::uint32_t job, std::uint32_t incarnation, const std::string& host,
                      const std::vector<std::uint64_t>& nonces, const std::vector<seal::Key>& hello_keys,
                      int buffer_bytes);
+  // As `open`, on a fabric: an endpoint of `wire`, for packets of up to `packet_bytes` and so many in flight from each
+  // worker. Throws fabric::Error. `proofs`: by worker, none of them its nonce.
+  struct FabricPlace {
+    std::vector<std::byte> name;
+    std::vector<std::uint64_t> tags;  // by worker: of what it sends
+    std::size_t packet_bytes = 0;     // of the longest that is taken
+    std::size_t buffer_bytes = 0;     // of memory for packets
+  };
+  FabricPlace open_on_fabric(std::uint32_t job, std::uint32_t incarnation,
+                             std::unique_ptr<transport::fabric::Wire> wire, const std::vector<std::uint64_t>& nonces,
+                             const std::vector<std::uint64_t>& proofs, const std::vector<seal::Key>& hello_keys,
+                             std::size_t packet_bytes, std::size_t in_flight_bytes);
   // Where the worker will send from, a numeric address: hellos from elsewhere are dropped, and so are all before.
   void expect(std::uint32_t job, std::uint16_t worker, const std::string& host, std::uint16_t port);
-  // What the kernel granted the job's socket to hold what has arrived and was not read.
-  int receive_buffer_bytes(std::uint32_t job);
-  // The job's sums go to the parent's data port `to`, through `socket`, which showed the parent its address by a hello.
-  void connect_parent(std::uint32_t job, std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to);
+  // Where the worker is on the job's fabric, and how it wants packets to be tagged. Throws fabric::Error.
+  void expect_on_fabric(std::uint32_t job, std::uint16_t worker, const std::vector<std::byte>& name, std::uint64_t tag);
+  // What holds packets of the job that have arrived and were not read: as the kernel granted it, or as was posted.
+  std::size_t receive_buffer_bytes(std::uint32_t job);
+  // The job's sums go to the parent's data port `to`, through `port`, which showed the parent its place by a hello.
+  void connect_parent(std::uint32_t job, std::unique_ptr<transport::Datagrams> port, transport::Datagrams::Peer to);
   // All workers are verified: allocate the slots and start to count. `keys`: of a job that was opened with keys, and of
   // no other. With a parent in the config, after connect_parent; `parent_keys`: where its packets carry tags. Throws
   // std::invalid_argument naming the workers that have not said hello.
@@ -108,7 +127,7 @@ class Plane {
   std::int64_t cpu_ns();
 
  private:
-  struct Worker : protocol::Seat<transport::Address> {
+  struct Worker : protocol::Seat<transport::Datagrams::Peer> {
     std::optional<seal::Sealer> hello_sealer;
     std::optional<seal::Sealer> sealer;  // of contributions
     protocol::Arrivals arrivals;
@@ -123,8 +142,8 @@ class Plane {
     std::int64_t ns = 0;
   };
   struct Parent {
-    std::unique_ptr<transport::UdpSocket> socket;
-    transport::Address address;
+    std::unique_ptr<transport::Datagrams> port;
+    transport::Datagrams::Peer peer = transport::Datagrams::kStranger;
     protocol::Uplink machine{0};
     std::optional<seal::Sealer> sealer;         // of sums
     std::optional<seal::Sealer> answer_sealer;  // of what the parent says
@@ -133,7 +152,10 @@ class Plane {
   struct Job {
     std::uint32_t id = 0;
     std::uint32_t incarnation = 0;
-    std::unique_ptr<transport::UdpSocket> socket;
+    std::unique_ptr<transport::Datagrams> port;
+    transport::UdpSocket* socket = nullptr;                  // the port, over UDP
+    transport::fabric::FabricDatagrams* endpoint = nullptr;  // the port, on a fabric
+    std::vector<std::uint64_t> proofs;                       // there
     std::unique_ptr<protocol::SwitchJob> machine;
     std::vector<Worker> workers;
     JobCounters counters;
@@ -150,24 +172,33 @@ class Plane {
   void run();
   void on_thread(const std::function<void()>& command);
   void receive(Job& job);
-  void take(Job& job, std::span<const std::byte> bytes, const transport::Address& source, std::int64_t now_ns);
+  void take(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source, std::int64_t now_ns);
   void arrived(Job& job, const protocol::SwitchJob::Handled& handled, std::int64_t now_ns);
   void hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
-             const transport::Address& source);
+             transport::Datagrams::Peer source);
   void queue(Job& job, Worker& worker, std::uint32_t slot);
   void flush(Job& job);
   void receive_from_parent(Job& job);
-  void take_from_parent(Job& job, std::span<const std::byte> bytes, const transport::Address& source);
+  void take_from_parent(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source);
   void flush_sums(Job& job);
   void completed(Job& job, std::uint32_t slot);
   void send(Job& job, std::uint16_t to, std::span<const std::byte> packet);
   void append_tag(Job& job, std::vector<std::byte>& packet);
   void notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap);
   void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, std::span<const std::byte> bytes);
-  void watch(std::uint64_t id, int fd, bool writable);
+  std::unique_ptr<Job> make_job(std::uint32_t id, std::uint32_t incarnation, const std::vector<std::uint64_t>& nonces,
+                                const std::vector<seal::Key>& hello_keys);
+  void add(std::unique_ptr<Job> job);
+  void serve(std::uint64_t id);
+  void watch(std::uint64_t id, transport::Datagrams& port);
+  void rewatch(std::uint64_t id, transport::Datagrams& port, bool blocked);
+  void forget(std::uint64_t id, transport::Datagrams& port);
+  bool rest();
 
   transport::Fd epoll_;
   transport::Fd wake_;
+  transport::Fd nap_;
+  std::vector<std::uint64_t> light_sleepers_;  // ports that are asked each time whether, and for how long, to sleep
   std::unordered_map<std::uint32_t, std::unique_ptr<Job>> jobs_;  // the thread's alone
   std::mutex mutex_;
   std::deque<std::function<void()>> commands_;

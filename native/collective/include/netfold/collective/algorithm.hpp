@@ -46,6 +46,16 @@ class Algorithm {
   const Failure& failure() const { return failure_; }
   std::uint64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank, headers included
   std::uint32_t retransmissions() const { return retransmissions_; }
+  // Tensors whose memory a fabric knew already, and those that it had to be told of.
+  struct Registrations {
+    std::uint32_t hits = 0;
+    std::uint32_t misses = 0;
+    void operator+=(const Registrations& other) {
+      hits += other.hits;
+      misses += other.misses;
+    }
+  };
+  const Registrations& registrations() const { return registrations_; }
   int slowest_rank() const { return slowest_rank_; }
   // What ran in the place of the algorithm that was chosen, where something had to; else `local`.
   AlgorithmId instead() const { return instead_; }
@@ -58,6 +68,7 @@ class Algorithm {
   Failure failure_;
   std::uint64_t wire_bytes_ = 0;
   std::uint32_t retransmissions_ = 0;
+  Registrations registrations_;
   int slowest_rank_ = -1;
   AlgorithmId instead_ = AlgorithmId::local;
 };

@@ -5,7 +5,7 @@
 // from the tensor by the socket call and results are written in place; a chunk's contribution is never needed again
 // once its result is here, since the result proves that it was counted.
 //
-// A Channel is a group's membership of a job on a switch: one socket, one protocol machine, several
+// A Channel is a group's membership of a job on a switch: one port, one protocol machine, several
 // operations at once that stream through one window. An InNetwork is one operation in it.
 //
 // What a lost switch leaves behind. A channel keeps the results of its last W chunks as they came, to give them to
@@ -21,7 +21,7 @@
 #include <netfold/collective/segments.hpp>
 #include <netfold/protocol/worker.hpp>
 #include <netfold/seal/sealer.hpp>
-#include <netfold/transport/udp.hpp>
+#include <netfold/transport/datagrams.hpp>
 
 #include <array>
 #include <memory>
@@ -47,7 +47,7 @@ class Channel {
   // of switches the number that a worker has at its own (in `config`) is another. `keys`: none in a job whose packets
   // carry no tags; std::runtime_error where no tag can be made. `life`: not 0, and another one for each membership.
   Channel(std::uint64_t life, const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys,
-          std::vector<int> ranks, int rank, std::unique_ptr<transport::UdpSocket> socket, const transport::Address& to);
+          std::vector<int> ranks, int rank, std::unique_ptr<transport::Datagrams> port, transport::Datagrams::Peer to);
 
   static constexpr std::size_t kMaxOperations = protocol::Worker::kMaxOperations;
 
@@ -91,7 +91,8 @@ class Channel {
 
   const protocol::Worker& machine() const { return machine_; }
   const std::vector<int>& ranks() const { return ranks_; }
-  const transport::UdpSocket& socket() const { return *socket_; }
+  // Why nothing reaches the switch, where its port knows; else empty.
+  const std::string& trouble() const { return port_->trouble(); }
   std::uint64_t drops(protocol::Drop reason) const { return drops_[static_cast<std::size_t>(reason)]; }
 
  private:
@@ -108,7 +109,7 @@ class Channel {
 
   bool receive(std::int64_t now_ns);
   bool send(std::int64_t now_ns);
-  void take(std::span<const std::byte> bytes, const transport::Address& source, std::int64_t now_ns);
+  void take(std::span<const std::byte> bytes, transport::Datagrams::Peer source, std::int64_t now_ns);
   Active* find(std::uint32_t operation);
   void stage(const protocol::Worker::Send& send, const Segments& segments, iovec* pieces);
   // What another rank called at a chunk, against what this one did.
@@ -126,15 +127,15 @@ class Channel {
   std::size_t tag_bytes_;                      // of a packet: 0 without keys
   std::vector<int> ranks_;
   int rank_;
-  std::unique_ptr<transport::UdpSocket> socket_;
-  transport::Address to_;
+  std::unique_ptr<transport::Datagrams> port_;
+  transport::Datagrams::Peer to_;
   Failure failure_;
   std::uint16_t table_ = 0;  // hash of the group's choice table
   std::array<Active, kMaxOperations> active_;
   std::array<std::uint64_t, protocol::kDropCount> drops_{};
   std::int64_t polled_ns_ = -1;
   Progress polled_ = Progress::idle;
-  bool blocked_ = false;  // the socket had no room
+  bool blocked_ = false;  // the port had no room
   bool frozen_ = false;
 
   std::vector<std::byte> headers_;     // of a batch

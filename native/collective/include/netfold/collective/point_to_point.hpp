@@ -5,6 +5,8 @@
 //   eager       n <= kEagerBytes, within the receiver's credit: header and values at once.   1 way,  H + n
 //   rendezvous  announce, accept back, then the values in pieces, straight into the
 //               receiver's buffer.                            3 ways, 2 H + n + H * ceil(n / kPieceBytes)
+// Pieces go from memory to memory where the pipe has a direct path: a piece's name is the message's id and its number,
+// and the receiver names their places from the accept on, a few ahead.
 // Matching is MPI's: a receive names a tag, and a source or any; among messages with the same source and tag the
 // first that was sent meets the first receive that was asked for. It goes by headers, in the order of the
 // stream, so an announced message keeps its place among eager ones.
@@ -62,6 +64,7 @@ class PointToPoint {
     Ticket ticket = 0;
     int peer = -1;  // the other end; of a receive from any source, who it was
     std::uint64_t wire_bytes = 0;
+    Algorithm::Registrations registrations;
   };
   struct Fault {
     Ticket ticket = 0;  // who waited for it
@@ -100,6 +103,7 @@ class PointToPoint {
     FrameHeader header;  // the message's
     const std::byte* data = nullptr;
     std::size_t sent = 0;  // of the values, in pieces
+    std::shared_ptr<transport::Pipe::Hold> hold;
   };
   struct Receive {
     Ticket ticket = 0;
@@ -109,7 +113,9 @@ class PointToPoint {
     std::byte* data = nullptr;
     std::size_t bytes = 0;
     std::size_t got = 0;
+    std::size_t placed = 0;  // of the values, whose places the sender knows, or that need none
     std::uint64_t order = 0;
+    std::shared_ptr<transport::Pipe::Hold> hold;
   };
   // Arrived, and nobody waits for it yet. Without values when it is only announced.
   struct Message {
@@ -123,6 +129,16 @@ class PointToPoint {
     std::size_t bytes = 0;
     Ticket ticket = 0;  // of the send that ends with this frame
     std::uint64_t wire_bytes = 0;
+    std::uint64_t name = 0;  // of a piece that goes the direct path
+    bool is_direct = false;
+    std::shared_ptr<transport::Pipe::Hold> hold;
+  };
+  // A frame of ours that was taken, and whose memory may not be back.
+  struct Lent {
+    std::uint64_t end = 0;  // of the bytes taken
+    Ticket ticket = 0;
+    std::uint64_t wire_bytes = 0;
+    std::shared_ptr<transport::Pipe::Hold> hold;
   };
   // The frame that is being read.
   struct Input {
@@ -137,6 +153,8 @@ class PointToPoint {
     std::deque<Frame> frames;  // one for each call under way, at most, and one with credit
     std::optional<Frame> writing;
     std::size_t written = 0;
+    std::uint64_t taken = 0;  // bytes, in all
+    std::deque<Lent> lent;
     std::deque<Send> held;
     std::unordered_map<std::uint64_t, Send> announced;
     std::deque<Send> streaming;
@@ -162,7 +180,10 @@ class PointToPoint {
   void post_receive(Ticket ticket, const Call& call);
   bool launch(int peer, const Send& send);
   void launch_held(int peer);
-  bool next_frame(Peer& peer);
+  bool next_frame(int peer);
+  bool next_piece(int peer);
+  bool take_back(int peer);
+  void name_places(int peer);
   bool write(int peer);
   bool read(int peer);
   void consume(int peer);
@@ -173,7 +194,7 @@ class PointToPoint {
   void accept(int peer, const FrameHeader& header, Receive receive);
   bool fits(int peer, const FrameHeader& header, const Receive& receive);
   void give_back(int peer, std::size_t bytes);
-  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes);
+  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const transport::Pipe::Hold* hold = nullptr);
   void lose(int peer, const transport::Mesh::Io& io);
   void look_for_the_missing();
   Ticket any_ticket(int peer) const;

@@ -7,6 +7,11 @@
 //
 // On the wire a stream is one MessageHeader, sent at once, and a PieceWord before every piece; empty pieces are left
 // out. Between two pieces a stream can end with the reason and the rank at fault, and every rank passes that on.
+//
+// Where a pipe has a direct path, large pieces go by it (transport/pipe.hpp): a receiver names the places of the next
+// kAhead pieces, as soon as it might read into them, and a piece that was sent is through once its memory is back. A
+// piece's name is the call's number and the piece's in its stream, which both ends count alike.
+//
 // Plans must not wait in circles: order a plan's transfers by a time that grows along every mark and every stream.
 #pragma once
 
@@ -85,6 +90,8 @@ class Streams : public Algorithm {
   static constexpr std::int64_t kLastPieceNs = 100'000'000;
   // Pieces gathered by one socket call.
   static constexpr std::size_t kBatchPieces = 16;
+  // Pieces that a receiver has places for, where they are written from afar.
+  static constexpr std::size_t kAhead = 4;
 
   struct Out {
     int peer = -1;
@@ -94,9 +101,12 @@ class Streams : public Algorithm {
     std::vector<Send> pieces;
     std::size_t next = 0;
     std::size_t sent = 0;  // bytes of the next piece, its word included
+    std::size_t back = 0;  // pieces that are through
+    std::size_t lent = 0;  // bytes of those that were sent and are not
     bool encoded = false;
     std::vector<std::byte> staging;  // the next piece in the wire format, where that differs
-    bool done() const { return header_sent == sizeof header && next == pieces.size(); }
+    bool all_sent() const { return header_sent == sizeof header && next == pieces.size(); }
+    bool done() const { return all_sent() && back == next; }
   };
   struct In {
     int peer = -1;
@@ -106,15 +116,28 @@ class Streams : public Algorithm {
     std::size_t header_got = 0;
     std::vector<Receive> pieces;
     std::size_t next = 0;
-    std::size_t got = 0;  // bytes of the next piece, its word included
+    std::size_t got = 0;     // bytes of the next piece, its word included
+    std::size_t placed = 0;  // pieces whose places the peer knows, or that need none
     PieceWord word = PieceWord::piece;
-    std::vector<std::byte> staging;         // what is not received in place
+    std::vector<std::byte> staging;                     // what is not received in place
+    std::unique_ptr<transport::Pipe::Scratch> scratch;  // the same, of a pipe that has some
+    std::byte* stage = nullptr;
+    std::size_t slots = 1;  // pieces that it has room for
+    std::size_t slot_bytes = 0;
     std::optional<IncomingHeader> strange;  // what came in place of header or piece
     bool done() const { return header_got == sizeof header && next == pieces.size(); }
   };
 
   bool reached(const Mark& mark) const;
   std::size_t wire_bytes_of(std::size_t bytes) const;
+  bool is_direct(int peer, std::size_t bytes) const { return !converts_ && mesh_.is_direct(peer, bytes); }
+  std::uint64_t name_of(std::size_t piece) const { return (std::uint64_t{call_.sequence} << 32) + piece; }
+  void hold();
+  void count_registrations();
+  bool lend(Out& out);
+  bool take_back(Out& out);
+  void name_places(In& in);
+  bool overlaps(const In& in, std::size_t piece) const;
   bool push();
   std::size_t gather(Out& out, std::span<iovec> parts, std::size_t* bytes);
   bool advance(Out& out);
@@ -128,7 +151,7 @@ class Streams : public Algorithm {
   Progress finish_pieces(std::int64_t now_ns);
   bool takes(const In& in) const;
   bool reads(const In& in) const;
-  std::byte* target(In& in);
+  std::byte* target(In& in, std::size_t piece);
 
   const Call& call_;
   transport::Mesh& mesh_;
@@ -140,6 +163,7 @@ class Streams : public Algorithm {
   std::vector<std::size_t> index_;    // of a stream in outs_ or ins_
   std::vector<Out> outs_;
   std::vector<In> ins_;
+  std::vector<std::unique_ptr<transport::Pipe::Hold>> holds_;  // memory that pieces are in
   std::vector<std::byte> decoded_;  // a piece in the tensor's format, where the wire's differs
   bool begun_ = false;
   std::int64_t give_up_ns_ = -1;

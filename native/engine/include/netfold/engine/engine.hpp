@@ -184,6 +184,7 @@ class Group {
     std::int64_t smoothed_rtt_ns = 0;
     std::uint64_t oldest_unanswered = 0;
     bool idle = true;
+    std::string trouble;  // why nothing reaches the switch, where that is known
     std::uint64_t drops[protocol::kDropCount] = {};
   };
   // Of each channel to a switch, by the order of attaching, as of the last turn.

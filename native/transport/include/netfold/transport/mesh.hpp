@@ -36,6 +36,19 @@ class Mesh {
   bool hung_up(int peer) const { return pipe(peer).hung_up(); }
   std::size_t unconfirmed(int peer) const { return leads_to(peer) ? pipe(peer).unconfirmed() : 0; }
 
+  bool is_direct(int peer, std::size_t bytes) const { return leads_to(peer) && pipe(peer).is_direct(bytes); }
+  bool expect(int peer, std::uint64_t name, std::byte* into, std::size_t bytes) {
+    return pipe(peer).expect(name, into, bytes);
+  }
+  bool is_expected(int peer, std::uint64_t name) { return pipe(peer).is_expected(name); }
+  Io lend(int peer, std::span<const iovec> pieces, std::uint64_t name) { return pipe(peer).lend(pieces, name); }
+  std::size_t lent(int peer) const { return leads_to(peer) ? pipe(peer).lent() : 0; }
+  // For pieces to and from any peer.
+  std::unique_ptr<Pipe::Hold> hold(std::byte* data, std::size_t bytes);
+  std::unique_ptr<Pipe::Scratch> scratch(int peer, std::size_t bytes) { return pipe(peer).scratch(bytes); }
+  // Takes back what was lent and expected, within kWithdrawNs or by force; blocks so long.
+  void withdraw();
+
   // A connection under a pipe; nullptr where there is none of that number, or the mesh was closed.
   Rail* rail(int peer, int number);
   // Says again what connections that broke took along, and sees off what pipes need us for. True once that is done, or
@@ -45,6 +58,8 @@ class Mesh {
   void wait_to_catch_up(std::vector<pollfd>& fds);
   // As Pipe says, of any.
   bool needs_driving() const;
+
+  static constexpr std::int64_t kWithdrawNs = 100'000'000;
 
   // Where what is being said to a peer stands: what else can be said to it depends on that.
   enum class Place : std::uint8_t { between_messages, between_pieces, inside };

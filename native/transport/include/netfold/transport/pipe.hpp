@@ -5,6 +5,8 @@
 #include <sys/uio.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,6 +22,22 @@ class Pipe {
     bool closed = false;               // the peer closed, or the connection broke
     int error = 0;                     // errno of a broken connection, 0 for an orderly close
     const std::string* why = nullptr;  // where more than that is known; the pipe's
+  };
+
+  // Memory that its owner, or an operation that borrowed it, says will stay as it is. Ends with the object.
+  class Hold {
+   public:
+    virtual ~Hold() = default;
+    // Whether the memory had to be made known to a fabric for it, or was: one of these is 1 once it was used.
+    virtual std::uint32_t hits() const = 0;
+    virtual std::uint32_t misses() const = 0;
+  };
+
+  // Memory to receive into that a fabric knows already. Its pipe has it back when the object ends.
+  class Scratch {
+   public:
+    virtual ~Scratch() = default;
+    virtual std::byte* data() const = 0;
   };
 
   virtual ~Pipe() = default;
@@ -39,6 +57,28 @@ class Pipe {
   // Whether what was sent may need us further, as with a provider that moves data only while it is looked at: then
   // `catch_up` is to be called until it is through.
   virtual bool needs_driving() const { return false; }
+  // A piece that both ends know to be one may go from memory to memory: who reads says where to (`expect`), who sends
+  // lends it, and waits for that word. Whether one of so many bytes does; the same at both ends.
+  virtual bool is_direct(std::size_t) const { return false; }
+  // The place of the piece that the peer will lend under this name: it is to be read into just this memory, which is
+  // the peer's until then. False: later.
+  virtual bool expect(std::uint64_t, std::byte*, std::size_t) { return false; }
+  // Whether the peer expects the piece of that name.
+  virtual bool is_expected(std::uint64_t) { return false; }
+  // As `send`, all of it or nothing; the last of `pieces` has that name, and is to be left alone until `lent` says so.
+  virtual Io lend(std::span<const iovec>, std::uint64_t) { return {}; }
+  // Of the bytes taken, counted back from the last, how many are not the caller's again.
+  virtual std::size_t lent() { return 0; }
+  // Takes back what was lent and expected, as before a failure is told: true once nobody can read or write it. To be
+  // called until then; where that takes too long, `break_off` makes it so at any price.
+  virtual bool withdraw() { return true; }
+  virtual void break_off() {}
+  // Whether there is no hope for a `withdraw`.
+  virtual bool must_break_off() { return false; }
+  // For who lends or expects parts of it; null where that changes nothing.
+  virtual std::unique_ptr<Hold> hold(std::byte*, std::size_t) { return nullptr; }
+  // So many bytes at least; null where any memory is as good.
+  virtual std::unique_ptr<Scratch> scratch(std::size_t) { return nullptr; }
   // The connections under it, of a pipe that goes over any.
   virtual int rails() const { return 0; }
   virtual Rail* rail(int) { return nullptr; }

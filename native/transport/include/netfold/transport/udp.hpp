@@ -1,23 +1,21 @@
-// Datagrams in batches: GSO and sendmmsg on the way out, recvmmsg and GRO on the way in.
+// Datagrams over UDP: GSO and sendmmsg on the way out, recvmmsg and GRO on the way in.
 //
 // Sending. All packets of a job have one length, so a run of packets to one destination is one GSO
 // super-packet: the kernel walks its stack once for up to 44 of them. Each packet is gathered from pieces
 // (header here, values in the user's tensor), never copied together first. Where the kernel or the path
 // refuses GSO, packets go one by one. Receiving. The kernel hands back super-packets with the length of their
-// segments; `receive` cuts them up. Nothing here blocks, and nothing here knows what a packet means.
+// segments; `receive` cuts them up. A peer is an address.
 #pragma once
 
-#include <sys/uio.h>
+#include <netfold/transport/datagrams.hpp>
 #include <netfold/transport/socket.hpp>
 
-#include <cstddef>
-#include <functional>
-#include <span>
+#include <unordered_map>
 #include <vector>
 
 namespace netfold::transport {
 
-class UdpSocket {
+class UdpSocket final : public Datagrams {
  public:
   // The kernel takes at most 64 segments and 65,507 bytes a super-packet (linux/udp.h).
   static constexpr std::size_t kMaxSegments = 64;
@@ -29,37 +27,31 @@ class UdpSocket {
 
   int fd() const { return fd_.get(); }
   Address local() const { return Address::local_of(fd_.get()); }
-  int receive_buffer_bytes() const { return receive_buffer_bytes_; }
-  bool gso() const { return gso_; }
+  // The number of whoever is there; the same for the same address.
+  Peer add(const Address& address);
 
-  // A run of packets, each `packet_bytes` long and made of the same number of consecutive pieces.
-  struct Run {
-    const Address* to = nullptr;
-    std::span<const iovec> pieces;
-    std::size_t pieces_per_packet = 1;
-    std::size_t packet_bytes = 0;
-  };
-  // Sends runs in order until one is refused for lack of room; returns packets taken, counted over all runs
-  // (a prefix). Errors about a destination (ECONNREFUSED, EHOSTUNREACH, ...) count as sent: repair is the
-  // protocol's. EPERM (a firewall's word) and EMSGSIZE (the path's MTU) throw std::system_error.
-  std::size_t send(std::span<const Run> runs);
-
-  // Receives what is there, at most one batch; calls `packet(bytes, source)` for each datagram, in order.
-  // `bytes` lives for the call. Returns the number of datagrams; 0 means empty.
-  using Packet = std::function<void(std::span<const std::byte>, const Address&)>;
-  std::size_t receive(const Packet& packet);
-
-  // Counters for diagnosis.
-  std::uint64_t receive_calls = 0;
-  std::uint64_t received_datagrams = 0;
-  std::uint64_t received_bytes = 0;
-  std::uint64_t send_calls = 0;
-  std::uint64_t sent_datagrams = 0;
+  // The kernel does not say before.
+  std::size_t room(Peer) const override { return ~std::size_t{0}; }
+  // Runs are sent in order, until one is refused for lack of room. Errors about a destination (ECONNREFUSED,
+  // EHOSTUNREACH, ...) count as sent. EPERM (a firewall's word) and EMSGSIZE (the path's MTU) throw std::system_error.
+  std::size_t send(std::span<Run> runs) override;
+  bool receive(const Packet& packet) override;
+  Rest rest(bool wants_room) override;
+  std::size_t receive_buffer_bytes() const override { return receive_buffer_bytes_; }
+  const std::string& trouble() const override;
 
  private:
+  struct Hash {
+    std::size_t operator()(const Address& address) const;
+  };
+
+  std::size_t send_in_order(std::span<const Run> runs);
+
   Fd fd_;
   bool gso_ = true;
-  int receive_buffer_bytes_ = 0;
+  std::size_t receive_buffer_bytes_ = 0;
+  std::vector<Address> peers_;
+  std::unordered_map<Address, Peer, Hash> numbers_;
   std::vector<std::byte> receive_area_;
   std::vector<mmsghdr> receive_messages_;
   std::vector<iovec> receive_iovecs_;

@@ -1,8 +1,12 @@
 // A pipe over a stream of a port, beside the connection of the handshake.
 //
-// Nothing of what is said goes over that connection, but one word at the end: how many segments there were. It shows
-// that the peer is gone, which a provider may never notice. Who reads that word still waits for the segments that are
-// on their way; who finds the connection broken without it does so for kLastNs. Only then is the pipe closed.
+// Nothing of what is said goes over that connection, but one word at the end: how many segments and writes there were.
+// It shows that the peer is gone, which a provider may never notice. Who reads that word still waits for the segments
+// that are on their way; who finds the connection broken without it does so for kLastNs. Only then is the pipe closed.
+//
+// The word is also said when the port's endpoint had to be closed: a peer that wants back what it granted then has its
+// answer. A peer that went without it may have been in the middle of a write that its own host still delivers, so what
+// was granted to it is had back by closing our endpoint, and not otherwise.
 #pragma once
 
 #include <netfold/transport/fabric/port.hpp>
@@ -30,6 +34,23 @@ class FabricPipe final : public Pipe {
   void wait_to_catch_up(std::vector<pollfd>& fds) override;
   bool needs_driving() const override { return true; }
 
+  bool is_direct(std::size_t bytes) const override { return port_->is_direct(stream_, bytes); }
+  bool expect(std::uint64_t name, std::byte* into, std::size_t bytes) override {
+    return port_->expect(stream_, name, into, bytes);
+  }
+  bool is_expected(std::uint64_t name) override { return port_->is_offered(stream_, name); }
+  Io lend(std::span<const iovec> pieces, std::uint64_t name) override {
+    return sent(port_->lend(stream_, pieces, name));
+  }
+  std::size_t lent() override { return port_->lent(stream_); }
+  bool withdraw() override;
+  bool must_break_off() override;
+  void break_off() override;
+  std::unique_ptr<Scratch> scratch(std::size_t bytes) override { return port_->scratch(bytes); }
+  std::unique_ptr<Hold> hold(std::byte* data, std::size_t bytes) override {
+    return port_->hold(data, bytes, RegistrationCache::Term::passing);
+  }
+
   int rails() const override { return connection_ == nullptr ? 0 : connection_->rails(); }
   Rail* rail(int number) override { return connection_->rail(number); }
 
@@ -39,10 +60,8 @@ class FabricPipe final : public Pipe {
   // How long what a peer said last may take after its connection ended.
   static constexpr std::int64_t kLastNs = 200'000'000;
 
-  struct LastWord {
-    std::uint32_t segments = 0;
-  };
-
+  Io sent(std::size_t bytes);
+  void say_last(const Port::LastWord& word);
   void look();
   bool is_over();
   Io closed() const { return {.closed = true, .error = error_, .why = why_.empty() ? nullptr : &why_}; }
@@ -51,7 +70,8 @@ class FabricPipe final : public Pipe {
   Port::Stream* stream_;
   std::unique_ptr<Pipe> connection_;
   mutable int quiet_calls_ = 0;
-  LastWord last_word_;
+  Port::LastWord last_word_;
+  bool said_last_ = false;
   std::size_t heard_ = 0;  // of the last word
   std::int64_t over_since_ns_ = -1;
   int error_ = 0;

@@ -12,6 +12,30 @@
 // The caller gets its memory back at once, as from a socket: what is under way is never a tensor's. A message is one
 // segment or many; nothing here depends on where one ends.
 //
+// THE DIRECT PATH. Segments cost a copy at either end. A large piece that both callers know to be one goes without: who
+// receives *expects* it into its own memory, under a name that both have for the piece, and that memory is *granted* to
+// the peer: registered, and told with its address, its key and a random number of 32 bits. Who sends *lends* the piece:
+// once there is a grant of that name it is written there, from the caller's own memory, with the number as immediate
+// data, and the stream gets a numbered segment with the small bytes before the piece and the word "so many bytes lie
+// at grant so-and-so". That segment is there once both have come, in either order, so no order is assumed, and bytes
+// are handed out as ever. What is expected is always written, never sent in segments as well: who lends waits for the
+// grant. That costs no more than the window does, since a grant is given ahead, by who will read the piece in any case.
+//
+//     receiver: expect(name) --grant: name, address, key, number-->            sender: lend(name)
+//               memory       <--write with the number------------------------- memory
+//               in order     <--#9: bytes before it | number, length---------- (returned once the write is complete)
+//
+// WITHDRAWING. Memory that is lent or granted must be its owner's again before the owner hears that an operation
+// failed: a provider that wrote to it later would write into other values. So a group that fails *withdraws* first:
+// writes under way are waited for; grants are revoked, the peer answers how many writes it ever began, and with the
+// last of these landed nothing can come any more. Its last word (fabric_pipe.hpp) says the same. Where there is no such
+// answer in time, or the peer died without one, no promise of the provider is left that holds, and *the endpoint is
+// closed*: nothing can be read or written then. All streams of this port fail with that reason, other groups' too; the
+// next group opens a new port.
+//
+// Registrations are the cache's (registration_cache.hpp). Nothing goes the direct path over several rails (a write that
+// was lost with its rail could still land), nor on a wire that cannot write; then there are segments.
+//
 // RULES. Written to what EFA promises: messages come in any order, and so do completions (sequence numbers, a slot for
 // each number in the window); memory is registered before the provider sees it; a Work is the provider's until it
 // completes; sizes are what the wire says; any call may be refused for now, and is then made again by the next
@@ -43,6 +67,7 @@
 // is the peer's. A segment that comes twice, as one that went again may, is dropped by its number.
 #pragma once
 
+#include <netfold/transport/fabric/registration_cache.hpp>
 #include <netfold/transport/fabric/wire.hpp>
 #include <netfold/transport/pipe.hpp>
 #include <netfold/transport/socket.hpp>
@@ -55,8 +80,9 @@
 
 namespace netfold::transport::fabric {
 
-// Wakes the driver of one group, when another thread found what it sleeps over.
-struct Bell {
+// Wakes the driver of one group, when another thread found what it sleeps over. Whoever shares it shares this one
+// count: another, with the bindings' own end, would want Python's lock from under the port's.
+struct Bell : std::enable_shared_from_this<Bell> {
   Bell();
   Fd event;
   // Under the port's lock.
@@ -64,13 +90,21 @@ struct Bell {
   std::int64_t close_ns = -1;  // when the streams that are being closed are to be through
 };
 
-class Port {
+class Port : public std::enable_shared_from_this<Port> {
  public:
   static constexpr std::size_t kBudgetBytes = 256 << 20;
   static constexpr std::uint32_t kMaxWindow = 16;
   static constexpr std::int64_t kFlushNs = 100'000'000;
   // Between two looks of a sleeper at a provider that cannot wake it.
   static constexpr std::int64_t kNapNs = 200'000;
+  // Granted at once in a stream, and not yet read.
+  static constexpr std::size_t kMaxGrants = 16;
+  // Before a piece that is lent, in its segment.
+  static constexpr std::size_t kMaxBeforeBytes = 64;
+  // Scratch that is kept while nobody uses it.
+  static constexpr std::size_t kScratchBytes = 32 << 20;
+  // From here on a piece goes the direct path, where nothing else was said.
+  static constexpr std::size_t kDirectBytes = 64 << 10;
 
   struct Stream;
 
@@ -79,6 +113,17 @@ class Port {
     std::uint64_t tag = 0;
     std::uint32_t window = 0;         // segments that we have room for
     std::uint32_t segment_bytes = 0;  // of the longest
+    std::uint64_t direct_bytes = 0;   // of the shortest piece that may be written; 0: none
+  };
+  // How many segments were sent, and how many writes begun.
+  struct LastWord {
+    std::uint32_t segments = 0;
+    std::uint32_t writes = 0;
+  };
+  // Of streams that are opened from then on, and of the registration cache.
+  struct Settings {
+    std::size_t direct_bytes = kDirectBytes;  // 0: never
+    RegistrationCache::Limits registrations;
   };
 
   // Of one process; all wires are of one provider.
@@ -87,9 +132,14 @@ class Port {
   Port(const Port&) = delete;
   Port& operator=(const Port&) = delete;
 
-  const Wire::Limits& limits() const { return rails_.front()->limits(); }
-  const Wire::Limits& limits(std::size_t rail) const { return rails_[rail]->limits(); }
-  std::size_t rails() const { return rails_.size(); }
+  const Wire::Limits& limits() const { return limits_.front(); }
+  const Wire::Limits& limits(std::size_t rail) const { return limits_[rail]; }
+  // False once its endpoint had to be closed: no stream of it works then, nor can one be opened.
+  bool is_open() const;
+  void set(const Settings& settings);
+  std::size_t rails() const { return peers_.size(); }
+  // Why nothing will go the direct path; empty where large pieces will.
+  std::string why_not_direct() const;
   // Of the endpoints, by rail.
   std::vector<std::vector<std::byte>> names() const;
 
@@ -98,13 +148,38 @@ class Port {
   Terms terms(const Stream* stream) const;
   // `names`: of the peer's endpoints, by rail. Throws Error.
   void connect(Stream* stream, const std::vector<std::vector<std::byte>>& names, const Terms& theirs);
-  // Tries to see the last of what was sent off, for kFlushNs from the first stream of its group on; how many segments
-  // were sent in all.
-  std::uint32_t close(Stream* stream);
+  // Tries to see the last of what was sent off, and to take back what was lent, for kFlushNs from the first stream of
+  // its group on.
+  LastWord close(Stream* stream);
 
   // As many bytes as go now, or are here.
   std::size_t send(Stream* stream, std::span<const iovec> pieces);
   std::size_t receive(Stream* stream, std::span<const iovec> pieces);
+
+  // The direct path: whether a piece of so many bytes goes by it; the same at both ends.
+  bool is_direct(const Stream* stream, std::size_t bytes) const;
+  // Grants memory for the piece that the peer will lend under this name; the next `receive` tells it. False: later.
+  bool expect(Stream* stream, std::uint64_t name, std::byte* into, std::size_t bytes);
+  // Whether the peer expects that piece by now.
+  bool is_offered(Stream* stream, std::uint64_t name);
+  // All of `pieces` or nothing, for now. The last is the piece of that name: it is lent until `lent` says otherwise.
+  // What is before it, up to kMaxBeforeBytes, is copied.
+  std::size_t lend(Stream* stream, std::span<const iovec> pieces, std::uint64_t name);
+  // Of the bytes that were taken, counted back from the last: those of the oldest piece that is not through, and after.
+  std::size_t lent(Stream* stream);
+  // Takes back what is lent and granted: true once it is. To be called again until then, or to `break_off`.
+  bool withdraw(Stream* stream);
+  // That the peer will begin no write any more, and began so many.
+  void disown(Stream* stream, std::uint32_t writes);
+  LastWord last_word(const Stream* stream) const;
+  // Closes the endpoint: every stream fails with this reason, and no memory is the provider's any more.
+  void break_off(const std::string& why);
+  // Says that this memory stays mapped as it is until the hold ends.
+  std::unique_ptr<Pipe::Hold> hold(std::byte* data, std::size_t bytes, RegistrationCache::Term term);
+
+  // Registered as long as the port keeps it, for the next who asks, within kScratchBytes.
+  std::unique_ptr<Pipe::Scratch> scratch(std::size_t bytes);
+
   // Why nothing will be sent any more; empty while it works.
   std::string failure(const Stream* stream) const;
   // Segments whose bytes were all read.
@@ -128,12 +203,25 @@ class Port {
     std::uint64_t repeated = 0;    // came twice
     std::uint64_t rails_lost = 0;  // counted for each stream
     std::uint64_t strange = 0;     // with a tag that nobody has (any more), or malformed
+    std::uint64_t writes = 0;
+    std::uint64_t bytes_written = 0;
+    std::uint64_t grants = 0;
+    std::uint64_t grants_withdrawn = 0;  // before anything was written
+    RegistrationCache::Counters registrations;
   };
   Counters counters() const;
 
  private:
   enum class What : std::uint16_t;
+  class PortHold;
+  class PortScratch;
+  struct Block;
+  struct GrantWord;
+  struct WrittenWord;
   struct Header;
+  struct Job;
+  struct Writing;
+  struct Grant;
   struct Sending;
   struct Receiving;
   struct Slab;
@@ -146,6 +234,8 @@ class Port {
   static constexpr std::int64_t kAskNs = 50'000'000;
   // A segment that has not come after this time, while others do, is lost, and its rail with it.
   static constexpr std::int64_t kLostNs = 1'000'000'000;
+  // Told in one message.
+  static constexpr std::size_t kGrantsAMessage = 8;
 
   Slab* take_slab(std::uint32_t window);
   void post(Receiving& receiving);
@@ -156,6 +246,19 @@ class Port {
   void answered(Stream& stream, std::uint32_t first_missing);
   bool progress();
   void push(Stream& stream);
+  void push_later(Stream& stream);
+  std::string obstacle() const;
+  static bool is_sound(What what, std::size_t bytes);
+  void send_segment(Stream& stream, Sending& sending, std::size_t bytes, What what);
+  std::size_t grant_message_bytes() const;
+  void tell_grants(Stream& stream);
+  void granted(Stream& stream, const std::byte* words, std::size_t bytes);
+  bool place_written(Stream& stream, Receiving& receiving);
+  void written(Writing& writing);
+  void landed(std::uint32_t number);
+  bool is_withdrawn(Stream& stream);
+  void close_endpoint(const std::string& why);
+  std::uint32_t random_number();
   void sent(Sending& sending);
   void received(Receiving& receiving, std::size_t bytes, std::uint64_t tag);
   void failed(const Completion& completion, std::size_t rail);
@@ -166,7 +269,13 @@ class Port {
   bool is_settled(const Stream& stream) const;
 
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Wire>> rails_;
+  std::vector<std::unique_ptr<Wire>> rails_;  // none once it was closed
+  const std::vector<Wire::Limits> limits_;    // by rail
+  Settings settings_;
+  RegistrationCache cache_;
+  std::unordered_map<std::uint32_t, Grant> grants_;       // by number, of all streams
+  std::vector<std::unique_ptr<Block>> blocks_;            // scratch that nobody uses, the last used last
+  std::vector<std::uint32_t> random_;                     // numbers in store
   std::vector<std::map<std::string, Wire::Peer>> peers_;  // by rail and name
   std::size_t segment_bytes_ = 0;
   std::size_t used_bytes_ = 0;

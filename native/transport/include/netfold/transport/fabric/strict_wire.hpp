@@ -3,8 +3,10 @@
 // It takes every liberty that wire.hpp grants a provider. What is handed to it goes to the wire below at some later
 // `poll`, so memory that is touched too early shows as other bytes at the other end. Completions come shuffled, and
 // some of them late. Calls are refused for now, about every third. Memory must be registered, also where the wire below
-// does not care; a Work is scribbled on while it is under way. Messages are small, and nothing but a header can be
-// injected. Who breaks a rule is told so by a std::logic_error. All by a seed: the same calls meet the same faults.
+// does not care, and each kind of use for itself; a Work is scribbled on while it is under way. Messages are small, and
+// nothing but a header can be injected. That a write landed is told before or after any message, as it falls. Who
+// breaks a rule, or frees memory that is registered, is told so by a std::logic_error. All by a seed: the same calls
+// meet the same faults.
 #pragma once
 
 #include <netfold/transport/fabric/wire.hpp>
@@ -15,6 +17,7 @@ struct Strictness {
   std::uint64_t seed = 1;
   std::uint64_t fails = 0;  // after so many sends all fail, with a completion that says so; 0: never
   std::uint64_t loses = 0;  // after so many sends all are lost, and seem to be sent; 0: never
+  std::uint64_t drops = 0;  // one of so many is lost likewise; 0: none
 };
 
 std::unique_ptr<Wire> make_strict(std::unique_ptr<Wire> below, const Strictness& strictness);

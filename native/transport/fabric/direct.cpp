@@ -1,0 +1,366 @@
+#include "port_parts.hpp"
+
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <bit>
+#include <cstring>
+#include <utility>
+
+namespace netfold::transport::fabric {
+
+class Port::PortHold final : public Pipe::Hold {
+ public:
+  PortHold(std::shared_ptr<Port> port, RegistrationCache::Hold* hold) : port_(std::move(port)), hold_(hold) {}
+  ~PortHold() override {
+    if (port_->pid_ != getpid()) return;  // a child of fork: the registration is its parent's
+    std::lock_guard lock(port_->mutex_);
+    port_->cache_.end(hold_);
+  }
+  PortHold(const PortHold&) = delete;
+  PortHold& operator=(const PortHold&) = delete;
+  std::uint32_t hits() const override {
+    std::lock_guard lock(port_->mutex_);
+    return hold_->hits;
+  }
+  std::uint32_t misses() const override {
+    std::lock_guard lock(port_->mutex_);
+    return hold_->misses;
+  }
+
+ private:
+  std::shared_ptr<Port> port_;
+  RegistrationCache::Hold* hold_;
+};
+
+std::unique_ptr<Pipe::Hold> Port::hold(std::byte* data, std::size_t bytes, RegistrationCache::Term term) {
+  std::lock_guard lock(mutex_);
+  return std::make_unique<PortHold>(shared_from_this(), cache_.hold(data, bytes, term));
+}
+
+// What is not used and too much is unmapped, the longest unused first.
+class Port::PortScratch final : public Pipe::Scratch {
+ public:
+  PortScratch(std::shared_ptr<Port> port, std::unique_ptr<Block> block)
+      : port_(std::move(port)), block_(std::move(block)) {}
+  ~PortScratch() override {
+    std::lock_guard lock(port_->mutex_);
+    auto& blocks = port_->blocks_;
+    blocks.push_back(std::move(block_));
+    std::size_t bytes = 0;
+    for (const auto& block : blocks) bytes += block->bytes;
+    for (; bytes > kScratchBytes; blocks.erase(blocks.begin())) {
+      bytes -= blocks.front()->bytes;
+      port_->cache_.end(blocks.front()->hold);
+    }
+  }
+  PortScratch(const PortScratch&) = delete;
+  PortScratch& operator=(const PortScratch&) = delete;
+  std::byte* data() const override { return block_->data; }
+
+ private:
+  std::shared_ptr<Port> port_;
+  std::unique_ptr<Block> block_;
+};
+
+std::unique_ptr<Pipe::Scratch> Port::scratch(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  bytes = std::bit_ceil(bytes);
+  const auto fits = [&](const auto& block) { return block->bytes == bytes; };
+  const auto found = std::find_if(blocks_.rbegin(), blocks_.rend(), fits);
+  std::unique_ptr<Block> block;
+  if (found != blocks_.rend()) {
+    block = std::move(*found);
+    blocks_.erase(std::next(found).base());
+  } else {
+    block = std::make_unique<Block>(bytes);
+    block->hold = cache_.hold(block->data, bytes, RegistrationCache::Term::ours);
+  }
+  return std::make_unique<PortScratch>(shared_from_this(), std::move(block));
+}
+
+void Port::set(const Settings& settings) {
+  std::lock_guard lock(mutex_);
+  settings_ = settings;
+  cache_.limit(settings.registrations);
+}
+
+std::string Port::why_not_direct() const {
+  std::lock_guard lock(mutex_);
+  return obstacle();
+}
+
+std::string Port::obstacle() const {
+  if (settings_.direct_bytes == 0) return "it is turned off (NETFOLD_DIRECT_BYTES)";
+  if (limits().write_bytes == 0)
+    return "provider " + limits().provider + " cannot write to a peer's memory with a word";
+  if (rails() > 1) return "there are several rails";
+  const std::size_t least = sizeof(Header) + std::max(kMaxBeforeBytes + sizeof(WrittenWord), sizeof(GrantWord));
+  if (segment_bytes_ < least) return "provider " + limits().provider + " has messages that are too short";
+  return "";
+}
+
+bool Port::is_direct(const Stream* stream, std::size_t bytes) const {
+  return stream->direct_bytes > 0 && bytes >= stream->direct_bytes && bytes <= limits().write_bytes &&
+         bytes <= UINT32_MAX;
+}
+
+// --- who receives ----------------------------------------------------------------------------------------------------
+
+bool Port::expect(Stream* from, std::uint64_t name, std::byte* into, std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  Stream& stream = *from;
+  if (!stream.why.empty() || stream.is_revoking || stream.grants == kMaxGrants) return false;
+  Grant grant{.stream = &stream, .into = into, .bytes = static_cast<std::uint32_t>(bytes)};
+  try {
+    grant.lease = cache_.lease(into, bytes);
+  } catch (const Error& error) {
+    fail(stream, error.what());
+    return false;
+  }
+  do {
+    grant.number = random_number();
+  } while (grants_.contains(grant.number));
+  const Registration& registration = *grant.lease->registration;
+  stream.to_tell.push_back({name, {registration.address(into), registration.key()}, grant.bytes, grant.number});
+  grants_.emplace(grant.number, grant);
+  ++stream.grants;
+  ++stream.open_grants;
+  return true;
+}
+
+std::uint32_t Port::random_number() {
+  if (random_.empty()) {
+    random_.resize(64);
+    const auto bytes = random_.size() * sizeof random_.front();
+    if (getrandom(random_.data(), bytes, 0) != static_cast<ssize_t>(bytes)) throw_errno("getrandom");
+  }
+  const std::uint32_t number = random_.back();
+  random_.pop_back();
+  return number;
+}
+
+std::size_t Port::grant_message_bytes() const {
+  const std::size_t most = sizeof(Header) + kGrantsAMessage * sizeof(GrantWord);
+  return std::min(most, segment_bytes_) / sizeof(Header) * sizeof(Header);
+}
+
+void Port::tell_grants(Stream& stream) {
+  Sending& sending = stream.granting();
+  const std::size_t most = (grant_message_bytes() - sizeof(Header)) / sizeof(GrantWord);
+  while (!stream.to_tell.empty() && sending.state == Sending::State::free && stream.why.empty()) {
+    const std::size_t count = std::min(stream.to_tell.size(), most);
+    const Header header{.sequence = stream.first_missing(),
+                        .read = stream.read,
+                        .bytes = static_cast<std::uint32_t>(count * sizeof(GrantWord)),
+                        .what = What::grant};
+    std::memcpy(sending.data, &header, sizeof header);
+    std::memcpy(sending.data + sizeof header, stream.to_tell.data(), header.bytes);
+    sending.bytes = static_cast<std::uint32_t>(sizeof header + count * sizeof(GrantWord));
+    sending.rail = stream.take_rail();
+    const auto taken = hand_over(sending);
+    if (taken == Wire::Taken::never) return;
+    if (taken == Wire::Taken::later) {
+      sending.state = Sending::State::free;
+      return push_later(stream);
+    }
+    stream.told = stream.read;
+    stream.to_tell.erase(stream.to_tell.begin(), stream.to_tell.begin() + static_cast<std::ptrdiff_t>(count));
+    counters_.grants += count;
+  }
+}
+
+// The last word of the segment says where more of its bytes are. False: nothing was granted there.
+bool Port::place_written(Stream& stream, Receiving& receiving) {
+  WrittenWord word;
+  receiving.bytes -= static_cast<std::uint32_t>(sizeof word);
+  std::memcpy(&word, receiving.data + sizeof(Header) + receiving.bytes, sizeof word);
+  const auto found = grants_.find(word.number);
+  if (found == grants_.end()) return false;
+  Grant& grant = found->second;
+  if (grant.stream != &stream || grant.bytes != word.bytes) return false;
+  receiving.grant = &grant;
+  return true;
+}
+
+void Port::landed(std::uint32_t number) {
+  const auto found = grants_.find(number);
+  if (found == grants_.end() || found->second.state != Grant::State::open) {
+    ++counters_.strange;
+    return;
+  }
+  Grant& grant = found->second;
+  grant.state = Grant::State::landed;
+  cache_.give_back(std::exchange(grant.lease, nullptr));
+  Stream& stream = *grant.stream;
+  --stream.open_grants;
+  ++stream.landed;
+  ring(stream);
+}
+
+// --- who sends -------------------------------------------------------------------------------------------------------
+
+void Port::granted(Stream& stream, const std::byte* words, std::size_t bytes) {
+  for (std::size_t at = 0; at < bytes; at += sizeof(GrantWord)) {
+    GrantWord word;
+    std::memcpy(&word, words + at, sizeof word);
+    // One that was revoked may come late, and more than may be is nobody's word.
+    if (stream.is_revoked) return;
+    if (stream.offers.size() == kMaxGrants || !stream.offers.emplace(word.name, word).second) ++counters_.strange;
+  }
+  ring(stream);
+}
+
+bool Port::is_offered(Stream* to, std::uint64_t name) {
+  std::lock_guard lock(mutex_);
+  if (!to->offers.contains(name)) progress();
+  to->wants_offer = !to->offers.contains(name);
+  return !to->wants_offer;
+}
+
+std::size_t Port::lend(Stream* to, std::span<const iovec> pieces, std::uint64_t name) {
+  std::lock_guard lock(mutex_);
+  Stream& stream = *to;
+  stream.bell->asleep = false;
+  if (!stream.may_send() || !stream.offers.contains(name)) progress();
+  const auto offer = stream.offers.find(name);
+  const iovec& piece = pieces.back();
+  // Of another length: the calls differ, which who reads the message will say.
+  stream.wants_offer = offer == stream.offers.end() || offer->second.bytes != piece.iov_len;
+  if (stream.wants_offer || !stream.may_send()) return 0;
+  Writing& writing = stream.writings.emplace_back();
+  writing.stream = &stream;
+  writing.first = stream.taken;
+  auto* data = static_cast<std::byte*>(piece.iov_base);
+  void* descriptor = nullptr;
+  if (limits().needs_registration) {
+    try {
+      writing.lease = cache_.lease(data, piece.iov_len);
+    } catch (const Error& error) {
+      stream.writings.pop_back();
+      fail(stream, error.what());
+      return 0;
+    }
+    descriptor = writing.lease->registration->descriptor();
+  }
+  const GrantWord word = offer->second;
+  Wire& wire = *rails_.front();
+  const auto taken =
+      wire.write(stream.peers.front(), data, piece.iov_len, descriptor, word.place, word.number, &writing);
+  stream.is_refused = taken == Wire::Taken::later;
+  if (taken != Wire::Taken::yes) {
+    if (writing.lease != nullptr) cache_.give_back(writing.lease);
+    stream.writings.pop_back();
+    counters_.refused += stream.is_refused ? 1 : 0;
+    if (taken == Wire::Taken::never) fail(stream, "a write to the peer's memory is not taken: " + wire.why());
+    return 0;
+  }
+  stream.offers.erase(offer);
+  ++stream.writes;
+  ++counters_.writes;
+  counters_.bytes_written += word.bytes;
+  Sending& sending = stream.segment(stream.sent);
+  std::size_t filled = sizeof(Header);
+  for (const iovec& before : pieces.first(pieces.size() - 1)) {
+    std::memcpy(sending.data + filled, before.iov_base, before.iov_len);
+    filled += before.iov_len;
+  }
+  const std::size_t all = filled - sizeof(Header) + word.bytes;
+  const WrittenWord last{word.number, word.bytes};
+  std::memcpy(sending.data + filled, &last, sizeof last);
+  stream.taken += all;
+  send_segment(stream, sending, filled + sizeof last, What::written);
+  return all;
+}
+
+void Port::written(Writing& writing) {
+  Stream& stream = *writing.stream;
+  writing.is_through = true;
+  if (writing.lease != nullptr) cache_.give_back(std::exchange(writing.lease, nullptr));
+  while (!stream.writings.empty() && stream.writings.front().is_through) stream.writings.pop_front();
+  ring(stream);
+}
+
+std::size_t Port::lent(Stream* stream) {
+  std::lock_guard lock(mutex_);
+  if (!stream->writings.empty()) progress();
+  stream->lent_said = stream->lent();
+  return stream->lent_said;
+}
+
+// --- taking back -----------------------------------------------------------------------------------------------------
+
+bool Port::withdraw(Stream* stream) {
+  std::lock_guard lock(mutex_);
+  progress();
+  return is_withdrawn(*stream);
+}
+
+// Or begins to: what was granted is revoked, once.
+bool Port::is_withdrawn(Stream& stream) {
+  stream.lent_said = stream.lent();
+  if (stream.open_grants > 0 && !stream.is_revoking) {
+    stream.is_revoking = stream.owes_revoking = true;
+    // What was not told yet was never granted, and `grants_` still has it: told of or not, it is over.
+    stream.to_tell.clear();
+    tell_credit(stream);
+  }
+  const bool is_all_here = stream.disowned && *stream.disowned == stream.landed;
+  if (stream.open_grants > 0 && !is_all_here) return false;
+  if (stream.open_grants > 0) {
+    for (auto& [number, grant] : grants_) {
+      if (grant.stream != &stream || grant.state != Grant::State::open) continue;
+      grant.state = Grant::State::over;
+      cache_.give_back(std::exchange(grant.lease, nullptr));
+      ++counters_.grants_withdrawn;
+    }
+    stream.open_grants = 0;
+  }
+  return stream.writings.empty();
+}
+
+void Port::disown(Stream* stream, std::uint32_t writes) {
+  std::lock_guard lock(mutex_);
+  stream->disowned = writes;
+}
+
+Port::LastWord Port::last_word(const Stream* stream) const {
+  std::lock_guard lock(mutex_);
+  return {stream->sent, stream->writes};
+}
+
+bool Port::is_open() const {
+  std::lock_guard lock(mutex_);
+  return !rails_.empty();
+}
+
+void Port::break_off(const std::string& why) {
+  std::lock_guard lock(mutex_);
+  if (!rails_.empty()) close_endpoint(why);
+}
+
+void Port::close_endpoint(const std::string& why) {
+  for (auto& [tag, stream] : streams_) fail(*stream, "the endpoint was closed: " + why);
+  for (auto& rail : rails_) rail->close();
+  cache_.clear();
+  for (auto& slab : slabs_) slab->registrations.clear();
+  rails_.clear();
+  const auto forget_work = [](Stream& stream) {
+    stream.writings.clear();
+    stream.open_grants = 0;
+    stream.under_way = 0;
+    stream.is_pending = false;
+    for (Sending& sending : stream.slab->sendings) sending.state = Sending::State::free;
+  };
+  for (auto& [tag, stream] : streams_) forget_work(*stream);
+  for (auto& stream : leaving_) spare_.push_back(stream->slab);
+  leaving_.clear();
+  for (auto& [number, grant] : grants_) {
+    if (grant.state == Grant::State::open) grant.state = Grant::State::over;
+    grant.lease = nullptr;
+  }
+  unposted_.clear();
+  pending_.clear();
+}
+
+}  // namespace netfold::transport::fabric

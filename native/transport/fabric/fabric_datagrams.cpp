@@ -1,0 +1,227 @@
+#include <netfold/transport/fabric/fabric_datagrams.hpp>
+
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace netfold::transport::fabric {
+namespace {
+
+// So many bits cannot be guessed.
+constexpr int kLeastTagBits = 48;
+// Below a hello and a few values nothing can be said.
+constexpr std::size_t kLeastPacketBytes = 640;
+constexpr std::size_t kLeastBuffers = 16;
+constexpr std::size_t kAlignment = 64;
+
+std::uint64_t random_bits() {
+  std::uint64_t bits = 0;
+  if (getrandom(&bits, sizeof bits, 0) != sizeof bits) throw_errno("getrandom");
+  return bits;
+}
+
+}  // namespace
+
+FabricDatagrams::FabricDatagrams(std::unique_ptr<Wire> wire, std::size_t packet_bytes, std::size_t in_flight_bytes,
+                                 std::size_t peers)
+    : wire_(std::move(wire)),
+      packet_bytes_(std::min(packet_bytes, wire_->limits().message_bytes)),
+      peers_(peers),
+      unheard_(peers),
+      pid_(getpid()) {
+  const Wire::Limits& limits = wire_->limits();
+  if (limits.tag_bits < kLeastTagBits || packet_bytes_ < kLeastPacketBytes) {
+    throw Error("provider " + limits.provider + " has tags of " + std::to_string(limits.tag_bits) +
+                " bits and messages of " + std::to_string(limits.message_bytes) +
+                " bytes; packets of an aggregator need " + std::to_string(kLeastTagBits) + " bits and " +
+                std::to_string(kLeastPacketBytes) + " bytes");
+  }
+  const std::size_t stride = (packet_bytes_ + kAlignment - 1) / kAlignment * kAlignment;
+  const std::size_t wanted = std::max(kLeastBuffers, peers * (in_flight_bytes / packet_bytes_));
+  const std::size_t most = kMaxBufferBytes / stride;
+  const std::size_t sends = std::min({wanted, most / 3, std::max(limits.sends, kLeastBuffers)});
+  const std::size_t receives = std::min({2 * wanted, most - most / 3, std::max(limits.receives, kLeastBuffers)});
+  most_under_way_ = std::max<std::size_t>(1, sends / std::max<std::size_t>(1, peers));
+
+  const std::size_t bytes = (sends + receives) * stride;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw Error("no memory for packets over a fabric: " + std::to_string(bytes) + " bytes");
+  memory_ = {static_cast<std::byte*>(memory), Memory{bytes}};
+  if (limits.needs_registration) registration_ = wire_->register_memory(memory_.get(), bytes, Access::messages);
+  sendings_.resize(sends);
+  receivings_.resize(receives);
+  std::byte* next = memory_.get();
+  for (Sending& sending : sendings_) {
+    sending.data = std::exchange(next, next + stride);
+    free_.push_back(&sending);
+  }
+  for (Receiving& receiving : receivings_) {
+    receiving.data = std::exchange(next, next + stride);
+    post(receiving);
+  }
+  const std::uint64_t usable = ~std::uint64_t{0} >> (64 - limits.tag_bits);
+  for (Peer peer = 0; peer < peers; ++peer) {
+    do {
+      peers_[peer].tag_in = random_bits() & usable;
+    } while (!by_tag_.emplace(peers_[peer].tag_in, peer).second);
+  }
+}
+
+FabricDatagrams::~FabricDatagrams() {
+  if (pid_ == getpid()) return;
+  // A child of fork: what the provider shares with its parent is not ours to close.
+  static_cast<void>(registration_.release());
+  static_cast<void>(wire_.release());
+}
+
+void FabricDatagrams::Memory::operator()(std::byte* first) const { munmap(first, bytes); }
+
+void FabricDatagrams::connect(Peer peer, std::span<const std::byte> name, std::uint64_t tag) {
+  // A provider reads as many bytes as its names have, whatever came.
+  if (name.empty() || name.size() > kMaxNameBytes) {
+    throw Error("an address of " + std::to_string(name.size()) + " bytes is none of provider " + limits().provider);
+  }
+  std::vector<std::byte> padded(kMaxNameBytes + 1);
+  std::copy(name.begin(), name.end(), padded.begin());
+  Place& place = peers_[peer];
+  place.at = wire_->add(padded);
+  place.tag_out = tag;
+  place.connected = true;
+}
+
+std::size_t FabricDatagrams::send(std::span<Run> runs) {
+  std::size_t total = 0;
+  for (Run& run : runs) {
+    run.taken = std::min(run.pieces.size() / run.pieces_per_packet, room(run.to));
+    for (std::size_t number = 0; number < run.taken; ++number) take(run, number);
+    push(peers_[run.to]);
+    look_ns_ = kFirstLookNs;
+    total += run.taken;
+  }
+  return total;
+}
+
+void FabricDatagrams::take(const Run& run, std::size_t number) {
+  Sending& sending = *free_.back();
+  free_.pop_back();
+  std::byte* next = sending.data;
+  for (const iovec& piece : run.pieces.subspan(number * run.pieces_per_packet, run.pieces_per_packet)) {
+    if (piece.iov_len == 0) continue;
+    std::memcpy(next, piece.iov_base, piece.iov_len);
+    next += piece.iov_len;
+  }
+  sending.bytes = run.packet_bytes;
+  sending.to = run.to;
+  Place& place = peers_[run.to];
+  ++place.under_way;
+  place.waiting.push_back(&sending);
+  ++waiting_;
+}
+
+// What waits for this peer, oldest first.
+void FabricDatagrams::push(Place& place) {
+  void* descriptor = registration_ == nullptr ? nullptr : registration_->descriptor();
+  while (!place.waiting.empty()) {
+    Sending& sending = *place.waiting.front();
+    const auto taken = wire_->send(place.at, sending.data, sending.bytes, descriptor, place.tag_out, &sending);
+    if (taken == Wire::Taken::later) return;
+    place.waiting.pop_front();
+    --waiting_;
+    if (taken == Wire::Taken::yes) continue;
+    release(sending);
+    lost(wire_->why());
+  }
+}
+
+void FabricDatagrams::release(Sending& sending) {
+  --peers_[sending.to].under_way;
+  free_.push_back(&sending);
+}
+
+bool FabricDatagrams::receive(const Packet& packet) {
+  ++counters_.receive_calls;
+  bool moved = false;
+  for (int round = 0; round < kRounds; ++round) {
+    const std::size_t found = wire_->poll(batch_);
+    for (std::size_t i = 0; i < found; ++i) {
+      const Completion& completion = batch_[i];
+      if (completion.kind == Completion::Kind::failed) {
+        failed(completion, packet);
+      } else if (completion.kind == Completion::Kind::sent) {
+        release(static_cast<Sending&>(*completion.work));
+        failed_sends_ = 0;
+      } else if (completion.kind == Completion::Kind::received) {  // nobody was granted anything to write to
+        auto& receiving = static_cast<Receiving&>(*completion.work);
+        ++counters_.received_datagrams;
+        const auto known = by_tag_.find(completion.tag);
+        // Who is not connected yet has not been named.
+        const bool is_known = known != by_tag_.end() && peers_[known->second].connected;
+        if (is_known && !std::exchange(peers_[known->second].heard, true)) --unheard_;
+        packet({receiving.data, completion.bytes}, is_known ? known->second : kStranger);
+        post(receiving);
+      }
+    }
+    moved |= found > 0;
+    if (found < batch_.size()) break;
+  }
+  const auto again = std::exchange(unposted_, {});
+  for (Receiving* receiving : again) post(*receiving);
+  if (waiting_ > 0) {
+    for (Place& place : peers_) push(place);
+  }
+  look_ns_ = moved ? kFirstLookNs : std::min(2 * look_ns_, kLastLookNs);
+  return moved;
+}
+
+void FabricDatagrams::post(Receiving& receiving) {
+  void* descriptor = registration_ == nullptr ? nullptr : registration_->descriptor();
+  switch (wire_->receive(receiving.data, packet_bytes_, descriptor, &receiving)) {
+    case Wire::Taken::yes:
+      return;
+    case Wire::Taken::later:
+      return unposted_.push_back(&receiving);
+    case Wire::Taken::never:
+      trouble_ = "provider " + limits().provider + ": buffers cannot be posted: " + wire_->why();
+  }
+}
+
+void FabricDatagrams::failed(const Completion& completion, const Packet& packet) {
+  if (completion.work == nullptr) {
+    trouble_ = "provider " + limits().provider + ": " + completion.why;
+    return;
+  }
+  const auto* work = completion.work;
+  if (work >= &sendings_.front() && work <= &sendings_.back()) {
+    release(static_cast<Sending&>(*completion.work));
+    return lost(completion.why);
+  }
+  // A message that was too long, from who does not keep to what was agreed on: anybody may, so it is no trouble.
+  packet({}, kStranger);
+  post(static_cast<Receiving&>(*completion.work));
+}
+
+void FabricDatagrams::lost(const std::string& why) {
+  ++counters_.send_errors;
+  counters_.last_send_error = why;
+  if (++failed_sends_ >= kMaxFailures) trouble_ = "provider " + limits().provider + ": sending failed: " + why;
+}
+
+FabricDatagrams::Rest FabricDatagrams::rest(bool /*wants_room*/) {
+  Rest rest{.fd = wire_->wait_fd(), .events = POLLIN};
+  const bool sends = free_.size() < sendings_.size();
+  if (!wire_->may_sleep()) {
+    rest.nap_ns = 0;
+  } else if (waiting_ > 0 || !unposted_.empty() || rest.fd < 0) {
+    rest.nap_ns = kNapNs;  // what was refused may go without a completion before it
+  } else if (sends || unheard_ > 0) {
+    rest.nap_ns = look_ns_;
+  }
+  return rest;
+}
+
+}  // namespace netfold::transport::fabric

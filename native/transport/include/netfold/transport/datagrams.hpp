@@ -1,0 +1,76 @@
+// Packets in batches, to peers and from them: what the aggregation protocol goes over.
+//
+// A packet comes whole or not at all, once or more often, in any order: repair is the protocol's. A peer is a number of
+// this port's own; where it is, and how what comes from it is known, is said when it is made known to the port
+// (UdpSocket: by its address; fabric::FabricDatagrams: by a tag that only it was told). What comes from nobody that is
+// known is handed out as a stranger's. Nothing here blocks, and nothing here knows what a packet means.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+
+namespace netfold::transport {
+
+class Datagrams {
+ public:
+  using Peer = std::uint32_t;
+  static constexpr Peer kStranger = 0xffffffff;
+
+  // Packets to one peer, each `packet_bytes` long and made of the same number of consecutive pieces.
+  struct Run {
+    Peer to = kStranger;
+    std::span<const iovec> pieces;
+    std::size_t pieces_per_packet = 1;
+    std::size_t packet_bytes = 0;
+    std::size_t taken = 0;  // filled in: packets, from the first on
+  };
+
+  // How a sleeper is woken.
+  struct Rest {
+    int fd = -1;  // for `events`; -1: by the nap alone
+    short events = 0;
+    std::int64_t nap_ns = -1;  // look again after so long in any case; 0: at once, -1: there is no need to
+  };
+
+  virtual ~Datagrams() = default;
+
+  // So many packets to a peer are taken now; of more some may be refused. Who counts its packets asks first: a number
+  // that was given out and not sent looks like a loss at the other end.
+  virtual std::size_t room(Peer to) const = 0;
+  // Takes packets of each run as far as there is room; how many in all. What is lost on the way counts as taken. Throws
+  // std::runtime_error where nothing can be sent from here.
+  virtual std::size_t send(std::span<Run> runs) = 0;
+
+  // Receives what is there, at most one batch; calls `packet(bytes, source)` for each packet. `bytes` lives for the
+  // call, in which packets may be sent. Whether anything happened.
+  using Packet = std::function<void(std::span<const std::byte>, Peer)>;
+  virtual bool receive(const Packet& packet) = 0;
+
+  // `wants_room`: for a packet that was not taken. Good until the next call of anything else here.
+  virtual Rest rest(bool wants_room) = 0;
+  // Whether that has to be asked before each sleep; else the descriptor alone wakes whoever waits for it.
+  virtual bool sleeps_lightly() const { return false; }
+
+  // What holds packets that have come and were not received.
+  virtual std::size_t receive_buffer_bytes() const = 0;
+  // Why nothing that is sent arrives any more, where that is known; else empty.
+  virtual const std::string& trouble() const = 0;
+
+  struct Counters {
+    std::uint64_t receive_calls = 0;
+    std::uint64_t received_datagrams = 0;
+    std::uint64_t send_errors = 0;  // packets of which a provider says that they did not arrive
+    std::string last_send_error;
+  };
+  const Counters& counters() const { return counters_; }
+
+ protected:
+  Counters counters_;
+};
+
+}  // namespace netfold::transport

@@ -1,0 +1,106 @@
+// What is registered with one wire for writes, and how long: so that memory which is used again need not be registered
+// again, which costs a fabric as much as sending some hundred kilobytes.
+//
+// The classic registration cache keeps what it once saw, and must guess when an address was freed and means other pages
+// now: by hooks in malloc, or by asking the kernel. A wrong guess is a wrong result. Here nothing is guessed. Memory is
+// *held* for a time by who knows that it stays mapped as it is: by its owner, who says when that ends (a *lasting*
+// hold: the job's own buckets), or by an operation, which borrowed it from its caller (a *passing* one). A registration
+// is of the whole range of a hold, and ends with it at the latest. What nobody holds is registered for one use.
+//
+//   lease(range): within what is registered -> that         hit
+//                 within a hold             -> all of it    miss
+//                 else                      -> the range    miss, and it ends with the lease
+//
+// Containment is a hit; so a bucket is registered once, whatever parts of it are reduced. A passing hold counts once,
+// at its first lease: a tensor that goes in many pieces is one hit or one miss. A registration within a longer one that
+// is made goes, unless it is in use.
+//
+// BOUNDS. Of entries and of bytes, by who was used last; what operations under way use stays, so they may pass the
+// bound. A lasting hold of more than all the bytes is registered by the operation, and no longer. No bytes at all:
+// nothing is kept beyond an operation.
+//
+// Not thread-safe: its port takes turns.
+#pragma once
+
+#include <netfold/transport/fabric/wire.hpp>
+
+#include <list>
+#include <map>
+
+namespace netfold::transport::fabric {
+
+class RegistrationCache {
+ public:
+  struct Limits {
+    std::size_t entries = 1024;
+    std::size_t bytes = std::size_t{4} << 30;
+  };
+  struct Counters {
+    std::uint64_t hits = 0;
+    std::uint64_t misses = 0;
+    std::uint64_t evictions = 0;
+    std::uint64_t registered = 0;  // bytes, in all
+    std::uint64_t entries = 0;     // now
+    std::uint64_t bytes = 0;       // now
+  };
+  enum class Term : std::uint8_t { passing, lasting, ours };  // ours: a lasting one that nobody counts
+
+  // Memory that somebody says will stay as it is.
+  struct Hold {
+    std::byte* data = nullptr;
+    std::size_t bytes = 0;
+    Term term = Term::passing;
+    std::uint32_t hits = 0;  // of a passing one: 1 of these once it was used
+    std::uint32_t misses = 0;
+  };
+  struct Entry {
+    std::byte* data = nullptr;
+    std::size_t bytes = 0;
+    std::unique_ptr<Registration> registration;
+    const Hold* hold = nullptr;  // nobody's: of one lease
+    std::uint32_t leases = 0;
+  };
+
+  // `wire` outlives this, or `clear` comes before its end.
+  explicit RegistrationCache(Wire& wire) : wire_(wire) {}
+
+  void limit(const Limits& limits);
+  Hold* hold(std::byte* data, std::size_t bytes, Term term);
+  // With its registration, or once the last lease of that ends.
+  void end(Hold* hold);
+  // Throws Error.
+  Entry* lease(std::byte* data, std::size_t bytes);
+  void give_back(Entry* entry);
+  // All registrations, whoever uses them.
+  void clear();
+  // In a child of fork: they are its parent's to end.
+  void abandon();
+  const Counters& counters() const { return counters_; }
+
+ private:
+  // By first address, then the longest first.
+  struct Range {
+    const std::byte* data;
+    std::size_t bytes;
+    bool operator<(const Range& other) const { return data != other.data ? data < other.data : bytes > other.bytes; }
+    bool contains(const std::byte* first, std::size_t count) const {
+      return first >= data && first + count <= data + bytes;
+    }
+  };
+  using Entries = std::list<Entry>;  // who was used last is last
+
+  Entries::iterator find(const std::byte* data, std::size_t bytes);
+  Hold* holder(const std::byte* data, std::size_t bytes, Term term);
+  bool keeps(const Hold& hold) const { return hold.term != Term::lasting || hold.bytes <= limits_.bytes; }
+  void drop(Entries::iterator entry);
+  void make_room(std::size_t bytes);
+
+  Wire& wire_;
+  Limits limits_;
+  std::multimap<Range, Hold> holds_;
+  Entries entries_;
+  std::multimap<Range, Entries::iterator> by_range_;
+  Counters counters_;
+};
+
+}  // namespace netfold::transport::fabric

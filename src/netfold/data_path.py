@@ -1,0 +1,115 @@
+"""How packets of a job go from who joins a switch to that switch: by UDP, or over a provider of libfabric.
+
+Shared by workers and by switches that are below another. What each says of its place on the network travels in `join`
+and `admitted` (control.py); a hello then shows that packets pass both ways.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any, Protocol
+
+from netfold import control, packet_keys
+from netfold._native import fabric, protocol, seal
+from netfold._native.transport import DataPort, FabricPort, UdpPort
+
+# Longest that a way is tried whose packets do not come back.
+_LAST_S = 5.0
+# As in docs/fabric.md: what may stand before the provider that is really used.
+_STRICT = re.compile(r"strict[^+]*\+")
+
+
+class PathError(Exception):
+    """Packets do not pass, or there is no such place here; a sentence without its subject."""
+
+
+class DataPath(Protocol):
+    """One end, until `port` is given to a group or a job."""
+
+    port: DataPort
+
+    def said(self) -> control.Message:
+        """What `join` says of this end."""
+
+    def reach(self, host: str, admitted: control.Message, deadline: float) -> control.Message:
+        """Try the way to the switch at `host`; what `ready` says of it. PathError, and what a bad `admitted` raises."""
+
+
+def open_path(provider: str | None, host: str, window_bytes: int) -> DataPath:
+    """This end, on the interface with the address `host`; provider: None for UDP. PathError."""
+    return _Udp(host, window_bytes) if provider is None else _Fabric(provider, host, window_bytes)
+
+
+def without_strict(provider: str) -> str:
+    """The provider below the strict one: both ends of a way need the same."""
+    return _STRICT.sub("", provider)
+
+
+def fabric_payload(packet_bytes: int) -> int:
+    """Bytes of values in a packet of that length, of pairs too, with room for a tag."""
+    room: int = packet_bytes - protocol.HEADER_BYTES - seal.TAG_BYTES
+    return min(control.FABRIC_PAYLOAD_BYTES, room // 16 * 16)
+
+
+class _Udp:
+    def __init__(self, host: str, window_bytes: int) -> None:
+        self._port = UdpPort(host=host, buffer_bytes=4 * window_bytes)
+        self.port: DataPort = self._port
+
+    def said(self) -> control.Message:
+        return {"port": self._port.port}
+
+    def reach(self, host: str, admitted: control.Message, deadline: float) -> control.Message:
+        self._port.connect(host, int(admitted["port"]))
+        for payload in control.PAYLOAD_CANDIDATES:
+            last = payload == control.PAYLOAD_CANDIDATES[-1]
+            if _hello(self.port, admitted, payload, deadline, _LAST_S if last else control.PROBE_S) is not None:
+                return {"payload_bytes": payload}
+        raise PathError(
+            f"is reached by TCP, but no UDP packet came back from its data port {admitted['port']}: a firewall may "
+            "drop UDP, or an address translation change its port"
+        )
+
+
+class _Fabric:
+    def __init__(self, provider: str, host: str, window_bytes: int) -> None:
+        longest = control.FABRIC_PAYLOAD_BYTES + protocol.HEADER_BYTES + seal.TAG_BYTES
+        try:
+            self._port = FabricPort(provider, host, packet_bytes=longest, in_flight_bytes=window_bytes)
+        except fabric.FabricError as error:
+            raise PathError(f"is to be reached over the fabric '{provider}', which this host cannot: {error}") from None
+        self.port: DataPort = self._port
+        self._place: dict[str, Any] = self._port.place
+
+    def said(self) -> control.Message:
+        return {"fabric": {key: self._place[key] for key in ("provider", "name", "tag")}}
+
+    def reach(self, host: str, admitted: control.Message, deadline: float) -> control.Message:
+        theirs = admitted["fabric"]
+        provider = self._place["provider"]
+        try:
+            self._port.connect(theirs["name"], int(theirs["tag"]))
+        except fabric.FabricError as error:
+            raise PathError(f"has no place that provider {provider} knows: {error}") from None
+        payload = fabric_payload(min(self._place["packet_bytes"], int(theirs["packet_bytes"])))
+        proof = _hello(self.port, admitted, payload, deadline, _LAST_S)
+        if proof is None:
+            raise PathError(
+                f"is reached by TCP, but nothing came back from it over provider {provider}: does the interface with "
+                "the address that reaches it carry that fabric (netfold doctor fabric), and lets a firewall it pass?"
+            )
+        return {"payload_bytes": payload, "proof": proof}
+
+
+def _hello(port: DataPort, admitted: control.Message, payload: int, deadline: float, seconds: float) -> int | None:
+    found: int | None = port.hello(
+        job=int(admitted["job_id"]),
+        incarnation=int(admitted["incarnation"]),
+        worker=int(admitted["worker"]),
+        nonce=int(admitted["nonce"]),
+        packet_bytes=payload + protocol.HEADER_BYTES,
+        key=packet_keys.of_hellos(admitted),
+        timeout_ns=int(min(seconds, max(0.0, deadline - time.monotonic())) * 1e9),
+    )
+    return found

@@ -1,0 +1,324 @@
+"""A job's packets over libfabric: the sums of UDP, on a provider that takes every liberty; whom a switch believes; and
+what becomes of a job when packets, wires, switches and workers are lost."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_in_network as by_udp
+from folds import FLOAT_OPS, INTEGER_OPS
+from ranks import RunningSwitch, run_ranks, run_threads, running_switch, values
+
+from netfold import Communicator, FileStore, Options, control
+from netfold._native import engine, fabric, protocol
+from netfold._native.aggregator import Plane
+from netfold._native.transport import FabricPort
+from netfold.communicator import PeerLost
+from netfold.data_path import fabric_payload
+from netfold.switch.view import read_status
+
+try:
+    fabric.version()
+except fabric.FabricError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+HERE = "127.0.0.1"
+STRICT = "strict+tcp"
+SOON_S = 4.0
+IN_NETWORK = engine.ALGORITHMS["in_network"]
+TOKEN = "0123456789abcdef" * 2
+
+
+@pytest.fixture(scope="module")
+def switch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSwitch]:
+    """With tokens, so that every packet has to be right; it serves UDP as well."""
+    folder = tmp_path_factory.mktemp("tokens")
+    private(folder / "tokens", f"all {TOKEN}\n")
+    private(folder / "token", TOKEN)
+    options = ("--threads", "2", "--metrics", f"{HERE}:0", "--token-file", str(folder / "tokens"))
+    with running_switch("--fabric", STRICT, *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def open_switch() -> Iterator[RunningSwitch]:
+    with running_switch("--fabric", "tcp", "--fabric", "udp", "--fabric", "shm") as running:
+        yield running
+
+
+def private(path: Path, text: str) -> str:
+    path.touch(0o600)
+    path.write_text(text)
+    return str(path)
+
+
+def join(
+    rank: int,
+    size: int,
+    folder: str,
+    endpoint: str,
+    provider: str | None = STRICT,
+    *,
+    timeout_s: float = 20,
+    **how: Any,
+) -> Communicator:
+    options = {
+        "switch": endpoint,
+        "probe": "off",
+        "algorithm": "in_network",
+        "transport": "tcp" if provider is None else f"fabric:{provider}",
+        "interface": HERE,
+        "rejoin_s": 0,
+        **how,
+    }
+    return Communicator(
+        FileStore(folder), rank, size, options=Options(**options), timeout_s=timeout_s, join_timeout_s=10
+    )
+
+
+def token_of(running: RunningSwitch) -> str:
+    """The file for workers, beside the switch's own."""
+    arguments = running.process.args
+    assert isinstance(arguments, list)
+    return str(Path(arguments[arguments.index("--token-file") + 1]).with_name("token"))
+
+
+def adds(group: Communicator, *counts: int) -> None:
+    """Sums of integers that no packet in a wrong place gives."""
+    for count in counts:
+        mine = np.arange(count, dtype=np.int64) * (group.rank + 1)
+        group.all_reduce(mine)
+        np.testing.assert_array_equal(mine, np.arange(count) * (group.size * (group.size + 1) // 2))
+
+
+def every_operation(rank: int, size: int, folder: str, endpoint: str, token_file: str) -> set[int]:
+    with join(rank, size, folder, endpoint, token_file=token_file) as group:
+        for dtype in by_udp.DTYPES:
+            for count in (1, 5003):
+                by_udp.moves(group, dtype, count)
+                by_udp.reduces(group, "sum", dtype, count)
+            for op in FLOAT_OPS if dtype.startswith("float") else INTEGER_OPS:
+                by_udp.reduces(group, op, dtype, 109)
+            group.barrier()
+        return {int(event["algorithm"]) for event in group.group.events()}
+
+
+def test_every_operation_gives_the_bits_that_it_gives_over_udp(switch: RunningSwitch) -> None:
+    found = values(run_threads(every_operation, 3, switch.endpoint, token_of(switch), timeout_s=60))
+    assert found == [{IN_NETWORK}] * 3
+    switch.wait_for(r"payload_bytes=4032 .*fabric=\"strict\+tcp;ofi_rxm\" authenticated=yes")
+
+
+def both(rank: int, size: int, folder: str, endpoint: str, token_file: str) -> list[int]:
+    twice = f"{endpoint},{endpoint}"
+    with (
+        join(rank, size, f"{folder}/fabric", twice, token_file=token_file) as over_fabric,
+        join(rank, size, f"{folder}/udp", endpoint, None, token_file=token_file) as over_udp,
+    ):
+        other = threading.Thread(target=adds, args=(over_udp, 5, 50_000, 7))
+        other.start()
+        adds(over_fabric, 100_003, 5, 50_000)
+        other.join()
+        over_udp.barrier()
+        return [over_fabric.group.traffic(number)["packets_sent"] for number in range(2)]  # type: ignore[index]
+
+
+def test_jobs_over_udp_and_over_both_threads_on_a_fabric_stand_side_by_side(switch: RunningSwitch) -> None:
+    metrics = switch.wait_for(r"metrics at http://([\d.]+:\d+)/")[0]
+    status = read_status(control.parse_endpoint(metrics, what="metrics"))
+    assert status["fabrics"] == ["tcp;ofi_rxm"]
+    found = values(run_threads(both, 2, switch.endpoint, token_of(switch)))
+    assert all(count > 10 for counts in found for count in counts), found
+
+
+def through_the_end(rank: int, size: int, folder: str, running: RunningSwitch, dies: bool, **how: Any) -> str:
+    with join(rank, size, folder, running.endpoint, **how) as group:
+        adds(group, 1, 1000)
+        if dies:
+            adds(group, 300_007)
+            assert group.group.traffic()["retransmissions"] > 0  # type: ignore[index]
+            if rank == 0:
+                running.process.kill()
+        began = time.monotonic()
+        # Until all know of it: they must make the same calls.
+        know = np.zeros(1, np.int64)
+        while know[0] < size:
+            assert time.monotonic() - began < 3 * SOON_S
+            know[0] = bool(group.group.recoveries[0].state)
+            group.all_reduce(know)
+        adds(group, 1000, 1)
+        return group.group.recoveries[0].state
+
+
+def test_what_a_wire_loses_is_sent_again_and_a_switch_that_dies_costs_no_step() -> None:
+    with running_switch("--fabric", "strict:drops=20+tcp") as running:
+        for state in values(run_threads(through_the_end, 2, running, True)):
+            assert "is gone" in state
+
+
+def test_a_wire_whose_sends_fail_takes_the_group_off_the_switch_with_the_providers_words(
+    switch: RunningSwitch,
+) -> None:
+    def fails(rank: int, size: int, folder: str) -> str:
+        how = {"provider": "strict:fails=80+tcp", "token_file": token_of(switch)}
+        return through_the_end(rank, size, folder, switch, False, **how)
+
+    states = values(run_threads(fails, 2))
+    words = "provider strict+tcp;ofi_rxm: sending failed: this wire was told to fail"
+    assert any(words in state for state in states), states
+
+
+def dies(rank: int, size: int, folder: str, endpoint: str) -> tuple[str, int, float]:
+    for provider in ("udp", "shm"):
+        with join(rank, size, f"{folder}/{provider}", endpoint, provider) as group:
+            adds(group, 1, 1000, 300_007)
+    with join(rank, size, folder, endpoint, "tcp") as group:
+        adds(group, 1000, 100_003)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(PeerLost) as raised:
+            adds(group, 500_000)
+        return str(raised.value), raised.value.rank, time.monotonic() - began
+
+
+def test_the_sums_are_right_over_other_providers_and_a_worker_that_dies_is_named(open_switch: RunningSwitch) -> None:
+    text, rank, seconds = run_ranks(dies, 2, open_switch.endpoint, dies=[1])[0].value
+    assert rank == 1, text
+    assert seconds < SOON_S
+    # The switch serves others.
+    values(run_threads(lambda *rank: adds(join(*rank, open_switch.endpoint, "tcp"), 1000), 2))
+
+
+def test_a_switch_without_that_fabric_says_what_it_has_and_nothing_else_is_used(switch: RunningSwitch) -> None:
+    token_file = token_of(switch)
+    for outcome in run_threads(lambda *rank: join(*rank, switch.endpoint, "sockets", token_file=token_file), 2):
+        assert outcome.error == "SwitchError"
+        what = "refused: this switch takes packets over UDP, provider tcp;ofi_rxm, and not over provider sockets"
+        assert f"{what}: start it with --fabric" in outcome.text
+
+
+def test_a_switch_is_not_started_for_a_provider_that_is_not_there() -> None:
+    says = r"--fabric bogus: libfabric .* has no provider 'bogus'"
+    with pytest.raises(AssertionError, match=says), running_switch("--fabric", "bogus"):
+        pass
+
+
+def test_a_tree_goes_over_the_fabric_on_every_link_and_a_parent_without_it_is_named() -> None:
+    def add(rank: int, size: int, folder: str, endpoints: list[str], provider: str) -> None:
+        with join(rank, size, folder, endpoints[rank], provider) as group:
+            adds(group, 1, 100_003)
+
+    with (
+        running_switch("--fabric", "strict:seed=5+tcp") as root,
+        running_switch("--fabric", "strict:drops=50+tcp", "--fabric", "sockets", "--parent", root.endpoint) as leaf,
+    ):
+        ways = [leaf.endpoint, root.endpoint, leaf.endpoint]
+        values(run_threads(add, 3, ways, STRICT))
+        root.wait_for("workers=2 .*fabric=")
+        found = run_threads(add, 3, ways, "sockets")
+        assert {outcome.error for outcome in found} == {"SwitchError"}
+        assert any("over UDP, provider tcp;ofi_rxm, and not over provider sockets" in one.text for one in found)
+
+
+class Job:
+    """A job with keys on a Plane, one worker of two played by hand."""
+
+    JOB, INCARNATION = 0x0A0B0C0D, 77
+
+    def __init__(self) -> None:
+        self.plane = Plane()
+        self.nonces, self.proofs = ([secrets.randbits(64) for _ in range(2)] for _ in range(2))
+        self.keys = [secrets.token_bytes(16) for _ in range(2)]
+        self.place = self.plane.open_on_fabric(
+            job=self.JOB,
+            incarnation=self.INCARNATION,
+            provider=STRICT,
+            host=HERE,
+            nonces=self.nonces,
+            proofs=self.proofs,
+            hello_keys=self.keys,
+            packet_bytes=4096,
+            in_flight_bytes=1 << 16,
+        )
+
+    def worker(self, *, tag: int | None = None, known: bool = True) -> FabricPort:
+        """Worker 0's port. tag: what it sends has, in the place of what it was told."""
+        port = FabricPort(STRICT, HERE, packet_bytes=4096, in_flight_bytes=1 << 16)
+        if known:
+            self.plane.expect_on_fabric(self.JOB, 0, port.place["name"], port.place["tag"])
+        port.connect(self.place["name"], self.place["tags"][0] if tag is None else tag)
+        return port
+
+    def hello(self, port: FabricPort, *, key: bytes | None = None, nonce: int | None = None) -> int | None:
+        found: int | None = port.hello(
+            job=self.JOB,
+            incarnation=self.INCARNATION,
+            worker=0,
+            nonce=self.nonces[0] if nonce is None else nonce,
+            packet_bytes=fabric_payload(4096) + protocol.HEADER_BYTES,
+            key=key or self.keys[0],
+            timeout_ns=150_000_000,
+        )
+        return found
+
+    def drops(self) -> set[str]:
+        return {reason for reason, count in self.plane.counters(self.JOB)["drops"].items() if count}
+
+    def drops_hellos(self, reason: str, port: FabricPort, **how: Any) -> None:
+        """They come, and count as nothing else."""
+        before, deadline = self.drops(), time.monotonic() + 10
+        was = self.plane.counters(self.JOB)["drops"][reason]
+        while self.plane.counters(self.JOB)["drops"][reason] == was:
+            assert self.hello(port, **how) is None
+            assert time.monotonic() < deadline, self.plane.counters(self.JOB)
+        assert self.drops() == before | {reason}
+
+
+def test_a_hello_counts_with_the_workers_own_tag_and_key_and_nonce_and_comes_back_with_its_proof() -> None:
+    job = Job()
+    job.drops_hellos("source", job.worker(known=False))
+    job.drops_hellos("source", job.worker(tag=job.place["tags"][1]))
+    job.drops_hellos("source", job.worker(tag=secrets.randbits(48)))
+    port = job.worker()
+    job.drops_hellos("unauthenticated", port, key=job.keys[1])
+    job.drops_hellos("worker", port, nonce=1 ^ job.nonces[0])
+    assert job.plane.counters(job.JOB)["hellos"] == 0
+    deadline = time.monotonic() + 10
+    while (proof := job.hello(port)) is None:
+        assert time.monotonic() < deadline
+    assert proof == job.proofs[0]
+    job.plane.close(job.JOB)
+
+
+def test_who_has_not_got_the_hello_back_is_not_ready(open_switch: RunningSwitch) -> None:
+    elsewhere = FabricPort("tcp", HERE, packet_bytes=4096, in_flight_bytes=4096).place
+    place = {"provider": "tcp;ofi_rxm", "name": elsewhere["name"], "tag": 7}
+    join = {"type": "join", "version": control.VERSION, "job": "j", "name": "", "ranks": [0, 1], "timeout_s": 10}
+
+    def says(message: dict[str, Any]) -> socket.socket:
+        stream = socket.create_connection(open_switch.address, 10)
+        control.send(stream, {**join, **message})
+        return stream
+
+    with says({"rank": 0, "fabric": place}) as first, says({"rank": 1, "port": 9}) as second:
+        admitted, refused = control.receive(first), control.receive(second)
+        assert admitted["type"] == "admitted", admitted
+        assert "rank 1's packets come over UDP, others' over provider tcp;ofi_rxm" in refused["reason"]
+        control.send(first, {"type": "ready", "payload_bytes": 1024, "proof": admitted["nonce"]})
+        open_switch.wait_for("ready without the number that its hello came back with")
+    for wrong in ({"provider": ""}, {"name": b""}, {"name": bytes(513)}, {"tag": -1}):
+        with says({"rank": 0, "fabric": {**place, **wrong}}) as stream:
+            assert stream.recv(1) == b"", wrong
+    with says({"rank": 0, "fabric": {**place, "name": bytes(16)}}) as stream:
+        assert "rank 0 is nowhere on the fabric" in control.receive(stream)["reason"]
