@@ -162,7 +162,8 @@ Failure gave_up(int peer, int fault, const std::string& reason, int self, const 
 }
 
 Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& during) {
-  std::string text = "rank " + std::to_string(peer) + " closed its connection";
+  std::string text =
+      "rank " + std::to_string(peer) + (io.is_ours ? " is not reached any more" : " closed its connection");
   if (io.error != 0) text += std::string(" (") + std::strerror(io.error) + ")";
   if (during.sequence != 0) text += " during " + during.text();
   text += io.why != nullptr && !io.why->empty() ? "; " + *io.why : "; it died or left the group: see its own output";

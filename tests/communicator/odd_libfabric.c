@@ -1,6 +1,6 @@
 /* In the place of libfabric.so.1, for test_fabric_library.py: one that is too old, or passes everything on to the real
- * one and lets no memory be registered.
- *   cc -shared -fPIC -Wl,-soname,libfabric.so.1 [-DOLD | -DREAL="path"] odd_libfabric.c -o libfabric.so.1 */
+ * one and lets no memory be registered: none at all, or none to write to.
+ *   cc -shared -fPIC -Wl,-soname,libfabric.so.1 [-DOLD | -DREAL="path" [-DWRITES]] odd_libfabric.c -o libfabric.so.1 */
 #include <dlfcn.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_domain.h>
@@ -16,10 +16,15 @@ uint32_t fi_version(void) { return FI_VERSION(1, 11); }
 
 static struct fi_ops_fabric fabric_ops;
 static struct fi_ops_mr mr_ops;
+static int (*register_memory)(struct fid *, const void *, size_t, uint64_t, uint64_t, uint64_t, uint64_t,
+                              struct fid_mr **, void *);
 static int (*open_domain)(struct fid_fabric *, struct fi_info *, struct fid_domain **, void *);
 
 static int refuse(struct fid *fid, const void *buf, size_t len, uint64_t access, uint64_t offset, uint64_t key,
                   uint64_t flags, struct fid_mr **mr, void *context) {
+#ifdef WRITES
+  if (!(access & FI_REMOTE_WRITE)) return register_memory(fid, buf, len, access, offset, key, flags, mr, context);
+#endif
   return -FI_ENOMEM;
 }
 
@@ -27,6 +32,7 @@ static int domain(struct fid_fabric *fabric, struct fi_info *info, struct fid_do
   int failed = open_domain(fabric, info, made, context);
   if (failed) return failed;
   mr_ops = *(*made)->mr;
+  register_memory = mr_ops.reg;
   mr_ops.reg = refuse;
   (*made)->mr = &mr_ops;
   return 0;
@@ -41,7 +47,9 @@ int fi_getinfo(uint32_t version, const char *node, const char *service, uint64_t
                struct fi_info **found) {
   int failed = PASS_ON(fi_getinfo)(version, node, service, flags, hints, found);
   if (failed) return failed;
+#ifndef WRITES
   for (struct fi_info *each = *found; each; each = each->next) each->domain_attr->mr_mode |= FI_MR_LOCAL;
+#endif
   return 0;
 }
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ranks import run_ranks, values
 
@@ -93,6 +94,22 @@ def refused(rank: int, size: int, folder: str, library: str) -> Any:
     return 0, "nothing went wrong"
 
 
+def has_a_large_sum(rank: int, size: int, folder: str, library: str) -> Any:
+    if rank == 1:
+        ctypes.CDLL(library)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (LOCKABLE_KIB << 10, 2 * LOCKABLE_KIB << 10))
+    options = Options(probe="off", transport="fabric:tcp", interface="127.0.0.1", algorithm="ring")
+    began = 0.0
+    try:
+        with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+            group.all_reduce(np.ones(1000))
+            began = time.monotonic()
+            group.all_reduce(np.ones(4 << 20))
+    except Exception as error:
+        return time.monotonic() - began, f"{type(error).__name__} {getattr(error, 'rank', None)}: {error}"
+    return 0, "nothing went wrong"
+
+
 def hear(library: Path) -> str:
     """What both ranks are told, which is the same."""
     (first_s, first), (second_s, second) = values(run_ranks(refused, 2, str(library)))
@@ -119,6 +136,16 @@ def test_a_registration_that_is_refused_names_the_limit_and_how_to_raise_it(tmp_
     limit = "this process may lock 64 KiB of memory (RLIMIT_MEMLOCK): raise it with `ulimit -l 128`, beyond that with "
     assert f" bytes of memory: Cannot allocate memory; {limit}" in said
     assert "limits.conf" in said and "LimitMEMLOCK" in said, said
+
+
+def test_a_tensor_that_cannot_be_registered_ends_the_group_with_the_limit(tmp_path: Path) -> None:
+    """In the midst of a job, and never by another way without a word."""
+    library = stand_in(tmp_path, f'-DREAL="{real_library()}"', "-DWRITES")
+    (first_s, first), (second_s, second) = values(run_ranks(has_a_large_sum, 2, str(library)))
+    assert max(first_s, second_s) < 5
+    assert "rank 0 is not reached any more" in second and "; provider tcp;ofi_rxm cannot register " in second, second
+    assert "may lock 64 KiB of memory (RLIMIT_MEMLOCK)" in second, second
+    assert first.startswith("PeerLost 1: "), first
 
 
 def test_a_build_without_libfabrics_headers_says_what_to_install(tmp_path: Path) -> None:

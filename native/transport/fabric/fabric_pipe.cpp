@@ -75,7 +75,8 @@ bool FabricPipe::is_over() {
   if (failure.empty()) return false;
   // The connection may know better: that the peer left in order, or why it is gone.
   look();
-  if (over_since_ns_ < 0) over_since_ns_ = now_ns();
+  is_ours_ = over_since_ns_ < 0;
+  if (is_ours_) over_since_ns_ = now_ns();
   if (why_.empty()) why_ = std::move(failure);
   return true;
 }

@@ -204,6 +204,7 @@ class LibfabricWire final : public Wire {
   }
   Taken write(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, const Place& into,
               std::uint32_t number, Work* work) override {
+    const CallWatch::Call call(watch_);
     return taken(
         limits_.orders_writes
             ? fi_write(endpoint_.get(), data, bytes, descriptor, to, into.address, into.key, work)
@@ -334,6 +335,7 @@ std::unique_ptr<Registration> LibfabricWire::register_memory(std::byte* data, st
   int result = -FI_ENOKEY;
   for (int tries = 0; tries < kKeyTries && result == -FI_ENOKEY; ++tries) {
     const std::uint64_t key = names_keys_ ? random_key() : 0;
+    const CallWatch::Call call(watch_);
     result = fi_mr_reg(domain_.get(), data, bytes, allowed, 0, key, 0, &opened, nullptr);
   }
   if (result != 0) {

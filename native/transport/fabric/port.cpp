@@ -546,7 +546,8 @@ void Port::drop_rail(Stream& stream, std::size_t rail, const std::string& why) {
 
 void Port::fail(Stream& stream, const std::string& why) {
   if (!stream.why.empty()) return;
-  stream.why = "provider " + limits().provider + ": " + why;
+  const std::string provider = "provider " + limits().provider;
+  stream.why = why.starts_with(provider) ? why : provider + ": " + why;
   for (Sending* sending : stream.waiting) sending->state = Sending::State::free;
   stream.waiting.clear();
   if (stream.credit().state == Sending::State::waiting) stream.credit().state = Sending::State::free;

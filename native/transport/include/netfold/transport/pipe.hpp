@@ -22,6 +22,7 @@ class Pipe {
     bool closed = false;               // the peer closed, or the connection broke
     int error = 0;                     // errno of a broken connection, 0 for an orderly close
     const std::string* why = nullptr;  // where more than that is known; the pipe's
+    bool is_ours = false;              // what failed is on this side, and the peer may be well
   };
 
   // Memory that its owner, or an operation that borrowed it, says will stay as it is. Ends with the object.

@@ -64,7 +64,9 @@ class FabricPipe final : public Pipe {
   void say_last(const Port::LastWord& word);
   void look();
   bool is_over();
-  Io closed() const { return {.closed = true, .error = error_, .why = why_.empty() ? nullptr : &why_}; }
+  Io closed() const {
+    return {.closed = true, .error = error_, .why = why_.empty() ? nullptr : &why_, .is_ours = is_ours_};
+  }
 
   std::shared_ptr<Port> port_;
   Port::Stream* stream_;
@@ -76,6 +78,7 @@ class FabricPipe final : public Pipe {
   std::int64_t over_since_ns_ = -1;
   int error_ = 0;
   std::string why_;
+  bool is_ours_ = false;
 };
 
 }  // namespace netfold::transport::fabric
