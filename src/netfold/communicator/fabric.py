@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.util import Finalize
 from typing import Any
 
 from netfold import control
@@ -31,7 +32,7 @@ _GREETING_BYTES = 16
 # Between two looks at what a provider has to do, while other ranks are waited for, and at what those say.
 _LOOK_S, _SLICE_S = 0.0005, 0.02
 
-# One a provider and set of interfaces, for all groups of this process; never closed before it ends.
+# One a provider and set of interfaces, for all groups of this process; not closed before it ends.
 _ports: dict[tuple[int, str, tuple[str, ...]], Any] = {}
 _lock = threading.Lock()
 
@@ -40,10 +41,20 @@ def port_of(provider: str, hosts: Sequence[str]) -> Any:
     """This process's place on that fabric. FabricError where it cannot have one."""
     key = os.getpid(), provider, tuple(hosts)
     with _lock:
+        if not any(pid == os.getpid() for pid, _, _ in _ports):
+            # As Python's own, so that the processes of multiprocessing do so, too, which end without `atexit`.
+            Finalize(None, _let_go, exitpriority=0)
         # One whose endpoint had to be closed is its streams' alone.
         if key not in _ports or not _ports[key].is_open:
             _ports[key] = fabric.Port(provider, list(hosts))
         return _ports[key]
+
+
+def _let_go() -> None:
+    """At the end of the process: have providers take away what they keep outside of it, such as shm's files in /dev/shm.
+    A group that was not closed keeps its port."""
+    with _lock:
+        _ports.clear()
 
 
 def words_of(port: Any) -> str:
