@@ -188,7 +188,11 @@ class LibfabricWire final : public Wire {
   // `host`: of its interface, where it goes by such addresses.
   LibfabricWire(Info info, const std::string& host, bool in_order);
 
-  void close() override { endpoint_.reset(); }
+  ~LibfabricWire() override { LibfabricWire::close(); }
+  void close() override {
+    const CallWatch::Call call(watch_);
+    endpoint_.reset();
+  }
   const Limits& limits() const override { return limits_; }
   std::vector<std::byte> name() const override;
   Peer add(std::span<const std::byte> name) override;
