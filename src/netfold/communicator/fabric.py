@@ -51,7 +51,7 @@ def port_of(provider: str, hosts: Sequence[str]) -> Any:
 
 
 def _let_go() -> None:
-    """At the end of the process: have providers take away what they keep outside of it, such as shm's files in /dev/shm.
+    """At the end of the process: have providers take away what they keep outside of it, as shm its file in /dev/shm.
     A group that was not closed keeps its port."""
     with _lock:
         _ports.clear()
