@@ -155,7 +155,7 @@ bool FabricDatagrams::receive(const Packet& packet) {
       } else if (completion.kind == Completion::Kind::sent) {
         release(static_cast<Sending&>(*completion.work));
         failed_sends_ = 0;
-      } else {
+      } else if (completion.kind == Completion::Kind::received) {  // nobody was granted anything to write to
         auto& receiving = static_cast<Receiving&>(*completion.work);
         ++counters_.received_datagrams;
         const auto known = by_tag_.find(completion.tag);
