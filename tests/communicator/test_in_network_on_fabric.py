@@ -36,15 +36,16 @@ HERE = "127.0.0.1"
 STRICT = "strict+tcp"
 SOON_S = 4.0
 IN_NETWORK = engine.ALGORITHMS["in_network"]
-TOKEN = "0123456789abcdef" * 2
+TOKEN, POOR_TOKEN = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 
 
 @pytest.fixture(scope="module")
 def switch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSwitch]:
     """With tokens, so that every packet has to be right; it serves UDP as well."""
     folder = tmp_path_factory.mktemp("tokens")
-    private(folder / "tokens", f"all {TOKEN}\n")
+    private(folder / "tokens", f"all {TOKEN}\npoor {POOR_TOKEN} memory=2M\n")
     private(folder / "token", TOKEN)
+    private(folder / "poor", POOR_TOKEN)
     options = ("--threads", "2", "--metrics", f"{HERE}:0", "--token-file", str(folder / "tokens"))
     with running_switch("--fabric", STRICT, *options) as running:
         yield running
@@ -86,11 +87,11 @@ def join(
     )
 
 
-def token_of(running: RunningSwitch) -> str:
+def token_of(running: RunningSwitch, name: str = "token") -> str:
     """The file for workers, beside the switch's own."""
     arguments = running.process.args
     assert isinstance(arguments, list)
-    return str(Path(arguments[arguments.index("--token-file") + 1]).with_name("token"))
+    return str(Path(arguments[arguments.index("--token-file") + 1]).with_name(name))
 
 
 def adds(group: Communicator, *counts: int) -> None:
@@ -136,7 +137,7 @@ def both(rank: int, size: int, folder: str, endpoint: str, token_file: str) -> l
 def test_jobs_over_udp_and_over_both_threads_on_a_fabric_stand_side_by_side(switch: RunningSwitch) -> None:
     metrics = switch.wait_for(r"metrics at http://([\d.]+:\d+)/")[0]
     status = read_status(control.parse_endpoint(metrics, what="metrics"))
-    assert status["fabrics"] == ["tcp;ofi_rxm"]
+    assert list(status["fabrics"]) == ["tcp;ofi_rxm"]
     found = values(run_threads(both, 2, switch.endpoint, token_of(switch)))
     assert all(count > 10 for counts in found for count in counts), found
 
@@ -206,6 +207,17 @@ def test_a_switch_without_that_fabric_says_what_it_has_and_nothing_else_is_used(
         assert outcome.error == "SwitchError"
         what = "refused: this switch takes packets over UDP, provider tcp;ofi_rxm, and not over provider sockets"
         assert f"{what}: start it with --fabric" in outcome.text
+
+
+def test_buffers_for_a_fabric_are_memory_of_the_tenant(switch: RunningSwitch) -> None:
+    poor = token_of(switch, "poor")
+    for outcome in run_threads(lambda *rank: join(*rank, switch.endpoint, token_file=poor), 2):
+        assert outcome.error == "SwitchError"
+    assert any(
+        "take 6." in what and "2.0 MiB are free" in what for what in switch.wait_for("buffers for packets.*free")
+    )
+    with_less = {"token_file": poor, "window_bytes": 1 << 17}
+    values(run_threads(lambda *rank: adds(join(*rank, switch.endpoint, **with_less), 1000), 2))
 
 
 def test_a_switch_is_not_started_for_a_provider_that_is_not_there() -> None:

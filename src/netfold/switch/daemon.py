@@ -148,9 +148,10 @@ class Switch:
     def status(self) -> dict[str, Any]:
         """What there is to see from outside, as plain values; units are last in the names."""
         ledger = self._ledger
+        jobs = list(ledger.jobs.values())
         parent = None
         if self._parent is not None:
-            below = sum(job.link is not None for job in ledger.jobs.values())
+            below = sum(job.link is not None for job in jobs)
             parent = {"endpoint": self._parent.endpoint, "jobs": below, "trouble": self._parent.trouble}
         return {
             "state": "draining" if ledger.draining else "serving",
@@ -159,7 +160,7 @@ class Switch:
             "cpu_s": sum(plane.cpu_ns() for plane in self._planes) / 1e9,
             "incarnation": self.incarnation,
             "authenticated": self.authenticated,
-            "fabrics": self._fabrics.providers,
+            "fabrics": {each: sum(job.provider_below == each for job in jobs) for each in self._fabrics.providers},
             "connections": self._entrance.connections,
             "strangers": self._entrance.strangers,
             "parent": parent,
