@@ -272,13 +272,15 @@ class Job:
         port.connect(self.place["name"], self.place["tags"][0] if tag is None else tag)
         return port
 
-    def hello(self, port: FabricPort, *, key: bytes | None = None, nonce: int | None = None) -> int | None:
+    def hello(
+        self, port: FabricPort, *, key: bytes | None = None, nonce: int | None = None, payload: int | None = None
+    ) -> int | None:
         found: int | None = port.hello(
             job=self.JOB,
             incarnation=self.INCARNATION,
             worker=0,
             nonce=self.nonces[0] if nonce is None else nonce,
-            packet_bytes=fabric_payload(4096) + protocol.HEADER_BYTES,
+            packet_bytes=(payload or fabric_payload(4096)) + protocol.HEADER_BYTES,
             key=key or self.keys[0],
             timeout_ns=150_000_000,
         )
@@ -310,6 +312,8 @@ def test_a_hello_counts_with_the_workers_own_tag_and_key_and_nonce_and_comes_bac
     while (proof := job.hello(port)) is None:
         assert time.monotonic() < deadline
     assert proof == job.proofs[0]
+    assert job.hello(port, payload=1 << 15) is None, "longer than a message"
+    assert job.hello(port, payload=1024) == proof
     job.plane.close(job.JOB)
 
 

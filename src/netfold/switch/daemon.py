@@ -15,6 +15,7 @@ from typing import Any
 from netfold import control
 from netfold._native import protocol, seal
 from netfold._native.aggregator import Plane
+from netfold.data_path import fabric_payload
 from netfold.switch.admission import Admission
 from netfold.switch.certificate import server_context
 from netfold.switch.entrance import Entrance, Guest
@@ -371,6 +372,8 @@ class Switch:
             or not MIN_PAYLOAD_BYTES <= payload <= protocol.MAX_PAYLOAD_BYTES
         ):
             raise control.ProtocolError(f"ready with payload_bytes {payload!r}")
+        if job.fabric is not None and payload > fabric_payload(job.fabric["packet_bytes"]):
+            raise control.ProtocolError(f"ready with payload_bytes {payload}, more than its messages hold")
         if job.proofs and message.get("proof") != job.proofs[job.place.children.index(member.child)]:
             raise control.ProtocolError("ready without the number that its hello came back with")
         window = message.get("window")
