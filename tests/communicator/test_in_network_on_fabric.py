@@ -185,8 +185,12 @@ def dies(rank: int, size: int, folder: str, endpoint: str) -> tuple[str, int, fl
             adds(group, 1, 1000, 300_007)
     with join(rank, size, folder, endpoint, "tcp") as group:
         adds(group, 1000, 100_003)
+        through = Path(folder, "through")  # rank 0 may still be hearing of the last sum
         if rank == 1:
+            while not through.exists():
+                time.sleep(0.005)
             os.kill(os.getpid(), signal.SIGKILL)
+        through.touch()
         began = time.monotonic()
         with pytest.raises(PeerLost) as raised:
             adds(group, 500_000)
@@ -194,7 +198,7 @@ def dies(rank: int, size: int, folder: str, endpoint: str) -> tuple[str, int, fl
 
 
 def test_the_sums_are_right_over_other_providers_and_a_worker_that_dies_is_named(open_switch: RunningSwitch) -> None:
-    text, rank, seconds = run_ranks(dies, 2, open_switch.endpoint, dies=[1])[0].value
+    text, rank, seconds = values(run_ranks(dies, 2, open_switch.endpoint, dies=[1])[:1])[0]
     assert rank == 1, text
     assert seconds < SOON_S
     # The switch serves others.
@@ -211,13 +215,13 @@ def test_a_switch_without_that_fabric_says_what_it_has_and_nothing_else_is_used(
 
 def test_buffers_for_a_fabric_are_memory_of_the_tenant(switch: RunningSwitch) -> None:
     poor = token_of(switch, "poor")
-    for outcome in run_threads(lambda *rank: join(*rank, switch.endpoint, token_file=poor), 2):
+    for outcome in run_threads(lambda *rank: join(*rank, switch.endpoint, "tcp", token_file=poor), 2):
         assert outcome.error == "SwitchError"
     assert any(
         "take 6." in what and "2.0 MiB are free" in what for what in switch.wait_for("buffers for packets.*free")
     )
     with_less = {"token_file": poor, "window_bytes": 1 << 17}
-    values(run_threads(lambda *rank: adds(join(*rank, switch.endpoint, **with_less), 1000), 2))
+    values(run_threads(lambda *rank: adds(join(*rank, switch.endpoint, "tcp", **with_less), 1000), 2))
 
 
 def test_a_switch_is_not_started_for_a_provider_that_is_not_there() -> None:
@@ -229,18 +233,18 @@ def test_a_switch_is_not_started_for_a_provider_that_is_not_there() -> None:
 def test_a_tree_goes_over_the_fabric_on_every_link_and_a_parent_without_it_is_named() -> None:
     def add(rank: int, size: int, folder: str, endpoints: list[str], provider: str) -> None:
         with join(rank, size, folder, endpoints[rank], provider) as group:
-            adds(group, 1, 100_003)
+            adds(group, 1, 60_007)
 
     with (
         running_switch("--fabric", "strict:seed=5+tcp") as root,
-        running_switch("--fabric", "strict:drops=50+tcp", "--fabric", "sockets", "--parent", root.endpoint) as leaf,
+        running_switch("--fabric", "strict:drops=50+tcp", "--fabric", "udp", "--parent", root.endpoint) as leaf,
     ):
-        ways = [leaf.endpoint, root.endpoint, leaf.endpoint]
-        values(run_threads(add, 3, ways, STRICT))
+        ways = [leaf.endpoint, root.endpoint]
+        values(run_threads(add, 2, ways, "tcp"))
         root.wait_for("workers=2 .*fabric=")
-        found = run_threads(add, 3, ways, "sockets")
+        found = run_threads(add, 2, ways, "udp")
         assert {outcome.error for outcome in found} == {"SwitchError"}
-        assert any("over UDP, provider tcp;ofi_rxm, and not over provider sockets" in one.text for one in found)
+        assert any("over UDP, provider tcp;ofi_rxm, and not over provider udp;ofi_rxd" in one.text for one in found)
 
 
 class Job:
