@@ -60,8 +60,9 @@ _LENGTH = struct.Struct(">I")
 PAYLOAD_CANDIDATES = (8880, 1408, 1152)
 # How long each but the last is tried.
 PROBE_S = 0.12
-# Over a fabric, where no path has a length: the protocol's most, less where messages are shorter. A message costs what
-# it costs there, whatever its length: an all_reduce of 1 MB took 2.6 ms so, 4.0 ms with 8880 (2 ranks, tcp;ofi_rxm).
+# Over a fabric, where no path has a length: the protocol's most, less where messages are shorter. A message costs much
+# the same whatever its length: an all_reduce of 1 MB took 2.4 to 2.8 ms so, and 3.8 to 4.2 ms with 8880 (2 ranks,
+# tcp;ofi_rxm, medians of 3 rounds on a machine that others used).
 FABRIC_PAYLOAD_BYTES = 32768
 
 # Tokens and lists of them; what is longer is no such file.

@@ -17,7 +17,7 @@ from netfold._native.transport import DataPort, FabricPort, UdpPort
 # Longest that a way is tried whose packets do not come back.
 _LAST_S = 5.0
 # As in docs/fabric.md: what may stand before the provider that is really used.
-_STRICT = re.compile(r"strict[^+]*\+")
+_STRICT = re.compile(r"^strict[^+]*\+")
 
 
 class PathError(Exception):
@@ -96,8 +96,9 @@ class _Fabric:
         proof = _hello(self.port, admitted, payload, deadline, _LAST_S)
         if proof is None:
             raise PathError(
-                f"is reached by TCP, but nothing came back from it over provider {provider}: does the interface with "
-                "the address that reaches it carry that fabric (netfold doctor fabric), and lets a firewall it pass?"
+                f"is reached by TCP, but nothing came back from it over provider {provider}: does the interface that "
+                "reaches it carry that fabric (netfold doctor fabric), does a firewall drop it, and are the provider's "
+                "own variables (FI_...) the same at both ends?"
             )
         return {"payload_bytes": payload, "proof": proof}
 

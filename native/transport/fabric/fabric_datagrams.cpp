@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 namespace netfold::transport::fabric {
@@ -97,6 +98,10 @@ void FabricDatagrams::connect(Peer peer, std::span<const std::byte> name, std::u
 std::size_t FabricDatagrams::send(std::span<Run> runs) {
   std::size_t total = 0;
   for (Run& run : runs) {
+    // The length of a job's packets is the other end's word, too.
+    if (run.packet_bytes > packet_bytes_) {
+      throw std::system_error(EMSGSIZE, std::generic_category(), "a packet over provider " + limits().provider);
+    }
     run.taken = std::min(run.pieces.size() / run.pieces_per_packet, room(run.to));
     for (std::size_t number = 0; number < run.taken; ++number) take(run, number);
     push(peers_[run.to]);
@@ -193,6 +198,8 @@ void FabricDatagrams::post(Receiving& receiving) {
 void FabricDatagrams::failed(const Completion& completion, const Packet& packet) {
   if (completion.work == nullptr) {
     trouble_ = "provider " + limits().provider + ": " + completion.why;
+    ++counters_.send_errors;
+    counters_.last_send_error = completion.why;
     return;
   }
   const auto* work = completion.work;

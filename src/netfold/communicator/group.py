@@ -261,12 +261,14 @@ class Group:
     ) -> Recovery:
         """Give a membership of a switch to the native group, and see to it that its loss costs no step."""
         log.info(
-            "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes, packets %sauthenticated",
+            "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes over %s, packets "
+            "%sauthenticated",
             self.rank,
             membership.endpoint,
             len(membership.workers),
             membership.window,
             membership.payload_bytes,
+            options.switch_fabric or "UDP",
             "" if membership.authenticated else "not ",
         )
         table = table_without_switch(len(membership.workers), wire=job.wire, links=self.links)

@@ -24,8 +24,9 @@ class Options:
     wire: auto, f32, bf16, f16, i32 or i8: what f32 tensors travel as in all_reduce (NETFOLD_WIRE, docs/numbers.md);
         auto never loses a bit, the bits of a sum by i32 are the same whatever runs it, i8 is for gradients.
     transport: auto; tcp to keep ranks that share memory from using it; fabric:PROVIDER to go over a provider of
-        libfabric instead of tcp, fabric:PROVIDER,memory where ranks that share memory should use it
-        (NETFOLD_TRANSPORT, docs/fabric.md); mpi or mpi,memory: the same over the MPI of mpirun (docs/mpi.md).
+        libfabric instead of tcp, and of UDP to a switch, fabric:PROVIDER,memory where ranks that share memory should
+        use it (NETFOLD_TRANSPORT, docs/fabric.md); mpi or mpi,memory: the same between ranks over the MPI of mpirun
+        (docs/mpi.md).
     single_copy: on or off: ranks of one machine read what is sent straight from each other's memory, where the kernel
         lets them (NETFOLD_SINGLE_COPY); off on any rank is off for its machine.
     share_buckets: on or off: move DDP's buckets to shared memory, in place, where all ranks are on one machine

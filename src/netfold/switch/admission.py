@@ -221,6 +221,15 @@ class Admission:
                 )
         except OSError as error:  # fabric.FabricError is one
             raise RefusedError("port", f"the switch cannot open a data port on {host}: {error}") from None
+        if place_on_fabric is not None:
+            needs, free = place_on_fabric["buffer_bytes"], self._ledger.room(tenant)["memory_bytes"]
+            if needs > free:
+                plane.close(job_id)
+                raise RefusedError(
+                    "full",
+                    f"this switch is full: buffers for packets over {join.over} take {needs / 2**20:.1f} MiB, and "
+                    f"{free / 2**20:.1f} MiB are free (--memory); less in flight (NETFOLD_WINDOW_BYTES) needs less",
+                )
         return Job(
             name=join.name,
             label=join.label,

@@ -15,6 +15,7 @@ from typing import Any
 from netfold import control
 from netfold._native import protocol, seal
 from netfold._native.aggregator import Plane
+from netfold.data_path import fabric_payload
 from netfold.switch.admission import Admission
 from netfold.switch.certificate import server_context
 from netfold.switch.entrance import Entrance, Guest
@@ -148,9 +149,10 @@ class Switch:
     def status(self) -> dict[str, Any]:
         """What there is to see from outside, as plain values; units are last in the names."""
         ledger = self._ledger
+        jobs = list(ledger.jobs.values())
         parent = None
         if self._parent is not None:
-            below = sum(job.link is not None for job in ledger.jobs.values())
+            below = sum(job.link is not None for job in jobs)
             parent = {"endpoint": self._parent.endpoint, "jobs": below, "trouble": self._parent.trouble}
         return {
             "state": "draining" if ledger.draining else "serving",
@@ -159,7 +161,7 @@ class Switch:
             "cpu_s": sum(plane.cpu_ns() for plane in self._planes) / 1e9,
             "incarnation": self.incarnation,
             "authenticated": self.authenticated,
-            "fabrics": self._fabrics.providers,
+            "fabrics": {each: sum(job.provider_below == each for job in jobs) for each in self._fabrics.providers},
             "connections": self._entrance.connections,
             "strangers": self._entrance.strangers,
             "parent": parent,
@@ -370,6 +372,8 @@ class Switch:
             or not MIN_PAYLOAD_BYTES <= payload <= protocol.MAX_PAYLOAD_BYTES
         ):
             raise control.ProtocolError(f"ready with payload_bytes {payload!r}")
+        if job.fabric is not None and payload > fabric_payload(job.fabric["packet_bytes"]):
+            raise control.ProtocolError(f"ready with payload_bytes {payload}, more than its messages hold")
         if job.proofs and message.get("proof") != job.proofs[job.place.children.index(member.child)]:
             raise control.ProtocolError("ready without the number that its hello came back with")
         window = message.get("window")

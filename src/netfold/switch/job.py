@@ -86,9 +86,14 @@ class Job:
         return {"job": self.name, "name": self.label or None, "tenant": self.tenant.name, "id": f"{self.id:08x}"}
 
     @property
+    def provider_below(self) -> str | None:
+        """The provider that its packets really go over; None for UDP."""
+        return None if self.fabric is None else without_strict(self.fabric["provider"])
+
+    @property
     def over(self) -> str:
         """What its packets go over, in words."""
-        return "UDP" if self.fabric is None else f"provider {without_strict(self.fabric['provider'])}"
+        return "UDP" if self.fabric is None else f"provider {self.provider_below}"
 
     @property
     def buffer_bytes(self) -> int:

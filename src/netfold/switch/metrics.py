@@ -70,6 +70,12 @@ def _switch(status: dict[str, Any]) -> Iterator[Metric]:
     for reason, count in totals["drops"].items():
         drops.add_metric([reason], count)
     yield drops
+    fabrics = GaugeMetricFamily(
+        "netfold_switch_fabric_jobs", "Jobs whose packets come over a provider of libfabric.", labels=["provider"]
+    )
+    for provider, jobs in status["fabrics"].items():
+        fabrics.add_metric([provider], jobs)
+    yield fabrics
     if status["parent"] is not None:
         parent = GaugeMetricFamily(
             "netfold_switch_parent_jobs", "Jobs whose sums go to the switch above.", labels=["parent"]

@@ -56,12 +56,13 @@ def _headline(now: dict[str, Any]) -> str:
     if parent is not None:
         below = f"; below {parent['endpoint']} with {parent['jobs']} jobs"
         below += f" ({parent['trouble']})" if parent["trouble"] else ""
+    fabrics = "".join(f"; {jobs} jobs over provider {provider}" for provider, jobs in now["fabrics"].items())
     total = granted + now["memory_free_bytes"]
     return (
         f"{now['state']} for {now['uptime_s']:.0f} s: {len(now['jobs'])} of {now['jobs_limit']} jobs, "
         f"{granted / 2**20:.1f} of {total / 2**20:.0f} MiB granted, {now['connections']} connections, "
         f"{sum(now['refusals'].values())} refusals, packets {'' if now['authenticated'] else 'not '}authenticated"
-        f"{below}"
+        f"{fabrics}{below}"
     )
 
 
