@@ -29,8 +29,8 @@ from netfold._native import fabric
 _SPAWN = multiprocessing.get_context("spawn")
 _HERE = "127.0.0.1"
 # Bytes, and messages there and back a round.
-PING_PONGS = ((64, 100), (1024, 100), (16 << 10, 60), (64 << 10, 30), (1 << 20, 10), (4 << 20, 4))
-RINGS = ((64 << 10, 30), (1 << 20, 8), (16 << 20, 2), (64 << 20, 1))
+PING_PONGS = ((64, 100), (1024, 100), (16 << 10, 60), (64 << 10, 60), (1 << 20, 20), (16 << 20, 3), (64 << 20, 1))
+RINGS = ((64 << 10, 200), (1 << 20, 40), (16 << 20, 4), (64 << 20, 1))
 RESULTS = Path(__file__).parent / "results" / "fabric.md"
 
 

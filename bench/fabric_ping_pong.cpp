@@ -26,7 +26,7 @@ namespace fabric = netfold::transport::fabric;
 namespace {
 
 constexpr const char* kHere = "127.0.0.1";
-constexpr std::size_t kMostBytes = 8 << 20;
+constexpr std::size_t kMostBytes = 64 << 20;
 
 std::int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -208,8 +208,8 @@ void play(int argc, char** argv, int socket, bool begins) {
           piped_us = median_us(messages, [&] {
             if (begins) piped.send(bytes);
             piped.receive(bytes);
-            piped.post(bytes);
             if (!begins) piped.send(bytes);
+            piped.post(bytes);
             piped.wait_until_back();
           });
           piped.send(bytes);

@@ -25,11 +25,11 @@ Direct::Direct(const Call& call, transport::Mesh& mesh, Team team) : call_(call)
 }
 
 void Direct::send_to(int position, const Buffer& buffer) {
-  outgoing_.emplace_back(call_, team_.rank(position), buffer.data, buffer.bytes);
+  outgoing_.emplace_back(call_, team_.rank(position), buffer.data, buffer.bytes, Among::only);
 }
 
 void Direct::receive_from(int position, const Buffer& buffer) {
-  incoming_.emplace_back(call_, team_.rank(position), buffer.data, buffer.bytes);
+  incoming_.emplace_back(call_, team_.rank(position), buffer.data, buffer.bytes, Among::only);
 }
 
 void Direct::plan() {
@@ -40,8 +40,10 @@ void Direct::plan() {
   // Contributions to a reduction: mine stays where it is, the others' land in scratch.
   const auto gather_contributions = [&](const Buffer& mine) {
     const std::size_t bytes = mine.bytes;
-    scratch_ = std::make_unique_for_overwrite<std::byte[]>(bytes * static_cast<std::size_t>(team_.size() - 1));
-    std::byte* next = scratch_.get();
+    const std::size_t all = bytes * static_cast<std::size_t>(team_.size() - 1);
+    if (goes_direct(bytes)) known_scratch_ = mesh_.scratch(team_.rank(me == 0 ? 1 : 0), all);
+    if (known_scratch_ == nullptr) scratch_ = std::make_unique_for_overwrite<std::byte[]>(all);
+    std::byte* next = known_scratch_ != nullptr ? known_scratch_->data() : scratch_.get();
     for (int rank = 0; rank < team_.size(); ++rank) {
       if (rank == me) {
         sources_.push_back(mine.data);
@@ -53,6 +55,10 @@ void Direct::plan() {
     }
   };
 
+  const auto is_large = [&](const Buffer& buffer) { return goes_direct(buffer.bytes); };
+  if (std::any_of(in.begin(), in.end(), is_large) || std::any_of(out.begin(), out.end(), is_large)) {
+    borrowed_.hold(call_, mesh_);
+  }
   // Start with the next rank, so that not everybody talks to rank 0 first.
   for (int step = 1; step < team_.size(); ++step) {
     const int to = (me + step) % team_.size();
@@ -117,6 +123,11 @@ void Direct::plan() {
   if (call_.kind == Kind::scatter && root) copy_block(out[0], in[self]);
 }
 
+bool Direct::goes_direct(std::size_t bytes) const {
+  const int other = team_.position() == 0 ? 1 : 0;
+  return team_.size() > 1 && mesh_.is_direct(team_.rank(other), std::min(bytes, kDirectPieceBytes));
+}
+
 Progress Direct::poll(std::int64_t) {
   bool moved = false;
   bool done = true;
@@ -146,6 +157,7 @@ Progress Direct::poll(std::int64_t) {
   }
   if (failure_) return Progress::failed;
   if (!done) return moved ? Progress::moved : Progress::idle;
+  registrations_ = borrowed_.registrations();
   finish();
   return Progress::done;
 }
@@ -160,7 +172,7 @@ void Direct::finish() {
 
 void Direct::wait_for(WaitSet& set) const {
   for (const Outgoing& message : outgoing_) {
-    if (!message.done()) mesh_.wait_for(message.peer(), POLLOUT, set.fds);
+    if (!message.done()) mesh_.wait_for(message.peer(), message.events(), set.fds);
   }
   for (const Incoming& message : incoming_) {
     if (!message.done()) mesh_.wait_for(message.peer(), POLLIN, set.fds);

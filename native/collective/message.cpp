@@ -1,5 +1,6 @@
 #include <netfold/collective/message.hpp>
 
+#include <algorithm>
 #include <cstring>
 
 namespace netfold::collective {
@@ -9,6 +10,15 @@ constexpr std::size_t kMaxReasonBytes = 1024;
 
 const char* word(std::uint8_t value, int count, const char* (*name_of)(std::uint8_t)) {
   return value < count ? name_of(value) : "?";
+}
+
+// Of a message of so many bytes, the piece that begins here.
+std::size_t direct_piece(std::size_t bytes, std::size_t begin) { return std::min(kDirectPieceBytes, bytes - begin); }
+
+// What both ends call it: apart from a stream's pieces, which are fewer.
+std::uint64_t name_of(const MessageHeader& header, std::size_t begin) {
+  constexpr std::uint64_t kOfMessage = std::uint64_t{1} << 31;
+  return (std::uint64_t{header.sequence} << 32) + kOfMessage + begin / kDirectPieceBytes;
 }
 
 }  // namespace
@@ -66,26 +76,44 @@ std::string MessageHeader::words() const {
   return text + ", wire " + word(wire, kernels::kDTypeCount, dtype_name) + ")";
 }
 
-std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
-  if (done()) return 0;
+transport::Mesh::Io Outgoing::send(transport::Mesh& mesh) {
+  const std::size_t begin = sent_ - std::min(sent_, sizeof header_);
+  auto* data = const_cast<std::byte*>(data_) + begin;
+  const std::size_t piece = direct_piece(bytes_, begin);
+  const bool goes_direct = is_direct(mesh, piece);
+  if (sent_ >= sizeof header_ && goes_direct) {
+    const iovec lent{data, piece};
+    return mesh.lend(peer_, {&lent, 1}, name_of(header_, begin));
+  }
   iovec pieces[2];
   std::size_t count = 0;
-  std::size_t payload_from = 0;
   if (sent_ < sizeof header_) {
     pieces[count++] = {reinterpret_cast<std::byte*>(&header_) + sent_, sizeof header_ - sent_};
-  } else {
-    payload_from = sent_ - sizeof header_;
   }
-  if (bytes_ > payload_from) pieces[count++] = {const_cast<std::byte*>(data_) + payload_from, bytes_ - payload_from};
-  const auto io = mesh.send(peer_, {pieces, count});
-  if (io.closed) {
-    failure = peer_lost(peer_, io, header_);
-    return 0;
+  if (piece > 0 && !goes_direct) pieces[count++] = {data, bytes_ - begin};
+  return mesh.send(peer_, {pieces, count});
+}
+
+std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
+  if (done()) return 0;
+  std::size_t moved = 0;
+  while (!all_sent()) {
+    const auto io = send(mesh);
+    if (io.closed) {
+      failure = peer_lost(peer_, io, header_);
+      return moved;
+    }
+    if (io.bytes == 0) break;
+    sent_ += io.bytes;
+    moved += io.bytes;
+    // What is copied goes in one call; more would be in vain.
+    const bool goes_on = sent_ >= sizeof header_ && is_direct(mesh, direct_piece(bytes_, sent_ - sizeof header_));
+    if (!goes_on) break;
   }
-  sent_ += io.bytes;
+  is_back_ = mesh.lent(peer_) == 0;
   using Place = transport::Mesh::Place;
-  mesh.set_place(peer_, sent_ > 0 && !done() ? Place::inside : Place::between_messages);
-  return io.bytes;
+  mesh.set_place(peer_, sent_ > 0 && !all_sent() ? Place::inside : Place::between_messages);
+  return moved;
 }
 
 transport::Mesh::Io IncomingHeader::receive(transport::Mesh& mesh, std::byte* into, std::size_t bytes) {
@@ -127,8 +155,20 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
   return moved;
 }
 
+void Incoming::name_places(transport::Mesh& mesh) {
+  while (among_ == Among::only && placed_ < bytes_ && placed_ < got_ + kAhead) {
+    const std::size_t piece = direct_piece(bytes_, placed_);
+    if (mesh.is_direct(peer(), piece) &&
+        !mesh.expect(peer(), name_of(header_.expected(), placed_), data_ + placed_, piece)) {
+      return;
+    }
+    placed_ += piece;
+  }
+}
+
 std::size_t Incoming::advance(transport::Mesh& mesh, Failure& failure) {
   std::size_t moved = 0;
+  name_places(mesh);
   if (!header_.done()) {
     moved = header_.advance(mesh, failure);
     if (failure || !header_.done()) return moved;
@@ -142,6 +182,7 @@ std::size_t Incoming::advance(transport::Mesh& mesh, Failure& failure) {
     if (io.bytes == 0) break;
     got_ += io.bytes;
     moved += io.bytes;
+    name_places(mesh);
   }
   return moved;
 }

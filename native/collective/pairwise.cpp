@@ -5,14 +5,18 @@ namespace netfold::collective {
 Pairwise::Pairwise(const Call& call, transport::Mesh& mesh, Team team)
     : call_(call), mesh_(mesh), self_(static_cast<std::size_t>(team.position())) {
   const int me = team.position();
+  bool has_direct = false;
   for (int step = 1; step < team.size(); ++step) {
     const int to = team.wrapped(me + step);
     const int from = team.wrapped(me - step);
     const Buffer& goes = call.inputs[static_cast<std::size_t>(to)];
     const Buffer& comes = call.outputs[static_cast<std::size_t>(from)];
-    outgoing_.emplace_back(call, team.rank(to), goes.data, goes.bytes);
-    incoming_.emplace_back(call, team.rank(from), comes.data, comes.bytes);
+    outgoing_.emplace_back(call, team.rank(to), goes.data, goes.bytes, Among::only);
+    incoming_.emplace_back(call, team.rank(from), comes.data, comes.bytes, Among::only);
+    has_direct |= mesh.is_direct(team.rank(to), std::min(goes.bytes, kDirectPieceBytes)) ||
+                  mesh.is_direct(team.rank(from), std::min(comes.bytes, kDirectPieceBytes));
   }
+  if (has_direct) borrowed_.hold(call, mesh);
 }
 
 Progress Pairwise::poll(std::int64_t) {
@@ -40,12 +44,15 @@ Progress Pairwise::poll(std::int64_t) {
   }
   if (failure_) return Progress::failed;
   while (received_ < incoming_.size() && incoming_[received_].done()) ++received_;
-  if (sent_ == outgoing_.size() && received_ == incoming_.size()) return Progress::done;
+  if (sent_ == outgoing_.size() && received_ == incoming_.size()) {
+    registrations_ = borrowed_.registrations();
+    return Progress::done;
+  }
   return moved ? Progress::moved : Progress::idle;
 }
 
 void Pairwise::wait_for(WaitSet& set) const {
-  if (may_send()) mesh_.wait_for(outgoing_[sent_].peer(), POLLOUT, set.fds);
+  if (may_send()) mesh_.wait_for(outgoing_[sent_].peer(), outgoing_[sent_].events(), set.fds);
   for (std::size_t step = received_; step < std::min(incoming_.size(), received_ + kAtOnce); ++step) {
     if (!incoming_[step].done()) mesh_.wait_for(incoming_[step].peer(), POLLIN, set.fds);
   }

@@ -10,10 +10,11 @@ namespace netfold::collective {
 namespace {
 
 constexpr std::size_t kMinPieceBytes = 16 << 10;
+constexpr std::size_t kMinLongPieceBytes = 64 << 10;
 constexpr std::size_t kMaxPieceBytes = 256 << 10;
 
-std::size_t pieces_between(std::size_t block_bytes, std::size_t least) {
-  const std::size_t wanted = std::clamp(block_bytes / least, kMinPieceBytes, kMaxPieceBytes);
+std::size_t pieces_between(std::size_t block_bytes, std::size_t least, std::size_t least_bytes) {
+  const std::size_t wanted = std::clamp(block_bytes / least, least_bytes, kMaxPieceBytes);
   return std::max<std::size_t>(1, (block_bytes + wanted - 1) / wanted);
 }
 
@@ -24,8 +25,14 @@ Span part(Span whole, std::size_t parts, std::size_t index) {
           whole.count / parts + (index < whole.count % parts ? 1 : 0)};
 }
 
-std::size_t pieces_of(std::size_t block_bytes) { return pieces_between(block_bytes, 4); }
-std::size_t pipeline_pieces_of(std::size_t block_bytes) { return pieces_between(block_bytes, 64); }
+std::size_t Streams::pieces_of(std::size_t block_bytes) const {
+  return mesh_.likes_long_pieces() ? pieces_between(block_bytes, 2, kMinLongPieceBytes)
+                                   : pieces_between(block_bytes, 4, kMinPieceBytes);
+}
+
+std::size_t Streams::pipeline_pieces_of(std::size_t block_bytes) const {
+  return pieces_between(block_bytes, 64, mesh_.likes_long_pieces() ? kMinLongPieceBytes : kMinPieceBytes);
+}
 
 Streams::Streams(const Call& call, transport::Mesh& mesh, Team team)
     : call_(call),
@@ -116,23 +123,7 @@ void Streams::hold() {
                          [&](const auto& piece) { return is_direct(stream.peer, piece.bytes); });
     });
   };
-  if (!any(outs_) && !any(ins_)) return;
-  const auto add = [&](std::byte* data, std::size_t bytes) {
-    if (bytes > 0) holds_.push_back(mesh_.hold(data, bytes));
-  };
-  for (const Buffer& output : call_.outputs) add(output.data, output.bytes);
-  for (const Buffer& input : call_.inputs) {
-    const auto same = [&](const Buffer& output) { return output.data == input.data && output.bytes == input.bytes; };
-    if (std::none_of(call_.outputs.begin(), call_.outputs.end(), same)) add(input.data, input.bytes);
-  }
-}
-
-void Streams::count_registrations() {
-  for (const auto& hold : holds_) {
-    if (hold == nullptr) continue;
-    registrations_.hits += hold->hits();
-    registrations_.misses += hold->misses();
-  }
+  if (any(outs_) || any(ins_)) borrowed_.hold(call_, mesh_);
 }
 
 bool Streams::reached(const Mark& mark) const {
@@ -418,7 +409,7 @@ Progress Streams::poll(std::int64_t now_ns) {
     const bool has_result = call_.kind != Kind::reduce || team_.position() == call_.root;
     if (call_.average && has_result) divide(call_.dtype, call_.outputs[0], team_.size());
     finish();
-    count_registrations();
+    registrations_ = borrowed_.registrations();
     return Progress::done;
   }
   return moved ? Progress::moved : Progress::idle;

@@ -18,6 +18,11 @@ Rail* Mesh::rail(int peer, int number) {
   return pipe(peer).rail(number);
 }
 
+bool Mesh::likes_long_pieces() const {
+  return std::any_of(pipes_.begin(), pipes_.end(),
+                     [](const auto& pipe) { return pipe != nullptr && pipe->likes_long_pieces(); });
+}
+
 std::unique_ptr<Pipe::Hold> Mesh::hold(std::byte* data, std::size_t bytes) {
   for (const auto& pipe : pipes_) {
     if (pipe == nullptr) continue;

@@ -82,8 +82,9 @@ def test_memory_that_a_rank_was_to_write_to_is_its_owners_again_when_the_failure
     said, is_open, is_kept = found[0].value
     assert said == ("PeerLost 1" if fault == "dies" else "CollectiveTimeout 1")
     assert is_kept
-    # What such a rank began may still come: only a closed endpoint takes none of it.
-    assert not is_open
+    # What a rank that was stopped has been granted it may still write to: only a closed endpoint takes none of it. One
+    # that died may have done so when nothing was granted to it.
+    assert not is_open or fault == "dies"
 
 
 def waits_elsewhere(rank: int, size: int, folder: str, provider: str) -> list[Any]:

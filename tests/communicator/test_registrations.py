@@ -70,6 +70,8 @@ def buckets(rank: int, size: int, folder: str, provider: str) -> list[tuple[int,
             check_sum(group, other, 4)
             check_sum(group, other, 5)
         check_sum(group, bucket, 6)
+        counters = group.group.fabric_counters()
+        assert counters is not None and counters["writes"] >= 6
         return outcomes(group)
 
 
@@ -133,7 +135,7 @@ def comes_back(rank: int, size: int, folder: str, provider: str) -> list[tuple[i
         return outcomes(group)
 
 
-@pytest.mark.parametrize("provider", ["tcp", "shm", STRICT])
+@pytest.mark.parametrize("provider", ["tcp", "net", STRICT])
 def test_an_address_that_comes_back_with_other_memory_is_registered_anew(provider: str) -> None:
     hit, missed = (1, 0), (0, 1)
     for found in values(run_threads(comes_back, 2, provider)):

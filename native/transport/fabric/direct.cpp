@@ -94,6 +94,8 @@ std::string Port::obstacle() const {
   if (settings_.direct_bytes == 0) return "it is turned off (NETFOLD_DIRECT_BYTES)";
   if (limits().write_bytes == 0)
     return "provider " + limits().provider + " cannot write to a peer's memory with a word";
+  if (limits().peers_write)
+    return "provider " + limits().provider + " cannot take back memory that a peer may write to";
   if (rails() > 1) return "there are several rails";
   const std::size_t least = sizeof(Header) + std::max(kMaxBeforeBytes + sizeof(WrittenWord), sizeof(GrantWord));
   if (segment_bytes_ < least) return "provider " + limits().provider + " has messages that are too short";
@@ -146,6 +148,7 @@ std::size_t Port::grant_message_bytes() const {
 }
 
 void Port::tell_grants(Stream& stream) {
+  if (stream.peers.empty()) return;  // nobody to tell yet
   Sending& sending = stream.granting();
   const std::size_t most = (grant_message_bytes() - sizeof(Header)) / sizeof(GrantWord);
   while (!stream.to_tell.empty() && sending.state == Sending::State::free && stream.why.empty()) {
@@ -213,7 +216,7 @@ void Port::granted(Stream& stream, const std::byte* words, std::size_t bytes) {
 
 bool Port::is_offered(Stream* to, std::uint64_t name) {
   std::lock_guard lock(mutex_);
-  if (!to->offers.contains(name)) progress();
+  if (!to->offers.contains(name)) progress_unless_lately();
   to->wants_offer = !to->offers.contains(name);
   return !to->wants_offer;
 }
@@ -222,7 +225,7 @@ std::size_t Port::lend(Stream* to, std::span<const iovec> pieces, std::uint64_t 
   std::lock_guard lock(mutex_);
   Stream& stream = *to;
   stream.bell->asleep = false;
-  if (!stream.may_send() || !stream.offers.contains(name)) progress();
+  if (!stream.may_send() || !stream.offers.contains(name)) progress_unless_lately();
   const auto offer = stream.offers.find(name);
   const iovec& piece = pieces.back();
   // Of another length: the calls differ, which who reads the message will say.
@@ -283,7 +286,7 @@ void Port::written(Writing& writing) {
 
 std::size_t Port::lent(Stream* stream) {
   std::lock_guard lock(mutex_);
-  if (!stream->writings.empty()) progress();
+  if (!stream->writings.empty()) progress_unless_lately();
   stream->lent_said = stream->lent();
   return stream->lent_said;
 }

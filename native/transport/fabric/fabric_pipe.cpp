@@ -39,7 +39,7 @@ bool FabricPipe::withdraw() {
   return is_back;
 }
 
-bool FabricPipe::must_break_off() { return over_since_ns_ >= 0 && heard_ < sizeof last_word_; }
+bool FabricPipe::must_break_off() { return is_gone_; }
 
 void FabricPipe::break_off() {
   port_->break_off("memory that was lent to a rank, or granted to it, was not given back");
@@ -62,6 +62,7 @@ void FabricPipe::look() {
   const iovec piece{reinterpret_cast<std::byte*>(&last_word_) + heard_, sizeof last_word_ - heard_};
   const Io io = connection_->receive({&piece, 1});
   heard_ += io.bytes;
+  is_gone_ |= io.closed && heard_ < sizeof last_word_;
   if (over_since_ns_ >= 0 || (heard_ < sizeof last_word_ && !io.closed)) return;
   over_since_ns_ = now_ns();
   if (!io.closed) return;

@@ -278,6 +278,7 @@ LibfabricWire::LibfabricWire(Info info, const std::string& host, bool in_order)
   binds_registrations_ = (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
   names_keys_ = (info_->domain_attr->mr_mode & FI_MR_PROV_KEY) == 0;
   takes_addresses_ = (info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
+  limits_.peers_write = limits_.provider.starts_with("shm");
   limits_.orders_writes = in_order;
   const bool has_numbers = in_order || info_->domain_attr->cq_data_size >= sizeof(std::uint32_t);
   const bool writes = (info_->caps & FI_RMA) != 0 && has_numbers;

@@ -224,7 +224,7 @@ std::size_t Port::send(Stream* to, std::span<const iovec> pieces) {
   std::lock_guard lock(mutex_);
   Stream& stream = *to;
   stream.bell->asleep = false;
-  if (!stream.may_send()) progress();
+  if (!stream.may_send()) progress_unless_lately();
   std::size_t all = 0;
   std::size_t piece = 0;
   std::size_t offset = 0;
@@ -424,7 +424,12 @@ bool Port::progress() {
     }
   }
   if (rails_.size() > 1) look_for_losses();
+  looked_ns_ = moved ? 0 : now_ns();
   return moved;
+}
+
+void Port::progress_unless_lately() {
+  if (now_ns() - looked_ns_ >= kLatelyNs) progress();
 }
 
 void Port::sent(Sending& sending) {
@@ -557,6 +562,7 @@ void Port::fail(Stream& stream, const std::string& why) {
 void Port::ring(Stream& stream) {
   if (!stream.bell->asleep) return;
   stream.bell->asleep = false;
+  stream.bell->is_rung = true;
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(stream.bell->event.get(), &one, sizeof one);
 }
@@ -603,8 +609,10 @@ void Port::wait_for(Stream* stream, short events, std::vector<pollfd>& fds) {
   tell_grants(*stream);
   if (reads || sends || has_back || !stream->why.empty()) return add_once(ready_.get(), fds);
   Bell& bell = *stream->bell;
-  std::uint64_t rung = 0;
-  [[maybe_unused]] const auto drained = ::read(bell.event.get(), &rung, sizeof rung);
+  if (std::exchange(bell.is_rung, false)) {
+    std::uint64_t rung = 0;
+    [[maybe_unused]] const auto drained = ::read(bell.event.get(), &rung, sizeof rung);
+  }
   bell.asleep = true;
   add_once(bell.event.get(), fds);
   // What was refused may go without a completion before it.

@@ -8,6 +8,7 @@
 // rank gets the same bits.
 #pragma once
 
+#include <netfold/collective/borrowed.hpp>
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/team.hpp>
 
@@ -27,6 +28,7 @@ class Direct final : public Algorithm {
   void plan();
   void send_to(int position, const Buffer& buffer);
   void receive_from(int position, const Buffer& buffer);
+  bool goes_direct(std::size_t bytes) const;
   void finish();
 
   const Call& call_;
@@ -34,8 +36,10 @@ class Direct final : public Algorithm {
   Team team_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
+  Borrowed borrowed_;
   std::unique_ptr<std::byte[]> scratch_;
-  std::vector<const void*> sources_;  // to reduce, in rank order; empty where nothing is reduced
+  std::unique_ptr<transport::Pipe::Scratch> known_scratch_;  // in its place, where a fabric writes there
+  std::vector<const void*> sources_;                         // to reduce, in rank order; empty where nothing is reduced
 };
 
 // Divide a float buffer by `ranks`: the second half of an average.

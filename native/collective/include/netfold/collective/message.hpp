@@ -3,6 +3,9 @@
 // Every connection carries the group's calls in order, so a header that differs from what the reader expects
 // means that two ranks called different things: both hear of it before a wrong value arrives. A rank that
 // gives up says why in an abort message, so that the others do not take it for dead.
+//
+// Where a pipe has a direct path (transport/pipe.hpp) the bytes of an `only` message, one a peer and call, go by it in
+// pieces of kDirectPieceBytes, the last as it comes, each to a place that the reader named ahead.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
@@ -44,14 +47,20 @@ static_assert(sizeof(MessageHeader) == 40);
 // Eight bytes, so that values stay aligned.
 enum class PieceWord : std::uint64_t { piece = 0x4e46706965636531, abort = 0x4e4661626f727431 };
 
+constexpr std::size_t kDirectPieceBytes = 512 << 10;
+enum class Among : std::uint8_t { several, only };  // of a call's messages from one rank to another
+
 // One whole message on its way out, from borrowed memory.
 class Outgoing {
  public:
   Outgoing() = default;
-  Outgoing(const Call& call, int peer, const std::byte* data, std::size_t bytes)
-      : peer_(peer), data_(data), bytes_(bytes), header_(MessageHeader::of(call, bytes)) {}
-  bool done() const { return sent_ == sizeof(MessageHeader) + bytes_; }
+  Outgoing(const Call& call, int peer, const std::byte* data, std::size_t bytes, Among among = Among::several)
+      : peer_(peer), data_(data), bytes_(bytes), among_(among), header_(MessageHeader::of(call, bytes)) {}
+  // With the socket, or with the peer and no more needed here.
+  bool done() const { return all_sent() && is_back_; }
   int peer() const { return peer_; }
+  // What to wait for while it is not done.
+  short events() const { return all_sent() ? 0 : POLLOUT; }
   // Returns bytes moved.
   std::size_t advance(transport::Mesh& mesh, Failure& failure);
 
@@ -59,8 +68,16 @@ class Outgoing {
   int peer_ = -1;
   const std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
+  Among among_ = Among::several;
   std::size_t sent_ = 0;
+  bool is_back_ = true;  // what was lent
   MessageHeader header_;
+
+  bool all_sent() const { return sent_ == sizeof(MessageHeader) + bytes_; }
+  bool is_direct(const transport::Mesh& mesh, std::size_t piece) const {
+    return among_ == Among::only && mesh.is_direct(peer_, piece);
+  }
+  transport::Mesh::Io send(transport::Mesh& mesh);
 };
 
 // The header half of a message on its way in.
@@ -74,6 +91,7 @@ class IncomingHeader {
       : peer_(peer), early_(early.begin(), early.end()), expected_(MessageHeader::of(call, bytes)) {}
   int peer() const { return peer_; }
   bool done() const { return got_ == sizeof(MessageHeader) && !expects_reason_; }
+  const MessageHeader& expected() const { return expected_; }
   // Reads and compares; a difference, an abort or a closed connection fills `failure`. Returns bytes moved.
   std::size_t advance(transport::Mesh& mesh, Failure& failure);
 
@@ -93,17 +111,23 @@ class IncomingHeader {
 class Incoming {
  public:
   Incoming() = default;
-  Incoming(const Call& call, int peer, std::byte* data, std::size_t bytes)
-      : header_(call, peer, bytes), data_(data), bytes_(bytes) {}
+  Incoming(const Call& call, int peer, std::byte* data, std::size_t bytes, Among among = Among::several)
+      : header_(call, peer, bytes), data_(data), bytes_(bytes), among_(among) {}
   bool done() const { return header_.done() && got_ == bytes_; }
   int peer() const { return header_.peer(); }
   std::size_t advance(transport::Mesh& mesh, Failure& failure);
 
  private:
+  static constexpr std::size_t kAhead = 4 * kDirectPieceBytes;
+
+  void name_places(transport::Mesh& mesh);
+
   IncomingHeader header_;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
+  Among among_ = Among::several;
   std::size_t got_ = 0;
+  std::size_t placed_ = 0;  // bytes whose place the sender knows, or that need none
 };
 
 // Both sides of a difference.

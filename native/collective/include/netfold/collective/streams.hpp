@@ -15,6 +15,7 @@
 // Plans must not wait in circles: order a plan's transfers by a time that grows along every mark and every stream.
 #pragma once
 
+#include <netfold/collective/borrowed.hpp>
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/team.hpp>
 
@@ -29,13 +30,6 @@ struct Span {
 };
 // Part `index` of `parts`, by proportion: sizes differ by one at most.
 Span part(Span whole, std::size_t parts, std::size_t index);
-// How many pieces a block of so many bytes travels in: a quarter of the block, so that a step costs the latency of a
-// piece and not of the block; at least a few socket calls' worth, at most what stays in the L2 cache beside its
-// scratch.
-std::size_t pieces_of(std::size_t block_bytes);
-// As above for a pipeline through many hops, which wants more and smaller pieces.
-std::size_t pipeline_pieces_of(std::size_t block_bytes);
-
 class Streams : public Algorithm {
  public:
   Progress poll(std::int64_t now_ns) final;
@@ -71,6 +65,12 @@ class Streams : public Algorithm {
   const Call& call() const { return call_; }
   const Team& team() const { return team_; }
   std::size_t element_bytes() const { return element_bytes_; }
+  // How many pieces a block of so many bytes travels in: a quarter of the block, so that a step costs the latency of a
+  // piece and not of the block; at least a few socket calls' worth, at most what stays in the L2 cache beside its
+  // scratch. Over a fabric, where a piece is three messages, half the block, and four times as much at least.
+  std::size_t pieces_of(std::size_t block_bytes) const;
+  // As above for a pipeline through many hops, which wants more and smaller pieces.
+  std::size_t pipeline_pieces_of(std::size_t block_bytes) const;
 
   // The one stream in that direction; opened when first asked for.
   int to(int position);
@@ -133,7 +133,6 @@ class Streams : public Algorithm {
   bool is_direct(int peer, std::size_t bytes) const { return !converts_ && mesh_.is_direct(peer, bytes); }
   std::uint64_t name_of(std::size_t piece) const { return (std::uint64_t{call_.sequence} << 32) + piece; }
   void hold();
-  void count_registrations();
   bool lend(Out& out);
   bool take_back(Out& out);
   void name_places(In& in);
@@ -163,7 +162,7 @@ class Streams : public Algorithm {
   std::vector<std::size_t> index_;    // of a stream in outs_ or ins_
   std::vector<Out> outs_;
   std::vector<In> ins_;
-  std::vector<std::unique_ptr<transport::Pipe::Hold>> holds_;  // memory that pieces are in
+  Borrowed borrowed_;
   std::vector<std::byte> decoded_;  // a piece in the tensor's format, where the wire's differs
   bool begun_ = false;
   std::int64_t give_up_ns_ = -1;

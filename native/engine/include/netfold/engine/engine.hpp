@@ -214,7 +214,7 @@ class Group {
 
   // How long a driver looks at pipes that move nothing by themselves before it sleeps: what lying down and getting up
   // costs with them.
-  static constexpr std::int64_t kDrivenSpinNs = 20'000;
+  static constexpr std::int64_t kDrivenSpinNs = 5'000;
 
   // From how long a wait on others are told, and again after three times as long.
   static constexpr std::int64_t kLateNs = 1'000'000'000;

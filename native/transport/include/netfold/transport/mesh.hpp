@@ -36,6 +36,8 @@ class Mesh {
   bool hung_up(int peer) const { return pipe(peer).hung_up(); }
   std::size_t unconfirmed(int peer) const { return leads_to(peer) ? pipe(peer).unconfirmed() : 0; }
 
+  // All pipes of a mesh are alike in this.
+  bool likes_long_pieces() const;
   bool is_direct(int peer, std::size_t bytes) const { return leads_to(peer) && pipe(peer).is_direct(bytes); }
   bool expect(int peer, std::uint64_t name, std::byte* into, std::size_t bytes) {
     return pipe(peer).expect(name, into, bytes);

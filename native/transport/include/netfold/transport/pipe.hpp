@@ -80,6 +80,8 @@ class Pipe {
   virtual std::unique_ptr<Hold> hold(std::byte*, std::size_t) { return nullptr; }
   // So many bytes at least; null where any memory is as good.
   virtual std::unique_ptr<Scratch> scratch(std::size_t) { return nullptr; }
+  // Whether a message costs so much beside its bytes that few and long ones are better; the same at both ends.
+  virtual bool likes_long_pieces() const { return false; }
   // The connections under it, of a pipe that goes over any.
   virtual int rails() const { return 0; }
   virtual Rail* rail(int) { return nullptr; }

@@ -34,6 +34,7 @@ class FabricPipe final : public Pipe {
   void wait_to_catch_up(std::vector<pollfd>& fds) override;
   bool needs_driving() const override { return true; }
 
+  bool likes_long_pieces() const override { return true; }
   bool is_direct(std::size_t bytes) const override { return port_->is_direct(stream_, bytes); }
   bool expect(std::uint64_t name, std::byte* into, std::size_t bytes) override {
     return port_->expect(stream_, name, into, bytes);
@@ -75,6 +76,7 @@ class FabricPipe final : public Pipe {
   Port::LastWord last_word_;
   bool said_last_ = false;
   std::size_t heard_ = 0;  // of the last word
+  bool is_gone_ = false;   // without it
   std::int64_t over_since_ns_ = -1;
   int error_ = 0;
   std::string why_;

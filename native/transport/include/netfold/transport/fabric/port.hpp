@@ -34,7 +34,8 @@
 // next group opens a new port.
 //
 // Registrations are the cache's (registration_cache.hpp). Nothing goes the direct path over several rails (a write that
-// was lost with its rail could still land), nor on a wire that cannot write; then there are segments.
+// was lost with its rail could still land), nor on a wire that cannot write, nor on one whose peers write by themselves
+// (shm: who was stopped and goes on would write, whatever is closed here); then there are segments.
 //
 // RULES. Written to what EFA promises: messages come in any order, and so do completions (sequence numbers, a slot for
 // each number in the window); memory is registered before the provider sees it; a Work is the provider's until it
@@ -87,6 +88,7 @@ struct Bell : std::enable_shared_from_this<Bell> {
   Fd event;
   // Under the port's lock.
   bool asleep = false;
+  bool is_rung = false;
   std::int64_t close_ns = -1;  // when the streams that are being closed are to be through
 };
 
@@ -234,6 +236,8 @@ class Port : public std::enable_shared_from_this<Port> {
   static constexpr std::int64_t kAskNs = 50'000'000;
   // A segment that has not come after this time, while others do, is lost, and its rail with it.
   static constexpr std::int64_t kLostNs = 1'000'000'000;
+  // A look that found nothing, system calls and all, is not repeated within this time by who has others to wait for.
+  static constexpr std::int64_t kLatelyNs = 1'000;
   // Told in one message.
   static constexpr std::size_t kGrantsAMessage = 8;
 
@@ -245,6 +249,7 @@ class Port : public std::enable_shared_from_this<Port> {
   void look_for_losses();
   void answered(Stream& stream, std::uint32_t first_missing);
   bool progress();
+  void progress_unless_lately();
   void push(Stream& stream);
   void push_later(Stream& stream);
   std::string obstacle() const;
@@ -287,6 +292,7 @@ class Port : public std::enable_shared_from_this<Port> {
   std::vector<Stream*> pending_;  // have something that was refused for now
   std::array<Completion, 32> batch_;
   int failed_receives_ = 0;
+  std::int64_t looked_ns_ = 0;  // the last time that there was nothing
   Counters counters_;
   Fd ready_;  // always readable
   Fd nap_;

@@ -72,10 +72,13 @@ class Wire {
     std::size_t message_bytes = 0;
     std::size_t inject_bytes = 0;
     std::size_t write_bytes = 0;  // of the longest write; 0: it cannot write with a number of 32 bits, nor in order
-    bool orders_writes = false;   // a message comes after what was written before it, and there are no numbers
-    std::size_t sends = 0;        // under way at once
-    std::size_t receives = 0;     // posted at once
-    int tag_bits = 64;            // of a tag, from the lowest on, that reach the other end
+    // A peer writes by itself (shm: the kernel copies, on the peer's word): what it was told it keeps, whatever we
+    // close.
+    bool peers_write = false;
+    bool orders_writes = false;  // a message comes after what was written before it, and there are no numbers
+    std::size_t sends = 0;       // under way at once
+    std::size_t receives = 0;    // posted at once
+    int tag_bits = 64;           // of a tag, from the lowest on, that reach the other end
     bool needs_registration = false;
     bool is_private = false;  // only ranks of the job can send here: a tag need not be a secret
   };
