@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_rack_interfaces import SEND_MUCH, hosts, last_json, outputs
+from test_rack_interfaces import gain_of_a_second_link, hosts, last_json, outputs
 
 from netfold._native import fabric
 from netfold.rack.command import missing
@@ -18,19 +18,7 @@ except fabric.FabricError as error:
 
 
 def test_a_message_in_stripes_over_two_links_takes_half_as_long() -> None:
-    with hosts(2) as there:
-        master, _ = there.cable(0, 1, "200mbit")
-        there.cable(0, 1, "200mbit")
-        seconds = {}
-        for named in ("c0", "c0,c1"):
-            before = [there.sent_bytes(0, device) for device in ("c0", "c1")]
-            texts = outputs(there.start(SEND_MUCH, master, interface=named, transport="fabric:tcp"))
-            sent = [there.sent_bytes(0, device) - old for device, old in zip(("c0", "c1"), before, strict=True)]
-            seconds[named] = last_json(texts[0])[0]
-            if named == "c0,c1":
-                assert 0.45 < sent[0] / sum(sent) < 0.55, sent
-        print(f"20 MB over one link: {seconds['c0']:.3f} s, over two: {seconds['c0,c1']:.3f} s")
-        assert seconds["c0"] / seconds["c0,c1"] > 1.9, seconds
+    assert gain_of_a_second_link(transport="fabric:tcp") > 1.9
 
 
 UNTIL_CUT = """

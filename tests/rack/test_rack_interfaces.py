@@ -154,14 +154,16 @@ SEND_MUCH = """
 """
 
 
-def test_stripes_use_the_interfaces_that_are_named_and_add_up_their_rates() -> None:
+def gain_of_a_second_link(**how: str) -> float:
+    """How much sooner 20 MB are there over two links of 200 Mbit/s; shaped, so that only this ratio hangs on the
+    machine."""
     with hosts(2) as there:
         master, _ = there.cable(0, 1, "200mbit")
         there.cable(0, 1, "200mbit")
         seconds = {}
         for named in ("c0", "c0,c1"):
             before = [there.sent_bytes(0, device) for device in ("c0", "c1")]
-            texts = outputs(there.start(SEND_MUCH, master, interface=named, algorithm="direct"))
+            texts = outputs(there.start(SEND_MUCH, master, interface=named, **how))
             sent = [there.sent_bytes(0, device) - old for device, old in zip(("c0", "c1"), before, strict=True)]
             seconds[named] = last_json(texts[0])[0]
             if named == "c0":
@@ -169,8 +171,12 @@ def test_stripes_use_the_interfaces_that_are_named_and_add_up_their_rates() -> N
             else:
                 assert 0.45 < sent[0] / sum(sent) < 0.55, sent
                 assert "c0" in texts[0] and "c1" in texts[0], "the log says which"
-        # 20 MB at 200 Mbit/s; shaped, so that only their ratio hangs on this machine.
-        assert 1.7 < seconds["c0"] / seconds["c0,c1"] < 2.3, seconds
+    print(f"20 MB over one link: {seconds['c0']:.3f} s, over two: {seconds['c0,c1']:.3f} s")
+    return float(seconds["c0"] / seconds["c0,c1"])
+
+
+def test_stripes_use_the_interfaces_that_are_named_and_add_up_their_rates() -> None:
+    assert 1.7 < gain_of_a_second_link(algorithm="direct") < 2.3
 
 
 def test_one_port_a_process_is_enough_for_a_firewall() -> None:

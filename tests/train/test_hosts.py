@@ -20,11 +20,9 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.fixture
-def few_files() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `ulimit -n 200` would say. Other tests of this process may have as many open."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (200, 200))
 
 
 @pytest.mark.usefixtures("one_rank", "few_files")

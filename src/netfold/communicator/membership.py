@@ -123,6 +123,9 @@ class Membership:
             admitted = _expect(self._stream, "admitted", who, deadline)
             ready = path.reach(self._stream.getpeername()[0], admitted, deadline)
         except PathError as error:
+            # Nor does it answer packets of a job that it has ended meanwhile; then it has said why.
+            with contextlib.suppress(OSError, EOFError, control.ProtocolError):
+                _expect(self._stream, "refused", who, time.monotonic() - _GRACE_S)
             raise SwitchError(f"{who} {error}") from None
         self._port = path.port
         control.send(self._stream, {"type": "ready", **ready})
