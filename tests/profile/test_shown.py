@@ -13,6 +13,7 @@ from netfold.profile.analyse import analyse
 from netfold.profile.compare import compare
 from netfold.profile.data import as_csv, as_json, comparison_as_json
 from netfold.profile.findings import Advice, Row
+from netfold.profile.page import render_page
 from netfold.profile.run import Run
 from netfold.profile.table import bytes_text, render_table, sizes_text
 
@@ -57,6 +58,16 @@ def test_the_table_says_all_of_it() -> None:
 def test_over_a_fabric_the_share_of_tensors_that_it_knew_is_shown() -> None:
     lines = render_table(analyse(make_run(make_trace(0, 1, [Op(0, 1, registration=(3, 1))])))).splitlines()
     assert lines[2].endswith("registered") and lines[3].endswith(" 75%")
+
+
+def test_what_a_fabric_kept_registered_is_shown_of_all_ranks_together() -> None:
+    assert "evicted" not in render_table(analyse(small()))
+    kept = {"ranges": 2, "bytes": 3 * MB, "evictions": 5}
+    traces = [replace(each, about=replace(each.about, registrations=kept)) for each in small().traces]
+    findings = analyse(make_run(*traces))
+    said = "at the end: 4 ranges of memory, 6 MB, on 2 ranks; 10 were evicted for others"
+    assert said in render_table(findings) and said in render_page(findings, None)
+    assert json.loads(as_json(findings))["registrations"] == {"0": kept, "1": kept}
 
 
 def test_columns_in_which_nothing_stands_are_left_out_and_unknown_is_a_dash() -> None:

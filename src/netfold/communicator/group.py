@@ -244,7 +244,7 @@ class Group:
             self.recoveries.append(self._go_by(number, switch, joined, job, options))
         caretaker.take_care(self._id, self._ward)
         name = GroupName(f"netfold {job.name[:8]}", "netfold", list(job_ranks))
-        self._member = recording.Member(self._id, name, rank, size, self._native.events)
+        self._member = recording.Member(self._id, name, rank, size, self._native.events, self._registrations)
         recording.joined(self._member)
         log.info(
             "rank %d of %d listens on %s, port %d; %s; all_reduce: %s",
@@ -482,6 +482,13 @@ class Group:
         """Of this process's place on the fabric, for all of its groups: segments, writes, grants, registrations and how
         often they were hit; None without one."""
         return None if self._port is None else dict(self._port.counters)
+
+    def _registrations(self) -> dict[str, int]:
+        counters = self.fabric_counters()
+        if counters is None:
+            return {}
+        named = {"evictions": "registration_evictions", "ranges": "registrations", "bytes": "registered_bytes"}
+        return {name: counters[counter] for name, counter in named.items()}
 
     def events(self) -> Records:
         """The newest records of this group's operations (`netfold.profile.RECORD`), oldest first."""

@@ -45,6 +45,7 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
         lost=sum(about.lost for about in abouts),
         versions={name: text for about in reversed(abouts) for name, text in about.versions.items()},
         hosts=list(dict.fromkeys(about.host for about in abouts)),
+        registrations={about.rank: about.registrations for about in abouts if about.registrations},
     )
 
 

@@ -128,7 +128,8 @@ class Advice:
 class Findings:
     """All of it.
 
-    ranks: who left records; size: how many the job had; title: the command; lost: operations that all ranks dropped.
+    ranks: who left records; size: how many the job had; title: the command; lost: operations that all ranks dropped;
+    registrations: by rank, as `About` has them, of those on a fabric.
     """
 
     title: str
@@ -146,3 +147,4 @@ class Findings:
     lost: int
     versions: Mapping[str, str] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)
+    registrations: Mapping[int, Mapping[str, int]] = field(default_factory=dict)

@@ -53,13 +53,15 @@ _OTHERS_FROM = 128
 
 @dataclass
 class Member:
-    """A netfold group that this process is in. read(since): how many records there ever were, and those after that."""
+    """A netfold group that this process is in. read(since): how many records there ever were, and those after that.
+    registrations(): as About has them, of the process."""
 
     number: int
     group: GroupName
     rank: int
     size: int
     read: Callable[[int], tuple[int, bytes]]
+    registrations: Callable[[], Mapping[str, int]] = dict
     read_up_to: int = 0
 
 
@@ -318,8 +320,10 @@ class Recording:
         assert self._writer is not None and self._names is not None and self._about is not None
         most = 0
         groups = dict(self._former)
+        registrations = self._about.registrations
         for member in list(_members.values()):
             groups[str(member.number)] = member.group
+            registrations = member.registrations() or registrations
             since = member.read_up_to
             total, raw = member.read(since)
             records = records_of(raw)
@@ -356,6 +360,7 @@ class Recording:
             blind_spots=blind_spots,
             versions=versions,
             lost=self._lost,
+            registrations=registrations,
         )
         if about != self._about:
             self._writer.describe(about)

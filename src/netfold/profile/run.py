@@ -58,7 +58,8 @@ class About:
     source: where operations come from, `event records` or `torch profiler`; names: for each field of a record that is
     a number for a name (operation, dtype, reduce, algorithm, wire, error) what each number means; groups: by the number
     in records (as text, since JSON has no other keys); blind_spots: sentences on what is not in the records; lost: how
-    many operations came faster than they could be written.
+    many operations came faster than they could be written; registrations: what a fabric's cache of registered memory
+    did (`evictions`) and has (`ranges`, `bytes`), empty where there is no fabric.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class About:
     blind_spots: list[str] = field(default_factory=list)
     versions: Mapping[str, str] = field(default_factory=dict)
     lost: int = 0
+    registrations: Mapping[str, int] = field(default_factory=dict)
     format: int = FORMAT
 
     def name_of(self, what: str, number: int) -> str:
@@ -144,6 +146,7 @@ def _read_rank(path: Path) -> Trace:
         if raw["format"] != FORMAT:
             raise RunError(f"{path} is of format {raw['format']}, this netfold reads {FORMAT}")
         raw["groups"] = {number: GroupName(**group) for number, group in raw["groups"].items()}
+        raw.setdefault("registrations", {})  # a run of before
         about = About(**{one.name: raw[one.name] for one in fields(About)})
     except RunError:
         raise

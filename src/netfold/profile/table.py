@@ -21,11 +21,24 @@ def render_table(findings: Findings) -> str:
     parts = [_whole(findings)]
     if findings.rows:
         parts.append("\n".join(_aligned(_said([_HEADER, *(_cells(row) for row in findings.rows)]))))
+    parts.append(registrations_text(findings))
     parts.append("\n".join(_steps(findings)))
     parts.append("\n".join(_late(findings.lateness)))
     parts.append("\n".join(("prediction: " if each.prediction else "") + each.text for each in findings.advice))
     parts.append("\n".join(f"# {text}" for text in findings.blind_spots))
     return "\n\n".join(part for part in parts if part)
+
+
+def registrations_text(findings: Findings) -> str:
+    """What ranks on a fabric kept registered, in a sentence; empty where none is."""
+    each = findings.registrations.values()
+    if not each:
+        return ""
+    ranges, size, evictions = (sum(one.get(name, 0) for one in each) for name in ("ranges", "bytes", "evictions"))
+    return (
+        f"registered with the fabric at the end: {ranges} ranges of memory, {bytes_text(size)}, on "
+        f"{len(each)} ranks; {evictions} were evicted for others (NETFOLD_REGISTRATIONS, NETFOLD_REGISTERED_BYTES)"
+    )
 
 
 def render_comparison(found: Comparison) -> str:

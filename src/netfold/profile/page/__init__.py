@@ -21,6 +21,7 @@ from netfold.profile.page.sheet import sheet
 from netfold.profile.page.steps import steps
 from netfold.profile.page.timeline import timeline
 from netfold.profile.run import Run
+from netfold.profile.table import registrations_text
 
 __all__ = ["advice", "render_page"]
 
@@ -49,9 +50,15 @@ def render_page(findings: Findings, run: Run | None, *, each_step: Sequence[Over
 def _sections(findings: Findings, run: Run | None, each_step: Sequence[Overlap]) -> list[tuple[str, str, str]]:
     without = "<p>The records themselves are not at hand: only what was found in them is shown.</p>"
     drawn = None if run is None else _timeline(findings, run)
+    kept = registrations_text(findings)
     return [
         ("advice", "What to do", advice(findings)),
-        ("rows-section", "Operations by size", by_size.rows(findings.rows) if findings.rows else "<p>None.</p>"),
+        (
+            "rows-section",
+            "Operations by size",
+            (by_size.rows(findings.rows) if findings.rows else "<p>None.</p>")
+            + (f"<p>{escape(kept)}.</p>" if kept else ""),
+        ),
         (
             "by-size-section",
             "Where time goes, by size",
