@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import logging
@@ -244,7 +245,9 @@ class Group:
             self.recoveries.append(self._go_by(number, switch, joined, job, options))
         caretaker.take_care(self._id, self._ward)
         name = GroupName(f"netfold {job.name[:8]}", "netfold", list(job_ranks))
-        self._member = recording.Member(self._id, name, rank, size, self._native.events, self._registrations)
+        self._member = recording.Member(
+            self._id, name, rank, size, self._native.events, functools.partial(_registrations, self._port)
+        )
         recording.joined(self._member)
         log.info(
             "rank %d of %d listens on %s, port %d; %s; all_reduce: %s",
@@ -483,13 +486,6 @@ class Group:
         often they were hit; None without one."""
         return None if self._port is None else dict(self._port.counters)
 
-    def _registrations(self) -> dict[str, int]:
-        counters = self.fabric_counters()
-        if counters is None:
-            return {}
-        named = {"evictions": "registration_evictions", "ranges": "registrations", "bytes": "registered_bytes"}
-        return {name: counters[counter] for name, counter in named.items()}
-
     def events(self) -> Records:
         """The newest records of this group's operations (`netfold.profile.RECORD`), oldest first."""
         _, raw = self._native.events()
@@ -570,3 +566,12 @@ __all__ = ["Group", "Region", "RendezvousError", "region"]
 def _of_switch(number: int, job: rendezvous.Job) -> bytes:
     """What only this group's ranks know, another thing for each of its switches."""
     return (b"%d " % number if number else b"") + job.name.encode() + job.secret
+
+
+def _registrations(port: Any) -> dict[str, int]:
+    """For a profile. Of the port and not of the group, which would keep itself alive by it."""
+    if port is None:
+        return {}
+    counters = port.counters
+    named = {"evictions": "registration_evictions", "ranges": "registrations", "bytes": "registered_bytes"}
+    return {name: counters[counter] for name, counter in named.items()}
