@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import test_host_algorithms as host
+from fabrics import need_libfabric
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options, control
@@ -25,10 +26,7 @@ from netfold._native import fabric
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.fabric import meet, port_of
 
-try:
-    fabric.version()
-except fabric.FabricError as error:
-    pytest.skip(str(error), allow_module_level=True)
+LIBFABRIC = need_libfabric()
 
 pytestmark = pytest.mark.native
 
@@ -233,7 +231,9 @@ def dies_with_a_lock(rank: int, size: int, folder: str, told: str) -> str:
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(fabric.version() != "1.17", reason="knows where libfabric 1.17 has its lock")
+@pytest.mark.skipif(
+    LIBFABRIC != "1.17", reason=f"takes the lock where libfabric 1.17 has it in memory; here is {LIBFABRIC}"
+)
 def test_a_provider_that_waits_for_the_lock_of_the_dead_ends_the_process_with_a_word(tmp_path: Path) -> None:
     """Found by killing ranks in the midst of all_reduce: about one time in thirty the others turned there for good."""
     began = time.monotonic()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fabrics import need_libfabric
 from ranks import run_ranks, values
 
 from netfold import Communicator, FileStore, Options
@@ -55,28 +55,24 @@ def headers() -> None:
         fabric.version()
     except fabric.FabricError as error:
         if "headers" in str(error):
-            pytest.skip(str(error))
+            pytest.skip(f"this build knows no libfabric, whichever library there is: {error}")
 
 
 def real_library() -> str:
-    try:
-        fabric.version()
-    except fabric.FabricError as error:
-        pytest.skip(str(error))
+    need_libfabric()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return next(line.split()[-1] for line in maps if "/libfabric.so" in line)
 
 
-def stand_in(folder: Path, *words: str) -> Path:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    made = folder / "libfabric.so.1"
-    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libfabric.so.1", *words, str(SOURCE), "-o", str(made)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    if "rdma/fabric.h" in told.stderr:
-        pytest.skip("libfabric's headers are not here")
+def compile_with(*words: str) -> None:
+    """By the compiler that built netfold, which every host that has it needs."""
+    told = subprocess.run([os.environ.get("CXX", "c++"), *words], capture_output=True, text=True, timeout=60)
     assert told.returncode == 0, told.stderr
+
+
+def stand_in(folder: Path, *words: str) -> Path:
+    made = folder / "libfabric.so.1"
+    compile_with("-x", "c", "-shared", "-fPIC", "-Wl,-soname,libfabric.so.1", *words, str(SOURCE), "-o", str(made))
     return made
 
 
@@ -149,14 +145,11 @@ def test_a_tensor_that_cannot_be_registered_ends_the_group_with_the_limit(tmp_pa
 
 
 def test_a_build_without_libfabrics_headers_says_what_to_install(tmp_path: Path) -> None:
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
     main, made = tmp_path / "main.cpp", tmp_path / "main"
     main.write_text(CALLS_ALL)
     sources = [str(main), str(TRANSPORT / "fabric" / "libfabric_absent.cpp")]
     include = f"-I{TRANSPORT / 'include'}"
-    subprocess.run([compiler, "-std=c++20", "-O0", include, *sources, "-o", str(made)], check=True, timeout=60)
+    compile_with("-std=c++20", "-O0", include, *sources, "-o", str(made))
     said = subprocess.run([str(made)], capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
     sentence = "this netfold was built without libfabric's headers; install them (apt install libfabric-dev) and build "
     assert said == [sentence + "it again"] * 3

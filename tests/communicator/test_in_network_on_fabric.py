@@ -16,21 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 import test_in_network as by_udp
+from fabrics import need_libfabric
 from folds import FLOAT_OPS, INTEGER_OPS
 from ranks import RunningSwitch, run_ranks, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options, control
-from netfold._native import engine, fabric, protocol
+from netfold._native import engine, protocol
 from netfold._native.aggregator import Plane
 from netfold._native.transport import FabricPort
 from netfold.communicator import PeerLost
 from netfold.data_path import fabric_payload
 from netfold.switch.view import read_status
 
-try:
-    fabric.version()
-except fabric.FabricError as error:
-    pytest.skip(str(error), allow_module_level=True)
+need_libfabric()
 
 HERE = "127.0.0.1"
 STRICT = "strict+tcp"

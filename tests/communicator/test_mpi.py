@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fabrics import need_mpi
 from ranks import run_ranks, run_threads
 
 from netfold import Communicator, FileStore, Options
@@ -27,8 +28,7 @@ def start(
     mpi: str, ranks: int, *case: str, script: Path = SCRIPT, within: tuple[str, ...] = ()
 ) -> subprocess.Popen[str]:
     """`within`: what starts each rank."""
-    if not have_peer(mpi):
-        pytest.skip(f"{mpi} is not here (make bench-peers)")
+    need_mpi(mpi)
     launch = launch_mpi(mpi, ranks, [*within, sys.executable, str(script), *case])
     kept = {
         name: value

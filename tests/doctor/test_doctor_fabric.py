@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from fabrics import need_libfabric
 from typer.testing import CliRunner
 
 from netfold._native import fabric
 from netfold.cli import app
 from netfold.doctor import fabric as looked_at
 
-try:
-    fabric.version()
-except fabric.FabricError as error:
-    pytest.skip(str(error), allow_module_level=True)
+need_libfabric()
 
 
 def test_each_provider_is_usable_or_says_why_not() -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from fabrics import need_libfabric
 from test_rack_interfaces import gain_of_a_second_link, hosts, last_json, outputs
 
-from netfold._native import fabric
 from netfold.rack.command import missing
 
 LACK = missing(loss=False)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
-try:
-    fabric.version()
-except fabric.FabricError as error:
-    pytest.skip(str(error), allow_module_level=True)
+need_libfabric()
 
 
 def test_a_message_in_stripes_over_two_links_takes_half_as_long() -> None:

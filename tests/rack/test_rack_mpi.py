@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from fabrics import need_mpi
 
 from netfold.bench.launch import start_mpi
-from netfold.bench.peers import have_peer
 from netfold.rack import Rack
 from netfold.rack.command import missing
 
@@ -24,8 +24,7 @@ UNSAID = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 @pytest.mark.parametrize("case", ["meet", "algorithms"])
 @pytest.mark.parametrize("mpi", ["mpich", "intel"])
 def test_ranks_of_two_hosts_meet_by_what_hydra_says(mpi: str, case: str, tmp_path: Path) -> None:
-    if not have_peer(mpi):
-        pytest.skip(f"{mpi} is not here (make bench-peers)")
+    need_mpi(mpi)
     without = [word for name in UNSAID for word in ("-u", name)]
     paths = f"PYTHONPATH={TESTS / 'communicator'}{os.pathsep}{TESTS}"
     with Rack(2, "1gbit", "0%", delay="0us") as rack:

@@ -1,0 +1,22 @@
+"""Whether this host has what tests of a fabric go over: asked here and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from netfold._native import fabric
+from netfold.bench.peers import have_peer
+
+
+def need_libfabric() -> str:
+    """Its version. Without one there is nothing to go over: the tests of this module, or this test, skip and say so."""
+    try:
+        return str(fabric.version())
+    except fabric.FabricError as error:
+        pytest.skip(f"there is no fabric to be tried on this host: {error}", allow_module_level=True)
+
+
+def need_mpi(mpi: str) -> None:
+    """Each MPI needs an environment of its own, which CI makes and a plain `make test` does not."""
+    if not have_peer(mpi):
+        pytest.skip(f"no ranks can be started under {mpi}: it is not installed (make bench-peers does it)")
