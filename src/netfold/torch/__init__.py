@@ -18,6 +18,10 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from netfold.extras import need_at_import
+
+need_at_import("netfold.torch", "torch")
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch._C._distributed_c10d import Store
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from netfold.communicator import Group, Options
     from netfold.profile import Records
     from netfold.torch.compression import GradientCompression
-    from netfold.torch.process_group import ProcessGroupNetfold
+    from netfold.torch.operations import Operations
 
 __all__ = ["compress_gradients", "device_ways", "events", "monitored_barrier", "new_process_group", "register", "why"]
 
@@ -58,7 +62,10 @@ def register() -> None:
 
 
 def _create(options: Any, pg_options: Any) -> Any:
-    from netfold.torch.creation import create
+    from netfold.torch.release import check_release
+
+    check_release(options.group_rank)
+    from netfold.torch.factory import create
 
     return create(options, pg_options)
 
@@ -76,15 +83,18 @@ def new_process_group(
     *,
     timeout: timedelta = timedelta(minutes=30),
     options: Options | None = None,
-) -> ProcessGroupNetfold:
+) -> dist.ProcessGroup:
     """A group that torch's world does not know, for programs that make and remake groups themselves (torchft).
 
     `store`: a part for this life of the group alone (`PrefixStore`); `timeout`: of each operation. Not needed with
     `init_process_group`. Its `shutdown()` ends it. Raises what `netfold.communicator.Group` raises.
     """
-    from netfold.torch.creation import standalone
+    from netfold.torch.release import check_release
 
-    return standalone(store, rank, size, timeout, options)
+    check_release(rank)
+    from netfold.torch.factory import standalone
+
+    return standalone(store, rank, size, timeout, options)[0]
 
 
 def compress_gradients(model: DistributedDataParallel) -> GradientCompression:
@@ -100,7 +110,7 @@ def compress_gradients(model: DistributedDataParallel) -> GradientCompression:
     """
     from netfold.torch.compression import compress
 
-    return compress(model, _process_group(model.process_group))
+    return compress(model, _operations(model.process_group))
 
 
 def events(group: dist.ProcessGroup | None = None) -> Records:
@@ -115,7 +125,7 @@ def why(group: dist.ProcessGroup | None = None, *, operation: str = "all_reduce"
 
 def device_ways(group: dist.ProcessGroup | None = None) -> str:
     """How this group's collectives on GPUs' memory go, and why no better: found by its ranks when the first came."""
-    devices = _process_group(group).devices
+    devices = _operations(group).devices
     return devices.why() if devices is not None else "IPC disabled because torch finds no CUDA device here"
 
 
@@ -132,19 +142,20 @@ def monitored_barrier(
     RuntimeError and a TimeoutError); its `rank` is the first missing one.
     """
     seconds = timeout if timeout is None or not isinstance(timeout, (int, float)) else timedelta(seconds=timeout)
-    _process_group(group).monitored_barrier(seconds, wait_all_ranks)
+    _operations(group).pass_monitored_barrier(seconds, wait_all_ranks)
 
 
 def _group(group: dist.ProcessGroup | None) -> Group:
-    return _process_group(group).netfold
+    return _operations(group).netfold
 
 
-def _process_group(group: dist.ProcessGroup | None) -> ProcessGroupNetfold:
+def _operations(group: dist.ProcessGroup | None) -> Operations:
     import torch.distributed as dist
 
-    from netfold.torch.process_group import ProcessGroupNetfold
+    from netfold.torch.operations import operations_of
 
     chosen = group if group is not None else dist.group.WORLD
-    if not isinstance(chosen, ProcessGroupNetfold):
+    found = operations_of(chosen) if isinstance(chosen, dist.ProcessGroup) else None
+    if found is None:
         raise ValueError(f"not a netfold group but {chosen!r}; init_process_group('netfold') makes one")
-    return chosen
+    return found

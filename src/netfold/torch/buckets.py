@@ -39,13 +39,17 @@ _MAX_CANDIDATES = 1024
 _backward = graph._engine_run_backward.__code__
 
 
-def has_room(wanted_bytes: int) -> bool:
-    """Whether /dev/shm can take so much and keep an eighth of itself free."""
+def lacks(wanted_bytes: int) -> str | None:
+    """Why /dev/shm cannot take so much and keep an eighth of itself free; None where it can."""
     try:
         found = os.statvfs("/dev/shm")
-    except OSError:
-        return False
-    return found.f_bavail * found.f_frsize - wanted_bytes >= found.f_blocks * found.f_frsize // 8
+    except OSError as error:
+        return f"there is no /dev/shm ({error.strerror})"
+    if found.f_flag & os.ST_RDONLY:
+        return "/dev/shm is read-only"
+    if found.f_bavail * found.f_frsize - wanted_bytes < found.f_blocks * found.f_frsize // 8:
+        return f"/dev/shm has no room for {wanted_bytes} bytes and an eighth of itself"
+    return None
 
 
 class Sightings:
@@ -98,7 +102,7 @@ class RegisteredBuckets:
                 self._let_go(address)
         place = (found.data_ptr(), found.nbytes())
         self._held[place[0]] = (found, place[1], self._hold(place))
-        log.info("a bucket of %d bytes stays registered from now on", place[1])
+        log.debug("a bucket of %d bytes stays registered from now on", place[1])
 
     def _let_go(self, address: int) -> None:
         storage, _, hold = self._held.pop(address)
@@ -131,19 +135,19 @@ class SharedBuckets:
         place = (storage.data_ptr(), storage.nbytes())
         self._forget_unused()
         # A page for which there is no room when it is touched would end the process, not raise.
-        if not has_room(self._ranks * place[1]):
-            log.warning(
-                "DDP's buckets stay where they are: /dev/shm has no room for %d ranks' %d bytes "
-                "(NETFOLD_SHARE_BUCKETS=off keeps them there)",
-                self._ranks,
-                place[1],
-            )
+        reason = lacks(self._ranks * place[1])
+        if reason is None:
+            try:
+                fd, size = storage._share_fd_cpu_()
+            except RuntimeError as error:  # /dev/shm is not this user's to write, for one; nothing has moved
+                reason = str(error).partition("\n")[0]
+        if reason is not None:
+            log.warning("DDP's buckets stay where they are: %s (NETFOLD_SHARE_BUCKETS=off keeps them there)", reason)
             self._enabled = False
             return
-        fd, size = storage._share_fd_cpu_()
         engine.share_memory(storage.data_ptr(), size, fd)
         self._moved[storage.data_ptr()] = storage
-        log.info("a bucket of %d bytes is in shared memory now", size)
+        log.debug("a bucket of %d bytes is in shared memory now", size)
 
     def _forget_unused(self) -> None:
         """Let go of buckets that nobody but us still has."""

@@ -53,7 +53,7 @@ class Reduction(NamedTuple):
 # A ReduceOp hashes by its kind and equals it: the look-up of every call.
 _REDUCTIONS = {ReduceOp(op): Reduction(name, op == dist.ReduceOp.AVG) for op, name in _NAMES.items()}
 
-# For the shortest way (ProcessGroupNetfold.allreduce): native codes of what needs no preparation. A ReduceOp's hash is
+# For the shortest way (Operations.allreduce): native codes of what needs no preparation. A ReduceOp's hash is
 # its kind's number, another for every kind; comparing ReduceOps would cost as much as the native call.
 DTYPE_CODES = {dtype: DTYPES[name] for dtype, name in DTYPE_NAMES.items()}
 REDUCE_CODES = {

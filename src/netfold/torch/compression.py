@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from netfold.torch.process_group import ProcessGroupNetfold
+from netfold.torch.operations import Operations, operations_of
 
 Tensor = torch.Tensor
 
@@ -26,7 +26,7 @@ class _Bucket(NamedTuple):
 class GradientCompression:
     """What one model's gradients have lost on their way and not made up for yet, on this rank."""
 
-    def __init__(self, whole: ProcessGroupNetfold, compressed: ProcessGroupNetfold | None) -> None:
+    def __init__(self, whole: Operations, compressed: Operations | None) -> None:
         """`whole`: the model's group, for gradients that are no f32; `compressed`: one of the same ranks whose wire is
         i8, None where there is one rank."""
         self._whole = whole
@@ -76,19 +76,20 @@ def _average(state: GradientCompression, bucket: GradBucket) -> torch.futures.Fu
     return state.average(bucket)
 
 
-def compress(model: DistributedDataParallel, whole: ProcessGroupNetfold) -> GradientCompression:
+def compress(model: DistributedDataParallel, whole: Operations) -> GradientCompression:
     """See `netfold.torch.compress_gradients`."""
     compressed = None
-    if whole.size() > 1:
-        compressed = dist.new_group(
-            dist.get_process_group_ranks(whole),
+    if whole.netfold.size > 1:
+        group = dist.new_group(
+            dist.get_process_group_ranks(model.process_group),
             backend="netfold",
             timeout=timedelta(seconds=whole.netfold.timeout_s),
             pg_options=replace(whole.netfold.options, wire="i8"),
             use_local_synchronization=True,
             group_desc="gradients as i8",
         )
-        assert isinstance(compressed, ProcessGroupNetfold)
+        compressed = operations_of(group)
+        assert compressed is not None
     state = GradientCompression(whole, compressed)
     model.register_comm_hook(state, _average)
     return state

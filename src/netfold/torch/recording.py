@@ -35,7 +35,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -46,6 +46,7 @@ from torch._C import _distributed_c10d as _c10d
 from torch.autograd import profiler as user_profiler
 from torch.optim import optimizer as optimizers
 
+from netfold.profile.columns import COMPLETING
 from netfold.profile.record import RECORD
 from netfold.profile.recording import UNKNOWN, Batch, Identity, Names, Recording
 from netfold.profile.run import GroupName
@@ -79,7 +80,7 @@ _DTYPES = {
 _OPERATIONS = {"alltoall": "all_to_all", "allreduce": "all_reduce"}
 # What lists a tensor a rank: a record says the size of one.
 _LISTED = ("scatter", "gather", "all_gather", "reduce_scatter")
-# No netfold group has such a number; other groups count on from it, it stands for those that cannot be told apart.
+# No netfold group has such a number; numbers of other groups count on from it, one for each backend of a group.
 _NUMBER = 1 << 32
 # What is marked while no window can be read is bounded: beyond so many collectives none is.
 _MOST_OPERATIONS = 20_000
@@ -155,6 +156,8 @@ class TorchSource:
         self._hook: Any = None
         self._optimizer: weakref.ref[Any] | None = None
         self._others: dict[str, GroupName] = {}  # by torch's name; those that are gone too
+        # By torch's name of a group (None: it cannot be told which) and the backend that served the operation.
+        self._numbers: dict[tuple[str | None, str], int] = {}
         self._ended = False
         # Kept here: the interpreter calls it when it can, not at once.
         self._enough = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._stop_marking)
@@ -386,7 +389,7 @@ class TorchSource:
         counted = dict(window.begun) if len(known) == 1 else None
         rows: list[tuple[int, ...]] = []
         for event, entry in zip(events, entries, strict=True):
-            operation = event.name.partition(":")[2]
+            backend, _, operation = event.name.partition(":")
             operation = _OPERATIONS.get(operation, operation)
             began = window.monotonic(event.start_ns)
             group, sequence, queued = None, 0, began
@@ -401,34 +404,41 @@ class TorchSource:
                     sequence = counted[group] = counted.get(group, 0) + 1
             elif counted is not None:
                 counted[entry.group] = entry.sequence
-            number = _NUMBER + 1 + known.index(group) if group in known else _NUMBER
+            number = self._number(group if group in known else None, backend)
             dtypes = event.dtypes
             dtype, item_bytes = _DTYPES.get(dtypes[0] if dtypes else "", ("?", 0))
             sizes = [math.prod(shape) * item_bytes for shape in event.shapes]
             if operation in _LISTED:
                 sizes = sizes[:1]
             elif operation == "all_to_all":  # a record says the size of one block
-                sizes = [sum(sizes) // self._ranks_in(number)]
+                sizes = [sum(sizes) // self._ranks_in(group)]
             numbers = names.number("operation", operation), names.number("dtype", dtype)
             rows.append((number, sum(sizes), queued, began, began + event.duration_ns, sequence, *numbers, *_UNKNOWN))
         return rows, kept.left() if kept.count >= window.submitted else max(0, window.submitted - len(events))
 
-    def _ranks_in(self, number: int) -> int:
+    def _number(self, group: str | None, backend: str) -> int:
+        return self._numbers.setdefault((group, backend), _NUMBER + len(self._numbers))
+
+    def _ranks_in(self, group: str | None) -> int:
         """1 where the group cannot be told."""
-        groups = list(self._others.values())
-        at = number - _NUMBER - 1
-        return max(1, len(groups[at].ranks)) if 0 <= at < len(groups) else 1
+        return max(1, len(self._others[group].ranks)) if group in self._others else 1
 
     def _remember(self) -> dict[str, GroupName]:
         self._others.update(_others())
         return self._others
 
     def groups(self) -> Mapping[str, GroupName]:
-        found = {str(_NUMBER + 1 + index): group for index, group in enumerate(self._remember().values())}
-        if len(found) > 1:
-            backends = sorted({group.backend for group in found.values()})
-            found[str(_NUMBER)] = GroupName("one of several groups", " and ".join(backends))
-        return found
+        """A group of several backends once for each: only some of them say when an operation has ended."""
+        known = self._remember()
+        for name, group in known.items():
+            for backend in group.backend.split(" and "):
+                self._number(name, backend)
+        return {
+            str(number): GroupName("one of several groups", backend)
+            if name is None
+            else replace(known[name], backend=backend)
+            for (name, backend), number in self._numbers.items()
+        }
 
     def blind_spots(self) -> list[str]:
         found = self._others
@@ -456,7 +466,7 @@ class TorchSource:
                 "Operations of other backends are not recorded: torch's flight recorder is off (TORCH_FR_BUFFER_SIZE), "
                 "without which they cannot be read safely."
             )
-        if any(group.backend != "gloo" for group in found.values()):
+        if any(set(group.backend.split(" and ")) - {*COMPLETING} for group in found.values()):
             said.append("On accelerators only the submission of operations is seen, not their run on the device.")
         if self._seen.torn:
             said.append(_TORN)

@@ -13,12 +13,12 @@ import torch
 from netfold.torch import calls
 
 if TYPE_CHECKING:
-    from netfold.torch.process_group import ProcessGroupNetfold, Work
+    from netfold.torch.operations import Operations, Work
 
 Tensor = torch.Tensor
 
 
-def all_reduce(group: ProcessGroupNetfold, tensor: Tensor, opts: Any) -> Work | None:
+def all_reduce(group: Operations, tensor: Tensor, opts: Any) -> Work | None:
     """`tensor`: COO on every rank, of one shape and dtype; the number of elements may differ. sum and avg."""
     if tensor.layout is not torch.sparse_coo:
         raise ValueError(f"all_reduce takes dense and COO tensors, this one is {tensor.layout}")

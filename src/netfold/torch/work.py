@@ -1,8 +1,9 @@
 """Work and Future: how torch waits for a native operation.
 
-C++ sees only `wait(timedelta)` and `get_future()` of a Python Work. A work whose operation ended on the caller's thread
-is complete when it is made; its Future is resolved at once. Others are watched only when somebody asks for the Future,
-or when staged results must be copied back: a hop to another thread costs more than a small operation.
+C++ sees only `wait(timedelta)` and `get_future()` of a Python Work; `forwarding` has the rest. A work whose operation
+ended on the caller's thread is complete when it is made, and its Future is resolved at once. Other works are watched
+only when somebody asks for the Future, or when staged results must be copied back: a hop to another thread costs more
+than a small operation.
 
 Futures are resolved by a few threads that take one completion each: callbacks run on the thread that resolves (torch
 does that), and one that blocks on a later Future must not hold that Future up. They start with the first operation that
@@ -19,18 +20,17 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PythonCallbackWork
 
 from netfold._native import engine
 from netfold.communicator import Group
+from netfold.torch.forwarding import NetfoldWorkBase
 
 # Threads that may stand blocked in callbacks at once; past that, completions wait for one to return.
 _MAX_THREADS = 64
 _IDLE_NS = 1_000_000_000
 
 
-class NetfoldWork(dist.Work):
+class NetfoldWork(NetfoldWorkBase):
     """One operation, or several that were asked for together."""
 
     def __init__(
@@ -104,11 +104,7 @@ class NetfoldWork(dist.Work):
     def source_rank(self) -> int:
         return self._group.rank
 
-    def boxed(self) -> Any:
-        # The box of a Python Work holds its C++ half alone, whose wait() never returns.
-        return PythonCallbackWork(self.wait).boxed()
-
-    def get_future(self) -> torch.futures.Future[Any]:
+    def make_future(self) -> torch.futures.Future[Any]:
         with self._lock:
             if self._future is not None:
                 return self._visible
@@ -171,7 +167,7 @@ class NetfoldWork(dist.Work):
         return self._end()
 
 
-class CompletedWork(dist.Work):
+class CompletedWork(NetfoldWorkBase):
     """What is done on return, without failure: the cheapest Work there can be."""
 
     _operations: Sequence[Any] = ()  # nothing to wait for
@@ -198,10 +194,7 @@ class CompletedWork(dist.Work):
     def synchronize(self) -> None:
         return None
 
-    def boxed(self) -> Any:
-        return PythonCallbackWork(self.wait).boxed()
-
-    def get_future(self) -> torch.futures.Future[Any]:
+    def make_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
         return future

@@ -216,7 +216,7 @@ class ReceiveWork(NetfoldWork):
     def _source_rank(self) -> int:
         return self.source_rank()
 
-    def get_future(self) -> torch.futures.Future[Any]:
+    def make_future(self) -> torch.futures.Future[Any]:
         future = self._layer.future(self._device)
 
         def value(_: Any) -> Any:

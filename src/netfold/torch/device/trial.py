@@ -20,10 +20,8 @@ _MASK = "CUDA_VISIBLE_DEVICES"
 
 def findings() -> tuple[list[str], bool]:
     """Lines for people, and whether ranks reach each other's memory in every way that was tried."""
-    try:
-        import torch
-    except ImportError:
-        return ["no GPU: IPC disabled because torch is not installed"], False
+    import torch
+
     if not torch.cuda.is_available():
         built = "finds no CUDA device" if torch.backends.cuda.is_built() else "was built without CUDA"  # type: ignore[no-untyped-call]
         return [f"no GPU: IPC disabled because torch {torch.__version__} {built}"], False

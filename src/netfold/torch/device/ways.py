@@ -67,7 +67,7 @@ def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Stor
         raise
     found = made.ways(slots, inside, how)
     could = group.options.inside == "auto" and len(set(group.nodes)) < group.size
-    level = logging.WARNING if could and inside is None and group.rank == 0 else logging.INFO
+    level = logging.WARNING if could and inside is None and group.rank == 0 else logging.DEBUG
     log.log(level, "rank %d of %d: %s", group.rank, group.size, found.reason)
     return found
 

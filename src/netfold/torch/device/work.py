@@ -12,13 +12,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PythonCallbackWork
 
+from netfold.communicator.errors import WaitTimeout
 from netfold.torch.device.layer import DeviceLayer, Event, Stream, refuse_capture
+from netfold.torch.forwarding import NetfoldWorkBase
 
 
-class DeviceWork(dist.Work):
+class DeviceWork(NetfoldWorkBase):
     """One operation, or several that were asked for together."""
 
     _operations: Sequence[Any] = ()  # nothing that a group could wait for
@@ -57,7 +57,7 @@ class DeviceWork(dist.Work):
         """Raises what befell the operation. A timeout of 0 is torch's word for none."""
         seconds = timeout.total_seconds() if timeout and timeout.days >= 0 else None
         if not self._settled.wait(seconds):
-            raise TimeoutError(f"rank {self._rank}: the operation is not done after {seconds} s of waiting")
+            raise WaitTimeout(f"rank {self._rank}: the wait timed out: the operation is not done after {seconds} s")
         if self._failure is not None:
             raise self._failure
         refuse_capture(self._layer, self._rank, "a wait for an operation that began before")
@@ -65,9 +65,6 @@ class DeviceWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
@@ -86,10 +83,7 @@ class DeviceWork(dist.Work):
     def source_rank(self) -> int:
         return self._rank
 
-    def boxed(self) -> Any:
-        return PythonCallbackWork(self.wait).boxed()
-
-    def get_future(self) -> torch.futures.Future[Any]:
+    def make_future(self) -> torch.futures.Future[Any]:
         with self._lock:
             if self._future is None:
                 self._future = self._layer.future(self._device)
@@ -121,7 +115,7 @@ class DeviceWork(dist.Work):
             self._layer.resolve(self._stream, future, self._result)
 
 
-class WorksTogether(dist.Work):
+class WorksTogether(NetfoldWorkBase):
     """What a coalescing manager that saw device memory hands out."""
 
     _operations: Sequence[Any] = ()
@@ -150,10 +144,7 @@ class WorksTogether(dist.Work):
     def result(self) -> Any:
         return [work.result() for work in self._works]
 
-    def boxed(self) -> Any:
-        return PythonCallbackWork(self.wait).boxed()
-
-    def get_future(self) -> torch.futures.Future[Any]:
+    def make_future(self) -> torch.futures.Future[Any]:
         futures = [work.get_future() for work in self._works]
         together: torch.futures.Future[Any] = torch.futures.collect_all(futures).then(
             lambda all_done: [each.value() for each in all_done.value()]

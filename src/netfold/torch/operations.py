@@ -1,8 +1,9 @@
-"""The ProcessGroup: torch's collectives, mapped to calls of a `Group`. Those on a device's memory go to its driver.
+"""torch's operations, mapped to calls of a `Group`. Operations on device memory go to the group's device driver.
 
-It is a Python ProcessGroup, so that one native build serves every torch version; torch calls it from Python and,
-through trampolines, from C++ (DDP, functional collectives). Both the present and the former names of operations are
-defined.
+`Operations` is a mixin with torch's names for the operations. Two classes carry it: `backend.NetfoldBackend` on torch
+2.14 and newer, and `legacy.NetfoldProcessGroup` on older torch. Both are Python classes, so that one native build
+serves every torch version. torch calls the methods from Python and, through trampolines, from C++ (DDP, functional
+collectives).
 """
 
 # torch declares each operation with two overloads, of which only the one with `opts` reaches a backend.
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions, FakeProcessGroup, Store
+from torch._C._distributed_c10d import AllreduceOptions, Store
 
 from netfold._native import engine
 from netfold.communicator import Group
@@ -47,15 +48,16 @@ _profiled = torch._C._profiler._RecordFunctionFast  # the one that takes tensors
 engine.hide_from_call_sites(os.path.dirname(torch.__file__) + os.sep)
 
 
-class ProcessGroupNetfold(dist.ProcessGroup):
-    """`netfold` is its `netfold.communicator.Group`."""
+class Operations:
+    """The operations of one group on this rank; `netfold` is its `netfold.communicator.Group`."""
 
-    def __init__(self, group: Group, store: Store, part: Store, layer: DeviceLayer | None = None) -> None:
-        """`store`: what torch gave us; `part`: where no other group finds its keys; `layer`: the devices whose tensors
-        it takes beside the CPU's, if any."""
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # the stubs lack this overload
+    def attach(self, group: Group, part: Store, layer: DeviceLayer | None = None) -> None:
+        """Take over an open group. The carrying class calls this once, from its constructor.
+
+        `part`: a store with keys that no other group uses. `layer`: the devices whose tensors the group takes beside
+        CPU tensors, None for CPU tensors alone.
+        """
         self.netfold = group
-        self._store = store
         # Works that nobody waits for yet: their tensors must outlive their operations.
         self._unfinished: collections.deque[NetfoldWork] = collections.deque()
         self._unfinished_lock = threading.Lock()
@@ -68,27 +70,8 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         self._transfers = Transfers(group, layer)
         self._coalesced = _Coalesced()
         self._barriers = monitored.Turns(part, group.rank, group.size)
-        # torch reads a group's devices off its backends; this one trips on whatever reaches it past this class.
-        fake: Any = FakeProcessGroup  # the stubs do not know its options
-        anchor_options = fake.Options()
-        anchor_options.error_on_collective = True
-        anchor = fake._create_internal(group.rank, group.size, anchor_options)
-        for kind in ("cpu",) if layer is None else ("cpu", layer.kind):
-            self._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, anchor)
 
-    # --- what torch asks about -------------------------------------------------------------------------------------
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "netfold"
-
-    def getRank(self) -> int:  # noqa: N802
-        return self.netfold.rank
-
-    def getSize(self) -> int:  # noqa: N802
-        return self.netfold.size
-
-    def get_group_store(self) -> Store:
-        return self._store
+    # --- the life of the group -------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The deadline of operations from now on that name none of their own."""
@@ -107,6 +90,10 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     def abort(self) -> None:
         self.netfold.abort("abort() was called")
         self.shutdown()
+
+    def sequence_number(self) -> int:
+        """The number of collectives that this rank has submitted, as torch's `_get_sequence_number_for_group`."""
+        return self.netfold.collectives_submitted
 
     # --- reductions ------------------------------------------------------------------------------------------------
 
@@ -164,6 +151,9 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
         return self.allreduce(tensors, opts)
 
+    def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
+        return self.allreduce(tensors, opts)
+
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
         (tensor,) = tensors
         here = opts.rootRank == self.netfold.rank
@@ -176,9 +166,6 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work | None:
@@ -186,11 +173,6 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         return self._reduce_scatter(
             outputs, [calls.by_rank(whole, part, self.netfold.size) for part, whole in pairs], opts
         )
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Work | None:
-        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
 
     def _reduce_scatter(self, outputs: list[Tensor], parts: Sequence[Sequence[Tensor]], opts: Any) -> Work | None:
         opts = opts if opts is not None else dist.ReduceScatterOptions()
@@ -224,18 +206,10 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
-        return self.all_gather_single_coalesced([output], [input], opts)
-
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work | None:
         pairs = zip(outputs, inputs, strict=True)
         by_tensor = [calls.by_rank(whole, part, self.netfold.size) for whole, part in pairs]
         return self._all_gather(by_tensor, inputs, outputs, opts)
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Work | None:
-        return self.all_gather_single_coalesced(outputs, inputs, opts)
 
     def _all_gather(
         self, parts: Sequence[Sequence[Tensor]], inputs: list[Tensor], result: Any, opts: Any
@@ -276,17 +250,12 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         into = calls.by_splits(output, output_splits, self.netfold.size)
         return self._together([copies("all_to_all", to, into)], [output], opts)
 
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
-    ) -> Work | None:
-        return self.all_to_all_single(output, input, output_splits, input_splits, opts)
-
     # --- barriers --------------------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None) -> Work | None:
         return self._together([Prepared("barrier")], [], opts)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def pass_monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `netfold.torch.monitored_barrier`."""
         seconds = self.netfold.timeout_s if timeout is None else timeout.total_seconds()
         self._barriers.pass_together(seconds, wait_all_ranks)
@@ -309,7 +278,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
             raise ValueError(f"{kind}: {len(tensors)} {which} tensors on {self.netfold.size} ranks")
 
     def _together(self, prepared: list[Prepared], result: Any, opts: Any) -> Work | None:
-        """Submit calls that are one operation to torch; its Work. None inside a coalescing manager, which waits."""
+        """Submit calls that are one operation to torch. Returns its Work, see `_handed_out` for None."""
         if _profiling() and prepared:
             first = prepared[0]
             with _profiled(f"netfold:{first.kind}", [*first.inputs, *first.outputs]):
@@ -319,7 +288,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
     def _submit(self, prepared: list[Prepared], result: Any, opts: Any) -> Work | None:
         if any(self._on_device(call.outputs) or self._on_device(call.inputs) for call in prepared):
             assert self.devices is not None
-            return self._handed_out(self.devices.submit(prepared, result, calls.timeout_of(opts)))
+            return self._handed_out(self.devices.submit(prepared, result, calls.timeout_of(opts)), opts)
         self._in_turn()
         waits = not getattr(opts, "asyncOp", True) and len(prepared) == 1 and self._coalesced.works is None
         seconds = calls.timeout_of(opts)
@@ -335,7 +304,7 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         )
         if not work._ended:
             self._keep(work)
-        return self._handed_out(work)
+        return self._handed_out(work, opts)
 
     def _on_device(self, tensors: Sequence[Tensor]) -> bool:
         """ValueError where they are on a device that this group has nothing for."""
@@ -354,11 +323,13 @@ class ProcessGroupNetfold(dist.ProcessGroup):
         if self.devices is not None:
             self.devices.let_pass()
 
-    def _handed_out(self, work: AnyWork) -> AnyWork | None:
+    def _handed_out(self, work: AnyWork, opts: Any = None) -> AnyWork | None:
+        """The Work for the caller. None inside a coalescing manager for a call that torch would wait for at once: the
+        manager waits. A caller in C++ always calls asynchronously and uses its Work, so it gets one."""
         if self._coalesced.works is None:
             return work
         self._coalesced.works.append(work)
-        return None
+        return work if getattr(opts, "asyncOp", False) else None
 
     def average(self, tensor: Tensor, residual: Tensor | None = None) -> torch.futures.Future[Tensor]:
         """The average over all ranks, in place, for hooks of DDP. `residual`, as long as the tensor, in groups whose
@@ -384,15 +355,17 @@ class ProcessGroupNetfold(dist.ProcessGroup):
 
     # --- the coalescing manager ------------------------------------------------------------------------------------
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def start_coalescing(self) -> None:
+        """Gather the Works of the operations that follow in this thread until `end_coalescing`."""
         if self._coalesced.works is not None:
-            raise RuntimeError("a coalescing manager is open in this thread and group already")
+            raise RuntimeError("a coalescing manager is already open in this thread for this group")
         self._coalesced.works = []
 
-    def _end_coalescing(self, device: torch.device) -> NetfoldWork | WorksTogether:
+    def end_coalescing(self) -> NetfoldWork | WorksTogether:
+        """One Work for all operations since `start_coalescing`."""
         works, self._coalesced.works = self._coalesced.works, None
         if works is None:
-            raise RuntimeError("no coalescing manager is open in this thread and group")
+            raise RuntimeError("no coalescing manager is open in this thread for this group")
         on_host = [work for work in works if isinstance(work, HostWork) and not isinstance(work, ReceiveWork)]
         return together(self.netfold, on_host) if len(on_host) == len(works) else WorksTogether(works)
 
@@ -416,3 +389,16 @@ def together(group: Group, works: list[HostWork]) -> NetfoldWork:
 
     operations = [operation for work in works for operation in work._operations]
     return NetfoldWork(group, operations, [work.result() for work in works], finish=finish)
+
+
+def operations_of(group: dist.ProcessGroup) -> Operations | None:
+    """The netfold operations of a torch group, None where no device of the group is netfold's."""
+    carrier: Any = group
+    if isinstance(carrier, Operations):  # torch before 2.14: the group itself
+        return carrier
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around it
+        if isinstance(backend, Operations):
+            return backend
+    return None

@@ -1,0 +1,186 @@
+"""Make a group's backend when torch asks for one, and end the groups that nobody ended."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from netfold.communicator import Group, Options
+from netfold.torch.device.cuda import cuda_layer as cuda_layer
+from netfold.torch.device.layer import DeviceLayer
+from netfold.torch.dynamo import skip_netfold
+from netfold.torch.meeting import store_host
+from netfold.torch.operations import Operations
+from netfold.torch.store import TorchStore
+
+# torch's C++ class Backend can be subclassed in Python from this release on.
+BACKEND_SINCE = (2, 14)
+takes_backends = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= BACKEND_SINCE
+
+_live: weakref.WeakSet[Operations] = weakref.WeakSet()
+# Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch holds the C++ half of a backend alone, inside a wrapper.
+_held: list[Operations] = []
+
+
+def create(options: Any, pg_options: Any) -> Any:
+    """What torch calls for `init_process_group("netfold")` and `new_group(backend="netfold")`.
+
+    `options`: torch's `_DistributedBackendOptions`. Returns a backend, on torch older than 2.14 a ProcessGroup. Raises
+    TypeError for `pg_options` that are not `netfold.Options`, and what `netfold.communicator.Group` raises.
+    """
+    if pg_options is not None and not isinstance(pg_options, Options):
+        raise TypeError(f"pg_options must be netfold.Options, not {type(pg_options).__name__}")
+    if not takes_backends:
+        from netfold.torch import legacy
+
+        return legacy.create(options, pg_options)
+    _refuse_second_custom_backend(getattr(options, "process_group", None))
+    part = part_of_store(options.store, options.global_ranks_in_group)
+    # torch lists no ranks for the default group.
+    job_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return _backend(part, options.group_rank, options.group_size, options.timeout, pg_options, job_ranks)
+
+
+def standalone(
+    store: Store, rank: int, size: int, timeout: timedelta, options: Options | None
+) -> tuple[dist.ProcessGroup, Operations]:
+    """See `netfold.torch.new_process_group`."""
+    part = PrefixStore("netfold", store)
+    made: Any
+    if takes_backends:
+        made = _backend(part, rank, size, timeout, options, ())
+        group: Any = dist.ProcessGroup(store, rank, size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        for device in _devices(made):
+            group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, made)
+    else:
+        made = group = known(carrier(open_group(part, rank, size, timeout, options), store, part, cuda_layer()))
+    # Only the user of such a group says when it ends, and torchft drops a group without a call.
+    weakref.finalize(group, _close_in_thread, made.netfold).atexit = False
+    return group, made
+
+
+def carrier(group: Group, store: Store, part: Store, layer: DeviceLayer | None) -> Operations:
+    """The object that torch calls for an open group: a backend, on torch older than 2.14 a ProcessGroup."""
+    if takes_backends:
+        from netfold.torch.backend import NetfoldBackend
+
+        return NetfoldBackend(group, part, layer)
+    from netfold.torch.legacy import NetfoldProcessGroup
+
+    return NetfoldProcessGroup(group, store, part, layer)
+
+
+def open_group(
+    part: Store, rank: int, size: int, timeout: timedelta, options: Options | None, job_ranks: Sequence[int] = ()
+) -> Group:
+    """Meet the other ranks over `part`, within the group's timeout and NETFOLD_JOIN_TIMEOUT_S."""
+    skip_netfold()
+    return Group(
+        TorchStore(part),
+        rank,
+        size,
+        options=options,
+        timeout_s=timeout.total_seconds(),
+        join_timeout_s=min(timeout.total_seconds(), _join_timeout_s()),
+        store_host=store_host(),
+        job_ranks=job_ranks,
+    )
+
+
+def known(made: Any) -> Any:
+    """Have the group closed when the process ends."""
+    _live.add(made)
+    return made
+
+
+def part_of_store(store: Store, members: Sequence[int]) -> Store:
+    """The part of `store` where no other group finds its keys.
+
+    torchrun gives all attempts of a job one store: a restarted worker must not find its predecessor's keys. And torch
+    names groups by counting calls, which ranks that make groups of a group do differently: the members tell them apart.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+    return PrefixStore(f"netfold/{attempt}/{digest}", store)
+
+
+def _backend(
+    part: Store, rank: int, size: int, timeout: timedelta, options: Options | None, job_ranks: Sequence[int]
+) -> Any:
+    from netfold.torch.backend import NetfoldBackend
+    from netfold.torch.forwarding import forward_work_methods
+    from netfold.torch.split_group import keep_outsiders_out
+
+    forward_work_methods()
+    keep_outsiders_out()
+    group = open_group(part, rank, size, timeout, options, job_ranks)
+
+    def join(store: Store, ranks: Sequence[int], child_timeout: timedelta) -> NetfoldBackend:
+        child = PrefixStore("netfold", store)
+        members = [job_ranks[each] for each in ranks] if job_ranks else ()
+        part_of_it: NetfoldBackend = _backend(child, ranks.index(rank), len(ranks), child_timeout, options, members)
+        return part_of_it
+
+    made = known(NetfoldBackend(group, part, cuda_layer(), join))
+    if _c10d.get_debug_level() == _c10d.DebugLevel.DETAIL:
+        _held.append(made)
+    return made
+
+
+def _refuse_second_custom_backend(group: Any) -> None:
+    """torch keeps one backend a type in a group, and every backend that is not torch's own has one type: the group
+    would give tensors of our devices to the other backend."""
+    custom = dist.ProcessGroup.BackendType.CUSTOM
+    for device in group._device_types if group is not None else ():
+        name = group._get_backend(device).name()
+        if dist.Backend.backend_type_map.get(name.lower(), custom) == custom:
+            raise ValueError(
+                f"{device.type}:{name} and netfold cannot share a process group: torch keeps only one backend there "
+                "that is not its own. Make two groups"
+            )
+
+
+def _devices(made: Operations) -> list[torch.device]:
+    layer: DeviceLayer | None = made.devices.layer if made.devices is not None else None
+    return [torch.device(kind) for kind in (("cpu",) if layer is None else ("cpu", layer.kind))]
+
+
+def _close_in_thread(group: Group) -> None:
+    """On a thread of its own: objects are collected in any thread, whatever locks it holds."""
+    threading.Thread(target=group.close, name="netfold-close", daemon=True).start()
+
+
+def _join_timeout_s() -> float:
+    text = os.environ.get("NETFOLD_JOIN_TIMEOUT_S", "60")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"NETFOLD_JOIN_TIMEOUT_S={text!r} is not a number of seconds") from None
+
+
+@atexit.register
+def _leave_all() -> None:
+    # A process that ends without destroy_process_group still tells its peers, so that nobody takes it for dead. It
+    # names the exception that ends it, which the interpreter keeps if nobody caught it.
+    error = getattr(sys, "last_value", None)
+    for operations in list(_live):
+        if error is not None:
+            operations.netfold.abort(f"{type(error).__name__}: {error}")
+        if operations.devices is not None:
+            operations.devices.close("its process ends")
+        operations.netfold.close()
+        if operations.devices is not None:
+            operations.devices.join()

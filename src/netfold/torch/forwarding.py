@@ -1,0 +1,103 @@
+"""The base class of netfold's Works, and what makes them reach callers whole on torch 2.14 and newer.
+
+A Work that a Python `Backend` returns reaches the caller inside a C++ object, the holder (PyWorkHolder in
+c10d/py/PyProcessGroup.hpp in torch's wheel). The holder forwards `wait` and `get_future`. Its other methods are torch's
+base class's: `is_completed()` is False for ever, `source_rank()` raises, `synchronize()` does nothing. No name
+of the trampoline serves them. So `forward_work_methods` replaces these methods of `dist.Work` by functions that look
+for a netfold Work inside a holder and otherwise call torch's method: a Work of another backend behaves as before.
+
+The look-up goes through `get_future`, which the holder forwards on the calling thread: a thread-local request makes a
+netfold Work name itself instead of making a Future.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PythonCallbackWork
+from torch.autograd import graph
+
+from netfold.torch.typed_future import future_of_tensors
+
+_METHODS = (
+    "is_completed", "is_success", "exception", "result", "synchronize", "block_current_stream", "source_rank",
+    "_source_rank",
+)  # fmt: skip
+_backward = graph._engine_run_backward.__code__
+
+
+class _LookUp(threading.local):
+    wanted = False
+    found: NetfoldWorkBase | None = None
+
+
+_look_up = _LookUp()
+
+
+class NetfoldWorkBase(dist.Work):
+    """A Work of netfold. Subclasses define `make_future` in place of torch's `get_future`."""
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if _look_up.wanted:
+            _look_up.found = self
+            return _unused()
+        if sys._getframe(1).f_code is _backward and self._is_half():
+            return future_of_tensors(self.make_future(), self.result())
+        return self.make_future()
+
+    def make_future(self) -> torch.futures.Future[Any]:
+        """The Future of this Work's result."""
+        raise NotImplementedError
+
+    def boxed(self) -> Any:
+        # The box of a Python Work holds its C++ half alone, whose wait() never returns.
+        return PythonCallbackWork(self.wait).boxed()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def _is_half(self) -> bool:
+        result = self.result()
+        return isinstance(result, list) and len(result) == 1 and getattr(result[0], "dtype", None) is torch.float16
+
+
+@functools.cache
+def _unused() -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(None)
+    return future
+
+
+def python_half(work: dist.Work) -> NetfoldWorkBase | None:
+    """The netfold Work inside a holder, None for a Work of another backend."""
+    _look_up.wanted, _look_up.found = True, None
+    try:
+        work.get_future()
+    except RuntimeError:  # a Work that has no Future
+        pass
+    finally:
+        _look_up.wanted = False
+    found, _look_up.found = _look_up.found, None
+    return found
+
+
+@functools.cache
+def forward_work_methods() -> None:
+    """Let `dist.Work` forward its methods to netfold's Works. Idempotent; for torch 2.14 and newer."""
+    for name in _METHODS:
+        setattr(dist.Work, name, _forwarding(name, getattr(dist.Work, name)))
+
+
+def _forwarding(name: str, original: Callable[[dist.Work], Any]) -> Callable[[dist.Work], Any]:
+    @functools.wraps(original)
+    def method(self: dist.Work) -> Any:
+        found = python_half(self) if type(self) is dist.Work else None
+        return original(self) if found is None else getattr(found, name)()
+
+    return method

@@ -1,0 +1,268 @@
+"""The carrier of netfold's operations on torch older than 2.14: a ProcessGroup written in Python.
+
+Such torch has no Backend that Python can subclass. What follows from a Python ProcessGroup, and the way around it, is
+all in this file, which goes when netfold no longer admits torch 2.13:
+
+- C++ and Python use former names of some operations.
+- torch reads a group's devices off its backends, so a backend that refuses every call is registered (the anchor).
+- `"cpu:netfold,cuda:nccl"`: torch keeps a Python ProcessGroup alone and forgets the backends of other devices. So the
+  group makes those itself, and hands calls on their tensors on (`_WithSiblings`). torch does not pass on which devices
+  were asked for: they are read off the frame that calls.
+- `_c10d_functional.all_gather_into_tensor_out` calls an operator past the group's methods: the operator is overridden.
+- A box of a Python Work holds its C++ half alone, whose wait() never returns (see `forwarding.NetfoldWorkBase.boxed`).
+"""
+
+# torch declares each operation with two overloads, of which only the one with `opts` reaches a backend.
+# mypy: disable-error-code="override, misc"
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
+from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from netfold.communicator import Group
+from netfold.torch import factory
+from netfold.torch.device.layer import DeviceLayer
+from netfold.torch.operations import Operations
+
+Tensor = torch.Tensor
+
+
+def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
+    """See `factory.create`."""
+    part = factory.part_of_store(options.store, options.global_ranks_in_group)
+    job_ranks = options.global_ranks_in_group or range(options.group_size)
+    _override_all_gather()
+    group = factory.open_group(
+        part, options.group_rank, options.group_size, options.timeout, pg_options, list(job_ranks)
+    )
+    try:
+        others = _siblings(options, part)
+    except BaseException:
+        group.close()
+        raise
+    asked = _asked_for()
+    layer = factory.cuda_layer() if not asked or asked.get("cuda") == "netfold" else None
+    made = (
+        NetfoldProcessGroup(group, options.store, part, layer)
+        if others is None
+        else _WithSiblings(group, options.store, part, others, layer)
+    )
+    factory.known(made)
+    return made
+
+
+class NetfoldProcessGroup(Operations, dist.ProcessGroup):
+    """One group on this rank."""
+
+    def __init__(self, group: Group, store: Store, part: Store, layer: DeviceLayer | None = None) -> None:
+        """`store`: the one that torch gave; `part`: a store with keys that no other group uses; `layer`: the devices
+        that the group serves beside the CPU."""
+        dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]  # stubs lack this overload
+        self.attach(group, part, layer)
+        self._store = store
+        fake: Any = FakeProcessGroup  # the stubs do not know its options
+        anchor_options = fake.Options()
+        anchor_options.error_on_collective = True
+        anchor = fake._create_internal(group.rank, group.size, anchor_options)
+        for kind in ("cpu",) if layer is None else ("cpu", layer.kind):
+            self._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, anchor)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "netfold"
+
+    def getRank(self) -> int:  # noqa: N802
+        return self.netfold.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self.netfold.size
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self.pass_monitored_barrier(timeout, wait_all_ranks)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.sequence_number()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Sequence numbers begin at 0 on every rank: there is nothing to agree on."""
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self.end_coalescing()
+
+    # --- former names ----------------------------------------------------------------------------------------------
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single(output, input, opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single(output, input, opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self.all_gather_single_coalesced(outputs, inputs, opts)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> Any:
+        return self.all_to_all_single(output, input, output_splits, input_splits, opts)
+
+
+@functools.cache
+def _override_all_gather() -> Any:
+    """Idempotent. The registration lives as long as the result, which the cache keeps."""
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that another kernel was there: ours passes on to that group
+        for device in ("CPU", "CUDA"):
+            library.impl("_allgather_base_", _all_gather_base, device)
+    return library
+
+
+def _all_gather_base(output: Any, input: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
+    """One operator for all groups: groups of other backends are passed on to these."""
+    found: Any = dist.ProcessGroup.unbox(group)
+    opts = AllgatherOptions()
+    opts.asyncOp = async_op
+    if timeout >= 0:
+        opts.timeout = timedelta(milliseconds=timeout)
+    if isinstance(found, NetfoldProcessGroup):
+        done: Any = found._allgather_base(output, input, opts)
+    else:
+        done = found._get_backend(output.device)._allgather_base(output, input, opts)
+    # NCCL returns no Work for a synchronous call: the caller's stream waits already.
+    return output, (_completed() if done is None else done).boxed()
+
+
+def _completed() -> Any:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result([])
+    done: Any = _c10d
+    return done._create_work_from_future(future)
+
+
+def _siblings(options: Any, store: Store) -> dist.ProcessGroup | None:
+    """A group of the backends that were asked for beside netfold, None where it is alone."""
+    devices = {device: name for device, name in _asked_for().items() if name != "netfold"}
+    if not devices:
+        return None
+    name = distributed_c10d.GroupName(f"{options.group_id}/beside netfold")
+    group, _ = distributed_c10d._new_process_group_helper(
+        options.group_size,
+        options.group_rank,
+        options.global_ranks_in_group,
+        ",".join(f"{device}:{backend}" for device, backend in devices.items()),
+        PrefixStore("beside", store),
+        group_name=name,
+        timeout=options.timeout,
+        group_desc=name,
+    )
+    distributed_c10d._cleanup_process_group_global_state(group)  # it is ours, and no group of the user's
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _asked_for() -> dict[str, str]:
+    """Device to backend, as the user wrote it. torch does not pass that on: it is read off the frame that calls us."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is distributed_c10d._new_process_group_helper.__code__:
+            config = frame.f_locals.get("backend_config")
+            return config.get_device_backend_map() if config is not None else {}
+    return {}
+
+
+class _WithSiblings(NetfoldProcessGroup):
+    """The backends of `others` for tensors of their devices; netfold for the rest."""
+
+    def __init__(
+        self, group: Group, store: Store, part: Store, others: dist.ProcessGroup, layer: DeviceLayer | None
+    ) -> None:
+        super().__init__(group, store, part, layer)
+        self.others = others
+        self._theirs = {device.type for device in others._device_types}
+        for device in others._device_types:
+            backend = others._get_backend(device)
+            kind = dist.Backend.backend_type_map.get(backend.name().lower(), dist.ProcessGroup.BackendType.CUSTOM)
+            # One backend a type: ours has CUSTOM.
+            if kind == dist.ProcessGroup.BackendType.CUSTOM:
+                kind = dist.ProcessGroup.BackendType.UNDEFINED
+            self._register_backend(device, kind, backend)
+
+    def barrier(self, opts: Any = None) -> Any:
+        device = getattr(opts, "device", None)
+        if device is not None and device.type in self._theirs:
+            return self.others.barrier(opts)
+        return super().barrier(opts)
+
+    def set_timeout(self, timeout: Any) -> None:
+        super().set_timeout(timeout)
+        self.others.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.others.shutdown()
+
+    def abort(self) -> None:
+        self.netfold.abort("abort() was called")
+        self.others.abort()
+        self.shutdown()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type in self._theirs:
+            self.others._start_coalescing(device)
+        else:
+            super()._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        if device.type in self._theirs:
+            return self.others._end_coalescing(device)
+        return super()._end_coalescing(device)
+
+
+def _by_device(name: str) -> Any:
+    def call(self: _WithSiblings, *arguments: Any, **options: Any) -> Any:
+        tensor = _first_tensor((*arguments, *options.values()))
+        if tensor is None or tensor.device.type not in self._theirs:
+            return getattr(super(_WithSiblings, self), name)(*arguments, **options)
+        return getattr(self.others, name)(*arguments, **options)
+
+    call.__name__ = name
+    return call
+
+
+def _first_tensor(values: Any) -> torch.Tensor | None:
+    for value in values:
+        found = value if isinstance(value, torch.Tensor) else None
+        if isinstance(value, (list, tuple)):
+            found = _first_tensor(value)
+        if found is not None:
+            return found
+    return None
+
+
+for _name in (
+    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "broadcast", "allgather",
+    "allgather_coalesced", "all_gather_single", "_allgather_base", "all_gather_single_coalesced",
+    "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "alltoall_base",
+    "send", "recv", "recv_anysource",
+):  # fmt: skip
+    setattr(_WithSiblings, _name, _by_device(_name))
