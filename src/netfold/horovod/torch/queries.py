@@ -1,0 +1,71 @@
+"""What Horovod scripts ask of the build, and its timeline."""
+
+from __future__ import annotations
+
+import torch
+
+from netfold.horovod.torch.world import world
+
+
+def mpi_enabled() -> bool:
+    """False: MPI starts ranks (mpirun) and can carry their data (NETFOLD_TRANSPORT=mpi), but nothing here needs it."""
+    return False
+
+
+def mpi_built() -> bool:
+    """False: see `mpi_enabled`."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """ValueError, as in a Horovod without MPI."""
+    raise ValueError("there is no MPI to ask: netfold has transports of its own")
+
+
+def gloo_enabled() -> bool:
+    """False: netfold's own transports do what gloo does in Horovod."""
+    return False
+
+
+def gloo_built() -> bool:
+    """False: see `gloo_enabled`."""
+    return False
+
+
+def nccl_built() -> int:
+    """0: this interface copies tensors of GPUs through the host."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether torch can hold tensors in the memory of CUDA devices; they are copied through the host."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch was built for ROCm."""
+    return torch.version.hip is not None
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """NotImplementedError: a profile is recorded from the start of the process."""
+    world()
+    raise NotImplementedError(
+        f"netfold writes no Horovod timeline to {file_path}: start the job with `netfold profile run -- torchrun ...`, "
+        "which records every operation of every rank, with a page and a trace for Perfetto"
+    )
+
+
+def stop_timeline() -> None:
+    """Does nothing: no timeline runs."""
+    world()
