@@ -3,7 +3,6 @@
 #include <Python.h>
 
 #include <map>
-#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -13,6 +12,7 @@ namespace {
 constexpr int kMostFrames = 64;
 
 struct Known {
+  std::string file;
   bool hidden = false;
   std::map<int, std::string> lines;  // nodes stay where they are
 };
@@ -28,17 +28,36 @@ std::vector<std::string>& folders() {
   return *list;
 }
 
+// "<" where the code object has no readable file name.
+std::string file_name(PyCodeObject* code) {
+  PyObject* name = PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_filename");
+  const char* text = name == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(name, nullptr);
+  if (text == nullptr) PyErr_Clear();
+  std::string found = text == nullptr ? "<" : text;
+  Py_XDECREF(name);
+  return found;
+}
+
 Known& look_up(PyCodeObject* code) {
   const auto [entry, is_new] = known().try_emplace(code);
   if (is_new) {
-    Py_INCREF(code);
-    const char* file = PyUnicode_AsUTF8(code->co_filename);
-    if (file == nullptr) PyErr_Clear();
-    const std::string_view name = file == nullptr ? "<" : file;
-    entry->second.hidden = name.starts_with("<");  // generated
-    for (const std::string& folder : folders()) entry->second.hidden |= name.starts_with(folder);
+    Py_INCREF(reinterpret_cast<PyObject*>(code));
+    Known& place = entry->second;
+    place.file = file_name(code);
+    place.hidden = place.file.starts_with("<");  // generated
+    for (const std::string& folder : folders()) place.hidden |= place.file.starts_with(folder);
   }
   return entry->second;
+}
+
+// A new reference to the calling frame, or nullptr. By the attribute: PyFrame_GetBack is not in the stable ABI.
+PyFrameObject* caller_of(PyFrameObject* frame) {
+  static PyObject* const name = PyUnicode_InternFromString("f_back");
+  PyObject* back = PyObject_GetAttr(reinterpret_cast<PyObject*>(frame), name);
+  if (back == nullptr) PyErr_Clear();
+  if (back != Py_None) return reinterpret_cast<PyFrameObject*>(back);
+  Py_DECREF(back);
+  return nullptr;
 }
 
 }  // namespace
@@ -48,24 +67,21 @@ void hide_from_call_sites(const std::string& folder) { folders().push_back(folde
 const char* call_site() {
   PyFrameObject* frame = PyEval_GetFrame();
   if (frame == nullptr) return nullptr;
-  Py_INCREF(frame);
+  Py_INCREF(reinterpret_cast<PyObject*>(frame));
   const char* found = nullptr;
   for (int depth = 0; frame != nullptr && depth < kMostFrames && found == nullptr; ++depth) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     Known& place = look_up(code);
     if (!place.hidden) {
       std::string& text = place.lines[PyFrame_GetLineNumber(frame)];
-      if (text.empty()) {
-        const char* file = PyUnicode_AsUTF8(code->co_filename);
-        text = std::string(file) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
-      }
+      if (text.empty()) text = place.file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
       found = text.c_str();
     }
-    Py_DECREF(code);
-    PyFrameObject* back = found == nullptr ? PyFrame_GetBack(frame) : nullptr;
-    Py_DECREF(frame);
+    Py_DECREF(reinterpret_cast<PyObject*>(code));
+    PyFrameObject* back = found == nullptr ? caller_of(frame) : nullptr;
+    Py_DECREF(reinterpret_cast<PyObject*>(frame));
     frame = back;
   }
-  Py_XDECREF(frame);
+  Py_XDECREF(reinterpret_cast<PyObject*>(frame));
   return found;
 }

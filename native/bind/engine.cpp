@@ -132,6 +132,7 @@ nb::object traffic_of(const Shard& shard) {
   out["oldest_unanswered"] = traffic.oldest_unanswered;
   out["idle"] = traffic.idle;
   out["trouble"] = traffic.trouble;
+  out["send_error"] = traffic.send_error;
   nb::dict drops;
   for (int i = 1; i < protocol::kDropCount; ++i) {
     drops[protocol::name(static_cast<protocol::Drop>(i))] = traffic.drops[i];
@@ -463,6 +464,8 @@ void bind_engine(nb::module_& m) {
       .def("lose", &Group::lose, nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("mends"), nb::arg("why"),
            nb::call_guard<nb::gil_scoped_release>(),
            "A connection that is broken, after so many times of mending, will not be made again.")
+      .def_prop_ro("collectives_submitted", &Group::collectives_submitted,
+                   "The number of collectives that this rank has submitted.")
       .def("said", &Group::said, nb::arg("sequence"),
            "How one of the last calls was made, in words that all ranks share.")
       .def("last_seen", &Group::last_seen, "What this rank does, to be told to others.")

@@ -92,10 +92,7 @@ Progress Channel::poll(std::int64_t now_ns) {
     machine_.handle_timeout(now_ns);
     if (!failure_) moved |= send(now_ns);
   } catch (const std::system_error& error) {
-    failure_ = {Failure::Kind::system, -1,
-                std::string("the switch's port cannot be used: ") + error.what() +
-                    (error.code().value() == EMSGSIZE ? "; the path's MTU shrank below what was probed when joining"
-                                                      : "; a local firewall may refuse it")};
+    failure_ = {Failure::Kind::system, -1, std::string("the switch's port cannot be used: ") + error.what()};
   }
   polled_ = failure_ ? Progress::failed : moved ? Progress::moved : Progress::idle;
   return polled_;

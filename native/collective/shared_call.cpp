@@ -54,6 +54,8 @@ bool SharedCall::post() {
       if (position != self_ && done + Node::kPosts < number_) return false;
     }
   }
+  // Not in a small call, which would feel it.
+  if (mine_.rounds > 0) node_.links().exchange();
   Node::Post& post = node_.post(self_, number_);
   write_post(post.data);
   std::memcpy(post.announcement, &mine_, sizeof mine_);
@@ -130,12 +132,15 @@ void SharedCall::write_table(std::byte* data) const {
   }
 }
 
-void SharedCall::refer(std::byte* data, std::span<const Buffer> buffers) {
+void SharedCall::refer(std::byte* data, std::span<const Buffer> buffers, Stream stream) {
   for (const Buffer& buffer : buffers) {
     Reference reference;
     if (buffer.bytes > 0) {
       const auto region = transport::SharedRegions::instance().find(buffer.data, buffer.bytes);
-      if (region == nullptr || !node_.links().offer(*region)) return;
+      if (region == nullptr) return;
+      for (int reader = 0; reader < size_; ++reader) {
+        if (reader != self_ && reads(stream, reader) && !node_.links().offer(reader, *region)) return;
+      }
       reference = {region->id, static_cast<std::uint64_t>(buffer.data - region->address)};
     }
     std::memcpy(data, &reference, sizeof reference);
@@ -176,12 +181,16 @@ std::byte* SharedCall::referred(int position, std::size_t index, std::size_t byt
   return mapped;
 }
 
-bool SharedCall::still_lends(int position) {
-  // What was read is read before this is.
-  std::atomic_thread_fence(std::memory_order_acquire);
-  if (node_.segment(position).left.load(std::memory_order_acquire) == Node::kHere) return true;
+bool SharedCall::begin_use(int position) {
+  if (node_.begin_use(position)) return true;
   hear_from(position);
   return false;
+}
+
+bool SharedCall::begin_use_of_all() {
+  const int left = node_.begin_use_of_all();
+  if (left >= 0) hear_from(left);
+  return left < 0;
 }
 
 void SharedCall::ask_for_slots(Stream stream, int position) {

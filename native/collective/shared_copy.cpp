@@ -114,7 +114,7 @@ void SharedCopy::write_post(std::byte* data) {
 }
 
 void SharedCopy::lend(std::byte* data, std::span<const Buffer> buffers) {
-  refer(data, buffers);
+  refer(data, buffers, kStream);
   if (mine_.refers != Refers::not_at_all || node_.memory() == nullptr) return;
   std::size_t widest = 0;
   for (const Buffer& buffer : buffers) widest = std::max(widest, buffer.bytes);
@@ -167,8 +167,12 @@ bool SharedCopy::copy_referred(int source) {
   const auto at = static_cast<std::size_t>(source);
   const std::size_t first = copied_[at];
   const std::size_t bytes = std::min(kPieceBytes, into(source).bytes - first);
-  if (bytes > 0 && !read_piece(source, first, bytes)) return false;
-  if (!still_lends(source)) return false;
+  if (bytes > 0) {
+    if (!begin_use(source)) return false;
+    const bool read = read_piece(source, first, bytes);
+    node_.end_use(source);
+    if (!read) return false;
+  }
   copied_[at] += bytes;
   if (copied_[at] < into(source).bytes) return true;
   take(kStream, source, theirs_[at].rounds);
@@ -189,7 +193,6 @@ bool SharedCopy::read_piece(int source, std::size_t first, std::size_t bytes) {
   using Read = transport::PeerMemory::Read;
   const Read got = node_.memory()->read(source, to.data + first, referred_address(source, index) + first, bytes);
   if (got == Read::all) return true;
-  if (!still_lends(source)) return false;
   if (got == Read::gone) {
     lose(source);
   } else {

@@ -43,13 +43,13 @@ void SharedFold::write_post(std::byte* data) {
   if (has_table()) {
     write_table(data);
     data += table_bytes();
-    if (mine_.rounds > 0) return refer(data, call_.inputs);
+    if (mine_.rounds > 0) return refer(data, call_.inputs, &Node::Segment::to_fold);
     for (const Buffer& input : call_.inputs) {
       if (input.bytes > 0) std::memcpy(data, input.data, input.bytes);
       data += round_up(input.bytes, kLine);
     }
   } else if (mine_.rounds > 0) {
-    refer(data, call_.outputs);
+    refer(data, call_.outputs, &Node::Segment::to_fold);
   } else if (call_.outputs[0].bytes > 0) {
     std::memcpy(data, call_.outputs[0].data, call_.outputs[0].bytes);
   }
@@ -117,12 +117,14 @@ bool SharedFold::fold_in_place() {
     for (std::size_t i = 0; i < tensors_.size(); ++i) sources_[i] = tensors_[i] + first_;
     std::byte* into = call_.outputs[0].data + first_;
     if (call_.kind == Kind::reduce) into = tensors_[static_cast<std::size_t>(call_.root)] + first_;
+    if (!begin_use_of_all()) return false;
     kernels::reduce(call_.reduce, call_.dtype, into, sources_.data(), sources_.size(),
                     bytes / kernels::element_bytes(call_.dtype));
     if (call_.average) divide(call_.dtype, {into, bytes}, size_);
     for (std::byte* tensor : tensors_) {
       if (call_.kind == Kind::all_reduce && tensor + first_ != into) std::memcpy(tensor + first_, into, bytes);
     }
+    node_.end_use_of_all();
     first_ += bytes;
     return true;
   }

@@ -3,6 +3,8 @@
 
 #include <cstdio>
 #include <cstring>
+#include <exception>
+#include <future>
 #include <utility>
 
 namespace netfold::engine {
@@ -12,28 +14,28 @@ void Group::run_errand(std::function<void()> errand) {
   if (driver_ == Driver::none) {
     driver_ = Driver::caller;
     lock.unlock();
-    errand();
+    std::exception_ptr error;
+    try {
+      errand();
+    } catch (...) {
+      error = std::current_exception();
+    }
     lock.lock();
     driver_ = Driver::none;
     driver_left_.notify_all();
     const bool more = has_work();
     lock.unlock();
     if (more) engine_.wake();
+    if (error) std::rethrow_exception(error);
     return;
   }
-  std::mutex mutex;
-  std::condition_variable condition;
-  bool done = false;
-  errands_.push_back([&] {
-    errand();
-    std::lock_guard finish(mutex);
-    done = true;
-    condition.notify_one();
-  });
+  // The asking thread gets its exception; the driver does not.
+  std::packaged_task<void()> task(std::move(errand));
+  auto done = task.get_future();
+  errands_.push_back([&task] { task(); });
   wake_driver();
   lock.unlock();
-  std::unique_lock wait(mutex);
-  condition.wait(wait, [&] { return done; });
+  done.get();
 }
 
 transport::Mesh& Group::mesh_of(int lane) {
@@ -100,6 +102,11 @@ void Group::look_whether_late(Operation& operation, std::int64_t now) {
   news.waited_ns = now - operation.record_.queued_ns;
   operation.late_ns_ = now + 2 * news.waited_ns;
   engine_.tell(std::move(news));
+}
+
+std::uint32_t Group::collectives_submitted() const {
+  std::lock_guard lock(mutex_);
+  return next_sequence_ - 1;
 }
 
 std::optional<std::string> Group::said(std::uint32_t sequence) const {

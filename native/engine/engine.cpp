@@ -252,6 +252,8 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   bool wake_engine = false;
   {
     std::lock_guard lock(mutex_);
+    // The one step that can fail for want of memory comes first: a number that is taken is used.
+    if (!failure_) inbox_.push_back(operation);
     operation->call_.sequence = record.sequence = is_transfer ? next_transfer_++ : next_sequence_++;
     if (failure_) {
       operation->failure_ = failure_;
@@ -262,17 +264,17 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
     }
     if (!is_transfer) said_[record.sequence % kSaid] = collective::MessageHeader::of(operation->call_, 0);
     if (outstanding_++ == 0 && status_ != nullptr) status_->under_way.start(record.queued_ns);
-    inbox_.push_back(operation);
-    if (driver_ == Driver::none) {
+    if (can_take_over()) {
       const bool alone = inbox_.size() == 1;
       // A message, and what is small, is tried at once in any case: it is then on its way, or even done.
       const bool tried = (is_transfer || all_bytes <= kTryBytes) && queue_.empty() && active_.empty();
       if (alone && (on_this_thread || tried)) {
-        driver_ = Driver::caller;
+        take_over(record.queued_ns);
         drive = true;
-        come_inside(record.queued_ns);
-      } else {
+      } else if (driver_ == Driver::none) {
         wake_engine = true;
+      } else {
+        signal(wake_);
       }
     } else {
       signal(wake_);
@@ -291,11 +293,11 @@ bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
   bool drive = false;
   {
     std::lock_guard lock(mutex_);
-    come_inside(now);
-    if (driver_ == Driver::none && has_work()) {
-      driver_ = Driver::caller;
+    if (can_take_over() && has_work()) {
+      take_over(now);
       drive = true;
     } else {
+      come_inside(now);
       ++waiting_;
     }
   }
@@ -308,6 +310,17 @@ bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
   --waiting_;
   go_outside(now_ns());
   return done;
+}
+
+bool Group::can_take_over() const { return driver_ == Driver::none || (driver_ == Driver::engine && engine_sleeps_); }
+
+void Group::take_over(std::int64_t now) {
+  if (driver_ == Driver::engine) {
+    engine_sleeps_ = false;
+    get_up();
+  }
+  driver_ = Driver::caller;
+  come_inside(now);
 }
 
 void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
@@ -327,11 +340,15 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
       pause(options_.yields);
       continue;
     }
-    set.clear();
-    set.add(wake_.get(), POLLIN);
-    set.wake_at(until_ns);
-    wait_for(set);
-    if (!set.look_again || !turn(now_ns())) sleep_in(set);
+    try {
+      set.clear();
+      set.add(wake_.get(), POLLIN);
+      set.wake_at(until_ns);
+      wait_for(set);
+      if (!set.look_again || !turn(now_ns())) sleep_in(set);
+    } catch (const std::bad_alloc&) {
+      // No memory for the list of what to wait for: look again at once.
+    }
     get_up();
     clear(wake_);
   }
@@ -390,6 +407,17 @@ bool Group::can_start(const Operation& operation) const {
 }
 
 bool Group::turn(std::int64_t now) {
+  try {
+    return turn_once(now);
+  } catch (const std::exception& error) {
+    // No memory, no descriptor, or a fault of ours: the group cannot go on, the process and its other groups can.
+    fail({Failure::Kind::system, rank(),
+          "rank " + std::to_string(rank()) + ": netfold could not go on with this group: " + error.what()});
+    return true;  // and the next turn ends what is under way
+  }
+}
+
+bool Group::turn_once(std::int64_t now) {
   bool failed = false;
   std::deque<std::function<void()>> errands;
   bool behind = false;
@@ -413,9 +441,7 @@ bool Group::turn(std::int64_t now) {
   }
   bool moved = false;
   while (!queue_.empty() && can_start(*queue_.front())) {
-    auto operation = std::move(queue_.front());
-    queue_.pop_front();
-    start(operation, now);
+    start_next(now);
     moved = true;
   }
   Failure failure;
@@ -498,18 +524,21 @@ void Group::publish_traffic() {
     traffic.oldest_unanswered = machine.oldest_unanswered();
     traffic.idle = machine.idle();
     if (traffic.trouble != channel.trouble()) traffic.trouble = channel.trouble();
+    if (traffic.send_error != channel.send_error()) traffic.send_error = channel.send_error();
     for (int i = 0; i < protocol::kDropCount; ++i) {
       traffic.drops[i] = channel.drops(static_cast<protocol::Drop>(i));
     }
   }
 }
 
-void Group::start(const std::shared_ptr<Operation>& operation, std::int64_t now) {
-  operation->record_.started_ns = now;
-  const collective::Call& call = operation->call_;
-  operation->algorithm_ = collective::make_algorithm(call, {*mesh_, uplinks_, node_.get(), options_.nodes});
-  if (call.algorithm != collective::AlgorithmId::in_network) ++active_on_mesh_;
-  active_.push_back(operation);
+void Group::start_next(std::int64_t now) {
+  // Among the active operations first: if its algorithm cannot be made, it ends with the group.
+  active_.push_back(queue_.front());
+  queue_.pop_front();
+  Operation& operation = *active_.back();
+  operation.record_.started_ns = now;
+  if (operation.call_.algorithm != collective::AlgorithmId::in_network) ++active_on_mesh_;
+  operation.algorithm_ = collective::make_algorithm(operation.call_, {*mesh_, uplinks_, node_.get(), options_.nodes});
 }
 
 void Group::complete(Operation& operation, Failure failure) {
@@ -571,13 +600,35 @@ void Group::complete(Operation& operation, Failure failure) {
   if (notify) engine_.push_completion(operation.id_);
 }
 
+int Group::wait_for_users() {
+  constexpr timespec kBetweenLooks{.tv_sec = 0, .tv_nsec = 20'000};
+  const std::int64_t until_ns = now_ns() + kRevokeNs;
+  for (int position = 0; position < node_->size(); ++position) {
+    if (position == node_->self()) continue;
+    // A process that has ended touches nothing any more.
+    while (node_->is_used_by(position) && !mesh_->hung_up(node_->rank(position))) {
+      if (now_ns() >= until_ns) return node_->rank(position);
+      nanosleep(&kBetweenLooks, nullptr);
+    }
+  }
+  return -1;
+}
+
 void Group::fail_all() {
-  const Failure failure = this->failure();
+  Failure failure = this->failure();
   const std::int64_t now = now_ns();
   if (close_ns_ < 0) {
     if (node_ != nullptr) {
       node_->leave(failure.orderly ? transport::SharedNode::kLeft : transport::SharedNode::kFailed, failure.rank,
                    failure.heard.empty() ? failure.text : failure.heard);
+      if (const int user = wait_for_users(); user >= 0) {
+        failure.text +=
+            "; rank " + std::to_string(user) +
+            " has been stopped while it reads or writes this rank's tensors, and may still do so when it goes "
+            "on: do not use them again before it has ended";
+        std::lock_guard lock(mutex_);
+        failure_.text = failure.text;
+      }
     }
     collective::send_abort(*mesh_, failure);
     for (const auto& spare : spares_) collective::send_abort(*spare, failure);
@@ -592,21 +643,18 @@ void Group::fail_all() {
     const bool first_hand = failure.kind == Failure::Kind::peer_lost && failure.heard.empty();
     close_ns_ = first_hand ? now + kMourningNs : now;
   }
-  auto active = std::move(active_);
-  auto queue = std::move(queue_);
-  auto transfers = std::move(transfers_);
-  transfers_.clear();
-  active_.clear();
-  queue_.clear();
-  active_on_mesh_ = 0;
-  const auto end = [&](Operation& operation) {
+  const auto end = [&](const std::shared_ptr<Operation>& operation) {
     Failure told = failure;
-    if (!failure_names_operation_) told.text = describe(operation) + " failed: " + failure.text;
-    complete(operation, std::move(told));
+    if (!failure_names_operation_) told.text = describe(*operation) + " failed: " + failure.text;
+    complete(*operation, std::move(told));
   };
-  for (const auto& operation : active) end(*operation);
-  for (const auto& operation : queue) end(*operation);
-  for (const auto& [id, operation] : transfers) end(*operation);
+  // One leaves its queue when it has ended, so that the next turn goes on where this one was cut short.
+  for (; !active_.empty(); active_.erase(active_.begin())) end(active_.front());
+  for (; !queue_.empty(); queue_.pop_front()) end(queue_.front());
+  for (; !arrived_.empty(); arrived_.pop_front()) end(arrived_.front());
+  for (; !transfers_.empty(); transfers_.erase(transfers_.begin())) end(transfers_.begin()->second);
+  active_on_mesh_ = 0;
+  if (StatusWrite status(status_); status) status->waiting = status->transfers = 0;
   // Peers must hear of it now, not when this process ends.
   if (now < close_ns_) return;
   if (now < linger_until_ns_ && lane_->unconfirmed()) {
@@ -787,7 +835,6 @@ bool Engine::turn_all(const std::vector<std::shared_ptr<Group>>& driven) {
   for (const auto& group : driven) {
     // One that had no more work the last time may have a driver of its own by now.
     if (!group->driven_by_engine()) continue;
-    clear(group->wake_);
     moved |= group->turn(now);
     std::lock_guard lock(group->mutex_);
     if (group->has_work()) continue;
@@ -796,6 +843,15 @@ bool Engine::turn_all(const std::vector<std::shared_ptr<Group>>& driven) {
     group->driver_left_.notify_all();
   }
   return moved;
+}
+
+void Engine::set_sleeping(const std::vector<std::shared_ptr<Group>>& driven, bool sleeps) {
+  for (const auto& group : driven) {
+    std::lock_guard lock(group->mutex_);
+    if (group->driver_ != Group::Driver::engine) continue;  // a caller took over
+    group->engine_sleeps_ = sleeps;
+    if (!sleeps) group->get_up();
+  }
 }
 
 // For what may be done before: at most kMaxGraceNs from now, whoever asks again meanwhile.
@@ -807,59 +863,70 @@ void Engine::wake_later() {
 }
 
 void Engine::run() {
-  std::vector<std::shared_ptr<Group>> driven;
-  collective::WaitSet set;
-  std::int64_t idle_since = 0;
+  Round round;
   for (;;) {
-    clear(wake_);
-    const bool is_late = clear(timer_);
-    if (is_late) timer_armed_.exchange(false);  // reads what wake_later wrote: this turn sees what it was for
-    driven.clear();
-    {
-      std::lock_guard lock(mutex_);
-      if (stopping_) return;
-      for (const auto& group : groups_) {
-        std::lock_guard group_lock(group->mutex_);
-        if (group->driver_ == Group::Driver::caller || !group->has_work()) continue;
-        group->driver_ = Group::Driver::engine;
-        driven.push_back(group);
-      }
+    try {
+      if (!run_once(round)) return;
+    } catch (const std::bad_alloc&) {
+      // No memory for this thread's own lists; nothing is half done, so try again when there may be some.
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    // Who woke us for nothing, as callers that wait for each of their messages do, is let alone for longer.
-    if (is_late) grace_ns_ = driven.empty() ? std::min(2 * grace_ns_.load(), kMaxGraceNs) : kGraceNs;
-    bool moved = turn_all(driven);
-    if (moved) {
-      idle_since = 0;
-      continue;
-    }
-    const std::int64_t now = now_ns();
-    std::int64_t spin_ns = 0;
-    bool yields = false;
-    for (const auto& group : driven) {
-      if (!group->driven_by_engine()) continue;  // what it is at is its driver's to know
-      spin_ns = std::max(spin_ns, group->spin_ns());
-      yields |= group->options_.yields;
-    }
-    if (idle_since == 0) idle_since = now;
-    if (!driven.empty() && now - idle_since < spin_ns) {
-      pause(yields);
-      continue;
-    }
-    set.clear();
-    set.add(wake_.get(), POLLIN);
-    set.add(timer_.get(), POLLIN);
-    for (const auto& group : driven) {
-      std::lock_guard lock(group->mutex_);
-      if (group->driver_ != Group::Driver::engine) continue;
-      set.add(group->wake_.get(), POLLIN);
-      group->wait_for(set);
-    }
-    if (!set.look_again || !turn_all(driven)) sleep_in(set);
-    for (const auto& group : driven) {
-      if (group->driven_by_engine()) group->get_up();
-    }
-    idle_since = 0;
   }
+}
+
+bool Engine::run_once(Round& round) {
+  auto& [driven, set, idle_since] = round;
+  clear(wake_);
+  const bool is_late = clear(timer_);
+  if (is_late) timer_armed_.exchange(false);  // reads what wake_later wrote: this turn sees what it was for
+  driven.clear();
+  {
+    std::lock_guard lock(mutex_);
+    if (stopping_) return false;
+    for (const auto& group : groups_) {
+      std::lock_guard group_lock(group->mutex_);
+      if (group->driver_ == Group::Driver::caller || !group->has_work()) continue;
+      driven.push_back(group);
+      group->driver_ = Group::Driver::engine;
+      // Before the turn, and not again before the sleep: a request made after the turn must end the sleep.
+      clear(group->wake_);
+    }
+  }
+  // Callers that wait for each of their messages wake this thread for nothing: leave them alone for longer.
+  if (is_late) grace_ns_ = driven.empty() ? std::min(2 * grace_ns_.load(), kMaxGraceNs) : kGraceNs;
+  if (turn_all(driven)) {
+    idle_since = 0;
+    return true;
+  }
+  const std::int64_t now = now_ns();
+  std::int64_t spin_ns = 0;
+  bool yields = false;
+  for (const auto& group : driven) {
+    if (!group->driven_by_engine()) continue;  // what it is at is its driver's to know
+    spin_ns = std::max(spin_ns, group->spin_ns());
+    yields |= group->options_.yields;
+  }
+  if (idle_since == 0) idle_since = now;
+  if (!driven.empty() && now - idle_since < spin_ns) {
+    pause(yields);
+    return true;
+  }
+  set.clear();
+  set.add(wake_.get(), POLLIN);
+  set.add(timer_.get(), POLLIN);
+  for (const auto& group : driven) {
+    std::lock_guard lock(group->mutex_);
+    if (group->driver_ != Group::Driver::engine) continue;
+    set.add(group->wake_.get(), POLLIN);
+    group->wait_for(set);
+  }
+  if (!set.look_again || !turn_all(driven)) {
+    set_sleeping(driven, true);
+    sleep_in(set);
+  }
+  set_sleeping(driven, false);
+  idle_since = 0;
+  return true;
 }
 
 void Engine::push_completion(std::uint64_t id) {

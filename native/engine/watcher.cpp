@@ -32,6 +32,12 @@ struct Inside {
 };
 Inside inside;
 
+void begin_write() {
+  inside.version.fetch_add(1, std::memory_order_relaxed);
+  // None of what is written next may be seen before the version is odd.
+  std::atomic_thread_fence(std::memory_order_release);
+}
+
 }  // namespace
 
 std::atomic<pthread_t> InEngine::watched_{0};
@@ -40,7 +46,7 @@ void InEngine::enter() {
   if (!pthread_equal(pthread_self(), watched_.load(std::memory_order_relaxed))) return;
   if (inside.entered_ns.load(std::memory_order_relaxed) != 0) return;  // a call within a call
   const std::int64_t cpu = read_clock(CLOCK_THREAD_CPUTIME_ID);
-  inside.version.fetch_add(1, std::memory_order_acq_rel);
+  begin_write();
   inside.entered_cpu_ns.store(cpu, std::memory_order_relaxed);
   inside.entered_ns.store(now_ns(), std::memory_order_relaxed);
   inside.version.fetch_add(1, std::memory_order_release);
@@ -49,7 +55,7 @@ void InEngine::enter() {
 
 void InEngine::leave() {
   const std::int64_t cpu = read_clock(CLOCK_THREAD_CPUTIME_ID);
-  inside.version.fetch_add(1, std::memory_order_acq_rel);
+  begin_write();
   const auto add = [](std::atomic<std::int64_t>& to, std::int64_t much) {
     to.store(to.load(std::memory_order_relaxed) + much, std::memory_order_relaxed);
   };

@@ -56,14 +56,19 @@ void SharedLinks::forget_removed() {
   if (all) removals_seen_ = removals;
 }
 
-bool SharedLinks::offer(const SharedRegion& region) {
+bool SharedLinks::offer(int position, const SharedRegion& region) {
+  Peer& peer = peers_[static_cast<std::size_t>(position)];
+  if (!peer.link || peer.offered.contains(region.id)) return true;
+  if (!send(peer, {Word::take, 0, region.id, region.bytes}, region.fd.get())) return false;
+  peer.offered.insert(region.id);
+  return true;
+}
+
+void SharedLinks::exchange() {
   forget_removed();
   for (Peer& peer : peers_) {
-    if (!peer.link || peer.offered.contains(region.id)) continue;
-    if (!send(peer, {Word::take, 0, region.id, region.bytes}, region.fd.get())) return false;
-    peer.offered.insert(region.id);
+    if (peer.link) read_letters(peer);
   }
-  return true;
 }
 
 void SharedLinks::read_letters(Peer& peer) {

@@ -58,7 +58,9 @@ void SharedNode::wake(int position) {
 void SharedNode::lie_down() {
   for (auto& events : own().awaits) events.store(0, std::memory_order_relaxed);
   lies_ = true;
-  own().asleep.store(1, std::memory_order_seq_cst);
+  own().asleep.store(1, std::memory_order_relaxed);
+  // As in `ring`: the sleeper looks once more after this fence, or the publishing rank sees the flag.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
 void SharedNode::await(int position, short events) {
@@ -73,6 +75,33 @@ void SharedNode::get_up() {
   // Somebody rang, or is about to: what is left in the bell costs one look too many.
   std::uint64_t value = 0;
   [[maybe_unused]] const auto got = ::read(bell(), &value, sizeof value);
+}
+
+bool SharedNode::begin_use(int owner) {
+  own().uses[owner].store(1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (segment(owner).left.load(std::memory_order_acquire) == kHere) return true;
+  end_use(owner);
+  return false;
+}
+
+int SharedNode::begin_use_of_all() {
+  for (int owner = 0; owner < size(); ++owner) {
+    if (owner != self_) own().uses[owner].store(1, std::memory_order_relaxed);
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int owner = 0; owner < size(); ++owner) {
+    if (owner == self_ || segment(owner).left.load(std::memory_order_acquire) == kHere) continue;
+    end_use_of_all();
+    return owner;
+  }
+  return -1;
+}
+
+void SharedNode::end_use_of_all() {
+  for (int owner = 0; owner < size(); ++owner) {
+    if (owner != self_) end_use(owner);
+  }
 }
 
 void SharedNode::leave(Left how, int fault_rank, const std::string& reason) {

@@ -1,4 +1,5 @@
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #include <netfold/transport/shared_regions.hpp>
@@ -9,7 +10,12 @@ namespace netfold::transport {
 
 SharedRegions& SharedRegions::instance() {
   // Never destroyed: buffers of a dying process may outlive its statics.
-  static auto* regions = new SharedRegions;
+  static auto* regions = [] {
+    // A child must not find the lock held by a thread that it does not have.
+    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                   [] { instance().mutex_.unlock(); });
+    return new SharedRegions;
+  }();
   return *regions;
 }
 

@@ -6,9 +6,9 @@
 // it lies in memory that the others can map (transport/shared_regions.hpp), or they may read this process's
 // (transport/peer_memory.hpp): then the post refers to it, and they read it where it is.
 //
-// What a post refers to is lent until every reader has taken it. A rank that gives up says so before its call has
-// failed and the buffer is its user's again; so who reads looks once more afterwards, and takes nothing of one that has
-// left.
+// A post's tensors are exported until every rank that needs them is through with them, or their owner gives up. Each
+// piece is read or written inside a use of that lease (SharedNode::begin_use); a rank that gives up revokes the lease
+// and waits for the uses that are under way before its user has the buffer back.
 //
 // A post's place and a stream's slots are used again once every reader has said that it is through with them; so a
 // rank can be ahead of the others by a few calls, and of its readers by the slots of its stream.
@@ -64,14 +64,16 @@ class SharedCall : public Algorithm {
   const std::byte* post_data(int position) const { return node_.post(position, number_).data; }
 
   // Refers to `buffers` behind the table of a post that is being written; or does not, where they are not all shared.
-  void refer(std::byte* data, std::span<const Buffer> buffers);
+  // `stream`: who reads that reads them.
+  void refer(std::byte* data, std::span<const Buffer> buffers, Stream stream);
   // The same by their addresses here, for those who read this process's memory.
   void refer_by_address(std::byte* data, std::span<const Buffer> buffers);
   // Buffer `index` that the post of `position` refers to, in our memory; fills `failure_` where it cannot be mapped.
   std::byte* referred(int position, std::size_t index, std::size_t bytes);
   std::uint64_t referred_address(int position, std::size_t index) const;
-  // Whether what `position` lends in this call was still lent at the last read of it; fills `failure_`.
-  bool still_lends(int position);
+  // The lease of what `position` refers to; false, with `failure_`, where that rank has left. Ends with node_.end_use.
+  bool begin_use(int position);
+  bool begin_use_of_all();
   // In place of what `position` refers to, its slots; and whether it wants ours.
   void ask_for_slots(Stream stream, int position);
   bool is_asked_for_slots(Stream stream, int position) const;

@@ -17,6 +17,11 @@
 // those queued and all later ones fail with the first reason, and the peers are told. Other groups are
 // untouched.
 //
+// How nothing is missed on the way to sleep. A driver clears `wake_`, then takes a turn, then lists what to wait for,
+// `wake_` among it, looks once more, and sleeps. It clears `wake_` nowhere else: a request made after the turn stays in
+// `wake_` and ends the sleep. While the engine thread sleeps, a thread of the caller may take the group over
+// (`engine_sleeps_`, under `mutex_`); the engine thread, awake again, leaves alone what it does not drive.
+//
 // Waiting for memory looks again and again for `spin_us` (with a word to the scheduler now and then, each time where
 // there are more ranks than cores), then sleeps in ppoll until a socket, a bell, a timer or a submission wakes it. It
 // never holds a core.
@@ -172,6 +177,8 @@ class Group {
   // If it is still broken, and was mended `mends` times.
   void lose(int lane, int peer, int rail, int mends, const std::string& why);
 
+  // The number of collectives that this rank has submitted. Equal on all ranks between collectives.
+  std::uint32_t collectives_submitted() const;
   // How call `sequence` of this rank was made (MessageHeader::words), if it was one of the last kSaid.
   std::optional<std::string> said(std::uint32_t sequence) const;
   // What this rank does, for others who wait for it: a sentence without its subject.
@@ -184,7 +191,8 @@ class Group {
     std::int64_t smoothed_rtt_ns = 0;
     std::uint64_t oldest_unanswered = 0;
     bool idle = true;
-    std::string trouble;  // why nothing reaches the switch, where that is known
+    std::string trouble;     // why nothing reaches the switch, where that is known
+    std::string send_error;  // what this host last refused to send there
     std::uint64_t drops[protocol::kDropCount] = {};
   };
   // Of each channel to a switch, by the order of attaching, as of the last turn.
@@ -208,6 +216,9 @@ class Group {
 
   // How long a group that lost a rank keeps its other connections (see fail_all).
   static constexpr std::int64_t kMourningNs = 300'000'000;
+  // How long a group that failed waits for ranks that touch this rank's tensors: for one piece of them, unless they are
+  // stopped.
+  static constexpr std::int64_t kRevokeNs = 5'000'000'000;
   // How long a group that ends waits for messages to reach the other ranks' hosts, looking every so often.
   static constexpr std::int64_t kLingerNs = 1'000'000'000;
   static constexpr std::int64_t kLingerStepNs = 5'000'000;
@@ -227,14 +238,19 @@ class Group {
   void look_whether_late(Operation& operation, std::int64_t now);
   // Until the operation is done, or at the first turn past `until_ns` (-1: none).
   void drive_until(const Operation& operation, std::int64_t until_ns);
-  bool turn(std::int64_t now);
+  bool can_take_over() const;        // under mutex_
+  void take_over(std::int64_t now);  // likewise: the caller's thread drives from now on
+  bool turn(std::int64_t now);       // what it throws is the group's failure
+  bool turn_once(std::int64_t now);
   bool can_start(const Operation& operation) const;
-  void start(const std::shared_ptr<Operation>& operation, std::int64_t now);
+  void start_next(std::int64_t now);
   void complete(Operation& operation, collective::Failure failure);
   bool turn_transfers(std::int64_t now, collective::Failure& failure);
   void begin_transfers(std::int64_t now);
   void check_transfer_deadlines(std::int64_t now, collective::Failure& failure);
   void fail_all();
+  // Until no rank of this host touches this rank's memory: -1; or the rank that still does.
+  int wait_for_users();
   // A connection that broke does not say why; in shared memory its owner may have.
   void hear_in_memory(collective::Failure& failure) const;
   void publish_traffic();
@@ -263,6 +279,7 @@ class Group {
   mutable std::mutex mutex_;  // guards what follows, up to the blank line
   std::deque<std::shared_ptr<Operation>> inbox_;
   Driver driver_ = Driver::none;
+  bool engine_sleeps_ = false;  // it drives this group and sleeps: a caller may take over
   std::condition_variable driver_left_;
   int waiting_ = 0;      // threads that wait while another drives
   int inside_ = 0;       // threads of the caller that wait or drive
@@ -320,8 +337,16 @@ class Engine {
   static constexpr std::int64_t kGraceNs = 100'000;
   static constexpr std::int64_t kMaxGraceNs = 800'000;
   Engine() = default;
+  // The engine thread's own; kept between rounds, so that one needs no memory.
+  struct Round {
+    std::vector<std::shared_ptr<Group>> driven;
+    collective::WaitSet set;
+    std::int64_t idle_since = 0;
+  };
   void run();
+  bool run_once(Round& round);  // false: the thread is to end
   static bool turn_all(const std::vector<std::shared_ptr<Group>>& driven);
+  static void set_sleeping(const std::vector<std::shared_ptr<Group>>& driven, bool sleeps);
   void wake();
   void wake_later();
   void push_completion(std::uint64_t id);

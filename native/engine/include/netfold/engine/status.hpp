@@ -112,8 +112,15 @@ class StatusPage {
 // Writes an entry; nothing where there is none.
 class StatusWrite {
  public:
-  explicit StatusWrite(StatusEntry* entry) : entry_(entry) { bump(); }
-  ~StatusWrite() { bump(); }
+  explicit StatusWrite(StatusEntry* entry) : entry_(entry) {
+    if (entry_ == nullptr) return;
+    entry_->version.fetch_add(1, std::memory_order_relaxed);
+    // No write of the entry may be seen before the version is odd.
+    std::atomic_thread_fence(std::memory_order_release);
+  }
+  ~StatusWrite() {
+    if (entry_ != nullptr) entry_->version.fetch_add(1, std::memory_order_release);
+  }
   StatusWrite(const StatusWrite&) = delete;
   StatusWrite& operator=(const StatusWrite&) = delete;
   StatusEntry* operator->() { return entry_; }
@@ -121,9 +128,6 @@ class StatusWrite {
   static void put(char* to, std::size_t room, const char* text);  // nullptr: nothing
 
  private:
-  void bump() {
-    if (entry_ != nullptr) entry_->version.fetch_add(1, std::memory_order_acq_rel);
-  }
   StatusEntry* entry_;
 };
 

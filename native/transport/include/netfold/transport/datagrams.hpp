@@ -42,8 +42,8 @@ class Datagrams {
   // So many packets to a peer are taken now; of more some may be refused. Who counts its packets asks first: a number
   // that was given out and not sent looks like a loss at the other end.
   virtual std::size_t room(Peer to) const = 0;
-  // Takes packets of each run as far as there is room; how many in all. What is lost on the way counts as taken. Throws
-  // std::system_error where nothing of that length, or at all, can be sent from here.
+  // Takes packets of each run as far as there is room; how many in all. What is lost on the way, or
+  // refused by this host, counts as taken; refusals are counted. Throws std::system_error where the provider fails.
   virtual std::size_t send(std::span<Run> runs) = 0;
 
   // Receives what is there, at most one batch; calls `packet(bytes, source)` for each packet. `bytes` lives for the
@@ -64,7 +64,8 @@ class Datagrams {
   struct Counters {
     std::uint64_t receive_calls = 0;
     std::uint64_t received_datagrams = 0;
-    std::uint64_t send_errors = 0;  // of a provider: packets of which it says that they did not arrive, and its own
+    std::uint64_t send_errors = 0;  // batches that this host or a provider refused, or says did not arrive
+    int last_send_errno = 0;        // of UDP
     std::string last_send_error;
   };
   const Counters& counters() const { return counters_; }

@@ -1,8 +1,8 @@
 // How ranks of a node come to map each other's regions: descriptors are passed over a socket to each, and what has
 // come is mapped.
 //
-// A region is offered to a peer before a post refers to it, so its descriptor is there when the post is read. What its
-// owner has let go is let go here when the owner next offers something, or at the end.
+// A region is offered to the peers that will read it before a post refers to it, so its descriptor is there when the
+// post is read. What its owner has let go of is let go of here in the next call that refers to memory, or at the end.
 #pragma once
 
 #include <netfold/transport/shared_regions.hpp>
@@ -21,8 +21,11 @@ class SharedLinks {
   SharedLinks(const SharedLinks&) = delete;
   SharedLinks& operator=(const SharedLinks&) = delete;
 
-  // Makes sure that everybody has been sent the region. False where a socket has no room now: then do without.
-  bool offer(const SharedRegion& region);
+  // Makes sure that `position` has been sent the region. False where the socket has no room now: then do without.
+  bool offer(int position, const SharedRegion& region);
+  // Maps and unmaps what peers have sent, and tells peers which regions this rank has freed. Runs in every call with
+  // long tensors: a descriptor that waits in a socket keeps memory that its owner has freed.
+  void exchange();
   // Where the peer's region stands in our memory; nullptr when it was never offered, or cannot be mapped.
   std::byte* mapped(int position, std::uint64_t id, std::size_t offset, std::size_t bytes);
 

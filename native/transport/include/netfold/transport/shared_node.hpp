@@ -63,7 +63,8 @@ class SharedNode {
     std::int32_t fault_rank;
     std::uint32_t reason_bytes;
     char reason[1024];
-    alignas(64) std::atomic<std::uint64_t> done;  // calls that this rank is through with
+    alignas(64) std::atomic<std::uint64_t> done;           // calls that this rank is through with
+    alignas(64) std::atomic<std::uint8_t> uses[kMaxSize];  // 1: the owner touches memory of that rank's process
     Post posts[kPosts];
     Stream to_fold;
     Stream to_copy;
@@ -110,6 +111,20 @@ class SharedNode {
   SharedLinks& links() { return links_; }
   // Null where some rank of the node cannot read another's memory: alike on all of them.
   PeerMemory* memory() const { return memory_.get(); }
+
+  // The lease of memory that another rank's post refers to: its tensors, mapped or read from its process. It holds
+  // while that rank is here. Who touches such memory begins a use and ends it a piece later; `leave` revokes the lease,
+  // and the rank that left waits until nobody uses its memory before its user has it back. The two sides cannot miss
+  // each other: one writes `uses` and then reads `left`, the other the other way round, with a full fence between.
+  //
+  // False: revoked, and nothing may be touched.
+  bool begin_use(int owner);
+  void end_use(int owner) { own().uses[owner].store(0, std::memory_order_release); }
+  // Of all other ranks at once; the position of one that has left, -1 where all are here.
+  int begin_use_of_all();
+  void end_use_of_all();
+  // After `leave`: whether that rank touches this rank's memory.
+  bool is_used_by(int position) { return segment(position).uses[self_].load(std::memory_order_acquire) != 0; }
 
   // What `Segment::left` says. Who leaves in order is missed only by those who still wait for it.
   enum Left : std::uint32_t { kHere = 0, kFailed = 1, kLeft = 2 };

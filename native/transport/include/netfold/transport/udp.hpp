@@ -10,6 +10,7 @@
 #include <netfold/transport/datagrams.hpp>
 #include <netfold/transport/socket.hpp>
 
+#include <algorithm>
 #include <unordered_map>
 #include <vector>
 
@@ -22,8 +23,14 @@ class UdpSocket final : public Datagrams {
   static constexpr std::size_t kMaxSuperBytes = 65000;
   static constexpr std::size_t kMessagesPerCall = 16;
 
-  // Binds to `local` (port 0: any). `buffer_bytes` is asked for both directions. Throws std::system_error.
-  UdpSocket(const Address& local, int buffer_bytes);
+  // How many packets of so many bytes one message to the kernel takes.
+  static constexpr std::size_t packets_per_message(std::size_t packet_bytes) {
+    return std::clamp<std::size_t>(kMaxSuperBytes / packet_bytes, 1, kMaxSegments);
+  }
+
+  // Binds to `local` (port 0: any). `buffer_bytes` is asked for both directions: the kernel grants as much as it may.
+  // Throws std::system_error.
+  UdpSocket(const Address& local, std::size_t buffer_bytes);
 
   int fd() const { return fd_.get(); }
   Address local() const { return Address::local_of(fd_.get()); }
@@ -32,8 +39,8 @@ class UdpSocket final : public Datagrams {
 
   // The kernel does not say before.
   std::size_t room(Peer) const override { return ~std::size_t{0}; }
-  // Runs are sent in order, until one is refused for lack of room. Errors about a destination (ECONNREFUSED,
-  // EHOSTUNREACH, ...) count as sent. EPERM (a firewall's word) and EMSGSIZE (the path's MTU) throw std::system_error.
+  // Runs are sent in order, until one is refused for lack of room. What this host refuses to send (EPERM of a firewall,
+  // EMSGSIZE of an interface, ENETUNREACH, ...) counts as sent and lost, and in the counters.
   std::size_t send(std::span<Run> runs) override;
   bool receive(const Packet& packet) override;
   Rest rest(bool wants_room) override;
@@ -46,6 +53,7 @@ class UdpSocket final : public Datagrams {
   };
 
   std::size_t send_in_order(std::span<const Run> runs);
+  void note_refusal(int error, const Address& to);
 
   Fd fd_;
   bool gso_ = true;
