@@ -20,6 +20,8 @@ namespace {
 
 constexpr std::uint32_t kWakeId = 0xffffffff;  // job ids stay below it
 constexpr std::uint64_t kNapId = std::uint64_t{1} << 33;
+// Between two times that all workers are told of a call that does not match.
+constexpr std::int64_t kMismatchNs = 10'000'000;
 constexpr std::size_t kPieces = 2;  // of a packet: what the machine wrote, and its tag, which may be empty
 // With a job's id: an event of its socket to the parent.
 constexpr std::uint64_t kParentBit = std::uint64_t{1} << 32;
@@ -116,7 +118,7 @@ void Plane::add(std::unique_ptr<Job> job) {
 
 std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const std::string& host,
                           const std::vector<std::uint64_t>& nonces, const std::vector<seal::Key>& hello_keys,
-                          int buffer_bytes) {
+                          std::size_t buffer_bytes) {
   auto job = make_job(job_id, incarnation, nonces, hello_keys);
   auto socket = std::make_unique<transport::UdpSocket>(transport::Address::parse(host, 0), buffer_bytes);
   job->socket = socket.get();
@@ -251,28 +253,42 @@ void Plane::close(std::uint32_t job_id) {
   });
 }
 
+JobCounters Plane::counters_of(const Job& job) {
+  JobCounters counters = job.counters;
+  const auto& of_port = job.port->counters();
+  counters.receive_calls = of_port.receive_calls;
+  counters.received_datagrams = of_port.received_datagrams;
+  counters.send_errors += of_port.send_errors;
+  if (!of_port.last_send_error.empty()) counters.last_send_error = of_port.last_send_error;
+  if (const auto* machine = job.machine.get()) {
+    counters.slots = machine->slot_count();
+    counters.slots_collecting = machine->collecting_count();
+    counters.slots_summed = machine->config().parent ? machine->summed_count() : 0;
+  }
+  if (job.parent) {
+    counters.sums_sent = job.parent->machine.packets_sent();
+    counters.sums_again = job.parent->machine.sent_again();
+  }
+  return counters;
+}
+
 std::optional<JobCounters> Plane::counters(std::uint32_t job_id) {
   std::optional<JobCounters> counters;
   on_thread([&] {
-    if (const auto found = jobs_.find(job_id); found != jobs_.end()) {
-      counters = found->second->counters;
-      const auto& of_port = found->second->port->counters();
-      counters->receive_calls = of_port.receive_calls;
-      counters->received_datagrams = of_port.received_datagrams;
-      counters->send_errors += of_port.send_errors;
-      if (!of_port.last_send_error.empty()) counters->last_send_error = of_port.last_send_error;
-      if (const auto* machine = found->second->machine.get()) {
-        counters->slots = machine->slot_count();
-        counters->slots_collecting = machine->collecting_count();
-        counters->slots_summed = machine->config().parent ? machine->summed_count() : 0;
-      }
-      if (const auto& parent = found->second->parent) {
-        counters->sums_sent = parent->machine.packets_sent();
-        counters->sums_again = parent->machine.sent_again();
-      }
-    }
+    if (const auto found = jobs_.find(job_id); found != jobs_.end()) counters = counters_of(*found->second);
   });
   return counters;
+}
+
+Plane::Reading Plane::read() {
+  Reading reading;
+  on_thread([&] {
+    timespec used{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);
+    reading.cpu_ns = static_cast<std::int64_t>(used.tv_sec) * 1'000'000'000 + used.tv_nsec;
+    for (const auto& [id, job] : jobs_) reading.jobs.emplace(id, counters_of(*job));
+  });
+  return reading;
 }
 
 std::vector<std::uint16_t> Plane::missing(std::uint32_t job_id, std::uint64_t chunk) {
@@ -282,12 +298,6 @@ std::vector<std::uint16_t> Plane::missing(std::uint32_t job_id, std::uint64_t ch
     if (found != jobs_.end() && found->second->machine) workers = found->second->machine->missing(chunk);
   });
   return workers;
-}
-
-std::int64_t Plane::cpu_ns() {
-  timespec used{};
-  on_thread([&] { clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used); });
-  return static_cast<std::int64_t>(used.tv_sec) * 1'000'000'000 + used.tv_nsec;
 }
 
 void Plane::run() {
@@ -335,7 +345,7 @@ void Plane::serve(std::uint64_t id) {
     flush(job);
     flush_sums(job);
   } catch (const std::system_error& error) {
-    // A firewall or a shrunken MTU: this job's workers will run into their deadlines; other jobs go on.
+    // A provider failed. This job's workers see that no result comes, and go on without the switch; other jobs go on.
     ++job.counters.send_errors;
     job.counters.last_send_error = error.what();
     for (Worker& worker : job.workers) worker.pending.clear();
@@ -394,7 +404,7 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagram
       ++job.counters.answers_again;
       return queue(job, job.workers[handled.worker], handled.slot);
     case SwitchJob::Outcome::mismatch:
-      return tell_mismatch(job, handled, bytes);
+      return tell_mismatch(job, handled, bytes, now_ns);
   }
 }
 
@@ -434,7 +444,7 @@ void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, transpo
     job.machine->write_mismatch(handled.chunk, protocol::Agreement::of(header), header.worker, ++job.told,
                                 packet.data());
     append_tag(job, packet);
-    for (std::uint16_t to = 0; to < job.workers.size(); ++to) send(job, to, packet);
+    send_to_all_but(job, job.workers.size(), packet);
   }
 }
 
@@ -443,8 +453,7 @@ void Plane::flush_sums(Job& job) {
   Parent& parent = *job.parent;
   const std::size_t tag_bytes = parent.sealer ? seal::kTagBytes : 0;
   const std::size_t packet_bytes = job.machine->packet_bytes() + tag_bytes;
-  const std::size_t per_run =
-      std::min(transport::UdpSocket::kMaxSegments, transport::UdpSocket::kMaxSuperBytes / packet_bytes + 1);
+  const std::size_t per_run = transport::UdpSocket::packets_per_message(packet_bytes);
   std::array<std::uint32_t, transport::UdpSocket::kMaxSegments> slots;
   std::array<iovec, kPieces * transport::UdpSocket::kMaxSegments> pieces;
   std::array<std::byte, seal::kTagBytes * transport::UdpSocket::kMaxSegments> tags;
@@ -518,8 +527,7 @@ void Plane::flush(Job& job) {
   if (!job.machine) return;
   const std::size_t tag_bytes = job.authenticated ? seal::kTagBytes : 0;
   const std::size_t packet_bytes = job.machine->packet_bytes() + tag_bytes;
-  const std::size_t per_run =
-      std::min(transport::UdpSocket::kMaxSegments, transport::UdpSocket::kMaxSuperBytes / packet_bytes + 1);
+  const std::size_t per_run = transport::UdpSocket::packets_per_message(packet_bytes);
   std::array<transport::Datagrams::Run, transport::UdpSocket::kMessagesPerCall> runs;
   std::array<Worker*, transport::UdpSocket::kMessagesPerCall> owners;
   job.pieces.resize(runs.size() * per_run * kPieces);
@@ -572,14 +580,18 @@ void Plane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& ga
   send(job, to, packet);  // a hint: where there is no room for it, the worker's timer will do
 }
 
-void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, std::span<const std::byte> bytes) {
+void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, std::span<const std::byte> bytes,
+                          std::int64_t now_ns) {
   ++job.counters.mismatches;
   const auto said = protocol::Agreement::of(protocol::PacketView::parse(bytes)->header());
   std::vector<std::byte> packet(job.machine->packet_bytes());
-  job.machine->write_mismatch(handled.chunk, said, job.machine->name_of(handled.worker), ++job.told, packet.data());
-  append_tag(job, packet);
-  for (std::uint16_t to = 0; to < job.workers.size(); ++to) {
-    if (to != handled.worker) send(job, to, packet);
+  // Each copy of a packet that disagrees gets one answer. All other workers are told at intervals: one must not make
+  // the switch send a packet to each of them for every packet of its own.
+  if (now_ns >= job.next_mismatch_ns) {
+    job.next_mismatch_ns = now_ns + kMismatchNs;
+    job.machine->write_mismatch(handled.chunk, said, job.machine->name_of(handled.worker), ++job.told, packet.data());
+    append_tag(job, packet);
+    send_to_all_but(job, handled.worker, packet);
   }
   packet.resize(job.machine->packet_bytes());
   job.machine->write_mismatch(handled.chunk, job.machine->agreement(handled.slot), job.machine->name_of(handled.other),
@@ -599,6 +611,16 @@ void Plane::send(Job& job, std::uint16_t to, std::span<const std::byte> packet) 
   const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
   transport::Datagrams::Run run{.to = *job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
   job.port->send({&run, 1});
+}
+
+void Plane::send_to_all_but(Job& job, std::size_t except, std::span<const std::byte> packet) {
+  const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
+  std::vector<transport::Datagrams::Run> runs;
+  for (std::size_t to = 0; to < job.workers.size(); ++to) {
+    if (to == except) continue;
+    runs.push_back({.to = *job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()});
+  }
+  job.port->send(runs);
 }
 
 void Plane::watch(std::uint64_t id, transport::Datagrams& port) {

@@ -15,6 +15,45 @@ using netfold::aggregator::Plane;
 namespace fabric = netfold::transport::fabric;
 namespace protocol = netfold::protocol;
 
+namespace {
+
+nb::dict as_dict(const netfold::aggregator::JobCounters& counters) {
+  nb::dict out;
+  out["contributions"] = counters.contributions;
+  out["results"] = counters.results;
+  out["result_bytes"] = counters.result_bytes;
+  out["answers_sent"] = counters.answers_sent;
+  out["answers_again"] = counters.answers_again;
+  out["notices"] = counters.notices;
+  out["mismatches"] = counters.mismatches;
+  out["hellos"] = counters.hellos;
+  out["backlog_dropped"] = counters.backlog_dropped;
+  out["send_errors"] = counters.send_errors;
+  out["last_send_error"] = counters.last_send_error;
+  out["receive_calls"] = counters.receive_calls;
+  out["received_datagrams"] = counters.received_datagrams;
+  out["last_arrivals"] = counters.last_arrivals;
+  out["arrivals"] = counters.arrivals;
+  out["arrival_lag_ns"] = counters.arrival_lag_ns;
+  out["slots"] = counters.slots;
+  out["slots_collecting"] = counters.slots_collecting;
+  out["slots_summed"] = counters.slots_summed;
+  out["sums_sent"] = counters.sums_sent;
+  out["sums_again"] = counters.sums_again;
+  out["parent_notices"] = counters.parent_notices;
+  nb::dict drops;
+  nb::dict parent_drops;
+  for (int i = 1; i < protocol::kDropCount; ++i) {
+    drops[protocol::name(static_cast<protocol::Drop>(i))] = counters.drops[i];
+    parent_drops[protocol::name(static_cast<protocol::Drop>(i))] = counters.parent_drops[i];
+  }
+  out["drops"] = drops;
+  out["parent_drops"] = parent_drops;
+  return out;
+}
+
+}  // namespace
+
 void bind_aggregator(nb::module_& m) {
   nb::module_ a = m.def_submodule("aggregator");
   using Release = nb::call_guard<nb::gil_scoped_release>;
@@ -23,7 +62,8 @@ void bind_aggregator(nb::module_& m) {
       .def(
           "open",
           [](Plane& self, std::uint32_t job, std::uint32_t incarnation, const std::string& host,
-             const std::vector<std::uint64_t>& nonces, const std::vector<nb::bytes>& hello_keys, int buffer_bytes) {
+             const std::vector<std::uint64_t>& nonces, const std::vector<nb::bytes>& hello_keys,
+             std::size_t buffer_bytes) {
             const auto keys = keys_of(hello_keys);
             nb::gil_scoped_release release;
             return self.open(job, incarnation, host, nonces, keys, buffer_bytes);
@@ -101,7 +141,20 @@ void bind_aggregator(nb::module_& m) {
           "parent's answers.")
       .def("close", &Plane::close, Release())
       .def("missing", &Plane::missing, Release())
-      .def("cpu_ns", &Plane::cpu_ns, Release())
+      .def(
+          "read",
+          [](Plane& self) {
+            Plane::Reading reading;
+            {
+              nb::gil_scoped_release release;
+              reading = self.read();
+            }
+            nb::dict jobs;
+            for (const auto& [id, counters] : reading.jobs) jobs[nb::int_(id)] = as_dict(counters);
+            return nb::make_tuple(reading.cpu_ns, jobs);
+          },
+          "Nanoseconds of CPU time of the thread, and the counters of every job by its id. Waits for one turn of the "
+          "thread.")
       .def("counters", [](Plane& self, std::uint32_t job) -> nb::object {
         std::optional<netfold::aggregator::JobCounters> counters;
         {
@@ -109,37 +162,6 @@ void bind_aggregator(nb::module_& m) {
           counters = self.counters(job);
         }
         if (!counters) return nb::none();
-        nb::dict out;
-        out["contributions"] = counters->contributions;
-        out["results"] = counters->results;
-        out["result_bytes"] = counters->result_bytes;
-        out["answers_sent"] = counters->answers_sent;
-        out["answers_again"] = counters->answers_again;
-        out["notices"] = counters->notices;
-        out["mismatches"] = counters->mismatches;
-        out["hellos"] = counters->hellos;
-        out["backlog_dropped"] = counters->backlog_dropped;
-        out["send_errors"] = counters->send_errors;
-        out["last_send_error"] = counters->last_send_error;
-        out["receive_calls"] = counters->receive_calls;
-        out["received_datagrams"] = counters->received_datagrams;
-        out["last_arrivals"] = counters->last_arrivals;
-        out["arrivals"] = counters->arrivals;
-        out["arrival_lag_ns"] = counters->arrival_lag_ns;
-        out["slots"] = counters->slots;
-        out["slots_collecting"] = counters->slots_collecting;
-        out["slots_summed"] = counters->slots_summed;
-        out["sums_sent"] = counters->sums_sent;
-        out["sums_again"] = counters->sums_again;
-        out["parent_notices"] = counters->parent_notices;
-        nb::dict drops;
-        nb::dict parent_drops;
-        for (int i = 1; i < protocol::kDropCount; ++i) {
-          drops[protocol::name(static_cast<protocol::Drop>(i))] = counters->drops[i];
-          parent_drops[protocol::name(static_cast<protocol::Drop>(i))] = counters->parent_drops[i];
-        }
-        out["drops"] = drops;
-        out["parent_drops"] = parent_drops;
-        return out;
+        return as_dict(*counters);
       });
 }

@@ -70,12 +70,10 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
   const std::int64_t deadline = monotonic_ns() + timeout_ns;
   while (!back && monotonic_ns() < deadline) {
     transport::Datagrams::Run run{.to = self.to, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
-    try {
-      port.send({&run, 1});
-    } catch (const std::system_error& error) {
-      if (error.code().value() == EMSGSIZE) return std::nullopt;  // this length does not even leave the host
-      throw;
-    }
+    const std::uint64_t refused = port.counters().send_errors;
+    port.send({&run, 1});
+    // This length does not even leave the host.
+    if (port.counters().send_errors > refused && port.counters().last_send_errno == EMSGSIZE) return std::nullopt;
     const std::int64_t again = std::min(deadline, monotonic_ns() + 20'000'000);
     while (!back) {
       if (port.receive(take)) continue;
@@ -107,7 +105,7 @@ void bind_transport(nb::module_& m) {
   nb::class_<UdpPort, DataPort>(t, "UdpPort")
       .def(
           "__init__",
-          [](UdpPort* self, const std::string& host, int buffer_bytes) {
+          [](UdpPort* self, const std::string& host, std::size_t buffer_bytes) {
             new (self) UdpPort;
             auto socket = std::make_unique<transport::UdpSocket>(transport::Address::parse(host, 0), buffer_bytes);
             self->socket = socket.get();

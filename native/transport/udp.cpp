@@ -6,6 +6,8 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <limits>
+#include <system_error>
 
 #ifndef UDP_SEGMENT
 #define UDP_SEGMENT 103
@@ -25,18 +27,20 @@ constexpr std::size_t kMaxPieces = 1024;
 
 }  // namespace
 
-UdpSocket::UdpSocket(const Address& local, int buffer_bytes) {
+UdpSocket::UdpSocket(const Address& local, std::size_t buffer_bytes) {
+  const int asked_bytes = static_cast<int>(std::min<std::size_t>(buffer_bytes, std::numeric_limits<int>::max()));
   fd_ = Fd(::socket(local.storage.ss_family, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd_) throw_errno("udp socket");
   if (::bind(fd_.get(), local.get(), local.length) != 0) throw_errno("bind udp " + local.text());
-  receive_buffer_bytes_ = static_cast<std::size_t>(set_receive_buffer(fd_.get(), buffer_bytes));
-  set_send_buffer(fd_.get(), buffer_bytes);
-  // Fragments of lost packets are worse than an error: the packet length was probed, so hold the path to it.
+  receive_buffer_bytes_ = static_cast<std::size_t>(set_receive_buffer(fd_.get(), asked_bytes));
+  set_send_buffer(fd_.get(), asked_bytes);
+  // No fragments: one that is lost loses the packet. The length was probed with packets of the protocol's own, so what
+  // an ICMP message says of the path, which anybody can forge, is not listened to.
   if (local.storage.ss_family == AF_INET) {
-    const int discover = IP_PMTUDISC_DO;
+    const int discover = IP_PMTUDISC_PROBE;
     setsockopt(fd_.get(), IPPROTO_IP, IP_MTU_DISCOVER, &discover, sizeof discover);
   } else {
-    const int discover = IPV6_PMTUDISC_DO;
+    const int discover = IPV6_PMTUDISC_PROBE;
     setsockopt(fd_.get(), IPPROTO_IPV6, IPV6_MTU_DISCOVER, &discover, sizeof discover);
   }
   const int on = 1;
@@ -76,6 +80,12 @@ const std::string& UdpSocket::trouble() const {
   return none;
 }
 
+void UdpSocket::note_refusal(int error, const Address& to) {
+  if (++counters_.send_errors > 1 && error == counters_.last_send_errno) return;
+  counters_.last_send_errno = error;
+  counters_.last_send_error = "send to " + to.text() + ": " + std::generic_category().message(error);
+}
+
 std::size_t UdpSocket::send(std::span<Run> runs) {
   const std::size_t total = send_in_order(runs);
   std::size_t left = total;
@@ -106,8 +116,8 @@ std::size_t UdpSocket::send_in_order(std::span<const Run> runs) {
       const std::size_t run_packets = run.pieces.size() / run.pieces_per_packet;
       std::size_t packets = 1;
       if (gso_) {
-        packets = std::max<std::size_t>(
-            1, std::min({kMaxSegments, kMaxSuperBytes / run.packet_bytes, kMaxPieces / run.pieces_per_packet}));
+        packets = std::min(packets_per_message(run.packet_bytes),
+                           std::max<std::size_t>(1, kMaxPieces / run.pieces_per_packet));
       }
       packets = std::min(packets, run_packets - run_offset);
       msghdr& header = messages[count].msg_hdr;
@@ -144,14 +154,12 @@ std::size_t UdpSocket::send_in_order(std::span<const Run> runs) {
           return total;
         case EINTR:
           break;
-        case EPERM:
-        case EMSGSIZE:
-          throw_errno("send to " + peers_[runs[first_run].to].text());
         default:
           if (gso_ && packets_of[0] > 1 && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
             gso_ = false;  // no checksum offload on this path: go on packet by packet
           } else {
-            taken = 1;  // about this destination, now or from an earlier ICMP: the protocol re-sends
+            taken = 1;  // lost on this host: the protocol sends it again, or finds that nothing passes
+            note_refusal(errno, peers_[runs[first_run].to]);
           }
       }
     } else {

@@ -1,10 +1,17 @@
 """Control messages between workers and a switch: length-prefixed msgpack over a stream.
 
-Membership lives here, data does not. A message is a map with a `type`; sizes are bounded, unknown types are an error.
+Membership lives here, data does not. A message is a map with a `type`; sizes are bounded, unknown types are an error,
+unknown fields are ignored. The first message of each side carries `version`; docs/versions.md says when it changes.
 
     worker -> switch   path      version, below               (below: ids of the switches that ask on its behalf)
-    switch -> worker   path      switches, broken             (id and address of this switch and of each above it, its
+    switch -> worker   path      version, switches, broken    (id and address of this switch and of each above it, its
                                                                own address empty; why it goes no further, or empty)
+    worker -> switch   room      version
+                                 udp                         (true: try, too, whether UDP passes)
+    switch -> worker   room      version, jobs, workers, memory_bytes, slots   (what a new job could have; -1 slots: all
+                                                               that the memory holds)
+                                 udp                         (port, nonce: what begins with that comes back from that
+                                                              UDP port, while this connection lasts)
     worker -> switch   join      version, job, name, rank, ranks, port, window_bytes, timeout_s
                                  (job: a digest; name: what people call it; ranks: of all workers, in worker order;
                                  port: the UDP port that this worker's packets will come from)
@@ -12,20 +19,25 @@ Membership lives here, data does not. A message is a map with a `type`; sizes ar
                                                               packets come over a fabric; tag: of those it gets)
                                  paths                       (by worker: ids of the switches from its own to the root;
                                                               left out where all join this one)
-    switch -> worker   admitted  job_id, incarnation, nonce, port           (send hello packets to that UDP port)
+    switch -> worker   admitted  version, job_id, incarnation, worker, nonce, port   (send hello packets to that UDP
+                                                               port as that worker)
                                  fabric                      (name, tag, packet_bytes: in the port's place)
                                  secret, answer_secret       (inside TLS only: for the keys of packets)
-                       refused   reason                      (switch: the address of one that is gone; loop: parents
-                                                              go in a circle)
+                       refused   reason                      (version: where it answers a first message; switch: the
+                                                              address of one that is gone; loop: parents go in a
+                                                              circle)
     worker -> switch   ready     payload_bytes                              (the longest that came back)
                                  proof                       (over a fabric: the number with which it came back)
     switch -> worker   start     epoch, payload_bytes, window               (every rank is ready)
-    worker -> switch   missing   chunk, serial
+    worker -> switch   missing   chunk, serial                 (at most 8 open at once)
+                       alive     serial
     switch -> worker   missing   ranks, serial
+                       alive     serial
                        left      rank, reason, fault                        (a rank's connection ended)
     worker -> switch   leave     reason, fault                              (the rank that it holds to be at fault)
 
-`path` and `join` carry a token where the switch wants one, which is inside TLS only; after a path the connection ends.
+`path`, `room` and `join` carry a token where the switch wants one, which is inside TLS only; after a path or a room the
+connection ends, by the worker's end where UDP is tried.
 A switch's id is its incarnation. A leaf is a worker of its parent, and says more there:
 
     leaf -> parent     join      switch, endpoint            (its id and address; rank: the lowest below it)
@@ -48,7 +60,10 @@ from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
-VERSION = 5
+import netfold
+
+# Of these messages, and of all else that a worker and a switch exchange: docs/versions.md.
+VERSION = 7
 MAX_MESSAGE_BYTES = 1 << 16
 # That a group goes over side by side.
 MAX_SWITCHES = 8
@@ -96,6 +111,21 @@ def decode(body: bytes) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise ProtocolError("not a map with a type")
     return message
+
+
+def version_problem(message: Message, *, them: str, us: str) -> str:
+    """Say why the sender of this first message cannot be spoken with, and which side to upgrade; "" where it can.
+
+    them, us: what the sender and this process are called, such as "the worker" and "this switch".
+    """
+    theirs = message.get("version")
+    if theirs == VERSION:
+        return ""
+    ours = f"{us} (netfold {netfold.__version__}) speaks control protocol {VERSION}"
+    if not isinstance(theirs, int):
+        return f"{them} does not say which control protocol it speaks, and {ours}: run the same netfold on both sides"
+    older = them if theirs < VERSION else us
+    return f"{them} speaks control protocol {theirs}, {ours}: upgrade netfold where {older} runs"
 
 
 def length_of(prefix: bytes) -> int:

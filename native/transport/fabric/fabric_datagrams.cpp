@@ -98,9 +98,15 @@ void FabricDatagrams::connect(Peer peer, std::span<const std::byte> name, std::u
 std::size_t FabricDatagrams::send(std::span<Run> runs) {
   std::size_t total = 0;
   for (Run& run : runs) {
-    // The length of a job's packets is the other end's word, too.
+    // The other end has a say in the length of a job's packets, too.
     if (run.packet_bytes > packet_bytes_) {
-      throw std::system_error(EMSGSIZE, std::generic_category(), "a packet over provider " + limits().provider);
+      ++counters_.send_errors;
+      counters_.last_send_errno = EMSGSIZE;
+      counters_.last_send_error = "a packet of " + std::to_string(run.packet_bytes) + " bytes over provider " +
+                                  limits().provider + ", where the longest has " + std::to_string(packet_bytes_);
+      run.taken = run.pieces.size() / run.pieces_per_packet;
+      total += run.taken;
+      continue;
     }
     run.taken = std::min(run.pieces.size() / run.pieces_per_packet, room(run.to));
     for (std::size_t number = 0; number < run.taken; ++number) take(run, number);

@@ -35,6 +35,10 @@ class CollectiveTimeout(NetfoldError, TimeoutError):  # noqa: N818
     """An operation passed its deadline."""
 
 
+class WaitTimeout(NetfoldError, TimeoutError):  # noqa: N818
+    """A wait for an operation ended. The operation itself goes on until its own deadline."""
+
+
 class GroupAborted(NetfoldError):  # noqa: N818
     """This rank closed or aborted the group."""
 

@@ -21,7 +21,7 @@ from netfold.communicator import caretaker, fabric, mpi, peer_memory, probe, ren
 from netfold.communicator.addresses import interface_of, own_interfaces
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Resident, leave, open_door
-from netfold.communicator.errors import NetfoldError, RendezvousError, error_of
+from netfold.communicator.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
 from netfold.communicator.membership import Membership, ask_way_up, join_for_host
 from netfold.communicator.nodes import Node, find_nodes
 from netfold.communicator.options import Options
@@ -69,6 +69,8 @@ _COPIES = ("broadcast", "all_gather", "gather", "scatter", "all_to_all")
 engine.hide_from_call_sites(os.path.dirname(netfold.__file__) + os.sep)
 
 _ids = itertools.count(1)
+# How many groups of this process could have logged how they communicate at info; the first one did.
+_announced = itertools.count()
 
 
 class Group:
@@ -98,6 +100,7 @@ class Group:
         _log_to_stderr()
         deadline = time.monotonic() + join_timeout_s
         self.rank = rank
+        self.job_ranks = job_ranks
         self.size = size
         self.timeout_s = timeout_s
         self.options = options  # for groups that are to be like this one
@@ -239,7 +242,7 @@ class Group:
         )
         if node is not None:
             self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links, self.peer_memory)
-            log.info("rank %d of %d: %s", rank, size, self._single_copy)
+            log.debug("rank %d of %d: %s", rank, size, self._single_copy)
         self._ward = Ward(self._native, self._resident, neighbours, float(options.reconnect_s or 0))
         for number, (switch, joined) in enumerate(zip(switches, memberships, strict=bool(memberships))):
             self.recoveries.append(self._go_by(number, switch, joined, job, options))
@@ -249,7 +252,10 @@ class Group:
             self._id, name, rank, size, self._native.events, functools.partial(_registrations, self._port)
         )
         recording.joined(self._member)
-        log.info(
+        # Frameworks that configure logging (Ray) show info of every rank, so one group of one rank logs at info.
+        speaks = rank == 0 and (not job_ranks or job_ranks[0] == 0) and next(_announced) == 0
+        log.log(
+            logging.INFO if speaks else logging.DEBUG,
             "rank %d of %d listens on %s, port %d; %s; all_reduce: %s",
             rank,
             size,
@@ -263,7 +269,7 @@ class Group:
         self, number: int, switch: str, membership: Membership, job: rendezvous.Job, options: Options
     ) -> Recovery:
         """Give a membership of a switch to the native group, and see to it that its loss costs no step."""
-        log.info(
+        log.debug(
             "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes over %s, packets "
             "%sauthenticated",
             self.rank,
@@ -407,10 +413,21 @@ class Group:
             raise RuntimeError("this group was made before a fork; make a new one in the child")
         raise ValueError("this group was closed")
 
+    @property
+    def failure_kind(self) -> str | None:
+        """The kind of the failure that ended this group, one of `engine.FAILURES`. None while the group works."""
+        failure = self._native.failure
+        return None if failure is None else str(engine.FAILURES[failure[0]])
+
+    @property
+    def collectives_submitted(self) -> int:
+        """The number of collectives that this rank has submitted. Equal on all ranks between collectives."""
+        return int(self._native.collectives_submitted)
+
     def wait(self, operation: Any, timeout_s: float | None = None) -> None:
-        """Wait for a submitted operation; raises what befell it. TimeoutError when only the waiting ended."""
+        """Wait for a submitted operation; raises what befell it. WaitTimeout when only the waiting ended."""
         if not operation.done and not self._native.wait(operation, -1 if timeout_s is None else int(timeout_s * 1e9)):
-            raise TimeoutError(f"rank {self.rank}: the operation is not done after {timeout_s} s of waiting")
+            raise WaitTimeout(f"rank {self.rank}: the wait timed out: the operation is not done after {timeout_s} s")
         if operation.failure is not None:
             raise self.error(operation)
 

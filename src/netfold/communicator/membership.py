@@ -7,9 +7,8 @@ Where several ranks share memory, one of a host joins, for all of them: a worker
 calls it by its rank.
 
 The control connection lives as long as the membership. A daemon thread reads it; another looks at what comes of
-operations. The switch is lost when the connection ends, and when nothing comes back for a while and it does not answer
-a question over the connection either: one that waits for a rank does answer, and says for which. What is done about it
-is another's (recovery.py). A rank that left fails the group only when a chunk is waiting for it, since one that leaves
+operations and asks the switch questions; switch_watch.py decides from both whether the switch is lost, and recovery.py
+does what follows. A rank that left fails the group only when a chunk is waiting for it, since one that leaves
 after its last contribution harms nobody; and only if it is gone, and has not just lost its connection to the switch.
 """
 
@@ -27,10 +26,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from netfold import control, packet_keys
-from netfold._native import seal
+from netfold._native import protocol, seal
 from netfold._native.transport import DataPort
 from netfold.communicator.errors import RendezvousError, SwitchError
 from netfold.communicator.pinned import FingerprintError, PinnedStream
+from netfold.communicator.switch_watch import Ask, Lost, SwitchWatch
 from netfold.communicator.way_up import WayUp, above, agree_on_tree
 from netfold.data_path import PathError, open_path
 
@@ -38,11 +38,10 @@ log = logging.getLogger("netfold")
 
 # To connect to a switch, where there is another to try.
 _CONNECT_S = 5.0
-# How often a rank that waits looks whether it waits for one that has left, or for a switch that is silent.
+# Between two ticks of the watch (switch_watch.py).
 _WATCH_S = 0.2
-# Several of the longest timeouts without a result, and as long again and more for the word that all is well.
-_QUIET_S = 1.0
-_WORD_S = 3.0
+# Whether UDP passes: how long it is tried, and how often.
+UDP_S, _UDP_TRIES = 1.0, 5
 # Time beyond the job's own for the switch's word that it has given up.
 _GRACE_S = 2.0
 
@@ -67,7 +66,8 @@ class Membership:
         self._attach_arguments: dict[str, Any] = {}
         self._send_lock = threading.Lock()
         self._serials = itertools.count(1)
-        self._answers: dict[int, list[int]] = {}
+        # By serial, of open questions: the ranks; None until they are known.
+        self._answers: dict[int, list[int] | None] = {}
         self._answered = threading.Condition()
         self._left: dict[int, tuple[str, int]] = {}  # why, and the rank at fault
         self._given_up = False
@@ -120,7 +120,7 @@ class Membership:
             # From the address that the control connection uses: the switch takes packets from no other host.
             path = open_path(fabric, self._stream.getsockname()[0], window_bytes)
             control.send(self._stream, {**message, **path.said()})
-            admitted = _expect(self._stream, "admitted", who, deadline)
+            admitted = _expect(self._stream, "admitted", who, deadline, is_first=True)
             ready = path.reach(self._stream.getpeername()[0], admitted, deadline)
         except PathError as error:
             # Nor does it answer packets of a job that it has ended meanwhile; then it has said why.
@@ -177,19 +177,25 @@ class Membership:
 
     def missing(self, chunk: int, timeout_s: float = 1.0) -> list[int]:
         """Ranks whose contribution to `chunk` the switch has not seen; empty where it does not say in time."""
-        return self._ask(chunk, timeout_s) or []
-
-    def _ask(self, chunk: int, timeout_s: float) -> list[int] | None:
-        """`missing`; None where the switch does not say in time."""
         serial = next(self._serials)
-        try:
-            with self._send_lock:
-                control.send(self._stream, {"type": "missing", "chunk": chunk, "serial": serial})
-        except OSError:
-            return None
         with self._answered:
-            self._answered.wait_for(lambda: serial in self._answers or self._given_up or self._closed, timeout_s)
-            return self._answers.pop(serial, None)
+            self._answers[serial] = None
+        try:
+            self._send({"type": "missing", "chunk": chunk, "serial": serial})
+            with self._answered:
+                self._answered.wait_for(
+                    lambda: self._answers[serial] is not None or self._given_up or self._closed, timeout_s
+                )
+                return self._answers[serial] or []
+        except OSError:
+            return []
+        finally:
+            with self._answered:
+                del self._answers[serial]
+
+    def _send(self, message: control.Message) -> None:
+        with self._send_lock:
+            control.send(self._stream, message)
 
     def leave(self, reason: str, fault: int = -1) -> None:
         """Say goodbye and close; `fault`: the rank that is the reason, -1 for none. Idempotent."""
@@ -213,9 +219,11 @@ class Membership:
         try:
             while True:
                 message = control.receive(self._stream)
-                if message["type"] == "missing":
+                if message["type"] in ("missing", "alive"):
+                    ranks = [int(rank) for rank in message.get("ranks", ())]
                     with self._answered:
-                        self._answers[int(message["serial"])] = [int(rank) for rank in message["ranks"]]
+                        if message["serial"] in self._answers:
+                            self._answers[message["serial"]] = ranks
                         self._answered.notify_all()
                 elif message["type"] == "left":
                     with self._answered:
@@ -245,30 +253,36 @@ class Membership:
         lost: Callable[[int, str], None],
         is_alive: Callable[[int], bool],
     ) -> None:
-        chunk, since = -1, 0.0
+        watch = SwitchWatch(self.rank, time.monotonic())
+        open_question: tuple[int, Ask] | None = None
         while True:
             with self._answered:
                 if self._answered.wait_for(lambda: self._given_up or self._closed, _WATCH_S):
                     return
+                if open_question is not None and (ranks := self._answers[open_question[0]]) is not None:
+                    del self._answers[open_question[0]]
+                    watch.answer(ranks if open_question[1].chunk is not None else None)
+                    open_question = None
             traffic = native.traffic()
-            if traffic is None or traffic["life"] != self.life or traffic["idle"]:
-                chunk = -1
-                continue
-            if traffic["trouble"]:
+            operates = traffic is not None and traffic["life"] == self.life
+            if operates and traffic["trouble"]:
                 self._say_lost(lost, traffic["trouble"], self.endpoint)
                 return
-            now = time.monotonic()
-            if traffic["oldest_unanswered"] != chunk:
-                chunk, since = traffic["oldest_unanswered"], now
-            is_quiet = now - since >= _QUIET_S
-            if not is_quiet and not self._left:
-                continue
-            missing = self._ask(chunk, _WORD_S)
-            if missing is None:
-                self._say_lost(lost, f"it has not answered for {time.monotonic() - since:.1f} s", self.endpoint)
+            awaited = traffic["oldest_unanswered"] if operates and not traffic["idle"] else None
+            action = watch.poll(time.monotonic(), awaited, urgent=bool(self._left))
+            if isinstance(action, Lost):
+                refused = f" ({traffic['send_error']})" if operates and traffic["send_error"] else ""
+                self._say_lost(lost, action.why + refused, self.endpoint)
                 return
-            since = time.monotonic() if is_quiet else since
-            gone = [rank for rank in missing if rank in self._left and not is_alive(rank)]
+            if isinstance(action, Ask):
+                serial = next(self._serials)
+                open_question = serial, action
+                with self._answered:
+                    self._answers[serial] = None
+                about = {"type": "alive"} if action.chunk is None else {"type": "missing", "chunk": action.chunk}
+                with contextlib.suppress(OSError):  # then no answer comes, which the watch sees
+                    self._send({**about, "serial": serial})
+            gone = [rank for rank in watch.missing if rank in self._left and not is_alive(rank)]
             if gone:
                 reason, fault = self._left[gone[0]]
                 fail(
@@ -291,7 +305,7 @@ def ask_way_up(endpoint: str, *, token_file: str | None, rank: int, workers: Seq
         try:
             with _conversation(candidate, token_file, rank, len(workers), left_s) as (stream, who, token):
                 control.send(stream, {"type": "path", "version": control.VERSION, "below": [], **token})
-                way = WayUp.of(_expect(stream, "path", who, time.monotonic() + left_s), candidate)
+                way = WayUp.of(_expect(stream, "path", who, time.monotonic() + left_s, is_first=True), candidate)
                 stream.close()
         except _UnreachableError as error:
             failure = failure or str(error)
@@ -303,26 +317,57 @@ def ask_way_up(endpoint: str, *, token_file: str | None, rank: int, workers: Seq
 
 
 class Room(NamedTuple):
-    """What a switch could still grant to whoever holds this token. slots: -1 where only the memory bounds them."""
+    """What a switch could still grant to whoever holds this token. slots: -1 where only the memory bounds them.
+
+    udp_error: why packets would not reach it, though it answers over TCP; empty where they do, or nobody tried.
+    """
 
     jobs: int
     workers: int
     memory_bytes: int
     slots: int
+    udp_error: str = ""
 
 
-def ask_room(endpoint: str, *, token_file: str | None, rank: int, timeout_s: float) -> Room:
-    """What the switch at `endpoint` has left; nothing is reserved. SwitchError where it cannot be asked or refuses."""
+def ask_room(endpoint: str, *, token_file: str | None, rank: int, timeout_s: float, udp: bool = False) -> Room:
+    """What the switch at `endpoint` has left; nothing is reserved. SwitchError where it cannot be asked or refuses.
+
+    udp: try, too, whether UDP passes both ways. Cost: a round trip; UDP_S where it does not pass.
+    """
     deadline = time.monotonic() + timeout_s
     try:
         with _conversation(endpoint, token_file, rank, 1, timeout_s) as (stream, who, token):
-            control.send(stream, {"type": "room", "version": control.VERSION, **token})
-            answer = _expect(stream, "room", who, deadline)
-            room = Room(*(int(answer[name]) for name in Room._fields))
+            asked = {"udp": True} if udp else {}
+            control.send(stream, {"type": "room", "version": control.VERSION, **asked, **token})
+            answer = _expect(stream, "room", who, deadline, is_first=True)
+            jobs, workers, memory_bytes, slots = (int(answer[name]) for name in Room._fields[:4])
+            udp_error = _udp_error(stream, answer["udp"], who) if "udp" in answer else ""
+            room = Room(jobs, workers, memory_bytes, slots, udp_error)
             stream.close()
     except _UnreachableError as error:
         raise SwitchError(str(error)) from None
     return room
+
+
+def _udp_error(stream: socket.socket | PinnedStream, place: control.Message, who: str) -> str:
+    """Why no packet comes back from the switch's UDP port; empty where one does."""
+    own, theirs, port = stream.getsockname(), stream.getpeername(), int(place["port"])
+    # As long as the shortest packets that a job can have, from the address that they would come from.
+    packet = bytes(place["nonce"]).ljust(control.PAYLOAD_CANDIDATES[-1] + protocol.HEADER_BYTES, b"\0")
+    with socket.socket(socket.AF_INET6 if ":" in own[0] else socket.AF_INET, socket.SOCK_DGRAM) as ours:
+        ours.bind((own[0], 0, *own[2:]))
+        ours.connect((theirs[0], port, *theirs[2:]))
+        ours.settimeout(UDP_S / _UDP_TRIES)
+        for _ in range(_UDP_TRIES):
+            # TimeoutError is an OSError; a firewall may also refuse to send, or answer for the switch.
+            with contextlib.suppress(OSError):
+                ours.send(packet)
+                if ours.recv(len(packet) + 1) == packet:
+                    return ""
+    return (
+        f"{who} is reached by TCP, but no UDP packet came back from its port {port}: a firewall may drop UDP, or an "
+        "address translation change its port"
+    )
 
 
 @contextlib.contextmanager
@@ -373,9 +418,17 @@ def _conversation(
         raise
 
 
-def _expect(stream: socket.socket | PinnedStream, kind: str, who: str, deadline: float) -> control.Message:
+def _expect(
+    stream: socket.socket | PinnedStream, kind: str, who: str, deadline: float, *, is_first: bool = False
+) -> control.Message:
+    """Receive a message of this kind, or raise. is_first: it answers a first message, so it carries a version."""
     stream.settimeout(max(0.01, deadline + _GRACE_S - time.monotonic()))
     message = control.receive(stream)
+    # Up to control protocol 5 a refusal has no version, but its reason has one.
+    if is_first and ("version" in message or message["type"] == kind):
+        problem = control.version_problem(message, them="it", us="this worker")
+        if problem:
+            raise SwitchError(f"{who} cannot be joined: {problem}")
     if message["type"] == "refused":
         raise SwitchError(f"{who} refused: {message.get('reason')}")
     if message["type"] != kind:

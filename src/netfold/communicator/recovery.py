@@ -233,19 +233,23 @@ class Recovery:
                 f"{why}, and the ranks' words do not fit together: {error}",
             )
         promised = said[self._rank]["promised"]
-        if self._tell_all(lambda rank: _plan_for(rank, plan, life, promised)) is None:
-            return
         if promised:
+            # Before the plan goes out: once it has, the group may be done, and this process gone, at any moment.
             passed_on = sum(bits.bit_count() for shares in plan.gives.values() for bits in shares.values())
             log.warning(
-                "rank %d: %s. No step is lost: %s%s. This rank was %s; recovery took %.3f s, %d results were passed on",
+                "rank %d: %s. No step is lost: %s%s. This rank was %s; %d results are passed on",
                 self._rank,
                 why,
                 self._without,
                 f", and the switch is asked again in {self._rejoin_s:g} s" if self._rejoin_s else "",
                 doing,
-                time.monotonic() - began,
                 passed_on,
+            )
+        if self._tell_all(lambda rank: _plan_for(rank, plan, life, promised)) is None:
+            return
+        if promised:
+            log.info(
+                "rank %d: all ranks know how to go on, %.3f s after the loss", self._rank, time.monotonic() - began
             )
         with self._lock:
             starts = self._rejoin_s != 0 and not self._rejoining

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import netfold
 from netfold.communicator import handshake
 from netfold.communicator.addresses import Interfaces
 from netfold.communicator.door import Door, Resident
@@ -87,8 +88,10 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
     """Rank 0 publishes the job; every rank reads it. `options` are resolved."""
     # Every rank looks at the words, so that none waits for a rank 0 that gave up over them.
     check_words(ranks=size, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire))
+    version = netfold.__version__
     if rank == 0:
         job = {
+            "netfold": version,
             "name": secrets.token_hex(8),
             "secret": secrets.token_hex(32),
             "size": size,
@@ -106,6 +109,13 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             f"rank {rank}: rank 0 did not publish the job in time; did it start, and does it use the same store?",
             rank=0,
         ) from None
+    # The exchange between ranks has no version of its own (docs/versions.md).
+    if read.get("netfold") != version:
+        raise RendezvousError(
+            f"rank {rank} runs netfold {version}, rank 0 runs {read.get('netfold', 'an earlier one')}: install the "
+            "same version on every host of the job",
+            rank=rank,
+        )
     if read["size"] != size:
         raise RendezvousError(f"rank {rank} was told of {size} ranks, rank 0 of {read['size']} (check WORLD_SIZE)")
     # Everyone uses what rank 0 chose; that another rank's environment says otherwise is worth an error, not a guess.

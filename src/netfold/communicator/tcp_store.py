@@ -26,7 +26,8 @@ from netfold.communicator.errors import RendezvousError
 
 # Ports tried from the given one on: another program, often torch's own store, may have the first.
 PORTS = 8
-# Ranks that one store serves, a thread and a connection each; more are turned away.
+# Connections that one store serves, a thread each: one a rank, and one more for each request beside another. More are
+# turned away.
 MAX_CONNECTIONS = 1024
 # Of all values together; an address and a job's description are below 1 KB a rank.
 MAX_BYTES = 64 << 20
@@ -140,7 +141,8 @@ class TcpStoreServer:
 
 
 class TcpStore:
-    """A rank's end of rank 0's store: a `Store`. Thread-safe; requests go one at a time."""
+    """A rank's end of rank 0's store: a `Store`. Thread-safe: each request under way has a connection of its own, so a
+    `get` that waits does not hold up the `set` of another thread."""
 
     def __init__(self, host: str, port: int, job: str, *, serve: bool, timeout_s: float) -> None:
         """Meet at the first of `PORTS` ports from `port` on where this job's store answers; rank 0 serves it.
@@ -149,9 +151,15 @@ class TcpStore:
         """
         self._lock = threading.Lock()
         self._server = TcpStoreServer(host, port, job) if serve else None
-        self._host = host
+        self._host, self._job, self._closed = host, job, False
+        # Connections, and those of them that no request uses: as many as there were requests at once.
+        self._streams: set[socket.socket] = set()
+        self._idle: list[socket.socket] = []
         try:
-            self._stream = self._connect(host, port, job, time.monotonic() + timeout_s, timeout_s)
+            first = self._connect(host, port, job, time.monotonic() + timeout_s, timeout_s)
+            self._port = int(first.getpeername()[1])
+            self._streams.add(first)
+            self._idle.append(first)
         except BaseException:
             if self._server is not None:
                 self._server.close()
@@ -171,24 +179,51 @@ class TcpStore:
 
     def close(self) -> None:
         """Leave; on rank 0 the store ends with it. Idempotent."""
-        self._stream.close()
+        with self._lock:
+            self._closed = True
+            streams = list(self._streams)
+        for stream in streams:
+            _shut(stream)
         if self._server is not None:
             self._server.close()
 
     def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        with self._lock:
-            try:
-                self._stream.settimeout(timeout_s)
-                control.send(self._stream, request)
-                return control.receive(self._stream)
-            except (EOFError, OSError) as error:
+        stream: socket.socket | None = None
+        try:
+            stream = self._take()
+            stream.settimeout(timeout_s)
+            control.send(stream, request)
+            answer = control.receive(stream)
+            with self._lock:
+                self._idle.append(stream)
+            return answer
+        except (EOFError, OSError) as error:
+            if stream is not None:
                 # An answer that comes later would be taken for the next one's.
-                self._stream.close()
-                raise RendezvousError(
-                    f"rank 0's store at {self._host} does not answer any more ({error}); did rank 0 end, or close its "
-                    "Communicator?",
-                    rank=0,
-                ) from None
+                with self._lock:
+                    self._streams.discard(stream)
+                stream.close()
+            raise RendezvousError(
+                f"rank 0's store at {self._host} does not answer any more ({error}); did rank 0 end, or close its "
+                "Communicator?",
+                rank=0,
+            ) from None
+
+    def _take(self) -> socket.socket:
+        """A connection that no request uses. OSError, EOFError."""
+        with self._lock:
+            if self._closed:
+                raise OSError("it was closed")
+            if self._idle:
+                return self._idle.pop()
+        stream = socket.create_connection((self._host, self._port), timeout=_GRACE_S)
+        with self._lock:
+            self._streams.add(stream)
+        control.send(stream, {"type": "hello", "job": self._job})
+        answer = control.receive(stream)
+        if answer["type"] != "ok":
+            raise OSError(str(answer.get("reason")))
+        return stream
 
     def _connect(self, host: str, port: int, job: str, deadline: float, timeout_s: float) -> socket.socket:
         ports = [self._server.port] if self._server is not None else range(port, port + PORTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import threading
 from typing import Any
 
@@ -35,7 +34,7 @@ class Work:
         what befell it.
         """
         self._group.wait(self._operation, timeout_s)
-        _hold(None)
+        _let_go(self)
         return self._result
 
     @property
@@ -54,15 +53,24 @@ class Receiving(Work):
         return int(self._operation.peer)
 
 
-# Works whose operation may still write. Operations end, by their deadline at the latest, so this cannot grow without
-# end: what has ended is let go whenever one begins or was waited for.
-_under_way: collections.deque[Work] = collections.deque()
+# Works whose operation may still write, by id. One that was waited for is let go then; of others those that have ended,
+# when there are twice as many as were under way the last time. Operations end, by their deadline at the latest.
+_under_way: dict[int, Work] = {}
+_sweep_at = _LEAST = 32
 _lock = threading.Lock()
 
 
-def _hold(work: Work | None) -> None:
+def _hold(work: Work) -> None:
+    global _sweep_at
     with _lock:
-        while _under_way and _under_way[0].done:
-            _under_way.popleft()
-        if work is not None and not work.done:
-            _under_way.append(work)
+        if len(_under_way) >= _sweep_at or len(_under_way) < _LEAST:
+            for key in [key for key, each in _under_way.items() if each.done]:
+                del _under_way[key]
+            _sweep_at = max(_LEAST, 2 * len(_under_way))
+        if not work.done:
+            _under_way[id(work)] = work
+
+
+def _let_go(work: Work) -> None:
+    with _lock:
+        _under_way.pop(id(work), None)

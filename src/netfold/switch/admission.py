@@ -7,6 +7,7 @@ only when all are there.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import time
@@ -18,6 +19,7 @@ from netfold import control, packet_keys
 from netfold._native import fabric, protocol, seal
 from netfold.data_path import without_strict
 from netfold.switch.fabrics import Fabrics
+from netfold.switch.facts import say
 from netfold.switch.job import Job, Member, RefusedError, listed
 from netfold.switch.ledger import EVERYBODY, Ledger
 from netfold.switch.parent import Link, Parent
@@ -99,6 +101,15 @@ class Join:
         return "UDP" if self.fabric is None else f"provider {without_strict(self.fabric.provider)}"
 
 
+def check_version(message: control.Message) -> None:
+    """Raise RefusedError where a connection's first message is of another version of the control protocol."""
+    below = message.get("switch") is not None or message.get("below")
+    them = "the switch below" if below else "the worker"
+    problem = control.version_problem(message, them=them, us="this switch")
+    if problem:
+        raise RefusedError("version", problem)
+
+
 class Admission:
     """tokens: None where everybody may join. parent: where sums go of jobs with workers beyond this switch. fabrics:
     that packets may come over, beside UDP."""
@@ -121,13 +132,7 @@ class Admission:
         self._tagged = tagged
 
     def tenant(self, message: control.Message) -> Tenant:
-        """Who asks, whatever for; RefusedError for another version of netfold and a token that is not known."""
-        if message.get("version") != control.VERSION:
-            raise RefusedError(
-                "version",
-                f"this switch speaks control protocol {control.VERSION}, the worker {message.get('version')}: "
-                "run the same netfold on both sides",
-            )
+        """Who asks, whatever for; RefusedError for a token that is not known."""
         if self._tokens is None:
             return EVERYBODY
         token = message.get("token")
@@ -230,7 +235,8 @@ class Admission:
                     f"this switch is full: buffers for packets over {join.over} take {needs / 2**20:.1f} MiB, and "
                     f"{free / 2**20:.1f} MiB are free (--memory); less in flight (NETFOLD_WINDOW_BYTES) needs less",
                 )
-        return Job(
+        held_bytes = plane.receive_buffer_bytes(job_id) // (2 * size)
+        job = Job(
             name=join.name,
             label=join.label,
             tenant=tenant,
@@ -248,10 +254,18 @@ class Admission:
             proofs=proofs,
             secrets=drawn,
             answer_secret=packet_keys.draw_secret(),
-            window_bytes=min(window_bytes, plane.receive_buffer_bytes(job_id) // (2 * size)),
+            window_bytes=min(window_bytes, held_bytes),
             deadline=min(join.timeout_s, MAX_ASSEMBLY_S),
             created=time.monotonic(),
         )
+        if join.fabric is None and held_bytes < window_bytes:
+            what = (
+                f"job {job.name}: the kernel's receive buffer holds {held_bytes} bytes from each of {size} workers, "
+                f"and not the window of {window_bytes}: fewer are in flight. Set sysctl net.core.rmem_max to "
+                f"{window_bytes * size}, or give this process CAP_NET_ADMIN"
+            )
+            say(logging.WARNING, "buffer", what, **job.who)
+        return job
 
     def _place(self, join: Join) -> Place:
         size, paths = len(join.ranks), join.paths

@@ -16,14 +16,15 @@ from netfold import control
 from netfold._native import protocol, seal
 from netfold._native.aggregator import Plane
 from netfold.data_path import fabric_payload
-from netfold.switch.admission import Admission
+from netfold.switch.admission import Admission, check_version
 from netfold.switch.certificate import server_context
+from netfold.switch.echo import open_echo
 from netfold.switch.entrance import Entrance, Guest
 from netfold.switch.fabrics import Fabrics
 from netfold.switch.facts import say
 from netfold.switch.job import Job, Member, RefusedError, labelled, listed
 from netfold.switch.ledger import EVERYBODY, MIN_WINDOW_CHUNKS, Ledger, retransmissions
-from netfold.switch.missing import chunk_of, say_missing, take_answer
+from netfold.switch.missing import MAX_QUESTIONS, chunk_of, say_missing, take_answer
 from netfold.switch.parent import Link, Parent, ParentError
 from netfold.switch.parts import Limits
 from netfold.switch.streams import TIMEOUTS, read, tell
@@ -146,9 +147,12 @@ class Switch:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def status(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any]:
         """What there is to see from outside, as plain values; units are last in the names."""
         ledger = self._ledger
+        # Each waits for one turn of its thread, which the daemon's loop must not do.
+        readings = await asyncio.gather(*(asyncio.to_thread(plane.read) for plane in self._planes))
+        counters = {job: counted for _, jobs in readings for job, counted in jobs.items()}
         jobs = list(ledger.jobs.values())
         parent = None
         if self._parent is not None:
@@ -158,14 +162,14 @@ class Switch:
             "state": "draining" if ledger.draining else "serving",
             "uptime_s": time.monotonic() - self._started_s,
             "threads": len(self._planes),
-            "cpu_s": sum(plane.cpu_ns() for plane in self._planes) / 1e9,
+            "cpu_s": sum(cpu_ns for cpu_ns, _ in readings) / 1e9,
             "incarnation": self.incarnation,
             "authenticated": self.authenticated,
             "fabrics": {each: sum(job.provider_below == each for job in jobs) for each in self._fabrics.providers},
             "connections": self._entrance.connections,
             "strangers": self._entrance.strangers,
             "parent": parent,
-            **ledger.status(),
+            **ledger.status(counters),
         }
 
     async def _on_guest(self, guest: Guest) -> None:
@@ -176,7 +180,8 @@ class Switch:
             self._ledger.refusals[refusal.kind] += 1
             say(logging.WARNING, "refused", f"refused {address}: {refusal}", peer=address, reason=refusal.kind)
             loop = {"loop": True} if refusal.kind == "loop" else {}
-            await tell(guest.writer, {"type": "refused", "reason": str(refusal), **loop})
+            refused = {"type": "refused", "version": control.VERSION, "reason": str(refusal), **loop}
+            await tell(guest.writer, refused)
         except (control.ProtocolError, asyncio.IncompleteReadError, OSError, *TIMEOUTS) as error:
             what = f"dropped connection from {address} before it joined: {error or type(error).__name__}"
             say(logging.WARNING, "stranger", what, peer=address)
@@ -184,13 +189,22 @@ class Switch:
     async def _serve(self, guest: Guest) -> None:
         reader, writer = guest.reader, guest.writer
         first = await read(reader)
+        # Before its type, which another version may not have.
+        check_version(first)
         if first["type"] == "path":
             await tell(writer, await self._path(first))
             return
         if first["type"] == "room":
-            await tell(writer, self._room(first))
+            await self._serve_room(first, guest)
             return
-        job, member = self._admission.admit(first, writer, guest.address, self._opened)
+        try:
+            job, member = self._admission.admit(first, writer, guest.address, self._opened)
+        except (RefusedError, control.ProtocolError) as refusal:
+            # What the first of a job's ranks opened goes with it.
+            opened = self._ledger.jobs.get(str(first.get("job")))
+            if opened is not None and not opened.members and not opened.started:
+                self._close(opened, str(refusal))
+            raise
         what = f"job {job.name}: {member.who} of {len(job.ranks)} joined from {member.address}"
         say(logging.INFO, "joined", what, **job.who, rank=labelled(member.ranks), peer=guest.address)
         guest.admitted()
@@ -199,6 +213,7 @@ class Switch:
             number = job.place.children.index(member.child)
             admitted: control.Message = {
                 "type": "admitted",
+                "version": control.VERSION,
                 "job_id": job.id,
                 "incarnation": self.incarnation,
                 "worker": number,
@@ -215,6 +230,8 @@ class Switch:
                     await self._ready(job, member, message)
                 elif kind == "missing":
                     self._on_missing(job, member, message)
+                elif kind == "alive":
+                    await self._tell(member, {"type": "alive", "serial": message.get("serial")})
                 elif kind == "left" and member.child.switch is not None:
                     if message.get("rank") not in member.ranks:
                         raise control.ProtocolError(f"left of rank {message.get('rank')!r}, which is not below it")
@@ -250,8 +267,9 @@ class Switch:
         if len(below) >= MAX_DEPTH:
             raise RefusedError("bound", f"a tree has at most {MAX_DEPTH} levels of switches")
         own = [self.incarnation, ""]
+        answer: control.Message = {"type": "path", "version": control.VERSION}
         if self._parent is None:
-            return {"type": "path", "switches": [own], "broken": ""}
+            return {**answer, "switches": [own], "broken": ""}
         try:
             if below:
                 above = await self._parent.path([*below, self.incarnation])
@@ -262,17 +280,32 @@ class Switch:
         except ParentError as error:
             if error.loop:
                 raise RefusedError("loop", str(error)) from None
-            return {"type": "path", "switches": [own], "broken": str(error)}
+            return {**answer, "switches": [own], "broken": str(error)}
         (parent, _), *rest = above["switches"]
         switches = [own, [parent, self._parent.full_endpoint], *rest]
-        return {"type": "path", "switches": switches, "broken": above["broken"]}
+        return {**answer, "switches": switches, "broken": above["broken"]}
+
+    async def _serve_room(self, message: control.Message, guest: Guest) -> None:
+        room = self._room(message)
+        if message.get("udp") is not True:
+            await tell(guest.writer, room)
+            return
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                place = await stack.enter_async_context(open_echo(guest.writer))
+            except OSError as error:
+                host = guest.writer.get_extra_info("sockname")[0]
+                raise RefusedError("port", f"the switch cannot open a data port on {host}: {error}") from None
+            await tell(guest.writer, {**room, "udp": place})
+            with contextlib.suppress(OSError):
+                await guest.reader.read(1)  # until it has what it wants, or has been a stranger for too long
 
     def _room(self, message: control.Message) -> control.Message:
         """What whoever asks could have now: nothing is kept for it."""
         tenant = self._admission.tenant(message)
         if self._ledger.draining:
             raise RefusedError("draining", f"the switch is shutting down: {self._ledger.draining}")
-        return {"type": "room", **self._ledger.room(tenant)}
+        return {"type": "room", "version": control.VERSION, **self._ledger.room(tenant)}
 
     def _opened(self, job: Job) -> None:
         """From now on it waits for its ranks, and for the parent's word."""
@@ -464,8 +497,19 @@ class Switch:
 
     def _on_missing(self, job: Job, member: Member | None, message: control.Message) -> None:
         """A question, or an answer to one of ours; `member`: whose, None for the parent's."""
-        if not take_answer(job, message):
-            self._spawn(say_missing(job, member, chunk_of(message), message.get("serial")))
+        if take_answer(job, message):
+            return
+        asker = member if member is not None else job.link
+        assert asker is not None, "whoever asks is a member, or the parent"
+        if asker.questions == MAX_QUESTIONS:
+            raise control.ProtocolError(f"more than {MAX_QUESTIONS} questions at once")
+        asker.questions += 1
+        task = self._spawn(say_missing(job, member, chunk_of(message), message.get("serial")))
+
+        def answered(_: asyncio.Task[None]) -> None:
+            asker.questions -= 1
+
+        task.add_done_callback(answered)
 
     async def _leave(self, job: Job, member: Member, reason: str, fault: int | None, gone: str) -> None:
         number = job.place.children.index(member.child)
@@ -496,7 +540,12 @@ class Switch:
             await job.link.tell(message)
         for other in list(job.members.values()):
             if other is not source:
-                await tell(other.writer, message)
+                await self._tell(other, message)
+
+    async def _tell(self, member: Member, message: control.Message) -> None:
+        """Tell a member; one that does not read is disconnected, and its reader then ends its membership."""
+        if not await tell(member.writer, message):
+            member.writer.transport.abort()
 
     async def _end(self, job: Job, kind: str, reason: str, gone: str = "") -> None:
         """Refuse what is assembled so far, or end what is under way; everything is given back.

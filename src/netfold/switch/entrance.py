@@ -18,6 +18,7 @@ from typing import Any
 
 from netfold import control
 from netfold.switch.facts import say
+from netfold.switch.streams import end_when_host_vanishes
 
 MAX_STRANGERS = 512
 # From connecting to a join that was admitted.
@@ -110,6 +111,7 @@ class Entrance:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
+        end_when_host_vanishes(stream)
         reader = asyncio.StreamReader(limit=control.MAX_MESSAGE_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         try:
@@ -130,4 +132,6 @@ class Entrance:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
         finally:
-            transport.abort()
+            # Python 3.11.2, Debian 12's, raises AttributeError for a connection under TLS that is gone already.
+            with contextlib.suppress(AttributeError):
+                transport.abort()

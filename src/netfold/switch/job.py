@@ -33,6 +33,7 @@ class Member:
     address: str  # of the connection; of a switch: where it listens
     payload_bytes: int = 0
     window: int | None = None  # the most chunks that a switch can grant
+    questions: int = 0  # of this member's, open
 
     @property
     def rank(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from netfold._native import protocol
@@ -130,14 +130,14 @@ class Ledger:
             self._ended_drops.update(counters["drops"])
         return counters
 
-    def status(self) -> dict[str, Any]:
-        """Of all jobs and tenants, as plain values."""
-        jobs = [_job_status(job) for job in self.jobs.values()]
+    def status(self, counters: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        """Of all jobs and tenants, as plain values. counters: by job id; a job without any has just come."""
+        jobs = [_job_status(job, counters[job.id]) for job in self.jobs.values() if job.id in counters]
         drops = self._ended_drops.copy()
         totals = self._ended.copy()
-        for counters in (job["counters"] for job in jobs):
-            drops.update(counters["drops"])
-            totals.update({name: counters[name] for name in _TOTALS})
+        for counted in (job["counters"] for job in jobs):
+            drops.update(counted["drops"])
+            totals.update({name: counted[name] for name in _TOTALS})
         return {
             "memory_granted_bytes": self._memory_bytes,
             "memory_free_bytes": self.limits.memory_bytes - self._memory_bytes,
@@ -169,9 +169,7 @@ def retransmissions(counters: dict[str, Any]) -> int:
     return int(counters["answers_again"] + drops["duplicate"] + drops["stale"])
 
 
-def _job_status(job: Job) -> dict[str, Any]:
-    counters = job.plane.counters(job.id)
-    assert counters is not None, "a job is there as long as its data port"
+def _job_status(job: Job, counters: dict[str, Any]) -> dict[str, Any]:
     parts = [job.ranks_of(child) for child in job.place.children]
     lags = zip(parts, counters["arrivals"], counters["arrival_lag_ns"], counters["last_arrivals"], strict=True)
     return {

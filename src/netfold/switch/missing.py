@@ -10,6 +10,8 @@ from netfold.switch.job import Job, Member
 from netfold.switch.parent import Link
 from netfold.switch.streams import TIMEOUTS, tell
 
+# Open questions of one member, or of the parent; one more breaks the protocol. A worker has two at most.
+MAX_QUESTIONS = 8
 # For a neighbour in the tree to say who it waits for; workers give the whole tree a second.
 _ASK_S = 0.7
 
@@ -37,7 +39,8 @@ async def say_missing(job: Job, member: Member | None, chunk: int, serial: objec
     """Tell `member`, or the parent for None: those that this switch waits for; of switches, who they wait for."""
     ranks: set[int] = set()
     asks = []
-    for number in job.plane.missing(job.id, chunk):
+    # Waits for one turn of the data thread, which the daemon's loop must not do.
+    for number in await asyncio.to_thread(job.plane.missing, job.id, chunk):
         child, other = job.place.children[number], job.members.get(number)
         if child.switch is None:
             ranks.update(job.ranks_of(child))
@@ -49,7 +52,8 @@ async def say_missing(job: Job, member: Member | None, chunk: int, serial: objec
         ranks.update(answer)
     said: control.Message = {"type": "missing", "serial": serial, "ranks": sorted(ranks)}
     if member is not None:
-        await tell(member.writer, said)
+        if not await tell(member.writer, said):
+            member.writer.transport.abort()  # it does not read: its reader ends its membership
     elif job.link is not None:
         await job.link.tell(said)
 

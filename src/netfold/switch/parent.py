@@ -21,7 +21,7 @@ from typing import Any
 from netfold import control, packet_keys
 from netfold._native import seal
 from netfold.data_path import PathError, open_path
-from netfold.switch.streams import TIMEOUTS, read, tell
+from netfold.switch.streams import TIMEOUTS, end_when_host_vanishes, read, tell
 
 # To connect, or to answer a question.
 PARENT_S = 5.0
@@ -91,6 +91,7 @@ class Parent:
             if not hmac.compare_digest(found, fingerprint):
                 writer.transport.abort()
                 raise self.error(f"is another switch: its certificate's fingerprint is {found}")
+        end_when_host_vanishes(writer.get_extra_info("socket"))
         return Stream(self, reader, writer)
 
     def token(self) -> dict[str, str]:
@@ -112,7 +113,7 @@ class Stream:
         return await read(self._reader)
 
     async def expect(self, kind: str, seconds: float) -> control.Message:
-        """The next message; ParentError where it is a refusal, or another, or none comes."""
+        """The answer to a first message; ParentError where it is a refusal, or another, or none comes."""
         try:
             message = await asyncio.wait_for(self.read(), seconds)
         except TIMEOUTS:
@@ -122,6 +123,11 @@ class Stream:
                 "" if self._parent.full_endpoint.count("#") else "; does it want TLS: --parent host:port#fingerprint?"
             )
             raise self._parent.error(f"is no netfold switch, or it stopped: {error}{hint}") from None
+        # Up to control protocol 5 a refusal has no version, but its reason has one.
+        if "version" in message or message["type"] == kind:
+            problem = control.version_problem(message, them="it", us="this switch")
+            if problem:
+                raise self._parent.error(f"cannot be joined: {problem}")
         if message["type"] == "refused":
             loop = bool(message.get("loop"))
             raise self._parent.error(f"refused: {message.get('reason')}", loop=loop)
@@ -156,6 +162,7 @@ class Link:
         self.said: control.Message = {}  # for `ready`, of the path
         self.ready: tuple[int, int] | None = None  # the payload and the window that it was told, at most
         self._stream: Stream | None = None
+        self.questions = 0  # of the parent's, open
 
     async def join(
         self, join: control.Message, listens: tuple[str, int], provider: str | None, timeout_s: float

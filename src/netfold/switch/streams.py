@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 
 from netfold import control
 
 # For one who does not read.
 TELL_S = 5.0
+# From the last sign of a host to the end of its connections.
+KEEPALIVE_S = 18
 # Two types until Python 3.11, one since.
 TIMEOUTS = (TimeoutError, asyncio.TimeoutError)
 
@@ -18,8 +21,23 @@ async def read(reader: asyncio.StreamReader) -> control.Message:
     return control.decode(await reader.readexactly(control.length_of(await reader.readexactly(4))))
 
 
-async def tell(writer: asyncio.StreamWriter, message: control.Message) -> None:
-    """Send it, if it can be: who does not read is as good as gone, and whoever reads from them will notice."""
+async def tell(writer: asyncio.StreamWriter, message: control.Message) -> bool:
+    """Send it; False where the other end has not read for TELL_S, or is gone."""
     with contextlib.suppress(OSError, RuntimeError, *TIMEOUTS):
         writer.write(control.encode(message))
         await asyncio.wait_for(writer.drain(), TELL_S)
+        return True
+    return False
+
+
+def end_when_host_vanishes(stream: socket.socket) -> None:
+    """Let the kernel end a connection whose other host no longer answers: after KEEPALIVE_S, whoever waits there.
+
+    A host that lost its power or its network sends no FIN. A process that is only stopped stays connected: its kernel
+    answers.
+    """
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S // 2)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S // 6)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEEPALIVE_S * 1000)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from netfold import control
@@ -26,7 +26,7 @@ MAX_READERS = 32
 class Web:
     """Serve until `stop`. status: what there is to see now, as plain values."""
 
-    def __init__(self, host: str, port: int, status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, host: str, port: int, status: Callable[[], Awaitable[dict[str, Any]]]) -> None:
         self._host, self._port, self._status = host, port, status
         self._server: asyncio.Server | None = None
         self._readers = 0
@@ -57,20 +57,20 @@ class Web:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         method, target = (request[0], request[1].partition("?")[0]) if len(request) == 3 else ("", "")
-        code, kind, body = self._answer(method, target)
+        code, kind, body = await self._answer(method, target)
         head = f"HTTP/1.1 {code}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         writer.write(head.encode() + (b"" if method == "HEAD" else body))
         await writer.drain()
 
-    def _answer(self, method: str, target: str) -> tuple[str, str, bytes]:
+    async def _answer(self, method: str, target: str) -> tuple[str, str, bytes]:
         text = "text/plain; charset=utf-8"
         if method not in ("GET", "HEAD"):
             return "405 Method Not Allowed", text, b"GET /metrics, /healthz or /status\n"
         if target == "/metrics":
-            return "200 OK", CONTENT_TYPE, exposition(self._status())
+            return "200 OK", CONTENT_TYPE, exposition(await self._status())
         if target == "/status":
-            return "200 OK", "application/json", json.dumps(self._status()).encode() + b"\n"
+            return "200 OK", "application/json", json.dumps(await self._status()).encode() + b"\n"
         if target == "/healthz":
             # The status asks the thread that handles packets, so this page vouches for both.
-            return "200 OK", text, f"{self._status()['state']}\n".encode()
+            return "200 OK", text, f"{(await self._status())['state']}\n".encode()
         return "404 Not Found", text, b"there are /metrics, /healthz and /status\n"

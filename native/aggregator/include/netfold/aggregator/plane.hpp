@@ -30,6 +30,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -93,7 +94,7 @@ class Plane {
   // job whose packets carry no tags. Throws std::system_error; std::runtime_error where no tag can be checked.
   std::uint16_t open(std::uint32_t job, std::uint32_t incarnation, const std::string& host,
                      const std::vector<std::uint64_t>& nonces, const std::vector<seal::Key>& hello_keys,
-                     int buffer_bytes);
+                     std::size_t buffer_bytes);
   // As `open`, on a fabric: an endpoint of `wire`, for packets of up to `packet_bytes` and so many in flight from each
   // worker. Throws fabric::Error. `proofs`: by worker, none of them its nonce.
   struct FabricPlace {
@@ -123,8 +124,12 @@ class Plane {
 
   std::optional<JobCounters> counters(std::uint32_t job);
   std::vector<std::uint16_t> missing(std::uint32_t job, std::uint64_t chunk);
-  // Nanoseconds of CPU time that the plane's thread has used.
-  std::int64_t cpu_ns();
+  // All jobs' counters, and the CPU time that the thread has used: one turn of it, however many jobs there are.
+  struct Reading {
+    std::int64_t cpu_ns = 0;
+    std::map<std::uint32_t, JobCounters> jobs;
+  };
+  Reading read();
 
  private:
   struct Worker : protocol::Seat<transport::Datagrams::Peer> {
@@ -162,8 +167,9 @@ class Plane {
     std::vector<First> firsts;  // by slot
     bool authenticated = false;
     std::optional<seal::Sealer> answer_sealer;
-    std::vector<std::byte> tags;  // of the slots' frames
-    std::uint64_t told = 0;       // mismatches and notices written
+    std::vector<std::byte> tags;        // of the slots' frames
+    std::uint64_t told = 0;             // mismatches and notices written
+    std::int64_t next_mismatch_ns = 0;  // when all workers may be told of one again
     std::optional<Parent> parent;
     bool blocked = false;
     std::vector<iovec> pieces;
@@ -185,7 +191,10 @@ class Plane {
   void send(Job& job, std::uint16_t to, std::span<const std::byte> packet);
   void append_tag(Job& job, std::vector<std::byte>& packet);
   void notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap);
-  void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, std::span<const std::byte> bytes);
+  void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, std::span<const std::byte> bytes,
+                     std::int64_t now_ns);
+  // Batched; `except`: a worker, or as many as there are for all.
+  void send_to_all_but(Job& job, std::size_t except, std::span<const std::byte> packet);
   std::unique_ptr<Job> make_job(std::uint32_t id, std::uint32_t incarnation, const std::vector<std::uint64_t>& nonces,
                                 const std::vector<seal::Key>& hello_keys);
   void add(std::unique_ptr<Job> job);
@@ -194,6 +203,7 @@ class Plane {
   void rewatch(std::uint64_t id, transport::Datagrams& port, bool blocked);
   void forget(std::uint64_t id, transport::Datagrams& port);
   bool rest();
+  static JobCounters counters_of(const Job& job);
 
   transport::Fd epoll_;
   transport::Fd wake_;
