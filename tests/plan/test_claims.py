@@ -22,7 +22,6 @@ FOUND = {claim.name: claim for claim in claims()}
         ("A naive pipeline's idle slots", 66.6, 66.7),
         ("Idle slots, K=N", 49.8, 50.0),
         ("Idle slots, K=4N", 19.9, 20.0),
-        ("The distributed optimizer's gain", 1.03, 1.5),
         ("ResNet-50 at batch 256, activations", 11, 12),
         ("SwitchML, scaling in workers", 1.0, 1.01),
     ],
@@ -43,6 +42,8 @@ def test_what_comes_out(name: str, low: float, high: float) -> None:
         ("MPI-Opt over default MPI, 512 GPUs", 27, 45),
         # Less than the talk says, by what is not counted.
         ("ResNet-50 at batch 256, all", 11, 12),
+        # A loss: weights are gathered after the update, and hide behind nothing.
+        ("The distributed optimizer's gain", 0.95, 1.0),
     ],
 )
 def test_what_does_not_come_out_has_its_direction_and_a_reason(name: str, low: float, high: float) -> None:

@@ -119,6 +119,9 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
     cluster = load_cluster(str(tmp_path / "ours.toml"))
     assert (cluster.name, cluster.devices, cluster.node) == ("ours", 64, 8)
     assert cluster.tiers[1].busy_bytes_per_s == pytest.approx(12.5e9)
+    assert cluster.tiers[1].under_load == 1.0
+    (tmp_path / "loaded.toml").write_text(_SOUND + "under_load = 0.8\n")
+    assert load_cluster(str(tmp_path / "loaded.toml")).tiers[1].busy_bytes_per_s == pytest.approx(10e9)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +133,7 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
         ('rate = "25 GB/s"', "", "says nothing of its rate"),
         ("oversubscription = 2", "oversubscription = 0.5", "below 1"),
         ("oversubscription = 2", "oversubscribed = 2", "did you mean oversubscription"),
+        ("oversubscription = 2", "under_load = 1.2", "under_load = 1.2 is no part; it must be above 0, and 1 at most"),
         ('device = "a100-80"', 'device = "a100-81"', "did you mean a100-80"),
         ('device = "a100-80"', "device =", "is not TOML"),
         ('device = "a100-80"', _TABLE.replace("2 GiB", "80 GiB"), "reserved = 80 GiB leaves nothing of a memory of 80"),

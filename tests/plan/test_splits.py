@@ -158,6 +158,24 @@ def test_where_a_device_is_too_small_the_least_that_is_needed_is_told() -> None:
     assert there.choice is None and "does not fit: v100-16 has 16.0 GB" in there.why
 
 
+def test_what_is_compared_fits_beside_what_tensors_cannot_have() -> None:
+    # Of 80 GiB, 60 are not for tensors: what the search rejects is not offered elsewhere either.
+    full = replace(CLUSTER, device=replace(CLUSTER.device, reserved_bytes=60 * 2**30))
+    ways = search(MODEL, full, 32, JOB, Space(pipeline=1))
+    assert ways.best.prediction.fits and not ways.ways[0].prediction.fits
+    variants = compare(ways, MODEL, full, parse_comparison("network=infiniband-edr,ethernet-10", full))
+    assert all(each.choice is not None and each.choice.prediction.fits for each in variants)
+    # A device that would hold the smallest way, were none of its memory taken.
+    tight = search(MODEL, CLUSTER, 32, JOB, Space(tensor=4, pipeline=1, zero=0, micro_batch=1, recomputation="none"))
+    need = tight.least.prediction.memory.total
+    small = replace(CLUSTER, device=replace(CLUSTER.device, name="small", memory_bytes=need + 1, reserved_bytes=2**30))
+    (_, there) = compare(tight, MODEL, CLUSTER, (("small", small),))
+    assert there.choice is None and there.why == (
+        f"does not fit: small has {need / 2**30:.1f} GB, {need / 2**30 - 1:.1f} GB of them for tensors, and "
+        f"{need / 2**30:.1f} GB are needed at least"
+    )
+
+
 def test_every_network_names_its_source() -> None:
     assert all(network.source for network in networks().values())
 

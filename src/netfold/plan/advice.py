@@ -16,7 +16,7 @@ from netfold.plan.cost import FORMULAS, predict
 from netfold.plan.observed import Fitted, Observed, fit, observe
 from netfold.plan.table import format_seconds
 from netfold.profile.columns import Bools, Floats
-from netfold.profile.findings import MB, Advice, Findings, Lateness, Row
+from netfold.profile.findings import MB, Advice, Findings, Lateness, Row, submissions_text
 from netfold.profile.run import Run
 from netfold.profile.table import bytes_text, sizes_text
 
@@ -40,16 +40,18 @@ _WORTH_A_MISS, _LEAST_MISSES = 0.1, 10
 
 def advise(run: Run, findings: Findings) -> list[Advice]:
     """findings: what `netfold.profile.analyse` made of `run`. Those that say most of the time come first."""
-    if not findings.rows:
-        return []
-    top = max(findings.rows, key=lambda row: row.total_s)
-    advice = [_where(top, findings)]
+    advice = [Advice(text, False) for text in [submissions_text(findings.submissions)] if text]
+    rows = [row for row in findings.rows if not row.submitted_only]
+    if not rows:
+        return advice
+    top = max(rows, key=_total_s)
+    advice.append(_where(top, findings))
     advice += _stragglers(findings)
     groups = observe(run)
     # Small messages tell how busy hosts are, as much as a link: what large ones take is found without them.
     links = [fit(each, _SMALL_BYTES) for each in groups]
     known = [(each, link) for each, link in zip(groups, links, strict=True) if isinstance(link, Fitted)]
-    reductions = [row for row in findings.rows if row.operation == "all_reduce" and row.share >= _WORTH_A_ROW]
+    reductions = [row for row in rows if row.operation == "all_reduce" and _share(row) >= _WORTH_A_ROW]
     large = [row for row in reductions if row.bytes > _SMALL_BYTES * row.count]
     for row in large:
         advice += _faster_ways(row, known, len(findings.ranks))
@@ -58,9 +60,18 @@ def advise(run: Run, findings: Findings) -> list[Advice]:
     if large and not known:
         reason = links[0] if links else "no operation that all ranks of a group recorded, and that makes them meet"
         advice.append(Advice(f"what a switch or a narrower wire would bring is not predicted: {reason}", False))
-    for row in findings.rows:
+    for row in rows:
         advice += _queueing(row) + _losses(row) + _registration(row)
     return advice
+
+
+def _total_s(row: Row) -> float:
+    return row.total_s or 0.0
+
+
+def _share(row: Row) -> float:
+    """0 where no time is known."""
+    return row.share or 0.0
 
 
 def _name(row: Row) -> str:
@@ -68,7 +79,7 @@ def _name(row: Row) -> str:
 
 
 def _where(top: Row, findings: Findings) -> Advice:
-    text = f"{100 * top.share:.0f}% of the operations' time ({format_seconds(top.total_s)} a rank) is {_name(top)}"
+    text = f"{100 * _share(top):.0f}% of the operations' time ({format_seconds(_total_s(top))} a rank) is {_name(top)}"
     if top.exposed_s is not None and findings.overall.exposed_s:
         part = 100 * top.exposed_s / findings.overall.exposed_s
         text += f"; {format_seconds(top.exposed_s)} of it is exposed, {part:.0f}% of all that computing does not hide"
@@ -80,7 +91,7 @@ def _stragglers(findings: Findings) -> list[Advice]:
     late: Lateness | None = max(findings.lateness, key=lambda each: each.waited_for_s, default=None)
     waited = sum(each.waited_for_s for each in findings.lateness)
     # Of operations that overlap each is waited for by itself, so the whole is all their times, and not the clock's.
-    took = sum(row.total_s for row in findings.rows)
+    took = sum(map(_total_s, findings.rows))
     if late is None or waited == 0 or took <= 0:
         return []
     often = late.last / late.operations
@@ -116,10 +127,11 @@ def _faster_ways(row: Row, known: list[tuple[Observed, Fitted]], ranks: int) -> 
             # What the formulas say of the ratio, of the time that it took: so much of a rank's time would be saved. The
             # pure time of the group's ranks is that of all of them; a rank that is not in it saves nothing.
             saved = float((observed.pure_s[mine] * (1 - after / before)).sum()) * observed.topology.ranks / ranks
-            if saved < _WORTH_A_CHANGE * row.total_s:
+            took_s = _total_s(row)
+            if saved < _WORTH_A_CHANGE * took_s:
                 continue
-            before_s, after_s = format_seconds(row.total_s), format_seconds(row.total_s - saved)
-            change = f"{-100 * saved / row.total_s:+.0f}%"
+            before_s, after_s = format_seconds(took_s), format_seconds(took_s - saved)
+            change = f"{-100 * saved / took_s:+.0f}%"
             text = f"{_name(row)} {way.words}: {after_s} a rank in place of {before_s} ({change}), "
             text += f"by the cost model {fitted.text()}"
             if row.exposed_s is not None and row.exposed_s < saved:
@@ -183,7 +195,7 @@ def _small_messages(findings: Findings, known: list[tuple[Observed, Fitted]]) ->
         a_step = row.count / findings.steps.count
         if row.operation != "all_reduce" or row.to_bytes is None or row.to_bytes > _SMALL_BYTES:
             continue
-        if a_step < _MANY_MESSAGES or row.share < _WORTH_A_ROW:
+        if a_step < _MANY_MESSAGES or _share(row) < _WORTH_A_ROW:
             continue
         size = row.bytes / row.count
         fused = min(_FUSED_BYTES, size * a_step)
@@ -210,11 +222,12 @@ def _small_messages(findings: Findings, known: list[tuple[Observed, Fitted]]) ->
 
 
 def _queueing(row: Row) -> list[Advice]:
-    if row.share < _WORTH_A_ROW or row.queue_s < _WORTH_A_QUEUE * row.total_s:
+    took_s, queue_s = _total_s(row), row.queue_s or 0.0
+    if _share(row) < _WORTH_A_ROW or queue_s < _WORTH_A_QUEUE * took_s:
         return []
     text = (
-        f"{_name(row)} waited {format_seconds(row.queue_s)} a rank behind other operations before they started, where "
-        f"they took {format_seconds(row.total_s)}: whatever shortens those shortens this too"
+        f"{_name(row)} waited {format_seconds(queue_s)} a rank behind other operations before they started, where "
+        f"they took {format_seconds(took_s)}: whatever shortens those shortens this too"
     )
     return [Advice(text, False)]
 

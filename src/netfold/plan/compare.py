@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster, load_cluster
@@ -72,13 +73,19 @@ def aggregates(cluster: Cluster) -> bool:
 
 
 def _best(found: Found, model: Model, cluster: Cluster, in_network: bool) -> Choice:
-    memory_bytes = cluster.device.memory_bytes
-    jobs = [replace(choice.job, in_network=in_network) for choice in found.shortlist(memory_bytes)]
+    """Raises ValueError, in a sentence, where no way fits beside what the device keeps from tensors."""
+    device = cluster.device
+    # Of what was measured memory is not known, and all of it fits.
+    known = math.isfinite(found.least.prediction.memory_bytes)
+    shortlist = found.shortlist(device.usable_bytes if known else math.inf)
+    jobs = [replace(choice.job, in_network=in_network) for choice in shortlist]
     ways = [Choice(job, predict(model, cluster, job)) for job in jobs]
     if not ways:
-        least = found.least.prediction.memory.total
+        there, left, least = (
+            f"{size / 2**30:.1f} GB"
+            for size in (device.memory_bytes, device.usable_bytes, found.least.prediction.memory.total)
+        )
         raise ValueError(
-            f"does not fit: {cluster.device.name} has {memory_bytes / 2**30:.1f} GB, and {least / 2**30:.1f} GB are "
-            "needed at least"
+            f"does not fit: {device.name} has {there}, {left} of them for tensors, and {least} are needed at least"
         )
     return min(ways, key=order)

@@ -46,12 +46,12 @@ class Job:
     """global_batch, micro_batch: samples of a step, and of one rank at a time.
 
     precision: of matmuls and activations. in_network: reductions, of gradients and among tensor ranks, are made in the
-    network where every tier that they cross can. overlap: data-parallel communication goes on beside the last
-    microbatch's backward pass. bucket_bytes: what it is cut to. gradient_bytes: of a gradient's element, in memory and
-    on the wire. wire: what all_reduce sends gradients of 4 bytes as; bf16 and f16 halve them on their way. scattered:
-    tensor ranks, which hold the same, each send a part of it to the next stage, where it is gathered (Narayanan et al.
-    2021, section 4.1), as Megatron-LM and DeepSpeed do; else each sends all. prefetch: ZeRO-3 gathers a layer's
-    weights while the one before computes; else computing waits for all that it does.
+    network where every tier that they cross can. overlap: gradients are reduced beside the last microbatch's backward
+    pass, with ZeRO-2 and 3 beside each one's. bucket_bytes: what it is cut to. gradient_bytes: of a gradient's element,
+    in memory and on the wire. wire: what all_reduce sends gradients of 4 bytes as; bf16 and f16 halve them on their
+    way. scattered: tensor ranks, which hold the same, each send a part of it to the next stage, where it is gathered
+    (Narayanan et al. 2021, section 4.1), as Megatron-LM and DeepSpeed do; else each sends all. prefetch: ZeRO-3 gathers
+    a layer's weights while the one before computes; else computing waits for all that it does.
     Raises ValueError for words that are none, and for a batch that does not come out even.
     """
 

@@ -48,7 +48,9 @@ class Tier:
     """What joins `devices` devices, all of those of the tiers inside among them.
 
     latency_s: of one message between two devices. bytes_per_s: a device and direction, with all devices at it at once.
-    oversubscription: by how much the links above are too few for that; 1 is none. in_network: reductions can be made
+    oversubscription: by how much the links above are too few for that; 1 is none. under_load: of bytes_per_s, what was
+    measured to be kept up while all devices send across at once (flows that meet in switches and at receivers); 1 where
+    it was not measured. in_network: reductions can be made
     on the way. nvls: by NVLink's switches, which reduce what ranks load and spread what they store. switch_ports: of
     one switch, half of them up where there are several levels; 0: one switch joins all. switch_latency_s: that each
     further level of switches adds to a way up. burst_bytes: what a link lets through at once after a pause, as those do
@@ -65,6 +67,7 @@ class Tier:
     switch_ports: int = 0
     switch_latency_s: float = 0.0
     burst_bytes: float = 0.0
+    under_load: float = 1.0
 
     def switch_levels(self, joined: int) -> int:
         """Of a fat tree that joins so many: L levels, the uppermost with all its ports down, join 2 (ports/2)^L."""
@@ -77,9 +80,14 @@ class Tier:
         return self.latency_s + (self.switch_levels(joined) - 1) * self.switch_latency_s
 
     @property
+    def loaded_bytes_per_s(self) -> float:
+        """A device and direction, of its own adapter, while others send too."""
+        return self.bytes_per_s * self.under_load
+
+    @property
     def busy_bytes_per_s(self) -> float:
         """A device and direction where all send across at once."""
-        return self.bytes_per_s / self.oversubscription
+        return self.loaded_bytes_per_s / self.oversubscription
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _PRESETS = _HERE / "presets"
 _DEVICES = _HERE / "devices.toml"
 _TIER = (
     *("name", "devices", "latency", "rate", "measured", "oversubscription"),
-    *("in_network", "nvls", "switch_ports", "switch_latency", "burst"),
+    *("in_network", "nvls", "switch_ports", "switch_latency", "burst", "under_load"),
 )
 # What begins the name of a cluster whose link netfold has measured; of so many hosts, as the presets of ordinary
 # Ethernet have, where it does not say.
@@ -232,6 +232,7 @@ def _tier(table: dict[str, Any], cluster: str, sharing: int) -> Tier:
         ports,
         switch_latency_s,
         parse_quantity(table["burst"], "bytes", f"{where}, burst") if "burst" in table else 0.0,
+        _part(table.get("under_load", 1), where, "under_load"),
     )
 
 

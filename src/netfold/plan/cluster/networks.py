@@ -63,6 +63,8 @@ def _with(tier: Tier, network: Network, sharing: int) -> Tier:
         latency_s=tier.latency_s if network.latency_s is None else network.latency_s,
         oversubscription=tier.oversubscription if network.oversubscription is None else network.oversubscription,
         in_network=tier.in_network if network.in_network is None else network.in_network,
+        # What was measured is the old network's.
+        under_load=tier.under_load if network.bytes_per_s is None else 1.0,
     )
 
 

@@ -1,8 +1,10 @@
 """What data-parallel ranks do together in a step: which buckets there are, and which task each waits for. Pure.
 
 Without overlap all gradients go after the last pass. With it, the last backward pass of a piece completes one bucket
-after the other. With ZeRO-3 every pass gathers its weights bucket by bucket, each while the one before it computes, and
-every backward pass gives its gradients away (Rajbhandari et al. 2020; PyTorch FSDP, Zhao et al. 2023, section 4).
+after the other. With ZeRO-2 the same happens in every microbatch: ranks keep parts of gradients, so the next pass waits
+until they are reduced. With ZeRO-1 and 2 all weights are gathered after the update. With ZeRO-3 every pass gathers its
+weights bucket by bucket, each while the one before it computes, and every backward pass gives its gradients away
+(Rajbhandari et al. 2020; PyTorch FSDP, Zhao et al. 2023, section 4).
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ class Plan:
 
 
 class Cuts:
-    """Of one stage. share: its parameters, of those of the stage that has most, which `parts` speaks of."""
+    """Of one stage. share: its parameters, of those of the stage that has most, which `parts` speaks of.
+
+    updated: the gather of all weights after the update; None where there is none.
+    """
 
     def __init__(self, job: Job, stage: Stage, parts: Costs, share: float) -> None:
         self._job = job
@@ -76,10 +81,13 @@ class Cuts:
         self._reduced = Bucket(operation, elements * job.gradient_bytes, parts.data_s * of_a_bucket)
         self._gathered = Bucket("all_gather", elements * job.item_bytes, parts.gathered_s * of_a_bucket)
         self._travels, self._backward_s = parts.travels, stage.backward_s
+        self.updated: Bucket | None = None
+        if self._talks and job.split.zero in (1, 2):
+            self.updated = Bucket("all_gather", stage.parameters * job.item_bytes, parts.gathered_s * share)
 
     def shares(self, turn: Turn, *, is_last: bool) -> tuple[float, ...]:
-        """The tasks that a turn is cut into: each one's part of its time. is_last: it completes the gradients of its
-        piece."""
+        """The tasks that a turn is cut into: each one's part of its time. is_last: it completes gradients of its piece
+        that are reduced."""
         if not self._talks or (self._gathers and turn.kind == WEIGHTS):
             return (1.0,)
         if self._travels and is_last and self._backward_s > 0:
@@ -93,16 +101,33 @@ class Cuts:
             return Plan()
         if self._gathers:
             return self._plan_of_gathers(acts)
+        last = last_turns([act.turn for act in acts], self._job.split.zero)
+        if self._job.split.zero == 2:
+            return self._plan_of_microbatches(acts, last)
         if not self._job.overlap:
             every = self._count * self._job.split.interleave
             return Plan((self._reduced,) * every, {len(acts) - 1: tuple(range(every))})
-        last = last_turns([act.turn for act in acts])
         if self._travels:
             sent = tuple(Bucket("all_reduce", each.size_bytes, each.taken_s) for each in self._travels)
             first = next(at for at, act in enumerate(acts) if act.turn in last)
             return Plan(sent, {first + number: (number,) for number in range(len(sent))})
         done = [at for at, act in enumerate(acts) if act.turn in last]
         return Plan((self._reduced,) * len(done), {at: (number,) for number, at in enumerate(done)})
+
+    def _plan_of_microbatches(self, acts: Sequence[Act], reduced: set[Turn]) -> Plan:
+        """Every microbatch's gradients go, beside its backward pass or after it; the next pass waits for them."""
+        releases: dict[int, tuple[int, ...]] = {}
+        awaited: dict[int, int] = {}
+        sent = 0
+        for at, act in enumerate(acts):
+            if act.turn not in reduced:
+                continue
+            more = self._count // act.parts
+            releases[at] = tuple(range(sent, sent + more))
+            sent += more
+            if act.is_last and at + 1 < len(acts):
+                awaited[at + 1] = sent - 1
+        return Plan((self._reduced,) * sent, releases, 0, awaited)
 
     def _plan_of_gathers(self, acts: Sequence[Act]) -> Plan:
         """A gather goes when the task before the one that needs it begins; the first of a pass, or all of them without
@@ -133,7 +158,8 @@ class Cuts:
         return Plan(tuple(buckets), releases, first, awaited)
 
 
-def last_turns(turns: Sequence[Turn]) -> set[Turn]:
-    """By piece, the turn that completes its gradients."""
+def last_turns(turns: Sequence[Turn], zero: int) -> set[Turn]:
+    """By piece, the turn that completes its gradients; with ZeRO-2 those of every microbatch."""
     kind = WEIGHTS if any(turn.kind == WEIGHTS for turn in turns) else BACKWARD
-    return set({turn.piece: turn for turn in turns if turn.kind == kind}.values())
+    ends = [turn for turn in turns if turn.kind == kind]
+    return set(ends) if zero == 2 else set({turn.piece: turn for turn in ends}.values())

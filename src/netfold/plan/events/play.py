@@ -57,24 +57,27 @@ class Hosts:
 class Step:
     """tasks: by stage, in order. seconds: by lane, of each task. flags: how many a lane has.
 
-    send_s: by lane, of a message to another stage; send_uses: forwards and backwards. bucket_s: by stage, of each
+    send_s, send_uses: by lane, of a message to another stage, forwards and backwards. bucket_s: by stage, of each
     bucket among its replicas; bucket_uses: by stage. first_buckets: by stage, how many are ready from the beginning.
     bucket_flag: the flag that the first bucket's end raises on all lanes of its stage, and so on; None: nobody waits
-    for buckets but the update. update_s: by lane. capacity: of links. slowed: how many times as long tasks take while
-    the lane's buckets are under way. hosts: what lanes do on cores that they share; None: each has enough of its own.
+    for buckets but the update. update_s: by lane. gather_s: by stage, of all weights over the links of buckets, once
+    all of its replicas have updated theirs; 0: none. capacity: of links. slowed: how many times as long tasks take
+    while the lane's buckets are under way. hosts: what lanes do on cores that they share; None: each has enough of its
+    own.
     """
 
     replicas: int
     tasks: Sequence[Sequence[Task]]
     seconds: Sequence[Sequence[float]]
     flags: int
-    send_s: Sequence[float]
+    send_s: Sequence[tuple[float, float]]
     send_uses: Sequence[tuple[Uses, Uses]]
     bucket_s: Sequence[Sequence[float]]
     bucket_uses: Sequence[Uses]
     first_buckets: Sequence[int]
     bucket_flag: int | None
     update_s: Sequence[float]
+    gather_s: Sequence[float]
     capacity: Sequence[float]
     slowed: float = 1.0
     hosts: Hosts | None = None
@@ -86,7 +89,7 @@ class Step:
 
 @dataclass
 class Played:
-    """When everything began and ended: by lane and task; -1 where nothing was sent. buckets: by stage."""
+    """When everything began and ended: by lane and task; -1 where nothing was sent. buckets, gathers: by stage."""
 
     began_s: list[list[float]]
     ended_s: list[list[float]]
@@ -94,10 +97,11 @@ class Played:
     arrived_s: list[list[float]]
     buckets_s: list[list[tuple[float, float]]]
     update_s: list[tuple[float, float]]
+    gather_s: list[tuple[float, float]]
 
     @property
     def end_s(self) -> float:
-        return max(ended for _, ended in self.update_s)
+        return max(ended for _, ended in (*self.update_s, *self.gather_s))
 
 
 def play(step: Step) -> Played:
@@ -113,7 +117,8 @@ class _Player:
         self.order = 0
         self.now_s = 0.0
         self.links = SharedLinks(step.capacity, self._flow_due)
-        # By flow: lane and task of a message, or a lane of -1 and the stage whose bucket it is.
+        # By flow: lane and task of a message; a lane of -1 and the stage whose bucket it is; a lane of -2 and the stage
+        # whose updated weights are gathered.
         self.what: dict[int, tuple[int, int]] = {}
         self.come = [bytearray(step.flags) for _ in range(lanes)]
         self.at = [0] * lanes
@@ -129,6 +134,8 @@ class _Player:
             for buckets, first in zip(step.bucket_s, step.first_buckets, strict=True)
         ]
         self.next_bucket = [0] * stages
+        # By stage, updates that have not ended.
+        self.updating = [step.replicas] * stages
         # Work on shared cores: by its number, what it is for; lanes whose task has not come to its device yet; pieces
         # that a stage's bucket waits for beside its flow; and lanes that have still something to do beside all.
         hosts = step.hosts
@@ -146,6 +153,7 @@ class _Player:
             arrived_s=self._of_tasks(),
             buckets_s=[[] for _ in range(stages)],
             update_s=[(-1.0, -1.0)] * lanes,
+            gather_s=[(-1.0, -1.0)] * stages,
         )
 
     def _of_tasks(self) -> list[list[float]]:
@@ -173,7 +181,7 @@ class _Player:
                 if self.cores.ended(self.now_s, index):
                     self._worked(*self.work.pop(index))
             else:
-                self.played.update_s[index] = (self.played.update_s[index][0], self.now_s)
+                self._updated(index)
         assert all(ended >= 0 for _, ended in self.played.update_s), "a lane waits for what nobody gives"
         return self.played
 
@@ -195,7 +203,7 @@ class _Player:
         if what == _TASK and self.at[index] < len(self.step.tasks[index // self.step.replicas]):
             self._compute(index)
         elif what == _TASK:
-            self.played.update_s[index] = (self.played.update_s[index][0], self.now_s)
+            self._updated(index)
         elif what == _BESIDE:
             self.beside[index] = False
             self._update_if_all_is_there(index)
@@ -239,9 +247,9 @@ class _Player:
         if task.gives is not None:
             to, flag = task.gives
             way = 0 if task.forward else 1
-            if to != stage and step.send_s[lane] > 0:
+            if to != stage and step.send_s[lane][way] > 0:
                 self.played.sent_s[lane][at] = now_s
-                flow = self.links.start(now_s, step.send_s[lane], step.send_uses[lane][way])
+                flow = self.links.start(now_s, step.send_s[lane][way], step.send_uses[lane][way])
                 self.what[flow] = (lane, at)
             else:
                 self._comes(to * step.replicas + replica, flag)
@@ -286,6 +294,9 @@ class _Player:
             gives = step.tasks[stage][at].gives
             assert gives is not None
             self._comes(gives[0] * step.replicas + replica, gives[1])
+            return
+        if lane == -2:
+            self.played.gather_s[at] = (self.played.gather_s[at][0], self.now_s)
             return
         self.still_since_s[at] = self.now_s
         self._bucket_part_ended(at)
@@ -334,3 +345,13 @@ class _Player:
             self._ask(_TASK, lane, step.hosts.update_s)
         else:
             self._due(self.now_s + step.update_s[lane], _UPDATE, lane, 0)
+
+    def _updated(self, lane: int) -> None:
+        """The last of a stage's replicas begins the gather of what all of them have updated."""
+        self.played.update_s[lane] = (self.played.update_s[lane][0], self.now_s)
+        stage = lane // self.step.replicas
+        self.updating[stage] -= 1
+        if self.updating[stage] == 0 and self.step.gather_s[stage] > 0:
+            self.played.gather_s[stage] = (self.now_s, -1.0)
+            flow = self.links.start(self.now_s, self.step.gather_s[stage], self.step.bucket_uses[stage])
+            self.what[flow] = (-2, stage)

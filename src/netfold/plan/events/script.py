@@ -25,13 +25,17 @@ _Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Script:
-    """acts, buckets: by stage; an act is a task of the step. collectives: among tensor ranks, in a pass of a piece."""
+    """acts, buckets: by stage; an act is a task of the step. collectives: among tensor ranks, in a pass of a piece.
+
+    updated: by stage, the gather of all weights after the update, or None.
+    """
 
     step: Step
     mesh: Mesh
     acts: tuple[tuple[Act, ...], ...]
     buckets: tuple[tuple[Bucket, ...], ...]
     collectives: int
+    updated: tuple[Bucket | None, ...]
 
 
 def write_script(
@@ -48,11 +52,13 @@ def write_script(
     uses = [mesh.gradients(stage) for stage in range(split.pipeline)]
     acts: list[tuple[Act, ...]] = []
     plans: list[Plan] = []
+    updated: list[Bucket | None] = []
     tasks: list[list[Task]] = []
     for index, (stage, share) in enumerate(zip(parts.stages, shares, strict=True)):
         turns = order(job.schedule, index, split.pipeline, parts.microbatches, split.interleave)
         cuts = Cuts(job, stage, parts, share)
-        acts.append(_acts(turns, stage, split.interleave, cuts))
+        acts.append(_acts(turns, stage, job, cuts))
+        updated.append(cuts.updated)
         plans.append(cuts.plan(acts[-1]))
         tasks.append(_tasks(acts[-1], plans[-1], index, job, bucket_flag))
     pace = Pace(mesh, conditions, collectives)
@@ -62,7 +68,7 @@ def write_script(
         tasks=tasks,
         seconds=[row for stage in range(split.pipeline) for row in pace.seconds(stage, acts[stage])],
         flags=bucket_flag + max(len(plan.buckets) for plan in plans),
-        send_s=[parts.stages[stage].send_s for stage in lanes],
+        send_s=[parts.stages[stage].alone_s for stage in lanes],
         send_uses=[_messages(mesh, lane, split.pipeline) for lane in range(mesh.lanes)],
         # Crowded links are the player's to share; alone on them, a bucket takes as long as it was said to.
         bucket_s=[
@@ -73,10 +79,13 @@ def write_script(
         first_buckets=[plan.first for plan in plans],
         bucket_flag=bucket_flag if any(plan.awaited for plan in plans) else None,
         update_s=[parts.optimizer_s * shares[stage] for stage in lanes],
+        gather_s=[
+            gather.seconds / mesh.crowding(used) if gather else 0.0 for gather, used in zip(updated, uses, strict=True)
+        ],
         capacity=mesh.capacity,
         slowed=conditions.interference,
     )
-    return Script(step, mesh, tuple(acts), tuple(plan.buckets for plan in plans), collectives)
+    return Script(step, mesh, tuple(acts), tuple(plan.buckets for plan in plans), collectives, tuple(updated))
 
 
 class Pace:
@@ -122,14 +131,15 @@ def _collectives(layers: tuple[Layer, ...], pieces: int) -> int:
     return round(sum(found) / pieces)
 
 
-def _acts(turns: Sequence[Turn], stage: Stage, pieces: int, cuts: Cuts) -> tuple[Act, ...]:
+def _acts(turns: Sequence[Turn], stage: Stage, job: Job, cuts: Cuts) -> tuple[Act, ...]:
+    pieces = job.split.interleave
     weights_s = stage.weights_s if any(turn.kind == WEIGHTS for turn in turns) else 0.0
     times = {
         FORWARD: (stage.forward_s, stage.forward_tensor_s, stage.tables_s / 2),
         BACKWARD: (stage.backward_s - weights_s, stage.backward_tensor_s, stage.tables_s / 2),
         WEIGHTS: (weights_s, 0.0, 0.0),
     }
-    last = last_turns(turns)
+    last = last_turns(turns, job.split.zero)
     acts = []
     for turn in turns:
         shares = cuts.shares(turn, is_last=turn in last)

@@ -67,18 +67,19 @@ def _prediction(closed: Prediction, job: Job, script: Script, played: Played) ->
     tensor_s, tables_s = sum(act.tensor_s for act in acts), sum(act.tables_s for act in acts)
     turns_end_s = played.ended_s[lane][-1]
     update_began_s, update_ended_s = played.update_s[lane]
+    lane_ended_s = max(update_ended_s, played.gather_s[stage][1])
     idle_s = turns_end_s - busy_s
     messages_s, gathers_s = _waited_for(script, played, lane)
     gathers_s = min(idle_s, gathers_s)
     messages_s = min(idle_s - gathers_s, messages_s)
     ratio = step_s / closed.step_s
     compute_s = busy_s - tensor_s - tables_s
-    bubble_s = idle_s - messages_s - gathers_s + step_s - update_ended_s
+    bubble_s = idle_s - messages_s - gathers_s + step_s - lane_ended_s
     optimizer_s = update_ended_s - update_began_s
     exposed_s = {
         "tensor": tensor_s,
         "pipeline": messages_s,
-        "data": gathers_s + update_began_s - turns_end_s,
+        "data": gathers_s + update_began_s - turns_end_s + lane_ended_s - update_ended_s,
         "tables": tables_s,
     }
     return replace(

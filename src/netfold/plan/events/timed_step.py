@@ -60,13 +60,14 @@ def write_timed_step(
         tasks=[tasks],
         seconds=pace.seconds(0, acts),
         flags=len(took),
-        send_s=[0.0] * mesh.lanes,
+        send_s=[(0.0, 0.0)] * mesh.lanes,
         send_uses=[((), ())] * mesh.lanes,
         bucket_s=[took],
         bucket_uses=[()],
         first_buckets=[0],
         bucket_flag=0,
         update_s=[0.0] * mesh.lanes,
+        gather_s=[0.0],
         capacity=mesh.capacity,
         slowed=conditions.interference,
         hosts=Hosts(
@@ -84,7 +85,7 @@ def write_timed_step(
     buckets = tuple(
         Bucket("all_reduce", size, each) for size, each in zip((*sizes, model.word_bytes), took, strict=True)
     )
-    return Script(step, mesh, (tuple(acts),), (buckets,), 0)
+    return Script(step, mesh, (tuple(acts),), (buckets,), 0, (None,))
 
 
 def _acts(model: TimedStep) -> tuple[list[Act], list[float], dict[int, tuple[int, ...]], int]:

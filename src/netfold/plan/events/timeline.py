@@ -116,7 +116,6 @@ def _messages(simulated: Simulated, rank: int) -> Iterator[Slice]:
     script, played = simulated.script, simulated.played
     replicas, stages = script.mesh.replicas, simulated.job.split.pipeline
     stage, replica = divmod(script.mesh.lane_of(rank), replicas)
-    size = simulated.prediction.stages[stage].sent_bytes
     for other in {stage, (stage + 1) % stages, (stage - 1) % stages}:
         lane = other * replicas + replica
         for at, task in enumerate(script.step.tasks[other]):
@@ -125,6 +124,9 @@ def _messages(simulated: Simulated, rank: int) -> Iterator[Slice]:
                 continue
             turn = script.acts[other][at].turn
             what = "activations" if turn.kind == FORWARD else "gradients"
+            # Gradients are as large as the activations that came the other way.
+            sender = other if turn.kind == FORWARD else (other - 1) % stages
+            size = simulated.prediction.stages[sender].sent_bytes
             kind = "send" if other == stage else "receive"
             yield Slice(rank, kind, f"{kind} {what} {turn.microbatch}", start_s, end_s, size)
 
@@ -136,6 +138,9 @@ def _ends(simulated: Simulated, rank: int) -> Iterator[Slice]:
     for bucket, (start_s, end_s) in zip(script.buckets[stage], played.buckets_s[stage], strict=True):
         yield Slice(rank, "data", bucket.operation, start_s, end_s, bucket.size_bytes)
     yield Slice(rank, "optimizer", "optimizer", *played.update_s[lane])
+    gather = script.updated[stage]
+    if gather is not None:
+        yield Slice(rank, "data", gather.operation, *played.gather_s[stage], gather.size_bytes)
 
 
 def _trace(simulated: Simulated, rank: int, slices: Sequence[Slice]) -> Trace:

@@ -91,4 +91,5 @@ def _layer(link: Link, share: Share, received: float) -> Layer:
         parameters=float(link.parameters),
         kept_bytes=kept * a_sample,
         input_bytes=received * a_sample,
+        live_bytes=max(0.0, link.kept - kept) * a_sample,
     )

@@ -80,14 +80,17 @@ def _layer(layer: Listed, share: Share, before: float, a_flop: float, talks: tup
             for each in (Matmul(matmul.m, matmul.k, matmul.n), Matmul(matmul.k, matmul.n, matmul.m))
         )
         backward = Pass(both, 2 * moved + 3 * item * parameters, 2 + len(both), talks, measured_s=2 * work * a_flop)
+    # Where it is recomputed, what comes in is kept, and what goes out is there during its backward pass.
+    full, kept = share.recomputation == "full", 0.0 if layer.frozen else output
     return Layer(
         layer.name,
         forward,
         backward,
-        again=forward if share.recomputation == "full" else Pass(),
+        again=forward if full else Pass(),
         parameters=parameters,
-        kept_bytes=0.0 if layer.frozen or share.recomputation == "full" else output,
+        kept_bytes=before if full and not layer.frozen else kept,
         input_bytes=before,
+        live_bytes=kept if full else 0.0,
     )
 
 

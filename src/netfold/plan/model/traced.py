@@ -165,6 +165,7 @@ def _layer(model: Traced, run: range, further: float, share: Share) -> Layer:
         parameters=float(sum(each.parameters for each in here)),
         kept_bytes=min(received, kept) if full else kept,
         input_bytes=received,
+        live_bytes=max(0.0, kept - received) if full else 0.0,
     )
 
 

@@ -108,13 +108,15 @@ def _block(model: Transformer, share: Share) -> Layer:
         backward = Pass((*_backward(linear), *_backward(attention)), moved_back + 5.5 * scores, 42, shared)
     # Korthikanti et al. 2022, table 2.
     kept = whole / 2 * (10 / (t if share.sequence else 1) + 24 / t)
-    again = Pass()
-    if share.recomputation == "none" and not model.flash:
-        kept += whole / 2 * 5 * model.heads * s / (h * t)
+    kept_scores = 0.0 if model.flash else whole / 2 * 5 * model.heads * s / (h * t)
+    again, live = Pass(), 0.0
+    if share.recomputation == "none":
+        kept += kept_scores
     elif share.recomputation == "selective" and not model.flash:
-        again = Pass(attention, 4.5 * scores, 4)
+        again, live = Pass(attention, 4.5 * scores, 4), kept_scores
     elif share.recomputation == "full":
-        kept, again = whole / (t if share.sequence else 1), forward
+        # Of what the block has, its input is there already.
+        again, live, kept = forward, kept + kept_scores - between, between
     return Layer(
         name="block",
         forward=forward,
@@ -124,6 +126,7 @@ def _block(model: Transformer, share: Share) -> Layer:
         kept_bytes=kept,
         input_bytes=between,
         count=model.depth,
+        live_bytes=live,
     )
 
 

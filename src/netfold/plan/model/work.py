@@ -64,7 +64,8 @@ class Layer:
     """`count` equal layers, one after the other; every figure is of one of them, on one rank, for one microbatch.
 
     again: what recomputation repeats before the backward pass. parameters: held by the rank. kept_bytes: activations
-    that stay until the backward pass. input_bytes: what a stage that begins here receives.
+    that stay until the backward pass. input_bytes: what a stage that begins here receives. live_bytes: activations that
+    `again` makes, held beside kept_bytes while this layer's backward pass goes on.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Layer:
     kept_bytes: float
     input_bytes: float
     count: int = 1
+    live_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def _tier(tier: Tier) -> str:
         f"{units.seconds(tier.latency_s)}"
     )
     said += f", {tier.oversubscription:g} times oversubscribed" if tier.oversubscription > 1 else ""
+    said += f", {100 * tier.under_load:g}% of it under load" if tier.under_load < 1 else ""
     said += f", switches of {tier.switch_ports} ports" if tier.switch_ports else ""
     if tier.nvls:
         return said + ", aggregates in NVLink's switches"

@@ -74,36 +74,62 @@ def _filled(stage: Stage, job: Job) -> float:
 
 
 def _waited_messages(parts: Costs, slowest: Stage, job: Job) -> float:
-    """Seconds that messages between stages are waited for: once around, for each piece, to fill and drain the pipeline.
+    """Seconds that messages between stages are waited for: once along all pieces, to fill and drain the pipeline.
 
-    With 1f1b the last n stages have n microbatches on their way between them, so they take no less for one than a n-th
-    of a round: their passes and 2(n-1) messages. Where that is more than the slowest stage takes, all microbatches wait
-    for it. Exact for equal stages and a multiple of them in microbatches, where it is 2c((p-1)m/p + p-2) for messages
-    of c (tests/plan/test_events.py).
+    With 1f1b any n neighbouring stages have n microbatches on their way between them, so they take no less for one than
+    an n-th of a round: their passes and the 2(n-1) messages between them. Where that is more than the slowest stage
+    takes, all microbatches wait for it. Exact for equal stages and a multiple of them in microbatches, where it is
+    2c((p-1)m/p + p-2) for messages of c; where c differs from stage to stage tests hold it against what is played.
     """
-    split, send_s = job.split, parts.stages[-1].send_s
-    once_s = 2 * (split.pipeline * split.interleave - 1) * send_s
-    if job.schedule != "1f1b" or split.interleave > 1 or not send_s:
+    split = job.split
+    *inner, around = (stage.send_s for stage in parts.stages)
+    once_s = 2 * (split.interleave * sum(inner) + (split.interleave - 1) * around)
+    if job.schedule != "1f1b" or split.interleave > 1 or not once_s:
         return once_s
-    pace_s, passes_s = slowest.total_s, 0.0
-    for count, stage in enumerate(reversed(parts.stages), start=1):
-        passes_s += stage.total_s
-        pace_s = max(pace_s, (passes_s + 2 * (count - 1) * send_s) / count)
+    pace_s, count = _slowest_round(parts.stages)
+    waits_s = pace_s - slowest.total_s
     # The first and the last microbatch meet nobody; a round that is begun is waited for as a whole.
-    waited_s = max(0, parts.microbatches - 2) * (pace_s - slowest.total_s)
-    return once_s + waited_s + min(waited_s, 2 * send_s * (1 - 2 / split.pipeline))
+    waited_s = max(0, parts.microbatches - 2) * waits_s
+    return once_s + waited_s + min(waited_s, waits_s * max(0, count - 2) / max(1, count - 1))
+
+
+def _slowest_round(stages: tuple[Stage, ...]) -> tuple[float, int]:
+    """Of all runs of neighbouring stages the one whose round takes most for a microbatch: seconds, and its stages."""
+    pace_s, count = max(stage.total_s for stage in stages), 1
+    while True:
+        # Which run is furthest behind this pace? Until none is.
+        behind_s = sent_s = 0.0
+        length = 0
+        best: tuple[float, int] = (0.0, 0)
+        for stage in stages:
+            if behind_s + sent_s > 0:
+                behind_s, length = behind_s + sent_s, length + 1
+            else:
+                behind_s, length = 0.0, 1
+            behind_s, sent_s = behind_s + stage.total_s - pace_s, 2 * stage.send_s
+            best = max(best, (behind_s, length))
+        if best[0] <= 1e-9 * pace_s:
+            return pace_s, count
+        pace_s, count = pace_s + best[0] / best[1], best[1]
 
 
 def _exposed_data(parts: Costs, stage: Stage, job: Job) -> float:
     """Seconds of data-parallel communication that no computing hides."""
-    if parts.gathered_s and not job.prefetch:
+    if job.split.zero < 3:
+        # ZeRO-1 and 2 gather weights once they are updated, when nothing is left of the step.
+        reductions = parts.microbatches if job.split.zero == 2 else 1
+        return reductions * _exposed_reduction(parts, stage, job) + parts.gathered_s
+    if not job.prefetch:
         return parts.microbatches * (2 * parts.gathered_s + parts.data_s)
-    if parts.gathered_s:
-        # Of ZeRO-3 a pass hides what the next layer needs; what it needs itself first, nothing hides.
-        forward = max(0.0, parts.gathered_s - stage.forward_s)
-        backward = max(0.0, parts.gathered_s + parts.data_s - stage.backward_s)
-        first = parts.gathered_s * min(1.0, job.bucket_bytes / max(1.0, stage.parameters * job.item_bytes))
-        return parts.microbatches * (max(forward, first) + max(backward, first))
+    # Of ZeRO-3 a pass hides what the next layer needs; what it needs itself first, nothing hides.
+    forward = max(0.0, parts.gathered_s - stage.forward_s)
+    backward = max(0.0, parts.gathered_s + parts.data_s - stage.backward_s)
+    first = parts.gathered_s * min(1.0, job.bucket_bytes / max(1.0, stage.parameters * job.item_bytes))
+    return parts.microbatches * (max(forward, first) + max(backward, first))
+
+
+def _exposed_reduction(parts: Costs, stage: Stage, job: Job) -> float:
+    """Seconds of one reduction of all gradients that the backward pass beside it does not hide."""
     if not job.overlap:
         return parts.data_s
     if parts.travels:

@@ -10,20 +10,25 @@ from netfold.plan.step.stages import Stage
 def memory_of(stage: Stage, index: int, microbatches: int, job: Job) -> Memory:
     """Of one rank of a pipeline's stage `index`. ZeRO splits state from its level on over the data-parallel ranks.
 
-    What it splits is whole for a while, counted as activations: gradients of one layer, weights of one and of the next.
+    What it splits is whole for a while, counted as activations: gradients of one layer, weights of one and, where they
+    are prefetched, of the next. So is what is recomputed, of one layer of one microbatch. Gradients of a layer come
+    while its activations go, so where nothing is reduced beside computing only the larger of both counts.
     """
     split = job.split
     layer = stage.layer_parameters if split.data > 1 else 0.0
-    gathered = 2 * layer * job.item_bytes if split.zero == 3 else 0.0
+    gathered = (2 if job.prefetch else 1) * layer * job.item_bytes if split.zero == 3 else 0.0
     reduced = layer * job.gradient_bytes if split.zero >= 2 else 0.0
     parts = [split.data if split.zero >= level else 1 for level in (3, 2, 1)]
+    recomputed = max(0.0, stage.peak_bytes - stage.kept_bytes)
+    beside = job.prefetch if split.zero == 3 else job.overlap
+    whole = gathered + (recomputed + reduced if beside else max(recomputed, reduced))
     # Weights of 16 bits have a copy of 32 that the optimizer updates.
     state = OPTIMIZERS[job.optimizer] + (4 if job.item_bytes == 2 else 0)
     return Memory(
         weights=stage.parameters * job.item_bytes / parts[0],
         gradients=stage.parameters * job.gradient_bytes / parts[1],
         optimizer=stage.parameters * state / parts[2],
-        activations=waiting(index, microbatches, job) * stage.kept_bytes + gathered + reduced,
+        activations=waiting(index, microbatches, job) * stage.kept_bytes + whole,
     )
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import OPTIMIZERS, Job
 from netfold.plan.model import Bucketed, Layer, Measured, Model, Pass, Share
 from netfold.plan.step.compute import blended, device_s, host_s, moved_s
 from netfold.plan.step.constants import FITTED, Constants
+from netfold.plan.step.cut import cut
 from netfold.plan.step.traffic import Group, collective_s, send_s
 
 
@@ -23,10 +25,13 @@ class Stage:
 
     forward_s, backward_s: computing, recomputation in the latter. forward_tensor_s, backward_tensor_s: collectives
     among tensor ranks, which computing waits for. sent_bytes: activations to the next stage, a rank; as many come back
-    as gradients. send_s: what they take, and to gather what tensor ranks sent in parts. parameters: held by the rank.
-    kept_bytes: activations of a microbatch. tables_s: exchanges of what was looked up in tables that are spread over
-    all ranks, both ways. weights_s: of backward_s, what computes gradients of weights, which nothing waits for.
-    layer_parameters: of its largest layer, which ZeRO gathers and reduces whole.
+    as gradients. send_s: what they take, and to gather what tensor ranks sent in parts; of the last stage, to the first
+    one's next piece, and 0 where there is none. send_back_s: of gradients to the stage before. alone_s: both, were no
+    other rank of the stage sending. parameters: held by the rank. kept_bytes: activations of a microbatch. peak_bytes:
+    the most of one microbatch's during its backward pass, what is recomputed of one layer among them. tables_s:
+    exchanges of what was looked up in tables that are spread over all ranks, both ways. weights_s: of backward_s, what
+    computes gradients of weights, which nothing waits for. layer_parameters: of its largest layer, which ZeRO gathers
+    and reduces whole.
     """
 
     forward_s: float
@@ -40,6 +45,9 @@ class Stage:
     tables_s: float = 0.0
     weights_s: float = 0.0
     layer_parameters: float = 0.0
+    peak_bytes: float = 0.0
+    send_back_s: float = 0.0
+    alone_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def total_s(self) -> float:
@@ -59,10 +67,13 @@ class Travel:
 
 @dataclass(frozen=True)
 class Costs:
-    """data_s: of all gradients among data-parallel ranks, with ZeRO-1 and 2 of weights too, were nothing hidden.
+    """What a step does beside its microbatches' passes, of the stage with most parameters.
 
-    gathered_s: of all weights once, with ZeRO-3: before each forward and each backward pass, and then data_s is of each
-    microbatch. optimizer_s: the update of a rank's weights. All three of the stage with most parameters.
+    data_s: to reduce all gradients among data-parallel ranks once, were nothing hidden. Once a step with ZeRO-0 and 1;
+    with ZeRO-2 and 3, whose ranks keep parts of gradients, after every microbatch.
+    gathered_s: to gather all weights once; 0 with ZeRO-0. With ZeRO-1 and 2 once a step, after the update; with ZeRO-3
+    before each forward and each backward pass.
+    optimizer_s: the update of a rank's weights.
     travels: bucket by bucket, where the model knows its buckets and a rank holds all of it; together they are data_s.
     """
 
@@ -84,12 +95,15 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
     share = Share(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes)
     layers = model.layers(share)
     times = _layer_times(model, share, cluster, job.precision, constants, job.in_network)
+    parts, handed = _cut(layers, times, split.pipeline, split.interleave)
     stages: list[Stage] = []
-    before: list[tuple[int, float]] = []
-    for part in _cut(layers, split.pipeline):
-        # Most stages hold the same.
-        stages.append(stages[-1] if part == before else _stage(part, layers, times, cluster, job, constants))
-        before = part
+    before: tuple[object, ...] = ()
+    sent = _sent(handed, cluster, job, constants)
+    for index, part in enumerate(parts):
+        # Most stages hold the same, and send it as fast.
+        here = (part, sent[index], sent[index - 1])
+        stages.append(stages[-1] if here == before else _stage(part, layers, times, cluster, job, constants, *here[1:]))
+        before = here
     data, gathered = _data_parallel(max(stages, key=lambda stage: stage.parameters), cluster, job, constants)
     optimizer = _update_s(model, max(stage.parameters for stage in stages), cluster, job, constants)
     travels = _travels(model, times, cluster, job, constants)
@@ -129,7 +143,7 @@ def _updated_bytes(job: Job, constants: Constants) -> float:
 
 
 def _data_parallel(stage: Stage, cluster: Cluster, job: Job, constants: Constants) -> tuple[float, float]:
-    """Seconds for a stage's gradients, and to gather its weights once: ZeRO-3 does both layer by layer."""
+    """Seconds to reduce a stage's gradients, and to gather its weights, once: ZeRO-3 does both layer by layer."""
     group = Group(job.split.data, job.split.tensor)
     gradients, weights = stage.parameters * job.gradient_bytes, stage.parameters * job.item_bytes
     times = max(1.0, stage.parameters / stage.layer_parameters) if job.split.zero == 3 else 1.0
@@ -143,10 +157,7 @@ def _data_parallel(stage: Stage, cluster: Cluster, job: Job, constants: Constant
 
     if job.split.zero == 0:
         return taken("all_reduce", gradients), 0.0
-    gathered = taken("all_gather", weights)
-    if job.split.zero == 3:
-        return taken("reduce_scatter", gradients), gathered
-    return taken("reduce_scatter", gradients) + gathered, 0.0
+    return taken("reduce_scatter", gradients), taken("all_gather", weights)
 
 
 def _travels(
@@ -214,38 +225,73 @@ def _stage(
     cluster: Cluster,
     job: Job,
     constants: Constants,
+    sent: _Sent,
+    back: _Sent,
 ) -> Stage:
-    """part: its layers, and how many of each."""
-    split = job.split
-    sent = max(layers[index].input_bytes for index, _ in part) if split.pipeline > 1 else 0.0
-    gathered_s = 0.0
-    if sent and job.scattered and split.tensor > 1 and not split.sequence:
-        gathered_s = collective_s("all_gather", sent, Group(split.tensor), cluster, constants)
-        sent /= split.tensor
+    """part: its layers, and how many of each. sent, back: to the next stage, and to the one before."""
     return Stage(
         sum(count * times[index].forward_s for index, count in part),
         sum(count * times[index].backward_s for index, count in part),
         sum(count * times[index].forward_tensor_s for index, count in part),
         sum(count * times[index].backward_tensor_s for index, count in part),
-        sent,
-        send_s(sent, split.tensor * split.data, cluster, constants) + gathered_s if sent else 0.0,
+        sent.size_bytes,
+        sent.shared_s,
         sum(count * layers[index].parameters for index, count in part),
         sum(count * layers[index].kept_bytes for index, count in part),
         sum(count * _tables_s(layers[index], cluster, job, constants) for index, count in part),
         sum(count * times[index].weights_s for index, count in part),
         max(layers[index].parameters for index, _ in part),
+        _peak_bytes(part, layers),
+        back.shared_s,
+        (sent.alone_s, back.alone_s),
     )
 
 
-def _cut(layers: tuple[Layer, ...], stages: int) -> list[list[tuple[int, float]]]:
-    """Each stage's layers by index, and how many of each.
+class _Sent(NamedTuple):
+    """What a rank sends to the next stage. shared_s: while all ranks of its stage do; alone_s: while it alone does."""
+
+    size_bytes: float
+    shared_s: float
+    alone_s: float
+
+
+def _sent(handed: list[float], cluster: Cluster, job: Job, constants: Constants) -> list[_Sent]:
+    """By stage. handed: bytes, before tensor ranks share them."""
+    split, each = job.split, job.split.tensor * job.split.data
+    found = []
+    for stage, size in enumerate(handed):
+        after, gathered_s = (stage + 1) % split.pipeline, 0.0
+        if size and job.scattered and split.tensor > 1 and not split.sequence:
+            gathered_s = collective_s("all_gather", size, Group(split.tensor), cluster, constants)
+            size /= split.tensor
+        ranks = range(min(stage, after) * each, (max(stage, after) + 1) * each)
+        shared_s, alone_s = send_s(size, ranks, each, cluster, constants) if size else (0.0, 0.0)
+        found.append(_Sent(size, shared_s + gathered_s, alone_s + gathered_s))
+    return found
+
+
+def _peak_bytes(part: list[tuple[int, float]], layers: tuple[Layer, ...]) -> float:
+    """While a layer is recomputed, what those after it kept of the same microbatch is gone."""
+    kept = peak = 0.0
+    for index, count in part:
+        kept += count * layers[index].kept_bytes
+        if count:
+            peak = max(peak, kept + layers[index].live_bytes)
+    return peak
+
+
+def _cut(
+    layers: tuple[Layer, ...], times: tuple[_Times, ...], stages: int, pieces: int
+) -> tuple[list[list[tuple[int, float]]], list[float]]:
+    """By stage, its layers by index and how many of each; and the bytes that it hands on, 0 where nothing comes after.
 
     Of repeated layers whole ones, the first stages one more where they do not come out even; what stands before and
-    after them at its end. A list without repeated layers is cut where it balances.
+    after them at its end. A list without repeated layers is cut into runs, as even as whole layers can be, and each
+    stage has as many of them as pieces.
     """
     repeated = [index for index, layer in enumerate(layers) if layer.count > 1]
     if not repeated:
-        return [[(index, 1 / stages) for index in range(len(layers))] for _ in range(stages)]
+        return _runs(layers, times, stages, pieces)
     first, last = repeated[0], repeated[-1]
     whole = sum(layers[index].count for index in repeated)
     if whole < stages:
@@ -256,4 +302,23 @@ def _cut(layers: tuple[Layer, ...], stages: int) -> list[list[tuple[int, float]]
         parts.append([(index, float(each + (stage < more))) for index, each, more in counts])
     parts[0] = [(index, 1.0) for index in range(first)] + parts[0]
     parts[-1] = parts[-1] + [(index, 1.0) for index in range(last + 1, len(layers))]
-    return parts
+    size = max(layers[index].input_bytes for index in repeated)
+    return parts, [*[size] * (stages - 1), size if pieces > 1 and stages > 1 else 0.0]
+
+
+def _runs(
+    layers: tuple[Layer, ...], times: tuple[_Times, ...], stages: int, pieces: int
+) -> tuple[list[list[tuple[int, float]]], list[float]]:
+    bounds: tuple[int, ...] = (0, len(layers))
+    if stages > 1:
+        took = tuple(
+            each.forward_s + each.backward_s + each.forward_tensor_s + each.backward_tensor_s for each in times
+        )
+        bounds = cut(took, stages * pieces)
+    parts: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
+    handed = [0.0] * stages
+    for run, (begin, end) in enumerate(pairwise(bounds)):
+        parts[run % stages] += [(index, 1.0) for index in range(begin, end)]
+        if end < len(layers):
+            handed[run % stages] = max(handed[run % stages], layers[end].input_bytes)
+    return parts, handed

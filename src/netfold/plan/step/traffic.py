@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from netfold.plan.cluster import Cluster, Tier
 from netfold.plan.cost import HALVES, predict
@@ -35,7 +36,8 @@ def collective_s(
     wire: str = "f32",
 ) -> float:
     """Seconds. The cheapest of: rings through all, as many as leave a node together; rings inside and between nodes; a
-    reduction inside the network, in a node and between nodes, where asked for and the tiers that it crosses can.
+    reduction inside the network, in a node and between nodes, where asked for and the tiers that it crosses can. In an
+    all_to_all every rank sends to every other, and leaves its node by its own adapter.
 
     one_ring: a single ring through all, which leaves each node by one adapter. wire: what f32 travels as.
     """
@@ -54,11 +56,12 @@ def collective_s(
 def _ways(
     operation: str, size_bytes: float, group: Group, cluster: Cluster, constants: Constants, in_network: bool
 ) -> list[float]:
+    if operation == "all_to_all":
+        links = _links_of_pairs(group, cluster, constants)
+        return [predict(operation, "pairwise", size_bytes, _apart(group.ranks), links)]
     inner = cluster.tiers[0]
     inside = group.inside(inner)
-    ways = [
-        _along(operation, "ring" if operation != "all_to_all" else "pairwise", size_bytes, group, cluster, constants)
-    ]
+    ways = [_along(operation, "ring", size_bytes, group, cluster, constants)]
     if operation != "all_reduce":
         return ways
     if inside == group.ranks or inside == 1:
@@ -130,8 +133,34 @@ def _links(group: Group, cluster: Cluster, constants: Constants, one_ring: bool 
         hops = group.ranks / inside - (group.ranks / joined if joined < group.ranks else 0)
         latency += tier.latency_s * hops / group.ranks
         inside = joined
+    return _alone(latency, rate)
+
+
+@lru_cache(maxsize=4096)
+def _links_of_pairs(group: Group, cluster: Cluster, constants: Constants) -> Links:
+    """What ranks that each send to every other are bound by: each leaves a tier by its own adapter.
+
+    Of n bytes a rank, n (P-i)/P go to ranks that the tier's instances inside, of i ranks each, do not have; the tier
+    carries these, all that goes further out among them. The rate is the one at which n (P-1)/P take as long as the
+    busiest tier's bytes do; the latency is the mean over a rank's partners.
+    """
+    others, inside = group.ranks - 1, 1
+    rate, latency = float("inf"), 0.0
+    for tier in cluster.tiers:
+        joined = group.ranks if tier is cluster.tiers[-1] else group.inside(tier)
+        if joined == inside:
+            continue
+        part = constants.network_part if tier is not cluster.tiers[0] else 1.0
+        rate = min(rate, part * tier.busy_bytes_per_s * others / (group.ranks - inside))
+        latency += tier.latency_s * (joined - inside) / others
+        inside = joined
+    return _alone(latency, rate)
+
+
+def _alone(latency_s: float, bytes_per_s: float) -> Links:
+    """Links that cost nothing but a latency and their bytes."""
     return Links(
-        network=Link(latency, rate),
+        network=Link(latency_s, bytes_per_s),
         memory=Link(0.0, float("inf")),
         reduce_bytes_per_s=float("inf"),
         message_s=0.0,
@@ -141,7 +170,23 @@ def _links(group: Group, cluster: Cluster, constants: Constants, one_ring: bool 
     )
 
 
-def send_s(size_bytes: float, distance: int, cluster: Cluster, constants: Constants) -> float:
-    """Seconds for one message to a rank `distance` devices on."""
-    tier = next(tier for tier in cluster.tiers if tier.devices > distance or tier is cluster.tiers[-1])
-    return tier.latency_s + size_bytes / min(tier.bytes_per_s, constants.send_bytes_per_s)
+def send_s(
+    size_bytes: float, ranks: range, senders: int, cluster: Cluster, constants: Constants
+) -> tuple[float, float]:
+    """Seconds until all messages of one pipeline stage to another have come, each rank's to its counterpart: while all
+    of them share the links above their nodes, and for one that has these to itself.
+
+    ranks: from the first rank of either stage to the last of either. Where both stages are inside one instance of a
+    tier, none of their messages leaves it; else that of the first or of the last pair does, and is waited for.
+    senders: ranks of a stage. Of k that are in one instance of the tier inside, of d devices, each gets d by k times
+    the oversubscription, and no more than its own adapter has.
+    """
+    tiers, first, last = cluster.tiers, ranks[0], ranks[-1]
+    joins = (index for index, tier in enumerate(tiers) if first // tier.devices == last // tier.devices)
+    outermost = next(joins, len(tiers) - 1)
+    alone = shared = min(tiers[outermost].loaded_bytes_per_s, constants.send_bytes_per_s)
+    for inside, tier in pairwise(tiers[: outermost + 1]):
+        most = max(1.0, min(senders, inside.devices) * tier.oversubscription / inside.devices)
+        shared = min(shared, tier.loaded_bytes_per_s / most)
+    latency_s = tiers[outermost].latency_s
+    return latency_s + size_bytes / shared, latency_s + size_bytes / alone

@@ -1,0 +1,107 @@
+"""Where layers that differ are cut into stages, and what a pipeline of them takes: beside every cut there is."""
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+from even_model import cluster
+
+from netfold.plan.events import CALM, simulate
+from netfold.plan.job import Job, Split
+from netfold.plan.model import Layer, Layered, Pass, Share
+from netfold.plan.step import predict
+from netfold.plan.step.cut import cut
+
+
+def largest(costs: tuple[float, ...], bounds: tuple[int, ...]) -> float:
+    return max(sum(costs[first:last]) for first, last in itertools.pairwise(bounds))
+
+
+def test_no_other_cut_has_a_smaller_largest_run() -> None:
+    chance = random.Random(7)
+    for _ in range(300):
+        count = chance.randint(1, 9)
+        costs = tuple(chance.choice([0.0, 1.0, 2.0, 5.0, chance.random() * 10]) for _ in range(count))
+        runs = chance.randint(1, count)
+        every = [(0, *inner, count) for inner in itertools.combinations(range(1, count), runs - 1)]
+        bounds = cut(costs, runs)
+        assert len(bounds) == runs + 1 and all(first < last for first, last in itertools.pairwise(bounds))
+        best = min(largest(costs, each) for each in every)
+        assert largest(costs, bounds) == pytest.approx(best), (costs, runs)
+
+
+def test_a_cut_that_is_best_in_many_ways_is_near_even_shares() -> None:
+    # The first layer is the largest run, wherever the others are cut.
+    assert cut((10.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 3) == (0, 1, 4, 7)
+    assert cut((1.0,) * 8, 4) == (0, 2, 4, 6, 8)
+
+
+def test_more_runs_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 stages of a pipeline are more than its 2 layers"):
+        cut((1.0, 1.0), 3)
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Layers that take so many seconds forward, and twice that backward; of 100, 200, ... parameters, which keep 10,
+    20, ... bytes and hand on 1e6, 2e6, ..."""
+
+    forward_s: tuple[float, ...]
+    name: str = "uneven"
+    parameters: float = 1.0
+    flops: float = 1.0
+
+    def layers(self, share: Share) -> tuple[Layer, ...]:
+        return tuple(
+            Layer(
+                f"layer {index}",
+                Pass(measured_s=seconds),
+                Pass(measured_s=2 * seconds),
+                Pass(),
+                parameters=100.0 * (index + 1),
+                kept_bytes=10.0 * (index + 1),
+                input_bytes=1e6 * index,
+            )
+            for index, seconds in enumerate(self.forward_s)
+        )
+
+
+def test_the_slowest_stage_of_a_chain_has_whole_layers() -> None:
+    # 3, 1, 1, 1: two stages come out even, three cannot be even: the first layer alone is half of all.
+    for stages, slowest in ((1, 18), (2, 9), (3, 9), (4, 9)):
+        job = Job(8, 1, Split(pipeline=stages), schedule="gpipe", optimizer="sgd")
+        found = predict(Uneven((3.0, 1.0, 1.0, 1.0)), cluster(), job)
+        assert found.compute_s == pytest.approx(8 * slowest)
+        # All stages but the slowest fill and drain.
+        assert found.bubble_s == pytest.approx(18 - slowest)
+        assert simulate(Uneven((3.0, 1.0, 1.0, 1.0)), cluster(), job, CALM).prediction.step_s == pytest.approx(
+            found.step_s, rel=0.001
+        )
+
+
+def test_a_stage_of_a_chain_holds_sends_and_keeps_what_its_own_layers_do() -> None:
+    job = Job(8, 1, Split(pipeline=2))
+    first, last = predict(Uneven((3.0, 1.0, 1.0, 1.0)), cluster(), job).stages
+    assert (first.parameters, last.parameters) == (100, 200 + 300 + 400)
+    assert (first.kept_bytes, last.kept_bytes) == (10, 20 + 30 + 40)
+    # What the second layer receives goes from one to the other, and its gradient comes back.
+    assert (first.sent_bytes, last.sent_bytes) == (1e6, 0)
+    assert first.send_s == last.send_back_s > 0 == last.send_s == first.send_back_s
+
+
+def test_pieces_of_an_interleaved_chain_are_runs_of_its_layers() -> None:
+    # Four runs of 1, 2, 3, 4 seconds: the first rank has the first and the third.
+    job = Job(8, 1, Split(pipeline=2, interleave=2), schedule="interleaved")
+    first, last = predict(Uneven((1.0, 2.0, 3.0, 4.0)), cluster(), job).stages
+    assert (first.forward_s, last.forward_s) == (1 + 3, 2 + 4)
+    assert (first.sent_bytes, last.sent_bytes) == (3e6, 2e6)
+
+
+def test_a_pipeline_of_the_catalogue_is_as_slow_as_its_slowest_run_of_layers() -> None:
+    model = Layered("resnet50")
+    for stages in (2, 4, 8):
+        found = predict(model, cluster(), Job(32, 4, Split(pipeline=stages)))
+        times = [stage.total_s for stage in found.stages]
+        assert max(times) > min(times) and found.compute_s == pytest.approx(8 * max(times))
+        assert sum(stage.parameters for stage in found.stages) == pytest.approx(model.parameters)
