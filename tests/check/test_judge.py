@@ -85,6 +85,63 @@ def test_one_slow_way_is_that_ways_fault() -> None:
     assert finding.where == "rank 3 (d) -> rank 1 (b)"
 
 
+def test_between_two_hosts_a_link_is_held_against_the_speed_of_their_interfaces() -> None:
+    """There is no other link to compare it with. An interface's speed is 0 where it is not known."""
+
+    def fallen(link: PairLink) -> PairLink:
+        return replace(link, there_bytes_per_s=GIGABIT / 10)
+
+    assert judge(relinked(hosts(2), fallen)) == []
+    gigabit = dict.fromkeys(range(4), 1000)
+    assert judge(hosts(2, speed_mbit=gigabit)) == []
+    (finding,) = judge(relinked(hosts(2, speed_mbit=gigabit), fallen))
+    assert finding.level is Level.WARN and finding.where == "rank 0 (a) -> rank 1 (b)"
+    assert finding.what == "100 Mbit/s; the interfaces at its ends run at 1000 Mbit/s"
+    # The slower end bounds a link, and no single stream fills what is faster than 10 Gbit/s.
+    mixed = relinked(hosts(2, speed_mbit={0: 100_000, 1: 1000}), fallen)
+    assert [each.what for each in judge(mixed) if "->" in each.where] == [finding.what]
+    fast = relinked(hosts(2, speed_mbit={0: 100_000, 1: 100_000}), lambda link: replace(link, back_bytes_per_s=1e9))
+    assert [each.where for each in judge(fast)] == ["rank 0 (a) -> rank 1 (b)"], "a gigabit of 10"
+
+
+def test_where_all_links_are_slower_than_the_interfaces_it_is_said_once() -> None:
+    gigabit = dict.fromkeys(range(4), 1000)
+    (finding,) = judge(
+        relinked(
+            hosts(4, speed_mbit=gigabit),
+            lambda link: replace(link, there_bytes_per_s=GIGABIT / 10, back_bytes_per_s=GIGABIT / 10),
+        )
+    )
+    assert finding.where == "all hosts"
+    assert finding.what == "12 of 12 ways run at half of their interfaces' speed or less, usually at 100 Mbit/s"
+
+
+def test_a_slow_pair_is_named_once_where_the_others_and_the_interfaces_both_show_it() -> None:
+    gigabit = dict.fromkeys(range(4), 1000)
+
+    def slower(link: PairLink) -> PairLink:
+        return replace(link, back_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (1, 3) else link
+
+    (finding,) = judge(relinked(hosts(4, speed_mbit=gigabit), slower))
+    assert finding.where == "rank 3 (d) -> rank 1 (b)" and finding.what == "100 Mbit/s; others have 1000 Mbit/s"
+
+
+def test_an_interface_that_negotiated_100_mbit_is_named() -> None:
+    found = judge(hosts(2, speed_mbit={0: 1000, 1: 100}))
+    assert [each.where for each in found] == ["rank 1 (b)"]
+    assert found[0].what == "eth0 (10.0.0.1), MTU 1500: it runs at 100 Mbit/s; others at 1000 Mbit/s"
+    alone = judge(hosts(2, speed_mbit={0: 100, 1: 100}))
+    assert [each.what for each in alone] == ["eth0 (10.0.0.1), MTU 1500: it runs at 100 Mbit/s"] * 2
+    assert judge(hosts(2, speed_mbit={0: 0, 1: 10_000})) == []
+
+
+def test_udp_that_does_not_pass_fails_with_what_to_do() -> None:
+    cut = [SwitchRoom("10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, udp_error="no UDP packet came back")]
+    (finding,) = judge(hosts(2, switches={0: cut, 1: [replace(cut[0], udp_error="")]}))
+    assert (finding.level, finding.where, finding.what) == (Level.FAIL, "rank 0", "no UDP packet came back")
+    assert "UDP" in finding.todo
+
+
 def test_a_detour_and_a_wrong_clock_are_found() -> None:
     def far(link: PairLink) -> PairLink:
         return replace(link, latency_s=2e-3) if (link.one, link.other) == (0, 2) else link

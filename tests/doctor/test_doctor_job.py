@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from doctor_ranks import NOW, S, rank, waiting
+from load import seconds
 from ranks import run_ranks, values
 
 from netfold import Communicator, FileStore, Options
@@ -76,6 +79,39 @@ def test_a_failure_is_told_and_groups_are_kept_apart() -> None:
     assert verdicts[1].findings == ("nothing keeps it",)
 
 
+IN_A_CONTAINER = """
+import os, sys
+import numpy as np
+from netfold import Communicator, FileStore
+with Communicator(FileStore(sys.argv[1]), 0, 1) as group:
+    group.all_reduce(np.ones(4, np.float32))
+    if os.fork() == 0:  # inherits the page's descriptor
+        os.read(0, 1)
+        os._exit(0)
+    print(os.getpid(), flush=True)
+    sys.stdin.read(1)
+    os.wait()
+"""
+
+
+def test_a_process_of_another_pid_namespace_is_seen_from_the_host(tmp_path: Path) -> None:
+    """As in a container: there it has another number than here."""
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this user may make no PID namespace")
+    command = [*apart, sys.executable, "-c", IN_A_CONTAINER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        inside = int(process.stdout.readline())
+        (outside,) = psutil.Process(process.pid).children()
+        assert inside == 1 != outside.pid
+        (found,) = [each for each in find_ranks() if str(tmp_path) in each.command]
+        assert (found.pid, found.rank, found.size, found.done_operation) == (outside.pid, 0, 1, "all_reduce")
+        assert find_ranks(outside.pid) and not find_ranks(outside.children()[0].pid), "a fork has no groups"
+        process.communicate("..")
+    assert process.returncode == 0
+
+
 def hang(number: int, size: int, folder: str, transport: str) -> tuple[list[tuple[int, str]], tuple[int, ...]]:
     """Rank 2 comes late; rank 0 looks meanwhile."""
     # In a ring, which a slow machine's links may suggest, rank 1 would wait for rank 0 alone.
@@ -91,7 +127,7 @@ def hang(number: int, size: int, folder: str, transport: str) -> tuple[list[tupl
         looked = Path(folder, "looked")
         if number == 2:
             ours = {each.job for each in find_ranks(os.getpid())}
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + seconds(10)
             while True:
                 ranks = [each for each in find_ranks() if each.job in ours]
                 if sum(2 in each.awaited for each in ranks) == 2 or time.monotonic() > deadline:
@@ -169,6 +205,18 @@ with Communicator(FileStore(sys.argv[1]), 0, 1) as group:
 """
 
 
+def looks_at_itself(number: int, size: int, folder: str) -> tuple[int, int]:
+    with Communicator(FileStore(folder), number, size) as group:
+        # The lowest number comes first, and is not the page.
+        os.close(0)
+        assert os.memfd_create("netfold-status") == 0
+        return len(find_ranks(os.getpid())), group.size
+
+
+def test_a_page_is_found_beside_a_descriptor_that_only_looked_like_one() -> None:
+    assert values(run_ranks(looks_at_itself, 1)) == [(1, 1)]
+
+
 def test_the_command_shows_a_stopped_process(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SLEEPER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -178,7 +226,7 @@ def test_the_command_shows_a_stopped_process(tmp_path: Path) -> None:
             assert process.stdout.readline() == "joined\n"
             process.send_signal(signal.SIGSTOP)
             command = [str(Path(sys.executable).with_name("netfold")), "doctor", "job", "--pid", str(process.pid)]
-            said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            said = subprocess.run(command, capture_output=True, text=True, timeout=seconds(60))
         finally:
             process.send_signal(signal.SIGCONT)
             process.stdin.close()

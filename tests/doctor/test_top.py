@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doctor_ranks import NOW, rank, waiting
+from load import seconds
 from ranks import Outcome, run_ranks, running_switch, values
 from rich.console import Console
 
@@ -148,7 +149,7 @@ def running(folder: Path, size: int, step: Callable[..., None], **env: str) -> I
     )
     thread.start()
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + seconds(60)
         while not all((folder / f"pid{number}").exists() for number in range(size)):
             assert thread.is_alive() and time.monotonic() < deadline, outcomes
             time.sleep(0.02)
@@ -227,14 +228,14 @@ def test_a_watch_shows_nothing_any_more_when_the_job_has_ended(tmp_path: Path) -
     with running(tmp_path, 2, every_20_ms) as (pid, _), closing(Watch(pid)) as watch:
         assert len(watch.picture(0.2)) == 1
         (tmp_path / "enough").touch()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + seconds(60)
         while watch.picture(0.2):
             assert time.monotonic() < deadline
 
 
 def netfold(*words: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("netfold")), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(60))
 
 
 def test_the_command_shows_one_picture_and_says_when_there_is_nothing(tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_the_command_shows_one_picture_and_says_when_there_is_nothing(tmp_path: 
         assert "group of 2" in watching.stdout.readline()
         (tmp_path / "enough").touch()
         assert watching.stdout.read().endswith("the job has ended\n")
-        assert watching.wait(60) == 0
+        assert watching.wait(seconds(60)) == 0
         watching.stdout.close()
     assert text.returncode == 0 and "group of 2" in text.stdout, text.stderr
     (group,) = json.loads(said.stdout)

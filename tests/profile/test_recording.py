@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from load import seconds
 from ranks import run_ranks, values
 
 import netfold
 from netfold import Communicator, FileStore
 from netfold.plan.ask.profile import read_profile
 from netfold.profile import RECORD, recording
+from netfold.profile.launch import LaunchError, namespace, new_folder
 from netfold.profile.run import GroupName, Trace, read_run
 
 HERE = Path(__file__).parent
@@ -39,7 +44,7 @@ def run(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds(120),
     )
 
 
@@ -51,6 +56,44 @@ def script(folder: Path, text: str) -> Path:
 
 def torchrun(ranks: int, *words: str | Path) -> list[str | Path]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
+
+
+def placed(rank: int, size: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets for a rank."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _forked(rank: int, size: int, folder: str, port: int, words: list[str]) -> None:
+    os.environ.update(placed(rank, size, port))
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def run_forked(ranks: int, *words: str | Path) -> None:
+    """Run a script on ranks that are forked with torch imported. Not for tests of the interpreter's end."""
+    values(run_ranks(_forked, ranks, free_port(), [str(word) for word in words], timeout_s=120))
+
+
+def run_started(ranks: int, *words: str | Path) -> str:
+    """Run a script on ranks with interpreters of their own; all must exit with 0. Returns what they print."""
+    port, command = free_port(), [sys.executable, *map(str, words)]
+    started = [
+        subprocess.Popen(command, env={**os.environ, **placed(rank, ranks, port)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(ranks)
+    ]
+    try:
+        printed = [process.communicate(timeout=seconds(120))[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in started] == [0] * ranks
+    return "".join(printed)
 
 
 def operations(trace: Trace) -> list[tuple[str, str, int]]:
@@ -73,8 +116,8 @@ def check_times(trace: Trace) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("backend", ["gloo", "netfold"])
+@pytest.mark.jobs
+@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 2), ("netfold", 3)])
 def test_a_ddp_job_is_recorded_without_a_line_of_code(backend: str, ranks: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = run(
@@ -107,6 +150,7 @@ def test_a_ddp_job_is_recorded_without_a_line_of_code(backend: str, ranks: int, 
 
 
 @pytest.mark.torch
+@pytest.mark.jobs
 @pytest.mark.parametrize("backend", ["gloo", "netfold"])
 def test_a_job_that_ends_its_group_after_a_moment_is_recorded_whole(backend: str, tmp_path: Path) -> None:
     job = script(
@@ -180,6 +224,78 @@ def test_a_folder_with_something_in_it_is_refused_before_the_start(tmp_path: Pat
     assert recording.current() is None
 
 
+ACROSS_HOSTS = """
+    import numpy as np
+    from netfold import Communicator
+    with Communicator.from_environment() as group:
+        group.all_reduce(np.ones(9, np.float32))
+"""
+
+
+def test_launchers_of_several_hosts_record_into_one_folder(tmp_path: Path) -> None:
+    """As on hosts with a shared folder: a launcher each, the second finds what the first has left."""
+    folder, port = tmp_path / "run", free_port()
+    words = [*NETFOLD, "profile", "run", "-o", folder, "--", sys.executable, script(tmp_path, ACROSS_HOSTS)]
+    command = [str(word) for word in words]
+    first = subprocess.Popen(command, env={**os.environ, **placed(0, 2, port)}, stderr=subprocess.PIPE, text=True)
+    try:
+        until_s = time.monotonic() + seconds(60)
+        while not (folder / "run.json").exists() and first.poll() is None and time.monotonic() < until_s:
+            time.sleep(0.01)
+        second = run(*words, env=placed(1, 2, port))
+        said = first.communicate(timeout=seconds(60))[1]
+    finally:
+        first.kill()
+        first.wait()
+    assert (first.returncode, second.returncode) == (0, 0), said + second.stderr
+    assert [trace.about.rank for trace in read_run(folder).traces] == [0, 1]
+    assert sorted(each.name for each in folder.iterdir()) == ["rank-0000", "rank-0001", "run.json"]
+    with pytest.raises(LaunchError, match=r"holds an earlier profile, .*; name a new folder"):
+        new_folder(folder)
+
+
+def test_a_folder_belongs_to_this_run_while_another_launcher_is_at_work_in_it(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "rank-0000").mkdir()
+    mark = tmp_path / "launch-other-7"
+    of_this = {"host": "other", "namespace": "another machine's", "pid": 7, "job": {}}
+
+    def refused(**changes: Any) -> str:
+        mark.write_text(json.dumps(of_this | changes))
+        try:
+            new_folder(tmp_path)
+        except LaunchError as error:
+            return str(error)
+        return ""
+
+    assert refused() == ""
+    assert "holds an earlier profile" in refused(namespace=namespace(), pid=own_dead_child()), "it was killed"
+    assert refused(namespace=namespace(), pid=os.getpid()) == ""
+    assert "SLURM_JOB_ID" in refused_in_job("4", lambda: refused(job={"SLURM_JOB_ID": "3"}))
+    assert refused_in_job("3", lambda: refused(job={"SLURM_JOB_ID": "3"})) == ""
+    mark.write_text("{")
+    new_folder(tmp_path)  # it is being written
+    os.utime(mark, (time.time() - 3600, time.time() - 3600))
+    with pytest.raises(LaunchError, match="holds an earlier profile"):
+        new_folder(tmp_path)
+    (tmp_path / "notes").write_text("")
+    os.utime(mark)
+    with pytest.raises(LaunchError, match="is not empty: it holds notes"):
+        new_folder(tmp_path)
+
+
+def own_dead_child() -> int:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return child.pid
+
+
+def refused_in_job(number: str, refused: Callable[[], str]) -> str:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SLURM_JOB_ID", number)
+        return refused()
+
+
 def in_a_script(rank: int, size: int, folder: str, run_folder: str) -> Any:
     with Communicator(FileStore(folder), rank, size, timeout_s=20) as group:
         group.all_reduce(np.ones(9, np.float32))
@@ -201,8 +317,7 @@ def test_a_stretch_of_a_script_is_recorded(tmp_path: Path) -> None:
     traces = read_run(tmp_path / "run").traces
     assert [trace.about.size for trace in traces] == [2, 2]
     for trace in traces:
-        # What the group kept of before the start is told too: its ring is what a recording reads.
-        assert [each[2] for each in operations(trace)] == [36, 40, 80, 120]
+        assert [each[2] for each in operations(trace)] == [40, 80, 120], "neither what was before nor what came after"
         assert len(trace.steps) == 3
         check_times(trace)
     assert len({group.name for trace in traces for group in trace.about.groups.values()}) == 1
@@ -337,18 +452,37 @@ def test_groups_are_made_again_and_a_forks_child_begins_anew(tmp_path: Path) -> 
     assert [each[2] for each in operations(trace)] == [200]
 
 
-def test_what_a_ring_overran_is_counted(tmp_path: Path) -> None:
+def overran(rank: int, size: int, folder: str) -> tuple[int, int]:
     raw = np.zeros(10, RECORD).tobytes()
-    reads = iter([(100, raw), (110, raw)])
-    member = recording.Member(1 << 40, GroupName("a", "netfold"), 0, 1, lambda since: next(reads, (110, b"")))
+    reads = iter([(5, raw), (105, raw), (115, raw)])  # 5 before the recording
+    member = recording.Member(1 << 40, GroupName("a", "netfold"), 0, 1, lambda since: next(reads, (115, b"")))
     recording.joined(member)
-    try:
-        with netfold.profile(tmp_path / "run"):
-            time.sleep(0.2)
-        (trace,) = read_run(tmp_path / "run").traces
-        assert len(trace.operations) == 20 and trace.about.lost == 90
-    finally:
-        recording.left(member)
+    with netfold.profile(Path(folder, "run")):
+        time.sleep(0.2)
+    (trace,) = read_run(Path(folder, "run")).traces
+    return len(trace.operations), trace.about.lost
+
+
+def test_what_a_ring_overran_is_counted() -> None:
+    # In a process of its own: in this one, groups that other tests left are recorded, too.
+    assert values(run_ranks(overran, 1)) == [(20, 90)]
+
+
+def in_mid_job(rank: int, size: int, folder: str) -> list[int]:
+    counts = []
+    with Communicator(FileStore(folder), rank, size) as group:
+        for run, calls in (("first", 5), ("second", 7)):
+            for _ in range(100):
+                group.all_reduce(np.ones(10))
+            with netfold.profile(Path(folder, run)):
+                for _ in range(calls):
+                    group.all_reduce(np.ones(10))
+            counts += [len(each.operations) for each in read_run(Path(folder, run)).traces if each.about.rank == rank]
+    return counts
+
+
+def test_what_a_group_did_before_is_not_recorded() -> None:
+    assert values(run_ranks(in_mid_job, 2)) == [[5, 7]] * 2
 
 
 SEVERAL_GROUPS = """
@@ -374,8 +508,7 @@ SEVERAL_GROUPS = """
 
 @pytest.mark.torch
 def test_operations_of_several_gloo_groups_are_told_apart(tmp_path: Path) -> None:
-    done = run(*torchrun(3, script(tmp_path, SEVERAL_GROUPS), tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
+    run_forked(3, script(tmp_path, SEVERAL_GROUPS), tmp_path / "run")
     for trace in read_run(tmp_path / "run").traces:
         about, rank = trace.about, trace.about.rank
         assert about.lost == 0, "steps are when nothing is under way"
@@ -414,8 +547,7 @@ USERS_PROFILER = """
 
 @pytest.mark.torch
 def test_a_profiler_of_the_users_goes_first_and_what_is_missing_is_said(tmp_path: Path) -> None:
-    done = run(*torchrun(2, script(tmp_path, USERS_PROFILER), tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
+    run_forked(2, script(tmp_path, USERS_PROFILER), tmp_path / "run")
     for trace in read_run(tmp_path / "run").traces:
         # The first is there if its window was read before the other profiler ended it.
         assert operations(trace)[-1] == ("all_reduce", "f32", 16)
@@ -438,8 +570,7 @@ WITHOUT_STEPS = """
 
 @pytest.mark.torch
 def test_a_job_without_steps_is_read_at_the_end_up_to_a_bound(tmp_path: Path) -> None:
-    done = run(*torchrun(2, script(tmp_path, WITHOUT_STEPS), tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
+    run_forked(2, script(tmp_path, WITHOUT_STEPS), tmp_path / "run")
     for trace in read_run(tmp_path / "run").traces:
         assert 100 <= len(trace.operations) < 200
         assert len(trace.operations) + trace.about.lost == 200
@@ -467,8 +598,7 @@ MARKS = """
 
 @pytest.mark.torch
 def test_reading_within_marks_and_right_after_buckets_is_safe(tmp_path: Path) -> None:
-    done = run(*torchrun(2, script(tmp_path, MARKS), tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
+    run_forked(2, script(tmp_path, MARKS), tmp_path / "run")
     for trace in read_run(tmp_path / "run").traces:
         assert trace.about.lost == 0
         numbers = sorted(trace.operations["sequence"])
@@ -509,8 +639,7 @@ UNDER_WAY = """
 
 @pytest.mark.torch
 def test_what_is_under_way_at_the_end_is_lost_and_has_what_it_writes_to(tmp_path: Path) -> None:
-    done = run(*torchrun(2, script(tmp_path, UNDER_WAY), tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
+    run_started(2, script(tmp_path, UNDER_WAY), tmp_path / "run")
     for name in ("run", "run-again"):
         first, second = read_run(tmp_path / name).traces
         assert len(first.operations) == 1
@@ -557,15 +686,14 @@ STOPPED = """
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("steps", ["with steps", "without"])
-@pytest.mark.parametrize("stopped", ["by another thread", "interrupted"])
+@pytest.mark.jobs
+@pytest.mark.parametrize(("stopped", "steps"), [("by another thread", "without"), ("interrupted", "with steps")])
 def test_a_recording_whose_stop_did_not_get_through_ends_before_the_process(
     stopped: str, steps: str, tmp_path: Path
 ) -> None:
     """torch's profiler, left on, would crash the process in its destructors."""
-    done = run(*torchrun(2, script(tmp_path, STOPPED), tmp_path / "run", stopped, steps))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("interrupted") == (2 if stopped == "interrupted" else 0)
+    printed = run_started(2, script(tmp_path, STOPPED), tmp_path / "run", stopped, steps)
+    assert printed.count("interrupted") == (2 if stopped == "interrupted" else 0)
     for trace in read_run(tmp_path / "run").traces:
         if stopped == "interrupted":
             assert operations(trace) == [("all_reduce", "f32", 8)]

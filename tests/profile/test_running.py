@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,14 +18,24 @@ MS = 1_000_000
 Between = list[tuple[float, float, bool]]
 
 
-def computes(seconds: float) -> None:
-    until_s = time.thread_time() + seconds
-    while time.thread_time() < until_s:
-        sum(range(100))
+class Clock:
+    """The time, and the kernel's account of the thread; only the test moves them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ns, self.busy_ns = 5_000 * MS, 700 * MS
+        monkeypatch.setattr("netfold.profile.running.time", SimpleNamespace(perf_counter_ns=lambda: self.now_ns))
+        monkeypatch.setattr(Running, "_busy", lambda running: self.busy_ns)
+
+    def sleeps(self, ms: int) -> None:
+        self.now_ns += ms * MS
+
+    def computes(self, ms: int) -> None:
+        self.now_ns += ms * MS
+        self.busy_ns += ms * MS
 
 
 def share(
-    monkeypatch: pytest.MonkeyPatch, during: Callable[[], None], operations: Between, waited_s: float = 0.0
+    monkeypatch: pytest.MonkeyPatch, during: Callable[[Clock], None], operations: Between, waited_s: float = 0.0
 ) -> float | None:
     """Of a stretch in which `during` ran, with operations from and to a part of it, inlined or not."""
     rows = np.zeros(len(operations), RECORD)
@@ -33,10 +44,11 @@ def share(
     )
     there = [Member(1, group.group, 0, 2, lambda since: (0, b""))]
     monkeypatch.setattr("netfold.profile.running.members", lambda: there)
+    clock = Clock(monkeypatch)
     running = Running()
-    began_ns = time.perf_counter_ns()
-    during()
-    passed_ns = time.perf_counter_ns() - began_ns
+    began_ns = clock.now_ns
+    during(clock)
+    passed_ns = clock.now_ns - began_ns
     for row, (begins, ends, inlined) in zip(rows, operations, strict=True):
         row["started_ns"], row["finished_ns"] = began_ns + begins * passed_ns, began_ns + ends * passed_ns
         row["inlined"] = inlined
@@ -45,24 +57,44 @@ def share(
 
 
 def test_a_thread_that_sleeps_under_an_operation_exposes_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert share(monkeypatch, lambda: time.sleep(0.2), [(0.0, 0.3, False), (0.2, 0.5, False)]) == pytest.approx(
-        0.5, abs=0.05
-    )
+    operations = [(0.0, 0.3, False), (0.2, 0.5, False)]
+    assert share(monkeypatch, lambda clock: clock.sleeps(200), operations) == pytest.approx(0.5)
 
 
 def test_a_thread_that_computes_exposes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = share(monkeypatch, lambda: computes(0.2), [(0.1, 0.9, False)])
-    assert found is not None and found < 0.2
+    assert share(monkeypatch, lambda clock: clock.computes(200), [(0.1, 0.9, False)]) == 0
+
+
+def test_no_more_is_exposed_than_the_thread_did_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(clock: Clock) -> None:
+        clock.computes(120)
+        clock.sleeps(80)
+
+    assert share(monkeypatch, half, [(0.1, 0.9, False)]) == pytest.approx(0.4)
 
 
 def test_what_ran_on_the_thread_itself_is_exposed_though_it_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = share(monkeypatch, lambda: computes(0.2), [(0.25, 0.5, True)])
-    assert found == pytest.approx(0.25, abs=0.1)
+    found = share(monkeypatch, lambda clock: clock.computes(200), [(0.25, 0.5, True)])
+    assert found == pytest.approx(0.25)
 
 
 def test_waiting_for_other_things_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = share(monkeypatch, lambda: time.sleep(0.2), [(0.0, 1.0, False)], waited_s=0.15)
-    assert found == pytest.approx(0.25, abs=0.05)
+    found = share(monkeypatch, lambda clock: clock.sleeps(200), [(0.0, 1.0, False)], waited_s=0.15)
+    assert found == pytest.approx(0.25)
+
+
+def test_the_kernel_says_what_a_thread_computed_and_not_what_it_slept() -> None:
+    """Time in the queue for a core counts as computing and sleep does not, so these bounds hold under any load."""
+    busy = Running()._busy
+    began_ns, before_ns = time.perf_counter_ns(), busy()
+    if before_ns is None:
+        pytest.skip("this kernel does not say how long a thread ran and queued (/proc/self/task/*/schedstat)")
+    until_ns = time.thread_time_ns() + 50 * MS
+    while time.thread_time_ns() < until_ns:
+        sum(range(100))
+    time.sleep(0.2)
+    passed_ns, busy_ns = time.perf_counter_ns() - began_ns, (busy() or 0) - before_ns
+    assert 45 * MS < busy_ns < passed_ns - 195 * MS
 
 
 def test_without_a_group_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

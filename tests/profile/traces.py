@@ -68,13 +68,15 @@ def make_trace(
     host: str | None = None,
     groups: Mapping[str, Sequence[int]] | None = None,
     source: str = EVENTS,
+    backends: Mapping[str, str] | None = None,
     blind_spots: Sequence[str] = (),
     lost: int = 0,
 ) -> Trace:
     """progress_ms: (at, computed so far). clock_ms: what this rank's clock shows more than the first rank's.
 
-    host: one of its own where None. groups: name -> ranks, `world` of all where None; a group's number in the records
-    is another one on every rank, as in life.
+    backends: by name of a group; else netfold, or gloo for the profiler's records. host: one of its own where None.
+    groups: name -> ranks, `world` of all where None; a group's number in the records is another one on every rank, as
+    in life.
     """
     named = dict(groups or {"world": range(size)})
     number = {name: 1000 * (rank + 1) + index for index, name in enumerate(named)}
@@ -103,7 +105,9 @@ def make_trace(
         source=source,
         names=names,
         groups={
-            str(number[name]): GroupName(name, "netfold" if source == EVENTS else "gloo", list(ranks))
+            str(number[name]): GroupName(
+                name, (backends or {}).get(name, "netfold" if source == EVENTS else "gloo"), list(ranks)
+            )
             for name, ranks in named.items()
         },
         blind_spots=list(blind_spots),

@@ -40,6 +40,8 @@ class SwitchRoom:
     workers: int = 0
     memory_bytes: int = 0
     slots: int = -1
+    udp_error: str = ""
+    """Why packets would not reach it, though it answers over TCP; not tried where they would go over a fabric."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Facts:
     """What NETFOLD_TRANSPORT names in the place of TCP, in words; empty where it names nothing."""
     fabric_error: str = ""
     """Why this host cannot go over it."""
+    speed_mbit: int = 0
+    """Of the first interface, as its driver says; 0 where it does not, or where no hardware is behind it."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -86,9 +90,10 @@ class Facts:
 
 
 def facts_here(rank: int = 0, *, folder: Path | None = None, store_host: str | None = None) -> Facts:
-    """Of this process. folder: where the job will write. Asks each switch of NETFOLD_SWITCH: SWITCH_S each at most."""
+    """Of this process. folder: where the job will write. Asks each switch of NETFOLD_SWITCH, over
+    TCP and UDP: SWITCH_S and a second each at most."""
     options = Options().resolved()
-    names, error, mtu = _interfaces(options, store_host)
+    names, error, mtu, speed_mbit = _interfaces(options, store_host)
     fabric, fabric_error = look_ahead(options, store_host) if not error else ("", "")
     disk = _existing(folder or Path.cwd())
     return Facts(
@@ -108,6 +113,7 @@ def facts_here(rank: int = 0, *, folder: Path | None = None, store_host: str | N
         interfaces=names,
         interface_error=error,
         mtu=mtu,
+        speed_mbit=speed_mbit,
         switches=[_room(endpoint, options, rank) for endpoint in switches_of(options.switch)],
         fabric=fabric,
         fabric_error=fabric_error,
@@ -116,27 +122,35 @@ def facts_here(rank: int = 0, *, folder: Path | None = None, store_host: str | N
 
 def _room(endpoint: str, options: Options, rank: int) -> SwitchRoom:
     bare = endpoint.partition("#")[0]
+    by_udp = options.switch_fabric is None
     try:
-        room = ask_room(endpoint, token_file=options.token_file, rank=rank, timeout_s=SWITCH_S)
+        room = ask_room(endpoint, token_file=options.token_file, rank=rank, timeout_s=SWITCH_S, udp=by_udp)
     except (NetfoldError, ValueError) as error:
         return SwitchRoom(bare, error=str(error))
     return SwitchRoom(bare, "", *room)
 
 
-def _interfaces(options: Options, store_host: str | None) -> tuple[list[str], str, int]:
+def _interfaces(options: Options, store_host: str | None) -> tuple[list[str], str, int, int]:
     try:
         hosts = own_interfaces(options, store_host).hosts
     except (NetfoldError, ValueError) as error:
-        return [], str(error), 0
+        return [], str(error), 0, 0
     stats = psutil.net_if_stats()
-    described, mtus = [], []
+    described, mtus, speeds = [], [], []
     for host in hosts:
         name = interface_of(host)
         known = stats.get(name)
         mtus.append(known.mtu if known else 0)
+        speeds.append(known.speed if known and _has_hardware(name) else 0)
         speed = f", {known.speed} Mbit/s" if known and known.speed else ""
         described.append(f"{name} ({host}), MTU {mtus[-1]}{speed}")
-    return described, "", mtus[0]
+    return described, "", mtus[0], speeds[0]
+
+
+def _has_hardware(interface: str) -> bool:
+    """A pair of virtual interfaces calls itself 10 Gbit/s, whatever carries it. A bond has the speed of its parts."""
+    place = Path("/sys/class/net", interface)
+    return (place / "device").exists() or (place / "bonding").exists()
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:

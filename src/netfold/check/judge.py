@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 from netfold.check.facts import Facts
 from netfold.check.gather import Gathered
@@ -19,9 +20,17 @@ _MEMORY_A_RANK = 1 << 30
 # A rank's own files, beside a handful a connection to each other rank.
 _FILES, _FILES_A_RANK = 256, 6
 _SLOW = 0.6
+# Of an interface's own speed: what a link should have at least; one stream of TCP does not fill faster interfaces.
+_OF_SPEED, _MOST_MBIT = 0.5, 10_000
+# Ethernet that has fallen back, by a bad cable or port: nothing slower than a gigabit was sold for long.
+_FALLEN_MBIT = 100
 _LATE, _LATE_LEAST_S = 4.0, 200e-6
 _CLOCK_S = 1.0
 _SWITCH_LEAST_BYTES = 1 << 20
+
+
+# Of the way from one rank to another: bytes a second, sender, receiver.
+_Way: TypeAlias = "tuple[float, int, int]"
 
 
 class Level(Enum):
@@ -44,7 +53,18 @@ def judge(gathered: Gathered) -> list[Finding]:
     """What fails first, then what warns; empty where all is well."""
     found = [
         finding
-        for rule in (_versions, _environment, _interfaces, _memory, _shared, _limits, _cores, _fabrics, _switches)
+        for rule in (
+            _versions,
+            _environment,
+            _interfaces,
+            _speeds,
+            _memory,
+            _shared,
+            _limits,
+            _cores,
+            _fabrics,
+            _switches,
+        )
         for finding in rule(gathered)
     ]
     found += [*_links(gathered), *_clocks(gathered)]
@@ -88,6 +108,16 @@ def _interfaces(gathered: Gathered) -> Iterator[Finding]:
         if told:
             todo = "set one MTU on all interfaces of this network: packets that do not fit are lost without a word"
             yield Finding(Level.WARN, "all hosts", f"the MTU of the first interface is not the same: {told}", todo)
+
+
+def _speeds(gathered: Gathered) -> Iterator[Finding]:
+    hosts = [facts for facts in _hosts(gathered.facts) if facts.speed_mbit > 0]
+    fastest = max((facts.speed_mbit for facts in hosts), default=0)
+    for facts in hosts:
+        if facts.speed_mbit <= _FALLEN_MBIT:
+            others = f"; others at {fastest} Mbit/s" if fastest > facts.speed_mbit else ""
+            what = f"{facts.interfaces[0]}: it runs at {facts.speed_mbit} Mbit/s{others}"
+            yield Finding(Level.WARN, _who(facts), what, "check its cable and port, and what both ends negotiate")
 
 
 def _memory(gathered: Gathered) -> Iterator[Finding]:
@@ -145,6 +175,10 @@ def _switches(gathered: Gathered) -> Iterator[Finding]:
             ranks = [rank for rank, room in rooms.items() if room.error == error]
             todo = "start it, or unset NETFOLD_SWITCH to use host algorithms"
             yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, todo)
+        for error in sorted({room.udp_error for room in rooms.values() if room.udp_error}):
+            ranks = [rank for rank, room in rooms.items() if room.udp_error == error]
+            todo = "let UDP pass both ways between these hosts and the switch, or unset NETFOLD_SWITCH to use host"
+            yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, f"{todo} algorithms")
         answered = [room for room in rooms.values() if not room.error]
         if not answered:
             continue
@@ -159,23 +193,54 @@ def _switches(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _links(gathered: Gathered) -> Iterator[Finding]:
-    """A pair that is far from the others. With one pair there is nothing to compare it with."""
-    host = {facts.rank: facts.host for facts in gathered.facts}
+    """A pair that is far from the others, or from what its interfaces carry."""
     boot = {facts.rank: facts.boot for facts in gathered.facts}
     # What ranks of one machine reach over its loopback depends on its cores.
     links = [link for link in gathered.links if boot[link.one] != boot[link.other]]
-    if len(links) < 3:
-        return
-    usual = statistics.median(rate for link in links for rate in (link.there_bytes_per_s, link.back_bytes_per_s))
-    slow = [
-        (rate, sender, receiver)
+    ways = [
+        way
         for link in links
-        for rate, sender, receiver in (
+        for way in (
             (link.there_bytes_per_s, link.one, link.other),
             (link.back_bytes_per_s, link.other, link.one),
         )
-        if rate < _SLOW * usual
     ]
+    # With one pair there is nothing to compare it with.
+    usual = statistics.median(rate for rate, *_ in ways) if len(links) > 2 else 0.0
+    slow = [way for way in ways if way[0] < _SLOW * usual]
+    if usual:
+        yield from _slower_than_others(gathered, links, slow, usual)
+        yield from _farther_than_others(gathered, links)
+    yield from _slower_than_interfaces(gathered, [way for way in ways if way not in slow])
+
+
+def _slower_than_interfaces(gathered: Gathered, ways: Sequence[_Way]) -> Iterator[Finding]:
+    speed = {facts.rank: facts.speed_mbit for facts in gathered.facts}
+    host = {facts.rank: facts.host for facts in gathered.facts}
+    # Both ends' speed where both say one; a link's slower end bounds it.
+    bounds = [
+        (rate, sender, receiver, min(speed[sender], speed[receiver], _MOST_MBIT) * 1e6 / 8)
+        for rate, sender, receiver in ways
+    ]
+    slow = [way for way in bounds if way[0] < _OF_SPEED * way[3]]
+    todo = "check cables, ports and what both ends negotiate, and what else uses the way between them"
+    if len(slow) > 2 and len(slow) == len(ways):
+        usual = rate_of(statistics.median(rate for rate, *_ in slow))
+        what = f"{len(slow)} of {len(ways)} ways run at half of their interfaces' speed or less, usually at {usual}"
+        yield Finding(Level.WARN, "all hosts", what, todo)
+        return
+    for rate, sender, receiver, bound in slow:
+        what = f"{rate_of(rate)}; the interfaces at its ends run at {rate_of(bound)}"
+        if bound < min(speed[sender], speed[receiver]) * 1e6 / 8:
+            what = f"{rate_of(rate)}; the interfaces at its ends run at {rate_of(bound)} and more"
+        where = f"rank {sender} ({host[sender]}) -> rank {receiver} ({host[receiver]})"
+        yield Finding(Level.WARN, where, what, todo)
+
+
+def _slower_than_others(
+    gathered: Gathered, links: Sequence[PairLink], slow: Sequence[_Way], usual: float
+) -> Iterator[Finding]:
+    host = {facts.rank: facts.host for facts in gathered.facts}
     blamed = _in_common([(sender, receiver) for _, sender, receiver in slow], links)
     for rank in blamed:
         mine = sorted(rate for rate, *pair in slow if rank in pair)
@@ -188,6 +253,10 @@ def _links(gathered: Gathered) -> Iterator[Finding]:
             what = f"{rate_of(rate)}; others have {rate_of(usual)}"
             where = f"rank {sender} ({host[sender]}) -> rank {receiver} ({host[receiver]})"
             yield Finding(Level.WARN, where, what, "check the way between these two")
+
+
+def _farther_than_others(gathered: Gathered, links: Sequence[PairLink]) -> Iterator[Finding]:
+    host = {facts.rank: facts.host for facts in gathered.facts}
     latency = statistics.median(link.latency_s for link in links)
     for link in links:
         if link.latency_s > max(_LATE * latency, latency + _LATE_LEAST_S):

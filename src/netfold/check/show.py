@@ -39,7 +39,8 @@ def show(console: Console, gathered: Gathered, findings: Sequence[Finding]) -> N
     for room in gathered.facts[0].switches:
         if not room.error:
             has = f"{room.jobs} jobs, {room.workers} workers, {size(room.memory_bytes)}"
-            console.print(f"switch {room.endpoint}: room for {has}", highlight=False)
+            udp = ", and UDP does not pass" if room.udp_error else ""
+            console.print(f"switch {room.endpoint}: room for {has}{udp}", highlight=False)
     if not findings:
         console.print("nothing is wrong", style="green")
         return

@@ -1,4 +1,8 @@
-"""Status pages (native/engine/status.hpp) of the processes of this machine, by way of /proc."""
+"""Status pages (native/engine/status.hpp) of the processes of this machine, by way of /proc.
+
+Processes in containers are among them: a page is no file but memory, found by its descriptor in /proc/PID/fd. `pid` is
+everywhere the number that a process has here, which in its container is another.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +188,23 @@ class Page:
     def __init__(self, folder: Path) -> None:
         self.pid = int(folder.name)
         self._folder = folder
-        with _path_of(folder).open("rb", buffering=0) as file:
+        reason: Exception = FileNotFoundError("no status page")
+        # A process that looks at itself has the page open a second time for a moment, under a number that is another
+        # file's by the time that we open it: all that look like the page are tried.
+        for name in os.listdir(folder / "fd"):
+            path = folder / "fd" / name
+            try:
+                if os.readlink(path).startswith(_LINK):
+                    self._open(path)
+                    return
+            except OSError:  # closed meanwhile
+                continue
+            except ValueError as error:
+                reason = error
+        raise reason
+
+    def _open(self, path: Path) -> None:
+        with path.open("rb", buffering=0) as file:
             self._memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         try:
             self._entries = self._checked()
@@ -206,7 +226,8 @@ class Page:
         header = np.frombuffer(self._memory, _HEADER, count=1)[0].copy()
         if header["magic"] != b"NFSTATUS" or header["layout"] != _LAYOUT or header["entry_bytes"] != _ENTRY.itemsize:
             raise ValueError("a page of another netfold")
-        if header["pid"] != self.pid:
+        # A page names its process as that sees itself; from outside a container the process has another number.
+        if header["pid"] != _own_pid(self._folder):
             raise ValueError("a child made by fork inherits the descriptor, not the groups")
         return np.frombuffer(self._memory, _ENTRY, count=int(header["capacity"]), offset=_HEADER.itemsize)
 
@@ -217,14 +238,6 @@ class Page:
             if entry["version"] % 2 == 0 and entry["version"] == self._entries[number]["version"]:
                 break
         return entry
-
-
-def _path_of(folder: Path) -> Path:
-    for name in os.listdir(folder / "fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if os.readlink(folder / "fd" / name).startswith(_LINK):
-                return folder / "fd" / name
-    raise FileNotFoundError("no status page")
 
 
 def _rank(pid: int, state: str, command: str, entry: np.void) -> Rank:
@@ -296,6 +309,14 @@ def _transfer(entry: np.void) -> Transfer:
 
 def _name(names: dict[str, int], number: int) -> str:
     return next((name for name, value in names.items() if value == number), "?")
+
+
+def _own_pid(folder: Path) -> int:
+    """A process's number in its own PID namespace, the innermost of those that it is in."""
+    for line in (folder / "status").read_text(errors="replace").splitlines():
+        if line.startswith("NSpid:"):
+            return int(line.split()[-1])
+    return int(folder.name)  # a kernel without namespaces
 
 
 def _process(folder: Path) -> tuple[str, str]:

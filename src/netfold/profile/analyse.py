@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 
 from netfold.profile.clocks import Clocks, find_clocks
-from netfold.profile.columns import columns_of
+from netfold.profile.columns import columns_of, submitted_to
 from netfold.profile.exposed import Exposure, expose, overall, step_times
-from netfold.profile.findings import BUCKETS, Findings
+from netfold.profile.findings import BUCKETS, Findings, submissions_text
 from netfold.profile.lateness import find_lateness
 from netfold.profile.matching import Matching, match
 from netfold.profile.run import Run
@@ -46,7 +47,16 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
         versions={name: text for about in reversed(abouts) for name, text in about.versions.items()},
         hosts=list(dict.fromkeys(about.host for about in abouts)),
         registrations={about.rank: about.registrations for about in abouts if about.registrations},
+        submissions=submissions(run),
     )
+
+
+def submissions(run: Run) -> dict[str, int]:
+    """How many operations of all ranks were recorded as submissions alone, by backend."""
+    found: Counter[str] = Counter()
+    for trace in run.traces:
+        found.update(submitted_to(trace))
+    return dict(found)
 
 
 def title_of(run: Run) -> str:
@@ -60,6 +70,7 @@ def title_of(run: Run) -> str:
 def _blind_spots(run: Run, matching: Matching, clocks: Clocks, exposures: Sequence[Exposure]) -> list[str]:
     """What ranks say themselves, each sentence once; then what was found missing here."""
     said = list(dict.fromkeys(text for trace in run.traces for text in trace.about.blind_spots))
+    said += filter(None, [submissions_text(submissions(run))])
     size = max((trace.about.size for trace in run.traces), default=0)
     absent = sorted(set(range(size)) - {trace.about.rank for trace in run.traces})
     if absent:
@@ -79,11 +90,11 @@ def _blind_spots(run: Run, matching: Matching, clocks: Clocks, exposures: Sequen
     unbounded = [each.rank for each in clocks.offsets(run) if each.bound_ns is None]
     if unbounded and not clocks.contradiction_ns:
         said.append(f"nothing bounds how far the clock of {_ranks(unbounded)} is from the first rank's: not compared")
-    unwatched = [t.about.rank for t, each in zip(run.traces, exposures, strict=True) if each.exposed is None]
+    unwatched = [trace.about.rank for trace in run.traces if len(trace.progress) < 2]
     if unwatched:
         said.append(f"nobody watched the training thread of {_ranks(unwatched)}: what was exposed there is not known")
     for trace, exposure in zip(run.traces, exposures, strict=True):
-        communication = exposure.communicated[-1]
+        communication = 0.0 if exposure.communicated is None else exposure.communicated[-1]
         if exposure.exposed is not None and communication and exposure.unwatched_s > 0.01 * communication:
             said.append(
                 f"the training thread of rank {trace.about.rank} was not watched during "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from netfold.profile.run import GroupName, Run, Trace
+from netfold.profile.run import About, GroupName, Run, Trace
 
 Names: TypeAlias = "np.ndarray[Any, np.dtype[np.str_]]"
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -17,6 +18,8 @@ Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 
 EVENTS = "event records"
 TRANSFERS = ("send", "receive")
+# Backends of torch whose mark of an operation ends with the operation. Others mark the submission to a device.
+COMPLETING = ("gloo", "mpi")
 # A record has the bytes of one output: a rank's block here, of which there are as many as ranks. What is counted is
 # the larger of what a rank gives and gets (nccl-tests, doc/PERFORMANCE.md).
 _BLOCKS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
@@ -49,7 +52,8 @@ class Columns:
     """Of one rank, each [n], in the order of its records.
 
     group: place in `groups_of(run)`, or NO_GROUP; engine: whether it is an engine's event record; completes: whether
-    it ends when the operation was done; ranks: how many are in the group, all of the job where that is not known;
+    it ends when the operation was done, and not when the host had submitted it to a device; ranks: how many are in the
+    group, all of the job where that is not known;
     bytes: of the whole operation; bus_bytes: times nccl-tests' factor; failed: it ended in an error.
     """
 
@@ -79,6 +83,33 @@ def columns_of(run: Run) -> list[Columns]:
     return [_columns(trace, places) for trace in run.traces]
 
 
+def completes(trace: Trace) -> Bools:
+    """[n] whether each of a rank's records ends when its operation was done."""
+    numbers, inverse = np.unique(trace.operations["group"], return_inverse=True)
+    return np.array([_completes(trace.about, int(number)) for number in numbers], np.bool_)[inverse]
+
+
+def submitted_to(trace: Trace) -> dict[str, int]:
+    """How many of a rank's records are submissions alone, by backend; `?` where the group is not known."""
+    found: Counter[str] = Counter()
+    for number, count in zip(*np.unique(trace.operations["group"], return_counts=True), strict=True):
+        if not _completes(trace.about, int(number)):
+            group = trace.about.groups.get(str(number))
+            found["?" if group is None else group.backend] += int(count)
+    return dict(found)
+
+
+def _is_engine(about: About, number: int) -> bool:
+    """A rank with records of both kinds says which backend serves a group."""
+    group = about.groups.get(str(number))
+    return about.source == EVENTS or (EVENTS in about.source and group is not None and group.backend == "netfold")
+
+
+def _completes(about: About, number: int) -> bool:
+    group = about.groups.get(str(number))
+    return _is_engine(about, number) or (group is not None and group.backend in COMPLETING)
+
+
 def _group(named: GroupName) -> Group:
     return Group(named.name, tuple(sorted(named.ranks)))
 
@@ -88,16 +119,6 @@ def _columns(trace: Trace, places: dict[Group, int]) -> Columns:
     numbers, inverse = np.unique(records["group"], return_inverse=True)
     known = [about.groups.get(str(number)) for number in numbers]
     place = np.array([NO_GROUP if group is None else places[_group(group)] for group in known], np.int64)
-    # A rank with records of both kinds says which backend serves a group.
-    engine = [
-        about.source == EVENTS or (EVENTS in about.source and group is not None and group.backend == "netfold")
-        for group in known
-    ]
-    # Of what runs on an accelerator only the submission may have been seen.
-    completes = [
-        of_engine or (group is not None and group.backend == "gloo")
-        for of_engine, group in zip(engine, known, strict=True)
-    ]
     size = np.array([about.size if group is None or not group.ranks else len(group.ranks) for group in known], np.int64)
     ranks = size[inverse]
     operation = _names(trace, "operation")
@@ -111,8 +132,8 @@ def _columns(trace: Trace, places: dict[Group, int]) -> Columns:
     return Columns(
         operation=operation,
         group=place[inverse],
-        engine=np.array(engine, np.bool_)[inverse],
-        completes=np.array(completes, np.bool_)[inverse],
+        engine=np.array([_is_engine(about, int(number)) for number in numbers], np.bool_)[inverse],
+        completes=completes(trace),
         algorithm=_names(trace, "algorithm"),
         wire=_names(trace, "wire"),
         ranks=ranks,

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from netfold.profile.analyse import title_of
+from netfold.profile.analyse import submissions, title_of
 from netfold.profile.columns import Bools, Floats, columns_of
-from netfold.profile.findings import BUCKETS
+from netfold.profile.findings import BUCKETS, submissions_text
 from netfold.profile.matching import match
 from netfold.profile.run import Run, Trace
 from netfold.profile.summary import Places, place, sized
@@ -33,38 +33,49 @@ class Change:
 
     a_s, b_s: a rank's total time (Row.total_s); counts: a rank's operations in A and in B; steps: of A and of B, None
     where one of them has none. within_noise: the runs' own variation explains the difference; None where there is too
-    little to tell, or where, without steps, the numbers of operations differ.
+    little to tell, or where, without steps, the numbers of operations differ. submitted_only: as Row has it, and of all
+    operations together where A or B has such; nothing is then said of which is faster. A row's a_s and b_s are then
+    None, as is the total of a run with nothing else.
     """
 
     operation: str | None
     above_bytes: int
     to_bytes: int | None
-    a_s: float
-    b_s: float
+    a_s: float | None
+    b_s: float | None
     counts: tuple[float, float]
     steps: tuple[int, int] | None
     within_noise: bool | None
+    submitted_only: bool = False
+
+    @property
+    def name(self) -> str:
+        """As a table has it."""
+        if self.operation is None:
+            return "total"
+        return f"{self.operation} (submitted)" if self.submitted_only else self.operation
 
     @property
     def improvement(self) -> float | None:
-        """In percent of A's time, negative where B takes longer; None where A has nothing of it."""
-        return 100 * (self.a_s - self.b_s) / self.a_s if self.a_s > 0 else None
+        """In percent of A's time, negative where B takes longer; None where A has nothing of it, or not timed."""
+        return _improvement(self.a_s, self.b_s) if not self.submitted_only else None
 
     @property
     def per_step_s(self) -> tuple[float, float] | None:
-        return None if self.steps is None else (self.a_s / self.steps[0], self.b_s / self.steps[1])
+        if self.steps is None or self.a_s is None or self.b_s is None:
+            return None
+        return self.a_s / self.steps[0], self.b_s / self.steps[1]
 
     @property
     def improvement_per_step(self) -> float | None:
-        if self.per_step_s is None or self.a_s <= 0:
-            return None
-        a, b = self.per_step_s
-        return 100 * (a - b) / a
+        return None if self.per_step_s is None or self.submitted_only else _improvement(*self.per_step_s)
 
     @property
     def verdict(self) -> str:
-        """`faster`, `SLOWER`, `within noise`, `only in A`, `only in B` or, for equal times, `same`; by the step where
-        there are steps."""
+        """`faster`, `SLOWER`, `within noise`, `only in A`, `only in B`, for equal times `same`, or `not timed`; by the
+        step where there are steps."""
+        if self.submitted_only or self.a_s is None or self.b_s is None:
+            return "not timed"
         if self.a_s <= 0 or self.b_s <= 0:
             return "only in A" if self.b_s <= 0 < self.a_s else "only in B" if self.b_s > 0 else "same"
         if self.within_noise:
@@ -87,11 +98,21 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Side:
-    """One run by rows. total_s, count: a rank's; series: [n] in the order of time, a step's or an operation's time."""
+    """One run by rows, as `Places` has them. total_s, count: a rank's; series: [n] in the order of time, a step's or an
+    operation's time. Of submissions there is the count alone."""
 
-    total_s: dict[tuple[str, int], float]
-    count: dict[tuple[str, int], float]
-    series: dict[tuple[str, int], Floats]
+    total_s: dict[tuple[str, int, bool], float]
+    count: dict[tuple[str, int, bool], float]
+    series: dict[tuple[str, int, bool], Floats]
+
+    @property
+    def submitted(self) -> bool:
+        return any(submitted for _, _, submitted in self.count)
+
+    @property
+    def whole_s(self) -> float | None:
+        """Of all that is timed; None where there are submissions alone."""
+        return sum(self.total_s.values()) if self.total_s or not self.submitted else None
 
 
 def compare(a: Run, b: Run, buckets: Sequence[int] = BUCKETS) -> Comparison:
@@ -99,7 +120,7 @@ def compare(a: Run, b: Run, buckets: Sequence[int] = BUCKETS) -> Comparison:
     steps = (_steps(a), _steps(b))
     by_step = min(steps) > 0
     first, second = _side(a, buckets, by_step), _side(b, buckets, by_step)
-    keys = sorted(first.total_s.keys() | second.total_s.keys())
+    keys = sorted(first.count.keys() | second.count.keys())
     rng = np.random.default_rng(0)
     rows, chances = [], []
     for key in keys:
@@ -119,17 +140,22 @@ def compare(a: Run, b: Run, buckets: Sequence[int] = BUCKETS) -> Comparison:
         None,
         0,
         None,
-        sum(first.total_s.values()),
-        sum(second.total_s.values()),
+        first.whole_s,
+        second.whole_s,
         (sum(first.count.values()), sum(second.count.values())),
         steps if by_step else None,
         _is_noise(chance),
+        first.submitted or second.submitted,
     )
     return Comparison(title_of(a), title_of(b), rows, total, _notes(a, b, steps))
 
 
+def _improvement(a: float | None, b: float | None) -> float | None:
+    return 100 * (a - b) / a if a is not None and b is not None and a > 0 else None
+
+
 def _change(
-    key: tuple[str, int],
+    key: tuple[str, int, bool],
     buckets: Sequence[int],
     first: _Side,
     second: _Side,
@@ -137,16 +163,17 @@ def _change(
     steps: tuple[int, int] | None,
     within_noise: bool | None,
 ) -> Change:
-    name, bucket = key
+    name, bucket, submitted = key
     return Change(
         operation=name,
         above_bytes=buckets[bucket - 1] if bucket else 0,
         to_bytes=buckets[bucket] if bucket < len(buckets) else None,
-        a_s=first.total_s.get(key, 0.0),
-        b_s=second.total_s.get(key, 0.0),
+        a_s=None if submitted else first.total_s.get(key, 0.0),
+        b_s=None if submitted else second.total_s.get(key, 0.0),
         counts=counts,
         steps=steps,
         within_noise=within_noise,
+        submitted_only=submitted,
     )
 
 
@@ -162,8 +189,10 @@ def _side(run: Run, buckets: Sequence[int], by_step: bool) -> _Side:
     ranks, steps = len(run.traces), _steps(run)
     for index, key in enumerate(places.keys):
         times = _times(run, places, index)
-        total[key] = sum(float(time.sum()) for time in times) / ranks
         count[key] = sum(map(len, times)) / ranks
+        if key[2]:
+            continue
+        total[key] = sum(float(time.sum()) for time in times) / ranks
         if by_step:
             series[key] = np.mean(
                 [
@@ -224,7 +253,8 @@ def _is_noise(chance: Floats | None) -> bool | None:
 
 
 def _notes(a: Run, b: Run, steps: tuple[int, int]) -> list[str]:
-    notes = []
+    texts = [(name, submissions_text(submissions(run))) for name, run in (("A", a), ("B", b))]
+    notes = [f"{name}: {text}" for name, text in texts if text]
     if min(steps) > 0 and steps[0] != steps[1]:
         notes.append(f"A has {steps[0]} steps, B {steps[1]}: what is faster is said of a step, not of the totals")
     if (steps[0] > 0) != (steps[1] > 0):

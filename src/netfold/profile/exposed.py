@@ -9,6 +9,9 @@ rest is spread evenly over the time between the two, and cut where operations be
 apart; an operation of microseconds has its share of such a time, right on the average of many. Before the first line
 and after the last one nobody watched: nothing is known to hide communication there, and it counts as exposed.
 
+Of an operation on a device only the submission by the host may be recorded (`columns.completes`). How long it was under
+way is then not known, so it is left out, and where a rank has nothing else its communication is not known.
+
 Where k operations are under way at once each has 1/k of that moment's exposed time, so that operations add up to it.
 """
 
@@ -19,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from netfold.profile.columns import Floats, Integers
+from netfold.profile.columns import Floats, Integers, completes
 from netfold.profile.findings import Overlap, StepTimes
 from netfold.profile.run import Run, Trace
 
@@ -30,11 +33,11 @@ class Exposure:
 
     communicated: with an operation under way; exposed: of that, without computing; of_one: the share of each operation
     that is under way; unwatched_s: of communication, without a line of progress around it. exposed, of_one: None where
-    nobody watched.
+    nobody watched. communicated, exposed, of_one: None where there are submissions and nothing else.
     """
 
     edges_ns: Integers
-    communicated: Floats
+    communicated: Floats | None
     exposed: Floats | None
     of_one: Floats | None
     unwatched_s: float
@@ -45,22 +48,25 @@ class Exposure:
         return grown
 
     def of_operations(self, trace: Trace) -> Floats | None:
-        """[n] seconds of each of the rank's records; they add up to the rank's exposed time."""
+        """[n] seconds of each of the rank's records, 0 of a submission; they add up to the rank's exposed time."""
         if self.of_one is None:
             return None
         records = trace.operations
-        return self.between(self.of_one, records["started_ns"], records["finished_ns"])
+        return np.where(completes(trace), self.between(self.of_one, records["started_ns"], records["finished_ns"]), 0.0)
 
 
 def expose(trace: Trace) -> Exposure:
     """Cost: sorting the rank's records and lines."""
-    started, finished = trace.operations["started_ns"], trace.operations["finished_ns"]
+    timed = trace.operations[completes(trace)]
+    started, finished = timed["started_ns"], timed["finished_ns"]
     lines = trace.progress
     watched = len(lines) > 1
     # Twice the same is an interval of no time.
     edges = np.sort(np.concatenate([started, finished, lines["at_ns"]]))
     if not len(edges):
         edges = np.zeros(1, np.int64)
+    if not len(timed) and len(trace.operations):
+        return Exposure(edges, None, None, None, 0.0)
     under_way = np.zeros(len(edges), np.int64)
     np.add.at(under_way, np.searchsorted(edges, started), 1)
     np.add.at(under_way, np.searchsorted(edges, finished), -1)
@@ -85,15 +91,27 @@ def expose(trace: Trace) -> Exposure:
 
 
 def overall(run: Run, exposures: list[Exposure]) -> Overlap:
-    """Means over ranks; exposed time over those that were watched, and their communication for the ratio."""
+    """Means over ranks; exposed time over those that were watched, and their communication for the ratio. Ranks that
+    recorded submissions alone are in the wall time only."""
     if not run.traces:
         return Overlap(0.0, 0.0, None, None)
-    communication = [each.communicated[-1] for each in exposures]
-    watched = [each for each in exposures if each.exposed is not None]
-    exposed = float(np.mean([each.exposed[-1] for each in watched if each.exposed is not None])) if watched else None
-    hidden_from = float(np.mean([each.communicated[-1] for each in watched])) if watched else 0.0
-    ratio = 1 - exposed / hidden_from if exposed is not None and hidden_from > 0 else None
-    return Overlap(float(np.mean([_wall_s(t) for t in run.traces])), float(np.mean(communication)), exposed, ratio)
+    sums = [
+        (float(each.communicated[-1]), None if each.exposed is None else float(each.exposed[-1]))
+        for each in exposures
+        if each.communicated is not None
+    ]
+    return _overlap(float(np.mean([_wall_s(trace) for trace in run.traces])), sums)
+
+
+def _overlap(wall_s: float, ranks: list[tuple[float, float | None]]) -> Overlap:
+    """ranks: communication, and what of it was exposed, None where nobody watched."""
+    if not ranks:
+        return Overlap(wall_s, None, None, None)
+    watched = [(communication, exposed) for communication, exposed in ranks if exposed is not None]
+    exposed_s = float(np.mean([exposed for _, exposed in watched])) if watched else None
+    hidden_from = float(np.mean([communication for communication, _ in watched])) if watched else 0.0
+    ratio = 1 - exposed_s / hidden_from if exposed_s is not None and hidden_from > 0 else None
+    return Overlap(wall_s, float(np.mean([communication for communication, _ in ranks])), exposed_s, ratio)
 
 
 def step_times(run: Run, exposures: list[Exposure]) -> StepTimes | None:
@@ -102,11 +120,12 @@ def step_times(run: Run, exposures: list[Exposure]) -> StepTimes | None:
     count = max((len(wall) for wall, _, _ in ranks), default=0)
     if not count:
         return None
+    communication = [each for _, each, _ in ranks if each is not None]
     exposed = [each for _, _, each in ranks if each is not None]
     return StepTimes(
         count,
         _spread([wall for wall, _, _ in ranks]),
-        _spread([communication for _, communication, _ in ranks]),
+        _spread(communication) if sum(map(len, communication)) else None,
         _spread(exposed) if sum(map(len, exposed)) else None,
     )
 
@@ -117,21 +136,23 @@ def each_step(run: Run) -> list[Overlap]:
     found = []
     for number in range(max((len(wall) for wall, _, _ in ranks), default=0)):
         there = [rank for rank in ranks if len(rank[0]) > number]
-        wall_s = float(np.mean([wall[number] for wall, _, _ in there]))
-        communication_s = float(np.mean([communication[number] for _, communication, _ in there]))
-        seen = [(rank[1][number], rank[2][number]) for rank in there if rank[2] is not None]
-        exposed_s = float(np.mean([exposed for _, exposed in seen])) if seen else None
-        hidden_from = float(np.mean([communication for communication, _ in seen])) if seen else 0.0
-        ratio = 1 - exposed_s / hidden_from if exposed_s is not None and hidden_from > 0 else None
-        found.append(Overlap(wall_s, communication_s, exposed_s, ratio))
+        sums = [
+            (float(communication[number]), None if exposed is None else float(exposed[number]))
+            for _, communication, exposed in there
+            if communication is not None
+        ]
+        found.append(_overlap(float(np.mean([wall[number] for wall, _, _ in there])), sums))
     return found
 
 
-def _steps_of(trace: Trace, exposure: Exposure) -> tuple[Floats, Floats, Floats | None]:
+def _steps_of(trace: Trace, exposure: Exposure) -> tuple[Floats, Floats | None, Floats | None]:
     """Seconds of each of a rank's steps: all of it, with communication, and with exposed communication."""
     begun, ended = trace.steps["began_ns"], trace.steps["ended_ns"]
-    exposed = None if exposure.exposed is None else exposure.between(exposure.exposed, begun, ended)
-    return (ended - begun) / 1e9, exposure.between(exposure.communicated, begun, ended), exposed
+    communicated, exposed = (
+        None if what is None else exposure.between(what, begun, ended)
+        for what in (exposure.communicated, exposure.exposed)
+    )
+    return (ended - begun) / 1e9, communicated, exposed
 
 
 def _wall_s(trace: Trace) -> float:

@@ -20,6 +20,9 @@ BUCKETS = (128 * KB, 16 * MB, 32 * MB, 64 * MB)
 class Row:
     """One operation in one bucket of sizes: above `above_bytes` and up to `to_bytes` (None: no end).
 
+    submitted_only: of these operations only the submission to a device was recorded; then no time, bandwidth or share
+    is known (None). Otherwise only exposed_s and skew_s may be None.
+
     count, total_s, bytes, exposed_s, wire_bytes, retransmissions, registration_*: a rank's; mean_s, p50_s, p99_s: of
     all ranks' operations; queue_s: a rank's total between submission and start; skew_s: a rank's total between its own
     start and the last rank's; algbw and busbw: bytes over total time, busbw times nccl-tests' factor; share: of all
@@ -32,15 +35,15 @@ class Row:
     to_bytes: int | None
     count: float
     bytes: float
-    total_s: float
-    mean_s: float
-    p50_s: float
-    p99_s: float
-    algbw: float
-    busbw: float
-    share: float
+    total_s: float | None
+    mean_s: float | None
+    p50_s: float | None
+    p99_s: float | None
+    algbw: float | None
+    busbw: float | None
+    share: float | None
     exposed_s: float | None
-    queue_s: float
+    queue_s: float | None
     skew_s: float | None
     algorithms: Mapping[str, int] = field(default_factory=dict)
     wires: Mapping[str, int] = field(default_factory=dict)
@@ -49,6 +52,12 @@ class Row:
     registration_hits: float | None = None
     registration_misses: float | None = None
     errors: int = 0
+    submitted_only: bool = False
+
+    @property
+    def name(self) -> str:
+        """The operation, marked where only its submission was recorded."""
+        return f"{self.operation} (submitted)" if self.submitted_only else self.operation
 
 
 @dataclass(frozen=True)
@@ -57,22 +66,26 @@ class Overlap:
 
     wall_s: from begin to end; communication_s: in which at least one operation was under way; exposed_s: of these, in
     which the training thread did not compute. overlap_ratio = 1 - exposed_s / communication_s, None without any.
-    exposed_s is None where nobody watched the training thread.
+    exposed_s is None where nobody watched the training thread. Submissions to a device are no communication here: where
+    there is nothing else, communication_s and exposed_s are None.
     """
 
     wall_s: float
-    communication_s: float
+    communication_s: float | None
     exposed_s: float | None
     overlap_ratio: float | None
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Steps of training: count, and the wall time, communication and exposed time of one (median, p5, p95)."""
+    """Steps of training: count, and the wall time, communication and exposed time of one (median, p5, p95).
+
+    communication_s, exposed_s: None where `Overlap` has None.
+    """
 
     count: int
     wall_s: tuple[float, float, float]
-    communication_s: tuple[float, float, float]
+    communication_s: tuple[float, float, float] | None
     exposed_s: tuple[float, float, float] | None
 
 
@@ -116,6 +129,18 @@ class ClockOffset:
         return aligned
 
 
+def submissions_text(submissions: Mapping[str, int]) -> str:
+    """What is not known of `submissions` (Findings), and how to learn it, in a sentence; empty where there is none."""
+    if not submissions:
+        return ""
+    return (
+        f"{sum(submissions.values()):,} operations ({', '.join(sorted(submissions))}) were recorded only as the host "
+        "submitted them: they have counts and bytes and no times, since they ran on a device later. For their times "
+        "put events of the device around them (torch.cuda.Event(enable_timing=True)), or run torch.profiler with "
+        "ProfilerActivity.CUDA"
+    )
+
+
 @dataclass(frozen=True)
 class Advice:
     """One sentence with numbers. prediction: it says what would be, by the cost model, not what was measured."""
@@ -129,7 +154,8 @@ class Findings:
     """All of it.
 
     ranks: who left records; size: how many the job had; title: the command; lost: operations that all ranks dropped;
-    registrations: by rank, as `About` has them, of those on a fabric.
+    registrations: by rank, as `About` has them, of those on a fabric; submissions: how many operations of all ranks
+    were recorded as submissions alone, by backend.
     """
 
     title: str
@@ -148,3 +174,4 @@ class Findings:
     versions: Mapping[str, str] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)
     registrations: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    submissions: Mapping[str, int] = field(default_factory=dict)

@@ -3,7 +3,8 @@
 A process a rank. Its threads: one for steps, then as many as operations were under way at once, since slices of one
 thread must not overlap. A counter shows how much the training thread computed. Arrows go through the slices of one
 call, from the rank that began first to the one that began last. Times are microseconds of the first rank's clock since
-the first event. The format: "Trace Event Format", Google, 2016; its flows of the second kind (`bind_id`).
+the first event. An operation of which only the submission to a device was recorded is a slice `submit ...`, as long as
+the host took to submit it. The format: "Trace Event Format", Google, 2016; its flows of the second kind (`bind_id`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from netfold.profile.aligned import calls, group_name, lanes, on_one_clock
-from netfold.profile.columns import Integers
+from netfold.profile.columns import Integers, completes
 from netfold.profile.findings import ClockOffset
 from netfold.profile.record import RECORD
 from netfold.profile.run import Run, Trace
@@ -155,7 +156,7 @@ def _steps(trace: Trace, shift_ns: int) -> Iterator[dict[str, Any]]:
 
 def _operations(trace: Trace, shift_ns: int, call: Integers, role: Integers) -> Iterator[dict[str, Any]]:
     operations, about = trace.operations, trace.about
-    order = np.argsort(operations["started_ns"], kind="stable")
+    order, ends = np.argsort(operations["started_ns"], kind="stable"), completes(trace)
     lane = lanes(operations["started_ns"][order], operations["finished_ns"][order])
     for number in range(int(lane.max()) + 1 if len(lane) else 0):
         # Beyond these numbers a lane would be another rank's.
@@ -165,12 +166,19 @@ def _operations(trace: Trace, shift_ns: int, call: Integers, role: Integers) -> 
     for first in range(0, len(order), _AT_ONCE):
         part = order[first : first + _AT_ONCE]
         numbers = zip(*(operations[name][part].tolist() for name in _FIELDS), strict=True)
-        others = (lane[first : first + _AT_ONCE].tolist(), call[part].tolist(), role[part].tolist())
-        for one, row, number, arrow in zip(numbers, *others, strict=True):
+        others = (
+            lane[first : first + _AT_ONCE].tolist(),
+            call[part].tolist(),
+            role[part].tolist(),
+            ends[part].tolist(),
+        )
+        for one, row, number, arrow, whole in zip(numbers, *others, strict=True):
             said = dict(zip(_FIELDS, one, strict=True))
             name = about.name_of("operation", said["operation"])
+            kind = "communication" if whole else "submission"
+            name = name if whole else f"submit {name}"
             began_ns, ended_ns = said["started_ns"] + shift_ns, said["finished_ns"] + shift_ns
-            event = _slice(trace, _FIRST_LANE + row, name, "communication", began_ns, ended_ns)
+            event = _slice(trace, _FIRST_LANE + row, name, kind, began_ns, ended_ns)
             event["args"] = _args(trace, said)
             if arrow:
                 event["bind_id"] = number
@@ -232,7 +240,8 @@ def _arrows(run: Run) -> list[tuple[Integers, Integers]]:
     number = calls(run)
     if not number:
         return []
-    call = np.concatenate(number)
+    # Of a submission to a device it is not known who waited for whom.
+    call = np.concatenate([np.where(completes(t), each, 0) for t, each in zip(run.traces, number, strict=True)])
     began = np.concatenate([trace.operations["started_ns"] for trace in run.traces])
     order = np.lexsort((began, call))
     role = np.full(len(call), _IN | _OUT, np.int64)

@@ -38,6 +38,8 @@ from netfold.profile.record import Records, records_of
 from netfold.profile.run import FORMAT, PROGRESS, STEP, About, GroupName, RankWriter
 
 VARIABLE = "NETFOLD_PROFILE"
+# What the file of a launcher (netfold.profile.launch) begins with.
+LAUNCHER = "launch-"
 WRITE_S = 0.5
 # So many of a group's ring are left at most before it is looked at sooner.
 _MANY = 2048
@@ -169,6 +171,8 @@ class Recording:
         refuse_foreign(self.folder)
         if not self._replaces and (who := self._identity()) is not None:
             self._refuse_rank(who)
+        for member in members():
+            member.read_up_to = member.read(0)[0]  # earlier operations belong to no recording
         _current = self
         if "torch" in sys.modules:
             self._add_torch()
@@ -420,9 +424,13 @@ def refuse_foreign(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; a profile is written into a folder of its own")
-    foreign = [each.name for each in folder.iterdir() if each.name != "run.json" and not each.name.startswith("rank-")]
-    if foreign:
-        raise ValueError(f"{folder} holds {sorted(foreign)[0]}, which is no profile's; name another folder")
+    if foreign := foreign_to(sorted(os.listdir(folder))):
+        raise ValueError(f"{folder} holds {foreign[0]}, which is no profile's; name another folder")
+
+
+def foreign_to(names: Sequence[str]) -> list[str]:
+    """Those of a folder's `names` that no recording leaves there."""
+    return [name for name in names if name != "run.json" and not name.startswith(("rank-", LAUNCHER))]
 
 
 def describe_run(folder: Path, command: Sequence[str]) -> None:

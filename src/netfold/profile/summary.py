@@ -3,7 +3,8 @@
 The size of an operation is nccl-tests': the larger of what a rank gives and gets. A record has one output's bytes;
 where that is one of as many blocks as there are ranks (all_gather, reduce_scatter, all_to_all, gather, scatter) it is
 taken times the ranks of the group: exact for equal blocks. Ranks that are not a gather's root have no size of their
-own, and get the root's. An operation without bytes (a barrier) is in the first bucket.
+own, and get the root's. An operation without bytes (a barrier) is in the first bucket. Operations of which only the
+submission to a device was recorded have rows of their own, with counts and bytes and no times.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _ROOTED = ("gather", "scatter")
 
 @dataclass(frozen=True)
 class Places:
-    """Which row each record is in. keys: (operation, bucket) a row; of_trace: [n] a trace, places in keys."""
+    """Which row each record is in. keys: (operation, bucket, whether it is of submissions alone) a row; of_trace: [n] a
+    trace, places in keys."""
 
-    keys: list[tuple[str, int]]
+    keys: list[tuple[str, int, bool]]
     of_trace: list[Integers]
 
 
@@ -62,17 +64,18 @@ def place(columns: Sequence[Columns], buckets: Sequence[int]) -> Places:
     numbers = [np.searchsorted(np.asarray(buckets, np.float64), each.bytes, side="left") for each in columns]
     keys = sorted(
         {
-            (str(name), int(bucket))
+            (str(name), int(bucket), bool(submitted))
             for each, number in zip(columns, numbers, strict=True)
             for name in np.unique(each.operation)
-            for bucket in np.unique(number[each.operation == name])
+            for submitted in (False, True)
+            for bucket in np.unique(number[(each.operation == name) & (each.completes != submitted)])
         }
     )
     of_trace = []
     for each, number in zip(columns, numbers, strict=True):
         row = np.empty(len(each), np.int64)
-        for index, (name, bucket) in enumerate(keys):
-            row[(each.operation == name) & (number == bucket)] = index
+        for index, (name, bucket, submitted) in enumerate(keys):
+            row[(each.operation == name) & (number == bucket) & (each.completes != submitted)] = index
         of_trace.append(row)
     return Places(keys, of_trace)
 
@@ -85,15 +88,17 @@ def summarise(
     exposed: Sequence[Floats | None],
     skew: Sequence[Floats],
 ) -> list[Row]:
-    """The operation that took most of the time first, its sizes ascending.
+    """The operation that took most of the time first, its sizes ascending; submissions last.
 
     exposed, skew: [n] seconds a trace, of each of its records; skew NaN where it is not known.
     """
     rows = [_row(index, run, columns, places, buckets, exposed, skew) for index in range(len(places.keys))]
-    whole = sum(row.total_s for row in rows)
-    of_kind = {name: sum(row.total_s for row in rows if row.operation == name) for name, _ in places.keys}
-    rows.sort(key=lambda row: (-of_kind[row.operation], row.operation, row.above_bytes))
-    return [replace(row, share=row.total_s / whole if whole > 0 else 0.0) for row in rows]
+    whole = sum(row.total_s or 0.0 for row in rows)
+    of_kind = {name: sum(row.total_s or 0.0 for row in rows if row.operation == name) for name, *_ in places.keys}
+    rows.sort(key=lambda row: (row.submitted_only, -of_kind[row.operation], row.operation, row.above_bytes))
+    return [
+        row if row.total_s is None else replace(row, share=row.total_s / whole if whole > 0 else 0.0) for row in rows
+    ]
 
 
 def _row(
@@ -105,7 +110,7 @@ def _row(
     exposed: Sequence[Floats | None],
     skew: Sequence[Floats],
 ) -> Row:
-    name, bucket = places.keys[index]
+    name, bucket, submitted = places.keys[index]
     mine = [np.flatnonzero(of_trace == index) for of_trace in places.of_trace]
     records = [trace.operations[rows] for trace, rows in zip(run.traces, mine, strict=True)]
     good = [~each.failed[rows] for each, rows in zip(columns, mine, strict=True)]
@@ -132,7 +137,7 @@ def _row(
     for each, rows in zip(columns, mine, strict=True):
         algorithms.update(each.algorithm[rows].tolist())
         wires.update(each.wire[rows[each.bytes[rows] > 0]].tolist())
-    return Row(
+    row = Row(
         operation=name,
         above_bytes=buckets[bucket - 1] if bucket else 0,
         to_bytes=buckets[bucket] if bucket < len(buckets) else None,
@@ -157,6 +162,13 @@ def _row(
         registration_misses=misses / len(engines) if hits + misses else None,
         errors=sum(int((~ok).sum()) for ok in good),
     )
+    return _untimed(row) if submitted else row
+
+
+def _untimed(row: Row) -> Row:
+    """Without what follows from when its operations ended."""
+    row = replace(row, total_s=None, mean_s=None, p50_s=None, p99_s=None, algbw=None, busbw=None, share=None)
+    return replace(row, exposed_s=None, queue_s=None, skew_s=None, submitted_only=True)
 
 
 def _mean(records: Sequence[Records], field: str) -> float | None:

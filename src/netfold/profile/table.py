@@ -49,9 +49,9 @@ def render_comparison(found: Comparison) -> str:
     cells = [header]
     for change in (*found.rows, found.total):
         size = sizes_text(change.above_bytes, change.to_bytes) if change.operation else ""
-        line = [change.operation or "total", size, _ms(change.a_s), _ms(change.b_s), _percent(change.improvement)]
-        if by_step and change.per_step_s is not None:
-            line += [*(_ms(seconds) for seconds in change.per_step_s), _percent(change.improvement_per_step)]
+        line = [change.name, size, _known_ms(change.a_s), _known_ms(change.b_s), _percent(change.improvement)]
+        if by_step and change.steps is not None:
+            line += [*map(_known_ms, change.per_step_s or (None, None)), _percent(change.improvement_per_step)]
         cells.append([*line, _verdict(change)])
     titles = [f"A: {found.a_title}", f"B: {found.b_title}"]
     return "\n".join([*titles, *_aligned(cells), *(f"# {note}" for note in found.notes)])
@@ -79,9 +79,14 @@ def _whole(findings: Findings) -> str:
     line = f"{findings.title}: {len(findings.ranks)} of {findings.size} ranks on {len(findings.hosts)} hosts"
     if len(findings.hosts) == 1:
         line = line.removesuffix("s")
-    line += f"; {overlap.wall_s:.3g} s, in which a rank communicated {overlap.communication_s:.3g} s"
+    line += f"; {overlap.wall_s:.3g} s"
+    if overlap.communication_s is None:
+        return f"{line}; how long its operations took is not known: only their submission was recorded"
+    line += f", in which a rank communicated {overlap.communication_s:.3g} s"
     if overlap.communication_s > 0:
         line += f" ({100 * overlap.communication_s / overlap.wall_s:.0f}%)"
+    if findings.submissions:
+        line += f", not counting {sum(findings.submissions.values()):,} submitted operations"
     if overlap.exposed_s is not None and overlap.overlap_ratio is not None:
         line += f", {overlap.exposed_s:.3g} s of it exposed: computing hid {100 * overlap.overlap_ratio:.0f}%"
     return line
@@ -89,13 +94,12 @@ def _whole(findings: Findings) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     return (
-        row.operation,
+        row.name,
         sizes_text(row.above_bytes, row.to_bytes),
         f"{row.count:g}" if row.count < 1e6 else f"{row.count:.0f}",
-        _ms(row.total_s),
-        f"{100 * row.share:.1f}%",
-        *(_ms(seconds) for seconds in (row.mean_s, row.p50_s, row.p99_s)),
-        *("-" if seconds is None else _ms(seconds) for seconds in (row.exposed_s, row.queue_s, row.skew_s)),
+        _known_ms(row.total_s),
+        "-" if row.share is None else f"{100 * row.share:.1f}%",
+        *map(_known_ms, (row.mean_s, row.p50_s, row.p99_s, row.exposed_s, row.queue_s, row.skew_s)),
         *(f"{bandwidth / 1e9:.4f}" if bandwidth else "-" for bandwidth in (row.algbw, row.busbw)),
         *(_counted(named) for named in (row.algorithms, row.wires)),
         "-" if row.wire_bytes is None else bytes_text(row.wire_bytes),
@@ -131,7 +135,8 @@ def _steps(findings: Findings) -> list[str]:
     if steps is None:
         return []
     said = [f"{steps.count} step{'s' * (steps.count > 1)}, a step (p5..p95): wall {_spread(steps.wall_s)}"]
-    said.append(f"communication {_spread(steps.communication_s)}")
+    if steps.communication_s is not None:
+        said.append(f"communication {_spread(steps.communication_s)}")
     if steps.exposed_s is not None:
         said.append(f"exposed {_spread(steps.exposed_s)}")
     return [", ".join(said)]
@@ -160,6 +165,10 @@ def _verdict(change: Change) -> str:
 def _spread(values: tuple[float, float, float]) -> str:
     median, p5, p95 = values
     return f"{_ms(median)} ms ({_ms(p5)}..{_ms(p95)})"
+
+
+def _known_ms(seconds: float | None) -> str:
+    return "-" if seconds is None else _ms(seconds)
 
 
 def _ms(seconds: float) -> str:

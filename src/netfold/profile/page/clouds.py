@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from netfold.profile.columns import completes
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
 from netfold.profile.page.plain import escape
@@ -21,7 +22,7 @@ def clouds(run: Run) -> str:
     """Operations without bytes (a barrier) are on no logarithmic scale, and left out."""
     by_name = _operations(run)
     if not by_name:
-        return "<p>No operation of this run carried bytes.</p>"
+        return "<p>No operation of this run carried bytes and has a time.</p>"
     sizes = [each["bytes"] for parts in by_name.values() for each in parts]
     times = [_time_s(each) for parts in by_name.values() for each in parts]
     across = Axis.holding(
@@ -44,10 +45,10 @@ def clouds(run: Run) -> str:
 
 
 def _operations(run: Run) -> Mapping[str, list[Records]]:
-    """Those with bytes, by name; a part a rank."""
+    """Those with bytes whose end was recorded, by name; a part a rank."""
     found: dict[str, list[Records]] = {}
     for trace in run.traces:
-        with_bytes = trace.operations[trace.operations["bytes"] > 0]
+        with_bytes = trace.operations[(trace.operations["bytes"] > 0) & completes(trace)]
         for number in np.unique(with_bytes["operation"]):
             name = trace.about.name_of("operation", int(number))
             found.setdefault(name, []).append(with_bytes[with_bytes["operation"] == number])

@@ -12,7 +12,7 @@ from netfold.profile.page.table import Column, table
 
 # More steps than this share a place: of those that do, the slowest is drawn.
 _MOST_PLACES = 400
-_UNWATCHED = "nobody watched the training thread"
+_UNKNOWN = "nobody watched the training thread, or operations were seen as submitted only"
 
 
 def steps(times: StepTimes, each: Sequence[Overlap]) -> str:
@@ -23,9 +23,9 @@ def steps(times: StepTimes, each: Sequence[Overlap]) -> str:
 def _table(times: StepTimes) -> str:
     columns: tuple[Column[tuple[str, tuple[float, float, float] | None]], ...] = (
         Column("of one step", lambda line: line[0]),
-        Column("median", lambda line: None if line[1] is None else line[1][0], units.seconds, unknown=_UNWATCHED),
-        Column("p5", lambda line: None if line[1] is None else line[1][1], units.seconds, unknown=_UNWATCHED),
-        Column("p95", lambda line: None if line[1] is None else line[1][2], units.seconds, unknown=_UNWATCHED),
+        Column("median", lambda line: None if line[1] is None else line[1][0], units.seconds, unknown=_UNKNOWN),
+        Column("p5", lambda line: None if line[1] is None else line[1][1], units.seconds, unknown=_UNKNOWN),
+        Column("p95", lambda line: None if line[1] is None else line[1][2], units.seconds, unknown=_UNKNOWN),
     )
     lines = (("wall time", times.wall_s), ("communication", times.communication_s), ("exposed", times.exposed_s))
     return table("steps", f"{units.count(times.count)} steps of training; a rank's times.", columns, lines)
@@ -47,8 +47,10 @@ def _figure(each: Sequence[Overlap]) -> str:
             points += [f"{across.at(end):.1f},{SIDE - up.at(value(each[index])):.1f}" for end in ends]
         return f'<polygon class="{name}" points="0,{SIDE} {" ".join(points)} {across.at(len(each)):.1f},{SIDE}"/>'
 
-    marks = area("wall", lambda step: step.wall_s) + area("communication", lambda step: step.communication_s)
-    keys = [("wall", "wall time"), ("communication", "communication")]
+    marks, keys = area("wall", lambda step: step.wall_s), [("wall", "wall time")]
+    if all(each[index].communication_s is not None for index in numbers):
+        marks += area("communication", lambda step: step.communication_s or 0.0)
+        keys.append(("communication", "communication"))
     if all(each[index].exposed_s is not None for index in numbers):
         marks += area("exposed", lambda step: step.exposed_s or 0.0)
         keys.append(("exposed", "exposed communication"))

@@ -20,7 +20,8 @@ Bar = tuple[float, float, float | None]
 
 @dataclass(frozen=True)
 class Column(Generic[Item]):
-    """value: of one item, None where it is not known, and then `unknown` says why; text: the value in words.
+    """value: of one item, None where it is not known, and then `unknown` says why, for all items or for one; text: the
+    value in words.
 
     meaning: for the list of columns below the table, empty where the title says all.
     """
@@ -29,7 +30,7 @@ class Column(Generic[Item]):
     value: Callable[[Item], Any]
     text: Callable[[Any], str] = str
     meaning: str = ""
-    unknown: str = ""
+    unknown: str | Callable[[Item], str] = ""
     bar: Callable[[Item], Bar | None] | None = None
 
 
@@ -77,7 +78,8 @@ def _cell(column: Column[Item], item: Item, heads: bool, notes: dict[str, int]) 
         exact = sum(value.values()) if isinstance(value, Mapping) else plain(value)
         exact = f' data-value="{escape(json.dumps(exact))}"'
     else:
-        number = notes.setdefault(column.unknown, len(notes) + 1)
+        why = column.unknown if isinstance(column.unknown, str) else column.unknown(item)
+        number = notes.setdefault(why, len(notes) + 1)
         text, exact = f'<span class="unknown">not known<sup>{number}</sup></span>', ""
     if heads:
         return f'<th scope="row"{exact}>{text}</th>'

@@ -10,8 +10,8 @@ if (document.getElementById("timeline-data") !== null) {
   const windows = document.getElementById("timeline-windows");
   // Of an operation there are so many numbers in a row; the first is when it began.
   const STRIDE = data.fields.length;
-  const [LASTED, LANE, OPERATION, BYTES, SEQUENCE, GROUP, ALGORITHM, WIRE, QUEUED, ERROR] =
-    ["lasted", "lane", "operation", "bytes", "sequence", "group", "algorithm", "wire", "queued", "error"]
+  const [LASTED, LANE, OPERATION, BYTES, SEQUENCE, GROUP, ALGORITHM, WIRE, QUEUED, ERROR, SUBMITTED] =
+    ["lasted", "lane", "operation", "bytes", "sequence", "group", "algorithm", "wire", "queued", "error", "submitted"]
       .map((field) => data.fields.indexOf(field));
   const COLOURS = 8;
   const AXIS = 24, LABEL = 18, COMPUTING = 6, GAP = 10;
@@ -42,8 +42,10 @@ if (document.getElementById("timeline-data") !== null) {
   const describe = (rank, at) => {
     const numbers = rank.operations;
     const failed = numbers[at + ERROR] >= 0 ? `, failed: ${name("error", rank, at, ERROR)}` : "";
-    return `rank ${rank.rank}: ${name("operation", rank, at, OPERATION)} of ${bytes(numbers[at + BYTES])}, ` +
-      `${time(numbers[at + LASTED])} from ${time(numbers[at])} on, queued ${time(numbers[at + QUEUED])} before; ` +
+    const when = numbers[at + SUBMITTED]
+      ? `submitted at ${time(numbers[at])}, how long it took on the device is not known; `
+      : `${time(numbers[at + LASTED])} from ${time(numbers[at])} on, queued ${time(numbers[at + QUEUED])} before; `;
+    return `rank ${rank.rank}: ${name("operation", rank, at, OPERATION)} of ${bytes(numbers[at + BYTES])}, ${when}` +
       `number ${numbers[at + SEQUENCE]} of ${name("group", rank, at, GROUP)}; ` +
       `algorithm ${name("algorithm", rank, at, ALGORITHM)}, wire ${name("wire", rank, at, WIRE)}${failed}`;
   };
@@ -187,7 +189,8 @@ if (document.getElementById("timeline-data") !== null) {
     const rows = found.slice(0, MOST_LISTED).map(([rank, at]) => {
       const row = document.createElement("tr");
       const cells = [rank.rank, name("operation", rank, at, OPERATION), bytes(rank.operations[at + BYTES]),
-        time(rank.operations[at]), time(rank.operations[at + LASTED]), rank.operations[at + SEQUENCE],
+        time(rank.operations[at]), rank.operations[at + SUBMITTED] ? "not known" : time(rank.operations[at + LASTED]),
+        rank.operations[at + SEQUENCE],
         name("group", rank, at, GROUP), name("algorithm", rank, at, ALGORITHM), name("wire", rank, at, WIRE)];
       for (const cell of cells) row.insertCell().textContent = cell;
       return row;
@@ -245,7 +248,8 @@ if (document.getElementById("timeline-data") !== null) {
     } else {
       const met = call(found.rank, found.at);
       const spread = met.length > 1
-        ? `. Rank ${met.at(-1)[0].rank} was the last of ${met.length} to begin, ` +
+        ? `. Rank ${met.at(-1)[0].rank} was the last of ${met.length} to ` +
+          `${found.rank.operations[found.at + SUBMITTED] ? "submit it" : "begin"}, ` +
           `${time(met.at(-1)[0].operations[met.at(-1)[1]] - met[0][0].operations[met[0][1]])} after rank ${met[0][0].rank}`
         : "";
       picked.textContent = describe(found.rank, found.at) + spread + ".";

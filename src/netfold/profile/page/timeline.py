@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from netfold.profile.aligned import group_name, lanes, on_one_clock
-from netfold.profile.columns import TRANSFERS, Integers
+from netfold.profile.columns import TRANSFERS, Integers, completes
 from netfold.profile.findings import ClockOffset, Lateness
 from netfold.profile.page import units
 from netfold.profile.run import Run, Trace
@@ -24,7 +24,20 @@ MOST_STRETCHES = 20_000
 MOST_STEPS = 10_000
 MOST_RANKS = 64
 # Of the first rank's time; what is said of an operation, in the order of the numbers in `operations`.
-FIELDS = ("began", "lasted", "lane", "operation", "bytes", "sequence", "group", "algorithm", "wire", "queued", "error")
+FIELDS = (
+    "began",
+    "lasted",
+    "lane",
+    "operation",
+    "bytes",
+    "sequence",
+    "group",
+    "algorithm",
+    "wire",
+    "queued",
+    "error",
+    "submitted",
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,8 @@ def timeline(run: Run, clocks: Sequence[ClockOffset], lateness: Sequence[Latenes
     if len(traces) < len(run.traces):
         which = "those that the others waited for longest" if lateness else "the first of those that did anything"
         said.append(f"Of the ranks {len(traces)} are shown, {which}.")
+    if any(not completes(trace).all() for trace in traces):
+        said.append("Where only the submission to a device was recorded an operation is a mark as wide as a pixel.")
     if not shaded:
         said.append(f"More than {MOST_STEPS:,} steps: they are not shaded.")
     return Timeline(said, any(rank["computing"] for window in data["windows"] for rank in window["ranks"]), data)
@@ -153,15 +168,20 @@ def _within(trace: Trace, window: _Window) -> Any:
 
 def _rank(trace: Trace, window: _Window, names: _Names, stretches: int) -> dict[str, Any]:
     operations = trace.operations[_within(trace, window)]
-    operations = operations[np.argsort(operations["started_ns"], kind="stable")]
-    lane = lanes(operations["started_ns"], operations["finished_ns"])
+    submitted = ~completes(trace)[_within(trace, window)]
+    order = np.argsort(operations["started_ns"], kind="stable")
+    operations, submitted = operations[order], submitted[order]
+    # Of a submission to a device the moment is known, not how long the operation took.
+    lasted = np.where(submitted, 0, operations["finished_ns"] - operations["started_ns"])
+    lane = lanes(operations["started_ns"], operations["started_ns"] + lasted)
     columns: dict[str, Any] = {
         "began": operations["started_ns"] - window.begin_ns,
-        "lasted": operations["finished_ns"] - operations["started_ns"],
+        "lasted": lasted,
         "lane": lane,
         "bytes": operations["bytes"],
         "sequence": operations["sequence"],
-        "queued": operations["started_ns"] - operations["queued_ns"],
+        "queued": np.where(submitted, 0, operations["started_ns"] - operations["queued_ns"]),
+        "submitted": submitted,
     }
     columns |= {what: names.numbers(trace, operations, what) for what in names.lists}
     # No error is no name, whatever a rank calls it.

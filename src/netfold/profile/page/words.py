@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from netfold.profile.findings import Findings, Lateness
+from netfold.profile.findings import Findings, Lateness, submissions_text
 from netfold.profile.page import units
 from netfold.profile.page.plain import known
 
@@ -16,6 +16,11 @@ def headline(findings: Findings) -> str:
     overall = findings.overall
     if not findings.rows or overall.wall_s <= 0:
         return "No operation was recorded."
+    if overall.communication_s is None:
+        return (
+            f"How long communication took is not known: {units.count(_submitted(findings))} operations were seen as "
+            "submitted only."
+        )
     communication = units.ratio(overall.communication_s / overall.wall_s)
     said = f"{communication} of the time was communication"
     if overall.exposed_s is not None:
@@ -31,10 +36,17 @@ def story(findings: Findings) -> str:
     overall = findings.overall
     if not findings.rows or overall.wall_s <= 0:
         return "The ranks left records, and no operation is in them: what follows is what they say of themselves."
+    if overall.communication_s is None:
+        return (
+            f"In {units.seconds(overall.wall_s)} of the profile operations were submitted to a device; what ran there, "
+            "and when, is not in the records."
+        )
     said = [
         f"Of {units.seconds(overall.wall_s)} of the profile, at least one operation was under way for "
         f"{units.seconds(overall.communication_s)}, the mean over ranks."
     ]
+    if findings.submissions:
+        said.append(f"That leaves out {units.count(_submitted(findings))} operations that were seen as submitted only.")
     if overall.exposed_s is None:
         said.append("How much of that was exposed is not known: nobody watched the training thread.")
     else:
@@ -57,6 +69,9 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
         return []
     overall = findings.overall
     late = latest(findings.lateness)
+    submitted = [(units.count(_submitted(findings)), "operations submitted to a device: their times are not known")]
+    if overall.communication_s is None:
+        return submitted
     found = [(units.seconds(overall.communication_s), f"communication of {units.seconds(overall.wall_s)}, a rank's")]
     if overall.exposed_s is None:
         found.append(("not known", "exposed: nobody watched the training thread"))
@@ -67,7 +82,7 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     if late is not None:
         waited = units.seconds(late.waited_for_s)
         found.append((f"rank {late.rank}", f"the slowest, on {late.host}: the others waited {waited} for it"))
-    return found
+    return found + (submitted if findings.submissions else [])
 
 
 def latest(lateness: Sequence[Lateness]) -> Lateness | None:
@@ -76,9 +91,13 @@ def latest(lateness: Sequence[Lateness]) -> Lateness | None:
     return late if late is not None and late.waited_for_s > 0 else None
 
 
+def _submitted(findings: Findings) -> int:
+    return sum(findings.submissions.values())
+
+
 def missing(findings: Findings) -> list[str]:
     """What is not in the records and makes them say less than they seem to."""
-    said = []
+    said = [f"{text}." for text in [submissions_text(findings.submissions)] if text]
     absent = sorted(set(range(findings.size)) - set(findings.ranks))
     if absent:
         named = ", ".join(map(str, absent[:_MOST_NAMED])) + (", ..." if len(absent) > _MOST_NAMED else "")
