@@ -194,9 +194,7 @@ gradients. ZeRO 3 has one layer gathered at a time, and none at the end of the f
 
 The processes grew by {least:.1f} to {most:.1f} bytes a parameter more than was counted, some
 {least_mb:.0f} to {most_mb:.0f} MB:
-activations, the engine's and FSDP2's buffers. Not in any column: while a step runs, MasterWeights holds gradients in
-f32 too, 4 bytes a parameter (ZeRO 1: 4/d).
-
+activations, the engine's and FSDP2's buffers.
 {spoken((load, os.getloadavg()[0]))} Load does not change what is counted.
 """
     )

@@ -78,7 +78,7 @@ def serve(recipe_path: str, folder: str, timed_file: str) -> None:
         "steps": SETTLING + STEPS, "batch": max(1, table["training"].get("batch", 32) // 2), "scaling": "weak"
     }  # fmt: skip
     table["parallel"] = {"data": size, "bucket_mb": 25}
-    table["checkpoint"] = {}
+    table["checkpoint"] = {"every": "end"}
     recipe = Recipe.model_validate(table)
     data = make_data(recipe.data)
     few = replace(data, held_out=First(data.held_out, recipe.training.batch * size))

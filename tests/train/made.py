@@ -20,6 +20,11 @@ from netfold.train.recipe import Factory
 # Nobody else's: an error that names them is about the file that was spoilt.
 GARBAGE = b"this is no picture, no table and no archive"
 
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+needs_fashion_mnist = pytest.mark.skipif(
+    not FASHION.is_dir(), reason="no Fashion-MNIST here (Debian: apt-get install dataset-fashion-mnist)"
+)
+
 
 def data(name: str, **options: object) -> Data:
     return make_data(Factory.model_validate({"name": name, **options}))

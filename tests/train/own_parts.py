@@ -49,18 +49,21 @@ def numbers(
     folder: Path | None = None,
     breaks_at: int | None = None,
     dies_at: int | None = None,
+    nan_at: int | None = None,
 ) -> Data:
-    """Sums of random numbers. At a sample the data may break, or end its process in the job's first life."""
+    """Sums of random numbers. At a sample the data may break, end its process in the first life, or be no number."""
     if folder is not None:
         (folder / "numbers.txt").read_text()
     assert isinstance(folder, Path | None)
     metric = Metric("error", "", "lower", lambda output, target: (output - target).square().mean(1), 1.0, "the mean")
-    return Data(Numbers(count, width, breaks_at, dies_at), Numbers(min(count, 8), width, None, None), metric)
+    held_out = Numbers(min(count, 8), width, None, None, None)
+    return Data(Numbers(count, width, breaks_at, dies_at, nan_at), held_out, metric)
 
 
 class Numbers:
-    def __init__(self, count: int, width: int, breaks_at: int | None, dies_at: int | None) -> None:
+    def __init__(self, count: int, width: int, breaks_at: int | None, dies_at: int | None, nan_at: int | None) -> None:
         self._count, self._width, self._breaks_at, self._dies_at = count, width, breaks_at, dies_at
+        self._nan_at = nan_at
 
     def __len__(self) -> int:
         return self._count
@@ -73,4 +76,5 @@ class Numbers:
             os.kill(os.getpid(), signal.SIGKILL)
         rows: list[Tensor] = [torch.randn(self._width, generator=torch.Generator().manual_seed(i)) for i in indices]
         inputs = torch.stack(rows)
+        inputs[[index == self._nan_at for index in indices]] = float("nan")
         return Batch((inputs,), inputs.sum(1, keepdim=True))

@@ -52,7 +52,8 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_key(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("netfold.train.audience.chosen.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=rf"report\.{tracker} is on.*pip install {tracker}.*report\.{tracker} = false"):
+    wanted = r"'netfold\[train\]'" if tracker == "tensorboard" else tracker
+    with pytest.raises(ValueError, match=rf"report\.{tracker} is on.*pip install {wanted}.*report\.{tracker} = false"):
         listeners(recipe(tmp_path, report={"tensorboard": False, tracker: True}), tmp_path, 0)
 
 

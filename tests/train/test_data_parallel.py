@@ -205,6 +205,34 @@ def test_buckets_of_a_size_are_refused_where_layers_travel() -> None:
         share(small_network().module, recipe, mesh)
 
 
+def begins(rank: int, size: int, folder: str, apart: bool) -> list[float]:
+    """A buffer after the start and after a forward pass."""
+    import types
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from netfold.train.parallel import buckets
+
+    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    buckets.BUFFERS_APART = apart
+    module = nn.BatchNorm1d(1)
+    module.running_mean.fill_(rank + 1.0)
+    ddp = buckets.data_parallel(module, types.SimpleNamespace(data=types.SimpleNamespace(group=dist.group.WORLD)))
+    found = [module.running_mean.item()]
+    for _ in range(2):
+        ddp(torch.full((2, 1), 10.0 * rank)).sum().backward()
+    found.append(round(module.running_mean.item(), 3))
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["torch 2.13", "torch 2.12"])
+def test_buffers_are_rank_0s_at_the_start_and_ones_own_afterwards(apart: bool) -> None:
+    assert values(run_ranks(begins, 2, apart)) == [[1.0, 0.81], [1.0, 2.71]]
+
+
 def learnt(cases: dict[str, Table], ranks: int) -> list[dict[str, Learnt]]:
     found = values(run_ranks(_learn, ranks, list(cases.values()), timeout_s=240))
     return [dict(zip(cases, rank, strict=True)) for rank in found]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from made import needs_fashion_mnist
+from ranks import run_ranks, values
 from rich.console import Console
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,8 +51,9 @@ def plan(ranks: int, **sections: dict[str, Any]) -> Plan:
 
 
 def test_bytes_a_parameter_follow_zeros_formulas() -> None:
-    # Adam in mixed precision: 16, 4 + 12/d, 2 + 14/d, 16/d (Rajbhandari et al. 2020, figure 1).
-    for zero, expected in enumerate([16, 4 + 12 / 4, 2 + 14 / 4, 16 / 4]):
+    # Adam in mixed precision: 16, 4 + 12/d, 2 + 14/d, 16/d (Rajbhandari et al. 2020, figure 1); here gradients are f32,
+    # which is 2 more, and under ZeRO 1 every rank has all f32 weights.
+    for zero, expected in enumerate([18, 6 + 4 + 8 / 4, 2 + 16 / 4, 18 / 4]):
         asked = recipe(training={"precision": "bf16"}, optimizer={"name": "adam"}, parallel={"zero": zero})
         assert a_parameter(asked, 4).total == expected
     f32 = [a_parameter(recipe(optimizer={"name": "lamb"}, parallel={"zero": zero}), 4).total for zero in range(4)]
@@ -145,7 +148,7 @@ def test_stages_in_turn_send_round_the_ranks() -> None:
             {"parallel": {"zero": 3}, "training": {"accumulate": 4}},
             [("all_gather", 24, 8 * 200), ("reduce_scatter", 3, 200)],
         ),
-        ({"training": {"precision": "bf16"}}, [("all_reduce", 1, 90)]),
+        ({"training": {"precision": "bf16"}}, [("all_reduce", 1, 180)]),
         # Of 64 bytes: the last layer and the one before, then the first.
         ({"parallel": {"bucket_mb": 64 / 2**20}}, [("all_reduce", 2, 180)]),
         ({"outer": {"every": 10}}, [("all_reduce", 1, 180)]),
@@ -258,6 +261,11 @@ WHOLE = 16 * 4 * 8 * 4
 def test_collectives_of_tensor_parallelism_are_counted(
     styles: dict[str, Any], expected: list[tuple[str, int, bool]]
 ) -> None:
+    # In a process of its own: torch caches what it found for a mesh, with the names of groups that have gone since.
+    values(run_ranks(_counted, 1, styles, expected))
+
+
+def _counted(rank: int, size: int, folder: str, styles: dict[str, Any], expected: list[tuple[str, int, bool]]) -> None:
     fake, example = FakeTensorMode(), Batch((torch.zeros(2, 4, 8),), torch.zeros(2, 4, 8))
     with fake:
         layers: list[tuple[str, nn.Module]] = [(f"layer{n}", nn.Linear(8, 8)) for n in range(4)]
@@ -319,7 +327,11 @@ def test_sizes_are_read_at_a_glance() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")), ids=lambda file: file.stem
+    "file",
+    [
+        pytest.param(file, id=file.stem, marks=[needs_fashion_mnist] if "fashion-mnist" in file.read_text() else [])
+        for file in sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+    ],
 )
 def test_every_recipe_that_we_bring_has_a_plan(file: Path) -> None:
     asked, _ = load(file)

@@ -194,24 +194,23 @@ class _Held:
 
 
 def _unequal(zero: int, mesh: Any, precision: str = "f32") -> dict[str, Any]:
-    """By LAMB, in torch's default dtype or in bf16. The first layer is cut over tensor; without ZeRO the last one, by
-    rows, over data."""
+    """By LAMB; bf16 is what layers compute in, and the optimizer steps on f32.
+
+    The first layer is cut over tensor; without ZeRO the last one, by rows, over data.
+    """
     import torch
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     from netfold.train.optimizers import kind_of, local_optimizer, make_optimizer
-    from netfold.train.optimizers.master import MASTER, MasterWeights
     from netfold.train.parallel.parts import Parts
 
-    low = precision == "bf16"
     parts, axes = Parts(), {"first": "tensor"} if zero else {"first": "tensor", "last": "data"}
     for name, axis in axes.items():
         parts.add(name, mesh.device_mesh[axis], [Shard(0)], torch.Size(SHAPES[name]))
 
     def drawn(seed: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed)
-        made = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-        return {name: tensor.bfloat16() if low else tensor for name, tensor in made.items()}
+        return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
     def put(tensors: dict[str, Any]) -> dict[str, Any]:
         cut = {
@@ -226,7 +225,7 @@ def _unequal(zero: int, mesh: Any, precision: str = "f32") -> dict[str, Any]:
     replica = _Held(held, parts)
     optimizer = make_optimizer(replica, recipe, mesh)  # type: ignore[arg-type]
     kind, options = kind_of(recipe.optimizer)
-    alone: Any = MasterWeights(whole.values(), kind, **options) if low else kind(whole.values(), **options)
+    alone: Any = kind(whole.values(), **options)
     own = {w for group in local_optimizer(optimizer).param_groups for w in group["params"]}
     norms: dict[str, list[int]] = {"tensor": [], "data": []}
     for step in range(STEPS):
@@ -239,14 +238,11 @@ def _unequal(zero: int, mesh: Any, precision: str = "f32") -> dict[str, Any]:
         alone.step()
         for axis, sizes in norms.items():
             sizes += _all_reduces(mesh, axis)[before[axis] :]
-    off, states = 0.0, local_optimizer(optimizer).state
+    off = 0.0
     for name, w in held.items():
-        if low and w not in own:
-            continue  # another rank has its master
-        part = parts.of(name, states.get(w, {}).get(MASTER, w.detach()))
+        part = parts.of(name, w.detach())
         part = part.full_tensor() if isinstance(part, DTensor) else part
-        expected = alone.state[whole[name]].get(MASTER, whole[name].detach())
-        off = max(off, float((part - expected).abs().max()))
+        off = max(off, float((part - whole[name].detach()).abs().max()))
     return {"off": off, "norms": norms, "owned": sorted(name for name, w in held.items() if w in own)}
 
 

@@ -93,9 +93,7 @@ def test_a_stretch_of_steps_is_recorded_on_every_rank_and_is_on_the_page(left: t
     assert "9 steps were recorded" in (folder / "report.html").read_text()
     findings = json.loads(parse((folder / "profile.html").read_text()).one("script", id="findings").text)
     assert findings["ranks"] == [0, 1] and {row["operation"] for row in findings["rows"]} == {"all_reduce"}
-    # What the group had done before the first of these steps is not in it.
     spans_s = [(trace.steps["ended_ns"][-1] - trace.steps["began_ns"][0]) / 1e9 for trace in run.traces]
-    assert min(trace.operations["queued_ns"][0] - trace.steps["began_ns"][0] for trace in run.traces) < 0
     assert 0 < findings["overall"]["wall_s"] < 1.05 * sum(spans_s) / RANKS
 
 

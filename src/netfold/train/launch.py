@@ -27,13 +27,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from netfold.train.rank import BEGUN, FAILED, JOB, final_status
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.problem import Source
-from netfold.train.survive.stop import STOPPED_STATUS, leaves_in_order
+from netfold.train.survive.stop import POLICY_STATUS, STOPPED_STATUS, leaves_in_order
 
 
 def launch(recipe: Recipe, source: Source, ranks: int) -> int:
     """Run `recipe` on `ranks` processes of this machine to their end; the exit status, 128 + n after signal n.
 
-    STOPPED_STATUS where they were asked to stop, and have written a checkpoint or had not begun to train.
+    STOPPED_STATUS where they were asked to stop, and have written a checkpoint or had not begun to train. POLICY_STATUS
+    where a policy of the recipe ended the run.
 
     What a rank has to say it says itself; here only what it could not: which of them failed first, or was killed.
     """
@@ -53,8 +54,8 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
                 elastic_launch(_config(recipe, ranks, folder), sys.executable)("-m", "netfold.train.rank", str(folder))
         except ChildFailedError as error:
             final = final_status(folder)
-            if final == STOPPED_STATUS:
-                return STOPPED_STATUS
+            if final in (POLICY_STATUS, STOPPED_STATUS):
+                return final
             print(f"netfold train: {_ending(error, recipe, hopeless=final is not None)}", file=sys.stderr)
             return FAILED
         except SignalException as stopped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,6 +34,16 @@ class Mesh:
             device, (parallel.pipeline, data, parallel.tensor), mesh_dim_names=AXES
         )
         self.pipeline, self.data, self.tensor = (self._axis(name) for name in AXES)
+
+    def island(self) -> dist.ProcessGroup:
+        """A new group: the ranks that hold this rank's copy of the model, along pipeline and tensor. Collective over
+        the world."""
+        own = None
+        for ranks in self.device_mesh.mesh.transpose(0, 1).flatten(1).tolist():
+            group = dist.new_group(ranks)
+            own = group if dist.get_rank() in ranks else own
+        assert own is not None
+        return cast(dist.ProcessGroup, own)
 
     def alike(self) -> list[list[int]]:
         """Ranks of the world by what they hold: a list for each place on the other axes, along the data axis."""

@@ -51,6 +51,6 @@ class Model:
     """A `Chain` where it is to be cut into stages. Takes a batch's inputs, returns one tensor."""
     loss: Callable[[Tensor, Tensor], Tensor]
     """(output, target) -> the mean over the samples, f32, no dimensions. The mean over a batch must be the mean of the
-    means over its equal parts: what is averaged must not depend on the sample."""
+    means over its equal parts: what is averaged must not depend on the sample. The trainer looks (`equal_weights`)."""
     tensor_plan: TensorPlan | None = None
     """How its layers are cut for `parallel.tensor`; without, they cannot be."""

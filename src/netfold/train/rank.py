@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from netfold.communicator.launchers import Placement, placement
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.problem import Source, in_a_sentence
-from netfold.train.survive.stop import STOPPED_STATUS
+from netfold.train.survive.stop import POLICY_STATUS, STOPPED_STATUS, PolicyStopError
 
 if TYPE_CHECKING:
     from netfold.train.trainer import Outcome, Trainer
@@ -39,10 +39,11 @@ _PR_SET_PDEATHSIG = 1
 def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
     """Join the ranks that the launcher has started, train in the run's folder, and print what came of it on rank 0.
 
-    Returns the exit status: FAILED, or CANNOT where a restart would fail in the same way; STOPPED_STATUS where the job
-    was asked to stop, and has. An error is one sentence on stderr, with the rank and the step, and the place in
-    `source` of the key that it names; it is in torchrun's error file too, where that is asked for. begun: made when
-    training begins; from then on SIGTERM is a request to stop after a step.
+    Returns the exit status: FAILED, or CANNOT where a restart would fail in the same way; POLICY_STATUS where a policy
+    of the recipe ended the run; STOPPED_STATUS where the job was asked to stop, and has. An error is one sentence on
+    stderr, with the rank and the step, and the place in `source` of the key that it names; it is in torchrun's error
+    file too, where that is asked for. begun: made when training begins; from then on SIGTERM is a request to stop after
+    a step.
     """
     import torch
     import torch.distributed as dist
@@ -80,6 +81,11 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
         if rank == 0:
             print(f"netfold train: interrupted{_step(trainer)}", file=sys.stderr, flush=True)
         return INTERRUPTED
+    except PolicyStopError as error:
+        # All ranks raise it alike.
+        if rank == 0:
+            _tell(error, place, trainer, source)
+        return POLICY_STATUS
     except Exception as error:
         _tell(error, place, trainer, source)
         # To Python a RuntimeError; torch raises it for an operation that it lacks, and it will lack it again.
@@ -121,14 +127,14 @@ def main() -> None:
         status = train(Recipe.model_validate(job["recipe"]), Source.from_json(job["source"]), folder / BEGUN)
     except KeyboardInterrupt:
         status = INTERRUPTED
-    if status in (CANNOT, STOPPED_STATUS):
+    if status in (CANNOT, POLICY_STATUS, STOPPED_STATUS):
         with contextlib.suppress(FileNotFoundError):
             (folder / FINAL).write_text(str(status))
     sys.exit(status)
 
 
 def final_status(folder: Path) -> int | None:
-    """What a rank of the job has left with that no restart would change: CANNOT, or STOPPED_STATUS."""
+    """What a rank of the job has left with that no restart would change: CANNOT, POLICY_STATUS or STOPPED_STATUS."""
     final = folder / FINAL
     return int(final.read_text()) if final.exists() else None
 
@@ -159,7 +165,10 @@ def _stopped(outcome: Outcome, trainer: Trainer) -> str:
 
 
 def _tell(error: Exception, place: Placement, trainer: Trainer | None, source: Source) -> None:
-    said = "; ".join(source.placed(error)) if isinstance(error, ValueError) else in_a_sentence(error)
+    if isinstance(error, ValueError):
+        said = "; ".join(source.placed(error))
+    else:
+        said = str(error) if isinstance(error, PolicyStopError) else in_a_sentence(error)
     sentence = f"rank {place.rank} of {place.size}{_step(trainer)}: {said}"
     print(f"netfold train: {sentence}", file=sys.stderr, flush=True)
     if os.environ.get("LOGLEVEL") in ("INFO", "DEBUG"):

@@ -1,6 +1,7 @@
 """The loop: a batch, gradients, the word of all ranks on them, a step of the optimizer, and who is told.
 
-Every decision that all ranks must take alike is taken from one small all_reduce a step (`word`). What is done when
+Every decision that all ranks must take alike is taken from one small all_reduce a step (`word`), under [outer] from one
+a round: within a round only the ranks of one copy of the model wait for each other. What is done when
 something goes wrong is in files of its own (`policies`, `recovery`, `stop`, `straggler`, `unreadable`); here is when.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from netfold.train import listeners as said
 from netfold.train.datasets import make_data
+from netfold.train.equal_weights import EqualWeights
 from netfold.train.evaluate import evaluate
 from netfold.train.examples import Batch, Data, Panel
 from netfold.train.feed import Feed
@@ -24,6 +26,7 @@ from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.models import make_model
 from netfold.train.optimizers import make_optimizer
+from netfold.train.optimizers.decay import undecayed
 from netfold.train.order import sample_seed
 from netfold.train.parallel import parallelise
 from netfold.train.pictures import render
@@ -44,7 +47,7 @@ from netfold.train.survive.stop import StopRequest
 from netfold.train.survive.straggler import Straggler, StragglerError
 from netfold.train.survive.unreadable import Replacing
 from netfold.train.update import Update
-from netfold.train.word import Word, agree
+from netfold.train.word import Word, agree, together
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,22 @@ class Trainer:
         self.mesh = Mesh(recipe.parallel)
         self.data = data or make_data(recipe.data)
         torch.manual_seed(recipe.training.seed)
-        self.model = model or make_model(recipe.model)
+        made = model or make_model(recipe.model)
+        parts = (recipe.parallel.microbatches or 2) if recipe.parallel.pipeline > 1 else recipe.training.accumulate
+        # Nothing is averaged where nothing is shared out.
+        loss = EqualWeights(made.loss) if self.mesh.data.size * parts > 1 else None
+        self.model = made if loss is None else replace(made, loss=loss)
         self._parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
+        alone = undecayed(self.model.module)
         self.replica = parallelise(self.model, recipe, self.mesh, self.data.train)
-        self.optimizer = make_optimizer(self.replica, recipe, self.mesh)
-        self.update = Update(self.replica, self.optimizer, recipe, self.mesh)
+        if loss is not None:
+            loss.on = True  # it was timed until now
+        self.optimizer = make_optimizer(self.replica, recipe, self.mesh, alone)
+        self._island = self.mesh.island() if recipe.outer is not None else None
+        self.update = Update(self.replica, self.optimizer, recipe, self.mesh, self._island)
+        self._round: list[Word] = []
+        self._spoilt: list[str] = []
+        """Under [outer]: what was told of this round's steps, and of those that were left out, on this island."""
         self.batch = recipe.training.batch * (self.mesh.data.size if recipe.training.scaling == "weak" else 1)
         self.step = 0
         self.samples = 0
@@ -98,7 +112,11 @@ class Trainer:
         self._batch: Batch | None = None
         self._notes: list[tuple[str, str]] = []
         self._started = False
-        self._replacing = Replacing(self.data.train) if recipe.survive.missing_data == "skip" else None
+        self._replacing: Replacing | None = None
+        if recipe.survive.missing_data == "skip":
+            # The stages of a pipeline and the parts of a layer are given the same samples.
+            shared = self.mesh.pipeline.size * self.mesh.tensor.size > 1
+            self._replacing = Replacing(self.data.train, self.mesh.island() if shared else None)
         self._non_finite = NonFinite(recipe.survive)
         self._buffers = Buffers(self.replica.modules) if recipe.survive.non_finite == "skip" else None
         self._straggler: Straggler | None = None
@@ -153,10 +171,15 @@ class Trainer:
         self._begin()
         values: dict[str, float] = {}
         reason = "done"
-        with Feed(self._replacing or self.data.train, training.seed, self.batch, data.rank, data.size) as feed:
+        replacing = self._replacing
+        agree = None if replacing is None else replacing.agree
+        with Feed(replacing or self.data.train, training.seed, self.batch, data.rank, data.size, agree) as feed:
             while self.step < self.steps:
-                word = self._one_step(feed)
-                losses.append(word.loss)
+                heard = self._heard(self._one_step(feed))
+                if not heard:
+                    continue
+                losses += [word.loss for word in heard]
+                word = heard[-1]
                 if word.stop:
                     reason = "SIGTERM"
                     break
@@ -164,7 +187,7 @@ class Trainer:
                     self.recovery.settle()
                 if _due(self.step, training.evaluate_every) and self.step < self.steps:
                     self._evaluate()
-                if _due(self.step, self.recipe.checkpoint.every):
+                if _due(self.step, self.recipe.checkpoint_every(self.steps)):
                     self._save()
             # Checkpoints and looks at held-out examples are of one model: an outer round ends early.
             self.update.settle()
@@ -180,6 +203,8 @@ class Trainer:
         position = self.recovery.begin() if self.recovery is not None else None
         if position is not None:
             self.step, self.samples = position.step, position.samples
+        if self.recovery is not None:
+            self._say_checkpoints()
         self._tell(
             said.Started(
                 self.recipe, self.model, dist.get_world_size(), dist.get_rank(), self.step, self.steps, self.batch,
@@ -190,6 +215,13 @@ class Trainer:
         for level, text in self._notes:
             self._note(level, text)
         self._pass_on()
+
+    def _say_checkpoints(self) -> None:
+        every, asked = self.recipe.checkpoint_every(self.steps), self.recipe.checkpoint.every
+        if every is None:
+            self._note("info", "no checkpoint before the end (checkpoint.every): a restart begins at step 0")
+        elif asked == "auto" and every < self.steps:
+            self._note("info", f"a checkpoint every {every} steps (checkpoint.every)")
 
     def _one_step(self, feed: Feed) -> Word:
         began_s = time.perf_counter()
@@ -213,10 +245,19 @@ class Trainer:
             not_finite=bool(bad) or (loss is not None and not math.isfinite(loss)),
             stop=self.stop.asked,
             checkpoint_failed=self.recovery is not None and self.recovery.failed(),
+            group=self._island,
         )
         norm: float | None = None
         if word.not_finite:
-            skipped = self._left_out(what_is_bad(self.step + 1, loss, bad))
+            what = what_is_bad(self.step + 1, loss, bad, self._island)
+            if self._island is not None:
+                # Other islands do not know, and wait for nobody before the end of the round.
+                self._spoilt.append(what)
+                if self._buffers is not None:
+                    self._buffers.put_back()
+                skipped = True
+            else:
+                skipped = self._left_out(what)
             if not skipped:
                 return word
         else:
@@ -225,7 +266,7 @@ class Trainer:
         self.step += 1
         self.update.end_step(self.step)
         self.samples += self.batch
-        if not skipped:
+        if not skipped and self._island is None:
             self._non_finite.fine(self.step)
         seconds = time.perf_counter() - began_s
         self._tell(said.Stepped(self.step, word.loss, lr, norm, seconds, data_s, self.samples, skipped))
@@ -234,15 +275,40 @@ class Trainer:
             self.recovery.stepped(self.step)
         for text in self._replacing.news() if self._replacing is not None else ():
             self._note("warning", f"{text}; another example is taken instead (survive.missing_data)")
-        slow = self._straggler.stepped(began_s, data_s, gradients_s) if self._straggler is not None else None
-        if slow is not None:
-            self._slow(slow)
+        if self._straggler is not None:
+            slow = self._straggler.stepped(began_s, data_s, gradients_s, may_compare=self._is_agreed())
+            if slow is not None:
+                self._slow(slow)
         return word
+
+    def _is_agreed(self) -> bool:
+        """All ranks agree after this step: after every one, and under [outer] at the end of a round, or of training."""
+        return self.recipe.outer is None or self.step % self.recipe.outer.every == 0 or self.step >= self.steps
+
+    def _heard(self, word: Word) -> list[Word]:
+        """The words of all ranks on the steps since they last agreed; none where they do not agree yet."""
+        if self._island is None:
+            return [word]
+        self._round.append(word)
+        if not self._is_agreed():
+            return []
+        words, self._round = together(self._round), []
+        if words[-1].not_finite:
+            found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(found, self._spoilt)
+            self._spoilt = []
+            self.update.settle()
+            self._left_out("; ".join(dict.fromkeys(text for texts in found for text in texts)))
+        else:
+            self._non_finite.fine(self.step)
+        return words
 
     def _left_out(self, what: str) -> bool:
         """A step whose numbers are bad. True: it counts as done; False: training is back at the last checkpoint."""
-        if self._non_finite.bad(self.step + 1, what) == "skip":
-            if self._buffers is not None:
+        # Under [outer] the round is over, and its steps are counted.
+        over = self._island is not None
+        if self._non_finite.bad(self.step + (0 if over else 1), what) == "skip":
+            if self._buffers is not None and not over:
                 self._buffers.put_back()
             self._note("warning", f"{what}; the step is left out (survive.non_finite)")
             return True
@@ -251,7 +317,7 @@ class Trainer:
             raise NonFiniteError(f"{what}; there is no checkpoint yet to go back to (checkpoint.every)")
         # Weights go back and the data goes on, past the batch that did it (as in PaLM, Chowdhery 2022, section 5.1):
         # the same batch again would do it again.
-        self.samples += self.batch
+        self.samples += 0 if over else self.batch
         self._note(
             "warning", f"{what}; back to the weights of step {position.step}, on with sample {self.samples} of the data"
         )

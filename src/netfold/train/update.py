@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from netfold.train.mesh import Mesh
-from netfold.train.optimizers import local_optimizer
 from netfold.train.optimizers.clip import Clip
 from netfold.train.optimizers.loss_scale import LossScale
-from netfold.train.optimizers.master import MasterWeights
+from netfold.train.optimizers.norms import local
 from netfold.train.parallel.outer import Rounds, of_rounds
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
@@ -20,13 +20,22 @@ from netfold.train.replica import Replica
 class Update:
     """One optimizer's step a call, on every rank; all ranks call alike."""
 
-    def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, recipe: Recipe, mesh: Mesh) -> None:
-        """Collective over the world."""
+    def __init__(
+        self,
+        replica: Replica,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        mesh: Mesh,
+        island: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`island`: under `outer`, as of `Mesh.island`; without, it is made. Collective over the world."""
         self.optimizer = optimizer
         self._replica = replica
         self._scale = LossScale() if recipe.training.precision == "f16" else None
         limit, outer = recipe.training.clip, recipe.outer
-        self._clip = Clip(replica, limit, mesh, apart=outer is not None) if limit is not None else None
+        if outer is not None and island is None:
+            island = mesh.island()
+        self._clip = Clip(replica, limit, mesh, island=island) if limit is not None else None
         self._rounds = Rounds(replica, optimizer, outer, mesh.data) if outer is not None else None
         self.skipped = False
         """The last step left weights as they were: its gradients had overflowed."""
@@ -41,16 +50,14 @@ class Update:
         `outer` that of this data-parallel rank's own."""
         scale = self.loss_scale
         if self._scale is not None:
-            parameters = (parameter for _, parameter in self._replica.named_parameters())
-            self.skipped = self._scale.overflowed(
-                parameter.grad for parameter in parameters if parameter.grad is not None
-            )
+            held = (parameter.grad for _, parameter in self._replica.named_parameters())
+            gradients = [gradient for gradient in held if gradient is not None]
+            self.skipped = self._scale.overflowed(gradients)
             if self.skipped:
                 return None
-            local = local_optimizer(self.optimizer)
-            assert isinstance(local, MasterWeights)
-            local.gradient_factor = 1.0 / scale
-        norm = self._clip.clip(scale) if self._clip is not None else None
+            for gradient in gradients:
+                local(gradient).mul_(1.0 / scale)
+        norm = self._clip.clip() if self._clip is not None else None
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from netfold.extras import command
 from netfold.train.audience.exposed import Exposed
 from netfold.train.audience.metrics_file import MetricsFile
 from netfold.train.audience.profiled import Profiled
@@ -53,7 +54,7 @@ def check_packages(recipe: Recipe) -> None:
     for name in _TRACKERS:
         if getattr(recipe.report, name) and find_spec(name) is None:
             raise ValueError(
-                f"report.{name} is on, and the package {name} is not installed: pip install {name}, or set "
+                f"report.{name} is on, and the package {name} is not installed: {command(name)}, or set "
                 f"report.{name} = false"
             )
 

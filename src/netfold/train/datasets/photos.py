@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import skimage
@@ -49,6 +50,7 @@ def photos(scale: int = 2, patch: int = 24, patches: int = 4096, tiles: int | No
     )
 
 
+@functools.cache
 def photograph(name: str, scale: int) -> Pair:
-    """One of those above, in two sizes. Read by path from the installed package: nothing is downloaded."""
+    """One of those above, in two sizes, read once. By path from the installed package: nothing is downloaded."""
     return pairs.shrunk(pairs.read_picture(Path(skimage.__file__).parent / "data" / name), scale)

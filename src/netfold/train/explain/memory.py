@@ -16,9 +16,10 @@ class Memory:
     """Bytes; of one parameter, or of a rank."""
 
     weights: float
+    """In f32, and the copies that are computed with in bf16 or f16."""
     gradients: float
     state: float
-    """The optimizer's, with the f32 weights that it keeps where others are computed with."""
+    """The optimizer's; in ZeRO 2 and 3 with the f32 weights, where others are computed with."""
     activations: float | None = None
     """At the fullest moment of a step; None: not known."""
 
@@ -28,14 +29,18 @@ class Memory:
 
 
 def computed_bytes(recipe: Recipe) -> int:
-    """Of a number that is computed with: a weight, or a gradient as it travels."""
+    """Of a number that is computed with: a weight in a forward pass, an activation."""
     return F32_BYTES if recipe.training.precision == "f32" else 2
 
 
 def a_parameter(recipe: Recipe, data: int) -> Memory:
     """Bytes a parameter of the model, on a rank, with `data` ranks that ZeRO can share among."""
-    weights = gradients = float(computed_bytes(recipe))
-    state = float(_state_bytes(recipe.optimizer) + (0 if recipe.training.precision == "f32" else F32_BYTES))
+    # Gradients are f32, and so are the weights that the optimizer steps on, of which ZeRO 1 leaves every rank all.
+    weights, gradients, state = float(computed_bytes(recipe)), float(F32_BYTES), float(_state_bytes(recipe.optimizer))
+    if recipe.training.precision != "f32" and recipe.parallel.zero >= 2:
+        state += F32_BYTES
+    elif recipe.training.precision != "f32":
+        weights += F32_BYTES
     if recipe.outer is not None:
         # What all ranks started from, and the outer optimizer's momentum.
         state += F32_BYTES * (2 if recipe.outer.momentum else 1)

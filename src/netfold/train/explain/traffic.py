@@ -142,29 +142,24 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split, p
     if zero >= 2:
         return _fsdp(recipe, layers, split, passes)
     bucket_mb = START_MB if recipe.parallel.bucket_mb == "auto" else recipe.parallel.bucket_mb
-    by_stage = [_by_kind(recipe, stage) for stage in stages]
+    by_stage = [_gradients(recipe, stage) for stage in stages]
     if split.pipeline > 1 and recipe.parallel.schedule in SPLIT_BACKWARD:
         # All of a rank's, behind the schedule.
-        calls = len({kind for kinds in by_stage for kind in kinds})
+        calls = 1
     else:
-        calls = sum(buckets(sizes, bucket_mb * 2**20) for kinds in by_stage for sizes in kinds.values())
-    size = sum(each for kinds in by_stage for sizes in kinds.values() for each in sizes)
+        calls = sum(buckets(sizes, bucket_mb * 2**20) for sizes in by_stage)
+    size = sum(each for sizes in by_stage for each in sizes)
     found = [Traffic("data", "all_reduce", "gradients", data, calls, size)]
     if zero == 1:
-        # From each rank, the weights whose state it has; one by one where they are of two kinds.
-        kinds = {kind for each in by_stage for kind in each}
-        one_by_one = sum(len(sizes) for each in by_stage for sizes in each.values())
-        found.append(Traffic("data", "broadcast", "weights", data, data if len(kinds) == 1 else one_by_one, size))
+        # From each rank, the weights whose state it has.
+        found.append(Traffic("data", "broadcast", "weights", data, data, size))
     return found
 
 
-def _by_kind(recipe: Recipe, layers: Sequence[Layer]) -> dict[int, list[int]]:
-    """Bytes of each gradient that replicas share, by bytes of an element."""
-    found: dict[int, list[int]] = {}
-    for layer in layers:
-        for shapes, size in _units(recipe, layer):
-            found.setdefault(size, []).extend(math.prod(shape) * size for shape in shapes)
-    return found
+def _gradients(recipe: Recipe, layers: Sequence[Layer]) -> list[int]:
+    """Bytes of each gradient that replicas share, f32."""
+    units = (shapes for layer in layers for shapes, _ in _units(recipe, layer))
+    return [math.prod(shape) * F32_BYTES for shapes in units for shape in shapes]
 
 
 def _units(recipe: Recipe, layer: Layer) -> list[tuple[list[Shape], int]]:
@@ -185,11 +180,12 @@ def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) ->
     """Each layer by itself: its weights before it computes, its gradients after the last pass."""
     units = [unit for layer in layers for unit in _units(recipe, layer)]
     # Rows are cut into equal runs, the last ones filled up.
-    size = sum(
-        -(-shape[0] // split.data) * split.data * math.prod(shape[1:]) * each
+    runs = [
+        (-(-shape[0] // split.data) * split.data * math.prod(shape[1:]), each)
         for shapes, each in units
         for shape in shapes
-    )
+    ]
+    size = sum(count * each for count, each in runs)
     if split.pipeline == 1:
         gathers = passes if recipe.parallel.zero == 2 else 2 * passes
     else:
@@ -198,14 +194,16 @@ def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) ->
         gathers = 1 if recipe.parallel.zero == 2 else passes + 1
     return [
         Traffic("data", "all_gather", "weights", split.data, len(units) * gathers, size * gathers),
-        Traffic("data", "reduce_scatter", "gradients", split.data, len(units), size),
+        Traffic(
+            "data", "reduce_scatter", "gradients", split.data, len(units), sum(count for count, _ in runs) * F32_BYTES
+        ),
     ]
 
 
 def _rounds(recipe: Recipe, layers: Sequence[Layer], data: int) -> list[Traffic]:
     """Weights in buffers, as parallel/outer.py packs them, and batch norm's two statistics one by one."""
     assert recipe.outer is not None
-    sizes = [size for kinds in [_by_kind(recipe, layers)] for each in kinds.values() for size in each]
+    sizes = _gradients(recipe, layers)
     runs, room = 0, 0
     for size in sizes:
         if size > room:
@@ -226,20 +224,28 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> list[Traffic]
     if split.ranks == 1:
         return []
     ranks, fsdp = split.ranks, recipe.parallel.zero >= 2 and split.data > 1
-    found = [
-        Traffic("all", "all_reduce", "the word of all ranks", ranks, 1, WORD_BYTES),
-    ]
+    # Ranks that train apart agree in every step among those that hold one copy of the model.
+    every = 1 if recipe.outer is None else recipe.outer.every
+    island = ranks if recipe.outer is None else split.pipeline * split.tensor
+    found = []
+    if island > 1:
+        found.append(Traffic("all", "all_reduce", "the word of all ranks", island, 1, WORD_BYTES))
+    if recipe.outer is not None:
+        # A loss a step, and three counts.
+        found.append(Traffic("all", "all_reduce", "the word of a round", ranks, 1, (every + 3) * F64_BYTES, every))
     if split.data > 1:
-        found.append(
-            Traffic("all", "all_gather", "each rank's own time", ranks, 1, 2 * F64_BYTES * ranks, WINDOW_STEPS)
-        )
+        window = -(-WINDOW_STEPS // every) * every
+        found.append(Traffic("all", "all_gather", "each rank's own time", ranks, 1, 2 * F64_BYTES * ranks, window))
+    copy = split.pipeline * split.tensor
+    if recipe.survive.missing_data == "skip" and copy > 1:
+        size = split.batch // split.data * I64_BYTES
+        found.append(Traffic("all", "all_reduce", "which examples cannot be read", copy, 1, size))
     if recipe.training.precision == "f16":
         found.append(Traffic("all", "all_reduce", "whether gradients overflow", ranks, 1, 4))
     parts = split.pipeline * split.tensor > 1 or fsdp
     parts |= recipe.parallel.tables != "replicated" and split.data > 1
     if recipe.training.clip is not None and parts:
-        norms = split.data if recipe.outer is not None else 1
-        found.append(Traffic("all", "all_reduce", "the gradients' norm", ranks, 1, norms * F64_BYTES))
+        found.append(Traffic("all", "all_reduce", "the gradients' norm", island, 1, F64_BYTES))
     if recipe.optimizer.name in ("lars", "lamb"):
         # Of each layer two: its weights', and its gradient's or its change's.
         matrices = sum(len(shape) > 1 for layer in layers for shape in layer.weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,34 +14,44 @@ from netfold.train.mesh import Mesh
 from netfold.train.optimizers.lamb import LAMB
 from netfold.train.optimizers.lars import LARS
 from netfold.train.optimizers.layerwise import LayerWise
-from netfold.train.optimizers.master import MasterWeights
 from netfold.train.optimizers.norms import axes, pieces
 from netfold.train.parallel.zero import shared_out, zero_level
-from netfold.train.precision import UNROUNDED
 from netfold.train.recipe import Optimizer, Recipe
 from netfold.train.replica import Replica
 
 
-def make_optimizer(replica: Replica, recipe: Recipe, mesh: Mesh) -> torch.optim.Optimizer:
-    """For this rank's parameters; `lr` is set by the trainer before each step."""
+def make_optimizer(
+    replica: Replica, recipe: Recipe, mesh: Mesh, undecayed: Collection[str] = ()
+) -> torch.optim.Optimizer:
+    """For this rank's parameters; `lr` is set by the trainer before each step.
+
+    undecayed: names of parameters that `weight_decay` leaves alone (`decay.undecayed` of the whole model), unless
+    `optimizer.decay` is "all".
+    """
     parts = {held: replica.as_part(name, held.detach()) for name, held in replica.named_parameters()}
-    parameters = list(parts)
+    groups = _groups(replica, recipe.optimizer, undecayed)
     kind: Callable[..., torch.optim.Optimizer]
     kind, options = kind_of(recipe.optimizer)
     if kind not in (LARS, LAMB):
         # One call for all parameters: each on a DTensor costs Python some 15 us, and Adam makes ten a parameter.
         options["foreach"] = zero_level(recipe, mesh) >= 2
-    if recipe.training.precision != "f32":
-        kind = functools.partial(MasterWeights, inner=kind)
     if zero_level(recipe, mesh) == 1:
-        sizes = [part.numel() // pieces(part) for part in parts.values()]
+        sizes = {held: part.numel() // pieces(part) for held, part in parts.items()}
         kind = functools.partial(shared_out, kind=kind, mesh=mesh, sizes=sizes)
-    made = kind(parameters, **options)
+    made = kind(groups, **options)
     _tell_cuts(made, parts)
-    for parameter in parameters:
-        # What was no rank's to keep goes here.
-        vars(parameter).pop(UNROUNDED, None)
     return made
+
+
+def _groups(replica: Replica, asked: Optimizer, undecayed: Collection[str]) -> list[Any]:
+    """The parameters here: one list, or two groups where some have no weight decay."""
+    held = list(replica.named_parameters())
+    alone = [parameter for name, parameter in held if name in undecayed]
+    if not asked.weight_decay or asked.decay == "all" or not alone:
+        return [parameter for _, parameter in held]
+    rest = [parameter for name, parameter in held if name not in undecayed]
+    groups: list[dict[str, Any]] = [{"params": rest}, {"params": alone, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -55,12 +65,9 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _tell_cuts(optimizer: torch.optim.Optimizer, parts: Mapping[nn.Parameter, Tensor]) -> None:
     """An optimizer that wants norms of whole parameters learns which are parts, and of what."""
-    stepping, masters = local_optimizer(optimizer), dict[Tensor, Tensor]()
-    if isinstance(stepping, MasterWeights):
-        masters = stepping.masters
-        stepping = stepping.inner
+    stepping = local_optimizer(optimizer)
     if isinstance(stepping, LayerWise):
-        cut = {masters.get(parameter, parameter): axes(part) for parameter, part in parts.items()}
+        cut = {parameter: axes(part) for parameter, part in parts.items()}
         stepping.cut = {parameter: among for parameter, among in cut.items() if among}
 
 

@@ -1,7 +1,7 @@
 """f16's loss scaling: small gradients stay above what f16 rounds to zero (Micikevicius et al. 2018, section 3.2).
 
 The numbers are those of torch.amp.GradScaler, which does not serve here: it refuses f16 gradients, because it would
-divide them in f16, where they vanish again (here they are divided in f32: `optimizers.master`); and each of its ranks
+divide them in f16, where they vanish again (here they are f32: `Precision.lend`); and each of its ranks
 would decide for itself whether a step overflowed.
 """
 

@@ -7,7 +7,9 @@ training try a few sizes. They are ordinary steps: sums of the same gradients, w
 
 from __future__ import annotations
 
+import inspect
 import statistics
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.mesh import Mesh
 
+# torch 2.12 and older have one switch for buffers at the start and before each forward pass.
+BUFFERS_APART = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 START_MB = 64.0
 CANDIDATES_MB = (START_MB, 16.0, 4.0, 1.0)
 # Each size has its turn twice, so that a machine that grows slower meanwhile does not choose for us.
@@ -33,14 +37,19 @@ def data_parallel(
     Gradients are views of the buckets: no bytes beside them. Buffers are not sent before each forward pass: training
     does not read batch norm's statistics (`Whole.outputs` makes them rank 0's where they are read).
     """
-    return DistributedDataParallel(
+    not_before_forward: dict[str, Any] = {"forward_sync_buffers" if BUFFERS_APART else "broadcast_buffers": False}
+    ddp = DistributedDataParallel(
         module,
         process_group=mesh.data.group,
         bucket_cap_mb=bucket_mb,
-        forward_sync_buffers=False,
         gradient_as_bucket_view=True,
         init_sync=synchronise,
+        **not_before_forward,
     )
+    if synchronise and not BUFFERS_APART:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, group=mesh.data.group, group_src=0)
+    return ddp
 
 
 class Tuning:

@@ -45,7 +45,8 @@ class Rounds:
 
     def end_step(self, number: int) -> None:
         """Step `number` of the job, from 1, is over, taken or left out: the round may be too. Collective over the data
-        axis, whose ranks have all moved or none."""
+        axis at the end of a round, whichever of its ranks have moved."""
+        self.between = False
         if number % self._asked.every == 0:
             self.settle()
 

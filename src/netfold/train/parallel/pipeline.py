@@ -27,7 +27,8 @@ from netfold.train.order import sample_seed
 from netfold.train.parallel.costs import Crossing
 from netfold.train.parallel.parts import Parts
 from netfold.train.parallel.pipeline_plan import Plan
-from netfold.train.parallel.share import share
+from netfold.train.parallel.share import same_buffers, share
+from netfold.train.parallel.tied import Tied
 from netfold.train.parallel.zero import free_gathered
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
@@ -57,6 +58,13 @@ class Piped:
         self._seed = mesh.pipeline.rank
         schedule, count, ranks = recipe.parallel.schedule, len(plan.cut), mesh.pipeline.size
         here = stages_of(mesh.pipeline.rank, ranks, count // ranks, schedule)
+        names = list(model.module.layers)
+        stages_by_layer = {names[layer]: stage for stage in range(count) for layer in plan.cut.layers(stage)}
+        ranks_by_stage = {
+            stage: rank for rank in range(ranks) for stage in stages_of(rank, ranks, count // ranks, schedule)
+        }
+        self._tied = Tied(model.module, stages_by_layer.__getitem__, ranks_by_stage.__getitem__, mesh)
+        _check_tied(self._tied, recipe, mesh)
         modules = tuple(
             _Layers(model.module, plan.cut.layers(stage), plan.measured.crossings[plan.cut.bounds[stage + 1]])
             for stage in here
@@ -67,7 +75,7 @@ class Piped:
             del model.module.layers[name]
         # Under zero-bubble torch adds up the gradients of weights by itself, and DDP never hears of them.
         self._averages = schedule in SPLIT_BACKWARD and mesh.data.size > 1 and recipe.outer is None
-        self._data = mesh.data
+        self._mesh, self._buffers_differ = mesh, False
         stages = [
             _Stage(
                 _shared(module, recipe, mesh),
@@ -94,6 +102,7 @@ class Piped:
     def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor | None:
         self._scale = scale
         self._check(batch)
+        self._buffers_differ = True
         # Stages draw (dropout) for themselves, and not the same: of the seed that this step has, and the stage.
         torch.manual_seed(sample_seed(torch.initial_seed(), self._seed))
         losses: list[Tensor] = []
@@ -101,12 +110,16 @@ class Piped:
             self._schedule.step(*self._taken(batch), target=self._wanted(batch), losses=losses, return_outputs=False)
         if self._averages:
             self._average()
+        self._tied.add_up(dict(self.named_parameters()))
         return torch.stack(losses).detach().sum() / scale if self._last else None
 
     def outputs(self, batch: Batch) -> Tensor | None:
         self._check(batch)
         for module in self.modules:
+            if self._buffers_differ:
+                same_buffers(module, self._mesh)
             module.eval()
+        self._buffers_differ = False
         try:
             with torch.no_grad(), _plain_errors():
                 output: Tensor | None = self._schedule.eval(*self._taken(batch), target=self._wanted(batch))
@@ -117,8 +130,11 @@ class Piped:
         return self._precision.output(output) if output is not None else None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        found: dict[str, nn.Parameter] = {}
         for module in self.modules:
-            yield from module.named_parameters()
+            for name, parameter in module.named_parameters():
+                found.setdefault(self._tied.names.get(name, name), parameter)
+        yield from found.items()
 
     def as_part(self, name: str, tensor: Tensor) -> Tensor:
         return self._parts.of(name, tensor)
@@ -145,10 +161,24 @@ class Piped:
         for dtype in {gradient.dtype: None for gradient in gradients}:
             same = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.flatten() for gradient in same])
-            dist.all_reduce(flat, group=self._data.group)
-            flat /= self._data.size
+            dist.all_reduce(flat, group=self._mesh.data.group)
+            flat /= self._mesh.data.size
             for gradient, mean in zip(same, torch.split(flat, [gradient.numel() for gradient in same]), strict=True):
                 gradient.copy_(mean.view_as(gradient))
+
+
+def _check_tied(tied: Tied, recipe: Recipe, mesh: Mesh) -> None:
+    """Raises ValueError where one rank has a weight in two stages, each of which would average its gradient."""
+    if not tied.on_one_rank or mesh.data.size == 1 or recipe.outer is not None:
+        return
+    schedule = recipe.parallel.schedule
+    if schedule in SPLIT_BACKWARD:
+        return
+    first, second = tied.on_one_rank[0]
+    raise ValueError(
+        f"parallel.schedule is {schedule!r}, under which {first} and {second}, which are one weight, lie in two stages "
+        "of one rank: data-parallel ranks would average its gradient twice; take '1f1b' or 'zero-bubble-v'"
+    )
 
 
 def _shared(module: nn.Module, recipe: Recipe, mesh: Mesh) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,7 @@ from netfold.train.recipe.problem import RecipeError
 
 
 def share(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = True) -> nn.Module:
-    """`module` in the recipe's precision, its gradients averaged over the data axis in its backward pass.
+    """`module` in the recipe's precision, its gradients averaged over the data axis, in f32, in its backward pass.
 
     A DDP, or the module itself, cut in place (ZeRO 2 and 3) or with nobody to share with; without `averages` the latter
     stays as it is, and gradients are this rank's own. Collective over the data
@@ -35,12 +36,20 @@ def share(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = Tru
     if zero >= 2:
         return shard(module, mesh, precision, free_after_forward=zero == 3)
     if precision.name != "f32":
-        precision.lower(module)
+        precision.lend(module)
     # Ranks that train apart take nobody's gradients.
     if mesh.data.size > 1 and averages and recipe.outer is None:
         leave_to_owners(module)
         return data_parallel(module, mesh, START_MB if bucket_mb == "auto" else bucket_mb)
     return module
+
+
+def same_buffers(module: nn.Module, mesh: Mesh) -> None:
+    """Make the buffers of `module` those of the first data-parallel rank: batch norms have each seen their own
+    share. Collective over the data axis."""
+    if mesh.data.size > 1:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, group=mesh.data.group, group_src=0)
 
 
 @contextlib.contextmanager

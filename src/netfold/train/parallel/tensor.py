@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel.parts import Parts
+from netfold.train.parallel.tied import tied_names
 from netfold.train.recipe import Parallel, refused
 from netfold.train.recipe.problem import RecipeError
 
@@ -99,7 +100,14 @@ def cut(model: Model, parallel: Parallel, mesh: Mesh, parts: Parts) -> None:
     if mesh.tensor.size == 1:
         return
     axis = mesh.device_mesh["tensor"]
+    shared = tied_names(model.module)
     cut_along(model.module, styles, axis)
+    for names in shared:
+        if any(isinstance(model.module.get_parameter(name), DTensor) for name in names):
+            raise ValueError(
+                f"parallel.tensor = {mesh.tensor.size}: {names[0]} and {names[1]} are one weight, and would be two "
+                "once the layers are cut; use tensor = 1, or a tensor_plan that leaves both layers whole"
+            )
     for name, parameter in model.module.named_parameters():
         if isinstance(parameter, DTensor):
             parts.add(name, axis, parameter.placements, parameter.shape)
@@ -176,17 +184,22 @@ class _Lent:
         self._specs = {
             name: (part.device_mesh, part.placements, part.shape, part.stride()) for name, part in cut.items()
         }
+        self._before: dict[str, Any] = {}
 
     def lend(self, layer: nn.Module, _inputs: Any) -> None:
         for name, (mesh, placements, shape, stride) in self._specs.items():
-            # An attribute of the object hides the parameter of this name, which stays registered.
+            # An attribute of the object hides the parameter of this name, which stays registered. There may be one
+            # already: a copy in a lower precision (`Precision.lend`).
+            self._before[name] = layer.__dict__.get(name)
             layer.__dict__[name] = DTensor.from_local(
-                layer.get_parameter(name), mesh, placements, run_check=False, shape=shape, stride=stride
+                getattr(layer, name), mesh, placements, run_check=False, shape=shape, stride=stride
             )
 
     def take_back(self, layer: nn.Module, _inputs: Any, _output: Any) -> None:
         for name in self._specs:
             layer.__dict__.pop(name, None)
+            if (before := self._before.pop(name, None)) is not None:
+                layer.__dict__[name] = before
 
 
 def _check(path: str, module: nn.Module, style: Any, ranks: int) -> None:

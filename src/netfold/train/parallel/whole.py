@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +15,7 @@ from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel.buckets import Tuning
 from netfold.train.parallel.parts import Parts
-from netfold.train.parallel.share import held_back, share
+from netfold.train.parallel.share import held_back, same_buffers, share
 from netfold.train.parallel.zero import free_gathered
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
@@ -32,7 +31,7 @@ class Whole:
         self._loss = model.loss
         self._accumulate = recipe.training.accumulate
         self._precision = Precision(recipe.training.precision)
-        self._data = mesh.data
+        self._mesh = mesh
         self._shared = share(model.module, recipe, mesh)
         self._tuning: Tuning | None = None
         if recipe.parallel.bucket_mb == "auto" and isinstance(self._shared, DistributedDataParallel):
@@ -64,9 +63,7 @@ class Whole:
     def outputs(self, batch: Batch) -> Tensor:
         module = self.modules[0]
         if self._buffers_differ:
-            # Each rank's batch norm has seen its own share: what is measured, and kept, is rank 0's.
-            for buffer in module.buffers():
-                dist.broadcast(buffer, group=self._data.group, group_src=0)
+            same_buffers(module, self._mesh)
             self._buffers_differ = False
         module.eval()
         try:

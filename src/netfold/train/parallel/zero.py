@@ -8,7 +8,7 @@ backward pass, 2 keeps them in between: half as much again on the wire for 3, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,16 +52,17 @@ def free_gathered(module: nn.Module) -> None:
 
 
 def shared_out(
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Any],
     kind: Callable[..., torch.optim.Optimizer],
     mesh: Mesh,
-    sizes: Sequence[int],
+    sizes: Mapping[nn.Parameter, int],
     **options: Any,
 ) -> torch.optim.Optimizer:
     """ZeRO 1's optimizer: each rank steps on its share of the parameters and sends them to the others.
 
-    sizes: what to count each parameter for. Ranks with parts of the same parameter must count alike, however many
-    elements each has: they step on it in the same place of the data axis.
+    parameters: a list, or groups as torch's optimizers take them. sizes: what to count each parameter for. Ranks with
+    parts of the same parameter must count alike, however many elements each has: they step on it in the same place of
+    the data axis.
     """
     return _SharedOut(
         parameters,
@@ -69,7 +70,7 @@ def shared_out(
         sizes,
         process_group=mesh.data.group,
         # One broadcast a rank instead of one a parameter; its buffer has one dtype.
-        parameters_as_bucket_view=len({parameter.dtype for parameter in parameters}) == 1,
+        parameters_as_bucket_view=len({parameter.dtype for parameter in sizes}) == 1,
         **options,
     )
 
@@ -77,12 +78,12 @@ def shared_out(
 class _SharedOut(ZeroRedundancyOptimizer):
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Any],
         kind: Callable[..., torch.optim.Optimizer],
-        sizes: Sequence[int],
+        sizes: Mapping[nn.Parameter, int],
         **options: Any,
     ) -> None:
-        self._sizes = dict(zip(parameters, sizes, strict=True))
+        self._sizes = sizes
         # Its argument's type is stricter than what it takes: anything that makes an optimizer of groups and options.
         super().__init__(parameters, kind, **options)  # type: ignore[arg-type]
 
@@ -91,13 +92,18 @@ class _SharedOut(ZeroRedundancyOptimizer):
         made: list[list[dict[str, Any]]] = self._partition_parameters_cache  # type: ignore[attr-defined]
         if made:
             return made
-        shares: list[list[Tensor]] = [[] for _ in range(self.world_size)]
+        owners: dict[Tensor, int] = {}
         load = [0] * self.world_size
         for parameter in sorted(self._sizes, key=lambda parameter: -self._sizes[parameter]):
-            least = load.index(min(load))
-            shares[least].append(parameter)
-            load[least] += self._sizes[parameter]
-        made = super()._partition_parameters(shares)  # type: ignore[misc]
+            owners[parameter] = load.index(min(load))
+            load[owners[parameter]] += self._sizes[parameter]
+        # torch's own takes shares that are given for a single group alone.
+        made.extend([] for _ in range(self.world_size))
+        for group in self.param_groups:
+            shares: list[list[Tensor]] = [[] for _ in range(self.world_size)]
+            for parameter in sorted(group["params"], key=lambda parameter: -self._sizes[parameter]):
+                shares[owners[parameter]].append(parameter)
+            self._partition_param_group(group, shares)  # type: ignore[attr-defined]
         return made
 
     def _verify_same_dense_param_type(self) -> None:

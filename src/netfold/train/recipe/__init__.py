@@ -74,6 +74,8 @@ class Optimizer(Section):
     """Of adam, adamw and lamb."""
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    decay: Literal["weights", "all"] = "weights"
+    """What weight_decay acts on. weights: not on norms, biases and embeddings."""
     trust: PositiveFloat = 1e-3
     """lars: the trust coefficient (You, Gitman, Ginsburg 2017)."""
 
@@ -128,8 +130,8 @@ class Outer(Section):
 
 
 class Checkpoint(Section):
-    every: PositiveInt | None = None
-    """Steps; without, one at the end."""
+    every: PositiveInt | Literal["auto", "end"] = "auto"
+    """Steps. auto: a tenth of the run, 10 to 500 steps. end: none before the end, so a restart begins at step 0."""
     keep: PositiveInt = 2
     asynchronous: bool = True
     """Written beside training, from a copy in memory."""
@@ -171,8 +173,9 @@ class Run(Section):
     """Each run makes a folder of its own in it."""
     name: str | None = None
     """Without: the recipe's file name."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: a run of this name that has a checkpoint goes on from it."""
+    resume: Literal["auto", "changed", "never"] = "auto"
+    """auto: a run of this name that has a checkpoint goes on from it. changed: also with another optimizer's settings,
+    schedule, length or batch, which auto refuses."""
     backend: str = "netfold"
     threads: PositiveInt = 1
     """torch's, a rank."""
@@ -196,6 +199,17 @@ class Recipe(Section):
     survive: Survive = Survive()
     report: Report = Report()
     run: Run = Run()
+
+    def checkpoint_every(self, steps: int) -> int | None:
+        """Steps between the checkpoints of a run of `steps`; None where there is one at the end alone."""
+        every = self.checkpoint.every
+        if every == "end":
+            return None
+        if every != "auto":
+            return every
+        interval = min(max(steps // 10, 10), 500)
+        # Between rounds there is one model.
+        return interval if self.outer is None else -(-interval // self.outer.every) * self.outer.every
 
     @model_validator(mode="after")
     def _apart(self) -> Recipe:
@@ -221,7 +235,7 @@ class Recipe(Section):
             ("training.evaluate_every", self.training.evaluate_every),
             ("checkpoint.every", self.checkpoint.every),
         ):
-            if steps is not None and steps % every:
+            if isinstance(steps, int) and steps % every:
                 raise ValueError(
                     f"{key} is {steps}, in the middle of a round of outer.every = {every} steps, where data-parallel "
                     f"ranks hold different weights; a multiple of {every} would do"

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from netfold.plan.ask.places import Key, places
-from netfold.train.recipe import Recipe
+from netfold.train.recipe import Recipe, shipped
 from netfold.train.recipe.problem import RecipeError, Source
 from netfold.train.recipe.wording import sentences
 
@@ -33,8 +33,10 @@ _SETTING = re.compile(r"\s*([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)+)\s*=(.*)", re.DO
 def load(file: Path, settings: Sequence[str] = ()) -> tuple[Recipe, Source]:
     """The recipe in `file`, with `settings` ("parallel.pipeline=4") laid over it, and where its keys were written.
 
-    A run without a name gets the file's. Raises RecipeError, which lists everything that is wrong.
+    `file` may be the name of a shipped recipe. A run without a name gets the file's. Raises RecipeError, which lists
+    everything that is wrong.
     """
+    file = shipped.find(file)
     text = _text(file)
     try:
         tree = tomllib.loads(text)
@@ -59,8 +61,9 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = sorted(str(path) for path in file.parent.glob("*.toml"))
-        there = f"; in that folder there is {', '.join(near)}" if near else "; give the path of a recipe, a TOML file"
-        raise RecipeError([f"{file}: there is no such file{there}"]) from None
+        there = f"in that folder there is {', '.join(near)}" if near else "give the path of a recipe, a TOML file"
+        ours = "" if near else f", or the name of one that comes with netfold: {', '.join(shipped.names())}"
+        raise RecipeError([f"{file}: there is no such file; {there}{ours}"]) from None
     except OSError as error:
         raise RecipeError([f"{file}: cannot be read: {error.strerror}; give the path of a recipe"]) from None
     except UnicodeDecodeError as error:

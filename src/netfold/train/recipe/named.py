@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
+from netfold.extras import missing_extra
 from netfold.train.recipe import Factory
 from netfold.train.recipe.problem import RecipeError, meant
 from netfold.train.recipe.wording import wanted
@@ -68,6 +69,9 @@ def _find(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[..., 
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
+        lacking = missing_extra(error, "train")
+        if lacking is not None:
+            raise RecipeError([f"{kind}.name is {asked.name!r}: {lacking}"]) from error
         raise RecipeError([f"{kind}.name is {asked.name!r}: {error}; it must be module:factory"]) from error
     if not callable(found):
         raise RecipeError([f"{kind}.name is {asked.name!r}, which is no function but {type(found).__name__}"])

@@ -36,6 +36,7 @@ from netfold.train.survive.sealed import (
     sweep,
     whole,
 )
+from netfold.train.survive.stop import PolicyStopError
 
 T = TypeVar("T")
 # What is saved -> what a rank asks for of it.
@@ -48,6 +49,10 @@ class CheckpointError(RuntimeError):
     def __init__(self, text: str, disk_full: bool = False) -> None:
         super().__init__(text)
         self.disk_full = disk_full
+
+
+class CheckpointStopError(PolicyStopError, CheckpointError):
+    """The policy for such a checkpoint is to stop."""
 
 
 class Checkpoints:
@@ -109,7 +114,7 @@ class Checkpoints:
         """The newest checkpoint of which every file is as it was written, and what there is to say about others.
 
         Every rank reads a share of the files. corrupt "previous": one that is damaged is put aside, and the one before
-        it is tried; "stop": raises CheckpointError.
+        it is tried; "stop": raises CheckpointStopError.
         """
         said: list[str] = []
         for path in reversed(self._agreed(whole(self.folder) if dist.get_rank() == 0 else [])):
@@ -121,7 +126,7 @@ class Checkpoints:
             if not damages:
                 return path, said
             if corrupt == "stop":
-                raise CheckpointError(
+                raise CheckpointStopError(
                     f"checkpoint {path} is damaged: {damages[0]}; remove it to go on from the one before it, or set "
                     'survive.corrupt_checkpoint = "previous"'
                 )

@@ -3,9 +3,8 @@
     model.<parameter>               optimizer.<parameter>.<key>
     buffer.<buffer>                 update.<what Update.state_dict says>
 
-A weight is there once, as the optimizer steps on it: in f32 where it is computed with in bf16 or f16, whether the f32
-one is the parameter (ZeRO 2 and 3) or a master beside it. A part of a tensor is a DTensor that says which
-(`Replica.as_part`); a rank gives what it holds, and asks for the same.
+A weight is there once, as the optimizer steps on it: in f32, whatever it is computed with. A part of a tensor is a
+DTensor that says which (`Replica.as_part`); a rank gives what it holds, and asks for the same.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from netfold.train.optimizers import local_optimizer
-from netfold.train.optimizers.master import MASTER
 from netfold.train.replica import Replica
 from netfold.train.update import Update
 
@@ -36,19 +34,11 @@ def contents(
     but tensors for a parameter.
     """
     local = local_optimizer(optimizer)
-    owned = _owned(local)
-    # Where ranks share out the optimizer (ZeRO 1), who owns a weight gives it: no other has it unrounded.
-    tensors = {
-        f"model.{name}": replica.as_part(name, local.state.get(each, {}).get(MASTER, each.detach()))
-        for name, each in parameters.items()
-        if id(each) in owned
-    }
+    tensors = {f"model.{name}": replica.as_part(name, each.detach()) for name, each in parameters.items()}
     if buffers:
         tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
     for name, parameter in parameters.items():
         for key, value in local.state.get(parameter, {}).items():
-            if key == MASTER:
-                continue
             # None stands for what the optimizer has not made yet.
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(f"the optimizer keeps {key} of {name} as {type(value).__name__}; it must be a tensor")
@@ -67,7 +57,7 @@ def contents(
 class Wanted:
     """What this rank asks of a checkpoint: `tensors`, to be filled, then `adopt`.
 
-    Parameters, masters and buffers are filled in place, in whatever they are kept in. The optimizer's state is made
+    Parameters and buffers are filled in place, in whatever they are kept in. The optimizer's state is made
     here, from the checkpoint's own list: so no step has to be taken to have some, and a rank that shares it out asks
     for what it owns alone.
     """
@@ -82,15 +72,7 @@ class Wanted:
     ) -> None:
         """`parameters`: as for `contents`."""
         self._optimizer, self._update = local_optimizer(optimizer), update
-        self._masters = {
-            each: state[MASTER]
-            for each in parameters.values()
-            if MASTER in (state := self._optimizer.state.get(each, {}))
-        }
-        self.tensors = {
-            f"model.{name}": replica.as_part(name, self._masters.get(each, each.detach()))
-            for name, each in parameters.items()
-        }
+        self.tensors = {f"model.{name}": replica.as_part(name, each.detach()) for name, each in parameters.items()}
         self.tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
         self._states: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._updates: dict[str, Tensor] = {}
@@ -126,9 +108,6 @@ class Wanted:
         self._optimizer.state.clear()
         for parameter, state in self._states.items():
             self._optimizer.state[parameter] = state
-        for parameter, master in self._masters.items():
-            self._optimizer.state[parameter][MASTER] = master
-            parameter.detach().copy_(master)
         self._update.load_state_dict({**self._updates, **numbers})
 
 

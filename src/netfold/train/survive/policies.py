@@ -15,9 +15,10 @@ from netfold.train.examples import Batch, UnreadableError
 from netfold.train.mesh import Mesh
 from netfold.train.recipe import Survive
 from netfold.train.replica import Replica
+from netfold.train.survive.stop import PolicyStopError
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(PolicyStopError):
     """A loss or gradient is not a number, and the policy is to stop, or was tried too often."""
 
 
@@ -63,15 +64,15 @@ def bad_gradients(replica: Replica) -> list[str]:
     return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
 
-def what_is_bad(step: int, loss: Tensor | None, gradients: list[str]) -> str:
-    """One sentence on all ranks. Collective over the world."""
-    own = (None if loss is None else float(loss), len(gradients), gradients[:3], socket.gethostname())
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+def what_is_bad(step: int, loss: Tensor | None, gradients: list[str], group: dist.ProcessGroup | None = None) -> str:
+    """One sentence on all ranks. Collective over the group, by default the world."""
+    own = (None if loss is None else float(loss), len(gradients), gradients[:3], socket.gethostname(), dist.get_rank())
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
     # Gradients are averages by now: where a loss is bad, only its rank's say where it came from.
-    sources = {rank for rank, (value, *_) in enumerate(found) if value is not None and not math.isfinite(value)}
+    sources = {rank for value, _, _, _, rank in found if value is not None and not math.isfinite(value)}
     parts = []
-    for rank, (value, count, names, host) in enumerate(found):
+    for value, count, names, host, rank in found:
         of_loss = [f"loss {value}"] if rank in sources else []
         more = f" and {count - 3} more" if count > 3 else ""
         of_gradients = [f"gradients of {', '.join(names)}{more}"] if count else []

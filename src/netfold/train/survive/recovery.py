@@ -13,8 +13,10 @@ import torch.distributed as dist
 from netfold.train.mesh import Mesh
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
-from netfold.train.survive.checkpoint import CheckpointError, Checkpoints
+from netfold.train.survive.changed import changed as changed_keys
+from netfold.train.survive.checkpoint import CheckpointError, Checkpoints, CheckpointStopError
 from netfold.train.survive.contents import Metadata, Wanted, contents
+from netfold.train.survive.drift import check_replicated
 from netfold.train.survive.lives import Lives
 from netfold.train.survive.sealed import Position
 from netfold.train.update import Update
@@ -74,10 +76,12 @@ class Recovery:
         return position
 
     def save(self, step: int, samples: int) -> None:
-        """A checkpoint of now, unless there is one; begun where checkpoints are asynchronous, else whole."""
+        """A checkpoint of now, unless there is one; begun where checkpoints are asynchronous, else whole. Raises
+        DriftError, CheckpointError."""
         if step == self._saved:
             return
         self.settle()
+        check_replicated(self._replica, self._parameters, self._mesh, step)
         tensors, numbers = contents(
             self._replica, self._parameters, self._optimizer, self._update, buffers=self._mesh.data.rank == 0
         )
@@ -92,8 +96,10 @@ class Recovery:
         try:
             self._checkpoints.wait()
         except CheckpointError as error:
-            if not error.disk_full or self._recipe.survive.disk_full == "stop":
+            if not error.disk_full:
                 raise
+            if self._recipe.survive.disk_full == "stop":
+                raise CheckpointStopError(f"{error}; survive.disk_full is 'stop'", disk_full=True) from error
             self._note("warning", f"{error}; training goes on without it (survive.disk_full)")
 
     def failed(self) -> bool:
@@ -128,6 +134,17 @@ class Recovery:
                 f"optimizer.name is {now.optimizer.name!r}, and the checkpoint in {self._folder} was written with "
                 f"{then.optimizer.name!r}: set it back, or give run.name another name"
             )
+        learnt, length = changed_keys(then, now)
+        if learnt and now.run.resume != "changed":
+            raise ValueError(
+                f"{'; '.join(learnt)} when the checkpoint in {self._folder} was written: set it back, give run.name "
+                "another name, or say run.resume = 'changed' to go on with it"
+            )
+        for each in learnt + length:
+            self._note("info", f"changed since the checkpoint: {each}")
+        batches = [_batch(recipe, ranks) for recipe, ranks in ((then, position.ranks), (now, dist.get_world_size()))]
+        if then.training.batch == now.training.batch and batches[0] != batches[1]:
+            self._note("info", f"a step takes {batches[1]} samples since the checkpoint, and took {batches[0]}")
         changed = [key for key in ("data", "model") if getattr(then, key) != getattr(now, key)]
         changed += ["training.seed"] if then.training.seed != now.training.seed else []
         if changed:
@@ -138,3 +155,9 @@ class Recovery:
             self._note("warning", "outer is gone since the checkpoint: of the ranks' optimizer states one is taken")
         if then.training.precision != "f16" and now.training.precision == "f16":
             self._note("warning", "training.precision is f16 since the checkpoint: the loss scale begins anew")
+
+
+def _batch(recipe: Recipe, ranks: int) -> int:
+    """Samples a step, of the whole job."""
+    replicas = ranks // (recipe.parallel.pipeline * recipe.parallel.tensor)
+    return recipe.training.batch * (replicas if recipe.training.scaling == "weak" else 1)

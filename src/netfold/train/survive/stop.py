@@ -20,6 +20,12 @@ from typing import Any
 
 # What a process leaves with that was asked to stop and is to be started again: sysexits.h's EX_TEMPFAIL.
 STOPPED_STATUS = 75
+# What it leaves with after a PolicyStopError: another try would meet the same again.
+POLICY_STATUS = 3
+
+
+class PolicyStopError(RuntimeError):
+    """A policy of the recipe ("stop", or a limit) ends the run: no restart is tried. Raised on all ranks alike."""
 
 
 class StopRequest:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from netfold.train.mesh import Mesh
 from netfold.train.recipe import Survive
+from netfold.train.survive.stop import PolicyStopError
 
 # A window is so many steps: one all_gather of two numbers.
 WINDOW_STEPS = 20
@@ -28,7 +29,7 @@ WINDOW_STEPS = 20
 WINDOWS = 3
 
 
-class StragglerError(RuntimeError):
+class StragglerError(PolicyStopError):
     """A rank is too slow, and the policy is to stop."""
 
 
@@ -49,17 +50,17 @@ class Straggler:
             for parameter in itertools.islice(filter(lambda each: each.requires_grad, module.parameters()), 1):
                 parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
 
-    def stepped(self, began_s: float, data_s: float, gradients_s: float) -> str | None:
+    def stepped(self, began_s: float, data_s: float, gradients_s: float, *, may_compare: bool = True) -> str | None:
         """After a step; all by time.perf_counter: when it began, how long its batch took, when gradients() was done.
 
         A sentence when a rank has been slow for WINDOWS windows running, once a rank and alike on all of them.
-        Collective over the world in every WINDOW_STEPS-th call.
+        Collective over the world in every WINDOW_STEPS-th call, or the next one that `may_compare`.
         """
         # Where no hook saw a gradient (zero 3 sets them itself) there is only the whole.
         self._own_s += (self._ready_s if self._ready_s > began_s else gradients_s) - began_s
         self._data_s += data_s
         self._steps += 1
-        if self._steps < WINDOW_STEPS:
+        if self._steps < WINDOW_STEPS or not may_compare:
             return None
         own = torch.tensor([self._own_s, self._data_s], dtype=torch.float64) / self._steps
         self._own_s, self._data_s, self._steps = 0.0, 0.0, 0

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from netfold.train.examples import Batch, Examples, UnreadableError
 from netfold.train.order import sample_seed
@@ -20,8 +21,12 @@ class Replacing:
     Which one is taken instead is a function of the sample's seed: the same on any number of ranks, and in every run.
     """
 
-    def __init__(self, examples: Examples) -> None:
-        self._examples = examples
+    def __init__(self, examples: Examples, group: dist.ProcessGroup | None = None) -> None:
+        """group: ranks that train on the same samples, and must take the same ones in place of those that one of them
+        cannot read (`agree`)."""
+        self._examples, self._group = examples, group
+        # seeds of a batch -> for each sample how many examples could not be read before the one that was
+        self._attempts: dict[tuple[int, ...], list[int]] = {}
         self._said: dict[str, None] = {}
         # Written by the thread that makes batches, read by the one that trains.
         self._untold: deque[str] = deque()
@@ -36,29 +41,62 @@ class Replacing:
         try:
             return self._examples.batch(indices, seeds)
         except UnreadableError:
-            single = [self._one(index, seed) for index, seed in zip(indices, seeds, strict=True)]
-        columns = zip(*((*each.inputs, each.target) for each in single), strict=True)
-        tensors = [torch.cat(column) for column in columns]
-        return Batch(tuple(tensors[:-1]), tensors[-1])
+            read = [self._one(index, seed) for index, seed in zip(indices, seeds, strict=True)]
+        if self._group is not None:
+            self._attempts[tuple(seeds)] = [attempt for _, attempt in read]
+        return _joined([each for each, _ in read])
+
+    def agree(self, batch: Batch, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
+        """`batch`, which has these samples, with those examples that every rank of the group could read.
+
+        Collective over the group: one all_reduce of 8 bytes a sample where all could read all; else one more for each
+        time that a rank cannot read what another took instead.
+        """
+        if self._group is None:
+            return batch
+        own = self._attempts.pop(tuple(seeds), [0] * len(seeds))
+        before = [0] * len(seeds)
+        while True:
+            told = torch.tensor(own, dtype=torch.int64)
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+            agreed = told.tolist()
+            if agreed == before:
+                return batch
+            before = agreed
+            samples = batch.parts(len(batch))
+            for place, attempt in enumerate(agreed):
+                if own[place] < attempt:
+                    samples[place], own[place] = self._one(indices[place], seeds[place], attempt)
+            batch = _joined(samples)
 
     def news(self) -> list[str]:
         """What cannot be read, each said once."""
         return [self._untold.popleft() for _ in range(len(self._untold))]
 
-    def _one(self, index: int, seed: int) -> Batch:
-        for attempt in range(TRIES + 1):
+    def _one(self, index: int, seed: int, first: int = 0) -> tuple[Batch, int]:
+        """The first example that can be read, of the sample's own and those in its place, from attempt `first` on; and
+        which attempt that was."""
+        last = UnreadableError(f"example {index} cannot be read on another rank")
+        for attempt in range(first, TRIES + 1):
+            # The first is the sample's own; each other follows from its seed.
+            chosen = sample_seed(seed, attempt - 1) % len(self._examples) if attempt else index
             try:
-                batch = self._examples.batch([index], [seed])
+                batch = self._examples.batch([chosen], [seed])
             except UnreadableError as error:
                 self._say(str(error))
                 last = error
-                index = sample_seed(seed, attempt) % len(self._examples)
                 continue
             self.replaced += attempt > 0
-            return batch
+            return batch, attempt
         raise UnreadableError(f"{last}; nor could any of {TRIES} others be read that were taken in its place")
 
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said[text] = None
             self._untold.append(text)
+
+
+def _joined(samples: Sequence[Batch]) -> Batch:
+    columns = zip(*((*each.inputs, each.target) for each in samples), strict=True)
+    tensors = [torch.cat(column) for column in columns]
+    return Batch(tuple(tensors[:-1]), tensors[-1])

@@ -1,0 +1,104 @@
+"""What is measured on held-out examples is one model's, and a loss that training may share out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Cases, World
+
+pytestmark = pytest.mark.torch
+
+
+def statistics(rank: int, folder: Path, world: World) -> Any:
+    """Batch norm's buffers after a run, of which the last thing was a look at held-out examples."""
+    from surviving import toy_data, toy_model, toy_recipe
+
+    from netfold.train import Trainer
+
+    found: dict[str, Any] = {}
+    for ranks, parallel in ((4, {"pipeline": 2, "data": 2}), (2, {"data": 2})):
+        with world(ranks) as here:
+            if here:
+                trainer = Trainer(toy_recipe(parallel=parallel), model=toy_model(), data=toy_data())
+                trainer.fit()
+                buffers = {
+                    name: each.tolist() for module in trainer.replica.modules for name, each in module.named_buffers()
+                }
+                found[f"{parallel}"] = trainer.mesh.pipeline.rank, buffers
+    return found
+
+
+def unequal(rank: int, folder: Path, world: World) -> Any:
+    """Of every third sample only the first of three numbers counts, as in a mean over what is not padding."""
+    import torch
+    from surviving import First, Heard, toy_recipe
+    from torch import nn
+
+    from netfold.train import Batch, Chain, Data, Metric, Model, Trainer
+
+    class Padded:
+        def __len__(self) -> int:
+            return 32
+
+        def batch(self, indices: Any, seeds: Any) -> Batch:
+            numbers = torch.tensor(indices).float()[:, None]
+            target = (numbers * torch.tensor([1.0, 2.0, 3.0])).sin()
+            target[numbers[:, 0] % 3 == 0, 1:] = torch.nan
+            return Batch((numbers / 32 * torch.ones(8),), target)
+
+    def over_all(output: Any, target: Any) -> Any:
+        counts = ~target.isnan()
+        return (output - target.nan_to_num()).square()[counts].mean()
+
+    def by_sample(output: Any, target: Any) -> Any:
+        counts = (~target.isnan()).float()
+        return ((output - target.nan_to_num()).square() * counts).sum(1).div(counts.sum(1)).mean()
+
+    metric = Metric("none", "", "lower", lambda output, target: output.sum(1), 1.0, "none")
+    found: dict[str, Any] = {}
+    for name, ranks, sections in (
+        ("alone", 1, {}),
+        ("accumulated", 1, {"training": {"accumulate": 4}}),
+        ("one a part", 1, {"training": {"accumulate": 8}}),
+        ("data", 2, {"parallel": {"data": 2}}),
+        ("pipeline", 2, {"parallel": {"pipeline": 2}}),
+    ):
+        for kind, loss in (("over all", over_all), ("by sample", by_sample)):
+            with world(ranks) as here:
+                if not here:
+                    continue
+                torch.manual_seed(2)
+                model = Model(Chain([("first", First(False, None)), ("last", nn.Linear(12, 3))]), loss)
+                data = Data(Padded(), Padded(), metric)
+                try:
+                    trainer = Trainer(toy_recipe(**sections), model=model, data=data, listeners=[Heard()])
+                    found[f"{name} {kind}"] = trainer.fit().losses
+                except Exception as error:
+                    found[f"{name} {kind}"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+FOUND = Cases(4, 100, [statistics, unequal])
+
+
+def test_batch_norm_is_evaluated_with_the_same_statistics_on_every_data_parallel_rank() -> None:
+    for split in FOUND[statistics][0]:
+        held: dict[int, Any] = {}
+        for found in FOUND[statistics]:
+            if split in found:
+                pipeline_rank, buffers = found[split]
+                assert held.setdefault(pipeline_rank, buffers) == buffers, split
+        assert any(held.values())
+
+
+def test_a_loss_in_which_samples_do_not_weigh_alike_is_an_error_where_a_batch_is_shared_out() -> None:
+    by_rank = FOUND[unequal]
+    assert len(by_rank[0]["alone over all"]) == 8, "one rank that takes a batch whole shares nothing out"
+    for name, ranks in (("accumulated", (0,)), ("one a part", (0,)), ("data", (0, 1)), ("pipeline", (1,))):
+        said = [by_rank[rank][f"{name} over all"] for rank in ranks]
+        assert any("ValueError: the model's loss of " in str(each) for each in said), (name, said)
+        for rank in ranks:
+            losses = by_rank[rank][f"{name} by sample"]
+            assert losses == pytest.approx(by_rank[0]["alone by sample"], rel=1e-4), (name, losses)

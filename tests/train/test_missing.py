@@ -1,0 +1,64 @@
+"""Examples that one rank cannot read: ranks that share samples take the same others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Cases, World
+
+pytestmark = pytest.mark.torch
+
+
+def unlike_disks(rank: int, folder: Path, world: World) -> Any:
+    """Losses and what each rank said, where other ranks cannot read two examples: none, the last stage's, all."""
+    from surviving import Heard, run
+
+    from netfold.train import UnreadableError
+    from netfold.train.order import Order, sample_seed
+
+    seen = Order(96, 0).indices(0, 64)
+    # An example of the second step; and the one that the first rank would take in its place.
+    instead = sample_seed(Order(96, 0).seeds(10, 1)[0], 0) % 96
+    found: dict[str, Any] = {"gone": [seen[10], instead]}
+    for name, gone in (
+        ("none", {}),
+        ("one", {seen[10]: (1,)}),
+        ("both", {seen[10]: (0, 1)}),
+        ("in turn", {seen[10]: (1,), instead: (0,)}),
+        ("twice", {seen[10]: (0, 1), instead: (0, 1)}),
+    ):
+
+        def change(indices: Any, features: Any, gone: Any = gone) -> None:
+            for index in indices:
+                if rank in gone.get(index, ()):
+                    raise UnreadableError(f"/data/{index}.png: No such file")
+
+        with world(2):
+            heard, numbers = Heard(), list[list[int]]()
+            ended = run(
+                None,
+                noisy=False,
+                heard=heard,
+                change=change,
+                forward=numbers.append,
+                parallel={"pipeline": 2},
+                survive={"missing_data": "skip"},
+            )
+            found[name] = ended.losses, heard.notes, numbers
+    return found
+
+
+FOUND = Cases(2, 100, [unlike_disks])
+
+
+def test_stages_that_cannot_read_the_same_examples_are_still_given_the_same() -> None:
+    first, second = FOUND[unlike_disks]
+    assert first["one"][0] == first["both"][0] == second["one"][0] != first["none"][0]
+    assert first["in turn"][0] == first["twice"][0] != first["one"][0]
+    assert first["one"][2] == first["both"][2], "what the first stage has seen"
+    lost, instead = first["gone"]
+    taken = [number for row in first["one"][2] for number in row]
+    assert instead in taken and taken.count(lost) == 0
+    assert any(f"/data/{lost}.png" in note for note in second["one"][1]), "it is told by the rank that cannot read it"
