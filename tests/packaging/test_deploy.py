@@ -1,0 +1,112 @@
+"""deploy/: what the systemd unit lets the switch do, and the health check of the image.
+
+`make test-image` builds the image and tries the same check inside; here it is tried on a switch of this host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from ranks import running_switch
+
+from netfold import control
+
+ROOT = Path(__file__).parents[2]
+UNIT = (ROOT / "deploy" / "netfold-switch.service").read_text()
+CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text().replace("\\\n", "")
+
+
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None,
+    reason="the unit is rated by systemd-analyze, which is not here (Debian: systemd)",
+)
+def test_systemd_rates_the_unit_as_well_confined(tmp_path: Path) -> None:
+    unit = tmp_path / "netfold-switch.service"
+    unit.write_text(UNIT)
+    command = ["systemd-analyze", "security", "--no-pager", "--offline=yes", "--threshold=20", str(unit)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stdout + ended.stderr  # an exposure of 2.0 of 10 at most
+
+
+def test_the_unit_raises_the_bound_of_receive_buffers_and_never_lowers_it(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^ExecStartPre=\+-(.*)$", UNIT.replace("\\\n", ""), re.M)
+    bound = tmp_path / "rmem_max"
+    command = shlex.split(line.replace("$$", "$").replace("/proc/sys/net/core/rmem_max", str(bound)))
+    for before, after in (("212992\n", "268435456\n"), ("536870912\n", "536870912\n")):
+        bound.write_text(before)
+        subprocess.run(command, check=True, timeout=10)
+        assert bound.read_text() == after
+
+
+@pytest.mark.skipif(not Path("/proc/sys/net/core/rmem_max").exists(), reason="this host hides net.core.rmem_max")
+def test_a_job_whose_window_the_kernel_does_not_hold_is_told_in_the_log_with_what_to_set() -> None:
+    rmem_max = int(Path("/proc/sys/net/core/rmem_max").read_text())
+    if rmem_max > 1 << 26:
+        pytest.skip(f"net.core.rmem_max is {rmem_max} here: more than a job of two ranks asks for")
+    drop = []
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("root has CAP_NET_ADMIN, and setpriv, which takes it away, is not here (Debian: util-linux)")
+        drop = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", "--"]
+    window = 2 * rmem_max
+    join = {"type": "join", "version": control.VERSION, "job": "j", "rank": 0, "ranks": [0, 1], "port": 9}
+    with running_switch("--window", str(window), prefix=drop) as switch:
+        with socket.create_connection(switch.address, 10) as stream:
+            control.send(stream, {**join, "window_bytes": window})
+            assert control.receive(stream)["type"] == "admitted"
+        switch.wait_for(
+            rf"level=warning event=buffer .*the kernel's receive buffer holds {rmem_max // 2} bytes from each of 2 "
+            rf"workers, and not the window of {window}: fewer are in flight\. Set sysctl net\.core\.rmem_max to "
+            rf"{2 * window}"
+        )
+
+
+def health_check() -> list[str]:
+    """The image's command, with this Python in the place of the image's netfold."""
+    (command,) = re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", CONTAINERFILE, re.M)
+    binary, *arguments = json.loads(command)
+    assert binary == "/opt/netfold/bin/netfold"
+    return [sys.executable, "-m", "netfold.cli", *arguments]
+
+
+def test_the_health_check_follows_the_switch_and_fails_once_it_is_killed() -> None:
+    (variable, address) = re.findall(r"^ENV (NETFOLD_\w+)=(\S+)$", CONTAINERFILE, re.M)[0]
+    control.parse_endpoint(address, what=variable)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    # A proxy of the environment is none between the check and its own host.
+    environment = {**os.environ, variable: address, "http_proxy": "http://127.0.0.1:9"}
+
+    def check() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(health_check(), env=environment, capture_output=True, text=True, timeout=30)
+
+    with tempfile.TemporaryFile("w+") as log:
+        switch = subprocess.Popen(
+            [sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            assert switch.stdout is not None
+            assert switch.stdout.readline().startswith("netfold switch listening on ")
+            healthy = check()
+            assert healthy.returncode == 0 and healthy.stdout.startswith("serving for "), healthy
+        finally:
+            switch.kill()
+            switch.wait()
+            switch.stdout.close()
+    gone = check()
+    assert gone.returncode == 1
+    assert f"nothing to read at http://{address}/status" in gone.stderr, gone

@@ -1,0 +1,74 @@
+""".github: checked by GitHub's own schemas and by zizmor, as in `make check`; and what neither of them asks for."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not here: pip install {name} (it is in netfold[dev])")
+    return found
+
+
+def run(*command: str) -> None:
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def jobs() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Every workflow's name, the workflow, and a job of it."""
+    yaml = pytest.importorskip("ruamel.yaml", reason="ruamel.yaml, which reads workflows, comes with check-jsonschema")
+    texts = {path.name: yaml.YAML(typ="safe").load(path.read_text()) for path in WORKFLOWS}
+    return [(name, text, job) for name, text in texts.items() for job in text["jobs"].values()]
+
+
+def test_workflows_are_what_github_takes() -> None:
+    check = tool("check-jsonschema")
+    run(check, "--builtin-schema", "vendor.github-workflows", *map(str, WORKFLOWS))
+    run(check, "--builtin-schema", "vendor.dependabot", ".github/dependabot.yml")
+
+
+def test_no_workflow_lets_a_stranger_in() -> None:
+    run(tool("zizmor"), "--offline", ".github")
+
+
+def test_every_action_is_pinned_by_commit_with_its_version_beside() -> None:
+    uses = [line for path in WORKFLOWS for line in path.read_text().splitlines() if "uses:" in line]
+    assert uses
+    for line in uses:
+        assert re.search(r"uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line
+
+
+def test_one_action_has_one_commit_everywhere() -> None:
+    text = "".join(path.read_text() for path in WORKFLOWS)
+    pins = set(re.findall(r"uses: ([\w./-]+)@([0-9a-f]{40}) # (v\S+?);?(?: |$)", text, re.M))
+    assert len({name for name, _, _ in pins}) == len(pins), pins
+
+
+def test_every_job_has_a_bound_and_no_permission_that_is_not_written_down() -> None:
+    for name, workflow, job in jobs():
+        assert job["timeout-minutes"] <= 90, name
+        assert "concurrency" in workflow, name
+        granted = workflow["permissions"]
+        assert granted in ({}, {"contents": "read"}), f"{name} grants {granted} to all its jobs"
+
+
+def test_commands_of_this_repository_that_workflows_run_are_there() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    for name, _, job in jobs():
+        for step in job["steps"]:
+            for target in re.findall(r"\bmake ([a-z-]+)", step.get("run", "").split("apt-get")[0]):
+                assert target in targets, f"{name} runs make {target}"
+    assert (ROOT / ".ci" / "run").exists()
