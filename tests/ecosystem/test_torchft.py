@@ -1,0 +1,117 @@
+"""torchft makes its groups itself, and again when a rank is lost: its own checks over netfold.
+
+`make test-ecosystem` makes the environment.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import unittest
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.ecosystem
+
+
+class TestTorchft:
+    """Three ranks as threads of one process, as torchft's own tests have them."""
+
+    size = 3
+
+    def kind(self) -> Any:
+        """A process group that can be made again, on netfold."""
+        torchft = pytest.importorskip("torchft.process_group")
+
+        import netfold.torch
+
+        class ProcessGroupNetfold(torchft.ProcessGroupWrapper):  # type: ignore[misc, name-defined]
+            def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+                return netfold.torch.new_process_group(store, rank, world_size, timeout=self._timeout)
+
+            def _opts_hook(self, opts: Any) -> Any:
+                if hasattr(opts, "timeout"):
+                    opts.timeout = self._timeout
+                return opts
+
+        return ProcessGroupNetfold
+
+    def groups(self) -> tuple[Any, list[Any]]:
+        kind = self.kind()
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return store, [kind(timeout=timedelta(seconds=20)) for _ in range(self.size)]
+
+    def configure(self, group: Any, address: str, rank: int, size: int) -> None:
+        torchft = pytest.importorskip("torchft.process_group")
+        if hasattr(torchft, "reconfigure_with_store"):  # the nightly's way
+            torchft.reconfigure_with_store(group, address, rank, size)
+        else:
+            group.configure(address, "0", rank, size)
+
+    def together(self, function: Any, ranks: range) -> list[Any]:
+        with concurrent.futures.ThreadPoolExecutor(self.size) as pool:
+            return [each.result(60) for each in [pool.submit(function, rank) for rank in ranks]]
+
+    def test_its_own_checks_of_collectives_pass(self) -> None:
+        store, groups = self.groups()
+        pytest.importorskip("parameterized", reason="torchft's tests need it")
+        theirs = pytest.importorskip("torchft.process_group_test")
+
+        def run(rank: int) -> None:
+            for name in (
+                "allgather", "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "alltoall",
+                "broadcast", "broadcast_one", "barrier", "reduce_scatter", "reduce_scatter_tensor_coalesced",
+            ):  # fmt: skip
+                getattr(theirs, f"run_{name}_test")(groups[rank], rank, torch.tensor([rank + 1]))
+
+        self.together(
+            lambda rank: self.configure(groups[rank], f"127.0.0.1:{store.port}/own", rank, self.size), range(self.size)
+        )
+        self.together(run, range(self.size))
+        for group in groups:
+            group.abort(errored=False)
+
+    def test_a_group_is_made_again_without_the_rank_that_was_lost(self) -> None:
+        store, groups = self.groups()
+
+        def run(rank: int) -> list[float]:
+            found = []
+            for quorum, size in enumerate((3, 3, 2)):
+                if rank < size:
+                    self.configure(groups[rank], f"127.0.0.1:{store.port}/quorum-{quorum}", rank, size)
+                    tensor = torch.ones(1000)
+                    groups[rank].allreduce([tensor], torch.distributed.ReduceOp.SUM).wait(timedelta(seconds=20))
+                    found.append(tensor[-1].item())
+                else:
+                    groups[rank].abort(errored=False)
+            return found
+
+        assert self.together(run, range(3)) == [[3, 3, 2], [3, 3, 2], [3, 3]]
+        for group in groups:
+            group.abort(errored=False)
+
+    def test_its_own_suite_for_process_groups_passes(self) -> None:
+        """The nightly's, collectives and what follows the loss of a rank, in the class that it has for gloo."""
+        kind = self.kind()
+        theirs = pytest.importorskip("torchft.process_group_test")
+        if not hasattr(theirs, "reconfigure_with_store"):
+            pytest.skip("only torchft's nightly has this suite")
+
+        class Suite(theirs.NormalGlooMultiPgTest):  # type: ignore[misc, name-defined]
+            @classmethod
+            def _create_pg(cls, backend: str) -> Any:
+                return kind(timeout=timedelta(seconds=10))
+
+            def assertRaisesRegex(self, kind: Any, wording: str, *rest: Any) -> Any:  # noqa: N802 - unittest's name
+                # What it expects is gloo's and NCCL's wording; netfold has its own for the same events.
+                return super().assertRaisesRegex(kind, f"{wording}|closed the group|gave up on the group", *rest)
+
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(Suite).run(result)
+        assert result.testsRun >= 16
+        assert not result.errors and not result.failures, [*result.errors, *result.failures][0][1]
