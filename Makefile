@@ -2,10 +2,12 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
+# A suite starts hundreds of interpreters: without its byte code each would compile netfold anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check --quiet
 NATIVE := CMakeLists.txt $(shell find native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt \))
 CXX_FILES := $(shell find native -type f \( -name '*.cpp' -o -name '*.hpp' \))
 JOBS ?= 2
@@ -13,19 +15,20 @@ JOBS ?= 2
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-# What the host must have, with a sentence where something is missing; then the tools, torch pinned by the constraints.
-$(VENV)/.tools: pyproject.toml constraints.txt tools/host-check
-	@PYTHON=$(PYTHON) tools/host-check
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+# The system's packages first; then all packages of the lock, by their hashes. torch is not in the lock: its build differs
+# by index, and a build for CPUs has another hash than one with CUDA. Only a whole step leaves its stamp.
+INSTALL := PYTHON=$(PYTHON) tools/pip-install $(VENV)
+$(VENV)/.tools: requirements-dev.txt constraints.txt tools/setup tools/pip-install
+	@PYTHON=$(PYTHON) tools/setup
 	@echo "installing build tools, torch and test tools into $(VENV) (once)"
-	@$(PIP) install --upgrade pip
-	@$(PIP) install -c constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
-	@$(PIP) install -c constraints.txt scikit-build-core nanobind cmake ninja
+	@$(INSTALL) --upgrade pip
+	@$(INSTALL) --no-deps --require-hashes -r requirements-dev.txt
+	@$(INSTALL) -c constraints.txt torch
 	@touch $@
 
 $(VENV)/.netfold: $(VENV)/.tools $(NATIVE) pyproject.toml
 	@echo "building netfold"
-	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install --no-build-isolation -c constraints.txt -e '.[torch,train,demo,dev,bench]'
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@
 
 build: $(VENV)/.netfold ## build the native floor and install netfold into .venv
@@ -33,11 +36,18 @@ build: $(VENV)/.netfold ## build the native floor and install netfold into .venv
 demo: build ## the main job: train EDSR over a software switch, then with gloo, and compare (about two minutes)
 	@$(VENV)/bin/netfold demo
 
-test: build ## all tests that need no root and no network namespaces
-	@$(PY) -m pytest -m 'not rack and not soak' -n $(JOBS) --dist loadfile -q
+# One worker more than cores: tests wait, too.
+test: build ## all tests but those below: no root, no network namespaces, about ten minutes on two cores
+	@$(PY) -m pytest -m 'not (rack or soak or ecosystem or fuzz or jobs)' -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder -q
 
-rack-test: build ## tests of the emulated rack and of netfold in it (root, network namespaces)
+test-jobs: build ## whole jobs as users start them: netfold train, demo, profile run, bench, PyTorch's suite in short
+	@$(PY) -m pytest -m jobs -n $(JOBS) -q tests
+
+test-rack: build ## tests of the emulated rack and of netfold in it (root, network namespaces)
 	@$(PY) -m pytest -m rack -q tests
+
+test-image: ## build the switch's image and try its health check (root, buildah, debootstrap; IMAGE=options of buildah build)
+	@tools/test-image $(IMAGE)
 
 # Its own Python: the one of .venv has torch without CUDA. It needs netfold and pytest, too.
 CUDA_PYTHON ?= $(PY)
@@ -45,13 +55,52 @@ test-cuda: build ## tests on a GPU; says what ran, and plainly where there is no
 	@$(CUDA_PYTHON) -m netfold.torch.device.trial
 	@$(CUDA_PYTHON) -m pytest -v -rs tests/torch/device/test_cuda.py
 
-soak: build ## long runs: 50 elastic restarts, tensors beyond 2 GiB
+# The frameworks have an environment of their own: tests/ecosystem/constraints.txt has versions that work together.
+.venv-ecosystem/.installed: constraints.txt tests/ecosystem/constraints.txt tools/ecosystem
+	@PYTHON=$(PYTHON) tools/ecosystem .venv-ecosystem
+	@test -n "$$(ls .venv-ecosystem/missing)" || touch $@ # what could not be installed is tried again
+
+test-ecosystem: build .venv-ecosystem/.installed ## Lightning, DeepSpeed, Ray Train and others over netfold, in an environment of their own
+	@rm -rf build/ecosystem
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PY) -m pip --disable-pip-version-check --quiet wheel --no-build-isolation --no-deps --wheel-dir build/ecosystem .
+	@.venv-ecosystem/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt build/ecosystem/netfold-*.whl
+	@.venv-ecosystem/bin/python -m pip --disable-pip-version-check --quiet install --force-reinstall --no-deps build/ecosystem/netfold-*.whl
+	@.venv-ecosystem/bin/python -m pytest -m ecosystem -q tests/ecosystem
+
+test-soak: build ## long runs: 50 elastic restarts, tensors beyond 2 GiB
 	@$(PY) -m pytest -m soak -q tests
+
+FUZZ_SECONDS ?= 60
+test-fuzz: build ## the parsers of packets under clang's fuzzer, FUZZ_SECONDS each (60), after all kept inputs
+	@PYTHON=$(PYTHON) tools/setup fuzz
+	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest -q tests/fuzz
+
+# `make test` opens pages in a browser where there is one.
+test-browser: build
+	@PYTHON=$(PYTHON) tools/setup browser
+
+test-all: test-browser test test-jobs test-rack test-soak test-fuzz test-ecosystem ## all tests there are, but those of GPUs (hours)
+
+test-bare: ## `make demo` and `make test` of HEAD in a bare Debian 12 (root, debootstrap, about 8 GB); printed to bare.log
+	@tools/test-bare bare.log
 
 conformance: build ## PyTorch's own suite over gloo and over netfold; rewrites bench/results/conformance.md
 	@$(PY) tests/conformance --write
 
-check: build ## formats, lints, types, import rules
+# Other versions than the pinned one: each an environment of its own, removed afterwards (KEEP=1 leaves it).
+# PARTS=tests,products,probe leaves out PyTorch's own suite, which takes as long as the others together.
+test-torch: build ## test netfold with another torch (TORCH=2.15.0, or several in quotes); adds a row to bench/results/torch_versions.md
+	@test -n "$(TORCH)" || { echo 'which torch? make test-torch TORCH=2.15.0' >&2; exit 2; }
+	@$(PY) tools/test_torch.py $(TORCH) $(if $(PARTS),--parts $(PARTS)) $(if $(KEEP),--keep)
+
+UV_COMPILE := $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
+  --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
+lock: $(VENV)/.tools ## write both lock files anew, with what pyproject.toml changed (LOCK=--upgrade: all at their newest)
+	@$(UV_COMPILE) --no-emit-package torch -c constraints.txt \
+	  $(addprefix --extra ,torch train demo plan dev bench) $(LOCK) pyproject.toml -o requirements-dev.txt
+	@$(UV_COMPILE) $(LOCK) packaging/requirements.in -o packaging/requirements.txt
+
+check: build ## formats, lints, types, import rules, workflows
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m clang_format --version >/dev/null 2>&1 || true
@@ -59,6 +108,9 @@ check: build ## formats, lints, types, import rules
 	@$(PY) -m mypy
 	@$(PY) -m mypy --no-warn-return-any --allow-untyped-calls --implicit-reexport bench/*.py
 	@$(VENV)/bin/lint-imports --no-cache
+	@$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	@$(VENV)/bin/zizmor --quiet --offline .github
 	@echo "check: all clean"
 
 format: build ## rewrite sources in the house's format
@@ -81,14 +133,33 @@ MPI_intel := impi-rt
 MPI_mpich := mpich
 .venv-mpi-%/.installed: constraints.txt
 	@echo "installing $(MPI_$*) into .venv-mpi-$*"
-	@test -x .venv-mpi-$*/bin/pip || $(PYTHON) -m venv .venv-mpi-$*
-	@.venv-mpi-$*/bin/pip --disable-pip-version-check --quiet install -c constraints.txt $(MPI_$*)
+	@PYTHON=$(PYTHON) tools/pip-install .venv-mpi-$* -c constraints.txt $(MPI_$*)
 	@touch $@
 
 bench: build ## measure against gloo and the MPIs of bench-peers; rewrites bench/results (BENCH=--quick; root for the rack)
 	@$(VENV)/bin/netfold bench suite $(BENCH)
 
-clean: ## remove everything that was built
-	@rm -rf $(VENV) .venv-mpi-* build build-sanitize netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+.venv-wheels/.tools: packaging/requirements.txt tools/pip-install
+	@echo "installing zig, auditwheel and the SBOM tool into .venv-wheels (once)"
+	@PYTHON=$(PYTHON) tools/pip-install .venv-wheels --no-deps --require-hashes -r packaging/requirements.txt
+	@touch $@
 
-.PHONY: help build demo test test-cuda rack-test soak conformance check format sanitize prove bench-peers bench clean
+wheels: .venv-wheels/.tools ## wheels for x86-64 and aarch64, glibc 2.28, in dist/ (WHEELS='--processor x86_64 --python cp311')
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) .venv-wheels/bin/python packaging/wheels.py $(WHEELS)
+
+test-wheel: ## install dist/'s wheel into a bare Debian 12 and run the README's script there (root, debootstrap)
+	@packaging/test-wheel
+
+test-aarch64: .venv-wheels/.tools ## dist/'s aarch64 wheel under qemu-user: kernels, protocol, two ranks (root, debootstrap, qemu)
+	@packaging/test-aarch64
+
+sdist: .venv-wheels/.tools ## the source distribution in dist/, and a wheel built from it alone as a test
+	@packaging/test-sdist
+
+sbom: .venv-wheels/.tools ## dist/netfold-VERSION.cdx.json: what an installed wheel brings (CycloneDX)
+	@.venv-wheels/bin/python packaging/sbom.py
+
+clean: ## remove everything that was built
+	@rm -rf $(VENV) .venv-mpi-* .venv-wheels .venv-ecosystem .venv-torch-* .torch-logs build build-sanitize dist netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.PHONY: help build demo test wheels test-wheel test-aarch64 sdist sbom test-cuda test-jobs test-rack test-soak test-fuzz test-browser test-all test-ecosystem test-bare test-image conformance test-torch lock check format sanitize prove bench-peers bench clean
