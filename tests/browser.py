@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from load import seconds
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
@@ -104,6 +105,6 @@ def opened(page: str, folder: Path, *, then: str = "", width: int = 1280) -> Ele
     assert CHROMIUM is not None
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}"]
     command += [f"--window-size={width},900", "--dump-dom", file.as_uri()]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=seconds(TIMEOUT_S))
     assert run.returncode == 0, run.stderr
     return parse(run.stdout)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import multiprocessing
 import os
 import re
@@ -13,16 +15,27 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# Ranks are forked off one process that has imported torch, which costs a second of a core, and started nothing. What
-# reads the environment when it is loaded (our native floor) is not among it.
+from load import seconds
+
+# Ranks and switches are forked off one process that has imported all that they need, which takes seconds of a core, and
+# has started no thread. netfold reads the environment later than at import.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["pytest", "torch.distributed.pipelining", "torch.distributed.checkpoint"])
+_OF_RANKS = (
+    "pytest",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "netfold.torch.operations",
+    "netfold.train.rank",
+    "netfold.train.trainer",
+)
+_OF_SWITCHES = ("asyncio", "cryptography.x509", "rich.console", "netfold.cli.switch")
+_FORKS.set_forkserver_preload([*_OF_RANKS, *_OF_SWITCHES])
 
 
 @dataclass
@@ -37,6 +50,7 @@ class Outcome:
 def _enter(
     results: Connection, function: Callable[..., Any], rank: int, size: int, folder: str, env: dict[str, str], args: Any
 ) -> None:
+    gc.freeze()  # later collections skip the parent's objects, torch and all
     os.environ.clear()
     os.environ.update(env)
     try:
@@ -44,6 +58,14 @@ def _enter(
     except BaseException as error:
         outcome = Outcome(error=type(error).__name__, text=f"{error}\n{traceback.format_exc()}")
     results.send(outcome)
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Wait until the process that ranks are forked off has its imports, so that no rank's deadline includes them."""
+    first = _FORKS.Process(target=int)
+    first.start()
+    first.join()
 
 
 def run_ranks(
@@ -56,8 +78,11 @@ def run_ranks(
 ) -> list[Outcome]:
     """`function(rank, size, folder, *args)` in `size` processes; `folder` is shared and fresh.
 
-    Ranks in `dies` may end without a result. Fails when the deadline passes: nothing may hang.
+    Ranks in `dies` may end without a result. Fails when the deadline passes: nothing may hang. timeout_s: of a quiet
+    machine.
     """
+    _warm_up()
+    timeout_s = seconds(timeout_s)
     outcomes: dict[int, Outcome] = {}
     processes = []
     readers: dict[Connection, int] = {}
@@ -110,6 +135,7 @@ def run_threads(function: Callable[..., Any], size: int, *args: Any, timeout_s: 
         except BaseException as error:
             outcomes[rank] = Outcome(error=type(error).__name__, text=f"{error}\n{traceback.format_exc()}")
 
+    timeout_s = seconds(timeout_s)
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
         threads = [threading.Thread(target=enter, args=(rank, folder), daemon=True) for rank in range(size)]
@@ -122,6 +148,34 @@ def run_threads(function: Callable[..., Any], size: int, *args: Any, timeout_s: 
     return [outcomes[rank] for rank in range(size)]
 
 
+def run_scripts(
+    script: str, size: int, *args: object, env: Mapping[int, Mapping[str, str]] | None = None, timeout_s: float = 60.0
+) -> list[str]:
+    """`script` as `size` interpreters of their own, with rank and `args` as arguments; what each printed.
+
+    For what a forked process cannot have, such as a library loaded before libc. env: added to the environment, by
+    rank. timeout_s: of a quiet machine. Fails where one does not exit with 0.
+    """
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), *map(str, args)],
+            env=os.environ | (env or {}).get(rank, {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [process.communicate(timeout=seconds(timeout_s)) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    errors = "\n".join(error for _, error in said)
+    assert [process.returncode for process in processes] == [0] * size, errors
+    return [out for out, _ in said]
+
+
 def values(outcomes: list[Outcome]) -> list[Any]:
     """What the ranks returned; the first error fails the test with its own traceback."""
     for rank, outcome in enumerate(outcomes):
@@ -129,12 +183,89 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
+class Daemon:
+    """A `netfold` command in a forked process, with the part of Popen that tests use."""
+
+    def __init__(self, args: Sequence[str], log_path: Path, env: Mapping[str, str] | None = None) -> None:
+        self.args = list(args)
+        log_path.touch()
+        reader, writer = _FORKS.Pipe(duplex=False)
+        about = (writer, str(log_path), dict(os.environ if env is None else env), os.getcwd(), self.args)
+        self._process = _FORKS.Process(target=_run_command, args=about, daemon=True)
+        self._process.start()
+        writer.close()
+        self.pid = self._process.pid or 0
+        self.stdout = os.fdopen(os.dup(reader.fileno()))
+        reader.close()
+        self._lock = threading.Lock()  # a process's end is read once
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        with self._lock:
+            return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left < 0:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            wait([self._process.sentinel], left)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            # It may have ended, and been reaped by the process it was forked off, which tells us only afterwards.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_command(
+    *args: str | Path, env: Mapping[str, str] | None = None, timeout_s: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run `netfold args` in a forked process; returns its output as text. timeout_s: of a quiet machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = Daemon([str(arg) for arg in args], Path(folder) / "log", env)
+        try:
+            # Read while the command runs: its output may be more than a pipe holds.
+            killer = threading.Timer(seconds(timeout_s), process.kill)
+            killer.start()
+            said = process.stdout.read()
+            code = process.wait()
+            killer.cancel()
+        finally:
+            process.kill()
+            process.stdout.close()
+        return subprocess.CompletedProcess(process.args, code, said, (Path(folder) / "log").read_text())
+
+
+def _run_command(out: Connection, log: str, env: dict[str, str], folder: str, args: Sequence[str]) -> None:
+    gc.freeze()
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    os.dup2(out.fileno(), 1)
+    out.close()
+    with open(log, "a") as errors:
+        os.dup2(errors.fileno(), 2)
+    sys.argv = ["netfold", *args]
+    from netfold.cli import main
+
+    main()
+
+
 @dataclass
 class RunningSwitch:
     """A daemon's address, process and log."""
 
     endpoint: str
-    process: subprocess.Popen[str]
+    process: Daemon | subprocess.Popen[str]
     log_path: Path
 
     @property
@@ -145,9 +276,9 @@ class RunningSwitch:
     def log(self) -> str:
         return self.log_path.read_text()
 
-    def wait_for(self, pattern: str, *, count: int = 1, timeout_s: float = 10.0) -> list[str]:
+    def wait_for(self, pattern: str, *, count: int = 1, timeout_s: float = 20.0) -> list[str]:
         """Wait until the log has `count` matches of a regular expression; all of them."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + seconds(timeout_s)
         while True:
             found = re.findall(pattern, self.log())
             if len(found) >= count:
@@ -157,15 +288,18 @@ class RunningSwitch:
 
 
 @contextlib.contextmanager
-def running_switch(*options: str) -> Iterator[RunningSwitch]:
-    """A daemon on a free loopback port. Stopped by SIGTERM, which must end it with exit code 0."""
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0", "--drain-s", "0", *options],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
+def running_switch(*options: str, prefix: Sequence[str] = ()) -> Iterator[RunningSwitch]:
+    """A daemon on a free loopback port, run under the command `prefix`. SIGTERM must end it with exit code 0."""
+    args = ["switch", "--listen", "127.0.0.1:0", "--drain-s", "0", *options]
+    with tempfile.TemporaryDirectory() as folder:
+        log_path = Path(folder) / "log"
+        process: Daemon | subprocess.Popen[str]
+        if prefix:
+            with open(log_path, "w") as log:
+                command = [*prefix, sys.executable, "-m", "netfold.cli", *args]
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        else:
+            process = Daemon(args, log_path)
         assert process.stdout is not None
         try:
             line = process.stdout.readline()
@@ -177,7 +311,7 @@ def running_switch(*options: str) -> Iterator[RunningSwitch]:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             try:
-                process.wait(10)
+                process.wait(60)
             finally:
                 process.kill()
                 process.wait()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from load import seconds
+
 ROOT = Path(__file__).parent.parent
 
 MAY_INCLUDE = {
@@ -47,7 +49,7 @@ def test_python_rooms_import_only_what_they_may() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds(120),
     )
     assert run.returncode == 0, run.stdout + run.stderr
 

@@ -131,6 +131,7 @@ def test_the_tables_have_every_format_and_say_who_diverged_and_who_disagreed():
     assert f"**Ranks ended with different parameters**: text by {HALF}, seed 1." in text
 
 
+@pytest.mark.jobs
 @pytest.mark.torch
 def test_a_short_run_measures_everything_and_finds_what_formats_promise(tmp_path: Path):
     result = CliRunner().invoke(app, ["accuracy", str(tmp_path), "--quick", "--timeout", "150"])
@@ -140,6 +141,7 @@ def test_a_short_run_measures_everything_and_finds_what_formats_promise(tmp_path
     assert all(text.count(f"\n| {form} |") == (1 if form == "i8, errors fed back" else 3) for form in FORMATS)
 
 
+@pytest.mark.jobs
 @pytest.mark.torch
 def test_errors_lie_within_what_the_page_of_numbers_says():
     quick = Settings.quick()

@@ -1,12 +1,13 @@
 """Whole runs on loopback: gloo beside itself, and what happens when a worker or its switch fails."""
 
+import contextlib
 import json
-import os
-import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from load import seconds
 from typer.testing import CliRunner
 
 from netfold.bench.collectives import COLLECTIVES, REDOPS
@@ -21,15 +22,16 @@ from netfold.cli.bench import app
 from netfold.rack.command import missing
 
 LACK = missing(loss=False)
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.jobs]
 
 
 def workers_alive() -> list[str]:
     """Command lines of benchmark workers that run under this process."""
-    listed = subprocess.run(
-        ["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True, check=False
-    )
-    return [line for line in listed.stdout.splitlines() if "netfold.bench.rank" in line]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            found.append(" ".join(child.cmdline()))
+    return [line for line in found if "netfold.bench.rank" in line]
 
 
 def run(place: Place, trials: Trials) -> list[Row]:
@@ -121,7 +123,7 @@ def test_every_collective_is_right_on_every_side_that_needs_no_other_program() -
                 assert row.refused is None or (name == "send_recv" and row.side != "gloo"), row
         waiting = conductor.measure_waiting(parse_side("communicator"), 4, 0.3)
     assert len(waiting) == 3 and all(rank["wall_s"] > 0.25 for rank in waiting)
-    assert all(rank["cpu_s"] < 0.25 for rank in waiting[:-1])
+    assert all(rank["cpu_s"] < 0.5 * rank["wall_s"] for rank in waiting[:-1])
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "intel", "mpich"])
@@ -175,7 +177,7 @@ def test_the_deadline_ends_a_run() -> None:
     started = time.monotonic()
     with pytest.raises(BenchError, match="had not ended after 1 s"):
         measure(Place(2, deadline_s=1), Trials("all_reduce", ["gloo", "gloo"], sizes=[4], rounds=10**6))
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < seconds(20)
     assert not workers_alive()
 
 
@@ -236,7 +238,7 @@ def test_sections_of_the_suite_are_listed_and_an_unknown_one_is_refused() -> Non
 def test_a_racks_wire_is_probed_with_its_round_trip_and_its_headers() -> None:
     wire = probe_rack("1gbit")
     assert (wire.rate_bits, wire.mss) == (10**9, 1448)
-    assert 5e-6 < wire.round_trip_s < 20e-3
+    assert 5e-6 < wire.round_trip_s < seconds(1)
     # One stream cannot pass more than the line, but for the token bucket's first burst.
     assert 0.5 < wire.stream_bits / wire.payload_bits < 1.02
 

@@ -19,6 +19,7 @@ LACK = missing(loss=False)
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.jobs
 def test_steps_take_what_they_compute_and_little_more_where_the_network_is_memory() -> None:
     replay = Replay(["resnet50"], ["netfold", "gloo", "communicator"], rounds=4, shrink=100)
     with conduct(Place(2, switch=False, deadline_s=120), ["torch", "communicator"]) as conductor:
@@ -35,6 +36,7 @@ def test_steps_take_what_they_compute_and_little_more_where_the_network_is_memor
         assert row.late_ns is not None and row.late_ns.n == 2 * 5 * 5
 
 
+@pytest.mark.jobs
 def test_a_recommenders_exchanges_are_right_through_a_switch_and_through_gloo() -> None:
     replay = Replay(["dlrm"], ["netfold", "gloo"], rounds=3, shrink=64)
     with conduct(Place(3, switch=True, deadline_s=120), ["torch"]) as conductor:
@@ -43,6 +45,7 @@ def test_a_recommenders_exchanges_are_right_through_a_switch_and_through_gloo() 
     assert all(min(row.times_ns) >= row.compute_ns for row in rows)
 
 
+@pytest.mark.jobs
 def test_the_verbs_json_has_everything_and_its_table_says_what_it_stands_for() -> None:
     arguments = ["model", "edsr-baseline", "--side", "netfold", "--side", "gloo", "--shrink", "10", "--workers", "2"]
     done = CliRunner().invoke(app, [*arguments, "-n", "3", "--no-switch", "--bucket", "2M", "--json"])
@@ -68,6 +71,7 @@ def test_an_mpi_is_not_replayed_and_says_why() -> None:
     assert refused.times_ns == [] and refused.refused is not None and "only in its own calls" in refused.refused
 
 
+@pytest.mark.jobs
 def test_wrong_sums_make_the_verb_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's fake backend leaves every buffer as it is; this file registers it wherever Python starts.
     (tmp_path / "sitecustomize.py").write_text("import torch.testing._internal.distributed.fake_pg\n")

@@ -125,3 +125,36 @@ def test_an_array_outlives_its_name_and_starts_as_zeroes() -> None:
     assert netfold.empty(0).size == 0
     with pytest.raises(ValueError, match="no array has the shape"):
         netfold.empty(-1)
+
+
+def shared_memory_bytes() -> int:
+    """Of the whole machine: other tests have some, too."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("Shmem:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("/proc/meminfo does not say")
+
+
+def gathers_new_arrays(rank: int, size: int, folder: str) -> int:
+    """How much more shared memory there is after each rank has freed all of its arrays but the last."""
+    with join(rank, size, folder) as group:
+        group.barrier()
+        before = shared_memory_bytes()
+        for turn in range(60):
+            mine = netfold.empty((4 << 20,), np.float32)
+            mine[::1024] = rank + turn
+            into = [np.zeros(4 << 20, np.float32) for _ in range(size)] if rank == 0 else None
+            group.gather(mine, into)
+            if into is not None:
+                assert [each[0] for each in into] == [other + turn for other in range(size)]
+            del mine, into
+        group.barrier()
+        grown = shared_memory_bytes() - before
+        group.barrier()
+        return grown
+
+
+def test_freed_arrays_are_kept_by_no_rank_that_did_not_need_them() -> None:
+    # 60 turns of 16 MB from each of three ranks; ranks 1 and 2 read nothing of each other's.
+    grown = values(run_ranks(gathers_new_arrays, 3))
+    assert max(grown) < 1 << 30, grown

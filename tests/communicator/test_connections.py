@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from load import seconds
 from ranks import Outcome, run_ranks, values
 
 from netfold import Communicator, FileStore, Options
@@ -89,12 +90,15 @@ def breaking(how: Callable[[int], None], seed: int, every_s: float) -> Iterator[
         thread.join()
 
 
+# Connections that rank 0 breaks before the work ends; rank 2 breaks some at the same time.
+BROKEN = 10
+
+
 def _work_while_breaking(rank: int, size: int, folder: str, how: str, algorithm: str, interface: str | None) -> int:
     options = Options(transport="tcp", reconnect_s=20, algorithm=algorithm, interface=interface)
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=60) as group:
         method = {"hang_up": hang_up, "reset": reset}[how]
         with breaking(method, rank, 0.06) if rank != 1 else contextlib.nullcontext([]) as broken:
-            began = time.monotonic()
             turn = 0
             going = np.ones(1, np.uint8)
             while going[0]:
@@ -110,13 +114,13 @@ def _work_while_breaking(rank: int, size: int, folder: str, how: str, algorithm:
                 sent.wait()
                 assert (got == source + turn).all()
                 turn += 1
-                # Rank 0 alone looks at the clock: ranks that each looked would not all see the same turn as the last.
-                going[0] = time.monotonic() - began < 3.0 or turn % 8 != 0
+                # Rank 0 alone decides, so that all ranks end with the same turn.
+                going[0] = len(broken) < BROKEN or turn % 8 != 0
                 group.broadcast(going, 0)
         group.barrier()
         # Nobody leaves while another still needs it: what was broken last may still be being made again.
         Path(folder, f"through{rank}").touch()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + seconds(20)
         while any(not Path(folder, f"through{other}").exists() for other in range(size)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -126,7 +130,7 @@ def _work_while_breaking(rank: int, size: int, folder: str, how: str, algorithm:
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
 def test_connections_that_end_are_made_again_and_no_byte_is_lost(algorithm: str) -> None:
     broken = values(run_ranks(_work_while_breaking, 3, "hang_up", algorithm, None, timeout_s=120))
-    assert sum(broken) > 10
+    assert broken[0] >= BROKEN and broken[2] > 0, broken
 
 
 @pytest.mark.parametrize("interface", [None, "127.0.0.1,127.0.0.2"])
@@ -134,7 +138,7 @@ def test_connections_that_are_reset_are_made_again_and_no_byte_is_lost(interface
     if not can_reset():
         pytest.skip("resetting connections from outside needs root, ss and INET_DIAG_DESTROY")
     broken = values(run_ranks(_work_while_breaking, 3, "reset", "ring", interface, timeout_s=120))
-    assert sum(broken) > 10
+    assert broken[0] >= BROKEN and broken[2] > 0, broken
 
 
 def _stripes(rank: int, size: int, folder: str) -> list[int]:
@@ -207,7 +211,7 @@ def test_who_died_is_missed_at_once_although_a_connection_may_come_back() -> Non
     assert outcome.error == "PeerLost"
     assert "rank 0 closed its connection" in outcome.text
     assert "rank 0 is not listening on 127.0.0.1:" in outcome.text
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < seconds(10)
 
 
 def test_who_left_the_group_is_missed_with_its_reason() -> None:

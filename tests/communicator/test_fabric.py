@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import test_host_algorithms as host
 from fabrics import need_libfabric
+from load import seconds
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options, control
@@ -30,6 +31,7 @@ LIBFABRIC = need_libfabric()
 
 pytestmark = pytest.mark.native
 
+# Bound of a quiet machine for an error that must not take TIMEOUT_S.
 SOON_S = 3.0
 TIMEOUT_S = 20.0
 LOOPBACK = ("127.0.0.1",)
@@ -37,7 +39,7 @@ PROVIDERS = ("tcp", "net", "udp;ofi_rxd", "shm", "sockets")
 
 
 def join(
-    rank: int, size: int, folder: str, provider: str, *, join_timeout_s: float = 10, **options: Any
+    rank: int, size: int, folder: str, provider: str, *, join_timeout_s: float = 60, **options: Any
 ) -> Communicator:
     options = {"probe": "off", "transport": f"fabric:{provider}", "interface": LOOPBACK[0], **options}
     store = FileStore(folder)
@@ -90,7 +92,7 @@ def sums(rank: int, size: int, folder: str) -> tuple[float, int]:
 
 
 def waits(rank: int, size: int, folder: str) -> float:
-    """Seconds of a core that a rank uses while it waits for 0.6 s for another."""
+    """The part of a core that a rank uses while it waits for another, 0.6 s or longer."""
     with join(rank, size, folder, "tcp") as group:
         group.barrier()
         over = f" of libfabric {fabric.version()} on lo (NETFOLD_TRANSPORT=fabric:tcp)"
@@ -98,15 +100,16 @@ def waits(rank: int, size: int, folder: str) -> float:
         assert group.group.why("all_reduce", 1 << 20).endswith(f"; over {group.group.fabric}")
         if rank == 1:
             time.sleep(0.6)
-        began = resource.getrusage(resource.RUSAGE_SELF)
+        began_s, began = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
         group.all_reduce(np.ones(10))
         ended = resource.getrusage(resource.RUSAGE_SELF)
-        return ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
+        used_s = ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
+        return used_s / (time.monotonic() - began_s)
 
 
 def test_the_sums_are_right_over_each_provider_between_processes_and_who_waits_holds_no_core() -> None:
-    (used_s, _), _ = found = values(run_ranks(sums, 2))
-    assert used_s < 0.2, used_s
+    (used, _), _ = found = values(run_ranks(sums, 2))
+    assert used < 0.5, used
     # A process of multiprocessing ends without atexit, and Python under torch without taking its modules apart.
     left = [path for _, pid in found for path in Path("/dev/shm").glob(f"{pid}:*")]
     assert left == []
@@ -158,23 +161,22 @@ def test_two_groups_share_a_port_and_wake_each_other() -> None:
     values(run_threads(two_groups, 3))
 
 
-def goes_away(rank: int, size: int, folder: str) -> None:
+def goes_away(rank: int, size: int, folder: str, arrived: threading.Event) -> None:
     with join(rank, size, folder, "strict+tcp") as group:
         if rank == 0:
             group.send(np.arange(6000), 1, asynchronous=True)
             group.barrier()
-            time.sleep(0.6)  # computing, and in no call
+            assert arrived.wait(TIMEOUT_S / 2), "what this rank sent waits for its next call"
         else:
             group.barrier()
-            began = time.monotonic()
             got = np.zeros(6000, np.int64)
             group.receive(got, 0)
-            assert time.monotonic() - began < 0.4
+            arrived.set()
             np.testing.assert_array_equal(got, np.arange(6000))
 
 
 def test_what_was_sent_arrives_while_its_sender_is_in_no_call() -> None:
-    values(run_threads(goes_away, 2))
+    values(run_threads(goes_away, 2, threading.Event()))
 
 
 def dies(rank: int, size: int, folder: str) -> list[str]:
@@ -192,7 +194,7 @@ def dies(rank: int, size: int, folder: str) -> list[str]:
             group.all_reduce(np.ones(1_000_000))
             said.append("nothing went wrong")
         except Exception as error:
-            assert time.monotonic() - began < SOON_S
+            assert time.monotonic() - began < seconds(SOON_S)
             said.append(f"{type(error).__name__} {getattr(error, 'rank', None)}: {error}")
     for group in groups:
         group.close()
@@ -239,7 +241,7 @@ def test_a_provider_that_waits_for_the_lock_of_the_dead_ends_the_process_with_a_
     began = time.monotonic()
     found = run_ranks(dies_with_a_lock, 2, str(tmp_path / "told"), dies=[0, 1])
     assert [each.value for each in found] == [None, None]
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < seconds(20)
     said = (tmp_path / "told").read_text()
     assert "provider shm has been in one call for 5 s and does not come back" in said
 
@@ -257,7 +259,7 @@ def fails(rank: int, size: int, folder: str, provider: str) -> str:
 def test_a_completion_error_is_told_in_the_providers_words() -> None:
     began = time.monotonic()
     found = values(run_threads(fails, 2, "strict:fails=60+tcp"))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < seconds(SOON_S)
     assert [said[:12] for said in found] == ["PeerLost 1: ", "PeerLost 0: "], found
     assert any("provider strict+tcp;ofi_rxm: sending failed: this wire was told to fail" in said for said in found), (
         found
@@ -269,7 +271,7 @@ def test_a_provider_that_can_send_nothing_is_told_of_while_the_ranks_meet() -> N
     began = time.monotonic()
     for said in values(run_threads(fails, 3, "strict:fails=1+tcp")):
         assert "over the fabric: provider strict+tcp;ofi_rxm: sending failed: this wire was told to fail" in said, said
-    assert time.monotonic() - began < SOON_S
+    assert time.monotonic() - began < seconds(SOON_S)
 
 
 def refused(rank: int, size: int, folder: str, providers: tuple[str, ...]) -> Any:
@@ -286,13 +288,13 @@ def test_a_provider_that_is_not_there_is_an_error_on_every_rank_and_never_anothe
         assert said.startswith("RendezvousError"), said
         assert "no provider 'nosuch'" in said, said
         assert "tcp;ofi_rxm" in said, said
-        assert took_s < SOON_S
+        assert took_s < seconds(SOON_S)
 
 
 def test_ranks_that_are_to_go_over_different_fabrics_are_told_so() -> None:
     """At once, by the store that they meet by, and not when the time to come together is over."""
     for rank, (took_s, said) in enumerate(values(run_threads(refused, 3, ("tcp", "net", "tcp")))):
-        assert took_s < SOON_S
+        assert took_s < seconds(SOON_S)
         other = 0 if rank == 1 else 1
         assert said.startswith(f"RendezvousError {other}: rank {other} is to go over the fabric "), said
         assert said.endswith("every rank needs the same (NETFOLD_TRANSPORT)"), said
@@ -313,7 +315,7 @@ def test_who_leaves_while_the_ranks_meet_is_not_waited_for(last: str) -> None:
     began = time.monotonic()
     with pytest.raises(RendezvousError) as told:
         meet("tcp", LOOPBACK, 0, 1, [None, ours], began + 30, settings=settings)
-    assert time.monotonic() - began < SOON_S
+    assert time.monotonic() - began < seconds(SOON_S)
     assert told.value.rank == 1
     assert str(told.value).startswith(last or "rank 0: rank 1 left while the ranks met over the fabric"), told.value
     ours.close()
@@ -330,7 +332,7 @@ def test_what_a_stranger_sends_changes_nothing() -> None:
     guess.connect(port.names, (tag ^ 1, *terms))
     before = port.counters["strange"]
     guess.send(b"a guess", 1_000_000_000)
-    give_up = time.monotonic() + SOON_S
+    give_up = time.monotonic() + seconds(TIMEOUT_S)
     while port.counters["strange"] == before and time.monotonic() < give_up:
         guess.flush(1_000_000)
         port.progress()

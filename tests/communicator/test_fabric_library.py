@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fabrics import need_libfabric
+from load import seconds
 from ranks import run_ranks, values
 
 from netfold import Communicator, FileStore, Options
@@ -66,7 +67,7 @@ def real_library() -> str:
 
 def compile_with(*words: str) -> None:
     """By the compiler that built netfold, which every host that has it needs."""
-    told = subprocess.run([os.environ.get("CXX", "c++"), *words], capture_output=True, text=True, timeout=60)
+    told = subprocess.run([os.environ.get("CXX", "c++"), *words], capture_output=True, text=True, timeout=seconds(60))
     assert told.returncode == 0, told.stderr
 
 
@@ -109,7 +110,7 @@ def has_a_large_sum(rank: int, size: int, folder: str, library: str) -> Any:
 def hear(library: Path) -> str:
     """What both ranks are told, which is the same."""
     (first_s, first), (second_s, second) = values(run_ranks(refused, 2, str(library)))
-    assert max(first_s, second_s) < 5
+    assert max(first_s, second_s) < seconds(5)
     assert first == second
     head = "RendezvousError 1: rank 1 cannot use the fabric 'tcp' (NETFOLD_TRANSPORT): "
     assert first.startswith(head), first
@@ -138,7 +139,7 @@ def test_a_tensor_that_cannot_be_registered_ends_the_group_with_the_limit(tmp_pa
     """In the midst of a job, and never by another way without a word."""
     library = stand_in(tmp_path, f'-DREAL="{real_library()}"', "-DWRITES")
     (first_s, first), (second_s, second) = values(run_ranks(has_a_large_sum, 2, str(library)))
-    assert max(first_s, second_s) < 5
+    assert max(first_s, second_s) < seconds(5)
     assert "rank 0 is not reached any more" in second and "; provider tcp;ofi_rxm cannot register " in second, second
     assert "may lock 64 KiB of memory (RLIMIT_MEMLOCK)" in second, second
     assert first.startswith("PeerLost 1: "), first
@@ -150,7 +151,9 @@ def test_a_build_without_libfabrics_headers_says_what_to_install(tmp_path: Path)
     sources = [str(main), str(TRANSPORT / "fabric" / "libfabric_absent.cpp")]
     include = f"-I{TRANSPORT / 'include'}"
     compile_with("-std=c++20", "-O0", include, *sources, "-o", str(made))
-    said = subprocess.run([str(made)], capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
+    said = subprocess.run(
+        [str(made)], capture_output=True, text=True, check=True, timeout=seconds(10)
+    ).stdout.splitlines()
     sentence = "this netfold was built without libfabric's headers; install them (apt install libfabric-dev) and build "
     assert said == [sentence + "it again"] * 3
 
@@ -160,7 +163,7 @@ def test_a_libfabric_that_cannot_be_loaded_says_how_to_get_one(tmp_path: Path) -
     (tmp_path / "libfabric.so.1").write_text("no library\n" * 100)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     asked = [sys.executable, "-m", "netfold.cli", "doctor", "fabric"]
-    told = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=60)
+    told = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=seconds(60))
     assert told.returncode == 1, told.stderr
     assert told.stdout.startswith("no fabric: libfabric cannot be opened ("), told.stdout
     assert "install it (apt install libfabric1) or name its folder in LD_LIBRARY_PATH" in told.stdout

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from load import seconds
 from ranks import Outcome, run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
@@ -82,8 +83,8 @@ def calls_in_turn(
     transport: str = "auto",
 ) -> tuple[str, int | None, str, float]:
     """The error's type, rank and text, and the seconds it took; then a call that must fail for the same reason."""
-    options = Options(algorithm=algorithm, transport=transport)
-    group = Communicator(FileStore(folder), rank, size, options=options, timeout_s=timeout_s, join_timeout_s=20)
+    options = Options(algorithm=algorithm, transport=transport, probe="off")
+    group = Communicator(FileStore(folder), rank, size, options=options, timeout_s=timeout_s, join_timeout_s=60)
     began = time.monotonic()
     try:
         for call in calls[rank]:
@@ -102,7 +103,7 @@ def disagree(algorithm: str, calls: list[list[Call]]) -> list[tuple[str, int | N
     found = values(run_threads(calls_in_turn, len(calls), algorithm, calls, 20.0))
     for rank, (error, _, text, took) in enumerate(found):
         assert error in ("Mismatch", "PeerLost"), (rank, error, text)
-        assert took < SOON_S
+        assert took < seconds(SOON_S)
         assert re.match(rf"rank {rank}: \w+ #[12] ", text), text
     assert "Mismatch" in [error for error, *_ in found]
     for error, _, text, _ in found:
@@ -138,7 +139,7 @@ def test_operations_in_which_each_waits_for_another_end_with_the_timeout(algorit
     calls = [[all_reduce(1_000_000)], [all_reduce(1_000_000)], [broadcast(100, 0)]]
     for error, _, text, took in values(run_threads(calls_in_turn, 3, algorithm, calls, TIMEOUT_S)):
         assert error in ("CollectiveTimeout", "Mismatch", "PeerLost"), text
-        assert took < TIMEOUT_S + SOON_S
+        assert took < TIMEOUT_S + seconds(SOON_S)
 
 
 @pytest.mark.native
@@ -170,7 +171,7 @@ def test_a_rank_that_never_calls_is_named_when_the_timeout_is_over(algorithm: st
     released = threading.Event()
 
     def absent(group: Communicator) -> None:
-        released.wait(10)
+        released.wait(seconds(30))
 
     def call(group: Communicator) -> None:
         try:
@@ -186,12 +187,17 @@ def test_a_rank_that_never_calls_is_named_when_the_timeout_is_over(algorithm: st
         assert named == 1, text
         assert f"rank {rank}: all_reduce #1 of {count} f32" in text
         assert "rank 1" in text
-        assert TIMEOUT_S * 0.9 < took < TIMEOUT_S + SOON_S
+        assert TIMEOUT_S * 0.9 < took < TIMEOUT_S + seconds(SOON_S)
 
 
 def dies_in_operation(rank: int, size: int, folder: str, algorithm: str, count: int, victim: int) -> Any:
     with Communicator(
-        FileStore(folder), rank, size, options=Options(algorithm=algorithm), timeout_s=30, join_timeout_s=20
+        FileStore(folder),
+        rank,
+        size,
+        options=Options(algorithm=algorithm, probe="off"),
+        timeout_s=30,
+        join_timeout_s=60,
     ) as group:
         for _ in range(3):
             group.all_reduce(np.ones(count, np.float32))
@@ -219,12 +225,17 @@ def test_a_killed_worker_is_named_by_all_others_within_seconds(algorithm: str, c
         assert error == "PeerLost", text
         assert named == victim, f"rank {rank}: {text}"
         assert f"rank {rank}: all_reduce #" in text
-        assert took < SOON_S
+        assert took < seconds(SOON_S)
 
 
 def fails_by_itself(rank: int, size: int, folder: str, algorithm: str) -> None:
     with Communicator(
-        FileStore(folder), rank, size, options=Options(algorithm=algorithm), timeout_s=30, join_timeout_s=20
+        FileStore(folder),
+        rank,
+        size,
+        options=Options(algorithm=algorithm, probe="off"),
+        timeout_s=30,
+        join_timeout_s=60,
     ) as group:
         group.all_reduce(np.ones(10, np.float32))
         if rank == 1:
@@ -243,7 +254,7 @@ def test_a_rank_that_fails_with_an_error_of_its_own_tells_the_others_what_it_was
 
 
 def aborts(rank: int, size: int, folder: str) -> str:
-    group = Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=20)
+    group = Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=60)
     try:
         if rank == 0:
             group.group.abort("the user pressed Ctrl-C")
@@ -265,7 +276,7 @@ def test_an_abort_carries_its_reason_to_every_rank() -> None:
 
 
 def leaves_in_turn(rank: int, size: int, folder: str) -> None:
-    with Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=20) as group:
+    with Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=60) as group:
         group.barrier()
         time.sleep(0.05 * rank)
     group.close()
@@ -280,8 +291,8 @@ def test_ranks_that_leave_after_their_last_operation_harm_nobody() -> None:
 
 def two_groups(rank: int, size: int, folder: str) -> float:
     """The first group loses a rank; the second, of the same processes, goes on."""
-    first = Communicator(FileStore(f"{folder}/1"), rank, size, timeout_s=30, join_timeout_s=20)
-    with Communicator(FileStore(f"{folder}/2"), rank, size, timeout_s=30, join_timeout_s=20) as second:
+    first = Communicator(FileStore(f"{folder}/1"), rank, size, timeout_s=30, join_timeout_s=60)
+    with Communicator(FileStore(f"{folder}/2"), rank, size, timeout_s=30, join_timeout_s=60) as second:
         if rank == 0:
             first.close()
         else:
@@ -312,7 +323,7 @@ def test_two_workers_with_the_same_rank_are_told_and_the_group_of_the_first_goes
 
 
 def forks(rank: int, size: int, folder: str) -> str:
-    with Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=20) as group:
+    with Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=60) as group:
         group.barrier()
         reader, writer = os.pipe()
         child = os.fork()
@@ -338,7 +349,7 @@ def test_a_group_is_refused_in_a_forked_child_and_goes_on_in_the_parent() -> Non
 
 
 def goes_on_in_a_child(rank: int, size: int, folder: str) -> bytes:
-    with Communicator(FileStore(f"{folder}/parent"), rank, size, timeout_s=30, join_timeout_s=20) as group:
+    with Communicator(FileStore(f"{folder}/parent"), rank, size, timeout_s=30, join_timeout_s=60) as group:
         group.barrier()
         reader, writer = os.pipe()
         child = os.fork()
@@ -365,12 +376,12 @@ def test_a_group_that_a_forked_child_makes_is_driven_and_closed() -> None:
 
 
 def is_outlived(rank: int, size: int, folder: str) -> tuple[float, str]:
-    with Communicator(FileStore(f"{folder}/store"), rank, size, timeout_s=30, join_timeout_s=20) as group:
+    with Communicator(FileStore(f"{folder}/store"), rank, size, timeout_s=30, join_timeout_s=60) as group:
         group.barrier()
         told = Path(folder, "told")
         if rank == 1:
             if os.fork() == 0:  # as a loader of data
-                give_up = time.monotonic() + 20
+                give_up = time.monotonic() + seconds(20)
                 while not told.exists() and time.monotonic() < give_up:
                     time.sleep(0.01)
                 os._exit(0)
@@ -390,11 +401,11 @@ def test_a_rank_that_dies_is_missed_at_once_also_where_a_child_of_its_lives_on(t
     """Its connections were the child's, too, and ended when that did."""
     took_s, said = run_ranks(is_outlived, 2, env={"NETFOLD_TRANSPORT": transport}, dies=[1])[0].value
     assert said == "PeerLost 1"
-    assert took_s < 5
+    assert took_s < seconds(5)
 
 
 def waits_twice(rank: int, size: int, folder: str) -> float:
-    with Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=20) as group:
+    with Communicator(FileStore(folder), rank, size, timeout_s=30, join_timeout_s=60) as group:
         buffer = np.full(1000, rank + 1.0)
         if rank == 1:
             time.sleep(0.3)
@@ -403,10 +414,10 @@ def waits_twice(rank: int, size: int, folder: str) -> float:
             "all_reduce", dtype="f64", outputs=[(buffer.ctypes.data, buffer.nbytes)], wait_here=False
         )
         if rank == 0:
-            with pytest.raises(TimeoutError, match=r"is not done after 0\.05 s of waiting"):
+            with pytest.raises(TimeoutError, match=r"the wait timed out: the operation is not done after 0\.05 s"):
                 group.group.wait(operation, 0.05)
         group.group.wait(operation)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < seconds(5)
         return float(buffer[999])
 
 
@@ -435,7 +446,7 @@ def test_a_rank_that_is_absent_from_any_operation_is_named_by_who_waits_for_it(a
     released = threading.Event()
 
     def absent(group: Communicator) -> None:
-        released.wait(10)
+        released.wait(seconds(30))
 
     def call(group: Communicator) -> None:
         try:
@@ -450,7 +461,7 @@ def test_a_rank_that_is_absent_from_any_operation_is_named_by_who_waits_for_it(a
     for rank in (0, 2):
         error, named, text, took = found[rank]
         assert error in ("CollectiveTimeout", "PeerLost"), text
-        assert took < timeout_s + SOON_S
+        assert took < timeout_s + seconds(SOON_S)
         # In the barrier a root that was through before waits for rank 2 as well.
         assert named == 1 or re.search(r"still waiting for rank[ 2]* 1\b", text), f"rank {rank}: {text}"
 
@@ -465,7 +476,7 @@ def dies_in_all(rank: int, size: int, folder: str, victim: int) -> list[tuple[st
             size,
             options=Options(algorithm=algorithm, probe="off"),
             timeout_s=30,
-            join_timeout_s=20,
+            join_timeout_s=60,
         )
         for index, algorithm in enumerate(OTHERS)
     ]
@@ -504,11 +515,11 @@ def test_a_rank_that_is_killed_in_any_operation_is_named_by_all_others(victim: i
         assert {algorithm for algorithm, *_ in outcome.value} == set(OTHERS)
         for algorithm, error, named, text, took in outcome.value:
             assert error == "PeerLost" and named == victim, f"{algorithm}, rank {rank}: {text}"
-            assert took < SOON_S, f"{algorithm}, rank {rank}: {text}"
+            assert took < seconds(SOON_S), f"{algorithm}, rank {rank}: {text}"
 
 
-def give_and_abort(rank: int, size: int, folder: str, algorithm: str) -> tuple[str, float]:
-    """Rank 0 gives its part and aborts; rank 1, who has it, waits for rank 2, who comes later."""
+def give_and_abort(rank: int, size: int, folder: str, algorithm: str, heard: threading.Event) -> str:
+    """Rank 0 gives its part and aborts; rank 1 has the part and waits for rank 2, which calls after rank 1's error."""
     options = Options(algorithm=f"all_reduce={algorithm}")
     group = Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20)
     try:
@@ -516,15 +527,15 @@ def give_and_abort(rank: int, size: int, folder: str, algorithm: str) -> tuple[s
             group.all_reduce(np.ones(10, np.float32), asynchronous=True)
             time.sleep(0.3)
             group.group.abort("enough")
-            return "", 0.0
+            return "enough"
         if rank == 2:
-            time.sleep(3)
-        began = time.monotonic()
+            assert heard.wait(seconds(15)), "rank 1 waits for rank 2 and hears nothing of rank 0"
         with pytest.raises(PeerLost, match="enough") as raised:
             group.all_reduce(np.ones(10, np.float32))  # rank 2 has all parts, and may be through with it
             group.barrier()
+        heard.set()
         assert raised.value.rank == 0
-        return str(raised.value), time.monotonic() - began
+        return str(raised.value)
     finally:
         group.close()
 
@@ -532,5 +543,5 @@ def give_and_abort(rank: int, size: int, folder: str, algorithm: str) -> tuple[s
 @pytest.mark.parametrize("algorithm", ["shared_memory", "direct"])
 @pytest.mark.native
 def test_ranks_of_one_host_hear_of_an_abort_whoever_they_wait_for(algorithm: str) -> None:
-    for text, took in values(run_threads(give_and_abort, 3, algorithm)):
-        assert took < 2, text
+    for text in values(run_threads(give_and_abort, 3, algorithm, threading.Event())):
+        assert "enough" in text

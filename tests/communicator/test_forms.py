@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from folds import contribution
+from load import seconds
 from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
@@ -39,7 +40,7 @@ def every_form(rank: int, size: int, folder: str, asynchronous: bool) -> None:
                 return method(*args, **options)
             work = method(*args, asynchronous=True, **options)
             assert isinstance(work, Work)
-            got = work.wait(20)
+            got = work.wait(seconds(20))
             assert work.done and work.result is got
             return got
 
@@ -135,7 +136,7 @@ def many_at_once(rank: int, size: int, folder: str) -> None:
         same(group.all_reduce(part(rank + 70, (9,))), np.add.reduce([part(other + 70, (9,)) for other in range(size)]))
         assert works[0].done
         expected = np.add.reduce([part(other + 49, (2000,)) for other in range(size)])
-        same(works[0].wait(20), expected)
+        same(works[0].wait(seconds(20)), expected)
 
 
 def test_operations_that_nobody_waits_for_keep_their_buffers() -> None:
@@ -149,7 +150,7 @@ def late(rank: int, size: int, folder: str) -> None:
         if rank == 0:
             work = group.all_reduce(mine, asynchronous=True)
             assert not work.done
-            with pytest.raises(TimeoutError, match="rank 0: the operation is not done after"):
+            with pytest.raises(TimeoutError, match="rank 0: the wait timed out: the operation is not done after"):
                 work.wait(0.05)
             with pytest.raises(ValueError, match=r"rank 0: the operation is not done; call wait"):
                 work.result  # noqa: B018 - reading it is the test

@@ -25,7 +25,7 @@ COUNTS = (0, 1, 2, 3, 1000, 4097, 300_007)
 
 def reduce(rank: int, size: int, folder: str, algorithm: str) -> tuple[tuple[int, ...], str]:
     options = Options(algorithm=algorithm, probe="off")
-    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=60, join_timeout_s=60) as group:
         for count in COUNTS:
             for op, dtype in (("sum", "int64"), ("max", "float32"), ("avg", "float64"), ("sum", "float32")):
                 parts = [contribution(other, count, dtype) for other in range(size)]
@@ -68,6 +68,8 @@ def test_auto_takes_it_where_hosts_have_several_ranks(monkeypatch: pytest.Monkey
 
 UNEVEN = [(0, 0, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1, 1), (1, 0, 0, 2, 1)]
 BLOCKS = (0, 1, 7, 1009, 60_013)
+# How much longer another rank's block is, and whether all lie one behind the other in memory.
+BLOCKS_OF = ((0, True), (0, False), (5, True), (5, False))
 REDUCTIONS = (("sum", "int64"), ("bxor", "uint8"), ("max", "float32"), ("avg", "float64"), ("sum", "float16"))
 
 
@@ -95,58 +97,94 @@ def blocks(group: Communicator, count: int, uneven: int, dtype: str, together: b
     return list(np.split(whole, np.cumsum(counts)[:-1]))
 
 
-def every_operation(rank: int, size: int, folder: str) -> dict[str, set[int]]:
+def check_broadcast(group: Communicator, count: int) -> None:
+    for root in range(group.size):
+        moved = contribution(group.rank, count, "int32")
+        group.broadcast(moved, root)
+        np.testing.assert_array_equal(moved, contribution(root, count, "int32"))
+
+
+def check_reduce(group: Communicator, count: int) -> None:
+    for op, dtype in REDUCTIONS:
+        parts = [contribution(other, count, dtype) for other in range(group.size)]
+        for root in {0, group.size // 2, group.size - 1}:
+            mine = parts[group.rank].copy()
+            group.reduce(mine, root, op=op)
+            if group.rank == root:
+                expect(mine, op, parts)
+            else:
+                np.testing.assert_array_equal(mine, parts[group.rank])
+
+
+def check_all_gather(group: Communicator, count: int) -> None:
+    for uneven, together in BLOCKS_OF:
+        gathered = blocks(group, count, uneven, "float32", together)
+        group.all_gather(contribution(group.rank, len(gathered[group.rank]), "float32"), gathered)
+        for other, got in enumerate(gathered):
+            np.testing.assert_array_equal(got, contribution(other, len(got), "float32"))
+        group.all_gather(gathered[group.rank], gathered)  # in place
+        for other, got in enumerate(gathered):
+            np.testing.assert_array_equal(got, contribution(other, len(got), "float32"))
+
+
+def check_reduce_scatter(group: Communicator, count: int) -> None:
+    rank, size = group.rank, group.size
+    for uneven, together in BLOCKS_OF:
+        for op, dtype in REDUCTIONS:
+            given = blocks(group, count, uneven, dtype, together)
+            for other, block in enumerate(given):
+                block[:] = contribution(rank * size + other, len(block), dtype)
+            before = [block.copy() for block in given]
+            into = np.zeros_like(given[rank])
+            group.reduce_scatter(given, into, op=op)
+            expect(into, op, [contribution(other * size + rank, len(into), dtype) for other in range(size)])
+            for was, block in zip(before, given, strict=True):
+                np.testing.assert_array_equal(block, was)
+
+
+def check_gather(group: Communicator, count: int) -> None:
+    for uneven, together in BLOCKS_OF:
+        for root in {0, group.size // 2, group.size - 1}:
+            into = blocks(group, count, uneven, "float32", together)
+            mine = contribution(group.rank, len(into[group.rank]), "float32")
+            group.gather(mine, into if group.rank == root else None, root)
+            for other, got in enumerate(into if group.rank == root else ()):
+                np.testing.assert_array_equal(got, contribution(other, len(got), "float32"))
+
+
+def check_scatter(group: Communicator, count: int) -> None:
+    rank, size = group.rank, group.size
+    for uneven, together in BLOCKS_OF:
+        for root in {0, size // 2, size - 1}:
+            given = blocks(group, count, uneven, "float32", together)
+            for other, block in enumerate(given):
+                block[:] = contribution(root * size + other, len(block), "float32")
+            mine = np.zeros(len(given[rank]), np.float32)
+            group.scatter(given if rank == root else None, mine, root)
+            np.testing.assert_array_equal(mine, contribution(root * size + rank, len(mine), "float32"))
+
+
+def check_all_to_all(group: Communicator, count: int) -> None:
+    rank, size = group.rank, group.size
+    for uneven in (0, 5):
+        given = [contribution(rank * size + o, count + uneven * (rank + 2 * o), "int16") for o in range(size)]
+        taken = [np.zeros(count + uneven * (other + 2 * rank), np.int16) for other in range(size)]
+        group.all_to_all(given, taken)
+        for other, got in enumerate(taken):
+            np.testing.assert_array_equal(got, contribution(other * size + rank, len(got), "int16"))
+
+
+def check_barrier(group: Communicator, count: int) -> None:
+    group.barrier()
+
+
+def every_operation(rank: int, size: int, folder: str, operations: set[str]) -> dict[str, set[int]]:
+    """Each of `operations` with blocks of every length; the algorithms that ran, by operation."""
     options = Options(algorithm="hierarchical", probe="off")
-    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=60, join_timeout_s=60) as group:
         for count in BLOCKS:
-            for root in range(size):
-                moved = contribution(rank, count, "int32")
-                group.broadcast(moved, root)
-                np.testing.assert_array_equal(moved, contribution(root, count, "int32"))
-            for op, dtype in REDUCTIONS:
-                parts = [contribution(other, count, dtype) for other in range(size)]
-                for root in {0, size // 2, size - 1}:
-                    mine = parts[rank].copy()
-                    group.reduce(mine, root, op=op)
-                    if rank == root:
-                        expect(mine, op, parts)
-                    else:
-                        np.testing.assert_array_equal(mine, parts[rank])
-            for uneven, together in ((0, True), (0, False), (5, True), (5, False)):
-                gathered = blocks(group, count, uneven, "float32", together)
-                group.all_gather(contribution(rank, len(gathered[rank]), "float32"), gathered)
-                for other, got in enumerate(gathered):
-                    np.testing.assert_array_equal(got, contribution(other, len(got), "float32"))
-                group.all_gather(gathered[rank], gathered)  # in place
-                for other, got in enumerate(gathered):
-                    np.testing.assert_array_equal(got, contribution(other, len(got), "float32"))
-                for op, dtype in REDUCTIONS:
-                    given = blocks(group, count, uneven, dtype, together)
-                    for other, block in enumerate(given):
-                        block[:] = contribution(rank * size + other, len(block), dtype)
-                    before = [block.copy() for block in given]
-                    into = np.zeros_like(given[rank])
-                    group.reduce_scatter(given, into, op=op)
-                    expect(into, op, [contribution(o * size + rank, len(into), dtype) for o in range(size)])
-                    for was, block in zip(before, given, strict=True):
-                        np.testing.assert_array_equal(block, was)
-                for root in {0, size // 2, size - 1}:
-                    into = blocks(group, count, uneven, "float32", together)
-                    mine = contribution(rank, len(into[rank]), "float32")
-                    group.gather(mine, into if rank == root else None, root)
-                    for other, got in enumerate(into if rank == root else ()):
-                        np.testing.assert_array_equal(got, contribution(other, len(got), "float32"))
-                    for other, block in enumerate(into):
-                        block[:] = contribution(root * size + other, len(block), "float32")
-                    mine[:] = 0
-                    group.scatter(into if rank == root else None, mine, root)
-                    np.testing.assert_array_equal(mine, contribution(root * size + rank, len(mine), "float32"))
-                given = [contribution(rank * size + o, count + uneven * (rank + 2 * o), "int16") for o in range(size)]
-                taken = [np.zeros(count + uneven * (other + 2 * rank), np.int16) for other in range(size)]
-                group.all_to_all(given, taken)
-                for other, got in enumerate(taken):
-                    np.testing.assert_array_equal(got, contribution(other * size + rank, len(got), "int16"))
-            group.barrier()
+            for operation in sorted(operations):
+                globals()[f"check_{operation}"](group, count)
         ran: dict[str, set[int]] = {}
         for event in group.group.events():
             name = next(kind for kind, number in group_module.KINDS.items() if number == event["operation"])
@@ -160,7 +198,7 @@ def test_every_operation_gives_what_it_must_on_uneven_hosts(
 ) -> None:
     monkeypatch.setattr(*apart(layout))
     able = {name for name in group_module.KINDS if name in SUPPORTS["hierarchical"]} - {"all_reduce"}
-    for ran in values(run_threads(every_operation, len(layout), timeout_s=100)):
+    for ran in values(run_threads(every_operation, len(layout), able, timeout_s=100)):
         assert ran == {name: {group_module.engine.ALGORITHMS["hierarchical"]} for name in able}
 
 
@@ -169,24 +207,28 @@ def test_every_operation_gives_what_it_must_on_uneven_hosts(
 def test_every_algorithm_runs_between_hosts_for_what_it_can_do(
     monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...], between: str
 ) -> None:
+    able = {name for name in SUPPORTS[between] if (name, between) not in BY_NAME_ONLY}
+
     def forced(operation: str, case: Case) -> str:
-        able = operation in SUPPORTS[between] and (operation, between) not in BY_NAME_ONLY
-        return between if able else best_between(operation, case)
+        return between if operation in able else best_between(operation, case)
 
     monkeypatch.setattr(*apart(layout))
     monkeypatch.setattr(table, "best_between", forced)
     build_table.cache_clear()
+    others = (able & set(SUPPORTS["hierarchical"])) - {"all_reduce"}
     try:
-        values(run_threads(every_operation, len(layout), timeout_s=100))
-        for _, why in values(run_threads(reduce, len(layout), "all_reduce=hierarchical", timeout_s=60)):
-            assert "all_reduce" not in SUPPORTS[between] or f": {between} between hosts" in why
+        for ran in values(run_threads(every_operation, len(layout), others, timeout_s=100)):
+            assert ran == {name: {group_module.engine.ALGORITHMS["hierarchical"]} for name in others}
+        if "all_reduce" in able:
+            for _, why in values(run_threads(reduce, len(layout), "all_reduce=hierarchical", timeout_s=60)):
+                assert f": {between} between hosts" in why
     finally:
         build_table.cache_clear()
 
 
 def held_back(rank: int, size: int, folder: str, arrived: list[int]) -> None:
     options = Options(algorithm="hierarchical", probe="off")
-    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=60, join_timeout_s=60) as group:
         for turn in range(size):
             if rank == turn:
                 time.sleep(0.02)
@@ -237,7 +279,7 @@ def test_hosts_that_disagree_about_sizes_of_the_same_sum_hear_of_it(
 
 def ends_early(rank: int, size: int, folder: str, victim: int, operation: str) -> Any:
     options = Options(algorithm="hierarchical", probe="off")
-    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
+    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=60, join_timeout_s=60) as group:
         buffers = [np.ones(50_000) for _ in range(size)]
         call = {
             "broadcast": lambda: group.broadcast(buffers[0], 0),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from folds import FLOAT_OPS, INTEGER_OPS, by_rank, contribution
 from hosts import apart
+from load import seconds
 from ranks import RunningSwitch, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options, control
@@ -235,7 +236,7 @@ def streamed(rank: int, size: int, folder: str, endpoint: str) -> None:
             if index % 7 == 0:
                 due.append((group.barrier(asynchronous=True), np.zeros(0), np.zeros(0)))
         for work, got, expected in due:
-            work.wait(20)
+            work.wait(seconds(20))
             same(got, expected)
 
 
@@ -273,7 +274,7 @@ def with_parts(rank: int, size: int, folder: str, endpoint: str) -> None:
                 under_way.append((part.all_reduce(summed, op="max", asynchronous=True), summed, by_rank("max", parts)))
                 under_way.append((group.barrier(asynchronous=True), np.zeros(0), np.zeros(0)))
             for work, got, expected in under_way:
-                work.wait(20)
+                work.wait(seconds(20))
                 same(got, expected)
             assert part.group.traffic()["packets_sent"] > 0
 

@@ -18,6 +18,7 @@ import pytest
 import test_in_network as by_udp
 from fabrics import need_libfabric
 from folds import FLOAT_OPS, INTEGER_OPS
+from load import seconds
 from ranks import RunningSwitch, run_ranks, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options, control
@@ -81,7 +82,7 @@ def join(
         **how,
     }
     return Communicator(
-        FileStore(folder), rank, size, options=Options(**options), timeout_s=timeout_s, join_timeout_s=10
+        FileStore(folder), rank, size, options=Options(**options), timeout_s=timeout_s, join_timeout_s=60
     )
 
 
@@ -152,7 +153,7 @@ def through_the_end(rank: int, size: int, folder: str, running: RunningSwitch, d
         # Until all know of it: they must make the same calls.
         know = np.zeros(1, np.int64)
         while know[0] < size:
-            assert time.monotonic() - began < 3 * SOON_S
+            assert time.monotonic() - began < seconds(3 * SOON_S)
             know[0] = bool(group.group.recoveries[0].state)
             group.all_reduce(know)
         adds(group, 1000, 1)
@@ -199,9 +200,9 @@ def dies(rank: int, size: int, folder: str, endpoint: str) -> tuple[str, int, fl
 
 
 def test_the_sums_are_right_over_other_providers_and_a_worker_that_dies_is_named(open_switch: RunningSwitch) -> None:
-    text, rank, seconds = values(run_ranks(dies, 2, open_switch.endpoint, dies=[1])[:1])[0]
+    text, rank, took_s = values(run_ranks(dies, 2, open_switch.endpoint, dies=[1])[:1])[0]
     assert rank == 1, text
-    assert seconds < SOON_S
+    assert took_s < seconds(SOON_S)
     # The switch serves others. In threads: what shm has made is gone when this process ends.
     values(run_threads(over_others, 2, open_switch.endpoint))
 
@@ -313,7 +314,7 @@ def test_a_hello_counts_with_the_workers_own_tag_and_key_and_nonce_and_comes_bac
     job.drops_hellos("unauthenticated", port, key=job.keys[1])
     job.drops_hellos("worker", port, nonce=1 ^ job.nonces[0])
     assert job.plane.counters(job.JOB)["hellos"] == 0
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + seconds(10)
     while (proof := job.hello(port)) is None:
         assert time.monotonic() < deadline
     assert proof == job.proofs[0]

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from load import seconds
 
 from netfold.communicator import pmi
 from netfold.communicator.launchers import Placement, first_host, is_launched, placement
@@ -146,7 +147,7 @@ def hydra(ranks: int) -> Iterator[list[str]]:
                 if words["cmd"] == "get":
                     answer = f"cmd=get_result rc=0 value={values[words['key']]}"
                 if words["cmd"] == "barrier_in":
-                    barrier.wait(10)
+                    barrier.wait(seconds(10))
                 lines.write(f"{answer}\n")
                 lines.flush()
 
@@ -160,7 +161,7 @@ def hydra(ranks: int) -> Iterator[list[str]]:
         for ours, _ in ends:
             ours.close()
         for server in servers:
-            server.join(10)
+            server.join(seconds(10))
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +188,7 @@ def test_on_several_hosts_rank_0_says_where_it_is(theirs: dict[str, str], monkey
         )
         first.start()
         second = placement(theirs | {"PMI_FD": fds[1]})
-        first.join(10)
+        first.join(seconds(10))
     assert second.host == told[0].host == "10.77.0.1"
     assert (second.port, second.job) == (told[0].port, told[0].job)
 

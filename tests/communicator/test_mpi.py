@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from fabrics import need_mpi
+from load import seconds
 from ranks import run_ranks, run_threads
 
 from netfold import Communicator, FileStore, Options
@@ -48,7 +49,7 @@ def start(
 def end(process: subprocess.Popen[str]) -> list[Any]:
     """What each rank returned, in any order."""
     try:
-        said, errors = process.communicate(timeout=DEADLINE_S)
+        said, errors = process.communicate(timeout=seconds(DEADLINE_S))
     except subprocess.TimeoutExpired:
         kill(process)
         raise
@@ -87,7 +88,7 @@ def test_a_script_that_says_netfold_alone_trains_under_mpirun(tmp_path: Path) ->
     mpi = next((each for each in MPIS if have_peer(each)), MPIS[0])
     process = start(mpi, 2, str(tmp_path), script=SCRIPT.parents[1] / "torch" / "plain_script.py")
     try:
-        _, errors = process.communicate(timeout=DEADLINE_S)
+        _, errors = process.communicate(timeout=seconds(DEADLINE_S))
     except subprocess.TimeoutExpired:
         kill(process)
         raise
@@ -122,7 +123,7 @@ def test_who_is_left_by_a_rank_that_died_names_it_in_time(mpi: str, tmp_path: Pa
     process = start(mpi, 3, "dies", str(tmp_path), within=HIDES_DEATH)
     files = [tmp_path / f"{rank}.json" for rank in (0, 2)]
     try:
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + seconds(DEADLINE_S)
         while not all(file.exists() for file in files) and time.monotonic() < deadline:
             time.sleep(0.02)
     finally:
@@ -130,7 +131,7 @@ def test_who_is_left_by_a_rank_that_died_names_it_in_time(mpi: str, tmp_path: Pa
     for file in files:
         told = json.loads(file.read_text())
         assert told["type"] == "PeerLost" and "rank 1" in told["error"], told
-        assert told["took_s"] < 5, told
+        assert told["took_s"] < seconds(5), told
 
 
 def test_an_mpi_for_one_thread_at_a_time_is_refused_with_the_reason() -> None:

@@ -7,9 +7,12 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from load import seconds
 from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
@@ -30,7 +33,7 @@ def build(links: Links) -> ChoiceTable:
 
 
 def soon() -> float:
-    return time.monotonic() + 5
+    return time.monotonic() + 60
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -39,8 +42,8 @@ def pair() -> tuple[socket.socket, socket.socket]:
         return one, listener.accept()[0]
 
 
-def play(build: Any = build) -> tuple[probe.Choice, probe.Choice, float]:
-    """What the two ends of one connection agree on, and the seconds rank 0 took."""
+def play(build: Any = build) -> tuple[probe.Choice, probe.Choice]:
+    """Run the probe at both ends of one connection; returns both ends' choices."""
     leader, follower = pair()
     found: list[probe.Choice] = []
     topology = Topology.apart(2)
@@ -48,66 +51,65 @@ def play(build: Any = build) -> tuple[probe.Choice, probe.Choice, float]:
         target=lambda: found.append(probe.agree([follower, None], 1, topology, build, soon())), daemon=True
     )
     other.start()
-    began = time.monotonic()
     own = probe.agree([None, leader], 0, topology, build, soon())
-    took = time.monotonic() - began
-    other.join(5)
+    other.join(seconds(60))
     leader.close()
     follower.close()
-    return own, found[0], took
+    return own, found[0]
 
 
 def test_both_ends_hold_the_same_table_made_from_what_was_measured() -> None:
-    own, other, _ = play()
+    own, other = play()
     assert own == other
     assert own.links.measured and own.links.network != DEFAULT_LINKS.network
-    assert 1e-7 < own.links.network.latency_s < 0.1
-    assert 1e6 < own.links.network.bytes_per_s < 1e12
+    # Wide limits, for a busy machine; the two tests with a clock of their own below check the numbers.
+    assert 1e-7 < own.links.network.latency_s < 60
+    assert 1e3 < own.links.network.bytes_per_s < 1e13
     assert own.table.hash16 == other.table.hash16
     assert "(measured: " in own.table.choose("all_reduce", 1 << 20).reason
 
 
 def test_the_same_hosts_are_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, _, _ = play()
+    first, _ = play()
     monkeypatch.setattr(probe, "_ping", lambda stream: pytest.fail("measured again"))
-    again, _, took = play()
+    again, _ = play()
     assert again.links.network == first.links.network
-    assert took < 0.5
+
+
+class Link:
+    """A connection to a follower, with a clock: a message takes `takes(bytes, messages before it)` seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, takes: Callable[[int, int], float]) -> None:
+        self.now_s, self.sizes, self._takes = 0.0, [], takes
+        monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(probe, "receive_exactly", lambda stream, count: b"x")
+
+    def setsockopt(self, *_: int) -> None: ...
+
+    def sendall(self, data: bytes) -> None:
+        self.now_s += self._takes(len(data), len(self.sizes))
+        self.sizes.append(len(data))
 
 
 def test_a_slow_link_does_not_pass_the_budget_by_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower that takes 4 ms for the smallest ping: two sizes make a line, and no third is tried."""
-    sizes: list[int] = []
-
-    class Slow:
-        def setsockopt(self, *_: int) -> None: ...
-
-        def sendall(self, data: bytes) -> None:
-            sizes.append(len(data))
-            time.sleep(0.004)
-
-    monkeypatch.setattr(probe, "receive_exactly", lambda stream, count: b"x")
-    samples = probe._ping(Slow())  # type: ignore[arg-type]
+    link = Link(monkeypatch, lambda size, before: 0.004)
+    samples = probe._ping(link)  # type: ignore[arg-type]
     assert sorted({size for size, _ in samples}) == [1, 32 << 10]
-    assert len(sizes) <= 8
+    assert len(link.sizes) <= 8
+    assert link.now_s <= probe.BUDGET_S + 2 * 0.004  # the warm-up, and the second size that it needs
 
 
 def test_the_first_long_message_is_not_what_the_link_is_judged_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found over tcp;ofi_rxm: an acknowledgement that was late once made it a link of 1 MB/s."""
-    long: list[int] = []
-
-    class LateOnce:
-        def setsockopt(self, *_: int) -> None: ...
-
-        def sendall(self, data: bytes) -> None:
-            if len(data) > 10_000:
-                long.append(len(data))
-                time.sleep(0.04 if len(long) == 1 else 0)
-
-    monkeypatch.setattr(probe, "receive_exactly", lambda stream, count: b"x")
-    samples = probe._ping(LateOnce())  # type: ignore[arg-type]
+    link = Link(monkeypatch, lambda size, before: (0.04 if before == 0 else 0) + 20e-6 + size / 1e9)
+    samples = probe._ping(link)  # type: ignore[arg-type]
+    assert link.sizes[0] > 10_000, "the first message is a long one"
     assert max(seconds for _, seconds in samples) < 0.04
-    assert {size for size, _ in samples} >= {1, 32 << 10, 256 << 10}
+    assert {size for size, _ in samples} >= {1, 32 << 10, 256 << 10, 1 << 20}
+    fitted = probe.fit_link(samples)
+    assert fitted.bytes_per_s == pytest.approx(1e9, rel=0.05)
+    assert fitted.latency_s == pytest.approx(10e-6, rel=0.3)  # there alone
 
 
 def leave(sockets: list[socket.socket | None], rank: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folds import contribution
+from load import seconds
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
@@ -50,7 +50,8 @@ def join(rank: int, size: int, folder: str, **options: Any) -> Communicator:
 
 @functools.lru_cache(maxsize=64)
 def _pattern(seed: int, count: int) -> Any:
-    return contribution(seed, count, "uint8")
+    """Random bytes: they have no period that could hide a misplaced piece."""
+    return np.frombuffer(np.random.default_rng(seed).bytes(count), np.uint8)
 
 
 def block(source: int, reader: int, count: int, seed: int = 0) -> Any:
@@ -183,7 +184,7 @@ def hidden_before(rank: int, size: int, folder: str) -> tuple[bool, str, list[st
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("netfold").addHandler(handler)
-    logging.getLogger("netfold").setLevel("INFO")
+    logging.getLogger("netfold").setLevel("DEBUG")
     hide(rank)
     with join(rank, size, folder) as group:
         for operation in OPERATIONS:
@@ -275,7 +276,7 @@ def test_a_rank_that_is_killed_while_memory_is_read_is_named_and_nothing_wrong_i
         assert not outcome.error, outcome.text
         named, text, _, _ = outcome.value
         assert named == victim, f"rank {rank}: {text}"
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < seconds(20.0)
 
 
 def gives_up(rank: int, size: int, folder: str) -> str:
@@ -289,12 +290,12 @@ def gives_up(rank: int, size: int, folder: str) -> str:
             time.sleep(0.2)
             group.group.abort("a test")
             with pytest.raises(Exception, match="a test"):
-                work.wait(10)
+                work.wait(seconds(10))
             for part in parts:
                 part[:] = 77
             flag.touch()
             return ""
-        until = time.monotonic() + 10
+        until = time.monotonic() + seconds(10)
         while not flag.exists() and time.monotonic() < until:
             time.sleep(0.01)
         into = np.zeros(1 << 20, np.uint8)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from load import seconds
 from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
@@ -31,7 +32,7 @@ def start_all_reduce(group: Communicator, buffer: Any) -> Any:
 
 def ends(operation: Any) -> bool:
     """Nobody waits for it: who drives it is another."""
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + seconds(SOON_S)
     while not operation.done and time.monotonic() < deadline:
         time.sleep(0.001)
     return bool(operation.done)

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from load import seconds
 from ranks import run_ranks, values
 
 from netfold import Communicator
@@ -53,6 +54,20 @@ def test_a_get_waits_for_its_key_and_no_longer_than_its_time() -> None:
     first.close()
 
 
+def test_a_get_that_waits_does_not_hold_up_another_thread_of_its_rank() -> None:
+    """Two threads that make two groups in opposite order would wait for each other for ever."""
+    first, second = pair(free_port())
+    found: list[bytes] = []
+    waiting = threading.Thread(target=lambda: found.append(second.get("set later", seconds(20))))
+    waiting.start()
+    time.sleep(0.1)
+    second.set("set later", b"1")
+    waiting.join(seconds(10))
+    assert found == [b"1"]
+    second.close()
+    first.close()
+
+
 def test_a_client_may_come_before_the_server() -> None:
     port = free_port()
     found: list[bytes] = []
@@ -67,7 +82,7 @@ def test_a_client_may_come_before_the_server() -> None:
     time.sleep(0.2)
     server = TcpStore("127.0.0.1", port, "job", serve=True, timeout_s=5)
     server.set("key", b"value")
-    thread.join(10)
+    thread.join(seconds(10))
     server.close()
     assert found == [b"value"]
 
@@ -105,7 +120,7 @@ def test_the_end_of_rank_0_is_heard_by_who_waits() -> None:
     start = time.monotonic()
     with pytest.raises((RendezvousError, TimeoutError)):
         second.get("never", 20)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < seconds(10)
     timer.join()
     with pytest.raises(RendezvousError, match=r"rank 0's store at 127\.0\.0\.1 does not answer any more"):
         second.set("key", b"1")

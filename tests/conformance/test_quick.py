@@ -29,6 +29,7 @@ TESTS = (
 )
 
 
+@pytest.mark.jobs
 def test_what_stands_for_the_suite_passes() -> None:
     pytest.importorskip("expecttest", reason="PyTorch's suite imports it")
     ended = subprocess.run(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from load import seconds
 
 pytestmark = pytest.mark.torch
 
@@ -20,16 +21,14 @@ def _demo(folder: Path, *options: str, **environment: str) -> subprocess.Complet
         env={**os.environ, "TMPDIR": str(folder / "tmp"), "COLUMNS": "100", **environment},
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=seconds(DEADLINE_S),
         check=False,
     )
 
 
-@pytest.mark.parametrize("workers", [3])
-def test_the_smallest_demo_beats_bicubic_agrees_with_gloo_and_leaves_nothing_but_its_page(
-    tmp_path: Path, workers: int
-) -> None:
-    ended = _demo(tmp_path, "--quick", "--workers", str(workers))
+@pytest.mark.jobs
+def test_the_smallest_demo_beats_bicubic_agrees_with_gloo_and_leaves_nothing_but_its_page(tmp_path: Path) -> None:
+    ended = _demo(tmp_path, "--quick", "--workers", "2")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for row in ("bicubic", "EDSR, netfold", "EDSR, gloo"):
         assert row in ended.stdout
@@ -40,6 +39,7 @@ def test_the_smallest_demo_beats_bicubic_agrees_with_gloo_and_leaves_nothing_but
     assert list((tmp_path / "tmp").glob("netfold-*")) == []
 
 
+@pytest.mark.jobs
 def test_gradients_rounded_to_bfloat16_are_told_from_rounding(tmp_path: Path) -> None:
     ended = _demo(tmp_path, "--quick", NETFOLD_WIRE="bf16")
     assert ended.returncode == 1, ended.stdout + ended.stderr

@@ -8,6 +8,7 @@ under the same sanitizers; nothing new is looked for.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "native"
+MEMORY_MB = 2048  # a target that holds more of it breaks a promise
 NAMES = ("packet", "switch_job", "leaf", "worker")
 # The whole parser with its checks, but the kernels as they were built: theirs are tests of their own.
 SOURCES = sorted((NATIVE / "protocol").glob("*.cpp"))
@@ -40,18 +42,31 @@ def fuzzer_compiler() -> str | None:
     return None
 
 
-def make(name: str, folder: Path, compiler: str | None) -> Path:
-    """Compile a target: with a fuzzer by `compiler`, or without one by c++."""
+def sanitizers(compiler: str | None) -> str:
+    return "-fsanitize=address,undefined" if compiler is None else "-fsanitize=fuzzer-no-link,address,undefined"
+
+
+def parsers(folder: Path, compiler: str | None) -> list[Path]:
+    """Compile what all targets share, once: with a fuzzer's instrumentation by `compiler`, or without it by c++."""
+    made = []
+    for source in SOURCES:
+        made.append(folder / f"{source.stem}.o")
+        command = [compiler or "c++", *FLAGS, sanitizers(compiler), "-c", str(source), "-o", str(made[-1])]
+        subprocess.run(command, check=True, timeout=300)
+    return made
+
+
+def make(name: str, folder: Path, compiler: str | None, parsers: list[Path]) -> Path:
+    """Compile a target, and link it with `parsers`: with a fuzzer by `compiler`, or without one by c++."""
     kernels = sorted(NATIVE.parent.glob("build/*/native/libnetfold_kernels.a"), key=lambda path: path.stat().st_mtime)
     if not kernels:
         raise FileNotFoundError("build/*/native has no libnetfold_kernels.a; `make build` makes it")
     program = folder / name
-    sources = [HERE / f"{name}.cpp", *SOURCES]
-    sanitizers = "fuzzer,address,undefined"
+    inputs = [HERE / f"{name}.cpp", *parsers, kernels[-1]]
     if compiler is None:
-        sources.append(HERE / "replay.cpp")
-        sanitizers = "address,undefined"
-    command = [compiler or "c++", *FLAGS, f"-fsanitize={sanitizers}", *map(str, sources), str(kernels[-1])]
+        command = ["c++", *FLAGS, sanitizers(compiler), str(HERE / "replay.cpp"), *map(str, inputs)]
+    else:
+        command = [compiler, *FLAGS, "-fsanitize=fuzzer,address,undefined", *map(str, inputs)]
     subprocess.run([*command, "-o", str(program)], check=True, timeout=300)
     return program
 
@@ -61,7 +76,11 @@ def fuzz(name: str, program: Path, seconds: int, found: Path) -> subprocess.Comp
     found.mkdir(parents=True, exist_ok=True)
     command = [str(program), f"-max_total_time={seconds}", "-seed=1", "-max_len=1024", "-use_value_profile=1"]
     command += [f"-artifact_prefix={found}/", str(found), str(corpus(name))]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60)
+    # libFuzzer's own limit reads ru_maxrss, which a process inherits from whoever started it: a test process that once
+    # held 2 GB ended every hunt as out of memory. The sanitizer's limit reads what is resident now.
+    command += ["-rss_limit_mb=0"]
+    environment = os.environ | {"ASAN_OPTIONS": f"hard_rss_limit_mb={MEMORY_MB}"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60, env=environment)
 
 
 def main(seconds: str, *names: str) -> int:
@@ -72,7 +91,8 @@ def main(seconds: str, *names: str) -> int:
     for name in names or NAMES:
         corpus(name).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            program, found = make(name, Path(folder), compiler), Path(folder) / "found"
+            program = make(name, Path(folder), compiler, parsers(Path(folder), compiler))
+            found = Path(folder) / "found"
             run = fuzz(name, program, int(seconds), found)
             if run.returncode != 0:
                 print(run.stderr, file=sys.stderr)

@@ -1,18 +1,27 @@
-"""The packet parsers under sanitizers: the kept inputs always, and a bounded hunt where there is a fuzzer."""
+"""The packet parsers under sanitizers: the kept inputs always; `make test-fuzz` looks for new ones."""
 
+import os
 import subprocess
+import sys
 
 import pytest
-from targets import NAMES, corpus, fuzz, fuzzer_compiler, make
+from targets import HERE, MEMORY_MB, NAMES, corpus, fuzz, fuzzer_compiler, make, parsers
 
-SECONDS = 5
+SECONDS = int(os.environ.get("FUZZ_SECONDS", "5"))
+
+
+@pytest.fixture(scope="module")
+def checked_parsers(tmp_path_factory):
+    return parsers(tmp_path_factory.mktemp("parsers"), None)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_kept_inputs_break_no_promise(name, tmp_path):
+def test_kept_inputs_break_no_promise(name, checked_parsers, tmp_path):
     inputs = sorted(map(str, corpus(name).iterdir()))
     assert inputs
-    run = subprocess.run([make(name, tmp_path, None), *inputs], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [make(name, tmp_path, None, checked_parsers), *inputs], capture_output=True, text=True, timeout=60
+    )
     assert run.returncode == 0, run.stderr
 
 
@@ -24,7 +33,37 @@ def compiler():
     return found
 
 
+@pytest.fixture(scope="module")
+def fuzzed_parsers(compiler, tmp_path_factory):
+    return parsers(tmp_path_factory.mktemp("parsers"), compiler)
+
+
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", NAMES)
-def test_a_bounded_hunt_finds_no_broken_promise(name, compiler, tmp_path):
-    run = fuzz(name, make(name, tmp_path, compiler), SECONDS, tmp_path / "found")
+def test_a_bounded_hunt_finds_no_broken_promise(name, compiler, fuzzed_parsers, tmp_path):
+    run = fuzz(name, make(name, tmp_path, compiler, fuzzed_parsers), SECONDS, tmp_path / "found")
     assert run.returncode == 0, run.stderr[-4000:]
+
+
+STARTED_BY_ONE_THAT_HELD_MUCH = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from targets import MEMORY_MB, fuzz
+held = bytes(range(256)) * ((MEMORY_MB + 100) << 12)
+del held
+run = fuzz("packet", Path(sys.argv[2]), 1, Path(sys.argv[3]))
+sys.exit(run.stderr[-2000:] if run.returncode else 0)
+"""
+
+
+@pytest.mark.fuzz
+def test_a_hunt_counts_its_own_memory_only(compiler, fuzzed_parsers, tmp_path):
+    with open("/proc/meminfo") as meminfo:
+        available_mb = next(int(line.split()[1]) // 1024 for line in meminfo if line.startswith("MemAvailable"))
+    if available_mb < 2 * MEMORY_MB:
+        pytest.skip(f"takes {MEMORY_MB + 100} MB for a moment, and {available_mb} MB are free")
+    command = [sys.executable, "-c", STARTED_BY_ONE_THAT_HELD_MUCH, str(HERE)]
+    command += [str(make("packet", tmp_path, compiler, fuzzed_parsers)), str(tmp_path / "found")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr

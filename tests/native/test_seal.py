@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from load import seconds
 
 from netfold import packet_keys
 from netfold._native import protocol, seal
@@ -78,6 +79,8 @@ def test_a_host_without_libcrypto_says_so_and_makes_no_tag(tmp_path: Path) -> No
     (tmp_path / "libcrypto.so.3").write_text("no library")
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     # Without numpy and ssl, which may want the library for themselves.
-    ended = subprocess.run([sys.executable, "-c", ASKS], env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", ASKS], env=environment, capture_output=True, text=True, timeout=seconds(60)
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("OpenSSL's libcrypto.so.3 cannot be opened (")

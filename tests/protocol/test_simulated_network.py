@@ -184,15 +184,15 @@ def test_packets_sent_the_wrong_way_change_nothing(job, schedule, data):
     Simulation(**job, fates=ListedFates(schedule), injected=injected).run()
 
 
-@pytest.mark.parametrize("bit", GUARDED_BITS)
-def test_a_flip_of_a_guarded_bit_is_a_loss(bit):
-    damaged = Fate((Copy(flipped_bit=bit),))
-    # The first contribution, and the first answer.
-    schedule = [damaged, DELIVERED, DELIVERED, DELIVERED, damaged]
+def test_a_flip_of_any_guarded_bit_is_a_loss():
     job = {"workers": 2, "window": 2, "payload_bytes": 8, "operations": [Operation(0, 9, "i32")]}
-    summary = Simulation(**job, fates=ListedFates(schedule)).run()
-    assert sum(summary.drops.values()) >= 2
-    assert summary.retransmissions >= 2
+    for bit in GUARDED_BITS:
+        damaged = Fate((Copy(flipped_bit=bit),))
+        # The first contribution, and the first answer.
+        schedule = [damaged, DELIVERED, DELIVERED, DELIVERED, damaged]
+        summary = Simulation(**job, fates=ListedFates(schedule)).run()
+        assert sum(summary.drops.values()) >= 2, bit
+        assert summary.retransmissions >= 2, bit
 
 
 def test_a_clean_network_sees_each_packet_once():

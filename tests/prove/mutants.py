@@ -9,6 +9,7 @@ is not found, the code has changed: look for where the check has gone, and chang
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from netfold.sim import diagram
 
 ROOT = Path(__file__).parents[2]
 PROTOCOL = ROOT / "native" / "protocol"
+MAIN = Path(__file__).with_name("main.cpp")
 COMPILE = ["c++", "-std=c++20", "-O0", "-ffp-contract=off"]
 INCLUDES = [f"-I{ROOT / 'native' / room / 'include'}" for room in ("prove", "protocol", "kernels")]
 
@@ -245,11 +247,22 @@ def make(mutant: Mutant, folder: Path) -> Path:
         compiled.append(str(BUILT_FROM.get(source, folder / source)))
     libraries = [_library(name) for name in ("prove", "protocol", "kernels")]
     program = folder / "prove"
-    # Its own machines come first: those of the libraries are then not asked for.
-    main = str(Path(__file__).with_name("main.cpp"))
+    # Its own machines come first: those of the libraries are then not asked for. A mutant
+    # without a changed header shares one object of main.cpp.
+    main = str(MAIN) if any(source in BUILT_FROM for source in texts) else _main_object()
     command = [*COMPILE, f"-I{folder / 'include'}", *INCLUDES, main, *compiled, *libraries, "-o", str(program)]
     subprocess.run(command, check=True, timeout=300)
     return program
+
+
+@functools.cache
+def _main_object() -> str:
+    made = Path(_kept.name) / "main.o"
+    subprocess.run([*COMPILE, *INCLUDES, "-c", str(MAIN), "-o", str(made)], check=True, timeout=300)
+    return str(made)
+
+
+_kept = tempfile.TemporaryDirectory(prefix="netfold-mutants-")
 
 
 def _library(room: str) -> str:

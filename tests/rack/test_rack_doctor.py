@@ -35,3 +35,30 @@ def test_a_host_that_sends_slowly_is_named() -> None:
     rates = [link["there_bytes_per_s"] * 8e-6 for link in said["links"] if link["one"] != 2]
     # The link's 200 Mbit/s, by what passes a bucket of tokens at once a little more.
     assert all(150 < rate < 260 for rate in rates)
+
+
+# Host 1's UDP is dropped, as by a firewall; its TCP passes.
+CUT = """
+[ "$RANK" != 1 ] || nft -f - <<END
+table inet cut {
+  chain out {
+    type filter hook output priority 0;
+    meta l4proto udp drop;
+  }
+}
+END
+exec "$PYTHON" -m netfold.cli doctor check --json
+"""
+
+
+@pytest.mark.skipif(missing(loss=True) is not None, reason=str(missing(loss=True)))
+def test_a_host_whose_udp_does_not_reach_the_switch_is_named() -> None:
+    command = [sys.executable, "-m", "netfold.cli", "rack", "run", "--hosts", "2", "--rate", "200mbit", "--"]
+    run = subprocess.run(
+        [*command, "env", f"PYTHON={sys.executable}", "sh", "-c", CUT], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 1, run.stdout + run.stderr
+    line = next(line for line in run.stdout.splitlines() if '"findings"' in line)
+    (finding,) = [each for each in json.loads(line[line.index("{") :])["findings"] if each["level"] == "fails"]
+    assert finding["where"] == "rank 1"
+    assert "is reached by TCP, but no UDP packet came back from its port" in finding["what"]

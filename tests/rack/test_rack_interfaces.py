@@ -81,7 +81,7 @@ class Hosts:
                 "WORLD_SIZE": str(len(self.names)),
                 "MASTER_ADDR": master,
                 "MASTER_PORT": str(STORE_PORT),
-                "NETFOLD_LOG": "info",
+                "NETFOLD_LOG": "debug",
                 "NETFOLD_TRANSPORT": "tcp",  # for they do share this machine's memory
                 **{f"NETFOLD_{key.upper()}": value for key, value in settings.items()},
             }

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from load import seconds
 
 from netfold.sim import (
     DELIVERED,
@@ -63,7 +64,7 @@ def test_the_replay_command_replays(capsys):
 
 def test_the_simulator_runs_as_a_module():
     command = [sys.executable, "-m", "netfold.sim", "--seed", "3", "--runs", "2", "--operations", "1"]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds(60)).stdout
     assert [line.split(":")[0] for line in out.splitlines()] == ["seed 3", "seed 4"]
 
 

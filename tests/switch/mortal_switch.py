@@ -6,12 +6,12 @@ chunks, so that much can happen to few bytes, and an end as sudden as a kill's.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,14 +19,18 @@ from netfold import control
 from netfold._native import protocol
 
 HELLO = protocol.FLAGS["hello"]
-# Nothing has come to be complete for so long: whoever lacks a result will not get it.
-STALLED_S = 0.03
+# A worker counts as stalled when it has asked so often for a result that is kept back. By then it has read all earlier
+# answers.
+ASKS = 2
 
 
 class MortalSwitch:
-    """Serves one job at a time, and dies after `lives_for` chunks, or when it does not get on; None: never by itself.
+    """Serves one job at a time.
 
+    lives_for: the chunks that are complete when it dies at once; None: no number.
     answers(worker, chunk): whether the worker gets that chunk's result, however often it asks.
+    stalls_at: where `answers` keeps results back, it also dies when so many chunks are complete and each worker that
+    lacks a result has asked for it in vain ASKS times since the last chunk came to be complete; None: it lives on.
     """
 
     def __init__(
@@ -36,8 +40,10 @@ class MortalSwitch:
         payload_bytes: int = 64,
         lives_for: int | None = None,
         answers: Callable[[int, int], bool] = lambda worker, chunk: True,
+        stalls_at: int | None = None,
         port: int = 0,
     ) -> None:
+        self.stalls_at = stalls_at
         self.window, self.payload_bytes = window, payload_bytes
         self.lives_for, self.answers = lives_for, answers
         self.complete = 0
@@ -99,7 +105,8 @@ class MortalSwitch:
         try:
             message = control.receive(stream)
             if message["type"] == "path":
-                control.send(stream, {"type": "path", "switches": [[self.incarnation, ""]], "broken": ""})
+                path = {"version": control.VERSION, "switches": [[self.incarnation, ""]], "broken": ""}
+                control.send(stream, {"type": "path", **path})
                 return
             rank = message["rank"]
             with self._lock:
@@ -108,11 +115,11 @@ class MortalSwitch:
                 if job.port is None:
                     job.port = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
                     job.port.bind(("127.0.0.1", 0))
-                    job.port.settimeout(STALLED_S)
                     self._sockets.append(job.port)
                     self._start(self._add, job)
             admitted = {"job_id": job.id, "incarnation": self.incarnation, "worker": job.ranks.index(rank), "nonce": 1}
-            control.send(stream, {"type": "admitted", **admitted, "port": job.port.getsockname()[1]})
+            admitted |= {"version": control.VERSION, "port": job.port.getsockname()[1]}
+            control.send(stream, {"type": "admitted", **admitted})
             while True:
                 message = control.receive(stream)
                 if message["type"] == "ready":
@@ -129,17 +136,16 @@ class MortalSwitch:
 
     def _add(self, job: _Job) -> None:
         addresses: dict[int, Any] = {}
-        moved = time.monotonic()
+        lacking: set[int] = set()  # workers that a result of a complete chunk is kept back from
+        in_vain: collections.Counter[int] = collections.Counter()  # by worker, since the last chunk was complete
         while not self.dead.is_set():
             try:
                 packet, source = job.port.recvfrom(65536)
-            except TimeoutError:
-                if self.lives_for is not None and self.complete > 0 and time.monotonic() - moved > STALLED_S:
-                    self.die()
-                continue
             except OSError:
                 return
             header = protocol.Header.parse(packet)
+            if header is None:  # of a socket that was shut down
+                continue
             if header.flags & HELLO:
                 addresses[header.worker] = source
                 job.port.sendto(packet, source)
@@ -147,18 +153,22 @@ class MortalSwitch:
             outcome, _, slot, chunk, worker, _ = job.machine.handle_packet(packet)
             if outcome == "completed":
                 self.complete += 1
-                moved = time.monotonic()
+                in_vain.clear()
+                lacking |= {each for each in addresses if not self.answers(each, chunk)}
                 to = list(addresses)
                 # The last one may be announced to some alone.
                 if self.lives_for is not None and self.complete >= self.lives_for:
                     to = random.Random(self.complete).sample(to, random.randrange(len(to) + 1))
             else:
                 to = [worker] if outcome == "answered" else []
+                in_vain.update(each for each in to if not self.answers(each, chunk))
             with contextlib.suppress(OSError):
                 for each in to:
                     if self.answers(each, chunk):
                         job.port.sendto(job.machine.frame(slot), addresses[each])
-            if self.lives_for is not None and self.complete >= self.lives_for:
+            stalled = bool(lacking) and all(in_vain[each] >= ASKS for each in lacking)
+            enough = self.stalls_at is not None and self.complete >= max(1, self.stalls_at)
+            if (self.lives_for is not None and self.complete >= self.lives_for) or (stalled and enough):
                 self.die()
 
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -16,14 +15,15 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from ranks import RunningSwitch, run_threads, running_switch, values
+from load import seconds
+from ranks import RunningSwitch, run_command, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options, control
 from netfold.switch import Switch
 
 
 def add(
-    rank: int, size: int, folder: str, endpoint: str, count: int = 1000, turns: int = 1, join_timeout_s: float = 10.0
+    rank: int, size: int, folder: str, endpoint: str, count: int = 1000, turns: int = 1, join_timeout_s: float = 30.0
 ) -> float:
     """All-reduce through the switch; what the last element came to."""
     buffer = np.zeros(0)
@@ -164,7 +164,11 @@ def impostor(answer: bytes | None, stop: threading.Event) -> str:
         pytest.param(b"\x00\x00\x00\x04nono", "is no netfold switch", id="is not msgpack"),
         pytest.param(control.encode({"type": "start"}), "is no netfold switch", id="answers out of turn"),
         pytest.param(struct.pack(">I", 1 << 31), "is no netfold switch", id="announces two gigabytes"),
-        pytest.param(control.encode({"type": "admitted"}), "is no netfold switch", id="leaves out what belongs in"),
+        pytest.param(
+            control.encode({"type": "admitted", "version": control.VERSION}),
+            "is no netfold switch",
+            id="leaves out what belongs in",
+        ),
     ],
 )
 def test_something_else_at_the_switchs_address_is_an_error_in_time(answer: bytes | None, words: str) -> None:
@@ -176,7 +180,7 @@ def test_something_else_at_the_switchs_address_is_an_error_in_time(answer: bytes
             assert outcome.error == "SwitchError", outcome.text
             assert f"rank {rank}: the switch at {endpoint} (NETFOLD_SWITCH)" in outcome.text
             assert words in outcome.text
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < seconds(6)
     finally:
         stop.set()
 
@@ -191,6 +195,7 @@ JOIN: dict[str, Any] = {
     "window_bytes": 1 << 20,
     "timeout_s": 5.0,
 }
+REFUSED = {"type": "refused", "version": control.VERSION}
 GARBAGE: dict[str, bytes] = {
     "random bytes": os.urandom(2000),
     "an HTTP request": b"GET / HTTP/1.1\r\n\r\n",
@@ -268,7 +273,7 @@ def test_garbage_at_the_control_port_is_dropped_and_a_running_job_goes_on() -> N
             if rank < 2:
                 return work(rank, 2, folder, switch.endpoint)
             try:
-                assert began.wait(10)
+                assert began.wait(seconds(10))
                 for name, words in GARBAGE.items():
                     knock(switch.address, words)
                     assert switch.process.poll() is None, f"the switch died of {name}"
@@ -308,6 +313,47 @@ def test_the_second_of_two_workers_with_one_rank_is_refused_by_the_switch() -> N
             stream.close()
 
 
+def test_a_first_worker_that_is_refused_leaves_no_job_behind() -> None:
+    with running_switch("--max-jobs", "1") as switch:
+        for _ in range(2):
+            with socket.create_connection(switch.address, 5) as stream:
+                stream.settimeout(5)
+                # A switch that is in no tree of this job.
+                stream.sendall(control.encode({**JOIN, "switch": 5, "timeout_s": 600.0}))
+                answer = control.receive(stream)
+                assert "a switch joins here, and by the tree of this job it does not" in answer["reason"]
+        serves(switch)
+
+
+def test_a_window_longer_than_any_buffer_is_granted_as_far_as_the_kernel_goes() -> None:
+    with running_switch("--window", "2G") as switch:
+
+        def join(rank: int, size: int, folder: str) -> float:
+            chosen = Options(switch=switch.endpoint, window_bytes=1 << 31)
+            with Communicator(FileStore(folder), rank, size, options=chosen, timeout_s=20) as group:
+                buffer = np.full(1000, rank + 1.0)
+                group.all_reduce(buffer)
+                return float(buffer[-1])
+
+        assert values(run_threads(join, 2)) == [3.0, 3.0]
+
+
+def test_more_questions_at_once_than_the_bound_end_the_membership() -> None:
+    """Each question costs a turn of the thread that adds: nobody may have thousands of them open."""
+    with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
+        stream.settimeout(5)
+        stream.sendall(control.encode(JOIN))
+        assert control.receive(stream)["type"] == "admitted"
+        for serial in range(20):  # one after another there may be any number
+            stream.sendall(control.encode({"type": "missing", "chunk": 0, "serial": serial}))
+            assert control.receive(stream) == {"type": "missing", "serial": serial, "ranks": []}
+            stream.sendall(control.encode({"type": "alive", "serial": serial}))
+            assert control.receive(stream) == {"type": "alive", "serial": serial}
+        stream.sendall(control.encode({"type": "missing", "chunk": 0, "serial": 1}) * 1000)
+        switch.wait_for(r"broke the control protocol: more than 8 questions at once")
+        serves(switch)
+
+
 def test_ranks_that_name_different_sizes_for_one_job_are_told() -> None:
     with running_switch() as switch:
         with socket.create_connection(switch.address, 5) as first, socket.create_connection(switch.address, 5) as other:
@@ -315,7 +361,7 @@ def test_ranks_that_name_different_sizes_for_one_job_are_told() -> None:
                 stream.settimeout(5)
                 stream.sendall(control.encode(join))
                 answer = control.receive(stream)
-        assert answer == {"type": "refused", "reason": "rank 2 says that its job has 3 ranks; others said 2"}
+        assert answer == {**REFUSED, "reason": "rank 2 says that its job has 3 ranks; others said 2"}
 
 
 def test_a_rank_that_leaves_before_the_job_starts_ends_it_for_the_others_with_the_reason() -> None:
@@ -337,14 +383,12 @@ def test_a_rank_that_leaves_before_the_job_starts_ends_it_for_the_others_with_th
 def test_a_switch_that_is_told_to_stop_exits_with_0(number: signal.Signals) -> None:
     with running_switch() as switch:
         switch.process.send_signal(number)
-        assert switch.process.wait(5) == 0
+        assert switch.process.wait(seconds(5)) == 0
         assert f"stopped by {number.name}" in switch.log()
 
 
 def _command(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "netfold.cli", "switch", *options], capture_output=True, text=True, timeout=20
-    )
+    return run_command("switch", *options)
 
 
 def test_a_network_address_is_refused_unless_open_is_said() -> None:
@@ -378,16 +422,5 @@ def test_an_address_that_is_not_this_machines_is_said_to_be() -> None:
 
 
 def test_a_switch_serves_ipv6() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "netfold.cli", "switch", "--listen", "[::1]:0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        endpoint = process.stdout.readline().split()[-1]
-        assert values(run_threads(add, 2, endpoint, 100_000)) == expected(2, 100_000)
-    finally:
-        process.terminate()
-        process.communicate(timeout=10)
+    with running_switch("--listen", "[::1]:0") as switch:
+        assert values(run_threads(add, 2, switch.endpoint, 100_000)) == expected(2, 100_000)

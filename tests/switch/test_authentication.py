@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from load import seconds
 from ranks import RunningSwitch, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options, packet_keys
@@ -98,7 +99,7 @@ class Job:
 
     def drops(self, total: int) -> dict[str, int]:
         """Those by reason, once there are so many."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + seconds(10)
         while sum((counters := self.counted())["drops"].values()) < total:
             assert time.monotonic() < deadline, counters
             time.sleep(0.001)
@@ -274,7 +275,7 @@ def test_everything_that_the_switch_says_has_a_tag_and_a_nonce_of_its_own() -> N
         for worker in range(3):
             made.send(worker, seal.tagged(made.key(worker), made.contribution(worker, 3, 1.0, operation=worker)))
         kinds = set()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + seconds(10)
         for each in made.sockets:
             each.settimeout(0.1)
         while time.monotonic() < deadline and len(kinds) < 3:
@@ -288,6 +289,33 @@ def test_everything_that_the_switch_says_has_a_tag_and_a_nonce_of_its_own() -> N
         answer = FLAGS["answer"]
         assert kinds == {answer, answer | FLAGS["notice"], answer | FLAGS["mismatch"]}
         assert [packets for packets in said.values() if len(packets) > 1] == []
+
+
+def test_a_worker_that_disagrees_again_and_again_makes_the_switch_send_about_as_much_as_it_sends() -> None:
+    workers, copies = 16, 400
+    with job(workers=workers) as made:
+        made.greet()
+        made.begin()
+        made.send(0, seal.tagged(made.key(0), made.contribution(0, 0, 1.0)))
+        began = time.monotonic()
+        for _ in range(copies):
+            # Two elements, where worker 0 said one.
+            made.send(1, seal.tagged(made.key(1), made.contribution(1, 0, 1.0, elements=2)))
+        deadline = time.monotonic() + seconds(10)
+        while made.counted()["mismatches"] < copies and time.monotonic() < deadline:
+            time.sleep(0.01)
+        took_s = time.monotonic() - began
+        assert made.counted()["mismatches"] > copies / 2, "the kernel may drop some of a burst, and no more"
+        told = []
+        for each in made.sockets[2:]:
+            each.setblocking(False)
+            count = 0
+            with contextlib.suppress(BlockingIOError):
+                while each.recv(65536):
+                    count += 1
+            told.append(count)
+        assert all(1 <= count <= 2 + took_s / 0.01 for count in told), (told, took_s)
+        assert made.answer(1)  # and whoever disagrees has an answer
 
 
 def test_a_job_with_keys_begins_with_keys_and_one_without_without() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from load import seconds
 from ranks import RunningSwitch, run_ranks, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
@@ -82,7 +83,7 @@ def test_ranks_that_call_different_things_all_hear_of_it(odd: int, usual: Call, 
         found = values(run_threads(calls_in_turn, 3, switch.endpoint, calls, 20.0))
         for rank, (error, _, text, took) in enumerate(found):
             assert error in ("Mismatch", "PeerLost"), (rank, error, text)
-            assert took < SOON_S
+            assert took < seconds(SOON_S)
             assert f"rank {rank}: " in text
         mismatches = [text for error, _, text, _ in found if error == "Mismatch"]
         assert mismatches
@@ -99,7 +100,7 @@ def test_a_rank_in_another_operation_is_named_when_the_timeout_is_over() -> None
         assert any("the switch still waits for rank 1" in text for _, _, text, _ in found)
         for error, _, text, took in found:
             assert error in ("CollectiveTimeout", "PeerLost"), text
-            assert took < TIMEOUT_S + SOON_S
+            assert took < TIMEOUT_S + seconds(SOON_S)
         serves(switch)
 
 
@@ -116,7 +117,7 @@ def test_a_rank_that_never_calls_is_named_by_the_switchs_word(count: int) -> Non
     over = threading.Event()
 
     def absent(group: Communicator) -> None:
-        over.wait(10)
+        over.wait(seconds(10))
 
     def call(group: Communicator) -> None:
         try:
@@ -131,7 +132,7 @@ def test_a_rank_that_never_calls_is_named_by_the_switchs_word(count: int) -> Non
             assert error in ("CollectiveTimeout", "PeerLost"), text
             assert named == 2, text
             assert "rank 2" in text
-            assert TIMEOUT_S * 0.9 < took < TIMEOUT_S + SOON_S
+            assert TIMEOUT_S * 0.9 < took < TIMEOUT_S + seconds(SOON_S)
         # The first to give up ends the absent rank's wait, so the others may hear that it left instead.
         first = next(each for each in found if each[0] == "CollectiveTimeout")
         assert f"all_reduce #1 of {count} f32" in first[2]
@@ -165,7 +166,7 @@ def test_a_killed_worker_is_named_by_all_others_within_seconds(count: int) -> No
             assert named == 2, text
             assert re.match(rf"rank {rank}: all_reduce #\d+ of {count} f32", text)
             assert "rank 2 left while its contribution was needed: its connection was lost" in text
-            assert took < SOON_S
+            assert took < seconds(SOON_S)
         switch.wait_for(r"closed after")
         serves(switch)
 
@@ -351,7 +352,7 @@ def test_packets_that_do_not_come_from_the_switch_change_no_sum_at_a_worker() ->
         if rank < 2:
             return works_until(rank, 2, folder, endpoint, over)
         try:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + seconds(10)
             while len(ports) < 2 and time.monotonic() < deadline:
                 ports[:] = _own_udp_ports()
                 time.sleep(0.02)

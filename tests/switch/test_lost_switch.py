@@ -11,12 +11,13 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from load import seconds
 from mortal_switch import MortalSwitch
 from ranks import run_ranks, run_threads, running_switch, values
 
@@ -80,8 +81,19 @@ class Stream:
             return generator.integers(-1000, 1000, self.counts[turn]).astype(np.int32)
         return generator.standard_normal(self.counts[turn]).astype(self.dtype)
 
-    def run(self, rank: int, size: int, folder: str, endpoint: str | None, **options: Any) -> list[Any]:
-        """The results; each buffer is written over as soon as it is given back."""
+    def run(
+        self,
+        rank: int,
+        size: int,
+        folder: str,
+        endpoint: str | None,
+        through: Callable[[int], None] = lambda rank: None,
+        **options: Any,
+    ) -> list[Any]:
+        """The results; each buffer is written over as soon as it is given back.
+
+        through: called with a rank's number when that rank has all its results, before it leaves the group.
+        """
         draw = random.Random(self.seed * 1000 + rank)
         results: list[Any] = []
         if endpoint is not None:
@@ -96,9 +108,10 @@ class Stream:
                 under_way.append(self.start(group, turn, self.part(rank, turn)))
             while under_way:
                 results.append(taken(under_way))
+            through(rank)
             # Who leaves takes with it what it alone has kept.
             Path(folder, f"through{rank}").touch()
-            deadline = time.monotonic() + TIMEOUT_S
+            deadline = time.monotonic() + seconds(TIMEOUT_S)
             while any(not Path(folder, f"through{other}").exists() for other in range(size)):
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
@@ -183,10 +196,11 @@ def lost_while(stream: Stream) -> MortalSwitch:
     def answers(worker: int, chunk: int) -> bool:
         return chunk < first or random.Random(f"{seed} {worker} {chunk}").random() >= loss
 
-    return MortalSwitch(lives_for=draw.randrange(1, chunks + 1), answers=answers, window=draw.choice([1, 3, 16, 100]))
+    lives_for, window = draw.randrange(1, chunks + 1), draw.choice([1, 3, 16, 100])
+    return MortalSwitch(lives_for=lives_for, answers=answers, stalls_at=1, window=window)
 
 
-SEEDS = range(int(os.environ.get("LOST_SWITCH_FIRST", "0")), int(os.environ.get("LOST_SWITCH_LAST", "60")))
+SEEDS = range(int(os.environ.get("LOST_SWITCH_FIRST", "0")), int(os.environ.get("LOST_SWITCH_LAST", "24")))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -196,7 +210,21 @@ def test_a_switch_that_dies_at_any_moment_costs_no_step(seed: int, caplog: pytes
     print(stream)
     with lost_while(stream) as switch:
         stream.check(values(run_threads(stream.run, stream.size, switch.endpoint)))
-    assert len(warnings_of(caplog, switch.endpoint)) <= 1, warnings_of(caplog, switch.endpoint)
+        assert switch.complete > 0, "nothing went through the switch"
+        died = switch.dead.is_set()
+    said = warnings_of(caplog, switch.endpoint)
+    # A group that had all its results before the switch died may close without a warning.
+    assert len(said) <= 1 and (died or not said), said
+    _died.append(died)
+
+
+_died: list[bool] = []
+
+
+def test_the_seeds_above_had_switches_that_died_in_the_midst() -> None:
+    if not _died:
+        pytest.skip("none of them ran in this process")
+    assert sum(_died) >= 0.7 * len(_died), _died
 
 
 @pytest.mark.parametrize("holder", range(3))
@@ -205,20 +233,25 @@ def test_results_that_one_rank_alone_has_are_passed_on_and_not_reduced_again(
 ) -> None:
     """The holder has its sums back, and has written over them; the contributions that made them are gone."""
     stream = Stream(seed=5, size=3, counts=(16, 16, 100), at_once=3, dtype="int32", wire="auto", op="sum")
-    with MortalSwitch(window=16, lives_for=10**9, answers=lambda worker, chunk: worker == holder) as switch:
-        stream.check(values(run_threads(stream.run, 3, switch.endpoint)))
+
+    def through(rank: int) -> None:
+        if rank == holder:
+            switch.die()
+
+    with MortalSwitch(window=16, answers=lambda worker, chunk: worker == holder) as switch:
+        stream.check(values(run_threads(stream.run, 3, switch.endpoint, through)))
     (warning,) = warnings_of(caplog, switch.endpoint)
     # 16 i32 a chunk: 1 + 1 + 7 of them, which two ranks lacked.
-    assert re.search(r"all_reduce goes by direct.*18 results were passed on", warning), warning
+    assert re.search(r"all_reduce goes by direct.*18 results are passed on", warning), warning
 
 
 def test_what_no_rank_has_is_reduced_again_and_only_that(caplog: pytest.LogCaptureFixture) -> None:
     stream = Stream(seed=6, size=3, counts=(320,), at_once=1, dtype="float32", wire="bf16", op="avg")
     # 32 bf16 a chunk, 10 chunks: chunk 3 nobody gets, chunk 5 rank 2 alone.
     some = {3: (), 5: (2,)}
-    with MortalSwitch(lives_for=10**9, answers=lambda worker, chunk: worker in some.get(chunk, (0, 1, 2))) as switch:
+    with MortalSwitch(stalls_at=10, answers=lambda worker, chunk: worker in some.get(chunk, (0, 1, 2))) as switch:
         stream.check(values(run_threads(stream.run, 3, switch.endpoint)))
-    assert "2 results were passed on" in warnings_of(caplog, switch.endpoint)[0]
+    assert "2 results are passed on" in warnings_of(caplog, switch.endpoint)[0]
 
 
 def test_a_rank_that_had_not_begun_an_operation_runs_it_with_those_that_had() -> None:
@@ -313,10 +346,10 @@ def test_a_real_switch_that_ends_in_mid_operation_costs_no_step(
     with running_switch() as switch:
 
         def end() -> None:
-            assert started.wait(10)
+            assert started.wait(seconds(20))
             time.sleep(0.05)
             switch.process.send_signal(number)
-            assert switch.process.wait(5) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+            assert switch.process.wait(seconds(20)) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
             time.sleep(0.2)
             over.set()
 
@@ -350,7 +383,8 @@ def test_a_switch_that_is_stopped_is_lost_when_it_answers_no_question() -> None:
         finally:
             switch.process.send_signal(signal.SIGCONT)
     for slowest_s, algorithms in found:
-        assert 3.0 < slowest_s < 8.0
+        # The switch counts as lost after 3 s without an answer, long before TIMEOUT_S.
+        assert 3.0 < slowest_s < seconds(8.0)
         assert algorithms[0] == IN_NETWORK and algorithms[-1] != IN_NETWORK
 
 
@@ -388,6 +422,13 @@ def until(rank: int, size: int, folder: str, endpoint: str, over: threading.Even
             time.sleep(0.005)  # a group remembers its last 8192 operations
 
 
+def busy(switch: MortalSwitch) -> None:
+    """Wait until a group has added 100 chunks through the switch; the tests assert that it did."""
+    deadline = time.monotonic() + seconds(20)
+    while switch.complete < 100 and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def returns(algorithms: list[int]) -> int:
     """How often the network is used again after host algorithms."""
     return sum(before != IN_NETWORK and after == IN_NETWORK for before, after in itertools.pairwise(algorithms))
@@ -402,16 +443,14 @@ def test_a_switch_that_is_started_again_is_used_again_and_lost_again(caplog: pyt
     def live_and_die(port: int) -> None:
         for _ in range(4):
             with MortalSwitch(port=port) as switch:
-                deadline = time.monotonic() + 10
-                while switch.complete < 100 and time.monotonic() < deadline:
-                    time.sleep(0.01)
+                busy(switch)
                 time.sleep(draw.random() * 0.1)
             time.sleep(draw.random() * 0.3)
         over.set()
 
     with MortalSwitch() as first:
         port = first.port
-        lives = threading.Thread(target=lambda: (time.sleep(0.3), first.die(), live_and_die(port)))
+        lives = threading.Thread(target=lambda: (busy(first), first.die(), live_and_die(port)))
         lives.start()
         found = values(run_threads(lambda *rank: until(*rank, first.endpoint, over, rejoin_s=1), 3, timeout_s=60))
         lives.join()
@@ -428,14 +467,15 @@ def test_a_group_goes_back_to_a_real_switch_after_sigkill() -> None:
         port = switch.address[1]
 
         def restart() -> None:
-            time.sleep(1.0)
+            switch.wait_for("starts with 2 workers")
+            time.sleep(0.5)
             switch.process.kill()
             switch.process.wait()
             with running_switch("--listen", f"127.0.0.1:{port}") as second:
-                second.wait_for("starts with 2 workers", timeout_s=15)
+                second.wait_for("starts with 2 workers")
                 time.sleep(0.5)
                 over.set()
-                ended.wait(10)
+                ended.wait(seconds(10))
 
         ended = threading.Event()
         restarter = threading.Thread(target=restart)
@@ -453,7 +493,7 @@ def test_rejoin_0_never_asks_again() -> None:
         port = first.port
 
         def restart() -> None:
-            time.sleep(0.3)
+            busy(first)
             first.die()
             with MortalSwitch(port=port) as second:
                 time.sleep(1.5)
@@ -494,7 +534,7 @@ def test_a_worker_that_dies_with_the_switch_is_named_by_all_others(victim: int) 
         assert not outcomes[rank].error, outcomes[rank].text
         error, named, text, took_s = outcomes[rank].value
         assert (error, named) == ("PeerLost", victim), text
-        assert took_s < 5.0
+        assert took_s < seconds(5.0)
 
 
 def test_a_rank_that_is_stopped_makes_the_others_wait_until_their_deadline_and_is_named() -> None:
@@ -508,7 +548,7 @@ def test_a_rank_that_is_stopped_makes_the_others_wait_until_their_deadline_and_i
                 ready.set()
                 time.sleep(3)
                 return "", "", 0.0
-            ready.wait(5)
+            ready.wait(seconds(5))
             if rank == 0:
                 switch.die()
             began = time.monotonic()
@@ -524,7 +564,7 @@ def test_a_rank_that_is_stopped_makes_the_others_wait_until_their_deadline_and_i
     for error, text, took_s in found[:2]:
         assert error in ("CollectiveTimeout", "PeerLost"), text
         assert "rank 2" in text
-        assert took_s < 8.0
+        assert took_s < seconds(8.0)
     assert any("rank 2 did not say what it has" in text for _, text, _ in found)
 
 

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import pytest
 import typer.main
+from load import seconds
 from prometheus_client.parser import text_string_to_metric_families
-from ranks import RunningSwitch, run_threads, running_switch, values
+from ranks import RunningSwitch, run_command, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.cli import app
@@ -40,7 +41,7 @@ def pages(switch: RunningSwitch) -> str:
 
 
 def get(address: str, target: str, method: str = "GET") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(address, timeout=5)
+    connection = http.client.HTTPConnection(address, timeout=seconds(5))
     try:
         connection.request(method, target)
         answer = connection.getresponse()
@@ -72,26 +73,26 @@ class Held:
 
     def __enter__(self) -> Held:
         self._thread.start()
-        self.done.wait(20)
+        self.done.wait(seconds(60))
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release.set()
-        self._thread.join(20)
+        self._thread.join(seconds(60))
 
     def _run(self) -> None:
         self.outcomes = run_threads(self._rank, 2)
 
     def _rank(self, rank: int, size: int, folder: str) -> float:
         options = Options(switch=self.switch.endpoint, job_name="vision/a")
-        with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20) as group:
+        with Communicator(FileStore(folder), rank, size, options=options, timeout_s=seconds(120)) as group:
             buffer = np.zeros(1000, np.float32)
             for _ in range(self.turns):
                 time.sleep(self.late_s if rank == 1 else 0)
                 buffer = np.ones(1000, np.float32)
                 group.all_reduce(buffer)
-            self.done.wait(20)
-            self.release.wait(20)
+            self.done.wait(seconds(60))
+            self.release.wait(seconds(60))
             group.all_reduce(buffer)
             return float(buffer[-1])
 
@@ -140,7 +141,7 @@ def test_a_slot_that_waits_for_a_rank_is_seen_as_collecting() -> None:
             with Communicator(FileStore(folder), rank, size, options=Options(switch=switch.endpoint)) as group:
                 buffer = np.ones(1000, np.float32)
                 if rank == 1:
-                    deadline = time.monotonic() + 10
+                    deadline = time.monotonic() + seconds(10)
                     while not samples(address).get(("netfold_switch_job_slots_collecting", "")):
                         assert time.monotonic() < deadline
                         time.sleep(0.01)
@@ -200,7 +201,7 @@ def test_readers_that_say_nothing_are_hung_up_on_and_keep_nobody_out_for_long() 
         host, _, port = address.rpartition(":")
         silent = [socket.create_connection((host, int(port)), 5) for _ in range(40)]
         try:
-            deadline = time.monotonic() + 8
+            deadline = time.monotonic() + seconds(8)
             while True:
                 try:
                     assert get(address, "/healthz") == (200, b"serving\n")
@@ -214,8 +215,7 @@ def test_readers_that_say_nothing_are_hung_up_on_and_keep_nobody_out_for_long() 
 
 
 def status_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "netfold.cli", "switch", "status", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return run_command("switch", "status", *arguments)
 
 
 def test_status_shows_jobs_and_the_latest_rank() -> None:
@@ -245,10 +245,10 @@ def test_status_lives_on_a_terminal_until_it_is_interrupted() -> None:
         try:
             shown = b""
             while shown.count(b"vision/a") < 3:
-                assert select.select([terminal], [], [], 10)[0], shown
+                assert select.select([terminal], [], [], seconds(20))[0], shown
                 shown += terminal.read(4096)
             watching.send_signal(signal.SIGINT)
-            _, errors = watching.communicate(timeout=10)
+            _, errors = watching.communicate(timeout=seconds(20))
         finally:
             watching.kill()
             watching.wait()
@@ -278,8 +278,7 @@ def test_status_of_the_wrong_port_says_so() -> None:
 def test_a_metrics_address_in_use_is_said_to_be() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        command = [sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0", "--metrics", address]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        ended = run_command("switch", "--listen", "127.0.0.1:0", "--metrics", address)
     assert ended.returncode == 1
     assert f"cannot listen on {address}" in ended.stderr
 
@@ -301,7 +300,7 @@ def test_sigterm_lets_running_jobs_end_and_takes_no_new_one() -> None:
                 assert "refused: the switch is shutting down: SIGTERM" in outcome.text
             assert switch.process.poll() is None
         assert values(job.outcomes) == [4.0, 4.0]
-        assert switch.process.wait(5) == 0
+        assert switch.process.wait(seconds(5)) == 0
         switch.wait_for("event=stopped signal=SIGTERM")
 
 
@@ -314,7 +313,7 @@ def test_sigterm_ends_a_job_that_stays_too_long_and_a_second_signal_ends_it_at_o
                 for count in range(signals):
                     switch.process.send_signal(signal.SIGTERM)
                     switch.wait_for("event=drain", count=1) if count == 0 else None
-                assert switch.process.wait(5) == 0
+                assert switch.process.wait(seconds(5)) == 0
             # The job goes on without it, and says why.
             assert values(job.outcomes) == [4.0, 4.0]
             (warning,) = [record.getMessage() for record in caplog.records if record.name == "netfold"]
@@ -387,7 +386,7 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", str(tmp_path / "netfold-switch.service")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds(60),
     )
     assert ended.returncode == 0, ended.stderr
     assert "netfold-switch.service" not in ended.stderr, ended.stderr

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from load import seconds
 from ranks import RunningSwitch, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
@@ -106,8 +107,8 @@ def test_a_tenant_that_is_full_is_refused_and_nobody_else(tmp_path: Path) -> Non
 
     def hold(rank: int, size: int, store: str, chosen: Options) -> float:
         with Communicator(FileStore(store), rank, size, options=chosen, timeout_s=20) as group:
-            holding.wait(20)
-            release.wait(20)
+            holding.wait(seconds(20))
+            release.wait(seconds(20))
             buffer = np.ones(1000, np.float32)
             group.all_reduce(buffer)
             return float(buffer[0])
@@ -117,7 +118,7 @@ def test_a_tenant_that_is_full_is_refused_and_nobody_else(tmp_path: Path) -> Non
         thread = threading.Thread(target=lambda: held.extend(run_threads(hold, 2, options(switch, tmp_path, "small"))))
         thread.start()
         try:
-            holding.wait(20)
+            holding.wait(seconds(20))
             for outcome in run_threads(add, 2, options(switch, tmp_path, "small")):
                 assert outcome.error == "SwitchError"
                 assert re.search(
@@ -128,7 +129,7 @@ def test_a_tenant_that_is_full_is_refused_and_nobody_else(tmp_path: Path) -> Non
             assert values(run_threads(add, 2, options(switch, tmp_path, "large"))) == [3.0, 3.0]
         finally:
             release.set()
-            thread.join(20)
+            thread.join(seconds(20))
         assert values(held) == [2.0, 2.0]
         assert values(run_threads(add, 2, options(switch, tmp_path, "small"))) == [3.0, 3.0]
 
@@ -139,7 +140,7 @@ def test_a_tenants_jobs_are_counted_apart_from_the_others(tmp_path: Path) -> Non
 
     def two_jobs(rank: int, size: int, store: str, chosen: Options) -> list[str]:
         with Communicator(FileStore(f"{store}/1"), rank, size, options=chosen, timeout_s=20):
-            inside.wait(20)
+            inside.wait(seconds(20))
             said = []
             for turn in ("2", "3"):
                 try:
@@ -147,7 +148,7 @@ def test_a_tenants_jobs_are_counted_apart_from_the_others(tmp_path: Path) -> Non
                     said.append("")
                 except Exception as error:
                     said.append(str(error))
-            inside.wait(20)
+            inside.wait(seconds(20))
             return said
 
     # Five parts: one job for `small` and `bound`, three for `large`.

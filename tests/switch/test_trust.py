@@ -7,7 +7,6 @@ import re
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,14 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Outcome, RunningSwitch, run_threads, running_switch, values
+from load import seconds
+from ranks import Outcome, RunningSwitch, run_command, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options, control
 from netfold.communicator.pinned import FingerprintError, PinnedStream
 from netfold.switch import Switch, Tokens
 from netfold.switch.certificate import server_context
+from netfold.switch.entrance import STRANGER_S
 from netfold.switch.facts import Sparingly
 
+JOIN_S = 30.0
 VISION = "a" * 31 + "1"
 SPEECH = "b" * 31 + "2"
 LINES = f"""
@@ -51,7 +53,9 @@ def switch(tokens: str) -> Iterator[RunningSwitch]:
 
 
 def add(rank: int, size: int, folder: str, options: Options) -> float:
-    with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=5) as group:
+    with Communicator(
+        FileStore(folder), rank, size, options=options, timeout_s=seconds(20), join_timeout_s=JOIN_S
+    ) as group:
         buffer = np.arange(300_000, dtype=np.float32) % 1000 + rank
         group.all_reduce(buffer)
         assert (buffer == np.arange(300_000) % 1000 * size + size * (size - 1) / 2).all()
@@ -139,7 +143,7 @@ def test_a_token_goes_to_no_switch_with_another_certificate(switch: RunningSwitc
     began = time.monotonic()
     outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=wrong))
     refused(outcomes, "is not the one that NETFOLD_SWITCH names", switch.endpoint.split("#")[1], "nothing was sent")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < JOIN_S, "told at once, and not when the time to join was over"
     assert "event=refused" not in switch.log(), "no join arrived"
 
 
@@ -199,7 +203,8 @@ def test_another_tenant_who_knows_a_jobs_name_cannot_take_a_rank_in_it(switch: R
     assert control.receive(ours)["type"] == "admitted"
     theirs = join(switch, SPEECH, rank=1)
     answer = control.receive(theirs)
-    assert answer == {"type": "refused", "reason": "this job belongs to another token: all its ranks need the same"}
+    refused = {"type": "refused", "version": control.VERSION}
+    assert answer == {**refused, "reason": "this job belongs to another token: all its ranks need the same"}
     mine = join(switch, VISION, rank=1)
     assert control.receive(mine)["type"] == "admitted"
     for stream in (ours, theirs, mine):
@@ -251,13 +256,15 @@ def _hung_up(stream: socket.socket) -> bool:
 
 def test_a_stranger_who_says_nothing_is_hung_up_on_in_time(switch: RunningSwitch) -> None:
     host, port, fingerprint = control.parse_switch(switch.endpoint, what="endpoint")
+    began = time.monotonic()
     before_tls = socket.create_connection((host, port), 5)
     within_tls = PinnedStream(socket.create_connection((host, port), 5), fingerprint or "")
-    began = time.monotonic()
     for stream in (before_tls, within_tls):
-        stream.settimeout(15)
+        stream.settimeout(seconds(30))
         assert stream.recv(1) == b""
-    assert 8 < time.monotonic() - began < 14
+        # The switch starts its timer when it accepts, which is after `began`.
+        assert time.monotonic() - began > STRANGER_S - 0.1
+    assert time.monotonic() - began < seconds(2 * STRANGER_S)
     switch.wait_for("10 s were over before it joined", count=2)
 
 
@@ -295,8 +302,7 @@ def test_a_certificate_that_is_kept_has_one_fingerprint_in_every_life(tokens: st
 
 
 def command(*options: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0", *options]
-    return subprocess.run(line, capture_output=True, text=True, timeout=20)
+    return run_command("switch", "--listen", "127.0.0.1:0", *options)
 
 
 def test_a_state_folder_that_cannot_be_used_is_named(tokens: str, tmp_path: Path) -> None:
@@ -333,8 +339,13 @@ def test_a_state_folder_without_tokens_is_refused(tmp_path: Path) -> None:
         Switch("127.0.0.1", 0, state_dir=tmp_path)
 
 
-def test_tokens_let_a_switch_listen_to_a_network(tokens: str) -> None:
-    Switch("0.0.0.0", 0, tokens=Tokens.read(Path(tokens)))
+def test_tokens_let_a_switch_listen_to_a_network(tokens: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"0\.0\.0\.0 is not a loopback address"):
+        Switch("0.0.0.0", 0)
+    with running_switch("--token-file", tokens, "--listen", "0.0.0.0:0") as switch:
+        endpoint = switch.endpoint.replace("0.0.0.0", "127.0.0.1")
+        assert values(run_threads(add, 2, vision(switch, tmp_path, switch=endpoint))) == [999 * 2 + 1.0] * 2
+        refused(run_threads(add, 2, Options(switch=endpoint)), "wants a token, and none came")
 
 
 def test_an_open_switch_says_so_in_its_log() -> None:
@@ -405,7 +416,7 @@ def test_one_thread_receives_while_others_send() -> None:
 
     host, port, fingerprint = control.parse_switch(tls_server(echo), what="endpoint")
     stream = PinnedStream(socket.create_connection((host, port), 5), fingerprint or "")
-    stream.settimeout(10)
+    stream.settimeout(seconds(10))
     found: list[bytes] = []
 
     def receive() -> None:
@@ -423,7 +434,7 @@ def test_one_thread_receives_while_others_send() -> None:
     for sender in senders:
         sender.start()
     for thread in (*senders, receiver):
-        thread.join(20)
+        thread.join(seconds(20))
         assert not thread.is_alive()
     stream.close()
     for letter in (b"a", b"b"):

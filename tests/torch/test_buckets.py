@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 from typing import Any
 
 import pytest
+from fabrics import need_libfabric
 from ranks import run_ranks, values
 
 pytestmark = pytest.mark.torch
@@ -15,10 +18,11 @@ STEPS = 6
 
 def train(rank: int, size: int, folder: str) -> dict[str, Any]:
     """For each way to run DDP: the gradients of the last step, buckets moved, and whether addresses then stayed."""
-    import os
 
     import torch
     import torch.distributed as dist
+
+    from netfold.torch.operations import operations_of
 
     torch.set_num_threads(1)
     found = {}
@@ -34,7 +38,7 @@ def train(rank: int, size: int, folder: str) -> dict[str, Any]:
             ddp.zero_grad(set_to_none=not as_view)
             ddp(torch.full((3, 700), float(rank + step + 1))).sum().backward()
             addresses.append([parameter.grad.data_ptr() for parameter in network.parameters()])
-        moved = list(dist.group.WORLD._buckets._moved.values())
+        moved = list(operations_of(dist.group.WORLD)._buckets._moved.values())
         found[f"{share} {as_view}"] = {
             "gradients": [parameter.grad.clone() for parameter in network.parameters()],
             "moved": [storage.is_shared() for storage in moved],
@@ -63,6 +67,7 @@ def train_over_fabric(rank: int, size: int, folder: str) -> tuple[int, list[int]
     import torch.distributed as dist
 
     from netfold.communicator.group import KINDS
+    from netfold.torch.operations import operations_of
 
     torch.set_num_threads(1)
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
@@ -71,7 +76,7 @@ def train_over_fabric(rank: int, size: int, folder: str) -> tuple[int, list[int]
     for step in range(STEPS):
         ddp.zero_grad()
         ddp(torch.full((3, 700), float(rank + step + 1))).sum().backward()
-    backend: Any = dist.group.WORLD
+    backend: Any = operations_of(dist.group.WORLD)
     records = backend.netfold.events()
     large = records[(records["bytes"] > 1 << 20) & (records["operation"] == KINDS["all_reduce"])]
     held = len(backend._buckets._held)
@@ -80,6 +85,7 @@ def train_over_fabric(rank: int, size: int, folder: str) -> tuple[int, list[int]
 
 
 def test_over_a_fabric_buckets_stay_registered_once_they_came_again() -> None:
+    need_libfabric()
     env = {"NETFOLD_TRANSPORT": "fabric:tcp", "NETFOLD_ALGORITHM": "ring", "NETFOLD_INTERFACE": "127.0.0.1"}
     for held, hits, misses in values(run_ranks(train_over_fabric, 2, env=env)):
         assert held == 2
@@ -89,38 +95,69 @@ def test_over_a_fabric_buckets_stay_registered_once_they_came_again() -> None:
         assert misses[0] == 1
 
 
-def short_of_room(rank: int, size: int, folder: str) -> tuple[list[str], int]:
-    """What is logged where /dev/shm is short, and how many buckets moved."""
+def short_of_room(rank: int, size: int, folder: str, how: str) -> tuple[list[str], int]:
+    """What is logged where /dev/shm is of no use, and how many buckets moved."""
+    import ctypes
     import logging
 
     import torch
     import torch.distributed as dist
 
     from netfold.torch import buckets
+    from netfold.torch.operations import operations_of
 
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("netfold").addHandler(handler)
-    buckets.has_room = lambda wanted_bytes: False
+    if how == "short":
+        buckets.lacks = lambda wanted_bytes: "/dev/shm has no room"
+    else:
+        # This rank's alone, and gone with it: in a mount namespace of its own.
+        assert ctypes.CDLL(None, use_errno=True).unshare(0x00020000) == 0  # CLONE_NEWNS
+        what, where = {
+            "read-only": ("-t tmpfs -o ro tmpfs", "/dev/shm"),
+            "refused": ("-t tmpfs tmpfs", "/dev/shm"),
+            "absent": ("--bind /proc/1", "/dev"),  # a folder without shm
+        }[how]
+        # Of all mounts that one alone: in a chroot, / is none.
+        below = f'mount --make-rprivate "$(findmnt --noheadings --output TARGET --target {where} | tail -n 1)"'
+        subprocess.run(f"{below} && mount {what} {where}", shell=True, check=True)
+        if how == "refused":  # root may write everywhere: as open() answers another user
+            buckets.lacks = lambda wanted_bytes: None
+            subprocess.run("mount -o remount,ro /dev/shm", shell=True, check=True)
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     network = torch.nn.Linear(700, 700)
     ddp = torch.nn.parallel.DistributedDataParallel(network)
     for _ in range(STEPS):
         ddp(torch.ones(2, 700)).sum().backward()
-    moved = len(dist.group.WORLD._buckets._moved)
+    moved = len(operations_of(dist.group.WORLD)._buckets._moved)
     dist.destroy_process_group()
     return said, moved
 
 
-def test_buckets_stay_where_they_are_and_say_so_where_there_is_no_room() -> None:
-    for said, moved in values(run_ranks(short_of_room, 2, timeout_s=60)):
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("short", "/dev/shm has no room"),
+        ("read-only", "/dev/shm is read-only"),
+        ("refused", "Read-only file system"),
+        ("absent", "there is no /dev/shm"),
+    ],
+)
+def test_buckets_stay_where_they_are_and_say_so_where_dev_shm_is_of_no_use(how: str, sentence: str) -> None:
+    private = ["unshare", "--mount", "--propagation", "unchanged", "true"]
+    if how != "short" and subprocess.run(private, capture_output=True).returncode != 0:
+        pytest.skip("needs root, and leave to make a mount namespace, for another /dev/shm")
+    for said, moved in values(run_ranks(short_of_room, 2, how, timeout_s=60)):
         assert moved == 0
-        (line,) = [line for line in said if "/dev/shm" in line]  # once
-        assert line.startswith("DDP's buckets stay where they are")
+        (line,) = [line for line in said if "DDP's buckets" in line]  # once
+        assert line.startswith("DDP's buckets stay where they are: ")
+        assert sentence in line
 
 
 def test_room_is_what_the_file_system_says() -> None:
-    from netfold.torch.buckets import has_room
+    from netfold.torch.buckets import lacks
 
-    assert has_room(0) and not has_room(1 << 60)
+    assert lacks(0) is None
+    assert "/dev/shm has no room for" in str(lacks(1 << 60))

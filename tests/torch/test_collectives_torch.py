@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from worlds import Case, check
+from worlds import BY_DISPATCHER, Case, check
 
 pytestmark = [pytest.mark.torch, pytest.mark.xdist_group("torch_collectives")]  # the worlds are made once
 
@@ -178,7 +178,10 @@ def complex_tensors_add_by_their_parts(dist: Any, rank: int, size: int) -> None:
         tensor = parts[rank].clone()
         dist.all_reduce(tensor)
         same(tensor, torch.stack(parts).sum(0))
-        # torch may only remember that values are negated: what counts is what they read as.
+        # torch may only remember that values are negated: what counts is what they read as. torch 2.14 and newer hand
+        # the backend a copy of such a tensor, whose sum nobody gets, over gloo as well.
+        if BY_DISPATCHER:
+            continue
         negated = parts[rank].clone().conj().imag
         assert negated.is_neg()
         dist.all_reduce(negated)
@@ -527,10 +530,13 @@ def subgroups_work_side_by_side(dist: Any, rank: int, size: int) -> None:
 def what_is_not_supported_is_refused_in_a_sentence(dist: Any, rank: int, size: int) -> None:
     import torch
 
-    def refuse(words: str, call: Callable[[], Any]) -> None:
+    def refuse(words: str, call: Callable[[], Any], by_torch: bool = False) -> None:
         try:
             call()
         except (ValueError, RuntimeError) as error:
+            if by_torch:  # its dispatcher has no operator for such tensors
+                assert "Could not run 'c10d::" in str(error), str(error)
+                return
             assert isinstance(error, ValueError), f"{type(error).__name__}: {error}"
             assert words in str(error), str(error)
             return
@@ -549,8 +555,9 @@ def what_is_not_supported_is_refused_in_a_sentence(dist: Any, rank: int, size: i
     refuse("1 output tensors on 4 ranks", lambda: dist.all_gather([torch.ones(4)], ones))
     refuse("2 input tensors on 4 ranks", lambda: dist.reduce_scatter(ones, [torch.ones(4)] * 2))
     refuse("takes SUM and AVG", lambda: dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX))
-    refuse("dense tensors", lambda: dist.broadcast(torch.eye(3).to_sparse(), 0))
-    refuse("CPU tensors", lambda: dist.broadcast(torch.empty(4, device="meta"), 0))
+    refuse("dense tensors", lambda: dist.broadcast(torch.eye(3).to_sparse(), 0), by_torch=BY_DISPATCHER)
+    if not BY_DISPATCHER:  # torch's dispatcher has operators of its own for meta tensors
+        refuse("CPU tensors", lambda: dist.broadcast(torch.empty(4, device="meta"), 0))
     refuse("cannot reduce torch.float8_e4m3fn", lambda: dist.all_reduce(torch.ones(4).to(torch.float8_e4m3fn)))
     refuse("splits", lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1, 1, 2], [1, 1, 1, 1]))
     refuse("do not divide by 4 ranks", lambda: dist.all_to_all_single(torch.ones(5), torch.ones(5)))

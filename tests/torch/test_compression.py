@@ -65,7 +65,7 @@ def run(rank: int, size: int, folder: str) -> dict[str, Any]:
         found[f"mean error {index}"] = float((applied[index] / STEPS - exact).abs().max() / unit)
         found[f"balance {index}"] = float(balance.abs().max() / largest[index])
     found["wires"] = {int(code) for code in netfold.torch.events()["wire"]}
-    found["compressed wires"] = {int(code) for code in netfold.torch.events(kept._compressed)["wire"]}
+    found["compressed wires"] = {int(code) for code in kept._compressed.netfold.events()["wire"]}
     bits = torch.cat([gradient.flatten() for gradient in gradients(model)]).view(torch.int32)
     gathered = [torch.empty_like(bits) for _ in range(size)]
     dist.all_gather(gathered, bits)

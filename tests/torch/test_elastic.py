@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from load import seconds
 
 pytestmark = pytest.mark.torch
 
@@ -47,7 +48,7 @@ def restarted(folder: Path, restarts: int, timeout_s: float) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=seconds(timeout_s),
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -57,6 +58,7 @@ def restarted(folder: Path, restarts: int, timeout_s: float) -> None:
         assert (folder / str(rank)).read_text().splitlines() == expected
 
 
+@pytest.mark.jobs
 def test_workers_that_failed_are_started_again_and_meet(tmp_path: Path) -> None:
     restarted(tmp_path, 3, 120)
 

@@ -9,7 +9,7 @@ import gc
 from typing import Any
 
 import pytest
-from worlds import Case, check
+from worlds import BY_DISPATCHER, Case, check
 
 pytestmark = [pytest.mark.torch, pytest.mark.xdist_group("torch_point_to_point")]  # the world is made once
 
@@ -257,13 +257,16 @@ def self_sends_are_refused(dist: Any, rank: int, size: int) -> None:
     import torch
 
     tensor = torch.ones(1)
+    dense = "Could not run 'c10d::" if BY_DISPATCHER else "dense CPU tensors"
+    refused_here = [(lambda: dist.irecv(torch.empty(3, device="meta"), (rank + 1) % size), "dense CPU tensors")]
     for call, words in (
         (lambda: dist.send(tensor, rank), "destination rank should not be the same as the rank of the current"),
         (lambda: dist.isend(tensor, rank), f"rank {rank} is this rank itself; copy the tensor instead"),
         (lambda: dist.irecv(tensor, rank), f"rank {rank} is this rank itself; copy the tensor instead"),
         (lambda: dist.isend(tensor, (rank + 1) % size, tag=-1), "tag -1 is negative"),
-        (lambda: dist.isend(torch.eye(3).to_sparse(), (rank + 1) % size), "dense CPU tensors"),
-        (lambda: dist.irecv(torch.empty(3, device="meta"), (rank + 1) % size), "dense CPU tensors"),
+        (lambda: dist.isend(torch.eye(3).to_sparse(), (rank + 1) % size), dense),
+        # torch's dispatcher has operators of its own for meta tensors.
+        *(() if BY_DISPATCHER else refused_here),
     ):
         with pytest.raises((ValueError, RuntimeError), match=words):
             call()
@@ -275,7 +278,7 @@ def functional_isend_and_irecv_reach_netfold(dist: Any, rank: int, size: int) ->
     import torch
     import torch.distributed._functional_collectives as functional
 
-    if rank > 1:
+    if rank > 1 or not hasattr(functional, "isend_inplace"):  # torch 2.10 has none
         return
     if rank == 0:
         functional.wait_tensor(functional.isend_inplace(message(1000, 0), 1, 2))

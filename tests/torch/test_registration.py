@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 
 import pytest
+from load import seconds
+from ranks import run_ranks, values
 
 pytestmark = pytest.mark.torch
 
@@ -14,9 +18,22 @@ def run(script: str, **environment: str) -> str:
     import os
 
     env = {name: value for name, value in os.environ.items() if not name.startswith("NETFOLD_")} | environment
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=env)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=seconds(60), env=env)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
+
+
+def _printed(rank: int, size: int, folder: str, script: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(script, {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def run_forked(script: str) -> str:
+    """As `run`, in a process that is forked with torch imported. Not for tests of the import or the process's end."""
+    (printed,) = values(run_ranks(_printed, 1, script))
+    return str(printed)
 
 
 def test_import_torch_registers_the_backend_and_loads_nothing_native() -> None:
@@ -28,7 +45,7 @@ def test_import_torch_registers_the_backend_and_loads_nothing_native() -> None:
     ).splitlines()
     assert said[0] == "True"
     assert "netfold._native" not in said[1]
-    assert "netfold.torch.process_group" not in said[1]
+    assert "netfold.torch.operations" not in said[1]
     assert "netfold.communicator" not in said[1]
     assert said[2] == "1", "no thread: suites fork after import"
 
@@ -37,20 +54,20 @@ def test_registration_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
     took_ms = float(
         run(
             "import time, torch\n"
-            "began = time.perf_counter()\n"
+            "began = time.process_time()\n"
             "import netfold.torch\n"
             "netfold.torch.register()\n"
-            "print((time.perf_counter() - began) * 1e3)\n",
+            "print((time.process_time() - began) * 1e3)\n",
             TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         )
     )
     with capsys.disabled():
-        print(f"\nregistration: {took_ms:.2f} ms (the aim is 5)")
+        print(f"\nregistration: {took_ms:.2f} ms of CPU (the aim is 5)")
     assert took_ms < 100
 
 
 def test_registration_may_happen_twice_and_never_raises() -> None:
-    said = run(
+    said = run_forked(
         "import warnings, torch, netfold.torch, torch.distributed as dist\n"
         "netfold.torch.register(); netfold.torch.register()\n"
         "del dist.Backend.NETFOLD\n"
@@ -65,7 +82,7 @@ def test_registration_may_happen_twice_and_never_raises() -> None:
 
 
 def test_a_backend_for_each_device_can_be_named() -> None:
-    said = run(
+    said = run_forked(
         "import torch, torch.distributed as dist\n"
         "print(dist.BackendConfig(dist.Backend('cpu:netfold,cuda:nccl')).get_device_backend_map())\n"
         "print(dist.BackendConfig(dist.Backend('netfold')).get_device_backend_map())\n"
@@ -91,7 +108,7 @@ def test_settings_that_make_no_sense_are_said_by_init_process_group() -> None:
         "NETFOLD_ALGORITHM=in_network": "ValueError: NETFOLD_ALGORITHM=in_network needs an aggregator",
         "NETFOLD_JOIN_TIMEOUT_S=soon": "ValueError: NETFOLD_JOIN_TIMEOUT_S='soon' is not a number of seconds",
     }
-    said = run(
+    said = run_forked(
         "import os, tempfile, torch, torch.distributed as dist\n"
         f"for setting in {list(settings)}:\n"
         "    name, _, word = setting.partition('=')\n"
@@ -107,7 +124,7 @@ def test_settings_that_make_no_sense_are_said_by_init_process_group() -> None:
 
 
 def test_pg_options_of_another_kind_are_refused() -> None:
-    said = run(
+    said = run_forked(
         "import tempfile, torch, torch.distributed as dist\n"
         "try:\n"
         "    dist.init_process_group('netfold', init_method=f'file://{tempfile.mktemp()}', rank=0, world_size=1,\n"

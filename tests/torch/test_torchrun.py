@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from load import seconds
 from ranks import running_switch
 
 pytestmark = pytest.mark.torch
 
 SCRIPT = Path(__file__).with_name("plain_script.py")
-SIZE = 4
+SIZE = 3
 
 
 def torchrun(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -27,7 +28,7 @@ def torchrun(folder: Path, *arguments: str, **environment: str) -> subprocess.Co
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds(120),
         env=env,
     )  # fmt: skip
 
@@ -50,10 +51,17 @@ def test_the_script_does_not_import_netfold() -> None:
     assert "import netfold" not in SCRIPT.read_text()
 
 
-def test_a_plain_script_trains_without_a_switch(tmp_path: Path) -> None:
-    ended = torchrun(tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    check(results(tmp_path))
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A run without a switch that serves two tests: the script trains and writes its results, then one rank raises."""
+    folder = tmp_path_factory.mktemp("failed")
+    return torchrun(folder, "fail"), folder
+
+
+def test_a_plain_script_trains_without_a_switch(failed: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    ended, folder = failed
+    assert all((folder / f"{rank}.json").exists() for rank in range(SIZE)), ended.stderr
+    check(results(folder))
 
 
 def test_a_plain_script_trains_with_a_switch(tmp_path: Path) -> None:
@@ -64,8 +72,10 @@ def test_a_plain_script_trains_with_a_switch(tmp_path: Path) -> None:
         check(results(tmp_path))
 
 
-def test_a_rank_that_raises_ends_the_run_and_the_others_hear_what_it_was(tmp_path: Path) -> None:
-    ended = torchrun(tmp_path, "fail")
+def test_a_rank_that_raises_ends_the_run_and_the_others_hear_what_it_was(
+    failed: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    ended, _ = failed
     assert ended.returncode != 0
     assert "PeerLost: rank 0: all_reduce #" in ended.stderr or "PeerLost: rank 1: all_reduce #" in ended.stderr
     heard = [line for line in ended.stderr.splitlines() if "PeerLost" in line]

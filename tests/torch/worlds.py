@@ -8,11 +8,15 @@ import importlib
 import os
 import traceback
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from ranks import run_ranks, running_switch, values
 
 SIZE = 4
+# torch calls netfold through its dispatcher and its own ProcessGroup, as it calls gloo.
+BY_DISPATCHER = tuple(int(part) for part in version("torch").split(".")[:2]) >= (2, 14) if find_spec("torch") else False
 
 # dist, rank, size, folder
 Case = Callable[[Any, int, int, str], None]

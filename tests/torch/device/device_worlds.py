@@ -13,12 +13,13 @@ from fake_layer import FakeHost, FakeLayer, Order
 from ranks import Outcome, run_threads
 
 from netfold.communicator import Group, Options
-from netfold.torch.process_group import ProcessGroupNetfold
+from netfold.torch.factory import carrier
+from netfold.torch.operations import Operations
 from netfold.torch.store import TorchStore
 
 ORDERS: tuple[Order, ...] = ("late", "early", 1, 2)
 # What a rank does with its group and its device.
-Act = Callable[[ProcessGroupNetfold, FakeLayer], Any]
+Act = Callable[[Operations, FakeLayer], Any]
 
 
 def on_devices(
@@ -43,7 +44,7 @@ def on_devices(
         some = Options(probe="off", **options)
         group = Group(TorchStore(part), rank, size, options=some, timeout_s=timeout_s, join_timeout_s=20.0)
         group.nodes = hosts or group.nodes
-        made = ProcessGroupNetfold(group, store, part, layer)
+        made = carrier(group, store, part, layer)
         try:
             return act(made, layer)
         finally:

@@ -19,12 +19,12 @@ def train(rank: int, size: int, folder: str) -> None:
 
     import netfold
     import netfold.torch
-    from netfold.torch import creation
+    from netfold.torch import factory
 
     torch.set_num_threads(1)
     layer = FakeLayer("early", rank)
     layer.takes_everything = True
-    creation.cuda_layer = lambda: layer  # type: ignore[attr-defined]
+    factory.cuda_layer = lambda: layer  # type: ignore[attr-defined]
     options = netfold.Options(inside="off", pinned_bytes=300 << 10)
     dist.init_process_group(
         "netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size, pg_options=options

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from device_worlds import ORDERS, distinct, on_devices, reduce_options  # noqa: E402
+from load import seconds  # noqa: E402
 from ranks import values  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -54,7 +55,7 @@ def futures(group: Any, layer: Any) -> None:
     future.wait()
     assert torch.equal(layer.value(tensor), distinct(0, 10) + distinct(1, 10))
     chained.wait()
-    assert blocked.wait(10) and seen == [[2.0] * 10]
+    assert blocked.wait(seconds(10)) and seen == [[2.0] * 10]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -124,13 +125,13 @@ def test_messages_from_devices_to_devices(order: Any) -> None:
 
 def coalesced(group: Any, layer: Any) -> None:
     tensors = [layer.tensor(distinct(group.rank(), count)) for count in (5, 9000)]
-    group._start_coalescing(layer.device)
-    assert group.allreduce([tensors[0]], reduce_options()) is None
-    group.allreduce([tensors[1]], reduce_options())
+    group.start_coalescing()
+    assert group.allreduce([tensors[0]], reduce_options(asynchronous=False)) is None
+    assert group.allreduce([tensors[1]], reduce_options()) is not None, "C++ waits for it"
     group.send([tensors[0]], 1 - group.rank())
     came = layer.tensor(torch.zeros(5))
     group.recv([came], 1 - group.rank())
-    work = group._end_coalescing(layer.device)
+    work = group.end_coalescing()
     work.wait()
     layer.synchronize()
     assert work.is_success() and work.exception() is None
@@ -175,7 +176,7 @@ def lets_go(group: Any, layer: Any) -> None:
         work.wait()
     layer.synchronize()
     del tensors, works, work
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + seconds(5)
     while any(each() is not None for each in held) and time.monotonic() < give_up:
         gc.collect()
         time.sleep(0.001)

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from device_worlds import ORDERS, distinct, on_devices, reduce_options  # noqa: E402
+from load import seconds  # noqa: E402
 from ranks import values  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -96,7 +97,7 @@ def again_and_again(group: Any, layer: Any) -> list[float]:
             before = layer.value(tensor)
             first = group.allreduce([tensor], reduce_options())
             if pause:
-                assert first._settled.wait(10)  # on its way back, but maybe not there
+                assert first._settled.wait(seconds(10))  # on its way back, but maybe not there
             group.allreduce([tensor], reduce_options(dist.ReduceOp.MAX))
             group.allreduce([tensor], reduce_options(dist.ReduceOp.AVG)).wait()
             due = before * SIZE if pause else total(count)

@@ -1,0 +1,216 @@
+"""Peers of another version: a sentence on both sides names both versions and which side to upgrade (docs/versions.md).
+
+An old or a new peer is played by this test: it says the first message of its version to a running switch, or answers a
+worker's first message as a switch of its version does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_threads, running_switch
+
+import netfold
+from netfold import Communicator, FileStore, Options, control
+from netfold._native import protocol
+from netfold.communicator.errors import SwitchError
+from netfold.communicator.membership import Membership, ask_room
+
+ROOT = Path(__file__).parents[2]
+VERSION = control.VERSION
+OURS = f"(netfold {netfold.__version__}) speaks control protocol {VERSION}"
+OTHERS = [VERSION - 1, VERSION + 1]
+
+JOIN: dict[str, Any] = {"type": "join", "job": "j", "rank": 0, "ranks": [0], "port": 9, "window_bytes": 1 << 20}
+FIRST: dict[str, dict[str, Any]] = {
+    "join": JOIN,
+    "path": {"type": "path", "below": []},
+    "room": {"type": "room"},
+    "a type of its own": {"type": "greet"},
+}
+
+
+def ask(address: tuple[str, int], message: dict[str, Any]) -> dict[str, Any]:
+    with socket.create_connection(address, 10) as stream:
+        control.send(stream, message)
+        return control.receive(stream)
+
+
+def test_a_switch_refuses_every_first_message_of_another_version_with_what_to_upgrade() -> None:
+    with running_switch() as switch:
+        for theirs in OTHERS:
+            older = "the worker" if theirs < VERSION else "this switch"
+            rest = f"speaks control protocol {theirs}, this switch {OURS}: upgrade netfold where"
+            for name, message in FIRST.items():
+                answer = ask(switch.address, {**message, "version": theirs})
+                reason = f"the worker {rest} {older} runs"
+                assert answer == {"type": "refused", "version": VERSION, "reason": reason}, name
+            switch.wait_for(rf"event=refused .*reason=version .*{re.escape(reason)}", count=len(FIRST))
+            answer = ask(switch.address, {"type": "path", "below": [5], "version": theirs})
+            assert answer["reason"].startswith(f"the switch below {rest}")
+
+
+def test_a_switch_refuses_a_worker_that_does_not_say_its_version() -> None:
+    unclear: list[dict[str, Any]] = [{}, {"version": str(VERSION)}, {"version": None}, {"version": [VERSION]}]
+    with running_switch() as switch:
+        for said in unclear:
+            answer = ask(switch.address, {**JOIN, **said})
+            assert answer["type"] == "refused"
+            assert answer["reason"] == (
+                f"the worker does not say which control protocol it speaks, and this switch {OURS}: run the same "
+                "netfold on both sides"
+            )
+
+
+@contextlib.contextmanager
+def fake_switch(answer: dict[str, Any]) -> Iterator[str]:
+    """Answers every connection's first message with `answer`; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    stream, _ = server.accept()
+                except OSError:
+                    return
+                with contextlib.suppress(OSError, EOFError), stream:
+                    control.receive(stream)
+                    control.send(stream, answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)  # ends accept
+
+
+PATH = {"type": "path", "switches": [[7, ""]], "broken": ""}
+ADMITTED = {"type": "admitted", "job_id": 1, "incarnation": 7, "worker": 0, "nonce": 1, "port": 9}
+ROOM = {"type": "room", "jobs": 1, "workers": 1, "memory_bytes": 1, "slots": 1}
+
+
+def refused_by_worker(endpoint: str, theirs: int) -> str:
+    older = "it" if theirs < VERSION else "this worker"
+    return (
+        f"rank 0: the switch at {endpoint} (NETFOLD_SWITCH) cannot be joined: it speaks control protocol {theirs}, "
+        f"this worker {OURS}: upgrade netfold where {older} runs"
+    )
+
+
+@pytest.mark.parametrize("theirs", OTHERS)
+@pytest.mark.parametrize(
+    "answer",
+    [{"type": "refused", "reason": "no"}, PATH, {"type": "greeted"}],
+    ids=["refuses", "answers", "says something new"],
+)
+def test_a_group_refuses_a_switch_of_another_version_with_what_to_upgrade(answer: dict[str, Any], theirs: int) -> None:
+    with fake_switch({**answer, "version": theirs}) as endpoint, pytest.raises(SwitchError) as raised:
+        make_a_group(endpoint)
+    assert str(raised.value) == refused_by_worker(endpoint, theirs)
+
+
+@pytest.mark.parametrize("theirs", OTHERS)
+def test_a_worker_refuses_an_admission_and_a_grant_of_another_version(theirs: int) -> None:
+    with fake_switch({**ADMITTED, "version": theirs}) as endpoint, pytest.raises(SwitchError) as raised:
+        Membership.join(
+            endpoint,
+            job="0" * 16,
+            name="",
+            token_file=None,
+            rank=0,
+            workers=[0],
+            paths=[[7]],
+            window_bytes=1 << 20,
+            fabric=None,
+            timeout_s=5,
+        )
+    assert str(raised.value) == refused_by_worker(endpoint, theirs)
+    with fake_switch({**ROOM, "version": theirs}) as endpoint, pytest.raises(SwitchError) as raised:
+        ask_room(endpoint, token_file=None, rank=0, timeout_s=5)
+    assert str(raised.value) == refused_by_worker(endpoint, theirs)
+
+
+def test_an_answer_without_a_version_is_no_answer_of_this_version() -> None:
+    with (
+        fake_switch(PATH) as endpoint,
+        pytest.raises(SwitchError, match="does not say which control protocol") as raised,
+    ):
+        make_a_group(endpoint)
+    assert OURS in str(raised.value)
+
+
+def test_what_a_switch_of_control_protocol_5_refuses_with_reaches_the_user() -> None:
+    # It names both versions in its reason, and has no other place for them.
+    reason = "this switch speaks control protocol 5, the worker 6: run the same netfold on both sides"
+    with fake_switch({"type": "refused", "reason": reason}) as endpoint, pytest.raises(SwitchError) as raised:
+        make_a_group(endpoint)
+    assert str(raised.value) == f"rank 0: the switch at {endpoint} (NETFOLD_SWITCH) refused: {reason}"
+
+
+@pytest.mark.parametrize("theirs", OTHERS)
+def test_a_leaf_says_that_its_parent_is_of_another_version(theirs: int) -> None:
+    older = "it" if theirs < VERSION else "this switch"
+    with fake_switch({**PATH, "version": theirs}) as endpoint, running_switch("--parent", endpoint) as leaf:
+        leaf.wait_for(
+            re.escape(
+                f"the parent switch at {endpoint} cannot be joined: it speaks control protocol {theirs}, this switch "
+                f"{OURS}: upgrade netfold where {older} runs"
+            )
+        )
+
+
+def test_fields_that_this_version_does_not_know_are_ignored() -> None:
+    with running_switch() as switch:
+        answer = ask(switch.address, {"type": "path", "version": VERSION, "below": [], "colour": "green"})
+        assert answer["type"] == "path"
+    with fake_switch({**ROOM, "version": VERSION, "colour": "green"}) as endpoint:
+        assert ask_room(endpoint, token_file=None, rank=0, timeout_s=5).jobs == 1
+
+
+def make_a_group(endpoint: str) -> None:
+    """Two ranks at this switch; rank 0's SwitchError is raised here."""
+
+    def group(rank: int, size: int, folder: str) -> None:
+        with Communicator(FileStore(folder), rank, size, options=Options(switch=endpoint), join_timeout_s=5):
+            pass
+
+    outcome, _ = run_threads(group, 2)
+    if outcome.error == "SwitchError":
+        raise SwitchError(outcome.text.split("\nTraceback")[0])
+    assert not outcome.error, outcome.text
+
+
+class OtherVersion(FileStore):
+    """What rank 0 leaves in it for the others looks as if another version of netfold had written it."""
+
+    def set(self, key: str, value: bytes) -> None:
+        if key.endswith("job"):
+            value = json.dumps({**json.loads(value), "netfold": "999.0"}).encode()
+        super().set(key, value)
+
+
+def test_a_rank_that_runs_another_netfold_than_rank_0_says_so() -> None:
+    def group(rank: int, size: int, folder: str) -> None:
+        store = (OtherVersion if rank == 0 else FileStore)(folder)
+        with Communicator(store, rank, size, join_timeout_s=5):
+            pass
+
+    assert run_threads(group, 2)[1].text.startswith(
+        f"rank 1 runs netfold {netfold.__version__}, rank 0 runs 999.0: install the same version on every host of "
+        "the job\n"
+    )
+
+
+def test_the_page_on_versions_names_the_versions_of_the_code() -> None:
+    page = (ROOT / "docs" / "versions.md").read_text()
+    rows = dict(re.findall(r"^\| (.+?) \| `?(\S+?)`? \|", page, re.MULTILINE))
+    assert rows["control protocol"] == str(VERSION)
+    assert rows["packet header"] == str(protocol.Header().pack()[2])

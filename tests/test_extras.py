@@ -1,0 +1,102 @@
+"""A package that is not installed costs one sentence with the command that installs it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from absent import without
+
+from netfold.cli import main
+from netfold.extras import EXTRAS, MissingExtraError, command, missing_extra, need
+
+ROOT = Path(__file__).parent.parent
+DISTRIBUTIONS = {"PIL": "pillow", "skimage": "scikit-image"}
+
+
+def ran(folder: Path, gone: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=without(folder, *gone.split(",")),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+NOT_HERE = "not installed here: pip install 'netfold[{}]'".format
+
+
+@pytest.mark.parametrize(
+    ("gone", "arguments", "sentence"),
+    [
+        ("torch", "train recipes/edsr.toml", "netfold train needs torch, " + NOT_HERE("train")),
+        ("torch", "train report runs/none", "netfold train needs torch, " + NOT_HERE("train")),
+        ("torch,skimage", "demo", "netfold demo needs torch and skimage, " + NOT_HERE("demo")),
+        ("torch", "bench all-reduce --backend netfold", "a backend of torch needs torch, " + NOT_HERE("torch")),
+        ("torch", "bench model vgg16 --side gloo", "a backend of torch needs torch, " + NOT_HERE("torch")),
+        ("torch", "bench accuracy --quick", "netfold bench accuracy needs torch, " + NOT_HERE("torch")),
+        ("torch", "plan trace own:thing", "netfold plan trace: a module needs torch, " + NOT_HERE("train")),
+    ],
+    ids=lambda value: value.replace(" ", "-"),
+)
+def test_a_command_without_its_extra_says_so_in_one_line(
+    gone: str, arguments: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("netfold.extras.find_spec", lambda name: None if name in gone.split(",") else find_spec(name))
+    monkeypatch.setattr(sys, "argv", ["netfold", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert sentence in line
+
+
+def test_a_command_that_meets_a_missing_package_says_so_in_one_line(tmp_path: Path) -> None:
+    run = ran(tmp_path, "torch", "-m", "netfold.cli", "doctor", "gpu")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == "netfold: the package torch is not installed: pip install 'netfold[torch]'\n"
+
+
+@pytest.mark.parametrize("module", ["netfold.torch", "netfold.horovod.torch"])
+def test_what_needs_torch_says_what_to_install(module: str, tmp_path: Path) -> None:
+    run = ran(tmp_path, "torch", "-c", f"import {module}")
+    assert run.stderr.splitlines()[-1] == (
+        f"ModuleNotFoundError: {module} needs torch, which is not installed: pip install 'netfold[torch]'"
+    )
+
+
+def test_without_torch_a_switch_and_a_communicator_are_there(tmp_path: Path) -> None:
+    script = "import netfold, netfold.horovod, netfold.switch, numpy; print(netfold.empty(3).shape)"
+    run = ran(tmp_path, "torch,mpi4py,pandas,matplotlib", "-c", script)
+    assert (run.returncode, run.stdout) == (0, "(3,)\n"), run.stderr
+
+
+def test_an_mpi_without_mpi4py_is_told(tmp_path: Path) -> None:
+    script = "from netfold.communicator.mpi import _begun; _begun(0)"
+    run = ran(tmp_path, "mpi4py", "-c", script)
+    assert "pip install 'netfold[mpi]'" in run.stderr.splitlines()[-1]
+
+
+def test_every_package_is_brought_by_the_extra_that_is_named() -> None:
+    requirements = importlib.metadata.requires("netfold") or []
+    for module, extra in EXTRAS.items():
+        distribution = DISTRIBUTIONS.get(module, module)
+        pattern = re.compile(rf"{distribution}\b.*extra == ['\"]{extra}['\"]")
+        assert any(pattern.match(each) for each in requirements), (module, extra)
+
+
+def test_other_faults_of_an_import_stay_themselves() -> None:
+    assert missing_extra(ModuleNotFoundError("No module named 'torch.foo'", name="torch.foo")) is None
+    assert missing_extra(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
+    assert missing_extra(ValueError("torch")) is None
+    assert command("wandb") == "pip install wandb"
+    need("this test", ["sys"], "train")
+    with pytest.raises(MissingExtraError, match=r"this test needs no_1, no_2 and no_3, not installed here: pip"):
+        need("this test", ["no_1", "no_2", "no_3"], "train")

@@ -1,0 +1,66 @@
+"""What an installed package promises: one version, and the files that its code reads beside it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import netfold
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_version_is_written_in_pyproject_alone() -> None:
+    version = PROJECT["project"]["version"]
+    assert netfold.__version__ == version, "the installed package is of another version: make build"
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == version, "CHANGELOG.md opens with another version"
+    written = re.compile(rf"""__version__ *= *["']|["']{re.escape(version)}["']""")
+    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "native").rglob("*.[ch]pp"), ROOT / "CMakeLists.txt"]
+    assert [str(file) for file in sources if written.search(file.read_text())] == []
+
+
+def test_the_command_prints_the_version() -> None:
+    command = [sys.executable, "-c", "from netfold.cli import main; main()", "--version"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stdout) == (0, f"netfold {netfold.__version__}\n"), answer.stderr
+
+
+def test_a_wheel_holds_the_recipes_and_every_file_that_pages_and_plans_read() -> None:
+    packages = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
+    assert packages == {"netfold": "src/netfold", "netfold/train/recipes": "recipes"}
+    assert "exclude" not in PROJECT["tool"]["scikit-build"]["wheel"]
+    # Files that git ignores are left out of a wheel: none that the code reads may be among them.
+    read = [file for kind in ("css", "js", "toml", "csv") for file in (ROOT / "src").rglob(f"*.{kind}")]
+    read += (ROOT / "recipes").glob("*.toml")
+    assert read
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no git checkout")
+    if shutil.which("git") is None:
+        pytest.skip("git is not here")
+    ignored = subprocess.run(["git", "check-ignore", *map(str, read)], cwd=ROOT, capture_output=True, text=True)
+    assert ignored.stdout == ""
+
+
+def test_a_recipe_that_comes_with_netfold_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from netfold.train.recipe import shipped
+
+    monkeypatch.chdir(tmp_path)
+    assert shipped.names() == sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))
+    assert shipped.find(Path("gpt")).samefile(ROOT / "recipes" / "gpt.toml")
+    # A file of that name goes first; what has a folder or an ending is a path.
+    (tmp_path / "gpt").touch()
+    assert shipped.find(Path("gpt")) == Path("gpt")
+    for path in ("gtp", "edsr.toml", "recipes/edsr"):
+        assert shipped.find(Path(path)) == Path(path)

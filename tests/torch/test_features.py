@@ -1,0 +1,94 @@
+"""What torch.distributed offers works over netfold where it works over gloo (`probe.py`), but for what is explained.
+
+Here are the features that no other test asks for; `make test-torch` runs all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+PROBE = Path(__file__).with_name("probe.py")
+FEATURES = (
+    "boxed_operators",
+    "batch_isend_irecv",
+    "wait_with_a_timeout",
+    "wait_with_a_timeout_for_a_message",
+    "group_attributes",
+    "split_group",
+    "split_group_of_one_part",
+    "device_id",
+    "backend_by_device",
+    "abort",
+    "set_timeout",
+    "debug_detail",
+    "window",
+    "ddp_hook_fp16_of_cpp",
+    "sequence_numbers",
+    "flight_recorder",
+    "flight_recorder_states",
+    "flight_recorder_analyser",
+    "profiler_events_of_the_backend",
+    "profiler_events_of_operators",
+    "comm_debug_mode",
+    "hooks_before_and_after",
+    "nan_check",
+)
+
+
+def results(backend: str, *features: str) -> dict[str, str]:
+    ended = subprocess.run(
+        [sys.executable, str(PROBE), backend, "--deadline-factor", "3", *features],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={name: text for name, text in os.environ.items() if not name.startswith("NETFOLD_")},
+    )
+    assert ended.returncode in (0, 1), ended.stderr[-2000:]
+    found: dict[str, str] = json.loads(ended.stdout)
+    return found
+
+
+def lost(features: tuple[str, ...]) -> dict[str, str]:
+    """What fails over netfold without an explanation, and does not fail over gloo."""
+    import torch
+    from probe_explained import explained
+
+    failed = {
+        feature: text
+        for feature, text in results("netfold", *features).items()
+        if text != "ok" and not text.startswith("absent") and not explained(feature, torch.__version__)
+    }
+    if not failed:
+        return {}
+    gloo = results("gloo", *failed)
+    return {feature: text for feature, text in failed.items() if gloo[feature] == "ok"}
+
+
+def test_what_only_torch_itself_asks_for_works_where_it_works_over_gloo() -> None:
+    assert lost(FEATURES) == {}
+
+
+@pytest.mark.soak
+def test_every_feature_works_where_it_works_over_gloo() -> None:
+    assert lost(()) == {}
+
+
+def test_a_feature_that_fails_is_told_with_the_first_ranks_error() -> None:
+    found = results("no-such-backend", "all_reduce")
+    assert "no-such-backend" in found["all_reduce"].lower(), found
+
+
+def test_explanations_are_of_features_that_exist() -> None:
+    from probe_explained import EXPLAINED
+
+    ended = subprocess.run([sys.executable, str(PROBE), "--list"], capture_output=True, text=True, timeout=60)
+    names = ended.stdout.split()
+    assert set(EXPLAINED) | set(FEATURES) <= set(names)
+    assert len(names) == len(set(names)) > 52

@@ -1,0 +1,57 @@
+"""A torch that is too old is refused with a sentence, a newer one than was tested is told of; a CUDA build works on the
+CPU where no driver is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from netfold.torch import release
+from netfold.torch.device.cuda import cuda_layer
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def unasked() -> None:
+    release._check.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["2.8.1+cpu", "1.13.1", "2.0.0a0+git1234"])
+def test_a_torch_that_is_too_old_is_refused_when_a_group_is_made(version, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(RuntimeError) as error:
+        dist.init_process_group("netfold", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
+    oldest = ".".join(map(str, release.OLDEST))
+    said = f"netfold needs torch {oldest} or newer, and this is {version}: pip install --upgrade torch"
+    assert str(error.value) == said
+
+
+def test_a_torch_newer_than_was_tested_works_and_rank_0_says_so_once(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cu140")
+    with pytest.warns(RuntimeWarning, match=r"torch 2\.99\.0\+cu140 is newer than 2\.\d+, the newest that"):
+        release.check_release(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        release.check_release(0)
+        release.check_release(1)
+
+
+def test_the_bound_is_that_of_the_package() -> None:
+    requirements = importlib.metadata.requires("netfold") or []
+    bounds = [each.split(";")[0].strip() for each in requirements if each.startswith("torch>=")]
+    assert set(bounds) == {"torch>=" + ".".join(map(str, release.OLDEST))}
+
+
+def test_a_cuda_build_without_a_driver_has_no_device_layer_and_no_warning(monkeypatch) -> None:
+    # As torch 2.15.0+cu132 answers on a host without a driver.
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cuda_layer() is None
