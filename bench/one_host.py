@@ -113,7 +113,7 @@ def recipe_of(path: str, size: int, steps: int) -> Recipe:
         "steps": steps, "batch": max(1, table["training"].get("batch", 32) // 2), "scaling": "weak"
     }  # fmt: skip
     table["parallel"] = {"data": size, "bucket_mb": BUCKET_MB}
-    table["checkpoint"] = {}
+    table["checkpoint"] = {"every": "end"}
     return Recipe.model_validate(table)
 
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from netfold.profile import _Callable
 
     profile: _Callable  # for checkers, to whom no module can be called
+    __version__: str
 
-__version__ = "0.1.0"
 __all__ = ["Communicator", "FileStore", "Options", "__version__", "empty", "profile"]
 
 
@@ -21,6 +21,9 @@ def __getattr__(name: str) -> Any:
     # torch's plugin loader imports this package in every process that imports torch: it must stay light.
     if name == "profile":
         return import_module("netfold.profile")  # a room that can be called
+    if name == "__version__":
+        # pyproject.toml has the version; an installed package has it in its metadata.
+        return import_module("importlib.metadata").version("netfold")
     if name in __all__:
         return getattr(import_module("netfold.communicator"), name)
     raise AttributeError(f"module 'netfold' has no attribute {name!r}")

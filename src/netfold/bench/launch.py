@@ -12,6 +12,7 @@ from pathlib import Path
 from netfold.bench.config import Place
 from netfold.bench.peers import launch_mpi, launch_mpi_in_rack
 from netfold.bench.sides.side import MPIS
+from netfold.extras import need
 from netfold.rack import Rack
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
 from netfold.rack.names import HOST_INTERFACE
@@ -36,8 +37,11 @@ class Running:
 def start_worlds(place: Place, worlds: Sequence[str], control: Path, folder: Path) -> Iterator[Running]:
     """The ranks of all worlds, as processes that connect to `control`. None is left when the block is done.
 
-    Raises PeerMissingError or ValueError where a world cannot be had, RackError where the rack or the switch cannot.
+    Raises ValueError (PeerMissingError, MissingExtraError) where a world cannot be had, RackError where the rack or the
+    switch cannot.
     """
+    if "torch" in worlds:
+        need("a backend of torch", ["torch"], "torch")
     commands = {
         world: [sys.executable, "-m", "netfold.bench.rank", world, str(control), str(folder), str(place.deadline_s)]
         for world in worlds

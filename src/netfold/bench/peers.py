@@ -7,13 +7,13 @@ netfold runs in. Only its launcher and its library are used: every side runs on 
 """
 
 import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import netfold
+from netfold.extras import need
 from netfold.rack.names import HOST_INTERFACE
 
 
@@ -95,8 +95,7 @@ def launch_mpi_in_rack(name: str, addresses: Sequence[str], shell: Path, command
 def _launch(name: str, ranks: int, command: list[str], remote: Sequence[str], over_tcp: Mapping[str, str]) -> Launch:
     mpi, prefix = _MPIS[name], find_prefix(name)
     library = prefix / "lib" / mpi.library
-    if importlib.util.find_spec("mpi4py") is None:
-        raise PeerMissingError(f"mpi:{name} needs mpi4py in this Python; install netfold[bench]")
+    need(f"mpi:{name}", ["mpi4py"], "bench")
     environment = {**mpi.environment, **over_tcp, "MPI4PY_LIBMPI": str(library), "OMP_NUM_THREADS": "1"}
     return Launch([str(prefix / "bin" / "mpiexec"), *mpi.arguments, *remote, "-n", str(ranks), *command], environment)
 

@@ -20,6 +20,7 @@ from netfold.bench.report import Row, describe_run, make_rows, total_wrong
 from netfold.bench.sides import parse_side
 from netfold.bench.sides.side import MPIS
 from netfold.bench.table import describe_breakdown
+from netfold.extras import MissingExtraError
 from netfold.rack import RackError
 from netfold.rack.command import missing
 
@@ -78,7 +79,7 @@ def _absent_peers(sections: dict[str, Section], say: Say) -> list[str]:
     for name in MPIS:
         try:
             launch_mpi(name, 1, [])
-        except PeerMissingError as lack:
+        except (MissingExtraError, PeerMissingError) as lack:
             say(str(lack))
             absent += [f"mpi:{name}", f"mpi:{name}:out"]
             for section in ("all-reduce", "shared", "small", "waiting"):

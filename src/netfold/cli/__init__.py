@@ -5,9 +5,18 @@ Verbs import what they need when they run, so that `netfold --help` stays quick.
 
 from __future__ import annotations
 
+import errno
+import logging
+import sys
+from typing import Annotated
+
 import typer
 
 from netfold.cli import bench, demo, doctor, explain, plan, profile, rack, switch, top, train
+from netfold.extras import MissingExtraError, missing_extra
+
+# As of a shell: the command line, or this machine, cannot do what was asked.
+CANNOT = 2
 
 app = typer.Typer(
     name="netfold",
@@ -16,6 +25,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"netfold {version('netfold')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
 app.command("top")(top.top)
@@ -28,5 +56,23 @@ app.add_typer(profile.app, name="profile")
 app.add_typer(plan.app, name="plan")
 
 
+# A file or a folder that this user or this file system refuses.
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+
+
 def main() -> None:
-    app()
+    # matplotlib takes a temporary folder for a home that cannot be written, and warns of it in two long lines.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    try:
+        app()
+    except OSError as error:
+        if error.errno not in _REFUSED or error.filename is None:
+            raise
+        print(f"netfold: {error.filename}: {error.strerror}; name another place", file=sys.stderr)
+        sys.exit(CANNOT)
+    except (MissingExtraError, ModuleNotFoundError) as error:
+        sentence = missing_extra(error)
+        if sentence is None:
+            raise
+        print(f"netfold: {sentence}", file=sys.stderr)
+        sys.exit(CANNOT)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from netfold.extras import need
+
 app = typer.Typer(help="Benchmarks in nccl-tests' words, every side paired with its peers.")
 
 # The command line, or this machine, cannot do what was asked.
@@ -243,6 +245,7 @@ def accuracy(
     from netfold.rack import RackError
     from netfold.rack.processes import exit_on_signals
 
+    need("netfold bench accuracy", ["torch"], "torch")
     settings = Settings.quick() if quick else Settings()
     load = os.getloadavg()[0]
     try:

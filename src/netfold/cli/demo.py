@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from netfold.extras import need
 
 # As of a shell: the command line, or this machine, cannot do what was asked.
 CANNOT = 2
@@ -33,11 +34,7 @@ def demo(
     """
     from rich.console import Console
 
-    if any(importlib.util.find_spec(module) is None for module in NEEDED):
-        typer.echo(
-            "netfold demo needs torch, scikit-image, matplotlib and pydantic: pip install 'netfold[demo]'", err=True
-        )
-        raise typer.Exit(CANNOT)
+    need("netfold demo", NEEDED, "demo")
 
     from netfold.demo import report, show, story
     from netfold.demo.launch import LaunchError

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from netfold.extras import need
 
 if TYPE_CHECKING:
     from netfold.plan.model import Traced
@@ -18,8 +19,7 @@ def module_model(said: str, inputs: Sequence[str]) -> Traced:
 
     Raises ValueError, a line a problem, where it cannot be made or traced; without torch and pydantic.
     """
-    if any(importlib.util.find_spec(module) is None for module in ("torch", "pydantic")):
-        raise ValueError("a module needs torch and pydantic: pip install 'netfold[train]'")
+    need("a module", ("torch", "pydantic"), "train")
 
     from netfold.train.trace import asked_input, asked_module, traced
 

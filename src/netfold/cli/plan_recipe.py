@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from netfold.extras import need
 
 if TYPE_CHECKING:
     from netfold.plan.model import Link, Model
@@ -18,8 +19,7 @@ def recipe_model(path: Path, settings: Sequence[str]) -> tuple[Model, dict[str, 
 
     Raises ValueError, a line a problem, where it is no recipe or cannot be trained; without torch and pydantic.
     """
-    if any(importlib.util.find_spec(module) is None for module in ("torch", "pydantic")):
-        raise ValueError("--recipe needs torch and pydantic: pip install 'netfold[train]'")
+    need("--recipe", ("torch", "pydantic"), "train")
 
     from netfold.plan.model import Chain
     from netfold.train.explain.layers import measure

@@ -28,8 +28,8 @@ def run(
 ) -> None:
     """Run a job and record its communication, whatever backend it uses; its exit code is this one's.
 
-    Each process that is in a group leaves a folder of its rank. On several hosts run this on each, with a folder on a
-    shared file system, or collect the ranks' folders in one afterwards.
+    Each process that is in a group leaves a folder of its rank. On several hosts run this on each, with -o and a folder
+    on a shared file system, or collect the ranks' folders in one afterwards.
     """
     from netfold.profile.launch import LaunchError, launch, new_folder
 

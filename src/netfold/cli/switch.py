@@ -17,6 +17,8 @@ app = typer.Typer(help="Run an aggregator: it adds up the gradients of the jobs 
 
 # As of a shell: the command line, or this machine, cannot do what was asked.
 CANNOT = 2
+# So that a container's health check follows its switch to another port.
+METRICS = "NETFOLD_SWITCH_METRICS"
 
 
 @app.callback(invoke_without_command=True)
@@ -68,7 +70,8 @@ def switch(
     metrics: Annotated[
         str | None,
         typer.Option(
-            help="Address and port for /metrics, /healthz and /status: plain HTTP, readable by who reaches it."
+            envvar=METRICS,
+            help="Address and port for /metrics, /healthz and /status: plain HTTP, readable by who reaches it.",
         ),
     ] = None,
     drain_s: Annotated[
@@ -183,7 +186,7 @@ def switch(
 
 @app.command()
 def status(
-    endpoint: Annotated[str, typer.Argument(help="host:port of the switch's --metrics.")],
+    endpoint: Annotated[str, typer.Argument(envvar=METRICS, help="host:port of the switch's --metrics.")],
     once: Annotated[bool, typer.Option("--once", help="Print it once.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
     every_s: Annotated[float, typer.Option("--every-s", min=0.1, help="Seconds between two looks.")] = 1.0,

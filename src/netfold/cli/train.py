@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+from netfold.extras import need
 
 if TYPE_CHECKING:
     from netfold.communicator.launchers import Placement
@@ -44,8 +45,9 @@ def run(
 ) -> None:
     """Train what a recipe says: as one of the ranks that torchrun, srun or mpirun has started, or by starting them.
 
-    All that is wrong with the recipe is said first, a line each. The exit code is then 2; 1 where training failed; 75
-    where it was asked to stop (SIGTERM): nothing is lost, and the same command goes on.
+    All that is wrong with the recipe is said first, a line each. The exit code is then 2; 1 where training failed; 3
+    where a policy of [survive] ended it; 75 where it was asked to stop (SIGTERM): nothing is lost, and the same command
+    goes on.
     """
     _need_packages()
 
@@ -124,6 +126,4 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, nproc: int | None
 
 
 def _need_packages() -> None:
-    if any(importlib.util.find_spec(module) is None for module in NEEDED):
-        typer.echo("netfold train needs torch and pydantic: pip install 'netfold[train]'", err=True)
-        raise typer.Exit(CANNOT)
+    need("netfold train", NEEDED, "train")
