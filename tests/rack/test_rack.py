@@ -48,6 +48,17 @@ SEND_UDP = """
 import socket, struct, sys, time
 target, count, each = (sys.argv[1], 5002), int(sys.argv[2]), 1000
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+    # The kernel queues packets until the first ARP answer comes, and may send a later packet before it has emptied that
+    # queue. So wait for an echo first.
+    link.settimeout(0.2)
+    while True:
+        link.sendto(b"echo", target)
+        try:
+            if link.recv(64) == b"echo":
+                break
+        except TimeoutError:
+            pass
+    link.settimeout(None)
     link.setsockopt(17, 103, each)
     for first in range(0, count, 16):
         link.sendto(b"".join(struct.pack(">I", first + i).ljust(each, b".") for i in range(16)), target)
@@ -67,8 +78,11 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
     link.bind(("0.0.0.0", 5002))
     print("ready", flush=True)
     numbers = []
-    while (data := link.recv(2048)) != b"end":
-        numbers.append(struct.unpack(">I", data[:4])[0])
+    while (data := (received := link.recvfrom(2048))[0]) != b"end":
+        if data == b"echo":
+            link.sendto(data, received[1])
+        else:
+            numbers.append(struct.unpack(">I", data[:4])[0])
     print(json.dumps(numbers))
 """
 
