@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -288,3 +289,29 @@ def test_ci_fails_with_what_failed_and_runs_the_rest(tmp_path: Path) -> None:
     assert failed_test == "ci: FAILED: test (exit code 2)"
     assert failure == "FAILED tests/test_x.py::test_it - assert 1 == 2"
     assert last == "1 failed, 5 passed in 1.00s"
+
+
+def repeating_ci(folder: Path, pytest: str) -> subprocess.CompletedProcess[str]:
+    """CI whose suite `test` fails with one test; `pytest`: what a run of that test alone does."""
+    python = folder / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/bash\n[ "$1" = -c ] && exec "{sys.executable}" "$@"\necho "repeated $*"\n{pytest}\n')
+    python.chmod(0o755)
+    kept = ".pytest_cache/v/cache"
+    failure = f"mkdir -p {kept}; echo '{{\"tests/test_x.py::test_it[a b]\": true}}' >{kept}/lastfailed; exit 2"
+    return ci(folder, f"test) {failure};;")
+
+
+def test_ci_names_a_test_as_unstable_that_failed_once_and_passes_twice_alone(tmp_path: Path) -> None:
+    run = repeating_ci(tmp_path, "exit 0")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("repeated -m pytest -q tests/test_x.py::test_it[a b]\n") == 2
+    assert "ci: UNSTABLE, failed once and passed twice: tests/test_x.py::test_it[a b]\n" in run.stdout
+
+
+def test_ci_fails_with_a_test_that_fails_again(tmp_path: Path) -> None:
+    run = repeating_ci(tmp_path, "[ -e again ] && exit 1; touch again")
+    assert run.returncode == 1
+    assert run.stdout.count("repeated") == 2
+    assert "UNSTABLE" not in run.stdout
+    assert "ci: FAILED: test (exit code 2)\n" in run.stdout
