@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from load import seconds
+from load import Deadline, seconds
 
 # Ranks and switches are forked off one process that has imported all that they need, which takes seconds of a core, and
 # has started no thread. netfold reads the environment later than at import.
@@ -82,11 +82,10 @@ def run_ranks(
     machine.
     """
     _warm_up()
-    timeout_s = seconds(timeout_s)
     outcomes: dict[int, Outcome] = {}
     processes = []
     readers: dict[Connection, int] = {}
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     ours = {name: value for name, value in os.environ.items() if not name.startswith("NETFOLD_")} | (env or {})
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -100,10 +99,12 @@ def run_ranks(
                 processes.append(process)
                 readers[reader] = rank
             while readers:
-                ready = wait(list(readers), timeout=max(0.0, deadline - time.monotonic()))
-                if not ready:
+                ready = wait(list(readers), timeout=0.5)
+                if deadline.left() == 0.0 and not ready:
                     silent = sorted(readers.values())
-                    raise AssertionError(f"ranks {silent} did not finish within {timeout_s} s; others: {outcomes}")
+                    raise AssertionError(
+                        f"ranks {silent} did not finish within {timeout_s} s of a quiet machine; others: {outcomes}"
+                    )
                 for reader in ready:
                     assert isinstance(reader, Connection)
                     rank = readers.pop(reader)
@@ -115,7 +116,7 @@ def run_ranks(
                         outcomes[rank] = Outcome() if rank in dies else Outcome(error="Died", text=text)
                     reader.close()
             for process in processes:
-                process.join(max(1.0, deadline - time.monotonic()))
+                process.join(seconds(10))
                 assert process.exitcode is not None, "a rank returned its result, but its process did not end"
         finally:
             for process in processes:

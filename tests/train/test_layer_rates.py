@@ -41,8 +41,9 @@ def test_a_layers_parts_learn_what_the_layer_does_on_one_process(
     found: list[dict[Any, Any]], kind: str, split: str
 ) -> None:
     for rank in found:
-        # f64: sums of numbers of about 1 in another order, some hundreds of them after each other.
-        assert rank[kind, split] < 1e-11
+        off, of_one_bit = rank[kind, split]
+        # Sums of some hundreds of f64 in another order, several times a step. A rate of a part's own is off by 1e-3.
+        assert off < 100 * of_one_bit < 1e-8
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -136,8 +137,9 @@ class _Drawn:
         return Batch(tuple(each[chosen] for each in self._inputs), self._target[chosen])
 
 
-def _learnt(kind: str, split: str) -> float:
-    """How far a parameter of this rank is, at most, from that of one process."""
+def _learnt(kind: str, split: str) -> tuple[float, float]:
+    """How far a parameter of this rank is, at most, from that of one process; and how far those of one process are from
+    its own where each weight begins with its last bit changed."""
     import torch
     from torch.distributed.tensor import DTensor
     from torch.nn import functional
@@ -160,13 +162,21 @@ def _learnt(kind: str, split: str) -> float:
             # Parts whose own norms would say something else, along either dimension.
             weight.data[: len(weight) // 2] *= 4
             weight.data[:, : weight.shape[1] // 2] *= 4
-    alone, (of, options) = copy.deepcopy(model), kind_of(recipe.optimizer)
-    whole = of(alone.module.parameters(), **options)
-    for batch in batches:
-        whole.zero_grad()
-        alone.loss(alone.module(*batch.inputs), batch.target).backward()
-        whole.step()
-    expected = {name: weight.detach() for name, weight in alone.module.named_parameters()}
+    of, options = kind_of(recipe.optimizer)
+
+    def learnt_alone(factor: float) -> dict[str, torch.Tensor]:
+        alone = copy.deepcopy(model)
+        for weight in alone.module.parameters():
+            weight.data *= factor
+        whole = of(alone.module.parameters(), **options)
+        for batch in batches:
+            whole.zero_grad()
+            alone.loss(alone.module(*batch.inputs), batch.target).backward()
+            whole.step()
+        return {name: weight.detach() for name, weight in alone.module.named_parameters()}
+
+    expected, moved = learnt_alone(1.0), learnt_alone(1 + torch.finfo(torch.float64).eps)
+    of_one_bit = max(float((moved[name] - weight).norm()) for name, weight in expected.items())
 
     mesh = Mesh(recipe.parallel)
     replica = parallelise(model, recipe, mesh, examples)
@@ -180,7 +190,7 @@ def _learnt(kind: str, split: str) -> float:
         part = replica.as_part(name, held.detach())
         part = part.full_tensor() if isinstance(part, DTensor) else part
         off = max(off, float((part - expected[name]).norm()))
-    return off
+    return off, of_one_bit
 
 
 class _Held:
