@@ -81,6 +81,7 @@ void Plane::on_thread(const std::function<void()>& command) {
       done = true;
       done_condition.notify_one();
     });
+    has_commands_.store(true, std::memory_order_relaxed);
   }
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(wake_.get(), &one, sizeof one);
@@ -152,13 +153,16 @@ Plane::FabricPlace Plane::open_on_fabric(std::uint32_t job_id, std::uint32_t inc
   return place;
 }
 
-void Plane::expect(std::uint32_t job_id, std::uint16_t worker, const std::string& host, std::uint16_t port) {
+void Plane::expect(std::uint32_t job_id, std::uint16_t worker, const std::string& host, std::uint16_t port,
+                   const std::string& local) {
   const transport::Address address = transport::Address::parse(host, port);
+  std::optional<transport::Address> source;
+  if (!local.empty()) source = transport::Address::parse(local, 0);
   on_thread([&] {
     const auto found = jobs_.find(job_id);
     if (found == jobs_.end()) return;
     if (found->second->socket == nullptr) throw std::invalid_argument("expect: the job is on a fabric");
-    found->second->workers.at(worker).expected = found->second->socket->add(address);
+    found->second->workers.at(worker).expected = found->second->socket->add(address, source);
   });
 }
 
@@ -308,6 +312,8 @@ void Plane::run() {
     bool looks = at_once;
     for (int i = 0; i < ready; ++i) {
       const std::uint64_t source = events[static_cast<std::size_t>(i)].data.u64;
+      // Between two jobs, too: with many of them busy a command would else wait for a batch of each.
+      if (has_commands_.load(std::memory_order_relaxed)) run_commands();
       if (source != kWakeId && source != kNapId) {
         serve(source);
         continue;
@@ -315,20 +321,27 @@ void Plane::run() {
       std::uint64_t value = 0;
       [[maybe_unused]] const auto got = ::read(source == kNapId ? nap_.get() : wake_.get(), &value, sizeof value);
       looks |= source == kNapId;
-      if (source == kNapId) continue;
-      for (;;) {
-        std::function<void()> command;
-        {
-          std::lock_guard lock(mutex_);
-          if (commands_.empty()) break;
-          command = std::move(commands_.front());
-          commands_.pop_front();
-        }
-        command();
-      }
+      // After the read: a command that came before it has no other event.
+      if (source == kWakeId) run_commands();
     }
     if (!looks) continue;
     for (const std::uint64_t id : light_sleepers_) serve(id);
+  }
+}
+
+void Plane::run_commands() {
+  for (;;) {
+    std::function<void()> command;
+    {
+      std::lock_guard lock(mutex_);
+      if (commands_.empty()) {
+        has_commands_.store(false, std::memory_order_relaxed);
+        return;
+      }
+      command = std::move(commands_.front());
+      commands_.pop_front();
+    }
+    command();
   }
 }
 
