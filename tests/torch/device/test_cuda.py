@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -178,6 +179,50 @@ def messages(rank: int, size: int, folder: str) -> None:
 
 def test_messages() -> None:
     values(run_ranks(messages, SIZE, timeout_s=120))
+
+
+def leaves_no_context(rank: int, size: int, folder: str) -> None:
+    device, other = world(rank, size, folder, inside="off"), 1 - rank
+    came = torch.empty(ELEMENTS, device=device)
+    works = [
+        dist.all_reduce(late(mine(rank), device), async_op=True),
+        dist.isend(late(mine(rank), device), other),
+        dist.irecv(came, other),
+    ]
+    for work in works:
+        work.get_future().wait()
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+    assert not torch._C._cuda_hasPrimaryContext(1 - device.index), f"rank {rank} of {device} made another context"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_no_thread_leaves_a_context_on_another_gpu() -> None:
+    values(run_ranks(leaves_no_context, SIZE, timeout_s=120))
+
+
+def captures_beside(rank: int, size: int, folder: str) -> None:
+    """A capture in the default mode, while works that began before it go on."""
+    device = world(rank, size, folder)
+    tensors = [mine(rank).to(device) for _ in range(8)]
+    graph, source = torch.cuda.CUDAGraph(), torch.ones(1000, device=device)
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    with torch.cuda.graph(graph):
+        doubled = source * 2
+        give_up = time.monotonic() + 30
+        while not all(work.is_completed() for work in works):
+            assert time.monotonic() < give_up
+    for work in works:
+        work.wait()
+    graph.replay()
+    assert doubled.eq(2).all() and all(torch.equal(tensor.cpu(), total()) for tensor in tensors)
+    dist.destroy_process_group()
+
+
+def test_works_that_go_on_end_no_capture() -> None:
+    values(run_ranks(captures_beside, SIZE, timeout_s=120))
 
 
 def train(rank: int, size: int, folder: str) -> None:

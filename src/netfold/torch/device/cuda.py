@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import AllgatherOptions
 
+from netfold.torch.device import cuda_driver
 from netfold.torch.device.layer import DeviceLayer, Inside
 
 Tensor = torch.Tensor
@@ -49,6 +51,17 @@ class CudaLayer:
 
     def enter(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
+        cuda_driver.set_capture_mode(cuda_driver.RELAXED)
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        # torch.cuda.device makes no context on the device that it restores; torch.cuda.stream and set_device do.
+        with torch.cuda.device(device):
+            before = cuda_driver.set_capture_mode(cuda_driver.RELAXED)
+            try:
+                yield
+            finally:
+                cuda_driver.set_capture_mode(before)
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)

@@ -54,11 +54,12 @@ class DeviceTransfers:
     def send(self, tensor: Tensor, to: int, tag: int) -> SendWork:
         layer, group = self._layer, self._transfers.group
         device = layer.device_of(tensor)
-        refuse_capture(layer, group.rank, f"send to rank {to} from {device}")
-        out, _ = self._of(device)
-        staged = with_memory(tensor).contiguous()
-        ready = layer.current_stream(device).record_event()
-        layer.keep(staged, out)
+        with layer.on(device):
+            refuse_capture(layer, group.rank, f"send to rank {to} from {device}")
+            out, _ = self._of(device)
+            staged = with_memory(tensor).contiguous()
+            ready = layer.current_stream(device).record_event()
+            layer.keep(staged, out)
         deadline = time.monotonic() + group.timeout_s
         work = SendWork(layer, device, [tensor], self._transfers, to)
 
@@ -93,14 +94,15 @@ class DeviceTransfers:
     def receive(self, tensor: Tensor, source: int, tag: int) -> ReceiveWork:
         layer, group = self._layer, self._transfers.group
         device = layer.device_of(tensor)
-        refuse_capture(layer, group.rank, f"receive on {device}")
-        _, back = self._of(device)
-        with_memory(tensor)
-        try:
-            memory = self._memory.take(tensor.nbytes)
-        except RuntimeError as error:
-            raise _told(error, group.rank, f"receive on {device}") from error
-        ready = layer.current_stream(device).record_event()
+        with layer.on(device):
+            refuse_capture(layer, group.rank, f"receive on {device}")
+            _, back = self._of(device)
+            with_memory(tensor)
+            try:
+                memory = self._memory.take(tensor.nbytes)
+            except RuntimeError as error:
+                raise _told(error, group.rank, f"receive on {device}") from error
+            ready = layer.current_stream(device).record_event()
         dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
         region = (memory.data_ptr(), memory.nbytes)
         operation = group.start_transfer(KINDS["receive"], dtype, source, tag, region)
@@ -187,6 +189,11 @@ class ReceiveWork(NetfoldWork):
         self._event: Event | None = None
 
         def copy_in() -> None:
+            # On the thread that waits, or on one that serves all groups' completions.
+            with layer.on(device):
+                copy_in_here()
+
+        def copy_in_here() -> None:
             back.wait_event(ready)
             if tensor.is_contiguous():
                 layer.copy(back, as_bytes(tensor), memory)
@@ -202,12 +209,16 @@ class ReceiveWork(NetfoldWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         super().wait(timeout)
-        refuse_capture(self._layer, self._rank, "a wait for a receive that began before")
-        self._layer.current_stream(self._device).wait_event(self._event)
+        with self._layer.on(self._device):
+            refuse_capture(self._layer, self._rank, "a wait for a receive that began before")
+            self._layer.current_stream(self._device).wait_event(self._event)
         return True
 
     def is_completed(self) -> bool:
-        return super().is_completed() and (self._event is None or self._event.query())
+        if not super().is_completed() or self._event is None:
+            return super().is_completed()
+        with self._layer.on(self._device):
+            return self._event.query()
 
     def source_rank(self) -> int:
         """The rank of the group that sent, once it is done."""
@@ -231,6 +242,7 @@ class ReceiveWork(NetfoldWork):
             except Exception:
                 future.set_result(None)  # the callback raises
                 return
+            self._layer.enter(self._device)
             self._layer.resolve(self._back, future, self._result)
 
         visible = future.then(value)

@@ -45,8 +45,9 @@ class DeviceWork(NetfoldWorkBase):
 
     def extended(self) -> None:
         """The caller's stream has waited, and was given more to do for the result since."""
-        self._stream = self._layer.current_stream(self._device)
-        self._event = self._stream.record_event()
+        with self._layer.on(self._device):
+            self._stream = self._layer.current_stream(self._device)
+            self._event = self._stream.record_event()
 
     def fail(self, failure: Exception) -> None:
         if not self._settled.is_set():
@@ -60,8 +61,9 @@ class DeviceWork(NetfoldWorkBase):
             raise WaitTimeout(f"rank {self._rank}: the wait timed out: the operation is not done after {seconds} s")
         if self._failure is not None:
             raise self._failure
-        refuse_capture(self._layer, self._rank, "a wait for an operation that began before")
-        self._layer.current_stream(self._device).wait_event(self._event)
+        with self._layer.on(self._device):
+            refuse_capture(self._layer, self._rank, "a wait for an operation that began before")
+            self._layer.current_stream(self._device).wait_event(self._event)
         return True
 
     def synchronize(self) -> None:
@@ -69,7 +71,10 @@ class DeviceWork(NetfoldWorkBase):
 
     def is_completed(self) -> bool:
         """Whether the device has the results."""
-        return self._settled.is_set() and (self._event is None or self._event.query())
+        if not self._settled.is_set() or self._event is None:
+            return self._settled.is_set()
+        with self._layer.on(self._device):
+            return self._event.query()
 
     def is_success(self) -> bool:
         return self.is_completed() and self._failure is None
@@ -112,6 +117,7 @@ class DeviceWork(NetfoldWorkBase):
         if self._stream is None:
             future.set_result(None)  # the callback raises
         else:
+            self._layer.enter(self._device)
             self._layer.resolve(self._stream, future, self._result)
 
 
