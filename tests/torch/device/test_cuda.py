@@ -174,6 +174,14 @@ def messages(rank: int, size: int, folder: str) -> None:
     ):
         request.wait()
     assert torch.equal(came.cpu(), mine(other))
+    # A CPU tensor with the same tag does not overtake one that is still behind a long kernel.
+    on_cpu = torch.empty(ELEMENTS)
+    sends = [dist.isend(late(mine(rank), device), other, tag=3), dist.isend(mine(rank) + 1, other, tag=3)]
+    for into, due in ((came, mine(other)), (on_cpu, mine(other) + 1)):
+        dist.recv(into, other, tag=3)
+        assert torch.equal(into.cpu(), due)
+    for send in sends:
+        send.wait()
     dist.destroy_process_group()
 
 

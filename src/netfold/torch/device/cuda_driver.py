@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 _LIBRARY = "libcuda.so.1"
 
@@ -28,7 +29,7 @@ def set_capture_mode(mode: int) -> int:
 
 
 @functools.cache
-def _exchange() -> ctypes._CFuncPtr | None:
+def _exchange() -> Any:
     try:
         # PyDLL keeps the GIL: the call takes less than handing the GIL over.
         library = ctypes.PyDLL(_LIBRARY)
