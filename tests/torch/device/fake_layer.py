@@ -348,11 +348,13 @@ class FakeNccl:
         self._gloo = dist.ProcessGroupGloo(store, rank, size)
 
     def reduce_scatter(self, stream: FakeStream, output: Tensor, source: Tensor, reduce: str) -> None:
+        _check_nccl_dtype(output)
         options = dist.ReduceScatterOptions()
         options.reduceOp = getattr(dist.ReduceOp, reduce.upper())
         stream.give(lambda: self._gloo._reduce_scatter_base(output, source, options).wait())
 
     def all_gather(self, stream: FakeStream, output: Tensor, source: Tensor) -> None:
+        _check_nccl_dtype(output)
         stream.give(lambda: self._gloo._allgather_base(output, source, AllgatherOptions()).wait())
 
     def abort(self, reason: str) -> None:
@@ -360,3 +362,9 @@ class FakeNccl:
 
     def close(self) -> None:
         del self._gloo
+
+
+def _check_nccl_dtype(tensor: Tensor) -> None:
+    """TypeError as ProcessGroupNCCL's, for what has no ncclDataType_t."""
+    if tensor.dtype in (torch.int16, torch.complex64, torch.complex128):
+        raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")

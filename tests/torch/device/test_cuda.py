@@ -109,7 +109,16 @@ def collectives(rank: int, size: int, folder: str, inside: str) -> str:
     dist.all_reduce(on_cpu)
     dist.barrier()
     assert on_cpu.eq(size).all()
-    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool):
+    for dtype in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ):
         tensor = torch.ones(100_000, device=device).to(dtype)
         dist.all_reduce(tensor)
         assert tensor.eq(1 if dtype is torch.bool else size).all(), dtype
