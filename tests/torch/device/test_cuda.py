@@ -220,6 +220,25 @@ def test_no_thread_leaves_a_context_on_another_gpu() -> None:
     values(run_ranks(leaves_no_context, SIZE, timeout_s=120))
 
 
+def own_streams(rank: int, size: int, folder: str) -> None:
+    from netfold.torch.operations import operations_of
+
+    device = world(rank, size, folder, inside="off")
+    tensor = mine(rank).to(device)
+    dist.all_reduce(tensor)
+    found = operations_of(dist.group.WORLD)
+    assert found is not None and found.devices is not None and found.devices._ways is not None
+    staged, done = found.devices._ways.staged, found.devices._ways.done
+    ours = {stream.cuda_stream for stream in (staged.out, staged.back, done)}
+    users = {torch.cuda.Stream(device, priority=priority).cuda_stream for priority in (0, -1) for _ in range(64)}
+    assert len(ours) == 3 and ours.isdisjoint(users | {torch.cuda.default_stream(device).cuda_stream})
+    dist.destroy_process_group()
+
+
+def test_streams_are_none_of_torchs_pools() -> None:
+    values(run_ranks(own_streams, SIZE, timeout_s=120))
+
+
 def captures_beside(rank: int, size: int, folder: str) -> None:
     """A capture in the default mode, while works that began before it go on."""
     device = world(rank, size, folder)

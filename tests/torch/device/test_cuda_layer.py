@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from netfold.torch.device import cuda_driver  # noqa: E402
+from netfold.torch.device import cuda, cuda_driver  # noqa: E402
 from netfold.torch.device.cuda import CudaLayer  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -71,10 +72,91 @@ def test_a_thread_of_the_users_gets_back_its_device_and_its_mode(standin: StandI
     assert standin.contexts == {1}, "none on the device that the thread had before"
 
 
+class Pooled:
+    """As torch.cuda.Stream: 32 a device and priority, by turns."""
+
+    turn = 0
+
+    def __init__(self, device: Any, priority: int = 0) -> None:
+        Pooled.turn += 1
+        self.cuda_stream = 1000 * (1 - priority) + Pooled.turn % 32
+
+
+class External:
+    def __init__(self, handle: int, device: Any) -> None:
+        self.cuda_stream = handle
+
+
+class Driver:
+    """libcuda, of which one function fails if `fails` names it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails = ""
+        self.made = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            if name == "cuStreamCreate":
+                assert arguments[1].value == 1, "it would wait for the legacy default stream"
+                self.made += 1
+                ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_void_p))[0] = 5000 + self.made
+            return 2 if name == self.fails else 0
+
+        call.__name__ = name
+        return call
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(torch.cuda, "Stream", Pooled)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", External)
+    monkeypatch.setattr(cuda_driver, "_library", lambda kind: made, raising=False)
+    monkeypatch.setattr(cuda, "_free_streams", collections.defaultdict(list), raising=False)
+    return made
+
+
+def test_own_streams_are_none_that_the_users_code_gets_from_torch(driver: Driver) -> None:
+    own = [CudaLayer().new_stream(DEVICE) for _ in range(8)]
+    users = [torch.cuda.Stream(DEVICE) for _ in range(32)]
+    handles = {stream.cuda_stream for stream in own}
+    assert len(handles) == 8 and handles.isdisjoint(stream.cuda_stream for stream in users)
+    assert driver.calls.count("cuCtxPushCurrent_v2") == driver.calls.count("cuCtxPopCurrent_v2") == 8
+
+
+def test_a_stream_that_nobody_holds_is_given_to_the_next_group(driver: Driver) -> None:
+    for _ in range(5):
+        held = [CudaLayer().new_stream(DEVICE) for _ in range(3)]
+        elsewhere = CudaLayer().new_stream(torch.device("cuda", 2))
+        assert elsewhere.cuda_stream not in {stream.cuda_stream for stream in held}
+        del held, elsewhere
+    assert driver.made == 4
+
+
+def test_a_driver_that_gives_no_stream_is_an_error_and_the_context_is_as_before(driver: Driver) -> None:
+    driver.fails = "cuStreamCreate"
+    with pytest.raises(RuntimeError, match="cuStreamCreate: CUDA driver error 2"):
+        CudaLayer().new_stream(DEVICE)
+    assert driver.calls[-1] == "cuCtxPopCurrent_v2"
+
+
+def test_without_a_driver_library_streams_are_of_torchs_other_pool(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_driver, "_library", lambda kind: None)
+    assert CudaLayer().new_stream(DEVICE).cuda_stream >= 2000
+
+
 def test_without_a_driver_library_the_mode_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "_LIBRARY", "libthere-is-none.so.1")
-    cuda_driver._exchange.cache_clear()
+    caches = (cuda_driver._exchange, cuda_driver._library)
+    for cached in caches:
+        cached.cache_clear()
     try:
         assert cuda_driver.set_capture_mode(cuda_driver.RELAXED) == cuda_driver.GLOBAL
+        assert cuda_driver.create_stream(0) is None
     finally:
-        cuda_driver._exchange.cache_clear()
+        for cached in caches:
+            cached.cache_clear()

@@ -87,7 +87,12 @@ class DeviceLayer(Protocol):
     def captures(self) -> bool:
         """Whether what the calling thread gives its current stream is recorded into a graph, and not done."""
 
-    def new_stream(self, device: torch.device) -> Stream: ...
+    def new_stream(self, device: torch.device) -> Stream:
+        """A stream that no other code has, for as long as somebody holds it.
+
+        A stream that the user's code has, too, would make netfold's copies wait for the user's kernels, and would have
+        them recorded into a graph that the user captures.
+        """
 
     def launch(self, stream: Any, work: Callable[[], Any]) -> None:
         """Have `work`'s torch operations done in the stream's order. They may use its temporaries."""
