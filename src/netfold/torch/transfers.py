@@ -58,6 +58,10 @@ class Transfers:
                 f"{_names(kind)}: netfold takes dense CPU tensors, this one is {tensor.layout} on {tensor.device}"
             )
         staged = with_memory(tensor).contiguous()
+        if kind == _SEND and self._device is not None:
+            queued = self._device.send_behind(tensor, staged, peer, tag)
+            if queued is not None:
+                return queued
         dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
         operation = self.group.start_transfer(kind, dtype, peer, tag, (staged.data_ptr(), staged.nbytes))
         if kind == _RECEIVE and staged.data_ptr() != tensor.data_ptr():

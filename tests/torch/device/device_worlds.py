@@ -33,11 +33,12 @@ def on_devices(
     **options: Any,
 ) -> list[Outcome]:
     """`act` on every rank; `before` may change a rank's layer first. `hosts`: which the ranks are said to be on."""
-    store, host = dist.HashStore(), FakeHost()
+    store, host, layers = dist.HashStore(), FakeHost(), []
 
     def enter(rank: int, _size: int, _folder: str) -> Any:
         torch.set_num_threads(1)
         layer = FakeLayer(order, rank, host)
+        layers.append(layer)
         if before is not None:
             before(layer)
         part = dist.PrefixStore("netfold", store)
@@ -50,7 +51,10 @@ def on_devices(
         finally:
             made.shutdown()
 
-    return run_threads(enter, size, timeout_s=60.0)
+    outcomes = run_threads(enter, size, timeout_s=60.0)
+    misplaced = [each for layer in layers for each in layer.misplaced]
+    assert not misplaced, f"a context on another device: {misplaced[0]}"
+    return outcomes
 
 
 def reduce_options(op: Any = dist.ReduceOp.SUM, *, asynchronous: bool = True, timeout_s: float = 0) -> Any:

@@ -4,14 +4,20 @@
 have waited for an event, and does not, then reads what was there before. `early`: everything is done at once, which
 shows who writes over what is still needed. A number seeds a mixture. Memory is the CPU's, and a device's own by being
 listed; ranks are threads of one process, and a rank's device is its layer.
+
+Two rules of CUDA that cost a job dearly are checked at each call. No thread may call while its current device is not
+the tensor's: a thread has none until it chooses one (in CUDA it has device 0, and its first call makes a context
+there). And a call that CUDA calls unsafe ends any capture in the global mode, the default, unless the calling thread is
+in the relaxed mode.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +38,7 @@ class FakeEvent:
 
     def query(self) -> bool:
         layer = self.stream.layer
+        layer.check_unsafe("cudaEventQuery")
         with layer.lock:
             if self.stream.done >= self.position:
                 return True
@@ -59,10 +66,12 @@ class FakeStream:
             self.layer.go_on()
 
     def record_event(self) -> FakeEvent:
+        self.layer.check_device("cudaEventRecord")
         with self.layer.lock:
             return FakeEvent(self, self.given)
 
     def wait_event(self, event: FakeEvent) -> None:
+        self.layer.check_device("cudaStreamWaitEvent")
         assert event.stream.layer is self.layer, "an event of another process's"
         self.give(event)
 
@@ -90,8 +99,8 @@ class FakeFuture(torch.futures.Future[Any]):
     def wait(self) -> Any:
         value = super().wait()
         event = self.event if self.parent is None else self.parent.event
-        if event is not None:
-            self.layer.current_stream(self.layer.device).wait_event(event)
+        if event is not None:  # torch's Futures choose the device themselves
+            self.layer.current_stream(self.layer.device).give(event)
         return value
 
 
@@ -101,6 +110,15 @@ class FakeHost:
     def __init__(self) -> None:
         self.exported: dict[int, Tensor] = {}
         self.lock = threading.Lock()
+
+
+class Capture:
+    """A graph that a thread captures."""
+
+    def __init__(self, mode: str) -> None:
+        self.thread = threading.get_ident()
+        self.mode = mode
+        self.lost = ""
 
 
 class FakeLayer:
@@ -115,18 +133,19 @@ class FakeLayer:
         self.host = host if host is not None else FakeHost()
         self.broken = ""  # what the device says to everybody from now on
         self.hangs = False
-        self.is_capturing = False
+        self.capturing: Capture | None = None
         self.refuses = ""  # what it says to who opens another's memory
         self.hidden: set[int] = set()  # the numbers of devices that this process does not see
         self.pinned_left = 1 << 30
         self.takes_everything = False  # whatever tensor comes is one of the device's
+        self.misplaced: list[str] = []  # calls from threads whose current device was another one
         self.used: set[tuple[int, str]] = set()
         self.kept: set[tuple[int, str]] = set()
         self._random = random.Random(order)
         self._memory: dict[int, Tensor] = {}
         self._streams: list[FakeStream] = []
         self._own = threading.local()
-        self._default = self.new_stream(self.device)
+        self._default = self._make_stream()
 
     # --- what tests do ---------------------------------------------------------------------------------------------
 
@@ -138,7 +157,17 @@ class FakeLayer:
 
     def compute(self, work: Callable[[], Any]) -> None:
         """A kernel of the caller's, in the current stream."""
-        self.launch(self.current_stream(self.device), work)
+        self._launch(self.current_stream(self.device), work)
+
+    @contextlib.contextmanager
+    def capture(self, mode: str = "global") -> Iterator[Capture]:
+        """A capture by the calling thread; an unsafe call that it forbids ends it, which is an error at its end."""
+        found = self.capturing = Capture(mode)
+        try:
+            yield found
+        finally:
+            self.capturing = None
+        assert not found.lost, f"the capture was ended by {found.lost}"
 
     def synchronize(self) -> None:
         with self.lock:
@@ -167,20 +196,64 @@ class FakeLayer:
         return [f"FAKE-{number:04}" for number in range(4) if number not in self.hidden]
 
     def enter(self, device: torch.device) -> None:
-        self._own.device = device
+        self._own.device, self._own.mode = device, "relaxed"
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        before = self.current_device(), self._mode()
+        self._own.device, self._own.mode = device, "relaxed"
+        try:
+            yield
+        finally:
+            self._own.device, self._own.mode = before
+
+    def current_device(self) -> torch.device | None:
+        """The calling thread's."""
+        return getattr(self._own, "device", None)
+
+    def _mode(self) -> str:
+        return getattr(self._own, "mode", "global")
+
+    def check_device(self, call: str) -> None:
+        """AssertionError where the calling thread's current device is not the one that the call is for."""
+        if self.current_device() != self.device:
+            self.misplaced.append(f"{call} for {self.device} on a thread whose current device is {self._named()}")
+            raise AssertionError(self.misplaced[-1])
+
+    def check_unsafe(self, call: str) -> None:
+        """RuntimeError, and no capture, where another thread captures, or the calling one, and forbids the call."""
+        self.check_device(call)
+        capture = self.capturing
+        if capture is None or self._mode() == "relaxed" or capture.mode == "relaxed":
+            return
+        if capture.mode == "global" or capture.thread == threading.get_ident():
+            capture.lost = f"{call} of {threading.current_thread().name}"
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {call}")
+
+    def _named(self) -> str:
+        return str(self.current_device() or "not chosen")
 
     def current_stream(self, device: torch.device) -> FakeStream:
         return getattr(self._own, "stream", self._default)
 
     def captures(self) -> bool:
-        return self.is_capturing
+        self.check_device("cudaStreamIsCapturing")
+        return self.capturing is not None and self.capturing.thread == threading.get_ident()
 
     def new_stream(self, device: torch.device) -> FakeStream:
+        self.check_unsafe("cudaStreamCreate")
+        return self._make_stream()
+
+    def _make_stream(self) -> FakeStream:
         stream = FakeStream(self, f"stream {len(self._streams)}")
         self._streams.append(stream)
         return stream
 
     def launch(self, stream: FakeStream, work: Callable[[], Any]) -> None:
+        self.check_device("cudaLaunchKernel")
+        self._launch(stream, work)
+
+    def _launch(self, stream: FakeStream, work: Callable[[], Any]) -> None:
         def run() -> None:
             outer = self.current_stream(self.device)
             self._own.stream = stream
@@ -193,6 +266,7 @@ class FakeLayer:
         stream.give(run)
 
     def copy(self, stream: FakeStream, to: Tensor, source: Tensor) -> None:
+        self.check_device("cudaMemcpyAsync")
         if self.broken:
             raise RuntimeError(self.broken)
         for tensor in (to, source):
@@ -202,14 +276,14 @@ class FakeLayer:
         stream.give(lambda: to.copy_(source))
 
     def pinned(self, nbytes: int) -> Tensor:
-        if threading.current_thread().name.startswith("netfold"):
-            assert self._own.device == self.device, "pinned in the context of some other device"
+        self.check_unsafe("cudaHostAlloc")
         if nbytes > self.pinned_left:
             raise RuntimeError("out of pinned memory")
         self.pinned_left -= nbytes
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def empty(self, stream: FakeStream, nbytes: int) -> Tensor:
+        self.check_device("cudaMallocAsync")
         made = self.tensor(torch.full((nbytes,), 0x55, dtype=torch.uint8))
         self.keep(made, stream)
         return made
@@ -218,12 +292,14 @@ class FakeLayer:
         self.kept.add((tensor.untyped_storage().data_ptr(), stream.name))
 
     def export(self, tensor: Tensor) -> dict[str, Any]:
+        self.check_unsafe("cudaIpcGetMemHandle")
         with self.host.lock:
             number = len(self.host.exported)
             self.host.exported[number] = tensor
         return {"number": number}
 
     def open(self, handle: dict[str, Any], device: torch.device) -> Tensor:
+        self.check_unsafe("cudaIpcOpenMemHandle")
         if self.refuses:
             raise RuntimeError(self.refuses)
         return self.host.exported[handle["number"]]
@@ -232,10 +308,12 @@ class FakeLayer:
         return FakeFuture(self)
 
     def resolve(self, stream: FakeStream, future: Any, value: Any) -> None:
+        self.check_device("cudaEventRecord")
         future.event = stream.record_event()
         future.set_result(value)
 
     def nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        self.check_unsafe("ncclCommInitRank")
         return FakeNccl(store, rank, size)
 
     # --- the order -------------------------------------------------------------------------------------------------
@@ -270,11 +348,13 @@ class FakeNccl:
         self._gloo = dist.ProcessGroupGloo(store, rank, size)
 
     def reduce_scatter(self, stream: FakeStream, output: Tensor, source: Tensor, reduce: str) -> None:
+        _check_nccl_dtype(output)
         options = dist.ReduceScatterOptions()
         options.reduceOp = getattr(dist.ReduceOp, reduce.upper())
         stream.give(lambda: self._gloo._reduce_scatter_base(output, source, options).wait())
 
     def all_gather(self, stream: FakeStream, output: Tensor, source: Tensor) -> None:
+        _check_nccl_dtype(output)
         stream.give(lambda: self._gloo._allgather_base(output, source, AllgatherOptions()).wait())
 
     def abort(self, reason: str) -> None:
@@ -282,3 +362,9 @@ class FakeNccl:
 
     def close(self) -> None:
         del self._gloo
+
+
+def _check_nccl_dtype(tensor: Tensor) -> None:
+    """TypeError as ProcessGroupNCCL's, for what has no ncclDataType_t."""
+    if tensor.dtype in (torch.int16, torch.complex64, torch.complex128):
+        raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -108,7 +109,16 @@ def collectives(rank: int, size: int, folder: str, inside: str) -> str:
     dist.all_reduce(on_cpu)
     dist.barrier()
     assert on_cpu.eq(size).all()
-    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool):
+    for dtype in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ):
         tensor = torch.ones(100_000, device=device).to(dtype)
         dist.all_reduce(tensor)
         assert tensor.eq(1 if dtype is torch.bool else size).all(), dtype
@@ -173,11 +183,82 @@ def messages(rank: int, size: int, folder: str) -> None:
     ):
         request.wait()
     assert torch.equal(came.cpu(), mine(other))
+    # A CPU tensor with the same tag does not overtake one that is still behind a long kernel.
+    on_cpu = torch.empty(ELEMENTS)
+    sends = [dist.isend(late(mine(rank), device), other, tag=3), dist.isend(mine(rank) + 1, other, tag=3)]
+    for into, due in ((came, mine(other)), (on_cpu, mine(other) + 1)):
+        dist.recv(into, other, tag=3)
+        assert torch.equal(into.cpu(), due)
+    for send in sends:
+        send.wait()
     dist.destroy_process_group()
 
 
 def test_messages() -> None:
     values(run_ranks(messages, SIZE, timeout_s=120))
+
+
+def leaves_no_context(rank: int, size: int, folder: str) -> None:
+    device, other = world(rank, size, folder, inside="off"), 1 - rank
+    came = torch.empty(ELEMENTS, device=device)
+    works = [
+        dist.all_reduce(late(mine(rank), device), async_op=True),
+        dist.isend(late(mine(rank), device), other),
+        dist.irecv(came, other),
+    ]
+    for work in works:
+        work.get_future().wait()
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+    assert not torch._C._cuda_hasPrimaryContext(1 - device.index), f"rank {rank} of {device} made another context"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_no_thread_leaves_a_context_on_another_gpu() -> None:
+    values(run_ranks(leaves_no_context, SIZE, timeout_s=120))
+
+
+def own_streams(rank: int, size: int, folder: str) -> None:
+    from netfold.torch.operations import operations_of
+
+    device = world(rank, size, folder, inside="off")
+    tensor = mine(rank).to(device)
+    dist.all_reduce(tensor)
+    found = operations_of(dist.group.WORLD)
+    assert found is not None and found.devices is not None and found.devices._ways is not None
+    staged, done = found.devices._ways.staged, found.devices._ways.done
+    ours = {stream.cuda_stream for stream in (staged.out, staged.back, done)}
+    users = {torch.cuda.Stream(device, priority=priority).cuda_stream for priority in (0, -1) for _ in range(64)}
+    assert len(ours) == 3 and ours.isdisjoint(users | {torch.cuda.default_stream(device).cuda_stream})
+    dist.destroy_process_group()
+
+
+def test_streams_are_none_of_torchs_pools() -> None:
+    values(run_ranks(own_streams, SIZE, timeout_s=120))
+
+
+def captures_beside(rank: int, size: int, folder: str) -> None:
+    """A capture in the default mode, while works that began before it go on."""
+    device = world(rank, size, folder)
+    tensors = [mine(rank).to(device) for _ in range(8)]
+    graph, source = torch.cuda.CUDAGraph(), torch.ones(1000, device=device)
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    with torch.cuda.graph(graph):
+        doubled = source * 2
+        give_up = time.monotonic() + 30
+        while not all(work.is_completed() for work in works):
+            assert time.monotonic() < give_up
+    for work in works:
+        work.wait()
+    graph.replay()
+    assert doubled.eq(2).all() and all(torch.equal(tensor.cpu(), total()) for tensor in tensors)
+    dist.destroy_process_group()
+
+
+def test_works_that_go_on_end_no_capture() -> None:
+    values(run_ranks(captures_beside, SIZE, timeout_s=120))
 
 
 def train(rank: int, size: int, folder: str) -> None:

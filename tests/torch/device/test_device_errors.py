@@ -228,16 +228,15 @@ def test_a_device_that_fails_is_told_also_where_nccl_cannot_be_aborted() -> None
 def captures(group: Any, layer: Any) -> None:
     other, tensor = 1 - group.rank(), layer.tensor(distinct(group.rank(), 20_000))
     begun = group.allreduce([tensor], reduce_options())
-    layer.is_capturing = True
-    for what in (
-        lambda: group.allreduce([tensor], reduce_options()),
-        lambda: group.send([tensor], other, 0),
-        lambda: group.recv([tensor], other, 0),
-        begun.wait,
-    ):
-        with pytest.raises(ValueError, match=r"rank \d: .* cannot be captured into a cuda graph: .*leave it out"):
-            what()
-    layer.is_capturing = False
+    with layer.capture():
+        for what in (
+            lambda: group.allreduce([tensor], reduce_options()),
+            lambda: group.send([tensor], other, 0),
+            lambda: group.recv([tensor], other, 0),
+            begun.wait,
+        ):
+            with pytest.raises(ValueError, match=r"rank \d: .* cannot be captured into a cuda graph: .*leave it out"):
+                what()
     begun.wait()
     torch.testing.assert_close(layer.value(tensor), sum(distinct(rank, 20_000) for rank in range(2)))
     reduce_once(group, layer)

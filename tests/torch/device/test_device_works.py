@@ -123,6 +123,65 @@ def test_messages_from_devices_to_devices(order: Any) -> None:
     assert values(on_devices(messages, 2, order, **OFF)) == [[1], [0]]
 
 
+def messages_in_order(group: Any, layer: Any) -> list[float]:
+    """Rank 0 sends with one tag from the device, from the CPU and from both again, while its device hangs."""
+    if group.rank() == 1:
+        came = [torch.zeros(100) for _ in range(6)]
+        for into, tag in zip(came, (8, 5, 5, 5, 5, 5), strict=True):
+            group.recv([into], 0, tag).wait()
+        return [float(each.unique()) for each in came]
+    layer.hangs = True
+    first = [
+        group.send([layer.tensor(torch.full((100,), 1.0))], 1, 5),
+        group.send([torch.full((100,), 2.0)], 1, 5),
+        group.send([layer.tensor(torch.full((100,), 3.0))], 1, 5),
+        group.send([torch.full((10, 20), 4.0)[:, ::2]], 1, 5),
+    ]
+    group.send([torch.full((100,), 0.0)], 1, 8).wait()  # another tag: nothing to wait for
+    future = first[1].get_future()
+    assert not any(work.is_completed() for work in first)
+    with pytest.raises(Exception, match="rank 0: the wait timed out"):
+        first[1].wait(timedelta(seconds=0.01))
+    layer.hangs = False
+    for work in first:
+        work.wait()
+    future.wait()
+    assert first[1].is_success() and first[1]._source_rank() == 1
+    give_up = time.monotonic() + seconds(10)
+    while group._transfers._device._queued and time.monotonic() < give_up:
+        time.sleep(0.001)
+    group.send([torch.full((100,), 5.0)], 1, 5).wait()
+    assert not isinstance(group.send([torch.zeros(1)], 1, 77), type(first[1])), "the thread is for those in the queue"
+    return []
+
+
+def test_messages_with_one_tag_keep_the_order_of_the_calls_whatever_memory_they_are_in() -> None:
+    _, came = values(on_devices(messages_in_order, 2, **OFF))
+    assert came == [0, 1, 2, 3, 4, 5]
+
+
+def first_send_fails(group: Any, layer: Any) -> float:
+    if group.rank() == 0:
+        layer.hangs = True
+        first = group.send([layer.tensor(torch.ones(10))], 1, 5)
+        second = group.send([torch.full((10,), 2.0)], 1, 5)
+        layer.broken = "the device fell off the bus"
+        layer.hangs = False
+        for work in (first, second):
+            with pytest.raises(RuntimeError, match="the device fell off the bus"):
+                work.wait()
+        return 0
+    came = torch.zeros(10)
+    group.recv([came], 0, 5).wait()
+    return float(came[0])
+
+
+def test_no_message_is_taken_for_one_that_a_device_did_not_give() -> None:
+    outcomes = on_devices(first_send_fails, 2, **OFF)
+    assert not outcomes[0].error, outcomes[0]
+    assert outcomes[1].error and "the device fell off the bus" in outcomes[1].text, outcomes[1]
+
+
 def coalesced(group: Any, layer: Any) -> None:
     tensors = [layer.tensor(distinct(group.rank(), count)) for count in (5, 9000)]
     group.start_coalescing()

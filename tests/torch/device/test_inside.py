@@ -70,6 +70,26 @@ def test_sums_inside_and_between_hosts(world: str, order: Any) -> None:
     values(on_devices(sums, len(hosts), order, hosts=hosts, **options))
 
 
+def every_dtype(group: Any, layer: Any) -> str:
+    size, rank = group.size(), group.rank()
+    names = "float32 float64 float16 bfloat16 uint8 int8 int16 int32 int64"
+    for dtype in (getattr(torch, name) for name in names.split()):
+        tensor = layer.tensor((distinct(rank, COUNT) % 11).to(dtype))
+        group.allreduce([tensor], reduce_options()).wait()
+        assert torch.equal(layer.value(tensor), sum(distinct(each, COUNT) % 11 for each in range(size)).to(dtype)), (
+            dtype
+        )
+    return str(group.devices.why())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_nccl_has_no_datatype_for_is_staged_and_the_reason_is_told(world: str) -> None:
+    """int16 ended the group."""
+    options, hosts = WORLDS[world]
+    for said in values(on_devices(every_dtype, len(hosts), "late", hosts=hosts, **options)):
+        assert ("but for int16, for which NCCL has no datatype; else staged" in said) == ("nccl" in world), said
+
+
 def fixed(group: Any, layer: Any) -> None:
     random = torch.Generator().manual_seed(group.rank())
     mine = torch.randn(COUNT, generator=random) * torch.logspace(-30, 20, COUNT)

@@ -11,14 +11,14 @@ Tensor = torch.Tensor
 
 _FOLDS: dict[str, Any] = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
 _HALVES = (torch.float16, torch.bfloat16)
-_DTYPES = (
+DTYPES = frozenset({
     torch.float32, torch.float64, *_HALVES, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
-)  # fmt: skip
+})  # fmt: skip
 
 
 def can_reduce(dtype: torch.dtype, reduce: str, *, average: bool) -> bool:
     """What torch does on every device. Integers are not averaged here."""
-    return dtype in _DTYPES and reduce in _FOLDS and (not average or dtype.is_floating_point)
+    return dtype in DTYPES and reduce in _FOLDS and (not average or dtype.is_floating_point)
 
 
 def fold(sources: Sequence[Tensor], reduce: str) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import AllgatherOptions
 
+from netfold.torch.device import cuda_driver
 from netfold.torch.device.layer import DeviceLayer, Inside
 
 Tensor = torch.Tensor
@@ -22,6 +26,9 @@ _REDUCTIONS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+
+# Handles of own streams that nobody has, by the device's index.
+_free_streams: dict[int, list[int]] = collections.defaultdict(list)
 
 
 def cuda_layer() -> DeviceLayer | None:
@@ -49,6 +56,17 @@ class CudaLayer:
 
     def enter(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
+        cuda_driver.set_capture_mode(cuda_driver.RELAXED)
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        # torch.cuda.device makes no context on the device that it restores; torch.cuda.stream and set_device do.
+        with torch.cuda.device(device):
+            before = cuda_driver.set_capture_mode(cuda_driver.RELAXED)
+            try:
+                yield
+            finally:
+                cuda_driver.set_capture_mode(before)
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
@@ -57,7 +75,16 @@ class CudaLayer:
         return torch.cuda.is_current_stream_capturing()
 
     def new_stream(self, device: torch.device) -> torch.cuda.Stream:
-        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # torch.cuda.Stream(device) is one of 32 that all code of the process shares, by turns.
+        index = _index(device)
+        handle = _free_streams[index].pop() if _free_streams[index] else cuda_driver.create_stream(index)
+        if handle is None:
+            # Without CUDA's driver: from the other pool of torch's, from which users take less often.
+            return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
+        # Not destroyed: torch's allocator records events in streams for as long as memory lives that they used.
+        weakref.finalize(stream, _free_streams[index].append, handle).atexit = False
+        return stream
 
     def launch(self, stream: torch.cuda.Stream, work: Callable[[], Any]) -> None:
         with torch.cuda.stream(stream), torch.no_grad():

@@ -69,11 +69,12 @@ class DeviceDriver:
     def submit(self, calls: Sequence[Prepared], result: Any, timeout_s: float | None) -> DeviceWork:
         """Take up a call. Its tensors hold their values once the current stream has come as far as it has now."""
         device = self._device_of(calls)
-        refuse_capture(self.layer, self._group.rank, f"{calls[0].kind} on {device}")
+        with self.layer.on(device):
+            refuse_capture(self.layer, self._group.rank, f"{calls[0].kind} on {device}")
+            ready = self.layer.current_stream(device).record_event()
         work = DeviceWork(self.layer, device, result, self._group.rank)
         seconds = self._group.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + seconds
-        job = _Job(calls, work, self.layer.current_stream(device).record_event(), deadline, device, len(calls))
+        job = _Job(calls, work, ready, time.monotonic() + seconds, device, len(calls))
         with self._changed:
             if self._pid != os.getpid():
                 raise RuntimeError("this group was made before a fork; make a new one in the child")

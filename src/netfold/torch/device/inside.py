@@ -23,6 +23,10 @@ Tensor = torch.Tensor
 # Below, two meetings of a host's ranks are taken to cost more than one collective of them all; that is not measured.
 FROM_BYTES = 64 << 10
 _NCCL_BYTES = 16 << 20
+# Those of the dtypes that are reduced here for which NCCL has a datatype (ncclDataType_t): not int16.
+_NCCL_DTYPES = frozenset({
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8,
+})  # fmt: skip
 
 _NAMES = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8",
@@ -34,6 +38,7 @@ class Sums(Protocol):
     """Reductions among the ranks of one host, in one stream's order; all give pieces of one size and dtype."""
 
     piece_bytes: int
+    dtypes: frozenset[torch.dtype]  # others are staged, on every rank: ranks call with one dtype
 
     def scatter(self, values: Tensor, reduce: str, deadline: float) -> Tensor:
         """This rank's shard of the reduction: a view that is good until `gather`, which takes what is there then. It
@@ -47,6 +52,7 @@ class NcclSums:
     """See `Sums`: by NCCL."""
 
     piece_bytes = _NCCL_BYTES
+    dtypes = _NCCL_DTYPES
 
     def __init__(self, layer: DeviceLayer, stream: Any, inside: Inside, size: int) -> None:
         self._layer = layer
@@ -91,6 +97,8 @@ class InsideWay:
         if call.kind != "all_reduce" or call.inputs or call.outputs[0].nbytes < FROM_BYTES:
             return False
         dtype = _plain(call.outputs[0]).dtype
+        if dtype not in self._sums.dtypes:
+            return False
         return arithmetic.can_reduce(dtype, call.reduce, average=call.average) and self._wire(call) != "i8"
 
     def run(self, call: Prepared, ready: Sequence[Event], deadline: float) -> Event:

@@ -38,6 +38,7 @@ class IpcSums:
     """See `netfold.torch.device.inside.Sums`."""
 
     piece_bytes = HALF_BYTES
+    dtypes = arithmetic.DTYPES
 
     def __init__(self, layer: DeviceLayer, stream: Any, local: Group, windows: Sequence[Tensor]) -> None:
         """`local`: the host's ranks; `windows`: by their order there, this rank's own among them."""

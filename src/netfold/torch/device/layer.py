@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -47,7 +48,13 @@ class Inside(Protocol):
 
 
 class DeviceLayer(Protocol):
-    """One kind of device. Functions raise RuntimeError in the device's own words where it fails or has no room."""
+    """One kind of device. Functions raise RuntimeError in the device's own words where it fails or has no room.
+
+    The calling thread's current device must be the one that the call is for: `enter` or `on` comes first. CUDA makes a
+    context, some 300 to 500 MB, on whatever device is current at a thread's first call, and that is device 0 where the
+    thread chose none. Only `holds`, `device_of`, `visible`, `uuid`, `future` and `current_stream` need no current
+    device. The same holds for the methods of streams and events.
+    """
 
     kind: str
 
@@ -63,7 +70,16 @@ class DeviceLayer(Protocol):
         """The UUIDs of the devices that this process sees, by index."""
 
     def enter(self, device: torch.device) -> None:
-        """The calling thread works for this device from now on: what it makes belongs there."""
+        """Make `device` the calling thread's current device, and keep the thread out of other threads' captures.
+
+        For netfold's own threads, before their first call here. Lasts as long as the thread.
+        """
+
+    def on(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Do what `enter` does until the context ends, and restore then what the calling thread had before.
+
+        For threads of the user's, and for threads that serve several groups.
+        """
 
     def current_stream(self, device: torch.device) -> Stream:
         """That of the calling thread."""
@@ -71,7 +87,12 @@ class DeviceLayer(Protocol):
     def captures(self) -> bool:
         """Whether what the calling thread gives its current stream is recorded into a graph, and not done."""
 
-    def new_stream(self, device: torch.device) -> Stream: ...
+    def new_stream(self, device: torch.device) -> Stream:
+        """A stream that no other code has, for as long as somebody holds it.
+
+        A stream that the user's code has, too, would make netfold's copies wait for the user's kernels, and would have
+        them recorded into a graph that the user captures.
+        """
 
     def launch(self, stream: Any, work: Callable[[], Any]) -> None:
         """Have `work`'s torch operations done in the stream's order. They may use its temporaries."""

@@ -3,10 +3,14 @@ may be a CPU tensor.
 
 A receive is posted at once, and copied in once the message is there, by whoever waits. A send must first be copied out:
 a thread of its own waits for devices, never for ranks, so that no send holds up another for long.
+
+Messages between two ranks with one tag arrive in the order of the calls. So a send of a CPU tensor goes through the
+same thread while that thread still has a send to the same rank with the same tag.
 """
 
 from __future__ import annotations
 
+import collections
 import os
 import queue
 import threading
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 _BYTES = DTYPES["u8"]
+_HOST = torch.device("cpu")
 
 
 class DeviceTransfers:
@@ -44,6 +49,8 @@ class DeviceTransfers:
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
         self._sends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # Sends in the queue by (rank, tag).
+        self._queued: collections.Counter[tuple[int, int]] = collections.Counter()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -54,53 +61,93 @@ class DeviceTransfers:
     def send(self, tensor: Tensor, to: int, tag: int) -> SendWork:
         layer, group = self._layer, self._transfers.group
         device = layer.device_of(tensor)
-        refuse_capture(layer, group.rank, f"send to rank {to} from {device}")
-        out, _ = self._of(device)
-        staged = with_memory(tensor).contiguous()
-        ready = layer.current_stream(device).record_event()
-        layer.keep(staged, out)
+        with layer.on(device):
+            refuse_capture(layer, group.rank, f"send to rank {to} from {device}")
+            out, _ = self._of(device)
+            staged = with_memory(tensor).contiguous()
+            ready = layer.current_stream(device).record_event()
+            layer.keep(staged, out)
         deadline = time.monotonic() + group.timeout_s
         work = SendWork(layer, device, [tensor], self._transfers, to)
 
         def copy_and_send() -> None:
-            try:
-                layer.enter(device)
-                memory = self._memory.take(staged.nbytes)
-                out.wait_event(ready)
-                layer.copy(out, memory, as_bytes(staged))
-                copied = out.record_event()
-                wait_for(copied, deadline, group.rank, "send: the copy to the host")
-                region = (memory.data_ptr(), memory.nbytes)
-                dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
-                operation = group.start_transfer(KINDS["send"], dtype, to, tag, region)
-                if not operation.done:
-                    self._transfers.hold(operation, memory)
-                work.sent(operation, copied, out)
-            except (RuntimeError, ValueError) as error:
-                work.fail(_told(error, group.rank, f"send to rank {to} from {device}"))
+            layer.enter(device)
+            memory = self._memory.take(staged.nbytes)
+            out.wait_event(ready)
+            layer.copy(out, memory, as_bytes(staged))
+            copied = out.record_event()
+            wait_for(copied, deadline, group.rank, "send: the copy to the host")
+            work.sent(self._start(tensor, memory, to, tag), copied, out)
 
         with self._lock:
-            if self._pid != os.getpid():
-                raise RuntimeError("this group was made before a fork; make a new one in the child")
-            if self._closed:
-                raise ValueError("this group was closed")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="netfold-sends", daemon=True)
-                self._thread.start()
-            self._sends.put(copy_and_send)
+            self._put(copy_and_send, work, to, tag, f"send to rank {to} from {device}")
         return work
+
+    def send_behind(self, tensor: Tensor, staged: Tensor, to: int, tag: int) -> QueuedSend | None:
+        """Send a CPU tensor, `staged`, after the sends from devices to `to` with `tag`; None where there are none.
+
+        `tensor`: what the Work's result holds.
+        """
+        if (to, tag) not in self._queued:
+            return None
+        work = QueuedSend(self._layer, [tensor], self._transfers, to)
+        with self._lock:
+            if (to, tag) not in self._queued:
+                return None
+            send = lambda: work.sent(self._start(tensor, staged, to, tag), None, None)
+            self._put(send, work, to, tag, f"send to rank {to}")
+        return work
+
+    def _start(self, tensor: Tensor, memory: Tensor, to: int, tag: int) -> Any:
+        """Start the native operation for `tensor`, whose bytes are in `memory`, and hold `memory` until it is done."""
+        dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
+        region = (memory.data_ptr(), memory.nbytes)
+        operation = self._transfers.group.start_transfer(KINDS["send"], dtype, to, tag, region)
+        if not operation.done:
+            self._transfers.hold(operation, memory)
+        return operation
+
+    def _put(self, send: Callable[[], None], work: SendWork, to: int, tag: int, what: str) -> None:
+        """Queue a send; the caller holds the lock."""
+        group = self._transfers.group
+
+        def run() -> None:
+            try:
+                send()
+            except (RuntimeError, ValueError) as error:
+                failure = _told(error, group.rank, what)
+                # The receiver would take the next message with this tag for the one that never went.
+                if not isinstance(failure, ValueError):
+                    group.abort(str(failure))
+                work.fail(failure)
+            finally:
+                with self._lock:
+                    self._queued[to, tag] -= 1
+                    if not self._queued[to, tag]:
+                        del self._queued[to, tag]
+
+        if self._pid != os.getpid():
+            raise RuntimeError("this group was made before a fork; make a new one in the child")
+        if self._closed:
+            raise ValueError("this group was closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="netfold-sends", daemon=True)
+            self._thread.start()
+        self._queued[to, tag] += 1
+        self._sends.put(run)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> ReceiveWork:
         layer, group = self._layer, self._transfers.group
         device = layer.device_of(tensor)
-        refuse_capture(layer, group.rank, f"receive on {device}")
-        _, back = self._of(device)
-        with_memory(tensor)
-        try:
-            memory = self._memory.take(tensor.nbytes)
-        except RuntimeError as error:
-            raise _told(error, group.rank, f"receive on {device}") from error
-        ready = layer.current_stream(device).record_event()
+        with layer.on(device):
+            refuse_capture(layer, group.rank, f"receive on {device}")
+            _, back = self._of(device)
+            with_memory(tensor)
+            try:
+                memory = self._memory.take(tensor.nbytes)
+            except RuntimeError as error:
+                raise _told(error, group.rank, f"receive on {device}") from error
+            ready = layer.current_stream(device).record_event()
         dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
         region = (memory.data_ptr(), memory.nbytes)
         operation = group.start_transfer(KINDS["receive"], dtype, source, tag, region)
@@ -133,11 +180,12 @@ class SendWork(DeviceWork):
     """One send: it is on its way once it is copied out, and done when the native one is."""
 
     def __init__(self, layer: DeviceLayer, device: torch.device, result: Any, transfers: Transfers, to: int) -> None:
-        super().__init__(layer, device, result, to)
+        super().__init__(layer, device, result, transfers.group.rank)
         self._transfers = transfers
+        self._to = to
         self._operation: Any = None
 
-    def sent(self, operation: Any, event: Event, stream: Any) -> None:
+    def sent(self, operation: Any, event: Event | None, stream: Any) -> None:
         self._operation = operation
         self.given(event, stream)
 
@@ -154,6 +202,10 @@ class SendWork(DeviceWork):
     def is_completed(self) -> bool:
         return super().is_completed() and (self._operation is None or self._operation.done)
 
+    def source_rank(self) -> int:
+        """The other end's rank, as gloo has it."""
+        return self._to
+
     def _source_rank(self) -> int:
         return self.source_rank()
 
@@ -164,6 +216,19 @@ class SendWork(DeviceWork):
             except NetfoldError as error:
                 self._failure = error
         super()._resolve_here(future)
+
+
+class QueuedSend(SendWork):
+    """One send of a CPU tensor that comes after sends from devices: no stream waits for it."""
+
+    def __init__(self, layer: DeviceLayer, result: Any, transfers: Transfers, to: int) -> None:
+        super().__init__(layer, _HOST, result, transfers, to)
+
+    def _order_stream(self) -> None:
+        """A CPU tensor is in no stream."""
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
 
 
 class ReceiveWork(NetfoldWork):
@@ -187,6 +252,11 @@ class ReceiveWork(NetfoldWork):
         self._event: Event | None = None
 
         def copy_in() -> None:
+            # On the thread that waits, or on one that serves all groups' completions.
+            with layer.on(device):
+                copy_in_here()
+
+        def copy_in_here() -> None:
             back.wait_event(ready)
             if tensor.is_contiguous():
                 layer.copy(back, as_bytes(tensor), memory)
@@ -202,12 +272,16 @@ class ReceiveWork(NetfoldWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         super().wait(timeout)
-        refuse_capture(self._layer, self._rank, "a wait for a receive that began before")
-        self._layer.current_stream(self._device).wait_event(self._event)
+        with self._layer.on(self._device):
+            refuse_capture(self._layer, self._rank, "a wait for a receive that began before")
+            self._layer.current_stream(self._device).wait_event(self._event)
         return True
 
     def is_completed(self) -> bool:
-        return super().is_completed() and (self._event is None or self._event.query())
+        if not super().is_completed() or self._event is None:
+            return super().is_completed()
+        with self._layer.on(self._device):
+            return self._event.query()
 
     def source_rank(self) -> int:
         """The rank of the group that sent, once it is done."""
@@ -231,6 +305,7 @@ class ReceiveWork(NetfoldWork):
             except Exception:
                 future.set_result(None)  # the callback raises
                 return
+            self._layer.enter(self._device)
             self._layer.resolve(self._back, future, self._result)
 
         visible = future.then(value)

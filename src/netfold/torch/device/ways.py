@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from netfold.communicator import Group
 from netfold.communicator.errors import NetfoldError
-from netfold.torch.device import ipc, meeting, pinned
+from netfold.torch.device import arithmetic, ipc, meeting, pinned
 from netfold.torch.device.inside import FROM_BYTES, InsideWay, NcclSums, Sums, places
 from netfold.torch.device.layer import DeviceLayer
 from netfold.torch.device.staged import Staged
@@ -130,6 +130,9 @@ class _Made:
             slots = pinned.slots(layer, int(group.options.pinned_bytes or 0), group.rank)
             between = Staged(among, layer, device, slots)
             how += f", by netfold between {len(peers)} hosts"
+        without = sorted(str(dtype).removeprefix("torch.") for dtype in arithmetic.DTYPES - sums.dtypes)
+        if without:
+            how += f", but for {', '.join(without)}, for which {name} has no datatype"
         return InsideWay(group, layer, stream, sums, between), f"{how}; else "
 
     def _of(self, what: str, number: int, ranks: Sequence[int]) -> Group:

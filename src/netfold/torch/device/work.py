@@ -38,15 +38,16 @@ class DeviceWork(NetfoldWorkBase):
         self._future: torch.futures.Future[Any] | None = None  # the one to resolve
         self._visible: torch.futures.Future[Any]  # the one that users get
 
-    def given(self, event: Event, stream: Stream) -> None:
-        """All is on its way: results are in place after `event`, the last one of `stream`."""
+    def given(self, event: Event | None, stream: Stream | None) -> None:
+        """All is on its way: results are in place after `event`, the last one of `stream`; None for host memory."""
         self._event, self._stream = event, stream
         self._settle()
 
     def extended(self) -> None:
         """The caller's stream has waited, and was given more to do for the result since."""
-        self._stream = self._layer.current_stream(self._device)
-        self._event = self._stream.record_event()
+        with self._layer.on(self._device):
+            self._stream = self._layer.current_stream(self._device)
+            self._event = self._stream.record_event()
 
     def fail(self, failure: Exception) -> None:
         if not self._settled.is_set():
@@ -60,16 +61,24 @@ class DeviceWork(NetfoldWorkBase):
             raise WaitTimeout(f"rank {self._rank}: the wait timed out: the operation is not done after {seconds} s")
         if self._failure is not None:
             raise self._failure
-        refuse_capture(self._layer, self._rank, "a wait for an operation that began before")
-        self._layer.current_stream(self._device).wait_event(self._event)
+        self._order_stream()
         return True
+
+    def _order_stream(self) -> None:
+        """Have the caller's current stream wait for the result."""
+        with self._layer.on(self._device):
+            refuse_capture(self._layer, self._rank, "a wait for an operation that began before")
+            self._layer.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
         """Whether the device has the results."""
-        return self._settled.is_set() and (self._event is None or self._event.query())
+        if not self._settled.is_set() or self._event is None:
+            return self._settled.is_set()
+        with self._layer.on(self._device):
+            return self._event.query()
 
     def is_success(self) -> bool:
         return self.is_completed() and self._failure is None
@@ -86,12 +95,15 @@ class DeviceWork(NetfoldWorkBase):
     def make_future(self) -> torch.futures.Future[Any]:
         with self._lock:
             if self._future is None:
-                self._future = self._layer.future(self._device)
+                self._future = self._new_future()
                 # DDP's reducer crashes on a Future with an exception set, but not on one whose callback raised.
                 self._visible = self._future.then(self._value)
                 if self._settled.is_set():
                     self._resolve(self._future)
             return self._visible
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        return self._layer.future(self._device)
 
     def _value(self, _: Any) -> Any:
         if self._failure is not None:
@@ -110,8 +122,9 @@ class DeviceWork(NetfoldWorkBase):
 
     def _resolve_here(self, future: torch.futures.Future[Any]) -> None:
         if self._stream is None:
-            future.set_result(None)  # the callback raises
+            future.set_result(None)  # the callback raises, or has the result
         else:
+            self._layer.enter(self._device)
             self._layer.resolve(self._stream, future, self._result)
 
 
