@@ -75,6 +75,11 @@ test-fuzz: build ## the parsers of packets under clang's fuzzer, FUZZ_SECONDS ea
 	@PYTHON=$(PYTHON) tools/setup fuzz
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest -q tests/fuzz
 
+SCHEDULES ?= 20
+SECONDS ?= 30
+chaos: build ## faults on the real thing: SCHEDULES=20 of SECONDS=30; SEED=n runs one again (root, network namespaces)
+	@$(PY) tests/chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES)) $(CHAOS)
+
 # `make test` opens pages in a browser where there is one.
 test-browser: build
 	@PYTHON=$(PYTHON) tools/setup browser
@@ -162,4 +167,4 @@ sbom: .venv-wheels/.tools ## dist/netfold-VERSION.cdx.json: what an installed wh
 clean: ## remove everything that was built
 	@rm -rf $(VENV) .venv-mpi-* .venv-wheels .venv-ecosystem .venv-torch-* .torch-logs build build-sanitize dist netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help build demo test wheels test-wheel test-aarch64 sdist sbom test-cuda test-jobs test-rack test-soak test-fuzz test-browser test-all test-ecosystem test-bare test-image conformance test-torch lock check format sanitize prove bench-peers bench clean
+.PHONY: help build chaos demo test wheels test-wheel test-aarch64 sdist sbom test-cuda test-jobs test-rack test-soak test-fuzz test-browser test-all test-ecosystem test-bare test-image conformance test-torch lock check format sanitize prove bench-peers bench clean

@@ -75,6 +75,18 @@ class Inside {
   Descriptor home_;
 };
 
+// splitmix64 (Steele, Lea, Flood 2014).
+std::uint64_t draw(std::uint64_t& state) {
+  std::uint64_t z = (state += 0x9e3779b97f4a7c15);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return z ^ (z >> 31);
+}
+
+bool draw_with(std::uint64_t& state, double ratio) {
+  return ratio > 0 && static_cast<double>(draw(state) >> 11) * 0x1p-53 < ratio;
+}
+
 int open_tap(const End& end) {
   const Inside inside(end.netns);
   Descriptor tap(open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC));
@@ -113,7 +125,7 @@ Cables::~Cables() {
   close(epoll_);
 }
 
-void Cables::add(const End& one, const End& other, std::int64_t delay_ns) {
+std::size_t Cables::add(const End& one, const End& other, std::int64_t delay_ns) {
   if (thread_.joinable()) throw CableError("cables are added before they are started");
   const int from = taps_.emplace_back(open_tap(one));
   const int to = taps_.emplace_back(open_tap(other));
@@ -124,7 +136,22 @@ void Cables::add(const End& one, const End& other, std::int64_t delay_ns) {
     if (epoll_ctl(epoll_, EPOLL_CTL_ADD, in, &event) != 0) {
       throw CableError(std::string("a cable cannot be watched: ") + std::strerror(errno));
     }
-    directions_.push_back(Direction{in, out, delay_ns, {}, 0});
+    directions_.push_back(Direction{.from = in, .to = out, .delay_ns = delay_ns, .held = {}});
+  }
+  return directions_.size() / 2 - 1;
+}
+
+void Cables::disturb(std::size_t cable, const Disturbance& disturbance, std::uint64_t seed) {
+  const auto is_ratio = [](double ratio) { return ratio >= 0 && ratio <= 1; };
+  if (cable >= directions_.size() / 2 || !is_ratio(disturbance.duplicate_ratio) ||
+      !is_ratio(disturbance.reorder_ratio) || disturbance.reorder_ns < 0) {
+    throw CableError("cable " + std::to_string(cable) + " of " + std::to_string(directions_.size() / 2) +
+                     " cannot be disturbed so: ratios are from 0 to 1, and a hold is not negative");
+  }
+  const std::lock_guard lock(disturbing_);
+  for (const std::size_t which : {2 * cable, 2 * cable + 1}) {
+    directions_[which].disturbance = disturbance;
+    directions_[which].drawn = seed + which;
   }
 }
 
@@ -171,15 +198,38 @@ void Cables::take(Direction& direction) {
     const ssize_t got = read(direction.from, buffer_.data(), buffer_.size());
     if (got <= 0) return;  // nothing more, or the interface is down
     const auto bytes = static_cast<std::size_t>(got);
-    if (direction.held_bytes + bytes > kMostHeldBytes) {
-      dropped_.fetch_add(1, std::memory_order_relaxed);
-      continue;
+    std::int64_t extra_ns[2] = {0, 0};
+    bool is_doubled = false;
+    {
+      const std::lock_guard lock(disturbing_);
+      const Disturbance& disturbance = direction.disturbance;
+      is_doubled = draw_with(direction.drawn, disturbance.duplicate_ratio);
+      for (std::int64_t& extra : extra_ns) {
+        if (disturbance.reorder_ns > 0 && draw_with(direction.drawn, disturbance.reorder_ratio)) {
+          extra =
+              1 + static_cast<std::int64_t>(draw(direction.drawn) % static_cast<std::uint64_t>(disturbance.reorder_ns));
+        }
+      }
     }
-    Frame frame{now_ns() + direction.delay_ns, bytes, std::make_unique_for_overwrite<std::byte[]>(bytes)};
-    std::memcpy(frame.data.get(), buffer_.data(), bytes);
-    direction.held_bytes += bytes;
-    direction.held.push_back(std::move(frame));
+    hold(direction, bytes, extra_ns[0]);
+    if (is_doubled) hold(direction, bytes, extra_ns[1]);
   }
+}
+
+void Cables::hold(Direction& direction, std::size_t bytes, std::int64_t extra_ns) {
+  if (direction.held_bytes + bytes > kMostHeldBytes) {
+    dropped_.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
+  Frame frame{now_ns() + direction.delay_ns + extra_ns, bytes, std::make_unique_for_overwrite<std::byte[]>(bytes)};
+  std::memcpy(frame.data.get(), buffer_.data(), bytes);
+  direction.held_bytes += bytes;
+  const auto later = [](std::int64_t due_ns, const Frame& other) { return due_ns < other.due_ns; };
+  // Nearly always the end.
+  const auto place = direction.held.empty() || direction.held.back().due_ns <= frame.due_ns
+                         ? direction.held.end()
+                         : std::upper_bound(direction.held.begin(), direction.held.end(), frame.due_ns, later);
+  direction.held.insert(place, std::move(frame));
 }
 
 void Cables::let_go(Direction& direction, std::int64_t now) {

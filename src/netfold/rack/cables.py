@@ -20,6 +20,7 @@ class Cables:
 
     def __init__(self) -> None:
         self._native: Any = None
+        self._numbers: dict[End, int] = {}
 
     def add(self, one: End, other: End, delay_ns: int) -> None:
         """Make both interfaces, down, and hold for `delay_ns` what goes from one to the other. Raises RackError."""
@@ -28,7 +29,19 @@ class Cables:
         if self._native is None:
             self._native = cable.Cables()
         try:
-            self._native.add(*_place(one), *_place(other), delay_ns)
+            self._numbers[one] = self._native.add(*_place(one), *_place(other), delay_ns)
+        except OSError as error:
+            raise RackError(str(error)) from None
+
+    def disturb(self, one: End, duplicate_ratio: float, reorder_ratio: float, reorder_ns: int, seed: int) -> None:
+        """From now on duplicate and hold back frames, both ways, of the link that was added with this end first.
+
+        Raises RackError where that link has no delay, or a ratio is none.
+        """
+        if one not in self._numbers:
+            raise RackError(f"{one.device} in {one.namespace} has no delay: only such a link can reorder packets")
+        try:
+            self._native.disturb(self._numbers[one], duplicate_ratio, reorder_ratio, reorder_ns, seed)
         except OSError as error:
             raise RackError(str(error)) from None
 

@@ -10,9 +10,9 @@ from netfold.rack import names, remains
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
 from netfold.rack.cables import Cables
 from netfold.rack.command import RackError, missing, run
-from netfold.rack.link import parse_link
+from netfold.rack.link import parse_link, single_packets_command
 from netfold.rack.processes import Process, spawn, stop, uninterrupted
-from netfold.rack.topology import Layout, build_steps
+from netfold.rack.topology import End, Layout, build_steps
 from netfold.rack.warden import Warden
 
 
@@ -94,6 +94,25 @@ class Rack:
     def address(self, host: int | None) -> str:
         """Of a host, or of the aggregator's place (None)."""
         return names.SWITCH_ADDRESS if host is None else names.host_address(host)
+
+    def disturb(
+        self, host: int, *, duplicate_ratio: float = 0, reorder_ratio: float = 0, reorder_ns: int = 0, seed: int = 0
+    ) -> None:
+        """From now on the host's link duplicates so many of its packets, and holds so many back, by up to `reorder_ns`.
+
+        Both ways. The link must have a delay. Packets are single ones from here on. Raises RackError.
+        """
+        namespace = names.host_namespace(self.rack_id, host)
+        end, far = End(namespace, names.HOST_INTERFACE), self._switch_end(host)
+        for each in (end, far):
+            run(single_packets_command(each.namespace, each.device))
+        self._cables.disturb(end, duplicate_ratio, reorder_ratio, reorder_ns, seed)
+
+    def _switch_end(self, host: int) -> End:
+        one_rack = self.layout.uplink is None
+        rack = self.layout.rack_of(host)
+        place = names.switch_namespace(self.rack_id) if one_rack else names.rack_namespace(self.rack_id, rack)
+        return End(place, names.port_name(host))
 
     def popen_switch(self, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Process:
         """Start `argv` where the aggregator is."""

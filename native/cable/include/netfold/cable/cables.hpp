@@ -1,11 +1,12 @@
 // Cables that take time: what goes in at one end comes out at the other a fixed delay later, in order.
+// `disturb` makes a cable duplicate some frames, and hold some longer than later ones.
 //
 // An end is a TAP interface that is made in a network namespace and is gone with the cable. A frame waits here between
 // the two as the kernel handed it over, a GSO super-packet uncut, so that a gigabit costs some thousand frames a
 // second. One thread serves all cables of a rack. Rates, losses and queues are the kernel's, at the interfaces.
 //
-// Uses nothing of ours. Always: a frame leaves no earlier than its delay; frames of one direction keep their order; a
-// direction holds at most kMostHeldBytes, and what comes beyond is dropped and counted.
+// Uses nothing of ours. Always: a frame leaves no earlier than its delay; frames of one direction keep their order
+// where no disturbance is set; a direction holds at most kMostHeldBytes, and what comes beyond is dropped and counted.
 #pragma once
 
 #include <atomic>
@@ -13,6 +14,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -33,6 +35,13 @@ struct End {
   std::string device;
 };
 
+// What a cable does to the frames of either direction, drawn for each frame.
+struct Disturbance {
+  double duplicate_ratio = 0;  // of frames; a copy follows its frame after a hold of its own
+  double reorder_ratio = 0;    // of frames; each is held longer, by 1 ns to reorder_ns
+  std::int64_t reorder_ns = 0;
+};
+
 class Cables {
  public:
   Cables();
@@ -40,9 +49,13 @@ class Cables {
   Cables(const Cables&) = delete;
   Cables& operator=(const Cables&) = delete;
 
-  // Makes both interfaces, down. Needs CAP_NET_ADMIN and CAP_SYS_ADMIN. Not after start. Throws CableError.
-  void add(const End& one, const End& other, std::int64_t delay_ns);
+  // Makes both interfaces, down; returns the cable's number. Needs CAP_NET_ADMIN and CAP_SYS_ADMIN. Not after start.
+  // Throws CableError.
+  std::size_t add(const End& one, const End& other, std::int64_t delay_ns);
   void start();
+  // Sets what the cable of that number does from now on, from any thread. The draws follow from `seed` and the frames
+  // that come. Throws CableError where there is no such cable, or a ratio is none.
+  void disturb(std::size_t cable, const Disturbance& disturbance, std::uint64_t seed);
   // Ends the thread; the interfaces go with this object.
   void stop();
   // Frames that were dropped because a direction held too much, or the other end took none.
@@ -58,12 +71,15 @@ class Cables {
     int from;
     int to;
     std::int64_t delay_ns;
-    std::deque<Frame> held;
+    std::deque<Frame> held;  // by due_ns
     std::size_t held_bytes = 0;
+    Disturbance disturbance{};
+    std::uint64_t drawn = 0;  // the generator's state
   };
 
   void run();
   void take(Direction& direction);
+  void hold(Direction& direction, std::size_t bytes, std::int64_t extra_ns);
   void let_go(Direction& direction, std::int64_t now_ns);
 
   std::vector<int> taps_;
@@ -72,6 +88,7 @@ class Cables {
   int epoll_ = -1;
   int bell_ = -1;
   std::thread thread_;
+  std::mutex disturbing_;  // guards disturbance and drawn of every direction
   std::atomic<std::uint64_t> dropped_{0};
 };
 

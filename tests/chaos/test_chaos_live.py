@@ -1,0 +1,90 @@
+"""Short schedules on the real thing, and one with planted defects. Needs root and network namespaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import arena
+import places
+import planted
+import pytest
+from schedule import SHAPES, Fault, Schedule
+from verdict import problems
+
+from netfold.rack.command import missing
+
+LACK = missing(loss=True, delay=True)
+pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
+
+SECONDS = 8.0
+# Each kind of fault that changes the machine in another way, once: nothing of the harness is left untried.
+SHORT = {
+    "a switch that dies, in a tree, with tokens": Schedule(
+        1,
+        SECONDS,
+        SHAPES[2],
+        True,
+        (
+            Fault("wrong token", ("switch", 0), 0.2, 1.0),
+            Fault("copies", ("switch", 1), 0.4, 1.0),
+            Fault("kill switch", ("switch", 1), 2.0, 1.0),
+            Fault("clock jumps", ("rank", 0), 2.5, 2.0, amount=1e5),
+            Fault("few descriptors", ("rank", 2), 5.0, 1.0, amount=2),
+            Fault("duplicate and reorder", ("host", 0), 5.5, 2.0, amount=0.1),
+        ),
+        2,
+    ),
+    "cuts and strangers, side by side": Schedule(
+        2,
+        SECONDS,
+        SHAPES[3],
+        False,
+        (
+            Fault("ICMP", ("host", 1), 0.1, 1.0, "fragmentation needed"),
+            Fault("garbage", ("switch", 0), 0.2, 1.0, "udp"),
+            Fault("garbage", ("switch", 1), 0.3, 1.0, "tcp"),
+            Fault("lose", ("host", 2), 0.5, 2.0, amount=0.02),
+            Fault("cut switch", ("switch", 0), 1.0, 4.0, "udp, in"),
+            Fault("shrink MTU", ("switch", 1), 5.0, 1.0, amount=1300),
+            Fault("slow rank", ("rank", 1), 5.5, 1.0, amount=0.5),
+        ),
+        None,
+    ),
+    "two ranks a host": Schedule(
+        3,
+        SECONDS,
+        SHAPES[1],
+        False,
+        (
+            Fault("full /dev/shm", ("host", 0), 0.5, 3.0),
+            Fault("stop switch", ("switch", 0), 1.0, 4.0),
+            Fault("stop rank", ("rank", 3), 1.5, 0.5),
+            Fault("cut host", ("host", 1), 6.0, 0.5, "udp and tcp, both ways"),
+        ),
+        None,
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    places.warm_up(tmp_path_factory.mktemp("clock"))
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_short_schedule_costs_nothing(name: str, tmp_path: Path) -> None:
+    schedule = SHORT[name]
+    record = arena.run(schedule, tmp_path)
+    assert problems(schedule, record) == []
+    # The faults did reach the job.
+    assert record.fallbacks >= 1
+
+
+def test_a_wrong_sum_a_hang_and_a_lost_step_are_found_in_a_real_job(tmp_path: Path) -> None:
+    schedule = Schedule(4, SECONDS, SHAPES[0], False, (), None)
+    found = problems(schedule, arena.run(schedule, tmp_path, run_rank=planted.run_rank))
+    step = planted.WRONG_CALL // 2
+    for rank in range(3):
+        assert any(problem.startswith(f"wrong sum: rank {rank}, step {step}: 1 elements") for problem in found), found
+    assert any(problem.startswith(f"hang: rank 0, step {planted.HANGS_CALL // 2 - 1} took") for problem in found), found
+    assert any(problem.startswith("lost step: rank 1 failed") and "planted" in problem for problem in found), found
