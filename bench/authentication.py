@@ -169,8 +169,9 @@ def tag_costs() -> list[tuple[int, float, float, float]]:
     """Bytes, and the median, lowest and highest nanoseconds of a tag over so many."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "seal_cost"
-        sources = [str(ROOT / "bench/seal_cost.cpp"), str(ROOT / "native/seal/sealer.cpp")]
-        include = f"-I{ROOT / 'native/seal/include'}"
+        seal = ROOT / "native/seal"
+        sources = [str(ROOT / "bench/seal_cost.cpp"), str(seal / "sealer.cpp"), str(seal / "libcrypto.cpp")]
+        include = f"-I{seal / 'include'}"
         subprocess.run(["c++", "-std=c++20", "-O2", include, *sources, "-o", str(program), "-ldl"], check=True)
         said = subprocess.run([program, *map(str, PACKETS)], check=True, capture_output=True, text=True).stdout
     return [(int(each[0]), *map(float, each[1:])) for each in map(str.split, said.splitlines())]  # type: ignore[misc]

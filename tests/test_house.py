@@ -13,13 +13,13 @@ ROOT = Path(__file__).parent.parent
 
 MAY_INCLUDE = {
     "kernels": set(),
-    "transport": set(),
     "seal": set(),
+    "transport": {"seal"},
     "protocol": {"kernels"},
     "prove": {"protocol"},
     "collective": {"protocol", "transport", "seal", "kernels"},
     # The vocabulary behind collective's own headers.
-    "engine": {"collective", "protocol", "transport", "kernels"},
+    "engine": {"collective", "protocol", "transport", "seal", "kernels"},
     "aggregator": {"protocol", "transport", "seal"},
     "cable": set(),
     "bind": {"kernels", "transport", "seal", "protocol", "prove", "collective", "engine", "aggregator", "cable"},

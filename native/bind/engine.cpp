@@ -47,9 +47,23 @@ std::vector<transport::Fd> owned(const std::vector<int>& fds) {
 // The connections to each rank, by rail: none to this rank itself.
 using Connections = std::vector<std::vector<int>>;
 
+// By lane, rank and rail, as the connections; empty for plain bytes.
+using Secrets = std::vector<std::vector<std::vector<PythonSecrets>>>;
+
+// Of the connections to one rank, in one lane.
+std::vector<seal::StreamSecrets> secrets_to(const Secrets& secrets, int lane, std::size_t peer, std::size_t rails) {
+  if (secrets.empty()) return {};
+  const auto& given = secrets.at(static_cast<std::size_t>(lane)).at(peer);
+  if (given.size() != rails) throw nb::value_error("every connection needs secrets, or none does");
+  std::vector<seal::StreamSecrets> out;
+  for (const auto& each : given) out.push_back(secrets_of(each));
+  return out;
+}
+
 // `fabric`: by lane and rank, streams to go over in the place of the connections; empty where there are none.
 std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, const std::vector<bool>& mends,
-                                           std::uint64_t group, int lane, const nb::list& fabric) {
+                                           std::uint64_t group, int lane, const Secrets& secrets,
+                                           const nb::list& fabric) {
   std::vector<std::unique_ptr<transport::Pipe>> pipes;
   for (std::size_t peer = 0; peer < fds.size(); ++peer) {
     std::function<void(int)> breaks;
@@ -63,7 +77,10 @@ std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, con
       };
     }
     std::unique_ptr<transport::Pipe> pipe;
-    if (!fds[peer].empty()) pipe = std::make_unique<transport::TcpPipe>(owned(fds[peer]), std::move(breaks));
+    if (!fds[peer].empty()) {
+      pipe = std::make_unique<transport::TcpPipe>(owned(fds[peer]), secrets_to(secrets, lane, peer, fds[peer].size()),
+                                                  std::move(breaks));
+    }
     if (pipe != nullptr && nb::len(fabric) > 0) {
       auto stream = std::move(nb::cast<FabricEnd&>(fabric[lane][peer]).pipe);
       if (stream == nullptr) throw nb::value_error("this stream was given to a group before");
@@ -79,7 +96,8 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
                                   const std::vector<Connections>& spare_fds, std::vector<bool> mends, std::uint64_t id,
                                   std::string job, int spin_us, bool spins_for_sockets, bool yields,
                                   const std::vector<std::tuple<int, std::uint64_t, int, int, int>>& table,
-                                  std::uint16_t table_hash, std::vector<int> nodes, const nb::list& fabric) {
+                                  std::uint16_t table_hash, std::vector<int> nodes, const nb::list& fabric,
+                                  const Secrets& secrets) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
   const auto fits = [&](const Connections& lane) { return lane.size() == fds.size(); };
   if (!fits(lane_fds) || !std::all_of(spare_fds.begin(), spare_fds.end(), fits)) {
@@ -104,11 +122,11 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
                              static_cast<collective::AlgorithmId>(algorithm), wire,
                              static_cast<collective::AlgorithmId>(between)});
   }
-  auto mesh = make_mesh(rank, fds, mends, id, 0, fabric);
-  auto lane = make_mesh(rank, lane_fds, mends, id, 1, fabric);
+  auto mesh = make_mesh(rank, fds, mends, id, 0, secrets, fabric);
+  auto lane = make_mesh(rank, lane_fds, mends, id, 1, secrets, fabric);
   std::vector<std::unique_ptr<transport::Mesh>> spares;
   for (const Connections& spare : spare_fds) {
-    spares.push_back(make_mesh(rank, spare, mends, id, 2 + static_cast<int>(spares.size()), fabric));
+    spares.push_back(make_mesh(rank, spare, mends, id, 2 + static_cast<int>(spares.size()), secrets, fabric));
   }
   nb::gil_scoped_release release;
   return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane), std::move(spares));
@@ -454,11 +472,15 @@ void bind_engine(nb::module_& m) {
           "As broken(), after giving up one that is up and was mended at most `mends` times (-1: however often).")
       .def(
           "mend",
-          [](Group& self, int lane, int peer, int rail, int mends, int fd, std::uint64_t peer_received) {
-            return self.mend(lane, peer, rail, mends, transport::Fd(fd), peer_received);
+          [](Group& self, int lane, int peer, int rail, int mends, int fd, std::uint64_t peer_received,
+             const PythonSecrets& secrets) {
+            transport::Fd socket(fd);
+            const auto given = secrets_of(secrets);
+            nb::gil_scoped_release release;
+            return self.mend(lane, peer, rail, mends, std::move(socket), peer_received, given);
           },
           nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("mends"), nb::arg("fd"), nb::arg("peer_received"),
-          nb::call_guard<nb::gil_scoped_release>(),
+          nb::arg("secrets").none() = nb::none(),
           "Go on over `fd`, which is taken over, from what the peer has received, if the connection is broken and was "
           "mended `mends` times. False: it cannot be gone on with.")
       .def("lose", &Group::lose, nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("mends"), nb::arg("why"),
@@ -533,10 +555,11 @@ void bind_engine(nb::module_& m) {
       "add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("spare_fds"),
       nb::arg("mends"), nb::arg("id"), nb::arg("job"), nb::arg("spin_us"), nb::arg("spins_for_sockets"),
       nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"), nb::arg("nodes"), nb::arg("fabric"),
+      nb::arg("secrets") = Secrets{},
       "fds[r]: connected stream sockets to rank r, one a rail, none at this rank's place; lane_fds[r]: others, for "
       "messages between two ranks; spare_fds[i][r]: for what switch i was to do; mends[r]: whether one that breaks may "
-      "be made again; fabric[lane][r]: a stream to go over instead, if any are given (spares are lanes from 2 on). "
-      "Takes ownership of them.");
+      "be made again; fabric[lane][r]: a stream to go over instead, if any are given (spares are lanes from 2 on); "
+      "secrets[lane][r]: by rail, what authenticates or encrypts it, if any are given. Takes ownership of them.");
   e.def(
       "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },
       nb::call_guard<nb::gil_scoped_release>());

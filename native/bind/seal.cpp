@@ -1,8 +1,10 @@
-// netfold._native.seal: whether packets can be authenticated here, and the tag of one.
+// netfold._native.seal: whether packets and streams can be authenticated here, the tag of a packet, records of a
+// stream.
 #include "seal.hpp"
 
 #include <nanobind/stl/string.h>
 #include <netfold/protocol/packet.hpp>
+#include <netfold/transport/record_stream.hpp>
 
 #include <cstring>
 
@@ -17,6 +19,36 @@ seal::Key key_of(const nb::bytes& bytes) {
   if (bytes.size() != key.size()) throw nb::value_error("a packet key has 16 bytes");
   std::memcpy(key.data(), bytes.c_str(), key.size());
   return key;
+}
+
+namespace {
+
+constexpr const char* kSecurities[] = {"none", "authenticate", "encrypt"};
+
+seal::Security security_of(const std::string& name) {
+  for (int i = 0; i < 3; ++i) {
+    if (name == kSecurities[i]) return static_cast<seal::Security>(i);
+  }
+  throw nb::value_error("security is one of none, authenticate, encrypt");
+}
+
+seal::Secret secret_of(const nb::bytes& bytes) {
+  seal::Secret secret;
+  if (bytes.size() != secret.size()) throw nb::value_error("a stream's secret has 32 bytes");
+  std::memcpy(secret.data(), bytes.c_str(), secret.size());
+  return secret;
+}
+
+nb::bytes as_bytes(const std::byte* data, std::size_t bytes) {
+  return nb::bytes(reinterpret_cast<const char*>(data), bytes);
+}
+
+}  // namespace
+
+seal::StreamSecrets secrets_of(const PythonSecrets& secrets) {
+  if (!secrets) return {};
+  const auto& [security, send, receive] = *secrets;
+  return {security_of(security), secret_of(send), secret_of(receive)};
 }
 
 std::vector<seal::Key> keys_of(const std::vector<nb::bytes>& keys) {
@@ -43,4 +75,49 @@ void bind_seal(nb::module_& m) {
         return nb::bytes(reinterpret_cast<const char*>(out.data()), out.size());
       },
       nb::arg("key"), nb::arg("packet"), "The packet with its tag behind it.");
+
+  s.attr("SECRET_BYTES") = seal::kSecretBytes;
+  s.attr("RECORD_HEADER_BYTES") = seal::kRecordHeaderBytes;
+  s.attr("RECORD_OVERHEAD") = seal::kRecordOverhead;
+  s.attr("MAX_RECORD_PAYLOAD") = seal::kMaxRecordPayload;
+  s.attr("RECORDS_PER_KEY") = seal::kRecordsPerKey;
+  s.def("forged_records", &netfold::transport::RecordStream::forged_records,
+        "Records with a wrong tag that this process was sent over connections of its groups.");
+  nb::class_<seal::RecordSealer>(s, "RecordSealer", "One direction of a stream, at the end that sends.")
+      .def(
+          "__init__",
+          [](seal::RecordSealer* self, const std::string& security, const nb::bytes& secret, std::uint64_t per_key) {
+            if (per_key == 0) throw nb::value_error("a key is for one record at least");
+            new (self) seal::RecordSealer(security_of(security), secret_of(secret), per_key);
+          },
+          nb::arg("security"), nb::arg("secret"), nb::arg("records_per_key") = seal::kRecordsPerKey)
+      .def(
+          "seal",
+          [](seal::RecordSealer& self, const nb::bytes& payload) {
+            if (payload.size() > seal::kMaxRecordPayload) throw nb::value_error("a record has up to 65536 bytes");
+            std::vector<std::byte> record(payload.size() + seal::kRecordOverhead);
+            const iovec piece{const_cast<char*>(payload.c_str()), payload.size()};
+            self.seal({&piece, 1}, record.data());
+            return as_bytes(record.data(), record.size());
+          },
+          nb::arg("payload"), "The next record.");
+  nb::class_<seal::RecordOpener>(s, "RecordOpener", "One direction of a stream, at the end that receives.")
+      .def(
+          "__init__",
+          [](seal::RecordOpener* self, const std::string& security, const nb::bytes& secret, std::uint64_t per_key) {
+            if (per_key == 0) throw nb::value_error("a key is for one record at least");
+            new (self) seal::RecordOpener(security_of(security), secret_of(secret), per_key);
+          },
+          nb::arg("security"), nb::arg("secret"), nb::arg("records_per_key") = seal::kRecordsPerKey)
+      .def(
+          "open",
+          [](seal::RecordOpener& self, const nb::bytes& record) -> nb::object {
+            if (record.size() < seal::kRecordOverhead) throw nb::value_error("a record has a header and a tag");
+            std::vector<std::byte> bytes(record.size());
+            std::memcpy(bytes.data(), record.c_str(), bytes.size());
+            const std::size_t payload = seal::RecordOpener::payload_bytes(bytes.data());
+            if (payload != bytes.size() - seal::kRecordOverhead || !self.open(bytes)) return nb::none();
+            return as_bytes(bytes.data() + seal::kRecordHeaderBytes, payload);
+          },
+          nb::arg("record"), "Its payload; None: it is not the next record, and nothing more can be opened.");
 }

@@ -4,7 +4,18 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <netfold/seal/records.hpp>
 #include <netfold/seal/sealer.hpp>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+// security, secret of what is sent, secret of what is received; None for plain bytes.
+using PythonSecrets = std::optional<std::tuple<std::string, nanobind::bytes, nanobind::bytes>>;
+
+// Throws nb::value_error for what is none.
+netfold::seal::StreamSecrets secrets_of(const PythonSecrets& secrets);
 
 // A key as Python holds it. Throws nb::value_error for another length.
 netfold::seal::Key key_of(const nanobind::bytes& bytes);

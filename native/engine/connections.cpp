@@ -69,11 +69,12 @@ std::optional<Group::Broken> Group::sever(int lane, int peer, int number, int me
   return broken(lane, peer, number);
 }
 
-bool Group::mend(int lane, int peer, int number, int mends, transport::Fd socket, std::uint64_t peer_received) {
+bool Group::mend(int lane, int peer, int number, int mends, transport::Fd socket, std::uint64_t peer_received,
+                 const seal::StreamSecrets& secrets) {
   bool mended = false;
   run_errand([&] {
     auto* found = mesh_of(lane).rail(peer, number);
-    mended = found != nullptr && found->mends() == mends && found->mend(std::move(socket), peer_received);
+    mended = found != nullptr && found->mends() == mends && found->mend(std::move(socket), peer_received, secrets);
     if (mended) catch_up();
   });
   return mended;

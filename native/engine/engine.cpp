@@ -632,7 +632,7 @@ void Group::fail_all() {
     }
     collective::send_abort(*mesh_, failure);
     for (const auto& spare : spares_) collective::send_abort(*spare, failure);
-    if (lane_->unconfirmed()) linger_until_ns_ = now + kLingerNs;
+    if (lane_->unconfirmed() || holds_back()) linger_until_ns_ = now + kLingerNs;
     lane_->abort(failure);
     // No memory is anybody's but its owner's when that hears of the failure.
     mesh_->withdraw();
@@ -657,7 +657,8 @@ void Group::fail_all() {
   if (StatusWrite status(status_); status) status->waiting = status->transfers = 0;
   // Peers must hear of it now, not when this process ends.
   if (now < close_ns_) return;
-  if (now < linger_until_ns_ && lane_->unconfirmed()) {
+  if (needs_driving_) catch_up();
+  if (now < linger_until_ns_ && (lane_->unconfirmed() || holds_back())) {
     close_ns_ = now + kLingerStepNs;
     return;
   }
@@ -666,6 +667,11 @@ void Group::fail_all() {
   for (const auto& spare : spares_) spare->close();
   std::lock_guard lock(mutex_);
   closed_ = true;
+}
+
+bool Group::holds_back() const {
+  return mesh_->holds_back() || lane_->mesh().holds_back() ||
+         std::any_of(spares_.begin(), spares_.end(), [](const auto& spare) { return spare->holds_back(); });
 }
 
 void Group::hear_in_memory(Failure& failure) const {

@@ -69,6 +69,11 @@ bool Mesh::needs_driving() const {
                      [](const auto& pipe) { return pipe != nullptr && pipe->needs_driving(); });
 }
 
+bool Mesh::holds_back() const {
+  return std::any_of(pipes_.begin(), pipes_.end(),
+                     [](const auto& pipe) { return pipe != nullptr && pipe->holds_back(); });
+}
+
 void Mesh::close() {
   for (auto& pipe : pipes_) pipe.reset();
 }

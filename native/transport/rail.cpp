@@ -48,9 +48,12 @@ SpareBlocks& spare_blocks() {
 
 }  // namespace
 
-Rail::Rail(Fd socket, bool keeps) : keeps_(keeps) { adopt(std::move(socket)); }
+Rail::Rail(Fd socket, bool keeps, const seal::StreamSecrets& secrets) : keeps_(keeps), security_(secrets.security) {
+  adopt(std::move(socket), secrets);
+}
 
-void Rail::adopt(Fd socket) {
+void Rail::adopt(Fd socket, const seal::StreamSecrets& secrets) {
+  records_ = security_ == seal::Security::none ? nullptr : std::make_unique<RecordStream>(secrets);
   socket_ = ProcessFd(std::move(socket));
   const int fd = socket_.get();
   const int flags = fcntl(fd, F_GETFL);
@@ -63,12 +66,13 @@ void Rail::adopt(Fd socket) {
 Pipe::Io Rail::send(std::span<const iovec> pieces) {
   if (state_ == State::lost) return lost();
   if (state_ == State::broken || !catch_up()) return {};
+  if (records_ != nullptr) return send_records(pieces);
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces.data());
   message.msg_iovlen = pieces.size();
   const ssize_t sent = ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent < 0) return errno == EAGAIN || errno == EINTR ? Pipe::Io{} : broke(errno);
-  if (keeps_) keep(pieces, static_cast<std::size_t>(sent));
+  if (keeps_) keep(pieces, 0, static_cast<std::size_t>(sent));
   sent_ += static_cast<std::uint64_t>(sent);
   written_ = sent_;
   return {.bytes = static_cast<std::size_t>(sent)};
@@ -87,6 +91,7 @@ Pipe::Io Rail::receive(std::span<const iovec> pieces) {
   }
   if (state_ == State::lost) return lost();
   if (state_ == State::broken || !greeted()) return {};
+  if (records_ != nullptr) return receive_records(pieces);
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces.data());
   message.msg_iovlen = pieces.size();
@@ -97,8 +102,56 @@ Pipe::Io Rail::receive(std::span<const iovec> pieces) {
   return {.bytes = static_cast<std::size_t>(got)};
 }
 
+// Precondition: nothing is pending.
+Pipe::Io Rail::send_records(std::span<const iovec> pieces) {
+  std::size_t total = 0;
+  for (const iovec& piece : pieces) total += piece.iov_len;
+  std::size_t taken = 0;
+  int error = 0;
+  while (taken < total && state_ == State::up && records_->flush(socket_.get(), error)) {
+    const std::size_t some = records_->take(pieces, taken);
+    if (keeps_) {
+      records_->take_ends_at(sent_ + some);
+      keep(pieces, taken, some);  // may find that the socket broke
+    }
+    taken += some;
+    sent_ += some;
+    written_ = sent_;
+  }
+  if (error == 0 && state_ == State::up) records_->flush(socket_.get(), error);
+  if (error != 0) {
+    const Pipe::Io io = broke(error);
+    if (taken == 0 || !keeps_) return io;
+  }
+  return {.bytes = taken};
+}
+
+Pipe::Io Rail::receive_records(std::span<const iovec> pieces) {
+  const auto got = records_->receive(socket_.get(), pieces, greeted_);
+  received_ += got.bytes;
+  return got.end == RecordStream::End::none ? Pipe::Io{.bytes = got.bytes} : ended(got);
+}
+
+Pipe::Io Rail::ended(const RecordStream::Got& got) {
+  if (got.end != RecordStream::End::forged) return broke(got.error);
+  state_ = State::lost;
+  error_ = 0;
+  why_ = std::string(
+             "a record came with a wrong tag: somebody changed, repeated or left out bytes on the way, and none "
+             "of them was used (NETFOLD_SECURITY=") +
+         (security_ == seal::Security::encrypt ? "encrypt)" : "authenticate)");
+  kept_.clear();
+  socket_.reset();
+  return lost();
+}
+
 bool Rail::greeted() {
   if (greeted_) return true;
+  if (records_ != nullptr) {
+    const auto got = records_->receive(socket_.get(), {}, greeted_);
+    if (got.end != RecordStream::End::none) ended(got);
+    return greeted_ && state_ == State::up;
+  }
   std::byte greeting{};
   const ssize_t got = ::recv(socket_.get(), &greeting, 1, MSG_DONTWAIT);
   greeted_ = got == 1;
@@ -124,6 +177,10 @@ void Rail::sever() {
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kLastNs);
   unread_.erase(unread_.begin(), unread_.begin() + static_cast<std::ptrdiff_t>(unread_from_));
   unread_from_ = 0;
+  if (records_ != nullptr) {
+    drain_records();
+    return;
+  }
   for (;;) {
     const std::size_t had = unread_.size();
     const std::size_t most = greeted_ ? kBlockBytes : 1;
@@ -145,19 +202,53 @@ void Rail::sever() {
   socket_.reset();
 }
 
-bool Rail::mend(Fd socket, std::uint64_t peer_received) {
+// As `sever` does with plain bytes: what came as whole records with right tags is kept.
+void Rail::drain_records() {
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kLastNs);
+  for (;;) {
+    const std::size_t had = unread_.size();
+    unread_.resize(had + kBlockBytes);
+    const iovec piece{unread_.data() + had, kBlockBytes};
+    const auto got = records_->receive(socket_.get(), {&piece, 1}, greeted_);
+    unread_.resize(had + got.bytes);
+    received_ += got.bytes;
+    if (got.end == RecordStream::End::forged) {
+      ended(got);
+      return;
+    }
+    if (got.end != RecordStream::End::none) break;
+    if (got.bytes > 0) continue;
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(give_up - std::chrono::steady_clock::now());
+    pollfd more{socket_.get(), POLLIN, 0};
+    if (left.count() <= 0 || ::poll(&more, 1, static_cast<int>(left.count())) == 0) break;
+  }
+  if (keeps_) let_go();
+  socket_.reset();
+  records_.reset();
+}
+
+bool Rail::mend(Fd socket, std::uint64_t peer_received, const seal::StreamSecrets& secrets) {
   if (state_ != State::broken) return false;
+  if (secrets.security != security_) {
+    lose("the new connection is not as secure as the one that broke");
+    return false;
+  }
   if (peer_received < kept_from_ || peer_received > sent_) {
     lose("the peer has " + std::to_string(peer_received) + " of " + std::to_string(sent_) +
          " bytes, and those before " + std::to_string(kept_from_) + " are not kept any more");
     return false;
   }
-  adopt(std::move(socket));
+  adopt(std::move(socket), secrets);
   written_ = peer_received;
   state_ = State::up;
   error_ = 0;
   ++mends_;
   greeted_ = false;
+  if (records_ != nullptr) {
+    records_->take({}, 0);
+    catch_up();
+    return true;
+  }
   const std::byte greeting{1};
   if (::send(socket_.get(), &greeting, 1, MSG_NOSIGNAL | MSG_DONTWAIT) != 1) {
     broke(errno);
@@ -176,6 +267,12 @@ void Rail::lose(std::string why) {
 
 bool Rail::catch_up() {
   if (state_ != State::up) return true;  // nothing that could be done now
+  if (records_ != nullptr) {
+    int error = 0;
+    while (records_->flush(socket_.get(), error) && written_ < sent_) seal_kept();
+    if (error != 0) broke(error);
+    return error == 0 && !records_->has_pending();
+  }
   while (written_ < sent_) {
     std::size_t left = 0;
     const std::byte* from = kept_at(written_, &left);
@@ -187,18 +284,28 @@ bool Rail::catch_up() {
   return true;
 }
 
+// A record of what a former socket took along.
+void Rail::seal_kept() {
+  std::size_t left = 0;
+  const iovec piece{kept_at(written_, &left), left};
+  written_ += records_->take({&piece, 1}, 0);
+  records_->take_ends_at(written_);
+}
+
 std::byte* Rail::kept_at(std::uint64_t position, std::size_t* left) {
   const std::size_t offset = static_cast<std::size_t>(position - kept_from_);
   *left = std::min(kBlockBytes - offset % kBlockBytes, static_cast<std::size_t>(sent_ - position));
   return kept_[offset / kBlockBytes].get() + offset % kBlockBytes;
 }
 
-// Before sent_ counts them.
-void Rail::keep(std::span<const iovec> pieces, std::size_t bytes) {
+// Before sent_ counts them: `bytes` of the pieces, behind the first `skip`.
+void Rail::keep(std::span<const iovec> pieces, std::size_t skip, std::size_t bytes) {
   std::size_t at = static_cast<std::size_t>(sent_ - kept_from_);
   for (const iovec& piece : pieces) {
-    const auto* from = static_cast<const std::byte*>(piece.iov_base);
-    std::size_t left = std::min(piece.iov_len, bytes);
+    const std::size_t skipped = std::min(piece.iov_len, skip);
+    skip -= skipped;
+    const auto* from = static_cast<const std::byte*>(piece.iov_base) + skipped;
+    std::size_t left = std::min(piece.iov_len - skipped, bytes);
     bytes -= left;
     while (left > 0) {
       if (at == kept_.size() * kBlockBytes) {
@@ -219,7 +326,9 @@ void Rail::let_go() {
   int unconfirmed = 0;
   if (state_ == State::up) greeted();
   if (!socket_ || !greeted_ || ::ioctl(socket_.get(), SIOCOUTQ, &unconfirmed) != 0) return;
-  const std::uint64_t confirmed = written_ - std::min<std::uint64_t>(written_, static_cast<std::uint64_t>(unconfirmed));
+  const std::uint64_t confirmed =
+      records_ != nullptr ? records_->confirmed(static_cast<std::size_t>(unconfirmed), kept_from_)
+                          : written_ - std::min<std::uint64_t>(written_, static_cast<std::uint64_t>(unconfirmed));
   while (!kept_.empty() && kept_from_ + kBlockBytes <= confirmed) {
     spare_blocks().give(std::move(kept_.front()));
     kept_.pop_front();
@@ -229,6 +338,11 @@ void Rail::let_go() {
 
 void Rail::wait_for(short events, std::vector<pollfd>& fds) const {
   if (!socket_) return;
+  // Bytes that were read ahead wake nobody by the socket.
+  if ((events & POLLIN) != 0 && records_ != nullptr && records_->has_payload()) {
+    fds.push_back({RecordStream::always_readable(), POLLIN, 0});
+    return;
+  }
   fds.push_back({socket_.get(), events, 0});
 }
 
@@ -249,7 +363,8 @@ std::size_t Rail::unconfirmed() const {
   socklen_t length = sizeof info;
   if (::getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0 || info.tcpi_state == TCP_CLOSE) return 0;
   int bytes = 0;
-  return ::ioctl(socket_.get(), SIOCOUTQ, &bytes) == 0 && bytes > 0 ? static_cast<std::size_t>(bytes) : 0;
+  const std::size_t pending = records_ != nullptr ? records_->pending_bytes() : 0;
+  return pending + (::ioctl(socket_.get(), SIOCOUTQ, &bytes) == 0 && bytes > 0 ? static_cast<std::size_t>(bytes) : 0);
 }
 
 }  // namespace netfold::transport

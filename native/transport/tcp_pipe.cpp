@@ -9,10 +9,14 @@ constexpr std::size_t kMaxPieces = 64;
 
 }  // namespace
 
-TcpPipe::TcpPipe(std::vector<Fd> sockets, std::function<void(int rail)> breaks)
-    : reported_(sockets.size(), -1), breaks_(std::move(breaks)) {
+TcpPipe::TcpPipe(std::vector<Fd> sockets, const std::vector<seal::StreamSecrets>& secrets,
+                 std::function<void(int rail)> breaks)
+    : reported_(sockets.size(), -1), breaks_(std::move(breaks)), has_records_(!secrets.empty()) {
   rails_.reserve(sockets.size());
-  for (Fd& socket : sockets) rails_.emplace_back(std::move(socket), breaks_ != nullptr);
+  for (std::size_t rail = 0; rail < sockets.size(); ++rail) {
+    rails_.emplace_back(std::move(sockets[rail]), breaks_ != nullptr,
+                        has_records_ ? secrets.at(rail) : seal::StreamSecrets{});
+  }
 }
 
 Pipe::Io TcpPipe::send(std::span<const iovec> pieces) {
@@ -86,6 +90,10 @@ bool TcpPipe::catch_up() {
   bool all = true;
   for (Rail& rail : rails_) all &= rail.catch_up();
   return all;
+}
+
+bool TcpPipe::holds_back() const {
+  return has_records_ && std::any_of(rails_.begin(), rails_.end(), [](const Rail& rail) { return rail.holds_back(); });
 }
 
 void TcpPipe::wait_to_catch_up(std::vector<pollfd>& fds) {

@@ -94,8 +94,10 @@ def breaking(how: Callable[[int], None], seed: int, every_s: float) -> Iterator[
 BROKEN = 10
 
 
-def _work_while_breaking(rank: int, size: int, folder: str, how: str, algorithm: str, interface: str | None) -> int:
-    options = Options(transport="tcp", reconnect_s=20, algorithm=algorithm, interface=interface)
+def _work_while_breaking(
+    rank: int, size: int, folder: str, how: str, algorithm: str, interface: str | None, security: str = "none"
+) -> int:
+    options = Options(transport="tcp", reconnect_s=20, algorithm=algorithm, interface=interface, security=security)
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=60) as group:
         method = {"hang_up": hang_up, "reset": reset}[how]
         with breaking(method, rank, 0.06) if rank != 1 else contextlib.nullcontext([]) as broken:
@@ -138,6 +140,16 @@ def test_connections_that_are_reset_are_made_again_and_no_byte_is_lost(interface
     if not can_reset():
         pytest.skip("resetting connections from outside needs root, ss and INET_DIAG_DESTROY")
     broken = values(run_ranks(_work_while_breaking, 3, "reset", "ring", interface, timeout_s=120))
+    assert broken[0] >= BROKEN and broken[2] > 0, broken
+
+
+@pytest.mark.parametrize(
+    ("how", "security"), [("hang_up", "authenticate"), ("hang_up", "encrypt"), ("reset", "encrypt")]
+)
+def test_connections_in_records_are_made_again_under_new_keys_and_no_byte_is_lost(how: str, security: str) -> None:
+    if how == "reset" and not can_reset():
+        pytest.skip("resetting connections from outside needs root, ss and INET_DIAG_DESTROY")
+    broken = values(run_ranks(_work_while_breaking, 3, how, "ring", "127.0.0.1,127.0.0.2", security, timeout_s=120))
     assert broken[0] >= BROKEN and broken[2] > 0, broken
 
 

@@ -33,6 +33,7 @@ def test_a_field_beats_its_variable_which_beats_the_default() -> None:
         direct_bytes=64 << 10,
         registrations=1024,
         registered_bytes=4 << 30,
+        security="none",
     )
 
 

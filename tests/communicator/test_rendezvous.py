@@ -98,14 +98,16 @@ def hello(
     size: int = 3,
     lane: int = 0,
     rail: int = 0,
+    security: int = 0,
 ) -> bytes:
-    return struct.pack(">8sB16sIIIBB32s", b"netfold3", purpose, token, knocker, at, size, lane, rail, bytes(32))
+    said = purpose, token, knocker, at, size, lane, rail, security
+    return struct.pack(">8sB16sIIIBBB32s", b"netfold4", *said, bytes(32))
 
 
 STRANGERS: dict[str, list[bytes]] = {
     "says nothing and goes": [],
     "speaks HTTP": [b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n" + bytes(200)],
-    "sends half a hello": [b"netfold3\x00\x00"],
+    "sends half a hello": [b"netfold4\x00\x00"],
     "claims a rank but knows no secret": [hello(), bytes(32)],
     "asks what a rank does but knows no secret": [hello(purpose=2), bytes(32)],
     "claims a rank that does not exist": [hello(knocker=9)],
@@ -115,6 +117,8 @@ STRANGERS: dict[str, list[bytes]] = {
     "is of another group": [hello(token=bytes(16))],
     "asks for a lane that does not exist": [hello(lane=LANES)],
     "asks for a rail that does not exist": [hello(rail=1)],
+    "asks for another security": [hello(security=1)],
+    "asks for a security that does not exist": [hello(security=9)],
     "wants something that does not exist": [hello(purpose=9)],
     "sends random bytes": [os.urandom(4096)],
 }

@@ -33,6 +33,7 @@ def explain(
     from netfold.bench.sizes import parse_size
     from netfold.communicator import Options
     from netfold.communicator.fabric import look_ahead
+    from netfold.communicator.security import why_no_switch, why_not_secure
     from netfold.plan import DEFAULT_LINKS, Link, Topology, build_table, candidates, format_seconds
 
     name = operation.replace("-", "_")
@@ -51,16 +52,18 @@ def explain(
             ),
         )
         size_bytes = parse_size(size)
+        no_switch = why_not_secure(options) or why_no_switch(str(options.security), options.switch)
+        switch = None if no_switch else options.switch
         table = build_table(
             ranks=ranks,
-            switch=options.switch,
+            switch=switch,
             algorithm=str(options.algorithm),
             wire=str(options.wire),
             topology=topology,
             links=links,
         )
         row = table.choose(name, size_bytes)
-        about_switch = [] if options.switch is None else [_protection(options.switch)]
+        told_of_switch = no_switch if switch is None else _protection(switch)
     except (ValueError, KeyError) as error:
         typer.echo(f"netfold explain: {error.args[0]}", err=True)
         raise typer.Exit(2) from None
@@ -71,7 +74,7 @@ def explain(
         shown.add_column("algorithm")
         shown.add_column("predicted", justify="right")
         shown.add_column("")
-        for each in candidates(name, size_bytes, topology, links, switch=options.switch, wire=row.wire):
+        for each in candidates(name, size_bytes, topology, links, switch=switch, wire=row.wire):
             chosen = each.algorithm == row.algorithm
             time = "-" if each.seconds is None else format_seconds(each.seconds)
             shown.add_row(each.algorithm + (" *" if chosen else ""), time, each.note, style="bold" if chosen else None)
@@ -84,7 +87,8 @@ def explain(
     if over or why_not:
         told = f"over {over}" if over else f"no group would come together: {why_not}"
         console.print(told, soft_wrap=True, highlight=False, markup=False)
-    if about_switch and options.switch_fabric is None:
+    about_switch = [told_of_switch] if told_of_switch else []
+    if switch is not None and options.switch_fabric is None:
         about_switch = _windows(options, ranks if hosts is None else hosts) + about_switch
     for told in about_switch:
         console.print(told, soft_wrap=True, highlight=False, markup=False)

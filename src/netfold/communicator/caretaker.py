@@ -30,6 +30,7 @@ from netfold.communicator.door import Answer, Failure, Resident
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.handshake import CALL, Hello
 from netfold.communicator.rendezvous import Neighbours
+from netfold.communicator.sealed_stream import mesh_secrets
 from netfold.control import format_endpoint
 
 log = logging.getLogger("netfold")
@@ -65,7 +66,15 @@ class Ward:
 
     def call(self, peer: int, rail: int, message: control.Message, timeout_s: float) -> tuple[Any, control.Message]:
         """Ask a rank's door; the connection, and the reply. RendezvousError, TimeoutError, OSError, EOFError."""
-        hello = Hello(CALL, handshake.token_of(self.resident.secret), self.rank, peer, self.resident.size, rail=rail)
+        hello = Hello(
+            CALL,
+            handshake.token_of(self.resident.secret),
+            self.rank,
+            peer,
+            self.resident.size,
+            rail=rail,
+            security=self.resident.security,
+        )
         stream = rendezvous.connect(self.neighbours, hello, self.resident.secret, time.monotonic() + timeout_s)
         try:
             stream.settimeout(timeout_s)
@@ -99,7 +108,9 @@ class Ward:
 
         def go_on(stream: Any) -> None:
             # The door closes its own end of the descriptor.
-            if self.native.mend(lane, peer, rail, broken[1], stream.dup().detach(), question["received"]):
+            secrets = mesh_secrets(stream)
+            end = os.dup(stream.fileno())
+            if self.native.mend(lane, peer, rail, broken[1], end, question["received"], secrets):
                 self._log_mended(lane, peer, rail, stream)
 
         return {"type": "mend", "received": broken[0]}, go_on
@@ -149,7 +160,8 @@ class Ward:
                     stream, reply = self.call(peer, rail, message, left_s)
                     if reply["type"] == "mend":
                         self._log_mended(lane, peer, rail, stream)
-                        self.native.mend(lane, peer, rail, mends, stream.detach(), reply["received"])
+                        secrets = mesh_secrets(stream)
+                        self.native.mend(lane, peer, rail, mends, stream.detach(), reply["received"], secrets)
                         return
                     stream.close()
                 if reply["failure"] is not None:

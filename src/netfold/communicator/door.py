@@ -22,6 +22,7 @@ from netfold import control
 from netfold.communicator import handshake
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.handshake import Hello
+from netfold.communicator.sealed_stream import sealed
 from netfold.control import format_endpoint
 
 # A stranger keeps a visit open for no longer than this.
@@ -47,6 +48,7 @@ class Resident:
     size: int
     lanes: int
     rails: int
+    security: int = 0  # of handshake.SECURITIES, for every connection
     # Answers a question from a rank of the group; on a thread of its own. Set once the group stands.
     answer: Answer | None = None
     arrived: dict[Place, socket.socket] = field(default_factory=dict)
@@ -67,6 +69,8 @@ class Resident:
             self.changed.notify_all()
 
     def expects(self, hello: Hello) -> bool:
+        if hello.security != self.security:
+            return False
         if hello.size != self.size or hello.knocker >= self.size or hello.knocker == self.rank:
             return False
         if hello.purpose == handshake.CALL:
@@ -141,9 +145,11 @@ class Door:
         kept = False
         try:
             stream.setblocking(False)
-            hello = await asyncio.wait_for(handshake.open_to(stream, self._secret_of), HANDSHAKE_TIMEOUT_S)
-            if hello is None:
+            opened = await asyncio.wait_for(handshake.open_to(stream, self._secret_of), HANDSHAKE_TIMEOUT_S)
+            if opened is None:
                 return
+            hello, session = opened
+            stream = sealed(stream, session)
             resident = self._find(hello)
             if resident is None:
                 return

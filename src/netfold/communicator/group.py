@@ -24,8 +24,9 @@ from netfold.communicator.door import Resident, leave, open_door
 from netfold.communicator.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
 from netfold.communicator.membership import Membership, ask_way_up, join_for_host
 from netfold.communicator.nodes import Node, find_nodes
-from netfold.communicator.options import Options
+from netfold.communicator.options import SECURITIES, Options
 from netfold.communicator.recovery import Recovery
+from netfold.communicator.sealed_stream import mesh_secrets
 from netfold.communicator.store import Store
 from netfold.communicator.way_up import WayUp
 from netfold.control import switches_of
@@ -117,9 +118,12 @@ class Group:
         try:
             job = rendezvous.agree(store, rank, size, options, deadline)
             interfaces = own_interfaces(options, store_host)
-            switches = switches_of(options.switch)
+            # The one that was named may not be as secure as the job.
+            switches = switches_of(None if job.no_switch else options.switch)
+            self._no_switch = job.no_switch
             lanes = _LANES + len(switches)
-            self._resident = Resident(job.secret, rank, size, lanes, interfaces.rails)
+            security = SECURITIES.index(job.security)
+            self._resident = Resident(job.secret, rank, size, lanes, interfaces.rails, security)
             self._door = door = open_door(rank, interfaces.hosts, options.port_range(), deadline)
         except BaseException as error:
             rendezvous.give_up(store, rank, str(error) or type(error).__name__)
@@ -191,6 +195,7 @@ class Group:
                     host=[peer for peer in range(size) if self.nodes[peer] == self.nodes[rank]],
                     window_bytes=job.window_bytes,
                     fabric=options.switch_fabric,
+                    security=job.security,
                     deadline=deadline,
                 )
                 if membership is not None:
@@ -207,6 +212,7 @@ class Group:
         self._switch = job.switch
         # Which ranks are reached over which interface, in words.
         self.interfaces = used = tuple(_by_interface(sockets[0]))
+        secrets = [[[mesh_secrets(stream) for stream in row] for row in lane] for lane in sockets]
         fds, lane_fds, *spares = ([[_detached(stream) for stream in row] for row in lane] for lane in sockets)
         # A connection inside a host breaks only where a process dies.
         mends = [options.reconnect_s != 0 and node != self.nodes[rank] for node in self.nodes]
@@ -239,6 +245,7 @@ class Group:
             table_hash=self.table.hash16,
             nodes=list(self.nodes),
             fabric=over,
+            secrets=[] if job.security == SECURITIES[0] else secrets,
         )
         if node is not None:
             self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links, self.peer_memory)
@@ -252,6 +259,8 @@ class Group:
             self._id, name, rank, size, self._native.events, functools.partial(_registrations, self._port)
         )
         recording.joined(self._member)
+        if job.no_switch and rank == 0:
+            log.warning("rank 0 of %d: %s", size, job.no_switch)
         # Frameworks that configure logging (Ray) show info of every rank, so one group of one rank logs at info.
         speaks = rank == 0 and (not job_ranks or job_ranks[0] == 0) and next(_announced) == 0
         log.log(
@@ -261,7 +270,7 @@ class Group:
             size,
             ", ".join(door.hosts),
             door.port,
-            "; ".join([*used, *(f"not used: {failed}" for failed in neighbours.failed)]),
+            "; ".join([*used, *_secured(job.security), *(f"not used: {failed}" for failed in neighbours.failed)]),
             self.why("all_reduce", 1 << 24),
         )
 
@@ -290,6 +299,7 @@ class Group:
             "token_file": options.token_file,
             "rank": self.rank,
             "workers": membership.workers,
+            "security": job.security,
         }
 
         def look_up(timeout_s: float) -> WayUp:
@@ -483,6 +493,7 @@ class Group:
         reason = row.reason
         if "in_network" in (row.algorithm, row.between):
             reason += "".join(f"; {recovery.state}" for recovery in self.recoveries if recovery.state)
+        reason += f"; {self._no_switch}" if self._no_switch else ""
         if self._port is not None and self._port.why_not_direct:
             reason += f"; over the fabric in segments, which are copied: {self._port.why_not_direct}"
         if row.algorithm == "shared_memory" and operation in _COPIES:
@@ -567,6 +578,11 @@ def _by_interface(lane: Sequence[Sequence[socket.socket]]) -> list[str]:
     return [
         f"reaches rank {', '.join(map(str, ranks))} over {interface_of(host)} ({host})" for host, ranks in peers.items()
     ]
+
+
+def _secured(security: str) -> list[str]:
+    """What the streams to other ranks are, in words, where they are more than plain."""
+    return [] if security == SECURITIES[0] else [f"streams between ranks: NETFOLD_SECURITY={security}"]
 
 
 def _is_here(stream: socket.socket) -> bool:

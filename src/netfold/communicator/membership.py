@@ -92,6 +92,7 @@ class Membership:
         window_bytes: int,
         fabric: str | None,
         timeout_s: float,
+        security: str = "none",
     ) -> Membership:
         """Join `job` at the switch as `rank`, one of `workers`; returns when all have.
 
@@ -113,6 +114,7 @@ class Membership:
             **tree,
         }
         try:
+            refuse_open(endpoint, security, rank)
             with _conversation(endpoint, token_file, rank, len(workers), timeout_s) as (stream, who, token):
                 self = cls(stream, _bare(endpoint), rank, workers)
                 self._join(who, {**message, **token}, window_bytes, fabric, deadline)
@@ -126,6 +128,8 @@ class Membership:
             path = open_path(fabric, self._stream.getsockname()[0], window_bytes)
             control.send(self._stream, {**message, **path.said()})
             admitted = _expect(self._stream, "admitted", who, deadline, is_first=True)
+            if self.authenticated and "secret" not in admitted:
+                raise SwitchError(f"{who} speaks TLS and gave no keys for packets")
             ready = path.reach(self._stream.getpeername()[0], admitted, deadline)
         except PathError as error:
             # Nor does it answer packets of a job that it has ended meanwhile; then it has said why.
@@ -299,12 +303,34 @@ class Membership:
                 return
 
 
-def ask_way_up(endpoint: str, *, token_file: str | None, rank: int, workers: Sequence[int], timeout_s: float) -> WayUp:
-    """The switches above `endpoint`, or, where that cannot be reached, above the next that it is known to be below."""
+def refuse_open(endpoint: str, security: str, rank: int) -> None:
+    """SwitchError where packets would go to a switch without keys, and `security` is more than none."""
+    host, port, fingerprint = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
+    if security != "none" and fingerprint is None:
+        raise SwitchError(
+            f"rank {rank}: the switch at {control.format_endpoint(host, port)} has no keys, and "
+            f"NETFOLD_SECURITY={security}: start it with --token-file, and name it with its fingerprint"
+        )
+
+
+def ask_way_up(
+    endpoint: str,
+    *,
+    token_file: str | None,
+    rank: int,
+    workers: Sequence[int],
+    timeout_s: float,
+    security: str = "none",
+) -> WayUp:
+    """The switches above `endpoint`, or, where that cannot be reached, above the next that it is known to be below.
+
+    SwitchError where one of them has no keys and `security` is more than none.
+    """
     deadline = time.monotonic() + timeout_s
     candidates = [endpoint, *above(endpoint)]
     failure = ""
     for place, candidate in enumerate(candidates):
+        refuse_open(candidate, security, rank)
         left_s = max(0.1, deadline - time.monotonic())
         if place + 1 < len(candidates):
             left_s = min(left_s, _CONNECT_S)
@@ -316,6 +342,8 @@ def ask_way_up(endpoint: str, *, token_file: str | None, rank: int, workers: Seq
         except _UnreachableError as error:
             failure = failure or str(error)
             continue
+        for each in way.endpoints:
+            refuse_open(each, security, rank)
         if failure:
             log.warning("%s; joins the one above it, at %s", failure, _bare(candidate))
         return way
@@ -507,6 +535,7 @@ def join_for_host(
     window_bytes: int,
     fabric: str | None,
     deadline: float,
+    security: str = "none",
 ) -> Membership | None:
     """Join, where `rank` is one of `workers`; None on the other ranks, once the worker of their host has joined.
 
@@ -526,7 +555,9 @@ def join_for_host(
     try:
         way: WayUp | SwitchError
         try:
-            way = ask_way_up(endpoint, token_file=token_file, rank=rank, workers=workers, timeout_s=timeout_s)
+            way = ask_way_up(
+                endpoint, token_file=token_file, rank=rank, workers=workers, timeout_s=timeout_s, security=security
+            )
         except SwitchError as error:
             way = error
         among = {peer: stream for peer in workers if (stream := streams[peer]) is not None}
@@ -543,6 +574,7 @@ def join_for_host(
             window_bytes=window_bytes,
             fabric=fabric,
             timeout_s=max(0.1, deadline - time.monotonic()),
+            security=security,
         )
         refused = None
         return membership

@@ -18,6 +18,10 @@ class Options:
         may have different ones that are in one tree; several with commas between are gone over side by side; none:
         host algorithms; "": none, whatever the variable says.
     token_file: a file with the token that the switch wants, for this user's eyes only (NETFOLD_TOKEN_FILE).
+    security: none, authenticate or encrypt: the least that streams between ranks, and packets to a switch, have
+        (NETFOLD_SECURITY, docs/security.md); all ranks need the same.
+    secret_file: a file with a secret that all ranks of a job share, for this user's eyes only (NETFOLD_SECRET_FILE);
+        none: the secret that rank 0 leaves in the store is all, and whoever can read the store knows it.
     job_name: what the switch's metrics and log call this job (NETFOLD_JOB_NAME); letters, digits and _.:/+-, up to 64.
     algorithm: auto, the name of an algorithm for every operation that it can do, or operation=algorithm pairs by commas
         (NETFOLD_ALGORITHM; docs/algorithms.md).
@@ -56,6 +60,8 @@ class Options:
 
     switch: str | None = None
     token_file: str | None = None
+    security: str | None = None
+    secret_file: str | None = None
     job_name: str | None = None
     algorithm: str | None = None
     wire: str | None = None
@@ -95,6 +101,8 @@ class Options:
                 f"NETFOLD_TRANSPORT={options.transport!r} is not one of {', '.join(TRANSPORTS)}, fabric:PROVIDER, "
                 "fabric:PROVIDER,memory, mpi, mpi,memory"
             )
+        if options.security not in SECURITIES:
+            raise ValueError(f"NETFOLD_SECURITY={options.security!r} is not one of {', '.join(SECURITIES)}")
         if options.inside not in INSIDE:
             raise ValueError(f"NETFOLD_INSIDE={options.inside!r} is not one of {', '.join(INSIDE)}")
         for name in ("single_copy", "share_buckets", "probe"):
@@ -146,8 +154,11 @@ class Options:
 
 TRANSPORTS = ("auto", "tcp")
 INSIDE = ("auto", "nccl", "off")
+# In the order of strength; the place of each is what the handshake says.
+SECURITIES = ("none", "authenticate", "encrypt")
 _DEFAULT_WORDS = {
     "algorithm": "auto",
+    "security": "none",
     "wire": "auto",
     "transport": "auto",
     "single_copy": "on",

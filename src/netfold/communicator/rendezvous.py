@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import netfold
-from netfold.communicator import handshake
+from netfold.communicator import handshake, security
 from netfold.communicator.addresses import Interfaces
 from netfold.communicator.door import Door, Resident
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.handshake import JOIN, Hello
 from netfold.communicator.options import Options
+from netfold.communicator.sealed_stream import sealed
 from netfold.communicator.store import PrefixStore, Store
 from netfold.control import format_endpoint, parse_endpoint, switches_of
 from netfold.plan import check_words
@@ -51,6 +52,8 @@ class Job:
     switch: str | None
     window_bytes: int
     probe: bool
+    security: str
+    no_switch: str  # why the switch that was named is not used; empty where it is, or none was
 
 
 def claim(store: Store, rank: int, size: int, deadline: float) -> Store:
@@ -86,8 +89,17 @@ def _process_token() -> str:
 
 def agree(store: Store, rank: int, size: int, options: Options, deadline: float) -> Job:
     """Rank 0 publishes the job; every rank reads it. `options` are resolved."""
+    own_security = str(options.security)
+    no_switch = security.why_no_switch(own_security, options.switch)
+    own_switch = None if no_switch else options.switch
     # Every rank looks at the words, so that none waits for a rank 0 that gave up over them.
-    check_words(ranks=size, switch=options.switch, algorithm=str(options.algorithm), wire=str(options.wire))
+    try:
+        check_words(ranks=size, switch=own_switch, algorithm=str(options.algorithm), wire=str(options.wire))
+        problem = security.why_not_secure(options)
+        if problem:
+            raise ValueError(problem)
+    except ValueError as error:
+        raise ValueError(f"{error}; {no_switch}" if no_switch else str(error)) from None
     version = netfold.__version__
     if rank == 0:
         job = {
@@ -97,10 +109,13 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             "size": size,
             "algorithm": options.algorithm,
             "wire": options.wire,
-            "switch": options.switch,
+            "switch": own_switch,
+            "security": own_security,
             "window_bytes": options.window_bytes,
             "probe": options.probe == "on",
         }
+        drawn = bytes.fromhex(str(job["secret"]))
+        job["check"] = security.check_of(security.job_secret(drawn, options.secret_file))
         store.set("job", json.dumps(job).encode())
     try:
         read = json.loads(store.get("job", _left(deadline)))
@@ -118,23 +133,39 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
         )
     if read["size"] != size:
         raise RendezvousError(f"rank {rank} was told of {size} ranks, rank 0 of {read['size']} (check WORLD_SIZE)")
+    if read["security"] != own_security:
+        raise RendezvousError(
+            f"rank {rank} has NETFOLD_SECURITY={own_security}, rank 0 has NETFOLD_SECURITY={read['security']}: every "
+            "rank needs the same",
+            rank=rank,
+        )
+    secret = security.job_secret(bytes.fromhex(read["secret"]), options.secret_file)
+    if security.check_of(secret) != read["check"]:
+        raise RendezvousError(
+            f"rank {rank} has another secret than rank 0: every rank needs the same NETFOLD_SECRET_FILE, or none has "
+            "one",
+            rank=rank,
+        )
     # Everyone uses what rank 0 chose; that another rank's environment says otherwise is worth an error, not a guess.
     # Which switches is each rank's own affair, as long as there are as many, and the first of all are in one tree, the
     # second in one, and so on (way_up.py).
-    if len(switches_of(options.switch)) != len(switches_of(read["switch"])):
+    if len(switches_of(own_switch)) != len(switches_of(read["switch"])):
+        refused = f" (rank {rank}: {no_switch})" if no_switch else ""
         raise RendezvousError(
             f"rank {rank} has NETFOLD_SWITCH={options.switch}, rank 0 has {read['switch']}: all ranks need as many, or "
-            "none",
+            f"none{refused}",
             rank=rank,
         )
     return Job(
         name=read["name"],
-        secret=bytes.fromhex(read["secret"]),
+        secret=secret,
         algorithm=read["algorithm"],
         wire=read["wire"],
         switch=read["switch"],
         window_bytes=int(read["window_bytes"]),
         probe=bool(read["probe"]),
+        security=own_security,
+        no_switch=no_switch,
     )
 
 
@@ -180,7 +211,8 @@ def connect_mesh(
     try:
         for peer, lane, rail in places:
             if peer < rank:
-                hello = Hello(JOIN, handshake.token_of(resident.secret), rank, peer, size, lane, rail)
+                token = handshake.token_of(resident.secret)
+                hello = Hello(JOIN, token, rank, peer, size, lane, rail, resident.security)
                 resident.arrived[peer, lane, rail] = connect(neighbours, hello, resident.secret, deadline)
         _await_arrivals(resident, {place for place in places if place[0] > rank}, deadline)
     except BaseException as error:
@@ -335,8 +367,7 @@ def _try(
     try:
         # A busy peer answers late: wait for it as long as there is time.
         stream.settimeout(_left(deadline))
-        handshake.knock(stream, hello, secret)
-        return stream
+        return sealed(stream, handshake.knock(stream, hello, secret))
     except BaseException:
         stream.close()
         raise

@@ -173,7 +173,8 @@ class Group {
   // As above, after giving it up if it is up and was mended no more than `mends` times (-1: however often).
   std::optional<Broken> sever(int lane, int peer, int rail, int mends);
   // False, too, where it was mended since it had been mended `mends` times: the peer was told of another state.
-  bool mend(int lane, int peer, int rail, int mends, transport::Fd socket, std::uint64_t peer_received);
+  bool mend(int lane, int peer, int rail, int mends, transport::Fd socket, std::uint64_t peer_received,
+            const seal::StreamSecrets& secrets);
   // If it is still broken, and was mended `mends` times.
   void lose(int lane, int peer, int rail, int mends, const std::string& why);
 
@@ -234,6 +235,8 @@ class Group {
   // Runs it as a driver does, and returns when it was run.
   void run_errand(std::function<void()> errand);
   transport::Mesh& mesh_of(int lane);
+  // Whether a connection would lose bytes of ours if it closed now.
+  bool holds_back() const;
   void catch_up();
   void look_whether_late(Operation& operation, std::int64_t now);
   // Until the operation is done, or at the first turn past `until_ns` (-1: none).

@@ -60,6 +60,7 @@ class Mesh {
   void wait_to_catch_up(std::vector<pollfd>& fds);
   // As Pipe says, of any.
   bool needs_driving() const;
+  bool holds_back() const;
 
   static constexpr std::int64_t kWithdrawNs = 100'000'000;
 

@@ -58,6 +58,8 @@ class Pipe {
   // Whether what was sent may need us further, as with a provider that moves data only while it is looked at: then
   // `catch_up` is to be called until it is through.
   virtual bool needs_driving() const { return false; }
+  // Whether bytes that were taken from the caller have not left this process, and are lost if it closes the pipe.
+  virtual bool holds_back() const { return false; }
   // A piece that both ends know to be one may go from memory to memory: who reads says where to (`expect`), who sends
   // lends it, and waits for that word. Whether one of so many bytes does; the same at both ends.
   virtual bool is_direct(std::size_t) const { return false; }

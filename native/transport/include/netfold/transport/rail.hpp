@@ -13,9 +13,14 @@
 //
 // A rail that keeps nothing (both ends on one machine, where only a dying process breaks a connection) goes from up to
 // lost at once. The copy costs one pass over what is sent; it is bounded by what the socket accepts unconfirmed.
+//
+// A rail with secrets sends and receives records (record_stream.hpp). The copy is above the records: a new socket has
+// secrets of its own, and what the peer lacks is sealed again under them. The byte that says that a socket was taken
+// over is an empty record then. A record with a wrong tag ends the rail for good, with that reason.
 #pragma once
 
 #include <netfold/transport/pipe.hpp>
+#include <netfold/transport/record_stream.hpp>
 #include <netfold/transport/socket.hpp>
 
 #include <cstdint>
@@ -28,8 +33,8 @@ namespace netfold::transport {
 
 class Rail {
  public:
-  // Takes ownership of a connected stream socket.
-  Rail(Fd socket, bool keeps);
+  // Takes ownership of a connected stream socket. `secrets`: of this connection; security none for plain bytes.
+  Rail(Fd socket, bool keeps, const seal::StreamSecrets& secrets);
 
   // As Pipe's. On a broken rail: later.
   Pipe::Io send(std::span<const iovec> pieces);
@@ -47,11 +52,14 @@ class Rail {
   // Gives up the socket of a rail that is up. The peer has, or will: what it had sent is waited for, up to kLastNs.
   void sever();
   // Goes on over `socket` from where the peer stands. False, and lost, where what it misses is not kept any more.
-  bool mend(Fd socket, std::uint64_t peer_received);
+  // `secrets`: of the new connection, as secure as the first.
+  bool mend(Fd socket, std::uint64_t peer_received, const seal::StreamSecrets& secrets);
   // No new connection will come. `why` is what errors say of it.
   void lose(std::string why);
   // Says again what the former socket took along. True once that is done, or cannot be now.
   bool catch_up();
+  // Whether bytes that were taken from the caller would be lost if we closed now.
+  bool holds_back() const { return state_ == State::up && records_ != nullptr && records_->has_pending(); }
 
  private:
   enum class State : std::uint8_t { up, broken, lost };
@@ -60,14 +68,21 @@ class Rail {
 
   Pipe::Io lost() const { return {.closed = true, .error = error_, .why = &why_}; }
   Pipe::Io broke(int error);
-  void adopt(Fd socket);
-  void keep(std::span<const iovec> pieces, std::size_t bytes);
+  void adopt(Fd socket, const seal::StreamSecrets& secrets);
+  Pipe::Io send_records(std::span<const iovec> pieces);
+  Pipe::Io receive_records(std::span<const iovec> pieces);
+  void seal_kept();
+  void drain_records();
+  Pipe::Io ended(const RecordStream::Got& got);
+  void keep(std::span<const iovec> pieces, std::size_t skip, std::size_t bytes);
   void let_go();
   bool greeted();
   std::byte* kept_at(std::uint64_t position, std::size_t* left);
 
   ProcessFd socket_;
+  std::unique_ptr<RecordStream> records_;  // of this socket; null for plain bytes
   const bool keeps_;
+  const seal::Security security_;
   State state_ = State::up;
   int error_ = 0;
   int mends_ = 0;
@@ -79,7 +94,7 @@ class Rail {
   std::size_t unread_from_ = 0;
 
   std::uint64_t sent_ = 0;     // taken from the caller
-  std::uint64_t written_ = 0;  // of these, handed to the present socket, or known to have arrived
+  std::uint64_t written_ = 0;  // of these, handed to the present socket or its records, or known to have arrived
   std::uint64_t kept_from_ = 0;
   std::deque<std::unique_ptr<std::byte[]>> kept_;  // [kept_from_, sent_), in whole blocks
 };

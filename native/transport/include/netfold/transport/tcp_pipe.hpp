@@ -16,8 +16,10 @@ class TcpPipe final : public Pipe {
   static constexpr std::size_t kStripeBytes = 64 << 10;
 
   // Connections that are made and authenticated above this floor. `breaks` is told of a rail that broke and waits to
-  // be mended; without it nothing is kept for that, and a connection that ends is the end.
-  TcpPipe(std::vector<Fd> sockets, std::function<void(int rail)> breaks);
+  // be mended; without it nothing is kept for that, and a connection that ends is the end. `secrets`: by socket; none
+  // for plain bytes.
+  TcpPipe(std::vector<Fd> sockets, const std::vector<seal::StreamSecrets>& secrets,
+          std::function<void(int rail)> breaks);
 
   Io send(std::span<const iovec> pieces) override;
   Io receive(std::span<const iovec> pieces) override;
@@ -26,6 +28,9 @@ class TcpPipe final : public Pipe {
   std::size_t unconfirmed() const override;
   bool catch_up() override;
   void wait_to_catch_up(std::vector<pollfd>& fds) override;
+  // A record that a socket took in part: the rest is written by `catch_up`.
+  bool needs_driving() const override { return has_records_; }
+  bool holds_back() const override;
 
   int rails() const override { return static_cast<int>(rails_.size()); }
   Rail* rail(int number) override { return &rails_[static_cast<std::size_t>(number)]; }
@@ -39,6 +44,7 @@ class TcpPipe final : public Pipe {
   std::vector<Rail> rails_;
   std::vector<int> reported_;  // after how many mends a break was told
   std::function<void(int)> breaks_;
+  const bool has_records_;
   std::uint64_t sent_ = 0;
   std::uint64_t received_ = 0;
 };

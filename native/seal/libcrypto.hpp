@@ -1,0 +1,52 @@
+// What we use of OpenSSL's libcrypto, opened at run time.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace netfold::seal {
+
+inline constexpr std::size_t kBlockBytes = 16;
+
+using Block = void (*)(const unsigned char* in, unsigned char* out, const void* key);
+
+// From openssl/modes.h, openssl/evp.h, openssl/hmac.h and openssl/crypto.h.
+struct Crypto {
+  void* (*new_cipher)();
+  void (*free_cipher)(void* cipher);
+  const void* (*aes_128_ecb)();
+  const void* (*aes_128_gcm)();
+  int (*init)(void* cipher, const void* type, void* engine, const unsigned char* key, const unsigned char* nonce);
+  int (*init_opening)(void* cipher, const void* type, void* engine, const unsigned char* key,
+                      const unsigned char* nonce);
+  int (*encrypt)(void* cipher, unsigned char* out, const unsigned char* in, unsigned bytes);
+  int (*update)(void* cipher, unsigned char* out, int* out_bytes, const unsigned char* in, int bytes);
+  int (*update_opening)(void* cipher, unsigned char* out, int* out_bytes, const unsigned char* in, int bytes);
+  int (*finish)(void* cipher, unsigned char* out, int* out_bytes);
+  int (*finish_opening)(void* cipher, unsigned char* out, int* out_bytes);
+  int (*control)(void* cipher, int what, int number, void* data);
+  void* (*new_gcm)(void* key, Block block);
+  void (*free_gcm)(void* gcm);
+  void (*set_nonce)(void* gcm, const unsigned char* nonce, std::size_t bytes);
+  int (*read)(void* gcm, const unsigned char* in, std::size_t bytes);
+  void (*get_tag)(void* gcm, unsigned char* out, std::size_t bytes);
+  int (*compare)(const void* a, const void* b, std::size_t bytes);  // in constant time
+  const void* (*sha_256)();
+  unsigned char* (*hmac)(const void* digest, const void* key, int key_bytes, const unsigned char* data,
+                         std::size_t bytes, unsigned char* out, unsigned* out_bytes);
+  std::string missing;  // why it cannot be used; empty where it can
+
+  Crypto();
+};
+
+// For as long as the process: contexts may outlive any other owner.
+const Crypto& crypto();
+
+// Ends the process where a function failed that cannot with a key that was accepted: what is not authenticated must not
+// leave.
+void expect(bool done, const char* what);
+
+inline unsigned char* bytes_of(std::byte* data) { return reinterpret_cast<unsigned char*>(data); }
+inline const unsigned char* bytes_of(const std::byte* data) { return reinterpret_cast<const unsigned char*>(data); }
+
+}  // namespace netfold::seal

@@ -1,0 +1,116 @@
+#include <netfold/seal/records.hpp>
+#include <netfold/seal/sealer.hpp>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "libcrypto.hpp"
+
+namespace netfold::seal {
+namespace {
+
+constexpr int kGetTag = 0x10;  // EVP_CTRL_AEAD_GET_TAG
+constexpr int kSetTag = 0x11;  // EVP_CTRL_AEAD_SET_TAG
+
+void store(std::uint64_t value, std::size_t bytes, std::byte* out) {
+  for (std::size_t i = bytes; i-- > 0; value >>= 8) out[i] = static_cast<std::byte>(value);
+}
+
+Secret derived(const Secret& from, const char* what) {
+  Secret out;
+  unsigned bytes = 0;
+  const auto* done =
+      crypto().hmac(crypto().sha_256(), from.data(), static_cast<int>(from.size()),
+                    reinterpret_cast<const unsigned char*>(what), std::strlen(what), bytes_of(out.data()), &bytes);
+  expect(done != nullptr && bytes == out.size(), "derive the key of a stream");
+  return out;
+}
+
+}  // namespace
+
+void RecordKey::FreeCipher::operator()(void* cipher) const { crypto().free_cipher(cipher); }
+
+RecordKey::RecordKey(Security security, const Secret& secret, bool opens, std::uint64_t records_per_key)
+    : security_(security), opens_(opens), records_per_key_(records_per_key), secret_(secret) {
+  if (!missing().empty()) throw std::runtime_error(missing());
+  if (security == Security::none) throw std::invalid_argument("a stream without security has no records");
+  cipher_.reset(crypto().new_cipher());
+  const auto init = opens_ ? crypto().init_opening : crypto().init;
+  if (!cipher_ || init(cipher_.get(), crypto().aes_128_gcm(), nullptr, nullptr, nullptr) != 1) {
+    throw std::runtime_error("OpenSSL's libcrypto offers no AES-128-GCM; its configuration may forbid it");
+  }
+  derive();
+}
+
+void RecordKey::derive() {
+  const Secret key = derived(secret_, "netfold record key");
+  const auto init = opens_ ? crypto().init_opening : crypto().init;
+  expect(init(cipher_.get(), nullptr, nullptr, bytes_of(key.data()), nullptr) == 1, "set the key of a stream");
+}
+
+void* RecordKey::next() {
+  if (number_ != 0 && number_ % records_per_key_ == 0) {
+    secret_ = derived(secret_, "netfold next secret");
+    derive();
+  }
+  std::byte nonce[kNonceBytes]{};
+  store(number_++, 8, nonce + kNonceBytes - 8);
+  const auto init = opens_ ? crypto().init_opening : crypto().init;
+  expect(init(cipher_.get(), nullptr, nullptr, nullptr, bytes_of(nonce)) == 1, "set the nonce of a record");
+  return cipher_.get();
+}
+
+std::size_t RecordSealer::seal(std::span<const iovec> pieces, std::byte* out) {
+  const Crypto& library = crypto();
+  std::byte* const payload = out + kRecordHeaderBytes;
+  std::size_t bytes = 0;
+  for (const iovec& piece : pieces) bytes += piece.iov_len;
+  store(bytes, kRecordHeaderBytes, out);
+  void* cipher = next();
+  int done = 0;
+  bool good = library.update(cipher, nullptr, &done, bytes_of(out), kRecordHeaderBytes) == 1;
+  std::size_t at = 0;
+  for (const iovec& piece : pieces) {
+    if (piece.iov_len == 0) continue;
+    const auto length = static_cast<int>(piece.iov_len);
+    if (security_ == Security::encrypt) {
+      const auto* from = static_cast<const unsigned char*>(piece.iov_base);
+      good = good && library.update(cipher, bytes_of(payload + at), &done, from, length) == 1;
+    } else {
+      std::memcpy(payload + at, piece.iov_base, piece.iov_len);
+    }
+    at += piece.iov_len;
+  }
+  // What is copied is what is tagged: the caller's memory may change meanwhile.
+  if (security_ == Security::authenticate && bytes > 0) {
+    good = good && library.update(cipher, nullptr, &done, bytes_of(payload), static_cast<int>(bytes)) == 1;
+  }
+  good = good && library.finish(cipher, bytes_of(payload + bytes), &done) == 1;
+  good = good && library.control(cipher, kGetTag, kTagBytes, payload + bytes) == 1;
+  expect(good, "authenticate a record");
+  return kRecordOverhead + bytes;
+}
+
+std::size_t RecordOpener::payload_bytes(const std::byte* header) {
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < kRecordHeaderBytes; ++i) bytes = bytes << 8 | std::to_integer<std::size_t>(header[i]);
+  return bytes;
+}
+
+bool RecordOpener::open(std::span<std::byte> record) {
+  const Crypto& library = crypto();
+  std::byte* const payload = record.data() + kRecordHeaderBytes;
+  const std::size_t bytes = record.size() - kRecordOverhead;
+  void* cipher = next();
+  int done = 0;
+  bool good = library.control(cipher, kSetTag, kTagBytes, payload + bytes) == 1;
+  good = good && library.update_opening(cipher, nullptr, &done, bytes_of(record.data()), kRecordHeaderBytes) == 1;
+  if (bytes > 0) {
+    auto* const to = security_ == Security::encrypt ? bytes_of(payload) : nullptr;
+    good = good && library.update_opening(cipher, to, &done, bytes_of(payload), static_cast<int>(bytes)) == 1;
+  }
+  unsigned char nothing[kBlockBytes];
+  return good && library.finish_opening(cipher, nothing, &done) == 1;
+}
+
+}  // namespace netfold::seal

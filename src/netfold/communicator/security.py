@@ -1,0 +1,64 @@
+"""What NETFOLD_SECURITY asks for, and why something on this host or on the way cannot give it (docs/security.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from netfold import control
+from netfold._native import seal
+from netfold.communicator.options import SECURITIES, Options
+
+
+def why_not_secure(options: Options) -> str:
+    """Why this process cannot keep to the security that `options`, resolved, ask for; empty where it can."""
+    if options.security == SECURITIES[0]:
+        return ""
+    asked = f"NETFOLD_SECURITY={options.security}"
+    if options.fabric is not None:
+        return (
+            f"{asked} and NETFOLD_TRANSPORT={options.transport} exclude each other: only streams over TCP are "
+            "authenticated or encrypted, and what goes over a fabric or MPI is not"
+        )
+    if seal.missing():
+        return f"{asked} needs OpenSSL 3's libcrypto on every host of the job, and this host cannot: {seal.missing()}"
+    return ""
+
+
+def why_no_switch(security: str, switch: str | None) -> str:
+    """Why packets may not go to `switch`, as NETFOLD_SWITCH names it, under that security; empty where they may."""
+    if switch is None or security == SECURITIES[0]:
+        return ""
+    for endpoint in control.switches_of(switch):
+        host, port, fingerprint = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
+        if fingerprint is None:
+            return (
+                f"the switch at {control.format_endpoint(host, port)} is not used: NETFOLD_SECURITY={security}, and a "
+                "switch that NETFOLD_SWITCH names without a fingerprint has no keys"
+            )
+    if security == "encrypt":
+        return (
+            "no switch is used: NETFOLD_SECURITY=encrypt, and packets to a switch are authenticated and not encrypted"
+        )
+    return ""
+
+
+def job_secret(drawn: bytes, secret_file: str | None) -> bytes:
+    """The secret that all connections of a job are proved by: what rank 0 drew and left in the store, with what is in
+    the file that the store never sees. ValueError with a sentence where there is no such file, or another may read it.
+    """
+    if secret_file is None:
+        return drawn
+    try:
+        text = control.read_private(secret_file).strip()
+        control.check_token(text)
+    except OSError as error:
+        raise ValueError(f"NETFOLD_SECRET_FILE={secret_file}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"NETFOLD_SECRET_FILE={secret_file}: {error}") from None
+    return hmac.new(text.encode(), b"netfold job secret" + drawn, hashlib.sha256).digest()
+
+
+def check_of(secret: bytes) -> str:
+    """What shows whether two ranks have the same secret, and tells nothing of it."""
+    return hmac.new(secret, b"netfold secret check", hashlib.sha256).hexdigest()[:16]

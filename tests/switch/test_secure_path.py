@@ -1,0 +1,145 @@
+"""NETFOLD_SECURITY and a switch: which switch may be used, and what takes its place when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import stat
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from interceptor import ThroughInterceptor
+from load import seconds
+from ranks import run_ranks, running_switch, values
+
+from netfold import Communicator, FileStore, Options
+
+pytestmark = pytest.mark.native
+
+TOKEN = secrets.token_hex(32)
+COUNT = 400_000
+
+
+def private(path: Path, text: str) -> str:
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return str(path)
+
+
+def add(group: Communicator, turn: int) -> bool:
+    """Whether an all_reduce is right."""
+    ranks = group.size
+    array = np.arange(COUNT, dtype=np.int64) * (group.rank + 1) + turn
+    group.all_reduce(array)
+    return bool((array == np.arange(COUNT, dtype=np.int64) * (ranks * (ranks + 1) // 2) + ranks * turn).all())
+
+
+def _joins(rank: int, size: int, folder: str, options: tuple[Options, ...]) -> tuple[bool, str]:
+    """Whether the group goes by the switch, and its reasons."""
+    given = options[rank % len(options)]
+    with Communicator(FileStore(folder), rank, size, options=given, join_timeout_s=15, timeout_s=30) as group:
+        assert add(group, 1)
+        return group.group.membership is not None, group.group.why("all_reduce", 1 << 22)
+
+
+def options_of(switch: str, tmp_path: Path, security: str, **others: Any) -> Options:
+    token_file = private(tmp_path / "token", TOKEN + "\n") if "#" in switch else None
+    return Options(switch=switch, token_file=token_file, transport="tcp", security=security, **others)
+
+
+def test_a_switch_without_keys_is_not_used_where_packets_must_have_them(tmp_path: Path) -> None:
+    with running_switch() as switch:
+        assert values(run_ranks(_joins, 2, (options_of(switch.endpoint, tmp_path, "none"),)))[0][0]
+        for security in ("authenticate", "encrypt"):
+            for used, why in values(run_ranks(_joins, 2, (options_of(switch.endpoint, tmp_path, security),))):
+                assert not used
+                assert f"the switch at {switch.endpoint} is not used: NETFOLD_SECURITY={security}" in why, why
+
+
+def test_a_switch_with_keys_is_used_up_to_the_security_that_its_packets_have(tmp_path: Path) -> None:
+    with running_switch("--token-file", private(tmp_path / "tokens", f"vision {TOKEN}\n")) as switch:
+        for used, _ in values(run_ranks(_joins, 2, (options_of(switch.endpoint, tmp_path, "authenticate"),))):
+            assert used
+        for used, why in values(run_ranks(_joins, 2, (options_of(switch.endpoint, tmp_path, "encrypt"),))):
+            assert not used
+            assert "no switch is used: NETFOLD_SECURITY=encrypt, and packets to a switch are authenticated" in why, why
+        # One rank leaves out the fingerprint: it could be made to send its packets to anybody.
+        bare = switch.endpoint.partition("#")[0]
+        both = tuple(options_of(each, tmp_path, "authenticate") for each in (switch.endpoint, bare))
+        for outcome in run_ranks(_joins, 2, both):
+            assert outcome.error == "RendezvousError", outcome
+            assert f"the switch at {bare} is not used: NETFOLD_SECURITY=authenticate" in outcome.text
+
+
+def test_a_switch_with_keys_below_one_without_is_refused(tmp_path: Path) -> None:
+    tokens = private(tmp_path / "tokens", f"vision {TOKEN}\n")
+    with running_switch() as root, running_switch("--token-file", tokens, "--parent", root.endpoint) as leaf:
+        for outcome in run_ranks(_joins, 2, (options_of(leaf.endpoint, tmp_path, "authenticate"),)):
+            assert outcome.error == "SwitchError", outcome
+            assert f"the switch at {root.endpoint} has no keys, and NETFOLD_SECURITY=authenticate" in outcome.text
+
+
+def reset_connection_to(port: int) -> None:
+    """End this process's connections to that port, as anybody does who can send it a TCP reset."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as stream:
+                if stream.family != socket.AF_INET or stream.getpeername()[1] != port:
+                    continue
+                if os.geteuid() == 0 and shutil.which("ss"):
+                    ours = str(stream.getsockname()[1])
+                    subprocess.run(["ss", "-K", "sport", "=", ours], capture_output=True, check=False)
+                # Where the kernel cannot do that, an end does as well.
+                stream.shutdown(socket.SHUT_RDWR)
+
+
+def _downgraded(rank: int, size: int, folder: str, options: Options, port: int) -> str:
+    """A job that somebody takes the switch from, to change what goes between the ranks then."""
+    store = ThroughInterceptor(folder)
+    with Communicator(store, rank, size, options=options, timeout_s=30) as group:
+        for turn in range(3):
+            assert group.group.membership is not None
+            assert add(group, turn)
+        if rank == 0:
+            reset_connection_to(port)
+        deadline = time.monotonic() + seconds(20)
+        turn = 3
+        # Both ranks take the same number of turns: as many as it takes until no rank has the switch.
+        while True:
+            assert add(group, turn), "a wrong sum although nobody touched it"
+            left = np.array([group.group.membership is not None], np.int32)
+            group.all_reduce(left)
+            turn += 1
+            if left[0] == 0:
+                break
+            assert time.monotonic() < deadline
+        if rank == 0:
+            store.interceptor.attack = "flip"
+        for late in range(turn, turn + 5):
+            if not add(group, late):
+                return "wrong"
+        assert rank != 0 or store.interceptor.done.is_set()
+        return "right"
+
+
+@pytest.mark.parametrize("security", ["none", "authenticate"])
+def test_who_resets_the_connection_to_the_switch_gains_nothing(tmp_path: Path, security: str) -> None:
+    with running_switch("--token-file", private(tmp_path / "tokens", f"vision {TOKEN}\n")) as switch:
+        options = options_of(switch.endpoint, tmp_path, security, rejoin_s=0)
+        port = int(switch.endpoint.partition("#")[0].rpartition(":")[2])
+        outcomes = run_ranks(_downgraded, 2, options, port, timeout_s=90)
+    if security == "none":
+        # So it was without the setting, and is: packets had tags, what took their place has none.
+        assert "wrong" in [outcome.value for outcome in outcomes], outcomes
+    else:
+        assert [outcome.error for outcome in outcomes] == ["PeerLost", "PeerLost"], outcomes
+        assert any("a record came with a wrong tag" in outcome.text for outcome in outcomes)
