@@ -13,6 +13,7 @@
 #include <netfold/engine/watcher.hpp>
 
 #include <algorithm>
+#include <cerrno>
 #include <cfenv>
 #include <cstdio>
 #include <stdexcept>
@@ -77,7 +78,8 @@ void pause(bool yields) {
 #endif
 }
 
-void sleep_in(collective::WaitSet& set) {
+// False: a signal ended the sleep.
+bool sleep_in(collective::WaitSet& set) {
   timespec timeout{};
   timespec* wait = nullptr;
   if (set.wake_ns >= 0) {
@@ -85,8 +87,10 @@ void sleep_in(collective::WaitSet& set) {
     timeout = {.tv_sec = left / 1'000'000'000, .tv_nsec = left % 1'000'000'000};
     wait = &timeout;
   }
-  ppoll(set.fds.data(), set.fds.size(), wait, nullptr);
+  return ppoll(set.fds.data(), set.fds.size(), wait, nullptr) >= 0 || errno != EINTR;
 }
+
+Interrupts interrupts;  // written once, before any thread waits
 
 }  // namespace
 
@@ -281,35 +285,60 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
     }
   }
   if (wake_engine) engine_.wake();
-  if (drive) drive_until(*operation, on_this_thread ? -1 : 0);
+  if (drive && on_this_thread) {
+    wait_until(*operation, -1, true);
+  } else if (drive) {
+    drive_until(*operation, 0, false);
+  }
   return operation;
 }
 
 bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
   if (operation.done()) return true;
   const InEngine counted;
-  const std::int64_t now = now_ns();
-  const std::int64_t until_ns = timeout_ns < 0 ? -1 : now + timeout_ns;
-  bool drive = false;
-  {
-    std::lock_guard lock(mutex_);
-    if (can_take_over() && has_work()) {
-      take_over(now);
-      drive = true;
-    } else {
-      come_inside(now);
-      ++waiting_;
+  return wait_until(operation, timeout_ns < 0 ? -1 : now_ns() + timeout_ns, false);
+}
+
+bool Group::wait_until(const Operation& operation, std::int64_t until_ns, bool drives) {
+  bool asks = interrupts.reach_this_thread != nullptr && interrupts.reach_this_thread();
+  std::int64_t now = now_ns();
+  std::int64_t ask_ns = now + kAskNs;
+  for (;;) {
+    const bool asks_first = asks && (until_ns < 0 || ask_ns < until_ns);
+    const std::int64_t stop_ns = asks_first ? ask_ns : until_ns;
+    if (!drives) {
+      std::lock_guard lock(mutex_);
+      if (can_take_over() && has_work()) {
+        take_over(now);
+        drives = true;
+      } else {
+        come_inside(now);
+        ++waiting_;
+      }
     }
+    bool signalled = false;
+    if (drives) {
+      signalled = drive_until(operation, stop_ns, asks_first);
+      drives = false;
+    } else {
+      operation.wait(stop_ns < 0 ? -1 : std::max<std::int64_t>(0, stop_ns - now));
+      std::lock_guard lock(mutex_);
+      --waiting_;
+      go_outside(now_ns());
+    }
+    if (operation.done()) return true;
+    now = now_ns();
+    if (until_ns >= 0 && now >= until_ns) return false;
+    if (!asks || (now < ask_ns && !signalled)) continue;
+    if (interrupts.end_the_wait() && !operation.done()) {
+      fail({Failure::Kind::aborted, rank(), describe(operation) + " was interrupted by a signal"});
+      // The caller has its tensors back when this returns: wait until nobody touches them, whatever else comes.
+      asks = false;
+      until_ns = -1;
+    }
+    now = now_ns();
+    ask_ns = now + kAskNs;
   }
-  if (drive) {
-    drive_until(operation, until_ns);
-    return operation.done();
-  }
-  const bool done = operation.wait(until_ns < 0 ? -1 : std::max<std::int64_t>(0, until_ns - now_ns()));
-  std::lock_guard lock(mutex_);
-  --waiting_;
-  go_outside(now_ns());
-  return done;
 }
 
 bool Group::can_take_over() const { return driver_ == Driver::none || (driver_ == Driver::engine && engine_sleeps_); }
@@ -323,11 +352,12 @@ void Group::take_over(std::int64_t now) {
   come_inside(now);
 }
 
-void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
+bool Group::drive_until(const Operation& operation, std::int64_t until_ns, bool comes_back) {
   const DefaultFloats floats;
   collective::WaitSet set;
   std::int64_t idle_since = 0;
-  while (!operation.done()) {
+  bool signalled = false;
+  while (!operation.done() && !(signalled && comes_back)) {
     const std::int64_t now = now_ns();
     const bool moved = turn(now);
     if (operation.done() || (until_ns >= 0 && now >= until_ns)) break;
@@ -345,7 +375,7 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
       set.add(wake_.get(), POLLIN);
       set.wake_at(until_ns);
       wait_for(set);
-      if (!set.look_again || !turn(now_ns())) sleep_in(set);
+      if (!set.look_again || !turn(now_ns())) signalled = !sleep_in(set);
     } catch (const std::bad_alloc&) {
       // No memory for the list of what to wait for: look again at once.
     }
@@ -358,12 +388,16 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
     std::lock_guard lock(mutex_);
     driver_ = Driver::none;
     more = has_work();
-    can_wait = waiting_ == 0 && can_be_left();
+    can_wait = waiting_ == 0 && (comes_back || can_be_left());
     go_outside(now_ns());
     driver_left_.notify_all();
   }
-  if (more && can_wait) return engine_.wake_later();
-  if (more) engine_.wake();
+  if (more && can_wait) {
+    engine_.wake_later();
+  } else if (more) {
+    engine_.wake();
+  }
+  return signalled;
 }
 
 void Group::wake_driver() { signal(wake_); }
@@ -780,6 +814,8 @@ Engine& Engine::instance() {
   }();
   return *engine;
 }
+
+void Engine::set_interrupts(Interrupts given) { interrupts = given; }
 
 std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
                                          std::unique_ptr<transport::Mesh> lane,
