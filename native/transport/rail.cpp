@@ -62,7 +62,7 @@ void Rail::adopt(Fd socket) {
 
 Pipe::Io Rail::send(std::span<const iovec> pieces) {
   if (state_ == State::lost) return lost();
-  if (state_ == State::broken || !catch_up()) return {};
+  if (state_ != State::up || !catch_up()) return {};
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces.data());
   message.msg_iovlen = pieces.size();
@@ -116,12 +116,35 @@ Pipe::Io Rail::broke(int error) {
 }
 
 // What our kernel has confirmed the peer does not keep any more, so it must all be read before the socket goes: up to
-// the end of stream, behind which nothing can come.
+// the end of stream, behind which nothing can come. After an end of stream or a reset that is there already.
 void Rail::sever() {
-  if (state_ != State::up) return;
-  state_ = State::broken;
-  ::shutdown(socket_.get(), SHUT_WR);
+  begin_sever();
+  if (state_ != State::severing) return;
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kLastNs);
+  while (!read_rest()) {
+    // Only where the kernel refused to send over a connection that lives.
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(give_up - std::chrono::steady_clock::now());
+    pollfd more{socket_.get(), POLLIN, 0};
+    if (left.count() <= 0 || ::poll(&more, 1, static_cast<int>(left.count())) == 0) break;
+  }
+  end_sever();
+}
+
+void Rail::begin_sever() {
+  if (state_ != State::up) return;
+  state_ = State::severing;
+  ::shutdown(socket_.get(), SHUT_WR);
+}
+
+void Rail::end_sever() {
+  if (state_ != State::severing) return;
+  read_rest();
+  state_ = State::broken;
+  if (keeps_) let_go();
+  socket_.reset();
+}
+
+bool Rail::read_rest() {
   unread_.erase(unread_.begin(), unread_.begin() + static_cast<std::ptrdiff_t>(unread_from_));
   unread_from_ = 0;
   for (;;) {
@@ -129,20 +152,21 @@ void Rail::sever() {
     const std::size_t most = greeted_ ? kBlockBytes : 1;
     unread_.resize(had + most);
     const ssize_t got = ::recv(socket_.get(), unread_.data() + had, most, MSG_DONTWAIT);
+    const int error = errno;
     unread_.resize(had + (greeted_ ? static_cast<std::size_t>(std::max<ssize_t>(got, 0)) : 0));
     if (got > 0) {
       if (greeted_) received_ += static_cast<std::uint64_t>(got);
       greeted_ = true;
-    } else if (got == 0 || (errno != EINTR && errno != EAGAIN)) {
-      break;
-    } else if (errno == EAGAIN) {
-      const auto left = std::chrono::ceil<std::chrono::milliseconds>(give_up - std::chrono::steady_clock::now());
-      pollfd more{socket_.get(), POLLIN, 0};
-      if (left.count() <= 0 || ::poll(&more, 1, static_cast<int>(left.count())) == 0) break;
+    } else if (got == 0 || error != EINTR) {
+      return got == 0 || error != EAGAIN;
     }
   }
-  if (keeps_) let_go();
-  socket_.reset();
+}
+
+Fd Rail::copy_of_socket() const {
+  Fd copy(fcntl(socket_.get(), F_DUPFD_CLOEXEC, 0));
+  if (!copy) throw_errno("watch a connection");
+  return copy;
 }
 
 bool Rail::mend(Fd socket, std::uint64_t peer_received) {
@@ -228,7 +252,9 @@ void Rail::let_go() {
 }
 
 void Rail::wait_for(short events, std::vector<pollfd>& fds) const {
-  if (!socket_) return;
+  // A socket that is shut for writing is always ready for it.
+  if (state_ == State::severing) events &= ~POLLOUT;
+  if (!socket_ || events == 0) return;
   fds.push_back({socket_.get(), events, 0});
 }
 
