@@ -467,9 +467,14 @@ void bind_engine(nb::module_& m) {
            })
       .def(
           "fail",
-          [](Group& self, int kind, int rank, const std::string& text) {
-            self.fail({static_cast<collective::Failure::Kind>(kind), rank, text});
+          [](Group& self, int kind, int rank, const std::string& text,
+             std::tuple<std::uint32_t, std::int64_t> expired) {
+            self.fail({.kind = static_cast<collective::Failure::Kind>(kind),
+                       .rank = rank,
+                       .text = text,
+                       .expired = {std::get<0>(expired), std::get<1>(expired)}});
           },
+          nb::arg("kind"), nb::arg("rank"), nb::arg("text"), nb::arg("expired") = std::tuple(0, 0),
           nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("failure",
                    [](const Group& self) -> std::optional<std::tuple<int, int, std::string>> {
@@ -510,6 +515,13 @@ void bind_engine(nb::module_& m) {
       .def("said", &Group::said, nb::arg("sequence"),
            "How one of the last calls was made, in words that all ranks share.")
       .def("last_seen", &Group::last_seen, "What this rank does, to be told to others.")
+      .def_prop_ro(
+          "expired",
+          [](const Group& self) {
+            const auto expired = self.failure().expired;
+            return std::tuple(expired.call, expired.timeout_ns);
+          },
+          "(number, timeout in ns) of the collective whose deadline, on any rank, ended this group; (0, 0): none.")
       .def(
           "events",
           [](const Group& self, std::uint64_t since) {

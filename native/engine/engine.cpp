@@ -20,6 +20,7 @@
 
 namespace netfold::engine {
 
+using collective::Expired;
 using collective::Failure;
 using collective::Progress;
 
@@ -497,14 +498,7 @@ bool Group::turn_once(std::int64_t now) {
         ++i;
         continue;
       }
-      failure.kind = Failure::Kind::timeout;
-      const auto ranks = operation.algorithm_->awaited();
-      failure.text = describe(operation) + " did not finish" + within(operation.timeout_ns_);
-      if (!ranks.empty()) {
-        failure.rank = ranks.front();
-        failure.text += "; still waiting for rank";
-        for (const int rank : ranks) failure.text += " " + std::to_string(rank);
-      }
+      failure = timed_out(operation);
     } else if (progress != Progress::done) {
       look_whether_late(operation, now);
     } else {
@@ -523,6 +517,7 @@ bool Group::turn_once(std::int64_t now) {
         failure.kind = Failure::Kind::timeout;
         failure.text = describe(*operation) + " did not start" + within(operation->timeout_ns_) +
                        ": the operations before it are not done";
+        failure.expired = {operation->call_.sequence, operation->timeout_ns_};
         break;
       }
     }
@@ -542,6 +537,35 @@ bool Group::turn_once(std::int64_t now) {
   if (needs_driving_ && active_.empty() && transfers_.empty()) catch_up();
   publish_traffic();
   return moved;
+}
+
+Failure Group::timed_out(const Operation& operation) const {
+  Failure failure;
+  failure.kind = Failure::Kind::timeout;
+  failure.expired = {operation.call_.sequence, operation.timeout_ns_};
+  failure.text = describe(operation) + " did not finish" + within(operation.timeout_ns_);
+  const auto ranks = operation.algorithm_->awaited();
+  if (ranks.empty()) return failure;
+  failure.rank = ranks.front();
+  failure.text += "; still waiting for rank";
+  for (const int rank : ranks) failure.text += " " + std::to_string(rank);
+  return failure;
+}
+
+void Group::share_timeout(Failure& failure) {
+  if (failure.kind != Failure::Kind::peer_lost || failure.expired.call == 0) return;
+  for (const auto& operation : active_) {
+    const Expired mine{operation->call_.sequence, operation->timeout_ns_};
+    if (mine != failure.expired || operation->algorithm_ == nullptr) continue;
+    Failure same = timed_out(*operation);
+    if (same.rank < 0) same.rank = failure.rank;
+    same.heard = failure.heard.empty() ? failure.text : failure.heard;
+    failure = std::move(same);
+    std::lock_guard lock(mutex_);
+    failure_ = failure;
+    failure_names_operation_ = true;
+    return;
+  }
 }
 
 void Group::publish_traffic() {
@@ -652,9 +676,11 @@ void Group::fail_all() {
   Failure failure = this->failure();
   const std::int64_t now = now_ns();
   if (close_ns_ < 0) {
+    share_timeout(failure);
     if (node_ != nullptr) {
       node_->leave(failure.orderly ? transport::SharedNode::kLeft : transport::SharedNode::kFailed, failure.rank,
-                   failure.heard.empty() ? failure.text : failure.heard);
+                   failure.heard.empty() ? failure.text : failure.heard, failure.expired.call,
+                   failure.expired.timeout_ns);
       if (const int user = wait_for_users(); user >= 0) {
         failure.text +=
             "; rank " + std::to_string(user) +
@@ -711,6 +737,7 @@ void Group::hear_in_memory(Failure& failure) const {
       continue;
     }
     failure.heard.assign(segment.reason, segment.reason_bytes);
+    failure.expired = {segment.expired_call, segment.expired_timeout_ns};
     failure.text += "; it gave up on the group: " + failure.heard;
     if (segment.fault_rank >= 0 && segment.fault_rank != rank()) failure.rank = segment.fault_rank;
     return;

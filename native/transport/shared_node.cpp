@@ -104,10 +104,13 @@ void SharedNode::end_use_of_all() {
   }
 }
 
-void SharedNode::leave(Left how, int fault_rank, const std::string& reason) {
+void SharedNode::leave(Left how, int fault_rank, const std::string& reason, std::uint32_t expired_call,
+                       std::int64_t expired_timeout_ns) {
   Segment& mine = own();
   if (mine.left.load(std::memory_order_relaxed) != kHere) return;
   mine.fault_rank = fault_rank;
+  mine.expired_call = expired_call;
+  mine.expired_timeout_ns = expired_timeout_ns;
   mine.reason_bytes = static_cast<std::uint32_t>(std::min(reason.size(), sizeof mine.reason));
   std::memcpy(mine.reason, reason.data(), mine.reason_bytes);
   mine.left.store(how, std::memory_order_release);

@@ -270,6 +270,10 @@ class Group {
   bool turn_transfers(std::int64_t now, collective::Failure& failure);
   void begin_transfers(std::int64_t now);
   void check_transfer_deadlines(std::int64_t now, collective::Failure& failure);
+  collective::Failure timed_out(const Operation& operation) const;
+  // Another rank gave up because a collective passed its deadline. Where this rank is in that collective, with the same
+  // timeout, the failure is the timeout here too: one cause has one name on all ranks.
+  void share_timeout(collective::Failure& failure);
   void fail_all();
   // Until no rank of this host touches this rank's memory: -1; or the rank that still does.
   int wait_for_users();
