@@ -1,6 +1,7 @@
 #include <fcntl.h>
 #include <linux/sockios.h>
 #include <netinet/tcp.h>
+#include <pthread.h>
 #include <sys/ioctl.h>
 #include <netfold/transport/rail.hpp>
 
@@ -33,6 +34,8 @@ class SpareBlocks {
     std::lock_guard lock(mutex_);
     if (blocks_.size() < kMost) blocks_.push_back(std::move(block));
   }
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
 
  private:
   static constexpr std::size_t kMost = 128;
@@ -42,7 +45,11 @@ class SpareBlocks {
 
 SpareBlocks& spare_blocks() {
   // Never destroyed: threads of a dying process may still be inside.
-  static auto* blocks = new SpareBlocks;
+  static auto* blocks = [] {
+    // A child must not find the lock held by a thread that it does not have.
+    pthread_atfork([] { spare_blocks().lock(); }, [] { spare_blocks().unlock(); }, [] { spare_blocks().unlock(); });
+    return new SpareBlocks;
+  }();
   return *blocks;
 }
 
