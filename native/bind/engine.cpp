@@ -5,12 +5,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <pthread.h>
 #include <unistd.h>
 #include <netfold/collective/registry.hpp>
 #include <netfold/engine/engine.hpp>
 #include <netfold/engine/watcher.hpp>
 #include <netfold/transport/tcp_pipe.hpp>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 
@@ -209,6 +211,37 @@ bool accept_packets(const Shard& shard, std::uint64_t life, const std::vector<nb
   return accepted;
 }
 
+// The thread on which Python runs signal handlers: in a fork's child, the one that forked.
+std::atomic<pthread_t> main_thread;
+
+void hear_signals() {
+  main_thread = nb::cast<std::uintptr_t>(nb::module_::import_("threading").attr("main_thread")().attr("ident"));
+  pthread_atfork(nullptr, nullptr, [] { main_thread = pthread_self(); });
+  Engine::set_interrupts({
+      .reach_this_thread = [] { return pthread_equal(pthread_self(), main_thread.load()) != 0; },
+      .end_the_wait =
+          [] {
+            const nb::gil_scoped_acquire gil;
+            return PyErr_CheckSignals() != 0;  // the exception stays with this thread until raise_of_handler
+          },
+  });
+}
+
+// After every wait: what a signal's handler raised, if that ended the wait.
+void raise_of_handler() {
+  if (PyErr_Occurred() != nullptr) throw nb::python_error();
+}
+
+bool wait(Group& group, const Operation& operation, std::int64_t timeout_ns) {
+  bool done = false;
+  {
+    nb::gil_scoped_release release;
+    done = group.wait(operation, timeout_ns);
+  }
+  raise_of_handler();
+  return done;
+}
+
 std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce, bool average, int root,
                                   const std::vector<Region>& inputs, const std::vector<Region>& outputs,
                                   std::int64_t timeout_ns, bool on_this_thread, int tag) {
@@ -226,8 +259,13 @@ std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce,
   call.inputs = buffers(inputs);
   call.outputs = buffers(outputs);
   const char* site = call_site();
-  nb::gil_scoped_release release;
-  return group.submit(std::move(call), timeout_ns, on_this_thread, site);
+  std::shared_ptr<Operation> operation;
+  {
+    nb::gil_scoped_release release;
+    operation = group.submit(std::move(call), timeout_ns, on_this_thread, site);
+  }
+  raise_of_handler();
+  return operation;
 }
 
 // What PEP 3118's format says of elements that can be reduced as they are; nullopt for any other.
@@ -291,6 +329,7 @@ nb::object all_reduce_here(Group& group, nb::handle array, int reduce, bool aver
     operation = group.submit(std::move(call), timeout_ns, true, site);
     group.wait(*operation, -1);  // its own deadline ends it
   }
+  raise_of_handler();
   if (operation->failure()) return nb::cast(std::move(operation));
   return nb::none();
 }
@@ -314,6 +353,7 @@ nb::bytes record_bytes(const engine::EventRecord* records, std::size_t count) {
 }  // namespace
 
 void bind_engine(nb::module_& m) {
+  hear_signals();
   nb::module_ e = m.def_submodule("engine");
   e.attr("DTYPES") = names<kernels::DType>(kernels::kDTypeCount);
   e.attr("REDUCE_OPS") = names<kernels::ReduceOp>(kernels::kReduceOpCount);
@@ -434,8 +474,9 @@ void bind_engine(nb::module_& m) {
            nb::arg("inputs"), nb::arg("outputs"), nb::arg("timeout_ns"), nb::arg("on_this_thread"), nb::arg("tag") = 0)
       .def("all_reduce_here", &all_reduce_here, nb::arg("array"), nb::arg("reduce"), nb::arg("average"),
            nb::arg("timeout_ns"))
-      .def("wait", &Group::wait, nb::arg("operation"), nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>(),
-           "Wait for an operation of this group, on whose behalf this thread may be made to drive.")
+      .def("wait", &wait, nb::arg("operation"), nb::arg("timeout_ns"),
+           "Wait for an operation of this group, on whose behalf this thread may be made to drive. On the main thread, "
+           "what a signal's handler raises ends the wait and fails the group; the operation is then done.")
       .def("choose",
            [](const Group& self, int kind, int dtype, std::uint64_t bytes) {
              const auto choice = self.choose(static_cast<collective::Kind>(kind), static_cast<kernels::DType>(dtype),
@@ -444,9 +485,14 @@ void bind_engine(nb::module_& m) {
            })
       .def(
           "fail",
-          [](Group& self, int kind, int rank, const std::string& text) {
-            self.fail({static_cast<collective::Failure::Kind>(kind), rank, text});
+          [](Group& self, int kind, int rank, const std::string& text,
+             std::tuple<std::uint32_t, std::int64_t> expired) {
+            self.fail({.kind = static_cast<collective::Failure::Kind>(kind),
+                       .rank = rank,
+                       .text = text,
+                       .expired = {std::get<0>(expired), std::get<1>(expired)}});
           },
+          nb::arg("kind"), nb::arg("rank"), nb::arg("text"), nb::arg("expired") = std::tuple(0, 0),
           nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("failure",
                    [](const Group& self) -> std::optional<std::tuple<int, int, std::string>> {
@@ -491,6 +537,13 @@ void bind_engine(nb::module_& m) {
       .def("said", &Group::said, nb::arg("sequence"),
            "How one of the last calls was made, in words that all ranks share.")
       .def("last_seen", &Group::last_seen, "What this rank does, to be told to others.")
+      .def_prop_ro(
+          "expired",
+          [](const Group& self) {
+            const auto expired = self.failure().expired;
+            return std::tuple(expired.call, expired.timeout_ns);
+          },
+          "(number, timeout in ns) of the collective whose deadline, on any rank, ended this group; (0, 0): none.")
       .def(
           "events",
           [](const Group& self, std::uint64_t since) {

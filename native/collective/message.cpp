@@ -148,7 +148,8 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
     const auto io = receive(mesh, chunk, want);
     reason_.append(reinterpret_cast<const char*>(chunk), io.bytes);
     if (io.closed || reason_.size() >= std::min<std::size_t>(header_.bytes, kMaxReasonBytes)) {
-      failure = gave_up(peer_, header_.root, reason_, mesh.rank(), expected_);
+      failure = gave_up(peer_, header_.root, reason_, {header_.sequence, static_cast<std::int64_t>(header_.elements)},
+                        mesh.rank(), expected_);
     }
     moved += io.bytes;
   }
@@ -196,10 +197,14 @@ Failure mismatch(int peer, const MessageHeader& theirs, int self, const MessageH
   return failure;
 }
 
-Failure gave_up(int peer, int fault, const std::string& reason, int self, const MessageHeader& during) {
+Failure gave_up(int peer, int fault, const std::string& reason, Expired expired, int self,
+                const MessageHeader& during) {
   // It may have heard of it from yet another rank; that one is at fault, unless it is us.
-  return {Failure::Kind::peer_lost, fault >= 0 && fault != self ? fault : peer,
-          "rank " + std::to_string(peer) + " gave up on the group during " + during.text() + ": " + reason, reason};
+  return {.kind = Failure::Kind::peer_lost,
+          .rank = fault >= 0 && fault != self ? fault : peer,
+          .text = "rank " + std::to_string(peer) + " gave up on the group during " + during.text() + ": " + reason,
+          .heard = reason,
+          .expired = expired};
 }
 
 Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& during) {
@@ -224,6 +229,8 @@ void send_abort(transport::Mesh& mesh, const Failure& failure) {
   MessageHeader header;
   header.is_abort = 1;
   header.root = failure.rank;
+  header.sequence = failure.expired.call;
+  header.elements = static_cast<std::uint64_t>(failure.expired.timeout_ns);
   header.bytes = std::min(reason.size(), kMaxReasonBytes);
   auto word = PieceWord::abort;
   const iovec pieces[3] = {{&word, sizeof word},

@@ -291,7 +291,7 @@ void SharedCall::look_for_lost() {
 void SharedCall::hear_from(int position) {
   const Node::Segment& segment = node_.segment(position);
   failure_ = gave_up(node_.rank(position), segment.fault_rank, std::string(segment.reason, segment.reason_bytes),
-                     mesh_.rank(), mine_.header);
+                     {segment.expired_call, segment.expired_timeout_ns}, mesh_.rank(), mine_.header);
 }
 
 void SharedCall::lose(int position) {

@@ -1,4 +1,5 @@
 // What happens to a group's connections, and what is told of it: errands that others give to whoever drives.
+#include <poll.h>
 #include <netfold/engine/engine.hpp>
 
 #include <cstdio>
@@ -62,11 +63,26 @@ std::optional<Group::Broken> Group::broken(int lane, int peer, int number) {
 }
 
 std::optional<Group::Broken> Group::sever(int lane, int peer, int number, int mends) {
-  run_errand([&] {
-    auto* found = mesh_of(lane).rail(peer, number);
-    if (found != nullptr && (mends < 0 || found->mends() <= mends)) found->sever();
-  });
-  return broken(lane, peer, number);
+  // The driver only reads what is there; this thread waits for what the peer had sent, and for its end of stream.
+  const std::int64_t until_ns = now_ns() + transport::Rail::kLastNs;
+  std::optional<int> mended;  // how often the connection was when it was given up
+  for (;;) {
+    transport::Fd watched;
+    run_errand([&] {
+      auto* found = mesh_of(lane).rail(peer, number);
+      if (found == nullptr || (mends >= 0 && found->mends() > mends)) return;
+      if (found->mends() != mended.value_or(found->mends())) return;
+      mended = found->mends();
+      found->begin_sever();
+      if (!found->is_severing()) return;
+      if (found->read_rest() || now_ns() >= until_ns) return found->end_sever();
+      watched = found->copy_of_socket();
+    });
+    if (!watched) return broken(lane, peer, number);
+    const std::int64_t left_ms = (until_ns - now_ns()) / 1'000'000 + 1;
+    pollfd more{watched.get(), POLLIN, 0};
+    if (left_ms > 0) ::poll(&more, 1, static_cast<int>(left_ms));
+  }
 }
 
 bool Group::mend(int lane, int peer, int number, int mends, transport::Fd socket, std::uint64_t peer_received,

@@ -13,12 +13,14 @@
 #include <netfold/engine/watcher.hpp>
 
 #include <algorithm>
+#include <cerrno>
 #include <cfenv>
 #include <cstdio>
 #include <stdexcept>
 
 namespace netfold::engine {
 
+using collective::Expired;
 using collective::Failure;
 using collective::Progress;
 
@@ -77,7 +79,8 @@ void pause(bool yields) {
 #endif
 }
 
-void sleep_in(collective::WaitSet& set) {
+// False: a signal ended the sleep.
+bool sleep_in(collective::WaitSet& set) {
   timespec timeout{};
   timespec* wait = nullptr;
   if (set.wake_ns >= 0) {
@@ -85,8 +88,10 @@ void sleep_in(collective::WaitSet& set) {
     timeout = {.tv_sec = left / 1'000'000'000, .tv_nsec = left % 1'000'000'000};
     wait = &timeout;
   }
-  ppoll(set.fds.data(), set.fds.size(), wait, nullptr);
+  return ppoll(set.fds.data(), set.fds.size(), wait, nullptr) >= 0 || errno != EINTR;
 }
+
+Interrupts interrupts;  // written once, before any thread waits
 
 }  // namespace
 
@@ -281,35 +286,60 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
     }
   }
   if (wake_engine) engine_.wake();
-  if (drive) drive_until(*operation, on_this_thread ? -1 : 0);
+  if (drive && on_this_thread) {
+    wait_until(*operation, -1, true);
+  } else if (drive) {
+    drive_until(*operation, 0, false);
+  }
   return operation;
 }
 
 bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
   if (operation.done()) return true;
   const InEngine counted;
-  const std::int64_t now = now_ns();
-  const std::int64_t until_ns = timeout_ns < 0 ? -1 : now + timeout_ns;
-  bool drive = false;
-  {
-    std::lock_guard lock(mutex_);
-    if (can_take_over() && has_work()) {
-      take_over(now);
-      drive = true;
-    } else {
-      come_inside(now);
-      ++waiting_;
+  return wait_until(operation, timeout_ns < 0 ? -1 : now_ns() + timeout_ns, false);
+}
+
+bool Group::wait_until(const Operation& operation, std::int64_t until_ns, bool drives) {
+  bool asks = interrupts.reach_this_thread != nullptr && interrupts.reach_this_thread();
+  std::int64_t now = now_ns();
+  std::int64_t ask_ns = now + kAskNs;
+  for (;;) {
+    const bool asks_first = asks && (until_ns < 0 || ask_ns < until_ns);
+    const std::int64_t stop_ns = asks_first ? ask_ns : until_ns;
+    if (!drives) {
+      std::lock_guard lock(mutex_);
+      if (can_take_over() && has_work()) {
+        take_over(now);
+        drives = true;
+      } else {
+        come_inside(now);
+        ++waiting_;
+      }
     }
+    bool signalled = false;
+    if (drives) {
+      signalled = drive_until(operation, stop_ns, asks_first);
+      drives = false;
+    } else {
+      operation.wait(stop_ns < 0 ? -1 : std::max<std::int64_t>(0, stop_ns - now));
+      std::lock_guard lock(mutex_);
+      --waiting_;
+      go_outside(now_ns());
+    }
+    if (operation.done()) return true;
+    now = now_ns();
+    if (until_ns >= 0 && now >= until_ns) return false;
+    if (!asks || (now < ask_ns && !signalled)) continue;
+    if (interrupts.end_the_wait() && !operation.done()) {
+      fail({Failure::Kind::aborted, rank(), describe(operation) + " was interrupted by a signal"});
+      // The caller has its tensors back when this returns: wait until nobody touches them, whatever else comes.
+      asks = false;
+      until_ns = -1;
+    }
+    now = now_ns();
+    ask_ns = now + kAskNs;
   }
-  if (drive) {
-    drive_until(operation, until_ns);
-    return operation.done();
-  }
-  const bool done = operation.wait(until_ns < 0 ? -1 : std::max<std::int64_t>(0, until_ns - now_ns()));
-  std::lock_guard lock(mutex_);
-  --waiting_;
-  go_outside(now_ns());
-  return done;
 }
 
 bool Group::can_take_over() const { return driver_ == Driver::none || (driver_ == Driver::engine && engine_sleeps_); }
@@ -323,11 +353,12 @@ void Group::take_over(std::int64_t now) {
   come_inside(now);
 }
 
-void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
+bool Group::drive_until(const Operation& operation, std::int64_t until_ns, bool comes_back) {
   const DefaultFloats floats;
   collective::WaitSet set;
   std::int64_t idle_since = 0;
-  while (!operation.done()) {
+  bool signalled = false;
+  while (!operation.done() && !(signalled && comes_back)) {
     const std::int64_t now = now_ns();
     const bool moved = turn(now);
     if (operation.done() || (until_ns >= 0 && now >= until_ns)) break;
@@ -345,7 +376,7 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
       set.add(wake_.get(), POLLIN);
       set.wake_at(until_ns);
       wait_for(set);
-      if (!set.look_again || !turn(now_ns())) sleep_in(set);
+      if (!set.look_again || !turn(now_ns())) signalled = !sleep_in(set);
     } catch (const std::bad_alloc&) {
       // No memory for the list of what to wait for: look again at once.
     }
@@ -358,12 +389,16 @@ void Group::drive_until(const Operation& operation, std::int64_t until_ns) {
     std::lock_guard lock(mutex_);
     driver_ = Driver::none;
     more = has_work();
-    can_wait = waiting_ == 0 && can_be_left();
+    can_wait = waiting_ == 0 && (comes_back || can_be_left());
     go_outside(now_ns());
     driver_left_.notify_all();
   }
-  if (more && can_wait) return engine_.wake_later();
-  if (more) engine_.wake();
+  if (more && can_wait) {
+    engine_.wake_later();
+  } else if (more) {
+    engine_.wake();
+  }
+  return signalled;
 }
 
 void Group::wake_driver() { signal(wake_); }
@@ -463,14 +498,7 @@ bool Group::turn_once(std::int64_t now) {
         ++i;
         continue;
       }
-      failure.kind = Failure::Kind::timeout;
-      const auto ranks = operation.algorithm_->awaited();
-      failure.text = describe(operation) + " did not finish" + within(operation.timeout_ns_);
-      if (!ranks.empty()) {
-        failure.rank = ranks.front();
-        failure.text += "; still waiting for rank";
-        for (const int rank : ranks) failure.text += " " + std::to_string(rank);
-      }
+      failure = timed_out(operation);
     } else if (progress != Progress::done) {
       look_whether_late(operation, now);
     } else {
@@ -489,6 +517,7 @@ bool Group::turn_once(std::int64_t now) {
         failure.kind = Failure::Kind::timeout;
         failure.text = describe(*operation) + " did not start" + within(operation->timeout_ns_) +
                        ": the operations before it are not done";
+        failure.expired = {operation->call_.sequence, operation->timeout_ns_};
         break;
       }
     }
@@ -508,6 +537,35 @@ bool Group::turn_once(std::int64_t now) {
   if (needs_driving_ && active_.empty() && transfers_.empty()) catch_up();
   publish_traffic();
   return moved;
+}
+
+Failure Group::timed_out(const Operation& operation) const {
+  Failure failure;
+  failure.kind = Failure::Kind::timeout;
+  failure.expired = {operation.call_.sequence, operation.timeout_ns_};
+  failure.text = describe(operation) + " did not finish" + within(operation.timeout_ns_);
+  const auto ranks = operation.algorithm_->awaited();
+  if (ranks.empty()) return failure;
+  failure.rank = ranks.front();
+  failure.text += "; still waiting for rank";
+  for (const int rank : ranks) failure.text += " " + std::to_string(rank);
+  return failure;
+}
+
+void Group::share_timeout(Failure& failure) {
+  if (failure.kind != Failure::Kind::peer_lost || failure.expired.call == 0) return;
+  for (const auto& operation : active_) {
+    const Expired mine{operation->call_.sequence, operation->timeout_ns_};
+    if (mine != failure.expired || operation->algorithm_ == nullptr) continue;
+    Failure same = timed_out(*operation);
+    if (same.rank < 0) same.rank = failure.rank;
+    same.heard = failure.heard.empty() ? failure.text : failure.heard;
+    failure = std::move(same);
+    std::lock_guard lock(mutex_);
+    failure_ = failure;
+    failure_names_operation_ = true;
+    return;
+  }
 }
 
 void Group::publish_traffic() {
@@ -618,9 +676,11 @@ void Group::fail_all() {
   Failure failure = this->failure();
   const std::int64_t now = now_ns();
   if (close_ns_ < 0) {
+    share_timeout(failure);
     if (node_ != nullptr) {
       node_->leave(failure.orderly ? transport::SharedNode::kLeft : transport::SharedNode::kFailed, failure.rank,
-                   failure.heard.empty() ? failure.text : failure.heard);
+                   failure.heard.empty() ? failure.text : failure.heard, failure.expired.call,
+                   failure.expired.timeout_ns);
       if (const int user = wait_for_users(); user >= 0) {
         failure.text +=
             "; rank " + std::to_string(user) +
@@ -683,6 +743,7 @@ void Group::hear_in_memory(Failure& failure) const {
       continue;
     }
     failure.heard.assign(segment.reason, segment.reason_bytes);
+    failure.expired = {segment.expired_call, segment.expired_timeout_ns};
     failure.text += "; it gave up on the group: " + failure.heard;
     if (segment.fault_rank >= 0 && segment.fault_rank != rank()) failure.rank = segment.fault_rank;
     return;
@@ -786,6 +847,8 @@ Engine& Engine::instance() {
   }();
   return *engine;
 }
+
+void Engine::set_interrupts(Interrupts given) { interrupts = given; }
 
 std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
                                          std::unique_ptr<transport::Mesh> lane,

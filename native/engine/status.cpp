@@ -1,3 +1,4 @@
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #include <netfold/engine/status.hpp>
@@ -11,7 +12,12 @@ namespace netfold::engine {
 
 StatusPage& StatusPage::instance() {
   // Never destroyed: threads of a dying process may still be inside.
-  static auto* page = new StatusPage;
+  static auto* page = [] {
+    // A child must not find the lock held by a thread that it does not have.
+    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                   [] { instance().mutex_.unlock(); });
+    return new StatusPage;
+  }();
   return *page;
 }
 

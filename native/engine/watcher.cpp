@@ -22,7 +22,8 @@ std::int64_t read_clock(clockid_t clock) {
 }
 
 // What calls have taken so far, and since when the one under way runs. The watched thread alone writes, between two
-// steps of `version`: it is odd while it does.
+// steps of `version`: it is odd while it does. The fences pair as in StatusWrite (status.hpp): begin_write has W1 and
+// W2, the second step of `version` is W4, Watcher::look has R1 to R4. All fields are atomics, so no read is undefined.
 struct Inside {
   std::atomic<std::uint32_t> version{0};
   std::atomic<std::int64_t> cpu_ns{0};
@@ -34,8 +35,7 @@ Inside inside;
 
 void begin_write() {
   inside.version.fetch_add(1, std::memory_order_relaxed);
-  // None of what is written next may be seen before the version is odd.
-  std::atomic_thread_fence(std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_release);  // W2
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include <fcntl.h>
 #include <linux/sockios.h>
 #include <netinet/tcp.h>
+#include <pthread.h>
 #include <sys/ioctl.h>
 #include <netfold/transport/rail.hpp>
 
@@ -33,6 +34,8 @@ class SpareBlocks {
     std::lock_guard lock(mutex_);
     if (blocks_.size() < kMost) blocks_.push_back(std::move(block));
   }
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
 
  private:
   static constexpr std::size_t kMost = 128;
@@ -42,7 +45,11 @@ class SpareBlocks {
 
 SpareBlocks& spare_blocks() {
   // Never destroyed: threads of a dying process may still be inside.
-  static auto* blocks = new SpareBlocks;
+  static auto* blocks = [] {
+    // A child must not find the lock held by a thread that it does not have.
+    pthread_atfork([] { spare_blocks().lock(); }, [] { spare_blocks().unlock(); }, [] { spare_blocks().unlock(); });
+    return new SpareBlocks;
+  }();
   return *blocks;
 }
 
@@ -65,7 +72,7 @@ void Rail::adopt(Fd socket, const seal::StreamSecrets& secrets) {
 
 Pipe::Io Rail::send(std::span<const iovec> pieces) {
   if (state_ == State::lost) return lost();
-  if (state_ == State::broken || !catch_up()) return {};
+  if (state_ != State::up || !catch_up()) return {};
   if (records_ != nullptr) return send_records(pieces);
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces.data());
@@ -169,42 +176,65 @@ Pipe::Io Rail::broke(int error) {
 }
 
 // What our kernel has confirmed the peer does not keep any more, so it must all be read before the socket goes: up to
-// the end of stream, behind which nothing can come.
+// the end of stream, behind which nothing can come. After an end of stream or a reset that is there already.
 void Rail::sever() {
-  if (state_ != State::up) return;
-  state_ = State::broken;
-  ::shutdown(socket_.get(), SHUT_WR);
+  begin_sever();
+  if (state_ != State::severing) return;
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kLastNs);
+  while (!read_rest()) {
+    // Only where the kernel refused to send over a connection that lives.
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(give_up - std::chrono::steady_clock::now());
+    pollfd more{socket_.get(), POLLIN, 0};
+    if (left.count() <= 0 || ::poll(&more, 1, static_cast<int>(left.count())) == 0) break;
+  }
+  end_sever();
+}
+
+void Rail::begin_sever() {
+  if (state_ != State::up) return;
+  state_ = State::severing;
+  ::shutdown(socket_.get(), SHUT_WR);
+}
+
+void Rail::end_sever() {
+  if (state_ != State::severing) return;
+  read_rest();
+  // A record with a wrong tag has ended the rail for good.
+  if (state_ != State::severing) return;
+  state_ = State::broken;
+  if (keeps_) let_go();
+  socket_.reset();
+  records_.reset();
+}
+
+bool Rail::read_rest() {
   unread_.erase(unread_.begin(), unread_.begin() + static_cast<std::ptrdiff_t>(unread_from_));
   unread_from_ = 0;
-  if (records_ != nullptr) {
-    drain_records();
-    return;
-  }
+  if (records_ != nullptr) return read_rest_of_records();
   for (;;) {
     const std::size_t had = unread_.size();
     const std::size_t most = greeted_ ? kBlockBytes : 1;
     unread_.resize(had + most);
     const ssize_t got = ::recv(socket_.get(), unread_.data() + had, most, MSG_DONTWAIT);
+    const int error = errno;
     unread_.resize(had + (greeted_ ? static_cast<std::size_t>(std::max<ssize_t>(got, 0)) : 0));
     if (got > 0) {
       if (greeted_) received_ += static_cast<std::uint64_t>(got);
       greeted_ = true;
-    } else if (got == 0 || (errno != EINTR && errno != EAGAIN)) {
-      break;
-    } else if (errno == EAGAIN) {
-      const auto left = std::chrono::ceil<std::chrono::milliseconds>(give_up - std::chrono::steady_clock::now());
-      pollfd more{socket_.get(), POLLIN, 0};
-      if (left.count() <= 0 || ::poll(&more, 1, static_cast<int>(left.count())) == 0) break;
+    } else if (got == 0 || error != EINTR) {
+      return got == 0 || error != EAGAIN;
     }
   }
-  if (keeps_) let_go();
-  socket_.reset();
 }
 
-// As `sever` does with plain bytes: what came as whole records with right tags is kept.
-void Rail::drain_records() {
-  const auto give_up = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kLastNs);
+Fd Rail::copy_of_socket() const {
+  Fd copy(fcntl(socket_.get(), F_DUPFD_CLOEXEC, 0));
+  if (!copy) throw_errno("watch a connection");
+  return copy;
+}
+
+// Keeps what came as whole records with right tags.
+bool Rail::read_rest_of_records() {
   for (;;) {
     const std::size_t had = unread_.size();
     unread_.resize(had + kBlockBytes);
@@ -212,19 +242,9 @@ void Rail::drain_records() {
     const auto got = records_->receive(socket_.get(), {&piece, 1}, greeted_);
     unread_.resize(had + got.bytes);
     received_ += got.bytes;
-    if (got.end == RecordStream::End::forged) {
-      ended(got);
-      return;
-    }
-    if (got.end != RecordStream::End::none) break;
-    if (got.bytes > 0) continue;
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(give_up - std::chrono::steady_clock::now());
-    pollfd more{socket_.get(), POLLIN, 0};
-    if (left.count() <= 0 || ::poll(&more, 1, static_cast<int>(left.count())) == 0) break;
+    if (got.end == RecordStream::End::forged) ended(got);
+    if (got.bytes == 0) return got.end != RecordStream::End::none;
   }
-  if (keeps_) let_go();
-  socket_.reset();
-  records_.reset();
 }
 
 bool Rail::mend(Fd socket, std::uint64_t peer_received, const seal::StreamSecrets& secrets) {
@@ -337,7 +357,9 @@ void Rail::let_go() {
 }
 
 void Rail::wait_for(short events, std::vector<pollfd>& fds) const {
-  if (!socket_) return;
+  // A socket that is shut for writing is always ready for it.
+  if (state_ == State::severing) events &= ~POLLOUT;
+  if (!socket_ || events == 0) return;
   // Bytes that were read ahead wake nobody by the socket.
   if ((events & POLLIN) != 0 && records_ != nullptr && records_->has_payload()) {
     fds.push_back({RecordStream::always_readable(), POLLIN, 0});

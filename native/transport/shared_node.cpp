@@ -35,7 +35,8 @@ void SharedNode::publish(std::atomic<std::uint64_t>& counter, std::uint64_t valu
 }
 
 void SharedNode::ring() {
-  // Either the sleeper sees the counter when it looks once more, or we see that it sleeps.
+  // Pairs with the fence of lie_down: of two such fences one comes first. If ours, the sleeper's last look, after its
+  // fence, sees the counter that was stored before ours. If the sleeper's, `wake` below sees its `asleep`.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int position = 0; position < size(); ++position) {
     if (position != self_) wake(position);
@@ -43,6 +44,7 @@ void SharedNode::ring() {
 }
 
 void SharedNode::ring(int position, short event) {
+  // Pairs with the fence of `await`, as above: `awaits` takes the place of `asleep`, which was stored before it.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   const auto& awaits = segment(position).awaits[self_];
   if ((awaits.load(std::memory_order_relaxed) & event) != 0) wake(position);
@@ -59,12 +61,13 @@ void SharedNode::lie_down() {
   for (auto& events : own().awaits) events.store(0, std::memory_order_relaxed);
   lies_ = true;
   own().asleep.store(1, std::memory_order_relaxed);
-  // As in `ring`: the sleeper looks once more after this fence, or the publishing rank sees the flag.
+  // Pairs with the fence of `ring`: our last look, after this, sees what was published, or the publisher sees `asleep`.
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
 void SharedNode::await(int position, short events) {
   own().awaits[position].store(static_cast<std::uint8_t>(events), std::memory_order_relaxed);
+  // Pairs with the fence of ring(position, event): that rank's bytes are seen in the last look, or our `awaits` by it.
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
@@ -104,10 +107,13 @@ void SharedNode::end_use_of_all() {
   }
 }
 
-void SharedNode::leave(Left how, int fault_rank, const std::string& reason) {
+void SharedNode::leave(Left how, int fault_rank, const std::string& reason, std::uint32_t expired_call,
+                       std::int64_t expired_timeout_ns) {
   Segment& mine = own();
   if (mine.left.load(std::memory_order_relaxed) != kHere) return;
   mine.fault_rank = fault_rank;
+  mine.expired_call = expired_call;
+  mine.expired_timeout_ns = expired_timeout_ns;
   mine.reason_bytes = static_cast<std::uint32_t>(std::min(reason.size(), sizeof mine.reason));
   std::memcpy(mine.reason, reason.data(), mine.reason_bytes);
   mine.left.store(how, std::memory_order_release);

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from load import seconds
-from ranks import Outcome, run_ranks, values
+from ranks import Outcome, run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
 
@@ -248,3 +248,45 @@ def test_what_cannot_be_said_again_is_an_error_and_no_guess() -> None:
     for outcome in lost("throws away", APART):
         assert outcome.error == "PeerLost", outcome
         assert "are not kept any more" in outcome.text or "gave up" in outcome.text or "left the group" in outcome.text
+
+
+def _severs_while_it_receives(
+    rank: int, size: int, folder: str, severing: threading.Event, over: threading.Event
+) -> bool:
+    """Whether a message from rank 2 came while rank 0 gave up its connection to rank 1, which does not notice."""
+    with Communicator(FileStore(folder), rank, size, options=APART, timeout_s=30) as group:
+        group.barrier()
+        came = severed = 0.0
+        if rank == 0:
+
+            def sever() -> None:
+                nonlocal severed
+                time.sleep(0.1)  # by now the receive drives the group
+                severing.set()
+                assert group.group._native.sever(0, 1, 0, -1) == (pytest.approx(0, abs=1000), 0)
+                severed = time.monotonic()
+
+            thread = threading.Thread(target=sever)
+            thread.start()
+            message = np.zeros(3)
+            group.receive(message, 2)
+            came = time.monotonic()
+            thread.join()
+            over.set()
+            assert list(message) == [5.0] * 3
+        elif rank == 1:
+            over.wait(20)  # in no call, so it does not notice
+        else:
+            severing.wait(20)
+            time.sleep(0.02)
+            group.send(np.full(3, 5.0), 0)
+        group.barrier()
+        return came < severed - 0.05
+
+
+def test_a_connection_that_is_given_up_holds_nothing_else_up() -> None:
+    """The peer has 0.2 s to end it. A busy machine may take as long for the message, but not each time."""
+    for _ in range(10):
+        if values(run_threads(_severs_while_it_receives, 3, threading.Event(), threading.Event()))[0]:
+            return
+    raise AssertionError("in no try did the message come before the connection was given up")

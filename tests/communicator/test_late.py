@@ -6,14 +6,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Outcome, run_ranks, run_threads, values
+from ranks import Outcome, run_ranks, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
+from netfold.communicator import NetfoldError
 
 pytestmark = pytest.mark.native
 
@@ -125,6 +127,48 @@ def test_a_timeout_says_where_it_was_called_and_what_the_awaited_rank_was_last_s
         first_line,
     ), first_line
     assert re.search(seen, first_line), first_line
+
+
+def _one_sleeps(
+    rank: int, size: int, folder: str, options: Options, over: list[threading.Event]
+) -> tuple[str, int | None, str]:
+    with join(rank, size, folder, timeout_s=2.5, options=options) as group:
+        group.barrier()
+        if rank == 2:
+            for each in over:
+                each.wait(TIMEOUT_S)
+            return "", None, ""
+        try:
+            group.all_reduce(np.ones(1000))
+        except NetfoldError as error:
+            return type(error).__name__, error.rank, str(error)
+        finally:
+            over[rank].set()
+            for each in over:  # nobody leaves while another still asks
+                each.wait(TIMEOUT_S)
+    return "nothing was raised", None, ""
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "halving_doubling", "shared_memory", "in_network"])
+def test_all_ranks_name_a_timeout_alike_and_say_first_what_the_rank_does_that_they_wait_for(algorithm: str) -> None:
+    options = Options(transport="auto" if algorithm == "shared_memory" else "tcp", algorithm=f"all_reduce={algorithm}")
+    if algorithm != "in_network":
+        return _check_names(options, [threading.Event() for _ in range(4)])
+    with running_switch() as switch:
+        _check_names(Options(switch=switch.endpoint), [threading.Event() for _ in range(4)])
+
+
+def _check_names(options: Options, over: list[threading.Event]) -> None:
+    over[2].set()
+    found = values(run_threads(_one_sleeps, 4, options, over))
+    for rank in (0, 1, 3):
+        error, named, text = found[rank]
+        assert error == "CollectiveTimeout", text
+        assert named == 2, text
+        assert re.match(rf"rank {rank}: all_reduce #2 .* did not finish within its timeout of 2\.5 s", text), text
+        seen = text.partition("Just now ")[2]
+        assert re.match(r"rank 2 is in no collective for [\d.]+ s, its last having been barrier #1", seen), text
+        assert not re.search(r"rank [013] is|gave up", text), text
 
 
 def _short_waits(rank: int, size: int, folder: str) -> list[float]:

@@ -26,7 +26,7 @@ from typing import Any
 from netfold import control
 from netfold._native import engine
 from netfold.communicator import handshake, rendezvous
-from netfold.communicator.door import Answer, Failure, Resident
+from netfold.communicator.door import Answer, Resident
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.handshake import CALL, Hello
 from netfold.communicator.rendezvous import Neighbours
@@ -94,7 +94,9 @@ class Ward:
                 "type": "seen",
                 "said": self.native.said(question["sequence"]),
                 "doing": self.native.last_seen(),
+                "calls": self.native.collectives_submitted,
                 "failure": failure,
+                "expired": self.native.expired,
             }, None
         lane, rail = question["lane"], question["rail"]
         poked = question["type"] == "poke"
@@ -104,7 +106,7 @@ class Ward:
             _caretaker.look_into(partial(self.mend, lane, peer, rail))
             return {"type": "poked"}, None
         if poked or broken is None:
-            return {"type": "ended", "failure": failure}, None
+            return {"type": "ended", "failure": failure, "expired": self.native.expired}, None
 
         def go_on(stream: Any) -> None:
             # The door closes its own end of the descriptor.
@@ -165,7 +167,7 @@ class Ward:
                         return
                     stream.close()
                 if reply["failure"] is not None:
-                    return self._hear(peer, reply["failure"])
+                    return self._hear(peer, reply)
                 why = "it closed the group"
                 break
             except RendezvousError as error:
@@ -177,11 +179,12 @@ class Ward:
         waited_s = time.monotonic() - began
         self.native.lose(lane, peer, rail, mends, f"after {waited_s:.1f} s of trying to make it again: {why}")
 
-    def _hear(self, peer: int, failure: Failure) -> None:
+    def _hear(self, peer: int, reply: control.Message) -> None:
         """After a failure nobody goes on: what a rank says that befell it."""
-        _, fault, why = failure
+        _, fault, why = reply["failure"]
         fault = fault if fault not in (-1, self.rank) else peer
-        self.native.fail(_FAILURES.index("peer_lost"), fault, f"rank {peer} gave up on the group: {why}")
+        text = f"rank {peer} gave up on the group: {why}"
+        self.native.fail(_FAILURES.index("peer_lost"), fault, text, expired_of(reply))
 
     def _log_mended(self, lane: int, peer: int, rail: int, stream: Any) -> None:
         here, there = (format_endpoint(*end[:2]) for end in (stream.getsockname(), stream.getpeername()))
@@ -236,14 +239,25 @@ class Ward:
                 self.native.fail(_FAILURES.index("mismatch"), rank, text)
                 return
             if reply.get("failure") is not None:
-                return self._hear(rank, reply["failure"])
+                return self._hear(rank, reply)
         if waited_s >= _LOG_FROM_S:
-            awaited = {rank: reply for rank, reply in seen.items() if rank in ranks} or seen
+            awaited = {rank: reply for rank, reply in sorted(seen.items()) if rank in ranks} or seen
             log.warning("rank %d has waited %.0f s in %s: %s", self.rank, waited_s, mine, describe(awaited))
 
 
+def expired_of(reply: control.Message) -> tuple[int, int]:
+    """The collective that passed its deadline, and its timeout, where that ended the group of the rank that replied."""
+    call, timeout_ns = reply.get("expired") or (0, 0)
+    return int(call), int(timeout_ns)
+
+
+def without_call(seen: dict[int, control.Message], sequence: int) -> list[int]:
+    """Of the ranks that were asked, those that have not made collective `sequence`, or do not answer."""
+    return sorted(rank for rank, reply in seen.items() if reply.get("calls", 0) < sequence)
+
+
 def describe(seen: dict[int, control.Message]) -> str:
-    return "; ".join(f"rank {rank} is {reply['doing']}" for rank, reply in sorted(seen.items()))
+    return "; ".join(f"rank {rank} is {reply['doing']}" for rank, reply in seen.items())
 
 
 def _about(kind: str, lane: int, rail: int) -> control.Message:

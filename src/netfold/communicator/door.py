@@ -96,11 +96,15 @@ class Door:
     def admit(self, resident: Resident) -> None:
         self._residents[resident.key] = resident
 
-    def bid_farewell(self, resident: Resident, failure: Failure | None) -> None:
-        """It has left, in order or after a failure; whoever asks for it hears that."""
+    def bid_farewell(
+        self, resident: Resident, failure: Failure | None, calls: int = 0, expired: tuple[int, int] = (0, 0)
+    ) -> None:
+        """It has left, in order or after a failure; whoever asks hears that. calls: the collectives that it made;
+        expired: as native groups say it."""
         if self._residents.pop(resident.key, None) is None:
             return
-        resident.answer = lambda _, __: ({"type": "ended", "failure": failure}, None)
+        reply = {"type": "ended", "failure": failure, "calls": calls, "expired": expired}
+        resident.answer = lambda _, __: (reply, None)
         self._remembered[resident.key] = resident
         while len(self._remembered) > _MOST_REMEMBERED:
             self._remembered.popitem(last=False)

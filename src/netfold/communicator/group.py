@@ -29,7 +29,7 @@ from netfold.communicator.recovery import Recovery
 from netfold.communicator.sealed_stream import mesh_secrets
 from netfold.communicator.store import Store
 from netfold.communicator.way_up import WayUp
-from netfold.control import switches_of
+from netfold.control import Message, switches_of
 from netfold.plan import (
     DEFAULT_LINKS,
     Candidate,
@@ -108,7 +108,7 @@ class Group:
         self._pid = os.getpid()
         self._closed = False
         self._close_lock = threading.Lock()
-        self._seen: str | None = None
+        self._seen: dict[int, Message] | None = None  # what others said when an operation timed out
         # By switch; none on a rank that did not join any.
         self.recoveries: list[Recovery] = []
         memberships: list[Membership] = []
@@ -447,29 +447,43 @@ class Group:
         """What befell a failed operation, with the missing ranks where the switch knows them."""
         kind, rank, text = operation.failure
         name = engine.FAILURES[kind]
-        if name == "timeout":
-            text += self._last_seen(rank)
         record = records_of(operation.record())[0]
         in_network = record["algorithm"] in (engine.ALGORITHMS["in_network"], engine.ALGORITHMS["hierarchical"])
-        if name == "timeout" and rank < 0 and in_network and self.recoveries:
-            for recovery in self.recoveries:
-                missing, words = recovery.waits_for()
-                rank = missing[0] if missing and rank < 0 else rank
-                text += f"; {words}"
-            text += ". Did every rank make this call?"
+        if name == "timeout":
+            if rank < 0 and in_network and self.recoveries:
+                for recovery in self.recoveries:
+                    missing, words = recovery.waits_for()
+                    rank = missing[0] if missing and rank < 0 else rank
+                    text += f"; {words}"
+                text += ". Did every rank make this call?"
+            else:
+                text += "."
+            is_transfer = record["operation"] in (_SEND, KINDS["receive"])
+            rank, seen = self._last_seen(rank, None if is_transfer else int(record["sequence"]))
+            text += seen
         if self._native.failure is not None:
             # Who waits at a switch for this rank hears why now, and not when this rank closes the group.
             for recovery in self.recoveries:
                 recovery.leave(text, rank)
         return error_of(name, rank, text)
 
-    def _last_seen(self, rank: int) -> str:
-        """What the others say they do, whoever is waited for first; costs up to a second."""
+    def _last_seen(self, rank: int, sequence: int | None) -> tuple[int, str]:
+        """The rank at fault in an operation that timed out, and what that rank says it does. Costs up to a second.
+
+        rank: whom this rank waits for, -1 where that is not known; in collective `sequence` that rank may itself wait
+        for another. Where no rank is found that has not made the call, all are told of, `rank` first.
+        """
         with self._close_lock:
             if self._seen is None:
                 others = [each for each in range(self.size) if each != self.rank]
-                self._seen = caretaker.describe(self._ward.ask(sorted(others, key=lambda each: each != rank)))
-        return f". Just now {self._seen}" if self._seen else ""
+                self._seen = self._ward.ask(sorted(others, key=lambda each: each != rank))
+        if not self._seen:
+            return rank, ""
+        ranks = [] if sequence is None else caretaker.without_call(self._seen, sequence)
+        if ranks and rank not in ranks:
+            rank = ranks[0]
+        ranks = sorted(ranks or self._seen, key=lambda each: (each != rank, each))
+        return rank, f" Just now {caretaker.describe({each: self._seen[each] for each in ranks})}"
 
     def candidates(self, operation: str, size_bytes: int) -> list[Candidate]:
         """All algorithms for it and what this group's cost model expects of them, the quickest first.
@@ -543,7 +557,7 @@ class Group:
         for recovery in self.recoveries:
             recovery.close(why, fault)
         caretaker.let_go(self._id)
-        self._door.bid_farewell(self._resident, failure)
+        self._door.bid_farewell(self._resident, failure, self.collectives_submitted, self._native.expired)
         engine.remove_group(self._native)
         recording.left(self._member)
         leave(self._door)

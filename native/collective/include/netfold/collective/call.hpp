@@ -103,6 +103,14 @@ struct Call {
   std::size_t choice_bytes() const;
 };
 
+// A collective that passed its deadline on the rank that gave up first. Its number and its timeout are the same on
+// every rank that waited for the same reason.
+struct Expired {
+  std::uint32_t call = 0;  // 0: no collective has
+  std::int64_t timeout_ns = 0;
+  bool operator==(const Expired&) const = default;
+};
+
 struct Failure {
   enum class Kind : std::uint8_t {
     none = 0,
@@ -122,6 +130,8 @@ struct Failure {
   bool orderly = false;
   // Of a mismatch: the call that the other rank was in.
   std::uint32_t their_call = 0;
+  // What it came from, on this rank or on one that told this rank.
+  Expired expired = {};
   explicit operator bool() const { return kind != Kind::none; }
 };
 

@@ -18,7 +18,7 @@ namespace netfold::collective {
 struct MessageHeader {
   static constexpr std::uint32_t kMagic = 0x4e464d31;
   std::uint32_t magic = kMagic;
-  std::uint32_t sequence = 0;
+  std::uint32_t sequence = 0;  // of an abort: Expired::call
   std::uint8_t kind = 0;
   std::uint8_t dtype = 0;
   std::uint8_t reduce = 0;
@@ -31,7 +31,7 @@ struct MessageHeader {
   std::uint8_t between = 0;
   std::uint8_t step_of = 0;  // Call::step_of
   std::uint8_t reserved = 0;
-  std::uint64_t elements = 0;  // or Call::layout
+  std::uint64_t elements = 0;  // or Call::layout; of an abort: Expired::timeout_ns
   std::uint64_t bytes = 0;     // behind this header
 
   static MessageHeader of(const Call& call, std::uint64_t bytes);
@@ -133,7 +133,7 @@ class Incoming {
 // Both sides of a difference.
 Failure mismatch(int peer, const MessageHeader& theirs, int self, const MessageHeader& ours);
 // What a rank that leaves the group had to say. `fault`: the rank that it holds to be at fault, or -1.
-Failure gave_up(int peer, int fault, const std::string& reason, int self, const MessageHeader& during);
+Failure gave_up(int peer, int fault, const std::string& reason, Expired expired, int self, const MessageHeader& during);
 Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& during);
 // What a peer that closed its connection had said before, if it said anything; else `lost`. Only where no
 // message from it is half read.

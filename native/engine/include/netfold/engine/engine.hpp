@@ -22,6 +22,13 @@
 // `wake_` and ends the sleep. While the engine thread sleeps, a thread of the caller may take the group over
 // (`engine_sleeps_`, under `mutex_`); the engine thread, awake again, leaves alone what it does not drive.
 //
+// A caller's thread that waits may have to run handlers of signals, such as Python's: those that `Interrupts` says so
+// of, asked every kAskNs and whenever a signal ends the sleep. The thread does not drive while it asks, because a
+// handler may itself use or close the group. A sleep ends after kAskNs at the latest, so a signal just before the
+// sleep, or one that another thread received, is heard too; a mask for ppoll would not do for the latter. Where a
+// handler wants the wait to end, the group fails: the operation ends on this rank before the wait does, so nobody
+// touches its tensors any more, and the other ranks hear the reason. An operation shorter than kAskNs asks nothing.
+//
 // Waiting for memory looks again and again for `spin_us` (with a word to the scheduler now and then, each time where
 // there are more ranks than cores), then sleeps in ppoll until a socket, a bell, a timer or a submission wakes it. It
 // never holds a core.
@@ -54,6 +61,14 @@ class Engine;
 class Group;
 
 std::int64_t now_ns();
+
+// How a waiting thread of the caller runs handlers of signals. Both functions are null where there are none to run.
+struct Interrupts {
+  // Whether handlers run on the calling thread. Cheap, and called without any lock.
+  bool (*reach_this_thread)() = nullptr;
+  // Run the handlers of signals that came. True: one wants the wait to end. They may call this group.
+  bool (*end_the_wait)() = nullptr;
+};
 
 // What somebody above the engine should look into.
 struct News {
@@ -151,7 +166,8 @@ class Group {
   std::shared_ptr<Operation> submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread,
                                     const char* site = nullptr);
 
-  // True when `operation`, of this group, is done within the time (-1: its own deadline). May be made to drive.
+  // True when `operation`, of this group, is done within the time (-1: its own deadline). May be made to drive. Where
+  // `Interrupts` end the wait, the group fails, and the operation is done on return.
   bool wait(const Operation& operation, std::int64_t timeout_ns);
 
   // What would run this: the table's word.
@@ -228,6 +244,9 @@ class Group {
   // costs with them.
   static constexpr std::int64_t kDrivenSpinNs = 5'000;
 
+  // Between two questions about signals, see Interrupts. One costs a lock of the interpreter's.
+  static constexpr std::int64_t kAskNs = 200'000'000;
+
   // From how long a wait on others are told, and again after three times as long.
   static constexpr std::int64_t kLateNs = 1'000'000'000;
   static constexpr std::size_t kSaid = 16;
@@ -239,8 +258,11 @@ class Group {
   bool holds_back() const;
   void catch_up();
   void look_whether_late(Operation& operation, std::int64_t now);
-  // Until the operation is done, or at the first turn past `until_ns` (-1: none).
-  void drive_until(const Operation& operation, std::int64_t until_ns);
+  // Until the operation is done, or at the first turn past `until_ns` (-1: none). True: a signal ended a sleep before
+  // that. `comes_back`: the caller drives again at once, if nobody else does, so that the engine thread has time.
+  bool drive_until(const Operation& operation, std::int64_t until_ns, bool comes_back);
+  // As drive_until, with pauses to ask about signals, also while another thread drives. `drives`: this one does.
+  bool wait_until(const Operation& operation, std::int64_t until_ns, bool drives);
   bool can_take_over() const;        // under mutex_
   void take_over(std::int64_t now);  // likewise: the caller's thread drives from now on
   bool turn(std::int64_t now);       // what it throws is the group's failure
@@ -251,6 +273,10 @@ class Group {
   bool turn_transfers(std::int64_t now, collective::Failure& failure);
   void begin_transfers(std::int64_t now);
   void check_transfer_deadlines(std::int64_t now, collective::Failure& failure);
+  collective::Failure timed_out(const Operation& operation) const;
+  // Another rank gave up because a collective passed its deadline. Where this rank is in that collective, with the same
+  // timeout, the failure is the timeout here too: one cause has one name on all ranks.
+  void share_timeout(collective::Failure& failure);
   void fail_all();
   // Until no rank of this host touches this rank's memory: -1; or the rank that still does.
   int wait_for_users();
@@ -331,6 +357,9 @@ class Engine {
   void tell(News news);
   std::optional<News> next_news(std::int64_t timeout_ns);
   void interrupt_news();
+
+  // Of the process, for all that wait from now on. To be called once, before the first wait.
+  static void set_interrupts(Interrupts interrupts);
 
  private:
   friend class Group;

@@ -109,14 +109,22 @@ class StatusPage {
   int pid_ = 0;
 };
 
-// Writes an entry; nothing where there is none.
+// Writes an entry; nothing where there is none. A writer (W) and a reader (R, StatusRead) of this process:
+//
+//   W1 version becomes odd, relaxed        R1 version, acquire
+//   W2 release fence                       R2 the fields
+//   W3 the fields                          R3 acquire fence
+//   W4 version becomes even, release       R4 version again, relaxed; taken where it equals R1's and is even
+//
+// R1 pairs with W4: who reads an even version sees all that was written before. R3 pairs with W2: a reader that saw any
+// of a later W3 sees at least that write's odd version in R4, and throws its copy away. Without W2 a processor such as
+// aarch64 may show W3 before W1. The fields are no atomics: what is read beside a write is thrown away unlooked at.
 class StatusWrite {
  public:
   explicit StatusWrite(StatusEntry* entry) : entry_(entry) {
     if (entry_ == nullptr) return;
     entry_->version.fetch_add(1, std::memory_order_relaxed);
-    // No write of the entry may be seen before the version is odd.
-    std::atomic_thread_fence(std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_release);  // W2
   }
   ~StatusWrite() {
     if (entry_ != nullptr) entry_->version.fetch_add(1, std::memory_order_release);

@@ -7,9 +7,11 @@
 // What a kernel confirms counts only once the process behind it has taken the socket over: each end says so by one byte
 // before all others. Else what was sent into a socket that the peer then gave up unread would be gone.
 //
-//   up      --error or end of stream, sever()-->  broken   the socket is closed; what it still held has been read
-//   broken  --mend()-->                           up
-//   broken  --lose()-->                           lost     sends and receives say so, after what came before is read
+//   up        --error or end of stream, sever()-->  broken    the socket is closed; what it still held has been read
+//   up        --begin_sever()-->                    severing  nothing is sent; what the peer had sent is still read
+//   severing  --end_sever(), or the peer's end-->   broken
+//   broken    --mend()-->                           up
+//   broken    --lose()-->                           lost      sends and receives say so, after what came before is read
 //
 // A rail that keeps nothing (both ends on one machine, where only a dying process breaks a connection) goes from up to
 // lost at once. The copy costs one pass over what is sent; it is bounded by what the socket accepts unconfirmed.
@@ -49,8 +51,15 @@ class Rail {
   int mends() const { return mends_; }
   // Bytes received in all, those included that nobody has read yet.
   std::uint64_t received() const { return received_; }
-  // Gives up the socket of a rail that is up. The peer has, or will: what it had sent is waited for, up to kLastNs.
-  void sever();
+  // Gives up the socket of a rail that is up, in steps, so that who drives need not wait: the peer has given it up too,
+  // or will, and what the peer had sent is to be read before. Between the steps, while read_rest() says false, wait for
+  // copy_of_socket() to become readable, up to kLastNs.
+  void begin_sever();
+  bool is_severing() const { return state_ == State::severing; }
+  bool read_rest();  // true: nothing more can come
+  Fd copy_of_socket() const;
+  void end_sever();
+  static constexpr std::int64_t kLastNs = 200'000'000;
   // Goes on over `socket` from where the peer stands. False, and lost, where what it misses is not kept any more.
   // `secrets`: of the new connection, as secure as the first.
   bool mend(Fd socket, std::uint64_t peer_received, const seal::StreamSecrets& secrets);
@@ -62,17 +71,17 @@ class Rail {
   bool holds_back() const { return state_ == State::up && records_ != nullptr && records_->has_pending(); }
 
  private:
-  enum class State : std::uint8_t { up, broken, lost };
+  enum class State : std::uint8_t { up, severing, broken, lost };
   static constexpr std::size_t kBlockBytes = 64 << 10;
-  static constexpr std::int64_t kLastNs = 200'000'000;
 
   Pipe::Io lost() const { return {.closed = true, .error = error_, .why = &why_}; }
   Pipe::Io broke(int error);
+  void sever();  // all steps at once, where the connection has ended
   void adopt(Fd socket, const seal::StreamSecrets& secrets);
   Pipe::Io send_records(std::span<const iovec> pieces);
   Pipe::Io receive_records(std::span<const iovec> pieces);
   void seal_kept();
-  void drain_records();
+  bool read_rest_of_records();
   Pipe::Io ended(const RecordStream::Got& got);
   void keep(std::span<const iovec> pieces, std::size_t skip, std::size_t bytes);
   void let_go();

@@ -61,6 +61,8 @@ class SharedNode {
     alignas(64) std::atomic<std::uint32_t> asleep;
     alignas(64) std::atomic<std::uint32_t> left;  // Left
     std::int32_t fault_rank;
+    std::uint32_t expired_call;  // the collective whose deadline passed, 0 for none, and its timeout
+    std::int64_t expired_timeout_ns;
     std::uint32_t reason_bytes;
     char reason[1024];
     alignas(64) std::atomic<std::uint64_t> done;           // calls that this rank is through with
@@ -128,8 +130,10 @@ class SharedNode {
 
   // What `Segment::left` says. Who leaves in order is missed only by those who still wait for it.
   enum Left : std::uint32_t { kHere = 0, kFailed = 1, kLeft = 2 };
-  // Tells the others why this rank gives up or leaves, once. `fault_rank`: -1 where nobody knows.
-  void leave(Left how, int fault_rank, const std::string& reason);
+  // Tells the others why this rank gives up or leaves, once. `fault_rank`: -1 where nobody knows. `expired_call`: the
+  // collective whose deadline passed, with its timeout; 0 where that is not why.
+  void leave(Left how, int fault_rank, const std::string& reason, std::uint32_t expired_call = 0,
+             std::int64_t expired_timeout_ns = 0);
 
  private:
   void wake(int position);
