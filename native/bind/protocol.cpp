@@ -52,7 +52,6 @@ void bind_protocol(nb::module_& m) {
   p.attr("DROPS") = nb::tuple(drops);
   p.attr("FLAGS") = nb::dict();
   p.attr("FLAGS")["answer"] = static_cast<int>(kAnswer);
-  p.attr("FLAGS")["non_finite"] = static_cast<int>(kNonFinite);
   p.attr("FLAGS")["mismatch"] = static_cast<int>(kMismatch);
   p.attr("FLAGS")["hello"] = static_cast<int>(kHello);
   p.attr("FLAGS")["notice"] = static_cast<int>(kNotice);

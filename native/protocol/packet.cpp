@@ -21,7 +21,7 @@ void store_be(std::byte* at, T value) {
   }
 }
 
-constexpr std::uint8_t kKnownFlags = kAnswer | kNonFinite | kMismatch | kHello | kNotice;
+constexpr std::uint8_t kKnownFlags = kAnswer | kMismatch | kHello | kNotice;
 
 }  // namespace
 

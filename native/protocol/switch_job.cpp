@@ -123,7 +123,6 @@ SwitchJob::Handled SwitchJob::handle_packet(std::span<const std::byte> bytes) {
 
   word |= bit;
   slot.agreement = said;
-  slot.non_finite |= (header.flags & kNonFinite) != 0;
   slot.contributed_count = static_cast<std::uint16_t>(slot.contributed_count + 1);
   // Its padding is in no sum: small operations must not pay for long packets.
   std::memcpy(contribution(handled.slot, header.worker), view->payload().data(), said.value_bytes());
@@ -179,7 +178,6 @@ SwitchJob::Handled SwitchJob::handle_parent(std::span<const std::byte> bytes) {
   if (header.chunk != slot.chunk || !summed(slot)) return drop(Drop::window);
   // The parent compared all sums, ours among them.
   if (Agreement::of(header) != slot.agreement) return drop(Drop::malformed);
-  slot.non_finite = (header.flags & kNonFinite) != 0;
   const std::size_t value_bytes = slot.agreement.value_bytes();
   std::memcpy(frame_at(handled.slot) + kHeaderBytes, view->payload().data(), value_bytes);
   clear_behind(frame_at(handled.slot), values_in_frame_[handled.slot], value_bytes);
@@ -208,7 +206,7 @@ void SwitchJob::clear_behind(std::byte* packet, std::uint32_t& values, std::size
 
 void SwitchJob::complete(std::uint32_t index, std::uint16_t last_worker) {
   Slot& slot = slots_[index];
-  Header answer{.flags = static_cast<std::uint8_t>(kAnswer | (slot.non_finite ? kNonFinite : 0)),
+  Header answer{.flags = kAnswer,
                 .job = config_.job,
                 .epoch = config_.epoch,
                 .incarnation = config_.incarnation,
@@ -222,8 +220,7 @@ void SwitchJob::complete(std::uint32_t index, std::uint16_t last_worker) {
 
 std::span<const std::byte> SwitchJob::sum(std::uint32_t index, std::uint64_t counter) {
   const Slot& slot = slots_[index];
-  Header header{.flags = static_cast<std::uint8_t>(slot.non_finite ? kNonFinite : 0),
-                .job = config_.parent->job,
+  Header header{.job = config_.parent->job,
                 .epoch = config_.parent->epoch,
                 .incarnation = config_.parent->incarnation,
                 .chunk = slot.chunk,
@@ -313,7 +310,6 @@ void SwitchJob::append_canonical(std::vector<std::byte>& out) const {
     append_value(out, slot.chunk);
     append_value(out, slot.contributed_count);
     append_value(out, slot.complete);
-    append_value(out, slot.non_finite);
     append(out, slot.contributed.data(), sizeof slot.contributed);
     append_value(out, slot.agreement.operation);
     append_value(out, slot.agreement.elements);

@@ -22,11 +22,6 @@ std::uint64_t chunks_of(const std::vector<std::uint32_t>& line) {
   return std::accumulate(line.begin(), line.end(), std::uint64_t{0});
 }
 
-// One worker in turn says so, of every second chunk.
-bool says_non_finite(const Scope& scope, std::uint16_t worker, std::uint64_t chunk) {
-  return chunk % 2 == 1 && chunk / 2 % scope.workers == worker;
-}
-
 void check(const Scope& scope) {
   const std::uint64_t chunks = std::max(chunks_of(scope.operations), chunks_of(scope.last));
   const auto is_zero = [](std::uint32_t each) { return each == 0; };
@@ -335,12 +330,8 @@ bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& st
   std::memcpy(&value, received.values.data(), sizeof value);
   step.became = "received";
   const std::uint64_t bit = std::uint64_t{1} << chunk;
-  bool non_finite = false;
-  for (std::uint16_t other = 0; other < scope_.workers; ++other) non_finite |= says_non_finite(scope_, other, chunk);
   if (!agreed(chunk)) {
     step.broken = "a worker is given a sum of chunk " + std::to_string(chunk) + ", on which workers disagree";
-  } else if (((received.header.flags & protocol::kNonFinite) != 0) != non_finite) {
-    step.broken = "a worker is told the wrong thing of non-finite values in chunk " + std::to_string(chunk);
   } else if (worker.received & bit) {
     step.broken = "a worker is given chunk " + std::to_string(chunk) + " twice";
   } else if (value != result(worker.life(), chunk)) {
@@ -363,7 +354,6 @@ bool Parts::send(WorkerState& worker, Step& step) {
       return false;
     }
     header.counter = 0;
-    if (says_non_finite(scope_, index, chunk)) header.flags |= protocol::kNonFinite;
     Packet packet{.worker = index, .chunk = header.chunk, .life = worker.life()};
     packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);
     protocol::write_header(header, packet.bytes.data());

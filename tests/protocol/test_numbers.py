@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import FLAGS, handle, make_packet, make_switch, make_worker, receive, result_of, send_all
+from machines import handle, make_packet, make_switch, result_of
 
 from netfold._native import protocol
 from netfold.sim import values
@@ -14,7 +14,7 @@ from netfold.sim import values
 pytestmark = pytest.mark.native
 
 
-def through_switch(contributions, wire="f32", reduce="sum", order=None, payload_bytes=64, flags=None):
+def through_switch(contributions, wire="f32", reduce="sum", order=None, payload_bytes=64):
     """What the switch makes of one chunk, its contributions arriving in `order`."""
     workers = len(contributions)
     switch = make_switch(workers=workers, payload_bytes=payload_bytes)
@@ -27,7 +27,6 @@ def through_switch(contributions, wire="f32", reduce="sum", order=None, payload_
             elements=len(contributions[0]),
             wire=values.WIRES[wire].code,
             reduce=values.REDUCES[reduce],
-            flags=flags[worker] if flags else 0,
         )
         handled = handle(switch, packet)
     assert handled.outcome == "completed"
@@ -79,31 +78,6 @@ def test_nan_and_infinities_reach_every_worker_as_in_a_float_sum(wire, place):
 def test_min_and_max_keep_nan(reduce):
     _, result = through_switch([f32(1, np.nan), f32(np.nan, 2), f32(3, 4)], reduce=reduce)
     assert np.isnan(result).all()
-
-
-@pytest.mark.parametrize("who", list(product([0, 1], repeat=3)), ids=str)
-def test_the_non_finite_flag_of_an_answer_is_that_of_any_contribution(who):
-    contributions = [f32(1), f32(2), f32(3)]
-    for order in permutations(range(3)):
-        header, _ = through_switch(contributions, order=order, flags=[flag * FLAGS["non_finite"] for flag in who])
-        assert header.flags == FLAGS["answer"] | (FLAGS["non_finite"] if any(who) else 0)
-
-
-def test_the_non_finite_flag_does_not_outlive_its_chunk():
-    switch = make_switch(workers=1)
-    handle(switch, make_packet(chunk=0, flags=FLAGS["non_finite"]))
-    handle(switch, make_packet(chunk=2))
-    assert protocol.Header.parse(switch.frame(0)).flags == FLAGS["answer"]
-
-
-def test_a_worker_hands_on_the_non_finite_flag():
-    worker = make_worker()
-    worker.start(0, 2, 6)
-    (send,) = send_all(worker)
-    header = send.header
-    header.flags = FLAGS["answer"] | FLAGS["non_finite"]
-    got = receive(worker, header.pack() + bytes(8))
-    assert (got.outcome, got.header.flags) == ("received", header.flags)
 
 
 PAIRS = [(wire, reduce) for wire, reduce in product(values.WIRES, values.REDUCES)]

@@ -24,7 +24,6 @@ from netfold._native import protocol
 pytestmark = pytest.mark.native
 
 WIDTHS = {
-    "flags": 4,  # known flags
     "job": 32,
     "epoch": 32,
     "incarnation": 32,
@@ -37,6 +36,7 @@ WIDTHS = {
     "table": 16,
 }
 FIELDS = {name: st.integers(0, 2**bits - 1) for name, bits in WIDTHS.items()}
+FIELDS |= {"flags": st.sets(st.sampled_from(list(protocol.FLAGS.values()))).map(sum)}
 FIELDS |= {"wire": st.integers(0, 11), "reduce": st.integers(0, 6)}
 
 
@@ -50,7 +50,7 @@ def test_every_header_survives_the_wire(fields, payload):
 
 def test_the_header_is_big_endian_at_its_documented_offsets():
     header = make_header(
-        flags=protocol.FLAGS["answer"] | protocol.FLAGS["non_finite"],
+        flags=protocol.FLAGS["answer"] | protocol.FLAGS["mismatch"],
         job=0x01020304,
         epoch=0x05060708,
         incarnation=0x090A0B0C,
@@ -65,13 +65,13 @@ def test_the_header_is_big_endian_at_its_documented_offsets():
         table=0x4748,
     )
     assert header.pack() == bytes.fromhex(
-        "4e46 01 0301020304 05060708 090a0b0c1112131415161718212223242526272831323334 353637384142 4344 06 03 4748"
+        "4e46 01 0501020304 05060708 090a0b0c1112131415161718212223242526272831323334 353637384142 4344 06 03 4748"
     )
     assert protocol.HEADER_BYTES == 48
 
 
 def test_flags_are_the_documented_bits():
-    assert protocol.FLAGS == {"answer": 1, "non_finite": 2, "mismatch": 4, "hello": 8, "notice": 16}
+    assert protocol.FLAGS == {"answer": 1, "mismatch": 4, "hello": 8, "notice": 16}
 
 
 def test_no_header_bit_is_ignored():
@@ -83,7 +83,20 @@ def test_no_header_bit_is_ignored():
 
 @pytest.mark.parametrize(
     ("offset", "value"),
-    [(0, 0x4F), (1, 0x47), (2, 0), (2, 2), (3, 0x20), (3, 0x80), (44, 14), (44, 255), (45, 9), (45, 255)],
+    [
+        (0, 0x4F),
+        (1, 0x47),
+        (2, 0),
+        (2, 2),
+        (3, 0x02),
+        (3, 0x03),
+        (3, 0x20),
+        (3, 0x80),
+        (44, 14),
+        (44, 255),
+        (45, 9),
+        (45, 255),
+    ],
 )
 def test_an_unknown_magic_version_flag_wire_or_operator_is_no_packet(offset, value):
     packet = bytearray(make_packet())
@@ -158,7 +171,7 @@ def test_a_contribution_with_flipped_bits_is_added_as_it_is_or_changes_nothing(b
         assert (outcome, drop != "none") == ("dropped", True)
         assert_same(switch, before)
         return
-    assert ours(header) and header.flags in (0, FLAGS["non_finite"])
+    assert ours(header) and header.flags == 0
     assert (worker, chunk) == (header.worker, header.chunk) and worker < 2 and chunk < 2
     if (header.wire, header.reduce, header.count) != (I32, SUM, 2):
         return  # another call than the other worker's, which is a mismatch later

@@ -30,7 +30,6 @@ INCLUDES = [f"-I{ROOT / 'native' / room / 'include'}" for room in ("prove", "pro
 WRONG = "a worker is given a wrong sum of chunk"
 TWICE = "a worker is given chunk"
 DISAGREED = "a worker is given a sum of chunk 0, on which workers disagree"
-NON_FINITE = "a worker is told the wrong thing of non-finite values in chunk 1"
 SAID = "a worker is told that another differs, which said the same"
 STUCK = "from here, with everything lost, no retransmission leads to where all have finished"
 
@@ -138,16 +137,6 @@ MUTANTS = {
                 "said != slot.agreement) {\n    return drop(Drop::malformed);",
             ),
         ),
-    ),
-    "switch-non-finite": Mutant(
-        Scope(operations="2"),
-        NON_FINITE,
-        ((SWITCH, "slot.non_finite |= (header.flags", "slot.non_finite = (header.flags"),),
-    ),
-    "switch-non-finite-stays": Mutant(
-        Scope(operations="4"),
-        "a worker is told the wrong thing of non-finite values in chunk 2",
-        ((SWITCH, "slot = Slot{.chunk = header.chunk};", "slot = Slot{.chunk = header.chunk, .non_finite = true};"),),
     ),
     "switch-job": Mutant(
         Scope(operations="2", strangers=1),

@@ -70,9 +70,9 @@ FateSource = Callable[[Packet], Fate]
 
 
 def _guarded_bits() -> tuple[int, ...]:
-    # Masks by byte of the header; see native/protocol/include/netfold/protocol/packet.hpp. Of the flags, non-finite
-    # and mismatch are legal on an answer. Of the chunk number, the upper half is far beyond any window.
-    masks = {0: 0xFF, 1: 0xFF, 2: 0xFF, 3: 0xF9}
+    # Masks by byte of the header; see native/protocol/include/netfold/protocol/packet.hpp. Of the flags, mismatch is
+    # legal on an answer. Of the chunk number, the upper half is far beyond any window.
+    masks = {0: 0xFF, 1: 0xFF, 2: 0xFF, 3: 0xFB}
     masks |= dict.fromkeys(range(4, 20), 0xFF)
     masks |= {44: 0xF0, 45: 0xF8}
     return tuple(8 * byte + bit for byte, mask in masks.items() for bit in range(8) if mask >> bit & 1)

@@ -10,7 +10,6 @@ a worker and operation (native/collective/in_network.cpp); a contribution counts
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,11 +90,6 @@ def seeded_contributions(operation: Operation, worker: int) -> values.Array:
     return values.contribution(operation.number, worker, operation.elements, operation.wire)
 
 
-def says_non_finite(operation: Operation, worker: int, chunk: int) -> bool:
-    """Whether this contribution carries the non-finite flag: about one in eight, by a rule both ends can compute."""
-    return zlib.crc32(b"%d %d %d" % (operation.number, worker, chunk)) % 8 == 0
-
-
 class World:
     """N workers, their switch, and what each has been seen to do.
 
@@ -131,10 +125,6 @@ class World:
 
         given = [[contributions(op, index) for index in range(workers)] for op in self.operations]
         self._expected = [self._fold(op, terms).tobytes() for op, terms in zip(self.operations, given, strict=True)]
-        self._said_non_finite = [
-            any(says_non_finite(self.operations[chunk.operation], index, number) for index in range(workers))
-            for number, chunk in enumerate(self.chunks)
-        ]
         for side in self.workers:
             side.buffers = [bytearray(terms[side.index].tobytes()) for terms in given]
             side.unanswered = [0] * len(self.operations)
@@ -304,8 +294,6 @@ class World:
                 f"{who} sends {send.count} elements from {send.first} as chunk {number}, not {chunk}"
             )
 
-        if says_non_finite(self.operations[chunk.operation], side.index, number):
-            header.flags |= protocol.FLAGS["non_finite"]
         head: bytes = header.pack()
         data = head + side.buffers[chunk.operation][chunk.first_byte : chunk.end_byte]
         return Offer(
@@ -398,8 +386,6 @@ class World:
             raise BrokenPromiseError(
                 f"{who} was given a wrong result of chunk {number}: {got.hex()}, expected {expected.hex()}"
             )
-        if bool(header.flags & protocol.FLAGS["non_finite"]) != self._said_non_finite[number]:
-            raise BrokenPromiseError(f"{who} was given chunk {number} with flags {header.flags}; non-finite is wrong")
         side.buffers[chunk.operation][chunk.first_byte : chunk.end_byte] = got
         side.unanswered[chunk.operation] -= 1
         if finished != (side.unanswered[chunk.operation] == 0):

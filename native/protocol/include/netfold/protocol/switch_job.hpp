@@ -149,7 +149,6 @@ class SwitchJob {
     Agreement agreement;
     std::uint16_t contributed_count = 0;
     bool complete = false;
-    bool non_finite = false;
     Bitmap contributed{};
     bool operator==(const Slot&) const = default;
   };

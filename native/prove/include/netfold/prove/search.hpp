@@ -32,10 +32,10 @@
 //              later time; until then the old one goes on (admission promises more: all are gone before any starts).
 //
 // Safety. What a worker is given is the exact sum of every worker's contribution to that chunk in that life, once, and
-// never of a chunk on which workers disagree; it says non-finite exactly where one of the contributions did (one to
-// every second chunk). None is said to disagree that agrees, and none is told what it said itself. Contributions are
-// such that no other subset, no double count, and no mixture of chunks or lives has the same sum: worker w's is a
-// number in [1024, 2048), different for each chunk and life, times 2^16w; two of them are already too much.
+// never of a chunk on which workers disagree. None is said to disagree that agrees, and none is told what it said
+// itself. Contributions are such that no other subset, no double count, and no mixture of chunks or lives has the same
+// sum: worker w's is a number in [1024, 2048), different for each chunk and life, times 2^16w; two of them are already
+// too much.
 //
 // Possibility. From every state reached there is a way, without a further fault, to where every worker has finished all
 // operations, or, where workers disagree, has finished or ended. Unless packets are taken, that is asked of the
