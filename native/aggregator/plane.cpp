@@ -152,13 +152,16 @@ Plane::FabricPlace Plane::open_on_fabric(std::uint32_t job_id, std::uint32_t inc
   return place;
 }
 
-void Plane::expect(std::uint32_t job_id, std::uint16_t worker, const std::string& host, std::uint16_t port) {
+void Plane::expect(std::uint32_t job_id, std::uint16_t worker, const std::string& host, std::uint16_t port,
+                   const std::string& local) {
   const transport::Address address = transport::Address::parse(host, port);
+  std::optional<transport::Address> source;
+  if (!local.empty()) source = transport::Address::parse(local, 0);
   on_thread([&] {
     const auto found = jobs_.find(job_id);
     if (found == jobs_.end()) return;
     if (found->second->socket == nullptr) throw std::invalid_argument("expect: the job is on a fabric");
-    found->second->workers.at(worker).expected = found->second->socket->add(address);
+    found->second->workers.at(worker).expected = found->second->socket->add(address, source);
   });
 }
 

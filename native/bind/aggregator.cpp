@@ -106,7 +106,8 @@ void bind_aggregator(nb::module_& m) {
             self.expect_on_fabric(job, worker, bytes, tag);
           },
           nb::arg("job"), nb::arg("worker"), nb::arg("name"), nb::arg("tag"))
-      .def("expect", &Plane::expect, nb::arg("job"), nb::arg("worker"), nb::arg("host"), nb::arg("port"), Release())
+      .def("expect", &Plane::expect, nb::arg("job"), nb::arg("worker"), nb::arg("host"), nb::arg("port"),
+           nb::arg("local") = "", Release())
       .def("receive_buffer_bytes", &Plane::receive_buffer_bytes, Release())
       .def(
           "connect_parent",

@@ -53,10 +53,34 @@ UdpSocket::UdpSocket(const Address& local, std::size_t buffer_bytes) {
   receive_controls_.resize(kReceiveBatch * kControlBytes);
 }
 
-UdpSocket::Peer UdpSocket::add(const Address& address) {
+UdpSocket::Peer UdpSocket::add(const Address& address, const std::optional<Address>& source) {
   const auto [found, is_new] = numbers_.try_emplace(address, static_cast<Peer>(peers_.size()));
-  if (is_new) peers_.push_back(address);
+  if (is_new) peers_.push_back({.address = address});
+  if (source) peers_[found->second].set_source(*source);
   return found->second;
+}
+
+// IP_PKTINFO (ip(7)) or IPV6_PKTINFO (RFC 3542, section 6.1). The interface is left to the route.
+void UdpSocket::Destination::set_source(const Address& local) {
+  source.fill(0);
+  auto* control = reinterpret_cast<cmsghdr*>(source.data());
+  if (local.storage.ss_family == AF_INET) {
+    in_pktinfo info{};
+    info.ipi_spec_dst = reinterpret_cast<const sockaddr_in&>(local.storage).sin_addr;
+    control->cmsg_level = IPPROTO_IP;
+    control->cmsg_type = IP_PKTINFO;
+    control->cmsg_len = CMSG_LEN(sizeof info);
+    std::memcpy(CMSG_DATA(control), &info, sizeof info);
+    source_bytes = CMSG_SPACE(sizeof info);
+  } else {
+    in6_pktinfo info{};
+    info.ipi6_addr = reinterpret_cast<const sockaddr_in6&>(local.storage).sin6_addr;
+    control->cmsg_level = IPPROTO_IPV6;
+    control->cmsg_type = IPV6_PKTINFO;
+    control->cmsg_len = CMSG_LEN(sizeof info);
+    std::memcpy(CMSG_DATA(control), &info, sizeof info);
+    source_bytes = CMSG_SPACE(sizeof info);
+  }
 }
 
 // By what Address compares.
@@ -98,7 +122,7 @@ std::size_t UdpSocket::send(std::span<Run> runs) {
 
 std::size_t UdpSocket::send_in_order(std::span<const Run> runs) {
   struct alignas(cmsghdr) Control {
-    char bytes[CMSG_SPACE(sizeof(std::uint16_t))];
+    char bytes[kSourceBytes + kSegmentBytes];
   };
   std::array<mmsghdr, kMessagesPerCall> messages;
   std::array<Control, kMessagesPerCall> controls;
@@ -122,20 +146,25 @@ std::size_t UdpSocket::send_in_order(std::span<const Run> runs) {
       packets = std::min(packets, run_packets - run_offset);
       msghdr& header = messages[count].msg_hdr;
       header = msghdr{};
-      const Address& to = peers_[run.to];
-      header.msg_name = const_cast<sockaddr*>(to.get());
-      header.msg_namelen = to.length;
+      const Destination& to = peers_[run.to];
+      header.msg_name = const_cast<sockaddr*>(to.address.get());
+      header.msg_namelen = to.address.length;
       header.msg_iov = const_cast<iovec*>(run.pieces.data() + run_offset * run.pieces_per_packet);
       header.msg_iovlen = packets * run.pieces_per_packet;
+      std::size_t control_bytes = to.source_bytes;
+      if (control_bytes > 0) std::memcpy(controls[count].bytes, to.source.data(), control_bytes);
       if (packets > 1) {
-        header.msg_control = controls[count].bytes;
-        header.msg_controllen = sizeof controls[count].bytes;
-        cmsghdr* control = CMSG_FIRSTHDR(&header);
+        auto* control = reinterpret_cast<cmsghdr*>(controls[count].bytes + control_bytes);
         control->cmsg_level = IPPROTO_UDP;
         control->cmsg_type = UDP_SEGMENT;
         control->cmsg_len = CMSG_LEN(sizeof(std::uint16_t));
         const auto segment = static_cast<std::uint16_t>(run.packet_bytes);
         std::memcpy(CMSG_DATA(control), &segment, sizeof segment);
+        control_bytes += kSegmentBytes;
+      }
+      if (control_bytes > 0) {
+        header.msg_control = controls[count].bytes;
+        header.msg_controllen = control_bytes;
       }
       packets_of[count++] = packets;
       run_offset += packets;
@@ -159,7 +188,7 @@ std::size_t UdpSocket::send_in_order(std::span<const Run> runs) {
             gso_ = false;  // no checksum offload on this path: go on packet by packet
           } else {
             taken = 1;  // lost on this host: the protocol sends it again, or finds that nothing passes
-            note_refusal(errno, peers_[runs[first_run].to]);
+            note_refusal(errno, peers_[runs[first_run].to].address);
           }
       }
     } else {

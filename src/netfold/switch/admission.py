@@ -7,6 +7,7 @@ only when all are there.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import re
 import secrets
@@ -112,7 +113,8 @@ def check_version(message: control.Message) -> None:
 
 class Admission:
     """tokens: None where everybody may join. parent: where sums go of jobs with workers beyond this switch. fabrics:
-    that packets may come over, beside UDP."""
+    that packets may come over, beside UDP. host: where the switch listens. Where it listens on all its addresses, a job's
+    data port is on all of them too, and answers each worker from the address that the worker connected to."""
 
     def __init__(
         self,
@@ -123,6 +125,7 @@ class Admission:
         fabrics: Fabrics,
         *,
         tagged: bool,
+        host: str,
     ) -> None:
         self._ledger = ledger
         self._incarnation = incarnation
@@ -130,6 +133,7 @@ class Admission:
         self._parent = parent
         self._fabrics = fabrics
         self._tagged = tagged
+        self._listens_everywhere = _is_unspecified(host)
 
     def tenant(self, message: control.Message) -> Tenant:
         """Who asks, whatever for; RefusedError for a token that is not known."""
@@ -177,7 +181,8 @@ class Admission:
             raise RefusedError("under way", "this job is under way; a restarted worker must come with a new group")
         if join.fabric is None:
             # Its packets will come from where it speaks now, and from no other host.
-            job.plane.expect(job.id, number, writer.get_extra_info("peername")[0], join.port)
+            local = writer.get_extra_info("sockname")[0] if self._listens_everywhere else ""
+            job.plane.expect(job.id, number, writer.get_extra_info("peername")[0], join.port, local)
         else:
             try:
                 job.plane.expect_on_fabric(job.id, number, join.fabric.name, join.fabric.tag)
@@ -204,7 +209,8 @@ class Admission:
         try:
             if join.fabric is None:
                 # Twice the window a worker: the kernel counts its own overhead in.
-                port = plane.open(job_id, self._incarnation, host, nonces, hello_keys, 2 * window_bytes * size)
+                place_host = _everywhere(host) if self._listens_everywhere else host
+                port = plane.open(job_id, self._incarnation, place_host, nonces, hello_keys, 2 * window_bytes * size)
             else:
                 provider = self._fabrics.name_of(join.fabric.provider)
                 if provider is None:
@@ -246,7 +252,6 @@ class Admission:
             place=place,
             plane=plane,
             link=None if place.parent is None or self._parent is None else Link(self._parent),
-            host=host,
             port=port,
             provider=provider,
             fabric=place_on_fabric,
@@ -309,6 +314,19 @@ def _check_same(job: Job, join: Join, tenant: Tenant) -> None:
         raise RefusedError(
             "mismatch", f"rank {join.rank} says that its job has another tree of switches than others said"
         )
+
+
+def _is_unspecified(host: str) -> bool:
+    """Whether `host` stands for all local addresses; a name does not."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _everywhere(local: str) -> str:
+    """All local addresses of the family of `local`."""
+    return "::" if ":" in local else "0.0.0.0"
 
 
 def _other_numbers(nonces: Sequence[int]) -> list[int]:

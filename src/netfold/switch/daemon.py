@@ -89,7 +89,7 @@ class Switch:
         self.incarnation = secrets.randbits(32)
         self._parent = parent
         self._admission = Admission(
-            self._ledger, self.incarnation, tokens, parent, self._fabrics, tagged=self.authenticated
+            self._ledger, self.incarnation, tokens, parent, self._fabrics, tagged=self.authenticated, host=host
         )
         self._asking: asyncio.Task[control.Message] | None = None  # the way up, for workers
         self._listens = (host, port)

@@ -54,7 +54,6 @@ class Job:
     paths: Any  # of its workers, as they said
     place: Place
     plane: Plane
-    host: str
     port: int | None  # of UDP
     provider: str | None  # of the fabric that its packets go over, as the switch was told to serve it; None: UDP
     fabric: dict[str, Any] | None  # its place there (Plane.open_on_fabric)

@@ -90,8 +90,9 @@ class Plane {
   Plane(const Plane&) = delete;
   Plane& operator=(const Plane&) = delete;
 
-  // Binds a port of `host` for the job and waits for hellos; returns the port. `hello_keys`: by worker, or empty for a
-  // job whose packets carry no tags. Throws std::system_error; std::runtime_error where no tag can be checked.
+  // Binds a port of `host`, which may be the wildcard address, for the job and waits for hellos; returns the port.
+  // `hello_keys`: by worker, or empty for a job whose packets carry no tags. Throws std::system_error;
+  // std::runtime_error where no tag can be checked.
   std::uint16_t open(std::uint32_t job, std::uint32_t incarnation, const std::string& host,
                      const std::vector<std::uint64_t>& nonces, const std::vector<seal::Key>& hello_keys,
                      std::size_t buffer_bytes);
@@ -108,7 +109,9 @@ class Plane {
                              const std::vector<std::uint64_t>& proofs, const std::vector<seal::Key>& hello_keys,
                              std::size_t packet_bytes, std::size_t in_flight_bytes);
   // Where the worker will send from, a numeric address: hellos from elsewhere are dropped, and so are all before.
-  void expect(std::uint32_t job, std::uint16_t worker, const std::string& host, std::uint16_t port);
+  // `local`: this host's address that the worker was told, which answers to it come from; empty: the route's.
+  void expect(std::uint32_t job, std::uint16_t worker, const std::string& host, std::uint16_t port,
+              const std::string& local);
   // Where the worker is on the job's fabric, and how it wants packets to be tagged. Throws fabric::Error.
   void expect_on_fabric(std::uint32_t job, std::uint16_t worker, const std::vector<std::byte>& name, std::uint64_t tag);
   // What holds packets of the job that have arrived and were not read: as the kernel granted it, or as was posted.

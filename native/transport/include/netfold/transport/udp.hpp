@@ -4,13 +4,16 @@
 // super-packet: the kernel walks its stack once for up to 44 of them. Each packet is gathered from pieces
 // (header here, values in the user's tensor), never copied together first. Where the kernel or the path
 // refuses GSO, packets go one by one. Receiving. The kernel hands back super-packets with the length of their
-// segments; `receive` cuts them up. A peer is an address.
+// segments; `receive` cuts them up. A peer is an address, and the local address that packets to it come from, where
+// the socket is bound to all local addresses.
 #pragma once
 
 #include <netfold/transport/datagrams.hpp>
 #include <netfold/transport/socket.hpp>
 
 #include <algorithm>
+#include <array>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -34,8 +37,10 @@ class UdpSocket final : public Datagrams {
 
   int fd() const { return fd_.get(); }
   Address local() const { return Address::local_of(fd_.get()); }
-  // The number of whoever is there; the same for the same address.
-  Peer add(const Address& address);
+  // The number of whoever is there; the same for the same address. `source`: a local address, its port ignored, that
+  // packets to this peer come from; without it the kernel takes the one of the route. Needed on a host with several
+  // addresses: a peer and its firewall expect answers from the address that the peer asked.
+  Peer add(const Address& address, const std::optional<Address>& source = std::nullopt);
 
   // The kernel does not say before.
   std::size_t room(Peer) const override { return ~std::size_t{0}; }
@@ -52,13 +57,23 @@ class UdpSocket final : public Datagrams {
     std::size_t operator()(const Address& address) const;
   };
 
+  // Control messages of one message to the kernel: the source address and the length of GSO's segments.
+  static constexpr std::size_t kSourceBytes = CMSG_SPACE(sizeof(in6_pktinfo));
+  static constexpr std::size_t kSegmentBytes = CMSG_SPACE(sizeof(std::uint16_t));
+  struct Destination {
+    Address address;
+    alignas(cmsghdr) std::array<char, kSourceBytes> source{};  // a control message, empty where there is no source
+    std::size_t source_bytes = 0;
+    void set_source(const Address& local);
+  };
+
   std::size_t send_in_order(std::span<const Run> runs);
   void note_refusal(int error, const Address& to);
 
   Fd fd_;
   bool gso_ = true;
   std::size_t receive_buffer_bytes_ = 0;
-  std::vector<Address> peers_;
+  std::vector<Destination> peers_;
   std::unordered_map<Address, Peer, Hash> numbers_;
   std::vector<std::byte> receive_area_;
   std::vector<mmsghdr> receive_messages_;
