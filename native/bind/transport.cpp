@@ -97,6 +97,12 @@ nb::bytes as_bytes(const std::vector<std::byte>& bytes) {
 
 void bind_transport(nb::module_& m) {
   nb::module_ t = m.def_submodule("transport");
+  t.def(
+      "granted_receive_buffer",
+      [](std::size_t bytes) {
+        return transport::UdpSocket(transport::Address::parse("0.0.0.0", 0), bytes).receive_buffer_bytes();
+      },
+      nb::arg("bytes"), "What the kernel grants a socket that asks for so many bytes, as it reports it.");
   nb::class_<DataPort>(t, "DataPort", "Packets to a switch and back, until a group takes it over.")
       .def("hello", &hello, nb::kw_only(), nb::arg("job"), nb::arg("incarnation"), nb::arg("worker"), nb::arg("nonce"),
            nb::arg("packet_bytes"), nb::arg("key").none(), nb::arg("timeout_ns"),

@@ -10,6 +10,8 @@ unknown fields are ignored. The first message of each side carries `version`; do
                                  udp                         (true: try, too, whether UDP passes)
     switch -> worker   room      version, jobs, workers, memory_bytes, slots   (what a new job could have; -1 slots: all
                                                                that the memory holds)
+                                 buffer_bytes, window_bytes  (what the kernel grants a job's packets, and a worker's
+                                                              window where that suffices)
                                  udp                         (port, nonce: what begins with that comes back from that
                                                               UDP port, while this connection lasts)
     worker -> switch   join      version, job, name, rank, ranks, port, window_bytes, timeout_s
@@ -29,6 +31,8 @@ unknown fields are ignored. The first message of each side carries `version`; do
     worker -> switch   ready     payload_bytes                              (the longest that came back)
                                  proof                       (over a fabric: the number with which it came back)
     switch -> worker   start     epoch, payload_bytes, window               (every rank is ready)
+                                 cut                         (why the window is smaller than it should be, and what
+                                                              to set)
     worker -> switch   missing   chunk, serial                 (at most 8 open at once)
                        alive     serial
     switch -> worker   missing   ranks, serial

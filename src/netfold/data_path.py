@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from netfold import control, packet_keys
@@ -18,6 +19,50 @@ from netfold._native.transport import DataPort, FabricPort, UdpPort
 _LAST_S = 5.0
 # As in docs/fabric.md: what may stand before the provider that is really used.
 _STRICT = re.compile(r"^strict[^+]*\+")
+
+
+# Fewer packets in flight from a worker than this, and a round trip is mostly waiting.
+MIN_WINDOW_CHUNKS = 8
+
+
+def window_chunks(window_bytes: int, payload_bytes: int) -> int:
+    """Packets of `payload_bytes` of values in a window of `window_bytes`, MIN_WINDOW_CHUNKS at least."""
+    packet_bytes: int = payload_bytes + protocol.HEADER_BYTES
+    return max(MIN_WINDOW_CHUNKS, window_bytes // packet_bytes)
+
+
+@dataclass(frozen=True)
+class ReceiveBuffer:
+    """What a switch's kernel holds of a job's packets until the switch reads them.
+
+    granted_bytes: as the kernel reports it, twice what it was asked for, since it counts its own overhead in. 0 where
+    it is not known.
+    window_bytes: what each worker should have in flight.
+
+    The buffer must hold the windows of all workers: all of them may come while the switch's thread serves other jobs or
+    waits for a core. What does not fit is lost, and a small window costs less than losses in every round trip.
+    """
+
+    granted_bytes: int
+    window_bytes: int
+
+    def held_bytes(self, workers: int) -> int:
+        """In flight from each of `workers`."""
+        if self.granted_bytes == 0:
+            return self.window_bytes
+        return min(self.window_bytes, self.granted_bytes // (2 * workers))
+
+    def cut(self, workers: int, payload_bytes: int = protocol.ETHERNET_PAYLOAD_BYTES) -> str:
+        """A sentence, with what to set, where `workers` have a smaller window than they should; else empty."""
+        chunks = window_chunks(self.held_bytes(workers), payload_bytes)
+        whole = window_chunks(self.window_bytes, payload_bytes)
+        if chunks >= whole:
+            return ""
+        return (
+            f"the kernel holds {self.granted_bytes // 2} bytes of a job's packets (net.core.rmem_max), so each of "
+            f"{workers} workers has a window of {chunks} packets of {payload_bytes} bytes and not {whole}: set sysctl "
+            f"net.core.rmem_max to {self.window_bytes * workers} on the switch's host, or give the switch CAP_NET_ADMIN"
+        )
 
 
 class PathError(Exception):

@@ -166,6 +166,18 @@ def test_a_switch_that_is_gone_or_full_fails_with_its_own_words() -> None:
     assert len(judge(hosts(2, switches={0: small, 1: small}))) == 1
 
 
+def test_a_window_that_the_switchs_kernel_cuts_is_a_warning_with_the_number() -> None:
+    room = SwitchRoom(
+        "10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, buffer_bytes=425_984, window_bytes=1 << 20
+    )
+    (finding,) = judge(hosts(2, switches={0: [room], 1: [room]}))
+    assert (finding.level, finding.where) == (Level.WARN, "switch 10.0.0.9:7171")
+    assert finding.what.endswith("each of 2 workers has a window of 73 packets of 1408 bytes and not 720")
+    assert finding.todo.startswith("set sysctl net.core.rmem_max to 2097152 on the switch's host")
+    whole = replace(room, buffer_bytes=8 << 20)
+    assert judge(hosts(2, switches={0: [whole], 1: [whole]})) == []
+
+
 def test_what_one_host_lacks_for_its_ranks() -> None:
     def together(**changes: Any) -> list[str]:
         facts = [replace(WELL, rank=rank, **changes) for rank in range(4)]

@@ -17,7 +17,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from ranks import running_switch
 
 from netfold import control
 
@@ -46,29 +45,6 @@ def test_the_unit_raises_the_bound_of_receive_buffers_and_never_lowers_it(tmp_pa
         bound.write_text(before)
         subprocess.run(command, check=True, timeout=10)
         assert bound.read_text() == after
-
-
-@pytest.mark.skipif(not Path("/proc/sys/net/core/rmem_max").exists(), reason="this host hides net.core.rmem_max")
-def test_a_job_whose_window_the_kernel_does_not_hold_is_told_in_the_log_with_what_to_set() -> None:
-    rmem_max = int(Path("/proc/sys/net/core/rmem_max").read_text())
-    if rmem_max > 1 << 26:
-        pytest.skip(f"net.core.rmem_max is {rmem_max} here: more than a job of two ranks asks for")
-    drop = []
-    if os.geteuid() == 0:
-        if shutil.which("setpriv") is None:
-            pytest.skip("root has CAP_NET_ADMIN, and setpriv, which takes it away, is not here (Debian: util-linux)")
-        drop = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", "--"]
-    window = 2 * rmem_max
-    join = {"type": "join", "version": control.VERSION, "job": "j", "rank": 0, "ranks": [0, 1], "port": 9}
-    with running_switch("--window", str(window), prefix=drop) as switch:
-        with socket.create_connection(switch.address, 10) as stream:
-            control.send(stream, {**join, "window_bytes": window})
-            assert control.receive(stream)["type"] == "admitted"
-        switch.wait_for(
-            rf"level=warning event=buffer .*the kernel's receive buffer holds {rmem_max // 2} bytes from each of 2 "
-            rf"workers, and not the window of {window}: fewer are in flight\. Set sysctl net\.core\.rmem_max to "
-            rf"{2 * window}"
-        )
 
 
 def health_check() -> list[str]:

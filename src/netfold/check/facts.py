@@ -42,6 +42,9 @@ class SwitchRoom:
     slots: int = -1
     udp_error: str = ""
     """Why packets would not reach it, though it answers over TCP; not tried where they would go over a fabric."""
+    buffer_bytes: int = 0
+    """What its kernel grants a job's packets; 0 where it does not say, or where packets go over a fabric."""
+    window_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def _room(endpoint: str, options: Options, rank: int) -> SwitchRoom:
         room = ask_room(endpoint, token_file=options.token_file, rank=rank, timeout_s=SWITCH_S, udp=by_udp)
     except (NetfoldError, ValueError) as error:
         return SwitchRoom(bare, error=str(error))
-    return SwitchRoom(bare, "", *room)
+    return SwitchRoom(bare, "", *(room if by_udp else room._replace(buffer_bytes=0, window_bytes=0)))
 
 
 def _interfaces(options: Options, store_host: str | None) -> tuple[list[str], str, int, int]:

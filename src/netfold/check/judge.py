@@ -12,6 +12,7 @@ from netfold.check.facts import Facts
 from netfold.check.gather import Gathered
 from netfold.check.links import PairLink
 from netfold.check.words import by_host, listed, rate_of, size
+from netfold.data_path import ReceiveBuffer
 
 # Shared memory that a host's ranks take: slots and bells, and DDP's buckets, which may move there.
 _SHM_A_RANK = 64 << 20
@@ -190,6 +191,9 @@ def _switches(gathered: Gathered) -> Iterator[Finding]:
             )
             todo = "wait for a job to end (netfold switch status), or start it with more (--max-jobs, --memory)"
             yield Finding(Level.FAIL, f"switch {endpoint}", what, todo)
+        what, _, todo = ReceiveBuffer(room.buffer_bytes, room.window_bytes).cut(workers).partition(": ")
+        if what:
+            yield Finding(Level.WARN, f"switch {endpoint}", what, todo)
 
 
 def _links(gathered: Gathered) -> Iterator[Finding]:

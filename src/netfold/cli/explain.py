@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from netfold.communicator import Options
 
 
 def explain(
@@ -57,7 +60,7 @@ def explain(
             links=links,
         )
         row = table.choose(name, size_bytes)
-        protection = "" if options.switch is None else _protection(options.switch)
+        about_switch = [] if options.switch is None else [_protection(options.switch)]
     except (ValueError, KeyError) as error:
         typer.echo(f"netfold explain: {error.args[0]}", err=True)
         raise typer.Exit(2) from None
@@ -81,12 +84,42 @@ def explain(
     if over or why_not:
         told = f"over {over}" if over else f"no group would come together: {why_not}"
         console.print(told, soft_wrap=True, highlight=False, markup=False)
-    if protection:
-        console.print(protection, soft_wrap=True, highlight=False)
+    if about_switch and options.switch_fabric is None:
+        about_switch = _windows(options, ranks if hosts is None else hosts) + about_switch
+    for told in about_switch:
+        console.print(told, soft_wrap=True, highlight=False, markup=False)
     if gpu:
         from netfold.torch.device.trial import findings
 
         console.print("\n".join(findings()[0]), soft_wrap=True, highlight=False, markup=False)
+
+
+# How long a switch may take to say what it grants.
+_SWITCH_S = 1.0
+
+
+def _windows(options: Options, workers: int) -> list[str]:
+    """Of each switch, asked over TCP: what window `workers` get there, or why that is not known."""
+    from netfold._native import protocol
+    from netfold.communicator.errors import NetfoldError
+    from netfold.communicator.membership import ask_room
+    from netfold.control import switches_of
+    from netfold.data_path import window_chunks
+
+    told = []
+    payload_bytes = protocol.ETHERNET_PAYLOAD_BYTES
+    for endpoint in switches_of(options.switch):
+        where = endpoint.partition("#")[0]
+        try:
+            buffer = ask_room(endpoint, token_file=options.token_file, rank=0, timeout_s=_SWITCH_S).buffer
+        except (NetfoldError, ValueError):
+            told.append(f"the switch at {where} was asked for its window, and does not answer from here")
+            continue
+        if buffer.window_bytes:
+            chunks = window_chunks(buffer.held_bytes(workers), payload_bytes)
+            whole = f"{workers} workers have a window of {chunks} packets of {payload_bytes} bytes each"
+            told.append(f"the switch at {where}: {buffer.cut(workers) or whole}")
+    return told
 
 
 def _protection(switch: str) -> str:

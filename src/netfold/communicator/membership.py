@@ -32,7 +32,7 @@ from netfold.communicator.errors import RendezvousError, SwitchError
 from netfold.communicator.pinned import FingerprintError, PinnedStream
 from netfold.communicator.switch_watch import Ask, Lost, SwitchWatch
 from netfold.communicator.way_up import WayUp, above, agree_on_tree
-from netfold.data_path import PathError, open_path
+from netfold.data_path import PathError, ReceiveBuffer, open_path
 
 log = logging.getLogger("netfold")
 
@@ -44,6 +44,10 @@ _WATCH_S = 0.2
 UDP_S, _UDP_TRIES = 1.0, 5
 # Time beyond the job's own for the switch's word that it has given up.
 _GRACE_S = 2.0
+
+
+# Characters of a sentence of the switch's that go into the log.
+_MOST_TEXT = 600
 
 
 class _UnreachableError(Exception):
@@ -59,6 +63,7 @@ class Membership:
         self.workers = tuple(workers)
         self.payload_bytes = 0
         self.window = 0
+        self.cut = ""  # why the window is smaller than it should be, with what to set; empty where it is not
         self.authenticated = isinstance(stream, PinnedStream)  # whether its packets carry tags
         self._stream = stream
         self.life = 0  # names this membership and no other (collective::Channel::life)
@@ -132,6 +137,7 @@ class Membership:
         start = _expect(self._stream, "start", who, deadline)
         self.payload_bytes = int(start["payload_bytes"])
         self.window = int(start["window"])
+        self.cut = str(start.get("cut", ""))[:_MOST_TEXT]
         # A job's name is used once; that a switch gives epochs as well is between each worker and its own switch.
         self.life = int(message["job"][:16], 16) or 1
         self._attach_arguments = {
@@ -320,6 +326,7 @@ class Room(NamedTuple):
     """What a switch could still grant to whoever holds this token. slots: -1 where only the memory bounds them.
 
     udp_error: why packets would not reach it, though it answers over TCP; empty where they do, or nobody tried.
+    buffer_bytes, window_bytes: its `data_path.ReceiveBuffer`; 0 where it does not say.
     """
 
     jobs: int
@@ -327,6 +334,12 @@ class Room(NamedTuple):
     memory_bytes: int
     slots: int
     udp_error: str = ""
+    buffer_bytes: int = 0
+    window_bytes: int = 0
+
+    @property
+    def buffer(self) -> ReceiveBuffer:
+        return ReceiveBuffer(self.buffer_bytes, self.window_bytes)
 
 
 def ask_room(endpoint: str, *, token_file: str | None, rank: int, timeout_s: float, udp: bool = False) -> Room:
@@ -342,7 +355,8 @@ def ask_room(endpoint: str, *, token_file: str | None, rank: int, timeout_s: flo
             answer = _expect(stream, "room", who, deadline, is_first=True)
             jobs, workers, memory_bytes, slots = (int(answer[name]) for name in Room._fields[:4])
             udp_error = _udp_error(stream, answer["udp"], who) if "udp" in answer else ""
-            room = Room(jobs, workers, memory_bytes, slots, udp_error)
+            buffer = int(answer.get("buffer_bytes", 0)), int(answer.get("window_bytes", 0))
+            room = Room(jobs, workers, memory_bytes, slots, udp_error, *buffer)
             stream.close()
     except _UnreachableError as error:
         raise SwitchError(str(error)) from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
 import re
 import secrets
 import time
@@ -18,9 +17,8 @@ from typing import Any
 
 from netfold import control, packet_keys
 from netfold._native import fabric, protocol, seal
-from netfold.data_path import without_strict
+from netfold.data_path import ReceiveBuffer, without_strict
 from netfold.switch.fabrics import Fabrics
-from netfold.switch.facts import say
 from netfold.switch.job import Job, Member, RefusedError, listed
 from netfold.switch.ledger import EVERYBODY, Ledger
 from netfold.switch.parent import Link, Parent
@@ -113,8 +111,8 @@ def check_version(message: control.Message) -> None:
 
 class Admission:
     """tokens: None where everybody may join. parent: where sums go of jobs with workers beyond this switch. fabrics:
-    that packets may come over, beside UDP. host: where the switch listens. Where it listens on all its addresses, a job's
-    data port is on all of them too, and answers each worker from the address that the worker connected to."""
+    that packets may come over, beside UDP. host: where the switch listens. Where it listens on all its addresses, a
+    job's data port is on all of them too, and answers each worker from the address that the worker connected to."""
 
     def __init__(
         self,
@@ -241,8 +239,11 @@ class Admission:
                     f"this switch is full: buffers for packets over {join.over} take {needs / 2**20:.1f} MiB, and "
                     f"{free / 2**20:.1f} MiB are free (--memory); less in flight (NETFOLD_WINDOW_BYTES) needs less",
                 )
-        held_bytes = plane.receive_buffer_bytes(job_id) // (2 * size)
-        job = Job(
+        buffer = None
+        if join.fabric is None:
+            buffer = ReceiveBuffer(plane.receive_buffer_bytes(job_id), window_bytes)
+            window_bytes = buffer.held_bytes(size)
+        return Job(
             name=join.name,
             label=join.label,
             tenant=tenant,
@@ -259,18 +260,11 @@ class Admission:
             proofs=proofs,
             secrets=drawn,
             answer_secret=packet_keys.draw_secret(),
-            window_bytes=min(window_bytes, held_bytes),
+            buffer=buffer,
+            window_bytes=window_bytes,
             deadline=min(join.timeout_s, MAX_ASSEMBLY_S),
             created=time.monotonic(),
         )
-        if join.fabric is None and held_bytes < window_bytes:
-            what = (
-                f"job {job.name}: the kernel's receive buffer holds {held_bytes} bytes from each of {size} workers, "
-                f"and not the window of {window_bytes}: fewer are in flight. Set sysctl net.core.rmem_max to "
-                f"{window_bytes * size}, or give this process CAP_NET_ADMIN"
-            )
-            say(logging.WARNING, "buffer", what, **job.who)
-        return job
 
     def _place(self, join: Join) -> Place:
         size, paths = len(join.ranks), join.paths

@@ -15,7 +15,8 @@ from typing import Any
 from netfold import control
 from netfold._native import protocol, seal
 from netfold._native.aggregator import Plane
-from netfold.data_path import fabric_payload
+from netfold._native.transport import granted_receive_buffer
+from netfold.data_path import MIN_WINDOW_CHUNKS, ReceiveBuffer, fabric_payload, window_chunks
 from netfold.switch.admission import Admission, check_version
 from netfold.switch.certificate import server_context
 from netfold.switch.echo import open_echo
@@ -23,7 +24,7 @@ from netfold.switch.entrance import Entrance, Guest
 from netfold.switch.fabrics import Fabrics
 from netfold.switch.facts import say
 from netfold.switch.job import Job, Member, RefusedError, labelled, listed
-from netfold.switch.ledger import EVERYBODY, MIN_WINDOW_CHUNKS, Ledger, retransmissions
+from netfold.switch.ledger import EVERYBODY, Ledger, retransmissions
 from netfold.switch.missing import MAX_QUESTIONS, chunk_of, say_missing, take_answer
 from netfold.switch.parent import Link, Parent, ParentError
 from netfold.switch.parts import Limits
@@ -85,7 +86,11 @@ class Switch:
         self._entrance = Entrance(host, port, context, self._on_guest)
         tenants = [EVERYBODY] if tokens is None else tokens.tenants
         self._planes = [Plane() for _ in range(threads)]
-        self._ledger = Ledger(limits or Limits(), tenants, self._planes)
+        limits = limits or Limits()
+        self._ledger = Ledger(limits, tenants, self._planes)
+        # Of the largest job; a smaller one is granted what it asks for, or as much.
+        granted = granted_receive_buffer(2 * limits.window_bytes * limits.workers)
+        self.buffer = ReceiveBuffer(granted, limits.window_bytes)
         self.incarnation = secrets.randbits(32)
         self._parent = parent
         self._admission = Admission(
@@ -107,11 +112,24 @@ class Switch:
         """Bind and listen; what workers take as NETFOLD_SWITCH. OSError where it cannot be."""
         self._listens = self._entrance.start()
         endpoint = control.format_endpoint(*self._listens)
+        self._say_buffer()
         if self.fingerprint is None:
             what = f"no tokens and no TLS: whoever reaches {endpoint} may join, and packets are not authenticated"
             say(logging.WARNING, "open", what, address=endpoint)
             return endpoint
         return f"{endpoint}#{self.fingerprint}"
+
+    def _say_buffer(self) -> None:
+        """What the kernel grants, and what windows that makes."""
+        most, window_bytes = self._ledger.limits.workers, self.buffer.window_bytes
+        fields = {"granted_bytes": self.buffer.granted_bytes, "window_bytes": window_bytes}
+        cut = self.buffer.cut(most)
+        if not cut:
+            what = f"the kernel holds the windows of {most} workers a job, {window_bytes} bytes each"
+            say(logging.INFO, "buffer", what, **fields)
+            return
+        whole = max(workers for workers in range(most) if workers == 0 or not self.buffer.cut(workers))
+        say(logging.INFO, "buffer", f"windows are whole for jobs of up to {whole} workers; {cut}", **fields)
 
     async def meet_parent(self) -> None:
         """Look whether the parent is there, and say so in the log. ValueError where it is below this switch itself."""
@@ -305,7 +323,8 @@ class Switch:
         tenant = self._admission.tenant(message)
         if self._ledger.draining:
             raise RefusedError("draining", f"the switch is shutting down: {self._ledger.draining}")
-        return {"type": "room", "version": control.VERSION, **self._ledger.room(tenant)}
+        buffer = {"buffer_bytes": self.buffer.granted_bytes, "window_bytes": self.buffer.window_bytes}
+        return {"type": "room", "version": control.VERSION, **self._ledger.room(tenant), **buffer}
 
     def _opened(self, job: Job) -> None:
         """From now on it waits for its ranks, and for the parent's word."""
@@ -489,7 +508,20 @@ class Switch:
             authenticated="yes" if job.secrets else "no",
             parent=None if job.link is None else job.link.parent.endpoint,
         )
-        start = control.encode({"type": "start", "epoch": epoch, "payload_bytes": payload, "window": window})
+        cut = "" if job.buffer is None else job.buffer.cut(job.size, payload)
+        if cut and window < window_chunks(job.window_bytes, payload):
+            cut = ""  # memory, or another switch of the tree, has room for even less
+        if cut:
+            say(logging.WARNING, "buffer", f"job {job.name}: {cut}", **job.who, window=window)
+        start = control.encode(
+            {
+                "type": "start",
+                "epoch": epoch,
+                "payload_bytes": payload,
+                "window": window,
+                **({"cut": cut} if cut else {}),
+            }
+        )
         # All at once: with a pause between them, one that starts and leaves at once would be told of before the start.
         for other in job.members.values():
             with contextlib.suppress(ConnectionError, RuntimeError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from netfold import packet_keys
 from netfold._native.aggregator import Plane
-from netfold.data_path import without_strict
+from netfold.data_path import ReceiveBuffer, without_strict
 from netfold.switch.parent import Link
 from netfold.switch.tokens import Tenant
 from netfold.switch.tree import Child, Place
@@ -61,6 +61,7 @@ class Job:
     proofs: list[int]  # on a fabric: by worker, what its hello comes back with
     secrets: list[bytes]  # of workers, by number; empty where packets carry no tags
     answer_secret: bytes
+    buffer: ReceiveBuffer | None  # None on a fabric
     window_bytes: int
     deadline: float
     created: float

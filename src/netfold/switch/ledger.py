@@ -13,12 +13,11 @@ from typing import Any
 
 from netfold._native import protocol
 from netfold._native.aggregator import Plane
+from netfold.data_path import MIN_WINDOW_CHUNKS
 from netfold.switch.job import Job, RefusedError
 from netfold.switch.parts import Limits, Part, fitting_window, part_of
 from netfold.switch.tokens import Tenant
 
-# Fewer chunks in flight than this and a round trip is mostly waiting.
-MIN_WINDOW_CHUNKS = 8
 # The tenant of a switch without tokens.
 EVERYBODY = Tenant("everybody")
 # Counters that stay when their job has ended.
