@@ -81,6 +81,7 @@ void Plane::on_thread(const std::function<void()>& command) {
       done = true;
       done_condition.notify_one();
     });
+    has_commands_.store(true, std::memory_order_relaxed);
   }
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(wake_.get(), &one, sizeof one);
@@ -311,6 +312,8 @@ void Plane::run() {
     bool looks = at_once;
     for (int i = 0; i < ready; ++i) {
       const std::uint64_t source = events[static_cast<std::size_t>(i)].data.u64;
+      // Between two jobs, too: with many of them busy a command would else wait for a batch of each.
+      if (has_commands_.load(std::memory_order_relaxed)) run_commands();
       if (source != kWakeId && source != kNapId) {
         serve(source);
         continue;
@@ -318,20 +321,27 @@ void Plane::run() {
       std::uint64_t value = 0;
       [[maybe_unused]] const auto got = ::read(source == kNapId ? nap_.get() : wake_.get(), &value, sizeof value);
       looks |= source == kNapId;
-      if (source == kNapId) continue;
-      for (;;) {
-        std::function<void()> command;
-        {
-          std::lock_guard lock(mutex_);
-          if (commands_.empty()) break;
-          command = std::move(commands_.front());
-          commands_.pop_front();
-        }
-        command();
-      }
+      // After the read: a command that came before it has no other event.
+      if (source == kWakeId) run_commands();
     }
     if (!looks) continue;
     for (const std::uint64_t id : light_sleepers_) serve(id);
+  }
+}
+
+void Plane::run_commands() {
+  for (;;) {
+    std::function<void()> command;
+    {
+      std::lock_guard lock(mutex_);
+      if (commands_.empty()) {
+        has_commands_.store(false, std::memory_order_relaxed);
+        return;
+      }
+      command = std::move(commands_.front());
+      commands_.pop_front();
+    }
+    command();
   }
 }
 

@@ -29,6 +29,7 @@ from ranks import RunningSwitch, run_command, run_threads, running_switch, value
 
 from netfold import Communicator, FileStore, Options
 from netfold.cli import app
+from netfold.switch import metrics
 from netfold.switch.facts import OneLine, Sparingly, say
 
 ROOT = Path(__file__).parents[2]
@@ -400,3 +401,26 @@ def test_the_containers_command_is_one_that_there_is() -> None:
     for sources in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M):
         for source in sources.split():
             assert (ROOT / source).exists(), source
+
+
+def test_a_jobs_series_come_back_from_prometheus_parser_whatever_their_labels_hold() -> None:
+    label = 'a"b\\c\nd,e="f"}'
+    counters = dict.fromkeys(("slots", "slots_collecting", "result_bytes", "sums_again"), 3)
+    counters |= dict.fromkeys(metrics.PACKET_KINDS.values(), 5)
+    ranks = [{"rank": 4, "below": [5, 6], "arrivals": 7, "lag_s": 1e-9, "last": 1 << 60}]
+    job = {"id": "00c0ffee", "name": label, "tenant": label, "joined": 2, "memory_bytes": 9, "retransmissions": 1}
+    text = metrics.jobs_text([{**job, "counters": {**counters, "drops": {"stale": 8}}, "ranks": ranks}]).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert len(families) == 11 and all(family.documentation for family in families.values())
+    found = {sample.name: sample for family in families.values() for sample in family.samples}
+    assert {(sample.labels["id"], sample.labels["name"], sample.labels["tenant"]) for sample in found.values()} == {
+        ("00c0ffee", label, label)
+    }
+    prefix = "netfold_switch_job_"
+    assert found[f"{prefix}drops_total"].labels["reason"] == "stale" and found[f"{prefix}drops_total"].value == 8
+    assert found[f"{prefix}last_arrivals_total"].labels["rank"] == "4+5+6"
+    assert found[f"{prefix}last_arrivals_total"].value == 1 << 60
+    assert (found[f"{prefix}arrival_lag_seconds_sum"].value, found[f"{prefix}arrival_lag_seconds_count"].value) == (
+        1e-9,
+        7,
+    )

@@ -6,14 +6,15 @@ stays in the totals of the switch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_JOB = ("id", "name", "tenant")
+_ESCAPE = re.compile(r'[\\"\n]')
 # Kinds of packets that were no drop, and where a job's counters have them.
 PACKET_KINDS = {
     "contribution": "contributions",
@@ -28,7 +29,7 @@ def exposition(status: dict[str, Any]) -> bytes:
     """Prometheus' text format of what `Switch.status` returned."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Status(status))
-    return generate_latest(registry)
+    return generate_latest(registry) + jobs_text(status["jobs"])
 
 
 class _Status:
@@ -37,7 +38,6 @@ class _Status:
 
     def collect(self) -> Iterator[Metric]:
         yield from _switch(self._status)
-        yield from _jobs(self._status["jobs"])
 
 
 def _switch(status: dict[str, Any]) -> Iterator[Metric]:
@@ -89,39 +89,61 @@ def _switch(status: dict[str, Any]) -> Iterator[Metric]:
         yield memory
 
 
-def _jobs(jobs: list[dict[str, Any]]) -> Iterator[Metric]:
-    def family(kind: Any, name: str, text: str, *labels: str) -> Any:
-        return kind(f"netfold_switch_job_{name}", text, labels=[*_JOB, *labels])
+class _Family:
+    """Series of one name, a line a sample, in Prometheus' text format.
 
-    workers = family(GaugeMetricFamily, "workers", "Workers that have joined.")
-    memory = family(GaugeMetricFamily, "memory_granted_bytes", "Memory granted for slots.")
-    slots = family(GaugeMetricFamily, "slots", "Slots granted.")
-    collecting = family(GaugeMetricFamily, "slots_collecting", "Slots that wait for some of the workers.")
-    goodput = family(CounterMetricFamily, "goodput_bytes", "Bytes of results, without padding.")
-    packets = family(CounterMetricFamily, "packets", "Packets handled, by kind.", "kind")
-    drops = family(CounterMetricFamily, "drops", "Packets that changed nothing, by reason.", "reason")
-    again = family(CounterMetricFamily, "retransmissions", "Contributions that came again.")
-    sums_again = family(CounterMetricFamily, "sum_retransmissions", "Sums that went to the parent again.")
-    lag = family(
-        SummaryMetricFamily, "arrival_lag_seconds", "From a chunk's first contribution to this rank's own.", "rank"
-    )
-    last = family(CounterMetricFamily, "last_arrivals", "Chunks for which all others waited for this rank.", "rank")
+    For jobs, which may have thousands of series: prometheus_client checks and quotes every label of every sample, 13 ms
+    of a core with 64 jobs, in which the switch admits nobody. This takes 1 ms. `labels` come from `_labels`.
+    """
+
+    def __init__(self, kind: str, name: str, text: str) -> None:
+        self._name = f"netfold_switch_job_{name}" + ("_total" if kind == "counter" else "")
+        self.lines = [f"# HELP {self._name} {text}", f"# TYPE {self._name} {kind}"]
+
+    def add(self, labels: str, value: float, suffix: str = "") -> None:
+        self.lines.append(f"{self._name}{suffix}{{{labels}}} {float(value)!r}")
+
+
+def _labels(**values: str) -> str:
+    """As they stand between braces; text format 0.0.4 escapes three characters."""
+    return ",".join(f'{name}="{_ESCAPE.sub(_escaped, value)}"' for name, value in values.items())
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return "\\n" if found[0] == "\n" else "\\" + found[0]
+
+
+def jobs_text(jobs: list[dict[str, Any]]) -> bytes:
+    """The series of all jobs."""
+    workers = _Family("gauge", "workers", "Workers that have joined.")
+    memory = _Family("gauge", "memory_granted_bytes", "Memory granted for slots.")
+    slots = _Family("gauge", "slots", "Slots granted.")
+    collecting = _Family("gauge", "slots_collecting", "Slots that wait for some of the workers.")
+    goodput = _Family("counter", "goodput_bytes", "Bytes of results, without padding.")
+    packets = _Family("counter", "packets", "Packets handled, by kind.")
+    drops = _Family("counter", "drops", "Packets that changed nothing, by reason.")
+    again = _Family("counter", "retransmissions", "Contributions that came again.")
+    sums_again = _Family("counter", "sum_retransmissions", "Sums that went to the parent again.")
+    lag = _Family("summary", "arrival_lag_seconds", "From a chunk's first contribution to this rank's own.")
+    last = _Family("counter", "last_arrivals", "Chunks for which all others waited for this rank.")
     for job in jobs:
-        labels = [job["id"], job["name"], job["tenant"]]
+        labels = _labels(id=job["id"], name=job["name"], tenant=job["tenant"])
         counters = job["counters"]
-        workers.add_metric(labels, job["joined"])
-        memory.add_metric(labels, job["memory_bytes"])
-        slots.add_metric(labels, counters["slots"])
-        collecting.add_metric(labels, counters["slots_collecting"])
-        goodput.add_metric(labels, counters["result_bytes"])
-        again.add_metric(labels, job["retransmissions"])
-        sums_again.add_metric(labels, counters["sums_again"])
+        workers.add(labels, job["joined"])
+        memory.add(labels, job["memory_bytes"])
+        slots.add(labels, counters["slots"])
+        collecting.add(labels, counters["slots_collecting"])
+        goodput.add(labels, counters["result_bytes"])
+        again.add(labels, job["retransmissions"])
+        sums_again.add(labels, counters["sums_again"])
         for kind, counter in PACKET_KINDS.items():
-            packets.add_metric([*labels, kind], counters[counter])
+            packets.add(f'{labels},kind="{kind}"', counters[counter])
         for reason, count in counters["drops"].items():
-            drops.add_metric([*labels, reason], count)
+            drops.add(f'{labels},reason="{reason}"', count)
         for member in job["ranks"]:
-            rank = [*labels, "+".join(map(str, [member["rank"], *member["below"]]))]
-            lag.add_metric(rank, count_value=member["arrivals"], sum_value=member["lag_s"])
-            last.add_metric(rank, member["last"])
-    yield from (workers, memory, slots, collecting, goodput, packets, drops, again, sums_again, lag, last)
+            rank = f'{labels},rank="{"+".join(map(str, [member["rank"], *member["below"]]))}"'
+            lag.add(rank, member["arrivals"], "_count")
+            lag.add(rank, member["lag_s"], "_sum")
+            last.add(rank, member["last"])
+    families = (workers, memory, slots, collecting, goodput, packets, drops, again, sums_again, lag, last)
+    return "".join(f"{line}\n" for family in families for line in family.lines).encode()

@@ -179,6 +179,7 @@ class Plane {
   };
 
   void run();
+  void run_commands();
   void on_thread(const std::function<void()>& command);
   void receive(Job& job);
   void take(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source, std::int64_t now_ns);
@@ -215,6 +216,7 @@ class Plane {
   std::unordered_map<std::uint32_t, std::unique_ptr<Job>> jobs_;  // the thread's alone
   std::mutex mutex_;
   std::deque<std::function<void()>> commands_;
+  std::atomic<bool> has_commands_{false};  // written under the mutex; a hint to look, so that the data path takes none
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };
