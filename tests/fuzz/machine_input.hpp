@@ -42,9 +42,11 @@ class Input {
   }
   // A packet of any length and content.
   std::vector<std::byte> any_packet() { return take(byte()); }
+  static constexpr std::uint8_t kReservedFlag = 2;
   // One that belongs to the job, and may say anything else: else a fuzzer rarely gets past the first checks.
   std::vector<std::byte> job_packet(std::uint8_t flags) {
-    protocol::Header header{.flags = static_cast<std::uint8_t>(flags | (byte() & protocol::kNonFinite)),
+    // Rarely with the reserved flag, with which it is malformed.
+    protocol::Header header{.flags = static_cast<std::uint8_t>(flags | (byte() == 0xff ? kReservedFlag : 0)),
                             .job = kJob,
                             .epoch = kEpoch,
                             .incarnation = kIncarnation};
