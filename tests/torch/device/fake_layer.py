@@ -15,14 +15,20 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from load import seconds
+
+from netfold.torch.device.cuda import wait_for_all
+
+# What a kernel returns that cannot end yet.
+WAITS = object()
 
 Tensor = torch.Tensor
 Order = str | int
@@ -109,6 +115,8 @@ class FakeHost:
 
     def __init__(self) -> None:
         self.exported: dict[int, Tensor] = {}
+        self.communicators: list[Communicator] = []
+        self.is_over = threading.Event()  # for ranks to tell each other, beside the group
         self.lock = threading.Lock()
 
 
@@ -133,6 +141,7 @@ class FakeLayer:
         self.host = host if host is not None else FakeHost()
         self.broken = ""  # what the device says to everybody from now on
         self.hangs = False
+        self.lingers = False  # all-gathers of NCCL's have given other ranks what they need, and do not end here
         self.capturing: Capture | None = None
         self.refuses = ""  # what it says to who opens another's memory
         self.hidden: set[int] = set()  # the numbers of devices that this process does not see
@@ -177,9 +186,13 @@ class FakeLayer:
     def value(self, tensor: Tensor) -> Tensor:
         """What the caller's stream finds there, as `tensor.cpu()` would."""
         stream = self.current_stream(self.device)
-        with self.lock:
-            self.force(stream, stream.given)
-        return tensor.clone()
+        give_up = time.monotonic() + seconds(20)
+        while True:  # others' kernels may be waited for
+            with self.lock:
+                if self.force(stream, stream.given):
+                    return tensor.clone()
+            assert time.monotonic() < give_up, "a kernel waits for another rank's for ever"
+            time.sleep(0.0005)
 
     # --- the layer -------------------------------------------------------------------------------------------------
 
@@ -312,9 +325,13 @@ class FakeLayer:
         future.event = stream.record_event()
         future.set_result(value)
 
-    def nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    def nccl(self, device: torch.device, store: Any, rank: int, size: int) -> Any:
         self.check_unsafe("ncclCommInitRank")
-        return FakeNccl(store, rank, size)
+        if rank == 0:
+            with self.host.lock:
+                self.host.communicators.append(Communicator(size))
+                store.set("communicator", str(len(self.host.communicators) - 1))
+        return FakeNccl(self, self.host.communicators[int(store.get("communicator"))], store, rank)
 
     # --- the order -------------------------------------------------------------------------------------------------
 
@@ -331,37 +348,90 @@ class FakeLayer:
                 if stream.done < stream.given:
                     self.force(stream, stream.done + 1)
 
-    def force(self, stream: FakeStream, position: int) -> None:
+    def force(self, stream: FakeStream, position: int) -> bool:
+        """Do what is to do up to there; False where a kernel in between waits for another rank's."""
         while stream.done < position:
-            work = stream.to_do.popleft()
-            stream.done += 1
-            if isinstance(work, FakeEvent):
-                self.force(work.stream, work.position)
+            work = stream.to_do[0]
+            if self.force(work.stream, work.position) if isinstance(work, FakeEvent) else work() is not WAITS:
+                stream.to_do.popleft()
+                stream.done += 1
             else:
-                work()
+                return False
+        return True
+
+
+class Communicator:
+    """What the members of an NCCL communicator have in common."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.given = [0] * size  # collectives, by rank
+        self.done = [0] * size
+        self.sources: list[dict[int, Tensor]] = []  # by collective: what ranks' kernels gave
+        self.gone: dict[int, str] = {}  # ranks that aborted or destroyed it
+        self.cut_off: list[str] = []  # collectives that lost what they read
 
 
 class FakeNccl:
-    """gloo's collectives, done when the stream comes to them."""
+    """A collective is done once all ranks' streams have come to it; who leaves before takes away what others read."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._gloo = dist.ProcessGroupGloo(store, rank, size)
+    def __init__(self, layer: FakeLayer, among: Communicator, store: Any, rank: int) -> None:
+        self._layer, self._among, self._store, self._rank = layer, among, store, rank
+        self._aborted = False
 
     def reduce_scatter(self, stream: FakeStream, output: Tensor, source: Tensor, reduce: str) -> None:
-        _check_nccl_dtype(output)
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = getattr(dist.ReduceOp, reduce.upper())
-        stream.give(lambda: self._gloo._reduce_scatter_base(output, source, options).wait())
+        add = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}[reduce]
+
+        def run(sources: list[Tensor]) -> None:
+            shards = [each.view(self._among.size, -1)[self._rank] for each in sources]
+            output.copy_(functools.reduce(add, shards).view_as(output))
+
+        self._give(stream, output, source, run, gathers=False)
 
     def all_gather(self, stream: FakeStream, output: Tensor, source: Tensor) -> None:
+        self._give(stream, output, source, lambda sources: output.copy_(torch.cat(sources)), gathers=True)
+
+    def _give(
+        self, stream: FakeStream, output: Tensor, source: Tensor, run: Callable[[list[Tensor]], Any], *, gathers: bool
+    ) -> None:
+        self._layer.check_device("ncclCollective")
         _check_nccl_dtype(output)
-        stream.give(lambda: self._gloo._allgather_base(output, source, AllgatherOptions()).wait())
+        among, rank = self._among, self._rank
+        with among.lock:
+            number = among.given[rank]
+            among.given[rank] += 1
+            while len(among.sources) <= number:
+                among.sources.append({})
+
+        def kernel() -> Any:
+            with among.lock:
+                given = among.sources[number]
+                if self._aborted or (len(given) == among.size and among.gone):
+                    among.cut_off.append(f"collective {number} of rank {rank}, by {among.gone}")
+                    output.view(torch.uint8).fill_(0x55)
+                    among.done[rank] += 1
+                    return None
+                given.setdefault(rank, source.clone())
+                if len(given) < among.size or (gathers and self._layer.lingers):
+                    return WAITS
+                run([given[each] for each in range(among.size)])
+                among.done[rank] += 1
+                return None
+
+        stream.give(kernel)
 
     def abort(self, reason: str) -> None:
-        self._gloo.abort()
+        self._aborted = True
+        self._among.gone[self._rank] = "an abort"
+        wait_for_all(self._store, self._among.size, 0)
 
-    def close(self) -> None:
-        del self._gloo
+    def close(self, wait_s: float) -> None:
+        assert self._among.done[self._rank] == self._among.given[self._rank], "closed before its own device was done"
+        wait_for_all(self._store, self._among.size, wait_s)
+        with self._among.lock:
+            if self._among.done != self._among.given:
+                self._among.gone[self._rank] = "a close"
 
 
 def _check_nccl_dtype(tensor: Tensor) -> None:

@@ -39,6 +39,7 @@ class IpcSums:
 
     piece_bytes = HALF_BYTES
     dtypes = arithmetic.DTYPES
+    kernels_wait = False  # the host's ranks have met before each kernel
 
     def __init__(self, layer: DeviceLayer, stream: Any, local: Group, windows: Sequence[Tensor]) -> None:
         """`local`: the host's ranks; `windows`: by their order there, this rank's own among them."""
