@@ -19,6 +19,7 @@ import functools
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,10 +115,32 @@ class FakeHost:
     """What the devices of one machine have in common: memory that is exported, and which of it may be opened."""
 
     def __init__(self) -> None:
-        self.exported: dict[int, Tensor] = {}
+        self.lock = threading.RLock()  # the collector may close memory in the midst of it
+        self.exported: list[Export] = []
         self.communicators: list[Communicator] = []
         self.is_over = threading.Event()  # for ranks to tell each other, beside the group
-        self.lock = threading.Lock()
+        self.closed: list[int] = []
+        self._free: set[int] = set()  # memory that its owner holds no more
+
+    def let_go(self, memory: Tensor) -> None:
+        self._free.add(memory.data_ptr())
+        self.reuse()
+
+    def reuse(self) -> None:
+        """Memory that was exported, that its owner has let go of and that has no user left, is another tensor's."""
+        with self.lock:
+            used = {each.memory.data_ptr() for each in self.exported if each.users > 0}
+            for each in self.exported:
+                if each.memory.data_ptr() in self._free - used:
+                    each.memory.fill_(0xAA)
+
+
+class Export:
+    """A handle of exported memory. As torch's it counts one user, whoever opens it how often."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.users = 1
 
 
 class Capture:
@@ -286,6 +309,8 @@ class FakeLayer:
             place = tensor.untyped_storage().data_ptr()
             if place in self._memory:
                 self.used.add((place, stream.name))
+        # A copy engine holds nothing: what it reads may be closed.
+        to, source = _raw(to), _raw(source)
         stream.give(lambda: to.copy_(source))
 
     def pinned(self, nbytes: int) -> Tensor:
@@ -299,7 +324,9 @@ class FakeLayer:
         self.check_device("cudaMallocAsync")
         made = self.tensor(torch.full((nbytes,), 0x55, dtype=torch.uint8))
         self.keep(made, stream)
-        return made
+        held = made[:]
+        weakref.finalize(held, self.host.let_go, made).atexit = False
+        return held
 
     def keep(self, tensor: Tensor, stream: FakeStream) -> None:
         self.kept.add((tensor.untyped_storage().data_ptr(), stream.name))
@@ -307,15 +334,20 @@ class FakeLayer:
     def export(self, tensor: Tensor) -> dict[str, Any]:
         self.check_unsafe("cudaIpcGetMemHandle")
         with self.host.lock:
-            number = len(self.host.exported)
-            self.host.exported[number] = tensor
-        return {"number": number}
+            self.host.exported.append(Export(_raw(tensor)))
+            return {"number": len(self.host.exported) - 1}
 
     def open(self, handle: dict[str, Any], device: torch.device) -> Tensor:
         self.check_unsafe("cudaIpcOpenMemHandle")
         if self.refuses:
             raise RuntimeError(self.refuses)
-        return self.host.exported[handle["number"]]
+        opened = _raw(self.host.exported[handle["number"]].memory)
+        weakref.finalize(opened, self.decline, handle, device).atexit = False
+        return opened
+
+    def decline(self, handle: dict[str, Any], device: torch.device) -> None:
+        self.host.exported[handle["number"]].users -= 1
+        self.host.reuse()
 
     def future(self, device: torch.device) -> torch.futures.Future[Any]:
         return FakeFuture(self)
@@ -427,11 +459,19 @@ class FakeNccl:
         wait_for_all(self._store, self._among.size, 0)
 
     def close(self, wait_s: float) -> None:
+        if self._aborted:
+            return
         assert self._among.done[self._rank] == self._among.given[self._rank], "closed before its own device was done"
         wait_for_all(self._store, self._among.size, wait_s)
         with self._among.lock:
             if self._among.done != self._among.given:
                 self._among.gone[self._rank] = "a close"
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The memory, without what keeps it open."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _check_nccl_dtype(tensor: Tensor) -> None:

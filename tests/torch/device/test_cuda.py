@@ -145,6 +145,28 @@ def test_ranks_that_see_only_their_own_gpu_reach_the_others_memory() -> None:
     assert all("by IPC among the 2 ranks" in each for each in said), said
 
 
+def leaves_its_window(rank: int, size: int, folder: str) -> None:
+    """Ranks leave at once, and fill what the allocator has left with other values, while others may still read."""
+    for turn in range(10):
+        device = world(rank, size, folder, f"store {turn}")
+        tensor = mine(rank).to(device)
+        dist.all_reduce(tensor)
+        torch.cuda.current_stream().synchronize() if rank == turn % size else None
+        dist.destroy_process_group()
+        others = [torch.full((4 << 20,), -7.0, device=device) for _ in range(8)]
+        assert torch.equal(tensor.cpu(), sum(mine(each) for each in range(size))), turn
+        del others
+    torch.cuda.synchronize()
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(device) < 256 << 20, "windows of groups that have ended were given back"
+
+
+def test_a_window_is_nobody_elses_while_another_rank_reads_it() -> None:
+    """With three ranks a window has two readers, whatever the number of GPUs."""
+    values(run_ranks(leaves_its_window, 3, timeout_s=180))
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_nccl_inside_the_host() -> None:
     said = values(run_ranks(collectives, SIZE, "nccl", timeout_s=180))

@@ -113,6 +113,8 @@ class CudaLayer:
 
     def export(self, tensor: Tensor) -> dict[str, Any]:
         # torch's own calls for this, without the pickle around them: what comes from another process is data here.
+        # Each call makes a counter of its own, in shared memory, with one user. What is freed while any of them is not
+        # zero goes to torch's list of blocks that others still use (CudaIPCSentDataLimbo in CudaIPCTypes.h).
         storage: Any = tensor.untyped_storage()
         _, handle, nbytes, offset, counter, counter_offset, event, _ = storage._share_cuda_()
         return {
@@ -139,6 +141,10 @@ class CudaLayer:
             False,  # no event to wait for: who exports says when the memory is ready
         )
         return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+
+    def decline(self, handle: dict[str, Any], device: torch.device) -> None:
+        counters: Any = torch.UntypedStorage
+        counters._release_ipc_counter(handle["counter"], handle["counter_offset"], device=device)
 
     def future(self, device: torch.device) -> torch.futures.Future[Any]:
         return torch.futures.Future(devices=[device])

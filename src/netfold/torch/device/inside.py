@@ -49,6 +49,9 @@ class Sums(Protocol):
     def gather(self, values: Tensor, deadline: float) -> None:
         """Every rank's shard, in its place."""
 
+    def release(self, *, settled: bool) -> None:
+        """No call comes any more. `settled`: whether the device is done with what it was given."""
+
 
 class NcclSums:
     """See `Sums`: by NCCL."""
@@ -78,6 +81,9 @@ class NcclSums:
         self._inside.all_gather(self._stream, whole, shard)
         self._layer.copy(self._stream, values, whole[: values.numel()])
 
+    def release(self, *, settled: bool) -> None:
+        """Nothing here is another process's."""
+
     def _buffers(self, values: Tensor) -> tuple[Tensor, Tensor]:
         each = -(-values.numel() // (self._size * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
         nbytes = each * values.element_size()
@@ -105,6 +111,10 @@ class InsideWay:
         """Those that it gives work to."""
         between = self._between
         return [self._stream, *((between.out, between.back) if between is not None else ())]
+
+    def release(self, *, settled: bool) -> None:
+        """See `Sums.release`."""
+        self._sums.release(settled=settled)
 
     def takes(self, call: Prepared) -> bool:
         """By what all ranks know alike. i8 rounds at random, natively."""

@@ -118,10 +118,20 @@ class DeviceLayer(Protocol):
         """Its memory is nobody else's before the stream has come past what it has been given so far."""
 
     def export(self, tensor: Tensor) -> dict[str, Any]:
-        """What another process opens this memory by: numbers, words and bytes."""
+        """What one other process opens this memory by: numbers, words and bytes.
+
+        A lease with one user. The allocator gives the memory to nobody else, also when the exporter lets go of it,
+        until that process has closed what it opened, or has declined.
+        """
 
     def open(self, handle: dict[str, Any], device: torch.device) -> Tensor:
-        """[as exported] u8: another process's memory, for use by `device` of this one, which need not see its own."""
+        """[as exported] u8: another process's memory, for use by `device` of this one, which need not see its own.
+
+        It is closed when the last reference to it goes: no kernel may read there any more.
+        """
+
+    def decline(self, handle: dict[str, Any], device: torch.device) -> None:
+        """End a lease that cannot be opened here."""
 
     def future(self, device: torch.device) -> torch.futures.Future[Any]:
         """One whose `wait` also makes the current stream wait for the stream that it was resolved in."""

@@ -26,6 +26,7 @@ log = logging.getLogger("netfold")
 _JOIN_S = 30.0
 # A group that is closed waits as long as this for its own device, and then for the other ranks'.
 SETTLE_S, MEET_S = 30.0, 10.0
+AFTER_ABORT_S = 2.0
 
 
 @dataclass
@@ -52,25 +53,25 @@ class Ways:
         what it was given, for `SETTLE_S` at most, and for the other ranks' devices for `meet_s`. Only after a failure
         is anything cut off.
         """
-        if not failed and self.inside is not None and not self._settle(self.inside):
-            failed = True
-            log.warning(
-                "the device was not done %g s after its group was closed; what it still does is cut off", SETTLE_S
-            )
-        if failed:
+        settled = self.inside is None or (not failed and self._settle(self.inside, SETTLE_S))
+        if not settled and not failed:
+            log.warning("the device was not done %g s after its group was closed; it is cut off", SETTLE_S)
+        if not settled or failed:
             self.abort("the group was closed")
+        if self.inside is not None:
+            self.inside.release(settled=settled or self._settle(self.inside, AFTER_ABORT_S))
         parts, self.parts = self.parts, []
         for part in sorted(
             parts, key=lambda each: isinstance(each, Group)
         ):  # ranks that wait in a group hear of it last
             if isinstance(part, Group):
                 part.close()
-            elif not failed:
-                part.close(meet_s)
+            else:
+                part.close(meet_s)  # where it was aborted there is nothing to do
 
-    def _settle(self, inside: InsideWay) -> bool:
+    def _settle(self, inside: InsideWay, wait_s: float) -> bool:
         """Whether the device came to the end of what it was given."""
-        deadline = time.monotonic() + SETTLE_S
+        deadline = time.monotonic() + wait_s
         try:
             for stream in (self.staged.out, self.staged.back, self.done, *inside.streams):
                 wait_for(stream.record_event(), deadline, 0, "the end of a group")
