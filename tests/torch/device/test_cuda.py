@@ -151,7 +151,8 @@ def leaves_its_window(rank: int, size: int, folder: str) -> None:
         device = world(rank, size, folder, f"store {turn}")
         tensor = mine(rank).to(device)
         dist.all_reduce(tensor)
-        torch.cuda.current_stream().synchronize() if rank == turn % size else None
+        if rank == turn % size:
+            torch.cuda.current_stream().synchronize()
         dist.destroy_process_group()
         others = [torch.full((4 << 20,), -7.0, device=device) for _ in range(8)]
         assert torch.equal(tensor.cpu(), sum(mine(each) for each in range(size))), turn

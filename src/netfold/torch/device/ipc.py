@@ -1,6 +1,6 @@
 """Sums among the GPUs of one host that reach each other's memory (CUDA IPC).
 
-Theory of operation. Every rank has a window: device memory that it exported once, and that all others opened. A piece
+Theory of operation. Every rank has a window: device memory that it exported, and that all others opened. A piece
 of a tensor is summed in two steps, each behind a meeting of the host's ranks, before which every rank has seen its own
 device done:
 
@@ -11,11 +11,11 @@ device done:
 Windows have two halves, used in turn. A rank writes into a half that was last read two pieces ago; every rank has met
 the others since, behind an event that comes after those reads. So no third meeting is needed.
 
-A window is a lease, as a shared tensor is (`SharedLease`): it has an owner, its users are counted, and the owner's
-memory is nobody else's before all of them have let go. The owner exports it once for each user, since a counter of
-torch's counts one. A user lets go once its device is done with what it was given: at the end of the group, or never,
-where the device does not come to an end. The owner writes into its window only as said above, and nothing after a
-failure, so that a user that is behind may still read but never reads what is not of its group.
+A window is a lease, as a shared tensor is (SharedNode::begin_use in native/transport): it has an owner, its users are
+counted, and the owner's memory is nobody else's before all of them have let go. The owner exports it once for each
+user, since a counter of torch's counts one. A user lets go once its device is done with what it was given: at the end
+of the group, or never, where the device does not come to an end. The owner writes into its window only as said above,
+and nothing after a failure, so that a user that is behind may still read but never reads what is not of its group.
 """
 
 from __future__ import annotations
