@@ -402,7 +402,7 @@ class Communicator:
         self.done = [0] * size
         self.sources: list[dict[int, Tensor]] = []  # by collective: what ranks' kernels gave
         self.gone: dict[int, str] = {}  # ranks that aborted or destroyed it
-        self.cut_off: list[str] = []  # collectives that lost what they read
+        self.cut_off: list[str] = []  # collectives that lost what they read, by no abort of their rank's own
 
 
 class FakeNccl:
@@ -440,7 +440,8 @@ class FakeNccl:
             with among.lock:
                 given = among.sources[number]
                 if self._aborted or (len(given) == among.size and among.gone):
-                    among.cut_off.append(f"collective {number} of rank {rank}, by {among.gone}")
+                    if not self._aborted:
+                        among.cut_off.append(f"collective {number} of rank {rank}, by {among.gone}")
                     output.view(torch.uint8).fill_(0x55)
                     among.done[rank] += 1
                     return None
@@ -459,8 +460,6 @@ class FakeNccl:
         wait_for_all(self._store, self._among.size, 0)
 
     def close(self, wait_s: float) -> None:
-        if self._aborted:
-            return
         assert self._among.done[self._rank] == self._among.given[self._rank], "closed before its own device was done"
         wait_for_all(self._store, self._among.size, wait_s)
         with self._among.lock:

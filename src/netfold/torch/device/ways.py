@@ -53,21 +53,20 @@ class Ways:
         what it was given, for `SETTLE_S` at most, and for the other ranks' devices for `meet_s`. Only after a failure
         is anything cut off.
         """
-        settled = self.inside is None or (not failed and self._settle(self.inside, SETTLE_S))
+        settled = not failed and (self.inside is None or self._settle(self.inside, SETTLE_S))
         if not settled and not failed:
             log.warning("the device was not done %g s after its group was closed; it is cut off", SETTLE_S)
-        if not settled or failed:
+        if not settled:
             self.abort("the group was closed")
         if self.inside is not None:
             self.inside.release(settled=settled or self._settle(self.inside, AFTER_ABORT_S))
         parts, self.parts = self.parts, []
-        for part in sorted(
-            parts, key=lambda each: isinstance(each, Group)
-        ):  # ranks that wait in a group hear of it last
+        # Groups last: ranks that wait in one hear that this rank has left.
+        for part in sorted(parts, key=lambda each: isinstance(each, Group)):
             if isinstance(part, Group):
                 part.close()
-            else:
-                part.close(meet_s)  # where it was aborted there is nothing to do
+            elif settled:
+                part.close(meet_s)
 
     def _settle(self, inside: InsideWay, wait_s: float) -> bool:
         """Whether the device came to the end of what it was given."""
