@@ -42,7 +42,7 @@ _JOIN_S = SETTLE_S + MEET_S + 20.0
 _GRACE_S = 3.0
 # A kernel that has waited for as long as this may wait for a rank that is dead.
 _WATCH_AFTER_S = 1.0
-_FAR_S = 1e6
+_FAR_S = 1e6  # for the barrier that only listens: ranks join it when they, too, have waited for long
 
 # Errors name the line of the user's that called, which is none of this thread's.
 engine.hide_from_call_sites(threading.__file__)
