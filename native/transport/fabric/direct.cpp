@@ -292,6 +292,19 @@ std::size_t Port::lent(Stream* stream) {
 }
 
 // --- taking back -----------------------------------------------------------------------------------------------------
+//
+// A grant follows the rule of shared tensors (SharedNode::begin_use) and of windows on devices (netfold/torch/device/
+// ipc.py): memory that others touch is a lease with an owner, its users are counted, and a revoke waits for them. The
+// means differ, since the user here is the network adapter of another host, which reads no flag before it writes:
+//
+//   owner      the receiver, who granted; `grants_` holds the registration's lease until the grant is landed or over
+//   user       one rank, the writer of this stream. It counts its writes, and the owner counts those that have landed
+//   revoke     the owner says so once (`is_revoking`), the writer answers with its count (`disown`) and begins no write
+//              after that. The memory is the owner's again once as many writes have landed
+//   no answer  within Mesh's kWithdrawNs, or from a rank that is dead: `break_off` closes the endpoint with its
+//              registrations, and the adapter refuses what still comes
+//
+// So no write can land in memory that its owner has back, whatever the writer does and whenever it stops.
 
 bool Port::withdraw(Stream* stream) {
   std::lock_guard lock(mutex_);

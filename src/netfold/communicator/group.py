@@ -432,6 +432,12 @@ class Group:
         return None if failure is None else str(engine.FAILURES[failure[0]])
 
     @property
+    def failure(self) -> NetfoldError | None:
+        """What ended this group, for who has no operation under way to hear of it. None while the group works."""
+        failure = self._native.failure
+        return None if failure is None else error_of(engine.FAILURES[failure[0]], failure[1], failure[2])
+
+    @property
     def collectives_submitted(self) -> int:
         """The number of collectives that this rank has submitted. Equal on all ranks between collectives."""
         return int(self._native.collectives_submitted)

@@ -89,6 +89,8 @@ class Operations:
 
     def abort(self) -> None:
         self.netfold.abort("abort() was called")
+        if self.devices is not None:
+            self.devices.close("abort() was called", failed=True)
         self.shutdown()
 
     def sequence_number(self) -> int:

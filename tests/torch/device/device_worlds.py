@@ -54,6 +54,9 @@ def on_devices(
     outcomes = run_threads(enter, size, timeout_s=60.0)
     misplaced = [each for layer in layers for each in layer.misplaced]
     assert not misplaced, f"a context on another device: {misplaced[0]}"
+    if not any(outcome.error for outcome in outcomes):
+        cut_off = [each for among in host.communicators for each in among.cut_off]
+        assert not cut_off, f"NCCL was ended under what was still under way: {cut_off[0]}"
     return outcomes
 
 

@@ -15,14 +15,21 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import random
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from load import seconds
+
+from netfold.torch.device.cuda import wait_for_all
+
+# What a kernel returns that cannot end yet.
+WAITS = object()
 
 Tensor = torch.Tensor
 Order = str | int
@@ -108,8 +115,32 @@ class FakeHost:
     """What the devices of one machine have in common: memory that is exported, and which of it may be opened."""
 
     def __init__(self) -> None:
-        self.exported: dict[int, Tensor] = {}
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # the collector may close memory in the midst of it
+        self.exported: list[Export] = []
+        self.communicators: list[Communicator] = []
+        self.is_over = threading.Event()  # for ranks to tell each other, beside the group
+        self.closed: list[int] = []
+        self._free: set[int] = set()  # memory that its owner holds no more
+
+    def let_go(self, memory: Tensor) -> None:
+        self._free.add(memory.data_ptr())
+        self.reuse()
+
+    def reuse(self) -> None:
+        """Memory that was exported, that its owner has let go of and that has no user left, is another tensor's."""
+        with self.lock:
+            used = {each.memory.data_ptr() for each in self.exported if each.users > 0}
+            for each in self.exported:
+                if each.memory.data_ptr() in self._free - used:
+                    each.memory.fill_(0xAA)
+
+
+class Export:
+    """A handle of exported memory. As torch's it counts one user, whoever opens it how often."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.users = 1
 
 
 class Capture:
@@ -133,6 +164,7 @@ class FakeLayer:
         self.host = host if host is not None else FakeHost()
         self.broken = ""  # what the device says to everybody from now on
         self.hangs = False
+        self.lingers = False  # all-gathers of NCCL's have given other ranks what they need, and do not end here
         self.capturing: Capture | None = None
         self.refuses = ""  # what it says to who opens another's memory
         self.hidden: set[int] = set()  # the numbers of devices that this process does not see
@@ -177,9 +209,13 @@ class FakeLayer:
     def value(self, tensor: Tensor) -> Tensor:
         """What the caller's stream finds there, as `tensor.cpu()` would."""
         stream = self.current_stream(self.device)
-        with self.lock:
-            self.force(stream, stream.given)
-        return tensor.clone()
+        give_up = time.monotonic() + seconds(20)
+        while True:  # others' kernels may be waited for
+            with self.lock:
+                if self.force(stream, stream.given):
+                    return tensor.clone()
+            assert time.monotonic() < give_up, "a kernel waits for another rank's for ever"
+            time.sleep(0.0005)
 
     # --- the layer -------------------------------------------------------------------------------------------------
 
@@ -273,6 +309,8 @@ class FakeLayer:
             place = tensor.untyped_storage().data_ptr()
             if place in self._memory:
                 self.used.add((place, stream.name))
+        # A copy engine holds nothing: what it reads may be closed.
+        to, source = _raw(to), _raw(source)
         stream.give(lambda: to.copy_(source))
 
     def pinned(self, nbytes: int) -> Tensor:
@@ -286,7 +324,9 @@ class FakeLayer:
         self.check_device("cudaMallocAsync")
         made = self.tensor(torch.full((nbytes,), 0x55, dtype=torch.uint8))
         self.keep(made, stream)
-        return made
+        held = made[:]
+        weakref.finalize(held, self.host.let_go, made).atexit = False
+        return held
 
     def keep(self, tensor: Tensor, stream: FakeStream) -> None:
         self.kept.add((tensor.untyped_storage().data_ptr(), stream.name))
@@ -294,15 +334,20 @@ class FakeLayer:
     def export(self, tensor: Tensor) -> dict[str, Any]:
         self.check_unsafe("cudaIpcGetMemHandle")
         with self.host.lock:
-            number = len(self.host.exported)
-            self.host.exported[number] = tensor
-        return {"number": number}
+            self.host.exported.append(Export(_raw(tensor)))
+            return {"number": len(self.host.exported) - 1}
 
     def open(self, handle: dict[str, Any], device: torch.device) -> Tensor:
         self.check_unsafe("cudaIpcOpenMemHandle")
         if self.refuses:
             raise RuntimeError(self.refuses)
-        return self.host.exported[handle["number"]]
+        opened = _raw(self.host.exported[handle["number"]].memory)
+        weakref.finalize(opened, self.decline, handle, device).atexit = False
+        return opened
+
+    def decline(self, handle: dict[str, Any], device: torch.device) -> None:
+        self.host.exported[handle["number"]].users -= 1
+        self.host.reuse()
 
     def future(self, device: torch.device) -> torch.futures.Future[Any]:
         return FakeFuture(self)
@@ -312,9 +357,13 @@ class FakeLayer:
         future.event = stream.record_event()
         future.set_result(value)
 
-    def nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    def nccl(self, device: torch.device, store: Any, rank: int, size: int) -> Any:
         self.check_unsafe("ncclCommInitRank")
-        return FakeNccl(store, rank, size)
+        if rank == 0:
+            with self.host.lock:
+                self.host.communicators.append(Communicator(size))
+                store.set("communicator", str(len(self.host.communicators) - 1))
+        return FakeNccl(self, self.host.communicators[int(store.get("communicator"))], store, rank)
 
     # --- the order -------------------------------------------------------------------------------------------------
 
@@ -331,37 +380,97 @@ class FakeLayer:
                 if stream.done < stream.given:
                     self.force(stream, stream.done + 1)
 
-    def force(self, stream: FakeStream, position: int) -> None:
+    def force(self, stream: FakeStream, position: int) -> bool:
+        """Do what is to do up to there; False where a kernel in between waits for another rank's."""
         while stream.done < position:
-            work = stream.to_do.popleft()
-            stream.done += 1
-            if isinstance(work, FakeEvent):
-                self.force(work.stream, work.position)
+            work = stream.to_do[0]
+            if self.force(work.stream, work.position) if isinstance(work, FakeEvent) else work() is not WAITS:
+                stream.to_do.popleft()
+                stream.done += 1
             else:
-                work()
+                return False
+        return True
+
+
+class Communicator:
+    """What the members of an NCCL communicator have in common."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.given = [0] * size  # collectives, by rank
+        self.done = [0] * size
+        self.sources: list[dict[int, Tensor]] = []  # by collective: what ranks' kernels gave
+        self.gone: dict[int, str] = {}  # ranks that aborted or destroyed it
+        self.cut_off: list[str] = []  # collectives that lost what they read, by no abort of their rank's own
 
 
 class FakeNccl:
-    """gloo's collectives, done when the stream comes to them."""
+    """A collective is done once all ranks' streams have come to it; who leaves before takes away what others read."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._gloo = dist.ProcessGroupGloo(store, rank, size)
+    def __init__(self, layer: FakeLayer, among: Communicator, store: Any, rank: int) -> None:
+        self._layer, self._among, self._store, self._rank = layer, among, store, rank
+        self._aborted = False
 
     def reduce_scatter(self, stream: FakeStream, output: Tensor, source: Tensor, reduce: str) -> None:
-        _check_nccl_dtype(output)
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = getattr(dist.ReduceOp, reduce.upper())
-        stream.give(lambda: self._gloo._reduce_scatter_base(output, source, options).wait())
+        add = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}[reduce]
+
+        def run(sources: list[Tensor]) -> None:
+            shards = [each.view(self._among.size, -1)[self._rank] for each in sources]
+            output.copy_(functools.reduce(add, shards).view_as(output))
+
+        self._give(stream, output, source, run, gathers=False)
 
     def all_gather(self, stream: FakeStream, output: Tensor, source: Tensor) -> None:
+        self._give(stream, output, source, lambda sources: output.copy_(torch.cat(sources)), gathers=True)
+
+    def _give(
+        self, stream: FakeStream, output: Tensor, source: Tensor, run: Callable[[list[Tensor]], Any], *, gathers: bool
+    ) -> None:
+        self._layer.check_device("ncclCollective")
         _check_nccl_dtype(output)
-        stream.give(lambda: self._gloo._allgather_base(output, source, AllgatherOptions()).wait())
+        among, rank = self._among, self._rank
+        with among.lock:
+            number = among.given[rank]
+            among.given[rank] += 1
+            while len(among.sources) <= number:
+                among.sources.append({})
+
+        def kernel() -> Any:
+            with among.lock:
+                given = among.sources[number]
+                if self._aborted or (len(given) == among.size and among.gone):
+                    if not self._aborted:
+                        among.cut_off.append(f"collective {number} of rank {rank}, by {among.gone}")
+                    output.view(torch.uint8).fill_(0x55)
+                    among.done[rank] += 1
+                    return None
+                given.setdefault(rank, source.clone())
+                if len(given) < among.size or (gathers and self._layer.lingers):
+                    return WAITS
+                run([given[each] for each in range(among.size)])
+                among.done[rank] += 1
+                return None
+
+        stream.give(kernel)
 
     def abort(self, reason: str) -> None:
-        self._gloo.abort()
+        self._aborted = True
+        self._among.gone[self._rank] = "an abort"
+        wait_for_all(self._store, self._among.size, 0)
 
-    def close(self) -> None:
-        del self._gloo
+    def close(self, wait_s: float) -> None:
+        assert self._among.done[self._rank] == self._among.given[self._rank], "closed before its own device was done"
+        wait_for_all(self._store, self._among.size, wait_s)
+        with self._among.lock:
+            if self._among.done != self._among.given:
+                self._among.gone[self._rank] = "a close"
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The memory, without what keeps it open."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _check_nccl_dtype(tensor: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -144,10 +145,75 @@ def test_ranks_that_see_only_their_own_gpu_reach_the_others_memory() -> None:
     assert all("by IPC among the 2 ranks" in each for each in said), said
 
 
+def leaves_its_window(rank: int, size: int, folder: str) -> None:
+    """Ranks leave at once, and fill what the allocator has left with other values, while others may still read."""
+    for turn in range(10):
+        device = world(rank, size, folder, f"store {turn}")
+        tensor = mine(rank).to(device)
+        dist.all_reduce(tensor)
+        if rank == turn % size:
+            torch.cuda.current_stream().synchronize()
+        dist.destroy_process_group()
+        others = [torch.full((4 << 20,), -7.0, device=device) for _ in range(8)]
+        assert torch.equal(tensor.cpu(), sum(mine(each) for each in range(size))), turn
+        del others
+    torch.cuda.synchronize()
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(device) < 256 << 20, "windows of groups that have ended were given back"
+
+
+def test_a_window_is_nobody_elses_while_another_rank_reads_it() -> None:
+    """With three ranks a window has two readers, whatever the number of GPUs."""
+    values(run_ranks(leaves_its_window, 3, timeout_s=180))
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_nccl_inside_the_host() -> None:
     said = values(run_ranks(collectives, SIZE, "nccl", timeout_s=180))
     assert all("by NCCL among the 2 ranks" in each for each in said), said
+
+
+def leaves_early(rank: int, size: int, folder: str) -> None:
+    """Ranks leave as soon as their own device is done, and their GPUs are not done at one time."""
+    for turn in range(5):
+        device = world(rank, size, folder, f"store {turn}", inside="nccl")
+        tensor = late(mine(rank), device) if rank else mine(rank).to(device)
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        assert torch.equal(tensor.cpu(), total()), turn
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_rank_that_leaves_ends_no_kernel_of_another() -> None:
+    values(run_ranks(leaves_early, SIZE, timeout_s=180))
+
+
+def launches_alone(rank: int, size: int, folder: str) -> str:
+    """Rank 1 makes no second call. The kernel of rank 0 is given up, and no process ends."""
+    from netfold.torch.operations import operations_of
+
+    device = world(rank, size, folder, inside="nccl")
+    tensor, said = mine(rank).to(device), ""
+    dist.all_reduce(tensor)
+    found = operations_of(dist.group.WORLD)
+    assert found is not None
+    found.set_timeout(timedelta(seconds=3))
+    if rank == 0:
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as error:
+            said = str(error)
+        torch.cuda.synchronize()  # the kernel is gone
+    time.sleep(15)  # the watchdog of NCCL's group looks and does nothing
+    dist.destroy_process_group()
+    return said
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_kernel_of_nccls_that_waits_in_vain_is_given_up_and_no_process_ends() -> None:
+    said = values(run_ranks(launches_alone, SIZE, timeout_s=120))
+    assert "is not done at its deadline" in said[0], said
 
 
 def fixed(rank: int, size: int, folder: str) -> None:

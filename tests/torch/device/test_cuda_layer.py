@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import os
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from load import seconds  # noqa: E402
 
 from netfold.torch.device import cuda, cuda_driver  # noqa: E402
 from netfold.torch.device.cuda import CudaLayer  # noqa: E402
@@ -160,3 +166,85 @@ def test_without_a_driver_library_the_mode_is_left_alone(monkeypatch: pytest.Mon
     finally:
         for cached in caches:
             cached.cache_clear()
+
+
+class Nccl:
+    """ProcessGroupNCCL: what it found in the environment when it was made, and how it ended."""
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.found = {name: os.environ.get(name) for name in ENDS_THE_PROCESS}
+        self.timeout = options._timeout
+        self.ended: list[str] = []
+        made_groups.append(self)
+
+    class Options:
+        _timeout: Any = None
+
+    def abort(self) -> None:
+        self.ended.append("abort")
+
+    def shutdown(self) -> None:
+        self.ended.append("shutdown")
+
+
+# What torch's documents and ProcessGroupNCCL.hpp say of each: by default it ends the process, or blocks the host.
+ENDS_THE_PROCESS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+}
+made_groups: list[Nccl] = []
+
+
+@pytest.fixture
+def nccl(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> list[Nccl]:
+    monkeypatch.setattr(cuda._distributed_c10d, "ProcessGroupNCCL", Nccl, raising=False)
+    made_groups.clear()
+    return made_groups
+
+
+def test_nccl_is_made_so_that_it_ends_no_process_and_the_users_environment_is_as_before(
+    nccl: list[Nccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ENDS_THE_PROCESS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    CudaLayer().nccl(DEVICE, dist.HashStore(), 0, 1)
+    assert nccl[0].found == ENDS_THE_PROCESS
+    assert nccl[0].timeout.total_seconds() >= 86_400, "deadlines are netfold's"
+    assert {name: os.environ.get(name) for name in ENDS_THE_PROCESS} == {
+        **dict.fromkeys(ENDS_THE_PROCESS),
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+    }
+
+
+def test_a_group_of_nccls_is_freed_once_all_ranks_are_done_and_aborted_only_when_told_to(nccl: list[Nccl]) -> None:
+    store, layer = dist.HashStore(), CudaLayer()
+    first, second = (layer.nccl(DEVICE, store, rank, 2) for rank in range(2))
+    closing = threading.Thread(target=first.close, args=(seconds(20),))
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive() and not nccl[0].ended
+    second.close(seconds(20))
+    closing.join(seconds(20))
+    second.close(seconds(20))
+    second.abort("late")
+    assert nccl[0].ended == nccl[1].ended == ["shutdown"]
+    third, fourth = (layer.nccl(DEVICE, dist.PrefixStore("other", store), rank, 2) for rank in range(2))
+    third.abort("a failure")
+    began = time.monotonic()
+    fourth.close(seconds(60))
+    assert time.monotonic() - began < seconds(10), "one that aborted is waited for no longer"
+    assert (nccl[2].ended, nccl[3].ended) == (["abort"], ["shutdown"])
+
+
+def test_a_group_of_nccls_that_cannot_be_ended_holds_up_nobody(
+    nccl: list[Nccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = threading.Event()
+    monkeypatch.setattr(cuda, "_NCCL_END_S", 0.1)
+    monkeypatch.setattr(Nccl, "abort", lambda self: held.wait(seconds(20)))
+    CudaLayer().nccl(DEVICE, dist.HashStore(), 0, 1).abort("the device hangs")
+    assert not held.is_set()
+    held.set()

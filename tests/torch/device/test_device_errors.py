@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,9 @@ import torch.distributed as dist  # noqa: E402
 from device_worlds import distinct, on_devices, reduce_options, threads_named  # noqa: E402
 from load import seconds  # noqa: E402
 from ranks import Outcome, values  # noqa: E402
+
+from netfold.communicator.errors import GroupAborted  # noqa: E402
+from netfold.torch.device import driver  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -279,7 +283,117 @@ def leaves_at_once(group: Any, layer: Any) -> None:
     assert torch.equal(layer.value(tensor), distinct(0, 60_000) + distinct(1, 60_000))
 
 
-@pytest.mark.parametrize("inside", ["off", "auto"])
+def leaves_while_others_gather(group: Any, layer: Any) -> None:
+    """Rank 0's device is done and rank 0 leaves; the kernels of rank 1 have yet to read what rank 0 gave them."""
+    tensor = layer.tensor(distinct(group.rank(), 60_000))
+    layer.lingers = group.rank() == 1
+    work = group.allreduce([tensor], reduce_options())
+    if group.rank() == 0:
+        work.wait()
+        layer.host.is_over.set()
+        group.shutdown()
+    else:
+        assert layer.host.is_over.wait(seconds(20))
+        time.sleep(0.5)  # rank 0 closes its group meanwhile
+        layer.lingers = False
+        work.wait()
+    assert torch.equal(layer.value(tensor), distinct(0, 60_000) + distinct(1, 60_000))
+
+
+def test_a_rank_that_leaves_does_not_end_the_kernels_of_others() -> None:
+    """Closing a group was an abort of NCCL, in the midst of another rank's last all-gather."""
+    values(on_devices(leaves_while_others_gather, 2, "late", inside="nccl"))
+
+
+def closes_before_its_device_is_done(group: Any, layer: Any) -> None:
+    """A sum that nobody waited for, and that the device has begun, is made by the time that the group is closed."""
+    tensor = layer.tensor(distinct(group.rank(), 60_000))
+    layer.lingers = True
+    work = group.allreduce([tensor], reduce_options())
+    while not group.devices._awaited:
+        time.sleep(0.001)
+    threading.Timer(0.2, lambda: setattr(layer, "lingers", False)).start()
+    group.shutdown()
+    assert not layer.lingers
+    work.wait()
+    assert torch.equal(layer.value(tensor), distinct(0, 60_000) + distinct(1, 60_000))
+
+
+def test_closing_waits_for_what_the_device_has_begun() -> None:
+    values(on_devices(closes_before_its_device_is_done, 2, "late", inside="nccl"))
+
+
+def hangs_when_closed(group: Any, layer: Any) -> float:
+    """The device of rank 0 does not come to an end."""
+    tensor = layer.tensor(distinct(group.rank(), 60_000))
+    layer.lingers = group.rank() == 0
+    work = group.allreduce([tensor], reduce_options())
+    if group.rank() == 1:
+        work.wait()
+        layer.host.is_over.set()
+        return 1.0
+    assert layer.host.is_over.wait(seconds(20))
+    began = time.monotonic()
+    group.shutdown()
+    took = time.monotonic() - began
+    with pytest.raises(GroupAborted, match="the group was closed"):
+        work.wait()
+    assert layer.host.communicators[0].gone[0] == "an abort"
+    return took
+
+
+def test_closing_waits_for_a_device_that_hangs_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "SETTLE_S", 0.3)
+    took, _ = values(on_devices(hangs_when_closed, 2, "late", inside="nccl"))
+    assert 0.3 <= took < seconds(5)
+
+
+def launches_alone(group: Any, layer: Any) -> tuple[str, float]:
+    """Rank 1 makes no second call: the kernel of rank 0 waits."""
+    tensor = layer.tensor(distinct(group.rank(), 60_000))
+    group.allreduce([tensor], reduce_options()).wait()
+    began, said = time.monotonic(), ""
+    if group.rank() == 0:
+        try:
+            group.allreduce([tensor], reduce_options(timeout_s=0.5)).wait()
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        layer.host.is_over.set()
+    else:
+        assert layer.host.is_over.wait(seconds(20))
+    return said, time.monotonic() - began
+
+
+def test_a_kernel_that_waits_for_another_rank_does_so_until_the_deadline_of_its_operation() -> None:
+    """It was left to NCCL's timeout, after which torch ends the process."""
+    (said, took), _ = values(on_devices(launches_alone, 2, "late", inside="nccl"))
+    assert said.startswith("CollectiveTimeout: rank 0: all_reduce on cuda:0 is not done at its deadline"), said
+    assert 0.5 <= took < seconds(5)
+
+
+def dies_before_it_launches(group: Any, layer: Any) -> tuple[str, float]:
+    tensor = layer.tensor(distinct(group.rank(), 60_000))
+    group.allreduce([tensor], reduce_options()).wait()
+    began, said = time.monotonic(), ""
+    if group.rank() == 0:
+        try:
+            group.allreduce([tensor], reduce_options()).wait()
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+    else:
+        group.netfold.abort("a wheel came off")
+        for part in group.devices._ways.parts:
+            if part is group.devices._ways.inside.watch:
+                part.abort("a wheel came off")
+    return said, time.monotonic() - began
+
+
+def test_a_kernel_that_waits_for_a_rank_that_failed_is_given_up_long_before_the_deadline() -> None:
+    (said, took), _ = values(on_devices(dies_before_it_launches, 2, "late", inside="nccl", timeout_s=60.0))
+    assert "a wheel came off" in said and took < seconds(8), (said, took)
+
+
+@pytest.mark.parametrize("inside", ["off", "auto", "nccl"])
 def test_a_rank_that_is_done_and_leaves_does_not_end_what_others_still_wait_for(inside: str) -> None:
     for _ in range(5):
         values(on_devices(leaves_at_once, 2, "late", inside=inside, pinned_bytes=120 << 10))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from device_worlds import ORDERS, distinct, on_devices, reduce_options  # noqa: E402
+from load import seconds  # noqa: E402
 from ranks import values  # noqa: E402
 
 from netfold.torch.device import inside, ipc  # noqa: E402
@@ -88,6 +91,61 @@ def test_what_nccl_has_no_datatype_for_is_staged_and_the_reason_is_told(world: s
     options, hosts = WORLDS[world]
     for said in values(on_devices(every_dtype, len(hosts), "late", hosts=hosts, **options)):
         assert ("but for int16, for which NCCL has no datatype; else staged" in said) == ("nccl" in world), said
+
+
+def leaves_while_a_third_reads(group: Any, layer: Any) -> None:
+    """Rank 2's device has yet to read the windows when ranks 0 and 1 are done and have closed their groups."""
+    tensor = layer.tensor(distinct(group.rank(), COUNT))
+    group.allreduce([tensor], reduce_options()).wait()
+    if group.rank() < 2:
+        layer.value(tensor)
+        group.shutdown()
+        gc.collect()
+        layer.host.closed.append(group.rank())
+    else:
+        give_up = time.monotonic() + seconds(30)
+        while len(layer.host.closed) < 2:
+            assert time.monotonic() < give_up
+            time.sleep(0.001)
+        assert not any(each.users <= 0 and each.memory.eq(0xAA).all() for each in layer.host.exported)
+    assert torch.equal(layer.value(tensor), sum(distinct(rank, COUNT) for rank in range(3)))
+    group.shutdown()
+
+
+def test_a_window_is_nobody_elses_while_a_third_rank_reads_it() -> None:
+    """torch's counter of exported memory counts one user: with one export for two, it was free after the first."""
+    values(on_devices(leaves_while_a_third_reads, 3, "late"))
+
+
+def uses_windows(group: Any, layer: Any) -> Any:
+    reduce_and_say(group, layer)
+    group.shutdown()
+    return layer.host.exported
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_windows_are_given_back_by_all_when_a_group_ends_and_where_there_is_no_ipc(refuses: bool) -> None:
+    found = values(on_devices(uses_windows, 3, before=refusing if refuses else None))
+    gc.collect()
+    assert len(found[0]) == 6 and [each.users for each in found[0]] == [0] * 6
+    assert all(each.memory.eq(0xAA).all() for each in found[0]), "the owners have let go of them, too"
+
+
+def hangs_at_the_end(group: Any, layer: Any) -> None:
+    group.allreduce([layer.tensor(distinct(group.rank(), COUNT))], reduce_options()).wait()
+    layer.hangs = group.rank() == 0  # with copies from windows still to do
+    group.shutdown()
+    layer.hangs = False
+
+
+def test_a_device_that_does_not_come_to_an_end_keeps_what_it_may_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from netfold.torch.device import ways
+
+    monkeypatch.setattr(ways, "SETTLE_S", 0.2)
+    monkeypatch.setattr(ways, "AFTER_ABORT_S", 0.2)
+    monkeypatch.setattr(ipc, "_never_released", [])
+    values(on_devices(hangs_at_the_end, 2))
+    assert len(ipc._never_released) == 2, "its own window and the other's"
 
 
 def fixed(group: Any, layer: Any) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import logging
+import os
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -18,8 +22,11 @@ from torch._C._distributed_c10d import AllgatherOptions
 from netfold.torch.device import cuda_driver
 from netfold.torch.device.layer import DeviceLayer, Inside
 
+log = logging.getLogger("netfold")
+
 Tensor = torch.Tensor
 
+_LOOK_S = 0.005
 _REDUCTIONS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "product": dist.ReduceOp.PRODUCT,
@@ -106,6 +113,8 @@ class CudaLayer:
 
     def export(self, tensor: Tensor) -> dict[str, Any]:
         # torch's own calls for this, without the pickle around them: what comes from another process is data here.
+        # Each call makes a counter of its own, in shared memory, with one user. What is freed while any of them is not
+        # zero goes to torch's list of blocks that others still use (CudaIPCSentDataLimbo in CudaIPCTypes.h).
         storage: Any = tensor.untyped_storage()
         _, handle, nbytes, offset, counter, counter_offset, event, _ = storage._share_cuda_()
         return {
@@ -133,6 +142,10 @@ class CudaLayer:
         )
         return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
 
+    def decline(self, handle: dict[str, Any], device: torch.device) -> None:
+        counters: Any = torch.UntypedStorage
+        counters._release_ipc_counter(handle["counter"], handle["counter_offset"], device=device)
+
     def future(self, device: torch.device) -> torch.futures.Future[Any]:
         return torch.futures.Future(devices=[device])
 
@@ -140,20 +153,40 @@ class CudaLayer:
         with torch.cuda.stream(stream):
             future.set_result(value)
 
-    def nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Inside:
-        return _Nccl(store, rank, size, timeout_s)
+    def nccl(self, device: torch.device, store: Any, rank: int, size: int) -> Inside:
+        return _Nccl(self, device, store, rank, size)
+
+
+# What ProcessGroupNCCL reads from the environment in its constructor, and what of it would end the process. Deadlines
+# and failures of the groups that are made here are those of netfold's driver, and end with an error.
+_NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog neither aborts nor throws when an operation fails or is late
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the watchdog's thread ends where the device fails, and nothing else does
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no second thread that ends the process when the watchdog is silent
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # wait() orders streams, and does not hold the host
+}
+_nccl_environment_lock = threading.Lock()
+# NCCL's own timeout, which with the above is only logged.
+_NCCL_TIMEOUT = timedelta(days=1)
+# For a call of NCCL's that ends a group: it may hang where a device does.
+_NCCL_END_S = 10.0
 
 
 class _Nccl:
     """See `Inside`: torch's own group, by itself."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, layer: CudaLayer, device: torch.device, store: Any, rank: int, size: int) -> None:
         kind: Any = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
         if kind is None:
             raise ValueError("NETFOLD_INSIDE=nccl: this torch was built without NCCL; auto does without")
         options = kind.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        self._group = kind(store, rank, size, options)
+        options._timeout = _NCCL_TIMEOUT
+        with _environment(_NCCL_ENVIRONMENT):
+            self._group: Any = kind(store, rank, size, options)
+        self._layer = layer
+        self._device = device
+        self._store = store
+        self._size = size
 
     def reduce_scatter(self, stream: torch.cuda.Stream, output: Tensor, source: Tensor, reduce: str) -> None:
         options = dist.ReduceScatterOptions()
@@ -166,10 +199,60 @@ class _Nccl:
             self._group._allgather_base(output, source, AllgatherOptions()).wait()
 
     def abort(self, reason: str) -> None:
-        self._group.abort()
+        group, self._group = self._group, None
+        if group is not None:
+            self._end(group.abort)
+            wait_for_all(self._store, self._size, 0)  # others wait for this rank no longer
 
-    def close(self) -> None:
-        self._group.abort()
+    def close(self, wait_s: float) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        wait_for_all(self._store, self._size, wait_s)
+        # Of torch 2.10 to 2.15 this flushes the communicator and destroys it. Older ones abort it, which does no harm
+        # once all devices are done.
+        self._end(group.shutdown)
+
+    def _end(self, call: Callable[[], None]) -> None:
+        def run() -> None:
+            self._layer.enter(self._device)
+            try:
+                call()
+            except RuntimeError as error:
+                log.debug("NCCL's group did not end well: %s", error)
+
+        thread = threading.Thread(target=run, name="netfold-nccl-end", daemon=True)
+        thread.start()
+        thread.join(_NCCL_END_S)
+
+
+def wait_for_all(store: Any, size: int, wait_s: float) -> None:
+    """Return once all of `size` ranks have called this, after `wait_s` at the latest, or when the store is gone."""
+    give_up = time.monotonic() + wait_s
+    try:
+        here = store.add("closing", 1)
+        while here < size and time.monotonic() < give_up:
+            time.sleep(_LOOK_S)
+            here = store.add("closing", 0)
+    except RuntimeError:
+        # The process that served the store has ended, and it ended after it had seen all, or had waited long enough.
+        return
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Have the environment hold `values` as long as the context lasts; what the user has set comes back."""
+    with _nccl_environment_lock:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _index(device: torch.device) -> int:

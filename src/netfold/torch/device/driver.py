@@ -8,6 +8,7 @@ calls is what ranks match them by.
 from __future__ import annotations
 
 import collections
+import logging
 import os
 import threading
 import time
@@ -22,15 +23,26 @@ from netfold._native import engine
 from netfold.communicator import Group
 from netfold.communicator.errors import CollectiveTimeout, GroupAborted, NetfoldError
 from netfold.torch.calls import Prepared
-from netfold.torch.device.layer import DeviceLayer, Event, refuse_capture
-from netfold.torch.device.ways import Ways, find_ways
+from netfold.torch.device.layer import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, DeviceLayer, Event, refuse_capture
+from netfold.torch.device.ways import MEET_S, SETTLE_S, Ways, find_ways
 from netfold.torch.device.work import DeviceWork
+
+log = logging.getLogger("netfold")
 
 Tensor = torch.Tensor
 
 # Calls that may wait here; who comes with one more waits until there is room.
 MAX_QUEUED = 4096
-_JOIN_S = 2.0
+# How long `join` waits for the thread to hear that the group is closed, which one that waits for a device that hangs
+# does at the deadline of that operation; and then for its end, before which it waits for its device and for others'.
+_STOP_S = 2.0
+_JOIN_S = SETTLE_S + MEET_S + 20.0
+# How long a kernel that waits for other ranks' may go on once the group has failed: a rank that was done and left
+# normally ends the group, too, and has done its part.
+_GRACE_S = 3.0
+# A kernel that has waited for as long as this may wait for a rank that is dead.
+_WATCH_AFTER_S = 1.0
+_FAR_S = 1e6  # for the barrier that only listens: ranks join it when they, too, have waited for long
 
 # Errors name the line of the user's that called, which is none of this thread's.
 engine.hide_from_call_sites(threading.__file__)
@@ -65,6 +77,13 @@ class DeviceDriver:
         self._thread: threading.Thread | None = None
         # The thread's own.
         self._ways: Ways | None = None
+        self._failed = False
+        self._meet_s = MEET_S
+        self._ending = threading.Event()
+        # Jobs whose sums are not made before their events have passed, with these and in their order.
+        self._awaited: collections.deque[tuple[_Job, Event]] = collections.deque()
+        self._pause_s, self._give_up, self._watch_from = SHORTEST_PAUSE_S, float("inf"), float("inf")
+        self._watching: Any = None
 
     def submit(self, calls: Sequence[Prepared], result: Any, timeout_s: float | None) -> DeviceWork:
         """Take up a call. Its tensors hold their values once the current stream has come as far as it has now."""
@@ -99,19 +118,25 @@ class DeviceDriver:
             with self._changed:
                 self._changed.wait_for(lambda: not self._unsettled, self._group.timeout_s)
 
-    def close(self, reason: str) -> None:
-        """No call comes any more, and what is under way fails as soon as the group is closed, too. Idempotent."""
+    def close(self, reason: str, *, failed: bool = False) -> None:
+        """No call comes any more, and what waits for the network fails as soon as the group is closed, too. Idempotent.
+
+        What only the device has still to do comes to its end, unless the group ends by a failure.
+        """
         with self._changed:
+            self._failed = self._failed or failed
+            if not self._closed and self._group.failure is not None:
+                self._meet_s = _GRACE_S  # a rank that is dead never comes
             self._closed = self._closed or f"rank {self._group.rank}: {reason}"
             self._changed.notify_all()
 
     def join(self) -> None:
         """Once the group is closed: see the thread end."""
         thread = self._thread
-        if thread is not None and self._pid == os.getpid() and thread is not threading.current_thread():
+        if thread is None or self._pid != os.getpid() or thread is threading.current_thread():
+            return
+        if self._ending.wait(_STOP_S):
             thread.join(_JOIN_S)
-        if self._ways is not None:
-            self._ways.close()
 
     def why(self) -> str:
         """What the ranks found out about each other's devices, in a sentence."""
@@ -135,7 +160,7 @@ class DeviceDriver:
         while True:
             job = None  # what is done is no longer held while the next is waited for
             with self._changed:
-                while not self._queue and not self._closed and not self._busy():
+                while not self._queue and not self._closed and not self._busy() and not self._awaited:
                     self._changed.wait()
                 job = self._queue.popleft() if self._queue else None
                 if self._closed:
@@ -143,15 +168,88 @@ class DeviceDriver:
             try:
                 if job is not None:
                     self._begin(job)
-                elif self._ways is not None:
-                    self._ways.staged.step()
+                elif self._busy():
+                    self._step()
+                self._hand_over()
             except Exception as error:
+                self._failed = True
                 if not self._closed:
                     self._fail(self._told(error, job))
-        self._drop(GroupAborted(self._closed))
+        job = None
+        self._end()
 
     def _busy(self) -> bool:
         return self._ways is not None and self._ways.staged.busy
+
+    def _step(self) -> None:
+        assert self._ways is not None
+        self._ways.staged.step()
+
+    def _hand_over(self) -> None:
+        """Let those jobs go whose sums are made. With nothing else to do, sleep a little where the next is not.
+
+        Raises CollectiveTimeout after a job's deadline, and what ended the group soon after that.
+        """
+        while self._awaited:
+            job, made = self._awaited[0]
+            if not made.query():
+                self._keep_deadline(job)
+                with self._changed:
+                    if not self._queue and not self._closed and not self._busy():
+                        self._changed.wait(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+                return
+            self._awaited.popleft()
+            self._wait_for_next()
+            self._returned(job, made)
+
+    def _wait_for_next(self) -> None:
+        self._pause_s, self._give_up = SHORTEST_PAUSE_S, float("inf")
+        self._watch_from = time.monotonic() + _WATCH_AFTER_S
+
+    def _keep_deadline(self, job: _Job) -> None:
+        now, rank = time.monotonic(), self._group.rank
+        if now > job.deadline:
+            raise CollectiveTimeout(
+                f"rank {rank}: {job.calls[0].kind} on {job.device} is not done at its deadline: a kernel waits for "
+                "that of another rank of this host, which hangs, or made no such call",
+                rank=rank,
+            )
+        failure = None if self._closed else self._group.failure or self._heard(now)
+        if failure is not None:
+            self._give_up = min(self._give_up, now + _GRACE_S)
+            if now > self._give_up:
+                raise failure
+
+    def _heard(self, now: float) -> NetfoldError | None:
+        """What ended another rank of this host, once a kernel has waited for `_WATCH_AFTER_S`.
+
+        A group hears of others only while an operation runs: a barrier does, in a group that is there for this.
+        """
+        assert self._ways is not None and self._ways.inside is not None
+        watch = self._ways.inside.watch
+        if watch is None or now < self._watch_from:
+            return None
+        if self._watching is None or (self._watching.done and self._watching.failure is None):
+            self._watching = watch.submit("barrier", timeout_s=_FAR_S, wait_here=False)
+        return watch.error(self._watching) if self._watching.done and self._watching.failure is not None else None
+
+    def _end(self) -> None:
+        """Once no call comes any more: what the device has begun comes to its end, and then everything is freed."""
+        self._ending.set()
+        give_up = time.monotonic() + SETTLE_S
+        try:
+            while self._awaited and not self._failed and time.monotonic() < give_up:
+                self._hand_over()
+                if self._awaited:
+                    time.sleep(self._pause_s)
+        except Exception as error:
+            self._failed = True
+            log.debug("rank %d: what was under way when the group was closed failed: %s", self._group.rank, error)
+        self._failed = self._failed or bool(self._awaited)
+        self._drop(GroupAborted(self._closed))
+        if self._ways is not None:
+            self._ways.close(failed=self._failed, meet_s=self._meet_s)
 
     def _begin(self, job: _Job) -> None:
         if self._ways is None:
@@ -168,7 +266,12 @@ class DeviceDriver:
                 staged.drain()
                 done = inside.run(call, [job.ready, staged.back.record_event()], job.deadline)
                 staged.land(call.outputs, done)
-                self._returned(job, done)
+                if inside.kernels_wait:
+                    if not self._awaited:
+                        self._wait_for_next()
+                    self._awaited.append((job, done))
+                else:
+                    self._returned(job, done)
             else:
                 staged.begin(call, job.ready, job.deadline, lambda event: self._returned(job, event))
 
@@ -212,6 +315,7 @@ class DeviceDriver:
             self._unsettled.clear()
             self._queue.clear()
             self._changed.notify_all()
+        self._awaited.clear()
         if self._ways is not None:
             self._ways.staged.forget()
         for job in jobs:

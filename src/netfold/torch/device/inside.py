@@ -39,6 +39,8 @@ class Sums(Protocol):
 
     piece_bytes: int
     dtypes: frozenset[torch.dtype]  # others are staged, on every rank: ranks call with one dtype
+    # Whether kernels wait for other ranks' kernels. Then a sum is made once its event has passed, and not before.
+    kernels_wait: bool
 
     def scatter(self, values: Tensor, reduce: str, deadline: float) -> Tensor:
         """This rank's shard of the reduction: a view that is good until `gather`, which takes what is there then. It
@@ -47,12 +49,16 @@ class Sums(Protocol):
     def gather(self, values: Tensor, deadline: float) -> None:
         """Every rank's shard, in its place."""
 
+    def release(self, *, settled: bool) -> None:
+        """No call comes any more. `settled`: whether the device is done with what it was given."""
+
 
 class NcclSums:
     """See `Sums`: by NCCL."""
 
     piece_bytes = _NCCL_BYTES
     dtypes = _NCCL_DTYPES
+    kernels_wait = True
 
     def __init__(self, layer: DeviceLayer, stream: Any, inside: Inside, size: int) -> None:
         self._layer = layer
@@ -75,6 +81,9 @@ class NcclSums:
         self._inside.all_gather(self._stream, whole, shard)
         self._layer.copy(self._stream, values, whole[: values.numel()])
 
+    def release(self, *, settled: bool) -> None:
+        """Nothing here is another process's."""
+
     def _buffers(self, values: Tensor) -> tuple[Tensor, Tensor]:
         each = -(-values.numel() // (self._size * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
         nbytes = each * values.element_size()
@@ -84,13 +93,28 @@ class NcclSums:
 class InsideWay:
     """One group's, for one device. Not thread-safe."""
 
-    def __init__(self, group: Group, layer: DeviceLayer, stream: Any, sums: Sums, between: Staged | None) -> None:
-        """`between`: among the ranks that have this one's place on their hosts; None where there is one host."""
+    def __init__(
+        self, group: Group, layer: DeviceLayer, stream: Any, sums: Sums, between: Staged | None, watch: Group | None
+    ) -> None:
+        """`between`: among the ranks that have this one's place on their hosts; None where there is one host. `watch`:
+        of the host's ranks where kernels wait for each other, for what the driver must hear of them meanwhile."""
         self._group = group
         self._layer = layer
         self._stream = stream
         self._sums = sums
         self._between = between
+        self.watch = watch
+        self.kernels_wait = sums.kernels_wait
+
+    @property
+    def streams(self) -> list[Any]:
+        """Those that it gives work to."""
+        between = self._between
+        return [self._stream, *((between.out, between.back) if between is not None else ())]
+
+    def release(self, *, settled: bool) -> None:
+        """See `Sums.release`."""
+        self._sums.release(settled=settled)
 
     def takes(self, call: Prepared) -> bool:
         """By what all ranks know alike. i8 rounds at random, natively."""

@@ -1,6 +1,6 @@
 """Sums among the GPUs of one host that reach each other's memory (CUDA IPC).
 
-Theory of operation. Every rank has a window: device memory that it exported once, and that all others opened. A piece
+Theory of operation. Every rank has a window: device memory that it exported, and that all others opened. A piece
 of a tensor is summed in two steps, each behind a meeting of the host's ranks, before which every rank has seen its own
 device done:
 
@@ -10,6 +10,12 @@ device done:
 
 Windows have two halves, used in turn. A rank writes into a half that was last read two pieces ago; every rank has met
 the others since, behind an event that comes after those reads. So no third meeting is needed.
+
+A window is a lease, as a shared tensor is (SharedNode::begin_use in native/transport): it has an owner, its users are
+counted, and the owner's memory is nobody else's before all of them have let go. The owner exports it once for each
+user, since a counter of torch's counts one. A user lets go once its device is done with what it was given: at the end
+of the group, or never, where the device does not come to an end. The owner writes into its window only as said above,
+and nothing after a failure, so that a user that is behind may still read but never reads what is not of its group.
 """
 
 from __future__ import annotations
@@ -32,6 +38,8 @@ Tensor = torch.Tensor
 # One half of a window.
 HALF_BYTES = 16 << 20
 _MARK_BYTES = 16
+# Windows, own and others', that a device may still use which did not come to an end: for as long as the process lives.
+_never_released: list[Tensor] = []
 
 
 class IpcSums:
@@ -39,13 +47,14 @@ class IpcSums:
 
     piece_bytes = HALF_BYTES
     dtypes = arithmetic.DTYPES
+    kernels_wait = False  # the host's ranks have met before each kernel
 
     def __init__(self, layer: DeviceLayer, stream: Any, local: Group, windows: Sequence[Tensor]) -> None:
         """`local`: the host's ranks; `windows`: by their order there, this rank's own among them."""
         self._layer = layer
         self._stream = stream
         self._local = local
-        self._windows = windows
+        self._windows = list(windows)
         self._half = 0
 
     def scatter(self, values: Tensor, reduce: str, deadline: float) -> Tensor:
@@ -66,6 +75,11 @@ class IpcSums:
             begin, end = self._shard(values, rank)
             if begin < end:
                 self._layer.copy(self._stream, values[begin:end], part[begin:end])
+
+    def release(self, *, settled: bool) -> None:
+        if not settled:
+            _never_released.extend(self._windows)
+        self._windows.clear()
 
     def _parts(self, values: Tensor) -> list[Tensor]:
         """Where each rank's values are in its window."""
@@ -89,25 +103,32 @@ def open_windows(
 
     It is tried, by each with each, by reading a mark there; all do it, or none.
     """
-    mark, window, reason, handle = secrets.token_bytes(_MARK_BYTES), None, "", None
+    mark, window, reason = secrets.token_bytes(_MARK_BYTES), None, ""
+    handles: dict[int, dict[str, Any]] = {}  # by the rank that opens it
     try:
         staged = layer.pinned(_MARK_BYTES)
         window = layer.empty(stream, 2 * HALF_BYTES)
         staged.copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
         layer.copy(stream, window[:_MARK_BYTES], staged)
         wait_for(stream.record_event(), deadline, group.rank, "a mark in exported memory")
-        handle = layer.export(window)
+        for peer in members:
+            if peer != group.rank:
+                handles[peer] = layer.export(window)
     except RuntimeError as error:
         reason = f"rank {group.rank} cannot export memory of {layer.uuid(device)}: {_first_line(error)}"
-    offers = exchange(group, {"handle": handle, "mark": mark, "uuid": layer.uuid(device)}, deadline)
+    offer = {"handles": list(handles.items()), "mark": mark, "uuid": layer.uuid(device)}
+    offers = exchange(group, offer, deadline)
     windows = []
     for peer in members:
         offer = offers[peer]
+        handle = dict(offer["handles"]).get(group.rank)
         if peer == group.rank and window is not None:
             windows.append(window)
-        elif offer["handle"] is not None and window is not None:
+        elif handle is not None and window is None:
+            layer.decline(handle, device)
+        elif handle is not None:
             try:
-                opened = layer.open(offer["handle"], device)
+                opened = _open(layer, handle, device)
                 layer.copy(stream, staged, opened[:_MARK_BYTES])
                 wait_for(stream.record_event(), deadline, group.rank, "a mark in a peer's memory")
                 if bytes(staged.tolist()) != offer["mark"]:
@@ -121,6 +142,14 @@ def open_windows(
                 )
     refusals = [said for said in exchange(group, reason[:2000], deadline) if said]
     return (windows, "") if not refusals else ([], refusals[0])
+
+
+def _open(layer: DeviceLayer, handle: dict[str, Any], device: torch.device) -> Tensor:
+    try:
+        return layer.open(handle, device)
+    except RuntimeError:
+        layer.decline(handle, device)
+        raise
 
 
 def _first_line(error: Exception) -> str:

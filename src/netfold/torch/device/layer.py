@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 # What an event is asked at once, before the thread sleeps between two looks.
 _LOOKS = 50
-_SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
 class Event(Protocol):
@@ -35,16 +35,24 @@ class Stream(Protocol):
 
 
 class Inside(Protocol):
-    """A group of NCCL's. Its collectives come in the order of the stream that is named; the host goes on."""
+    """A group of NCCL's. Its collectives come in the order of the stream that is named; the host goes on.
+
+    NCCL ends no operation and no process by itself here: deadlines and failures are the caller's concern.
+    """
 
     def reduce_scatter(self, stream: Any, output: Tensor, source: Tensor, reduce: str) -> None:
         """`source`: as many times `output`'s elements as there are ranks."""
 
     def all_gather(self, stream: Any, output: Tensor, source: Tensor) -> None: ...
 
-    def abort(self, reason: str) -> None: ...
+    def abort(self, reason: str) -> None:
+        """End what is under way, also on other ranks; what it would have written is undefined."""
 
-    def close(self) -> None: ...
+    def close(self, wait_s: float) -> None:
+        """Once this rank's device is done: wait up to `wait_s` for the other ranks' devices, and free the group.
+
+        Until its own device is done, another rank reads memory that belongs to this rank's part of the group.
+        """
 
 
 class DeviceLayer(Protocol):
@@ -110,17 +118,27 @@ class DeviceLayer(Protocol):
         """Its memory is nobody else's before the stream has come past what it has been given so far."""
 
     def export(self, tensor: Tensor) -> dict[str, Any]:
-        """What another process opens this memory by: numbers, words and bytes."""
+        """What one other process opens this memory by: numbers, words and bytes.
+
+        A lease with one user. The allocator gives the memory to nobody else, also when the exporter lets go of it,
+        until that process has closed what it opened, or has declined.
+        """
 
     def open(self, handle: dict[str, Any], device: torch.device) -> Tensor:
-        """[as exported] u8: another process's memory, for use by `device` of this one, which need not see its own."""
+        """[as exported] u8: another process's memory, for use by `device` of this one, which need not see its own.
+
+        It is closed when the last reference to it goes: no kernel may read there any more.
+        """
+
+    def decline(self, handle: dict[str, Any], device: torch.device) -> None:
+        """End a lease that cannot be opened here."""
 
     def future(self, device: torch.device) -> torch.futures.Future[Any]:
         """One whose `wait` also makes the current stream wait for the stream that it was resolved in."""
 
     def resolve(self, stream: Any, future: torch.futures.Future[Any], value: Any) -> None: ...
 
-    def nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Inside:
+    def nccl(self, device: torch.device, store: Any, rank: int, size: int) -> Inside:
         """ValueError where torch has none."""
 
 
@@ -138,7 +156,7 @@ def wait_for(event: Event, deadline: float, rank: int, what: str) -> None:
     for _ in range(_LOOKS):
         if event.query():
             return
-    began, pause = time.monotonic(), _SHORTEST_S
+    began, pause = time.monotonic(), SHORTEST_PAUSE_S
     while not event.query():
         now = time.monotonic()
         if now > deadline:
@@ -148,4 +166,4 @@ def wait_for(event: Event, deadline: float, rank: int, what: str) -> None:
                 rank=rank,
             )
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_S)
+        pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -13,8 +13,9 @@ from netfold.communicator import Group
 from netfold.communicator.errors import Mismatch, NetfoldError
 from netfold.torch.device.staged import seconds_until
 
-# A letter: its length, then msgpack.
-_LETTER_BYTES = 4096
+# A letter: its length, then msgpack. The largest has the handles of a window, some 300 bytes for each of up to 50 ranks
+# of a host.
+_LETTER_BYTES = 16384
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def meet(group: Group, mine: Facts, deadline: float) -> list[Facts]:
 
 
 def exchange(group: Group, letter: Any, deadline: float) -> list[Any]:
-    """Every rank's letter, by rank; each of up to some 4000 bytes of msgpack."""
+    """Every rank's letter, by rank; each of up to some 16000 bytes of msgpack."""
     packed = msgpack.packb(letter)
     if len(packed) > _LETTER_BYTES - 4:
         raise ValueError(f"rank {group.rank}: {len(packed)} bytes are no letter of up to {_LETTER_BYTES - 4}")

@@ -16,7 +16,7 @@ from netfold.communicator import Group
 from netfold.communicator.errors import NetfoldError
 from netfold.torch.device import arithmetic, ipc, meeting, pinned
 from netfold.torch.device.inside import FROM_BYTES, InsideWay, NcclSums, Sums, places
-from netfold.torch.device.layer import DeviceLayer
+from netfold.torch.device.layer import DeviceLayer, wait_for
 from netfold.torch.device.staged import Staged
 from netfold.torch.store import TorchStore
 
@@ -24,6 +24,9 @@ log = logging.getLogger("netfold")
 
 # For the groups of a part of the ranks to come together: everybody is there already.
 _JOIN_S = 30.0
+# A group that is closed waits as long as this for its own device, and then for the other ranks'.
+SETTLE_S, MEET_S = 30.0, 10.0
+AFTER_ABORT_S = 2.0
 
 
 @dataclass
@@ -43,10 +46,37 @@ class Ways:
             with contextlib.suppress(RuntimeError):  # NCCL's, of a device that is gone: what failed first is told
                 part.abort(reason)
 
-    def close(self) -> None:
-        """Idempotent."""
-        while self.parts:
-            self.parts.pop().close()
+    def close(self, *, failed: bool, meet_s: float) -> None:
+        """Free what the ways are made of, on the driver's thread. Idempotent.
+
+        What was handed over as the result of an operation comes first: the host waits until the device is done with
+        what it was given, for `SETTLE_S` at most, and for the other ranks' devices for `meet_s`. Only after a failure
+        is anything cut off.
+        """
+        settled = not failed and (self.inside is None or self._settle(self.inside, SETTLE_S))
+        if not settled and not failed:
+            log.warning("the device was not done %g s after its group was closed; it is cut off", SETTLE_S)
+        if not settled:
+            self.abort("the group was closed")
+        if self.inside is not None:
+            self.inside.release(settled=settled or self._settle(self.inside, AFTER_ABORT_S))
+        parts, self.parts = self.parts, []
+        # Groups last: ranks that wait in one hear that this rank has left.
+        for part in sorted(parts, key=lambda each: isinstance(each, Group)):
+            if isinstance(part, Group):
+                part.close()
+            elif settled:
+                part.close(meet_s)
+
+    def _settle(self, inside: InsideWay, wait_s: float) -> bool:
+        """Whether the device came to the end of what it was given."""
+        deadline = time.monotonic() + wait_s
+        try:
+            for stream in (self.staged.out, self.staged.back, self.done, *inside.streams):
+                wait_for(stream.record_event(), deadline, 0, "the end of a group")
+        except RuntimeError:
+            return False
+        return True
 
 
 def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Store, deadline: float) -> Ways:
@@ -63,7 +93,10 @@ def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Stor
         inside, how = made.inside([each.uuid for each in facts])
     except BaseException:
         for each in made.parts:
-            each.close()
+            if isinstance(each, Group):
+                each.close()
+            else:
+                each.abort("the group was not made")
         raise
     found = made.ways(slots, inside, how)
     could = group.options.inside == "auto" and len(set(group.nodes)) < group.size
@@ -113,14 +146,20 @@ class _Made:
     def _by_nccl(self, members: Sequence[int], peers: Sequence[int]) -> tuple[InsideWay | None, str]:
         store = PrefixStore(f"nccl/{members[0]}", self._part)
         place = members.index(self._group.rank)
-        nccl = self._layer.nccl(store, place, len(members), self._group.timeout_s)
+        nccl = self._layer.nccl(self._device, store, place, len(members))
         self.parts.append(nccl)
         stream = self._layer.new_stream(self._device)
         sums = NcclSums(self._layer, stream, nccl, len(members))
-        return self._way(stream, sums, members, peers, "NCCL")
+        return self._way(stream, sums, members, peers, "NCCL", self._of("watch", members[0], members))
 
     def _way(
-        self, stream: Any, sums: Sums, members: Sequence[int], peers: Sequence[int], name: str
+        self,
+        stream: Any,
+        sums: Sums,
+        members: Sequence[int],
+        peers: Sequence[int],
+        name: str,
+        watch: Group | None = None,
     ) -> tuple[InsideWay, str]:
         group, layer, device = self._group, self._layer, self._device
         between = None
@@ -133,7 +172,7 @@ class _Made:
         without = sorted(str(dtype).removeprefix("torch.") for dtype in arithmetic.DTYPES - sums.dtypes)
         if without:
             how += f", but for {', '.join(without)}, for which {name} has no datatype"
-        return InsideWay(group, layer, stream, sums, between), f"{how}; else "
+        return InsideWay(group, layer, stream, sums, between, watch), f"{how}; else "
 
     def _of(self, what: str, number: int, ranks: Sequence[int]) -> Group:
         """A group of some of the ranks. Inside a host there is nothing for a switch to do."""
