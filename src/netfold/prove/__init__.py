@@ -3,6 +3,7 @@
   scopes    the named scopes: those that CI searches, and those of `make prove`
   recovery  the search over recovery from a lost switch: production's decisions, communicator/recovery_machine.py and
             native/collective's Failover
+  arrivals  the search over gap detection: native/protocol's Arrivals
 
 The machines, the network and time, what is asked of every state, and why that is enough: native/prove's header,
 search.hpp. May import netfold._native.prove and sim's diagrams; recovery also

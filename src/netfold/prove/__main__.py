@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from netfold.prove import HELLO_WORKERS, Scope, draw, recovery, replay, search, search_hellos, sentence
+from netfold.prove import HELLO_WORKERS, Scope, arrivals, draw, recovery, replay, search, search_hellos, sentence
 from netfold.prove.scopes import LARGE, QUICK, RECOVERY_LARGE, RECOVERY_QUICK
 from netfold.sim import diagram
 
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = [_search(name, each, svg) for name, each in scopes.items()]
         if quick or everything:
             recoveries = {**RECOVERY_QUICK, **RECOVERY_LARGE} if everything else RECOVERY_QUICK
-            found += [_search_hellos(), *(_search_recovery(*each) for each in recoveries.items())]
+            found += [_search_hellos(), _search_arrivals(everything)]
+            found += [_search_recovery(name, each) for name, each in recoveries.items()]
         return max(found)
     except ValueError as wrong:
         parser.error(str(wrong))
@@ -58,6 +59,12 @@ def _search_recovery(name: str, scope: recovery.RecoveryScope) -> int:
     if report.broken:
         print(f"  {'; '.join(report.trace)}")
     return int(bool(report.broken) or not report.exhausted)
+
+
+def _search_arrivals(everything: bool) -> int:
+    report = arrivals.search_arrivals(arrivals.PACKETS + (2 if everything else 0))
+    print(f"arrivals: {arrivals.sentence(report)}", flush=True)
+    return int(bool(report.broken))
 
 
 def _search_hellos() -> int:
