@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import recovery_mutants
 from recovery_mutants import BACK, MUTANTS, machines
 
-from netfold.prove.recovery import STUCK, RecoveryScope, replay_recovery, search_recovery, sentence
+from netfold._native import protocol
+from netfold.prove.recovery import STUCK, Channel, RecoveryScope, replay_recovery, search_recovery, sentence
 from netfold.prove.scopes import RECOVERY_QUICK
 
 pytestmark = pytest.mark.native
@@ -84,3 +86,48 @@ def test_a_mutant_of_code_that_has_changed_is_refused(tmp_path: Path) -> None:
     mutant = recovery_mutants.Mutant(BACK, "", (("failover.cpp", "a text that is not there", ""),))
     with pytest.raises(LookupError, match=r"failover\.cpp has 0 times"):
         machines(mutant, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_model_of_a_membership_does_what_the_protocols_machines_do(seed: int) -> None:
+    """The same events through both: what a worker has sent, and which results it takes, chunk by chunk."""
+    draw = random.Random(seed)
+    workers, window, lines = draw.choice([2, 3]), draw.choice([1, 2, 3]), [2, 1, 3, 2]
+    shape = {"job": 7, "epoch": 3, "incarnation": 5, "workers": workers, "window": window, "payload_bytes": 8}
+    switch = protocol.SwitchJob(**shape)
+    machines = [protocol.Worker(worker=worker, **shape) for worker in range(workers)]
+    channels = [Channel() for _ in machines]
+    started = [0] * workers
+    packets: list[tuple[int, bytes]] = []  # chunk, contribution
+    results: dict[int, bytes] = {}
+    for _ in range(5_000):
+        worker = draw.randrange(workers)
+        machine, channel = machines[worker], channels[worker]
+        kind = draw.choice(["start", "contribution", "result", "result"])
+        if kind == "start" and started[worker] < len(lines):
+            operation = started[worker]
+            started[worker] += 1
+            machine.start(operation, 2 * lines[operation])
+            channel.line += tuple((operation, place) for place in range(lines[operation]))
+        elif kind == "contribution" and packets:
+            chunk, packet = draw.choice(packets)
+            outcome, _, slot, *_ = switch.handle_packet(packet)
+            # A result is there when all have contributed, and not before.
+            if outcome == "completed":
+                assert all(each.contributed >> chunk & 1 for each in channels)
+                results[chunk] = bytes(switch.frame(slot))
+        elif kind == "result" and results:
+            chunk = draw.choice(list(results))
+            is_new = not channel.answered >> chunk & 1
+            assert (machine.handle_packet(results[chunk], 0)[0] == "received") == is_new
+            channel.answered |= 1 << chunk
+        sent = channel.contributed
+        while (send := machine.poll_send(0)) is not None:
+            packets.append((send.header.chunk, send.header.pack() + bytes(8)))
+            sent |= 1 << send.header.chunk
+        channel.contribute(window)
+        assert channel.contributed == sent
+        assert channel.base == machine.oldest_unanswered
+        if all(each.idle for each in machines) and started == [len(lines)] * workers:
+            break
+    assert [channel.answered for channel in channels] == [(1 << sum(lines)) - 1] * workers

@@ -5,7 +5,8 @@ each operation goes) and the plan's arithmetic. The search stands for what they 
 
     switch     rank r contributes to chunk c of its line when it has all results up to c - W. A chunk has a result when
                all ranks have contributed, and then reaches each rank that is not frozen, at any time, in any order, or
-               never. native/prove's other search shows this of the protocol's own machines (native/prove, search.hpp).
+               never. `tests/prove/test_recovery.py` holds this (`Channel`) against the protocol's own machines, whose
+               sums native/prove searches.
     loss       Any rank may believe at any time that its switch is gone, rightly or not; `losses` times. From then on
                any other rank with that membership may believe it too. No way to the end may count on the results of
                such a switch; a rank for which one is due finds out that the switch is gone.
@@ -96,7 +97,7 @@ class BrokenError(Exception):
 
 
 @dataclass
-class _Channel:
+class Channel:
     """A membership at this rank: its line of chunks, each as (operation, place in it)."""
 
     line: tuple[tuple[int, int], ...] = ()
@@ -124,7 +125,7 @@ class _Path:
         self.chunks = scope.chunks
         self.window = scope.window
         self.failover = failover
-        self.channels = {failover.life: _Channel()}
+        self.channels = {failover.life: Channel()}
         self.delivered = [0] * len(self.chunks)  # by operation, chunks with a result
         self.rest: dict[int, int] = {}  # of operations that all had begun: chunks without a result
         self.whole: set[int] = set()
@@ -162,7 +163,7 @@ class _Path:
             self.deliver(channel, chunk)
         return True
 
-    def deliver(self, channel: _Channel, chunk: int) -> None:
+    def deliver(self, channel: Channel, chunk: int) -> None:
         channel.answered |= 1 << chunk
         operation, place = channel.line[chunk]
         if self.delivered[operation] >> place & 1 or operation in self.whole:
@@ -181,7 +182,7 @@ class _Path:
 
     def stand_by(self, life: int) -> None:
         self.channels = {each: channel for each, channel in self.channels.items() if each == self.failover.life}
-        self.channels[life] = _Channel()
+        self.channels[life] = Channel()
         self.failover.stand_by(life)
 
     def promise(self, life: int) -> bool:
