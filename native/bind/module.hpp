@@ -9,6 +9,7 @@ void bind_protocol(nanobind::module_& m);
 void bind_seal(nanobind::module_& m);
 void bind_prove(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
+void bind_failover(nanobind::module_& m);
 void bind_fabric(nanobind::module_& m);
 void bind_mpi(nanobind::module_& m);
 void bind_aggregator(nanobind::module_& m);

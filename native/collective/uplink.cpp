@@ -17,29 +17,26 @@ constexpr std::size_t kGatherElements = 4096;
 }  // namespace
 
 Uplink::Uplink(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows, std::uint16_t table)
-    : channel_(std::move(channel)),
+    : failover_(channel->life()),
+      channel_(std::move(channel)),
       spare_(spare),
       rows_(std::move(rows)),
       table_(table),
       team_(channel_->ranks(), spare.rank()) {}
 
-bool Uplink::can_start() const {
-  return line_.size() < Channel::kMaxOperations && (channel_->frozen() || channel_->can_start());
-}
+bool Uplink::can_start() const { return line_.size() < Channel::kMaxOperations && (!is_up() || channel_->can_start()); }
 
 std::optional<Uplink::Words> Uplink::freeze(std::uint64_t life) {
-  if (channel_->life() == life) {
-    channel_->freeze();
-    return Words{.of_channel = channel_->words(), .promised = true};
-  }
-  if (next_ == nullptr || next_->life() != life) return std::nullopt;
-  next_->freeze();
-  return Words{.of_channel = next_->words(), .promised = said_ == life};
+  const auto [which, promised] = failover_.freeze(life);
+  if (which == Failover::Which::none) return std::nullopt;
+  Channel& frozen = which == Failover::Which::current ? *channel_ : *next_;
+  frozen.freeze();
+  return Words{.of_channel = frozen.words(), .promised = promised};
 }
 
 std::optional<std::vector<std::vector<std::byte>>> Uplink::kept(std::uint64_t life,
                                                                 const std::vector<std::uint64_t>& chunks) const {
-  if (channel_->life() != life) return std::nullopt;
+  if (!failover_.gives_kept(life)) return std::nullopt;
   std::vector<std::vector<std::byte>> packets;
   for (const std::uint64_t chunk : chunks) {
     const auto packet = channel_->kept(chunk);
@@ -50,52 +47,21 @@ std::optional<std::vector<std::vector<std::byte>>> Uplink::kept(std::uint64_t li
 }
 
 bool Uplink::accept(std::uint64_t life, const std::vector<std::span<const std::byte>>& packets, std::int64_t now_ns) {
-  if (channel_->life() != life || !channel_->frozen() || down_) return false;
+  if (!failover_.takes_kept(life)) return false;
   return std::all_of(packets.begin(), packets.end(),
                      [&](const auto& packet) { return channel_->accept_kept(packet, now_ns); });
 }
 
 void Uplink::fall_back(std::uint64_t life, std::uint64_t end, bool promised) {
-  if (channel_->life() == life) {
-    if (down_) return;
-    down_ = true;
-    for (Uplinked* operation : line_) operation->fall_back(end);
-    return;
-  }
-  if (next_ != nullptr && next_->life() == life) next_.reset();
-  if (promised) gone_.push_back(life);
+  const Failover::Which which = failover_.fall_back(life, end, promised);
+  if (which == Failover::Which::standing) next_.reset();
+  if (which != Failover::Which::current) return;
+  for (Uplinked* operation : line_) operation->leave_channel();
 }
 
-bool Uplink::promise(std::uint64_t life) {
-  if (next_ == nullptr || next_->life() != life || next_->frozen()) return false;
-  promised_ = life;
-  return true;
-}
-
-std::uint64_t Uplink::word() {
-  if (next_ == nullptr || next_->life() != promised_ || next_->frozen()) return 0;
-  return said_ = promised_;
-}
-
-bool Uplink::adopt(std::uint64_t life) {
-  const auto gone = std::find(gone_.begin(), gone_.end(), life);
-  if (gone != gone_.end()) {
-    gone_.erase(gone);
-    return true;
-  }
-  if (next_ == nullptr || next_->life() != life) return false;
-  channel_ = std::move(next_);
-  down_ = false;
-  if (channel_->frozen()) return true;
-  for (Uplinked* operation : line_) {
-    if (operation->way_ == Uplinked::Way::word) operation->enter_channel();
-  }
-  return true;
-}
-
-bool Uplink::turn_of(const Uplinked& operation) const {
-  const auto waits = [](const Uplinked* other) { return other->way_ != Uplinked::Way::channel; };
-  return down_ && *std::find_if(line_.begin(), line_.end(), waits) == &operation;
+void Uplink::stand_by(std::unique_ptr<Channel> channel) {
+  next_ = std::move(channel);
+  failover_.stand_by(next_->life());
 }
 
 AlgorithmId Uplink::choose(Kind kind, std::size_t bytes) const {
@@ -109,22 +75,32 @@ AlgorithmId Uplink::choose(Kind kind, std::size_t bytes) const {
 Uplinked::Uplinked(const Call& call, Uplink& uplink, int position, int ranks)
     : call_(call), uplink_(uplink), position_(position), ranks_(ranks), segments_(call, position, ranks) {
   if (segments_.elements() == 0) return;  // in no line: there is nothing to do
-  if (uplink_.is_up()) enter_channel();
+  number_ = uplink_.started_++;
+  uplink_.line_.reserve(uplink_.line_.size() + 1);
+  const Way begins = uplink_.failover_.start(number_);
+  try {
+    if (begins == Way::channel) enter_channel();
+  } catch (...) {  // want of memory
+    uplink_.failover_.finish(number_);
+    throw;
+  }
   uplink_.line_.push_back(this);
 }
 
-Uplinked::~Uplinked() { std::erase(uplink_.line_, this); }
-
-void Uplinked::enter_channel() {
-  way_ = Way::channel;
-  in_network_ = std::make_unique<InNetwork>(call_, *uplink_.channel_, segments_);
+Uplinked::~Uplinked() {
+  if (segments_.elements() == 0) return;
+  std::erase(uplink_.line_, this);
+  uplink_.failover_.finish(number_);
 }
 
-void Uplinked::fall_back(std::uint64_t end) {
-  if (way_ != Way::channel) return;
-  const bool begun_by_all = uplink_.channel_->first_chunk(in_network_->token()) < end;
-  way_ = begun_by_all ? Way::host : Way::word;
-  if (begun_by_all) {
+void Uplinked::enter_channel() {
+  in_network_ = std::make_unique<InNetwork>(call_, *uplink_.channel_, segments_);
+  uplink_.failover_.entered(number_, uplink_.channel_->first_chunk(in_network_->token()));
+}
+
+void Uplinked::leave_channel() {
+  if (in_network_ == nullptr) return;
+  if (way() == Way::host) {
     rest_ = uplink_.channel_->missing(in_network_->token());
     staging_.resize(kGatherElements * kernels::element_bytes(segments_.wire()));
     zeros_.resize(staging_.size());
@@ -142,7 +118,7 @@ void Uplinked::take_counts(const Algorithm& of) {
 }
 
 void Uplinked::say_word() {
-  word_ = uplink_.team_.position() == 0 ? uplink_.word() : 0;
+  word_ = uplink_.team_.position() == 0 ? uplink_.failover_.word() : 0;
   step_call_ = Call{.kind = Kind::broadcast,
                     .algorithm = AlgorithmId::direct,
                     .table = uplink_.table_,
@@ -153,12 +129,21 @@ void Uplinked::say_word() {
 }
 
 bool Uplinked::follow_word() {
-  if (word_ == 0) {
-    way_ = Way::host;
-    is_whole_ = true;
-    return true;
+  switch (uplink_.failover_.follow(number_, word_)) {
+    case Failover::Followed::whole:
+      is_whole_ = true;
+      return true;
+    case Failover::Followed::again:
+      return true;
+    case Failover::Followed::adopted:
+      uplink_.channel_ = std::move(uplink_.next_);
+      for (Uplinked* operation : uplink_.line_) {
+        if (operation->way() == Way::channel) operation->enter_channel();
+      }
+      return true;
+    case Failover::Followed::unknown:
+      break;
   }
-  if (uplink_.adopt(word_)) return true;
   failure_ = {Failure::Kind::system, uplink_.team_.rank(0),
               "rank " + std::to_string(uplink_.team_.rank(0)) +
                   " goes on by a membership of the switch that this rank has not joined"};
@@ -230,7 +215,7 @@ Progress Uplinked::poll(std::int64_t now_ns) {
   if (segments_.elements() == 0) return Progress::done;
   bool moved = false;
   for (;;) {
-    if (way_ == Way::channel) {
+    if (way() == Way::channel) {
       const Progress progress = in_network_->poll(now_ns);
       take_counts(*in_network_);
       if (progress == Progress::failed) return fail(in_network_->failure());
@@ -238,8 +223,8 @@ Progress Uplinked::poll(std::int64_t now_ns) {
       return progress == Progress::idle && moved ? Progress::moved : progress;
     }
     if (step_ == nullptr) {
-      if (!uplink_.turn_of(*this)) return moved ? Progress::moved : Progress::idle;
-      if (way_ == Way::word) {
+      if (uplink_.failover_.turn() != number_) return moved ? Progress::moved : Progress::idle;
+      if (way() == Way::word) {
         say_word();
       } else if (!start_next_part()) {
         finish();
@@ -254,7 +239,7 @@ Progress Uplinked::poll(std::int64_t now_ns) {
     wire_bytes_before_ = wire_bytes_;
     retransmissions_before_ = retransmissions_;
     step_.reset();
-    if (way_ == Way::word && !follow_word()) return Progress::failed;
+    if (way() == Way::word && !follow_word()) return Progress::failed;
   }
 }
 

@@ -16,6 +16,10 @@ place; a result that is passed on is the switch's own packet, and goes through t
 there; and before a rank goes on it compares what it has with the plan. Whether the switch was really lost does not
 matter. A rank that is gone, the leader too, ends the group as ever; one that is late makes the others wait until their
 deadline, and no longer.
+
+What a rank decides is a pure state machine, recovery_machine.py, which the search over recovery drives as well
+(netfold/prove/recovery.py). Here are its threads, connections and clock. Each event is one call of the machine, under
+one lock; the actions that it returns are carried out in order.
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import queue
 import socket
 import threading
 import time
@@ -35,11 +38,13 @@ from typing import Any
 
 from netfold import control
 from netfold._native import engine
+from netfold.communicator import recovery_machine as machine
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Answer
 from netfold.communicator.errors import RendezvousError, SwitchError
 from netfold.communicator.membership import Membership
-from netfold.communicator.recovery_plan import Plan, Words, chunks_of, make_plan, pack, unpack
+from netfold.communicator.recovery_machine import Action, Have, Message, RecoveryMachine
+from netfold.communicator.recovery_plan import chunks_of, pack, unpack
 from netfold.communicator.way_up import WayUp, common_tree
 from netfold.plan import ChoiceTable
 
@@ -55,10 +60,19 @@ _PARCEL_BYTES = control.MAX_MESSAGE_BYTES // 2
 # Shorter than a call: the rank that asks waits for the answer.
 _WAY_S = 3.0
 _JOIN_S = 10.0
-_LONGEST_WAIT = 16  # times rejoin_s
 _MOST_WORDS = 2000
 _FAILURES: tuple[str, ...] = engine.FAILURES
 _HEARD: control.Message = {"type": "heard"}
+# What travels as a message between machines, by the type of its message.
+_MESSAGES: dict[str, type[Message]] = {
+    "lost": machine.Lost,
+    "freeze": machine.Freeze,
+    "recover": machine.Recover,
+    "rejoin": machine.Rejoin,
+    "rejoined": machine.Rejoined,
+}
+# Actions that may block for a second.
+_SLOW = (machine.Leave, machine.Fail)
 
 # The job's digest, the way up to join by, the paths of all workers, seconds.
 Join = Callable[[str, WayUp, Sequence[Sequence[int]], float], Membership]
@@ -95,43 +109,30 @@ class Recovery:
         self._without = f"all_reduce goes by {_spoken(table)}"
         self._lock = threading.Lock()
         self._memberships = {membership.life: membership}
-        self._windows = {membership.life: membership.window}
-        self._lost: dict[int, str] = {}
-        self._silent: set[int] = set()
-        self._recovering: set[int] = set()
-        self._rejoining = False
-        self._attempt = 0
-        self._joined: dict[int, tuple[int, str]] = {}  # in this attempt: the life, or 0 and why not
-        self._changed = threading.Condition(self._lock)
-        # What takes time and must keep its order; a thread is there from the first of it on.
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._worker: threading.Thread | None = None
+        self._joined: Membership | None = None  # that does not stand by yet
+        self._machine = RecoveryMachine(
+            self._rank, self._workers, self, membership.life, membership.window, rejoin_s=rejoin_s
+        )
+        self._began: dict[int, tuple[float, str]] = {}  # of losses: when, and what this rank did
         self._pid = os.getpid()
         questions: dict[str, Answer] = {
-            "lost": self._hear_lost,
-            "freeze": self._freeze,
-            "recover": self._hear_plan,
+            **{kind: partial(self._hear, kind) for kind in _MESSAGES},
             "kept": self._give,
-            "rejoin": self._hear_rejoin,
-            "rejoined": self._hear_rejoined,
             "way up": self._say_way_up,
             "over": self._hear_over,
-            "silent": lambda _, __: ({"type": "silent", "ranks": sorted(self._silent)}, None),
+            "silent": lambda _, __: ({"type": "silent", "ranks": self._machine.silent()}, None),
         }
         ward.questions.update({self._of_switch(kind): answer for kind, answer in questions.items()})
         membership.listen(self._uplink, self._fail, self.lose, ward.is_well)
 
     @property
-    def leads(self) -> bool:
-        return self._rank == self._workers[0]
-
-    @property
     def state(self) -> str:
         """Empty while the switch does its work; else a sentence."""
         with self._lock:
-            if not self._lost or self._uplink.traffic()["life"] != 0:
+            lost = self._machine.lost
+            if not lost or self._uplink.traffic()["life"] != 0:
                 return ""
-            return f"{list(self._lost.values())[-1]}: {self._without}"
+            return f"{list(lost.values())[-1]}: {self._without}"
 
     def membership(self) -> Membership | None:
         """That by which operations go; None while the switch is gone."""
@@ -152,8 +153,8 @@ class Recovery:
 
     def _silent_ranks(self) -> list[int]:
         """Ranks that have not said what they have, of a loss that is being recovered from."""
-        if self.leads:
-            return sorted(self._silent)
+        if self._machine.leads:
+            return self._machine.silent()
         try:
             stream, reply = self._ward.call(self._workers[0], 0, {"type": self._of_switch("silent")}, 1.0)
         except (RendezvousError, OSError, EOFError):
@@ -170,136 +171,167 @@ class Recovery:
 
     def close(self, why: str, fault: int = -1) -> None:
         self._ward.over.set()
-        self._work.put(lambda: None)
-        with self._changed:
-            self._changed.notify_all()
         self.leave(why, fault)
 
-    # --- the loss ----------------------------------------------------------------------------------------------------
+    # --- the machine's path to the switch (recovery_machine.Path); called under the lock ---
+
+    def freeze(self, life: int) -> tuple[int, int, bytes, bool] | None:
+        return self._uplink.freeze(life)  # type: ignore[no-any-return]
+
+    def accept(self, life: int, packets: Sequence[bytes]) -> bool:
+        return bool(self._uplink.accept(life, list(packets)))
+
+    def fall_back(self, life: int, end: int, promised: bool) -> None:
+        self._uplink.fall_back(life, end, promised)
+
+    def stand_by(self, life: int) -> None:
+        membership, self._joined = self._joined, None
+        assert membership is not None and membership.life == life, "only what was joined last stands by"
+        membership.stand_by(self._uplink)
+        membership.listen(self._uplink, self._fail, self.lose, self._ward.is_well)
+
+    def promise(self, life: int) -> bool:
+        return bool(self._uplink.promise(life))
+
+    # --- what happens ---
 
     def lose(self, life: int, why: str) -> None:
         """The membership of that life is of no use any more. From any thread, any number of times."""
+        self._happen(lambda: self._lose(life, why))
+
+    def _lose(self, life: int, why: str) -> list[Action]:
+        self._began.setdefault(life, (time.monotonic(), self._native.last_seen()))
+        return self._machine.lose(life, why)
+
+    def _happen(self, event: Callable[[], list[Action]]) -> None:
         with self._lock:
-            if life in self._lost or self._over():
-                return
-            self._lost[life] = why
-        self._uplink.freeze(life)
-        if self.leads:
-            self._start(lambda: self._lead(life, why))
+            actions = [] if self._over() else event()
+        self._carry_out(actions)
+
+    def _hear(self, kind: str, peer: int, question: control.Message) -> tuple[control.Message, None]:
+        message = _decoded(kind, question)
+        with self._lock:
+            if self._over():
+                # What the native group had is gone: words about it would be wrong.
+                return ({"type": "ended", "failure": self._native.failure} if kind == "freeze" else _HEARD), None
+            if isinstance(message, machine.Lost):
+                have, actions = None, self._lose(message.life, message.why)
+            else:
+                have, actions = self._machine.hear(peer, message)
+        self._carry_out(actions)
+        if have is None:
+            return _HEARD, None
+        return {"type": "words", **vars(have), "held": pack(have.held)}, None
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        if any(isinstance(action, _SLOW) for action in actions):
+            self._start(lambda: self._do_all(actions))
         else:
-            self._start(lambda: self._await_plan(life, why))
+            self._do_all(actions)
 
-    def _hear_lost(self, _: int, question: control.Message) -> tuple[control.Message, None]:
-        self.lose(question["life"], question["why"])
-        return _HEARD, None
+    def _do_all(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._do(action)
 
-    def _freeze(self, _: int, question: control.Message) -> tuple[control.Message, None]:
-        life, why = question["life"], question["why"]
-        with self._lock:
-            is_news = life not in self._lost
-            self._lost[life] = why
-            membership = self._memberships.get(life)
-        if membership is not None:
-            membership.give_up()
-        if is_news:
-            self._start(lambda: self._await_plan(life, why))
-        words = self._uplink.freeze(life)
-        base, end, held, promised = words if words is not None else (0, 0, b"", False)
-        return {"type": "words", "base": base, "end": end, "held": held, "promised": promised}, None
+    def _do(self, action: Action) -> None:
+        """Carry out an action; what takes time, on a thread of its own."""
+        match action:
+            case machine.Tell():
+                self._start(lambda: self._tell_message(action.peer, action.message))
+            case machine.Report():
+                self._start(lambda: self._report(action.life))
+            case machine.Fetch():
+                self._start(lambda: self._fetch(action.giver, action.life, action.chunks))
+            case machine.Wait():
+                self._start(lambda: self._wait(action))
+            case machine.FindTree():
+                self._start(self._find_tree)
+            case machine.Join():
+                self._start(lambda: self._join_again(action.attempt, action.paths))
+            case machine.GiveUp():
+                with self._lock:
+                    membership = self._memberships.get(action.life)
+                if membership is not None:
+                    membership.give_up()
+            case machine.Leave():
+                with self._lock:
+                    membership = self._memberships.pop(action.life, None)
+                if membership is not None:
+                    membership.leave(action.why)
+            case machine.Fail():
+                self._fail(action.kind, action.rank, action.text)
+            case _:
+                self._log(action)
 
-    def _await_plan(self, life: int, why: str) -> None:
+    def _log(self, action: Action) -> None:
+        match action:
+            case machine.Planned(life, plan, True):
+                # Before the plan goes out: once it has, the group may be done, and this process gone, at any moment.
+                passed_on = sum(bits.bit_count() for shares in plan.gives.values() for bits in shares.values())
+                log.warning(
+                    "rank %d: %s. No step is lost: %s%s. This rank was %s; %d results are passed on",
+                    self._rank,
+                    self._machine.lost[life],
+                    self._without,
+                    f", and the switch is asked again in {self._rejoin_s:g} s" if self._rejoin_s else "",
+                    self._began[life][1],
+                    passed_on,
+                )
+            case machine.Told(life, True):
+                log.info(
+                    "rank %d: all ranks know how to go on, %.3f s after the loss",
+                    self._rank,
+                    time.monotonic() - self._began[life][0],
+                )
+            case machine.Promised(life):
+                log.warning(
+                    "rank %d: the switch at %s has the group again, from the next operation on",
+                    self._rank,
+                    self._memberships[life].endpoint,
+                )
+            case machine.NotJoined(why):
+                log.info("rank %d: no switch has the group again: %s", self._rank, why)
+
+    # --- the loss ----------------------------------------------------------------------------------------------------
+
+    def _tell_message(self, peer: int, message: Message) -> None:
+        reply = self._tell(peer, _encoded(message))
+        if reply is None:
+            return
+        have = None
+        if isinstance(message, machine.Freeze):
+            have = Have(reply["base"], reply["end"], unpack(reply["held"]), reply["promised"])
+        self._happen(lambda: self._machine.replied(peer, message, have))
+
+    def _report(self, life: int) -> None:
         """Tell the leader, and look now and then whether there still is one: a rank that waits for it hears nobody."""
-        while not self._over() and life not in self._recovering:
-            reply = self._try(self._workers[0], {"type": "lost", "life": life, "why": why})
+        message = _encoded(machine.Lost(life, self._machine.lost[life]))
+        while not self._over() and self._machine.awaits_plan(life):
+            reply = self._try(self._workers[0], message)
             if reply is not None:
                 reply[0].close()
                 self._ward.over.wait(_LOOK_S)
 
-    def _lead(self, life: int, why: str) -> None:
-        began = time.monotonic()
-        doing = self._native.last_seen()
-        self._silent = set(self._workers)
-        question = {"type": "freeze", "life": life, "why": why}
-        said = self._tell_all(lambda _: question, heard=self._silent.discard)
-        if said is None:
-            return
-        words = {rank: Words(each["base"], each["end"], unpack(each["held"])) for rank, each in said.items()}
-        try:
-            plan = make_plan(words, self._windows.get(life, 0))
-        except ValueError as error:
-            return self._fail(
-                "switch_lost",
-                -1,
-                f"{why}, and the ranks' words do not fit together: {error}",
-            )
-        promised = said[self._rank]["promised"]
-        if promised:
-            # Before the plan goes out: once it has, the group may be done, and this process gone, at any moment.
-            passed_on = sum(bits.bit_count() for shares in plan.gives.values() for bits in shares.values())
-            log.warning(
-                "rank %d: %s. No step is lost: %s%s. This rank was %s; %d results are passed on",
-                self._rank,
-                why,
-                self._without,
-                f", and the switch is asked again in {self._rejoin_s:g} s" if self._rejoin_s else "",
-                doing,
-                passed_on,
-            )
-        if self._tell_all(lambda rank: _plan_for(rank, plan, life, promised)) is None:
-            return
-        if promised:
-            log.info(
-                "rank %d: all ranks know how to go on, %.3f s after the loss", self._rank, time.monotonic() - began
-            )
-        with self._lock:
-            starts = self._rejoin_s != 0 and not self._rejoining
-            self._rejoining |= starts
-        if starts:
-            self._start(self._find_again)
-
-    def _hear_plan(self, _: int, question: control.Message) -> tuple[control.Message, None]:
-        with self._lock:
-            is_new = question["life"] not in self._recovering
-            self._recovering.add(question["life"])
-        if is_new:
-            self._enqueue(lambda: self._recover(question))
-        return _HEARD, None
-
-    def _recover(self, plan: control.Message) -> None:
-        life = plan["life"]
-        for giver, bits in plan["gets"]:
-            for packets in self._fetch(giver, life, plan["base"], bits):
-                if not self._uplink.accept(life, packets):
-                    return self._fail(
-                        "switch_lost", giver, f"rank {giver} passed on a result that is not one of this job"
-                    )
-        words = self._uplink.freeze(life)
-        has = Words(words[0], words[1], unpack(words[2])).from_chunk(plan["base"]) if words is not None else 0
-        if has != unpack(plan["held"]):
-            return self._fail("switch_lost", -1, "this rank has other results than the plan of recovery says")
-        self._uplink.fall_back(life, plan["end"], plan["promised"])
-        with self._lock:
-            membership = self._memberships.pop(life, None)
-        if membership is not None:
-            membership.leave("the group goes on without this switch")
-
-    def _fetch(self, giver: int, life: int, base: int, bits: bytes) -> list[list[bytes]]:
-        """Results that another rank kept, in parcels; nothing when the group is over."""
-        question = {"type": "kept", "life": life, "base": base, "chunks": bits}
+    def _fetch(self, giver: int, life: int, chunks: Sequence[int]) -> None:
+        """Results that another rank kept, in parcels."""
+        base = chunks[0]
+        bits = sum(1 << (chunk - base) for chunk in chunks)
+        question = {"type": "kept", "life": life, "base": base, "chunks": pack(bits)}
         while not self._over():
             reply = self._try(giver, question)
             if reply is None:
                 continue
             stream, answer = reply
+            packets: list[bytes] | None = None
             try:
                 with stream:
-                    if answer["type"] != "kept":
-                        self._fail("switch_lost", giver, f"rank {giver} does not have the results that it said it has")
-                        break
-                    return [control.receive(stream)["packets"] for _ in range(answer["parcels"])]
+                    if answer["type"] == "kept":
+                        parcels = [control.receive(stream)["packets"] for _ in range(answer["parcels"])]
+                        packets = [packet for parcel in parcels for packet in parcel]
             except (OSError, EOFError):
                 continue
-        return []
+            return self._happen(partial(self._machine.fetched, packets))
+        return None
 
     def _give(
         self, _: int, question: control.Message
@@ -318,17 +350,14 @@ class Recovery:
 
     # --- the way back ------------------------------------------------------------------------------------------------
 
-    def _find_again(self) -> None:
-        """At the leader, until the switch has the group again."""
-        wait_s = self._rejoin_s
-        while not self._ward.over.wait(wait_s) and not self._over():
-            wait_s = min(2 * wait_s, _LONGEST_WAIT * self._rejoin_s)
-            life = self._join_all()
-            with self._lock:
-                # One that was lost at once is still ours to find.
-                if life != 0 and life not in self._lost:
-                    self._rejoining = False
-                    return
+    def _wait(self, action: machine.Wait) -> None:
+        if not self._ward.over.wait(action.seconds):
+            self._happen(lambda: self._machine.waited(action.what, action.attempt))
+
+    def _find_tree(self) -> None:
+        paths = self._tree()
+        tree = None if paths is None else tuple(map(tuple, paths))
+        self._happen(lambda: self._machine.found_tree(tree))
 
     def _say_way_up(self, _: int, __: control.Message) -> tuple[control.Message, None]:
         try:
@@ -356,82 +385,29 @@ class Recovery:
             log.info("rank %d: no switch has the group again: %s", self._rank, error)
             return None
 
-    def _join_all(self) -> int:
-        """The life that the group has at a switch now; 0 where not all ranks came into it."""
-        paths = self._tree()
-        if paths is None:
-            return 0
-        with self._lock:
-            self._attempt += 1
-            attempt = self._attempt
-            self._joined = {}
-        if self._tell_all(lambda _: {"type": "rejoin", "attempt": attempt, "paths": paths}) is None:
-            return 0
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._joined) == len(self._workers) or self._over(), 2 * _JOIN_S)
-            joined = dict(self._joined)
-        lives = {life for life, _ in joined.values()}
-        if len(joined) < len(self._workers) or len(lives) != 1 or 0 in lives:
-            said = "; ".join(dict.fromkeys(why for _, why in joined.values() if why)) or "not every rank joined in time"
-            log.info("rank %d: no switch has the group again: %s", self._rank, said)
-            return 0
-        (life,) = lives
-        if not self._uplink.promise(life):
-            return 0
-        log.warning(
-            "rank %d: the switch at %s has the group again, from the next operation on",
-            self._rank,
-            self._memberships[life].endpoint,
-        )
-        return life
-
-    def _hear_rejoin(self, _: int, question: control.Message) -> tuple[control.Message, None]:
-        self._enqueue(lambda: self._join_again(question["attempt"], question["paths"]))
-        return _HEARD, None
-
-    def _join_again(self, attempt: int, paths: list[list[int]]) -> None:
-        with self._lock:
-            if attempt <= self._attempt and not self.leads:
-                return  # asked twice
-            self._attempt = attempt
-            in_vain = [each for life, each in self._memberships.items() if life != self._uplink.traffic()["life"]]
-        for membership in in_vain:
-            membership.give_up()
-            membership.leave("it tries again")
-        life, why = 0, ""
+    def _join_again(self, attempt: int, paths: machine.Tree) -> None:
         try:
             assert self._way is not None, "a rank that is asked to join has said by which way"
             digest = hashlib.sha256(b"%d again " % attempt + self._job).hexdigest()[:32]
             membership = self._join(digest, self._way, paths, _JOIN_S)
         except SwitchError as error:
             why = str(error)
-        else:
-            life = membership.life
-            with self._lock:
-                self._memberships = {life: membership}
-                self._windows[life] = membership.window
-            membership.stand_by(self._uplink)
-            membership.listen(self._uplink, self._fail, self.lose, self._ward.is_well)
-            if self._ward.over.is_set():
-                membership.leave("the group is over")
-                return
-        self._start(
-            lambda: self._tell(self._workers[0], {"type": "rejoined", "attempt": attempt, "life": life, "why": why})
-        )
+            return self._happen(lambda: self._machine.joined(0, 0, why))
 
-    def _hear_rejoined(self, peer: int, question: control.Message) -> tuple[control.Message, None]:
-        with self._changed:
-            if question["attempt"] == self._attempt:
-                self._joined[peer] = question["life"], question["why"]
-                self._changed.notify_all()
-        return _HEARD, None
+        def joined() -> list[Action]:
+            self._memberships[membership.life] = self._joined = membership
+            return self._machine.joined(membership.life, membership.window, "")
+
+        self._happen(joined)
+        if self._over():
+            membership.leave("the group is over")
+        return None
 
     # --- speaking ----------------------------------------------------------------------------------------------------
 
     def _tell_all(
         self,
         message_for: Callable[[int], control.Message],
-        heard: Callable[[int], None] = lambda _: None,
         said: Mapping[int, control.Message] = MappingProxyType({}),
     ) -> dict[int, control.Message] | None:
         """Every rank's reply, this one's among them; None when the group is over before all have replied. `said`: the
@@ -443,7 +419,6 @@ class Recovery:
             reply = self._tell(rank, message_for(rank))
             if reply is not None:
                 replies[rank] = reply
-                heard(rank)
 
         # Not a pool's: those would hold up the end of the process.
         threads = [self._start(partial(tell, rank)) for rank in self._workers if rank not in said]
@@ -489,7 +464,7 @@ class Recovery:
 
     def _fail(self, kind: str, rank: int, text: str) -> None:
         """End the group; those who wait for this rank's plan hear why."""
-        if self.leads:
+        if self._machine.leads:
             message = {"type": self._of_switch("over"), "kind": kind, "rank": rank, "why": text[:_MOST_WORDS]}
             others = [each for each in self._workers if each not in (self._rank, rank)]
             for thread in [self._start(partial(self._say_last, each, message)) for each in others]:
@@ -510,29 +485,27 @@ class Recovery:
         thread.start()
         return thread
 
-    def _enqueue(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
-        with self._lock:
-            if self._worker is None:
-                self._worker = self._start(self._run)
-
-    def _run(self) -> None:
-        while not self._ward.over.is_set():
-            self._work.get()()
-
 
 def _spoken(table: ChoiceTable) -> str:
     rows = [row for row in table.rows if row.operation == "all_reduce"]
     return ", ".join(row.algorithm + (f" from {row.min_bytes} bytes" if row.min_bytes else "") for row in rows)
 
 
-def _plan_for(rank: int, plan: Plan, life: int, promised: bool) -> control.Message:
-    return {
-        "type": "recover",
-        "life": life,
-        "base": plan.base,
-        "end": plan.end,
-        "held": pack(plan.held),
-        "gets": [(giver, pack(bits)) for giver, bits in plan.gives.get(rank, {}).items()],
-        "promised": promised,
-    }
+def _encoded(message: Message) -> control.Message:
+    """As it travels."""
+    (kind,) = (kind for kind, each in _MESSAGES.items() if isinstance(message, each))
+    said: control.Message = {"type": kind, **vars(message)}
+    if isinstance(message, machine.Recover):
+        said["held"] = pack(message.held)
+        said["gets"] = [(giver, pack(bits)) for giver, bits in message.gets]
+    return said
+
+
+def _decoded(kind: str, question: control.Message) -> Message:
+    said = {name: value for name, value in question.items() if name != "type"}
+    if kind == "recover":
+        said["held"] = unpack(said["held"])
+        said["gets"] = tuple((giver, unpack(bits)) for giver, bits in said["gets"])
+    if kind == "rejoin":
+        said["paths"] = tuple(map(tuple, said["paths"]))
+    return _MESSAGES[kind](**said)

@@ -1,9 +1,13 @@
 """Exhaustive search of small scopes over the production machines: what native/prove does, with names and words.
 
   scopes    the named scopes: those that CI searches, and those of `make prove`
+  recovery  the search over recovery from a lost switch: production's decisions, communicator/recovery_machine.py and
+            native/collective's Failover
+  arrivals  the search over gap detection: native/protocol's Arrivals
 
 The machines, the network and time, what is asked of every state, and why that is enough: native/prove's header,
-search.hpp. May import netfold._native.prove and sim's diagrams. Always: a report says whether its scope was exhausted;
+search.hpp. May import netfold._native.prove and sim's diagrams; recovery also
+communicator.recovery_machine. Always: a report says whether its scope was exhausted;
 a broken promise comes with the shortest trace, and the command that shows it again.
 
 Tests: `.venv/bin/pytest tests/prove`    All scopes: `make prove`

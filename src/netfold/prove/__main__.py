@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from netfold.prove import HELLO_WORKERS, Scope, draw, replay, search, search_hellos, sentence
-from netfold.prove.scopes import LARGE, QUICK
+from netfold.prove import HELLO_WORKERS, Scope, arrivals, draw, recovery, replay, search, search_hellos, sentence
+from netfold.prove.scopes import LARGE, QUICK, RECOVERY_LARGE, RECOVERY_QUICK
 from netfold.sim import diagram
 
 
@@ -34,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(scope, [step.strip() for step in steps.split(";") if step.strip()], svg)
             return 0
         found = [_search(name, each, svg) for name, each in scopes.items()]
-        return max([*found, _search_hellos()] if quick or everything else found)
+        if quick or everything:
+            recoveries = {**RECOVERY_QUICK, **RECOVERY_LARGE} if everything else RECOVERY_QUICK
+            found += [_search_hellos(), _search_arrivals(everything)]
+            found += [_search_recovery(name, each) for name, each in recoveries.items()]
+        return max(found)
     except ValueError as wrong:
         parser.error(str(wrong))
 
@@ -47,6 +51,20 @@ def _search(name: str, scope: Scope, svg: Path | None) -> int:
         print(f'  {scope.command()} --replay "{"; ".join(report.trace)}"')
         show(scope, report.trace, svg)
     return int(bool(report.broken) or not report.exhausted)
+
+
+def _search_recovery(name: str, scope: recovery.RecoveryScope) -> int:
+    report = recovery.search_recovery(scope)
+    print(f"{name}: {recovery.sentence(scope, report)}", flush=True)
+    if report.broken:
+        print(f"  {'; '.join(report.trace)}")
+    return int(bool(report.broken) or not report.exhausted)
+
+
+def _search_arrivals(everything: bool) -> int:
+    report = arrivals.search_arrivals(arrivals.PACKETS + (2 if everything else 0))
+    print(f"arrivals: {arrivals.sentence(report)}", flush=True)
+    return int(bool(report.broken))
 
 
 def _search_hellos() -> int:

@@ -1,6 +1,7 @@
 """The named scopes."""
 
 from netfold.prove import Scope
+from netfold.prove.recovery import RecoveryScope
 
 # Searched by `make test`, in seconds. What each is for:
 QUICK = {
@@ -41,4 +42,29 @@ LARGE = {
     "leaves-wide": Scope(workers=2, leaves="1,1", window=2, operations="2,1,3"),
     "leaves-of-two": Scope(workers=4, leaves="2,2", window=1, operations="6"),
     "four": Scope(workers=4, window=1, operations="4", restarts=1, network="joined"),
+}
+
+# Recovery from a lost switch (recovery.py), searched by `make test`.
+RECOVERY_QUICK = {
+    # Results that one rank alone has, chunks that are reduced again, operations that some have not begun.
+    "lost": RecoveryScope(ranks=2, window=1, operations="3"),
+    "lost-streamed": RecoveryScope(ranks=2, window=2, operations="2,1"),
+    "lost-of-three": RecoveryScope(ranks=3, window=2, operations="2"),
+    # The switch comes back, and is lost once more, at any time of the way back.
+    "returned": RecoveryScope(ranks=2, window=1, operations="2,1", attempts=1),
+    "lost-again": RecoveryScope(ranks=2, window=1, operations="1,1", losses=2, attempts=1),
+    # A join that fails or takes too long, and another attempt.
+    "refused": RecoveryScope(ranks=2, window=1, operations="1,1", attempts=2, refusals=1),
+    # A rank that stops in the midst of it.
+    "died": RecoveryScope(ranks=2, window=2, operations="2,1", deaths=1),
+    "died-of-three": RecoveryScope(ranks=3, window=1, operations="1", deaths=1),
+    "died-returning": RecoveryScope(ranks=2, window=1, operations="1", losses=2, attempts=1, deaths=1),
+}
+
+# Searched by `make prove`, after those above.
+RECOVERY_LARGE = {
+    "three-lost-again": RecoveryScope(ranks=3, window=1, operations="1", losses=2, attempts=1),
+    "streamed-lost-again": RecoveryScope(ranks=2, window=2, operations="2,1", losses=2, attempts=1),
+    "refused-lost-again": RecoveryScope(ranks=2, window=1, operations="1", losses=2, attempts=2, refusals=1),
+    "three-died-streamed": RecoveryScope(ranks=3, window=2, operations="2", deaths=1),
 }

@@ -13,8 +13,12 @@
 // From which operation on, is said in the line itself: before each whole one the team's first rank sends the others a
 // word: the life of the membership that it goes by, or 0. So no two ranks can differ about it. What each rank must know
 // before it may fall back, and why that is the same everywhere: netfold/communicator/recovery.py.
+//
+// Every decision of this is the state machine Failover (failover.hpp), which has no socket and no payload; an Uplink
+// carries out what it decides.
 #pragma once
 
+#include <netfold/collective/failover.hpp>
 #include <netfold/collective/in_network.hpp>
 #include <netfold/collective/team.hpp>
 
@@ -39,7 +43,7 @@ class Uplink {
 
   bool can_start() const;
   const Channel& channel() const { return *channel_; }
-  bool is_up() const { return !channel_->frozen(); }
+  bool is_up() const { return failover_.is_up(); }
 
   // What follows is said of a membership by its life (Channel::life), and comes from whoever drives.
 
@@ -58,27 +62,19 @@ class Uplink {
   void fall_back(std::uint64_t life, std::uint64_t end, bool promised);
 
   // A membership to go on by, as soon as the first rank says so.
-  void stand_by(std::unique_ptr<Channel> channel) { next_ = std::move(channel); }
+  void stand_by(std::unique_ptr<Channel> channel);
   // At the first rank: every rank has it standing by. False where this one has not, or has frozen it.
-  bool promise(std::uint64_t life);
+  bool promise(std::uint64_t life) { return failover_.promise(life); }
 
  private:
   friend class Uplinked;
 
-  bool turn_of(const Uplinked& operation) const;
-  // What the first rank says before an operation; it is bound by it at once.
-  std::uint64_t word();
-  // False: this rank has no such membership.
-  bool adopt(std::uint64_t life);
   AlgorithmId choose(Kind kind, std::size_t bytes) const;
 
+  Failover failover_;
+  std::uint64_t started_ = 0;         // operations, ever
   std::unique_ptr<Channel> channel_;  // frozen, it stays: others may ask for what it keeps
-  bool down_ = false;
   std::unique_ptr<Channel> next_;
-  std::uint64_t promised_ = 0;
-  std::uint64_t said_ = 0;
-  // Lost before this rank heard the word that goes by them.
-  std::vector<std::uint64_t> gone_;
   transport::Mesh& spare_;
   std::vector<Row> rows_;
   std::uint16_t table_;
@@ -99,11 +95,11 @@ class Uplinked final : public Algorithm {
 
  private:
   friend class Uplink;
-  // By the channel; before the first rank's word; with elements to be reduced by a host algorithm.
-  enum class Way : std::uint8_t { channel, word, host };
+  using Way = Failover::Way;
 
+  Way way() const { return uplink_.failover_.way(number_); }
   void enter_channel();
-  void fall_back(std::uint64_t end);
+  void leave_channel();
   void say_word();
   // False: this rank cannot follow.
   bool follow_word();
@@ -120,7 +116,7 @@ class Uplinked final : public Algorithm {
   const int position_;
   const int ranks_;
   const Segments segments_;
-  Way way_ = Way::word;
+  std::uint64_t number_ = 0;  // in the line
   std::unique_ptr<InNetwork> in_network_;
   bool is_whole_ = false;  // nothing of it has a result anywhere: the host algorithm is the call's own
   bool is_done_ = false;   // and has run

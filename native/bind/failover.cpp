@@ -1,0 +1,57 @@
+// netfold._native.failover: the decisions of an Uplink, for the search over recovery.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <netfold/collective/failover.hpp>
+
+#include "module.hpp"
+
+namespace nb = nanobind;
+using netfold::collective::Failover;
+
+void bind_failover(nb::module_& m) {
+  nb::module_ f = m.def_submodule("failover");
+  nb::class_<Failover>(f, "Failover")
+      .def(nb::init<std::uint64_t>(), nb::arg("life"))
+      .def("copy", [](const Failover& self) { return Failover(self); })
+      .def_prop_ro("is_up", &Failover::is_up)
+      .def_prop_ro("is_down", &Failover::is_down)
+      .def_prop_ro("life", &Failover::life)
+      .def(
+          "freeze",
+          [](Failover& self, std::uint64_t life) {
+            const Failover::Frozen frozen = self.freeze(life);
+            return nb::make_tuple(static_cast<int>(frozen.which), frozen.promised);
+          },
+          nb::arg("life"), "Which membership it was (0 none, 1 current, 2 standing), and whether it was promised.")
+      .def("takes_kept", &Failover::takes_kept, nb::arg("life"))
+      .def("gives_kept", &Failover::gives_kept, nb::arg("life"))
+      .def(
+          "fall_back",
+          [](Failover& self, std::uint64_t life, std::uint64_t end, bool promised) {
+            return static_cast<int>(self.fall_back(life, end, promised));
+          },
+          nb::arg("life"), nb::arg("end"), nb::arg("promised"))
+      .def("stand_by", &Failover::stand_by, nb::arg("life"))
+      .def("promise", &Failover::promise, nb::arg("life"))
+      .def("word", &Failover::word)
+      .def(
+          "start", [](Failover& self, std::uint64_t number) { return static_cast<int>(self.start(number)); },
+          nb::arg("number"), "Its way: 0 channel, 1 word, 2 host.")
+      .def("entered", &Failover::entered, nb::arg("number"), nb::arg("first_chunk"))
+      .def("finish", &Failover::finish, nb::arg("number"))
+      .def(
+          "way", [](const Failover& self, std::uint64_t number) { return static_cast<int>(self.way(number)); },
+          nb::arg("number"))
+      .def("turn", &Failover::turn)
+      .def(
+          "follow",
+          [](Failover& self, std::uint64_t number, std::uint64_t word) {
+            return static_cast<int>(self.follow(number, word));
+          },
+          nb::arg("number"), nb::arg("word"), "0 whole, 1 again, 2 adopted, 3 unknown.")
+      .def("canonical", [](const Failover& self) {
+        std::vector<std::byte> bytes;
+        self.append_canonical(bytes);
+        return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+      });
+}

@@ -1,0 +1,105 @@
+// Which membership of a switch a rank's operations go by, and what becomes of each operation when it is lost.
+//
+// A pure state machine: a value without socket, clock, thread or payload. An Uplink (uplink.hpp) owns one and does what
+// it decides: it freezes channels, starts operations on them and runs host algorithms. The search over recovery
+// (netfold/prove/recovery.py) drives the same class.
+//
+//   membership  event                        becomes
+//   current     freeze                       frozen: nothing is sent or taken
+//   frozen      fall_back(end, promised)     down: operations go on one after another, without the switch
+//   standing    freeze                       frozen: it can be promised no more
+//   standing    fall_back(end, promised)     forgotten; if rank 0 had announced it, that is remembered until it is
+//   heard standing    follow(its life)             current, in place of the one that is down
+//
+//   operation   event                        becomes
+//   (new)       start                        channel while the current membership is not frozen, else word
+//   channel     fall_back                    host if every rank had begun it, else word
+//   word        follow(0)                    host: the whole call, by a host algorithm
+//   word        follow(a standing life)      channel, and so every other operation at `word`; word if it is frozen
+//   word        follow(a forgotten life)     word: rank 0 will announce once more
+//
+// The team's first rank announces, before each operation at `word`, the membership that the operation goes by, or 0.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace netfold::collective {
+
+class Failover {
+ public:
+  // By the channel; before the first rank's word; by host algorithms.
+  enum class Way : std::uint8_t { channel, word, host };
+
+  explicit Failover(std::uint64_t life) : current_{.life = life} {}
+
+  bool is_up() const { return !current_.frozen; }
+  // Whether operations go on without the switch.
+  bool is_down() const { return down_; }
+  std::uint64_t life() const { return current_.life; }
+
+  // --- memberships, each by its life; 0 is none ---
+
+  enum class Which : std::uint8_t { none, current, standing };
+  struct Frozen {
+    Which which = Which::none;
+    bool promised = false;  // operations run by it, or will once the first rank's word has come
+  };
+  Frozen freeze(std::uint64_t life);
+  // Whether results of that life that other ranks kept may still be taken.
+  bool takes_kept(std::uint64_t life) const { return life == current_.life && current_.frozen && !down_; }
+  // Whether this rank still has results of that life to give.
+  bool gives_kept(std::uint64_t life) const { return life == current_.life; }
+  // Goes on without it. `end`: the lowest chunk that some rank had not begun; `promised`: of the first rank.
+  Which fall_back(std::uint64_t life, std::uint64_t end, bool promised);
+  void stand_by(std::uint64_t life) { standing_ = Membership{.life = life}; }
+  // At the first rank: every rank has it standing by. False where this one has not, or has frozen it.
+  bool promise(std::uint64_t life);
+  // At the first rank: what it announces before an operation; it is bound by it at once.
+  std::uint64_t word();
+
+  // --- operations, in order of start, each by a number of the caller's ---
+
+  Way start(std::uint64_t number);
+  // Where an operation that goes by the channel begins on its line of chunks.
+  void entered(std::uint64_t number, std::uint64_t first_chunk);
+  void finish(std::uint64_t number);
+  Way way(std::uint64_t number) const;
+  // The one that may use the spare connections; none while there is a switch, or what ranks have is not yet known.
+  std::optional<std::uint64_t> turn() const;
+
+  enum class Followed : std::uint8_t { whole, again, adopted, unknown };
+  // What the first rank announced before the operation. unknown: this rank has no such membership.
+  Followed follow(std::uint64_t number, std::uint64_t word);
+
+  bool operator==(const Failover&) const = default;
+  void append_canonical(std::vector<std::byte>& out) const;
+
+ private:
+  struct Membership {
+    std::uint64_t life = 0;
+    bool frozen = false;
+    bool operator==(const Membership&) const = default;
+  };
+  struct Operation {
+    std::uint64_t number = 0;
+    Way way = Way::word;
+    std::uint64_t first_chunk = 0;  // while it goes by the channel
+    bool operator==(const Operation&) const = default;
+  };
+  bool stands(std::uint64_t life) const { return life != 0 && standing_.life == life; }
+  Operation& at(std::uint64_t number);
+
+  Membership current_;
+  bool down_ = false;
+  Membership standing_;
+  std::uint64_t promised_ = 0;
+  std::uint64_t said_ = 0;
+  // Lost before this rank heard the word that goes by them.
+  std::vector<std::uint64_t> gone_;
+  std::vector<Operation> line_;
+};
+
+}  // namespace netfold::collective

@@ -1,0 +1,509 @@
+"""What one rank does about a lost switch: a pure state machine, without clock, thread or socket.
+
+Its owner (recovery.py; for the search, netfold/prove/recovery.py) calls a method for each thing that happens, one at a
+time, and carries out the actions that it returns, in order. What each message means: recovery.py.
+
+    event                          becomes
+    lose                           the membership is frozen; the leader asks all, another rank reports to the leader
+    hear(Freeze)                   the membership is frozen; the answer says what this rank has
+    replied(Freeze), of all        the leader makes one plan and sends each rank its part
+    hear(Recover)                  a task: fetch what this rank lacks, compare with the plan, fall back
+    replied(Recover), of all       the leader begins to look for a switch, unless it already does
+    waited("again"), found_tree    the leader asks all to join, as attempt n
+    hear(Rejoin)                   a task: leave every older membership, join, let the new one stand by
+    hear(Rejoined), of all         the leader promises the new membership, if all have the same and none lost it
+
+Always: tasks run one after another, in order of arrival; a message that comes twice changes nothing; a membership that
+was lost before it could stand by never does; the leader promises no membership that it knows to be lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from netfold.communicator.recovery_plan import Plan, Words, chunks_of, make_plan, unpack
+
+# For all ranks to join, from when the last of them has been asked.
+JOIN_S = 20.0
+_LONGEST_WAIT = 16  # times rejoin_s
+
+Tree = tuple[tuple[int, ...], ...]  # the paths of all workers
+
+
+# --- messages between ranks ---
+
+
+@dataclass(frozen=True)
+class Lost:
+    """To the leader: the switch of this membership is gone."""
+
+    life: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """To all: take nothing more from it, and say what you have; the reply is a `Have`."""
+
+    life: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Have:
+    """Words of a rank; promised: it goes, or will go, by this membership."""
+
+    base: int
+    end: int
+    held: int
+    promised: bool
+
+    def words(self) -> Words:
+        return Words(self.base, self.end, self.held)
+
+
+@dataclass(frozen=True)
+class Recover:
+    """To one rank: its part of the plan. gets: from which rank it gets which chunks, bit i for chunk base + i."""
+
+    life: int
+    base: int
+    end: int
+    held: int
+    gets: tuple[tuple[int, int], ...]
+    promised: bool
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """To all: join a switch again."""
+
+    attempt: int
+    paths: Tree
+
+
+@dataclass(frozen=True)
+class Rejoined:
+    """To the leader: the membership of that life stands by here; life 0: it does not, and why."""
+
+    attempt: int
+    life: int
+    why: str
+
+
+Message = Lost | Freeze | Recover | Rejoin | Rejoined
+
+
+# --- actions ---
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send until the peer replies, then call `replied`; end the group if the peer is gone."""
+
+    peer: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tell the leader of the loss, again and again until `awaits_plan` says no: a leader that is gone is noticed."""
+
+    life: int
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Ask a rank for results that it kept; then call `fetched`."""
+
+    giver: int
+    life: int
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Call `waited(what, attempt)` after so many seconds."""
+
+    seconds: float
+    what: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class FindTree:
+    """Ask which switches are above each rank; then call `found_tree`."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """Join, as that attempt; then call `joined`."""
+
+    attempt: int
+    paths: Tree
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """What the switch says of this membership from now on means nothing."""
+
+    life: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Say goodbye to the switch and close the membership."""
+
+    life: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Fail:
+    """End the group."""
+
+    kind: str
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Planned:
+    """For the log: the plan goes out now."""
+
+    life: int
+    plan: Plan
+    promised: bool
+
+
+@dataclass(frozen=True)
+class Told:
+    """For the log: every rank has its part of the plan."""
+
+    life: int
+    promised: bool
+
+
+@dataclass(frozen=True)
+class Promised:
+    """For the log: operations go by this membership as soon as the leader says so."""
+
+    life: int
+
+
+@dataclass(frozen=True)
+class NotJoined:
+    """For the log: an attempt came to nothing."""
+
+    why: str
+
+
+Action = (
+    Tell | Report | Fetch | Wait | FindTree | Join | GiveUp | Leave | Fail | Planned | Told | Promised | NotJoined
+)  # fmt: skip
+
+
+class Path(Protocol):
+    """This rank's way to the switch (native/collective/uplink.hpp)."""
+
+    def freeze(self, life: int) -> tuple[int, int, bytes, bool] | None:
+        """Stop it; base, end, held and promised. None: no such membership."""
+
+    def accept(self, life: int, packets: Sequence[bytes]) -> bool:
+        """Take results that another rank kept. False: one is not of this job."""
+
+    def fall_back(self, life: int, end: int, promised: bool) -> None:
+        """Go on without it."""
+
+    def stand_by(self, life: int) -> None:
+        """Have the membership that was joined last ready."""
+
+    def promise(self, life: int) -> bool:
+        """At the leader: go by it from the next operation on. False: it is frozen, or not the one that stands by."""
+
+
+@dataclass
+class _Round:
+    """At the leader: a loss that is recovered from."""
+
+    said: dict[int, Have] = field(default_factory=dict)
+    promised: bool = False
+    untold: set[int] = field(default_factory=set)  # ranks that do not have the plan yet
+
+
+@dataclass
+class _Attempt:
+    """At the leader: ranks that join again."""
+
+    number: int
+    unasked: set[int]
+    joined: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+
+class RecoveryMachine:
+    """Of one rank at one switch."""
+
+    def __init__(
+        self, rank: int, workers: Sequence[int], path: Path, life: int, window: int, *, rejoin_s: float
+    ) -> None:
+        """life, window: of the membership that operations go by now. rejoin_s: 0 to never look for a switch again."""
+        self.rank = rank
+        self.workers = tuple(workers)
+        self.leader = self.workers[0]
+        self._path = path
+        self._rejoin_s = rejoin_s
+        self._windows = {life: window}
+        self._members = {life}  # lives of memberships that were joined and not left
+        self.lost: dict[int, str] = {}
+        self._planned: set[int] = set()  # lives whose plan has come
+        self._tasks: deque[Recover | Rejoin] = deque()  # the first is under way
+        self._fetched = 0  # gets of the task under way that are here
+        self._attempt = 0  # of the newest Rejoin that has come
+        # At the leader:
+        self._rounds: dict[int, _Round] = {}
+        self._looks = ""  # for a switch: "", waits, finds, joins
+        self._wait_s = rejoin_s
+        self._attempts = 0
+        self._joins: _Attempt | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self.leader
+
+    def awaits_plan(self, life: int) -> bool:
+        return life in self.lost and life not in self._planned
+
+    def silent(self) -> list[int]:
+        """At the leader: ranks that have not said what they have."""
+        return sorted({rank for round_ in self._rounds.values() for rank in self.workers if rank not in round_.said})
+
+    # --- the loss ---
+
+    def lose(self, life: int, why: str) -> list[Action]:
+        """The membership of that life is of no use any more. Any number of times."""
+        if life in self.lost:
+            return []
+        self.lost[life] = why
+        have = self._freeze(life)
+        if not self.leads:
+            return [GiveUp(life), Report(life)]
+        self._rounds[life] = _Round({self.rank: have})
+        others = [rank for rank in self.workers if rank != self.rank]
+        return [GiveUp(life), *(Tell(rank, Freeze(life, why)) for rank in others), *self._plan(life)]
+
+    def _freeze(self, life: int) -> Have:
+        said = self._path.freeze(life)
+        if said is None:
+            return Have(0, 0, 0, False)
+        base, end, held, promised = said
+        return Have(base, end, unpack(held), promised)
+
+    def hear(self, peer: int, message: Message) -> tuple[Have | None, list[Action]]:
+        """What another rank says: the reply, None where it is only that this rank has heard; and what to do."""
+        if isinstance(message, Lost):
+            return None, self.lose(message.life, message.why)
+        if isinstance(message, Freeze):
+            is_news = message.life not in self.lost
+            self.lost.setdefault(message.life, message.why)
+            have = self._freeze(message.life)
+            return have, [GiveUp(message.life), *([Report(message.life)] if is_news else [])]
+        if isinstance(message, Recover):
+            return None, self._hear_plan(message)
+        if isinstance(message, Rejoin):
+            return None, self._hear_rejoin(message)
+        return None, self._hear_rejoined(peer, message)
+
+    def _plan(self, life: int) -> list[Action]:
+        round_ = self._rounds[life]
+        if len(round_.said) < len(self.workers):
+            return []
+        try:
+            words = {rank: have.words() for rank, have in round_.said.items()}
+            plan = make_plan(words, self._windows.get(life, 0))
+        except ValueError as error:
+            return [Fail("switch_lost", -1, f"{self.lost[life]}, and the ranks' words do not fit together: {error}")]
+        round_.promised = round_.said[self.rank].promised
+        round_.untold = {rank for rank in self.workers if rank != self.rank}
+        parts = {
+            rank: Recover(
+                life, plan.base, plan.end, plan.held, tuple(plan.gives.get(rank, {}).items()), round_.promised
+            )
+            for rank in self.workers
+        }
+        return [
+            Planned(life, plan, round_.promised),
+            *(Tell(rank, parts[rank]) for rank in sorted(round_.untold)),
+            *self._hear_plan(parts[self.rank]),
+            *self._told(life),
+        ]
+
+    def _told(self, life: int) -> list[Action]:
+        round_ = self._rounds[life]
+        if round_.untold:
+            return []
+        del self._rounds[life]
+        actions: list[Action] = [Told(life, round_.promised)]
+        if self._rejoin_s != 0 and not self._looks:
+            self._wait_s = self._rejoin_s
+            actions += self._wait_again()
+        return actions
+
+    def replied(self, peer: int, message: Message, reply: Have | None) -> list[Action]:
+        """The peer has heard the message."""
+        if isinstance(message, Freeze):
+            assert reply is not None, "a rank that is asked what it has says so"
+            round_ = self._rounds.get(message.life)
+            if round_ is None or peer in round_.said:
+                return []
+            round_.said[peer] = reply
+            return self._plan(message.life)
+        if isinstance(message, Recover) and message.life in self._rounds:
+            self._rounds[message.life].untold.discard(peer)
+            return self._told(message.life)
+        if isinstance(message, Rejoin) and self._joins is not None and self._joins.number == message.attempt:
+            self._joins.unasked.discard(peer)
+            if not self._joins.unasked:
+                return [Wait(JOIN_S, "join", message.attempt), *self._conclude()]
+        return []
+
+    # --- tasks ---
+
+    def _hear_plan(self, plan: Recover) -> list[Action]:
+        if plan.life in self._planned:
+            return []
+        self._planned.add(plan.life)
+        return self._enqueue(plan)
+
+    def _hear_rejoin(self, message: Rejoin) -> list[Action]:
+        if message.attempt <= self._attempt:
+            return []  # asked twice, or the leader has given that attempt up
+        self._attempt = message.attempt
+        return self._enqueue(message)
+
+    def _enqueue(self, task: Recover | Rejoin) -> list[Action]:
+        self._tasks.append(task)
+        return self._proceed() if len(self._tasks) == 1 else []
+
+    def _proceed(self) -> list[Action]:
+        """Go on with the first task until it waits for something, then with those behind it."""
+        actions: list[Action] = []
+        while self._tasks:
+            task = self._tasks[0]
+            more, is_done = self._recover(task) if isinstance(task, Recover) else self._join(task)
+            actions += more
+            if not is_done:
+                break
+            self._end_task()
+        return actions
+
+    def _end_task(self) -> None:
+        self._tasks.popleft()
+        self._fetched = 0
+
+    def _recover(self, task: Recover) -> tuple[list[Action], bool]:
+        if self._fetched < len(task.gets):
+            giver, bits = task.gets[self._fetched]
+            return [Fetch(giver, task.life, tuple(chunks_of(bits, task.base)))], False
+        if self._freeze(task.life).words().from_chunk(task.base) != task.held:
+            return [Fail("switch_lost", -1, "this rank has other results than the plan of recovery says")], False
+        self._path.fall_back(task.life, task.end, task.promised)
+        self._members.discard(task.life)
+        return [Leave(task.life, "the group goes on without this switch")], True
+
+    def fetched(self, packets: Sequence[bytes] | None) -> list[Action]:
+        """What the open `Fetch` brought; None: the giver does not have it."""
+        task = self._tasks[0]
+        assert isinstance(task, Recover), "only a task of recovery fetches"
+        giver = task.gets[self._fetched][0]
+        if packets is None:
+            text = f"rank {giver} does not have the results that it said it has"
+            return [Fail("switch_lost", giver, text)]
+        if not self._path.accept(task.life, packets):
+            text = f"rank {giver} passed on a result that is not one of this job"
+            return [Fail("switch_lost", giver, text)]
+        self._fetched += 1
+        return self._proceed()
+
+    def _join(self, task: Rejoin) -> tuple[list[Action], bool]:
+        older = sorted(self._members)
+        self._members.clear()
+        left = [action for life in older for action in (GiveUp(life), Leave(life, "it tries again"))]
+        return [*left, Join(task.attempt, task.paths)], False
+
+    def joined(self, life: int, window: int, why: str) -> list[Action]:
+        """What the open `Join` came to; life 0: nothing, and why."""
+        task = self._tasks[0]
+        assert isinstance(task, Rejoin), "only a task that joins joins"
+        actions: list[Action] = []
+        if life in self.lost:
+            # Another rank lost it before this rank was through: all ranks have gone on without it.
+            actions.append(Leave(life, "another rank lost this switch"))
+            life, why = 0, self.lost[life]
+        if life != 0:
+            self._members.add(life)
+            self._windows[life] = window
+            self._path.stand_by(life)
+        said = Rejoined(task.attempt, life, why)
+        actions += self._hear_rejoined(self.rank, said) if self.leads else [Tell(self.leader, said)]
+        self._end_task()
+        return [*actions, *self._proceed()]
+
+    # --- the way back, at the leader ---
+
+    def _wait_again(self) -> list[Action]:
+        seconds = self._wait_s
+        self._looks = "waits"
+        self._wait_s = min(2 * seconds, _LONGEST_WAIT * self._rejoin_s)
+        return [Wait(seconds, "again", self._attempts)]
+
+    def waited(self, what: str, attempt: int) -> list[Action]:
+        """The time of a `Wait` is over."""
+        if what == "again":
+            if self._looks != "waits" or attempt != self._attempts:
+                return []
+            self._looks = "finds"
+            return [FindTree()]
+        if self._joins is None or self._joins.number != attempt:
+            return []
+        return self._end_attempt()
+
+    def found_tree(self, paths: Tree | None) -> list[Action]:
+        """The tree that the ranks' switches make; None: there is none yet."""
+        if self._looks != "finds":
+            return []
+        if paths is None:
+            return self._wait_again()
+        self._looks = "joins"
+        self._attempts += 1
+        rejoin = Rejoin(self._attempts, paths)
+        self._joins = _Attempt(self._attempts, {rank for rank in self.workers if rank != self.rank})
+        told: list[Action] = [Tell(rank, rejoin) for rank in sorted(self._joins.unasked)]
+        wait: list[Action] = [] if told else [Wait(JOIN_S, "join", self._attempts)]
+        return [*told, *wait, *self._hear_rejoin(rejoin)]
+
+    def _hear_rejoined(self, peer: int, message: Rejoined) -> list[Action]:
+        if self._joins is None or self._joins.number != message.attempt:
+            return []
+        self._joins.joined[peer] = message.life, message.why
+        return self._conclude()
+
+    def _conclude(self) -> list[Action]:
+        attempt = self._joins
+        if attempt is None or attempt.unasked or len(attempt.joined) < len(self.workers):
+            return []
+        return self._end_attempt()
+
+    def _end_attempt(self) -> list[Action]:
+        attempt, self._joins = self._joins, None
+        assert attempt is not None, "an attempt ends once"
+        lives = {life for life, _ in attempt.joined.values()}
+        if len(attempt.joined) == len(self.workers) and len(lives) == 1:
+            (life,) = lives
+            if life != 0 and life not in self.lost and self._path.promise(life):
+                self._looks = ""
+                return [Promised(life)]
+        whys = dict.fromkeys(why for _, why in attempt.joined.values() if why)
+        return [NotJoined("; ".join(whys) or "not every rank joined in time"), *self._wait_again()]

@@ -1,0 +1,49 @@
+// Functions that ctypes can call, over a Failover that is compiled from a changed source (recovery_mutants.py).
+#include <netfold/collective/failover.hpp>
+
+#include <cstring>
+
+using netfold::collective::Failover;
+using u64 = std::uint64_t;
+
+namespace {
+Failover& of(void* self) { return *static_cast<Failover*>(self); }
+}  // namespace
+
+extern "C" {
+void* failover_new(u64 life) { return new Failover(life); }
+void* failover_copy(void* self) { return new Failover(of(self)); }
+void failover_delete(void* self) { delete static_cast<Failover*>(self); }
+int failover_is_up(void* self) { return of(self).is_up(); }
+u64 failover_life(void* self) { return of(self).life(); }
+// The membership in the low two bits, and whether it was promised.
+int failover_freeze(void* self, u64 life) {
+  const Failover::Frozen frozen = of(self).freeze(life);
+  return static_cast<int>(frozen.which) | (frozen.promised ? 4 : 0);
+}
+int failover_takes_kept(void* self, u64 life) { return of(self).takes_kept(life); }
+int failover_gives_kept(void* self, u64 life) { return of(self).gives_kept(life); }
+int failover_fall_back(void* self, u64 life, u64 end, int promised) {
+  return static_cast<int>(of(self).fall_back(life, end, promised != 0));
+}
+void failover_stand_by(void* self, u64 life) { of(self).stand_by(life); }
+int failover_promise(void* self, u64 life) { return of(self).promise(life); }
+u64 failover_word(void* self) { return of(self).word(); }
+int failover_start(void* self, u64 number) { return static_cast<int>(of(self).start(number)); }
+void failover_entered(void* self, u64 number, u64 first_chunk) { of(self).entered(number, first_chunk); }
+void failover_finish(void* self, u64 number) { of(self).finish(number); }
+int failover_way(void* self, u64 number) { return static_cast<int>(of(self).way(number)); }
+// The operation's number; -1 for none.
+std::int64_t failover_turn(void* self) {
+  const auto turn = of(self).turn();
+  return turn ? static_cast<std::int64_t>(*turn) : -1;
+}
+int failover_follow(void* self, u64 number, u64 word) { return static_cast<int>(of(self).follow(number, word)); }
+// The bytes' number; written as far as there is room.
+u64 failover_canonical(void* self, unsigned char* out, u64 room) {
+  std::vector<std::byte> bytes;
+  of(self).append_canonical(bytes);
+  std::memcpy(out, bytes.data(), bytes.size() < room ? bytes.size() : room);
+  return bytes.size();
+}
+}

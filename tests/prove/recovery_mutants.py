@@ -1,0 +1,247 @@
+"""Recovery with one check missing, each made from the production source, and the search that must catch it.
+
+A mutant is a text that stands exactly once in a source, and what stands there instead, as in mutants.py. Of
+recovery_machine.py and recovery_plan.py the changed text is executed beside production; failover.cpp is compiled and
+called by ctypes.
+
+    .venv/bin/python tests/prove/recovery_mutants.py [NAME...]      the shortest trace of each
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from netfold.communicator import recovery_machine, recovery_plan
+from netfold.prove.recovery import STUCK, Machines, RecoveryReport, RecoveryScope, search_recovery
+
+ROOT = Path(__file__).parents[2]
+COLLECTIVE = ROOT / "native" / "collective"
+FAILOVER, MACHINE, PLAN = "failover.cpp", "recovery_machine.py", "recovery_plan.py"
+COMPILE = ["c++", "-std=c++20", "-O1", "-shared", "-fPIC"]
+
+FAILS = "a rank fails while all live"
+USED = "a result is taken for a contribution"
+LEAVES = "a rank leaves the membership that operations go by"
+MEETS = "a rank's ("
+UNKNOWN = f"{FAILS}: the leader goes on by a membership of the switch that this rank has not joined"
+OTHER = f"{FAILS}: this rank has other results than the plan of recovery says"
+
+ONE = RecoveryScope(losses=1)
+BACK = RecoveryScope(losses=2, attempts=1, operations="1")
+TWICE = RecoveryScope(losses=1, attempts=2, refusals=1, operations="1")
+ATTEMPTS = RecoveryScope(losses=1, attempts=2, refusals=1, operations="1,1")
+DEATH = RecoveryScope(losses=1, deaths=1, operations="1")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What is changed, where it shows, and how the search's words for it begin."""
+
+    scope: RecoveryScope
+    breaks: str
+    edits: tuple[tuple[str, str, str], ...]
+
+
+MUTANTS = {
+    # --- what ranks say to each other ---
+    "plan-of-some": Mutant(
+        RecoveryScope(ranks=3, operations="1"),
+        FAILS,
+        ((MACHINE, "if len(round_.said) < len(self.workers):", "if len(round_.said) < len(self.workers) - 1:"),),
+    ),
+    "plan-not-for-the-leader": Mutant(ONE, STUCK, ((MACHINE, "*self._hear_plan(parts[self.rank]),", ""),)),
+    "loss-is-not-told": Mutant(
+        ONE, STUCK, ((MACHINE, "return [GiveUp(life), Report(life)]", "return [GiveUp(life)]"),)
+    ),
+    "a-dead-leader-is-waited-for": Mutant(
+        DEATH, STUCK, ((MACHINE, ", *([Report(message.life)] if is_news else [])", ""),)
+    ),
+    "lacking-results-are-not-fetched": Mutant(
+        ONE, OTHER, ((MACHINE, "if self._fetched < len(task.gets):", "if False:"),)
+    ),
+    "results-are-not-compared": Mutant(
+        ONE,
+        MEETS,
+        (
+            (MACHINE, "if self._fetched < len(task.gets):", "if False:"),
+            (MACHINE, "if self._freeze(task.life).words().from_chunk(task.base) != task.held:", "if False:"),
+        ),
+    ),
+    "announcement-is-not-remembered": Mutant(
+        BACK, UNKNOWN, ((MACHINE, "round_.promised = round_.said[self.rank].promised", "round_.promised = False"),)
+    ),
+    # As it was: a membership that was lost before this rank was through stood by, and could be promised.
+    "lost-before-it-stands-by": Mutant(
+        BACK,
+        UNKNOWN,
+        (
+            (MACHINE, "if life in self.lost:\n            # Another", "if False:\n            # Another"),
+            (MACHINE, "if life != 0 and life not in self.lost and", "if life != 0 and"),
+        ),
+    ),
+    # As it was: the leader's own join, when it began late, set the number of the attempt that answers are counted for.
+    "attempts-are-mixed": Mutant(
+        ATTEMPTS,
+        UNKNOWN,
+        (
+            (
+                MACHINE,
+                "        older = sorted(self._members)\n",
+                "        if self._joins is not None:\n            self._joins.number = task.attempt\n"
+                "        older = sorted(self._members)\n",
+            ),
+        ),
+    ),
+    "promised-though-one-refused": Mutant(
+        TWICE,
+        UNKNOWN,
+        (
+            (MACHINE, "            (life,) = lives\n", "            life = max(lives)\n"),
+            (MACHINE, " and len(lives) == 1:", ":"),
+        ),
+    ),
+    "promised-without-all": Mutant(
+        TWICE,
+        UNKNOWN,
+        (
+            (MACHINE, "if len(attempt.joined) == len(self.workers) and len(lives) == 1:", "if len(lives) == 1:"),
+            (MACHINE, "attempt.unasked or len(attempt.joined) < len(self.workers)", "not attempt.joined"),
+        ),
+    ),
+    "asked-twice-joins-twice": Mutant(
+        RecoveryScope(losses=1, attempts=1, operations="1"),
+        LEAVES,
+        ((MACHINE, "if message.attempt <= self._attempt:", "if False:"),),
+    ),
+    # --- the plan ---
+    "plan-begins-what-some-have-not": Mutant(
+        RecoveryScope(operations="1,1"),
+        MEETS,
+        ((PLAN, "end = min(words.end", "end = max(words.end"),),
+    ),
+    # --- by which way operations go ---
+    "frozen-goes-on": Mutant(ONE, LEAVES, ((FAILOVER, "    current_.frozen = true;\n", ""),)),
+    "begun-starts-anew": Mutant(
+        ONE, USED, ((FAILOVER, "operation.first_chunk < end ? Way::host : Way::word", "Way::word"),)
+    ),
+    "standing-is-not-frozen": Mutant(BACK, UNKNOWN, ((FAILOVER, "  standing_.frozen = true;\n", ""),)),
+    "frozen-is-announced": Mutant(
+        BACK,
+        UNKNOWN,
+        ((FAILOVER, "if (!stands(promised_) || standing_.frozen) return 0;", "if (!stands(promised_)) return 0;"),),
+    ),
+    "gone-is-forgotten": Mutant(BACK, UNKNOWN, ((FAILOVER, "  if (promised) gone_.push_back(life);\n", ""),)),
+    "steps-before-the-plan": Mutant(
+        RecoveryScope(operations="1,1"), MEETS, ((FAILOVER, "  if (!down_) return std::nullopt;\n", ""),)
+    ),
+    "up-and-down": Mutant(BACK, FAILS, ((FAILOVER, "  down_ = false;\n", ""),)),
+}
+
+
+def machines(mutant: Mutant, folder: Path) -> Machines:
+    """Production's machines with the mutant's texts changed."""
+    texts: dict[str, str] = {}
+    for source, text, instead in mutant.edits:
+        file = COLLECTIVE / source if source == FAILOVER else ROOT / "src" / "netfold" / "communicator" / source
+        before = texts.get(source) or file.read_text()
+        if before.count(text) != 1:
+            raise LookupError(f"{source} has {before.count(text)} times, and not once: {text}")
+        texts[source] = before.replace(text, instead)
+    changed: dict[str, Any] = dict(vars(recovery_machine))
+    if PLAN in texts:
+        plan = dict(vars(recovery_plan))
+        exec(_from(texts[PLAN], "def make_plan("), plan)
+        changed["make_plan"] = plan["make_plan"]
+    # Messages and actions stay production's: the search knows them by their classes.
+    source = texts.get(MACHINE) or Path(recovery_machine.__file__).read_text()
+    exec(_from(source, "class RecoveryMachine:"), changed)
+    if FAILOVER not in texts:
+        return Machines(recovery=changed["RecoveryMachine"])
+    (folder / FAILOVER).write_text(texts[FAILOVER])
+    library = folder / "failover.so"
+    sources = [str(folder / FAILOVER), str(Path(__file__).with_name("failover_abi.cpp"))]
+    command = [*COMPILE, f"-I{COLLECTIVE / 'include'}", *sources, "-o", str(library)]
+    subprocess.run(command, check=True, timeout=300)
+    return Machines(failover=_failover(library), recovery=changed["RecoveryMachine"])
+
+
+def _from(text: str, first: str) -> str:
+    return "from __future__ import annotations\n" + text[text.index(first) :]
+
+
+def _failover(file: Path) -> Any:
+    """A class like netfold._native.failover.Failover, over a library of failover_abi.cpp."""
+    library = ctypes.CDLL(str(file))
+    for name in ("new", "copy"):
+        getattr(library, f"failover_{name}").restype = ctypes.c_void_p
+    for name in ("life", "word", "canonical"):
+        getattr(library, f"failover_{name}").restype = ctypes.c_uint64
+    library.failover_turn.restype = ctypes.c_int64
+
+    class Failover:
+        def __init__(self, life: int, copied: Any = None) -> None:
+            made = library.failover_new(ctypes.c_uint64(life)) if copied is None else library.failover_copy(copied)
+            self._self = ctypes.c_void_p(made)
+
+        def __del__(self) -> None:
+            library.failover_delete(self._self)
+
+        def copy(self) -> Failover:
+            return Failover(0, self._self)
+
+        def _call(self, name: str, *arguments: int) -> int:
+            return int(getattr(library, f"failover_{name}")(self._self, *map(ctypes.c_uint64, arguments)))
+
+        @property
+        def is_up(self) -> bool:
+            return bool(self._call("is_up"))
+
+        @property
+        def life(self) -> int:
+            return self._call("life")
+
+        def freeze(self, life: int) -> tuple[int, bool]:
+            said = self._call("freeze", life)
+            return said & 3, bool(said & 4)
+
+        def turn(self) -> int | None:
+            number = self._call("turn")
+            return None if number < 0 else number
+
+        def canonical(self) -> bytes:
+            out = ctypes.create_string_buffer(4096)
+            size = library.failover_canonical(self._self, out, ctypes.c_uint64(len(out)))
+            assert size <= len(out)
+            return out.raw[:size]
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: self._call(name, *arguments)
+
+    return Failover
+
+
+def search(mutant: Mutant, folder: Path) -> RecoveryReport:
+    return search_recovery(mutant.scope, machines(mutant, folder))
+
+
+def main(names: Iterable[str]) -> int:
+    missed = 0
+    for name in list(names) or MUTANTS:
+        with tempfile.TemporaryDirectory() as folder:
+            report = search(MUTANTS[name], Path(folder))
+        found = report.broken or ("" if report.exhausted else "not exhausted")
+        print(f"{name}: {found or 'NOT caught'}, {len(report.trace)} steps, {report.states} states", flush=True)
+        print(f"  {'; '.join(report.trace)}")
+        missed += not found
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

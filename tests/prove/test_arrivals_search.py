@@ -1,0 +1,95 @@
+"""The search over gap detection: production holds in every order of packets, and without any one part it does not."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from netfold.prove.arrivals import PACKETS, THRESHOLD, search_arrivals, sentence
+
+pytestmark = pytest.mark.native
+
+PROTOCOL = Path(__file__).parents[2] / "native" / "protocol"
+
+# What is changed in arrivals.cpp, and the promise that breaks.
+MUTANTS = {
+    "late-packet-is-not-seen": (
+        "if (age < 64) seen_ |= std::uint64_t{1} << age;",
+        "",
+        "what is kept depends on the order of the packets",
+    ),
+    "named-one-early": (
+        "if (age + ahead < kReorderThreshold ||",
+        "if (age + ahead + 1 < kReorderThreshold ||",
+        "a packet is named too early",
+    ),
+    "named-one-late": (
+        "if (age + ahead < kReorderThreshold ||",
+        "if (age + ahead <= kReorderThreshold ||",
+        "a packet that is missing is not named",
+    ),
+    "jump-is-not-named": ("if (ahead > kReorderThreshold) {", "if (false) {", "a packet that is missing is not named"),
+    "jump-ends-early": (
+        "last = counter - kReorderThreshold;",
+        "last = counter - kReorderThreshold - 1;",
+        "a packet that is missing is not named",
+    ),
+    "what-was-seen-stays": ("seen_ << ahead", "seen_", "a packet that is missing is not named"),
+    "seen-packet-is-named": (" || (seen_ >> age & 1) != 0", "", "a gap names packets that were never sent"),
+}
+
+
+def test_every_missing_packet_is_named_once_and_in_time_in_every_order() -> None:
+    report = search_arrivals()
+    print(sentence(report))
+    assert report.broken == ""
+    # Each set of packets is one state of the machine: its order does not matter.
+    assert report.machines == 2**PACKETS
+    assert PACKETS > THRESHOLD + 2, "there are orders in which several packets are named, together and one by one"
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_gap_detection_without_a_part_is_caught(name: str, tmp_path: Path) -> None:
+    text, instead, breaks = MUTANTS[name]
+    report = search_arrivals(new=_mutant(text, instead, tmp_path))
+    assert report.broken == breaks
+    assert report.trace
+    print(f"{name}: {sentence(report)}")
+
+
+def _mutant(text: str, instead: str, folder: Path) -> Any:
+    """A class like protocol.Arrivals, of the changed source."""
+    before = (PROTOCOL / "arrivals.cpp").read_text()
+    assert before.count(text) == 1, f"arrivals.cpp has {before.count(text)} times, and not once: {text}"
+    source, shared = folder / "arrivals.cpp", folder / "arrivals.so"
+    source.write_text(before.replace(text, instead))
+    abi = Path(__file__).with_name("arrivals_abi.cpp")
+    command = ["c++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{PROTOCOL / 'include'}"]
+    subprocess.run([*command, str(source), str(abi), "-o", str(shared)], check=True, timeout=300)
+    library = ctypes.CDLL(str(shared))
+    library.arrivals_new.restype = library.arrivals_copy.restype = ctypes.c_void_p
+
+    class Arrivals:
+        def __init__(self, copied: Any = None) -> None:
+            made = library.arrivals_new() if copied is None else library.arrivals_copy(copied)
+            self._self = ctypes.c_void_p(made)
+
+        def __del__(self) -> None:
+            library.arrivals_delete(self._self)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Arrivals) and bool(library.arrivals_equal(self._self, other._self))
+
+        def copy(self) -> Arrivals:
+            return Arrivals(self._self)
+
+        def take(self, counter: int) -> tuple[int, int]:
+            first, count = ctypes.c_uint64(), ctypes.c_uint32()
+            library.arrivals_take(self._self, ctypes.c_uint64(counter), ctypes.byref(first), ctypes.byref(count))
+            return first.value, count.value
+
+    return Arrivals
