@@ -71,8 +71,9 @@ test-soak: build ## long runs: 50 elastic restarts, tensors beyond 2 GiB
 	@$(PY) -m pytest -m soak -q tests
 
 FUZZ_SECONDS ?= 60
-test-fuzz: build ## the parsers of packets under clang's fuzzer, FUZZ_SECONDS each (60), after all kept inputs
+test-fuzz: build ## the parsers of packets, messages and files under clang's fuzzer and atheris, FUZZ_SECONDS each (60), after all kept inputs
 	@PYTHON=$(PYTHON) tools/setup fuzz
+	@$(INSTALL) --no-deps --only-binary :all: -c constraints.txt atheris || echo "netfold: without atheris hypothesis alone changes the kept inputs of the Python parsers"
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest -q tests/fuzz
 
 SCHEDULES ?= 20

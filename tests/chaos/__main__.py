@@ -19,7 +19,7 @@ from pathlib import Path
 
 import arena
 import places
-from report import Row, table, write
+from report import Row, commit, table, write
 from schedule import KIND_OF, draw
 from verdict import problems
 
@@ -43,7 +43,7 @@ def main() -> int:
         return 2
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.schedules)
     rows: list[Row] = []
-    began = time.monotonic()
+    began, at = time.monotonic(), commit()
     with tempfile.TemporaryDirectory(prefix="netfold-chaos-") as folder:
         places.warm_up(Path(folder))
         for seed in seeds:
@@ -52,7 +52,7 @@ def main() -> int:
             rows.append(one(seed, options.seconds, tuple(options.kinds), options.keep))
     print(table(rows))
     if options.write:
-        write(rows)
+        write(rows, at)
     return int(any(row.problems for row in rows))
 
 

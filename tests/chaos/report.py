@@ -88,11 +88,16 @@ def table(rows: Sequence[Row]) -> str:
     return total + (f" (seeds {', '.join(map(str, failed))})" if failed else "")
 
 
-def write(rows: Sequence[Row]) -> None:
+def commit() -> str:
+    """What is checked out, to be asked before a run."""
+    asked = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return asked.stdout.strip()
+
+
+def write(rows: Sequence[Row], commit: str) -> None:
     """Add a section with these rows to the results."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     cores = len(os.sched_getaffinity(0))
-    about = f"{date.today()}, commit {commit.stdout.strip()}, {cores} cores, Linux {platform.release()}"
+    about = f"{date.today()}, commit {commit}, {cores} cores, Linux {platform.release()}"
     text = RESULTS.read_text() if RESULTS.exists() else TOP
     RESULTS.write_text(f"{text}\n## {about}\n\n{table(rows)}\n\n{HEAD}" + "".join(f"{row.line}\n" for row in rows))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import arena
@@ -11,6 +13,7 @@ import pytest
 from schedule import SHAPES, Fault, Schedule
 from verdict import problems
 
+from netfold.rack import Rack, names
 from netfold.rack.command import missing
 
 LACK = missing(loss=True, delay=True)
@@ -78,6 +81,28 @@ def test_a_short_schedule_costs_nothing(name: str, tmp_path: Path) -> None:
     assert problems(schedule, record) == []
     # The faults did reach the job.
     assert record.fallbacks >= 1
+
+
+def test_processes_of_one_host_share_a_dev_shm_and_have_clocks_of_their_own(tmp_path: Path) -> None:
+    with Rack(2, "1gbit") as rack:
+        hosts = [places.Place(names.host_namespace(rack.rack_id, host), tmp_path, f"host{host}") for host in range(2)]
+        of_host = (hosts[0], hosts[0], hosts[1])
+        environment = {"PATH": os.environ["PATH"]}
+        asked = [
+            place.fork(f"process{number}", planted.look, str(tmp_path / f"ask{number}"), env=environment)
+            for number, place in enumerate(of_host)
+        ]
+        began = time.time()
+        asked[1].set_clock(-100_000)
+        (Path(f"/proc/{asked[0].pid}/root/dev/shm") / "chaos").write_bytes(bytes(1 << 20))
+        for number, process in enumerate(asked):
+            (tmp_path / f"ask{number}").touch()
+            process.join(60)
+        said = [process.log().split() for process in asked]
+    offsets = [round((float(clock) - began) / 100_000) for clock, _, _ in said]
+    assert offsets == [0, -1, 0]
+    assert all(abs(float(monotonic) - time.monotonic()) < 1000 for _, monotonic, _ in said)
+    assert [files for _, _, files in said] == ["['chaos']", "['chaos']", "[]"]
 
 
 def test_a_wrong_sum_a_hang_and_a_lost_step_are_found_in_a_real_job(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ PORTS = 8
 MAX_CONNECTIONS = 1024
 # Of all values together; an address and a job's description are below 1 KB a rank.
 MAX_BYTES = 64 << 20
+# Of a counter, either way; what control messages can say.
+MAX_COUNT = 1 << 62
 _RETRY_S = 0.05
 _HELLO_TIMEOUT_S = 2.0
 # The server answers a get at its timeout; the client gives it so much longer.
@@ -118,17 +120,25 @@ class TcpStoreServer:
         key = str(request["key"])
         with self._changed:
             if request["type"] == "set":
-                value = bytes(request["value"])
+                value = request["value"]
+                if not isinstance(value, bytes):
+                    raise ValueError("a value is bytes")
                 self._grow(len(value) - len(self._values[key]) if key in self._values else len(key) + len(value))
                 self._values[key] = value
                 self._changed.notify_all()
                 return {"type": "ok", "value": None}
             if request["type"] == "add":
+                amount = request["amount"]
+                if not isinstance(amount, int) or abs(total := self._counters.get(key, 0) + amount) > MAX_COUNT:
+                    raise ValueError("an amount is a whole number, and a counter bounded")
                 self._grow(0 if key in self._counters else len(key))
-                self._counters[key] = self._counters.get(key, 0) + int(request["amount"])
-                return {"type": "ok", "value": self._counters[key]}
+                self._counters[key] = total
+                return {"type": "ok", "value": total}
             if request["type"] == "get":
-                self._changed.wait_for(lambda: self._closed or key in self._values, float(request["timeout_s"]))
+                timeout_s = request["timeout_s"]
+                if not isinstance(timeout_s, (int, float)) or not timeout_s <= threading.TIMEOUT_MAX:
+                    raise ValueError("a timeout is a number of seconds that can be waited for")
+                self._changed.wait_for(lambda: self._closed or key in self._values, timeout_s)
                 if key in self._values:
                     return {"type": "ok", "value": self._values[key]}
                 return {"type": "no", "reason": "not set in time"}

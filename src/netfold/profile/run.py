@@ -135,8 +135,10 @@ def read_run(folder: Path) -> Run:
     try:
         path = folder / "run.json"
         description = json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path} is not JSON: {error}") from None
+    if not isinstance(description, dict):
+        raise RunError(f"{path} is not what describes a run: a JSON object")
     return Run(folder, description, sorted(map(_read_rank, ranks), key=lambda trace: trace.about.rank))
 
 
@@ -148,11 +150,30 @@ def _read_rank(path: Path) -> Trace:
         raw["groups"] = {number: GroupName(**group) for number, group in raw["groups"].items()}
         raw.setdefault("registrations", {})  # a run of before
         about = About(**{one.name: raw[one.name] for one in fields(About)})
+        _check_types(about)
     except RunError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RunError(f"{path} is not what a rank writes of itself: {error!r}") from None
     return Trace(about, **{name: _read_list(path.parent / name, dtype) for name, dtype in _LISTS.items()})
+
+
+def _check_types(about: About) -> None:
+    """Raise TypeError where a field is of another type than About says, as a file that was changed may have it."""
+    of_all: list[tuple[str, object, type]] = [
+        *((name, getattr(about, name), int) for name in ("rank", "size", "pid", "lost", "format")),
+        *((name, getattr(about, name), str) for name in ("host", "source")),
+        *((name, getattr(about, name), dict) for name in ("names", "groups", "versions", "registrations")),
+        ("blind_spots", about.blind_spots, list),
+    ]
+    of_all += [("names", each, dict) for each in about.names.values()]
+    for group in about.groups.values():
+        of_all += [("groups", group.ranks, list), *(("groups", each, str) for each in (group.name, group.backend))]
+        of_all += [("groups", rank, int) for rank in group.ranks]
+    of_all += [("blind_spots", each, str) for each in about.blind_spots]
+    for name, value, kind in of_all:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{name} holds {value!r}, expected {kind.__name__}")
 
 
 def _read_list(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

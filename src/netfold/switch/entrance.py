@@ -85,7 +85,10 @@ class Entrance:
                 await asyncio.sleep(_BREATH_S)
                 continue
             if len(self._strangers) >= MAX_STRANGERS:
-                self._end(next(iter(self._strangers)), "others came")
+                oldest = next(iter(self._strangers))
+                self._end(oldest, "others came")
+                # Its descriptor is free before the next connection is taken: the backlog may hold a thousand more.
+                await asyncio.wait([oldest], timeout=_BREATH_S)
             address = control.format_endpoint(peer[0], peer[1])
             task = asyncio.ensure_future(self._meet(stream, address))
             self._guests.add(task)

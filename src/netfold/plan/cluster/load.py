@@ -26,6 +26,8 @@ _TIER = (
     *("name", "devices", "latency", "rate", "measured", "oversubscription"),
     *("in_network", "nvls", "switch_ports", "switch_latency", "burst", "under_load"),
 )
+# Far above any that there is, and small enough to be divided by as a float.
+_MOST_WHOLE = 1 << 40
 # What begins the name of a cluster whose link netfold has measured; of so many hosts, as the presets of ordinary
 # Ethernet have, where it does not say.
 _MEASURED, _MOST_HOSTS = "measured=", 1024
@@ -68,7 +70,9 @@ def _parse(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cluster {path}: cannot be read: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ValueError(f"cluster {path}: lists or tables lie inside each other too deeply to be read") from None
+    except ValueError as error:  # no UTF-8, no TOML, a number of thousands of digits
         raise ValueError(f"cluster {path}: is not TOML: {error}") from None
 
 
@@ -249,13 +253,13 @@ def _switch(table: dict[str, Any], where: str) -> tuple[int, float]:
 
 
 def _whole(value: object, where: str, key: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{where}: {key} = {value!r} is no number of {key}; 1 is the least")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST_WHOLE:
+        raise ValueError(f"{where}: {key} = {value!r} is no number of {key}; 1 is the least, {_MOST_WHOLE} the most")
     return value
 
 
 def _number(value: object, where: str, key: str) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{where}: {key} = {value!r}; it must be a number, not below 0")
     return float(value)
 

@@ -23,11 +23,11 @@ def measured_link(path: Path) -> Link:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path}: is not JSON; write it with --json") from None
     try:
         link = _read(path, found)
-    except (KeyError, TypeError, IndexError, AttributeError):
+    except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError):
         raise ValueError(f"{path}: is cut off, or of another version of netfold; measure again") from None
     if not (0 <= link.latency_s < math.inf and 0 < link.bytes_per_s < math.inf):
         raise ValueError(f"{path}: makes a link of {link.text()}, which there is not; measure again")

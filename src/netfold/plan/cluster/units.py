@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -47,4 +48,7 @@ def parse_quantity(value: object, kind: str, where: str) -> float:
             f"is a quantity of {others[0]}, where one of {kind} is wanted" if others else "has no unit that is known"
         )
         raise ValueError(f"{where}: {value!r} {meaning}; {wanted}")
-    return float(match["number"]) * units[unit]
+    quantity = float(match["number"]) * units[unit]
+    if quantity == math.inf:
+        raise ValueError(f"{where}: {value!r} is more than there can be; {wanted}")
+    return quantity

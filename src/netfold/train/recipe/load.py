@@ -40,7 +40,9 @@ def load(file: Path, settings: Sequence[str] = ()) -> tuple[Recipe, Source]:
     text = _text(file)
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise RecipeError([f"{file}: lists or tables lie inside each other too deeply to be read"]) from None
+    except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits is another
         raise RecipeError([_not_toml(file, text, str(error))]) from None
     said: dict[Key, str] = {}
     for setting in settings:

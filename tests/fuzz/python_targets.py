@@ -1,0 +1,359 @@
+"""The Python parsers of untrusted bytes, one function each: only the errors that they document may come out.
+
+    .venv/bin/python tests/fuzz/python_targets.py NAME SECONDS FOUND     fuzz under atheris; new inputs go to FOUND
+    .venv/bin/python tests/fuzz/python_targets.py --seeds                write the seeds of every corpus anew
+
+A target takes the bytes and returns, or raises what it may not. Atheris (PyPI) guides itself by the lines that an input
+reaches. tests/fuzz/test_python_fuzz.py runs all kept inputs, and changes them by hypothesis where atheris is absent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from targets import corpus
+
+ANSWER_S = 5.0
+# A target that holds more breaks a promise.
+MEMORY_MB = 1024
+
+
+class BrokenPromiseError(Exception):
+    """A parser raised what it does not document; the cause is that error."""
+
+
+def control_message(data: bytes) -> None:
+    """A message behind its length, and what is asked of a first one."""
+    from netfold import control
+
+    with contextlib.suppress(control.ProtocolError):
+        control.length_of(data[:4].ljust(4, b"\0"))
+        message = control.decode(data[4:])
+        control.version_problem(message, them="the worker", us="this switch")
+        # As bytes, since a NaN equals none.
+        said = control.encode(message)
+        assert control.encode(control.decode(said[4:])) == said
+
+
+def handshake(data: bytes) -> None:
+    """What a stranger says to a listener, and then hangs up."""
+    from netfold.communicator.handshake import Hello, open_to
+
+    async def opened() -> Hello | None:
+        stream.setblocking(False)
+        try:
+            return await asyncio.wait_for(open_to(stream, lambda hello: b"s" * 32 if hello.size else None), ANSWER_S)
+        except (EOFError, OSError):
+            return None
+
+    stream, stranger = socket.socketpair()
+    with stream, stranger:
+        stranger.sendall(data[:4096])
+        stranger.shutdown(socket.SHUT_WR)
+        assert _loop().run_until_complete(opened()) is None, "a stranger was let in"
+
+
+def switch(data: bytes) -> None:
+    """Messages that a stranger sends to a switch, each behind its length; the connection ends after them."""
+    _of_switch().serve(data)
+
+
+def store(data: bytes) -> None:
+    """Requests to rank 0's store behind a hello of its job: its thread ends in order, whatever comes."""
+    from netfold import control
+    from netfold.communicator.tcp_store import TcpStoreServer
+
+    server = TcpStoreServer.__new__(TcpStoreServer)
+    server._job, server._values, server._counters = "job", {}, {}
+    server._bytes, server._closed, server._connections = 0, False, set()
+    server._changed = threading.Condition()
+    # A get may wait for its own timeout.
+    server._changed.wait_for = lambda ready, timeout=None: _wait_for(ready, timeout)  # type: ignore[method-assign]
+    stream, stranger = socket.socketpair()
+    with stranger:
+        stranger.sendall(control.encode({"type": "hello", "job": "job"}) + data[:16384])
+        stranger.shutdown(socket.SHUT_WR)
+        server._serve(stream)
+    assert server._bytes == sum(len(key) + len(value) for key, value in server._values.items()) + sum(
+        map(len, server._counters)
+    ), "the store's count of its bytes is wrong"
+
+
+def _wait_for(ready: Callable[[], bool], timeout: float | None) -> bool:
+    # The real one refuses what is longer, and waits otherwise.
+    if timeout is not None and timeout > threading.TIMEOUT_MAX:
+        raise OverflowError("timestamp too large to convert to C _PyTime_t")
+    return ready()
+
+
+def tokens(data: bytes) -> None:
+    """A token file."""
+    from netfold.switch.tokens import Tokens
+
+    path = _folder() / "tokens"
+    path.write_bytes(data)
+    path.chmod(0o600)
+    with contextlib.suppress(ValueError):
+        Tokens.read(path)
+
+
+def recipe(data: bytes) -> None:
+    """A recipe file."""
+    from netfold.train.recipe.load import load
+    from netfold.train.recipe.problem import RecipeError
+
+    path = _folder() / "recipe.toml"
+    path.write_bytes(data)
+    with contextlib.suppress(RecipeError):
+        load(path)
+
+
+def cluster(data: bytes) -> None:
+    """A cluster file."""
+    from netfold.plan.cluster.load import load_cluster
+
+    path = _folder() / "cluster.toml"
+    path.write_bytes(data)
+    load_cluster.cache_clear()
+    with contextlib.suppress(ValueError):
+        load_cluster(str(path))
+
+
+def measured(data: bytes) -> None:
+    """A link's measurements, which a cluster file may name."""
+    from netfold.plan.cluster.measured import measured_link
+
+    path = _folder() / "links.json"
+    path.write_bytes(data)
+    with contextlib.suppress(ValueError):
+        measured_link(path)
+
+
+def profile(data: bytes) -> None:
+    """A profile's files: run.json and a rank's own, up to a line of four dashes each."""
+    from netfold.profile.run import RunError, read_run
+
+    folder = _folder() / "run"
+    (folder / "rank-0000").mkdir(parents=True, exist_ok=True)
+    (folder / "rank-0001").mkdir(parents=True, exist_ok=True)
+    parts = data.split(b"\n----\n")
+    names = ("run.json", "rank-0000/about.json", "rank-0001/about.json", "rank-0000/operations", "rank-0000/steps")
+    for place, name in enumerate(names):
+        (folder / name).write_bytes(parts[place] if place < len(parts) else b"")
+    with contextlib.suppress(RunError):
+        read_run(folder)
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    each.__name__: each
+    for each in (control_message, handshake, switch, store, tokens, recipe, cluster, measured, profile)
+}
+
+
+def check(name: str, data: bytes) -> None:
+    """Run a target. BrokenPromiseError where anything comes out of it."""
+    try:
+        TARGETS[name](data)
+    except Exception as error:
+        raise BrokenPromiseError(f"{name} raised {error!r} for {data!r}") from error
+
+
+@functools.cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="netfold-fuzz-"))
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
+class _Switch:
+    """A real switch's way from a connection to its end, without the connection."""
+
+    def __init__(self) -> None:
+        from netfold.switch import Limits, Switch
+
+        logging.getLogger("netfold").setLevel(logging.CRITICAL)
+        logging.disable(logging.CRITICAL)
+
+        async def make() -> Any:
+            return Switch("127.0.0.1", 0, limits=Limits(jobs=4, workers=8, memory_bytes=1 << 24))
+
+        self.trouble: list[dict[str, Any]] = []
+        self.switch = _loop().run_until_complete(make())
+        _loop().set_exception_handler(lambda _, about: self.trouble.append(about))
+
+    def serve(self, data: bytes) -> None:
+        _loop().run_until_complete(asyncio.wait_for(self._serve(data), ANSWER_S))
+        assert not self.trouble, self.trouble
+        assert not self.switch._ledger.jobs, "a stranger left a job behind"
+
+    async def _serve(self, data: bytes) -> None:
+        from netfold.switch.entrance import Guest
+
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        await self.switch._on_guest(Guest(reader, _Writer(), "127.0.0.1:9", lambda: None))  # type: ignore[arg-type]
+        await asyncio.gather(*self.switch._tasks)
+
+
+class _Writer:
+    """What a switch needs of a StreamWriter, to nobody."""
+
+    def __init__(self) -> None:
+        self.transport = self
+
+    def write(self, data: bytes) -> None:
+        assert data
+
+    async def drain(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    close = abort
+
+    def get_extra_info(self, name: str) -> Any:
+        return ("127.0.0.1", 9)
+
+
+@functools.cache
+def _of_switch() -> _Switch:
+    return _Switch()
+
+
+def framed(*messages: dict[str, Any]) -> bytes:
+    from netfold import control
+
+    return b"".join(map(control.encode, messages))
+
+
+def seeds() -> dict[str, list[bytes]]:
+    """What a corpus begins with: whole inputs of each kind, since mutation finds no format by itself."""
+    from netfold import control
+    from netfold.plan.cluster import load as clusters
+    from netfold.train.recipe import shipped
+
+    version = {"version": control.VERSION}
+    join = {"type": "join", **version, "job": "j", "name": "", "rank": 0, "ranks": [0], "port": 9, "timeout_s": 5.0}
+    both = {**join, "ranks": [0, 1], "paths": [[1], [1]], "window_bytes": 4096}
+    ready = {"type": "ready", "payload_bytes": 1408}
+    missing = {"type": "missing", "chunk": 1, "serial": 2}
+    leave = {"type": "leave", "reason": "done", "fault": -1}
+    hello = struct.pack(">8sB16sIIIBB32s", b"netfold3", 1, b"t" * 16, 1, 0, 3, 0, 0, b"n" * 32)
+    about = (
+        b'{"rank": 0, "size": 2, "host": "h", "pid": 1, "source": "event records", "names": {"operation": {"0": '
+        b'"all_reduce"}}, "groups": {"1": {"name": "g", "backend": "netfold", "ranks": [0, 1]}}, "blind_spots": [], '
+        b'"versions": {}, "lost": 0, "registrations": {}, "format": 1}'
+    )
+    second = about.replace(b'"rank": 0', b'"rank": 1')
+    return {
+        "control_message": [framed(join), framed(missing), framed({"type": "start", "at": b"\0\xff", "n": 1.5})],
+        "handshake": [hello, hello + b"p" * 32, hello.replace(b"netfold3", b"netfold2")],
+        "switch": [
+            framed(join, ready, missing, {"type": "alive", "serial": 1}, leave),
+            framed(both, ready),
+            framed({**join, "fabric": {"provider": "tcp", "name": b"n", "tag": 1}}),
+            framed({"type": "path", **version, "below": [1, 2]}),
+            framed({"type": "room", **version}),
+            framed({**join, "switch": 7, "endpoint": "127.0.0.1:1"}),
+        ],
+        "store": [
+            framed({"type": "set", "key": "k", "value": b"v"}, {"type": "get", "key": "k", "timeout_s": 1.0}),
+            framed({"type": "add", "key": "k", "amount": 2}, {"type": "add", "key": "k", "amount": -1}),
+        ],
+        "tokens": [
+            b"# tenants\nvision " + b"a" * 40 + b"\nspeech " + b"b" * 40 + b" weight=2 names=a-*,b slots=8 memory=1M"
+        ],
+        "recipe": [path.read_bytes() for path in map(shipped.find, map(Path, shipped.names()))],
+        "cluster": [path.read_bytes() for path in sorted(clusters._PRESETS.glob("*.toml"))[:6]],
+        "measured": [
+            b'{"links": [{"latency_s": 1e-5, "there_bytes_per_s": 1e9, "back_bytes_per_s": 2e9}]}',
+            b'{"place": {"workers": 4}, "rows": ['
+            + b", ".join(
+                b'{"side": "a", "time_ns": {"median": %d}, "collective": "all_reduce", "size_bytes": %d, "algorithm": '
+                b'"ring"}' % (1000 + size, size)
+                for size in (4096, 1 << 20)
+            )
+            + b"]}",
+        ],
+        "profile": [
+            b"\n----\n".join((b'{"command": ["x"]}', about, second, bytes(88), bytes(16))),
+            b"\n----\n".join((b"{}", about, b"", b"")),
+        ],
+    }
+
+
+def write_seeds() -> None:
+    import hashlib
+
+    for name, inputs in seeds().items():
+        corpus(name).mkdir(parents=True, exist_ok=True)
+        for data in inputs:
+            (corpus(name) / hashlib.sha1(data).hexdigest()).write_bytes(data)
+
+
+# What of each target is followed by lines; the whole package costs most of the time.
+FOLLOWED = {
+    "control_message": ("netfold.control",),
+    "handshake": ("netfold.communicator.handshake",),
+    "switch": ("netfold.control", "netfold.switch"),
+    "store": ("netfold.control", "netfold.communicator.tcp_store"),
+    "tokens": ("netfold.control", "netfold.switch.tokens"),
+    "recipe": ("netfold.train.recipe", "tomllib"),
+    "cluster": ("netfold.plan.cluster", "tomllib"),
+    "measured": ("netfold.plan.cluster.measured", "netfold.plan.fit"),
+    "profile": ("netfold.profile.run",),
+}
+
+
+def _follow(atheris: Any, name: str) -> None:
+    """Let atheris see the lines of the parsers that a target has run by now.
+
+    Its import hook does not see a package that is installed editable, as netfold is here.
+    """
+    for module in [each for at, each in sys.modules.items() if at.startswith(FOLLOWED[name])]:
+        for each in list(vars(module).values()):
+            holders = vars(each).values() if isinstance(each, type) else [each]
+            for function in [getattr(one, "__func__", one) for one in holders]:
+                if isinstance(function, types.FunctionType) and function.__module__.startswith(FOLLOWED[name]):
+                    with contextlib.suppress(RuntimeError):  # it is followed already
+                        atheris.instrument_func(function)
+
+
+def main(name: str, seconds: str, found: str) -> None:
+    import atheris
+
+    for data in seeds()[name]:
+        check(name, data)  # imports what it needs
+    _follow(atheris, name)
+    Path(found).mkdir(parents=True, exist_ok=True)
+    options = [f"-max_total_time={seconds}", "-seed=1", "-max_len=4096", "-timeout=20", f"-rss_limit_mb={MEMORY_MB}"]
+    atheris.Setup(
+        [sys.argv[0], *options, f"-artifact_prefix={found}/", found, str(corpus(name))],
+        lambda data: check(name, data),
+    )
+    try:
+        atheris.Fuzz()
+    finally:
+        shutil.rmtree(_folder(), ignore_errors=True)
+
+
+if __name__ == "__main__":
+    write_seeds() if sys.argv[1:] == ["--seeds"] else main(*sys.argv[1:])

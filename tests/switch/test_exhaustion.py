@@ -1,0 +1,143 @@
+"""Who opens as much as a switch lets them: connections, jobs, questions, tenants. Memory and descriptors stay bounded.
+
+The bounds have names: entrance.MAX_STRANGERS, --max-jobs, missing.MAX_QUESTIONS, tokens.MAX_TENANTS. Answers that
+nobody reads are bounded by the buffers of one connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from load import seconds
+from ranks import RunningSwitch, running_switch
+from test_admission import JOIN, serves
+
+from netfold import control
+from netfold.switch.entrance import MAX_STRANGERS
+from netfold.switch.tokens import MAX_TENANTS, Tokens
+
+# Far above what the bounded number takes, and far below what the unbounded one would.
+MORE_BYTES = 48 << 20
+# Of the loop, threads and log: opened at the first use.
+FEW = 8
+CONNECTIONS = 1500
+JOBS, MOST_JOBS = 200, 8
+BLOCK = control.encode({"type": "alive", "serial": 1}) * 4096
+# What a sender gets rid of before the other end stops reading: two socket buffers and a reader's.
+UNREAD_BYTES = 64 << 20
+
+
+def usage(switch: RunningSwitch) -> tuple[int, int]:
+    """Descriptors, and resident bytes."""
+    status = Path(f"/proc/{switch.process.pid}/status").read_text()
+    resident = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS:"))
+    return len(os.listdir(f"/proc/{switch.process.pid}/fd")), resident
+
+
+@contextlib.contextmanager
+def descriptors(count: int) -> Iterator[None]:
+    """This process may have so many."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < count:
+        pytest.skip(f"a process may have {before[1]} descriptors here, and this takes {count}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], count), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def settled(switch: RunningSwitch, most: int) -> tuple[int, int]:
+    """Its usage once it has at most so many descriptors; what it has then, or after 20 s."""
+    until = time.monotonic() + seconds(20)
+    while (found := usage(switch))[0] > most and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"\0\0", control.encode({"type": "room", "version": control.VERSION, "udp": True})]
+)
+def test_strangers_take_no_more_than_their_bound(said: bytes) -> None:
+    # One that asks whether UDP passes has a port beside its connection.
+    each = 2 if len(said) > 2 else 1
+    with descriptors(CONNECTIONS + 200), contextlib.ExitStack() as stack:
+        switch = stack.enter_context(running_switch())
+        serves(switch)
+        count, resident = usage(switch)
+        highest = 0
+        for number in range(CONNECTIONS):
+            stream = stack.enter_context(socket.create_connection(switch.address, seconds(10)))
+            with contextlib.suppress(OSError):
+                stream.sendall(said)
+            if number % 100 == 0:
+                highest = max(highest, usage(switch)[0])
+        found = settled(switch, count + each * MAX_STRANGERS + FEW)
+        assert max(found[0], highest) <= count + each * MAX_STRANGERS + FEW
+        assert found[1] <= resident + MORE_BYTES
+        # They do keep its bound: the test opened more than fit.
+        assert highest >= count + MAX_STRANGERS // 2
+        serves(switch)
+
+
+def test_jobs_that_never_begin_take_no_more_than_their_bound_and_give_it_back() -> None:
+    with running_switch("--max-jobs", str(MOST_JOBS)) as switch:
+        serves(switch)
+        count, resident = usage(switch)
+        with contextlib.ExitStack() as stack:
+            admitted = 0
+            for number in range(JOBS):
+                stream = stack.enter_context(socket.create_connection(switch.address, seconds(10)))
+                stream.settimeout(seconds(10))
+                stream.sendall(control.encode({**JOIN, "job": f"job {number}", "timeout_s": 300.0}))
+                answer = control.receive(stream)
+                admitted += answer["type"] == "admitted"
+                if answer["type"] == "refused":
+                    assert f"it serves {MOST_JOBS} jobs (--max-jobs)" in answer["reason"]
+            assert admitted == MOST_JOBS
+            # Each has a connection and a port.
+            found = settled(switch, count + 2 * MOST_JOBS + FEW)
+            assert found[0] <= count + 2 * MOST_JOBS + FEW
+            assert found[1] <= resident + MORE_BYTES
+        assert settled(switch, count + FEW)[0] <= count + FEW
+        serves(switch)
+
+
+def test_a_member_that_asks_and_never_reads_is_not_read_either() -> None:
+    with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
+        serves(switch)
+        stream.settimeout(seconds(5))
+        stream.sendall(control.encode(JOIN))
+        assert control.receive(stream)["type"] == "admitted"
+        count, resident = usage(switch)
+        sent = 0
+        stream.settimeout(seconds(1))
+        with contextlib.suppress(OSError):  # a timeout: the switch reads no more
+            while sent < UNREAD_BYTES:
+                sent += stream.send(BLOCK)
+        assert sent < UNREAD_BYTES, "the switch has read all questions, though nobody reads the answers"
+        found = usage(switch)
+        assert found[0] <= count + FEW
+        assert found[1] <= resident + MORE_BYTES
+        serves(switch)
+
+
+def test_a_token_file_has_at_most_so_many_tenants(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+
+    def write(tenants: int) -> None:
+        path.write_text("".join(f"t{number} {number:032}\n" for number in range(tenants)))
+        path.chmod(0o600)
+
+    write(MAX_TENANTS)
+    assert len(Tokens.read(path).tenants) == MAX_TENANTS
+    write(MAX_TENANTS + 1)
+    with pytest.raises(ValueError, match=f"has {MAX_TENANTS + 1} tenants; from 1 to {MAX_TENANTS} make sense"):
+        Tokens.read(path)
