@@ -279,15 +279,14 @@ class Group:
     ) -> Recovery:
         """Give a membership of a switch to the native group, and see to it that its loss costs no step."""
         log.debug(
-            "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes over %s, packets "
-            "%sauthenticated",
+            "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes over %s, packets %s",
             self.rank,
             membership.endpoint,
             len(membership.workers),
             membership.window,
             membership.payload_bytes,
             options.switch_fabric or "UDP",
-            "" if membership.authenticated else "not ",
+            membership.protection,
         )
         table = table_without_switch(len(membership.workers), wire=job.wire, links=self.links)
         rows = [(KINDS[row.operation], row.min_bytes, engine.ALGORITHMS[row.algorithm]) for row in table.rows]

@@ -222,6 +222,7 @@ class Switch:
             }
             if job.secrets:
                 admitted |= {"secret": job.secrets[number], "answer_secret": job.answer_secret}
+                admitted["encrypt"] = job.encrypts
             await tell(writer, admitted)
             while True:
                 message = await read(reader)
@@ -333,6 +334,7 @@ class Switch:
             "switch": self.incarnation,
             "window_bytes": job.window_bytes,
             "timeout_s": seconds,
+            "encrypt": job.encrypts,
         }
         reason, gone = "it closed the connection", link.parent.endpoint
         try:
@@ -460,6 +462,7 @@ class Switch:
                 parent=parent,
                 parent_keys=None if job.link is None else job.link.keys(parent_epoch),
                 names=[child.name for child in job.place.children],
+                encrypts=job.encrypts,
             )
         except ValueError as error:
             await self._end(job, "absent", str(error))
@@ -471,7 +474,7 @@ class Switch:
             f"job {job.name}: epoch {epoch} starts with {job.size} workers, window {window} x {payload} bytes, "
             f"{job.memory_bytes / 2**20:.1f} MiB, "
             + (f"data port {job.port}" if job.fabric is None else f"over {job.over}")
-            + f", packets {'' if job.secrets else 'not '}authenticated"
+            + f", packets {'encrypted' if job.encrypts else 'authenticated' if job.secrets else 'not authenticated'}"
             + ("" if job.link is None else f", below {job.link.parent.endpoint}")
         )
         say(
@@ -487,6 +490,7 @@ class Switch:
             port=job.port,
             fabric=None if job.fabric is None else job.fabric["provider"],
             authenticated="yes" if job.secrets else "no",
+            encrypted="yes" if job.encrypts else "no",
             parent=None if job.link is None else job.link.parent.endpoint,
         )
         start = control.encode({"type": "start", "epoch": epoch, "payload_bytes": payload, "window": window})
