@@ -1,10 +1,11 @@
-"""What NETFOLD_SECURITY costs an all_reduce between ranks; as root:
+"""What NETFOLD_SECURITY costs an all_reduce, between ranks and through the switch; as root:
 
     .venv/bin/python bench/security.py [ROUNDS] [RATE]      # 15 1gbit
 
 Two ranks with a group for each security: what an operation of each takes is measured in turns, round by round, in a new
-order each time, first as two hosts of a rack with shaped links, then over TCP on this machine's loopback. Times are the
-slowest rank's; every element is checked. Writes bench/results/security.md.
+order each time: as two hosts of a rack with shaped links, over TCP and through two switches there, of which the one
+without security is open; then over TCP on this machine's loopback. Times are the slowest rank's; every element is
+checked. Writes bench/results/security.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import socket
 import statistics
 import subprocess
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +34,15 @@ from netfold.bench.spread import paired_ratios, spread
 from netfold.bench.start_line import StartLine
 from netfold.communicator.options import SECURITIES
 from netfold.rack import Rack
-from netfold.rack.names import HOST_INTERFACE
+from netfold.rack.aggregator import start_aggregator
+from netfold.rack.names import HOST_INTERFACE, SWITCH_ADDRESS, SWITCH_PORT
 from netfold.rack.processes import exit_on_signals
 
 SIZE = 16 << 20
 RANKS = 2
 WARMUPS = 2
 GOAL = 1.02
-LOOPBACK = "loopback"
+LOOPBACK = "loopback, TCP"
 RESULT = Path(__file__).parent / "results" / "security.md"
 # For a whole run: a rank that is missing must not leave the other waiting for ever.
 DEADLINE_S = 900
@@ -46,7 +50,7 @@ DEADLINE_S = 900
 Rows = dict[str, dict[str, list[dict[str, Any]]]]
 
 
-def serve(control: str, folder: str) -> None:
+def serve(control: str, folder: str, *switches: str) -> None:
     """A rank: an all_reduce by one of its groups a line that comes, and what it took as a line back."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     line = StartLine(Path(folder, "line"), rank, size)
@@ -58,6 +62,9 @@ def serve(control: str, folder: str) -> None:
         groups = {}
         for security in SECURITIES:
             options = Options(transport="tcp", security=security, probe="off")
+            if switches:
+                endpoint = switches[security != SECURITIES[0]]
+                options = replace(options, switch=endpoint, token_file=f"{folder}/token" if "#" in endpoint else None)
             store = FileStore(f"{folder}/{security}")
             groups[security] = stack.enter_context(Communicator(store, rank, size, options=options))
         connection.connect(control)
@@ -76,7 +83,7 @@ def serve(control: str, folder: str) -> None:
 
 
 @contextlib.contextmanager
-def ranks_on(link: str, argv: list[str]) -> Iterator[None]:
+def ranks_on(link: str, argv: list[str], folder: str) -> Iterator[None]:
     if link == LOOPBACK:
         environment = {**os.environ, "WORLD_SIZE": str(RANKS), "NETFOLD_INTERFACE": "lo"}
         started = [subprocess.Popen(argv, env={**environment, "RANK": str(rank)}) for rank in range(RANKS)]
@@ -87,10 +94,28 @@ def ranks_on(link: str, argv: list[str]) -> Iterator[None]:
                 process.kill()
                 process.wait()
         return
-    with Rack(RANKS, link) as rack:
+    rate, _, over = link.partition(", ")
+    with Rack(RANKS, rate) as rack:
+        if over == "switch":
+            argv = [*argv, *start_switches(rack, folder)]
         for host in range(RANKS):
             rack.popen(host, argv, {"NETFOLD_INTERFACE": HOST_INTERFACE})
         yield
+
+
+def start_switches(rack: Rack, folder: str) -> list[str]:
+    """An open switch and one with a token, by their addresses."""
+    token = secrets.token_hex(32)
+    for name, text in (("token", token), ("tokens", f"bench {token}\n")):
+        path = Path(folder, name)
+        path.touch(0o600)
+        path.write_text(text)
+    found = []
+    for place, words in enumerate((["--open"], ["--token-file", f"{folder}/tokens"])):
+        listen = f"{SWITCH_ADDRESS}:{SWITCH_PORT + place}"
+        argv = [sys.executable, "-m", "netfold.cli", "switch", "--listen", listen, *words]
+        found.append(start_aggregator(rack.popen_switch, argv, lambda line: None).address)
+    return found
 
 
 def measure(link: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
@@ -105,7 +130,7 @@ def measure(link: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
         server.listen(RANKS)
         server.settimeout(DEADLINE_S)
         StartLine.draw(Path(folder, "line"), RANKS)
-        with ranks_on(link, [sys.executable, str(Path(__file__).resolve()), "rank", control, folder]):
+        with ranks_on(link, [sys.executable, str(Path(__file__).resolve()), "rank", control, folder], folder):
             streams = []
             for _ in range(RANKS):
                 connection = server.accept()[0]
@@ -125,9 +150,9 @@ def measure(link: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
 
 def render(rows: Rows, load: tuple[float, float]) -> str:
     lines = [
-        f"{SIZE >> 20} MB f32 all_reduce of {RANKS} ranks over TCP, with each value of NETFOLD_SECURITY, in turns. The",
+        f"{SIZE >> 20} MB f32 all_reduce of {RANKS} ranks, with each value of NETFOLD_SECURITY, in turns. The",
         f"goal on a shaped link: at most {GOAL} of the time of `none`. CPU is what both ranks use of the cores for one",
-        "all_reduce, together.",
+        "all_reduce, together; the switch's is not in it.",
         "",
         "| link | NETFOLD_SECURITY | ms: median | 5% .. 95% | of none, paired: median | 25% .. 75% | CPU, ms: median "
         "| of none | wrong |",
@@ -160,7 +185,7 @@ def main(arguments: list[str]) -> None:
     rounds, rate = int(given[0]), given[1]
     load = os.getloadavg()[0]
     with exit_on_signals():
-        rows = {link: measure(link, rounds) for link in (rate, LOOPBACK)}
+        rows = {link: measure(link, rounds) for link in (f"{rate}, TCP", f"{rate}, switch", LOOPBACK)}
     text = render(rows, (load, os.getloadavg()[0]))
     RESULT.write_text(text)
     print(text)

@@ -43,6 +43,33 @@ void tag(seal::Sealer& sealer, std::span<const std::byte> packet, std::byte* out
   sealer.tag(protocol::nonce_of(packet.data(), packet.size()), {&piece, 1}, out);
 }
 
+// The packet without its tag, decrypted into `plain` where the sealer encrypts; empty where the tag is wrong.
+std::span<const std::byte> opened(seal::Sealer& sealer, std::span<const std::byte> bytes,
+                                  std::vector<std::byte>& plain) {
+  if (!sealer.encrypts()) {
+    return authentic(sealer, bytes) ? bytes.first(bytes.size() - seal::kTagBytes) : std::span<const std::byte>();
+  }
+  if (bytes.size() != plain.size() + seal::kTagBytes) return {};
+  return sealer.decrypt(protocol::nonce_of(bytes.data(), plain.size()), bytes, protocol::kHeaderBytes, plain.data())
+             ? std::span<const std::byte>(plain)
+             : std::span<const std::byte>();
+}
+
+// What travels in the place of `packet`, but for the tag: the packet itself, or at `encrypted`.
+const std::byte* sealed(seal::Sealer& sealer, std::span<const std::byte> packet, std::byte* encrypted, std::byte* out) {
+  if (!sealer.encrypts()) {
+    tag(sealer, packet, out);
+    return packet.data();
+  }
+  const auto header = packet.first(protocol::kHeaderBytes);
+  const auto values = packet.subspan(protocol::kHeaderBytes);
+  const iovec piece{const_cast<std::byte*>(values.data()), values.size()};
+  if (encrypted != packet.data()) std::copy(header.begin(), header.end(), encrypted);
+  sealer.encrypt(protocol::nonce_of(packet.data(), packet.size()), header, {&piece, 1},
+                 encrypted + protocol::kHeaderBytes, out);
+  return encrypted;
+}
+
 }  // namespace
 
 Plane::Plane()
@@ -200,7 +227,7 @@ void Plane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::Data
 }
 
 void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
-                  const std::optional<ParentKeys>& parent_keys) {
+                  const std::optional<ParentKeys>& parent_keys, seal::Security security) {
   // Slots are allocated here, not between two batches of other jobs.
   auto machine = std::make_unique<SwitchJob>(config);
   std::vector<First> firsts(machine->slot_count());
@@ -209,15 +236,22 @@ void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys
   std::optional<seal::Sealer> sum_sealer;
   std::optional<seal::Sealer> parent_sealer;
   std::vector<std::byte> tags;
+  const std::size_t packet_bytes = machine->packet_bytes();
+  std::vector<std::byte> encrypted;
+  std::vector<std::byte> plain;
+  std::vector<std::byte> encrypted_sums;
   if (parent_keys) {
-    sum_sealer.emplace(parent_keys->sums);
-    parent_sealer.emplace(parent_keys->answers);
+    sum_sealer.emplace(parent_keys->sums, security);
+    parent_sealer.emplace(parent_keys->answers, security);
+    if (sum_sealer->encrypts()) encrypted_sums.resize(transport::UdpSocket::kMaxSegments * packet_bytes);
   }
   if (keys) {
-    for (std::size_t i = 0; i < sealers.size(); ++i) sealers[i].emplace(keys->contributions.at(i));
-    answer_sealer.emplace(keys->answers);
+    for (std::size_t i = 0; i < sealers.size(); ++i) sealers[i].emplace(keys->contributions.at(i), security);
+    answer_sealer.emplace(keys->answers, security);
     tags.resize(machine->slot_count() * seal::kTagBytes);
+    if (answer_sealer->encrypts()) encrypted.resize(machine->slot_count() * packet_bytes);
   }
+  if (!encrypted.empty() || !encrypted_sums.empty()) plain.resize(packet_bytes);
   on_thread([&] {
     const auto found = jobs_.find(config.job);
     if (found == jobs_.end()) throw std::invalid_argument("begin: no such job");
@@ -236,12 +270,15 @@ void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys
       job.parent->machine = protocol::Uplink(machine->slot_count());
       job.parent->sealer = std::move(sum_sealer);
       job.parent->answer_sealer = std::move(parent_sealer);
+      job.parent->encrypted = std::move(encrypted_sums);
     }
     job.machine = std::move(machine);
     job.firsts = std::move(firsts);
     for (std::size_t i = 0; i < job.workers.size(); ++i) job.workers[i].sealer = std::move(sealers[i]);
     job.answer_sealer = std::move(answer_sealer);
     job.tags = std::move(tags);
+    job.encrypted = std::move(encrypted);
+    job.plain = std::move(plain);
   });
 }
 
@@ -384,8 +421,8 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagram
   if (!from.is_at(source)) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
   if (from.sealer) {
-    if (!authentic(*from.sealer, bytes)) return count_drop(Drop::unauthenticated);
-    bytes = bytes.first(bytes.size() - seal::kTagBytes);
+    bytes = opened(*from.sealer, bytes, job.plain);
+    if (bytes.empty()) return count_drop(Drop::unauthenticated);
   }
 
   const SwitchJob::Handled handled = job.machine->handle_packet(bytes);
@@ -422,7 +459,10 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagram
 }
 
 void Plane::completed(Job& job, std::uint32_t slot) {
-  if (job.answer_sealer) tag(*job.answer_sealer, job.machine->frame(slot), job.tags.data() + slot * seal::kTagBytes);
+  if (job.answer_sealer) {
+    std::byte* const encrypted = job.encrypted.empty() ? nullptr : job.encrypted.data() + slot * job.plain.size();
+    sealed(*job.answer_sealer, job.machine->frame(slot), encrypted, job.tags.data() + slot * seal::kTagBytes);
+  }
   ++job.counters.results;
   job.counters.result_bytes += job.machine->agreement(slot).value_bytes();
   for (Worker& worker : job.workers) queue(job, worker, slot);
@@ -439,8 +479,8 @@ void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, transpo
   if (source != job.parent->peer) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
   if (job.parent->answer_sealer) {
-    if (!authentic(*job.parent->answer_sealer, bytes)) return count_drop(Drop::unauthenticated);
-    bytes = bytes.first(bytes.size() - seal::kTagBytes);
+    bytes = opened(*job.parent->answer_sealer, bytes, job.plain);
+    if (bytes.empty()) return count_drop(Drop::unauthenticated);
   }
   const SwitchJob::Handled handled = job.machine->handle_parent(bytes);
   if (handled.outcome == SwitchJob::Outcome::dropped) return count_drop(handled.drop);
@@ -479,8 +519,9 @@ void Plane::flush_sums(Job& job) {
       if (!send) break;
       const auto sum = job.machine->sum(send->slot, send->counter);
       std::byte* tag_of = tags.data() + count * seal::kTagBytes;
-      if (parent.sealer) tag(*parent.sealer, sum, tag_of);
-      pieces[count * kPieces] = {const_cast<std::byte*>(sum.data()), sum.size()};
+      const std::byte* from = sum.data();
+      if (parent.sealer) from = sealed(*parent.sealer, sum, parent.encrypted.data() + count * job.plain.size(), tag_of);
+      pieces[count * kPieces] = {const_cast<std::byte*>(from), sum.size()};
       pieces[count * kPieces + 1] = {tag_of, tag_bytes};
       slots[count++] = send->slot;
     }
@@ -558,7 +599,9 @@ void Plane::flush(Job& job) {
         iovec* first = job.pieces.data() + count * per_run * kPieces;
         for (std::size_t i = 0; i < take; ++i) {
           const auto frame = job.machine->frame(worker.pending[i]);
-          first[i * kPieces] = {const_cast<std::byte*>(frame.data()), frame.size()};
+          const std::byte* from =
+              job.encrypted.empty() ? frame.data() : job.encrypted.data() + worker.pending[i] * frame.size();
+          first[i * kPieces] = {const_cast<std::byte*>(from), frame.size()};
           first[i * kPieces + 1] = {job.tags.data() + worker.pending[i] * tag_bytes, tag_bytes};
         }
         runs[count] = {.to = *worker.address,
@@ -617,7 +660,7 @@ void Plane::append_tag(Job& job, std::vector<std::byte>& packet) {
   if (!job.authenticated) return;
   const std::size_t bytes = packet.size();
   packet.resize(bytes + seal::kTagBytes);
-  tag(*job.answer_sealer, {packet.data(), bytes}, packet.data() + bytes);
+  sealed(*job.answer_sealer, {packet.data(), bytes}, packet.data(), packet.data() + bytes);
 }
 
 void Plane::send(Job& job, std::uint16_t to, std::span<const std::byte> packet) {

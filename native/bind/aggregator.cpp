@@ -124,7 +124,8 @@ void bind_aggregator(nb::module_& m) {
              std::uint32_t window, std::uint32_t payload_bytes,
              const std::optional<std::tuple<std::vector<nb::bytes>, nb::bytes>>& keys,
              const std::optional<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint16_t>>& parent,
-             const std::optional<std::tuple<nb::bytes, nb::bytes>>& parent_keys, std::vector<std::uint16_t> names) {
+             const std::optional<std::tuple<nb::bytes, nb::bytes>>& parent_keys, std::vector<std::uint16_t> names,
+             bool encrypts) {
             std::optional<netfold::aggregator::JobKeys> job_keys;
             if (keys) job_keys = {keys_of(std::get<0>(*keys)), key_of(std::get<1>(*keys))};
             std::optional<protocol::ParentLink> link;
@@ -133,13 +134,14 @@ void bind_aggregator(nb::module_& m) {
             if (parent_keys) link_keys = {key_of(std::get<0>(*parent_keys)), key_of(std::get<1>(*parent_keys))};
             nb::gil_scoped_release release;
             self.begin({job, epoch, incarnation, workers, window, payload_bytes, link, std::move(names)}, job_keys,
-                       link_keys);
+                       link_keys, encrypts ? netfold::seal::Security::encrypt : netfold::seal::Security::authenticate);
           },
           nb::kw_only(), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"), nb::arg("workers"),
           nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(), nb::arg("parent") = nb::none(),
           nb::arg("parent_keys") = nb::none(), nb::arg("names") = std::vector<std::uint16_t>{},
+          nb::arg("encrypts") = false,
           "keys: of contributions, by worker, and of the answers; None without tags. parent_keys: of sums, and of the "
-          "parent's answers.")
+          "parent's answers. encrypts: whether packets with keys are encrypted, here and at the parent.")
       .def("close", &Plane::close, Release())
       .def("missing", &Plane::missing, Release())
       .def(

@@ -165,9 +165,10 @@ using Keys = std::tuple<nb::bytes, nb::bytes>;  // of this worker's contribution
 
 std::unique_ptr<collective::Channel> make_channel(const Group& group, DataPort& port, std::uint64_t life,
                                                   const protocol::WorkerConfig& config, const std::vector<int>& ranks,
-                                                  const std::optional<Keys>& keys) {
+                                                  const std::optional<Keys>& keys, bool encrypts) {
+  const auto security = encrypts ? seal::Security::encrypt : seal::Security::authenticate;
   std::optional<collective::ChannelKeys> channel_keys;
-  if (keys) channel_keys = {key_of(std::get<0>(*keys)), key_of(std::get<1>(*keys))};
+  if (keys) channel_keys = {key_of(std::get<0>(*keys)), key_of(std::get<1>(*keys)), security};
   return std::make_unique<collective::Channel>(life, config, channel_keys, ranks, group.rank(), port.take(), port.to);
 }
 
@@ -439,7 +440,7 @@ void bind_engine(nb::module_& m) {
           [](Group& self, DataPort& port, std::uint64_t life, std::uint32_t job, std::uint32_t epoch,
              std::uint32_t incarnation, std::uint16_t worker, const std::vector<int>& ranks, std::uint32_t window,
              std::uint32_t payload_bytes, const std::optional<Keys>& keys,
-             const std::vector<std::tuple<int, std::uint64_t, int>>& rows, std::uint16_t table_hash) {
+             const std::vector<std::tuple<int, std::uint64_t, int>>& rows, std::uint16_t table_hash, bool encrypts) {
             std::vector<collective::Uplink::Row> table;
             for (const auto& [kind, min_bytes, algorithm] : rows) {
               if (kind < 0 || kind >= collective::kKindCount || algorithm < 0 ||
@@ -451,11 +452,11 @@ void bind_engine(nb::module_& m) {
             }
             const protocol::WorkerConfig config{
                 job, epoch, incarnation, worker, static_cast<std::uint16_t>(ranks.size()), window, payload_bytes};
-            self.attach(make_channel(self, port, life, config, ranks, keys), std::move(table), table_hash);
+            self.attach(make_channel(self, port, life, config, ranks, keys, encrypts), std::move(table), table_hash);
           },
           nb::arg("port"), nb::kw_only(), nb::arg("life"), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"),
           nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(),
-          nb::arg("rows"), nb::arg("table_hash"),
+          nb::arg("rows"), nb::arg("table_hash"), nb::arg("encrypts") = false,
           "keys: of this worker's contributions and of the answers; None without tags. rows: (operation, bytes from "
           "which on, algorithm) for as long as the switch is gone, hashed.")
       .def(
@@ -568,17 +569,17 @@ void bind_engine(nb::module_& m) {
           "stand_by",
           [](const Shard& self, DataPort& port, std::uint64_t life, std::uint32_t job, std::uint32_t epoch,
              std::uint32_t incarnation, std::uint16_t worker, const std::vector<int>& ranks, std::uint32_t window,
-             std::uint32_t payload_bytes, const std::optional<Keys>& keys) {
+             std::uint32_t payload_bytes, const std::optional<Keys>& keys, bool encrypts) {
             const protocol::WorkerConfig config{
                 job, epoch, incarnation, worker, static_cast<std::uint16_t>(ranks.size()), window, payload_bytes};
-            auto channel = make_channel(*self.group, port, life, config, ranks, keys);
+            auto channel = make_channel(*self.group, port, life, config, ranks, keys, encrypts);
             nb::gil_scoped_release release;
             self.group->on_uplink(self.number,
                                   [&](collective::Uplink& uplink) { uplink.stand_by(std::move(channel)); });
           },
           nb::arg("port"), nb::kw_only(), nb::arg("life"), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"),
           nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(),
-          "A membership to go on by, once the first of `ranks` says so (promise).")
+          nb::arg("encrypts") = false, "A membership to go on by, once the first of `ranks` says so (promise).")
       .def("freeze", &freeze_life, nb::arg("life"),
            "Stop a membership. (base, end, held, promised), see collective::Uplink::Words; None: there is no such.")
       .def("kept", &kept_packets, nb::arg("life"), nb::arg("chunks"),

@@ -86,13 +86,15 @@ void bind_protocol(nb::module_& m) {
 
   p.def(
       "job_memory_bytes",
-      [](std::uint16_t workers, std::uint32_t window, std::uint32_t payload_bytes, bool has_parent) {
+      [](std::uint16_t workers, std::uint32_t window, std::uint32_t payload_bytes, bool has_parent, bool encrypts) {
         JobConfig config{.workers = workers, .window = window, .payload_bytes = payload_bytes};
         if (has_parent) config.parent.emplace();
-        return config.memory_bytes();
+        // Encrypted, a result takes its place again.
+        const std::size_t encrypted = encrypts ? std::size_t{2} * window * (payload_bytes + kHeaderBytes) : 0;
+        return config.memory_bytes() + encrypted;
       },
       nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("has_parent") = false,
-      "What admission grants a job of this shape.");
+      nb::arg("encrypts") = false, "What admission grants a job of this shape.");
 
   nb::class_<SwitchJob>(p, "SwitchJob")
       .def(

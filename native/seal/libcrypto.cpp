@@ -42,6 +42,8 @@ Crypto::Crypto() {
   find(free_gcm, "CRYPTO_gcm128_release");
   find(set_nonce, "CRYPTO_gcm128_setiv");
   find(read, "CRYPTO_gcm128_aad");
+  find(encrypt_gcm, "CRYPTO_gcm128_encrypt_ctr32");
+  find(decrypt_gcm, "CRYPTO_gcm128_decrypt_ctr32");
   find(get_tag, "CRYPTO_gcm128_tag");
   find(compare, "CRYPTO_memcmp");
   find(sha_256, "EVP_sha256");

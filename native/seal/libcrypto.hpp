@@ -9,6 +9,8 @@ namespace netfold::seal {
 inline constexpr std::size_t kBlockBytes = 16;
 
 using Block = void (*)(const unsigned char* in, unsigned char* out, const void* key);
+using Counter = void (*)(const unsigned char* in, unsigned char* out, std::size_t blocks, const void* key,
+                         const unsigned char* first);
 
 // From openssl/modes.h, openssl/evp.h, openssl/hmac.h and openssl/crypto.h.
 struct Crypto {
@@ -29,6 +31,8 @@ struct Crypto {
   void (*free_gcm)(void* gcm);
   void (*set_nonce)(void* gcm, const unsigned char* nonce, std::size_t bytes);
   int (*read)(void* gcm, const unsigned char* in, std::size_t bytes);
+  int (*encrypt_gcm)(void* gcm, const unsigned char* in, unsigned char* out, std::size_t bytes, Counter counter);
+  int (*decrypt_gcm)(void* gcm, const unsigned char* in, unsigned char* out, std::size_t bytes, Counter counter);
   void (*get_tag)(void* gcm, unsigned char* out, std::size_t bytes);
   int (*compare)(const void* a, const void* b, std::size_t bytes);  // in constant time
   const void* (*sha_256)();

@@ -1,7 +1,10 @@
 // GCM is driven by its own functions and not through EVP's, which take as long for a packet's nonce and tag as for its
-// bytes; AES is EVP's, one block a packet.
+// bytes; AES is EVP's, one block a packet for a tag, and as many more as the packet has for encryption.
 #include <netfold/seal/sealer.hpp>
 
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 
@@ -14,12 +17,36 @@ void encrypt_block(const unsigned char* in, unsigned char* out, const void* ciph
   expect(crypto().encrypt(const_cast<void*>(cipher), out, in, kBlockBytes) > 0, "encrypt the nonce of a packet");
 }
 
+// CTR mode as CRYPTO_gcm128_encrypt_ctr32 wants it: the last 32 bits of `first` count blocks, big-endian.
+void count_blocks(const unsigned char* in, unsigned char* out, std::size_t blocks, const void* cipher,
+                  const unsigned char* first) {
+  constexpr std::size_t kBatch = 96;  // the values of a packet of an MTU of 1500
+  alignas(64) unsigned char stream[kBatch * kBlockBytes];
+  std::uint32_t counter = static_cast<std::uint32_t>(first[12]) << 24 | static_cast<std::uint32_t>(first[13]) << 16 |
+                          static_cast<std::uint32_t>(first[14]) << 8 | first[15];
+  while (blocks > 0) {
+    const std::size_t count = std::min(blocks, kBatch);
+    const std::size_t bytes = count * kBlockBytes;
+    for (std::size_t i = 0; i < count; ++i, ++counter) {
+      unsigned char* block = stream + i * kBlockBytes;
+      std::memcpy(block, first, 12);
+      for (int byte = 0; byte < 4; ++byte) block[12 + byte] = static_cast<unsigned char>(counter >> (24 - 8 * byte));
+    }
+    expect(crypto().encrypt(const_cast<void*>(cipher), stream, stream, static_cast<unsigned>(bytes)) > 0,
+           "encrypt a packet");
+    for (std::size_t i = 0; i < bytes; ++i) out[i] = in[i] ^ stream[i];
+    in += bytes;
+    out += bytes;
+    blocks -= count;
+  }
+}
+
 }  // namespace
 
 void Sealer::FreeCipher::operator()(void* cipher) const { crypto().free_cipher(cipher); }
 void Sealer::FreeGcm::operator()(void* gcm) const { crypto().free_gcm(gcm); }
 
-Sealer::Sealer(const Key& key) {
+Sealer::Sealer(const Key& key, Security security) : security_(security) {
   if (!missing().empty()) throw std::runtime_error(missing());
   const Crypto& library = crypto();
   cipher_.reset(library.new_cipher());
@@ -45,6 +72,33 @@ bool Sealer::matches(const Nonce& nonce, std::span<const std::byte> tagged) {
   std::byte expected[kTagBytes];
   tag(nonce, {&piece, 1}, expected);
   return crypto().compare(expected, tagged.last(kTagBytes).data(), kTagBytes) == 0;
+}
+
+void Sealer::encrypt(const Nonce& nonce, std::span<const std::byte> header, std::span<const iovec> pieces,
+                     std::byte* out, std::byte* tag) {
+  const Crypto& library = crypto();
+  library.set_nonce(gcm_.get(), bytes_of(nonce.data()), nonce.size());
+  expect(library.read(gcm_.get(), bytes_of(header.data()), header.size()) == 0, "read a header");
+  for (const iovec& piece : pieces) {
+    const auto* from = static_cast<const unsigned char*>(piece.iov_base);
+    expect(library.encrypt_gcm(gcm_.get(), from, bytes_of(out), piece.iov_len, count_blocks) == 0, "encrypt a packet");
+    out += piece.iov_len;
+  }
+  library.get_tag(gcm_.get(), bytes_of(tag), kTagBytes);
+}
+
+bool Sealer::decrypt(const Nonce& nonce, std::span<const std::byte> sealed, std::size_t header_bytes, std::byte* out) {
+  const Crypto& library = crypto();
+  const std::size_t bytes = sealed.size() - kTagBytes;
+  std::memcpy(out, sealed.data(), header_bytes);
+  library.set_nonce(gcm_.get(), bytes_of(nonce.data()), nonce.size());
+  expect(library.read(gcm_.get(), bytes_of(out), header_bytes) == 0, "read a header");
+  expect(library.decrypt_gcm(gcm_.get(), bytes_of(sealed.data() + header_bytes), bytes_of(out + header_bytes),
+                             bytes - header_bytes, count_blocks) == 0,
+         "decrypt a packet");
+  std::byte expected[kTagBytes];
+  library.get_tag(gcm_.get(), bytes_of(expected), kTagBytes);
+  return library.compare(expected, sealed.last(kTagBytes).data(), kTagBytes) == 0;
 }
 
 }  // namespace netfold::seal

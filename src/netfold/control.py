@@ -19,12 +19,14 @@ unknown fields are ignored. The first message of each side carries `version`; do
                                  port: the UDP port that this worker's packets will come from)
                                  fabric                      (provider, name, tag: in the port's place, where its
                                                               packets come over a fabric; tag: of those it gets)
+                                 encrypt                     (true: packets with values are to be encrypted)
                                  paths                       (by worker: ids of the switches from its own to the root;
                                                               left out where all join this one)
     switch -> worker   admitted  version, job_id, incarnation, worker, nonce, port   (send hello packets to that UDP
                                                                port as that worker)
                                  fabric                      (name, tag, packet_bytes: in the port's place)
                                  secret, answer_secret       (inside TLS only: for the keys of packets)
+                                 encrypt                     (inside TLS only: whether values in packets are encrypted)
                        refused   reason                      (version: where it answers a first message; switch: the
                                                               address of one that is gone; loop: parents go in a
                                                               circle)

@@ -13,6 +13,8 @@ from interceptor import ThroughInterceptor
 from ranks import Outcome, run_ranks, values
 
 from netfold import Communicator, FileStore, Options
+from netfold._native import seal
+from netfold.communicator.errors import PeerLost
 
 pytestmark = pytest.mark.native
 
@@ -32,7 +34,12 @@ def _attacked(rank: int, size: int, folder: str, security: str, attack: str, rec
             if rank == 0 and turn == 3:
                 store.interceptor.attack = attack
             array = np.arange(COUNT, dtype=np.int64) * (rank + 1) + turn
-            group.all_reduce(array)
+            try:
+                group.all_reduce(array)
+            except PeerLost as error:
+                if "a record came with a wrong tag" in str(error).partition("gave up")[0]:
+                    assert seal.forged_records() == 1
+                raise
             if not (array == np.arange(COUNT, dtype=np.int64) * (size * (size + 1) // 2) + size * turn).all():
                 return "wrong"
         group.barrier()
@@ -46,9 +53,11 @@ def attacked(security: str, attack: str, reconnect_s: int = 10) -> list[Outcome]
 
 
 def test_without_security_a_byte_that_is_changed_on_the_way_changes_a_sum() -> None:
-    # What the other securities are for.
-    outcomes = attacked("none", "flip")
-    assert "wrong" in [outcome.value for outcome in outcomes], outcomes
+    # What the other securities are for. A few bytes in a hundred thousand are a header's, whose change is an error.
+    tries = [attacked("none", "flip")]
+    while "wrong" not in [outcome.value for outcome in tries[-1]] and len(tries) < 3:
+        tries.append(attacked("none", "flip"))
+    assert "wrong" in [outcome.value for outcome in tries[-1]], tries
 
 
 @pytest.mark.parametrize("security", ["authenticate", "encrypt"])

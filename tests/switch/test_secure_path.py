@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from interceptor import ThroughInterceptor
 from load import seconds
-from ranks import run_ranks, running_switch, values
+from ranks import run_ranks, run_threads, running_switch, values
 
-from netfold import Communicator, FileStore, Options
+from netfold import Communicator, FileStore, Options, control
+from netfold.communicator.membership import Membership
 
 pytestmark = pytest.mark.native
 
@@ -63,13 +64,14 @@ def test_a_switch_without_keys_is_not_used_where_packets_must_have_them(tmp_path
                 assert f"the switch at {switch.endpoint} is not used: NETFOLD_SECURITY={security}" in why, why
 
 
-def test_a_switch_with_keys_is_used_up_to_the_security_that_its_packets_have(tmp_path: Path) -> None:
+def test_a_switch_with_keys_is_used_whatever_the_security(tmp_path: Path) -> None:
     with running_switch("--token-file", private(tmp_path / "tokens", f"vision {TOKEN}\n")) as switch:
         for used, _ in values(run_ranks(_joins, 2, (options_of(switch.endpoint, tmp_path, "authenticate"),))):
             assert used
-        for used, why in values(run_ranks(_joins, 2, (options_of(switch.endpoint, tmp_path, "encrypt"),))):
-            assert not used
-            assert "no switch is used: NETFOLD_SECURITY=encrypt, and packets to a switch are authenticated" in why, why
+        switch.wait_for("event=started .*encrypted=no")
+        for used, _ in values(run_ranks(_joins, 2, (options_of(switch.endpoint, tmp_path, "encrypt"),))):
+            assert used
+        switch.wait_for("event=started .*encrypted=yes .*packets encrypted")
         # One rank leaves out the fingerprint: it could be made to send its packets to anybody.
         bare = switch.endpoint.partition("#")[0]
         both = tuple(options_of(each, tmp_path, "authenticate") for each in (switch.endpoint, bare))
@@ -84,6 +86,68 @@ def test_a_switch_with_keys_below_one_without_is_refused(tmp_path: Path) -> None
         for outcome in run_ranks(_joins, 2, (options_of(leaf.endpoint, tmp_path, "authenticate"),)):
             assert outcome.error == "SwitchError", outcome
             assert f"the switch at {root.endpoint} has no keys, and NETFOLD_SECURITY=authenticate" in outcome.text
+
+
+def _joins_alone(
+    rank: int, size: int, folder: str, endpoint: str, token_file: str | None, securities: tuple[str, ...]
+) -> str:
+    joined = Membership.join(
+        endpoint,
+        job="d" * 32,
+        name="",
+        token_file=token_file,
+        rank=rank,
+        workers=list(range(size)),
+        paths=[[0]] * size,
+        window_bytes=1 << 20,
+        fabric=None,
+        timeout_s=5.0,
+        security=securities[rank],
+    )
+    joined.leave("it has joined")
+    return joined.protection
+
+
+def test_workers_of_a_job_that_ask_for_different_security_are_refused(tmp_path: Path) -> None:
+    token_file = private(tmp_path / "token", TOKEN + "\n")
+    with running_switch("--token-file", private(tmp_path / "tokens", f"vision {TOKEN}\n")) as switch:
+        both = values(run_threads(_joins_alone, 2, switch.endpoint, token_file, ("encrypt", "encrypt")))
+        assert both == ["encrypted", "encrypted"]
+        outcomes = run_threads(_joins_alone, 2, switch.endpoint, token_file, ("encrypt", "authenticate"))
+        assert all(outcome.error == "SwitchError" for outcome in outcomes), outcomes
+        assert any("all ranks of a job need the same (NETFOLD_SECURITY)" in outcome.text for outcome in outcomes)
+
+
+def test_an_open_switch_refuses_a_job_whose_packets_are_to_be_encrypted() -> None:
+    with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
+        join = {"job": "d" * 32, "name": "", "rank": 0, "ranks": [0], "port": 9, "window_bytes": 1 << 20}
+        control.send(stream, {"type": "join", "version": control.VERSION, **join, "encrypt": True})
+        reply = control.receive(stream)
+    assert reply["type"] == "refused" and "this switch has no keys" in reply["reason"], reply
+
+
+def _through_a_tree(rank: int, size: int, folder: str, options: tuple[Options, ...]) -> bool:
+    given = options[rank % len(options)]
+    with Communicator(FileStore(folder), rank, size, options=given, join_timeout_s=20, timeout_s=30) as group:
+        assert group.group.membership is not None and group.group.membership.encrypts
+        right = [add(group, turn) for turn in range(4)]
+        small = np.full(3, rank + 0.5, np.float32)
+        group.all_reduce(small)
+        return all(right) and bool((small == size * (size - 1) / 2 + size / 2).all())
+
+
+def test_packets_are_encrypted_through_a_tree_of_switches_and_over_two_side_by_side(tmp_path: Path) -> None:
+    tokens = private(tmp_path / "tokens", f"vision {TOKEN}\n")
+    ours = private(tmp_path / "leaf-token", TOKEN + "\n")
+    with running_switch("--token-file", tokens) as root:
+        link = ("--token-file", tokens, "--parent", root.endpoint, "--parent-token-file", ours)
+        with running_switch(*link) as left, running_switch(*link) as right:
+            homes = tuple(options_of(each.endpoint, tmp_path, "encrypt") for each in (left, right))
+            assert all(values(run_ranks(_through_a_tree, 4, homes)))
+            for switch in (root, left, right):
+                switch.wait_for("event=started .*encrypted=yes")
+            both = options_of(f"{left.endpoint},{root.endpoint}", tmp_path, "encrypt")
+            assert all(values(run_ranks(_through_a_tree, 2, (both,))))
 
 
 def reset_connection_to(port: int) -> None:
@@ -131,12 +195,15 @@ def _downgraded(rank: int, size: int, folder: str, options: Options, port: int) 
         return "right"
 
 
-@pytest.mark.parametrize("security", ["none", "authenticate"])
+@pytest.mark.parametrize("security", ["none", "authenticate", "encrypt"])
 def test_who_resets_the_connection_to_the_switch_gains_nothing(tmp_path: Path, security: str) -> None:
     with running_switch("--token-file", private(tmp_path / "tokens", f"vision {TOKEN}\n")) as switch:
         options = options_of(switch.endpoint, tmp_path, security, rejoin_s=0)
         port = int(switch.endpoint.partition("#")[0].rpartition(":")[2])
         outcomes = run_ranks(_downgraded, 2, options, port, timeout_s=90)
+        # A few bytes in a hundred thousand are a header's, whose change is an error.
+        if security == "none" and "wrong" not in [outcome.value for outcome in outcomes]:
+            outcomes = run_ranks(_downgraded, 2, options, port, timeout_s=90)
     if security == "none":
         # So it was without the setting, and is: packets had tags, what took their place has none.
         assert "wrong" in [outcome.value for outcome in outcomes], outcomes

@@ -63,7 +63,7 @@ def explain(
             links=links,
         )
         row = table.choose(name, size_bytes)
-        told_of_switch = no_switch if switch is None else _protection(switch)
+        told_of_switch = no_switch if switch is None else _protection(switch, str(options.security))
     except (ValueError, KeyError) as error:
         typer.echo(f"netfold explain: {error.args[0]}", err=True)
         raise typer.Exit(2) from None
@@ -126,10 +126,12 @@ def _windows(options: Options, workers: int) -> list[str]:
     return told
 
 
-def _protection(switch: str) -> str:
+def _protection(switch: str, security: str) -> str:
     """What guards the packets between a worker and the switch, in a sentence. ValueError for no switch's address."""
     from netfold import control
 
     if control.parse_switch(switch, what="NETFOLD_SWITCH").fingerprint is None:
         return "packets to and from the switch are not authenticated: NETFOLD_SWITCH names no fingerprint"
+    if security == "encrypt":
+        return "packets to and from the switch are encrypted (AES-GCM, 16 bytes more each)"
     return "packets to and from the switch are authenticated (AES-GMAC, 16 bytes each)"

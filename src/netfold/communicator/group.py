@@ -279,15 +279,14 @@ class Group:
     ) -> Recovery:
         """Give a membership of a switch to the native group, and see to it that its loss costs no step."""
         log.debug(
-            "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes over %s, packets "
-            "%sauthenticated",
+            "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes over %s, packets %s",
             self.rank,
             membership.endpoint,
             len(membership.workers),
             membership.window,
             membership.payload_bytes,
             options.switch_fabric or "UDP",
-            "" if membership.authenticated else "not ",
+            membership.protection,
         )
         if membership.cut and self.rank == membership.workers[0]:
             log.warning("the switch at %s: %s", membership.endpoint, membership.cut)

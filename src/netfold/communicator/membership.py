@@ -65,6 +65,7 @@ class Membership:
         self.window = 0
         self.cut = ""  # why the window is smaller than it should be, with what to set; empty where it is not
         self.authenticated = isinstance(stream, PinnedStream)  # whether its packets carry tags
+        self.encrypts = False  # ... and are encrypted
         self._stream = stream
         self.life = 0  # names this membership and no other (collective::Channel::life)
         self._port: DataPort | None = None
@@ -112,6 +113,7 @@ class Membership:
             "window_bytes": window_bytes,
             "timeout_s": timeout_s,
             **tree,
+            **({"encrypt": True} if security == "encrypt" else {}),
         }
         try:
             refuse_open(endpoint, security, rank)
@@ -130,6 +132,9 @@ class Membership:
             admitted = _expect(self._stream, "admitted", who, deadline, is_first=True)
             if self.authenticated and "secret" not in admitted:
                 raise SwitchError(f"{who} speaks TLS and gave no keys for packets")
+            self.encrypts = bool(admitted.get("encrypt", False))
+            if message.get("encrypt", False) and not self.encrypts:
+                raise SwitchError(f"{who} does not encrypt packets, and NETFOLD_SECURITY=encrypt: upgrade it")
             ready = path.reach(self._stream.getpeername()[0], admitted, deadline)
         except PathError as error:
             # Nor does it answer packets of a job that it has ended meanwhile; then it has said why.
@@ -154,7 +159,13 @@ class Membership:
             "window": self.window,
             "payload_bytes": self.payload_bytes,
             "keys": packet_keys.of_member(admitted, int(start["epoch"])),
+            "encrypts": self.encrypts,
         }
+
+    @property
+    def protection(self) -> str:
+        """What its packets are, in words."""
+        return "encrypted" if self.encrypts else "authenticated" if self.authenticated else "not authenticated"
 
     def attach(self, native: Any, rows: Sequence[tuple[int, int, int]], table_hash: int) -> None:
         """Give the data port to a native group that has none; `rows` and hash of the table without a switch."""

@@ -36,10 +36,6 @@ def why_no_switch(security: str, switch: str | None) -> str:
                 f"the switch at {control.format_endpoint(host, port)} is not used: NETFOLD_SECURITY={security}, and a "
                 "switch that NETFOLD_SWITCH names without a fingerprint has no keys"
             )
-    if security == "encrypt":
-        return (
-            "no switch is used: NETFOLD_SECURITY=encrypt, and packets to a switch are authenticated and not encrypted"
-        )
     return ""
 
 

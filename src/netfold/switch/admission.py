@@ -71,6 +71,7 @@ class Join:
     endpoint: str
     window_bytes: int | None
     timeout_s: float
+    encrypt: bool
 
     @classmethod
     def of(cls, message: control.Message) -> Join:
@@ -92,7 +93,12 @@ class Join:
             raise control.ProtocolError(f"join with timeout_s {seconds!r}")
         endpoint = str(message.get("endpoint") or "")
         paths, switch = message.get("paths"), message.get("switch")
-        return cls(name, label, rank, ranks, port, place, paths, switch, endpoint, window_bytes, float(seconds))
+        encrypt = message.get("encrypt", False)
+        if not isinstance(encrypt, bool):
+            raise control.ProtocolError(f"join with encrypt {str(encrypt)[:80]!r}")
+        return cls(
+            name, label, rank, ranks, port, place, paths, switch, endpoint, window_bytes, float(seconds), encrypt
+        )
 
     @property
     def over(self) -> str:
@@ -191,6 +197,11 @@ class Admission:
         return job, member
 
     def _open(self, join: Join, tenant: Tenant, writer: asyncio.StreamWriter) -> Job:
+        if join.encrypt and not self._tagged:
+            raise RefusedError(
+                "security",
+                "the job's packets are to be encrypted, and this switch has no keys: start it with --token-file",
+            )
         place = self._place(join)
         size = len(place.children)
         self._ledger.check_room(tenant, size)
@@ -260,6 +271,7 @@ class Admission:
             proofs=proofs,
             secrets=drawn,
             answer_secret=packet_keys.draw_secret(),
+            encrypts=join.encrypt,
             buffer=buffer,
             window_bytes=window_bytes,
             deadline=min(join.timeout_s, MAX_ASSEMBLY_S),
@@ -294,6 +306,12 @@ def _check_same(job: Job, join: Join, tenant: Tenant) -> None:
             "mismatch",
             f"rank {join.rank}'s packets come over {join.over}, others' over {job.over}: all ranks of a job need "
             "the same (NETFOLD_TRANSPORT)",
+        )
+    if job.encrypts != join.encrypt:
+        raise RefusedError(
+            "mismatch",
+            f"rank {join.rank}'s packets are {'' if join.encrypt else 'not '}to be encrypted, and others' are"
+            f"{' not' if join.encrypt else ''}: all ranks of a job need the same (NETFOLD_SECURITY)",
         )
     if len(job.ranks) != len(join.ranks):
         raise RefusedError(

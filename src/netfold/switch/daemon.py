@@ -240,6 +240,7 @@ class Switch:
             }
             if job.secrets:
                 admitted |= {"secret": job.secrets[number], "answer_secret": job.answer_secret}
+                admitted["encrypt"] = job.encrypts
             await tell(writer, admitted)
             while True:
                 message = await read(reader)
@@ -352,6 +353,7 @@ class Switch:
             "switch": self.incarnation,
             "window_bytes": job.window_bytes,
             "timeout_s": seconds,
+            "encrypt": job.encrypts,
         }
         reason, gone = "it closed the connection", link.parent.endpoint
         try:
@@ -479,6 +481,7 @@ class Switch:
                 parent=parent,
                 parent_keys=None if job.link is None else job.link.keys(parent_epoch),
                 names=[child.name for child in job.place.children],
+                encrypts=job.encrypts,
             )
         except ValueError as error:
             await self._end(job, "absent", str(error))
@@ -490,7 +493,7 @@ class Switch:
             f"job {job.name}: epoch {epoch} starts with {job.size} workers, window {window} x {payload} bytes, "
             f"{job.memory_bytes / 2**20:.1f} MiB, "
             + (f"data port {job.port}" if job.fabric is None else f"over {job.over}")
-            + f", packets {'' if job.secrets else 'not '}authenticated"
+            + f", packets {'encrypted' if job.encrypts else 'authenticated' if job.secrets else 'not authenticated'}"
             + ("" if job.link is None else f", below {job.link.parent.endpoint}")
         )
         say(
@@ -506,6 +509,7 @@ class Switch:
             port=job.port,
             fabric=None if job.fabric is None else job.fabric["provider"],
             authenticated="yes" if job.secrets else "no",
+            encrypted="yes" if job.encrypts else "no",
             parent=None if job.link is None else job.link.parent.endpoint,
         )
         cut = "" if job.buffer is None else job.buffer.cut(job.size, payload)

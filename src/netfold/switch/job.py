@@ -61,6 +61,7 @@ class Job:
     proofs: list[int]  # on a fabric: by worker, what its hello comes back with
     secrets: list[bytes]  # of workers, by number; empty where packets carry no tags
     answer_secret: bytes
+    encrypts: bool  # packets with values, here and at the parent
     buffer: ReceiveBuffer | None  # None on a fabric
     window_bytes: int
     deadline: float

@@ -93,10 +93,10 @@ class Ledger:
         free_slots = None if part.slots is None else part.slots - sum(other.slots for other in own)
         has_parent = job.link is not None
         window = fitting_window(
-            job.size, payload, job.window_bytes, free_bytes, free_slots, MIN_WINDOW_CHUNKS, has_parent
+            job.size, payload, job.window_bytes, free_bytes, free_slots, MIN_WINDOW_CHUNKS, has_parent, job.encrypts
         )
         if window == 0:
-            least = protocol.job_memory_bytes(job.size, MIN_WINDOW_CHUNKS, payload, has_parent)
+            least = protocol.job_memory_bytes(job.size, MIN_WINDOW_CHUNKS, payload, has_parent, job.encrypts)
             raise RefusedError(
                 "full",
                 f"this switch is full: the job needs {least / 2**20:.1f} MiB and {2 * MIN_WINDOW_CHUNKS} slots at "
@@ -107,7 +107,8 @@ class Ledger:
         return window
 
     def grant(self, job: Job, window: int, payload: int) -> None:
-        memory = job.buffer_bytes + protocol.job_memory_bytes(job.size, window, payload, job.link is not None)
+        slots = protocol.job_memory_bytes(job.size, window, payload, job.link is not None, job.encrypts)
+        memory = job.buffer_bytes + slots
         self._memory_bytes += memory - job.memory_bytes
         job.memory_bytes = memory
         job.slots = 2 * window

@@ -183,6 +183,8 @@ class Link:
         admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
         if "secret" in admitted and seal.missing():
             raise self.parent.error(f"wants packets to be authenticated, and this host cannot: {seal.missing()}")
+        if join["encrypt"] and not (admitted.get("encrypt") and "secret" in admitted):
+            raise self.parent.error("does not encrypt packets, and the job's are to be encrypted (NETFOLD_SECURITY)")
         self._admitted = admitted
         self.numbers = int(admitted["job_id"]), int(admitted["incarnation"]), int(admitted["worker"])
         loop = asyncio.get_running_loop()

@@ -61,6 +61,7 @@ def fitting_window(
     slots: int | None,
     least: int,
     has_parent: bool = False,
+    encrypts: bool = False,
 ) -> int:
     """Chunks in flight from a worker: as many as fill `window_bytes`, fewer where memory or slots are short.
 
@@ -68,7 +69,7 @@ def fitting_window(
     """
     window = max(least, window_bytes // (payload_bytes + protocol.HEADER_BYTES))
     per_chunk = protocol.job_memory_bytes(
-        workers, 1, payload_bytes, has_parent
+        workers, 1, payload_bytes, has_parent, encrypts
     )  # grows with the window, and has no constant part
     window = min(window, memory_bytes // per_chunk)
     if slots is not None:

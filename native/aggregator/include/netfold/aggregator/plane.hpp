@@ -121,8 +121,9 @@ class Plane {
   // All workers are verified: allocate the slots and start to count. `keys`: of a job that was opened with keys, and of
   // no other. With a parent in the config, after connect_parent; `parent_keys`: where its packets carry tags. Throws
   // std::invalid_argument naming the workers that have not said hello.
+  // `security`: of packets with keys, here and at the parent.
   void begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
-             const std::optional<ParentKeys>& parent_keys);
+             const std::optional<ParentKeys>& parent_keys, seal::Security security = seal::Security::authenticate);
   void close(std::uint32_t job);
 
   std::optional<JobCounters> counters(std::uint32_t job);
@@ -155,6 +156,7 @@ class Plane {
     protocol::Uplink machine{0};
     std::optional<seal::Sealer> sealer;         // of sums
     std::optional<seal::Sealer> answer_sealer;  // of what the parent says
+    std::vector<std::byte> encrypted;           // sums of one run
     bool blocked = false;
   };
   struct Job {
@@ -171,6 +173,8 @@ class Plane {
     bool authenticated = false;
     std::optional<seal::Sealer> answer_sealer;
     std::vector<std::byte> tags;        // of the slots' frames
+    std::vector<std::byte> encrypted;   // the slots' frames, where packets are encrypted
+    std::vector<std::byte> plain;       // a packet that came, decrypted
     std::uint64_t told = 0;             // mismatches and notices written
     std::int64_t next_mismatch_ns = 0;  // when all workers may be told of one again
     std::optional<Parent> parent;

@@ -33,6 +33,7 @@ namespace netfold::collective {
 struct ChannelKeys {
   seal::Key contributions{};  // this worker's own
   seal::Key answers{};        // all workers'
+  seal::Security security = seal::Security::authenticate;
 };
 
 // A part of an operation's elements on the line.
@@ -111,6 +112,8 @@ class Channel {
   bool receive(std::int64_t now_ns);
   bool send(std::int64_t now_ns);
   void take(std::span<const std::byte> bytes, transport::Datagrams::Peer source, std::int64_t now_ns);
+  // A packet with its tag, as it was before that: empty where the tag is wrong.
+  std::span<const std::byte> opened(std::span<const std::byte> bytes);
   Active* find(std::uint32_t operation);
   void stage(const protocol::Worker::Send& send, const Segments& segments, iovec* pieces);
   // What another rank called at a chunk, against what this one did.
@@ -143,6 +146,8 @@ class Channel {
   std::vector<std::byte> staging_;     // values of a batch that do not stand in one place as they travel
   std::vector<std::byte> zeros_;       // padding, and what changes nothing
   std::vector<std::byte> tags_;        // of a batch
+  std::vector<std::byte> encrypted_;   // values and padding of a batch, where packets are encrypted
+  std::vector<std::byte> plain_;       // a packet that came, decrypted
   std::unique_ptr<std::byte[]> kept_;  // packets of the newest results, without tags: of chunk c at c mod W
   std::vector<iovec> pieces_;
   std::vector<std::uint64_t> chunks_;

@@ -1,4 +1,5 @@
-// Tags packets and checks them: AES-128-GMAC, which is AES-GCM with nothing to encrypt (NIST SP 800-38D).
+// Tags packets and checks them: AES-128-GMAC, which is AES-GCM with nothing to encrypt (NIST SP 800-38D); or encrypts
+// what is behind their headers, by AES-128-GCM with the header as additional data.
 //
 // The arithmetic is OpenSSL's libcrypto, opened at run time: building needs no headers of it, and a host without it
 // runs everything but packets that are authenticated. Keys come from above, finished.
@@ -10,6 +11,7 @@
 #pragma once
 
 #include <sys/uio.h>
+#include <netfold/seal/records.hpp>
 
 #include <array>
 #include <cstddef>
@@ -29,17 +31,28 @@ using Nonce = std::array<std::byte, kNonceBytes>;
 // Why no Sealer can be made on this host; empty where one can.
 const std::string& missing();
 
-// One key, scheduled once. Not for two threads at a time. Allocates only when it is made.
+// One key, scheduled once, for packets that are all authenticated or all encrypted. Not for two threads at a time.
+// Allocates only when it is made.
 class Sealer {
  public:
   // Throws std::runtime_error with missing().
-  explicit Sealer(const Key& key);
+  explicit Sealer(const Key& key, Security security = Security::authenticate);
+
+  bool encrypts() const { return security_ == Security::encrypt; }
 
   // Writes the tag of the pieces, as if they stood one behind the other, to out[0, kTagBytes).
   void tag(const Nonce& nonce, std::span<const iovec> pieces, std::byte* out);
   // Whether the last kTagBytes of `tagged` are the tag of what is before them; takes as long for any wrong one.
   // Precondition: there are as many.
   bool matches(const Nonce& nonce, std::span<const std::byte> tagged);
+
+  // Of a packet with this header: encrypts the pieces, as if they stood one behind the other, to `out`, which may be
+  // the only piece, and writes the tag. Precondition: encrypts().
+  void encrypt(const Nonce& nonce, std::span<const std::byte> header, std::span<const iovec> pieces, std::byte* out,
+               std::byte* tag);
+  // Decrypts `sealed`, a packet with its tag, behind its first `header_bytes`; the packet goes to `out`, without the
+  // tag. False where the tag is wrong: what is at `out` means nothing then. Preconditions: encrypts(); it is as long.
+  bool decrypt(const Nonce& nonce, std::span<const std::byte> sealed, std::size_t header_bytes, std::byte* out);
 
  private:
   struct FreeCipher {
@@ -48,6 +61,7 @@ class Sealer {
   struct FreeGcm {
     void operator()(void* gcm) const;
   };
+  Security security_;
   std::unique_ptr<void, FreeCipher> cipher_;
   std::unique_ptr<void, FreeGcm> gcm_;  // uses cipher_
 };
