@@ -4,8 +4,8 @@
 pinned host memory, piece by piece, beside the copy engines; or `inside`, added up among the GPUs of a host first, which
 reach each other's memory by `ipc` or are left to NCCL. Which way there is, the ranks find out together when the first
 call comes (`meeting`). `transfers` is send and receive. All of it speaks to `layer`, a narrow interface to the devices:
-`cuda` is that of torch.cuda, with `cuda_driver` for what torch does not offer; tests bring one whose copies come late and
-out of step unless they are ordered. May import: communicator, torch; of its parent, calls and work.
+`cuda` is that of torch.cuda, with `cuda_driver` for what torch does not offer; tests bring one whose copies are late
+and out of step unless they are ordered. May import: communicator, torch; of its parent, calls and work.
 
 Always: a device's memory is read and written only behind an event that says that it may be; no wait lacks a deadline;
 pinned memory is bounded; all ranks take the same way; where torch finds no CUDA device no group has a driver. A thread
