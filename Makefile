@@ -127,6 +127,9 @@ format: build ## rewrite sources in the house's format
 sanitize: build ## the native tests once more under AddressSanitizer and UndefinedBehaviorSanitizer
 	@tools/sanitize $(PY) $(JOBS)
 
+tsan: build ## the native tests of engine, transports, switch and status once more under ThreadSanitizer
+	@tools/sanitize $(PY) $(JOBS) thread
+
 prove: build ## search every order of events of the protocol's scopes, the large ones too; show what mutants break
 	@$(PY) -m netfold.prove --all
 	@$(PY) tests/prove/mutants.py
@@ -167,6 +170,6 @@ sbom: .venv-wheels/.tools ## dist/netfold-VERSION.cdx.json: what an installed wh
 	@.venv-wheels/bin/python packaging/sbom.py
 
 clean: ## remove everything that was built
-	@rm -rf $(VENV) .venv-mpi-* .venv-wheels .venv-ecosystem .venv-torch-* .torch-logs build build-sanitize dist netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-mpi-* .venv-wheels .venv-ecosystem .venv-torch-* .torch-logs build build-sanitize build-tsan dist netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help build chaos demo test wheels test-wheel test-aarch64 sdist sbom test-cuda test-jobs test-rack test-soak test-fuzz test-browser test-all test-ecosystem test-bare test-image conformance test-torch lock check format sanitize prove bench-peers bench clean
+.PHONY: help build chaos demo test wheels test-wheel test-aarch64 sdist sbom test-cuda test-jobs test-rack test-soak test-fuzz test-browser test-all test-ecosystem test-bare test-image conformance test-torch lock check format sanitize tsan prove bench-peers bench clean

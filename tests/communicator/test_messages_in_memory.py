@@ -35,7 +35,7 @@ AT_ONCE_S = 2.0
 
 def join(rank: int, size: int, folder: str, transport: str = "auto", spin_us: int | None = None) -> Communicator:
     options = Options(transport=transport, spin_us=spin_us)
-    return Communicator(FileStore(folder), rank, size, options=options, timeout_s=TIMEOUT_S, join_timeout_s=20)
+    return Communicator(FileStore(folder), rank, size, options=options, timeout_s=seconds(TIMEOUT_S), join_timeout_s=20)
 
 
 def message(size_bytes: int, sender: int, number: int) -> Any:
