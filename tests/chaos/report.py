@@ -81,7 +81,9 @@ def table(rows: Sequence[Row]) -> str:
     kinds = Counter(problem.split(":")[0] for row in rows for problem in row.problems)
     steps = sum(row.steps for row in rows)
     faults = sum(len(row.faults) for row in rows)
-    counted = ", ".join(f"{kinds[kind]} {kind}" for kind in ("wrong sum", "hang", "lost step", "unnamed", "grown"))
+    counted = ", ".join(
+        f"{kinds[kind]} {kind}" for kind in ("wrong sum", "hang", "lost step", "unnamed", "grown", "log")
+    )
     total = f"{len(rows)} schedules, {faults} faults, {steps} steps: {counted}; {len(failed)} failed"
     lost, back = sum(row.fallbacks for row in rows), sum(row.returns for row in rows)
     total += f"; a switch was lost {lost} times, and {back} times the group went back"

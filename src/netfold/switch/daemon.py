@@ -28,7 +28,7 @@ from netfold.switch.ledger import EVERYBODY, Ledger, retransmissions
 from netfold.switch.missing import MAX_QUESTIONS, chunk_of, say_missing, take_answer
 from netfold.switch.parent import Link, Parent, ParentError
 from netfold.switch.parts import Limits
-from netfold.switch.streams import TIMEOUTS, read, tell
+from netfold.switch.streams import TIMEOUTS, hang_up, read, say_at_once, tell
 from netfold.switch.tokens import Tokens
 from netfold.switch.tree import MAX_DEPTH
 
@@ -528,8 +528,7 @@ class Switch:
         )
         # All at once: with a pause between them, one that starts and leaves at once would be told of before the start.
         for other in job.members.values():
-            with contextlib.suppress(ConnectionError, RuntimeError):
-                other.writer.write(start)
+            say_at_once(other.writer, start)
 
     def _on_missing(self, job: Job, member: Member | None, message: control.Message) -> None:
         """A question, or an answer to one of ours; `member`: whose, None for the parent's."""
@@ -581,7 +580,7 @@ class Switch:
     async def _tell(self, member: Member, message: control.Message) -> None:
         """Tell a member; one that does not read is disconnected, and its reader then ends its membership."""
         if not await tell(member.writer, message):
-            member.writer.transport.abort()
+            hang_up(member.writer)
 
     async def _end(self, job: Job, kind: str, reason: str, gone: str = "") -> None:
         """Refuse what is assembled so far, or end what is under way; everything is given back.

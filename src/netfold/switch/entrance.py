@@ -18,7 +18,7 @@ from typing import Any
 
 from netfold import control
 from netfold.switch.facts import say
-from netfold.switch.streams import end_when_host_vanishes
+from netfold.switch.streams import end_when_host_vanishes, hang_up
 
 MAX_STRANGERS = 512
 # From connecting to a join that was admitted.
@@ -135,6 +135,4 @@ class Entrance:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
         finally:
-            # Python 3.11.2, Debian 12's, raises AttributeError for a connection under TLS that is gone already.
-            with contextlib.suppress(AttributeError):
-                transport.abort()
+            hang_up(writer)

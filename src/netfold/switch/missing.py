@@ -8,7 +8,7 @@ import secrets
 from netfold import control
 from netfold.switch.job import Job, Member
 from netfold.switch.parent import Link
-from netfold.switch.streams import TIMEOUTS, tell
+from netfold.switch.streams import TIMEOUTS, hang_up, tell
 
 # Open questions of one member, or of the parent; one more breaks the protocol. A worker has two at most.
 MAX_QUESTIONS = 8
@@ -53,7 +53,7 @@ async def say_missing(job: Job, member: Member | None, chunk: int, serial: objec
     said: control.Message = {"type": "missing", "serial": serial, "ranks": sorted(ranks)}
     if member is not None:
         if not await tell(member.writer, said):
-            member.writer.transport.abort()  # it does not read: its reader ends its membership
+            hang_up(member.writer)  # it does not read: its reader ends its membership
     elif job.link is not None:
         await job.link.tell(said)
 

@@ -7,7 +7,6 @@ does in communicator/membership.py, on the daemon's loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -21,7 +20,7 @@ from typing import Any
 from netfold import control, packet_keys
 from netfold._native import seal
 from netfold.data_path import PathError, open_path
-from netfold.switch.streams import TIMEOUTS, end_when_host_vanishes, read, tell
+from netfold.switch.streams import TIMEOUTS, end_when_host_vanishes, read, say_at_once, tell
 
 # To connect, or to answer a question.
 PARENT_S = 5.0
@@ -139,8 +138,7 @@ class Stream:
         await tell(self._writer, message)
 
     def say(self, message: control.Message) -> None:
-        with contextlib.suppress(OSError, RuntimeError):
-            self._writer.write(control.encode(message))
+        say_at_once(self._writer, control.encode(message))
 
     def addresses(self) -> tuple[str, str]:
         """Ours, and the parent's."""

@@ -1,0 +1,52 @@
+"""What a switch says to a connection that has ended: nothing, and no error, in the clear and under TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+
+import pytest
+
+from netfold.switch.certificate import server_context
+from netfold.switch.streams import hang_up, read, tell
+
+MESSAGE = {"type": "missing", "serial": 1, "ranks": [0]}
+
+
+def close_twice(writer: asyncio.StreamWriter) -> None:
+    """As the end of a job and the end of its connection's task do."""
+    writer.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("end", [close_twice, hang_up, asyncio.StreamWriter.close])
+@pytest.mark.parametrize("secure", [False, True], ids=["clear", "tls"])
+def test_a_question_that_is_answered_after_its_connection_ended_is_dropped(
+    end: Callable[[asyncio.StreamWriter], None], secure: bool
+) -> None:
+    async def converse() -> None:
+        said: asyncio.Future[tuple[bool, bool]] = asyncio.get_running_loop().create_future()
+
+        async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                before = await tell(writer, MESSAGE)
+                end(writer)
+                after = await tell(writer, MESSAGE)
+                hang_up(writer)
+                said.set_result((before, after))
+            except BaseException as error:
+                said.set_exception(error)
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=server_context(None)[0] if secure else None)
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+        address = server.sockets[0].getsockname()
+        reader, writer = await asyncio.open_connection(*address, ssl=client if secure else None)
+        if end is not hang_up:  # which drops what was not sent yet
+            assert await read(reader) == MESSAGE
+        assert await asyncio.wait_for(said, 20) == (True, False)
+        hang_up(writer)
+        server.close()
+
+    asyncio.run(converse())
