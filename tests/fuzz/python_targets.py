@@ -227,6 +227,9 @@ class _Writer:
     def abort(self) -> None:
         pass
 
+    def is_closing(self) -> bool:
+        return False
+
     close = abort
 
     def get_extra_info(self, name: str) -> Any:

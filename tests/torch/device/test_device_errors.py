@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from dataclasses import replace
@@ -168,9 +169,9 @@ def test_a_send_in_a_closed_group_is_refused() -> None:
     says(on_devices(sends_late, 2, **OFF), 0, "ValueError", "this group was closed")
 
 
-def crowded(group: Any, layer: Any) -> None:
-    """Messages beyond what may be pinned go through ordinary memory."""
-    layer.pinned_left = 3000
+def crowded(group: Any, layer: Any, pinned_left: int) -> None:
+    """Messages beyond what may be pinned, or what the host gives, go through ordinary memory."""
+    layer.pinned_left = pinned_left
     group._transfers._device._memory._left = 3000
     other = 1 - group.rank()
     tensors = [layer.tensor(torch.full((500,), float(each))) for each in range(5)]
@@ -183,8 +184,9 @@ def crowded(group: Any, layer: Any) -> None:
         assert layer.value(into).eq(each).all()
 
 
-def test_messages_never_wait_for_pinned_memory() -> None:
-    values(on_devices(crowded, 2, **OFF))
+@pytest.mark.parametrize("pinned_left", [1 << 20, 3000, 0])
+def test_messages_never_wait_for_pinned_memory(pinned_left: int) -> None:
+    values(on_devices(functools.partial(crowded, pinned_left=pinned_left), 2, **OFF))
 
 
 def breaks_between_hosts(group: Any, layer: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 
@@ -9,6 +10,8 @@ import torch
 
 from netfold.communicator.errors import NetfoldError
 from netfold.torch.device.layer import DeviceLayer
+
+log = logging.getLogger("netfold")
 
 Tensor = torch.Tensor
 
@@ -39,10 +42,12 @@ class TransferMemory:
     def __init__(self, layer: DeviceLayer, budget_bytes: int = TRANSFER_BYTES) -> None:
         self._layer = layer
         self._left = budget_bytes
+        self._refused = False
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
-        """[nbytes] u8, pinned while there is room. It is given back when the last reference to it goes."""
+        """[nbytes] u8, pinned while there is room and the host gives it; else ordinary memory, whose copies hold the
+        thread that asks for them. It is given back when the last reference to it goes."""
         with self._lock:
             fits = nbytes <= self._left
             if fits:
@@ -51,9 +56,14 @@ class TransferMemory:
             return torch.empty(nbytes, dtype=torch.uint8)
         try:
             memory = self._layer.pinned(nbytes)
-        except RuntimeError:
+        except RuntimeError as error:
             self._give_back(nbytes)
-            raise
+            if not self._refused:
+                self._refused = True
+                log.warning(
+                    "messages go through ordinary memory: the host pins no %d bytes: %s", nbytes, error
+                )
+            return torch.empty(nbytes, dtype=torch.uint8)
         weakref.finalize(memory, self._give_back, nbytes).atexit = False
         return memory
 
