@@ -60,9 +60,7 @@ class TransferMemory:
             self._give_back(nbytes)
             if not self._refused:
                 self._refused = True
-                log.warning(
-                    "messages go through ordinary memory: the host pins no %d bytes: %s", nbytes, error
-                )
+                log.warning("messages go through ordinary memory: the host pins no %d bytes: %s", nbytes, error)
             return torch.empty(nbytes, dtype=torch.uint8)
         weakref.finalize(memory, self._give_back, nbytes).atexit = False
         return memory
