@@ -228,16 +228,18 @@ def test_every_script_for_people_is_executable() -> None:
 # .ci/run
 
 
-def ci(folder: Path, make: str, budget_s: int = 3600) -> subprocess.CompletedProcess[str]:
-    """Run CI's script with a `make` that prints its target and does what `make` says."""
+def ci(folder: Path, make: str, budget_s: int = 3600, python: str = "exit 0") -> subprocess.CompletedProcess[str]:
+    """Run CI's script with a `make` that prints its target and does what `make` says; `python`: what .venv's does."""
     script = folder / ".ci" / "run"
     script.parent.mkdir()
     script.write_text((ROOT / ".ci" / "run").read_text().replace("budget_s=3600", f"budget_s={budget_s}"))
     (folder / "tools").mkdir()
     stubs = folder / "stubs"
     stubs.mkdir()
+    (folder / ".venv" / "bin").mkdir(parents=True)
     for path, text in (
         (folder / "tools" / "setup", "exit 0"),
+        (folder / ".venv" / "bin" / "python", python),
         (stubs / "make", f'echo "made $*"; case $1 in {make} esac'),
         (stubs / "df", "echo Avail; echo 99000000"),
     ):
@@ -272,6 +274,13 @@ def test_ci_leaves_out_what_does_not_fit_the_hour_and_goes_on(tmp_path: Path) ->
     assert run.stdout.splitlines()[-1] == SUMMARY
 
 
+def test_ci_leaves_out_a_torch_that_pip_does_not_find_here(tmp_path: Path) -> None:
+    run = ci(tmp_path, f"test) echo '{SUMMARY}';;", python="echo 'ERROR: no such release' >&2; exit 1")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "ci: LEFT OUT: test-torch with torch 2.15.0: pip does not find it here: no such release\n" in run.stdout
+    assert "made test-torch" not in run.stdout
+
+
 def test_ci_leaves_out_a_suite_that_the_end_of_the_hour_cut_off(tmp_path: Path) -> None:
     run = ci(tmp_path, f"test) echo '{SUMMARY}';; test-rack) exit 124;;")  # the status of timeout's
     assert run.returncode == 0, run.stdout + run.stderr
@@ -293,13 +302,10 @@ def test_ci_fails_with_what_failed_and_runs_the_rest(tmp_path: Path) -> None:
 
 def repeating_ci(folder: Path, pytest: str) -> subprocess.CompletedProcess[str]:
     """CI whose suite `test` fails with one test; `pytest`: what a run of that test alone does."""
-    python = folder / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/bash\n[ "$1" = -c ] && exec "{sys.executable}" "$@"\necho "repeated $*"\n{pytest}\n')
-    python.chmod(0o755)
+    python = f'[ "$1" = -c ] && exec "{sys.executable}" "$@"; [ "$2" = pip ] && exit; echo "repeated $*"; {pytest}'
     kept = ".pytest_cache/v/cache"
     failure = f"mkdir -p {kept}; echo '{{\"tests/test_x.py::test_it[a b]\": true}}' >{kept}/lastfailed; exit 2"
-    return ci(folder, f"test) {failure};;")
+    return ci(folder, f"test) {failure};;", python=python)
 
 
 def test_ci_names_a_test_as_unstable_that_failed_once_and_passes_twice_alone(tmp_path: Path) -> None:
