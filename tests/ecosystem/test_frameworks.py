@@ -140,7 +140,16 @@ def run(case: Example, backend: str) -> tuple[str, str, str]:
     return found
 
 
-@pytest.mark.timeout(2 * DEADLINE_S + 120)
+def of_gloo(case: Example) -> tuple[str, str, str]:
+    """As `run`, over gloo: its numbers alone are wanted. A rank of DeepSpeed over gloo has aborted (SIGABRT, seen
+    once, on a loaded machine), so a run that failed is tried again, twice at most."""
+    for _ in range(2):
+        with contextlib.suppress(AssertionError):
+            return run(case, "gloo")
+    return run(case, "gloo")
+
+
+@pytest.mark.timeout(4 * DEADLINE_S + 120)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.framework.replace(" ", "-"))
 def test_an_example_trains_as_over_gloo_and_leaves_nothing(case: Example, request: pytest.FixtureRequest) -> None:
     version = version_of(case.package)
@@ -152,7 +161,7 @@ def test_an_example_trains_as_over_gloo_and_leaves_nothing(case: Example, reques
         pytest.skip("DeepSpeed compiles an operator at its first use on a CPU, and there is no c++")
     backend, *ours = run(case, "netfold")
     assert backend == "netfold"
-    backend, *theirs = run(case, "gloo")
+    backend, *theirs = of_gloo(case)
     assert backend == "gloo"
     # Of two ranks, a sum of two f32 numbers has the same bits in either order. 9 digits tell any two f32 apart.
     assert ours == theirs
