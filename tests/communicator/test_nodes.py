@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from load import seconds
+from load import settles
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
@@ -63,8 +63,13 @@ def test_a_folder_whose_name_is_too_long_for_a_socket_serves_all_the_same() -> N
     assert values(run_ranks(a_long_name, 2)) == [(0, 0)] * 2
 
 
-def count_of_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def open_descriptors() -> list[str]:
+    """What each descriptor of this process is."""
+    found = []
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{each}"))
+    return found
 
 
 def count_of_mappings() -> int:
@@ -73,14 +78,14 @@ def count_of_mappings() -> int:
 
 def test_a_closed_group_leaves_no_descriptor_mapping_or_folder() -> None:
     values(run_threads(nodes, 3, set()))  # what is made once a process
-    before = count_of_descriptors(), count_of_mappings()
+    descriptors, mappings = open_descriptors(), count_of_mappings()
     for _ in range(3):
         values(run_threads(nodes, 3, set()))
-    # Tests before this one may have left connections that close a moment later.
-    deadline = time.monotonic() + seconds(10)
-    while (count_of_descriptors(), count_of_mappings()) > before and time.monotonic() < deadline:
+
+    def is_gone() -> bool:
         gc.collect()
-        time.sleep(0.05)
-    assert count_of_descriptors() <= before[0]
-    assert count_of_mappings() <= before[1]
+        return len(open_descriptors()) <= len(descriptors) and count_of_mappings() <= mappings
+
+    # Tests before this one may have left connections that close a moment later.
+    assert settles(is_gone, 20), (sorted(open_descriptors()), sorted(descriptors), count_of_mappings(), mappings)
     assert threading.active_count() < 10

@@ -27,7 +27,7 @@ from netfold import Communicator, FileStore
 from netfold.plan.ask.profile import read_profile
 from netfold.profile import RECORD, recording
 from netfold.profile.launch import LaunchError, namespace, new_folder
-from netfold.profile.run import GroupName, Trace, read_run
+from netfold.profile.run import PROGRESS, GroupName, Trace, read_run
 
 HERE = Path(__file__).parent
 NETFOLD = [sys.executable, "-m", "netfold.cli"]
@@ -406,9 +406,10 @@ def is_killed(rank: int, size: int, folder: str, path: str) -> Any:
     for _ in range(7):
         group.all_reduce(np.ones(10, np.float32))
     if rank == 1:
-        file = Path(path) / "rank-0001" / "operations"
-        while file.stat().st_size < 7 * RECORD.itemsize:
-            time.sleep(0.01)
+        kept = Path(path) / "rank-0001"
+        for name, size_bytes in (("operations", 7 * RECORD.itemsize), ("progress", 2 * PROGRESS.itemsize)):
+            while not (kept / name).exists() or (kept / name).stat().st_size < size_bytes:
+                time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     group.close()
     return True
