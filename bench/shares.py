@@ -1,4 +1,4 @@
-"""What a TCP flow and a job on a switch get of a link that they share; as root:
+"""Measure the shares of a TCP flow and of a job on a switch on one link; as root:
 
     .venv/bin/python bench/shares.py [SECONDS]      # 48 a row; some six minutes
 
@@ -140,7 +140,7 @@ def main(seconds: float) -> None:
             )
             print(rows[-1], flush=True)
     RESULT.write_text(
-        "# What a TCP flow and a job get of a link that they share\n\n"
+        "# Shares of a TCP flow and of a job on one link\n\n"
         f"`.venv/bin/python bench/shares.py`: a rack whose hosts add {SIZE >> 20} MB of f32 through the switch without "
         "pause, beside one TCP\nflow from host 0 to host 1. Mbit/s over "
         f"{seconds - PART_S:.0f} s, after {PART_S:.0f} s;\nthe last column is of parts of {PART_S:.0f} s.\n\n"
