@@ -187,9 +187,6 @@ class _Switch:
     def __init__(self) -> None:
         from netfold.switch import Limits, Switch
 
-        logging.getLogger("netfold").setLevel(logging.CRITICAL)
-        logging.disable(logging.CRITICAL)
-
         async def make() -> Any:
             return Switch("127.0.0.1", 0, limits=Limits(jobs=4, workers=8, memory_bytes=1 << 24))
 
@@ -198,7 +195,11 @@ class _Switch:
         _loop().set_exception_handler(lambda _, about: self.trouble.append(about))
 
     def serve(self, data: bytes) -> None:
-        _loop().run_until_complete(asyncio.wait_for(self._serve(data), ANSWER_S))
+        logging.disable(logging.CRITICAL)  # a line for each input; other tests of this process want their lines
+        try:
+            _loop().run_until_complete(asyncio.wait_for(self._serve(data), ANSWER_S))
+        finally:
+            logging.disable(logging.NOTSET)
         assert not self.trouble, self.trouble
         assert not self.switch._ledger.jobs, "a stranger left a job behind"
 
