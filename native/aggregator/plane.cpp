@@ -55,7 +55,7 @@ std::span<const std::byte> opened(seal::Sealer& sealer, std::span<const std::byt
              : std::span<const std::byte>();
 }
 
-// What travels in the place of `packet`, but for the tag: the packet itself, or at `encrypted`.
+// Returns the bytes to send before the tag: `packet` as it is, or its encrypted form, which stands at `encrypted`.
 const std::byte* sealed(seal::Sealer& sealer, std::span<const std::byte> packet, std::byte* encrypted, std::byte* out) {
   if (!sealer.encrypts()) {
     tag(sealer, packet, out);

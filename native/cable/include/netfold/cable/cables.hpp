@@ -35,7 +35,7 @@ struct End {
   std::string device;
 };
 
-// What a cable does to the frames of either direction, drawn for each frame.
+// Faults of a link, drawn for each frame of either direction.
 struct Disturbance {
   double duplicate_ratio = 0;  // of frames; a copy follows its frame after a hold of its own
   double reorder_ratio = 0;    // of frames; each is held longer, by 1 ns to reorder_ns

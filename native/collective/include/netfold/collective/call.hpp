@@ -130,7 +130,7 @@ struct Failure {
   bool orderly = false;
   // Of a mismatch: the call that the other rank was in.
   std::uint32_t their_call = 0;
-  // What it came from, on this rank or on one that told this rank.
+  // The collective whose deadline caused this failure, on this rank or on a rank that reported it.
   Expired expired = {};
   explicit operator bool() const { return kind != Kind::none; }
 };

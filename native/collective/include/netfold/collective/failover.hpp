@@ -1,4 +1,4 @@
-// Which membership of a switch a rank's operations go by, and what becomes of each operation when it is lost.
+// Decides which membership of a switch a rank's operations use, and what each operation does when that is lost.
 //
 // A pure state machine: a value without socket, clock, thread or payload. An Uplink (uplink.hpp) owns one and does what
 // it decides: it freezes channels, starts operations on them and runs host algorithms. The search over recovery
@@ -63,7 +63,7 @@ class Failover {
   // --- operations, in order of start, each by a number of the caller's ---
 
   Way start(std::uint64_t number);
-  // Where an operation that goes by the channel begins on its line of chunks.
+  // The operation uses the channel from this chunk on.
   void entered(std::uint64_t number, std::uint64_t first_chunk);
   void finish(std::uint64_t number);
   Way way(std::uint64_t number) const;
@@ -71,7 +71,8 @@ class Failover {
   std::optional<std::uint64_t> turn() const;
 
   enum class Followed : std::uint8_t { whole, again, adopted, unknown };
-  // What the first rank announced before the operation. unknown: this rank has no such membership.
+  // `word`: the membership that the first rank announced before the operation. unknown: this rank has none of that
+  // number.
   Followed follow(std::uint64_t number, std::uint64_t word);
 
   bool operator==(const Failover&) const = default;
