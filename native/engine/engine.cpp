@@ -658,18 +658,40 @@ void Group::complete(Operation& operation, Failure failure) {
   if (notify) engine_.push_completion(operation.id_);
 }
 
-int Group::wait_for_users() {
-  constexpr timespec kBetweenLooks{.tv_sec = 0, .tv_nsec = 20'000};
-  const std::int64_t until_ns = now_ns() + kRevokeNs;
+int Group::user_of_memory() const {
   for (int position = 0; position < node_->size(); ++position) {
-    if (position == node_->self()) continue;
     // A process that has ended touches nothing any more.
-    while (node_->is_used_by(position) && !mesh_->hung_up(node_->rank(position))) {
-      if (now_ns() >= until_ns) return node_->rank(position);
-      nanosleep(&kBetweenLooks, nullptr);
+    if (position != node_->self() && node_->is_used_by(position) && !mesh_->hung_up(node_->rank(position))) {
+      return node_->rank(position);
     }
   }
   return -1;
+}
+
+bool Group::take_memory_back(std::int64_t now, Failure& failure) {
+  constexpr std::int64_t kFirstLookNs = 20'000;
+  constexpr std::int64_t kLastLookNs = 5'000'000;
+  if (node_ == nullptr) return true;
+  if (revoke_until_ns_ < 0) {
+    node_->leave(failure.orderly ? transport::SharedNode::kLeft : transport::SharedNode::kFailed, failure.rank,
+                 failure.heard.empty() ? failure.text : failure.heard, failure.expired.call,
+                 failure.expired.timeout_ns);
+    revoke_until_ns_ = now + kRevokeNs;
+  }
+  look_at_users_ns_ = -1;
+  const int user = user_of_memory();
+  if (user < 0) return true;
+  if (now < revoke_until_ns_) {
+    const std::int64_t waited_ns = now - (revoke_until_ns_ - kRevokeNs);
+    look_at_users_ns_ = now + std::clamp(waited_ns / 4, kFirstLookNs, kLastLookNs);
+    return false;
+  }
+  failure.text += "; rank " + std::to_string(user) +
+                  " has been stopped while it reads or writes this rank's tensors, and may still do so when it goes "
+                  "on: do not use them again before it has ended";
+  std::lock_guard lock(mutex_);
+  failure_.text = failure.text;
+  return true;
 }
 
 void Group::fail_all() {
@@ -677,19 +699,8 @@ void Group::fail_all() {
   const std::int64_t now = now_ns();
   if (close_ns_ < 0) {
     share_timeout(failure);
-    if (node_ != nullptr) {
-      node_->leave(failure.orderly ? transport::SharedNode::kLeft : transport::SharedNode::kFailed, failure.rank,
-                   failure.heard.empty() ? failure.text : failure.heard, failure.expired.call,
-                   failure.expired.timeout_ns);
-      if (const int user = wait_for_users(); user >= 0) {
-        failure.text +=
-            "; rank " + std::to_string(user) +
-            " has been stopped while it reads or writes this rank's tensors, and may still do so when it goes "
-            "on: do not use them again before it has ended";
-        std::lock_guard lock(mutex_);
-        failure_.text = failure.text;
-      }
-    }
+    // Operations keep their tensors until then, and other groups of this thread go on.
+    if (!take_memory_back(now, failure)) return;
     collective::send_abort(*mesh_, failure);
     for (const auto& spare : spares_) collective::send_abort(*spare, failure);
     if (lane_->unconfirmed() || holds_back()) linger_until_ns_ = now + kLingerNs;
@@ -783,6 +794,10 @@ void Group::get_up() {
 
 void Group::wait_for(collective::WaitSet& set) {
   publish_status();
+  if (look_at_users_ns_ >= 0) {
+    set.wake_at(look_at_users_ns_);
+    return;  // of a failed group, whose algorithms are not polled any more
+  }
   set.wake_at(close_ns_);
   for (const auto& operation : active_) {
     if (operation->algorithm_ != nullptr) operation->algorithm_->wait_for(set);

@@ -56,3 +56,77 @@ def test_a_rank_that_gave_up_on_a_stopped_one_has_its_tensor_to_itself(tmp_path:
     # Elements that were written to after rank 0 had its tensor back.
     assert [each for each in said if each != "CollectiveTimeout"] == ["0"] * 4
     assert said.count("CollectiveTimeout") >= 2, "rank 1 was stopped after the call had ended"
+
+
+# Rank 0 is in a group with rank 1 and in one with rank 2. Rank 1 is stopped as above; while rank 0 waits for it, with
+# nobody but the engine's thread to drive either group, rank 0 and rank 2 add up.
+RANK_OF_TWO_GROUPS = """
+import os, signal, sys, threading, time
+import numpy as np
+import netfold
+from netfold import Communicator, FileStore
+
+rank, folder, timeout_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+
+def with_the_other(small, steps):
+    began = time.monotonic()
+    work = small.all_reduce(steps, asynchronous=True)
+    while not work.done:
+        time.sleep(1e-3)
+    work.wait()
+    return time.monotonic() - began
+
+def beside_a_stopped_rank(small, turn):
+    large = netfold.empty((1 << 26,), np.float32)
+    with Communicator(FileStore(f"{folder}/pids{turn}"), rank, 2, timeout_s=timeout_s) as group:
+        pids = [np.zeros(1, np.int64) for _ in range(2)]
+        group.all_gather(np.array([os.getpid()], np.int64), pids)
+    try:
+        with Communicator(FileStore(f"{folder}/large{turn}"), rank, 2, timeout_s=timeout_s) as group:
+            for call in range(3):
+                group.barrier()
+                if rank == 1 or call < 2:
+                    began = time.monotonic()
+                    group.all_reduce(large)
+                    took_s = time.monotonic() - began
+                    continue
+                other = int(pids[1][0])
+                threading.Timer(took_s * (1 + turn) / 5, os.kill, (other, signal.SIGSTOP)).start()
+                go_on = threading.Timer(4.0, os.kill, (other, signal.SIGCONT))
+                go_on.start()
+                began = time.monotonic()
+                work = group.all_reduce(large, asynchronous=True, timeout_s=1.0)
+                longest_s = 0.0
+                while not work.done:
+                    longest_s = max(longest_s, with_the_other(small, np.zeros(1, np.float32)))
+                print(time.monotonic() - began - 1.0, longest_s, flush=True)
+                go_on.join()
+                time.sleep(1)
+                work.wait()
+    except netfold.communicator.NetfoldError:
+        pass
+
+if rank == 1:
+    for turn in range(4):
+        beside_a_stopped_rank(None, turn)
+else:
+    with Communicator(FileStore(f"{folder}/small"), rank // 2, 2, timeout_s=timeout_s) as small:
+        if rank == 0:
+            for turn in range(4):
+                beside_a_stopped_rank(small, turn)
+            with_the_other(small, np.ones(1, np.float32))
+        total = np.zeros(1, np.float32)
+        while rank == 2 and total[0] == 0.0:
+            with_the_other(small, total)
+"""
+
+
+@pytest.mark.native
+def test_a_group_that_waits_for_a_stopped_rank_keeps_no_other_group_waiting(tmp_path: Path) -> None:
+    lines = run_scripts(RANK_OF_TWO_GROUPS, 3, tmp_path, seconds(20))[0].splitlines()
+    # How long rank 0 waited beyond its deadline for rank 1, which goes on after 4 s; the other group's longest call.
+    waits = [
+        (waited_s, longest_s) for waited_s, longest_s in (map(float, line.split()) for line in lines) if waited_s > 1
+    ]
+    assert waits, "rank 1 was stopped after each call had ended"
+    assert all(longest_s < waited_s / 2 for waited_s, longest_s in waits), lines

@@ -278,8 +278,10 @@ class Group {
   // timeout, the failure is the timeout here too: one cause has one name on all ranks.
   void share_timeout(collective::Failure& failure);
   void fail_all();
-  // Until no rank of this host touches this rank's memory: -1; or the rank that still does.
-  int wait_for_users();
+  // True when no rank of this host touches this rank's memory any more, or one has been stopped in the midst of that
+  // for kRevokeNs, which `failure` then says. False: to be asked again at look_at_users_ns_.
+  bool take_memory_back(std::int64_t now, collective::Failure& failure);
+  int user_of_memory() const;  // -1: no rank of this host
   // A connection that broke does not say why; in shared memory its owner may have.
   void hear_in_memory(collective::Failure& failure) const;
   void publish_traffic();
@@ -332,6 +334,8 @@ class Group {
   std::deque<std::shared_ptr<Operation>> arrived_;                 // transfers, not yet given to the lane
   std::map<std::uint64_t, std::shared_ptr<Operation>> transfers_;  // the oldest first
   std::int64_t transfer_deadline_ns_ = -1;                         // not after the first of them
+  std::int64_t revoke_until_ns_ = -1;   // of a failed group: how long it waits for ranks that touch its memory
+  std::int64_t look_at_users_ns_ = -1;  // likewise, while it waits: when it looks again
   std::int64_t linger_until_ns_ = -1;
   std::int64_t close_ns_ = -1;  // of a failed group: when its connections end
   bool failure_names_operation_ = false;
