@@ -107,7 +107,14 @@ void bind_transport(nb::module_& m) {
       .def("hello", &hello, nb::kw_only(), nb::arg("job"), nb::arg("incarnation"), nb::arg("worker"), nb::arg("nonce"),
            nb::arg("packet_bytes"), nb::arg("key").none(), nb::arg("timeout_ns"),
            "The number with which packets of this length, and a tag behind it where there is a key, come back from the "
-           "switch, which knows our place then; None: they do not.");
+           "switch, which knows our place then; None: they do not.")
+      .def_prop_ro(
+          "last_send_error",
+          [](const DataPort& self) -> std::string {
+            if (!self.port) throw nb::value_error("this port was given to a group");
+            return self.port->counters().last_send_error;
+          },
+          "Why this host or the provider last refused to send packets, or says that they did not arrive; empty: never.");
   nb::class_<UdpPort, DataPort>(t, "UdpPort")
       .def(
           "__init__",

@@ -15,8 +15,10 @@ from netfold import control, packet_keys
 from netfold._native import fabric, protocol, seal
 from netfold._native.transport import DataPort, FabricPort, UdpPort
 
-# Longest that a way is tried whose packets do not come back.
+# Longest that a way is tried whose packets do not come back. A provider connects at the first packet, for which the
+# switch's thread must run several times: on hosts with much other work that takes longer than a packet of UDP.
 _LAST_S = 5.0
+_LAST_FABRIC_S = 15.0
 # As in docs/fabric.md: what may stand before the provider that is really used.
 _STRICT = re.compile(r"^strict[^+]*\+")
 
@@ -113,7 +115,7 @@ class _Udp:
                 return {"payload_bytes": payload}
         raise PathError(
             f"is reached by TCP, but no UDP packet came back from its data port {admitted['port']}: a firewall may "
-            "drop UDP, or an address translation change its port"
+            f"drop UDP, or an address translation change its port{_refused(self.port)}"
         )
 
 
@@ -138,14 +140,18 @@ class _Fabric:
         except fabric.FabricError as error:
             raise PathError(f"has no place that provider {provider} knows: {error}") from None
         payload = fabric_payload(min(self._place["packet_bytes"], int(theirs["packet_bytes"])))
-        proof = _hello(self.port, admitted, payload, deadline, _LAST_S)
+        proof = _hello(self.port, admitted, payload, deadline, _LAST_FABRIC_S)
         if proof is None:
             raise PathError(
                 f"is reached by TCP, but nothing came back from it over provider {provider}: does the interface that "
                 "reaches it carry that fabric (netfold doctor fabric), does a firewall drop it, and are the provider's "
-                "own variables (FI_...) the same at both ends?"
+                f"own variables (FI_...) the same at both ends?{_refused(self.port)}"
             )
         return {"payload_bytes": payload, "proof": proof}
+
+
+def _refused(port: DataPort) -> str:
+    return f" (the last packet did not leave: {port.last_send_error})" if port.last_send_error else ""
 
 
 def _hello(port: DataPort, admitted: control.Message, payload: int, deadline: float, seconds: float) -> int | None:

@@ -270,3 +270,22 @@ def test_forged_icmp_of_every_kind_changes_nothing(tmp_path: Path) -> None:
         time.sleep(GOES_ON_S)
         assert all("is gone" not in running.said(rank) for rank in range(2))
         running.end()
+
+
+JOINS = """
+import time
+from netfold.data_path import PathError, open_path
+admitted = {"port": 9, "job_id": 1, "incarnation": 1, "worker": 0, "nonce": 5}
+try:
+    open_path(None, "127.0.0.1", 1 << 16).reach("127.0.0.1", admitted, time.monotonic() + 1)
+except PathError as error:
+    print(error)
+"""
+
+
+def test_a_firewall_on_the_host_that_joins_is_told_from_one_on_the_way(tmp_path: Path) -> None:
+    with lan(1) as there:
+        joins = ["ip", "netns", "exec", there.names[0], sys.executable, "-c", JOINS]
+        assert "did not leave" not in run(joins)
+        there.drop(0, "out udp dport 9")
+        assert "(the last packet did not leave: send to 127.0.0.1:9: Operation not permitted)" in run(joins)
