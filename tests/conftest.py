@@ -1,12 +1,17 @@
 """Its place puts this folder on the path, so that tests of every package can say `from ranks import run_ranks`."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 # Set before anything imports torch, for all processes that tests start: workers and ranks share a few cores, and
 # waiting OpenMP threads would take them all.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them every process that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
 # The longest files run first: `make test` hands files to its workers in this order, so that no long one runs alone at
