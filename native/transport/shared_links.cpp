@@ -6,9 +6,10 @@
 
 namespace netfold::transport {
 
-SharedLinks::SharedLinks(std::vector<Fd> links) : peers_(links.size()) {
-  for (std::size_t i = 0; i < links.size(); ++i) peers_[i].link = std::move(links[i]);
-  removals_seen_ = SharedRegions::instance().removals();
+SharedLinks::SharedLinks() : removals_seen_(SharedRegions::instance().removals()) {}
+
+void SharedLinks::add(Fd link, std::atomic<std::uint32_t>& sent, const std::atomic<std::uint32_t>& came) {
+  peers_.push_back({.link = std::move(link), .sent = &sent, .came = &came});
 }
 
 SharedLinks::~SharedLinks() {
@@ -33,7 +34,12 @@ bool SharedLinks::send(Peer& peer, const Letter& letter, int fd) {
     std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
   }
   // A local socket takes so short a message whole or not at all.
-  return sendmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof letter);
+  if (sendmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof letter)) {
+    return false;
+  }
+  // Whoever sees this, or a post that was published after it, finds the letter in its socket.
+  peer.sent->fetch_add(1, std::memory_order_release);
+  return true;
 }
 
 void SharedLinks::forget_removed() {
@@ -72,7 +78,8 @@ void SharedLinks::exchange() {
 }
 
 void SharedLinks::read_letters(Peer& peer) {
-  for (;;) {
+  const std::uint32_t came = peer.came->load(std::memory_order_acquire);
+  while (peer.read != came) {
     Letter letter{};
     iovec piece{&letter, sizeof letter};
     msghdr message{};
@@ -84,6 +91,7 @@ void SharedLinks::read_letters(Peer& peer) {
     if (recvmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) != static_cast<ssize_t>(sizeof letter)) {
       return;
     }
+    ++peer.read;
     Fd fd;
     const cmsghdr* header = CMSG_FIRSTHDR(&message);
     if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {

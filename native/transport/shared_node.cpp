@@ -9,11 +9,7 @@ namespace netfold::transport {
 
 SharedNode::SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> bells,
                        std::vector<Fd> links, std::shared_ptr<PeerMemory> memory)
-    : self_(self),
-      ranks_(std::move(ranks)),
-      bells_(std::move(bells)),
-      links_(std::move(links)),
-      memory_(std::move(memory)) {
+    : self_(self), ranks_(std::move(ranks)), bells_(std::move(bells)), memory_(std::move(memory)) {
   segments_.reserve(ranks_.size());
   for (const Fd& fd : segments) {
     void* mapped = mmap(nullptr, sizeof(Segment), PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
@@ -22,6 +18,10 @@ SharedNode::SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segment
       throw_errno("map a rank's shared memory");
     }
     segments_.push_back(static_cast<Segment*>(mapped));
+  }
+  for (int position = 0; position < size(); ++position) {
+    links_.add(std::move(links[static_cast<std::size_t>(position)]), own().letters[position],
+               segment(position).letters[self_]);
   }
 }
 

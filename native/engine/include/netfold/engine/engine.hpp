@@ -322,7 +322,7 @@ class Group {
   std::uint64_t event_count_ = 0;
   std::vector<Traffic> traffic_;
   bool closed_ = false;
-  std::deque<std::function<void()>> errands_;
+  std::vector<std::function<void()>> errands_;
   bool behind_ = false;  // a mended connection has things to say again, or a pipe needs driving
   std::array<collective::MessageHeader, kSaid> said_;
 

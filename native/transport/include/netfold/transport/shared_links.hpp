@@ -7,6 +7,7 @@
 
 #include <netfold/transport/shared_regions.hpp>
 
+#include <atomic>
 #include <map>
 #include <set>
 #include <vector>
@@ -15,11 +16,14 @@ namespace netfold::transport {
 
 class SharedLinks {
  public:
-  // `links[p]`: a connected local stream socket to position p; empty at our own place. Takes ownership.
-  explicit SharedLinks(std::vector<Fd> links);
+  SharedLinks();
   ~SharedLinks();
   SharedLinks(const SharedLinks&) = delete;
   SharedLinks& operator=(const SharedLinks&) = delete;
+
+  // Of the next position: a connected local stream socket to it, which becomes ours; empty at our own place. `sent` and
+  // `came`, in shared memory, count letters to it and from it: without a new one nobody asks the socket.
+  void add(Fd link, std::atomic<std::uint32_t>& sent, const std::atomic<std::uint32_t>& came);
 
   // Makes sure that `position` has been sent the region. False where the socket has no room now: then do without.
   bool offer(int position, const SharedRegion& region);
@@ -43,6 +47,9 @@ class SharedLinks {
   };
   struct Peer {
     Fd link;
+    std::atomic<std::uint32_t>* sent;
+    const std::atomic<std::uint32_t>* came;
+    std::uint32_t read = 0;                   // of `came`
     std::set<std::uint64_t> offered;          // what we sent
     std::map<std::uint64_t, Mapping> mapped;  // what came
   };

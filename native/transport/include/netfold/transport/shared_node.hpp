@@ -65,8 +65,9 @@ class SharedNode {
     std::int64_t expired_timeout_ns;
     std::uint32_t reason_bytes;
     char reason[1024];
-    alignas(64) std::atomic<std::uint64_t> done;           // calls that this rank is through with
-    alignas(64) std::atomic<std::uint8_t> uses[kMaxSize];  // 1: the owner touches memory of that rank's process
+    alignas(64) std::atomic<std::uint64_t> done;               // calls that this rank is through with
+    alignas(64) std::atomic<std::uint8_t> uses[kMaxSize];      // 1: the owner touches memory of that rank's process
+    alignas(64) std::atomic<std::uint32_t> letters[kMaxSize];  // that the owner has sent to that rank (SharedLinks)
     Post posts[kPosts];
     Stream to_fold;
     Stream to_copy;
@@ -76,8 +77,9 @@ class SharedNode {
   };
 
   // `ranks[p]` is the rank of position p, ascending; `segments[p]` and `bells[p]` its memfd of sizeof(Segment) zero
-  // bytes and its eventfd, this rank's own included; `links` as SharedLinks takes them. Takes ownership. `memory`:
-  // where every rank of the node has met every other; else null. Throws std::system_error.
+  // bytes and its eventfd, this rank's own included; `links[p]` a connected local stream socket to it, empty for this
+  // rank. Takes ownership. `memory`: where every rank of the node has met every other; else null. Throws
+  // std::system_error.
   SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> bells, std::vector<Fd> links,
              std::shared_ptr<PeerMemory> memory);
   ~SharedNode();
