@@ -3,7 +3,8 @@
   scopes    the named scopes: those that CI searches, and those of `make prove`
   recovery  the search over recovery from a lost switch: production's decisions, communicator/recovery_machine.py and
             native/collective's Failover
-  arrivals  the search over gap detection: native/protocol's Arrivals
+  arrivals  the search over gap detection alone: native/protocol's Arrivals
+  parent_sender  the search over what a leaf sends to its parent: native/protocol's Uplink
 
 The machines, the network and time, what is asked of every state, and why that is enough: native/prove's header,
 search.hpp. May import netfold._native.prove and sim's diagrams; recovery also
@@ -36,7 +37,8 @@ class Scope:
     leaves: workers below each, as "1,1"; none: all of them at one switch. operations: chunks of each, as "2,2". last:
     the same of the last worker, if it calls something else. strangers: 1 where another job's packets are on the wire.
     window: W; the switch has 2W slots. restarts: of group or switch, in total. network: kept, joined or taken.
-    max_states: stop there; 0 for as many as can be counted.
+    numbers: packets have numbers so far apart, 0 for none; rings, where they have: of each worker's timer, and how
+    often each leaf is asked for a sum once more. max_states: stop there; 0 for as many as can be counted.
     """
 
     workers: int = 2
@@ -47,6 +49,8 @@ class Scope:
     strangers: int = 0
     restarts: int = 0
     network: str = "kept"
+    numbers: int = 0
+    rings: int = 0
     max_states: int = 0
 
     def command(self) -> str:
@@ -96,6 +100,7 @@ def sentence(scope: Scope, report: Any) -> str:
     found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
     others = f" (the last worker {scope.last})" if scope.last else ""
     others += ", another job's packets" if scope.strangers else ""
+    others += f", numbers {scope.numbers} apart, {scope.rings} timers" if scope.numbers else ""
     return (
         f"{scope.workers} workers{below}, {slots} slots, chunks {scope.operations}{others}, {scope.restarts} restarts, "
         f"packets {scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "
