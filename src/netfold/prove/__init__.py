@@ -4,11 +4,12 @@
   recovery  the search over recovery from a lost switch: production's decisions, communicator/recovery_machine.py and
             native/collective's Failover
   arrivals  the search over gap detection alone: native/protocol's Arrivals
+  switch_watch  the search over when a switch is held to be lost: communicator/switch_watch.py
   parent_sender  the search over what a leaf sends to its parent: native/protocol's Uplink
 
 The machines, the network and time, what is asked of every state, and why that is enough: native/prove's header,
 search.hpp. May import netfold._native.prove and sim's diagrams; recovery also
-communicator.recovery_machine. Always: a report says whether its scope was exhausted;
+communicator.recovery_machine, and switch_watch communicator.switch_watch. Always: a report says whether its scope was exhausted;
 a broken promise comes with the shortest trace, and the command that shows it again.
 
 Tests: `.venv/bin/pytest tests/prove`    All scopes: `make prove`

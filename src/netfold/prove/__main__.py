@@ -20,6 +20,7 @@ from netfold.prove import (
     search,
     search_hellos,
     sentence,
+    switch_watch,
 )
 from netfold.prove.scopes import LARGE, QUICK, RECOVERY_LARGE, RECOVERY_QUICK
 from netfold.sim import diagram
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if quick or everything:
             recoveries = {**RECOVERY_QUICK, **RECOVERY_LARGE} if everything else RECOVERY_QUICK
             senders = {**parent_sender.QUICK, **parent_sender.LARGE} if everything else parent_sender.QUICK
-            found += [_search_hellos(), _search_arrivals(everything)]
+            found += [_search_hellos(), _search_arrivals(everything), _search_switch_watch()]
             found += [_search_parent_sender(name, each) for name, each in senders.items()]
             found += [_search_recovery(name, each) for name, each in recoveries.items()]
         return max(found)
@@ -77,6 +78,12 @@ def _search_recovery(name: str, scope: recovery.RecoveryScope) -> int:
 def _search_arrivals(everything: bool) -> int:
     report = arrivals.search_arrivals(arrivals.PACKETS + (2 if everything else 0))
     print(f"arrivals: {arrivals.sentence(report)}", flush=True)
+    return int(bool(report.broken))
+
+
+def _search_switch_watch() -> int:
+    report = switch_watch.search_switch_watch()
+    print(f"watch: {switch_watch.sentence(report)}", flush=True)
     return int(bool(report.broken))
 
 
