@@ -17,6 +17,8 @@ namespace netfold::prove {
 
 using Id = std::uint32_t;
 inline constexpr Id kNoId = 0xffffffff;
+// Packets of one sender, where they are numbered.
+inline constexpr std::uint64_t kMaxNumbers = 64;
 
 // Which life of the job. A switch that restarts begins its epochs anew.
 struct Life {
@@ -45,7 +47,8 @@ struct Numbers {
   std::uint64_t results = 0;                     // numbers of results that came, a bit each
   std::uint64_t received = 0;                    // chunks that have their result, a bit each
   bool skipped = false;                          // a result came before one of a lower number, which may be lost
-  bool operator==(const Numbers&) const = default;
+  void take_result(std::uint64_t chunk, std::uint64_t number);
+  void append_canonical(std::string& out) const;
 };
 
 struct SwitchState {

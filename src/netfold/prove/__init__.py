@@ -8,9 +8,9 @@
   parent_sender  the search over what a leaf sends to its parent: native/protocol's Uplink
 
 The machines, the network and time, what is asked of every state, and why that is enough: native/prove's header,
-search.hpp. May import netfold._native.prove and sim's diagrams; recovery also
-communicator.recovery_machine, and switch_watch communicator.switch_watch. Always: a report says whether its scope was exhausted;
-a broken promise comes with the shortest trace, and the command that shows it again.
+search.hpp. May import netfold._native.prove and sim's diagrams; recovery also communicator.recovery_machine, and
+switch_watch communicator.switch_watch. Always: a report says whether its scope was exhausted; a broken promise comes
+with the shortest trace, and the command that shows it again.
 
 Tests: `.venv/bin/pytest tests/prove`    All scopes: `make prove`
 """

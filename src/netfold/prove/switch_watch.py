@@ -32,9 +32,8 @@ SILENT_S = ALIVE_S + ANSWER_S + 2 * TICK_S
 CUT_S = PATH_S + ALIVE_S + TICK_S
 ANSWERS = ((), (RANK,), (OTHER,), (RANK, OTHER))
 
-Event = tuple[
-    Any, ...
-]  # the answer, or "none"; what becomes of the chunk; how long until the tick; whether a rank left
+# The answer, or "none"; what becomes of the chunk; how long until the tick; whether a rank has left.
+Event = tuple[Any, ...]
 
 
 class _Past(NamedTuple):
@@ -98,9 +97,8 @@ def _events(past: _Past) -> Iterator[Event]:
     chunks = ("same", "next", "idle") if past.waited_s >= 0 else ("same", "next")
     for answer in answers:
         for chunk in chunks:
-            for seconds in (TICK_S, PAUSE_S):
-                for urgent in (False, True):
-                    yield answer, chunk, seconds, urgent
+            for seconds, urgent in ((TICK_S, False), (TICK_S, True), (PAUSE_S, False)):
+                yield answer, chunk, seconds, urgent
 
 
 def _happen(watch: Any, past: _Past, event: Event, new_chunk: int) -> tuple[Ask | Lost | None, _Past, str]:
