@@ -166,7 +166,9 @@ void bind_protocol(nb::module_& m) {
       .def("handle_notice", &Uplink::handle_notice)
       .def_prop_ro("in_flight", &Uplink::in_flight)
       .def_prop_ro("packets_sent", &Uplink::packets_sent)
-      .def_prop_ro("sent_again", &Uplink::sent_again);
+      .def_prop_ro("sent_again", &Uplink::sent_again)
+      .def("canonical", &canonical<Uplink>)
+      .def("copy", [](const Uplink& self) { return Uplink(self); });
 
   nb::class_<Worker::Send>(p, "Send")
       .def_ro("header", &Worker::Send::header)

@@ -15,7 +15,7 @@ using Leaves = std::vector<std::uint16_t>;  // workers below each
 
 Scope scope_of(std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
                const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network,
-               std::uint64_t max_states) {
+               std::uint32_t numbers, std::uint32_t rings, std::uint64_t max_states) {
   Scope scope{.workers = workers,
               .leaves = leaves,
               .window = window,
@@ -23,6 +23,8 @@ Scope scope_of(std::uint16_t workers, const Leaves& leaves, std::uint32_t window
               .last = last,
               .strangers = strangers,
               .restarts = restarts,
+              .numbers = numbers,
+              .rings = rings,
               .max_states = max_states};
   if (network == "joined") {
     scope.network = Network::joined;
@@ -61,23 +63,27 @@ void bind_prove(nb::module_& m) {
   p.def(
       "search",
       [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
-         const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network,
-         std::uint64_t max_states) {
-        const Scope scope =
-            scope_of(workers, leaves, window, operations, last, strangers, restarts, network, max_states);
+         const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network, std::uint32_t numbers,
+         std::uint32_t rings, std::uint64_t max_states) {
+        const Scope scope = scope_of(workers, leaves, window, operations, last, strangers, restarts, network, numbers,
+                                     rings, max_states);
         const nb::gil_scoped_release released;
         return search(scope);
       },
       nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
-      nb::arg("strangers"), nb::arg("restarts"), nb::arg("network"), nb::arg("max_states"));
+      nb::arg("strangers"), nb::arg("restarts"), nb::arg("network"), nb::arg("numbers"), nb::arg("rings"),
+      nb::arg("max_states"));
   p.def("search_hellos", &search_hellos, nb::arg("workers"));
   p.def(
       "replay",
       [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
-         const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network,
-         const std::vector<std::string>& steps) {
-        return replay(scope_of(workers, leaves, window, operations, last, strangers, restarts, network, 0), steps);
+         const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network, std::uint32_t numbers,
+         std::uint32_t rings, const std::vector<std::string>& steps) {
+        return replay(
+            scope_of(workers, leaves, window, operations, last, strangers, restarts, network, numbers, rings, 0),
+            steps);
       },
       nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
-      nb::arg("strangers"), nb::arg("restarts"), nb::arg("network"), nb::arg("steps"));
+      nb::arg("strangers"), nb::arg("restarts"), nb::arg("network"), nb::arg("numbers"), nb::arg("rings"),
+      nb::arg("steps"));
 }

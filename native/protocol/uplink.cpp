@@ -94,4 +94,24 @@ void Uplink::unlink(List& list, std::uint32_t slot) {
   --list.count;
 }
 
+void Uplink::append_canonical(std::vector<std::byte>& out) const {
+  const auto append = [&out](auto value) {
+    const auto* first = reinterpret_cast<const std::byte*>(&value);
+    out.insert(out.end(), first, first + sizeof value);
+  };
+  append(due_.head);
+  append(flight_.head);
+  for (const Entry& entry : entries_) {
+    append(entry.state);
+    append(entry.sent);
+    append(entry.again);
+    append(entry.next);
+    append(entry.send_number);
+  }
+  append(counter_);
+  append(highest_answered_send_);
+  append(packets_sent_);
+  append(sent_again_);
+}
+
 }  // namespace netfold::protocol

@@ -7,14 +7,19 @@ using Kind = Move::Kind;
 State Moves::first() {
   State state{.machine = parts.new_switch(Life{}, 0), .network = parts.network_of({})};
   state.network = parts.with(state.network, parts.strangers());
-  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
-    state.workers[worker] = parts.new_worker(Life{}, worker);
+  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
+    state.leaves[leaf] = parts.new_leaf(state.machine, leaf);
   }
-  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) state.leaves[leaf] = parts.new_leaf(Life{}, leaf);
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+    state.workers[worker] = parts.new_worker(machine_of(state, worker), worker);
+  }
   return state;
 }
 
 bool Moves::finished(const State& state) const {
+  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
+    if (leaf_rejoins(state, leaf)) return false;
+  }
   for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
     if (rejoins(state, worker) || !parts.finished(state.workers[worker])) return false;
   }
@@ -22,15 +27,23 @@ bool Moves::finished(const State& state) const {
 }
 
 bool Moves::rejoins(const State& state, std::uint16_t worker) const {
-  return parts.worker_state(state.workers[worker]).life() != parts.switch_state(state.machine).life();
+  return parts.worker_state(state.workers[worker]).life() != parts.switch_state(machine_of(state, worker)).life();
+}
+
+bool Moves::leaf_rejoins(const State& state, std::uint16_t leaf) const {
+  return parts.switch_state(state.leaves[leaf]).root_life() != parts.switch_state(state.machine).life();
+}
+
+Id Moves::machine_of(const State& state, std::uint16_t worker) const {
+  return scope_.leaves.empty() ? state.machine : state.leaves[parts.leaf_of(worker)];
 }
 
 bool Moves::can_hear(const State& state, std::uint16_t worker) const {
   if (parts.ended(state.workers[worker])) return false;
   for (std::uint16_t other = 0; other < scope_.workers; ++other) {
     const Id id = state.workers[other];
-    const Life life = parts.worker_state(id).life();
-    if (parts.ended(id) && life == parts.worker_state(state.workers[worker]).life()) return true;
+    const Life life = parts.worker_state(id).root_life;
+    if (parts.ended(id) && life == parts.worker_state(state.workers[worker]).root_life) return true;
   }
   return false;
 }
@@ -66,6 +79,11 @@ std::pair<State, Step> Moves::done(const State& state, const Move& move) {
       step.became = "lost";
       return made;
     case Kind::ring: {
+      if (scope_.numbers > 0) {
+        step = parts.ring(next.workers[move.what]);
+        next.workers[move.what] = step.next;
+        break;
+      }
       const std::vector<Id>& again = parts.worker_state(next.workers[move.what]).again;
       step.sent.assign(again.begin(), again.begin() + move.times);
       step.became = "sends again";
@@ -80,21 +98,31 @@ std::pair<State, Step> Moves::done(const State& state, const Move& move) {
       next.workers[move.what] = step.next;
       break;
     case Kind::rejoin: {
-      const Life life = parts.switch_state(next.machine).life();
-      next.workers[move.what] = parts.new_worker(life, static_cast<std::uint16_t>(move.what));
-      step.became = "life " + words(life);
+      const auto worker = static_cast<std::uint16_t>(move.what);
+      next.workers[worker] = parts.new_worker(machine_of(next, worker), worker);
+      step.became = "life " + words(parts.worker_state(next.workers[worker]).life());
       break;
     }
+    case Kind::rejoin_leaf:
+      next.leaves[move.what] = parts.new_leaf(next.machine, static_cast<std::uint16_t>(move.what));
+      step.became = "life " + words(parts.switch_state(next.leaves[move.what]).life());
+      break;
     case Kind::restart_group:
-    case Kind::restart_switch: {
+    case Kind::restart_switch:
+    case Kind::restart_leaf: {
       const SwitchState& old = parts.switch_state(next.machine);
-      Life life = old.life();
-      if (move.kind == Kind::restart_group) {
-        ++life.epoch;
-      } else {
-        life = {life.incarnation + 1, Life{}.epoch};
+      const auto following = [](Life life, bool restarts) {
+        return restarts ? Life{life.incarnation + 1, Life{}.epoch} : Life{life.incarnation, life.epoch + 1};
+      };
+      std::array<Life, kMaxLeaves> leaves = old.leaves;
+      for (std::uint32_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
+        leaves[leaf] = following(leaves[leaf], move.kind == Kind::restart_leaf && leaf == move.what);
       }
-      next.machine = parts.new_switch(life, old.restarts + 1);
+      const Life life = following(old.life(), move.kind == Kind::restart_switch);
+      next.machine = parts.new_switch(life, old.restarts + 1, leaves);
+      if (move.kind == Kind::restart_leaf) {
+        next.leaves[move.what] = parts.new_leaf(next.machine, static_cast<std::uint16_t>(move.what));
+      }
       step.became = "life " + words(life);
       break;
     }
@@ -130,15 +158,20 @@ void Moves::each(const State& state, const Visit& visit) {
     if (parts.can_call(id)) one({Kind::call, worker});
     if (can_hear(state, worker)) one({Kind::hear, worker});
     if (rejoins(state, worker)) one({Kind::rejoin, worker});
+    if (scope_.numbers > 0 && parts.can_ring(id)) one({Kind::ring, worker, 1});
     if (scope_.network == Network::taken) {
       for (std::uint32_t rings = 1; rings <= parts.worker_state(id).again.size(); ++rings) {
         one({Kind::ring, worker, rings});
       }
     }
   }
+  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
+    if (leaf_rejoins(state, leaf)) one({Kind::rejoin_leaf, leaf});
+  }
   if (parts.switch_state(state.machine).restarts < scope_.restarts) {
     one({Kind::restart_group});
     one({Kind::restart_switch});
+    for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) one({Kind::restart_leaf, leaf});
   }
 }
 
@@ -165,6 +198,10 @@ void Moves::each_alone(const State& state, const Visit& visit) {
       next = state;
       one(next, {Kind::deliver, packet});
     }
+  }
+  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
+    State next = state;
+    if (leaf_rejoins(state, leaf)) one(next, {Kind::rejoin_leaf, leaf});
   }
 }
 

@@ -18,15 +18,25 @@ struct State {
 };
 
 struct Move {
-  enum class Kind : std::uint8_t { deliver, copy, lose, ring, call, hear, rejoin, restart_group, restart_switch };
+  enum class Kind : std::uint8_t {
+    deliver,
+    copy,
+    lose,
+    ring,
+    call,
+    hear,
+    rejoin,
+    rejoin_leaf,
+    restart_group,
+    restart_switch,
+    restart_leaf
+  };
   Kind kind = Kind::deliver;
-  std::uint32_t what = 0;   // deliver, copy, lose: a packet; ring, call, hear, rejoin: a worker
+  std::uint32_t what = 0;   // deliver, copy, lose: a packet; rejoin_leaf, restart_leaf: a leaf; else a worker
   std::uint32_t times = 0;  // ring: how many timers, one after the other
 
   // Of network or machines: what no way to the end may count on.
-  bool is_fault() const {
-    return kind == Kind::copy || kind == Kind::lose || kind == Kind::restart_group || kind == Kind::restart_switch;
-  }
+  bool is_fault() const { return kind == Kind::copy || kind == Kind::lose || kind >= Kind::restart_group; }
 };
 
 class Moves {
@@ -56,7 +66,10 @@ class Moves {
   // Where the packet arrives.
   Id& place_of(State& state, const Packet& packet) const;
   const Step& delivered(const State& state, Id packet);
+  // The worker's switch, or its leaf.
+  Id machine_of(const State& state, std::uint16_t worker) const;
   bool rejoins(const State& state, std::uint16_t worker) const;
+  bool leaf_rejoins(const State& state, std::uint16_t leaf) const;
   bool can_hear(const State& state, std::uint16_t worker) const;
 
   Scope scope_;

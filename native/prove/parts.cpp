@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 
@@ -16,6 +17,7 @@ constexpr std::uint32_t kJob = 7;
 constexpr std::uint32_t kPayloadBytes = 8;  // one i64: a chunk is an element
 constexpr std::int64_t kNumbers = 1024;     // contributions are in [1024, 2048)
 constexpr int kWorkerBits = 16;
+constexpr std::uint64_t kMaxNumbers = 64;           // packets of one sender, where they are numbered
 constexpr std::uint32_t kLives = kMaxRestarts + 1;  // most incarnations, and most epochs of one
 
 std::uint64_t chunks_of(const std::vector<std::uint32_t>& line) {
@@ -37,6 +39,12 @@ void check(const Scope& scope) {
   if (scope.restarts > kMaxRestarts) {
     throw std::invalid_argument("a scope has at most " + std::to_string(kMaxRestarts) + " restarts");
   }
+  if (scope.numbers == 0 && scope.rings > 0) throw std::invalid_argument("timers are counted where packets are");
+  if (scope.numbers > 0 && (scope.restarts > 0 || !scope.last.empty() || scope.network != Network::kept ||
+                            scope.numbers * kMaxNumbers > std::numeric_limits<std::uint32_t>::max())) {
+    throw std::invalid_argument(
+        "a scope with numbers has packets kept, no restarts, and no worker that calls something else");
+  }
   if (scope.leaves.empty()) return;
   std::uint32_t below = 0;
   for (const std::uint16_t each : scope.leaves) below += each;
@@ -44,9 +52,6 @@ void check(const Scope& scope) {
   if (childless || scope.leaves.size() > kMaxLeaves || below != scope.workers) {
     throw std::invalid_argument("a scope has no leaves, or 1 to " + std::to_string(kMaxLeaves) +
                                 " with all of its workers below them");
-  }
-  if (scope.restarts > 0 || scope.strangers || !scope.last.empty()) {
-    throw std::invalid_argument("a scope with leaves has no restarts, no strangers, and no worker that disagrees");
   }
 }
 
@@ -72,28 +77,44 @@ std::uint16_t Parts::first_below(std::uint16_t leaf) const {
   return static_cast<std::uint16_t>(std::ranges::find(homes_, leaf) - homes_.begin());
 }
 
+std::uint16_t Parts::place_of(std::uint16_t worker) const {
+  return scope_.leaves.empty() ? worker : static_cast<std::uint16_t>(worker - first_below(leaf_of(worker)));
+}
+
+Packet Parts::stranger(std::uint16_t worker, std::uint64_t chunk, bool answer) const {
+  const Line& line = line_of(worker);
+  const std::uint32_t operation =
+      std::min<std::uint32_t>(operation_at(line, chunk), static_cast<std::uint32_t>(line.size() - 1));
+  const Header header{.flags = static_cast<std::uint8_t>(answer ? protocol::kAnswer : 0),
+                      .job = kJob + 1,
+                      .epoch = Life{}.epoch,
+                      .incarnation = Life{}.incarnation,
+                      .chunk = chunk,
+                      .operation = operation,
+                      .elements = line[operation],
+                      .worker = place_of(worker),
+                      .count = 1,
+                      .wire = static_cast<std::uint8_t>(kernels::DType::i64),
+                      .reduce = static_cast<std::uint8_t>(kernels::ReduceOp::sum)};
+  Packet packet{.answer = answer, .worker = worker, .chunk = chunk, .life = {}, .foreign = true};
+  packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);  // of zeros, which are in no sum
+  protocol::write_header(header, packet.bytes.data());
+  return packet;
+}
+
 std::vector<Id> Parts::strangers() {
   std::vector<Id> packets;
   if (!scope_.strangers) return packets;
   for (std::uint64_t chunk = 0; chunk < chunk_count_; ++chunk) {
-    for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
-      const Line& line = line_of(worker);
-      const std::uint32_t operation =
-          std::min<std::uint32_t>(operation_at(line, chunk), static_cast<std::uint32_t>(line.size() - 1));
-      for (const bool answer : {false, true}) {
-        const Header header{.flags = static_cast<std::uint8_t>(answer ? protocol::kAnswer : 0),
-                            .job = kJob + 1,
-                            .epoch = Life{}.epoch,
-                            .incarnation = Life{}.incarnation,
-                            .chunk = chunk,
-                            .operation = operation,
-                            .elements = line[operation],
-                            .worker = worker,
-                            .count = 1,
-                            .wire = static_cast<std::uint8_t>(kernels::DType::i64),
-                            .reduce = static_cast<std::uint8_t>(kernels::ReduceOp::sum)};
-        Packet packet{.answer = answer, .worker = worker, .chunk = chunk, .life = {}, .foreign = true};
-        packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);  // of zeros, which are in no sum
+    for (const bool answer : {false, true}) {
+      for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+        packets.push_back(packet_id(stranger(worker, chunk, answer)));
+      }
+      for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
+        Packet packet = stranger(first_below(leaf), chunk, answer);
+        Header header = protocol::PacketView::parse(packet.bytes)->header();
+        header.worker = packet.worker = leaf;
+        packet.leaf = true;
         protocol::write_header(header, packet.bytes.data());
         packets.push_back(packet_id(std::move(packet)));
       }
@@ -112,41 +133,48 @@ bool Parts::finished(Id worker) const {
   return state.ended || (!can_call(worker) && state.now.machine.idle());
 }
 
-Id Parts::new_switch(Life life, std::uint32_t restarts) {
+Id Parts::new_switch(Life life, std::uint32_t restarts, const std::array<Life, kMaxLeaves>& leaves) {
+  std::vector<std::uint16_t> names;  // of leaves: the lowest worker below each
+  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) names.push_back(first_below(leaf));
   return switch_id(
       {SwitchJob({.job = kJob,
                   .epoch = life.epoch,
                   .incarnation = life.incarnation,
                   .workers = scope_.leaves.empty() ? scope_.workers : static_cast<std::uint16_t>(scope_.leaves.size()),
                   .window = scope_.window,
-                  .payload_bytes = kPayloadBytes}),
-       restarts});
+                  .payload_bytes = kPayloadBytes,
+                  .names = std::move(names)}),
+       restarts, SwitchState::kRoot, leaves});
 }
 
-Id Parts::new_leaf(Life life, std::uint16_t leaf) {
-  const protocol::ParentLink parent{kJob, life.epoch, life.incarnation, leaf};
+Id Parts::new_leaf(Id root, std::uint16_t leaf) {
+  const Life life = switches_[root].leaves[leaf];
+  const Life above = switches_[root].life();
+  std::vector<std::uint16_t> names(scope_.leaves[leaf]);
+  std::iota(names.begin(), names.end(), first_below(leaf));
   return switch_id({SwitchJob({.job = kJob,
                                .epoch = life.epoch,
                                .incarnation = life.incarnation,
                                .workers = scope_.leaves[leaf],
                                .window = scope_.window,
                                .payload_bytes = kPayloadBytes,
-                               .parent = parent}),
+                               .parent = protocol::ParentLink{kJob, above.epoch, above.incarnation, leaf},
+                               .names = std::move(names)}),
                     0, leaf});
 }
 
-Id Parts::new_worker(Life life, std::uint16_t worker) {
-  const std::uint16_t here =
-      scope_.leaves.empty() ? worker : static_cast<std::uint16_t>(worker - first_below(leaf_of(worker)));
+Id Parts::new_worker(Id machine, std::uint16_t worker) {
+  const Life life = switches_[machine].life();
   WorkerState state{.now = {Worker({.job = kJob,
                                     .epoch = life.epoch,
                                     .incarnation = life.incarnation,
-                                    .worker = here,
+                                    .worker = place_of(worker),
                                     .workers = scope_.workers,
                                     .window = scope_.window,
                                     .payload_bytes = kPayloadBytes}),
                             1},
-                    .number = worker};
+                    .number = worker,
+                    .root_life = switches_[machine].root_life()};
   Step nothing;
   return worker_id(std::move(state), nothing);
 }
@@ -171,23 +199,36 @@ const Step& Parts::at_worker(Id machine, Id packet) {
   return steps_[worker_steps_[machine][packet]];
 }
 
+Packet Parts::answer_to(const SwitchState& from, std::uint16_t worker) const {
+  const bool root = from.leaf == SwitchState::kRoot;
+  const auto to = static_cast<std::uint16_t>(root ? worker : first_below(from.leaf) + worker);
+  return {.answer = true, .leaf = root && !scope_.leaves.empty(), .worker = to};
+}
+
 Step Parts::switch_step(Id machine, Id packet) {
   Step step;
   SwitchState state = switches_[machine];
-  const bool root = state.leaf == SwitchState::kRoot;
-  const bool from_parent = packets_[packet].answer;
-  const auto handled = from_parent ? state.machine.handle_parent(packets_[packet].bytes)
-                                   : state.machine.handle_packet(packets_[packet].bytes);
+  take_at_switch(state, Packet(packets_[packet]), step);
+  if (state.asked > scope_.rings) return {.next = machine, .sent = {}, .became = "comes later", .broken = {}};
+  if (step.broken.empty()) step.next = switch_id(std::move(state));
+  return step;
+}
+
+void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step) {
+  const bool from_parent = packet.answer;
+  const auto handled =
+      from_parent ? state.machine.handle_parent(packet.bytes) : state.machine.handle_packet(packet.bytes);
+  const Header header = protocol::PacketView::parse(packet.bytes)->header();
+  if (scope_.numbers > 0 && !from_parent) note_number(state, header, step);
   const auto answer = [&](std::uint16_t worker) {
     const auto frame = state.machine.frame(handled.slot);
-    Packet sent{.answer = true, .leaf = root && !scope_.leaves.empty(), .worker = worker};
-    if (!root) sent.worker = static_cast<std::uint16_t>(first_below(state.leaf) + worker);
+    Packet sent = answer_to(state, worker);
     sent.bytes = {frame.begin(), frame.end()};
-    Header header = protocol::PacketView::parse(frame)->header();
-    header.counter = 0;
-    protocol::write_header(header, sent.bytes.data());
-    sent.chunk = header.chunk;
-    sent.life = {header.incarnation, header.epoch};
+    Header result = protocol::PacketView::parse(frame)->header();
+    if (scope_.numbers == 0) result.counter = 0;
+    protocol::write_header(result, sent.bytes.data());
+    sent.chunk = result.chunk;
+    sent.life = {result.incarnation, result.epoch};
     step.sent.push_back(packet_id(std::move(sent)));
   };
   switch (handled.outcome) {
@@ -200,20 +241,41 @@ Step Parts::switch_step(Id machine, Id packet) {
     case SwitchJob::Outcome::completed:
       step.became = "completed";
       for (std::uint16_t worker = 0; worker < state.machine.config().workers; ++worker) answer(worker);
+      if (scope_.numbers > 0 && from_parent) {
+        state.numbers.take_result(handled.chunk, header.counter);
+        state.sender.handle_result(handled.slot, header.counter);
+        send_sums(state, allowed_by(packet, state.numbers, false), step);
+      }
       break;
     case SwitchJob::Outcome::summed:
     case SwitchJob::Outcome::asked: {
       step.became = handled.outcome == SwitchJob::Outcome::summed ? "summed" : "sums again";
+      if (scope_.numbers > 0) {
+        state.asked += handled.outcome == SwitchJob::Outcome::asked;
+        state.sender.offer(handled.slot);
+        const std::uint64_t asked = state.numbers.sent[handled.chunk];
+        send_sums(state, [asked](std::uint64_t number) { return number == asked; }, step);
+        if (state.numbers.sent[handled.chunk] == asked) step.broken = "a leaf does not send a sum that is asked for";
+        break;
+      }
       const auto sum = state.machine.sum(handled.slot, 0);
       step.sent.push_back(packet_id({.leaf = true,
                                      .worker = state.leaf,
                                      .chunk = handled.chunk,
-                                     .life = state.life(),
+                                     .life = state.root_life(),
                                      .bytes = {sum.begin(), sum.end()}}));
       break;
     }
-    case SwitchJob::Outcome::notice:
-      break;  // nobody sends any
+    case SwitchJob::Outcome::notice: {
+      step.became = "told of a loss";
+      const Numbers before = state.numbers;
+      state.sender.handle_notice(header.chunk, header.elements);
+      send_sums(state, allowed_by(packet, before, false), step);
+      if (step.broken.empty() && !heeded(packet, before, state.numbers)) {
+        step.broken = "a leaf does not send again what a notice names";
+      }
+      break;
+    }
     case SwitchJob::Outcome::answered:
       step.became = "answered again";
       answer(handled.worker);
@@ -222,27 +284,27 @@ Step Parts::switch_step(Id machine, Id packet) {
       step.became = "mismatch";
       if (agreed(handled.chunk)) {
         step.broken = "workers that agree are said not to";
-        return step;
+        return;
       }
       // As the aggregator tells them (native/aggregator/plane.cpp).
+      const SwitchJob& job = state.machine;
       const auto tell = [&](std::uint16_t to, const protocol::Agreement& said, std::uint16_t about) {
-        const Life life = state.life();
-        Packet sent{.answer = true, .worker = to, .chunk = handled.chunk, .life = life};
+        Packet sent = answer_to(state, to);
+        sent.chunk = handled.chunk;
+        sent.life = state.life();
         sent.bytes.resize(state.machine.packet_bytes());
         // Its number is a nonce, which no machine looks at.
         state.machine.write_mismatch(handled.chunk, said, about, 0, sent.bytes.data());
         step.sent.push_back(packet_id(std::move(sent)));
       };
-      const Header said = protocol::PacketView::parse(packets_[packet].bytes)->header();
-      for (std::uint16_t to = 0; to < scope_.workers; ++to) {
-        if (to != handled.worker) tell(to, protocol::Agreement::of(said), handled.worker);
+      const std::uint16_t about = from_parent ? header.worker : job.name_of(handled.worker);
+      for (std::uint16_t to = 0; to < job.config().workers; ++to) {
+        if (from_parent || to != handled.worker) tell(to, protocol::Agreement::of(header), about);
       }
-      tell(handled.worker, state.machine.agreement(handled.slot), handled.other);
+      if (!from_parent) tell(handled.worker, job.agreement(handled.slot), job.name_of(handled.other));
       break;
     }
   }
-  step.next = switch_id(std::move(state));
-  return step;
 }
 
 Step Parts::worker_step(Id machine, Id packet) {
@@ -253,6 +315,11 @@ Step Parts::worker_step(Id machine, Id packet) {
     return step;
   }
   WorkerState state = workers_[machine];
+  if (scope_.numbers > 0) {
+    take_at_worker(state, Packet(packets_[packet]), step);
+    if (step.broken.empty()) step.next = worker_id(std::move(state), step);
+    return step;
+  }
   if (!receive(state, packets_[packet], step) || !send(state, step)) return step;
   for (const Timed& later : workers_[machine].later) {
     Step other;
@@ -271,14 +338,19 @@ Step Parts::worker_step(Id machine, Id packet) {
 Step Parts::call(Id worker) {
   Step step;
   WorkerState state = workers_[worker];
+  call(state, step);
+  if (step.broken.empty()) step.next = worker_id(std::move(state), step);
+  return step;
+}
+
+void Parts::call(WorkerState& state, Step& step) {
   state.now.machine.start({.operation = state.called,
                            .elements = line_of(state.number)[state.called],
                            .wire = kernels::DType::i64,
                            .reduce = kernels::ReduceOp::sum});
   ++state.called;
   step.became = "called";
-  if (send(state, step)) step.next = worker_id(std::move(state), step);
-  return step;
+  send(state, step, [](std::uint64_t) { return false; });
 }
 
 Step Parts::hear(Id worker) {
@@ -301,7 +373,8 @@ bool Parts::receive(WorkerState& worker, const Packet& packet, Step& step) const
     case Worker::Outcome::received:
       return take(worker, received, step);
     case Worker::Outcome::notice:
-      break;  // the search's switch writes none
+      step.became = "told of a loss";
+      return true;
   }
   return false;
 }
@@ -334,18 +407,19 @@ bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& st
     step.broken = "a worker is given a sum of chunk " + std::to_string(chunk) + ", on which workers disagree";
   } else if (worker.received & bit) {
     step.broken = "a worker is given chunk " + std::to_string(chunk) + " twice";
-  } else if (value != result(worker.life(), chunk)) {
+  } else if (value != result(worker.root_life, chunk)) {
     step.broken = "a worker is given a wrong sum of chunk " + std::to_string(chunk) + ":" + taken_apart(value);
   }
   worker.received |= bit;
+  if (scope_.numbers > 0) worker.numbers.take_result(chunk, received.header.counter);
   return step.broken.empty();
 }
 
-bool Parts::send(WorkerState& worker, Step& step) {
+bool Parts::send(WorkerState& worker, Step& step, const Allowed& allowed) {
   const std::uint16_t index = worker.number;
   if (worker.ended) return true;
   // Every chunk there is, and a window of those given up: more than any worker ever sends at once.
-  for (std::uint64_t left = chunk_count_ + scope_.window + 1;
+  for (std::uint64_t left = (chunk_count_ + scope_.window + 1) * std::max(1U, scope_.numbers);
        const auto send = worker.now.machine.poll_send(worker.now.now_ns);) {
     Header header = send->header;
     const std::uint64_t chunk = place(line_of(index), header.operation, send->first);
@@ -353,17 +427,24 @@ bool Parts::send(WorkerState& worker, Step& step) {
       step.broken = left == 0 ? "a worker sends without end" : "a worker sends values of no chunk";
       return false;
     }
-    header.counter = 0;
+    if (scope_.numbers == 0) {
+      header.counter = 0;
+    } else if (header.counter % scope_.numbers != 0) {
+      worker.now.machine.not_sent(header.chunk);
+      continue;
+    } else if (!number(worker, chunk, header.counter, send->again, allowed, step)) {
+      return false;
+    }
     Packet packet{.worker = index, .chunk = header.chunk, .life = worker.life()};
     packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);
     protocol::write_header(header, packet.bytes.data());
-    const std::int64_t value = contribution(worker.life(), index, chunk);
+    const std::int64_t value = contribution(worker.root_life, index, chunk);
     std::memcpy(packet.bytes.data() + protocol::kHeaderBytes, &value, sizeof value);
 
     const std::size_t known = packets_.size();
     const Id id = packet_id(std::move(packet));
     const std::uint64_t bit = std::uint64_t{1} << chunk;
-    if ((worker.sent & bit) && id == known) {
+    if (scope_.numbers == 0 && (worker.sent & bit) && id == known) {
       step.broken = "a worker sends chunk " + std::to_string(chunk) + " again, and not as it was";
       return false;
     }
@@ -380,7 +461,8 @@ Id Parts::worker_id(WorkerState state, Step& step) {
   state.later.clear();
   WorkerState late = state;
   Step resent;
-  for (std::uint32_t rings = state.ended ? 0 : state.now.machine.in_flight(); rings > 0; --rings) {
+  for (std::uint32_t rings = state.ended || scope_.numbers > 0 ? 0 : state.now.machine.in_flight(); rings > 0;
+       --rings) {
     late.now.now_ns = std::max(late.now.now_ns, late.now.machine.poll_timeout());
     late.now.machine.handle_timeout(late.now.now_ns);
     state.later.push_back(late.now);  // given up, and not yet sent again
@@ -398,11 +480,23 @@ Id Parts::worker_id(WorkerState state, Step& step) {
 }
 
 Id Parts::switch_id(SwitchState state) {
+  if (scope_.numbers > 0 && state.arrivals.empty()) {
+    state.arrivals.resize(state.machine.config().workers);
+    state.came.resize(state.machine.config().workers);
+    if (state.leaf != SwitchState::kRoot) state.sender = protocol::Uplink(state.machine.slot_count());
+  }
   std::vector<std::byte> bytes;
   state.machine.append_canonical(bytes);
   Key key(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   append(key, state.restarts);
   append(key, state.leaf);
+  append(key, state.leaves);
+  for (const std::uint64_t came : state.came) append(key, came);
+  state.numbers.append_canonical(key);
+  append(key, state.asked);
+  bytes.clear();
+  state.sender.append_canonical(bytes);
+  key.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   const auto [at, added] = switch_ids_.try_emplace(std::move(key), static_cast<Id>(switches_.size()));
   if (added) {
     switches_.push_back(std::move(state));
@@ -416,6 +510,7 @@ Parts::Key Parts::key_of(const WorkerState& worker) const {
   Key key;
   append(key, worker.number);
   append(key, worker.life());
+  append(key, worker.root_life);
   if (worker.ended) return key;  // nothing of it matters any more
   append(key, worker.called);
   append(key, worker.sent);
@@ -425,6 +520,14 @@ Parts::Key Parts::key_of(const WorkerState& worker) const {
   append(key, machine.sendable());
   append(key, machine.congestion_window());
   append(key, machine.idle());
+  if (scope_.numbers == 0) return key;
+  // All of it: what it sends again has a number.
+  std::vector<std::byte> bytes;
+  machine.append_canonical(bytes);
+  key.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  worker.numbers.append_canonical(key);
+  append(key, worker.rings);
+  append(key, worker.now.now_ns);
   return key;
 }
 

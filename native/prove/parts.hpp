@@ -2,17 +2,23 @@
 // is a few numbers. What a packet makes of a machine depends on these two alone, so it is found out once and kept.
 #pragma once
 
+#include <netfold/protocol/arrivals.hpp>
 #include <netfold/protocol/switch_job.hpp>
+#include <netfold/protocol/uplink.hpp>
 #include <netfold/protocol/worker.hpp>
 #include <netfold/prove/search.hpp>
 
+#include <array>
 #include <deque>
+#include <functional>
 #include <unordered_map>
 
 namespace netfold::prove {
 
 using Id = std::uint32_t;
 inline constexpr Id kNoId = 0xffffffff;
+// Packets of one sender, where they are numbered.
+inline constexpr std::uint64_t kMaxNumbers = 64;
 
 // Which life of the job. A switch that restarts begins its epochs anew.
 struct Life {
@@ -21,23 +27,47 @@ struct Life {
   bool operator==(const Life&) const = default;
 };
 
-// On its way from a worker, or a leaf, to its switch, or back. Its counter is zero: no machine reads it.
+// On its way from a worker, or a leaf, to its switch, or back. Its counter is zero, unless the scope has numbers.
 struct Packet {
   bool answer = false;
+  bool notice = false;
   bool leaf = false;         // between a leaf and the root
   std::uint16_t worker = 0;  // which worker, or leaf, of all
-  std::uint64_t chunk = 0;
+  std::uint64_t chunk = 0;   // of a notice: the first packet that it names
   Life life;
   bool foreign = false;  // of another job
   std::vector<std::byte> bytes;
 };
 
+// What one sender has sent and been answered, where the scope has numbers.
+struct Numbers {
+  std::array<std::uint64_t, kMaxChunks> sent{};  // by chunk: the packet that it was sent in last
+  std::uint64_t newest = 0;                      // packet
+  std::uint64_t answered = 0;                    // the latest packet whose chunk has its result
+  std::uint64_t results = 0;                     // numbers of results that came, a bit each
+  std::uint64_t received = 0;                    // chunks that have their result, a bit each
+  bool skipped = false;                          // a result came before one of a lower number, which may be lost
+  void take_result(std::uint64_t chunk, std::uint64_t number);
+  void append_canonical(std::string& out) const;
+};
+
 struct SwitchState {
   protocol::SwitchJob machine;
-  std::uint32_t restarts = 0;  // so far
-  std::uint16_t leaf = kRoot;  // which one
+  std::uint32_t restarts = 0;                     // so far; a leaf's: 0
+  std::uint16_t leaf = kRoot;                     // which one
+  std::array<Life, kMaxLeaves> leaves = {};       // the root's: what each leaf's life is while this one's is
+  std::vector<protocol::Arrivals> arrivals = {};  // by worker, or leaf
+  std::vector<std::uint64_t> came = {};           // packets of each, a bit each: what its Arrivals are determined by
+  protocol::Uplink sender{0};                     // a leaf's
+  Numbers numbers = {};                           // of its packets to the root
+  std::uint32_t asked = 0;                        // for sums once more
   static constexpr std::uint16_t kRoot = 0xffff;
   Life life() const { return {machine.config().incarnation, machine.config().epoch}; }
+  // Of the root, which no two lives of a tree have in common.
+  Life root_life() const {
+    const auto& parent = machine.config().parent;
+    return parent ? Life{parent->incarnation, parent->epoch} : life();
+  }
 };
 
 // A worker's machine, and what its clock says.
@@ -53,8 +83,11 @@ struct WorkerState {
   std::uint64_t sent = 0;      // chunks, a bit each
   std::uint64_t received = 0;  // chunks, a bit each
   bool ended = false;          // by a mismatch
+  Life root_life;              // of the root, when it joined; without leaves as its own
   std::vector<Timed> later;    // what timers may have made of it
   std::vector<Id> again;       // the packets that its timers send once more, in this order
+  Numbers numbers;
+  std::uint32_t rings = 0;  // timers so far, where the scope has numbers
   Life life() const { return {now.machine.config().incarnation, now.machine.config().epoch}; }
 };
 
@@ -71,11 +104,13 @@ class Parts {
   // Throws std::invalid_argument for a scope without sense or beyond a bound.
   explicit Parts(const Scope& scope);
 
-  Id new_switch(Life life, std::uint32_t restarts);
-  Id new_leaf(Life life, std::uint16_t leaf);
+  Id new_switch(Life life, std::uint32_t restarts, const std::array<Life, kMaxLeaves>& leaves = {});
+  // As the root of that number says that it is.
+  Id new_leaf(Id root, std::uint16_t leaf);
   // Which leaf the worker is below.
   std::uint16_t leaf_of(std::uint16_t worker) const { return homes_[worker]; }
-  Id new_worker(Life life, std::uint16_t worker);
+  // At the switch, or leaf, of that number.
+  Id new_worker(Id machine, std::uint16_t worker);
   // What the wire carries from the start.
   std::vector<Id> strangers();
   bool can_call(Id worker) const;
@@ -90,6 +125,11 @@ class Parts {
   Step call(Id worker);
   // It hears that another one has ended.
   Step hear(Id worker);
+  // Where the scope has numbers: its timer. Precondition: can_ring.
+  Step ring(Id worker);
+  bool can_ring(Id worker) const;
+  // Where the scope has numbers: what breaks where timers alone bring these to their end, the network being lost.
+  std::string broken_alone(Id machine, const std::vector<Id>& leaves, const std::vector<Id>& workers);
 
   const SwitchState& switch_state(Id id) const { return switches_[id]; }
   const WorkerState& worker_state(Id id) const { return workers_[id]; }
@@ -107,6 +147,7 @@ class Parts {
 
  private:
   using Key = std::string;
+  using Allowed = std::function<bool(std::uint64_t)>;
   using Table = std::deque<std::vector<Id>>;  // steps, by machine and packet
 
   Id switch_id(SwitchState state);
@@ -115,13 +156,30 @@ class Parts {
   Key key_of(const WorkerState& worker) const;
 
   Step switch_step(Id machine, Id packet);
+  // A packet reaches the switch: what becomes of both.
+  void take_at_switch(SwitchState& state, const Packet& packet, Step& step);
+  void take_at_worker(WorkerState& state, const Packet& packet, Step& step);
+  void call(WorkerState& state, Step& step);
+  void ring(WorkerState& state, Step& step);
+  // Gap detection at the switch; a notice, where there is one to write.
+  void note_number(SwitchState& state, const protocol::Header& header, Step& step);
+  // All that the leaf's sender sends now; `allowed`: whether a sum may be sent again, by its last packet's number.
+  void send_sums(SwitchState& state, const Allowed& allowed, Step& step);
+  // To a worker, or leaf, by its number there; without its bytes.
+  Packet answer_to(const SwitchState& from, std::uint16_t worker) const;
   Step worker_step(Id machine, Id packet);
   // The packet reaches the worker; true when nothing was broken.
   bool receive(WorkerState& worker, const Packet& packet, Step& step) const;
   bool take(WorkerState& worker, const protocol::Worker::Received& received, Step& step) const;
   bool end(WorkerState& worker, const protocol::Header& said, Step& step) const;
-  // All that the worker sends now.
-  bool send(WorkerState& worker, Step& step);
+  // All that the worker sends now; `allowed`: whether a chunk may be sent again, by its last packet's number.
+  bool send(WorkerState& worker, Step& step, const Allowed& allowed = {});
+  bool number(WorkerState& worker, std::uint64_t chunk, std::uint64_t counter, bool again, const Allowed& allowed,
+              Step& step) const;
+  // What a result, or a notice, allows.
+  Allowed allowed_by(const Packet& packet, const Numbers& numbers, bool rang) const;
+  // Whether every chunk that the notice names, and that has no result, was sent again.
+  bool heeded(const Packet& notice, const Numbers& before, const Numbers& after) const;
 
   using Line = std::vector<std::uint32_t>;  // chunks of each operation
   const Line& line_of(std::uint16_t worker) const;
@@ -134,6 +192,10 @@ class Parts {
   std::int64_t contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const;
   std::int64_t result(Life life, std::uint64_t chunk) const;
   std::uint16_t first_below(std::uint16_t leaf) const;
+  // Its number at its switch.
+  std::uint16_t place_of(std::uint16_t worker) const;
+  // Another job's packet, which says what the worker, or a leaf, would at that chunk.
+  Packet stranger(std::uint16_t worker, std::uint64_t chunk, bool answer) const;
   // What a sum is made of.
   std::string taken_apart(std::int64_t sum) const;
 

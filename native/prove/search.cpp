@@ -21,7 +21,7 @@ class Search {
     const auto start = std::chrono::steady_clock::now();
     safety();
     report_.transitions = moves_.tried();
-    if (report_.broken.empty() && report_.exhausted) possibility();
+    if (report_.broken.empty() && report_.exhausted) scope_.numbers > 0 ? possibility_alone() : possibility();
     report_.states = states_.size();
     report_.depth = depth_of_last();
     report_.machines = machines_.size();
@@ -105,6 +105,19 @@ class Search {
     if (stuck == kNoId) return;
     report_.broken = "from here, with everything lost, no retransmission leads to where all have finished";
     report_.trace = trace(alone ? found_[stuck] : stuck, nullptr);
+  }
+
+  // Where packets are numbered each state has an end of its own, by as many timers as that takes.
+  void possibility_alone() {
+    for (Id at = 0; at < machines_.size(); ++at) {
+      const State& state = machines_[at];
+      const std::vector<Id> leaves(state.leaves.begin(), state.leaves.begin() + scope_.leaves.size());
+      const std::vector<Id> workers(state.workers.begin(), state.workers.begin() + scope_.workers);
+      report_.broken = moves_.parts.broken_alone(state.machine, leaves, workers);
+      if (report_.broken.empty()) continue;
+      report_.trace = trace(found_[at], nullptr);
+      return;
+    }
   }
 
   Id first_without_a_way(const StateSet& states, std::vector<Edge>& edges) const {

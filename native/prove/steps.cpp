@@ -11,7 +11,11 @@ using Kind = Move::Kind;
 
 std::string name_of(const Packet& packet) {
   return (packet.foreign ? "x" : "") + words(packet.life) + "/" + (packet.leaf ? "^" : "") +
-         std::to_string(packet.worker) + (packet.answer ? "<" : ">") + std::to_string(packet.chunk);
+         std::to_string(packet.worker) +
+         (packet.notice   ? "!"
+          : packet.answer ? "<"
+                          : ">") +
+         std::to_string(packet.chunk);
 }
 
 // One run, event by event, and the packets that it has sent, in that order.
@@ -44,10 +48,14 @@ class Run {
         return "hear " + std::to_string(move.what);
       case Kind::rejoin:
         return "rejoin " + std::to_string(move.what);
+      case Kind::rejoin_leaf:
+        return "rejoin leaf " + std::to_string(move.what);
       case Kind::restart_group:
         return "restart group";
       case Kind::restart_switch:
         return "restart switch";
+      case Kind::restart_leaf:
+        return "restart leaf " + std::to_string(move.what);
     }
     return {};
   }
@@ -165,9 +173,10 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
                                       : "leaf " + std::to_string(moves.parts.leaf_of(packet.worker));
         record.source = packet.answer ? above : below;
         record.to = packet.answer ? below : above;
-        record.what = (packet.answer ? "result "
-                       : packet.leaf ? "sum "
-                                     : "chunk ") +
+        record.what = (packet.notice   ? "notice from "
+                       : packet.answer ? "result "
+                       : packet.leaf   ? "sum "
+                                       : "chunk ") +
                       std::to_string(packet.chunk) + " of " +
                       (packet.foreign ? "another job" : netfold::prove::words(packet.life));
         break;
@@ -181,6 +190,11 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
                       : move->kind == Kind::call ? "next operation"
                       : move->kind == Kind::hear ? "another has ended"
                                                  : "rejoins";
+        break;
+      case Kind::rejoin_leaf:
+      case Kind::restart_leaf:
+        record.to = "leaf " + std::to_string(move->what);
+        record.what = move->kind == Kind::rejoin_leaf ? "rejoins" : "the leaf restarts";
         break;
       case Kind::restart_group:
       case Kind::restart_switch:

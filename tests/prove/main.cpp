@@ -1,7 +1,7 @@
 // One search, for machines that are linked in from elsewhere (mutants.py). In: workers, leaves (as 1,1 or -), window,
-// restarts, whether strangers' packets are on the wire, the operations, and, behind a 0, the last worker's if it calls
-// others. Out: a line of fields with tabs between for each thing found out. With the one word `hellos`: what that search
-// finds broken.
+// restarts, whether strangers' packets are on the wire, whether packets are joined, the operations, and, behind a 0,
+// the last worker's if it calls others. Out: a line of fields with tabs between for each thing found out. With the one
+// word `hellos`: what that search finds broken.
 #include <netfold/prove/hellos.hpp>
 
 #include <cstdio>
@@ -14,15 +14,18 @@ int main(int count, char** arguments) {
     std::fputs(search_hellos(3).broken.c_str(), stdout);
     return 0;
   }
-  if (count < 7) return 2;
+  if (count < 10) return 2;
   const auto number = [&](int at) { return static_cast<std::uint32_t>(std::strtoul(arguments[at], nullptr, 10)); };
   Scope scope{.workers = static_cast<std::uint16_t>(number(1)), .window = number(3), .restarts = number(4)};
   for (const char* at = arguments[2]; *at != '\0'; ++at) {
     if (*at >= '0' && *at <= '9') scope.leaves.push_back(static_cast<std::uint16_t>(*at - '0'));
   }
   scope.strangers = number(5) != 0;
+  if (number(6) != 0) scope.network = Network::joined;
+  scope.numbers = number(7);
+  scope.rings = number(8);
   std::vector<std::uint32_t>* line = &scope.operations;
-  for (int at = 6; at < count; ++at) {
+  for (int at = 9; at < count; ++at) {
     if (number(at) == 0) {
       line = &scope.last;
     } else {

@@ -31,9 +31,11 @@ WRONG = "a worker is given a wrong sum of chunk"
 TWICE = "a worker is given chunk"
 DISAGREED = "a worker is given a sum of chunk 0, on which workers disagree"
 SAID = "a worker is told that another differs, which said the same"
+NOT_HEEDED = "a worker does not send again what a notice names"
+NOT_MISSED = "a worker sends a chunk again that nobody misses"
 STUCK = "from here, with everything lost, no retransmission leads to where all have finished"
 
-SWITCH, WORKER = "switch_job.cpp", "worker.cpp"
+SWITCH, WORKER, UPLINK, ARRIVALS = "switch_job.cpp", "worker.cpp", "uplink.cpp", "arrivals.cpp"
 SWITCH_HEADER = "include/netfold/protocol/switch_job.hpp"
 SEAT = "include/netfold/protocol/seat.hpp"
 # What is compiled anew where a header changes.
@@ -54,6 +56,8 @@ OPENS = "if (header.chunk > slot.chunk) {"
 WINDOW = "if (header.chunk != slot.chunk + slot_count() || !slot.complete) return drop(Drop::window);"
 EPOCH = "if (header.epoch != config_.epoch) return {};"
 INCARNATION = "if (header.incarnation != config_.incarnation) return {};"
+
+MISMATCH_DROPPED = "return drop(Drop::malformed);\n  }\n  // A result"
 
 MUTANTS = {
     "switch-chunk": Mutant(Scope(operations="3"), WRONG, ((SWITCH, STALE, ""),)),
@@ -185,6 +189,97 @@ MUTANTS = {
             ),
         ),
     ),
+    # A leaf believes what is not its parent's of this life, or of this job.
+    "leaf-job": Mutant(
+        Scope(leaves="1,1", operations="2", strangers=1),
+        WRONG,
+        ((SWITCH, "if (header.job != config_.parent->job) return Drop::foreign;", ""),),
+    ),
+    "leaf-epoch": Mutant(
+        Scope(leaves="1,1", operations="1", restarts=1),
+        WRONG,
+        ((SWITCH, "if (header.epoch != config_.parent->epoch) return Drop::epoch;", ""),),
+    ),
+    "leaf-incarnation": Mutant(
+        Scope(leaves="1,1", operations="1", restarts=1),
+        WRONG,
+        ((SWITCH, "if (header.incarnation != config_.parent->incarnation) return Drop::incarnation;", ""),),
+    ),
+    # A leaf that restarted has another epoch than its parent.
+    "leaf-names-its-own-epoch": Mutant(
+        Scope(leaves="1,1", operations="1", restarts=1),
+        STUCK,
+        ((SWITCH, ".epoch = config_.parent->epoch,", ".epoch = config_.epoch,"),),
+    ),
+    "leaf-mismatch": Mutant(
+        Scope(leaves="1,1", operations="1,1", last="2"),
+        STUCK,
+        ((SWITCH, "handled.outcome = Outcome::mismatch;\n    return handled;\n  }\n  // A result", MISMATCH_DROPPED),),
+    ),
+    # Packet numbers, and what is lost by them.
+    "notice-is-not-heeded": Mutant(
+        Scope(workers=1, window=2, operations="2", numbers=8),
+        NOT_HEEDED,
+        ((WORKER, "mark_lost(at, false);\n      received.outcome", "received.outcome"),),
+    ),
+    "notice-misses-its-last": Mutant(
+        Scope(workers=1, window=2, operations="2", numbers=8),
+        NOT_HEEDED,
+        (
+            (
+                WORKER,
+                "if (send_number - header.chunk >= header.elements) break;",
+                "if (send_number - header.chunk + 1 >= header.elements) break;",
+            ),
+        ),
+    ),
+    "notice-names-what-was-sent-later": Mutant(
+        Scope(workers=1, window=2, operations="2", numbers=8),
+        NOT_MISSED,
+        ((WORKER, "if (send_number - header.chunk >= header.elements) break;", ""),),
+    ),
+    "retransmission-has-its-old-number": Mutant(
+        Scope(workers=1, window=2, operations="2", numbers=8, rings=1),
+        "a worker's packet has a number that another had",
+        ((WORKER, "entry.send_number = ++counter_;", "entry.send_number = again ? counter_ : ++counter_;"),),
+    ),
+    "passed-over-too-early": Mutant(
+        Scope(workers=1, window=3, operations="3", numbers=4),
+        NOT_MISSED,
+        (
+            (
+                WORKER,
+                "if (earlier.send_number + kReorderThreshold > highest_answered_send_) break;",
+                "if (earlier.send_number > highest_answered_send_) break;",
+            ),
+        ),
+    ),
+    "passed-over-though-none-was-skipped": Mutant(
+        Scope(workers=2, window=2, operations="3", numbers=8),
+        NOT_MISSED,
+        (
+            (
+                WORKER,
+                "answer_skipped_ = answer_skipped_ || header.counter != newest_answer_ + 1;",
+                "answer_skipped_ = true;",
+            ),
+        ),
+    ),
+    "named-too-early": Mutant(
+        Scope(workers=1, window=3, operations="3", numbers=4),
+        "a packet is named as missing that is not",
+        ((ARRIVALS, "if (age + ahead < kReorderThreshold ||", "if (age + ahead + 4 < kReorderThreshold ||"),),
+    ),
+    "leaf-notice-is-not-heeded": Mutant(
+        Scope(workers=1, leaves="1", window=2, operations="2", numbers=8),
+        "a leaf does not send again what a notice names",
+        ((UPLINK, "      make_due(at);\n      ++again;", "      ++again;"),),
+    ),
+    "leaf-is-not-asked-twice": Mutant(
+        Scope(workers=1, leaves="1", window=2, operations="1", numbers=8, rings=1),
+        "a leaf does not send a sum that is asked for",
+        ((UPLINK, "    make_due(slot);\n    return;", "    return;"),),
+    ),
     # The worker runs ahead of its window, and no switch tells it so.
     "worker-window": Mutant(
         Scope(operations="4"),
@@ -265,6 +360,7 @@ def search(mutant: Mutant, folder: Path) -> tuple[str, list[SimpleNamespace]]:
     """Which promise the mutant breaks, or nothing; and the records of the shortest trace."""
     scope = mutant.scope
     arguments: list[object] = [scope.workers, scope.leaves or "-", scope.window, scope.restarts, scope.strangers]
+    arguments += [int(scope.network == "joined"), scope.numbers, scope.rings]
     arguments += scope.operations.split(",")
     if scope.last:
         arguments += [0, *scope.last.split(",")]

@@ -61,6 +61,8 @@ def test_a_search_that_is_stopped_says_that_it_is_not_exhausted():
         ({"restarts": 5}, "at most 4 restarts"),
         ({"window": 0}, "window"),
         ({"network": "lossy"}, r"kept, joined or taken"),
+        ({"rings": 1}, "timers are counted where packets are"),
+        ({"numbers": 8, "restarts": 1}, "no restarts"),
     ],
 )
 def test_a_scope_without_sense_is_refused(scope, complaint):
@@ -118,6 +120,35 @@ def test_only_a_workers_own_hello_gives_it_a_seat():
     assert (report.states, report.depth) == (2**3, 3)
     with pytest.raises(ValueError, match="1 to 4 workers"):
         search_hellos(0)
+
+
+def test_a_leaf_that_restarts_has_another_life_and_the_others_join_again():
+    steps = ["call 0", "1.1/0>0", "call 1", "1.1/1>0", "1.1/^0>0", "restart leaf 0", "1.1/^1>0", "rejoin 0", "call 0"]
+    scope = Scope(leaves="1,1", restarts=1)
+    # The sum of the old leaf 1 reaches the new root, and leaf 0's is the first of a life that leaf 1 has not joined.
+    records = replay(scope, [*steps, "2.1/0>0", "1.2/^0>0", "rejoin leaf 1", "rejoin 1", "call 1", "1.2/1>0"])
+    assert [record.became for record in records[4:]] == [
+        "stored",
+        "life 1.2",
+        "dropped: epoch",
+        "life 2.1",
+        "called",
+        "summed",
+        "stored",
+        "life 1.2",
+        "life 1.2",
+        "called",
+        "summed",
+    ]
+    with pytest.raises(ValueError, match="step 7, rejoin 1, cannot happen then"):
+        replay(scope, [*steps[:6], "rejoin 1"])
+
+
+def test_a_packet_that_is_passed_over_is_named_and_sent_again():
+    # Chunk 0's packet has number 8, chunk 1's 16: by the second the first counts as lost.
+    scope = Scope(workers=1, window=2, operations="2", numbers=8)
+    records = replay(scope, ["call 0", "1.1/0>1", "1.1/0!1", "1.1/0>0=2"])
+    assert [record.became for record in records] == ["called", "completed", "told of a loss", "completed"]
 
 
 def test_packets_of_another_job_change_nothing():

@@ -3,12 +3,14 @@
   scopes    the named scopes: those that CI searches, and those of `make prove`
   recovery  the search over recovery from a lost switch: production's decisions, communicator/recovery_machine.py and
             native/collective's Failover
-  arrivals  the search over gap detection: native/protocol's Arrivals
+  arrivals  the search over gap detection alone: native/protocol's Arrivals
+  switch_watch  the search over when a switch is held to be lost: communicator/switch_watch.py
+  parent_sender  the search over what a leaf sends to its parent: native/protocol's Uplink
 
 The machines, the network and time, what is asked of every state, and why that is enough: native/prove's header,
-search.hpp. May import netfold._native.prove and sim's diagrams; recovery also
-communicator.recovery_machine. Always: a report says whether its scope was exhausted;
-a broken promise comes with the shortest trace, and the command that shows it again.
+search.hpp. May import netfold._native.prove and sim's diagrams; recovery also communicator.recovery_machine, and
+switch_watch communicator.switch_watch. Always: a report says whether its scope was exhausted; a broken promise comes
+with the shortest trace, and the command that shows it again.
 
 Tests: `.venv/bin/pytest tests/prove`    All scopes: `make prove`
 """
@@ -36,7 +38,8 @@ class Scope:
     leaves: workers below each, as "1,1"; none: all of them at one switch. operations: chunks of each, as "2,2". last:
     the same of the last worker, if it calls something else. strangers: 1 where another job's packets are on the wire.
     window: W; the switch has 2W slots. restarts: of group or switch, in total. network: kept, joined or taken.
-    max_states: stop there; 0 for as many as can be counted.
+    numbers: packets have numbers so far apart, 0 for none; rings, where they have: of each worker's timer, and how
+    often each leaf is asked for a sum once more. max_states: stop there; 0 for as many as can be counted.
     """
 
     workers: int = 2
@@ -47,6 +50,8 @@ class Scope:
     strangers: int = 0
     restarts: int = 0
     network: str = "kept"
+    numbers: int = 0
+    rings: int = 0
     max_states: int = 0
 
     def command(self) -> str:
@@ -96,6 +101,7 @@ def sentence(scope: Scope, report: Any) -> str:
     found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
     others = f" (the last worker {scope.last})" if scope.last else ""
     others += ", another job's packets" if scope.strangers else ""
+    others += f", numbers {scope.numbers} apart, {scope.rings} timers" if scope.numbers else ""
     return (
         f"{scope.workers} workers{below}, {slots} slots, chunks {scope.operations}{others}, {scope.restarts} restarts, "
         f"packets {scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "

@@ -9,7 +9,19 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from netfold.prove import HELLO_WORKERS, Scope, arrivals, draw, recovery, replay, search, search_hellos, sentence
+from netfold.prove import (
+    HELLO_WORKERS,
+    Scope,
+    arrivals,
+    draw,
+    parent_sender,
+    recovery,
+    replay,
+    search,
+    search_hellos,
+    sentence,
+    switch_watch,
+)
 from netfold.prove.scopes import LARGE, QUICK, RECOVERY_LARGE, RECOVERY_QUICK
 from netfold.sim import diagram
 
@@ -36,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = [_search(name, each, svg) for name, each in scopes.items()]
         if quick or everything:
             recoveries = {**RECOVERY_QUICK, **RECOVERY_LARGE} if everything else RECOVERY_QUICK
-            found += [_search_hellos(), _search_arrivals(everything)]
+            senders = {**parent_sender.QUICK, **parent_sender.LARGE} if everything else parent_sender.QUICK
+            found += [_search_hellos(), _search_arrivals(everything), _search_switch_watch()]
+            found += [_search_parent_sender(name, each) for name, each in senders.items()]
             found += [_search_recovery(name, each) for name, each in recoveries.items()]
         return max(found)
     except ValueError as wrong:
@@ -64,6 +78,18 @@ def _search_recovery(name: str, scope: recovery.RecoveryScope) -> int:
 def _search_arrivals(everything: bool) -> int:
     report = arrivals.search_arrivals(arrivals.PACKETS + (2 if everything else 0))
     print(f"arrivals: {arrivals.sentence(report)}", flush=True)
+    return int(bool(report.broken))
+
+
+def _search_switch_watch() -> int:
+    report = switch_watch.search_switch_watch()
+    print(f"watch: {switch_watch.sentence(report)}", flush=True)
+    return int(bool(report.broken))
+
+
+def _search_parent_sender(name: str, scope: parent_sender.SenderScope) -> int:
+    report = parent_sender.search_parent_sender(scope)
+    print(f"{name}: {parent_sender.sentence(scope, report)}", flush=True)
     return int(bool(report.broken))
 
 

@@ -24,6 +24,23 @@ QUICK = {
     "leaf-of-two": Scope(workers=3, leaves="2,1", window=1, operations="4"),
     "leaves-streamed": Scope(workers=2, leaves="1,1", window=2, operations="2,2"),
     "leaves-taken": Scope(workers=2, leaves="1,1", window=1, operations="1", network="taken"),
+    # Below leaves: a worker that calls something else, at its own leaf or at another; another job's packets on both
+    # links; group, root or a leaf restart, and the old leaves and workers go on for a while.
+    "leaves-disagreed": Scope(workers=3, leaves="2,1", window=1, operations="1,2", last="1,1,1"),
+    "leaf-disagreed": Scope(workers=3, leaves="1,2", window=1, operations="1,1", last="2"),
+    "leaves-strangers": Scope(workers=3, leaves="2,1", window=1, operations="3", strangers=1),
+    "leaf-lost": Scope(workers=2, leaves="1,1", window=1, operations="2", restarts=1),
+    "leaf-lost-twice": Scope(workers=2, leaves="1,1", window=1, operations="1", restarts=2, network="joined"),
+    "leaves-everything": Scope(
+        workers=3, leaves="2,1", window=1, operations="1,1", last="2", strangers=1, restarts=1, network="joined"
+    ),
+    # With packet numbers: the switch says which packets did not come, and workers see which results did not.
+    "numbered": Scope(workers=2, window=2, operations="2", numbers=8, rings=1),
+    "numbered-streamed": Scope(workers=1, window=2, operations="2,2", numbers=8, rings=1),
+    "numbered-two-later": Scope(workers=1, window=3, operations="3", numbers=4, rings=1),
+    # And a leaf, whose sender hears from its parent.
+    "numbered-leaf": Scope(workers=1, leaves="1", window=2, operations="3", numbers=8),
+    "numbered-leaf-asked": Scope(workers=1, leaves="1", window=2, operations="2", numbers=8, rings=1),
     # The network as it is, against which the other views of it are held.
     "taken": Scope(workers=2, window=1, operations="3", network="taken"),
 }
@@ -41,6 +58,14 @@ LARGE = {
     "strangers-restarted": Scope(workers=3, window=1, operations="3", strangers=1, restarts=1, network="joined"),
     "leaves-wide": Scope(workers=2, leaves="1,1", window=2, operations="2,1,3"),
     "leaves-of-two": Scope(workers=4, leaves="2,2", window=1, operations="6"),
+    "leaf-lost-wide": Scope(workers=2, leaves="1,1", window=2, operations="3", restarts=1, network="joined"),
+    "leaves-of-two-lost": Scope(workers=4, leaves="2,2", window=1, operations="2", restarts=1, network="joined"),
+    "leaf-of-two-lost-twice": Scope(workers=3, leaves="2,1", window=1, operations="2", restarts=2, network="joined"),
+    "numbered-three-chunks": Scope(workers=2, window=2, operations="3", numbers=8),
+    "numbered-often": Scope(workers=1, window=2, operations="3", numbers=8, rings=2),
+    "numbered-four-of-three": Scope(workers=1, window=3, operations="4", numbers=4, rings=1),
+    "numbered-leaf-four": Scope(workers=1, leaves="1", window=2, operations="4", numbers=8),
+    "numbered-leaves": Scope(workers=2, leaves="1,1", window=2, operations="2", numbers=8),
     "four": Scope(workers=4, window=1, operations="4", restarts=1, network="joined"),
 }
 

@@ -159,6 +159,14 @@ class World:
         offers = []
         while (send := side.machine.poll_send(now_ns)) is not None:
             offers.append(self._offer(side, send))
+            room = side.machine.congestion_window
+            if not 1 <= room <= self.window:
+                raise BrokenPromiseError(f"worker {worker} has a congestion window of {room} within {self.window}")
+            # What is sent again may be a probe, which does not wait for room.
+            if not send.again and side.machine.in_flight > room:
+                raise BrokenPromiseError(
+                    f"worker {worker} has {side.machine.in_flight} chunks in flight, its congestion window is {room}"
+                )
             if len(offers) > self.window:
                 raise BrokenPromiseError(
                     f"worker {worker} offers {len(offers)} packets at once, its window is {self.window}"

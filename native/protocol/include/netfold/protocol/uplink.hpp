@@ -19,11 +19,12 @@
 // Every packet has a new number, those that are sent again too; a number whose packet the socket refused is not used
 // again. Beside SwitchJob and not in it, as Arrivals are: sums do not depend on what is here.
 //
-// A value: copyable, comparable, with no clock; allocates only when it is made.
+// A value: copyable, comparable, with canonical bytes and no clock; allocates only when it is made.
 #pragma once
 
 #include <netfold/protocol/arrivals.hpp>
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -58,6 +59,8 @@ class Uplink {
   std::uint64_t sent_again() const { return sent_again_; }
 
   bool operator==(const Uplink&) const = default;
+  // Appends bytes that are equal exactly when the machines are, of as many slots, and the same results came.
+  void append_canonical(std::vector<std::byte>& out) const;
 
  private:
   static constexpr std::uint32_t kNone = 0xffffffff;

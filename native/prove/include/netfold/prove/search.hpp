@@ -25,11 +25,20 @@
 //              connection, and ends as well.
 //   leaves     Workers may be below leaf switches, and these below the switch, which is then the root. A leaf sends its
 //              sum when it is summed, and once more for each contribution that comes again; what its Uplink sends
-//              besides is a packet that is in the network already. Not together with restarts, strangers or others: a
-//              leaf knows another life and another job as a worker does, and hands on what its parent says.
+//              besides is a packet that is in the network already.
 //   restart    The only fault with a bound. Of the group: the next epoch. Of the switch: a new incarnation, whose
 //              epochs start from the first. The new switch machine is there at once, and each worker rejoins at any
 //              later time; until then the old one goes on (admission promises more: all are gone before any starts).
+//              Below leaves any of them may be the one that restarts, and what it knew is gone at once: it has a new
+//              incarnation, and all others the next epoch. The other leaves rejoin at any later time, and a worker
+//              when its leaf has.
+//   numbers    Packets may have their numbers, and the switch and the leaves gap detection and senders of their own; a
+//              notice is then a packet like others. A socket refuses each packet so often that numbers lie far apart:
+//              where that is eight, one later packet does what eight do. A packet that is sent again is another one,
+//              so there is a bound: each timer rings, and each leaf is asked for sums once more, so many times. Clocks
+//              stand still but when a timer rings. Nothing is left out of a worker's state then. A leaf's results from
+//              the root follow each other by one: what its sender makes of skipped ones is a search of its own
+//              (netfold/prove/parent_sender.py). Not together with restarts or others.
 //
 // Safety. What a worker is given is the exact sum of every worker's contribution to that chunk in that life, once, and
 // never of a chunk on which workers disagree. None is said to disagree that agrees, and none is told what it said
@@ -37,10 +46,14 @@
 // sum: worker w's is a number in [1024, 2048), different for each chunk and life, times 2^16w; two of them are already
 // too much.
 //
+// With numbers: no packet has a number that another of its sender had; none is named as missing that has come, or that
+// fewer than eight later ones passed over; whatever a notice names, and has no result, is sent again at once, and
+// without a timer nothing else is but what the result of a later one passed over, where a result had been skipped.
+//
 // Possibility. From every state reached there is a way, without a further fault, to where every worker has finished all
 // operations, or, where workers disagree, has finished or ended. Unless packets are taken, that is asked of the
 // machines with nothing in the network, since a packet more can only help (it can be left where it is): the hardest
-// case, everything lost.
+// case, everything lost. With numbers, timers alone, as many as it takes, lead from there to the end.
 #pragma once
 
 #include <cstdint>
@@ -65,6 +78,8 @@ struct Scope {
   bool strangers = false;                 // another job's packets are on the wire
   std::uint32_t restarts = 0;             // of group or switch, in total; up to kMaxRestarts
   Network network = Network::kept;
+  std::uint32_t numbers = 0;     // packets have numbers, so far apart; 0: they have none
+  std::uint32_t rings = 0;       // of each worker's timer, where packets have numbers
   std::uint64_t max_states = 0;  // stop there and say so; 0 means 2^32 - 2
 };
 
@@ -102,7 +117,9 @@ struct Record {
 //   L/W<C             an answer reaches the worker
 //   hear W            the worker hears that another one has ended
 //   L/^F>C  L/^F<C    the sum of leaf F reaches the root, an answer of the root reaches leaf F
-//   restart group     restart switch     rejoin W
+//   L/W!P             a notice reaches the worker: its packets from P on are missing; L/^F!P: the leaf
+//   restart group     restart switch     restart leaf F     rejoin W     rejoin leaf F
+//   ring W            with numbers: the worker's timer
 // A packet of another job has an x before its life.
 // Where the network holds several such answers, =N picks the N-th that was sent.
 // Packets taken: also `copy` or `lose` before a packet, and `ring W N`, N timers of a worker, one after the other.

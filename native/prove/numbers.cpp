@@ -1,0 +1,198 @@
+// Packets with their numbers: gap detection, notices and a leaf's sender, and what is asked of them.
+#include "parts.hpp"
+
+#include <algorithm>
+#include <deque>
+
+namespace netfold::prove {
+
+using protocol::Header;
+using protocol::Worker;
+
+void Numbers::take_result(std::uint64_t chunk, std::uint64_t number) {
+  received |= std::uint64_t{1} << chunk;
+  results |= std::uint64_t{1} << (number - 1);
+  skipped |= (results & (results + 1)) != 0;
+  answered = std::max(answered, sent[chunk]);
+}
+
+void Numbers::append_canonical(std::string& out) const {
+  const auto append = [&out](const auto& value) { out.append(reinterpret_cast<const char*>(&value), sizeof value); };
+  append(sent);
+  append(newest);
+  append(answered);
+  append(results);
+  append(received);
+  append(skipped);
+}
+
+// The switch's half of finding losses, as the aggregator has it (native/aggregator/plane.cpp).
+void Parts::note_number(SwitchState& state, const Header& header, Step& step) {
+  const std::uint64_t bit = std::uint64_t{1} << header.counter / scope_.numbers;
+  const auto gap = state.arrivals[header.worker].take(header.counter);
+  std::uint64_t& came = state.came[header.worker];
+  came |= bit;
+  if (gap.count == 0) return;
+  const std::uint64_t last = gap.first + gap.count - 1;
+  const auto has_come = [&](std::uint64_t number) {
+    return number % scope_.numbers == 0 && (came >> number / scope_.numbers & 1) != 0;
+  };
+  if (last + protocol::kReorderThreshold > header.counter || has_come(gap.first) || has_come(last)) {
+    step.broken = "a packet is named as missing that is not";
+    return;
+  }
+  // Of numbers alone whose packets never left: no sender has anything under them.
+  if (last / scope_.numbers == (gap.first - 1) / scope_.numbers) return;
+  Packet sent = answer_to(state, header.worker);
+  sent.notice = true;
+  sent.chunk = gap.first;
+  sent.life = state.life();
+  sent.bytes.resize(state.machine.packet_bytes());
+  state.machine.write_notice(header.worker, gap, 0, sent.bytes.data());  // its number is a nonce
+  step.sent.push_back(packet_id(std::move(sent)));
+}
+
+void Parts::send_sums(SwitchState& state, const Allowed& allowed, Step& step) {
+  Numbers& numbers = state.numbers;
+  while (const auto send = state.sender.poll_send()) {
+    if (send->counter % scope_.numbers != 0) {
+      state.sender.not_sent(send->slot);
+      continue;
+    }
+    const auto sum = state.machine.sum(send->slot, send->counter);
+    const std::uint64_t chunk = protocol::PacketView::parse(sum)->header().chunk;
+    if (send->counter <= numbers.newest || send->counter / scope_.numbers >= kMaxNumbers) {
+      step.broken = "a leaf's packet has a number that another had, or there is no end of them";
+      return;
+    }
+    if (numbers.sent[chunk] != 0 && !allowed(numbers.sent[chunk])) {
+      step.broken = "a leaf sends a sum again that nobody misses";
+      return;
+    }
+    numbers.newest = numbers.sent[chunk] = send->counter;
+    step.sent.push_back(packet_id({.leaf = true,
+                                   .worker = state.leaf,
+                                   .chunk = chunk,
+                                   .life = state.root_life(),
+                                   .bytes = {sum.begin(), sum.end()}}));
+  }
+}
+
+Parts::Allowed Parts::allowed_by(const Packet& packet, const Numbers& numbers, bool rang) const {
+  if (packet.notice) {
+    const Header header = protocol::PacketView::parse(packet.bytes)->header();
+    return [=](std::uint64_t number) { return number >= header.chunk && number - header.chunk < header.elements; };
+  }
+  // Passed over by the result of one that was sent later, where a result was missing at some time; or overdue.
+  return [=](std::uint64_t number) {
+    return number + protocol::kReorderThreshold <= numbers.answered && (numbers.skipped || rang);
+  };
+}
+
+bool Parts::heeded(const Packet& notice, const Numbers& before, const Numbers& after) const {
+  const Allowed named = allowed_by(notice, before, false);
+  for (std::uint64_t chunk = 0; chunk < chunk_count_; ++chunk) {
+    const std::uint64_t number = before.sent[chunk];
+    if (number != 0 && named(number) && (before.received >> chunk & 1) == 0 && after.sent[chunk] == number)
+      return false;
+  }
+  return true;
+}
+
+void Parts::take_at_worker(WorkerState& state, const Packet& packet, Step& step) {
+  const Numbers before = state.numbers;
+  if (!receive(state, packet, step) || !send(state, step, allowed_by(packet, state.numbers, state.rings > 0))) return;
+  if (packet.notice && !heeded(packet, before, state.numbers)) {
+    step.broken = "a worker does not send again what a notice names";
+  }
+}
+
+bool Parts::can_ring(Id worker) const {
+  const WorkerState& state = workers_[worker];
+  return state.rings < scope_.rings && state.now.machine.in_flight() > 0;
+}
+
+Step Parts::ring(Id worker) {
+  Step step;
+  WorkerState state = workers_[worker];
+  ring(state, step);
+  if (step.broken.empty()) step.next = worker_id(std::move(state), step);
+  return step;
+}
+
+void Parts::ring(WorkerState& state, Step& step) {
+  Worker& machine = state.now.machine;
+  const bool probed = machine.answered_probes() > 0;
+  state.now.now_ns = std::max(state.now.now_ns, machine.poll_timeout());
+  machine.handle_timeout(state.now.now_ns);
+  ++state.rings;
+  step.became = "timer";
+  const std::size_t sent = step.sent.size();
+  if (!send(state, step, [](std::uint64_t) { return true; })) return;
+  // After a probe's answer there may be nothing that is overdue.
+  if (!probed && step.sent.size() == sent) step.broken = "a timer sends nothing";
+}
+
+// Whatever was sent is lost but what is sent from here on, which arrives, in order.
+std::string Parts::broken_alone(Id machine, const std::vector<Id>& leaves, const std::vector<Id>& workers) {
+  std::vector<SwitchState> switches;
+  std::vector<WorkerState> states;
+  for (const Id leaf : leaves) switches.push_back(switches_[leaf]);
+  switches.push_back(switches_[machine]);
+  for (const Id worker : workers) states.push_back(workers_[worker]);
+  std::deque<Id> due;
+  std::string broken;
+  const auto end = [&](const Step& step) {
+    due.insert(due.end(), step.sent.begin(), step.sent.end());
+    broken = step.broken;
+    return broken.empty();
+  };
+  const auto is_over = [&](const WorkerState& state) {
+    return state.called == line_of(state.number).size() && state.now.machine.idle();
+  };
+  // A timer a worker each time, each of which ends one loss at least.
+  for (std::uint64_t round = 0; round < 4 * (chunk_count_ + 1); ++round) {
+    for (WorkerState& state : states) {
+      Step step;
+      if (state.called < line_of(state.number).size()) {
+        call(state, step);
+      } else if (state.now.machine.in_flight() > 0) {
+        ring(state, step);
+      }
+      if (!end(step)) return broken;
+    }
+    while (!due.empty()) {
+      const Packet packet = packets_[due.front()];
+      due.pop_front();
+      Step step;
+      if (packet.answer && !packet.leaf) {
+        take_at_worker(states[packet.worker], packet, step);
+      } else {
+        const bool to_root = leaves.empty() || (packet.leaf && !packet.answer);
+        const std::size_t leaf = packet.leaf ? packet.worker : leaves.empty() ? 0 : leaf_of(packet.worker);
+        take_at_switch(to_root ? switches.back() : switches[leaf], packet, step);
+      }
+      if (!end(step)) return broken;
+    }
+    if (std::ranges::all_of(states, is_over)) return {};
+  }
+  return "from here, with everything lost, no retransmission leads to where all have finished";
+}
+
+// A packet has that number: what is asked of it, and what is remembered.
+bool Parts::number(WorkerState& worker, std::uint64_t chunk, std::uint64_t counter, bool again, const Allowed& allowed,
+                   Step& step) const {
+  Numbers& numbers = worker.numbers;
+  std::uint64_t& last = numbers.sent[chunk];
+  if (counter <= numbers.newest || counter / scope_.numbers >= kMaxNumbers) {
+    step.broken = "a worker's packet has a number that another had, or there is no end of them";
+  } else if (again != (last != 0)) {
+    step.broken = "a worker takes a chunk for one that was sent before, or the other way round";
+  } else if (again && !allowed(last)) {
+    step.broken = "a worker sends a chunk again that nobody misses";
+  }
+  numbers.newest = last = counter;
+  return step.broken.empty();
+}
+
+}  // namespace netfold::prove

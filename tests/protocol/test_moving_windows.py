@@ -1,0 +1,233 @@
+"""Whole jobs whose congestion windows move: links with queues, losses and delays from seeds, and every sum checked.
+
+The search has windows of a few chunks, which never move (`kLeastWindow`). Here W is 32 or more, and the links of each
+seed hold between a part of it and several times what a path's queue may: windows shrink by queues and by losses, and
+grow again. What is checked at every step stands in netfold/sim/world.py.
+"""
+
+import ctypes
+import itertools
+import random
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from netfold._native import protocol
+from netfold.sim import LATENCY_NS, LOST, Copy, Fate, Operation, Simulation, SimulationError, world
+
+pytestmark = pytest.mark.native
+
+PROTOCOL = Path(__file__).parents[2] / "native" / "protocol"
+KERNELS = PROTOCOL.parent / "kernels"
+MS = 1_000_000
+SEEDS = 12
+
+
+class Campaign:
+    """One seed's job: `run` checks its sums, and `sizes` are the windows that its workers had, in order."""
+
+    def __init__(self, seed):
+        chance = self._chance = random.Random(seed)
+        self.window = chance.choice([32, 48, 64, 96, 160])
+        # All of W in a link's queue takes from 4 to 60 ms; a queue may take 10.
+        self._packet_ns = int(chance.uniform(4, 60) * MS / self.window)
+        self._loss = chance.choice([0.0, 0.0, 0.01, 0.1])
+        self._delay = chance.choice([0.0, 0.02])
+        self._free_ns = {}
+        workers = chance.randint(2, 3)
+        self.sizes = [[] for _ in range(workers)]
+        self.simulation = Simulation(
+            workers=workers,
+            window=self.window,
+            payload_bytes=8,
+            operations=[Operation(0, 12 * self.window, "i32"), Operation(1, 8 * self.window, "i32")],
+            fates=self._fate,
+            latency_ns=chance.choice([1, 50]) * LATENCY_NS,
+            compare_machines=False,
+            watch=self._watch,
+            replay=f"pytest tests/protocol/test_moving_windows.py -k 'seed_{seed}]'",
+        )
+
+    def _fate(self, packet):
+        now_ns = self.simulation.clock.now_ns
+        link = (packet.source, packet.to)
+        waits_ns = max(0, self._free_ns.get(link, 0) - now_ns) + self._packet_ns
+        self._free_ns[link] = now_ns + waits_ns
+        if self._chance.random() < self._loss:
+            return LOST
+        late_ns = self._chance.randrange(5 * MS) if self._chance.random() < self._delay else 0
+        return Fate((Copy(waits_ns + late_ns),))
+
+    def _watch(self, _):
+        for side, sizes in zip(self.simulation.world.workers, self.sizes, strict=True):
+            size = side.machine.congestion_window
+            if not sizes or sizes[-1] != size:
+                sizes.append(size)
+
+    def run(self):
+        return self.simulation.run()
+
+    def shrank(self):
+        return any(after < before for sizes in self.sizes for before, after in itertools.pairwise(sizes))
+
+    def grew(self):
+        return any(after > before for sizes in self.sizes for before, after in itertools.pairwise(sizes))
+
+
+@pytest.mark.parametrize("seed", range(SEEDS), ids="seed_{}".format)
+def test_every_sum_is_right_while_windows_move(seed):
+    Campaign(seed).run()
+
+
+def test_windows_move_both_ways_in_the_seeds():
+    campaigns = [Campaign(seed) for seed in range(4)]
+    for campaign in campaigns:
+        campaign.run()
+    assert any(campaign.shrank() for campaign in campaigns)
+    assert any(campaign.grew() for campaign in campaigns)
+
+
+SET = "congestion_window_ = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(wanted, least, config_.window));"
+ROOM = "return flight_.count < congestion_window_;"
+# What is changed in worker.cpp, and how the message begins.
+MUTANTS = {
+    "beyond-what-was-granted": (
+        SET,
+        "congestion_window_ = static_cast<std::uint32_t>(std::max<std::uint64_t>(wanted, least));",
+        r"worker \d has a congestion window of \d+ within",
+    ),
+    "none": (
+        SET,
+        "congestion_window_ = static_cast<std::uint32_t>(wanted * least / 65536);",
+        r"worker \d has a congestion window of 0 within",
+    ),
+    "not-kept-to": (ROOM, "return true;", r"worker \d has \d+ chunks in flight, its congestion window is"),
+    "one-more": (
+        ROOM,
+        "return flight_.count <= congestion_window_;",
+        r"worker \d has \d+ chunks in flight, its congestion window is",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_window_without_a_bound_is_caught(name, tmp_path, parts, monkeypatch):
+    text, instead, message = MUTANTS[name]
+    mutant = _mutant(text, instead, tmp_path, parts)
+    monkeypatch.setattr(world, "protocol", SimpleNamespace(**{**vars(protocol), "Worker": mutant}))
+    with pytest.raises(SimulationError, match=message):
+        for seed in range(SEEDS):
+            Campaign(seed).run()
+
+
+def test_a_worker_that_is_compiled_unchanged_does_what_production_does(tmp_path, parts, monkeypatch):
+    production = Campaign(1)
+    expected = production.run()
+    monkeypatch.setattr(
+        world, "protocol", SimpleNamespace(**{**vars(protocol), "Worker": _mutant(ROOM, ROOM, tmp_path, parts)})
+    )
+    compiled = Campaign(1)
+    assert str(compiled.run()) == str(expected)
+    assert compiled.sizes == production.sizes
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """What a mutant is linked with."""
+    folder = tmp_path_factory.mktemp("parts")
+    for source in (PROTOCOL / "packet.cpp", Path(__file__).with_name("worker_abi.cpp")):
+        _compile("-c", source, folder / f"{source.stem}.o")
+    kernels = PROTOCOL.parents[1].glob("build/*/native/libnetfold_kernels.a")
+    return [folder / "packet.o", folder / "worker_abi.o", max(kernels, key=lambda path: path.stat().st_mtime)]
+
+
+def _compile(how, *files):
+    *sources, out = map(str, files)
+    includes = [f"-I{PROTOCOL / 'include'}", f"-I{KERNELS / 'include'}"]
+    command = ["c++", "-std=c++20", "-O0", "-fPIC", "-ffp-contract=off", how, *includes, *sources, "-o", out]
+    subprocess.run(command, check=True, timeout=300)
+
+
+def _mutant(text, instead, folder, parts):
+    """A class like protocol.Worker, of the changed source."""
+    before = (PROTOCOL / "worker.cpp").read_text()
+    assert before.count(text) == 1, f"worker.cpp has {before.count(text)} times, and not once: {text}"
+    source, shared = folder / "worker.cpp", folder / "worker.so"
+    source.write_text(before.replace(text, instead))
+    _compile("-shared", source, *parts, shared)
+    library = ctypes.CDLL(str(shared))
+    library.worker_new.restype = ctypes.c_void_p
+    for number in ("poll_timeout", "oldest_unanswered", "retransmissions"):
+        getattr(library, f"worker_{number}").restype = ctypes.c_int64
+
+    class Worker:
+        def __init__(self, *, job, epoch, incarnation, worker, workers, window, payload_bytes):
+            shape = (job, epoch, incarnation, worker, workers, window, payload_bytes)
+            self._self = ctypes.c_void_p(library.worker_new(*map(ctypes.c_uint32, shape)))
+            self._bytes = protocol.HEADER_BYTES + payload_bytes
+
+        def __del__(self):
+            library.worker_delete(self._self)
+
+        def __getattr__(self, name):
+            return getattr(library, f"worker_{name}")(self._self)
+
+        def can_start(self):
+            return bool(library.worker_can_start(self._self))
+
+        def start(self, operation, elements, wire, reduce, table):
+            library.worker_start(self._self, operation, ctypes.c_uint64(elements), wire, reduce, table)
+
+        def poll_send(self, now_ns):
+            header, first, count = (ctypes.c_char * protocol.HEADER_BYTES)(), ctypes.c_uint64(), ctypes.c_uint16()
+            sent = library.worker_poll_send(
+                self._self, ctypes.c_int64(now_ns), header, ctypes.byref(first), ctypes.byref(count)
+            )
+            if not sent:
+                return None
+            parsed = protocol.Header.parse(header.raw)
+            return SimpleNamespace(header=parsed, first=first.value, count=count.value, again=sent == 2)
+
+        def not_sent(self, chunk):
+            library.worker_not_sent(self._self, ctypes.c_uint64(chunk))
+
+        def handle_packet(self, data, now_ns):
+            drop, first, values = ctypes.c_int(), ctypes.c_uint64(), (ctypes.c_char * self._bytes)()
+            finished, size = ctypes.c_int(), ctypes.c_uint64()
+            outcome = library.worker_handle_packet(
+                self._self,
+                data,
+                ctypes.c_uint64(len(data)),
+                ctypes.c_int64(now_ns),
+                *map(ctypes.byref, (drop, first, finished, size)),
+                values,
+            )
+            kind = ("dropped", "received", "mismatch", "notice")[outcome]
+            header = protocol.Header.parse(data)
+            got = values.raw[: size.value]
+            return kind, protocol.DROPS[drop.value], header, first.value, bool(finished.value), got
+
+        def poll_timeout(self):
+            return library.worker_poll_timeout(self._self)
+
+        def handle_timeout(self, now_ns):
+            library.worker_handle_timeout(self._self, ctypes.c_int64(now_ns))
+
+        def sendable(self):
+            return library.worker_sendable(self._self)
+
+        def copy(self):
+            return self
+
+        def __eq__(self, other):
+            return self is other
+
+        def __hash__(self):
+            return id(self)
+
+        def canonical(self):
+            return b""
+
+    return Worker

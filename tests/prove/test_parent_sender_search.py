@@ -1,0 +1,132 @@
+"""The search over a leaf's sender: production does what its table says in every order, and mutants of it do not."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from netfold.prove.parent_sender import QUICK, search_parent_sender, sentence
+
+pytestmark = pytest.mark.native
+
+PROTOCOL = Path(__file__).parents[2] / "native" / "protocol"
+
+IN_FLIGHT = "other sums are in flight than the table says"
+OTHER = "another sum goes than the one that is next"
+COUNTED = "packets are counted otherwise than the table says"
+NAMED = "a notice sends other sums again than it names"
+
+# What is changed in uplink.cpp, and the promise that breaks.
+MUTANTS = {
+    "asked-again-is-not-sent-again": ("    make_due(slot);\n    return;", "    return;", IN_FLIGHT),
+    "number-is-used-again": (
+        "  --packets_sent_;\n",
+        "  --packets_sent_;\n  --counter_;\n",
+        "a packet has a number that one had before",
+    ),
+    "refused-counts-as-sent": ("  entry.sent = entry.again;\n", "", COUNTED),
+    "refused-is-forgotten": (
+        "entry.sent = entry.again;\n  make_due(slot);",
+        "entry.sent = entry.again;",
+        IN_FLIGHT,
+    ),
+    "next-sum-is-taken-for-the-former": ("entry = Entry{};", "entry.state = State::none;", COUNTED),
+    "sent-twice-says-which-was-answered": (" && !entry.again) {", ") {", IN_FLIGHT),
+    "more-go-again-than-are-missing": ("left > 0 && at != kNone", "gap.count > 0 && at != kNone", IN_FLIGHT),
+    "one-goes-again-where-several-are-missing": ("left = gap.count;", "left = gap.count > 0;", IN_FLIGHT),
+    "passed-over-one-late": (
+        "+ kReorderThreshold > highest_answered_send_",
+        "+ kReorderThreshold >= highest_answered_send_",
+        IN_FLIGHT,
+    ),
+    "not-passed-over": ("+ kReorderThreshold > highest_answered_send_", "> highest_answered_send_", IN_FLIGHT),
+    "newest-goes-again": ("std::uint32_t at = flight_.head;\n  for", "std::uint32_t at = flight_.tail;\n  for", OTHER),
+    "notice-misses-its-first": ("send_number >= first", "send_number > first", NAMED),
+    "notice-names-one-more": ("send_number - first >= count", "send_number - first > count", NAMED),
+    "named-is-not-sent-again": ("      make_due(at);\n      ++again;", "      ++again;", IN_FLIGHT),
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_leaf_sends_what_its_table_says_in_every_order(name: str) -> None:
+    report = search_parent_sender(QUICK[name])
+    print(sentence(QUICK[name], report))
+    assert report.broken == ""
+    assert report.passed_over > 0, "no result sends again what it passed over"
+    assert (report.named > 0) == (QUICK[name].notices > 0), "no notice sends again what it names"
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_sender_without_a_part_is_caught(name: str, tmp_path: Path) -> None:
+    text, instead, breaks = MUTANTS[name]
+    scope = QUICK["named" if "handle_notice" in _function_of(text) else "passed-over"]
+    report = search_parent_sender(scope, new=_mutant(text, instead, tmp_path))
+    print(f"{name}: {sentence(scope, report)}")
+    assert report.broken == breaks
+    assert report.trace
+
+
+def _function_of(text: str) -> str:
+    """The head of the function in uplink.cpp that has the text."""
+    before = (PROTOCOL / "uplink.cpp").read_text().partition(text)[0]
+    return before[before.rindex("Uplink::") :].splitlines()[0]
+
+
+def _mutant(text: str, instead: str, folder: Path) -> Any:
+    """A class like protocol.Uplink, of the changed source."""
+    before = (PROTOCOL / "uplink.cpp").read_text()
+    assert before.count(text) == 1, f"uplink.cpp has {before.count(text)} times, and not once: {text}"
+    source, shared = folder / "uplink.cpp", folder / "uplink.so"
+    source.write_text(before.replace(text, instead))
+    sources = [source, PROTOCOL / "arrivals.cpp", Path(__file__).with_name("parent_sender_abi.cpp")]
+    command = ["c++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{PROTOCOL / 'include'}"]
+    subprocess.run([*command, *map(str, sources), "-o", str(shared)], check=True, timeout=300)
+    library = ctypes.CDLL(str(shared))
+    for name in ("new", "copy"):
+        getattr(library, f"uplink_{name}").restype = ctypes.c_void_p
+    for name in ("packets_sent", "sent_again", "canonical"):
+        getattr(library, f"uplink_{name}").restype = ctypes.c_uint64
+
+    class Uplink:
+        def __init__(self, slots: int, copied: Any = None) -> None:
+            self._self = ctypes.c_void_p(library.uplink_new(slots) if copied is None else library.uplink_copy(copied))
+
+        def __del__(self) -> None:
+            library.uplink_delete(self._self)
+
+        def canonical(self) -> bytes:
+            out = ctypes.create_string_buffer(1024)
+            size = library.uplink_canonical(self._self, out, ctypes.c_uint64(len(out)))
+            assert size <= len(out)
+            return out.raw[:size]
+
+        def copy(self) -> Uplink:
+            return Uplink(0, self._self)
+
+        def offer(self, slot: int) -> None:
+            library.uplink_offer(self._self, slot)
+
+        def poll_send(self) -> tuple[int, int] | None:
+            slot, counter = ctypes.c_uint32(), ctypes.c_uint64()
+            if not library.uplink_poll_send(self._self, ctypes.byref(slot), ctypes.byref(counter)):
+                return None
+            return slot.value, counter.value
+
+        def not_sent(self, slot: int) -> None:
+            library.uplink_not_sent(self._self, slot)
+
+        def handle_result(self, slot: int, number: int) -> None:
+            library.uplink_handle_result(self._self, slot, ctypes.c_uint64(number))
+
+        def handle_notice(self, first: int, count: int) -> int:
+            return int(library.uplink_handle_notice(self._self, ctypes.c_uint64(first), ctypes.c_uint64(count)))
+
+        in_flight = property(lambda self: library.uplink_in_flight(self._self))
+        packets_sent = property(lambda self: library.uplink_packets_sent(self._self))
+        sent_again = property(lambda self: library.uplink_sent_again(self._self))
+
+    return Uplink

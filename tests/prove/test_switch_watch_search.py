@@ -1,0 +1,85 @@
+"""The search over the watch on a switch: production holds with answers in every order, and its mutants do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from netfold.communicator import switch_watch as production
+from netfold.prove.switch_watch import search_switch_watch, sentence
+
+pytestmark = pytest.mark.native
+
+ANSWERS = "a switch is lost that answers"
+SILENT = "a switch that does not answer is not lost"
+CUT = "a path that lets no packets through is not noticed"
+FORMER = "an answer about a chunk that has its result is taken for this one's"
+TWO = "a question is asked while another is open"
+
+# What is changed in switch_watch.py, and the promise that breaks.
+MUTANTS = {
+    "a-pause-counts": ("min(now - self._last_tick, TICK_S)", "now - self._last_tick", ANSWERS),
+    "one-answer-is-enough": ("self._bad_answers >= 2 and", "self._bad_answers >= 1 and", ANSWERS),
+    "no-time-for-the-path": (" and waited >= PATH_S:", ":", ANSWERS),
+    "answers-are-waited-for-too-long": (
+        "if waited >= ANSWER_S else None",
+        "if waited >= 2 * ANSWER_S else None",
+        SILENT,
+    ),
+    "nobody-asks-whether-it-is-there": (
+        "self._next_ask = self._time + ALIVE_S",
+        "self._next_ask = self._time + 10 * ALIVE_S",
+        CUT,
+    ),
+    "former-chunks-answers-count": (" or asked.chunk != self._chunk:", ":", FORMER),
+    "another-ranks-delay-is-the-paths": (
+        "        if self._bad_answers == 0:\n            self._since = self._time\n",
+        "",
+        ANSWERS,
+    ),
+    "good-answers-are-forgotten": (
+        "self._rank in missing else 0",
+        "self._rank in missing else self._bad_answers",
+        ANSWERS,
+    ),
+    "former-chunks-count": (
+        "self._chunk, self._since, self._bad_answers, self.missing = chunk, self._time, 0, ()",
+        "self._chunk, self._since, self.missing = chunk, self._time, ()",
+        ANSWERS,
+    ),
+    "a-cut-to-the-switch": ("not missing or self._rank in missing", "not missing", CUT),
+    "a-cut-from-the-switch": ("not missing or self._rank in missing", "self._rank in missing", CUT),
+    "two-questions": (
+        'return Lost(f"it has not answered for {waited:.1f} s") if waited >= ANSWER_S else None',
+        'if waited >= ANSWER_S:\n                return Lost("no answer")',
+        TWO,
+    ),
+}
+
+
+def test_a_switch_is_lost_when_it_is_of_no_use_and_only_then() -> None:
+    report = search_switch_watch()
+    print(sentence(report))
+    assert report.broken == ""
+    assert report.losses > 0
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_watch_without_a_part_is_caught(name: str) -> None:
+    text, instead, breaks = MUTANTS[name]
+    report = search_switch_watch(_mutant(text, instead))
+    print(f"{name}: {sentence(report)}")
+    assert report.broken == breaks
+    assert report.trace
+
+
+def _mutant(text: str, instead: str) -> Any:
+    """The class of the changed source; questions and losses stay production's."""
+    before = Path(production.__file__).read_text()
+    assert before.count(text) == 1, f"switch_watch.py has {before.count(text)} times, and not once: {text}"
+    changed = dict(vars(production))
+    source = before.replace(text, instead)
+    exec("from __future__ import annotations\n" + source[source.index("class SwitchWatch:") :], changed)
+    return changed["SwitchWatch"]
