@@ -241,7 +241,7 @@ void Worker::mark_lost(std::uint32_t index, bool probe) {
   entries_[index].again = true;
   entries_[index].probe = probe;
   // A probe may be for a straggler's chunk, which says nothing of the path.
-  if (!probe) ++sample_lost_;
+  if (!probe) ++round_lost_;
   push_back(lost_, index);
 }
 
@@ -301,13 +301,7 @@ void Worker::end_round() {
   const std::uint64_t window = congestion_window_;
   const bool more = next_ < end_;  // else the script holds back, and nothing was tried
   std::uint64_t wanted = window;
-  const std::uint64_t sampled = counter_ - sample_start_;
-  const bool many_lost = sample_lost_ * kLossTolerance > std::max(sampled, kLossSample);
-  if (many_lost || sampled >= kLossSample) {
-    sample_start_ = counter_;
-    sample_lost_ = 0;
-  }
-  if (many_lost) {
+  if (round_lost_ * kLossTolerance > counter_ - round_start_) {
     wanted = std::max<std::uint64_t>(window, trial_window_) * 7 / 10;
     trial_window_ = 0;
     if (control_ == Control::slow_start) control_ = Control::delay;
@@ -324,6 +318,7 @@ void Worker::end_round() {
   const std::uint64_t least = std::min(trial_window_ == 0 ? kLeastWindow : kLeastTrialWindow, config_.window);
   congestion_window_ = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(wanted, least, config_.window));
   round_start_ = counter_;
+  round_lost_ = 0;
   round_least_rtt_ns_ = 0;
 }
 
@@ -479,8 +474,7 @@ void Worker::append_canonical(std::vector<std::byte>& out) const {
   append(unmoved_trials_);
   append(paced_ns_);
   append(round_start_);
-  append(sample_start_);
-  append(sample_lost_);
+  append(round_lost_);
   append(round_least_rtt_ns_);
   append(backoff_);
   append(answered_probes_);

@@ -105,9 +105,8 @@ class Worker {
   static constexpr std::uint32_t kRoundsBetweenTrials = 8;
   // So many trials in succession, each with a larger window, with no more than an eighth of the link found to be ours.
   static constexpr std::uint32_t kUnmovedTrials = 4;
-  // Losses up to one in so many are not taken for congestion. In fewer packets than the sample, chance alone has more.
+  // Losses up to one in so many are not taken for congestion.
   static constexpr std::uint64_t kLossTolerance = 16;
-  static constexpr std::uint64_t kLossSample = 256;
   // Chunks: what the congestion window grows by each round trip, what it begins with and the least that it shrinks to,
   // and to what a trial may. With less in flight than kReorderThreshold, and some to be lost, nothing would tell of a
   // loss but the timer.
@@ -276,8 +275,7 @@ class Worker {
   std::uint32_t unmoved_trials_ = 0;     // in succession
   std::int64_t paced_ns_ = 0;            // up to when the pace has been used
   std::uint64_t round_start_ = 0;        // counter_ when the round trip began; it ends with an answer to a later send
-  std::uint64_t sample_start_ = 0;       // counter_ since when losses are counted
-  std::uint64_t sample_lost_ = 0;        // found since
+  std::uint64_t round_lost_ = 0;         // found in it
   std::int64_t round_least_rtt_ns_ = 0;  // of it; 0: none
   std::uint32_t backoff_ = 0;            // timeouts since the last answer
   std::uint32_t answered_probes_ = 0;    // since an answer to a chunk that was sent once
