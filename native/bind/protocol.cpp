@@ -208,6 +208,7 @@ void bind_protocol(nb::module_& m) {
                                    received.first, received.finished, to_bytes(received.values));
            })
       .def("poll_timeout", &Worker::poll_timeout)
+      .def("next_send_ns", &Worker::next_send_ns)
       .def("handle_timeout", &Worker::handle_timeout)
       .def_prop_ro("idle", &Worker::idle)
       .def_prop_ro("in_flight", &Worker::in_flight)
@@ -217,6 +218,11 @@ void bind_protocol(nb::module_& m) {
       .def_prop_ro("packets_sent", &Worker::packets_sent)
       .def_prop_ro("smoothed_rtt_ns", &Worker::smoothed_rtt_ns)
       .def_prop_ro("congestion_window", &Worker::congestion_window)
+      .def_prop_ro("control",
+                   [](const Worker& self) {
+                     static const char* const names[] = {"slow_start", "delay", "share"};
+                     return names[static_cast<int>(self.control())];
+                   })
       .def("canonical", &canonical<Worker>)
       .def("copy", [](const Worker& self) { return Worker(self); })
       .def(nb::self == nb::self);

@@ -286,6 +286,7 @@ void Channel::wait_for(WaitSet& set) const {
   if (rest.fd >= 0) set.add(rest.fd, rest.events);
   if (rest.nap_ns >= 0) set.wake_at(polled_ns_ + rest.nap_ns);
   set.wake_at(machine_.poll_timeout());
+  if (!blocked_) set.wake_at(machine_.next_send_ns());
 }
 
 InNetwork::InNetwork(const Call& call, Channel& channel, const Segments& segments)

@@ -2,6 +2,7 @@
 #include <netfold/protocol/worker.hpp>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -20,7 +21,7 @@ Worker::Worker(const WorkerConfig& config) : config_(config) {
     throw std::invalid_argument("payload_bytes is a multiple of 8, up to the protocol's bound");
   }
   entries_.resize(config.window);
-  congestion_window_ = config.window;
+  congestion_window_ = std::min(kLeastWindow, config.window);
 }
 
 void Worker::start(const Operation& operation) {
@@ -60,6 +61,7 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
     again = entries_[index].again;
     unlink(lost_, index);
   } else if (lost_.head == kNone && next_ < end_ && next_ < base_ + config_.window && has_room()) {
+    if (!pace(now_ns)) return std::nullopt;
     chunk = next_++;
     index = static_cast<std::uint32_t>(chunk % config_.window);
   } else {
@@ -158,7 +160,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   // A chunk that was sent twice says nothing about the round trip (Karn), nor about which send was answered.
   if (first_try) {
     measure(now_ns - entry.sent_ns);
-    if (entry.send_number > paused_send_) note_path(now_ns - entry.sent_ns, now_ns);
+    if (entry.send_number > paused_send_) note_path(now_ns - entry.sent_ns);
     highest_answered_send_ = std::max(highest_answered_send_, entry.send_number);
     if (highest_answered_send_ > round_start_) end_round();
     answered_probes_ = 0;
@@ -199,8 +201,10 @@ std::int64_t Worker::base_timeout_ns() const {
   return std::clamp(smoothed_rtt_ns_ + 4 * rtt_variation_ns_, kMinTimeoutNs, kMaxTimeoutNs);
 }
 
-// Another worker's loss is noticed and sent again: one more round trip.
-std::int64_t Worker::repair_timeout_ns() const { return std::min(kMaxTimeoutNs, base_timeout_ns() + smoothed_rtt_ns_); }
+// Another worker's loss is noticed, by the packets behind it, and sent again: one more round trip and some.
+std::int64_t Worker::repair_timeout_ns() const {
+  return std::min(kMaxTimeoutNs, base_timeout_ns() + smoothed_rtt_ns_ + smoothed_rtt_ns_ / 4);
+}
 
 std::int64_t Worker::timeout_ns() const {
   if (answered_probes_ > 0) return kProbeWaitNs;
@@ -208,6 +212,12 @@ std::int64_t Worker::timeout_ns() const {
 }
 
 std::int64_t Worker::poll_timeout() const { return flight_.count == 0 ? -1 : timer_start_ns_ + timeout_ns(); }
+
+std::int64_t Worker::next_send_ns() const {
+  const bool waits = lost_.head == kNone && next_ < end_ && next_ < base_ + config_.window && has_room() &&
+                     congestion_window_ > kLeastWindow;
+  return waits ? paced_ns_ + kBurstNs / 2 : -1;
+}
 
 void Worker::handle_timeout(std::int64_t now_ns) {
   if (flight_.count == 0 || now_ns < poll_timeout()) return;
@@ -279,37 +289,97 @@ void Worker::note_skipped(const Header& header, const Entry& answered, bool firs
   answer_skipped_ = false;
 }
 
-void Worker::note_path(std::int64_t rtt_ns, std::int64_t now_ns) {
+void Worker::note_path(std::int64_t rtt_ns) {
   rtt_ns = std::max<std::int64_t>(rtt_ns, 1);
   const auto lower = [rtt_ns](std::int64_t least_ns) { return least_ns == 0 ? rtt_ns : std::min(least_ns, rtt_ns); };
-  if (now_ns - period_start_ns_ >= kLeastRttPeriodNs) {
-    least_rtt_ns_ = period_least_rtt_ns_;
-    period_least_rtt_ns_ = 0;
-    period_start_ns_ = now_ns;
-  }
   least_rtt_ns_ = lower(least_rtt_ns_);
-  period_least_rtt_ns_ = lower(period_least_rtt_ns_);
   round_least_rtt_ns_ = lower(round_least_rtt_ns_);
 }
 
 // One decision a round trip: what is sent after it is what the next one judges.
 void Worker::end_round() {
-  const std::int64_t target_ns = least_rtt_ns_ + kQueueTargetNs;
   const std::uint64_t window = congestion_window_;
+  const bool more = next_ < end_;  // else the script holds back, and nothing was tried
   std::uint64_t wanted = window;
   if (round_lost_ * kLossTolerance > counter_ - round_start_) {
-    wanted = window * 7 / 10;
-  } else if (round_least_rtt_ns_ > target_ns) {
-    wanted = std::max(window / 2,
-                      window * static_cast<std::uint64_t>(target_ns) / static_cast<std::uint64_t>(round_least_rtt_ns_));
-  } else if (next_ < end_) {  // else it is the script that holds back, and nothing was tried
-    wanted = window + kWindowGrowth;
+    wanted = std::max<std::uint64_t>(window, trial_window_) * 7 / 10;
+    trial_window_ = 0;
+    if (control_ == Control::slow_start) control_ = Control::delay;
+  } else if (control_ == Control::share) {
+    if (more) wanted = share_window();
+  } else if (round_least_rtt_ns_ > least_rtt_ns_ + kQueueTargetNs) {
+    // The round trip is that of a window before it was doubled: it begins no trial.
+    wanted = control_ == Control::slow_start ? window / 2 : shorter_queue_window();
+    if (control_ == Control::slow_start) control_ = Control::delay;
+  } else {
+    trial_window_ = 0;
+    if (more) wanted = control_ == Control::slow_start ? 2 * window : window + kWindowGrowth;
   }
-  const std::uint64_t least = std::min(kLeastWindow, config_.window);
+  const std::uint64_t least = std::min(trial_window_ == 0 ? kLeastWindow : kLeastTrialWindow, config_.window);
   congestion_window_ = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(wanted, least, config_.window));
   round_start_ = counter_;
   round_lost_ = 0;
   round_least_rtt_ns_ = 0;
+}
+
+// Control::delay, with more than the target in the queue: as much smaller as the queue is too long, down to half the
+// window that the queue was first seen with. Where that was no help the trial decides.
+std::uint64_t Worker::shorter_queue_window() {
+  const std::uint64_t window = congestion_window_;
+  if (trial_window_ == 0) begin_trial();
+  if (window > trial_window_ / 2) {
+    const auto target_ns = static_cast<std::uint64_t>(least_rtt_ns_ + kQueueTargetNs);
+    return std::max(window / 2, window * target_ns / static_cast<std::uint64_t>(round_least_rtt_ns_));
+  }
+  return ++trial_rounds_ < kTrialRounds ? window : end_trial();
+}
+
+std::uint64_t Worker::share_window() {
+  const std::uint64_t window = congestion_window_;
+  if (trial_window_ != 0) return ++trial_rounds_ < kTrialRounds ? window : end_trial();
+  if (++rounds_ < kRoundsBetweenTrials || round_least_rtt_ns_ == 0) return window;
+  begin_trial();
+  return window / 2;
+}
+
+void Worker::begin_trial() {
+  trial_window_ = congestion_window_;
+  trial_rtt_ns_ = round_least_rtt_ns_;
+  trial_rounds_ = 0;
+}
+
+// With w chunks of ours and q of others in flight, a link that takes C chunks a second answers after (w + q) / C. So by
+// how much the round trip is shorter, of by how much the window is smaller, is w / (w + q): our share.
+std::uint64_t Worker::end_trial() {
+  const std::uint64_t before = trial_window_;
+  const std::int64_t rtt_ns = round_least_rtt_ns_;
+  const std::int64_t ours = (trial_rtt_ns_ - rtt_ns) * static_cast<std::int64_t>(before);
+  const std::int64_t all = trial_rtt_ns_ * static_cast<std::int64_t>(before - congestion_window_);
+  trial_window_ = 0;
+  rounds_ = 0;
+  if (rtt_ns == 0 || all == 0) return before;  // no packet that would tell, or W of one chunk
+
+  const std::int64_t eighths = std::clamp<std::int64_t>(8 * ours / all, 0, 8);
+  unmoved_trials_ = eighths == 0 ? unmoved_trials_ + 1 : 0;
+  if (rtt_ns <= least_rtt_ns_ + kQueueTargetNs || eighths >= 7 || unmoved_trials_ == kUnmovedTrials) {
+    control_ = Control::delay;
+    if (unmoved_trials_ == kUnmovedTrials) least_rtt_ns_ = rtt_ns;
+    unmoved_trials_ = 0;
+    return eighths >= 7 ? congestion_window_ : before;
+  }
+  control_ = Control::share;
+  static constexpr std::array<std::uint64_t, 7> kFactors{10, 10, 9, 7, 7, 6, 5};  // eighths, by eighths that are ours
+  return before * kFactors[static_cast<std::size_t>(eighths)] / 8;
+}
+
+// A chunk's time on the path is one round trip by the window; so many more are allowed as the window may need to grow.
+bool Worker::pace(std::int64_t now_ns) {
+  if (congestion_window_ <= kLeastWindow || smoothed_rtt_ns_ == 0) return true;
+  paced_ns_ = std::max(paced_ns_, now_ns - std::max(kBurstNs, smoothed_rtt_ns_ / 4));
+  if (paced_ns_ > now_ns) return false;
+  const std::int64_t percent = control_ == Control::slow_start ? kSlowStartPacePercent : kPacePercent;
+  paced_ns_ += 100 * smoothed_rtt_ns_ / (percent * congestion_window_);
+  return true;
 }
 
 // RFC 6298, section 2, in nanoseconds.
@@ -396,8 +466,13 @@ void Worker::append_canonical(std::vector<std::byte>& out) const {
   append(congestion_window_);
   append(paused_send_);
   append(least_rtt_ns_);
-  append(period_least_rtt_ns_);
-  append(period_start_ns_);
+  append(control_);
+  append(trial_window_);
+  append(trial_rtt_ns_);
+  append(trial_rounds_);
+  append(rounds_);
+  append(unmoved_trials_);
+  append(paced_ns_);
   append(round_start_);
   append(round_lost_);
   append(round_least_rtt_ns_);

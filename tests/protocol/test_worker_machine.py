@@ -1,5 +1,7 @@
 """The worker's machine, step by step: window, repair of losses, timers, reasons to drop, and its life as a value."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +33,9 @@ PROBE_GROWTH = 2
 PROBE_WAIT_NS = 2 * MS
 REORDER_THRESHOLD = 8
 WINDOW_GROWTH = 8
-LEAST_RTT_PERIOD_NS = 10_000 * MS
+LEAST_WINDOW = 32
+ROUNDS_BETWEEN_TRIALS = 8
+BURST_NS = 2 * MS
 
 
 def started(elements, window=1, **shape):
@@ -234,17 +238,17 @@ def test_an_answer_to_a_chunk_sent_again_for_a_gap_is_no_answered_probe():
 
 def test_a_chunk_that_is_passed_over_waits_for_anothers_repair_while_no_answer_is_missing():
     worker = make_worker(window=128)
-    worker.start(0, 84, I32)
+    worker.start(0, 64, I32)
     sends = send_all(worker)
     for number, send in enumerate(sends[1:], start=1):
         receive(worker, numbered(send, number), 2 * MS)
     assert send_all(worker, 2 * MS) == [], "the switch answered all it had, in this order"
-    worker.start(1, 80, I32)
+    worker.start(1, 60, I32)
     later = send_all(worker, 9 * MS)
     # What a repair may take: a timeout, here its floor, and a round trip.
-    receive(worker, numbered(later[0], 42), 11 * MS)
+    receive(worker, numbered(later[0], 32), 11 * MS)
     assert send_all(worker, 11 * MS) == []
-    receive(worker, numbered(later[1], 43), 13 * MS)
+    receive(worker, numbered(later[1], 33), 13 * MS)
     assert chunks(send_all(worker, 13 * MS)) == [0]
 
 
@@ -331,9 +335,16 @@ class Path:
     def __init__(self, window=320):
         self.worker, self.now_ns, self.numbers = started(10_000_000, window=window), 0, 0
 
+    def opened(self, rtt_ns=MS):
+        """After its slow start."""
+        for _ in range(8):
+            self.round_trip(rtt_ns)
+        assert self.worker.congestion_window == 320
+        return self
+
     def round_trip(self, rtt_ns, lost=0):
         """The window before it and after it. `lost`: of the first packets of it, by notice."""
-        sends = send_all(self.worker, self.now_ns)
+        sends = self.send_all()
         before = self.worker.congestion_window
         self.now_ns += rtt_ns
         if lost:
@@ -341,62 +352,162 @@ class Path:
         for send in sends[lost:]:
             self.numbers += 1
             receive(self.worker, numbered(send, self.numbers), self.now_ns)
-        again = [send for send in send_all(self.worker, self.now_ns) if send.again][:lost] if lost else []
+        again = [send for send in self.send_all() if send.again][:lost] if lost else []
         for send in again:
             self.numbers += 1
             receive(self.worker, numbered(send, self.numbers), self.now_ns)
         return before, self.worker.congestion_window
 
+    def send_all(self):
+        """What the window has room for, at its pace, as if no time had passed for what is in flight."""
+        sends, now_ns = [], self.now_ns
+        while (more := send_all(self.worker, now_ns)) or self.worker.next_send_ns() >= 0:
+            sends += more
+            now_ns = max(now_ns, self.worker.next_send_ns())
+        self.now_ns = now_ns
+        return sends
 
-def test_the_congestion_window_starts_at_what_was_granted():
+    def shared(self, others, per_chunk_ns=MS // 8):
+        """A round trip through a queue with so many packets of others; which control sets the window then."""
+        self.round_trip((self.worker.congestion_window + others) * per_chunk_ns)
+        return self.worker.control
+
+
+def test_the_congestion_window_starts_small_and_doubles_each_round_trip():
     worker = started(10_000, window=320)
-    assert worker.congestion_window == 320
-    assert len(send_all(worker)) == 320
+    assert worker.congestion_window == LEAST_WINDOW
+    assert len(send_all(worker)) == LEAST_WINDOW
+    path = Path()
+    sizes = [path.round_trip(MS)[1] for _ in range(4)]
+    assert sizes == [64, 128, 256, 320]
+
+
+def test_a_window_below_the_least_is_open_at_once():
+    assert len(send_all(started(100, window=30))) == 30
+
+
+def test_an_operation_begins_with_the_window_that_the_last_one_ended_with():
+    worker = started(2_000, window=320)
+    now_ns = 0
+    while not worker.idle:
+        sends = send_all(worker, now_ns)
+        now_ns += MS
+        for send in sends:
+            receive(worker, answer_to(send), now_ns)
+    window = worker.congestion_window
+    assert window > 4 * LEAST_WINDOW
+    worker.start(1, 2_000, I32)
+    assert len(send_all(worker, now_ns + 60_000 * MS)) == window
+
+
+def test_slow_start_ends_with_half_the_window_that_found_a_queue():
+    path = Path()
+    for _ in range(2):
+        path.round_trip(MS)
+    path.round_trip(20 * MS)  # its first answer ended the round trip before
+    assert path.round_trip(20 * MS) == (256, 128)
+    assert path.worker.control == "delay"
 
 
 def test_a_queue_on_the_path_shrinks_what_is_in_flight_to_what_the_target_allows():
-    path = Path()
-    path.round_trip(1 * MS)
-    sizes = [path.round_trip(path.worker.congestion_window * MS // 8)[1] for _ in range(8)]  # 40 ms at 320
-    # 1 + 10 ms at an eighth of a millisecond a packet.
-    assert all(80 <= size <= 96 for size in sizes[-3:])
+    path = Path().opened()
+    sizes = [path.round_trip(path.worker.congestion_window * MS // 8)[1] for _ in range(20)]  # 40 ms at 320
+    # 1 + 10 ms at an eighth of a millisecond a packet, and two round trips' growth.
+    assert all(74 <= size <= 88 + 2 * WINDOW_GROWTH for size in sizes[3:])
+    assert path.worker.control == "delay"
     assert path.worker.in_flight <= path.worker.congestion_window
 
 
 def test_the_congestion_window_grows_back_and_never_beyond_what_was_granted():
-    path = Path()
-    path.round_trip(1 * MS)
+    path = Path().opened()
     for _ in range(3):
         path.round_trip(60 * MS)
-    before, after = path.round_trip(1 * MS)
-    before, after = path.round_trip(1 * MS)
-    assert after == before + WINDOW_GROWTH
+    for _ in range(ROUNDS_BETWEEN_TRIALS + 4):  # until a trial finds that the queue has gone
+        path.round_trip(1 * MS)
+    assert path.worker.control == "delay"
     for _ in range(60):
         before, after = path.round_trip(1 * MS)
-        assert after <= 320
+        assert after in (320, before + WINDOW_GROWTH)
     assert after == 320
 
 
 def test_a_long_path_is_no_queue():
     path = Path()
-    for _ in range(5):
-        assert path.round_trip(80 * MS)[1] == 320
+    sizes = [path.round_trip(80 * MS)[1] for _ in range(5)]
+    assert sizes == [64, 128, 256, 320, 320]
 
 
-def test_a_path_that_became_longer_is_learnt_in_two_periods():
-    path = Path()
-    path.round_trip(1 * MS)
-    for _ in range(10):
+def test_a_path_that_became_longer_is_learnt_in_a_few_trials():
+    path = Path().opened()
+    for _ in range(3):
         path.round_trip(60 * MS)
-    assert path.worker.congestion_window < 80
-    for _ in range(2 * LEAST_RTT_PERIOD_NS // (60 * MS) + 60):
+    controls = set()
+    for _ in range(5 * (ROUNDS_BETWEEN_TRIALS + 3)):
         path.round_trip(60 * MS)
-    assert path.worker.congestion_window == 320
+        controls.add(path.worker.control)
+    assert controls == {"share", "delay"}
+    assert path.worker.control == "delay"
+    assert all(path.round_trip(60 * MS)[1] == 320 for _ in range(20)), "and nothing is tried any more"
+
+
+@pytest.mark.parametrize("others", [100, 160, 220])
+def test_beside_a_queue_that_others_keep_full_the_window_goes_to_their_size(others):
+    path = Path().opened()
+    controls = [path.shared(others) for _ in range(20 * (ROUNDS_BETWEEN_TRIALS + 3))]
+    assert controls[40:] == ["share"] * len(controls[40:])
+    windows = [path.round_trip((path.worker.congestion_window + others) * MS // 8)[0] for _ in range(60)]
+    assert 0.5 * others < sum(windows) / 60 < 1.3 * others
+
+
+def test_a_queue_that_others_leave_is_ours_again_after_one_trial():
+    path = Path().opened()
+    for _ in range(60):
+        path.shared(160)
+    assert path.worker.control == "share"
+    for _ in range(2 * (ROUNDS_BETWEEN_TRIALS + 3)):
+        path.shared(0)
+    assert path.worker.control == "delay"
+    assert path.worker.congestion_window <= 96, "a queue of 11 ms"
+
+
+# Pacing.
+
+
+def test_a_window_that_is_free_after_a_pause_is_spread_over_a_round_trip():
+    path = Path().opened(rtt_ns=20 * MS)
+    worker, begin_ns = path.worker, path.now_ns + 1000 * MS
+    sent = [(begin_ns, len(send_all(worker, begin_ns)))]
+    while worker.next_send_ns() >= 0:
+        now_ns = worker.next_send_ns()
+        sent.append((now_ns, len(send_all(worker, now_ns))))
+    assert sum(count for _, count in sent) == worker.congestion_window == 320
+    rtt_ns = worker.smoothed_rtt_ns
+    assert sent[0][1] <= 320 // 2 + 1, "a quarter of a round trip, at twice the window a round trip"
+    assert sent[-1][0] - begin_ns > rtt_ns // 5
+    for (earlier_ns, _), (later_ns, count) in pairwise(sent):
+        assert later_ns - earlier_ns >= BURST_NS // 2, "no timer for a few packets"
+        assert count <= 2 * 320 * (later_ns - earlier_ns) / rtt_ns + 1
+
+
+def test_a_path_that_answers_within_a_burst_is_not_paced():
+    path = Path().opened(rtt_ns=MS)
+    sends = send_all(path.worker, path.now_ns + 50 * MS)
+    assert len(sends) == 320
+    assert path.worker.next_send_ns() == -1
+
+
+def test_a_window_of_the_least_size_is_not_paced():
+    worker = started(10_000, window=320)
+    sends = send_all(worker)
+    assert len(sends) == LEAST_WINDOW
+    assert worker.next_send_ns() == -1
+
+
+# Losses and stragglers.
 
 
 def test_few_losses_are_no_congestion_and_many_are():
-    path = Path()
-    path.round_trip(1 * MS)
+    path = Path().opened()
     for _ in range(4):
         assert path.round_trip(1 * MS, lost=15)[1] == 320
     assert path.round_trip(1 * MS, lost=120)[1] <= 320
@@ -404,26 +515,25 @@ def test_few_losses_are_no_congestion_and_many_are():
 
 
 def test_a_straggler_is_no_queue():
-    worker = started(10_000, window=320)
-    sends = send_all(worker)
-    receive(worker, numbered(sends[0], 1), 1 * MS)
-    now_ns = 1 * MS
+    worker = Path().opened().worker
+    now_ns = 100 * MS
+    sends = send_all(worker, now_ns)
+    receive(worker, answer_to(sends[0]), now_ns + MS)
     for _ in range(10):
         now_ns = worker.poll_timeout()
         worker.handle_timeout(now_ns)
         send_all(worker, now_ns)
-    for number, send in enumerate(sends[1:], start=2):
-        receive(worker, numbered(send, number), now_ns + MS)
+    for send in sends[1:]:
+        receive(worker, answer_to(send), now_ns + MS)
     fresh = send_all(worker, now_ns + MS)
-    receive(worker, numbered(fresh[-1], 321), now_ns + 2 * MS)
+    receive(worker, answer_to(fresh[-1]), now_ns + 2 * MS)
     assert worker.congestion_window == 320
 
 
 def test_a_probe_goes_out_though_more_is_in_flight_than_the_path_carries():
-    path = Path()
-    path.round_trip(1 * MS)
+    path = Path().opened()
     path.round_trip(60 * MS)
-    sends = send_all(path.worker, path.now_ns)
+    sends = path.send_all()
     path.now_ns += 60 * MS
     for send in sends[:9]:
         path.numbers += 1

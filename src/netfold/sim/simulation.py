@@ -42,13 +42,20 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
+class Paced:
+    """The worker sends what its pacing held back."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The network loses a packet; only a trace hears of it."""
 
     packet: Packet
 
 
-Event = Packet | Call | Timer | Room | Lost
+Event = Packet | Call | Timer | Room | Paced | Lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +147,7 @@ class Simulation:
         packets = 2 * workers * len(self.world.chunks)
         self._max_events = max_events or 10_000 + 100 * packets + 4 * len(injected)
         self._timer_ns: list[int | None] = [None] * workers
+        self._paced_ns: list[int | None] = [None] * workers
         self._room_awaited = [False] * workers
 
         for worker in range(workers):
@@ -195,6 +203,9 @@ class Simulation:
             case Room(worker):
                 self._room_awaited[worker] = False
                 self._serve(worker)
+            case Paced(worker):
+                self._paced_ns[worker] = None
+                self._serve(worker)
         if self._watch is not None:
             self._watch(self._past[-1])
             for packet in self._lost:
@@ -205,7 +216,13 @@ class Simulation:
         """Send what the worker offers, as far as its socket takes it, and set its timer."""
         if not self._room_awaited[worker]:
             self._send(worker)
-        due_ns: int = self.world.workers[worker].machine.poll_timeout()
+        machine = self.world.workers[worker].machine
+        send_ns: int = machine.next_send_ns()
+        waking_ns = self._paced_ns[worker]
+        if send_ns >= 0 and not self._room_awaited[worker] and (waking_ns is None or send_ns < waking_ns):
+            self._paced_ns[worker] = send_ns
+            self.clock.at(send_ns, Paced(worker))
+        due_ns: int = machine.poll_timeout()
         ringing_ns = self._timer_ns[worker]
         # A timer that rings too early is harmless (and must be); it is set anew then.
         if due_ns >= 0 and (ringing_ns is None or due_ns < ringing_ns):

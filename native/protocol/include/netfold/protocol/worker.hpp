@@ -32,14 +32,33 @@
 // is repaired in log2(W) of them. Where the timeout was wrong, since the switch or the path paused, the other answers
 // are right behind the probe's, and that is waited for. A duplicate changes nothing at the switch, but costs the wire.
 //
-// Within W, a congestion window bounds what is in flight. It starts at W and is set once a round trip: smaller by what
-// the path's queue holds beyond kQueueTargetNs, by three tenths where more than one packet in kLossTolerance is lost,
-// and else larger by kWindowGrowth. A queue is what the quickest answer of a round trip takes beyond the least that was
-// seen lately: a queue at the switch's end of the path, at this end, or of contributions that wait in slots for a
-// worker that is a little behind. What was in flight at a timeout does not count: that was a straggler, or a loss. So
-// two jobs that share a port both see its queue, and share it; and W exceeds what is in flight by enough to go on
-// sending while the oldest chunk is repaired. Fewer losses than one in kLossTolerance say nothing of a queue, and
-// answering them by sending less would only add to what they cost.
+// Within W, a congestion window bounds what is in flight. It is set once a round trip, by one of three controls:
+//
+//   control      sets the window                                      until
+//   slow_start   from kLeastWindow, twice as large each round trip    a queue, or many losses (as TCP's)
+//   delay        larger by kWindowGrowth; with a queue, smaller by    a window of half the size leaves the queue as
+//                what the queue holds beyond kQueueTargetNs           long as before: it is another flow's
+//   share        larger or smaller after each trial, towards three    the queue is ours alone, or short, or it is the
+//                eighths of what the link takes                       path that became longer
+//
+// Many losses are more than one packet in kLossTolerance; they take three tenths of the window under every control.
+// Fewer say nothing of a queue, and answering them by sending less would only add to what they cost. A queue is what
+// the quickest answer of a round trip takes beyond the least that was ever seen: a queue at the switch's end of the
+// path, at this end, or of contributions that wait in slots for a worker that is a little behind. What was in flight at
+// a timeout does not count: that was a straggler, or a loss. Jobs that share a port all see its queue, and all share
+// it. W exceeds what is in flight by enough to go on sending while the oldest chunk is repaired.
+//
+// A flow that fills the queue until it overflows, as TCP does, would take all of the link from one that keeps the queue
+// short. So Control::share asks what part of the link is ours, whatever the least round trip is: a trial halves the
+// window for kTrialRounds. Alone, the round trip is halved too; beside others it is shorter by half our share of it (as
+// Nimbus, Goyal et al. 2018, tells flows that give way from others; Copa, Arun and Balakrishnan, NSDI 2018,
+// section 2.2, has two modes as well, but tells them by whether the queue ever empties). Below three eighths the window
+// grows, above them it shrinks: a flow that takes what a trial leaves free makes our share look smaller than it is.
+// What neither grows nor shrinks with the window in kUnmovedTrials trials, at most an eighth, is the path's own delay.
+//
+// Pacing. A larger window than kLeastWindow is not sent at once: new chunks leave at most at kPacePercent of the window
+// a round trip, with bursts of kBurstNs or a quarter of a round trip. So a whole window that is free after a pause is
+// spread over most of a round trip, and a path that answers within kBurstNs needs no timer.
 //
 // The machine holds no values: the caller encodes what `Send` names and decodes what `Received` names. Like
 // its counterpart it is a value (copyable, comparable, canonical bytes) with no socket, clock or thread, and
@@ -80,14 +99,25 @@ class Worker {
   // What a path's queue may add to a round trip: it must feed the link while a host's cores are busy with something
   // else for a while, and no more.
   static constexpr std::int64_t kQueueTargetNs = 10'000'000;
-  // The least round trip is that of the last one to two periods: a path may change to a longer one.
-  static constexpr std::int64_t kLeastRttPeriodNs = 10'000'000'000;
+  // Round trips that a trial takes, and those between two under Control::share: the window is then half as large in one
+  // round trip of five.
+  static constexpr std::uint32_t kTrialRounds = 2;
+  static constexpr std::uint32_t kRoundsBetweenTrials = 8;
+  // So many trials in succession, each with a larger window, with no more than an eighth of the link found to be ours.
+  static constexpr std::uint32_t kUnmovedTrials = 4;
   // Losses up to one in so many are not taken for congestion.
   static constexpr std::uint64_t kLossTolerance = 16;
-  // Chunks: what the congestion window grows by each round trip, and the least that it shrinks to. With less in flight
-  // than kReorderThreshold, and some to be lost, nothing would tell of a loss but the timer.
+  // Chunks: what the congestion window grows by each round trip, what it begins with and the least that it shrinks to,
+  // and to what a trial may. With less in flight than kReorderThreshold, and some to be lost, nothing would tell of a
+  // loss but the timer.
   static constexpr std::uint32_t kWindowGrowth = 8;
   static constexpr std::uint32_t kLeastWindow = 4 * kReorderThreshold;
+  static constexpr std::uint32_t kLeastTrialWindow = kLeastWindow / 2;
+  // Of the window a round trip: room to grow, as TCP's pacing leaves it. What may go at once after a pause; a sender
+  // that waits for less would need a timer for every few packets.
+  static constexpr std::int64_t kPacePercent = 125;
+  static constexpr std::int64_t kSlowStartPacePercent = 200;
+  static constexpr std::int64_t kBurstNs = 2'000'000;
 
   // Throws std::invalid_argument.
   explicit Worker(const WorkerConfig& config);
@@ -120,7 +150,7 @@ class Worker {
   std::optional<Send> poll_send(std::int64_t now_ns);
   // The socket did not take the packet after all; it will be offered again.
   void not_sent(std::uint64_t chunk);
-  // How many chunks could be sent now without further answers or timeouts (lost ones included).
+  // How many chunks could be sent without further answers or timeouts (lost ones included), as pacing lets them.
   std::uint32_t sendable() const;
 
   // notice: packets of ours did not come; what they carried will be offered again.
@@ -135,6 +165,9 @@ class Worker {
   };
   Received handle_packet(std::span<const std::byte> bytes, std::int64_t now_ns);
 
+  // When poll_send should be called for what pacing holds back, or -1 when it holds nothing back.
+  std::int64_t next_send_ns() const;
+
   // When handle_timeout should be called, or -1 when nothing is in flight.
   std::int64_t poll_timeout() const;
   void handle_timeout(std::int64_t now_ns);
@@ -142,6 +175,9 @@ class Worker {
   std::uint32_t in_flight() const { return flight_.count; }
   // Whether something was sent that is not answered: else no packet can matter.
   bool awaits_answers() const { return base_ < next_; }
+  // What sets the congestion window; see the top.
+  enum class Control : std::uint8_t { slow_start, delay, share };
+  Control control() const { return control_; }
   // Chunks that may be in flight now, 1 to W.
   std::uint32_t congestion_window() const { return congestion_window_; }
   // Answers to probes, and to nothing else, since a timeout: the next one is a growth (kProbeGrowth for each).
@@ -197,8 +233,13 @@ class Worker {
   bool has_room() const;
   Received handle_notice(const Header& header);
   void note_skipped(const Header& header, const Entry& answered, bool first_try);
-  void note_path(std::int64_t rtt_ns, std::int64_t now_ns);
+  void note_path(std::int64_t rtt_ns);
   void end_round();
+  std::uint64_t shorter_queue_window();
+  std::uint64_t share_window();
+  void begin_trial();
+  std::uint64_t end_trial();
+  bool pace(std::int64_t now_ns);
   void measure(std::int64_t rtt_ns);
   const Line* line_of(std::uint64_t chunk) const;
   std::int64_t base_timeout_ns() const;
@@ -224,10 +265,15 @@ class Worker {
   std::int64_t smoothed_rtt_ns_ = 0;
   std::int64_t rtt_variation_ns_ = 0;
   std::uint32_t congestion_window_ = 0;
-  std::uint64_t paused_send_ = 0;         // up to here round trips say nothing of the path: a timeout came between
-  std::int64_t least_rtt_ns_ = 0;         // 0: not known
-  std::int64_t period_least_rtt_ns_ = 0;  // of the running period
-  std::int64_t period_start_ns_ = 0;
+  std::uint64_t paused_send_ = 0;  // up to here round trips say nothing of the path: a timeout came between
+  std::int64_t least_rtt_ns_ = 0;  // 0: not known
+  Control control_ = Control::slow_start;
+  std::uint32_t trial_window_ = 0;       // the window before the trial; 0: there is none
+  std::int64_t trial_rtt_ns_ = 0;        // the least round trip then
+  std::uint32_t trial_rounds_ = 0;       // of it, with at most half the window
+  std::uint32_t rounds_ = 0;             // under Control::share, since the last trial
+  std::uint32_t unmoved_trials_ = 0;     // in succession
+  std::int64_t paced_ns_ = 0;            // up to when the pace has been used
   std::uint64_t round_start_ = 0;        // counter_ when the round trip began; it ends with an answer to a later send
   std::uint64_t round_lost_ = 0;         // found in it
   std::int64_t round_least_rtt_ns_ = 0;  // of it; 0: none

@@ -1,0 +1,80 @@
+"""A job beside a TCP flow on one queue, in virtual time: what each gets, and the queue after the flow has ended."""
+
+from itertools import pairwise
+
+import pytest
+from flows import SECOND_NS, Bbr, Bottleneck, Cubic
+
+from netfold.sim import LOST, SWITCH, Copy, Fate, Operation, Simulation
+
+pytestmark = pytest.mark.native
+
+PACKET_NS = 400_000
+QUEUE = 160  # packets: 64 ms
+PART_S = 4
+
+
+class _OverError(Exception):
+    pass
+
+
+class Shared:
+    """Two workers stream; a flow shares the queue of worker 0's link to the switch, from the first second on."""
+
+    def __init__(self, flow, seconds):
+        self.uplink = Bottleneck(PACKET_NS, QUEUE)
+        self.links = {way: Bottleneck(PACKET_NS, QUEUE) for way in ((1, SWITCH), (SWITCH, 0), (SWITCH, 1))}
+        self.flow = flow(self.uplink, SECOND_NS)
+        self.parts = []  # the job's packets and the flow's, to the end of each part
+        self.results = 0
+        self.end_ns = seconds * SECOND_NS
+        self.simulation = Simulation(
+            workers=2,
+            window=192,
+            payload_bytes=8,
+            operations=[Operation(number, 4_000, "i32") for number in range(seconds * 2)],
+            fates=self._fate,
+            compare_machines=False,
+            watch=self._watch,
+        )
+
+    def run(self):
+        with pytest.raises(_OverError):
+            self.simulation.run()
+        return self
+
+    def ratios(self):
+        """The flow's packets by the job's, in each part from the fourth second on."""
+        pairs = pairwise(self.parts[1:])
+        return [(flow - flow_before) / (job - job_before) for (job_before, flow_before), (job, flow) in pairs]
+
+    def _fate(self, packet):
+        now_ns = self.simulation.clock.now_ns
+        self.flow.advance(now_ns)
+        link = self.uplink if packet.source == 0 else self.links[packet.source, packet.to]
+        left_ns = link.enqueue(now_ns)
+        return LOST if left_ns is None else Fate((Copy(left_ns - now_ns),))
+
+    def _watch(self, record):
+        if record.when_ns >= len(self.parts) * PART_S * SECOND_NS:
+            self.parts.append((self.results, self.flow.delivered))
+        if record.when_ns > self.end_ns:
+            raise _OverError
+        if record.verdict is not None and record.verdict.outcome == "received" and record.event.to == 0:
+            self.results += 1
+
+
+@pytest.mark.parametrize("flow", [Cubic, Bbr])
+def test_a_job_and_a_tcp_flow_each_get_a_third_to_three_times_what_the_other_gets(flow):
+    ratios = Shared(flow, 17).run().ratios()
+    assert len(ratios) == 3
+    assert all(1 / 3 <= ratio <= 3 for ratio in ratios), ratios
+
+
+def test_after_the_flow_has_ended_the_queue_is_short_again_and_the_link_busy():
+    shared = Shared(lambda link, start_ns: Cubic(link, start_ns, end_ns=5 * SECOND_NS), 9).run()
+    (before, _), (after, _) = shared.parts[1:3]
+    assert after - before > 0.8 * PART_S * SECOND_NS / PACKET_NS
+    for side in shared.simulation.world.workers:
+        assert side.machine.control == "delay"
+        assert side.machine.smoothed_rtt_ns < 24_000_000, "as far as the least window lets it: 32 packets are 13 ms"
