@@ -159,7 +159,7 @@ def _mutant(text, instead, folder, parts):
     _compile("-shared", source, *parts, shared)
     library = ctypes.CDLL(str(shared))
     library.worker_new.restype = ctypes.c_void_p
-    for number in ("poll_timeout", "oldest_unanswered", "retransmissions"):
+    for number in ("next_send_ns", "poll_timeout", "oldest_unanswered", "retransmissions"):
         getattr(library, f"worker_{number}").restype = ctypes.c_int64
 
     class Worker:
@@ -208,6 +208,9 @@ def _mutant(text, instead, folder, parts):
             header = protocol.Header.parse(data)
             got = values.raw[: size.value]
             return kind, protocol.DROPS[drop.value], header, first.value, bool(finished.value), got
+
+        def next_send_ns(self):
+            return library.worker_next_send_ns(self._self)
 
         def poll_timeout(self):
             return library.worker_poll_timeout(self._self)

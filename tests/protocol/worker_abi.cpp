@@ -43,6 +43,7 @@ int worker_handle_packet(void* self, const std::byte* data, u64 bytes, std::int6
   if (!received.values.empty()) std::memcpy(values, received.values.data(), received.values.size());
   return static_cast<int>(received.outcome);
 }
+std::int64_t worker_next_send_ns(void* self) { return of(self).next_send_ns(); }
 std::int64_t worker_poll_timeout(void* self) { return of(self).poll_timeout(); }
 void worker_handle_timeout(void* self, std::int64_t now_ns) { of(self).handle_timeout(now_ns); }
 int worker_idle(void* self) { return of(self).idle(); }
