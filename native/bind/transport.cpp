@@ -114,7 +114,8 @@ void bind_transport(nb::module_& m) {
             if (!self.port) throw nb::value_error("this port was given to a group");
             return self.port->counters().last_send_error;
           },
-          "Why this host or the provider last refused to send packets, or says that they did not arrive; empty: never.");
+          "Why this host or the provider last refused to send packets, or says that they did not arrive; empty: "
+          "never.");
   nb::class_<UdpPort, DataPort>(t, "UdpPort")
       .def(
           "__init__",

@@ -1,6 +1,6 @@
 """An all_reduce packet by packet: the formula where nothing is lost, what losses cost, and what is composed."""
 
-from statistics import median
+from statistics import mean, median
 
 import pytest
 
@@ -67,11 +67,12 @@ def lossy(loss):
 
 def test_few_workers_with_the_losses_of_many_send_as_much_again(monkeypatch):
     fabric = Fabric(32, GIGABIT, 100e-6, racks=4, loss=1e-3)
-    whole = all_reduce(fabric, MB, seed=1)
+    whole = [all_reduce(fabric, MB, seed=seed) for seed in range(4)]
     monkeypatch.setattr(packets, "MOST_WORKERS", 8)
-    composed = all_reduce(fabric, MB, seed=1)
-    assert composed.said.startswith("8 workers in 2 racks, 745 packets each; each stands for 4 of 32, with the losses")
-    assert composed.sent_again == pytest.approx(whole.sent_again, rel=0.3)
+    composed = [all_reduce(fabric, MB, seed=seed) for seed in range(4)]
+    said = "8 workers in 2 racks, 745 packets each; each stands for 4 of 32, with the losses"
+    assert all(each.said.startswith(said) for each in composed)
+    assert mean(each.sent_again for each in composed) == pytest.approx(mean(each.sent_again for each in whole), rel=0.3)
 
 
 def test_the_same_seed_loses_the_same_packets():
