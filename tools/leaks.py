@@ -14,11 +14,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-_FRAME = re.compile(r"^ +#\d+ 0x[0-9a-f]+ .*\((?P<module>[^()]+)\+0x[0-9a-f]+\)|^ +#\d+ 0x[0-9a-f]+ (?P<place>.*)$")
 _LEAK = re.compile(r"^(Direct|Indirect) leak of .* allocated from:$")
 # Between who asked for memory and who gave it.
-_GIVERS = re.compile(r"libasan|libubsan|libstdc\+\+")
-_OURS = "_native"
+_GIVERS = re.compile(r"libsanitizer|/usr/include/c\+\+|libasan|libubsan|libstdc\+\+")
+_OURS = re.compile(r"/native/\w+/|/_native[^/]*\.so")
 
 
 def leaks(text: str) -> Iterator[str]:
@@ -31,7 +30,7 @@ def leaks(text: str) -> Iterator[str]:
             block.append(line)
         elif block is not None:
             asked = next((each for each in block[1:] if not _GIVERS.search(each)), "")
-            if _OURS in asked or "native/" in asked:
+            if _OURS.search(asked):
                 yield "\n".join(re.sub(r"0x[0-9a-f]+ ", "", each) for each in block)
             block = None
 
