@@ -59,7 +59,7 @@ DEADLINE_S = 900
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks meet. rate: of shaped links; None: not shaped; "": no rack, but this machine's loopback."""
+    """The links between the ranks. rate: of shaped links; None: not shaped; "": this machine's loopback, no rack."""
 
     ranks: int
     rate: str | None
@@ -163,7 +163,7 @@ def start_switches(rack: Rack, folder: str) -> list[Aggregator]:
 
 
 def cpu_s(pid: int | None) -> float:
-    """What all threads of a process have used of a core so far."""
+    """CPU seconds of all threads of a process so far."""
     if pid is None:
         return 0.0
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9

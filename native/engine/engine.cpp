@@ -454,7 +454,7 @@ bool Group::turn(std::int64_t now) {
 
 bool Group::turn_once(std::int64_t now) {
   bool failed = false;
-  std::vector<std::function<void()>> errands;  // an empty one takes no memory, and this runs in every look
+  std::vector<std::function<void()>> errands;  // a vector: an empty deque allocates, on every turn
   bool behind = false;
   {
     std::lock_guard lock(mutex_);

@@ -81,7 +81,7 @@ std::uint16_t Parts::place_of(std::uint16_t worker) const {
   return scope_.leaves.empty() ? worker : static_cast<std::uint16_t>(worker - first_below(leaf_of(worker)));
 }
 
-Packet Parts::stranger(std::uint16_t worker, std::uint64_t chunk, bool answer) const {
+Packet Parts::foreign_packet(std::uint16_t worker, std::uint64_t chunk, bool answer) const {
   const Line& line = line_of(worker);
   const std::uint32_t operation =
       std::min<std::uint32_t>(operation_at(line, chunk), static_cast<std::uint32_t>(line.size() - 1));
@@ -108,10 +108,10 @@ std::vector<Id> Parts::strangers() {
   for (std::uint64_t chunk = 0; chunk < chunk_count_; ++chunk) {
     for (const bool answer : {false, true}) {
       for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
-        packets.push_back(packet_id(stranger(worker, chunk, answer)));
+        packets.push_back(packet_id(foreign_packet(worker, chunk, answer)));
       }
       for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
-        Packet packet = stranger(first_below(leaf), chunk, answer);
+        Packet packet = foreign_packet(first_below(leaf), chunk, answer);
         Header header = protocol::PacketView::parse(packet.bytes)->header();
         header.worker = packet.worker = leaf;
         packet.leaf = true;

@@ -39,7 +39,7 @@ struct Packet {
   std::vector<std::byte> bytes;
 };
 
-// What one sender has sent and been answered, where the scope has numbers.
+// One sender's packets and their results, in a scope with numbers.
 struct Numbers {
   std::array<std::uint64_t, kMaxChunks> sent{};  // by chunk: the packet that it was sent in last
   std::uint64_t newest = 0;                      // packet
@@ -125,10 +125,11 @@ class Parts {
   Step call(Id worker);
   // It hears that another one has ended.
   Step hear(Id worker);
-  // Where the scope has numbers: its timer. Precondition: can_ring.
+  // The worker's timer rings, in a scope with numbers. Precondition: can_ring.
   Step ring(Id worker);
   bool can_ring(Id worker) const;
-  // Where the scope has numbers: what breaks where timers alone bring these to their end, the network being lost.
+  // In a scope with numbers: the promise that breaks when timers alone bring these machines to the end, after all
+  // packets in the network were lost.
   std::string broken_alone(Id machine, const std::vector<Id>& leaves, const std::vector<Id>& workers);
 
   const SwitchState& switch_state(Id id) const { return switches_[id]; }
@@ -195,7 +196,7 @@ class Parts {
   // Its number at its switch.
   std::uint16_t place_of(std::uint16_t worker) const;
   // Another job's packet, which says what the worker, or a leaf, would at that chunk.
-  Packet stranger(std::uint16_t worker, std::uint64_t chunk, bool answer) const;
+  Packet foreign_packet(std::uint16_t worker, std::uint64_t chunk, bool answer) const;
   // What a sum is made of.
   std::string taken_apart(std::int64_t sum) const;
 

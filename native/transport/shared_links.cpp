@@ -37,7 +37,7 @@ bool SharedLinks::send(Peer& peer, const Letter& letter, int fd) {
   if (sendmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof letter)) {
     return false;
   }
-  // Whoever sees this, or a post that was published after it, finds the letter in its socket.
+  // A reader that sees this count, or a post published after it, finds the message in its socket.
   peer.sent->fetch_add(1, std::memory_order_release);
   return true;
 }

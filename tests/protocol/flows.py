@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from itertools import count
 
 SECOND_NS = 1_000_000_000
@@ -25,7 +26,7 @@ class Bottleneck:
         return self._free_ns
 
 
-class Flow:
+class Flow(ABC):
     """One bulk TCP flow; `advance` plays it up to a time. It knows of a loss when the next packet is acknowledged."""
 
     RTT_NS = 200_000  # beside the queue
@@ -74,11 +75,13 @@ class Flow:
     def wake(self, at_ns: int) -> None:
         heapq.heappush(self._due, (at_ns, next(self._order), None))
 
+    @abstractmethod
     def acknowledged(self, now_ns: int, rtt_ns: int) -> None:
-        raise NotImplementedError
+        """Set the window after an acknowledgement."""
 
+    @abstractmethod
     def lost(self, now_ns: int) -> None:
-        raise NotImplementedError
+        """Set the window after a loss."""
 
 
 class Cubic(Flow):

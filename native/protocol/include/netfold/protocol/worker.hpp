@@ -54,7 +54,7 @@
 // Nimbus, Goyal et al. 2018, tells flows that give way from others; Copa, Arun and Balakrishnan, NSDI 2018,
 // section 2.2, has two modes as well, but tells them by whether the queue ever empties). Below three eighths the window
 // grows, above them it shrinks: a flow that takes what a trial leaves free makes our share look smaller than it is.
-// What neither grows nor shrinks with the window in kUnmovedTrials trials, at most an eighth, is the path's own delay.
+// A delay that changes by at most an eighth with the window in kUnmovedTrials trials is the path's own.
 //
 // Pacing. A larger window than kLeastWindow is not sent at once: new chunks leave at most at kPacePercent of the window
 // a round trip, with bursts of kBurstNs or a quarter of a round trip. So a whole window that is free after a pause is
@@ -175,7 +175,7 @@ class Worker {
   std::uint32_t in_flight() const { return flight_.count; }
   // Whether something was sent that is not answered: else no packet can matter.
   bool awaits_answers() const { return base_ < next_; }
-  // What sets the congestion window; see the top.
+  // The rule that sets the congestion window; see the top.
   enum class Control : std::uint8_t { slow_start, delay, share };
   Control control() const { return control_; }
   // Chunks that may be in flight now, 1 to W.
