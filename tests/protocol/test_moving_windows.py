@@ -8,11 +8,11 @@ grow again. What is checked at every step stands in netfold/sim/world.py.
 import ctypes
 import itertools
 import random
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from changed import build, change_file, load
 
 from netfold._native import protocol
 from netfold.sim import LATENCY_NS, LOST, Copy, Fate, Operation, Simulation, SimulationError, world
@@ -20,7 +20,8 @@ from netfold.sim import LATENCY_NS, LOST, Copy, Fate, Operation, Simulation, Sim
 pytestmark = pytest.mark.native
 
 PROTOCOL = Path(__file__).parents[2] / "native" / "protocol"
-KERNELS = PROTOCOL.parent / "kernels"
+INCLUDES = (PROTOCOL / "include", PROTOCOL.parent / "kernels" / "include")
+OPTIONS = ("-O0", "-ffp-contract=off")
 MS = 1_000_000
 SEEDS = 12
 
@@ -137,27 +138,16 @@ def test_a_worker_that_is_compiled_unchanged_does_what_production_does(tmp_path,
 def parts(tmp_path_factory):
     """What a mutant is linked with."""
     folder = tmp_path_factory.mktemp("parts")
-    for source in (PROTOCOL / "packet.cpp", Path(__file__).with_name("worker_abi.cpp")):
-        _compile("-c", source, folder / f"{source.stem}.o")
+    sources = (PROTOCOL / "packet.cpp", Path(__file__).with_name("worker_abi.cpp"))
+    objects = [build(folder / f"{source.stem}.o", [source], INCLUDES, "-c", *OPTIONS) for source in sources]
     kernels = PROTOCOL.parents[1].glob("build/*/native/libnetfold_kernels.a")
-    return [folder / "packet.o", folder / "worker_abi.o", max(kernels, key=lambda path: path.stat().st_mtime)]
-
-
-def _compile(how, *files):
-    *sources, out = map(str, files)
-    includes = [f"-I{PROTOCOL / 'include'}", f"-I{KERNELS / 'include'}"]
-    command = ["c++", "-std=c++20", "-O0", "-fPIC", "-ffp-contract=off", how, *includes, *sources, "-o", out]
-    subprocess.run(command, check=True, timeout=300)
+    return [*objects, max(kernels, key=lambda path: path.stat().st_mtime)]
 
 
 def _mutant(text, instead, folder, parts):
     """A class like protocol.Worker, of the changed source."""
-    before = (PROTOCOL / "worker.cpp").read_text()
-    assert before.count(text) == 1, f"worker.cpp has {before.count(text)} times, and not once: {text}"
-    source, shared = folder / "worker.cpp", folder / "worker.so"
-    source.write_text(before.replace(text, instead))
-    _compile("-shared", source, *parts, shared)
-    library = ctypes.CDLL(str(shared))
+    source = change_file(PROTOCOL / "worker.cpp", text, instead, folder)
+    library = load(folder / "worker.so", [source, *parts], INCLUDES, *OPTIONS)
     library.worker_new.restype = ctypes.c_void_p
     for number in ("next_send_ns", "poll_timeout", "oldest_unanswered", "retransmissions"):
         getattr(library, f"worker_{number}").restype = ctypes.c_int64

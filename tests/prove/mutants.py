@@ -4,7 +4,7 @@ A mutant is a text that stands exactly once in a source of native/protocol, and 
 compiled so changed and linked with the search; production itself has nothing that could be turned off. Where a text
 is not found, the code has changed: look for where the check has gone, and change the mutant.
 
-    .venv/bin/python tests/prove/mutants.py [NAME...]      the shortest trace of each
+    PYTHONPATH=tests .venv/bin/python tests/prove/mutants.py [NAME...]      the shortest trace of each
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+
+from changed import change
 
 from netfold.prove import Scope, draw
 from netfold.sim import diagram
@@ -321,9 +323,7 @@ def make(mutant: Mutant, folder: Path) -> Path:
     texts: dict[str, str] = {}
     for source, text, instead in mutant.edits:
         before = texts.get(source) or (PROTOCOL / source).read_text()
-        if before.count(text) != 1:
-            raise LookupError(f"{source} has {before.count(text)} times, and not once: {text}")
-        texts[source] = before.replace(text, instead)
+        texts[source] = change(before, text, instead, source)
     compiled = []
     for source, text in texts.items():
         (folder / source).parent.mkdir(parents=True, exist_ok=True)

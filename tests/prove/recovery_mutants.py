@@ -4,13 +4,12 @@ A mutant is a text that stands exactly once in a source, and what stands there i
 recovery_machine.py and recovery_plan.py the changed text is executed beside production; failover.cpp is compiled and
 called by ctypes.
 
-    .venv/bin/python tests/prove/recovery_mutants.py [NAME...]      the shortest trace of each
+    PYTHONPATH=tests .venv/bin/python tests/prove/recovery_mutants.py [NAME...]      the shortest trace of each
 """
 
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -18,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from changed import change, execute, load
+
 from netfold.communicator import recovery_machine, recovery_plan
 from netfold.prove.recovery import STUCK, Machines, RecoveryReport, RecoveryScope, search_recovery
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVE = ROOT / "native" / "collective"
 FAILOVER, MACHINE, PLAN = "failover.cpp", "recovery_machine.py", "recovery_plan.py"
-COMPILE = ["c++", "-std=c++20", "-O1", "-shared", "-fPIC"]
 
 FAILS = "a rank fails while all live"
 USED = "a result is taken for a contribution"
@@ -150,35 +150,22 @@ def machines(mutant: Mutant, folder: Path) -> Machines:
     texts: dict[str, str] = {}
     for source, text, instead in mutant.edits:
         file = COLLECTIVE / source if source == FAILOVER else ROOT / "src" / "netfold" / "communicator" / source
-        before = texts.get(source) or file.read_text()
-        if before.count(text) != 1:
-            raise LookupError(f"{source} has {before.count(text)} times, and not once: {text}")
-        texts[source] = before.replace(text, instead)
-    changed: dict[str, Any] = dict(vars(recovery_machine))
-    if PLAN in texts:
-        plan = dict(vars(recovery_plan))
-        exec(_from(texts[PLAN], "def make_plan("), plan)
-        changed["make_plan"] = plan["make_plan"]
+        texts[source] = change(texts.get(source) or file.read_text(), text, instead, source)
     # Messages and actions stay production's: the search knows them by their classes.
     source = texts.get(MACHINE) or Path(recovery_machine.__file__).read_text()
-    exec(_from(source, "class RecoveryMachine:"), changed)
+    changed = execute(recovery_machine, source, "class RecoveryMachine:")
+    if PLAN in texts:
+        changed["make_plan"] = execute(recovery_plan, texts[PLAN], "def make_plan(")["make_plan"]
     if FAILOVER not in texts:
         return Machines(recovery=changed["RecoveryMachine"])
     (folder / FAILOVER).write_text(texts[FAILOVER])
-    library = folder / "failover.so"
-    sources = [str(folder / FAILOVER), str(Path(__file__).with_name("failover_abi.cpp"))]
-    command = [*COMPILE, f"-I{COLLECTIVE / 'include'}", *sources, "-o", str(library)]
-    subprocess.run(command, check=True, timeout=300)
+    sources = [folder / FAILOVER, Path(__file__).with_name("failover_abi.cpp")]
+    library = load(folder / "failover.so", sources, [COLLECTIVE / "include"], "-O1")
     return Machines(failover=_failover(library), recovery=changed["RecoveryMachine"])
 
 
-def _from(text: str, first: str) -> str:
-    return "from __future__ import annotations\n" + text[text.index(first) :]
-
-
-def _failover(file: Path) -> Any:
+def _failover(library: ctypes.CDLL) -> Any:
     """A class like netfold._native.failover.Failover, over a library of failover_abi.cpp."""
-    library = ctypes.CDLL(str(file))
     for name in ("new", "copy"):
         getattr(library, f"failover_{name}").restype = ctypes.c_void_p
     for name in ("life", "word", "canonical"):

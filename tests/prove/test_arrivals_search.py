@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from changed import change_file, load
 
 from netfold.prove.arrivals import PACKETS, THRESHOLD, search_arrivals, sentence
 
@@ -63,14 +63,9 @@ def test_gap_detection_without_a_part_is_caught(name: str, tmp_path: Path) -> No
 
 def _mutant(text: str, instead: str, folder: Path) -> Any:
     """A class like protocol.Arrivals, of the changed source."""
-    before = (PROTOCOL / "arrivals.cpp").read_text()
-    assert before.count(text) == 1, f"arrivals.cpp has {before.count(text)} times, and not once: {text}"
-    source, shared = folder / "arrivals.cpp", folder / "arrivals.so"
-    source.write_text(before.replace(text, instead))
-    abi = Path(__file__).with_name("arrivals_abi.cpp")
-    command = ["c++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{PROTOCOL / 'include'}"]
-    subprocess.run([*command, str(source), str(abi), "-o", str(shared)], check=True, timeout=300)
-    library = ctypes.CDLL(str(shared))
+    source = change_file(PROTOCOL / "arrivals.cpp", text, instead, folder)
+    sources = [source, Path(__file__).with_name("arrivals_abi.cpp")]
+    library = load(folder / "arrivals.so", sources, [PROTOCOL / "include"], "-O1")
     library.arrivals_new.restype = library.arrivals_copy.restype = ctypes.c_void_p
 
     class Arrivals:

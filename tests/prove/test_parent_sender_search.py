@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from changed import change_file, load
 
 from netfold.prove.parent_sender import QUICK, search_parent_sender, sentence
 
@@ -78,14 +78,9 @@ def _function_of(text: str) -> str:
 
 def _mutant(text: str, instead: str, folder: Path) -> Any:
     """A class like protocol.Uplink, of the changed source."""
-    before = (PROTOCOL / "uplink.cpp").read_text()
-    assert before.count(text) == 1, f"uplink.cpp has {before.count(text)} times, and not once: {text}"
-    source, shared = folder / "uplink.cpp", folder / "uplink.so"
-    source.write_text(before.replace(text, instead))
+    source = change_file(PROTOCOL / "uplink.cpp", text, instead, folder)
     sources = [source, PROTOCOL / "arrivals.cpp", Path(__file__).with_name("parent_sender_abi.cpp")]
-    command = ["c++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{PROTOCOL / 'include'}"]
-    subprocess.run([*command, *map(str, sources), "-o", str(shared)], check=True, timeout=300)
-    library = ctypes.CDLL(str(shared))
+    library = load(folder / "uplink.so", sources, [PROTOCOL / "include"], "-O0")
     for name in ("new", "copy"):
         getattr(library, f"uplink_{name}").restype = ctypes.c_void_p
     for name in ("packets_sent", "sent_again", "canonical"):

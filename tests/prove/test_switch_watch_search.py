@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changed import change, execute
 
 from netfold.communicator import switch_watch as production
 from netfold.prove.switch_watch import search_switch_watch, sentence
@@ -77,9 +78,5 @@ def test_a_watch_without_a_part_is_caught(name: str) -> None:
 
 def _mutant(text: str, instead: str) -> Any:
     """The class of the changed source; questions and losses stay production's."""
-    before = Path(production.__file__).read_text()
-    assert before.count(text) == 1, f"switch_watch.py has {before.count(text)} times, and not once: {text}"
-    changed = dict(vars(production))
-    source = before.replace(text, instead)
-    exec("from __future__ import annotations\n" + source[source.index("class SwitchWatch:") :], changed)
-    return changed["SwitchWatch"]
+    source = change(Path(production.__file__).read_text(), text, instead, "switch_watch.py")
+    return execute(production, source, "class SwitchWatch:")["SwitchWatch"]
