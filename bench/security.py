@@ -11,11 +11,9 @@ are the slowest rank's; every element is checked. Writes bench/results/security.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import secrets
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from told_ranks import Orders, told_ranks
 
 from netfold import Communicator, FileStore, Options
 from netfold.bench.machine import spoken
 from netfold.bench.spread import paired_ratios, spread
-from netfold.bench.start_line import StartLine
 from netfold.communicator.options import SECURITIES
 from netfold.rack import Rack
 from netfold.rack.aggregator import Aggregator, start_aggregator
@@ -74,15 +72,14 @@ Taken = dict[str, list[dict[str, Any]]]
 Rows = dict[Place, Taken]
 
 
-def serve(control: str, folder: str, *switches: str) -> None:
-    """A rank: an all_reduce by one of its groups a line that comes, and what it took as a line back."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    line = StartLine(Path(folder, "line"), rank, size)
+def serve(folder: str, *switches: str) -> None:
+    """A rank: for each order one all_reduce, by one of its groups."""
+    orders = Orders(folder)
+    rank, size = orders.rank, orders.size
     tensor = np.empty(SIZE // 4, np.float32)
     # Whole numbers that a float sum keeps exactly, another one in every element of a chunk.
     pattern = (np.arange(len(tensor)) % 4093).astype(np.float32)
     with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(socket.socket(socket.AF_UNIX))
         groups = {}
         for security in SECURITIES:
             options = Options(transport="tcp", security=security, probe="off")
@@ -91,24 +88,22 @@ def serve(control: str, folder: str, *switches: str) -> None:
                 options = replace(options, switch=endpoint, token_file=f"{folder}/token" if "#" in endpoint else None)
             store = FileStore(f"{folder}/{security}")
             groups[security] = stack.enter_context(Communicator(store, rank, size, options=options))
-        connection.connect(control)
-        stream = connection.makefile("rw")
-        for order in stream:
+        for order in orders:
             turn, security = order.split()
             np.add(pattern, float(rank + int(turn)), out=tensor)
-            line.cross()
+            orders.line.cross()
             began, used = time.perf_counter(), time.process_time()
             groups[security].all_reduce(tensor)
             took_s, cpu_s = time.perf_counter() - began, time.process_time() - used
             expected = pattern * size + float(sum(range(size)) + size * int(turn))
-            answer = {
-                "took_s": took_s,
-                "cpu_s": cpu_s,
-                "wrong": int(np.count_nonzero(tensor != expected)),
-                "again": int(groups[security].group.events()[-1]["retransmissions"]),
-            }
-            stream.write(json.dumps(answer) + "\n")
-            stream.flush()
+            orders.answer(
+                {
+                    "took_s": took_s,
+                    "cpu_s": cpu_s,
+                    "wrong": int(np.count_nonzero(tensor != expected)),
+                    "again": int(groups[security].group.events()[-1]["retransmissions"]),
+                }
+            )
 
 
 @contextlib.contextmanager
@@ -173,33 +168,19 @@ def measure(place: Place, rounds: int) -> Taken:
     """For each security a round each: the slowest rank's time, CPU time of all, wrong elements, repeats."""
     taken: Taken = {security: [] for security in SECURITIES}
     with (
-        tempfile.TemporaryDirectory(prefix="netfold-security-") as folder,
-        socket.socket(socket.AF_UNIX) as server,
+        told_ranks(place.ranks, DEADLINE_S) as ranks,
+        ranks_at(place, ranks.argv(__file__), ranks.folder) as switches,
     ):
-        control = f"{folder}/control"
-        server.bind(control)
-        server.listen(place.ranks)
-        server.settimeout(DEADLINE_S)
-        StartLine.draw(Path(folder, "line"), place.ranks)
-        argv = [sys.executable, str(Path(__file__).resolve()), "rank", control, folder]
-        with ranks_at(place, argv, folder) as switches:
-            streams = []
-            for _ in range(place.ranks):
-                connection = server.accept()[0]
-                connection.settimeout(DEADLINE_S)
-                streams.append(connection.makefile("rw"))
-            for turn in range(-WARMUPS, rounds):
-                for security in random.sample(SECURITIES, len(SECURITIES)):
-                    before_s = cpu_s(switches.get(security))
-                    for stream in streams:
-                        stream.write(f"{turn + WARMUPS} {security}\n")
-                        stream.flush()
-                    answers = [json.loads(stream.readline()) for stream in streams]
-                    if turn < 0:
-                        continue
-                    row = {name: sum(answer[name] for answer in answers) for name in ("cpu_s", "wrong", "again")}
-                    row["cpu_s"] += cpu_s(switches.get(security)) - before_s
-                    taken[security].append({**row, "took_s": max(answer["took_s"] for answer in answers)})
+        ranks.wait()
+        for turn in range(-WARMUPS, rounds):
+            for security in random.sample(SECURITIES, len(SECURITIES)):
+                before_s = cpu_s(switches.get(security))
+                answers = ranks.tell(f"{turn + WARMUPS} {security}")
+                if turn < 0:
+                    continue
+                row = {name: sum(answer[name] for answer in answers) for name in ("cpu_s", "wrong", "again")}
+                row["cpu_s"] += cpu_s(switches.get(security)) - before_s
+                taken[security].append({**row, "took_s": max(answer["took_s"] for answer in answers)})
     return taken
 
 

@@ -15,10 +15,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -26,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from told_ranks import Orders, ToldRanks, told_ranks
 
 from netfold import Communicator, FileStore
 from netfold.bench.machine import spoken
 from netfold.bench.spread import spread
-from netfold.bench.start_line import StartLine
 from netfold.rack import Rack
 from netfold.rack.aggregator import aggregator_argv
 from netfold.rack.command import run
@@ -82,28 +80,25 @@ PLACES = (
 ELSEWHERE = "everything else on the core"
 
 
-def serve(control: str, folder: str) -> None:
-    """A rank: a round a line that comes, and what it took as a line back."""
+def serve(folder: str) -> None:
+    """A rank: one round for each order."""
     os.sched_setaffinity(0, {WORKER_CPU})
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    line = StartLine(Path(folder, "line"), rank, size)
+    orders = Orders(folder)
+    rank, size = orders.rank, orders.size
     tensor = np.empty(SIZE // 4, np.float32)
     pattern = (np.arange(len(tensor)) % 4093).astype(np.float32)
-    with socket.socket(socket.AF_UNIX) as connection, Communicator(FileStore(folder), rank, size) as group:
-        connection.connect(control)
-        stream = connection.makefile("rw")
-        for _ in stream:
+    with Communicator(FileStore(folder), rank, size) as group:
+        for _ in orders:
             took_s = 0.0
             wrong = 0
             for call in range(CALLS):
                 np.add(pattern, float(rank + call), out=tensor)
-                line.cross()
+                orders.line.cross()
                 began = time.perf_counter()
                 group.all_reduce(tensor)
                 took_s += time.perf_counter() - began
                 wrong += int(np.count_nonzero(tensor != pattern * size + float(sum(range(size)) + size * call)))
-            stream.write(json.dumps({"took_s": took_s, "wrong": wrong}) + "\n")
-            stream.flush()
+            orders.answer({"took_s": took_s, "wrong": wrong})
 
 
 def ends(rack: Rack) -> list[tuple[str, str, int]]:
@@ -170,17 +165,14 @@ def seconds(cpu: int) -> tuple[float, float]:
 class Bench:
     """The rack, its switch and ranks; `round` is one round."""
 
-    def __init__(self, rack: Rack, streams: list[Any]) -> None:
-        self.rack, self.streams = rack, streams
+    def __init__(self, rack: Rack, ranks: ToldRanks) -> None:
+        self.rack, self.ranks = rack, ranks
 
     def round(self, way: Way) -> dict[str, float]:
         go(self.rack, way)
         before = status(self.rack)
         began = seconds(SWITCH_CPU)
-        for stream in self.streams:
-            stream.write("go\n")
-            stream.flush()
-        answers = [json.loads(stream.readline()) for stream in self.streams]
+        answers = self.ranks.tell("go")
         busy, softirq = (end - begin for end, begin in zip(seconds(SWITCH_CPU), began, strict=True))
         after = status(self.rack)
         was, now = before["jobs"][0]["counters"], after["jobs"][0]["counters"]
@@ -199,28 +191,15 @@ class Bench:
 
 def measure(rounds: int, hosts: int) -> tuple[dict[Way, list[dict[str, float]]], dict[Way, Counter[str]]]:
     """Rounds of every way; and where core 0's time went, in samples."""
-    with (
-        tempfile.TemporaryDirectory(prefix="netfold-cost-") as folder,
-        socket.socket(socket.AF_UNIX) as server,
-        Rack(hosts, "10gbit") as rack,
-    ):
-        control = f"{folder}/control"
-        server.bind(control)
-        server.listen(hosts)
-        server.settimeout(DEADLINE_S)
-        StartLine.draw(Path(folder, "line"), hosts)
+    with told_ranks(hosts, DEADLINE_S) as ranks, Rack(hosts, "10gbit") as rack:
         steer(rack)
         aggregator = aggregator_argv(f"{SWITCH_ADDRESS}:{SWITCH_PORT}")
         rack.start_switch(lambda line: None, ["taskset", "-c", str(SWITCH_CPU), *aggregator, "--metrics", METRICS])
-        argv = [sys.executable, str(Path(__file__).resolve()), "rank", control, folder]
         for host in range(hosts):
-            rack.popen(host, argv, {"NETFOLD_INTERFACE": HOST_INTERFACE, "NETFOLD_ALGORITHM": "all_reduce=in_network"})
-        streams = []
-        for _ in range(hosts):
-            connection = server.accept()[0]
-            connection.settimeout(DEADLINE_S)
-            streams.append(connection.makefile("rw"))
-        bench = Bench(rack, streams)
+            environment = {"NETFOLD_INTERFACE": HOST_INTERFACE, "NETFOLD_ALGORITHM": "all_reduce=in_network"}
+            rack.popen(host, ranks.argv(__file__), environment)
+        ranks.wait()
+        bench = Bench(rack, ranks)
         rows: dict[Way, list[dict[str, float]]] = {way: [] for way in WAYS}
         for turn in range(-1, rounds):
             for place in range(len(WAYS)):
@@ -228,7 +207,7 @@ def measure(rounds: int, hosts: int) -> tuple[dict[Way, list[dict[str, float]]],
                 row = bench.round(way)
                 if turn >= 0:
                     rows[way].append(row)
-        return rows, {way: where(bench, way, Path(folder, "perf")) for way in WAYS}
+        return rows, {way: where(bench, way, Path(ranks.folder, "perf")) for way in WAYS}
 
 
 def where(bench: Bench, way: Way, data: Path) -> Counter[str]:
