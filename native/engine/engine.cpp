@@ -863,6 +863,9 @@ Engine& Engine::instance() {
   return *engine;
 }
 
+// Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
+[[maybe_unused]] static const auto& made_at_load = Engine::instance();
+
 void Engine::set_interrupts(Interrupts given) { interrupts = given; }
 
 std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,

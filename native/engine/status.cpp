@@ -21,6 +21,9 @@ StatusPage& StatusPage::instance() {
   return *page;
 }
 
+// Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
+[[maybe_unused]] static const auto& made_at_load = StatusPage::instance();
+
 void StatusPage::make() {
   pid_ = getpid();
   page_ = nullptr;

@@ -53,6 +53,9 @@ SpareBlocks& spare_blocks() {
   return *blocks;
 }
 
+// Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
+[[maybe_unused]] const auto& made_at_load = spare_blocks();
+
 }  // namespace
 
 Rail::Rail(Fd socket, bool keeps, const seal::StreamSecrets& secrets) : keeps_(keeps), security_(secrets.security) {

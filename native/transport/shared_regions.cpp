@@ -19,6 +19,9 @@ SharedRegions& SharedRegions::instance() {
   return *regions;
 }
 
+// Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
+[[maybe_unused]] static const auto& made_at_load = SharedRegions::instance();
+
 void SharedRegions::add(std::byte* address, std::size_t bytes, Fd fd) {
   auto region = std::make_shared<SharedRegion>();
   region->address = address;

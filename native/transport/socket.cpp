@@ -37,6 +37,9 @@ struct OfThisProcess {
   }
 };
 
+// Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
+[[maybe_unused]] const auto& made_at_load = OfThisProcess::all();
+
 }  // namespace
 
 void Fd::reset() {
