@@ -197,14 +197,16 @@ class Simulation:
                 world.submit(worker)
                 self._serve(worker)
             case Timer(worker):
-                self._timer_ns[worker] = None
+                if self._timer_ns[worker] == now_ns:  # else another was set before it, and that one goes on
+                    self._timer_ns[worker] = None
                 world.timeout(worker, now_ns)
                 self._serve(worker)
             case Room(worker):
                 self._room_awaited[worker] = False
                 self._serve(worker)
             case Paced(worker):
-                self._paced_ns[worker] = None
+                if self._paced_ns[worker] == now_ns:
+                    self._paced_ns[worker] = None
                 self._serve(worker)
         if self._watch is not None:
             self._watch(self._past[-1])
