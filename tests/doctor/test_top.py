@@ -162,6 +162,18 @@ def running(folder: Path, size: int, step: Callable[..., None], **env: str) -> I
         assert counted == page
 
 
+def picture_of(watch: Watch, operations: int) -> Picture:
+    """A picture of so many operations on each rank at least: of few, one that is cut by a look would weigh too much."""
+    deadline = time.monotonic() + seconds(60)
+    interval_s = 2.0
+    while True:
+        (seen,) = watch.picture(interval_s)
+        if min(line.operations_per_s for line in seen.lines) * seen.interval_s >= operations:
+            return seen
+        assert time.monotonic() < deadline, seen
+        interval_s *= 2
+
+
 def every_20_ms(group: Communicator) -> None:
     time.sleep(0.02)
     group.all_reduce(np.ones(MB // 4, np.float32))
@@ -170,11 +182,11 @@ def every_20_ms(group: Communicator) -> None:
 @pytest.mark.native
 def test_known_rates_are_seen_from_outside_and_the_counters_are_the_events_sums(tmp_path: Path) -> None:
     with running(tmp_path, 3, every_20_ms, NETFOLD_TRANSPORT="tcp") as (pid, _), closing(Watch(pid)) as watch:
-        (seen,) = watch.picture(2.0)
+        seen = picture_of(watch, 30)
         rates = [line.operations_per_s for line in seen.lines]
         assert [line.rank.rank for line in seen.lines] == [0, 1, 2] and seen.absent == ()
         # No step is shorter than 20 ms.
-        assert all(2 < rate <= 50 * (STEPS + 1) / STEPS + 1 for rate in rates), rates
+        assert all(0 < rate <= 50 * (STEPS + 1) / STEPS + 1 for rate in rates), rates
         for line in seen.lines:
             assert line.tensor_bytes_per_s / line.operations_per_s == pytest.approx(MB * STEPS / (STEPS + 1), rel=0.2)
             assert 0 < line.under_way_share <= 1 and line.exposed_share is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from typer.testing import CliRunner
 
@@ -27,6 +29,15 @@ def test_all_candidates_are_printed_the_chosen_one_marked_and_the_reason_below()
         assert algorithm in said
     assert "no NETFOLD_SWITCH" in said
     assert said.splitlines()[-1].startswith("* ring, wire auto: predicted for ")
+
+
+def test_the_size_of_the_reason_is_said_to_be_an_example_of_a_range_that_has_the_asked_one() -> None:
+    for size, size_bytes in (("4", 4), ("4M", 4 << 20), ("64M", 64 << 20)):
+        said = explain("all-reduce", "--size", size, "--ranks", "2")[1].splitlines()[-1]
+        (found,) = re.findall(r"for (\d+) bytes, an example of (\d+) (?:to (\d+) bytes|bytes and more):", said)
+        shown, least, most = (int(number or 1 << 62) for number in found)
+        assert least <= size_bytes <= most
+        assert least <= shown <= most
 
 
 def test_links_and_hosts_can_be_named() -> None:

@@ -236,7 +236,9 @@ def _by_cost(
         # Times are of a size inside the row: of its start times four, where that is still inside.
         after = starts[index + 1][0] if index + 1 < len(starts) else 1 << 40
         shown = _TYPICAL_BYTES if operation in UNSIZED else min(max(4 * size, 1024), after - 1)
-        reason = _reason(operation, shown, able, topology, links, switch, wire)
+        sizes = f"{size} to {after - 1} bytes" if index + 1 < len(starts) else f"{size} bytes and more"
+        example = f"{shown} bytes" if operation in UNSIZED else f"{shown} bytes, an example of {sizes}"
+        reason = f"predicted for {example}: {_times(operation, shown, able, topology, links, switch, wire)}"
         if between != "local":
             reason = f"{between} between hosts; {reason}"
         rows.append(Row(operation, size, name, wire, reason + suffix, between))
@@ -261,14 +263,14 @@ def _starts(
     return starts
 
 
-def _reason(
+def _times(
     operation: str, size: int, able: list[str], topology: Topology, links: Links, switch: str | None, wire: str
 ) -> str:
     times = sorted(
         (predict(operation, name, size, topology, links, wire, switch=switch is not None), name) for name in able
     )
     said = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in times)
-    return f"predicted for {size} bytes: {said} ({links.text()})"
+    return f"{said} ({links.text()})"
 
 
 def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | None, wire: str) -> str | None:
