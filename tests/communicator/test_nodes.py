@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import socket
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,10 @@ import pytest
 from load import settles
 from ranks import run_ranks, run_threads, values
 
-from netfold import Communicator, FileStore, Options
+from netfold import Communicator, FileStore, Options, control
+from netfold.communicator import RendezvousError
+from netfold.communicator import nodes as discovery
+from netfold.communicator.nodes import find_nodes
 
 pytestmark = pytest.mark.native
 
@@ -89,3 +94,51 @@ def test_a_closed_group_leaves_no_descriptor_mapping_or_folder() -> None:
     # Tests before this one may have left connections that close a moment later.
     assert settles(is_gone, 20), (sorted(open_descriptors()), sorted(descriptors), count_of_mappings(), mappings)
     assert threading.active_count() < 10
+
+
+@pytest.mark.parametrize(("rank", "steps"), [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)])
+def test_a_rank_that_leaves_meanwhile_is_named(rank: int, steps: int) -> None:
+    """The other rank sends the first `steps` messages, and goes."""
+    peer = 1 - rank
+    mine, theirs = socket.socketpair()
+    with mine:
+        with theirs:
+            if steps > 0:
+                control.send(theirs, {"type": "node", "path": "/nonexistent", "token": bytes(16)})
+            if steps > 1 and peer > rank:
+                theirs.sendall(b"\1" if steps == 2 else b"\0")  # whether it will connect
+        with pytest.raises(RendezvousError, match=f"rank {rank}: rank {peer} (left|did not answer in time)") as found:
+            find_nodes(rank, 2, [None, mine] if peer else [mine, None], enabled=True, deadline=time.monotonic() + 1)
+    assert found.value.rank == peer
+
+
+def test_an_unauthenticated_peer_that_says_nothing_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(discovery, "_GREETING_S", 1.0)
+    streams = socket.socketpair()
+    found: dict[int, tuple[int, ...]] = {}
+
+    def find(rank: int) -> None:
+        sockets = [None, streams[0]] if rank == 0 else [streams[1], None]
+        found[rank], node = find_nodes(rank, 2, sockets, enabled=True, deadline=time.monotonic() + 60)
+        assert node is not None
+        node.close()
+
+    threads = [threading.Thread(target=find, args=(rank,)) for rank in range(2)]
+    silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with streams[0], streams[1], silent:
+        threads[0].start()
+
+        def connects() -> bool:
+            with contextlib.suppress(OSError):
+                silent.connect(str(next(tmp_path.glob("*/socket"), "")))
+                return True
+            return False
+
+        assert settles(connects)
+        threads[1].start()
+        for thread in threads:
+            thread.join()
+    assert found == {0: (0, 0), 1: (0, 0)}

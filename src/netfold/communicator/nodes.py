@@ -29,7 +29,7 @@ from netfold.control import receive_exactly
 
 _TOKEN_BYTES = 16
 _LETTER = struct.Struct(f">I{_TOKEN_BYTES}s")  # the giver's rank, and the token that the taker gave it
-_VISIT_S = 5.0  # a stranger holds us up for no longer
+_GREETING_S = 5.0  # for a connection to authenticate itself
 _SHARED = b"\1"
 _APART = b"\0"
 
@@ -117,54 +117,80 @@ def _exchange(
     given: dict[int, tuple[int, int, int]],
     deadline: float,
 ) -> None:
-    """Put what every rank that can be reached gives into `given`. The one with the higher rank knocks."""
+    """Put what every rank that can be reached gives into `given`. The one with the higher rank connects."""
     mine = given[rank][:2]
     tokens = {peer: secrets.token_bytes(_TOKEN_BYTES) for peer in range(size) if peer != rank}
-    for peer, stream in enumerate(sockets):
-        if stream is not None:
+    for peer, stream in _others(sockets):
+        with _with(rank, peer):
             stream.settimeout(max(0.001, deadline - time.monotonic()))
             control.send(stream, {"type": "node", "path": path, "token": tokens[peer]})
-    told = {peer: control.receive(stream) for peer, stream in enumerate(sockets) if stream is not None}
-    for peer in range(rank):
-        stream = sockets[peer]
-        assert stream is not None
-        knock = _knock(told[peer]["path"]) if listener is not None else None
-        stream.sendall(_APART if knock is None else _SHARED)
-        if knock is None:
-            continue
-        with knock:
-            knock.settimeout(max(0.001, deadline - time.monotonic()))
-            _give(knock, rank, told[peer]["token"], mine)
-            found = _take(knock, tokens)
-            if found is None or found[0] != peer:
-                raise RendezvousError(f"rank {rank}: who listens at rank {peer}'s socket is not rank {peer}", rank=peer)
-            given[peer] = (*found[1], knock.detach())
+    told = {}
+    for peer, stream in _others(sockets):
+        with _with(rank, peer):
+            told[peer] = control.receive(stream)
+    for peer, stream in _others(sockets[:rank]):
+        with _with(rank, peer):
+            link = _connect(told[peer]["path"]) if listener is not None else None
+            stream.sendall(_APART if link is None else _SHARED)
+            if link is None:
+                continue
+            with link:
+                link.settimeout(max(0.001, deadline - time.monotonic()))
+                _give(link, rank, told[peer]["token"], mine)
+                found = _take(link, tokens)
+                if found is None or found[0] != peer:
+                    raise RendezvousError(
+                        f"rank {rank}: who listens at rank {peer}'s socket is not rank {peer}", rank=peer
+                    )
+                given[peer] = (*found[1], link.detach())
     expected = set()
-    for peer in range(rank + 1, size):
-        stream = sockets[peer]
-        assert stream is not None
-        if receive_exactly(stream, 1) == _SHARED:
-            expected.add(peer)
+    for peer, stream in _others(sockets):
+        if peer > rank:
+            with _with(rank, peer):
+                if receive_exactly(stream, 1) == _SHARED:
+                    expected.add(peer)
     while expected:
         assert listener is not None
-        listener.settimeout(max(0.001, deadline - time.monotonic()))
-        visitor, _ = listener.accept()
-        with visitor:
-            visitor.settimeout(_VISIT_S)
-            found = _take(visitor, tokens)
+        with _with(rank, min(expected)):
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            link, _ = listener.accept()
+        with link:
+            link.settimeout(_GREETING_S)
+            try:
+                found = _take(link, tokens)
+            except OSError:
+                found = None
             if found is None:
-                continue  # a stranger
+                continue  # an unauthenticated peer
             peer, fds = found
             if peer not in expected:
                 for fd in fds:
                     os.close(fd)
                 continue
-            _give(visitor, rank, told[peer]["token"], mine)
-            given[peer] = (*fds, visitor.detach())
+            with _with(rank, peer):
+                _give(link, rank, told[peer]["token"], mine)
+            given[peer] = (*fds, link.detach())
             expected.remove(peer)
 
 
-def _knock(folder: str) -> socket.socket | None:
+def _others(sockets: Sequence[socket.socket | None]) -> Iterator[tuple[int, socket.socket]]:
+    return ((peer, stream) for peer, stream in enumerate(sockets) if stream is not None)
+
+
+@contextlib.contextmanager
+def _with(rank: int, peer: int) -> Iterator[None]:
+    """Raise RendezvousError for an error of the connection between the two."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        what = "did not answer in time" if isinstance(error, TimeoutError) else f"left ({error})"
+        raise RendezvousError(
+            f"rank {rank}: rank {peer} {what} while the ranks found out which of them share memory; see its own output",
+            rank=peer,
+        ) from error
+
+
+def _connect(folder: str) -> socket.socket | None:
     """A connection to a rank's socket, None where its file system or its machine is not ours."""
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -197,12 +223,12 @@ def _agree(
 ) -> tuple[int, ...]:
     """The node of every rank: sets in which everybody reaches everybody, found alike by all."""
     reaches = {rank: reached}
-    for stream in sockets:
-        if stream is not None:
+    for peer, stream in _others(sockets):
+        with _with(rank, peer):
             stream.settimeout(max(0.001, deadline - time.monotonic()))
             control.send(stream, {"type": "reached", "ranks": sorted(reached)})
-    for peer, stream in enumerate(sockets):
-        if stream is not None:
+    for peer, stream in _others(sockets):
+        with _with(rank, peer):
             reaches[peer] = set(control.receive(stream)["ranks"])
     members: list[list[int]] = []
     nodes = []
