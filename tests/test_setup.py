@@ -241,7 +241,6 @@ def ci(folder: Path, make: str, budget_s: int = 3600, python: str = "exit 0") ->
         (folder / "tools" / "setup", "exit 0"),
         (folder / ".venv" / "bin" / "python", python),
         (stubs / "make", f'echo "made $*"; case $1 in {make} esac'),
-        (stubs / "df", "echo Avail; echo 99000000"),
     ):
         path.write_text(f"#!/bin/bash\n{text}\n")
         path.chmod(0o755)
@@ -274,11 +273,19 @@ def test_ci_leaves_out_what_does_not_fit_the_hour_and_goes_on(tmp_path: Path) ->
     assert run.stdout.splitlines()[-1] == SUMMARY
 
 
-def test_ci_leaves_out_a_torch_that_pip_does_not_find_here(tmp_path: Path) -> None:
-    run = ci(tmp_path, f"test) echo '{SUMMARY}';;", python="echo 'ERROR: no such release' >&2; exit 1")
+def test_ci_leaves_out_a_torch_that_cannot_be_tested_here(tmp_path: Path) -> None:
+    run = ci(tmp_path, f"test) echo '{SUMMARY}';;", python="echo 'pip does not find it here: no such release'; exit 3")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "ci: LEFT OUT: test-torch with torch 2.15.0: pip does not find it here: no such release\n" in run.stdout
     assert "made test-torch" not in run.stdout
+
+
+def test_ci_fails_where_it_cannot_find_out_whether_a_torch_can_be_tested(tmp_path: Path) -> None:
+    run = ci(tmp_path, f"test) echo '{SUMMARY}';;", python="exit 1")
+    assert run.returncode == 1
+    assert "ci: FAILED: test-torch: whether torch 2.15.0 can be tested here is not known\n" in run.stdout
+    assert "made test-torch" not in run.stdout
+    assert "made test-ecosystem\n" in run.stdout
 
 
 def test_ci_leaves_out_a_suite_that_the_end_of_the_hour_cut_off(tmp_path: Path) -> None:
@@ -302,7 +309,7 @@ def test_ci_fails_with_what_failed_and_runs_the_rest(tmp_path: Path) -> None:
 
 def repeating_ci(folder: Path, pytest: str) -> subprocess.CompletedProcess[str]:
     """CI whose suite `test` fails with one test; `pytest`: what a run of that test alone does."""
-    python = f'[ "$1" = -c ] && exec "{sys.executable}" "$@"; [ "$2" = pip ] && exit; echo "repeated $*"; {pytest}'
+    python = f'[ "$1" = -c ] && exec "{sys.executable}" "$@"; [ "$2" = --why-not ] && exit; echo "repeated $*"; {pytest}'
     kept = ".pytest_cache/v/cache"
     failure = f"mkdir -p {kept}; echo '{{\"tests/test_x.py::test_it[a b]\": true}}' >{kept}/lastfailed; exit 2"
     return ci(folder, f"test) {failure};;", python=python)

@@ -13,7 +13,8 @@ Parts:
 - conformance  PyTorch's own suite on 2 and 3 ranks over gloo and netfold: everything that gloo passes must pass;
 - probe        tests/torch/probe.py over both: the same, but for what tests/torch/probe_explained.py explains.
 
-Exit code: 0 where every part of every version is good; 1 where not; 3 where the disk lacks room, so that nothing ran.
+Exit code: 0 where every part of every version is good; 1 where not; 3 where the disk lacks room or pip finds no such
+version, so that nothing ran.
 """
 
 from __future__ import annotations
@@ -270,14 +271,18 @@ def write(row: Row, minutes: float) -> None:
     RESULTS.write_text(HEAD + "\n".join(rows[version] for version in ordered) + "\n" + notes)
 
 
-def lacks_room(version: str) -> str | None:
+def why_not(version: str) -> str | None:
+    """Why this version cannot be tested here, in a sentence; None where it can."""
     needed_gb = SMALL_NEEDED_GB if version == SMALL else NEEDED_GB
     free_gb = shutil.disk_usage(ROOT).free / 1e9
-    if free_gb >= needed_gb:
-        return None
-    return (
-        f"torch {version} was NOT tested: {free_gb:.0f} GB are free on the disk of {ROOT}, and {needed_gb} are needed"
-    )
+    if free_gb < needed_gb:
+        return f"{free_gb:.0f} GB are free on the disk of {ROOT}, and {needed_gb} are needed"
+    # A package index or a constraint of this machine may not have that release. Nothing is installed.
+    asked = ["install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", f"torch=={version}"]
+    found = subprocess.run([str(BUILDER), "-m", "pip", *asked], capture_output=True, text=True)
+    if found.returncode:
+        return f"pip does not find it here: {found.stderr.partition('ERROR: ')[2].partition(chr(10))[0]}"
+    return None
 
 
 def test_version(version: str, wheel: Path, built_of: str, parts: list[str], keep: bool) -> bool:
@@ -306,14 +311,21 @@ def main() -> int:
     parser.add_argument("versions", nargs="+", metavar="VERSION", help="of torch, such as 2.15.0")
     parser.add_argument("--parts", default=",".join(PARTS), help="by commas")
     parser.add_argument("--keep", action="store_true", help="leave the environments behind")
+    parser.add_argument("--why-not", action="store_true", help="run nothing; say why a version cannot be tested here")
     asked = parser.parse_intermixed_args()
     parts = asked.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     for version in asked.versions:
-        if why := lacks_room(version):
-            print("=" * 79, f"test-torch: {why}", "=" * 79, sep="\n", file=sys.stderr, flush=True)
+        if reason := why_not(version):
+            if asked.why_not:
+                print(reason)
+                return 3
+            said = f"test-torch: torch {version} was NOT tested: {reason}"
+            print("=" * 79, said, "=" * 79, sep="\n", file=sys.stderr, flush=True)
             return 3
+    if asked.why_not:
+        return 0
     built_of = commit()
     wheel = build_wheel(ROOT / ".torch-logs" / "wheel.log")
     good = [test_version(version, wheel, built_of, parts, asked.keep) for version in asked.versions]

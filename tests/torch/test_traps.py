@@ -38,17 +38,17 @@ def trap_2_a_future_fails_by_a_callback_that_raised(dist: Any, rank: int, size: 
     """DDP's reducer takes the process down over a Future that has an exception set."""
     import torch
 
-    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    group = dist.new_group(timeout=timedelta(seconds=3))  # in which the group comes together, too
     if rank == 0:  # the others never call
         future = dist.all_reduce(torch.ones(4), async_op=True, group=group).get_future()
         began = time.monotonic()
         try:
             future.wait()
         except RuntimeError as error:
-            assert "did not finish within its timeout of 0.3 s" in str(error), str(error)
+            assert "did not finish within its timeout of 3.0 s" in str(error), str(error)
         else:
             raise AssertionError("nothing was raised")
-        assert time.monotonic() - began < seconds(5)
+        assert time.monotonic() - began < seconds(8)
     dist.barrier()
     dist.destroy_process_group(group)
 
