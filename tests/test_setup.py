@@ -309,7 +309,9 @@ def test_ci_fails_with_what_failed_and_runs_the_rest(tmp_path: Path) -> None:
 
 def repeating_ci(folder: Path, pytest: str) -> subprocess.CompletedProcess[str]:
     """CI whose suite `test` fails with one test; `pytest`: what a run of that test alone does."""
-    python = f'[ "$1" = -c ] && exec "{sys.executable}" "$@"; [ "$2" = --why-not ] && exit; echo "repeated $*"; {pytest}'
+    python = (
+        f'[ "$1" = -c ] && exec "{sys.executable}" "$@"; [ "$2" = --why-not ] && exit; echo "repeated $*"; {pytest}'
+    )
     kept = ".pytest_cache/v/cache"
     failure = f"mkdir -p {kept}; echo '{{\"tests/test_x.py::test_it[a b]\": true}}' >{kept}/lastfailed; exit 2"
     return ci(folder, f"test) {failure};;", python=python)

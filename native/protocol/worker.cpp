@@ -301,8 +301,9 @@ void Worker::end_round() {
   const std::uint64_t window = congestion_window_;
   const bool more = next_ < end_;  // else the script holds back, and nothing was tried
   std::uint64_t wanted = window;
-  if (round_lost_ * kLossTolerance > counter_ - round_start_) {
-    wanted = std::max<std::uint64_t>(window, trial_window_) * 7 / 10;
+  if (round_lost_ > kFewLosses && round_lost_ * kLossTolerance > counter_ - round_start_) {
+    const std::uint64_t tenths = control_ == Control::share ? 9 : 7;
+    wanted = std::max<std::uint64_t>(window, trial_window_) * tenths / 10;
     trial_window_ = 0;
     if (control_ == Control::slow_start) control_ = Control::delay;
   } else if (control_ == Control::share) {

@@ -6,6 +6,7 @@ their replay command.
 
 import random
 import re
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -262,8 +263,10 @@ def first_tries(count, to, source, chunks):
     return loses
 
 
-# A ratio of packets, each way; how much longer the whole may take; how many are sent again for one that is lost.
-LOSSES = [(0.001, 1.03, 1.2), (0.01, 1.2, 1.4), (0.05, 1.5, 1.5), (0.2, 9, 2)]
+# Of LOSS_SEEDS runs: a ratio of packets, each way; how much longer the whole may take, on average; how many are sent again
+# for one that is lost.
+LOSSES = [(0.001, 1.03, 1.2), (0.01, 1.1, 1.4), (0.05, 1.5, 1.5), (0.2, 4, 2)]
+LOSS_SEEDS = 5
 
 
 def run_links(loses):
@@ -309,13 +312,17 @@ def test_a_burst_of_losses_amid_a_stream_is_repaired_packet_by_packet(burst, way
     assert summary.retransmissions <= 4 * summary.packets["lost"] + summary.timeouts
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("loss", "longer", "again"), LOSSES)
-def test_losses_both_ways_cost_little_more_than_their_packets(loss, longer, again, seed):
-    chance = random.Random(seed)
-    summary, finished_ns = run_links(lambda _: chance.random() < loss)
-    assert finished_ns <= longer * CLEAN_NS + 20 * MS, "and a tail that is repaired by the timer"
-    assert summary.retransmissions <= again * summary.packets["lost"] + 8
+def test_losses_both_ways_cost_little_more_than_their_packets(loss, longer, again):
+    finished_ns, lost, retransmissions = [], 0, 0
+    for seed in range(LOSS_SEEDS):
+        chance = random.Random(seed)
+        summary, end_ns = run_links(lambda _, chance=chance: chance.random() < loss)
+        finished_ns.append(end_ns)
+        lost += summary.packets["lost"]
+        retransmissions += summary.retransmissions
+    assert retransmissions <= again * lost + 8 * LOSS_SEEDS
+    assert mean(finished_ns) <= longer * CLEAN_NS + 20 * MS, "and a tail that is repaired by the timer"
 
 
 def test_a_straggler_costs_each_other_worker_a_probe_a_timeout_and_at_most_one_window():

@@ -9,8 +9,6 @@ from netfold.sim import LOST, SWITCH, Copy, Fate, Operation, Simulation
 
 pytestmark = pytest.mark.native
 
-PACKET_NS = 400_000
-QUEUE = 160  # packets: 64 ms
 PART_S = 4
 
 
@@ -19,11 +17,14 @@ class _OverError(Exception):
 
 
 class Shared:
-    """Two workers stream; a flow shares the queue of worker 0's link to the switch, from the first second on."""
+    """Two workers stream; a flow shares the queue of worker 0's link to the switch, from the first second on.
 
-    def __init__(self, flow, seconds):
-        self.uplink = Bottleneck(PACKET_NS, QUEUE)
-        self.links = {way: Bottleneck(PACKET_NS, QUEUE) for way in ((1, SWITCH), (SWITCH, 0), (SWITCH, 1))}
+    A link takes `packet_ns` a packet, and its queue has `queue` of them: 64 ms unless told.
+    """
+
+    def __init__(self, flow, seconds, packet_ns=400_000, queue=160):
+        self.uplink = Bottleneck(packet_ns, queue)
+        self.links = {way: Bottleneck(packet_ns, queue) for way in ((1, SWITCH), (SWITCH, 0), (SWITCH, 1))}
         self.flow = flow(self.uplink, SECOND_NS)
         self.parts = []  # the job's packets and the flow's, to the end of each part
         self.results = 0
@@ -32,7 +33,7 @@ class Shared:
             workers=2,
             window=192,
             payload_bytes=8,
-            operations=[Operation(number, 4_000, "i32") for number in range(seconds * 2)],
+            operations=[Operation(number, 4_000, "i32") for number in range(seconds * SECOND_NS // packet_ns // 1_250)],
             fates=self._fate,
             compare_machines=False,
             watch=self._watch,
@@ -65,8 +66,9 @@ class Shared:
 
 
 @pytest.mark.parametrize("flow", [Cubic, Bbr])
-def test_a_job_and_a_tcp_flow_each_get_a_third_to_three_times_what_the_other_gets(flow):
-    ratios = Shared(flow, 17).run().ratios()
+@pytest.mark.parametrize("path", [{}, {"packet_ns": 100_000, "queue": 80}], ids=["64 ms", "8 ms"])
+def test_a_job_and_a_tcp_flow_each_get_a_third_to_three_times_what_the_other_gets(flow, path):
+    ratios = Shared(flow, 17, **path).run().ratios()
     assert len(ratios) == 3
     assert all(1 / 3 <= ratio <= 3 for ratio in ratios), ratios
 
@@ -74,7 +76,7 @@ def test_a_job_and_a_tcp_flow_each_get_a_third_to_three_times_what_the_other_get
 def test_after_the_flow_has_ended_the_queue_is_short_again_and_the_link_busy():
     shared = Shared(lambda link, start_ns: Cubic(link, start_ns, end_ns=5 * SECOND_NS), 9).run()
     (before, _), (after, _) = shared.parts[1:3]
-    assert after - before > 0.8 * PART_S * SECOND_NS / PACKET_NS
+    assert after - before > 0.8 * PART_S * SECOND_NS / shared.uplink.packet_ns
     for side in shared.simulation.world.workers:
         assert side.machine.control == "delay"
         assert side.machine.smoothed_rtt_ns < 24_000_000, "as far as the least window lets it: 32 packets are 13 ms"

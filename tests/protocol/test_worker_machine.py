@@ -411,9 +411,9 @@ def test_slow_start_ends_with_half_the_window_that_found_a_queue():
 
 def test_a_queue_on_the_path_shrinks_what_is_in_flight_to_what_the_target_allows():
     path = Path().opened()
-    sizes = [path.round_trip(path.worker.congestion_window * MS // 8)[1] for _ in range(20)]  # 40 ms at 320
-    # 1 + 10 ms at an eighth of a millisecond a packet, and two round trips' growth.
-    assert all(74 <= size <= 88 + 2 * WINDOW_GROWTH for size in sizes[3:])
+    sizes = [path.round_trip(path.worker.congestion_window * MS // 20)[1] for _ in range(20)]  # 16 ms at 320
+    # 1 + 3.5 ms at 20 packets a millisecond, and two round trips' growth.
+    assert all(76 <= size <= 90 + 2 * WINDOW_GROWTH for size in sizes[3:]), sizes
     assert path.worker.control == "delay"
     assert path.worker.in_flight <= path.worker.congestion_window
 

@@ -41,12 +41,13 @@
 //   share        larger or smaller after each trial, towards three    the queue is ours alone, or short, or it is the
 //                eighths of what the link takes                       path that became longer
 //
-// Many losses are more than one packet in kLossTolerance; they take three tenths of the window under every control.
-// Fewer say nothing of a queue, and answering them by sending less would only add to what they cost. A queue is what
-// the quickest answer of a round trip takes beyond the least that was ever seen: a queue at the switch's end of the
-// path, at this end, or of contributions that wait in slots for a worker that is a little behind. What was in flight at
-// a timeout does not count: that was a straggler, or a loss. Jobs that share a port all see its queue, and all share
-// it. W exceeds what is in flight by enough to go on sending while the oldest chunk is repaired.
+// Many losses are more than one packet in kLossTolerance, and more than kFewLosses; they take three tenths of the
+// window, and a tenth under Control::share, where trials tell what is ours. Fewer say nothing of a queue, and answering
+// them by sending less would only add to what they cost. A queue is what the quickest answer of a round trip takes
+// beyond the least that was ever seen: a queue at the switch's end of the path, at this end, or of contributions that
+// wait in slots for a worker that is a little behind. What was in flight at a timeout does not count: that was a
+// straggler, or a loss. Jobs that share a port all see its queue, and all share it. W exceeds what is in flight by
+// enough to go on sending while the oldest chunk is repaired.
 //
 // A flow that fills the queue until it overflows, as TCP does, would take all of the link from one that keeps the queue
 // short. So Control::share asks what part of the link is ours, whatever the least round trip is: a trial halves the
@@ -96,17 +97,20 @@ class Worker {
   // Overdue chunks that follow the answer to a probe, as probes themselves, and after what silence.
   static constexpr std::uint32_t kProbeGrowth = 2;
   static constexpr std::int64_t kProbeWaitNs = 2'000'000;
-  // What a path's queue may add to a round trip: it must feed the link while a host's cores are busy with something
-  // else for a while, and no more.
-  static constexpr std::int64_t kQueueTargetNs = 10'000'000;
+  // What a path's queue may add to a round trip. It feeds the link while a host's cores are busy with something else
+  // for a while. Linux lets one TCP flow have 1 to 2.6 ms of its own host's queue (TCP small queues: a millisecond at
+  // its rate, but two segments of up to 64 KB), so a longer target would take the link from it, and a shorter one leave
+  // it.
+  static constexpr std::int64_t kQueueTargetNs = 3'500'000;
   // Round trips that a trial takes, and those between two under Control::share: the window is then half as large in one
   // round trip of five.
   static constexpr std::uint32_t kTrialRounds = 2;
   static constexpr std::uint32_t kRoundsBetweenTrials = 8;
   // So many trials in succession, each with a larger window, with no more than an eighth of the link found to be ours.
   static constexpr std::uint32_t kUnmovedTrials = 4;
-  // Losses up to one in so many are not taken for congestion.
+  // Losses up to one in so many, and so few in a round trip, are not taken for congestion.
   static constexpr std::uint64_t kLossTolerance = 16;
+  static constexpr std::uint64_t kFewLosses = 2;
   // Chunks: what the congestion window grows by each round trip, what it begins with and the least that it shrinks to,
   // and to what a trial may. With less in flight than kReorderThreshold, and some to be lost, nothing would tell of a
   // loss but the timer.
