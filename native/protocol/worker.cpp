@@ -313,10 +313,12 @@ void Worker::end_round() {
     wanted = control_ == Control::slow_start ? window / 2 : shorter_queue_window();
     if (control_ == Control::slow_start) control_ = Control::delay;
   } else {
-    trial_window_ = 0;
+    // The trial goes on until the window is as large again: another flow may fill the queue to just below the target.
+    if (window >= trial_window_) trial_window_ = 0;
     if (more) wanted = control_ == Control::slow_start ? 2 * window : window + kWindowGrowth;
   }
-  const std::uint64_t least = std::min(trial_window_ == 0 ? kLeastWindow : kLeastTrialWindow, config_.window);
+  const bool smaller = trial_window_ != 0 && wanted <= window;
+  const std::uint64_t least = std::min(smaller ? kLeastTrialWindow : kLeastWindow, config_.window);
   congestion_window_ = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(wanted, least, config_.window));
   round_start_ = counter_;
   round_lost_ = 0;

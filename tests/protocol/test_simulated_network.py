@@ -263,8 +263,8 @@ def first_tries(count, to, source, chunks):
     return loses
 
 
-# Of LOSS_SEEDS runs: a ratio of packets, each way; how much longer the whole may take, on average; how many are sent again
-# for one that is lost.
+# Of LOSS_SEEDS runs: a ratio of packets, each way; how much longer the whole may take, on average; how many are sent
+# again for one that is lost.
 LOSSES = [(0.001, 1.03, 1.2), (0.01, 1.1, 1.4), (0.05, 1.5, 1.5), (0.2, 4, 2)]
 LOSS_SEEDS = 5
 
@@ -283,8 +283,9 @@ def test_a_queue_is_kept_short_and_the_link_busy():
     summary = links.simulation.run()
     assert links.finished_ns < 1.03 * Links.CHUNKS * Links.PACKET_NS
     for side in links.simulation.world.workers:
-        assert 32 <= side.machine.congestion_window < 80
-        assert side.machine.smoothed_rtt_ns < 14 * MS, "192 packets would take 38 ms"
+        # 32 packets, the least but in a trial, take 6.4 ms here, longer than the target: so there are trials.
+        assert 16 <= side.machine.congestion_window < 48
+        assert side.machine.smoothed_rtt_ns < 9 * MS, "192 packets would take 38 ms"
     assert summary.retransmissions == 0
 
 

@@ -459,6 +459,16 @@ def test_beside_a_queue_that_others_keep_full_the_window_goes_to_their_size(othe
     assert 0.5 * others < sum(windows) / 60 < 1.3 * others
 
 
+def test_a_flow_that_fills_the_queue_to_just_below_the_target_does_not_have_the_link():
+    path = Path().opened()
+    controls, windows = set(), []
+    for number in range(400):  # 1 ms and the target of 3.5, and now and then less, whatever the worker sends
+        windows.append(path.round_trip(5 * MS if number % 4 else 4 * MS)[1])
+        controls.add(path.worker.control)
+    assert "share" in controls
+    assert min(windows[200:]) > 4 * LEAST_WINDOW
+
+
 def test_a_queue_that_others_leave_is_ours_again_after_one_trial():
     path = Path().opened()
     for _ in range(60):
