@@ -9,7 +9,10 @@ each operation goes) and the plan's arithmetic. The search stands for what they 
                sums native/prove searches.
     loss       Any rank may believe at any time that its switch is gone, rightly or not; `losses` times. From then on
                any other rank with that membership may believe it too. No way to the end may count on the results of
-               such a switch; a rank for which one is due finds out that the switch is gone.
+               such a switch; a rank for which one is due finds out that the switch is gone: that `SwitchWatch` does so
+               in time, whatever its questions and answers do, is searched by `switch_watch.py`, and what it believes
+               wrongly is among what is searched here. A leaf of a tree that never comes back is such a loss too: no
+               result reaches its ranks any more, while those that are there reach the others, or not.
     messages   A message between ranks may arrive at any time, late, twice or in any order. An answer that counts is
                here at once: while it is on its way the rank that gave it is frozen, or has a task more, and what it
                does meanwhile it may as well do before or after.
