@@ -6,6 +6,7 @@ their replay command.
 
 import random
 import re
+from collections import Counter
 from statistics import mean
 
 import numpy as np
@@ -31,6 +32,7 @@ from netfold.sim import (
     Simulation,
     values,
 )
+from netfold.sim.simulation import Timer
 
 pytestmark = pytest.mark.native
 
@@ -324,6 +326,20 @@ def test_losses_both_ways_cost_little_more_than_their_packets(loss, longer, agai
         retransmissions += summary.retransmissions
     assert retransmissions <= again * lost + 8 * LOSS_SEEDS
     assert mean(finished_ns) <= longer * CLEAN_NS + 20 * MS, "and a tail that is repaired by the timer"
+
+
+def test_a_worker_has_one_timer_however_often_it_is_set_anew():
+    chance, rings = random.Random(1), Counter()
+    links = Links(lambda _: chance.random() < 0.2)
+    watch = links.simulation._watch
+
+    def count(record):
+        rings[type(record.event)] += 1
+        watch(record)
+
+    links.simulation._watch = count
+    links.simulation.run()
+    assert rings[Timer] < rings[Packet] / 20, "one that was replaced and rings all the same sets no other"
 
 
 def test_a_straggler_costs_each_other_worker_a_probe_a_timeout_and_at_most_one_window():
