@@ -44,15 +44,17 @@ def main() -> int:
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.schedules)
     rows: list[Row] = []
     began, at = time.monotonic(), commit()
-    with tempfile.TemporaryDirectory(prefix="netfold-chaos-") as folder:
-        places.warm_up(Path(folder))
-        for seed in seeds:
-            if time.monotonic() - began > options.for_s:
-                break
-            rows.append(one(seed, options.seconds, tuple(options.kinds), options.keep))
-    print(table(rows))
-    if options.write:
-        write(rows, at)
+    try:
+        with tempfile.TemporaryDirectory(prefix="netfold-chaos-") as folder:
+            places.warm_up(Path(folder))
+            for seed in seeds:
+                if time.monotonic() - began > options.for_s:
+                    break
+                rows.append(one(seed, options.seconds, tuple(options.kinds), options.keep))
+    finally:  # also where a run is interrupted
+        print(table(rows))
+        if options.write and rows:
+            write(rows, at)
     return int(any(row.problems for row in rows))
 
 
@@ -64,7 +66,7 @@ def one(seed: int, seconds: float, kinds: tuple[str, ...], keep: Path | None) ->
         try:
             record = arena.run(schedule, Path(folder))
             found = problems(schedule, record)
-        except (arena.StartError, RackError) as error:
+        except (arena.StartError, arena.HostileError, RackError) as error:
             record, found = None, [f"not run: {error}"]
         if found and keep is not None:
             shutil.copytree(folder, keep / f"seed-{seed}", dirs_exist_ok=True)

@@ -40,6 +40,10 @@ class StartError(RuntimeError):
     """The job under test did not come up; nothing was tried."""
 
 
+class HostileError(RuntimeError):
+    """What sends hostile packets failed itself: what it should have tried was not tried."""
+
+
 def run(schedule: Schedule, folder: Path, *, run_rank: Callable[[str, str], None] = job.run_rank) -> Record:
     """Build the schedule's arena, let its faults happen, and end the job. run_rank: what a rank does.
 
@@ -151,14 +155,14 @@ class Arena:
         self._kill(self._switches[index])
 
     def end_hostile(self, process: Popen) -> None:
-        """Take what a stranger printed; it may still run."""
+        """Take what a hostile process printed; it may still run."""
         process.terminate()
         said, _ = process.communicate()
         for line in said.splitlines():
             if line.startswith("let in "):
                 self._let_in += int(line.split()[2])
             elif "Traceback" in line:
-                raise RuntimeError(f"a stranger failed: {said}")
+                raise HostileError(f"a hostile process failed: {said}")
 
     # The course of a run.
 

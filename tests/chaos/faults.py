@@ -27,6 +27,7 @@ MTU = 1500
 # Of the period in which a slow rank is stopped for a part.
 SLOW_PERIOD_S = 0.05
 REORDER_NS = 5_000_000
+CLOSED_PORT = 40_000
 
 
 def begin(arena: Arena, fault: Fault) -> Undo:
@@ -111,7 +112,9 @@ def forge_icmp(arena: Arena, fault: Fault) -> Undo:
 
 
 def garbage(arena: Arena, fault: Fault) -> Undo:
-    targets = [f"{arena.address(fault.place)}:{port}" for port in arena.ports(fault.place, fault.how)]
+    # A switch that was just killed, or whose job has left it, has no port for packets; they come all the same.
+    ports = arena.ports(fault.place, fault.how) or [CLOSED_PORT]
+    targets = [f"{arena.address(fault.place)}:{port}" for port in ports]
     return _hostile(arena, "garbage", fault.how, str(fault.for_s), _seed(arena, fault), *targets)
 
 
