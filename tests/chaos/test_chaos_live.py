@@ -31,7 +31,7 @@ SHORT = {
             Fault("wrong token", ("switch", 0), 0.2, 1.0),
             Fault("copies", ("switch", 1), 0.4, 1.0),
             Fault("kill switch", ("switch", 1), 2.0, 1.0),
-            Fault("garbage", ("switch", 1), 2.3, 0.5, "udp"),
+            Fault("garbage", ("switch", 1), 2.3, 2.5, "udp"),
             Fault("clock jumps", ("rank", 0), 2.5, 2.0, amount=1e5),
             Fault("few descriptors", ("rank", 2), 5.0, 1.0, amount=2),
             Fault("duplicate and reorder", ("host", 0), 5.5, 2.0, amount=0.1),
