@@ -101,8 +101,11 @@ bool Parts::heeded(const Packet& notice, const Numbers& before, const Numbers& a
 
 void Parts::take_at_worker(WorkerState& state, const Packet& packet, Step& step) {
   const Numbers before = state.numbers;
-  if (!receive(state, packet, step) || !send(state, step, allowed_by(packet, state.numbers, state.rings > 0))) return;
-  if (packet.notice && !heeded(packet, before, state.numbers)) {
+  if (!receive(state, packet, step)) return;
+  const bool belongs = packet.life == state.life();  // what is of a former life says nothing
+  const Allowed none = [](std::uint64_t) { return false; };
+  if (!send(state, step, belongs ? allowed_by(packet, state.numbers, state.rings > 0) : none)) return;
+  if (packet.notice && belongs && !heeded(packet, before, state.numbers)) {
     step.broken = "a worker does not send again what a notice names";
   }
 }
@@ -133,13 +136,21 @@ void Parts::ring(WorkerState& state, Step& step) {
   if (!probed && step.sent.size() == sent) step.broken = "a timer sends nothing";
 }
 
-// Whatever was sent is lost but what is sent from here on, which arrives, in order.
-std::string Parts::broken_alone(Id machine, const std::vector<Id>& leaves, const std::vector<Id>& workers) {
+// Who is of a former life joins again. Whatever was sent is lost but what is sent from here on, which arrives, in
+// order.
+std::string Parts::broken_alone(Id machine, std::vector<Id> leaves, const std::vector<Id>& workers) {
   std::vector<SwitchState> switches;
   std::vector<WorkerState> states;
-  for (const Id leaf : leaves) switches.push_back(switches_[leaf]);
+  for (std::uint16_t leaf = 0; leaf < leaves.size(); ++leaf) {
+    if (switches_[leaves[leaf]].root_life() != switches_[machine].life()) leaves[leaf] = new_leaf(machine, leaf);
+    switches.push_back(switches_[leaves[leaf]]);
+  }
   switches.push_back(switches_[machine]);
-  for (const Id worker : workers) states.push_back(workers_[worker]);
+  for (std::uint16_t worker = 0; worker < workers.size(); ++worker) {
+    const Id at = leaves.empty() ? machine : leaves[leaf_of(worker)];
+    const bool rejoins = workers_[workers[worker]].life() != switches_[at].life();
+    states.push_back(workers_[rejoins ? new_worker(at, worker) : workers[worker]]);
+  }
   std::deque<Id> due;
   std::string broken;
   const auto end = [&](const Step& step) {

@@ -40,10 +40,9 @@ void check(const Scope& scope) {
     throw std::invalid_argument("a scope has at most " + std::to_string(kMaxRestarts) + " restarts");
   }
   if (scope.numbers == 0 && scope.rings > 0) throw std::invalid_argument("timers are counted where packets are");
-  if (scope.numbers > 0 && (scope.restarts > 0 || !scope.last.empty() || scope.network != Network::kept ||
+  if (scope.numbers > 0 && (!scope.last.empty() || scope.network != Network::kept ||
                             scope.numbers * kMaxNumbers > std::numeric_limits<std::uint32_t>::max())) {
-    throw std::invalid_argument(
-        "a scope with numbers has packets kept, no restarts, and no worker that calls something else");
+    throw std::invalid_argument("a scope with numbers has packets kept, and no worker that calls something else");
   }
   if (scope.leaves.empty()) return;
   std::uint32_t below = 0;
@@ -219,7 +218,11 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
   const auto handled =
       from_parent ? state.machine.handle_parent(packet.bytes) : state.machine.handle_packet(packet.bytes);
   const Header header = protocol::PacketView::parse(packet.bytes)->header();
-  if (scope_.numbers > 0 && !from_parent) note_number(state, header, step);
+  // As the aggregator does (native/aggregator/plane.cpp): by what belongs to this life and this job, and by nothing
+  // else.
+  const bool belongs = handled.outcome != SwitchJob::Outcome::dropped || handled.drop == protocol::Drop::stale ||
+                       handled.drop == protocol::Drop::duplicate;
+  if (scope_.numbers > 0 && !from_parent && belongs) note_number(state, header, step);
   const auto answer = [&](std::uint16_t worker) {
     const auto frame = state.machine.frame(handled.slot);
     Packet sent = answer_to(state, worker);

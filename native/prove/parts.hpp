@@ -130,7 +130,7 @@ class Parts {
   bool can_ring(Id worker) const;
   // In a scope with numbers: the promise that breaks when timers alone bring these machines to the end, after all
   // packets in the network were lost.
-  std::string broken_alone(Id machine, const std::vector<Id>& leaves, const std::vector<Id>& workers);
+  std::string broken_alone(Id machine, std::vector<Id> leaves, const std::vector<Id>& workers);
 
   const SwitchState& switch_state(Id id) const { return switches_[id]; }
   const WorkerState& worker_state(Id id) const { return workers_[id]; }

@@ -272,6 +272,17 @@ MUTANTS = {
         "a packet is named as missing that is not",
         ((ARRIVALS, "if (age + ahead < kReorderThreshold ||", "if (age + ahead + 4 < kReorderThreshold ||"),),
     ),
+    "notice-of-a-former-life": Mutant(
+        Scope(workers=1, window=2, operations="2", numbers=8, restarts=1),
+        "a worker sends a chunk again that nobody misses",
+        (
+            (
+                WORKER,
+                EPOCH.format("drop(Drop::epoch)"),
+                "if (header.epoch != config_.epoch && !(header.flags & kNotice)) return drop(Drop::epoch);",
+            ),
+        ),
+    ),
     "leaf-notice-is-not-heeded": Mutant(
         Scope(workers=1, leaves="1", window=2, operations="2", numbers=8),
         "a leaf does not send again what a notice names",

@@ -62,7 +62,7 @@ def test_a_search_that_is_stopped_says_that_it_is_not_exhausted():
         ({"window": 0}, "window"),
         ({"network": "lossy"}, r"kept, joined or taken"),
         ({"rings": 1}, "timers are counted where packets are"),
-        ({"numbers": 8, "restarts": 1}, "no restarts"),
+        ({"numbers": 8, "last": "1"}, "no worker that calls something else"),
     ],
 )
 def test_a_scope_without_sense_is_refused(scope, complaint):
