@@ -1,12 +1,32 @@
 // netfold._native: one file a room.
 #include "module.hpp"
 
+#include <system_error>
+
+namespace {
+
+// What the system refused is an OSError with its errno, and not nanobind's RuntimeError, which who handles a full disk
+// or a lack of descriptors does not catch.
+void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const std::system_error& error) {
+    if (PyObject* arguments = Py_BuildValue("(is)", error.code().value(), error.what())) {
+      PyErr_SetObject(PyExc_OSError, arguments);
+      Py_DECREF(arguments);
+    }
+  }
+}
+
+}  // namespace
+
 NB_MODULE(_native, m) {
   m.doc() =
       "The native floor of netfold. Not a public interface: use netfold, netfold.torch or the netfold "
       "command.";
   // Daemon threads of a dying interpreter hold groups: that is no leak anyone can act on.
   nanobind::set_leak_warnings(false);
+  nanobind::register_exception_translator(translate);  // the first, so that it is asked last
   bind_arrays(m);
   bind_kernels(m);
   bind_transport(m);

@@ -130,7 +130,7 @@ def copies(arena: Arena, fault: Fault) -> Undo:
 def wrong_token(arena: Arena, fault: Fault) -> Undo:
     address = arena.address(fault.place)
     kind = "control" if fault.place[0] == "switch" else "listener"
-    targets = [f"{kind}:{address}:{port}" for port in arena.ports(fault.place, "tcp")]
+    targets = [f"{kind}:{address}:{port}" for port in arena.ports(fault.place, "tcp") or [CLOSED_PORT]]
     return _hostile(arena, "token", str(fault.for_s), _seed(arena, fault), *targets)
 
 

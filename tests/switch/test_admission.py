@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import struct
@@ -327,6 +328,23 @@ def test_a_first_worker_that_is_refused_leaves_no_job_behind() -> None:
                 stream.sendall(control.encode({**JOIN, "switch": 5, "timeout_s": 600.0}))
                 answer = control.receive(stream)
                 assert "a switch joins here, and by the tree of this job it does not" in answer["reason"]
+        serves(switch)
+
+
+def test_a_job_for_which_there_is_no_descriptor_left_is_refused_with_the_reason() -> None:
+    with running_switch() as switch:
+        serves(switch)
+        before = resource.prlimit(switch.process.pid, resource.RLIMIT_NOFILE)
+        most = max(map(int, os.listdir(f"/proc/{switch.process.pid}/fd")))
+        # The connection takes one, and the job's data port would take the next.
+        resource.prlimit(switch.process.pid, resource.RLIMIT_NOFILE, (most + 2, before[1]))
+        with socket.create_connection(switch.address, 5) as stream:
+            stream.settimeout(5)
+            stream.sendall(control.encode({**JOIN, "timeout_s": 600.0}))
+            reason = control.receive(stream)["reason"]
+        assert "cannot open a data port" in reason
+        assert "Too many open files" in reason
+        resource.prlimit(switch.process.pid, resource.RLIMIT_NOFILE, before)
         serves(switch)
 
 

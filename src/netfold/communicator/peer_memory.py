@@ -56,7 +56,7 @@ def meet(node: Node, *, enabled: bool, deadline: float) -> tuple[Any, str]:
 def _own(size: int) -> tuple[Any, str]:
     try:
         return engine.PeerMemory(size), ""
-    except RuntimeError as error:
+    except OSError as error:
         return None, str(error)
 
 
