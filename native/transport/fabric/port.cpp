@@ -441,6 +441,8 @@ void Port::sent(Sending& sending) {
   } else if (&sending == &stream.granting()) {
     tell_grants(stream);  // those since
   } else {
+    // The rail was dropped while this was under way: whether it arrived is not known.
+    if (stream.is_out[sending.rail] && stream.why.empty()) repeat(stream, sending.rail);
     ring(stream);
   }
   if (stream.is_leaving && stream.under_way == 0) forget(stream);
@@ -532,12 +534,17 @@ void Port::failed(const Completion& completion, std::size_t rail) {
   if (failed_receives_ < kMaxFailedReceives) post(static_cast<Receiving&>(job));
 }
 
-// What the rail took and the peer has not read goes again over the others: whether it arrived is not known.
 void Port::drop_rail(Stream& stream, std::size_t rail, const std::string& why) {
   if (!stream.is_out[rail]) ++counters_.rails_lost;
   stream.is_out[rail] = true;
+  if (stream.rails_left() == 0) return fail(stream, "sending failed: " + why);
+  repeat(stream, rail);
+}
+
+// What a rail that is out took and the peer has not read goes again over another one: whether it arrived is not known.
+// What is still under way on it follows when it completes, since its memory is the provider's until then.
+void Port::repeat(Stream& stream, std::size_t rail) {
   const auto left = std::find(stream.is_out.begin(), stream.is_out.end(), false);
-  if (left == stream.is_out.end()) return fail(stream, "sending failed: " + why);
   for (std::uint32_t number = stream.sent; number != stream.confirmed; --number) {
     Sending& sending = stream.segment(number - 1);
     if (sending.rail != rail || sending.state == Sending::State::under_way) continue;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -22,6 +23,8 @@ constexpr std::size_t kInjectBytes = 16;
 constexpr std::size_t kWriteBytes = 512 << 10;
 // Most completions held back at once.
 constexpr std::size_t kHeld = 6;
+// When what a rail that loses everything took completes, at the latest: its sender may have given up that rail before.
+constexpr std::chrono::milliseconds kLate{2500};
 
 [[noreturn]] void broken(const std::string& rule) { throw std::logic_error("strict fabric: " + rule); }
 
@@ -101,7 +104,7 @@ class StrictWire final : public Wire {
   }
   const std::string& why() const override { return below_->why(); }
   std::size_t poll(std::span<Completion> into) override;
-  bool may_sleep() override { return later_.empty() && held_.empty() && below_->may_sleep(); }
+  bool may_sleep() override { return later_.empty() && held_.empty() && lost_.empty() && below_->may_sleep(); }
   int wait_fd() const override { return below_->wait_fd(); }
 
   std::set<const StrictRegistration*> registrations;
@@ -140,6 +143,8 @@ class StrictWire final : public Wire {
   std::uint64_t sends_ = 0;
   std::set<Work*> under_way_;
   std::deque<Later> later_;
+  // What was lost, by when it completes.
+  std::multimap<std::chrono::steady_clock::time_point, Work*> lost_;
   std::vector<Completion> held_;
 };
 
@@ -207,7 +212,9 @@ void StrictWire::hand_down() {
     }
     const bool goes_out = next.what != Later::What::receive;
     if (goes_out && is_lost()) {
-      held_.push_back({.kind = Completion::Kind::sent, .work = next.work, .why = {}});
+      const bool all = strictness_.loses > 0 && sends_ > strictness_.loses;
+      const std::chrono::milliseconds late(all ? random_() % kLate.count() : 0);
+      lost_.emplace(std::chrono::steady_clock::now() + late, next.work);
       continue;
     }
     if (goes_out && strictness_.fails > 0 && sends_ > strictness_.fails) {
@@ -227,6 +234,10 @@ void StrictWire::hand_down() {
 
 std::size_t StrictWire::poll(std::span<Completion> into) {
   hand_down();
+  const auto now = std::chrono::steady_clock::now();
+  for (auto at = lost_.begin(); at != lost_.end() && at->first <= now; at = lost_.erase(at)) {
+    held_.push_back({.kind = Completion::Kind::sent, .work = at->second, .why = {}});
+  }
   const std::size_t arrived = below_->poll(into);
   for (std::size_t i = 0; i < arrived; ++i) held_.push_back(std::move(into[i]));
   std::shuffle(held_.begin(), held_.end(), random_);

@@ -269,6 +269,7 @@ class Port : public std::enable_shared_from_this<Port> {
   void failed(const Completion& completion, std::size_t rail);
   void fail(Stream& stream, const std::string& why);
   void drop_rail(Stream& stream, std::size_t rail, const std::string& why);
+  void repeat(Stream& stream, std::size_t rail);
   void ring(Stream& stream);
   void forget(Stream& stream);
   bool is_settled(const Stream& stream) const;
