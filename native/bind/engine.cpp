@@ -94,12 +94,27 @@ std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, con
   return std::make_unique<transport::Mesh>(rank, std::move(pipes));
 }
 
+// As Python has it: (operation, bytes from which on, algorithm, wire, algorithm between hosts).
+using TableRow = std::tuple<int, std::uint64_t, int, int, int>;
+
+std::vector<engine::Choice> table_of(const std::vector<TableRow>& rows) {
+  std::vector<engine::Choice> table;
+  for (const auto& [kind, min_bytes, algorithm, wire, between] : rows) {
+    if (kind < 0 || kind >= collective::kKindCount || algorithm < 0 || algorithm >= collective::kAlgorithmCount ||
+        between < 0 || between >= collective::kAlgorithmCount || wire >= kernels::kDTypeCount) {
+      throw nb::value_error("the choice table names an operation, algorithm or wire format that does not exist");
+    }
+    table.push_back({static_cast<collective::Kind>(kind), min_bytes, static_cast<collective::AlgorithmId>(algorithm),
+                     wire, static_cast<collective::AlgorithmId>(between)});
+  }
+  return table;
+}
+
 std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connections& lane_fds,
                                   const std::vector<Connections>& spare_fds, std::vector<bool> mends, std::uint64_t id,
                                   std::string job, int spin_us, bool spins_for_sockets, bool yields,
-                                  const std::vector<std::tuple<int, std::uint64_t, int, int, int>>& table,
-                                  std::uint16_t table_hash, std::vector<int> nodes, const nb::list& fabric,
-                                  const Secrets& secrets) {
+                                  const std::vector<TableRow>& table, std::uint16_t table_hash, std::vector<int> nodes,
+                                  const nb::list& fabric, const Secrets& secrets) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
   const auto fits = [&](const Connections& lane) { return lane.size() == fds.size(); };
   if (!fits(lane_fds) || !std::all_of(spare_fds.begin(), spare_fds.end(), fits)) {
@@ -112,18 +127,9 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
                          .spin_us = spin_us,
                          .spins_for_sockets = spins_for_sockets,
                          .yields = yields,
-                         .table = {},
+                         .table = table_of(table),
                          .table_hash = table_hash,
                          .nodes = std::move(nodes)};
-  for (const auto& [kind, min_bytes, algorithm, wire, between] : table) {
-    if (kind < 0 || kind >= collective::kKindCount || algorithm < 0 || algorithm >= collective::kAlgorithmCount ||
-        between < 0 || between >= collective::kAlgorithmCount || wire >= kernels::kDTypeCount) {
-      throw nb::value_error("the choice table names an operation, algorithm or wire format that does not exist");
-    }
-    options.table.push_back({static_cast<collective::Kind>(kind), min_bytes,
-                             static_cast<collective::AlgorithmId>(algorithm), wire,
-                             static_cast<collective::AlgorithmId>(between)});
-  }
   auto mesh = make_mesh(rank, fds, mends, id, 0, secrets, fabric);
   auto lane = make_mesh(rank, lane_fds, mends, id, 1, secrets, fabric);
   std::vector<std::unique_ptr<transport::Mesh>> spares;
@@ -459,6 +465,19 @@ void bind_engine(nb::module_& m) {
           nb::arg("rows"), nb::arg("table_hash"), nb::arg("encrypts") = false,
           "keys: of this worker's contributions and of the answers; None without tags. rows: (operation, bytes from "
           "which on, algorithm) for as long as the switch is gone, hashed.")
+      .def(
+          "set_table",
+          [](Group& self, const std::vector<TableRow>& table, std::uint16_t hash) {
+            self.set_table(table_of(table), hash);
+          },
+          nb::arg("table"), nb::arg("table_hash"),
+          "Another choice table: every rank says so between the same two operations, none of which is under way.")
+      .def(
+          "set_shares", [](Group& self, const collective::Shares& shares) { self.set_shares(shares); },
+          nb::arg("shares"), "What an all_reduce by split goes by; said as a table is.")
+      .def_prop_ro(
+          "shares", [](const Group& self) { return self.shares(); },
+          "As of the last operation; None where there are none.")
       .def(
           "share",
           [](Group& self, int position, const std::vector<int>& ranks, const std::vector<int>& segments,

@@ -37,6 +37,7 @@ NB_MODULE(_native, m) {
   bind_mpi(m);
   bind_engine(m);
   bind_failover(m);
+  bind_shares(m);
   bind_aggregator(m);
   bind_cable(m);
 }

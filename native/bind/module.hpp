@@ -10,6 +10,7 @@ void bind_seal(nanobind::module_& m);
 void bind_prove(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_failover(nanobind::module_& m);
+void bind_shares(nanobind::module_& m);
 void bind_fabric(nanobind::module_& m);
 void bind_mpi(nanobind::module_& m);
 void bind_aggregator(nanobind::module_& m);

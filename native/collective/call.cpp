@@ -57,6 +57,8 @@ const char* name(AlgorithmId algorithm) {
       return "pairwise";
     case AlgorithmId::chain:
       return "chain";
+    case AlgorithmId::split:
+      return "split";
     case AlgorithmId::point_to_point:
       return "point_to_point";
   }

@@ -50,7 +50,7 @@ void Hierarchical::plan_all_reduce() {
       std::all_of(hosts_.begin(), hosts_.end(), [&](const auto& other) { return other.size() == host.size(); });
   const Buffer& tensor = call_.outputs[0];
   // A switch adds for one rank a host; elsewhere every rank has a part of the tensor to itself.
-  if (!even || call_.between == AlgorithmId::in_network) {
+  if (!even || goes_by_switch()) {
     inside(Kind::reduce, 0, {}, {tensor});
     between(Kind::all_reduce, 0, {}, {tensor});
     if (speaks()) divide_by_ranks(tensor);
@@ -274,7 +274,7 @@ void Hierarchical::divide_by_ranks(const Buffer& buffer) {
 }
 
 void Hierarchical::let_speak(int root) {
-  if (call_.between != AlgorithmId::in_network) team_[host_of(root)] = root;
+  if (!goes_by_switch()) team_[host_of(root)] = root;
 }
 
 std::size_t Hierarchical::host_of(int rank) const {

@@ -11,6 +11,7 @@
 #include <netfold/collective/shared_copy.hpp>
 #include <netfold/collective/shared_fold.hpp>
 #include <netfold/collective/shared_notice.hpp>
+#include <netfold/collective/split.hpp>
 #include <netfold/collective/tree.hpp>
 #include <netfold/collective/tree_blocks.hpp>
 #include <netfold/kernels/reduce.hpp>
@@ -130,6 +131,8 @@ bool supports(AlgorithmId algorithm, Kind kind) {
       return kind == Kind::all_gather || kind == Kind::all_to_all || kind == Kind::barrier;
     case AlgorithmId::pairwise:
       return kind == Kind::all_to_all;
+    case AlgorithmId::split:
+      return kind == Kind::all_reduce;
     default:
       return false;
   }
@@ -156,6 +159,7 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) 
   switch (call.algorithm) {
     case AlgorithmId::local:
     case AlgorithmId::in_network:
+    case AlgorithmId::split:
     case AlgorithmId::shared_memory:
     case AlgorithmId::hierarchical:
       return algorithm;
@@ -170,7 +174,7 @@ namespace {
 std::unique_ptr<Algorithm> in_network(const Call& call, std::span<const std::unique_ptr<Uplink>> uplinks, int position,
                                       int ranks) {
   if (uplinks.size() == 1) return std::make_unique<Uplinked>(call, *uplinks[0], position, ranks);
-  return std::make_unique<Sharded>(call, uplinks.size(), [&](const Call& part, std::size_t shard) {
+  return std::make_unique<Sharded>(call, uplinks.size(), [&](Call& part, std::size_t shard) {
     return std::make_unique<Uplinked>(part, *uplinks[shard], position, ranks);
   });
 }
@@ -201,6 +205,8 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, 
       return std::make_unique<Pairwise>(call, paths.mesh, std::move(team));
     case AlgorithmId::in_network:
       return in_network(call, paths.uplinks, team.position(), team.size());
+    case AlgorithmId::split:
+      return std::make_unique<Split>(call, paths, std::move(team));
     case AlgorithmId::shared_memory:
       if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter) {
         return std::make_unique<SharedFold>(call, paths.mesh, *paths.node);

@@ -2,19 +2,21 @@
 #include <netfold/kernels/types.hpp>
 
 #include <algorithm>
+#include <numeric>
 
 namespace netfold::collective {
 namespace {
 
-Call part_of(const Call& call, std::size_t part, std::size_t parts) {
+// From `first` to `end` of `whole`, of every block.
+Call part_of(const Call& call, std::uint64_t first, std::uint64_t end, std::uint64_t whole) {
   Call cut = call;
   const std::size_t element_bytes = kernels::element_bytes(call.dtype);
   for (auto* blocks : {&cut.inputs, &cut.outputs}) {
     for (Buffer& block : *blocks) {
       const std::size_t elements = block.bytes / element_bytes;
-      const std::size_t first = elements * part / parts;
-      const std::size_t end = elements * (part + 1) / parts;
-      block = {block.data + first * element_bytes, (end - first) * element_bytes};
+      const std::size_t from = elements * first / whole;
+      const std::size_t to = elements * end / whole;
+      block = {block.data + from * element_bytes, (to - from) * element_bytes};
     }
   }
   return cut;
@@ -22,34 +24,60 @@ Call part_of(const Call& call, std::size_t part, std::size_t parts) {
 
 }  // namespace
 
-Sharded::Sharded(const Call& call, std::size_t shards, const Make& make) {
+Sharded::Sharded(const Call& call, std::size_t ways, const Make& make) {
   // Like the algorithm, of what all ranks know alike.
-  const std::size_t parts = std::clamp<std::size_t>(call.choice_bytes() / kLeastPartBytes, 1, shards);
-  for (std::size_t i = 0; i < parts; ++i) {
-    const std::size_t shard = (call.sequence + i) % shards;
-    auto cut = std::make_unique<Call>(part_of(call, i, parts));
-    auto algorithm = make(*cut, shard);
-    parts_.push_back({std::move(cut), std::move(algorithm)});
+  const std::size_t parts = std::clamp<std::size_t>(call.choice_bytes() / kLeastPartBytes, 1, ways);
+  for (std::size_t i = 0; i < parts; ++i) add(call, (call.sequence + i) % ways, i, i + 1, parts, make);
+}
+
+Sharded::Sharded(const Call& call, std::span<const std::uint32_t> weights, const Make& make) {
+  const std::uint64_t whole = std::accumulate(weights.begin(), weights.end(), std::uint64_t{0});
+  std::uint64_t first = 0;
+  for (std::size_t way = 0; way < weights.size(); ++way) {
+    if (weights[way] > 0) add(call, way, first, first + weights[way], whole, make);
+    first += weights[way];
+  }
+}
+
+void Sharded::add(const Call& call, std::size_t way, std::uint64_t first, std::uint64_t end, std::uint64_t whole,
+                  const Make& make) {
+  auto cut = std::make_unique<Call>(part_of(call, first, end, whole));
+  auto algorithm = make(*cut, way);
+  Part part;
+  part.way = way;
+  part.call = std::move(cut);
+  part.algorithm = std::move(algorithm);
+  parts_.push_back(std::move(part));
+}
+
+void Sharded::mark() {
+  for (Part& part : parts_) {
+    if (!part.done) part.wire_bytes_at_mark = part.algorithm->wire_bytes();
   }
 }
 
 Progress Sharded::poll(std::int64_t now_ns) {
+  if (began_ns_ < 0) began_ns_ = now_ns;
   bool moved = false;
   std::uint64_t wire_bytes = 0;
   std::uint32_t retransmissions = 0;
+  Registrations registrations;
   for (Part& part : parts_) {
     if (!part.done) {
       const Progress progress = part.algorithm->poll(now_ns);
       if (progress == Progress::failed) return fail(part.algorithm->failure());
       moved |= progress != Progress::idle;
       part.done = progress == Progress::done;
+      if (part.done) part.done_ns = now_ns;
       if (part.done || part.algorithm->slowest_rank() >= 0) slowest_rank_ = part.algorithm->slowest_rank();
     }
     wire_bytes += part.algorithm->wire_bytes();
     retransmissions += part.algorithm->retransmissions();
+    registrations += part.algorithm->registrations();
   }
   wire_bytes_ = wire_bytes;
   retransmissions_ = retransmissions;
+  registrations_ = registrations;
   if (std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.done; })) return Progress::done;
   return moved ? Progress::moved : Progress::idle;
 }

@@ -195,6 +195,28 @@ void Group::attach(std::unique_ptr<collective::Channel> channel, std::vector<col
   if (StatusWrite status(status_); status) status->with_switch = 1;
 }
 
+void Group::set_table(std::vector<Choice> table, std::uint16_t hash) {
+  std::lock_guard lock(mutex_);
+  options_.table = std::move(table);
+  options_.table_hash = hash;
+  events_.clear();
+  event_count_ = 0;
+}
+
+void Group::set_shares(collective::Shares shares) {
+  std::lock_guard lock(mutex_);
+  if (shares.ways().size() != uplinks_.size() + 1) {
+    throw std::invalid_argument("a rate for each switch that this group has joined");
+  }
+  told_shares_ = shares;
+  shares_ = std::make_unique<collective::Shares>(std::move(shares));
+}
+
+std::optional<collective::Shares> Group::shares() const {
+  std::lock_guard lock(mutex_);
+  return told_shares_;
+}
+
 void Group::share(std::unique_ptr<transport::SharedNode> node) {
   std::lock_guard lock(mutex_);
   node_ = std::move(node);
@@ -231,6 +253,9 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   call.wire = static_cast<kernels::DType>(choice.wire);
   if (call.algorithm == collective::AlgorithmId::in_network && uplinks_.empty()) {
     throw std::invalid_argument("the choice table says in_network, but this group has not joined a switch");
+  }
+  if (call.algorithm == collective::AlgorithmId::split && shares_ == nullptr) {
+    throw std::invalid_argument("the choice table says split, but nothing is known of this group's switch");
   }
   if (call.algorithm == collective::AlgorithmId::shared_memory && (node_ == nullptr || node_->size() != size())) {
     throw std::invalid_argument("the choice table says shared_memory, but not all ranks of this group share it");
@@ -424,21 +449,25 @@ bool Group::can_be_left() const {
          std::all_of(active_.begin(), active_.end(), is_said);
 }
 
+bool Group::is_on_mesh(const Operation& operation) {
+  return operation.call_.algorithm != collective::AlgorithmId::in_network;
+}
+
 bool Group::can_start(const Operation& operation) const {
-  const auto in_network = [](const Operation& other) {
-    return other.call_.algorithm == collective::AlgorithmId::in_network;
+  const auto on_channel = [](const Operation& other) {
+    return other.call_.algorithm == collective::AlgorithmId::in_network ||
+           other.call_.algorithm == collective::AlgorithmId::split;
   };
-  if (in_network(operation)) {
-    // One as integers is two on the channel, the second when the first is done: which is not at the same moment on
-    // every rank, while all must start the same in the same order. So it has the channel to itself.
-    const auto in_the_way = [&](const auto& other) {
-      return in_network(*other) && (other->call_.is_quantised() || operation.call_.is_quantised());
-    };
-    const auto has_room = [](const auto& uplink) { return uplink->can_start(); };
-    return std::all_of(uplinks_.begin(), uplinks_.end(), has_room) &&
-           std::none_of(active_.begin(), active_.end(), in_the_way);
-  }
-  return active_on_mesh_ == 0;
+  if (is_on_mesh(operation) && active_on_mesh_ > 0) return false;
+  if (!on_channel(operation)) return true;
+  // One as integers is two on the channel, the second when the first is done: which is not at the same moment on
+  // every rank, while all must start the same in the same order. So it has the channel to itself.
+  const auto in_the_way = [&](const auto& other) {
+    return on_channel(*other) && (other->call_.is_quantised() || operation.call_.is_quantised());
+  };
+  const auto has_room = [](const auto& uplink) { return uplink->can_start(); };
+  return std::all_of(uplinks_.begin(), uplinks_.end(), has_room) &&
+         std::none_of(active_.begin(), active_.end(), in_the_way);
 }
 
 bool Group::turn(std::int64_t now) {
@@ -504,7 +533,7 @@ bool Group::turn_once(std::int64_t now) {
     } else {
       const auto keep = active_[i];
       active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
-      if (keep->call_.algorithm != collective::AlgorithmId::in_network) --active_on_mesh_;
+      if (is_on_mesh(*keep)) --active_on_mesh_;
       complete(*keep, {});
       continue;
     }
@@ -595,8 +624,9 @@ void Group::start_next(std::int64_t now) {
   queue_.pop_front();
   Operation& operation = *active_.back();
   operation.record_.started_ns = now;
-  if (operation.call_.algorithm != collective::AlgorithmId::in_network) ++active_on_mesh_;
-  operation.algorithm_ = collective::make_algorithm(operation.call_, {*mesh_, uplinks_, node_.get(), options_.nodes});
+  if (is_on_mesh(operation)) ++active_on_mesh_;
+  operation.algorithm_ =
+      collective::make_algorithm(operation.call_, {*mesh_, uplinks_, node_.get(), options_.nodes, shares_.get()});
 }
 
 void Group::complete(Operation& operation, Failure failure) {
@@ -645,6 +675,7 @@ void Group::complete(Operation& operation, Failure failure) {
       events_[event_count_ % kEventCapacity] = record;
     }
     ++event_count_;
+    if (shares_ != nullptr && shares_->operations() != told_shares_->operations()) told_shares_ = *shares_;
     if (--outstanding_ == 0 && status_ != nullptr) status_->under_way.stop(record.finished_ns);
   }
   bool notify = false;

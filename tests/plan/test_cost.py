@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from netfold.plan import DEFAULT_LINKS, OPERATIONS, SUPPORTS, Link, Links, Topology, build_table, fit_link
-from netfold.plan.cost import FORMULAS, predict
+from netfold.plan.cost import FORMULAS, Case, predict, switch_part
 
 # A message takes a second and a byte a second: steps and bytes can be read off.
 STEPS = dataclasses.replace(
@@ -49,11 +49,12 @@ def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: floa
         ("all_to_all", "bruck", 8, 3, 1.5, 0),
         ("broadcast", "direct", 4, 1, 3, 0),
         ("reduce", "direct", 4, 1, 3, 3),
-        ("all_reduce", "in_network", 64, 2, 1, 0),
-        ("reduce", "in_network", 64, 2, 1, 0),
-        ("broadcast", "in_network", 64, 2, 1, 0),
-        ("reduce_scatter", "in_network", 4, 2, 1, 0),
-        ("all_gather", "in_network", 4, 2, 1, 0),
+        # behind one link like a rank's, which takes what all send
+        ("all_reduce", "in_network", 64, 2, 64, 0),
+        ("reduce", "in_network", 64, 2, 64, 0),
+        ("broadcast", "in_network", 64, 2, 64, 0),
+        ("reduce_scatter", "in_network", 4, 2, 4, 0),
+        ("all_gather", "in_network", 4, 2, 4, 0),
         ("barrier", "in_network", 64, 2, 0, 0),
     ],
 )
@@ -89,8 +90,40 @@ def test_a_hierarchical_operation_sends_what_one_rank_a_host_would(operation: st
 def test_a_switch_takes_one_tensor_a_host_where_ranks_share_memory() -> None:
     memory = dataclasses.replace(BYTES, memory=Link(latency_s=0.0, bytes_per_s=1e30))
     pairs = Topology.even(8, 2)
-    assert predict("all_reduce", "hierarchical", 1000, pairs, memory, switch=True) == pytest.approx(1000)
-    assert predict("all_reduce", "in_network", 1000, pairs, memory, switch=True) == pytest.approx(4000)
+    memory = dataclasses.replace(memory, switches=(1.0,))
+    assert predict("all_reduce", "hierarchical", 1000, pairs, memory, switch=1) == pytest.approx(1000)
+    assert predict("all_reduce", "in_network", 1000, pairs, memory, switch=1) == pytest.approx(4000)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "c", "alone", "together"),
+    [
+        # In tensors at a link's rate. A ring of 8 takes 1.75, of 4 takes 1.5.
+        (8, 8, 1.0, 1.0),
+        (8, 4, 2.0, 1 / (1 / 2 + 1 / 2 / 1.75)),
+        (8, 1, 8.0, 1 / (1 / 8 + 7 / 8 / 1.75)),
+        (4, 2, 2.0, 1 / (1 / 2 + 1 / 2 / 1.5)),
+        (2, 1, 2.0, 1.0),
+    ],
+)
+def test_a_switch_behind_a_link_takes_what_that_takes_and_a_ring_the_rest(
+    hosts: int, c: float, alone: float, together: float
+) -> None:
+    size = 1 << 20
+    links = dataclasses.replace(BYTES, switches=(c / hosts,))
+    assert predict("all_reduce", "in_network", size, Topology.apart(hosts), links) / size == pytest.approx(alone)
+    assert predict("all_reduce", "split", size, Topology.apart(hosts), links) / size == pytest.approx(together)
+    # Both end at once: the part that is the switch's, at its rate.
+    part = switch_part(Case(size, Topology.apart(hosts), links))
+    assert part * alone == pytest.approx(together)
+
+
+def test_switches_side_by_side_add_up_to_a_ranks_link() -> None:
+    size, hosts = 1 << 20, Topology.apart(8)
+    for count, expected in ((1, 8.0), (2, 4.0), (8, 1.0), (16, 1.0)):
+        assert predict("all_reduce", "in_network", size, hosts, BYTES, switch=count) / size == pytest.approx(expected)
+    measured = dataclasses.replace(BYTES, switches=(0.25, 0.125))
+    assert predict("all_reduce", "in_network", size, hosts, measured, switch=2) / size == pytest.approx(8 / 3)
 
 
 def test_pipelines_approach_one_tensor_a_link_and_pay_a_piece_a_hop() -> None:
@@ -179,3 +212,9 @@ def test_ranks_are_spread_over_hosts_in_order() -> None:
     assert Topology.even(4, 4).nodes == Topology.apart(4).nodes
     with pytest.raises(ValueError, match="2 ranks cannot be on 3 hosts"):
         Topology.even(2, 3)
+
+
+def test_a_link_that_lets_much_through_at_once_is_judged_by_what_came_after() -> None:
+    # As a link of 200 Mbit/s answered: 128 KB pass at once, and only one message was larger.
+    link = fit_link([(1, 16e-6), (32 << 10, 26e-6), (256 << 10, 10.3e-3)])
+    assert 20e6 < link.bytes_per_s < 26e6

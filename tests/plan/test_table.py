@@ -154,12 +154,45 @@ def test_the_row_in_force_is_the_last_one_reached_whatever_the_order_of_rows() -
             assert table.choose("all_reduce", size).algorithm == f"from {expected}"
 
 
-def test_a_switch_makes_all_reduce_in_network_and_the_reason_names_it() -> None:
-    table = build_table(ranks=4, switch=SWITCH)
-    for size in (1, 1 << 30):
+# A switch with a port a worker.
+PORTS = dataclasses.replace(DEFAULT_LINKS, switches=(DEFAULT_LINKS.network.bytes_per_s,))
+
+
+@pytest.mark.parametrize("c", [0.25, 0.5, 1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_auto_takes_what_the_switchs_link_makes_quickest(ranks: int, c: float) -> None:
+    rate = DEFAULT_LINKS.network.bytes_per_s
+    links = dataclasses.replace(DEFAULT_LINKS, switches=(min(c, ranks) * rate / ranks,))
+    table = build_table(ranks=ranks, switch=SWITCH, links=links)
+    for size in (1, 1000, 64 << 10, 16 << 20, 1 << 30):
         row = table.choose("all_reduce", size)
+        found = candidates("all_reduce", size, Topology.apart(ranks), links, switch=SWITCH)
+        able = {each.algorithm: each.seconds for each in found if each.seconds is not None}
+        assert able[row.algorithm] <= 1.35 * min(able.values()), size
+    row = table.choose("all_reduce", 16 << 20)
+    if c >= ranks:
         assert row.algorithm == "in_network"
-        assert f"NETFOLD_SWITCH={SWITCH}" in row.reason
+    elif ranks > 2:
+        assert row.algorithm == "split"
+        assert f"NETFOLD_SWITCH={SWITCH} gives" in row.reason and f"c = {c:.2g} of a rank's link" in row.reason
+    else:
+        assert row.algorithm not in ("in_network", "split")  # each sends all of it to the other, as fast as it can
+
+
+def test_a_switch_of_which_nothing_is_known_is_taken_for_a_host_like_the_others() -> None:
+    row = build_table(ranks=8, switch=SWITCH).choose("all_reduce", 16 << 20)
+    assert row.algorithm == "split" and "assumed, a link as a rank's for each: c = 1 of" in row.reason
+    two = build_table(ranks=8, switch=f"{SWITCH},b:7171").choose("all_reduce", 16 << 20)
+    assert "assumed, a link as a rank's for each: c = 2 of" in two.reason
+
+
+@pytest.mark.parametrize("hosts", [8, 4])
+def test_while_a_switch_is_measured_all_sums_go_through_it(hosts: int) -> None:
+    topology = Topology.even(8, hosts)
+    table = build_table(ranks=8, switch=SWITCH, topology=topology, measuring=True)
+    row = table.choose("all_reduce", 1)
+    assert "in_network" in (row.algorithm, row.between) and row == table.choose("all_reduce", 1 << 30)
+    assert table.workers(topology) == topology.leaders
 
 
 THROUGH = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "barrier")
@@ -168,14 +201,14 @@ THROUGH = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", 
 def test_a_switch_is_a_candidate_for_what_it_does_and_is_taken_where_it_is_quicker() -> None:
     assert set(SUPPORTS["in_network"]) == set(THROUGH)
     for ranks, operation, size in itertools.product((2, 4, 16, 64), THROUGH[1:], (0, 1000, 100_000, 16 << 20)):
-        found = candidates(operation, size, Topology.apart(ranks), switch=SWITCH)
+        found = candidates(operation, size, Topology.apart(ranks), PORTS, switch=SWITCH)
         able = {each.algorithm: each.seconds for each in found if each.seconds is not None}
         assert "in_network" in able
-        row = build_table(ranks=ranks, switch=SWITCH).choose(operation, size)
+        row = build_table(ranks=ranks, switch=SWITCH, links=PORTS).choose(operation, size)
         assert able[row.algorithm] <= 1.35 * min(able.values()), (ranks, operation, size)  # type: ignore[operator]
-    table = build_table(ranks=16, switch=SWITCH)
+    table = build_table(ranks=16, switch=SWITCH, links=PORTS)
     assert {operation: table.choose(operation, 16 << 20).algorithm for operation in THROUGH} == {
-        "all_reduce": "in_network",  # asked for, by naming a switch
+        "all_reduce": "in_network",
         "reduce": "in_network",
         "broadcast": "in_network",
         "reduce_scatter": "ring",  # which sends n(P-1)/P
@@ -187,7 +220,7 @@ def test_a_switch_is_a_candidate_for_what_it_does_and_is_taken_where_it_is_quick
 
 def test_one_rank_a_host_joins_and_takes_the_switch_between_hosts_where_it_is_quicker() -> None:
     hosts = Topology.even(64, 16)
-    table = build_table(ranks=64, switch=SWITCH, topology=hosts)
+    table = build_table(ranks=64, switch=SWITCH, topology=hosts, links=PORTS)
     assert table.workers(hosts) == hosts.leaders
     assert "in_network" not in {row.algorithm for row in table.rows}
     for operation in ("reduce", "broadcast", "barrier"):
@@ -314,7 +347,9 @@ def test_i8_counts_a_quarter_of_the_bytes_and_the_scales_of_its_blocks() -> None
     assert {row.wire for row in build_table(ranks=32, switch=None, wire="i8").rows} == {"i8", "auto"}
 
 
-ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hierarchical, bruck, pairwise, chain"
+ALL = (
+    "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hierarchical, bruck, pairwise, chain, split"
+)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +380,7 @@ ALL = "auto, direct, ring, in_network, shared_memory, halving_doubling, tree, hi
         (
             {"algorithm": "direct", "wire": "bf16"},
             "NETFOLD_ALGORITHM=direct sends tensors as they are; NETFOLD_WIRE=bf16 needs ring or halving_doubling or "
-            "tree or in_network or hierarchical",
+            "tree or in_network or split or hierarchical",
         ),
     ],
 )

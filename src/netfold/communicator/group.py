@@ -17,7 +17,7 @@ import numpy as np
 
 import netfold
 from netfold._native import engine, protocol
-from netfold.communicator import caretaker, fabric, mpi, peer_memory, probe, rendezvous
+from netfold.communicator import capacity, caretaker, fabric, mpi, peer_memory, probe, rendezvous
 from netfold.communicator.addresses import interface_of, own_interfaces
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Resident, leave, open_door
@@ -162,7 +162,16 @@ class Group:
             self.shares_buckets = shared and options.share_buckets != "off"
             topology = Topology(self.nodes)
 
-            def build(links: Links) -> ChoiceTable:
+            # What the switch takes is measured where something is chosen by it.
+            measures = job.switch is not None and job.algorithm == "auto" and topology.node_count > 1 and job.probe
+            ends = frozenset(
+                end
+                for stream in streams
+                if stream is not None
+                for end in (stream.getsockname()[0], stream.getpeername()[0])
+            )
+
+            def build(links: Links, measuring: bool = False) -> ChoiceTable:
                 return build_table(
                     ranks=size,
                     switch=job.switch,
@@ -170,10 +179,17 @@ class Group:
                     wire=job.wire,
                     topology=topology,
                     links=links,
+                    measuring=measuring,
                 )
 
+            def build_first(links: Links) -> ChoiceTable:
+                return build(links, measuring=measures and not links.switches)
+
             if job.probe and not shared and size > 1:
-                choice = probe.agree(probed, rank, topology, build, deadline, rails=interfaces.rails)
+                switched = capacity.known(ends, job.switch) if measures and job.switch is not None else ()
+                choice = probe.agree(
+                    probed, rank, topology, build_first, deadline, rails=interfaces.rails, switches=switched
+                )
             else:
                 choice = probe.Choice(build(DEFAULT_LINKS), DEFAULT_LINKS, topology)
             self.table: ChoiceTable = choice.table
@@ -232,16 +248,7 @@ class Group:
             spin_us=(_CROWDED_SPIN_US if crowded else _SPIN_US) if options.spin_us is None else options.spin_us,
             spins_for_sockets=options.spin_us is not None or polls,
             yields=crowded,
-            table=[
-                (
-                    KINDS[row.operation],
-                    row.min_bytes,
-                    engine.ALGORITHMS[row.algorithm],
-                    DTYPES.get(row.wire, -1),
-                    engine.ALGORITHMS[row.between],
-                )
-                for row in self.table.rows
-            ],
+            table=_native_rows(self.table),
             table_hash=self.table.hash16,
             nodes=list(self.nodes),
             fabric=over,
@@ -254,6 +261,17 @@ class Group:
         for number, (switch, joined) in enumerate(zip(switches, memberships, strict=bool(memberships))):
             self.recoveries.append(self._go_by(number, switch, joined, job, options))
         caretaker.take_care(self._id, self._ward)
+        if job.switch is not None and workers:
+            run = functools.partial(self._run_once, deadline)
+            try:
+                if measures and not self.links.switches:
+                    self.table, self.links = capacity.agree(run, rank, self.links, build, ends, job.switch)
+                    self._native.set_table(_native_rows(self.table), self.table.hash16)
+                if self.recoveries:
+                    self._native.set_shares(capacity.shares_of(self.links, len(workers), len(switches)))
+            except BaseException:
+                self._end()
+                raise
         name = GroupName(f"netfold {job.name[:8]}", "netfold", list(job_ranks))
         self._member = recording.Member(
             self._id, name, rank, size, self._native.events, functools.partial(_registrations, self._port)
@@ -326,6 +344,12 @@ class Group:
             rejoin_s=float(options.rejoin_s or 0),
             table=table,
         )
+
+    def _run_once(self, deadline: float, kind: str, dtype: str, reduce: str, array: np.ndarray[Any, Any]) -> None:
+        """One operation in place, from rank 0 where there is a root, before this group is given to anybody."""
+        left_s = max(0.1, deadline - time.monotonic())
+        output = (region(array),)
+        self.wait(self.submit(kind, dtype=dtype, reduce=reduce, outputs=output, timeout_s=left_s, wait_here=True))
 
     @property
     def membership(self) -> Membership | None:
@@ -453,7 +477,9 @@ class Group:
         kind, rank, text = operation.failure
         name = engine.FAILURES[kind]
         record = records_of(operation.record())[0]
-        in_network = record["algorithm"] in (engine.ALGORITHMS["in_network"], engine.ALGORITHMS["hierarchical"])
+        in_network = record["algorithm"] in [
+            engine.ALGORITHMS[name] for name in ("in_network", "split", "hierarchical")
+        ]
         if name == "timeout":
             if rank < 0 and in_network and self.recoveries:
                 for recovery in self.recoveries:
@@ -510,7 +536,9 @@ class Group:
             if each.seconds is not None
         ]
         reason = row.reason
-        if "in_network" in (row.algorithm, row.between):
+        if "split" in (row.algorithm, row.between) and self._native.shares is not None:
+            reason += f"; {capacity.text(self._native.shares)}"
+        if {row.algorithm, row.between} & {"in_network", "split"}:
             reason += "".join(f"; {recovery.state}" for recovery in self.recoveries if recovery.state)
         reason += f"; {self._no_switch}" if self._no_switch else ""
         if self._port is not None and self._port.why_not_direct:
@@ -557,6 +585,10 @@ class Group:
             self._closed = True
         if self._pid != os.getpid():
             return
+        self._end()
+        recording.left(self._member)
+
+    def _end(self) -> None:
         failure = self._native.failure
         why, fault = ("it closed the group", -1) if failure is None else (failure[2], failure[1])
         for recovery in self.recoveries:
@@ -564,7 +596,6 @@ class Group:
         caretaker.let_go(self._id)
         self._door.bid_farewell(self._resident, failure, self.collectives_submitted, self._native.expired)
         engine.remove_group(self._native)
-        recording.left(self._member)
         leave(self._door)
 
     def _fail(self, kind: str, rank: int, text: str) -> None:
@@ -615,6 +646,19 @@ def _detached(stream: socket.socket) -> int:
 
 
 __all__ = ["Group", "Region", "RendezvousError", "region"]
+
+
+def _native_rows(table: ChoiceTable) -> list[tuple[int, int, int, int, int]]:
+    return [
+        (
+            KINDS[row.operation],
+            row.min_bytes,
+            engine.ALGORITHMS[row.algorithm],
+            DTYPES.get(row.wire, -1),
+            engine.ALGORITHMS[row.between],
+        )
+        for row in table.rows
+    ]
 
 
 def _of_switch(number: int, job: rendezvous.Job) -> bytes:

@@ -14,6 +14,7 @@ makes it, its hash travels with every operation; a choice can be printed with it
 Tests: `.venv/bin/pytest tests/plan`
 """
 
+from netfold.plan.cost import ring_bytes_per_s
 from netfold.plan.fit import fit_link
 from netfold.plan.table import (
     OPERATIONS,
@@ -46,5 +47,6 @@ __all__ = [
     "check_words",
     "fit_link",
     "format_seconds",
+    "ring_bytes_per_s",
     "table_without_switch",
 ]

@@ -156,8 +156,8 @@ def _ways(observed: Observed, mine: Bools) -> list[_Way]:
     algorithms, wires = set(observed.algorithm[mine].tolist()), set(observed.wire[mine].tolist())
     ways = []
     if "in_network" not in algorithms:
-        between = "hierarchical" if observed.topology.has_levels else "in_network"
-        ways.append(_Way("through a switch on links as these (NETFOLD_SWITCH)", between, "auto", True))
+        between = "hierarchical" if observed.topology.has_levels else "split"
+        ways.append(_Way("with a switch behind a link as these (NETFOLD_SWITCH)", between, "auto", True))
     if wires == {"f32"} and all(FORMULAS["all_reduce", name].narrow for name in algorithms):
         ways.append(
             _Way("with bf16 on the wire (NETFOLD_WIRE; docs/numbers.md says what it rounds)", "", "bf16", False)
@@ -181,7 +181,7 @@ def _predicted(observed: Observed, fitted: Fitted, mine: Bools, way: _Way | None
         kind, algorithm, size, wire = cell
         if way is not None:
             algorithm, wire = way.algorithm or algorithm, wire if way.wire == "auto" else way.wire
-        switch = way is not None and way.switch
+        switch = int(way is not None and way.switch)
         times[cell] = predict(kind, algorithm, size, observed.topology, fitted.links, wire, switch=switch)
     return np.array([times[cell] for cell in cells])
 

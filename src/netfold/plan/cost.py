@@ -29,13 +29,14 @@ INTEGERS = {"i32": 1.0, "i8": 0.25}
 class Case:
     """ranks (P) move `size` bytes (n).
 
-    switch: operations between hosts may go through one. wire: what f32 tensors travel as; `size` counts those bytes.
+    switch: how many switches, side by side, operations between hosts may go through. wire: what f32 tensors
+    travel as; `size` counts those bytes.
     """
 
     size: float
     topology: Topology
     links: Links
-    switch: bool = False
+    switch: int = 0
     wire: str = "auto"
 
     @property
@@ -50,6 +51,16 @@ class Case:
     def share(self) -> float:
         """n(P-1)/P: what must leave a rank that keeps its own part."""
         return self.size * (self.ranks - 1) / self.ranks
+
+    @property
+    def through_switch(self) -> float:
+        """Bytes a second, at most a link's: of all switches together, each with its own link for what P send.
+
+        Where nothing was measured each link is like a rank's.
+        """
+        network = self.links.network.bytes_per_s
+        each = network / self.ranks
+        return min(network, sum(self.links.switches) or max(1, self.switch) * each)
 
     def steps(self, count: float) -> float:
         return count * self.links.network.latency_s
@@ -259,8 +270,8 @@ def _pairwise(case: Case) -> float:
     return case.steps(steps) + case.messages(2 * (case.ranks - 2)) + case.restarted(case.share)
 
 
-_SWITCH = "n bytes to the switch while n come back, a latency each way"
-_SWITCH_BLOCKS = "n bytes to the switch while n come back, a rank's own among them: P/(P-1) times what a ring sends"
+_SWITCH = "n bytes to the switch while n come back, a latency each way; its link takes what all P send"
+_SWITCH_BLOCKS = _SWITCH + ", a rank's own block among them"
 
 
 @_formula("all_reduce", "in_network", _SWITCH, narrow=True)
@@ -269,7 +280,35 @@ _SWITCH_BLOCKS = "n bytes to the switch while n come back, a rank's own among th
 @_formula("reduce_scatter", "in_network", _SWITCH_BLOCKS)
 @_formula("all_gather", "in_network", _SWITCH_BLOCKS)
 def _in_network(case: Case) -> float:
-    return case.steps(2) + case.sent(case.size)
+    return case.steps(2) + case.size / case.through_switch
+
+
+@_formula(
+    "all_reduce",
+    "split",
+    "a part through the switch while the rest goes round a ring, so that both end at once: S + H (1 - S/b) bytes a "
+    "second, of a switch that gives S, a ring of H and a link of b",
+    narrow=True,
+)
+def _split(case: Case) -> float:
+    steps = case.steps(2 * (case.ranks - 1))
+    return steps + case.size / split_rate(case) + case.folded(case.share * (1 - switch_part(case)))
+
+
+def ring_bytes_per_s(ranks: int, link_bytes_per_s: float) -> float:
+    """Bytes of tensor a second that a ring reduces, latencies apart."""
+    return link_bytes_per_s * ranks / (2 * (ranks - 1))
+
+
+def split_rate(case: Case) -> float:
+    """Bytes of tensor a second, with both ways busy."""
+    through, link = case.through_switch, case.links.network.bytes_per_s
+    return through + ring_bytes_per_s(case.ranks, link) * (1 - through / link)
+
+
+def switch_part(case: Case) -> float:
+    """Of a split all_reduce, what goes through the switch."""
+    return case.through_switch / split_rate(case)
 
 
 @_formula("barrier", "in_network", "a packet to the switch and one back")
@@ -323,6 +362,8 @@ def _shared_memory_barrier(case: Case) -> float:
     return case.links.memory.latency_s
 
 
+# What needs a switch.
+BY_SWITCH = ("in_network", "split")
 # Not between hosts, one rank of each: these are for ranks that share more.
 _NOT_BETWEEN = ("shared_memory", "hierarchical")
 # Kept out of every choice, with the reason.
@@ -333,15 +374,10 @@ BY_NAME_ONLY = {
 
 
 def best_between(operation: str, case: Case) -> str:
-    """The algorithm that a hierarchical `operation` takes between hosts: for all_reduce the switch, if there is one;
-    else the cheapest."""
-    if operation == "all_reduce" and case.switch:
-        return "in_network"
-    able = [
-        name
-        for name in algorithms_of(operation)
-        if name not in _NOT_BETWEEN and (operation, name) not in BY_NAME_ONLY and (case.switch or name != "in_network")
-    ]
+    """The algorithm that a hierarchical `operation` takes between hosts: the cheapest."""
+    hosts = case.topology.node_count
+    out = {*_NOT_BETWEEN, *(() if case.switch else BY_SWITCH), *(("split",) if hosts < 3 else ())}
+    able = [name for name in algorithms_of(operation) if name not in out and (operation, name) not in BY_NAME_ONLY]
     narrow = [name for name in able if case.wire not in HALVES or FORMULAS[operation, name].narrow]
     return min(narrow, key=lambda name: FORMULAS[operation, name].seconds(_hosts(operation, case)))
 
@@ -403,7 +439,7 @@ def algorithms_of(operation: str) -> list[str]:
     return [algorithm for kind, algorithm in FORMULAS if kind == operation]
 
 
-def case_of(size: float, topology: Topology, links: Links, wire: str = "auto", switch: bool = False) -> Case:
+def case_of(size: float, topology: Topology, links: Links, wire: str = "auto", switch: int = 0) -> Case:
     """A 16-bit wire sends half the bytes of f32 tensors."""
     return Case(size / 2 if wire in HALVES else size, topology, links, switch, wire)
 
@@ -416,9 +452,9 @@ def predict(
     links: Links,
     wire: str = "auto",
     *,
-    switch: bool = False,
+    switch: int = 0,
 ) -> float:
-    """Seconds; KeyError where there is no formula. `switch`: one rank of each host can use one.
+    """Seconds; KeyError where there is no formula. `switch`: how many one rank of each host can use.
 
     Ranks of one host share its link to the others: one at a time uses it where only neighbours talk, all of them, at
     worst, in other algorithms.

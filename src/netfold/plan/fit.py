@@ -17,15 +17,17 @@ def fit_link(samples: Sequence[tuple[int, float]]) -> Link:
     """The latency and rate that explain (bytes, seconds one way) best, by least squares of the relative error.
 
     Of repeated sizes the quickest counts: what made others slower was not the link. The rate comes from large messages
-    where there are two sizes of them, the latency from the smallest. Needs two sizes or more.
+    where there are two sizes of them, else from the two largest there are, the latency from the smallest. Needs two
+    sizes or more.
     """
     quickest: dict[int, float] = {}
     for size, seconds in samples:
         quickest[size] = min(seconds, quickest.get(size, seconds))
     if len(quickest) < 2:
         raise ValueError(f"a line needs two sizes or more, not {sorted(quickest)}")
-    large = {size: seconds for size, seconds in quickest.items() if size >= _LARGE_BYTES}
-    _, per_byte = _line(large if len(large) >= 2 else quickest)
+    large = [size for size in quickest if size >= _LARGE_BYTES]
+    counted = large if len(large) >= 2 else sorted(quickest)[-2:]
+    _, per_byte = _line({size: quickest[size] for size in counted})
     least, most = min(quickest), max(quickest)
     if per_byte <= 0:  # so fast that noise hides it: the largest message bounds it
         per_byte = quickest[most] / most

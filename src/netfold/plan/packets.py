@@ -147,7 +147,12 @@ def all_reduce(fabric: Fabric, size_bytes: float, *, seed: int = 0, most_packets
     return PacketTime(
         time_s=(arrivals[-1] + (chunks - simulated) * pace_ns) / 1e9 + further_s,
         closed_s=predict(
-            "all_reduce", "in_network", size_bytes, Topology.apart(2), replace(DEFAULT_LINKS, network=network)
+            "all_reduce",
+            "in_network",
+            size_bytes,
+            Topology.apart(2),
+            replace(DEFAULT_LINKS, network=network, switches=(network.bytes_per_s,)),
+            switch=1,
         ),
         sent_again=summary.retransmissions / (fabric.workers * simulated),
         timeouts=summary.timeouts,

@@ -9,7 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from netfold._native import engine, kernels
-from netfold.plan.cost import BY_NAME_ONLY, FORMULAS, HALVES, algorithms_of, best_between, case_of, predict
+from netfold.plan.cost import (
+    BY_NAME_ONLY,
+    BY_SWITCH,
+    FORMULAS,
+    HALVES,
+    Case,
+    algorithms_of,
+    best_between,
+    case_of,
+    predict,
+    split_rate,
+    switch_part,
+)
 from netfold.plan.overrides import Overrides, parse_overrides
 from netfold.plan.topology import DEFAULT_LINKS, Links, Topology
 
@@ -65,11 +77,16 @@ class ChoiceTable:
 
     def workers(self, topology: Topology) -> tuple[int, ...]:
         """The ranks that join the switch, in the order in which it adds: all, or one a host, or, without one, none."""
-        if any(row.algorithm == "in_network" for row in self.rows):
+        if any(row.algorithm in BY_SWITCH for row in self.rows):
             return tuple(range(topology.ranks))
-        if any(row.between == "in_network" for row in self.rows):
+        if any(row.between in BY_SWITCH for row in self.rows):
             return topology.leaders
         return ()
+
+    @property
+    def splits(self) -> bool:
+        """Whether any row goes by what each switch can take."""
+        return any("split" in (row.algorithm, row.between) for row in self.rows)
 
     @property
     def hash16(self) -> int:
@@ -107,14 +124,19 @@ def candidates(
     for algorithm in algorithms_of(operation):
         why_not = _why_not(operation, algorithm, topology, switch, wire)
         if why_not is None or (operation, algorithm) in BY_NAME_ONLY:
-            seconds = predict(operation, algorithm, size_bytes, topology, links, wire, switch=switch is not None)
+            seconds = predict(operation, algorithm, size_bytes, topology, links, wire, switch=_count(switch))
             note = why_not or FORMULAS[operation, algorithm].source
             if algorithm == "hierarchical":
-                note += f": {best_between(operation, case_of(size_bytes, topology, links, wire, switch is not None))}"
+                note += f": {best_between(operation, case_of(size_bytes, topology, links, wire, _count(switch)))}"
             found.append(Candidate(algorithm, seconds, note))
         else:
             found.append(Candidate(algorithm, None, why_not))
     return sorted(found, key=lambda each: (each.seconds is None, each.seconds))
+
+
+def _count(switch: str | None) -> int:
+    """How many switches NETFOLD_SWITCH names."""
+    return 0 if switch is None else switch.count(",") + 1
 
 
 @functools.lru_cache(maxsize=64)  # a job makes many groups of the same size; a table takes milliseconds
@@ -126,10 +148,12 @@ def build_table(
     wire: str = "auto",
     topology: Topology | None = None,
     links: Links = DEFAULT_LINKS,
+    measuring: bool = False,
 ) -> ChoiceTable:
     """The table of a group of `ranks`, with `switch` its aggregator's address or None.
 
-    algorithm: what NETFOLD_ALGORITHM says. topology: every rank on a host of its own where None.
+    algorithm: what NETFOLD_ALGORITHM says. topology: every rank on a host of its own where None. measuring: for the
+    operations that measure what the switch takes: each all_reduce goes through it.
     Raises ValueError, in a sentence, where what was asked for cannot be done: nothing else is done instead.
     """
     topology = topology or Topology.apart(ranks)
@@ -142,13 +166,18 @@ def build_table(
             f"hold the sum of {ranks} has too few levels left for each; bf16 and i32 take any number"
         )
     for operation in OPERATIONS:
-        if overrides.asked(operation) == "in_network" and operation in SUPPORTS["in_network"]:
-            _refuse(operation, "in_network", overrides, topology, switch, _wired(operation, wire))
+        asked = overrides.asked(operation)
+        if asked in BY_SWITCH and operation in SUPPORTS[asked]:
+            _refuse(operation, asked, overrides, topology, switch, _wired(operation, wire))
     if ranks == 1:
         return ChoiceTable(tuple(Row(operation, 0, "local", "auto", "a group of one rank") for operation in OPERATIONS))
     rows = []
     for operation in OPERATIONS:
-        rows += _rows(operation, overrides, topology, links, switch, _wired(operation, wire))
+        in_wire = _wired(operation, wire)
+        if measuring and operation == "all_reduce" and switch is not None:
+            rows.append(_through_switch(topology, switch, in_wire, "to measure what it takes"))
+        else:
+            rows += _rows(operation, overrides, topology, links, switch, in_wire)
     return ChoiceTable(tuple(rows))
 
 
@@ -181,9 +210,9 @@ def _rows(
     operation: str, overrides: Overrides, topology: Topology, links: Links, switch: str | None, wire: str
 ) -> list[Row]:
     in_wire = "" if wire == "auto" else f"; f32 tensors travel as {wire} (NETFOLD_WIRE)"
-    # One rank of each host joins the switch, unless all were told to.
-    by_host = topology.has_levels and not overrides.asks("in_network")
-    between_hosts = switch if by_host else None
+    # One rank of each host joins the switch, unless all were told to; then none goes through it for its host.
+    by_host = topology.has_levels and not any(map(overrides.asks, BY_SWITCH))
+    between_hosts = switch if by_host or not topology.has_levels else None
     asked = overrides.asked(operation)
     suffix = ""
     if asked is not None:
@@ -205,23 +234,37 @@ def _rows(
                 ]
             return [Row(operation, 0, asked, wire, overrides.named(operation) + in_wire)]
         suffix = f"; {overrides.named(operation)} does not do {operation}"
-    if operation == "all_reduce" and switch is not None:
-        if by_host:
-            reason = (
-                f"in_network between hosts; NETFOLD_SWITCH={switch}: a host sends n bytes through the switch for all "
-                "of its ranks, which add through memory"
-            )
-            return [Row(operation, 0, "hierarchical", wire, reason + in_wire, "in_network")]
-        reason = f"NETFOLD_SWITCH={switch}: a rank sends n bytes through the switch, where a ring sends 2n(P-1)/P"
-        return [Row(operation, 0, "in_network", wire, reason + in_wire)]
+    if operation == "all_reduce" and switch is not None and topology.node_count == 1:
+        reason = "the ranks share a host, where memory would be quicker: who names a switch there tries it"
+        return [_through_switch(topology, switch, wire, reason + in_wire)]
     if topology.node_count == 1 and _why_not(operation, "shared_memory", topology, switch, wire) is None:
         return [Row(operation, 0, "shared_memory", wire, "all ranks share memory" + suffix)]
     able = [
         name
         for name in algorithms_of(operation)
-        if _why_not(operation, name, topology, switch, wire) is None and not (by_host and name == "in_network")
+        if _why_not(operation, name, topology, switch, wire) is None and not (by_host and name in BY_SWITCH)
     ]
     return _by_cost(operation, able, topology, links, between_hosts, wire, in_wire + suffix)
+
+
+def _through_switch(topology: Topology, switch: str, wire: str, why: str) -> Row:
+    reason = f"NETFOLD_SWITCH={switch}: {why}"
+    if topology.has_levels:
+        return Row("all_reduce", 0, "hierarchical", wire, f"in_network between hosts; {reason}", "in_network")
+    return Row("all_reduce", 0, "in_network", wire, reason)
+
+
+def about_switch(ranks: int, links: Links, switch: str) -> str:
+    """What is known of the switch's part in a large all_reduce of `ranks`, in words."""
+    case = Case(0, Topology.apart(ranks), links, _count(switch))
+    network = links.network.bytes_per_s
+    known = "measured" if links.switches else "assumed, a link as a rank's for each"
+    of_link = case.through_switch * ranks / network
+    return (
+        f"NETFOLD_SWITCH={switch} gives {case.through_switch / 1e6:.3g} MB/s ({known}: c = {of_link:.2g} of a rank's "
+        f"link for {ranks}); with a ring beside it {split_rate(case) / 1e6:.3g} MB/s, {switch_part(case):.0%} through "
+        "the switch"
+    )
 
 
 def _by_cost(
@@ -241,6 +284,8 @@ def _by_cost(
         reason = f"predicted for {example}: {_times(operation, shown, able, topology, links, switch, wire)}"
         if between != "local":
             reason = f"{between} between hosts; {reason}"
+        if operation == "all_reduce" and switch is not None and {name, between} & set(BY_SWITCH):
+            reason = f"{about_switch(topology.node_count, links, switch)}; {reason}"
         rows.append(Row(operation, size, name, wire, reason + suffix, between))
     return rows
 
@@ -252,7 +297,7 @@ def _starts(
     starts: list[tuple[int, str, str]] = []
     for size in (0,) if operation in UNSIZED else _GRID:
         judged = _TYPICAL_BYTES if operation in UNSIZED else size
-        case = case_of(judged, topology, links, wire, switch is not None)
+        case = case_of(judged, topology, links, wire, _count(switch))
         times = {name: predict(operation, name, judged, topology, links, wire, switch=case.switch) for name in able}
         best = min(times, key=lambda name: times[name])
         if starts and times[best] >= _WORTH_A_ROW * times[starts[-1][1]]:
@@ -267,7 +312,7 @@ def _times(
     operation: str, size: int, able: list[str], topology: Topology, links: Links, switch: str | None, wire: str
 ) -> str:
     times = sorted(
-        (predict(operation, name, size, topology, links, wire, switch=switch is not None), name) for name in able
+        (predict(operation, name, size, topology, links, wire, switch=_count(switch)), name) for name in able
     )
     said = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in times)
     return f"{said} ({links.text()})"
@@ -279,8 +324,10 @@ def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | N
         return "not built in"
     if (operation, algorithm) in BY_NAME_ONLY:
         return BY_NAME_ONLY[operation, algorithm]
-    if algorithm == "in_network" and switch is None:
+    if algorithm in BY_SWITCH and switch is None:
         return "no NETFOLD_SWITCH"
+    if algorithm == "split" and topology.node_count < 3:
+        return "each of two hosts sends as much round a ring as through a switch"
     if algorithm == "shared_memory" and topology.node_count > 1:
         return f"the ranks are on {topology.node_count} hosts"
     if algorithm == "hierarchical" and not topology.has_levels:
@@ -293,7 +340,7 @@ def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | N
 def _refuse(
     operation: str, asked: str, overrides: Overrides, topology: Topology, switch: str | None, wire: str
 ) -> None:
-    if asked == "in_network" and switch is None:
+    if asked in BY_SWITCH and switch is None:
         raise ValueError(
             f"{overrides.named(operation)} needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port"
         )

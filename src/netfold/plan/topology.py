@@ -27,7 +27,9 @@ class Links:
     bytes_per_s of all of them together. reduce_bytes_per_s: contributions folded by one rank. message_s: what one more
     message in the same step costs its host. crowding: the part of a port's rate that every further rank costs which
     sends to it at the same time. restarts: the part that is lost where every step has another partner, so that
-    connections start and stop. measured: latency and rates by a probe; else all of it is built in.
+    connections start and stop. measured: latency and rates by a probe; else all of it is built in. switches: of each,
+    bytes of tensor a second that it gives back while all workers send at once, as measured; empty where that is not
+    known, and each is taken for a host with a link like everybody's.
     """
 
     network: Link
@@ -37,13 +39,15 @@ class Links:
     crowding: float
     restarts: float
     measured: bool
+    switches: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Links:
-        return cls(**data | {"network": Link(**data["network"]), "memory": Link(**data["memory"])})
+        links = {"network": Link(**data["network"]), "memory": Link(**data["memory"])}
+        return cls(**data | links | {"switches": tuple(data["switches"])})
 
     def text(self) -> str:
         return f"{'measured' if self.measured else 'assumed'}: {self.network.text()}"

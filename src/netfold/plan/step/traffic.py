@@ -93,7 +93,9 @@ def _through_switches(size_bytes: float, group: Group, cluster: Cluster, constan
     joined = -(-group.ranks * group.stride // below)
     links = _links(group, cluster, constants)
     network = replace(links.network, latency_s=crossed[-1].way_up_s(joined))
-    return [predict("all_reduce", "in_network", size_bytes, _apart(group.ranks), replace(links, network=network))]
+    # A switch with a port a worker.
+    links = replace(links, network=network, switches=(network.bytes_per_s,))
+    return [predict("all_reduce", "in_network", size_bytes, _apart(group.ranks), links, switch=1)]
 
 
 def _crossed(group: Group, cluster: Cluster) -> list[Tier]:

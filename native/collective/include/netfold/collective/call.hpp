@@ -42,8 +42,9 @@ enum class AlgorithmId : std::uint8_t {
   pairwise = 9,
   chain = 10,
   point_to_point = 11,
+  split = 12,
 };
-inline constexpr int kAlgorithmCount = 12;
+inline constexpr int kAlgorithmCount = 13;
 const char* name(AlgorithmId algorithm);
 
 // A receive's `root` when any rank may be the sender.

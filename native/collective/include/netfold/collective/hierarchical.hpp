@@ -81,6 +81,10 @@ class Hierarchical final : public Algorithm {
   // `root` speaks for its host, the first rank for every other; through a switch, which they alone joined, the first
   // rank for each.
   void let_speak(int root);
+  // One rank a host goes between them, always the same: the one that joined the switch.
+  bool goes_by_switch() const {
+    return call_.between == AlgorithmId::in_network || call_.between == AlgorithmId::split;
+  }
   bool speaks() const { return team_[host_] == paths_.mesh.rank(); }
   std::size_t host_of(int rank) const;
   // Of a rank of this host.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
+#include <netfold/collective/shares.hpp>
 #include <netfold/collective/team.hpp>
 #include <netfold/collective/uplink.hpp>
 #include <netfold/transport/mesh.hpp>
@@ -22,6 +23,7 @@ struct Paths {
   std::span<const std::unique_ptr<Uplink>> uplinks = {};  // to switches, if the group joined any
   transport::SharedNode* node = nullptr;                  // memory that this rank shares with others, if it does
   std::span<const int> nodes = {};                        // the host of each rank, by a number
+  Shares* shares = nullptr;                               // of the uplinks and a ring, if it is known
 };
 
 // Whether there is a machine for it: written here once, and read by the planner.

@@ -1,39 +1,56 @@
-// One operation over several channels: of several switches side by side, or of the threads of one.
+// One operation over several ways at once: channels of several switches side by side, or of the threads of one; or
+// these and a host algorithm (split.hpp).
 //
-// Every block of the call is cut into as many parts as there are channels, and each channel carries its part as a call
-// of its own kind: parts of an all_gather are all_gathers of smaller blocks. A small call goes whole over one channel,
-// another one each time. What a rank sends and what a result costs is as over one channel; each channel has a window, a
-// port and, at its switch, a thread for itself.
+// Every block of the call is cut into a part for each way, and each way carries its part as a call of the same kind:
+// parts of an all_gather are all_gathers of smaller blocks. What a rank sends and what a result costs is as over one
+// way; each channel has a window, a port and, at its switch, a thread for itself.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 namespace netfold::collective {
 
 class Sharded final : public Algorithm {
  public:
-  // Makes what carries a call over channel `shard`; the call is borrowed.
-  using Make = std::function<std::unique_ptr<Algorithm>(const Call& call, std::size_t shard)>;
+  // Makes what carries a call over `way`, and may say so in it; the call is borrowed.
+  using Make = std::function<std::unique_ptr<Algorithm>(Call& call, std::size_t way)>;
   // Fewer bytes a part are not worth a part.
   static constexpr std::size_t kLeastPartBytes = 64 << 10;
 
-  Sharded(const Call& call, std::size_t shards, const Make& make);
+  // Equal parts. A small call goes whole by one way, another one each time.
+  Sharded(const Call& call, std::size_t ways, const Make& make);
+  // A part for each way in proportion to its weight, none where that is 0. Precondition: one is above 0.
+  Sharded(const Call& call, std::span<const std::uint32_t> weights, const Make& make);
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;
   bool awaited_may_wait() const override;
 
- private:
+  // What a way carries. wire_bytes_at_mark: of its `algorithm` when mark() was last called while it was under way.
   struct Part {
+    std::size_t way = 0;
     std::unique_ptr<Call> call;
     std::unique_ptr<Algorithm> algorithm;
     bool done = false;
+    std::int64_t done_ns = 0;
+    std::uint64_t wire_bytes_at_mark = 0;
   };
+  const std::vector<Part>& parts() const { return parts_; }
+  std::int64_t began_ns() const { return began_ns_; }
+  // Notes how far each part that is under way has come.
+  void mark();
+
+ private:
+  void add(const Call& call, std::size_t way, std::uint64_t first, std::uint64_t end, std::uint64_t whole,
+           const Make& make);
+
   std::vector<Part> parts_;
+  std::int64_t began_ns_ = -1;
 };
 
 }  // namespace netfold::collective

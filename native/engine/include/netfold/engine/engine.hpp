@@ -36,6 +36,7 @@
 
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/point_to_point.hpp>
+#include <netfold/collective/shares.hpp>
 #include <netfold/collective/uplink.hpp>
 #include <netfold/engine/event.hpp>
 #include <netfold/engine/status.hpp>
@@ -153,6 +154,12 @@ class Group {
   // gone.
   void attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Uplink::Row> rows,
               std::uint16_t table);
+  // Before the first operation that goes by them: another table, and what an all_reduce by `split` goes by, rates and
+  // parts as of Shares. Every rank says the same between the same two operations. What led to a table is in no record.
+  void set_table(std::vector<Choice> table, std::uint16_t hash);
+  void set_shares(collective::Shares shares);
+  // As of the last operation; nullopt where there are none.
+  std::optional<collective::Shares> shares() const;
   // From any thread, what recovery asks of an uplink (collective/uplink.hpp), by the order of attaching.
   void on_uplink(std::size_t shard, const std::function<void(collective::Uplink&)>& errand);
 
@@ -267,6 +274,7 @@ class Group {
   void take_over(std::int64_t now);  // likewise: the caller's thread drives from now on
   bool turn(std::int64_t now);       // what it throws is the group's failure
   bool turn_once(std::int64_t now);
+  static bool is_on_mesh(const Operation& operation);
   bool can_start(const Operation& operation) const;
   void start_next(std::int64_t now);
   void complete(Operation& operation, collective::Failure failure);
@@ -306,6 +314,7 @@ class Group {
   const bool needs_driving_;  // its meshes, for what was sent
   std::vector<std::unique_ptr<collective::Uplink>> uplinks_;
   std::unique_ptr<transport::SharedNode> node_;
+  std::unique_ptr<collective::Shares> shares_;
 
   mutable std::mutex mutex_;  // guards what follows, up to the blank line
   std::deque<std::shared_ptr<Operation>> inbox_;
@@ -321,6 +330,7 @@ class Group {
   std::vector<EventRecord> events_;
   std::uint64_t event_count_ = 0;
   std::vector<Traffic> traffic_;
+  std::optional<collective::Shares> told_shares_;
   bool closed_ = false;
   std::vector<std::function<void()>> errands_;
   bool behind_ = false;  // a mended connection has things to say again, or a pipe needs driving

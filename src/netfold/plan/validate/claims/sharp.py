@@ -83,6 +83,6 @@ def _small_s(nodes: int, *, switch: bool) -> float:
     """Inside nodes through memory, one rank of each between them, by what is best there."""
     tier = load_cluster("sharp-hdr").tiers[0]
     latency_s = tier.way_up_s(nodes) if switch else tier.latency_s
-    links = replace(DEFAULT_LINKS, network=Link(latency_s, tier.bytes_per_s))
+    links = replace(DEFAULT_LINKS, network=Link(latency_s, tier.bytes_per_s), switches=(tier.bytes_per_s,))
     ranks = Topology.even(nodes * _ON_A_NODE, nodes)
-    return predict("all_reduce", "hierarchical", _SMALL_BYTES, ranks, links, switch=switch)
+    return predict("all_reduce", "hierarchical", _SMALL_BYTES, ranks, links, switch=int(switch))

@@ -1,0 +1,142 @@
+#include <netfold/collective/split.hpp>
+
+#include <algorithm>
+#include <utility>
+
+namespace netfold::collective {
+namespace {
+
+// Up to so many ranks a word to everybody is quicker than a tree.
+constexpr int kDirectRanks = 8;
+// No part of less than Sharded::kLeastPartBytes: the host algorithm takes it, or the switches what it would have had.
+std::vector<std::uint32_t> worth_their_cost(std::vector<std::uint32_t> parts, std::size_t bytes) {
+  const auto is_small = [&](std::uint32_t part) {
+    return std::uint64_t{part} * bytes / Shares::kWhole < Sharded::kLeastPartBytes;
+  };
+  std::uint32_t& host = parts.back();
+  for (std::size_t way = 0; way + 1 < parts.size(); ++way) {
+    if (is_small(parts[way])) host += std::exchange(parts[way], 0);
+  }
+  const auto most = std::max_element(parts.begin(), parts.end() - 1);
+  if (*most > 0 && is_small(host)) *most += std::exchange(host, 0);
+  return parts;
+}
+
+}  // namespace
+
+Split::Split(const Call& call, const Paths& paths, Team team)
+    : call_(call),
+      paths_(paths),
+      team_(std::move(team)),
+      switches_(paths.uplinks.size()),
+      counts_(call.choice_bytes() >= kLearnBytes) {
+  const Shares& shares = *paths.shares;
+  agrees_ = counts_ && shares.learns();
+  const auto parts = worth_their_cost(counts_ ? shares.parts() : shares.balanced(), call.outputs[0].bytes);
+  host_done_ = parts.back() == 0;
+  switches_done_ = parts.back() == Shares::kWhole;
+  parts_ = std::make_unique<Sharded>(call, parts, [&](Call& part, std::size_t way) -> std::unique_ptr<Algorithm> {
+    if (way < switches_) {
+      part.algorithm = AlgorithmId::in_network;
+      return std::make_unique<Uplinked>(part, *paths.uplinks[way], team_.position(), team_.size());
+    }
+    part.algorithm = AlgorithmId::ring;
+    return make_algorithm(part, paths, team_);
+  });
+}
+
+Progress Split::poll(std::int64_t now_ns) {
+  bool moved = false;
+  if (agreement_ == nullptr) {
+    const Progress progress = poll_parts(now_ns);
+    if (progress != Progress::done) return progress;
+    if (!agrees_) {
+      if (counts_) paths_.shares->pass();
+      return Progress::done;
+    }
+    start_agreement();
+    moved = true;
+  }
+  const Progress progress = agreement_->poll(now_ns);
+  if (progress == Progress::failed) return fail(agreement_->failure());
+  wire_bytes_ = wire_bytes_of_parts_ + agreement_->wire_bytes();
+  if (progress == Progress::done) learn();
+  return progress == Progress::idle && moved ? Progress::moved : progress;
+}
+
+Progress Split::poll_parts(std::int64_t now_ns) {
+  const Progress progress = parts_->poll(now_ns);
+  if (progress == Progress::failed) return fail(parts_->failure());
+  wire_bytes_ = wire_bytes_of_parts_ = parts_->wire_bytes();
+  retransmissions_ = parts_->retransmissions();
+  registrations_ = parts_->registrations();
+  slowest_rank_ = parts_->slowest_rank();
+  note_ends();
+  return progress;
+}
+
+void Split::note_ends() {
+  bool host_done = true;
+  bool switches_done = true;
+  for (const Sharded::Part& part : parts_->parts()) {
+    if (!part.done) (part.way == switches_ ? host_done : switches_done) = false;
+  }
+  if (host_done != host_done_ || switches_done != switches_done_) parts_->mark();
+  host_done_ = host_done;
+  switches_done_ = switches_done;
+}
+
+void Split::start_agreement() {
+  words_.assign(2 * (switches_ + 1) + 1, 0);
+  std::int64_t host_ns = 0;
+  std::int64_t switches_ns = 0;
+  for (const Sharded::Part& part : parts_->parts()) {
+    std::int64_t& end = part.way == switches_ ? host_ns : switches_ns;
+    end = std::max(end, part.done_ns - parts_->began_ns());
+    if (part.algorithm->instead() != AlgorithmId::local) words_.back() = 1;
+  }
+  const std::int64_t least_ns = std::max<std::int64_t>(1, std::max(host_ns, switches_ns) / kLeastTime);
+  const auto rate = [&](double bytes, std::int64_t ns) {
+    return ns < least_ns ? 0 : static_cast<std::int64_t>(bytes * 1e9 / static_cast<double>(ns));
+  };
+  for (const Sharded::Part& part : parts_->parts()) {
+    const std::int64_t took_ns = part.done_ns - parts_->began_ns();
+    const std::int64_t others_ns = part.way == switches_ ? switches_ns : host_ns;
+    const auto bytes = static_cast<double>(part.call->outputs[0].bytes);
+    const auto sent = static_cast<double>(std::max<std::uint64_t>(1, part.algorithm->wire_bytes()));
+    // When the others ended: all of it had been done, or the part that had been sent.
+    const double before = took_ns <= others_ns ? bytes : bytes * static_cast<double>(part.wire_bytes_at_mark) / sent;
+    words_[2 * part.way] = rate(before, std::min(took_ns, others_ns));
+    words_[2 * part.way + 1] = rate(bytes - before, took_ns - others_ns);
+  }
+  agreement_call_ = Call{
+      .kind = Kind::all_reduce,
+      .dtype = kernels::DType::i64,
+      .reduce = kernels::ReduceOp::max,
+      .wire = kernels::DType::i64,
+      .algorithm = team_.size() <= kDirectRanks ? AlgorithmId::direct : AlgorithmId::tree,
+      .table = call_.table,
+      .sequence = call_.sequence,
+      .step_of = call_.step(),
+      .outputs = {{reinterpret_cast<std::byte*>(words_.data()), words_.size() * sizeof words_[0]}},
+  };
+  agreement_ = make_algorithm(agreement_call_, {.mesh = paths_.mesh}, team_);
+}
+
+void Split::learn() {
+  if (words_.back() != 0) return paths_.shares->pass();
+  std::vector<Shares::Rates> ways;
+  for (std::size_t way = 0; way <= switches_; ++way) {
+    ways.push_back({.beside = static_cast<std::uint64_t>(words_[2 * way]),
+                    .alone = static_cast<std::uint64_t>(words_[2 * way + 1])});
+  }
+  paths_.shares->learn(ways);
+}
+
+void Split::wait_for(WaitSet& set) const { agreement_ != nullptr ? agreement_->wait_for(set) : parts_->wait_for(set); }
+
+std::vector<int> Split::awaited() const { return agreement_ != nullptr ? agreement_->awaited() : parts_->awaited(); }
+
+bool Split::awaited_may_wait() const { return agreement_ != nullptr || parts_->awaited_may_wait(); }
+
+}  // namespace netfold::collective
