@@ -888,8 +888,8 @@ Engine& Engine::instance() {
   // Never destroyed: threads of a dying process may still be inside. A child made by fork has an engine of its own,
   // since the thread of its parent's did not come along, and nobody lets go of what that had locked.
   static std::atomic<Engine*> engine = [] {
-    pthread_atfork(nullptr, nullptr, [] { engine = new Engine; });
-    return new Engine;
+    pthread_atfork(nullptr, nullptr, [] { engine = new Engine(engine); });
+    return new Engine(nullptr);
   }();
   return *engine;
 }

@@ -22,6 +22,7 @@ from netfold.communicator import group as group_module
 
 SOON_S = 3.0
 TIMEOUT_S = 1.0
+BY_SWITCH = "all_reduce=hierarchical:in_network"
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 1), (0, 1, 1), (0, 0, 0, 1), (0, 1, 2, 2, 2, 1)]
 COUNTS = (0, 1, 3, 1009, 300_007)
 CALLS = (("sum", "float32"), ("avg", "float64"), ("max", "int16"), ("sum", "float16"), ("product", "float32"))
@@ -32,7 +33,7 @@ def leaders(layout: tuple[int, ...]) -> list[int]:
 
 
 def join(rank: int, size: int, folder: str, endpoint: str, timeout_s: float = 30.0, **options: str) -> Communicator:
-    settings = Options(switch=endpoint, probe="off", **options)
+    settings = Options(switch=endpoint, probe="off", **{"algorithm": BY_SWITCH, **options})  # type: ignore[arg-type]
     return Communicator(FileStore(folder), rank, size, options=settings, timeout_s=timeout_s, join_timeout_s=20)
 
 
@@ -75,7 +76,7 @@ def test_one_rank_a_host_joins_and_every_rank_gets_the_sum(
         switch.wait_for(rf"starts with {len(set(layout))} workers")
     for rank, each in enumerate(found):
         assert each["nodes"] == tuple(leaders(layout).index(layout.index(host)) for host in layout)
-        assert each["why"].startswith(f"hierarchical (in_network between hosts; NETFOLD_SWITCH={switch.endpoint}: ")
+        assert each["why"].startswith(f"hierarchical (NETFOLD_ALGORITHM={BY_SWITCH}")
         assert each["algorithms"] == {group_module.engine.ALGORITHMS["hierarchical"]}
         assert (each["traffic"] is not None) == (rank in leaders(layout))
         assert (each["sent"] > 0) == (rank in leaders(layout))
@@ -93,9 +94,10 @@ def plainly(rank: int, size: int, folder: str, endpoint: str, algorithm: str) ->
     ("layout", "algorithm", "chosen", "workers"),
     [
         ((0, 0, 1, 1), "in_network", "in_network (NETFOLD_ALGORITHM=in_network)", 4),
-        ((0, 0, 1, 1), "all_reduce=hierarchical", "hierarchical (NETFOLD_ALGORITHM=all_reduce=hierarchical: in_net", 2),
+        ((0, 0, 1, 1), BY_SWITCH, f"hierarchical (NETFOLD_ALGORITHM={BY_SWITCH}", 2),
+        ((0, 0, 1, 1), "hierarchical:in_network", "hierarchical (NETFOLD_ALGORITHM=hierarchical:in_network", 2),
         ((0, 0, 0), "auto", "in_network (NETFOLD_SWITCH=", 3),
-        ((0, 1, 2), "auto", "in_network (NETFOLD_SWITCH=", 3),
+        ((0, 1, 2), "auto", "direct (predicted for ", 3),
     ],
     ids=str,
 )
@@ -265,7 +267,7 @@ def test_a_refusal_reaches_every_rank_of_a_host(monkeypatch: pytest.MonkeyPatch)
 
 
 def late(rank: int, size: int, folder: str, endpoint: str) -> None:
-    options = Options(switch=endpoint, probe="off")
+    options = Options(switch=endpoint, probe="off", algorithm=BY_SWITCH)
     if rank == 2:  # it meets the others, and does not go on to the switch
         join_for_host = group_module.join_for_host
 

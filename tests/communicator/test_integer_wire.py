@@ -131,7 +131,7 @@ def sums(rank: int, size: int, folder: str, options: Options) -> tuple[dict[Any,
         return digests, group.group.why("all_reduce", 1 << 20)
 
 
-WAYS = ("direct", "ring", "halving_doubling", "tree", "shared_memory", "in_network", "hierarchical")
+WAYS = ("direct", "ring", "halving_doubling", "tree", "shared_memory", "in_network", "split", "hierarchical")
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -140,7 +140,7 @@ def test_a_sum_has_the_same_bits_by_every_algorithm(monkeypatch: pytest.MonkeyPa
     found = {}
     with running_switch() as switch:
         for way in WAYS:
-            endpoint = switch.endpoint if way == "in_network" else None
+            endpoint = switch.endpoint if way in ("in_network", "split") else None
             with monkeypatch.context() as patch:
                 if way == "hierarchical":
                     if size == 2:
@@ -157,9 +157,10 @@ def test_a_sum_has_the_same_bits_by_every_algorithm(monkeypatch: pytest.MonkeyPa
 def test_hosts_of_several_ranks_add_integers_through_a_switch(monkeypatch: pytest.MonkeyPatch, wire: str) -> None:
     monkeypatch.setattr(*apart((0, 0, 1, 1)))
     with running_switch() as switch:
-        found = values(run_threads(sums, 4, Options(wire=wire, switch=switch.endpoint), timeout_s=90))
+        options = Options(wire=wire, switch=switch.endpoint, algorithm="all_reduce=hierarchical:in_network")
+        found = values(run_threads(sums, 4, options, timeout_s=90))
         switch.wait_for("starts with 2 workers")
-    assert all(why.startswith("hierarchical (in_network between hosts") for _, why in found), found
+    assert all(why.startswith("hierarchical (NETFOLD_ALGORITHM=") for _, why in found), found
 
 
 def bytes_sent(rank: int, size: int, folder: str, options: Options) -> int:

@@ -238,6 +238,36 @@ def test_where_every_rank_was_told_to_join_none_speaks_for_its_host_through_the_
         assert table.choose("all_reduce", 1).algorithm == "in_network"
 
 
+def test_what_goes_between_hosts_can_be_named() -> None:
+    hosts = Topology.even(64, 16)
+    for asked in ("all_reduce=hierarchical:in_network", "hierarchical:in_network"):
+        table = build_table(ranks=64, switch=SWITCH, topology=hosts, algorithm=asked)
+        for size in (1, 1 << 30):
+            row = table.choose("all_reduce", size)
+            assert (row.algorithm, row.between) == ("hierarchical", "in_network")
+            assert row.reason == f"NETFOLD_ALGORITHM={asked}"
+        assert table.workers(hosts) == hosts.leaders
+    # Where the named one does not do an operation, what is cheapest does.
+    table = build_table(ranks=64, switch=None, topology=hosts, algorithm="hierarchical:ring")
+    assert table.choose("all_gather", 1).between == "ring"
+    assert table.choose("broadcast", 1).between != "ring"
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ("ring:tree", "ring has no other algorithm between hosts; hierarchical:tree has"),
+        ("hierarchical:auto", "'auto' is nothing between hosts; there are direct, "),
+        ("broadcast=hierarchical:ring", "'ring' is nothing between hosts; there are direct, in_network, tree, chain"),
+        ("hierarchical:in_network", "NETFOLD_ALGORITHM=hierarchical:in_network needs an aggregator"),
+    ],
+)
+def test_what_can_not_go_between_hosts_is_refused(asked: str, sentence: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        build_table(ranks=8, switch=None, topology=Topology.even(8, 4), algorithm=asked)
+    assert sentence in str(refused.value)
+
+
 def test_ranks_of_one_host_take_the_switch_for_sums_alone() -> None:
     table = build_table(ranks=4, switch=SWITCH, topology=Topology.even(4, 1))
     assert {operation: table.choose(operation, 1 << 20).algorithm for operation in THROUGH} == {

@@ -1,9 +1,9 @@
 """What a group's switches can take, measured by all of its ranks at once, before the first operation.
 
 Each rank adds a few tensors through the switch, as it will in the job, so that the switch's link is full both ways and
-its processor adds. A rank that begins late has waited least: the least time of all ranks counts. The second size is
-what fits the time that is left, so that what buffers let through at once after a pause is not taken for a rate. Rank 0
-makes the table of it and tells all.
+its processor adds. A rank that begins late has waited least: the least time of all ranks counts. Sizes grow as far as
+the time allows, and the last two count, so that what buffers let through at once after a pause is not taken for a rate.
+Rank 0 makes the table of it and tells all.
 
 What was measured between the same hosts and switches less than an hour ago is not measured again by this process. It is
 only a beginning: operations correct it (native/collective/shares.hpp).
@@ -22,12 +22,10 @@ import numpy as np
 from netfold._native import shares
 from netfold.plan import ChoiceTable, Links, ring_bytes_per_s
 
-# All of it, in seconds; the first size, which says how long the second may be; and what that is at most.
+# All of it, in seconds; the first size, and what the next may be in terms of the last, which says how long that takes.
 BUDGET_S = 0.05
-_FIRST_BYTES, _MOST_BYTES = 32 << 10, 4 << 20
+_FIRST_BYTES, _MOST_BYTES, _GROWTH = 32 << 10, 4 << 20, 4
 _WARM_UP_BYTES = 4 << 10
-# Of a longer time no more is tried.
-_ENOUGH_S = 0.4 * BUDGET_S
 KEPT_S = 3600.0
 
 # Of this process, by the hosts and the switches: bytes a second, and when that was.
@@ -50,16 +48,18 @@ def measure(run: Run, switches: int) -> tuple[float, ...]:
     Costs about BUDGET_S, more where the path is so slow that the first size takes longer.
     """
     _timed(run, _WARM_UP_BYTES)
-    first_s = _timed(run, _FIRST_BYTES)
-    size = int(_FIRST_BYTES * _ENOUGH_S / first_s) // _FIRST_BYTES * _FIRST_BYTES
-    size = min(size, _MOST_BYTES)
-    if size <= _FIRST_BYTES:
-        rate = _FIRST_BYTES / first_s
-    else:
-        size_s = _timed(run, size)
-        # A line through both, where there is one: what is in the way of the first byte is no rate.
-        rate = (size - _FIRST_BYTES) / (size_s - first_s) if size_s > 1.5 * first_s else size / size_s
-    return (rate / switches,) * switches
+    size, left_s = _FIRST_BYTES, BUDGET_S
+    took_s = _timed(run, size)
+    rate = size / took_s
+    while True:
+        left_s -= took_s
+        larger = min(size * _GROWTH, _MOST_BYTES)
+        if larger == size or took_s * larger / size > left_s:
+            return (rate / switches,) * switches
+        larger_s = _timed(run, larger)
+        # A line through the last two, where there is one: what comes before the first byte is no rate.
+        rate = (larger - size) / (larger_s - took_s) if larger_s > 1.5 * took_s else larger / larger_s
+        size, took_s = larger, larger_s
 
 
 def _timed(run: Run, size: int) -> float:

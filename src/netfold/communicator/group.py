@@ -352,6 +352,11 @@ class Group:
         self.wait(self.submit(kind, dtype=dtype, reduce=reduce, outputs=output, timeout_s=left_s, wait_here=True))
 
     @property
+    def shares(self) -> Any:
+        """What of a split all_reduce goes which way now, native; None in a group that joined no switch."""
+        return self._native.shares
+
+    @property
     def membership(self) -> Membership | None:
         """Of the first switch; None on a rank that did not join one, and while the switch is gone."""
         return self.recoveries[0].membership() if self.recoveries else None

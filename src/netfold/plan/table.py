@@ -218,6 +218,9 @@ def _rows(
     if asked is not None:
         if operation in SUPPORTS[asked]:
             _refuse(operation, asked, overrides, topology, switch, wire)
+            between = overrides.between(operation)
+            if between is not None and operation in SUPPORTS[between]:
+                return [_between(operation, between, overrides, topology, between_hosts, wire, in_wire)]
             if asked == "hierarchical":
                 return [
                     Row(
@@ -239,12 +242,22 @@ def _rows(
         return [_through_switch(topology, switch, wire, reason + in_wire)]
     if topology.node_count == 1 and _why_not(operation, "shared_memory", topology, switch, wire) is None:
         return [Row(operation, 0, "shared_memory", wire, "all ranks share memory" + suffix)]
+    # One of two hosts sends as much round a ring as through a switch: there is nothing to split.
+    out = BY_SWITCH if by_host else ("split",) if topology.node_count < 3 else ()
     able = [
         name
         for name in algorithms_of(operation)
-        if _why_not(operation, name, topology, switch, wire) is None and not (by_host and name in BY_SWITCH)
+        if _why_not(operation, name, topology, switch, wire) is None and name not in out
     ]
     return _by_cost(operation, able, topology, links, between_hosts, wire, in_wire + suffix)
+
+
+def _between(
+    operation: str, between: str, overrides: Overrides, topology: Topology, switch: str | None, wire: str, in_wire: str
+) -> Row:
+    """A hierarchical operation with what was named between hosts."""
+    _refuse(operation, between, overrides, Topology.apart(topology.node_count), switch, wire)
+    return Row(operation, 0, "hierarchical", wire, f"{overrides.named(operation)}{in_wire}", between)
 
 
 def _through_switch(topology: Topology, switch: str, wire: str, why: str) -> Row:
@@ -326,8 +339,6 @@ def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | N
         return BY_NAME_ONLY[operation, algorithm]
     if algorithm in BY_SWITCH and switch is None:
         return "no NETFOLD_SWITCH"
-    if algorithm == "split" and topology.node_count < 3:
-        return "each of two hosts sends as much round a ring as through a switch"
     if algorithm == "shared_memory" and topology.node_count > 1:
         return f"the ranks are on {topology.node_count} hosts"
     if algorithm == "hierarchical" and not topology.has_levels:

@@ -382,7 +382,7 @@ class Engine {
   // hop costs more. Twice as much after each time that there was nothing left to do.
   static constexpr std::int64_t kGraceNs = 100'000;
   static constexpr std::int64_t kMaxGraceNs = 800'000;
-  Engine() = default;
+  explicit Engine(const Engine* of_parent) : of_parent_(of_parent) {}
   // The engine thread's own; kept between rounds, so that one needs no memory.
   struct Round {
     std::vector<std::shared_ptr<Group>> driven;
@@ -397,6 +397,8 @@ class Engine {
   void wake_later();
   void push_completion(std::uint64_t id);
 
+  // Of the process that this one was forked from, kept within reach of who looks for lost memory.
+  [[maybe_unused]] const Engine* const of_parent_;
   std::mutex life_mutex_;  // of the thread; taken before mutex_, never by the thread itself
   std::mutex mutex_;
   std::vector<std::shared_ptr<Group>> groups_;
