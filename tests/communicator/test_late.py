@@ -184,3 +184,20 @@ def _short_waits(rank: int, size: int, folder: str) -> list[float]:
 
 def test_who_is_only_slow_is_waited_for() -> None:
     assert values(run_threads(_short_waits, 2)) == [[3.0] * 5] * 2
+
+
+def _answers_after(rank: int, size: int, folder: str, aborts: bool) -> object:
+    with join(rank, size, folder) as group:
+        group.barrier()
+        ward = group.group._ward
+        if aborts:
+            group.group.abort("enough")
+    # A question that had come before the group was closed, and is answered only now.
+    return ward.answer(1 - rank, {"type": "ask", "sequence": 1})[0]["failure"]
+
+
+def test_a_rank_that_has_closed_its_group_is_taken_for_no_failure() -> None:
+    """Another one may wait for results of the last call still: at a switch, or further along a ring."""
+    assert values(run_threads(_answers_after, 2, False)) == [None, None]
+    for failure in values(run_threads(_answers_after, 2, True)):
+        assert failure is not None and "enough" in str(failure)

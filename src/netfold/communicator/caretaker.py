@@ -59,6 +59,18 @@ class Ward:
     # What else other ranks may ask (recovery.py), by type.
     questions: dict[str, Answer] = field(default_factory=dict)
     mending: set[tuple[int, int, int, int]] = field(default_factory=set)  # lane, peer, rail, mends before
+    # Set when this rank closes the group: the failure before that, in a tuple of one.
+    _left_with: tuple[Any] | None = None
+
+    def leave(self) -> Any:
+        """This rank closes the group, which is no failure. Returns the failure that there was before, if any."""
+        self._left_with = (self.native.failure,)
+        return self._left_with[0]
+
+    @property
+    def failure(self) -> Any:
+        """What befell this end of the group; None while it works, and where it was only closed."""
+        return self.native.failure if self._left_with is None else self._left_with[0]
 
     @property
     def rank(self) -> int:
@@ -89,19 +101,18 @@ class Ward:
         if question["type"] in self.questions:
             return self.questions[question["type"]](peer, question)
         if question["type"] == "ask":
-            failure = self.native.failure
             return {
                 "type": "seen",
                 "said": self.native.said(question["sequence"]),
                 "doing": self.native.last_seen(),
                 "calls": self.native.collectives_submitted,
-                "failure": failure,
+                "failure": self.failure,
                 "expired": self.native.expired,
             }, None
         lane, rail = question["lane"], question["rail"]
         poked = question["type"] == "poke"
         broken = self.native.sever(lane, peer, rail, question["mends"] if poked else -1)
-        failure = self.native.failure
+        failure = self.failure
         if poked and failure is None:
             _caretaker.look_into(partial(self.mend, lane, peer, rail))
             return {"type": "poked"}, None

@@ -594,7 +594,7 @@ class Group:
         recording.left(self._member)
 
     def _end(self) -> None:
-        failure = self._native.failure
+        failure = self._ward.leave()
         why, fault = ("it closed the group", -1) if failure is None else (failure[2], failure[1])
         for recovery in self.recoveries:
             recovery.close(why, fault)

@@ -213,7 +213,7 @@ class Recovery:
         with self._lock:
             if self._over():
                 # What the native group had is gone: words about it would be wrong.
-                return ({"type": "ended", "failure": self._native.failure} if kind == "freeze" else _HEARD), None
+                return ({"type": "ended", "failure": self._ward.failure} if kind == "freeze" else _HEARD), None
             if isinstance(message, machine.Lost):
                 have, actions = None, self._lose(message.life, message.why)
             else:
