@@ -45,6 +45,12 @@ Split::Split(const Call& call, const Paths& paths, Team team)
   });
 }
 
+Split::~Split() { share_path(false); }
+
+void Split::share_path(bool with_own) {
+  for (const auto& uplink : paths_.uplinks) uplink->share_path(with_own);
+}
+
 Progress Split::poll(std::int64_t now_ns) {
   bool moved = false;
   if (agreement_ == nullptr) {
@@ -82,6 +88,7 @@ void Split::note_ends() {
     if (!part.done) (part.way == switches_ ? host_done : switches_done) = false;
   }
   if (host_done != host_done_ || switches_done != switches_done_) parts_->mark();
+  share_path(!host_done);
   host_done_ = host_done;
   switches_done_ = switches_done;
 }

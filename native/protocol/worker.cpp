@@ -308,7 +308,7 @@ void Worker::end_round() {
     if (control_ == Control::slow_start) control_ = Control::delay;
   } else if (control_ == Control::share) {
     if (more) wanted = share_window();
-  } else if (round_least_rtt_ns_ > least_rtt_ns_ + kQueueTargetNs) {
+  } else if (round_least_rtt_ns_ > least_rtt_ns_ + queue_target_ns_) {
     // The round trip is that of a window before it was doubled: it begins no trial.
     wanted = control_ == Control::slow_start ? window / 2 : shorter_queue_window();
     if (control_ == Control::slow_start) control_ = Control::delay;
@@ -331,7 +331,7 @@ std::uint64_t Worker::shorter_queue_window() {
   const std::uint64_t window = congestion_window_;
   if (trial_window_ == 0) begin_trial();
   if (window > trial_window_ / 2) {
-    const auto target_ns = static_cast<std::uint64_t>(least_rtt_ns_ + kQueueTargetNs);
+    const auto target_ns = static_cast<std::uint64_t>(least_rtt_ns_ + queue_target_ns_);
     return std::max(window / 2, window * target_ns / static_cast<std::uint64_t>(round_least_rtt_ns_));
   }
   return ++trial_rounds_ < kTrialRounds ? window : end_trial();
@@ -364,7 +364,7 @@ std::uint64_t Worker::end_trial() {
 
   const std::int64_t eighths = std::clamp<std::int64_t>(8 * ours / all, 0, 8);
   unmoved_trials_ = eighths == 0 ? unmoved_trials_ + 1 : 0;
-  if (rtt_ns <= least_rtt_ns_ + kQueueTargetNs || eighths >= 7 || unmoved_trials_ == kUnmovedTrials) {
+  if (rtt_ns <= least_rtt_ns_ + queue_target_ns_ || eighths >= 7 || unmoved_trials_ == kUnmovedTrials) {
     control_ = Control::delay;
     if (unmoved_trials_ == kUnmovedTrials) least_rtt_ns_ = rtt_ns;
     unmoved_trials_ = 0;
@@ -474,6 +474,7 @@ void Worker::append_canonical(std::vector<std::byte>& out) const {
   append(trial_rtt_ns_);
   append(trial_rounds_);
   append(rounds_);
+  append(queue_target_ns_);
   append(unmoved_trials_);
   append(paced_ns_);
   append(round_start_);

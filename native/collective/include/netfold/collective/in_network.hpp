@@ -91,6 +91,7 @@ class Channel {
   std::vector<Range> missing(int token) const;
 
   const protocol::Worker& machine() const { return machine_; }
+  void share_path(bool with_own) { machine_.share_path(with_own); }
   const std::vector<int>& ranks() const { return ranks_; }
   // Why nothing reaches the switch, where its port knows; else empty.
   const std::string& trouble() const { return port_->trouble(); }

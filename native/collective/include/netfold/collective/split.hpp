@@ -27,6 +27,7 @@ class Split final : public Algorithm {
 
   // Borrows the call, an all_reduce with elements, and what the paths point to. Preconditions: shares, an uplink each.
   Split(const Call& call, const Paths& paths, Team team);
+  ~Split() override;
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;
@@ -38,6 +39,7 @@ class Split final : public Algorithm {
 
   Progress poll_parts(std::int64_t now_ns);
   void note_ends();
+  void share_path(bool with_own);
   void start_agreement();
   void learn();
 

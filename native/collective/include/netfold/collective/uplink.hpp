@@ -45,6 +45,9 @@ class Uplink {
   const Channel& channel() const { return *channel_; }
   bool is_up() const { return failover_.is_up(); }
 
+  // Whether a host algorithm of the same operation uses the path to the switch now.
+  void share_path(bool with_own) { channel_->share_path(with_own); }
+
   // What follows is said of a membership by its life (Channel::life), and comes from whoever drives.
 
   struct Words {

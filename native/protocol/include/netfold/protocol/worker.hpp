@@ -102,6 +102,9 @@ class Worker {
   // its rate, but two segments of up to 64 KB), so a longer target would take the link from it, and a shorter one leave
   // it.
   static constexpr std::int64_t kQueueTargetNs = 3'500'000;
+  // The same while a host algorithm of the same operation uses the path: its queue is the operation's own, and giving
+  // way to it would leave the switch's part behind.
+  static constexpr std::int64_t kOwnQueueTargetNs = 28'000'000;
   // Round trips that a trial takes, and those between two under Control::share: the window is then half as large in one
   // round trip of five.
   static constexpr std::uint32_t kTrialRounds = 2;
@@ -154,6 +157,8 @@ class Worker {
   std::optional<Send> poll_send(std::int64_t now_ns);
   // The socket did not take the packet after all; it will be offered again.
   void not_sent(std::uint64_t chunk);
+  // Whether a host algorithm of the same operation uses the path now (kOwnQueueTargetNs).
+  void share_path(bool with_own) { queue_target_ns_ = with_own ? kOwnQueueTargetNs : kQueueTargetNs; }
   // How many chunks could be sent without further answers or timeouts (lost ones included), as pacing lets them.
   std::uint32_t sendable() const;
 
@@ -272,9 +277,10 @@ class Worker {
   std::uint64_t paused_send_ = 0;  // up to here round trips say nothing of the path: a timeout came between
   std::int64_t least_rtt_ns_ = 0;  // 0: not known
   Control control_ = Control::slow_start;
-  std::uint32_t trial_window_ = 0;       // the window before the trial; 0: there is none
-  std::int64_t trial_rtt_ns_ = 0;        // the least round trip then
-  std::uint32_t trial_rounds_ = 0;       // of it, with at most half the window
+  std::uint32_t trial_window_ = 0;  // the window before the trial; 0: there is none
+  std::int64_t trial_rtt_ns_ = 0;   // the least round trip then
+  std::uint32_t trial_rounds_ = 0;  // of it, with at most half the window
+  std::int64_t queue_target_ns_ = kQueueTargetNs;
   std::uint32_t rounds_ = 0;             // under Control::share, since the last trial
   std::uint32_t unmoved_trials_ = 0;     // in succession
   std::int64_t paced_ns_ = 0;            // up to when the pace has been used
