@@ -98,11 +98,12 @@ void Shares::learn(std::span<const Rates> ways) {
   };
   for (std::size_t way = 0; way < ways_.size(); ++way) {
     Rates& known = ways_[way];
-    believe(known.beside, ways[way].beside);
-    believe(known.alone, ways[way].alone);
-    // Nothing is quicker beside others. Which of the two is news is what was seen now.
+    const Rates& seen = ways[way];
+    believe(known.beside, seen.beside);
+    // Nothing is slower alone: a rest that says so was too short.
+    believe(known.alone, seen.alone == 0 ? 0 : std::max(seen.alone, seen.beside));
     if (known.beside <= known.alone) continue;
-    if (ways[way].alone > 0) {
+    if (seen.beside == 0) {
       known.beside = known.alone;
     } else {
       known.alone = known.beside;

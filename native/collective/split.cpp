@@ -1,11 +1,15 @@
 #include <netfold/collective/split.hpp>
 
 #include <algorithm>
+#include <cstdlib>
+#include <limits>
 #include <utility>
 
 namespace netfold::collective {
 namespace {
 
+// Of a rest that is too short to tell a rate.
+constexpr std::int64_t kNothing = std::numeric_limits<std::int64_t>::min();
 // Up to so many ranks a word to everybody is quicker than a tree.
 constexpr int kDirectRanks = 8;
 // No part of less than Sharded::kLeastPartBytes: the host algorithm takes it, or the switches what it would have had.
@@ -114,7 +118,8 @@ void Split::start_agreement() {
     // When the others ended: all of it had been done, or the part that had been sent.
     const double before = took_ns <= others_ns ? bytes : bytes * static_cast<double>(part.wire_bytes_at_mark) / sent;
     words_[2 * part.way] = rate(before, std::min(took_ns, others_ns));
-    words_[2 * part.way + 1] = rate(bytes - before, took_ns - others_ns);
+    const std::int64_t alone = rate(bytes - before, took_ns - others_ns);
+    words_[2 * part.way + 1] = others_ns == 0 ? alone : alone == 0 ? kNothing : -alone;
   }
   agreement_call_ = Call{
       .kind = Kind::all_reduce,
@@ -134,8 +139,9 @@ void Split::learn() {
   if (words_.back() != 0) return paths_.shares->pass();
   std::vector<Shares::Rates> ways;
   for (std::size_t way = 0; way <= switches_; ++way) {
-    ways.push_back({.beside = static_cast<std::uint64_t>(words_[2 * way]),
-                    .alone = static_cast<std::uint64_t>(words_[2 * way + 1])});
+    ways.push_back(
+        {.beside = static_cast<std::uint64_t>(words_[2 * way]),
+         .alone = static_cast<std::uint64_t>(words_[2 * way + 1] == kNothing ? 0 : std::abs(words_[2 * way + 1]))});
   }
   paths_.shares->learn(ways);
 }

@@ -35,7 +35,7 @@ class Split final : public Algorithm {
 
  private:
   // Less than one part in kLeastTime of the whole time is too short to tell a rate.
-  static constexpr std::int64_t kLeastTime = 32;
+  static constexpr std::int64_t kLeastTime = 16;
 
   Progress poll_parts(std::int64_t now_ns);
   void note_ends();
@@ -53,7 +53,8 @@ class Split final : public Algorithm {
   bool host_done_ = false;      // has no part, or is through
   bool switches_done_ = false;  // likewise all of them
   std::uint64_t wire_bytes_of_parts_ = 0;
-  // Of each way its rate beside the others and its rate alone; then whether a switch was lost meanwhile.
+  // Of each way its rate beside the others and its rate alone, negative where it was not alone from the start; then
+  // whether a switch was lost meanwhile.
   std::vector<std::int64_t> words_;
   Call agreement_call_;
   std::unique_ptr<Algorithm> agreement_;
