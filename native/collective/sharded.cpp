@@ -56,6 +56,12 @@ void Sharded::mark() {
   }
 }
 
+void Sharded::hold(std::size_t way, bool held) {
+  for (Part& part : parts_) {
+    if (part.way == way) part.held = held;
+  }
+}
+
 Progress Sharded::poll(std::int64_t now_ns) {
   if (began_ns_ < 0) began_ns_ = now_ns;
   bool moved = false;
@@ -63,7 +69,7 @@ Progress Sharded::poll(std::int64_t now_ns) {
   std::uint32_t retransmissions = 0;
   Registrations registrations;
   for (Part& part : parts_) {
-    if (!part.done) {
+    if (!part.done && !part.held) {
       const Progress progress = part.algorithm->poll(now_ns);
       if (progress == Progress::failed) return fail(part.algorithm->failure());
       moved |= progress != Progress::idle;
@@ -84,7 +90,7 @@ Progress Sharded::poll(std::int64_t now_ns) {
 
 void Sharded::wait_for(WaitSet& set) const {
   for (const Part& part : parts_) {
-    if (!part.done) part.algorithm->wait_for(set);
+    if (!part.done && !part.held) part.algorithm->wait_for(set);
   }
 }
 

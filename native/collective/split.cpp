@@ -33,10 +33,11 @@ Split::Split(const Call& call, const Paths& paths, Team team)
       paths_(paths),
       team_(std::move(team)),
       switches_(paths.uplinks.size()),
-      counts_(call.choice_bytes() >= kLearnBytes) {
-  const Shares& shares = *paths.shares;
-  agrees_ = counts_ && shares.learns();
-  const auto parts = worth_their_cost(counts_ ? shares.parts() : shares.balanced(), call.outputs[0].bytes);
+      agrees_(teaches(call, *paths.shares)) {
+  Shares& shares = *paths.shares;
+  const bool counts = call.choice_bytes() >= kLearnBytes;
+  const auto parts = worth_their_cost(counts ? shares.parts() : shares.balanced(), call.outputs[0].bytes);
+  if (counts && !agrees_) shares.pass();
   host_done_ = parts.back() == 0;
   switches_done_ = parts.back() == Shares::kWhole;
   parts_ = std::make_unique<Sharded>(call, parts, [&](Call& part, std::size_t way) -> std::unique_ptr<Algorithm> {
@@ -60,10 +61,7 @@ Progress Split::poll(std::int64_t now_ns) {
   if (agreement_ == nullptr) {
     const Progress progress = poll_parts(now_ns);
     if (progress != Progress::done) return progress;
-    if (!agrees_) {
-      if (counts_) paths_.shares->pass();
-      return Progress::done;
-    }
+    if (!agrees_) return Progress::done;
     start_agreement();
     moved = true;
   }

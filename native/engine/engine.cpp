@@ -9,6 +9,7 @@
 #endif
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/registry.hpp>
+#include <netfold/collective/split.hpp>
 #include <netfold/engine/engine.hpp>
 #include <netfold/engine/watcher.hpp>
 
@@ -449,16 +450,32 @@ bool Group::can_be_left() const {
          std::all_of(active_.begin(), active_.end(), is_said);
 }
 
+bool Group::mesh_is_taken() const {
+  return std::any_of(active_.begin(), active_.end(), [](const auto& other) { return is_on_mesh(*other); });
+}
+
+bool Group::is_split(const Operation& operation) { return operation.call_.algorithm == collective::AlgorithmId::split; }
+
+// One as integers is two in a row, each with an end of its own.
+bool Group::teaches(const Operation& operation) const {
+  return is_split(operation) &&
+         (operation.call_.is_quantised() || collective::Split::teaches(operation.call_, *shares_));
+}
+
 bool Group::is_on_mesh(const Operation& operation) {
-  return operation.call_.algorithm != collective::AlgorithmId::in_network;
+  if (operation.call_.algorithm == collective::AlgorithmId::in_network) return false;
+  return operation.algorithm_ == nullptr || operation.algorithm_->on_mesh();
 }
 
 bool Group::can_start(const Operation& operation) const {
   const auto on_channel = [](const Operation& other) {
-    return other.call_.algorithm == collective::AlgorithmId::in_network ||
-           other.call_.algorithm == collective::AlgorithmId::split;
+    return is_split(other) || other.call_.algorithm == collective::AlgorithmId::in_network;
   };
-  if (is_on_mesh(operation) && active_on_mesh_ > 0) return false;
+  // A split one begins with the switch's part, and takes the mesh when those before it are through with it. But where
+  // the next one is cut by what it did, it has the mesh to itself.
+  if ((!on_channel(operation) || teaches(operation)) && mesh_is_taken()) return false;
+  const auto is_teaching = [](const auto& other) { return other->teaches_; };
+  if (is_split(operation) && std::any_of(active_.begin(), active_.end(), is_teaching)) return false;
   if (!on_channel(operation)) return true;
   // One as integers is two on the channel, the second when the first is done: which is not at the same moment on
   // every rank, while all must start the same in the same order. So it has the channel to itself.
@@ -509,6 +526,9 @@ bool Group::turn_once(std::int64_t now) {
     moved = true;
   }
   Failure failure;
+  const auto next_on_mesh =
+      std::find_if(active_.begin(), active_.end(), [](const auto& other) { return is_on_mesh(*other); });
+  if (next_on_mesh != active_.end() && (*next_on_mesh)->algorithm_ != nullptr) (*next_on_mesh)->algorithm_->take_mesh();
   for (std::size_t i = 0; i < active_.size() && !failure;) {
     Operation& operation = *active_[i];
     Progress progress = operation.algorithm_ == nullptr ? Progress::done : operation.algorithm_->poll(now);
@@ -533,7 +553,6 @@ bool Group::turn_once(std::int64_t now) {
     } else {
       const auto keep = active_[i];
       active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
-      if (is_on_mesh(*keep)) --active_on_mesh_;
       complete(*keep, {});
       continue;
     }
@@ -619,14 +638,16 @@ void Group::publish_traffic() {
 }
 
 void Group::start_next(std::int64_t now) {
+  const bool waits_for_mesh = mesh_is_taken();
+  queue_.front()->teaches_ = teaches(*queue_.front());
   // Among the active operations first: if its algorithm cannot be made, it ends with the group.
   active_.push_back(queue_.front());
   queue_.pop_front();
   Operation& operation = *active_.back();
   operation.record_.started_ns = now;
-  if (is_on_mesh(operation)) ++active_on_mesh_;
   operation.algorithm_ =
       collective::make_algorithm(operation.call_, {*mesh_, uplinks_, node_.get(), options_.nodes, shares_.get()});
+  if (waits_for_mesh && operation.algorithm_ != nullptr) operation.algorithm_->wait_for_mesh();
 }
 
 void Group::complete(Operation& operation, Failure failure) {
@@ -755,7 +776,6 @@ void Group::fail_all() {
   for (; !queue_.empty(); queue_.pop_front()) end(queue_.front());
   for (; !arrived_.empty(); arrived_.pop_front()) end(arrived_.front());
   for (; !transfers_.empty(); transfers_.erase(transfers_.begin())) end(transfers_.begin()->second);
-  active_on_mesh_ = 0;
   if (StatusWrite status(status_); status) status->waiting = status->transfers = 0;
   // Peers must hear of it now, not when this process ends.
   if (now < close_ns_) return;
@@ -839,7 +859,7 @@ void Group::wait_for(collective::WaitSet& set) {
   lane_->mesh().wait_to_catch_up(set.fds);
   for (const auto& spare : spares_) spare->wait_to_catch_up(set.fds);
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
-  if (node_ != nullptr && (active_on_mesh_ > 0 || !transfers_.empty())) {
+  if (node_ != nullptr && (mesh_is_taken() || !transfers_.empty())) {
     node_->lie_down();
     set.add(node_->bell(), POLLIN);
     set.look_again = true;

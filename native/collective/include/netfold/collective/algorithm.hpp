@@ -43,6 +43,12 @@ class Algorithm {
   // Whether those ranks are under way themselves, and so may be waiting for yet others who are at fault.
   virtual bool awaited_may_wait() const { return false; }
 
+  // Whether it still uses the mesh or will: the calls of a group use it one after another, in order. One that begins
+  // before its turn is told to leave the mesh alone until then.
+  virtual bool on_mesh() const { return true; }
+  virtual void wait_for_mesh() {}
+  virtual void take_mesh() {}
+
   const Failure& failure() const { return failure_; }
   std::uint64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank, headers included
   std::uint32_t retransmissions() const { return retransmissions_; }

@@ -37,6 +37,7 @@ class Sharded final : public Algorithm {
     std::unique_ptr<Call> call;
     std::unique_ptr<Algorithm> algorithm;
     bool done = false;
+    bool held = false;
     std::int64_t done_ns = 0;
     std::uint64_t wire_bytes_at_mark = 0;
   };
@@ -44,6 +45,8 @@ class Sharded final : public Algorithm {
   std::int64_t began_ns() const { return began_ns_; }
   // Notes how far each part that is under way has come.
   void mark();
+  // Whether the part of this way has to wait.
+  void hold(std::size_t way, bool held);
 
  private:
   void add(const Call& call, std::size_t way, std::uint64_t first, std::uint64_t end, std::uint64_t whole,

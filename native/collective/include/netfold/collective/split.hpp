@@ -32,6 +32,14 @@ class Split final : public Algorithm {
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;
   bool awaited_may_wait() const override;
+  bool on_mesh() const override { return !host_done_ || agrees_; }
+  void wait_for_mesh() override { parts_->hold(switches_, true); }
+  void take_mesh() override { parts_->hold(switches_, false); }
+
+  // Whether the ranks will agree on what this call did: the next is cut by that, and begins after it.
+  static bool teaches(const Call& call, const Shares& shares) {
+    return call.choice_bytes() >= kLearnBytes && shares.learns();
+  }
 
  private:
   // Less than one part in kLeastTime of the whole time is too short to tell a rate.
@@ -47,8 +55,7 @@ class Split final : public Algorithm {
   const Paths paths_;
   const Team team_;
   const std::size_t switches_;
-  const bool counts_;  // for Shares
-  bool agrees_ = false;
+  const bool agrees_;
   std::unique_ptr<Sharded> parts_;
   bool host_done_ = false;      // has no part, or is through
   bool switches_done_ = false;  // likewise all of them

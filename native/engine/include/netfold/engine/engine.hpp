@@ -115,6 +115,7 @@ class Operation {
   std::unique_ptr<collective::Algorithm> algorithm_;
   std::atomic<bool> done_{false};
   bool notify_ = false;
+  bool teaches_ = false;  // how the next split one is to be cut
   bool patient_ = false;  // past its deadline, for news of who is at fault
   mutable std::mutex mutex_;
   mutable std::condition_variable condition_;
@@ -274,7 +275,11 @@ class Group {
   void take_over(std::int64_t now);  // likewise: the caller's thread drives from now on
   bool turn(std::int64_t now);       // what it throws is the group's failure
   bool turn_once(std::int64_t now);
+  static bool is_split(const Operation& operation);
   static bool is_on_mesh(const Operation& operation);
+  bool mesh_is_taken() const;
+  // Whether the parts of a split operation are found by what this one does.
+  bool teaches(const Operation& operation) const;
   bool can_start(const Operation& operation) const;
   void start_next(std::int64_t now);
   void complete(Operation& operation, collective::Failure failure);
@@ -339,7 +344,6 @@ class Group {
   // The driver's alone.
   std::deque<std::shared_ptr<Operation>> queue_;
   std::vector<std::shared_ptr<Operation>> active_;
-  std::size_t active_on_mesh_ = 0;
   StatusEntry* status_;
   std::deque<std::shared_ptr<Operation>> arrived_;                 // transfers, not yet given to the lane
   std::map<std::uint64_t, std::shared_ptr<Operation>> transfers_;  // the oldest first
