@@ -79,7 +79,7 @@ std::vector<std::uint32_t> Shares::parts() const {
   std::uint32_t& host = parts.back();
   const bool more = host == kWhole || (host > 0 && trials_ % 2 == 0);  // to the switches
   for (std::size_t way = 0; way + 1 < parts.size(); ++way) {
-    const std::uint32_t some = std::max(parts[way] / 8, kTrialPart);
+    const std::uint32_t some = std::max(parts[way] / kTrialPart, kWhole / kLeastPart);
     const std::uint32_t moved = std::min(some, more ? host : parts[way]);
     parts[way] += more ? moved : -moved;
     host -= more ? moved : -moved;

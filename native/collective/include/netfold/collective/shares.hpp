@@ -33,8 +33,8 @@ class Shares {
   static constexpr std::uint32_t kFirstTrial = 8;
   static constexpr std::uint32_t kTrialGrowth = 2;
   static constexpr std::uint32_t kLastTrial = 512;
-  // Of a trial, what changes hands at least.
-  static constexpr std::uint32_t kTrialPart = kWhole / 16;
+  // Of a trial: one in so many of a switch's part goes to the other way, and kWhole / kLeastPart at least.
+  static constexpr std::uint32_t kTrialPart = 4;
   // An operation that is learned from is one of so many, but for the first ones, those after a rate changed, and
   // trials.
   static constexpr std::uint64_t kEvery = 8;
