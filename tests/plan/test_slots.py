@@ -86,6 +86,7 @@ def _seconds(
     """Of one byte, so that steps and parts can be read off."""
     links = replace(
         DEFAULT_LINKS,
+        switches=(bytes_per_s,),  # a port a worker
         network=Link(latency_s, bytes_per_s),
         reduce_bytes_per_s=math.inf,
         message_s=0.0,

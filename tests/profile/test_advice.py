@@ -17,7 +17,8 @@ from netfold.profile.findings import Advice
 from netfold.profile.run import Run
 
 # 100 us, 100 MB/s. Folding is as built in: 4 GB/s.
-LINKS = replace(DEFAULT_LINKS, network=Link(100e-6, 100e6))
+# A switch has a port a host.
+LINKS = replace(DEFAULT_LINKS, network=Link(100e-6, 100e6), switches=(100e6,))
 RANKS = 4
 
 
@@ -99,7 +100,7 @@ def test_a_switch_is_predicted_by_the_formulas_on_that_link() -> None:
         each.text for each in advise(run, findings) if each.prediction and each.text.startswith("all_reduce of 8 MB")
     ]
     assert switch.startswith(
-        "all_reduce of 8 MB - 16 MB through a switch on links as these (NETFOLD_SWITCH): 859 ms a rank in place of "
+        "all_reduce of 8 MB - 16 MB through a switch with a port a host (NETFOLD_SWITCH): 859 ms a rank in place of "
         "1.3 s (-34%), by the cost model with the link that 10 operations show: 100 us, 100 MB/s, of too few sizes to "
         "check"
     )

@@ -21,7 +21,7 @@ OPERATIONS = (
 )
 ALGORITHMS = (
     *("local", "direct", "ring", "in_network", "shared_memory", "halving_doubling", "tree", "hierarchical", "bruck"),
-    *("pairwise", "chain", "point_to_point"),
+    *("pairwise", "chain", "point_to_point", "split"),
 )
 DTYPES = ("f32", "f64", "f16", "bf16", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64")
 ERRORS = ("none", "peer_lost", "switch_lost", "mismatch", "timeout", "aborted", "system")

@@ -27,6 +27,7 @@ from netfold.communicator import membership
 from netfold.switch.view import read_status
 
 SOON_S = 3.0
+BY_SWITCH = "all_reduce=in_network"
 
 Tree = dict[str, RunningSwitch]
 
@@ -45,7 +46,7 @@ def running_tree(*edges: str) -> Iterator[Tree]:
 
 def join(rank: int, size: int, folder: str, endpoint: str, rejoin_s: float = 0, **how: Any) -> Communicator:
     times = {"timeout_s": 20.0, "join_timeout_s": 20.0, **how}
-    options = Options(switch=endpoint, transport="tcp", rejoin_s=rejoin_s)
+    options = Options(switch=endpoint, transport="tcp", rejoin_s=rejoin_s, algorithm=BY_SWITCH)
     return Communicator(FileStore(folder), rank, size, options=options, **times)
 
 
@@ -98,7 +99,7 @@ def test_three_levels_and_workers_at_each_of_them() -> None:
 
 
 def add_with_memory(rank: int, size: int, folder: str, homes: list[str]) -> tuple[bytes, tuple[int, ...]]:
-    options = Options(switch=homes[rank], probe="off")
+    options = Options(switch=homes[rank], probe="off", algorithm="all_reduce=hierarchical:in_network")
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
         buffer = np.arange(50_000, dtype=np.float64) * (rank + 1)
         group.all_reduce(buffer)
@@ -131,7 +132,8 @@ def test_a_job_below_one_leaf_asks_nothing_of_the_parent_beside_one_that_does() 
 
 
 def add_as_integers(rank: int, size: int, folder: str, homes: list[str] | None) -> bytes:
-    options = Options(switch=homes[rank] if homes else None, transport="tcp", wire="i32")
+    algorithm = BY_SWITCH if homes else "auto"
+    options = Options(switch=homes[rank] if homes else None, transport="tcp", wire="i32", algorithm=algorithm)
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
         buffer = numbers(rank, 20_000) * np.float32(10.0) ** (rank - 3)
         group.all_reduce(buffer)

@@ -47,5 +47,9 @@ def test_a_root_logger_at_info_sees_one_line_of_a_job_of_two_ranks() -> None:
 
 def test_a_root_logger_at_info_sees_one_line_of_a_job_with_a_switch() -> None:
     with running_switch() as switch:
-        text = only_line({"NETFOLD_TRANSPORT": "tcp", "NETFOLD_SWITCH": switch.endpoint})
+        env = {"NETFOLD_TRANSPORT": "tcp", "NETFOLD_SWITCH": switch.endpoint}
+        text = only_line({**env, "NETFOLD_ALGORITHM": "all_reduce=in_network"})
+    assert "in_network (NETFOLD_ALGORITHM=all_reduce=in_network)" in text
+    with running_switch() as switch:
+        text = only_line({"NETFOLD_TRANSPORT": "auto", "NETFOLD_SWITCH": switch.endpoint})
     assert switch.endpoint in text

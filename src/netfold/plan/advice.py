@@ -8,12 +8,12 @@ The thresholds below are what is worth a sentence; each sentence has the number 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from netfold.plan.cost import FORMULAS, predict
-from netfold.plan.observed import Fitted, Observed, fit, observe
+from netfold.plan.observed import NO_LINE, Fitted, Observed, fit, observe
 from netfold.plan.table import format_seconds
 from netfold.profile.columns import Bools, Floats
 from netfold.profile.findings import MB, Advice, Findings, Lateness, Row, submissions_text
@@ -147,7 +147,7 @@ def _of_row(row: Row, observed: Observed) -> Bools:
     """[n] which operations of the group are in the row, and have a formula of a link."""
     to_bytes = np.inf if row.to_bytes is None else row.to_bytes
     inside = (observed.size > row.above_bytes) & (observed.size <= to_bytes)
-    known = [name for kind, name in FORMULAS if kind == row.operation and name not in ("shared_memory", "hierarchical")]
+    known = [name for kind, name in FORMULAS if kind == row.operation and name not in NO_LINE]
     mine: Bools = inside & (observed.kind == row.operation) & np.isin(observed.algorithm, known)
     return mine
 
@@ -156,8 +156,8 @@ def _ways(observed: Observed, mine: Bools) -> list[_Way]:
     algorithms, wires = set(observed.algorithm[mine].tolist()), set(observed.wire[mine].tolist())
     ways = []
     if "in_network" not in algorithms:
-        between = "hierarchical" if observed.topology.has_levels else "split"
-        ways.append(_Way("with a switch behind a link as these (NETFOLD_SWITCH)", between, "auto", True))
+        between = "hierarchical" if observed.topology.has_levels else "in_network"
+        ways.append(_Way("through a switch with a port a host (NETFOLD_SWITCH)", between, "auto", True))
     if wires == {"f32"} and all(FORMULAS["all_reduce", name].narrow for name in algorithms):
         ways.append(
             _Way("with bf16 on the wire (NETFOLD_WIRE; docs/numbers.md says what it rounds)", "", "bf16", False)
@@ -182,7 +182,8 @@ def _predicted(observed: Observed, fitted: Fitted, mine: Bools, way: _Way | None
         if way is not None:
             algorithm, wire = way.algorithm or algorithm, wire if way.wire == "auto" else way.wire
         switch = int(way is not None and way.switch)
-        times[cell] = predict(kind, algorithm, size, observed.topology, fitted.links, wire, switch=switch)
+        links = replace(fitted.links, switches=(fitted.links.network.bytes_per_s,)) if switch else fitted.links
+        times[cell] = predict(kind, algorithm, size, observed.topology, links, wire, switch=switch)
     return np.array([times[cell] for cell in cells])
 
 

@@ -30,6 +30,8 @@ _APART, _MOST_ASSUMED = 1.5, 0.1
 # Of an operation's own time: others that end in its first moments, or begin in its last.
 _MOST_MET = 0.05
 _FREE = Link(0.0, 1e30)
+# Algorithms whose time is no line in the latency and in the time of a byte on one link.
+NO_LINE = ("shared_memory", "hierarchical", "split")
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def fit(observed: Observed, above_bytes: int = 0) -> Fitted | str:
     if not usable.any():
         return "no operation ran without another beside it"
     for kind, algorithm in sorted({*zip(observed.kind.tolist(), observed.algorithm.tolist(), strict=True)}):
-        if (kind, algorithm) not in FORMULAS or algorithm in ("shared_memory", "hierarchical"):
+        if (kind, algorithm) not in FORMULAS or algorithm in NO_LINE:
             continue
         mine = usable & (observed.kind == kind) & (observed.algorithm == algorithm)
         for wire in np.unique(observed.wire[mine]):
@@ -131,7 +133,9 @@ def _line(topology: Topology, kind: str, algorithm: str, wire: str, size: float)
     """Of its formula: seconds without a link, latencies, bytes."""
 
     def seconds(network: Link) -> float:
-        return predict(kind, algorithm, size, topology, replace(DEFAULT_LINKS, network=network), wire)
+        # Of a switch's own link an operation says nothing: as if it had a port a host.
+        links = replace(DEFAULT_LINKS, network=network, switches=(network.bytes_per_s,))
+        return predict(kind, algorithm, size, topology, links, wire)
 
     fixed = seconds(_FREE)
     return fixed, seconds(replace(_FREE, latency_s=1.0)) - fixed, seconds(replace(_FREE, bytes_per_s=1.0)) - fixed

@@ -1,14 +1,15 @@
 // A large all_reduce in two ways at once: a part of it through the switches, the rest round a ring, over the same
 // links.
 //
-// A switch behind a link of c times a rank's takes n P / (c b) seconds for n bytes of P ranks, a ring 2 (P-1) / P n /
-// b. Together, each with the part that lets both end at once, they take less than either: Shares says which. Steps and
+// A switch behind a link of c times a rank's takes n P / (c b) seconds for n bytes of P ranks, a ring 2 n (P-1) / (P
+// b). Together, each with the part that lets both end at once, they take less than either: Shares says which. Steps and
 // bytes are those of the two parts.
 //
-// What each way did is agreed on after the first operations, then now and then, by an all_reduce of a few
-// words over the mesh: every rank gives the rates that it saw, the greatest count (a rank that came late has waited
-// least), and Shares learns from them. So all ranks cut the next operation alike. Where a switch is lost its part goes
-// round the ring as well, over connections of its own (uplink.hpp), and nothing is learned.
+// What each way did is agreed on after the first operations, then now and then, by an all_reduce of a few words over
+// the mesh. Every rank gives the rates that it saw, and the greatest count, since a rank that came late has waited
+// least; of what was left when the other way had ended the least, since that is at another moment on each rank. Shares
+// learns from them, so all ranks cut the next operation alike. Where a switch is lost its part goes round the ring as
+// well, over connections of its own (uplink.hpp), and nothing is learned.
 #pragma once
 
 #include <netfold/collective/registry.hpp>
