@@ -41,7 +41,7 @@ def known(group: Communicator) -> tuple[list[tuple[int, int]], list[int], int]:
 
 
 def every_sum(rank: int, size: int, folder: str, endpoints: list[str]) -> Any:
-    with join(rank, size, folder, endpoints) as group:
+    with join(rank, size, folder, endpoints, probe="on") as group:
         for count in COUNTS:
             for dtype in ("float32", "float64", "int32", "float16"):
                 buffer = part(rank, count, dtype)
@@ -73,7 +73,7 @@ def test_sums_are_right_and_all_ranks_cut_alike(size: int, switches: int) -> Non
 
 
 def many_at_once(rank: int, size: int, folder: str, endpoints: list[str]) -> Any:
-    with join(rank, size, folder, endpoints) as group:
+    with join(rank, size, folder, endpoints, probe="on") as group:
         for turn in range(8):
             buffers = [part(rank, count + turn) for count in COUNTS]
             works = [group.all_reduce(buffer, asynchronous=True) for buffer in buffers]
@@ -111,6 +111,26 @@ def test_one_rank_a_host_splits_what_goes_between_them(monkeypatch: pytest.Monke
     assert [bool(packets) for packets in sent] == [True, False, True, False, True]
 
 
+def bits(rank: int, size: int, folder: str, endpoints: list[str]) -> Any:
+    with join(rank, size, folder, endpoints) as group:
+        sums = []
+        for turn in range(12):
+            buffer = np.random.default_rng([rank, turn]).standard_normal(400_000).astype(np.float32)
+            group.all_reduce(buffer)
+            sums.append(buffer.tobytes())
+        return sums, known(group)
+
+
+def test_without_a_probe_the_cut_stays_and_so_does_every_bit() -> None:
+    found = []
+    for _ in range(2):
+        with running_switch() as switch:
+            found += values(run_threads(bits, 3, [switch.endpoint], timeout_s=60))
+    assert all(each == found[0] for each in found)
+    # A switch with a link like a rank's, and a ring of 3: (1/3) / (1/3 + 3/4 * 2/3).
+    assert found[0][1][1][0] / shares.WHOLE == pytest.approx(0.4, abs=0.001)
+
+
 def test_parts_are_those_that_were_said() -> None:
     def one(rank: int, size: int, folder: str, endpoints: list[str]) -> list[int]:
         with join(rank, size, folder, endpoints) as group:
@@ -130,7 +150,7 @@ def test_parts_are_those_that_were_said() -> None:
 
 
 def goes_on(rank: int, size: int, folder: str, endpoint: str, dies: threading.Event, back: threading.Event) -> Any:
-    with join(rank, size, folder, [endpoint], rejoin_s=1) as group:
+    with join(rank, size, folder, [endpoint], rejoin_s=1, probe="on") as group:
         for turn in range(60):
             if turn == 10:
                 dies.set()

@@ -91,11 +91,13 @@ def agree(
     return ChoiceTable.from_json(parts["table"]), Links.from_json(parts["links"])
 
 
-def shares_of(links: Links, workers: int, switches: int) -> Any:
-    """What split operations of so many workers begin with."""
+def shares_of(links: Links, workers: int, switches: int, *, fixed: bool) -> Any:
+    """What split operations of so many workers begin with, or, where it is `fixed`, stay with."""
     network = links.network.bytes_per_s
-    each = links.switches or (network / workers,) * switches
-    return shares.Shares([max(1, int(rate)) for rate in each], int(ring_bytes_per_s(workers, network)), int(network))
+    each = [max(1, int(rate)) for rate in links.switches or (network / workers,) * switches]
+    rates = each, int(ring_bytes_per_s(workers, network)), int(network)
+    found = shares.Shares(*rates)
+    return shares.Shares(*rates, found.balanced[:-1]) if fixed else found
 
 
 def text(said: Any) -> str:

@@ -268,7 +268,8 @@ class Group:
                     self.table, self.links = capacity.agree(run, rank, self.links, build, ends, job.switch)
                     self._native.set_table(_native_rows(self.table), self.table.hash16)
                 if self.recoveries:
-                    self._native.set_shares(capacity.shares_of(self.links, len(workers), len(switches)))
+                    found = capacity.shares_of(self.links, len(workers), len(switches), fixed=not job.probe)
+                    self._native.set_shares(found)
             except BaseException:
                 self._end()
                 raise

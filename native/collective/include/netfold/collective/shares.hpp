@@ -46,7 +46,9 @@ class Shares {
   // Of the next operation: each switch's part and, last, the host algorithm's; kWhole in all.
   std::vector<std::uint32_t> parts() const;
   // Whether the ranks are to agree on what the next operation did.
-  bool learns() const { return operations_ < learn_until_ || operations_ % kEvery == 0 || is_trial(); }
+  bool learns() const {
+    return fixed_.empty() && (operations_ < learn_until_ || operations_ % kEvery == 0 || is_trial());
+  }
   // Whether that is a trial; and the parts of an operation that is none.
   bool is_trial() const { return fixed_.empty() && operations_ >= next_trial_; }
   std::vector<std::uint32_t> balanced() const;
