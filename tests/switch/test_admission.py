@@ -333,13 +333,22 @@ def test_a_first_worker_that_is_refused_leaves_no_job_behind() -> None:
 
 def test_a_job_for_which_there_is_no_descriptor_left_is_refused_with_the_reason() -> None:
     with running_switch() as switch:
+
+        def descriptors() -> set[int]:
+            return set(map(int, os.listdir(f"/proc/{switch.process.pid}/fd")))
+
+        idle = len(descriptors())
         serves(switch)
         before = resource.prlimit(switch.process.pid, resource.RLIMIT_NOFILE)
-        most = max(map(int, os.listdir(f"/proc/{switch.process.pid}/fd")))
-        # The connection takes one, and the job's data port would take the next.
-        resource.prlimit(switch.process.pid, resource.RLIMIT_NOFILE, (most + 2, before[1]))
         with socket.create_connection(switch.address, 5) as stream:
             stream.settimeout(5)
+            # Until the last job's are closed and this connection has its own, that of the job's data port is not known.
+            deadline = time.monotonic() + 10
+            while len(descriptors()) != idle + 1:
+                assert time.monotonic() < deadline, (idle, descriptors())
+                time.sleep(0.01)
+            free = min(set(range(idle + 2)) - descriptors())
+            resource.prlimit(switch.process.pid, resource.RLIMIT_NOFILE, (free, before[1]))
             stream.sendall(control.encode({**JOIN, "timeout_s": 600.0}))
             reason = control.receive(stream)["reason"]
         assert "cannot open a data port" in reason
