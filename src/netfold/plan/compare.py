@@ -56,8 +56,8 @@ def compare(
     base = found.best
     variants = [Variant("as it is", cluster, base, factor=1.0)]
     for name, other in others:
-        asked = name in networks() and networks()[name].in_network
-        in_network = aggregates(other) and (base.job.in_network or not aggregates(cluster) or bool(asked))
+        asked = name in networks() and networks()[name].aggregates
+        in_network = other.aggregates and (base.job.in_network or not cluster.aggregates or bool(asked))
         try:
             best = _best(found, model, other, in_network)
         except ValueError as error:
@@ -65,11 +65,6 @@ def compare(
             continue
         variants.append(Variant(name, other, best, factor=base.prediction.step_s / best.prediction.step_s))
     return tuple(variants)
-
-
-def aggregates(cluster: Cluster) -> bool:
-    """Whether any of its tiers can."""
-    return any(tier.in_network for tier in cluster.tiers)
 
 
 def _best(found: Found, model: Model, cluster: Cluster, in_network: bool) -> Choice:

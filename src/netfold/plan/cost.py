@@ -300,6 +300,29 @@ def ring_bytes_per_s(ranks: int, link_bytes_per_s: float) -> float:
     return link_bytes_per_s * ranks / (2 * (ranks - 1))
 
 
+def given_back_bytes_per_s(workers: int, link_bytes_per_s: float, added_bytes_per_s: float) -> float:
+    """Bytes of tensor a second that a switch gives back: its link takes the contributions of all P workers, and its
+    cores add them. added_bytes_per_s: of contributions, by all of its cores.
+    """
+    return min(link_bytes_per_s, added_bytes_per_s) / workers
+
+
+def beside_a_worker_bytes_per_s(
+    workers: int, worker_bytes_per_s: float, link_bytes_per_s: float, added_bytes_per_s: float
+) -> float:
+    """The same of a switch on a worker's own host, in a split; b: any other worker's link, c b: this host's.
+
+    For S bytes a second through it, any other worker's link carries S each way, and S' of the ring: S + S' = b. This
+    host's link carries (P-1) S, the contributions of all others, and the same S': (P-1) S + S' = c b. So S is
+    (c - 1) b / (P - 2): nothing unless this link is faster than the others'. Of two workers either sends as much round
+    a ring as through a switch.
+    """
+    if workers < 3:
+        return 0.0
+    left = max(0.0, link_bytes_per_s - worker_bytes_per_s) / (workers - 2)
+    return min(left, added_bytes_per_s / workers)
+
+
 def split_rate(case: Case) -> float:
     """Bytes of tensor a second, with both ways busy."""
     through, link = case.through_switch, case.links.network.bytes_per_s

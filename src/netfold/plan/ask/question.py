@@ -67,7 +67,13 @@ def question(
     asking.end()
     assert found is not None and cluster is not None and training is not None
     if "in_network" not in job:
-        job["in_network"] = any(tier.in_network for tier in cluster.tiers)
+        job["in_network"] = cluster.aggregates
+    elif job["in_network"] and not cluster.aggregates:
+        asking.problem(
+            ("job", "in_network"),
+            f"in_network is true, and nothing in {cluster.name} adds up what ranks send; name an aggregator of "
+            "one of its tiers ([[tier.aggregator]], docs/plan/cluster.md), or try --compare network=aggregator",
+        )
     if "precision" not in job:
         job["precision"] = next(each for each in _PRECISIONS if each in cluster.device.flops)
     devices = job.pop("gpus")

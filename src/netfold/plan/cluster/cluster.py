@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from netfold.plan.cluster.aggregator import Aggregator
+
 
 @dataclass(frozen=True)
 class Device:
@@ -47,14 +49,18 @@ class Device:
 class Tier:
     """What joins `devices` devices, all of those of the tiers inside among them.
 
-    latency_s: of one message between two devices. bytes_per_s: a device and direction, with all devices at it at once.
-    oversubscription: by how much the links above are too few for that; 1 is none. under_load: of bytes_per_s, what was
-    measured to be kept up while all devices send across at once (flows that meet in switches and at receivers); 1 where
-    it was not measured. in_network: reductions can be made
-    on the way. nvls: by NVLink's switches, which reduce what ranks load and spread what they store. switch_ports: of
-    one switch, half of them up where there are several levels; 0: one switch joins all. switch_latency_s: that each
-    further level of switches adds to a way up. burst_bytes: what a link lets through at once after a pause, as those do
-    whose rate a token bucket limits; only a timed step, played as events, knows of pauses.
+    latency_s: of one message between two devices.
+    bytes_per_s: a device and direction, with all devices at it at once.
+    oversubscription: by how much the links above are too few for that; 1 is none.
+    in_network: its own switches reduce on the way, at the rate of their ports (SHARP, a Tofino).
+    nvls: by NVLink's switches, which reduce what ranks load and spread what they store.
+    switch_ports: of one switch, half of them up where there are several levels; 0: one switch joins all.
+    switch_latency_s: that each further level of switches adds to a way up.
+    burst_bytes: what a link lets through at once after a pause, as those do whose rate a token bucket limits; only a
+    timed step, played as events, knows of pauses.
+    under_load: of bytes_per_s, what was measured to be kept up while all devices send across at once (flows that meet
+    in switches and at receivers); 1 where it was not measured.
+    aggregators: hosts beside its devices that reduce (`netfold switch`).
     """
 
     name: str
@@ -68,6 +74,7 @@ class Tier:
     switch_latency_s: float = 0.0
     burst_bytes: float = 0.0
     under_load: float = 1.0
+    aggregators: tuple[Aggregator, ...] = ()
 
     def switch_levels(self, joined: int) -> int:
         """Of a fat tree that joins so many: L levels, the uppermost with all its ports down, join 2 (ports/2)^L."""
@@ -126,6 +133,11 @@ class Cluster:
     def devices(self) -> int:
         """As many as there are."""
         return self.tiers[-1].devices
+
+    @property
+    def aggregates(self) -> bool:
+        """Whether anything in its network adds up what ranks send."""
+        return any(tier.in_network or tier.aggregators for tier in self.tiers)
 
     @property
     def node(self) -> int:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from netfold.plan.cluster.aggregator import CORE_BYTES_PER_S, Aggregator
 from netfold.plan.cluster.cluster import Cluster, Device, Processors, Tier
 from netfold.plan.cluster.measured import measured_link
 from netfold.plan.cluster.units import parse_quantity
@@ -24,8 +25,11 @@ _PRESETS = _HERE / "presets"
 _DEVICES = _HERE / "devices.toml"
 _TIER = (
     *("name", "devices", "latency", "rate", "measured", "oversubscription"),
-    *("in_network", "nvls", "switch_ports", "switch_latency", "burst", "under_load"),
+    *("in_network", "nvls", "switch_ports", "switch_latency", "burst", "under_load", "aggregator"),
 )
+_AGGREGATOR = ("link", "hosts", "cores", "core_rate", "worker")
+# A link of as many ports as there are workers.
+_PORTS = "a port a worker"
 # Far above any that there is, and small enough to be divided by as a float.
 _MOST_WHOLE = 1 << 40
 # What begins the name of a cluster whose link netfold has measured; of so many hosts, as the presets of ordinary
@@ -137,11 +141,20 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
                 "from the inside out, each a whole number of those inside"
             )
         inside = tier.devices
+    if len(tiers) > 1 and tiers[0].aggregators:
+        raise ValueError(
+            f"{where}: tier {tiers[0].name} is inside a host, and an aggregator is a host; give it to a tier beyond"
+        )
     sources = tree.get("sources", [])
     if not isinstance(sources, list):
         raise ValueError(f"{where}: sources is a list of texts")
     price = _number(tree.get("price_an_hour", 0.0), where, "price_an_hour")
     shared = _shared(tree["shared"], f"{where}, shared") if "shared" in tree else None
+    if shared is not None and any(tier.aggregators for tier in tiers):
+        raise ValueError(
+            f"{where}: has [shared] cores, whose switch stands in the place of the hosts' switch, and an aggregator; "
+            "leave one out"
+        )
     return Cluster(name, device, tiers, tuple(map(str, sources)), price, shared)
 
 
@@ -225,6 +238,9 @@ def _tier(table: dict[str, Any], cluster: str, sharing: int) -> Tier:
         latency_s = parse_quantity(table["latency"], "time", f"{where}, latency")
         bytes_per_s = _positive(parse_quantity(table["rate"], "rate", f"{where}, rate"), where, "rate")
     in_network = nvls or bool(table.get("in_network", False))
+    aggregators = aggregators_of(table.get("aggregator", []), where)
+    if aggregators and in_network:
+        raise ValueError(f"{where}: has an aggregator, and in_network, whose switches add themselves; leave one out")
     return Tier(
         str(table["name"]),
         devices,
@@ -237,6 +253,41 @@ def _tier(table: dict[str, Any], cluster: str, sharing: int) -> Tier:
         switch_latency_s,
         parse_quantity(table["burst"], "bytes", f"{where}, burst") if "burst" in table else 0.0,
         _part(table.get("under_load", 1), where, "under_load"),
+        aggregators,
+    )
+
+
+def aggregators_of(tables: object, where: str) -> tuple[Aggregator, ...]:
+    """What [[tier.aggregator]] tables say. Raises ValueError, in a sentence, for what they cannot."""
+    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+        raise ValueError(
+            f"{where}: aggregators are tables, [[tier.aggregator]] each; docs/plan/cluster.md has an example"
+        )
+    return tuple(_aggregator(each, f"{where}, aggregator") for each in tables)
+
+
+def _aggregator(table: dict[str, Any], where: str) -> Aggregator:
+    _only(table, where, _AGGREGATOR)
+    _needs(table, where, ("link",))
+    worker = table.get("worker", False)
+    if not isinstance(worker, bool):
+        raise ValueError(f"{where}: worker = {worker!r}; it must be true or false")
+    link, c, bytes_per_s = table["link"], 0.0, 0.0
+    if isinstance(link, str) and link != _PORTS:
+        bytes_per_s = _positive(parse_quantity(link, "rate", f"{where}, link"), where, "link")
+    elif not isinstance(link, str):
+        c = _positive(_number(link, where, "link"), where, "link")
+    if worker and link == _PORTS:
+        raise ValueError(f"{where}: a worker's host has no port a worker; say link = 4, its link over a worker's")
+    core = parse_quantity(table["core_rate"], "rate", f"{where}, core_rate") if "core_rate" in table else None
+    return Aggregator(
+        _whole(table.get("hosts", 1), where, "hosts"),
+        c,
+        bytes_per_s,
+        link == _PORTS,
+        _whole(table.get("cores", 1), where, "cores"),
+        CORE_BYTES_PER_S if core is None else _positive(core, where, "core_rate"),
+        worker,
     )
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from netfold.plan.cluster.aggregator import Aggregator
 from netfold.plan.cluster.cluster import Cluster, Tier
+from netfold.plan.cluster.load import aggregators_of
 from netfold.plan.cluster.units import parse_quantity
 from netfold.plan.words import nearest
 
@@ -31,6 +33,11 @@ class Network:
     latency_s: float | None = None
     oversubscription: float | None = None
     in_network: bool | None = None
+    aggregators: tuple[Aggregator, ...] = ()
+
+    @property
+    def aggregates(self) -> bool:
+        return bool(self.in_network or self.aggregators)
 
 
 @lru_cache(maxsize=1)
@@ -62,7 +69,9 @@ def _with(tier: Tier, network: Network, sharing: int) -> Tier:
         bytes_per_s=line / sharing,
         latency_s=tier.latency_s if network.latency_s is None else network.latency_s,
         oversubscription=tier.oversubscription if network.oversubscription is None else network.oversubscription,
-        in_network=tier.in_network if network.in_network is None else network.in_network,
+        # Where hosts are to add, the tier's own switches do not: what is compared is these hosts.
+        in_network=tier.in_network and not network.aggregators if network.in_network is None else network.in_network,
+        aggregators=network.aggregators or (() if network.in_network else tier.aggregators),
         # What was measured is the old network's.
         under_load=tier.under_load if network.bytes_per_s is None else 1.0,
     )
@@ -81,4 +90,5 @@ def _network(name: str, said: dict[str, object]) -> Network:
         quantity("latency", "time"),
         float(str(said["oversubscription"])) if "oversubscription" in said else None,
         bool(said["in_network"]) if "in_network" in said else None,
+        aggregators_of(said.get("aggregator", []), f"network {name}"),
     )

@@ -40,7 +40,7 @@ def write_timed_step(
     group = Group(split.data)
 
     def seconds(size: float, wire: str) -> float:
-        return collective_s("all_reduce", size, group, cluster, constants, job.in_network, wire=wire)
+        return collective_s("all_reduce", size, group, cluster, constants, job.in_network, wire=wire, alongside=1)
 
     took = [seconds(size, job.wire) for size in sizes] + [seconds(model.word_bytes, "f32")]
     # What is left without its bytes no pause can save.

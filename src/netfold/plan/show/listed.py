@@ -57,8 +57,10 @@ def _tier(tier: Tier) -> str:
     said += f", {100 * tier.under_load:g}% of it under load" if tier.under_load < 1 else ""
     said += f", switches of {tier.switch_ports} ports" if tier.switch_ports else ""
     if tier.nvls:
-        return said + ", aggregates in NVLink's switches"
-    return said + (", aggregates in the network" if tier.in_network else "")
+        return said + ", NVLink's switches add"
+    if tier.in_network:
+        return said + ", its switches add"
+    return said + "".join(f", {each.text()}" for each in tier.aggregators)
 
 
 def _network(network: Network) -> list[str]:
@@ -74,7 +76,8 @@ def _network(network: Network) -> list[str]:
     if network.oversubscription is not None:
         changes.append(f"{network.oversubscription:g} times oversubscribed")
     if network.in_network:
-        changes.append("aggregates in the network")
+        changes.append("switches that add")
+    changes += [each.text() for each in network.aggregators]
     return [f"{network.name}: {', '.join(changes)}", *_sources([network.source])]
 
 

@@ -144,7 +144,8 @@ def _updated_bytes(job: Job, constants: Constants) -> float:
 
 def _data_parallel(stage: Stage, cluster: Cluster, job: Job, constants: Constants) -> tuple[float, float]:
     """Seconds to reduce a stage's gradients, and to gather its weights, once: ZeRO-3 does both layer by layer."""
-    group = Group(job.split.data, job.split.tensor)
+    split = job.split
+    group = Group(split.data, split.tensor)
     gradients, weights = stage.parameters * job.gradient_bytes, stage.parameters * job.item_bytes
     times = max(1.0, stage.parameters / stage.layer_parameters) if job.split.zero == 3 else 1.0
 
@@ -152,7 +153,7 @@ def _data_parallel(stage: Stage, cluster: Cluster, job: Job, constants: Constant
         # Weights that are gathered layer by layer come by one adapter a node: what FSDP's and ZeRO-3's runs show.
         layered = job.split.zero == 3
         return times * collective_s(
-            operation, size_bytes / times, group, cluster, constants, job.in_network, layered, job.wire
+            operation, size_bytes / times, group, cluster, constants, job.in_network, layered, job.wire, split.pipeline
         )
 
     if job.split.zero == 0:
@@ -170,7 +171,7 @@ def _travels(
     found = []
     for bucket in model.buckets(job.bucket_bytes, job.gradient_bytes):
         size = bucket.elements * job.gradient_bytes
-        taken = collective_s("all_reduce", size, group, cluster, constants, job.in_network, wire=job.wire)
+        taken = collective_s("all_reduce", size, group, cluster, constants, job.in_network, wire=job.wire, alongside=1)
         found.append(Travel(size, left[bucket.layer], taken))
     return tuple(found)
 

@@ -34,12 +34,16 @@ def collective_s(
     in_network: bool = False,
     one_ring: bool = False,
     wire: str = "f32",
+    alongside: int = 0,
 ) -> float:
     """Seconds. The cheapest of: rings through all, as many as leave a node together; rings inside and between nodes; a
-    reduction inside the network, in a node and between nodes, where asked for and the tiers that it crosses can. In an
-    all_to_all every rank sends to every other, and leaves its node by its own adapter.
+    reduction inside the network, in a node and between nodes, where asked for and the tiers that it crosses can; a
+    reduction by aggregators, all of it or a part with a ring beside it. In an all_to_all every rank sends to every
+    other, and leaves its node by its own adapter.
 
     one_ring: a single ring through all, which leaves each node by one adapter. wire: what f32 travels as.
+    alongside: how many groups, this one and those on other hosts, use the cluster's aggregators at the same time; 0:
+    this one does not.
     """
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
@@ -49,12 +53,18 @@ def collective_s(
     if one_ring:
         seconds = predict(operation, "ring", size_bytes, _apart(group.ranks), _links(group, cluster, constants, True))
     else:
-        seconds = min(_ways(operation, size_bytes, group, cluster, constants, in_network))
+        seconds = min(_ways(operation, size_bytes, group, cluster, constants, in_network, alongside))
     return constants.collective_s + copied + seconds
 
 
 def _ways(
-    operation: str, size_bytes: float, group: Group, cluster: Cluster, constants: Constants, in_network: bool
+    operation: str,
+    size_bytes: float,
+    group: Group,
+    cluster: Cluster,
+    constants: Constants,
+    in_network: bool,
+    alongside: int,
 ) -> list[float]:
     if operation == "all_to_all":
         links = _links_of_pairs(group, cluster, constants)
@@ -65,7 +75,13 @@ def _ways(
     if operation != "all_reduce":
         return ways
     if inside == group.ranks or inside == 1:
-        return ways + (_through_switches(size_bytes, group, cluster, constants) if in_network else [])
+        if not in_network:
+            return ways
+        return [
+            *ways,
+            *_through_switches(size_bytes, group, cluster, constants),
+            *_by_aggregators(size_bytes, group, cluster, constants, alongside),
+        ]
     nodes = Group(-(-group.ranks // inside), max(group.stride, inner.devices))
     within = Group(inside, group.stride)
     around = sum(
@@ -77,6 +93,7 @@ def _ways(
         # Parts of the tensor stay in between: what is reduced in a node has left it before its sum comes back.
         around = min(around, *_through_switches(size_bytes, within, cluster, constants), float("inf"))
         between += _through_switches(part, nodes, cluster, constants)
+        between += _by_aggregators(part, nodes, cluster, constants, alongside)
     ways.append(around + min(between))
     return ways
 
@@ -96,6 +113,29 @@ def _through_switches(size_bytes: float, group: Group, cluster: Cluster, constan
     # A switch with a port a worker.
     links = replace(links, network=network, switches=(network.bytes_per_s,))
     return [predict("all_reduce", "in_network", size_bytes, _apart(group.ranks), links, switch=1)]
+
+
+def _by_aggregators(
+    size_bytes: float, group: Group, cluster: Cluster, constants: Constants, alongside: int
+) -> list[float]:
+    """Seconds of an all_reduce among ranks of a host each, by the aggregators of the outermost tier on its way: of all
+    of it, and of a part with a ring beside it; none where there is nobody to add it up.
+
+    Between two ranks stand `stride` devices, whose own groups send at the same time.
+    """
+    tier = _crossed(group, cluster)[-1]
+    a_host = cluster.node if len(cluster.tiers) > 1 else 1
+    devices = group.ranks * group.stride * alongside
+    hosts = -(-devices // a_host)
+    if not tier.aggregators or hosts < 2:
+        return []
+    host_bytes_per_s = a_host * constants.network_part * tier.loaded_bytes_per_s
+    given = sum(each.gives(host_bytes_per_s, hosts) for each in tier.aggregators) / a_host
+    if not given:
+        return []
+    links = replace(_links(group, cluster, constants), switches=(given,))
+    names = ("in_network", "split") if group.ranks > 2 else ("in_network",)
+    return [predict("all_reduce", name, size_bytes, _apart(group.ranks), links, switch=1) for name in names]
 
 
 def _crossed(group: Group, cluster: Cluster) -> list[Tier]:

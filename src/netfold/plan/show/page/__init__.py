@@ -98,7 +98,8 @@ def _cluster(answer: Answer) -> str:
     cluster = answer.question.cluster
     tiers = "".join(
         f"<li>{escape(tier.name)}: joins {tier.devices:,} devices, {units.rate(tier.bytes_per_s)} each way a device, "
-        f"{units.seconds(tier.latency_s)}{', aggregates in the network' if tier.in_network else ''}</li>"
+        f"{units.seconds(tier.latency_s)}{', its switches add' if tier.in_network else ''}"
+        f"{''.join(f', {escape(each.text())}' for each in tier.aggregators)}</li>"
         for tier in cluster.tiers
     )
     sources = "".join(f"<li>{escape(source)}</li>" for source in cluster.sources)

@@ -1,0 +1,60 @@
+"""Hosts that add up gradients (`netfold switch`): the link that each has, and what its cores add. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from netfold.plan.cost import beside_a_worker_bytes_per_s, given_back_bytes_per_s
+
+# Contributions that one core receives and adds in a second, the kernel's work included: 7.16 Gbit/s (5% .. 95%: 6.07 ..
+# 8.78) on an AMD EPYC with GRO on, bench/results/switch_cost.md. With GRO off it is 2.97; a Xeon reached 11.5.
+CORE_BYTES_PER_S = 7e9 / 8
+
+
+@dataclass(frozen=True)
+class Aggregator:
+    """`hosts` hosts alike, each with `netfold switch`.
+
+    c: the rate of its link over the rate of a worker host's link; 0 where bytes_per_s or ports say the rate.
+    bytes_per_s: its link, each way; 0 where c or ports say the rate.
+    ports: it has a port a worker host, as a Linux box that is itself the switch of the hosts (c = P).
+    cores: that add, one thread of `netfold switch` each.
+    core_bytes_per_s: of contributions, that one of these cores adds.
+    worker: it is the host of a worker, whose own traffic takes the same link.
+    """
+
+    hosts: int = 1
+    c: float = 0.0
+    bytes_per_s: float = 0.0
+    ports: bool = False
+    cores: int = 1
+    core_bytes_per_s: float = CORE_BYTES_PER_S
+    worker: bool = False
+
+    def link_bytes_per_s(self, worker_bytes_per_s: float, workers: int) -> float:
+        """Of one of them; worker_bytes_per_s: of one of `workers` worker hosts."""
+        if self.ports:
+            return workers * worker_bytes_per_s
+        return self.bytes_per_s or self.c * worker_bytes_per_s
+
+    def gives(self, worker_bytes_per_s: float, workers: int) -> float:
+        """Bytes of tensor a second that all of them give back, while all worker hosts send at once."""
+        link = self.link_bytes_per_s(worker_bytes_per_s, workers)
+        added = self.cores * self.core_bytes_per_s
+        if self.worker:
+            return self.hosts * beside_a_worker_bytes_per_s(workers, worker_bytes_per_s, link, added)
+        return self.hosts * given_back_bytes_per_s(workers, link, added)
+
+    def text(self) -> str:
+        """`2 aggregators, each with a link of 1x a worker's and 1 core`."""
+        link = f"a link of {self.c:g}x a worker's" if self.c else f"a link of {8 * self.bytes_per_s / 1e9:g} Gbit/s"
+        link = "a port a worker" if self.ports else link
+        count = "an aggregator" if self.hosts == 1 else f"{self.hosts} aggregators, each"
+        where = " on a worker's own host" if self.worker else ""
+        return f"{count} with {link} and {self.cores} core{'s' if self.cores > 1 else ''}{where}"
+
+
+# A spare host with a link like a worker's, and a Linux box in the place of the hosts' switch, a port a worker: what one
+# can add to any cluster.
+SPARE_HOST = Aggregator(c=1.0)
+BOX = Aggregator(ports=True)
