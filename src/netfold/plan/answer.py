@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from netfold.plan.aggregators import Offer, idle_workers, offers
 from netfold.plan.ask import Question
 from netfold.plan.cluster import Cluster
 from netfold.plan.compare import Variant, compare, parse_comparison
@@ -42,8 +43,9 @@ class Lasting:
 class Answer:
     """tried, fitting: ways that were predicted, and that fit. efficiency: throughput a device, against one replica that
     trains alone, with as many samples of its own. few: the fastest of each mesh. front: none of those that fit is
-    better in both time and memory. curves: by scaling. notes: what to be careful with. played: the best way, as events.
-    training_s, training_cost: of the whole training, where its length is known, without failures.
+    better in both time and memory. offers: what one more aggregator would buy. curves: by scaling. notes: what to be
+    careful with. played: the best way, as events. training_s, training_cost: of the whole training, where its length is
+    known, without failures.
     """
 
     question: Question
@@ -54,6 +56,7 @@ class Answer:
     few: tuple[Way, ...]
     front: tuple[Choice, ...]
     gains: tuple[Gain, ...]
+    offers: tuple[Offer, ...]
     curves: dict[str, tuple[Point, ...]]
     comparisons: dict[str, tuple[Variant, ...]]
     notes: tuple[str, ...]
@@ -94,6 +97,7 @@ def answer(
         tuple(Way(choice, reason(choice, best)) for choice in found.best_few(FEW)),
         _thinned(found),
         sensitivity(model, cluster, found),
+        offers(model, cluster, found),
         {
             scaling: curve(
                 model, cluster, job, space, devices=devices, sizes=sizes, scaling=scaling, training=asked.training
@@ -130,6 +134,11 @@ def notes(asked: Question, best: Choice) -> tuple[str, ...]:
         )
     if split.tensor > asked.cluster.node:
         said.append(f"{split.tensor} tensor ranks go beyond a node of {asked.cluster.node}: no published run does that")
+    for each in idle_workers(asked.cluster, split.ranks):
+        said.append(
+            f"{each.text()} adds nothing: its link carries the worker's own traffic, and only what it has beyond "
+            "another worker's link is left (docs/plan/aggregators.md)"
+        )
     said += _of_profile(asked, best) if isinstance(asked.model, Profiled) else _of_model(asked.model, best.job)
     return tuple(said)
 

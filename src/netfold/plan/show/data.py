@@ -43,6 +43,18 @@ def as_object(answer: Answer) -> dict[str, Any]:
             }
             for gain in answer.gains
         ],
+        "aggregators": [
+            {
+                "what": offer.what,
+                "c": offer.c,
+                "cores": offer.cores,
+                "now_s": offer.base_s,
+                "step_s": offer.step_s,
+                "saved": offer.saved,
+                "split": words(offer.choice.job),
+            }
+            for offer in answer.offers
+        ],
         "curves": {scaling: [_point(point) for point in points] for scaling, points in answer.curves.items()},
         "comparisons": {
             text: [

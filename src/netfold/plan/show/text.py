@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from netfold.plan.aggregators import Offer
 from netfold.plan.answer import Answer, parts
 from netfold.plan.compare import Variant
 from netfold.plan.curve import Point
@@ -36,6 +37,8 @@ def render_text(answer: Answer) -> str:
     sections += [_comparison(text, variants) for text, variants in answer.comparisons.items()]
     if answer.gains:
         sections.append(_gains(answer.gains))
+    if answer.offers:
+        sections.append("\n".join(["what one more aggregator would buy", *(f"  {each}" for each in offered(answer))]))
     return "\n\n".join(sections)
 
 
@@ -48,6 +51,20 @@ def asked(answer: Answer) -> str:
         f"{said.model.name}, {big(said.model.parameters)} parameters, on {said.devices:,} x {said.cluster.device.name} "
         f"of {said.cluster.name}; a batch of {job.global_batch:,}, {how}"
     )
+
+
+def offered(answer: Answer) -> list[str]:
+    """A sentence for each aggregator that there could be."""
+    named = sum(each.hosts for tier in answer.question.cluster.tiers for each in tier.aggregators)
+    now = f"{named} aggregator{'s' if named > 1 else ''} now;" if named else "no aggregator:"
+    return [f"{now} {_offer(each)}" for each in answer.offers]
+
+
+def _offer(offer: Offer) -> str:
+    what = f"{offer.what} (c = {offer.c:g}, {offer.cores} core{'s' if offer.cores > 1 else ''})"
+    if not offer.saves:
+        return f"{what} would save nothing of a step of {time(offer.base_s)}"
+    return f"{what} would save {units.ratio(offer.saved)}: {time(offer.step_s)} in place of {time(offer.base_s)}"
 
 
 def remembers(answer: Answer) -> bool:

@@ -14,7 +14,7 @@ from netfold.plan.answer import Answer
 from netfold.plan.model import Measured
 from netfold.plan.search import words
 from netfold.plan.show.data import as_object
-from netfold.plan.show.page.others import comparisons, gains
+from netfold.plan.show.page.others import aggregators, comparisons, gains
 from netfold.plan.show.page.scaling import scaling
 from netfold.plan.show.page.split import memory, played, step
 from netfold.plan.show.page.ways import few, front
@@ -47,7 +47,7 @@ def render_page(answer: Answer) -> str:
             ("less", "Less memory for more time", front(answer)),
             ("scaling", "Scaling out", scaling(answer)),
             ("compared", "Elsewhere", comparisons(answer)),
-            ("more", "What more would buy", gains(answer)),
+            ("more", "What more would buy", gains(answer) + aggregators(answer)),
             ("sources", "The cluster", _cluster(answer)),
         ],
         data=("answer", as_object(answer)),

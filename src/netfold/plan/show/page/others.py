@@ -6,7 +6,7 @@ from netfold.plan.answer import Answer
 from netfold.plan.search import words
 from netfold.plan.sensitivity import Gain
 from netfold.plan.show.page.ways import stacks
-from netfold.plan.show.text import time, times
+from netfold.plan.show.text import offered, time, times
 from netfold.profile.page.plain import escape
 from netfold.profile.page.table import Column, of_largest, table
 
@@ -22,6 +22,13 @@ def comparisons(answer: Answer) -> str:
             f"{stacks(there)}{f'<ul>{notes}</ul>' if notes else ''}"
         )
     return "".join(said)
+
+
+def aggregators(answer: Answer) -> str:
+    if not answer.offers:
+        return ""
+    said = "".join(f"<li>{escape(each)}</li>" for each in offered(answer))
+    return f"<p>What one more aggregator would buy:</p><ul>{said}</ul>"
 
 
 def gains(answer: Answer) -> str:

@@ -1,0 +1,92 @@
+"""What one more aggregator would buy, in numbers, in words and in JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from netfold.cli import app
+from netfold.plan.aggregators import MOST_CORES, MOST_PORTS, offers
+from netfold.plan.cluster import load_cluster
+from netfold.plan.cluster.networks import with_network
+from netfold.plan.job import Job, Split
+from netfold.plan.model.named import find_model
+from netfold.plan.search import Space, search
+
+
+def test_what_is_offered_lies_between_what_there_is_and_a_port_a_worker() -> None:
+    model, cluster = find_model("vgg16:measured=true"), load_cluster("ethernet-1g")
+    found = search(
+        model, cluster, 8, Job(512, 64, Split(8), precision="f32", optimizer="momentum", overlap=True), Space()
+    )
+    spare, box = offers(model, cluster, found)
+    now, best = found.best.prediction.step_s, found.best.job
+    assert now > spare.step_s > box.step_s and spare.choice.job.in_network
+    assert (spare.c, box.c, spare.cores) == (1, 8, 1) and 1 <= box.cores <= MOST_CORES
+    # Gradients of which nothing is hidden scale as counted above: 1.6 for 1.75, less what computing hides.
+    small = replace(best, overlap=False)
+    bare = search(model, cluster, 8, small, Space(data=8, micro_batch=64, zero=0))
+    gradients_s = bare.best.prediction.exposed_s["data"]
+    one = offers(model, cluster, bare)[0]
+    assert one.choice.prediction.exposed_s["data"] / gradients_s == pytest.approx(1.6 / 1.75, rel=0.01)
+    # Where there is one already, the next buys what a second one does.
+    with_one = with_network(cluster, "aggregator")
+    job = replace(small, in_network=True)
+    again = search(model, with_one, 8, job, Space(data=8, micro_batch=64, zero=0))
+    assert again.best.prediction.step_s == pytest.approx(one.step_s)
+    two = with_network(cluster, "two-aggregators")
+    both = search(model, two, 8, job, Space(data=8, micro_batch=64, zero=0))
+    assert offers(model, with_one, again)[0].step_s == pytest.approx(both.best.prediction.step_s)
+
+
+def test_a_box_has_no_more_ports_than_cards_have() -> None:
+    model, cluster = find_model("vgg16:measured=true"), load_cluster("ethernet-1g")
+    job = Job(64 * (MOST_PORTS + 1), 64, precision="f32", optimizer="momentum")
+    for workers, count in ((MOST_PORTS, 2), (MOST_PORTS + 1, 1)):
+        sized = replace(job, global_batch=64 * workers)
+        found = search(model, cluster, workers, sized, Space(data=workers, micro_batch=64, zero=0))
+        assert len(offers(model, cluster, found)) == count
+
+
+def test_nothing_is_offered_where_switches_add_or_nothing_travels() -> None:
+    model = find_model("vgg16:measured=true")
+    job = Job(512, 64, Split(8), precision="f32", optimizer="momentum", in_network=True)
+    tofino = load_cluster("switchml-10g")
+    assert offers(model, tofino, search(model, tofino, 8, job, Space())) == ()
+    alone = load_cluster("ethernet-1g")
+    assert offers(model, alone, search(model, alone, 1, replace(job, in_network=False), Space())) == ()
+
+
+ASKED = ("--model", "vgg16:measured=true", "--gpus", "8", "--batch", "512", "--precision", "f32", "--overlap")
+
+
+def plan(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *ASKED, *arguments])
+    return result.exit_code, result.output
+
+
+def test_the_answer_says_what_one_more_would_buy_in_words_and_in_json() -> None:
+    code, text = plan("--cluster", "ethernet-1g")
+    assert code == 0 and "what one more aggregator would buy" in text
+    assert "no aggregator: one spare host with a link like a worker's (c = 1, 1 core) would save" in text
+    assert "a Linux box with a port a worker (c = 8, " in text
+    code, text = plan("--cluster", "ethernet-1g", "--json")
+    found = json.loads(text)
+    spare, box = found["aggregators"]
+    assert spare["now_s"] == found["best"]["step_s"] and spare["saved"] == 1 - spare["step_s"] / spare["now_s"]
+    assert box["c"] == 8 and box["saved"] > spare["saved"] > 0
+
+
+def test_a_workers_own_host_that_gives_nothing_is_said(tmp_path: Path) -> None:
+    slow, fast = tmp_path / "slow.toml", tmp_path / "fast.toml"
+    tier = '[[tier]]\nname = "Ethernet"\ndevices = 8\nlatency = "60 us"\nrate = "1 Gbit/s"\n'
+    for file, c in ((slow, 1), (fast, 2)):
+        file.write_text(f'device = "p100"\n{tier}[[tier.aggregator]]\nlink = {c}\nworker = true\n')
+    code, text = plan("--cluster", str(slow))
+    assert code == 0 and "on a worker's own host adds nothing" in text
+    assert "1 aggregator now; one spare host" in text
+    assert "adds nothing" not in plan("--cluster", str(fast))[1]
