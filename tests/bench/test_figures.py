@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from netfold.bench import peers
 from netfold.bench.conduct import BenchError
-from netfold.bench.figures import efficiency, hosts, latency, loss, packets, run, speedup, tree
+from netfold.bench.figures import by_link, efficiency, hosts, latency, loss, packets, run, speedup, tree
 from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Budget, Share
 from netfold.bench.figures.catalogue import FIGURES
 from netfold.bench.figures.figure import GLOO, HOSTS_ONLY, IN_NETWORK, RING, Figure, Taken
@@ -190,6 +190,34 @@ def test_the_page_says_all_that_a_figure_tells(tmp_path: Path) -> None:
     assert "http" not in page and "src=" not in page and "@import" not in page
 
 
+@pytest.mark.parametrize("name", ["hosts", "speedup"])
+def test_beside_the_talks_switch_stands_what_other_links_would_give(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    predicted = FIGURES[name].tell(KEPT_UP[name]).predicted
+    assert predicted is not None and predicted.picture.startswith("<svg")
+    page = run.write(tmp_path, {name: KEPT_UP[name]}).read_text()
+    assert predicted.picture in page and "Predicted, not measured:" in page
+    for link in ("c = 1", "c = 2", "c = 4", "c = P"):
+        assert link in predicted.said and any(cell.startswith(link) for cell in predicted.header)
+    assert all(len(row) == len(predicted.header) for row in predicted.table)
+
+
+def test_times_by_the_switchs_link_are_bytes_counted_by_hand() -> None:
+    pytest.importorskip("matplotlib")
+    # 8 MB at 8 MB/s: a second with a port a worker. Of 8 hosts: 1.75 by a ring, 1.6 with c = 1, 1.27 with c = 4.
+    found = by_link.by_hosts(8_000_000, [2, 8], rate_bytes_per_s=8e6)
+    assert found.header == ["hosts", "c = 1, ms", "c = 2, ms", "c = 4, ms", "c = P, ms", "a ring alone, ms"]
+    assert found.table[1] == ["8", "1600", "1474", "1273", "1000", "1750"]
+    assert found.table[0] == ["2", *["1000"] * 5]
+
+
+def test_a_faster_link_never_gains_less() -> None:
+    pytest.importorskip("matplotlib")
+    for row in by_link.by_model(["vgg16", "resnet50"], 8).table:
+        gained = [float(cell) for cell in row[1:]]
+        assert gained == sorted(gained) and 1 <= gained[0] <= gained[-1] <= 1.75
+
+
 def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     bad = "<script>alert('$x^2$ &')</script>"
@@ -338,7 +366,8 @@ def test_what_is_measured_when_a_signal_comes_is_kept_and_older_figures_too(
     assert done.exit_code == 130
     kept = run.read(tmp_path)
     assert list(kept) == ["hosts", "wires"] and kept["wires"] == KEPT_UP["wires"]
-    assert (tmp_path / run.PAGE).read_text().count("<svg") == 2
+    # One of wires, and of hosts what was measured and what is predicted.
+    assert (tmp_path / run.PAGE).read_text().count("<svg") == 3
 
 
 def test_wrong_elements_of_the_round_that_warms_up_count_too() -> None:

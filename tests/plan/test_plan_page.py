@@ -48,6 +48,7 @@ def test_a_page_has_a_section_for_everything_that_was_asked() -> None:
         "Scaling out",
         "Elsewhere",
         "What more would buy",
+        "What one more aggregator would buy",
         "The cluster",
     ]
 

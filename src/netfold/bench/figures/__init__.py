@@ -1,7 +1,8 @@
 """The talks' figures once more, measured here: netfold beside gloo in an emulated rack. `netfold bench figures`.
 
 `figure`: what a figure is; `speedup`, `hosts`, `loss`, `packets`, `wires`, `latency`, `efficiency`, `tree`: one each,
-how it is measured and what is said of it; `mpi`: the MPI that two of them have beside the others; `replay`: what the
+how it is measured and what is said of it; `mpi`: the MPI that two of them have beside the others; `by_link`: what the
+cost model says of a switch behind another link; `replay`: what the
 two of training share; `catalogue`: all of them; `budget`: how the time is shared out; `chart`: pictures, by matplotlib;
 `page`: the HTML page; `run`: one figure after the other, and what is kept on disk.
 

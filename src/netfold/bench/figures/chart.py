@@ -144,8 +144,17 @@ def lines(
     return svg(figure, name)
 
 
-def dots(rows: Sequence[Dots], *, name: str, x_label: str, band: tuple[float, float, str] | None = None) -> str:
-    """A row a thing, the first on top; x from 0. band: from, to and what it means, shaded."""
+def dots(
+    rows: Sequence[Dots],
+    *,
+    name: str,
+    x_label: str,
+    band: tuple[float, float, str] | None = None,
+    numbers: bool = True,
+) -> str:
+    """A row a thing, the first on top; x from 0. band: from, to and what it means, shaded. numbers: above the dots;
+    none where a row's dots lie too close for that.
+    """
     series = list(dict.fromkeys(label for row in rows for label in row.spreads))
     figure = blank(1.3 + 0.42 * len(rows))
     axes: Axes = figure.subplots()
@@ -176,7 +185,8 @@ def dots(rows: Sequence[Dots], *, name: str, x_label: str, band: tuple[float, fl
                 "va": "bottom",
                 "fontsize": 9,
             }
-            axes.annotate(said, (of.median, place_y), color=TEXT, **offset)
+            if numbers:
+                axes.annotate(said, (of.median, place_y), color=TEXT, **offset)
     axes.set_yticks(range(len(rows)), [row.label for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.6)
     # One round that went astray must not press all others together: its bar leaves the picture.

@@ -73,15 +73,26 @@ class Taken:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """What nobody measured here, and the cost model says. picture: an SVG element; said: one or two sentences."""
+
+    picture: str
+    header: Sequence[str]
+    table: Sequence[Sequence[str]]
+    said: str
+
+
+@dataclass(frozen=True)
 class Told:
     """What a page says. picture: an SVG element; measured: one or two sentences; short: a sentence each on where this
-    falls short of the talk, or is unlike it."""
+    falls short of the talk, or is unlike it; predicted: beside what was measured."""
 
     picture: str
     header: Sequence[str]
     table: Sequence[Sequence[str]]
     measured: str
     short: Sequence[str]
+    predicted: Predicted | None = None
 
 
 @dataclass(frozen=True)

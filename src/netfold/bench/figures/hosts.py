@@ -1,6 +1,6 @@
 """Time of an all_reduce against the number of hosts."""
 
-from netfold.bench.figures import chart
+from netfold.bench.figures import by_link, chart
 from netfold.bench.figures.budget import Share
 from netfold.bench.figures.figure import (
     GLOO,
@@ -90,10 +90,12 @@ def tell(taken: Taken) -> Told:
             ]
             for x in hosts
         ],
-        f"{in_mb(size_bytes)} of f32 over links of {in_rate(rate)}. {most} hosts take {in_times(grown[IN_NETWORK])} "
+        f"{in_mb(size_bytes)} of f32 over links of {in_rate(rate)}, of which the switch has one a host (c = P). "
+        f"{most} hosts take {in_times(grown[IN_NETWORK])} "
         f"times as long as {least} through the switch, {in_times(grown[RING])} by netfold's ring, "
         f"{in_times(grown[GLOO])} by gloo.",
         short,
+        by_link.by_hosts(size_bytes, hosts, rate_bytes_per_s=parse_link(rate).rate_bits / 8 * payload_share(_MSS)),
     )
 
 

@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from netfold.bench.figures.catalogue import FIGURES
-from netfold.bench.figures.figure import Figure, Taken
+from netfold.bench.figures.figure import Figure, Predicted, Taken
 
 
 def render(figures: Mapping[str, Taken]) -> str:
@@ -51,7 +51,16 @@ def _section(figure: Figure, taken: Taken) -> str:
 {talk}<p><b>We measured:</b> {escape(told.measured)}</p>
 <ul>{"".join(f"<li>{escape(sentence)}</li>" for sentence in (*told.short, *taken.cut))}</ul>
 <div class="wide">{_table(told.header, told.table)}</div>
-{_made(figure, taken)}</section>
+{_predicted(told.predicted)}{_made(figure, taken)}</section>
+"""
+
+
+def _predicted(found: Predicted | None) -> str:
+    if found is None:
+        return ""
+    return f"""<p><b>Predicted, not measured:</b> {escape(found.said)}</p>
+<figure>{found.picture}</figure>
+<div class="wide">{_table(found.header, found.table)}</div>
 """
 
 

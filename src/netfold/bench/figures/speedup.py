@@ -2,7 +2,7 @@
 
 from netfold.bench.conduct import conduct
 from netfold.bench.config import Place
-from netfold.bench.figures import chart
+from netfold.bench.figures import by_link, chart
 from netfold.bench.figures.budget import Share
 from netfold.bench.figures.figure import GLOO, Figure, Taken, Told, deadline_s, in_ms, in_rate, in_times
 from netfold.bench.figures.replay import NETFOLD, keep, note, replay
@@ -70,11 +70,13 @@ def tell(taken: Taken) -> Told:
             ]
             for model in models
         ],
-        f"{hosts} hosts. Links of {in_rate(taken.settings['rate'])} and tensors of 1/{taken.settings['shrink']} of "
+        f"{hosts} hosts, and a switch with a port for each (c = P). "
+        f"Links of {in_rate(taken.settings['rate'])} and tensors of 1/{taken.settings['shrink']} of "
         f"their size stand for links of {taken.settings['stands_for']}. Steps are between "
         f"{gain[models[-1]].median:.2f} ({models[-1]}) and {gain[models[0]].median:.2f} ({models[0]}) times as quick "
         "as over gloo.",
         short,
+        by_link.by_model(models, hosts),
     )
 
 

@@ -25,10 +25,8 @@ def comparisons(answer: Answer) -> str:
 
 
 def aggregators(answer: Answer) -> str:
-    if not answer.offers:
-        return ""
     said = "".join(f"<li>{escape(each)}</li>" for each in offered(answer))
-    return f"<p>What one more aggregator would buy:</p><ul>{said}</ul>"
+    return f"<ul>{said}</ul>" if said else ""
 
 
 def gains(answer: Answer) -> str:

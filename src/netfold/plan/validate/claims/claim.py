@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from netfold.plan.ask import Question, question
+from netfold.plan.cluster import Cluster
 from netfold.plan.search import Choice, search
 
 # Of what is gained or lost: a prediction further off than this is said not to come out.
@@ -63,9 +64,11 @@ class Asked:
         job = {"gpus": self.gpus, "batch": self.batch} | dict(self.job)
         return question({"model": self.model, "cluster": self.cluster, "job": job, "split": split}, {})
 
-    def best(self) -> Choice:
+    def best(self, cluster: Cluster | None = None, *, in_network: bool | None = None) -> Choice:
+        """cluster: in place of its own. in_network: in place of what the job says."""
         asked = self.question()
-        return search(asked.model, asked.cluster, asked.devices, asked.job, asked.space).best
+        job = asked.job if in_network is None else replace(asked.job, in_network=in_network)
+        return search(asked.model, cluster or asked.cluster, asked.devices, job, asked.space).best
 
     @property
     def text(self) -> str:

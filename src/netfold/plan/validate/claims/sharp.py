@@ -7,6 +7,7 @@ from dataclasses import replace
 from netfold.plan import DEFAULT_LINKS, Link, Topology
 from netfold.plan.cluster import load_cluster
 from netfold.plan.cost import predict
+from netfold.plan.validate.claims.by_link import said_of
 from netfold.plan.validate.claims.claim import NEAR, Asked, Claim, near
 
 _TALK = "seeds/001, Mellanox, SHARP, 2019"
@@ -44,7 +45,7 @@ def _resnet() -> Claim:
         f"{_RESNET.text}; with reductions in the network, and without",
         f"a ring at HDR's rate takes {100 * share:.0f}% of a step, and where nothing hides it a switch gains "
         f"{after:.1f}%; for 16% reductions must have been far from the line before, and the talk does not say how fast "
-        "they were",
+        f"they were; {said_of(_RESNET)}",
     )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from netfold.plan.cluster import load_cluster
 from netfold.plan.model.catalogue import SWITCHML_MODELS, find_model
 from netfold.plan.step import FITTED
 from netfold.plan.step.traffic import Group, collective_s
+from netfold.plan.validate.claims.by_link import LINKS, in_the_place_of_switches, name_of, said_of
 from netfold.plan.validate.claims.claim import NEAR, Asked, Claim, near
 
 _TALK = "seeds/003, SwitchML"
@@ -22,6 +21,13 @@ _SLOWER = (
     f"a ring of {_WORKERS} sends {_MOST:.2f} times what a switch needs, so a switch gains {_MOST:.2f}x at most over a "
     "ring that fills its line; beyond that a baseline is slower, and the talk does not say how fast its own was"
 )
+
+
+def asked_of(name: str, cluster: str, workers: int = _WORKERS) -> Asked:
+    """One of the talk's models, with as many samples a worker as its published speed is of."""
+    batch = find_model(name).speed.batch
+    job = {"precision": "f32", "optimizer": "momentum", "overlap": True}
+    return Asked(f"{name}:measured=true", cluster, workers, workers * batch, job, {"micro_batch": batch})
 
 
 def claims() -> list[Claim]:
@@ -39,9 +45,10 @@ def claims() -> list[Claim]:
             slow[least],
             "%",
             *near(_LEAST),
-            _asked(least, "switchml-10g").text + "; with reductions in the network, and without",
+            asked_of(least, "switchml-10g").text + "; with reductions in the network, and without",
             f"{_hidden(slow)} of nine models hide most of a ring at 10 Gbit/s beside computing, {_hidden(fast)} at "
-            "100 Gbit/s; with a baseline that hides less, or is slower than its line, a switch gains more",
+            "100 Gbit/s; with a baseline that hides less, or is slower than its line, a switch gains more; "
+            + said_of(asked_of(least, "switchml-10g")),
         ),
         Claim(
             "SwitchML, the model that gains most",
@@ -51,8 +58,8 @@ def claims() -> list[Claim]:
             slow[most],
             "%",
             *near(_GREATEST),
-            _asked(most, "switchml-10g").text + "; with reductions in the network, and without",
-            _SLOWER,
+            asked_of(most, "switchml-10g").text + "; with reductions in the network, and without",
+            f"{_SLOWER}; {said_of(asked_of(most, 'switchml-10g'))}",
         ),
         _flat(),
     ]
@@ -63,18 +70,10 @@ def _hidden(gains: dict[str, float]) -> int:
     return sum(gain < _LEAST for gain in gains.values())
 
 
-def _asked(name: str, cluster: str) -> Asked:
-    batch = find_model(name).speed.batch
-    job = {"precision": "f32", "optimizer": "momentum", "overlap": True}
-    return Asked(f"{name}:measured=true", cluster, _WORKERS, _WORKERS * batch, job, {"micro_batch": batch})
-
-
 def _gain(name: str, cluster: str) -> float:
     """Percent."""
-    asked = _asked(name, cluster)
-    ring, switch = (
-        replace(asked, job={**asked.job, "in_network": word}).best().prediction.samples_per_s for word in (False, True)
-    )
+    asked = asked_of(name, cluster)
+    ring, switch = (asked.best(in_network=word).prediction.samples_per_s for word in (False, True))
     return 100 * (switch / ring - 1)
 
 
@@ -96,5 +95,16 @@ def _flat() -> Claim:
         1 - NEAR,
         1 + NEAR,
         f"all_reduce of {_TENSOR_BYTES / 1e6:.0f} MB on switchml-10g, {_MANY} workers against {_FEW}",
-        f"a ring takes {ring[1] / ring[0]:.2f}x as long",
+        f"a ring takes {ring[1] / ring[0]:.2f}x as long; a host in the switch's place, and a ring for the rest, "
+        + ", ".join(f"{_grown(c):.2f}x with {name_of(c)}" for c in LINKS),
     )
+
+
+def _grown(c: int | None) -> float:
+    """Of a host behind a link of c, the time among many workers over that among few."""
+    cluster = in_the_place_of_switches(load_cluster("switchml-10g"), c)
+    few, many = (
+        collective_s("all_reduce", _TENSOR_BYTES, Group(workers), cluster, FITTED, True, alongside=1)
+        for workers in (_FEW, _MANY)
+    )
+    return many / few
