@@ -37,6 +37,8 @@ unknown fields are ignored. The first message of each side carries `version`; do
                                                               to set)
     worker -> switch   missing   chunk, serial                 (at most 8 open at once)
                        alive     serial
+                                 bytes_per_s                 (of tensor, through this switch, as the job's lowest rank
+                                                              knows it: shown, and used for nothing)
     switch -> worker   missing   ranks, serial
                        alive     serial
                        left      rank, reason, fault                        (a rank's connection ended)

@@ -237,6 +237,12 @@ GARBAGE: dict[str, bytes] = {
     "asks for a chunk beyond 64 bits": control.encode(JOIN)
     + control.encode({"type": "missing", "chunk": 2**64 - 1, "serial": 1}),
     "asks for a negative chunk": control.encode(JOIN) + control.encode({"type": "missing", "chunk": -1}),
+    **{
+        f"a capacity of {said}": control.encode(JOIN) + control.encode({"type": "alive", "bytes_per_s": said})
+        for said in (float("nan"), float("inf"), -1, -0.5, True, "fast", [1.0], None, 1 << 63)
+    },
+    "another rank's capacity": control.encode({**JOIN, "rank": 1})
+    + control.encode({"type": "alive", "bytes_per_s": 1e6}),
     "joins twice": control.encode(JOIN) * 2,
 }
 

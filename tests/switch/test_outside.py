@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
@@ -27,8 +28,9 @@ from load import seconds
 from prometheus_client.parser import text_string_to_metric_families
 from ranks import RunningSwitch, run_command, run_threads, running_switch, values
 
-from netfold import Communicator, FileStore, Options
+from netfold import Communicator, FileStore, Options, control
 from netfold.cli import app
+from netfold.communicator import capacity
 from netfold.switch import metrics
 from netfold.switch.facts import OneLine, Sparingly, say
 
@@ -150,6 +152,62 @@ def test_a_slot_that_waits_for_a_rank_is_seen_as_collecting() -> None:
                 return float(buffer[0])
 
         assert values(run_threads(rank, 2)) == [2.0, 2.0]
+
+
+def test_a_jobs_capacity_is_shown_once_its_lowest_rank_has_said_it_and_what_is_no_rate_changes_nothing() -> None:
+    join = {"type": "join", "version": control.VERSION, "job": "j", "name": "said", "port": 9, "window_bytes": 1 << 20}
+    join |= {"ranks": [3, 5], "timeout_s": 60.0}
+    with running_switch(*WATCHED) as switch, contextlib.ExitStack() as streams:
+        address = pages(switch)
+
+        def shown() -> Any:
+            return json.loads(get(address, "/status")[1])["jobs"][0]["capacity_bytes_per_s"]
+
+        def say(rank: int, bytes_per_s: object) -> socket.socket:
+            stream = streams.enter_context(socket.create_connection(switch.address, seconds(5)))
+            for message in ({**join, "rank": rank}, {"type": "alive", "serial": 1, "bytes_per_s": bytes_per_s}):
+                control.send(stream, message)
+            assert control.receive(stream)["type"] == "admitted"
+            return stream
+
+        lowest = say(3, 25e6)
+        assert control.receive(lowest)["type"] == "alive"
+        assert shown() == 25e6
+        assert samples(address)["netfold_switch_job_capacity_bytes_per_second", "said"] == 25e6
+        columns = status_command(address, "--once").stdout.splitlines()
+        (line,) = [line for line in columns if " said " in line]
+        assert line.split()[7] == "200" and "at most" in columns[1]
+        # Twice as much, then a lie: the lie ends the membership, and with it the job.
+        control.send(lowest, {"type": "alive", "serial": 2, "bytes_per_s": 50_000_000})
+        assert control.receive(lowest)["type"] == "alive"
+        assert shown() == 50e6
+        control.send(lowest, {"type": "alive", "serial": 3, "bytes_per_s": -1})
+        switch.wait_for("event=protocol_error .*alive with bytes_per_s '-1'")
+        switch.wait_for("event=ended job=j")
+        say(5, 1e6)
+        switch.wait_for("event=protocol_error .*bytes_per_s from rank 5, and only the job's lowest rank says it")
+
+
+def test_a_group_tells_its_switch_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_known", {})
+    options = {"algorithm": "auto", "transport": "tcp", "job_name": "measures"}
+    with running_switch(*WATCHED) as switch:
+        address = pages(switch)
+
+        def rank(rank: int, size: int, folder: str) -> tuple[float, float]:
+            own = Options(switch=switch.endpoint, **options)
+            with Communicator(FileStore(folder), rank, size, options=own) as group:
+                told, deadline = None, time.monotonic() + seconds(10)
+                while rank == 0 and told is None:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+                    told = json.loads(get(address, "/status")[1])["jobs"][0]["capacity_bytes_per_s"]
+                group.barrier()
+                return told or 0.0, group.group.links.switches[0]
+
+        (told, measured), *_ = values(run_threads(rank, 3))
+    # Of a link, the switch's part is a link's at most.
+    assert 0 < told <= measured * 1.001
 
 
 def test_names_follow_prometheus_guide() -> None:
@@ -409,9 +467,10 @@ def test_a_jobs_series_come_back_from_prometheus_parser_whatever_their_labels_ho
     counters |= dict.fromkeys(metrics.PACKET_KINDS.values(), 5)
     ranks = [{"rank": 4, "below": [5, 6], "arrivals": 7, "lag_s": 1e-9, "last": 1 << 60}]
     job = {"id": "00c0ffee", "name": label, "tenant": label, "joined": 2, "memory_bytes": 9, "retransmissions": 1}
+    job["capacity_bytes_per_s"] = 25e6
     text = metrics.jobs_text([{**job, "counters": {**counters, "drops": {"stale": 8}}, "ranks": ranks}]).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    assert len(families) == 11 and all(family.documentation for family in families.values())
+    assert len(families) == 12 and all(family.documentation for family in families.values())
     found = {sample.name: sample for family in families.values() for sample in family.samples}
     assert {(sample.labels["id"], sample.labels["name"], sample.labels["tenant"]) for sample in found.values()} == {
         ("00c0ffee", label, label)

@@ -28,8 +28,8 @@ _FIRST_BYTES, _MOST_BYTES, _GROWTH = 32 << 10, 4 << 20, 4
 _WARM_UP_BYTES = 4 << 10
 KEPT_S = 3600.0
 
-# Of this process, by the hosts and the switches: bytes a second, and when that was.
-_known: dict[tuple[frozenset[str], str], tuple[float, float]] = {}
+# Of this process, by the hosts and the switches: bytes a second of each switch, and when that was.
+_known: dict[tuple[frozenset[str], str], tuple[tuple[float, ...], float]] = {}
 
 # Runs one operation to its end: kind, dtype, reduce, memory.
 Run = Callable[[str, str, str, "np.ndarray[Any, Any]"], None]
@@ -37,9 +37,13 @@ Run = Callable[[str, str, str, "np.ndarray[Any, Any]"], None]
 
 def known(hosts: frozenset[str], switch: str) -> tuple[float, ...]:
     """What was measured there less than an hour ago, of each switch; empty where nothing was."""
-    rate, at = _known.get((hosts, switch), (0.0, 0.0))
-    fresh = rate > 0 and time.monotonic() - at < KEPT_S
-    return (rate,) * (switch.count(",") + 1) if fresh else ()
+    rates, at = _known.get((hosts, switch), ((), 0.0))
+    return rates if time.monotonic() - at < KEPT_S else ()
+
+
+def remember(hosts: frozenset[str], switch: str, rates: tuple[float, ...]) -> None:
+    """What the next group of this process begins with there."""
+    _known[hosts, switch] = rates, time.monotonic()
 
 
 def measure(run: Run, switches: int) -> tuple[float, ...]:
@@ -77,7 +81,6 @@ def agree(
 ) -> tuple[ChoiceTable, Links]:
     """Measure the switches; rank 0 decides by what that says, and every rank returns what it decided."""
     links = replace(links, switches=measure(run, switch.count(",") + 1))
-    _known[hosts, switch] = links.switches[0], time.monotonic()
     said = np.zeros(0, np.uint8)
     if rank == 0:
         text = json.dumps({"table": build(links).to_json(), "links": links.to_json()}).encode()
@@ -88,7 +91,9 @@ def agree(
         said = np.zeros(int(size[0]), np.uint8)
     run("broadcast", "u8", "sum", said)
     parts = json.loads(said.tobytes())
-    return ChoiceTable.from_json(parts["table"]), Links.from_json(parts["links"])
+    table, links = ChoiceTable.from_json(parts["table"]), Links.from_json(parts["links"])
+    remember(hosts, switch, links.switches)
+    return table, links
 
 
 def shares_of(links: Links, workers: int, switches: int, *, fixed: bool) -> Any:

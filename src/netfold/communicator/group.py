@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import netfold
 from netfold._native import engine, protocol
 from netfold.communicator import capacity, caretaker, fabric, mpi, peer_memory, probe, rendezvous
 from netfold.communicator.addresses import interface_of, own_interfaces
+from netfold.communicator.capacity_watch import CapacityWatch
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Resident, leave, open_door
 from netfold.communicator.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
@@ -258,8 +259,11 @@ class Group:
             self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links, self.peer_memory)
             log.debug("rank %d of %d: %s", rank, size, self._single_copy)
         self._ward = Ward(self._native, self._resident, neighbours, float(options.reconnect_s or 0))
+        native = self._native
+        watch = CapacityWatch(lambda: native.shares, rank=rank, ends=ends, switch=job.switch or "")
         for number, (switch, joined) in enumerate(zip(switches, memberships, strict=bool(memberships))):
-            self.recoveries.append(self._go_by(number, switch, joined, job, options))
+            looks = functools.partial(watch.look, number)
+            self.recoveries.append(self._go_by(number, switch, joined, job, options, looks))
         caretaker.take_care(self._id, self._ward)
         if job.switch is not None and workers:
             run = functools.partial(self._run_once, deadline)
@@ -270,6 +274,8 @@ class Group:
                 if self.recoveries:
                     found = capacity.shares_of(self.links, len(workers), len(switches), fixed=not job.probe)
                     self._native.set_shares(found)
+                    if job.probe:
+                        watch.begin(measured=bool(self.links.switches))
             except BaseException:
                 self._end()
                 raise
@@ -294,7 +300,13 @@ class Group:
         )
 
     def _go_by(
-        self, number: int, switch: str, membership: Membership, job: rendezvous.Job, options: Options
+        self,
+        number: int,
+        switch: str,
+        membership: Membership,
+        job: rendezvous.Job,
+        options: Options,
+        looks: Callable[[], float | None],
     ) -> Recovery:
         """Give a membership of a switch to the native group, and see to it that its loss costs no step."""
         log.debug(
@@ -344,6 +356,7 @@ class Group:
             job=_of_switch(number, job),
             rejoin_s=float(options.rejoin_s or 0),
             table=table,
+            capacity=looks,
         )
 
     def _run_once(self, deadline: float, kind: str, dtype: str, reduce: str, array: np.ndarray[Any, Any]) -> None:

@@ -183,11 +183,14 @@ class Membership:
         fail: Callable[[str, int, str], None],
         lost: Callable[[int, str], None],
         is_alive: Callable[[int], bool],
+        capacity: Callable[[], float | None],
     ) -> None:
         """Begin to listen. `fail(kind, rank, text)` ends the group; `lost(life, why)`: a switch is; `is_alive`:
-        whether a rank that the switch calls gone is there, and in the group."""
+        whether a rank that the switch calls gone is there, and in the group. capacity: bytes of tensor a second through
+        this switch as they are known now, asked every _WATCH_S; the lowest rank's is told to the switch."""
         self._stream.settimeout(None)
-        for target, arguments in ((self._listen, (lost,)), (self._watch, (native, fail, lost, is_alive))):
+        watch = (native, fail, lost, is_alive, capacity)
+        for target, arguments in ((self._listen, (lost,)), (self._watch, watch)):
             threading.Thread(target=target, args=arguments, name="netfold-membership", daemon=True).start()
 
     def give_up(self) -> None:
@@ -273,6 +276,7 @@ class Membership:
         fail: Callable[[str, int, str], None],
         lost: Callable[[int, str], None],
         is_alive: Callable[[int], bool],
+        capacity: Callable[[], float | None],
     ) -> None:
         watch = SwitchWatch(self.rank, time.monotonic())
         open_question: tuple[int, Ask] | None = None
@@ -284,6 +288,7 @@ class Membership:
                     del self._answers[open_question[0]]
                     watch.answer(ranks if open_question[1].chunk is not None else None)
                     open_question = None
+            bytes_per_s = capacity()
             traffic = native.traffic()
             operates = traffic is not None and traffic["life"] == self.life
             if operates and traffic["trouble"]:
@@ -300,7 +305,13 @@ class Membership:
                 open_question = serial, action
                 with self._answered:
                     self._answers[serial] = None
-                about = {"type": "alive"} if action.chunk is None else {"type": "missing", "chunk": action.chunk}
+                about: control.Message
+                if action.chunk is not None:
+                    about = {"type": "missing", "chunk": action.chunk}
+                elif bytes_per_s is not None and self.rank == self.workers[0]:
+                    about = {"type": "alive", "bytes_per_s": bytes_per_s}
+                else:
+                    about = {"type": "alive"}
                 with contextlib.suppress(OSError):  # then no answer comes, which the watch sees
                     self._send({**about, "serial": serial})
             gone = [rank for rank in watch.missing if rank in self._left and not is_alive(rank)]

@@ -92,9 +92,10 @@ class Recovery:
         job: bytes,
         rejoin_s: float,
         table: ChoiceTable,
+        capacity: Callable[[], float | None],
     ) -> None:
         """membership: attached, as switch `number`. job: what only this group's ranks know, of this switch alone.
-        table: in force while there is no switch."""
+        table: in force while there is no switch. capacity: as in Membership.listen."""
         self._ward = ward
         self._native = ward.native
         self._uplink = ward.native.shard(number)
@@ -106,6 +107,7 @@ class Recovery:
         self._way: WayUp | None = None
         self._job = job
         self._rejoin_s = rejoin_s
+        self._capacity = capacity
         self._without = f"all_reduce goes by {_spoken(table)}"
         self._lock = threading.Lock()
         self._memberships = {membership.life: membership}
@@ -123,7 +125,7 @@ class Recovery:
             "silent": lambda _, __: ({"type": "silent", "ranks": self._machine.silent()}, None),
         }
         ward.questions.update({self._of_switch(kind): answer for kind, answer in questions.items()})
-        membership.listen(self._uplink, self._fail, self.lose, ward.is_well)
+        membership.listen(self._uplink, self._fail, self.lose, ward.is_well, capacity)
 
     @property
     def state(self) -> str:
@@ -188,7 +190,7 @@ class Recovery:
         membership, self._joined = self._joined, None
         assert membership is not None and membership.life == life, "only what was joined last stands by"
         membership.stand_by(self._uplink)
-        membership.listen(self._uplink, self._fail, self.lose, self._ward.is_well)
+        membership.listen(self._uplink, self._fail, self.lose, self._ward.is_well, self._capacity)
 
     def promise(self, life: int) -> bool:
         return bool(self._uplink.promise(life))

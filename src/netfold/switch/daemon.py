@@ -250,6 +250,8 @@ class Switch:
                 elif kind == "missing":
                     self._on_missing(job, member, message)
                 elif kind == "alive":
+                    if "bytes_per_s" in message:
+                        job.hear_capacity(member, message["bytes_per_s"])
                     await self._tell(member, {"type": "alive", "serial": message.get("serial")})
                 elif kind == "left" and member.child.switch is not None:
                     if message.get("rank") not in member.ranks:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from netfold import packet_keys
+from netfold import control, packet_keys
 from netfold._native.aggregator import Plane
 from netfold.data_path import ReceiveBuffer, without_strict
 from netfold.switch.parent import Link
 from netfold.switch.tokens import Tenant
 from netfold.switch.tree import Child, Place
+
+# A worker that says more is wrong about its switch.
+MAX_BYTES_PER_S = 1e15
 
 
 class RefusedError(Exception):
@@ -76,6 +79,8 @@ class Job:
     memory_bytes: int = 0
     slots: int = 0
     timer: asyncio.TimerHandle | None = None
+    # Of tensor through this switch, as its lowest rank says; None where that does not know. It is shown, and no more.
+    capacity_bytes_per_s: float | None = None
 
     @property
     def size(self) -> int:
@@ -111,6 +116,14 @@ class Job:
 
     def ranks_of(self, child: Child) -> tuple[int, ...]:
         return tuple(self.ranks[worker] for worker in child.workers)
+
+    def hear_capacity(self, member: Member, said: object) -> None:
+        """Take what `member` says of this switch's rate; ProtocolError where it has no say, or `said` is no rate."""
+        if member.child.switch is not None or member.rank != min(self.ranks):
+            raise control.ProtocolError(f"bytes_per_s from {member.who}, and only the job's lowest rank says it")
+        if not isinstance(said, (int, float)) or isinstance(said, bool) or not 0 <= said <= MAX_BYTES_PER_S:
+            raise control.ProtocolError(f"alive with bytes_per_s {str(said)[:80]!r}")
+        self.capacity_bytes_per_s = float(said)
 
     def keys(self, epoch: int) -> tuple[list[bytes], bytes] | None:
         """Of its packets in this epoch, a worker each and the answers', None where they carry no tags."""

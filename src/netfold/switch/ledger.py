@@ -185,6 +185,7 @@ def _job_status(job: Job, counters: dict[str, Any]) -> dict[str, Any]:
         "fabric": None if job.fabric is None else job.fabric["provider"],
         "age_s": time.monotonic() - job.created,
         "memory_bytes": job.memory_bytes,
+        "capacity_bytes_per_s": job.capacity_bytes_per_s,
         "retransmissions": retransmissions(counters),
         "counters": counters,
         "ranks": [

@@ -119,6 +119,7 @@ def jobs_text(jobs: list[dict[str, Any]]) -> bytes:
     memory = _Family("gauge", "memory_granted_bytes", "Memory granted for slots.")
     slots = _Family("gauge", "slots", "Slots granted.")
     collecting = _Family("gauge", "slots_collecting", "Slots that wait for some of the workers.")
+    capacity = _Family("gauge", "capacity_bytes_per_second", "Of tensor through this switch, as the job measured it.")
     goodput = _Family("counter", "goodput_bytes", "Bytes of results, without padding.")
     packets = _Family("counter", "packets", "Packets handled, by kind.")
     drops = _Family("counter", "drops", "Packets that changed nothing, by reason.")
@@ -133,6 +134,8 @@ def jobs_text(jobs: list[dict[str, Any]]) -> bytes:
         memory.add(labels, job["memory_bytes"])
         slots.add(labels, counters["slots"])
         collecting.add(labels, counters["slots_collecting"])
+        if job["capacity_bytes_per_s"] is not None:
+            capacity.add(labels, job["capacity_bytes_per_s"])
         goodput.add(labels, counters["result_bytes"])
         again.add(labels, job["retransmissions"])
         sums_again.add(labels, counters["sums_again"])
@@ -145,5 +148,5 @@ def jobs_text(jobs: list[dict[str, Any]]) -> bytes:
             lag.add(rank, member["arrivals"], "_count")
             lag.add(rank, member["lag_s"], "_sum")
             last.add(rank, member["last"])
-    families = (workers, memory, slots, collecting, goodput, packets, drops, again, sums_again, lag, last)
+    families = (workers, memory, slots, collecting, capacity, goodput, packets, drops, again, sums_again, lag, last)
     return "".join(f"{line}\n" for family in families for line in family.lines).encode()

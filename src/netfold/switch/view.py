@@ -41,7 +41,7 @@ def show(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType:
     if not now["jobs"]:
         return headline
     table = Table(box=None)
-    for name in ("job", "name", "workers", "MiB", "Mbit/s", "busy slots", "again", "dropped", "latest rank"):
+    for name in ("job", "name", "workers", "MiB", "Mbit/s", "at most", "busy slots", "again", "dropped", "latest rank"):
         table.add_column(name, justify="left" if name in ("job", "name", "latest rank") else "right", no_wrap=True)
     earlier = {} if before is None else {job["id"]: job for job in before["jobs"]}
     for job in now["jobs"]:
@@ -71,12 +71,14 @@ def _row(job: dict[str, Any], earlier: dict[str, Any] | None) -> list[str]:
     seconds = job["age_s"] - (earlier["age_s"] if earlier else 0.0)
     done = counters["result_bytes"] - (earlier["counters"]["result_bytes"] if earlier else 0)
     busy = f"{counters['slots_collecting']}/{counters['slots']}" if counters["slots"] else "-"
+    capacity = job["capacity_bytes_per_s"]
     return [
         job["id"],
         escape(job["name"]),
         str(job["size"]) if job["state"] == "running" else f"{job['joined']} of {job['size']}",
         f"{job['memory_bytes'] / 2**20:.1f}",
         f"{done * 8e-6 / seconds:.0f}" if seconds > 0 else "-",
+        "-" if capacity is None else f"{capacity * 8e-6:.0f}",
         busy,
         str(job["retransmissions"]),
         str(sum(counters["drops"].values())),
