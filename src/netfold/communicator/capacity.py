@@ -12,9 +12,11 @@ only a beginning: operations correct it (native/collective/shares.hpp).
 from __future__ import annotations
 
 import json
+import logging
+import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +24,14 @@ import numpy as np
 from netfold._native import shares
 from netfold.plan import ChoiceTable, Links, ring_bytes_per_s
 
+log = logging.getLogger("netfold")
+
 # All of it, in seconds; the first size, and what the next may be in terms of the last, which says how long that takes.
 BUDGET_S = 0.05
+# So much longer, and it is given up: a switch that pauses, or a path that is too slow to be of use.
+DEADLINE_S = 2.0
+# An operation goes over all switches from so many bytes for each (native/collective/sharded.hpp); else over one.
+_LEAST_PART_BYTES = 64 << 10
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 32 << 10, 4 << 20, 4
 _WARM_UP_BYTES = 4 << 10
 KEPT_S = 3600.0
@@ -46,43 +54,94 @@ def remember(hosts: frozenset[str], switch: str, rates: tuple[float, ...]) -> No
     _known[hosts, switch] = rates, time.monotonic()
 
 
-def measure(run: Run, switches: int) -> tuple[float, ...]:
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement found, the same on every rank."""
+
+    rates: tuple[float, ...] = ()
+    """Bytes of tensor a second that each switch gives back; empty where it was given up."""
+    why_not: str = ""
+    """Why it was given up."""
+
+
+def measure(run: Run, switches: int, *, budget_s: float = BUDGET_S, lost: Callable[[], str] = lambda: "") -> Measured:
     """Bytes of tensor a second that each of `switches` gives back. Every rank calls it, and gets the same.
 
-    Costs about BUDGET_S, more where the path is so slow that the first size takes longer.
+    Costs about budget_s, more where the path is so slow that the first size takes longer. It is given up once it has
+    taken DEADLINE_S and budget_s, or would with the next size, and where `lost` says on any rank that a switch is gone:
+    an operation that went another way says nothing of a switch. A rank that is late costs none of that time.
     """
-    _timed(run, _WARM_UP_BYTES)
-    size, left_s = _FIRST_BYTES, BUDGET_S
-    took_s = _timed(run, size)
-    rate = size / took_s
-    while True:
-        left_s -= took_s
-        larger = min(size * _GROWTH, _MOST_BYTES)
-        if larger == size or took_s * larger / size > left_s:
-            return (rate / switches,) * switches
-        larger_s = _timed(run, larger)
-        # A line through the last two, where there is one: what comes before the first byte is no rate.
-        rate = (larger - size) / (larger_s - took_s) if larger_s > 1.5 * took_s else larger / larger_s
-        size, took_s = larger, larger_s
+    clock = _Clock(run, lost, DEADLINE_S + budget_s)
+    try:
+        first = max(_FIRST_BYTES, switches * _LEAST_PART_BYTES)
+        clock.expect(first / _WARM_UP_BYTES * clock.time(_WARM_UP_BYTES), first)
+        size, left_s = first, budget_s
+        took_s = clock.time(size)
+        rate = size / took_s
+        while True:
+            left_s -= took_s
+            larger = min(size * _GROWTH, _MOST_BYTES)
+            if larger <= size or took_s * larger / size > left_s:
+                break
+            larger_s = clock.time(larger)
+            # A line through the last two, where there is one: what comes before the first byte is no rate.
+            rate = (larger - size) / (larger_s - took_s) if larger_s > 1.5 * took_s else larger / larger_s
+            size, took_s = larger, larger_s
+    except _GivenUpError as reason:
+        return Measured(why_not=str(reason))
+    return Measured((rate / switches,) * switches)
 
 
-def _timed(run: Run, size: int) -> float:
-    """Seconds of an all_reduce of so many bytes, of the rank that waited least."""
-    values = np.zeros(size // 4, np.int32)
-    began = time.perf_counter()
-    run("all_reduce", "i32", "sum", values)
-    took = np.array([time.perf_counter() - began])
-    run("all_reduce", "f64", "min", took)
-    return float(took[0])
+class _GivenUpError(Exception):
+    """Raised on every rank at once."""
+
+
+class _Clock:
+    """Times operations, and gives up on every rank alike: by what all of them agreed on after each."""
+
+    def __init__(self, run: Run, lost: Callable[[], str], deadline_s: float) -> None:
+        self._run, self._lost = run, lost
+        self._deadline_s = self._left_s = deadline_s
+
+    def time(self, size: int) -> float:
+        """Seconds of an all_reduce of so many bytes, of the rank that waited least."""
+        values = np.zeros(size // 4, np.int32)
+        began = time.perf_counter()
+        self._run("all_reduce", "i32", "sum", values)
+        lost = self._lost()
+        said = np.array([time.perf_counter() - began, 0.0 if lost else 1.0])
+        self._run("all_reduce", "f64", "min", said)
+        took_s, is_whole = float(said[0]), bool(said[1])
+        if not is_whole:
+            raise _GivenUpError(lost or "another rank has lost a switch")
+        self._left_s -= took_s
+        self.expect(0.0, size)
+        return took_s
+
+    def expect(self, seconds: float, size: int) -> None:
+        if not seconds <= self._left_s:
+            slow = f"{size} bytes would take {seconds:.3g} s" if seconds > 0 else f"it took longer with {size} bytes"
+            raise _GivenUpError(f"{slow}, and it may take {self._deadline_s:.3g} s in all")
 
 
 def agree(
-    run: Run, rank: int, links: Links, build: Callable[[Links], ChoiceTable], hosts: frozenset[str], switch: str
+    run: Run,
+    rank: int,
+    links: Links,
+    build: Callable[[Links], ChoiceTable],
+    hosts: frozenset[str],
+    switch: str,
+    lost: Callable[[], str],
 ) -> tuple[ChoiceTable, Links]:
-    """Measure the switches; rank 0 decides by what that says, and every rank returns what it decided."""
-    links = replace(links, switches=measure(run, switch.count(",") + 1))
+    """Measure the switches; rank 0 decides by what that says, and every rank returns what it decided.
+
+    lost: as in `measure`. Where nothing usable was measured, rank 0 logs why, each switch is taken for a host with a
+    link like a rank's, and nothing is kept for the next group.
+    """
+    found = measure(run, switch.count(",") + 1, lost=lost)
     said = np.zeros(0, np.uint8)
     if rank == 0:
+        links = replace(links, switches=_usable(found, links, switch))
         text = json.dumps({"table": build(links).to_json(), "links": links.to_json()}).encode()
         said = np.frombuffer(text, np.uint8).copy()
     size = np.array([len(said)], np.int64)
@@ -92,8 +151,26 @@ def agree(
     run("broadcast", "u8", "sum", said)
     parts = json.loads(said.tobytes())
     table, links = ChoiceTable.from_json(parts["table"]), Links.from_json(parts["links"])
-    remember(hosts, switch, links.switches)
+    if links.switches:
+        remember(hosts, switch, links.switches)
     return table, links
+
+
+def _usable(found: Measured, links: Links, switch: str) -> tuple[float, ...]:
+    """The rates, a rank's link at most, beyond which no rank can see; empty, with a line in the log, for no rates."""
+    why_not = found.why_not
+    if not why_not and not all(math.isfinite(rate) and rate > 0 for rate in found.rates):
+        why_not = f"{', '.join(f'{rate:g}' for rate in found.rates)} bytes a second is no rate"
+    if not why_not:
+        return tuple(min(rate, links.network.bytes_per_s) for rate in found.rates)
+    named = ", ".join(each.strip().partition("#")[0] for each in switch.split(","))
+    log.warning(
+        "rank 0: what the switch at %s takes was not measured: %s. It is taken for a host with a link like a rank's, "
+        "until operations show otherwise",
+        named,
+        why_not,
+    )
+    return ()
 
 
 def shares_of(links: Links, workers: int, switches: int, *, fixed: bool) -> Any:

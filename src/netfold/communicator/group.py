@@ -269,7 +269,9 @@ class Group:
             run = functools.partial(self._run_once, deadline)
             try:
                 if measures and not self.links.switches:
-                    self.table, self.links = capacity.agree(run, rank, self.links, build, ends, job.switch)
+                    self.table, self.links = capacity.agree(
+                        run, rank, self.links, build, ends, job.switch, self.lost_switches
+                    )
                     self._native.set_table(_native_rows(self.table), self.table.hash16)
                 if self.recoveries:
                     found = capacity.shares_of(self.links, len(workers), len(switches), fixed=not job.probe)
@@ -364,6 +366,10 @@ class Group:
         left_s = max(0.1, deadline - time.monotonic())
         output = (region(array),)
         self.wait(self.submit(kind, dtype=dtype, reduce=reduce, outputs=output, timeout_s=left_s, wait_here=True))
+
+    def lost_switches(self) -> str:
+        """Which switches do not do this rank's operations now, in words; empty where all do."""
+        return "; ".join(recovery.state for recovery in self.recoveries if recovery.state)
 
     @property
     def shares(self) -> Any:
