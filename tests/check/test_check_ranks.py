@@ -57,6 +57,46 @@ def test_every_rank_sees_every_link_and_the_switch() -> None:
     assert gathered.facts[1].environment["NETFOLD_JOIN_TOKEN"] == "set"
 
 
+def _measure(rank: int, size: int, folder: str, endpoint: str) -> object:
+    os.environ["NETFOLD_SWITCH"] = endpoint
+    from netfold.check import advise, check_ranks
+    from netfold.communicator import Communicator, Options
+    from netfold.communicator.store import FileStore
+
+    options = Options(switch="", transport="tcp", algorithm="ring")
+    with Communicator(FileStore(f"{folder}/store"), rank, size, options=options) as communicator:
+        gathered = check_ranks(communicator, Path(folder), capacity=True)
+        return gathered.capacities, [finding.where for finding in advise(gathered)]
+
+
+def test_what_each_switch_takes_is_measured_by_itself_and_nothing_is_held_afterwards() -> None:
+    with running_switch() as first, running_switch() as second:
+        endpoints = [first.endpoint, second.endpoint]
+        found = values(run_ranks(_measure, 3, ",".join(endpoints)))
+        for switch in (first, second):
+            assert len(switch.wait_for("event=closed")) == 1
+            assert len(switch.wait_for("event=started .*workers=3")) == 1
+            assert ask_room(switch.endpoint, token_file=None, rank=0, timeout_s=5).jobs == 64
+    assert all(each == found[0] for each in found)
+    capacities, notes = found[0]
+    assert [each.endpoint for each in capacities] == endpoints
+    assert all(each.bytes_per_s > 1e3 and not each.error for each in capacities)
+    assert notes == [f"switch {first.endpoint}, switch {second.endpoint}"]
+
+
+def test_a_switch_that_does_not_answer_is_not_measured() -> None:
+    found = values(run_ranks(_measure, 3, "127.0.0.1:9"))
+    assert all(list(capacities) == [] for capacities, _ in found)
+
+
+def test_a_switch_that_refuses_the_measurement_is_told_of_on_every_rank() -> None:
+    with running_switch("--max-workers", "2") as switch:
+        found = values(run_ranks(_measure, 3, switch.endpoint))
+    assert all(each == found[0] for each in found)
+    ((capacity,), notes) = found[0]
+    assert "a job has at most 2 workers here" in capacity.error and notes == []
+
+
 def test_a_fabric_that_this_host_has_not_is_found_before_the_job() -> None:
     environment = {**os.environ, "NETFOLD_TRANSPORT": "fabric:nosuch"}
     run = run_command("doctor", "check", "--json", env=environment)

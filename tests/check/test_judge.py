@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from netfold.check import Facts, Gathered, Level, PairLink, judge
+from netfold.check import Capacity, Facts, Gathered, Level, PairLink, advise, judge
 from netfold.check.facts import SwitchRoom
 from netfold.check.links import rounds
 
@@ -38,7 +38,7 @@ def hosts(count: int, **changes: dict[int, Any]) -> Gathered:
         own = {name: by[rank] for name, by in changes.items() if rank in by}
         facts.append(replace(WELL, rank=rank, host="abcdefgh"[rank], boot=str(rank), **own))
     links = [PairLink(i, j, 50e-6, GIGABIT, GIGABIT, 0.0) for i in range(count) for j in range(i + 1, count)]
-    return Gathered(facts, links, list(range(count)), [""] * count)
+    return Gathered(facts, links, list(range(count)), [""] * count, link_bytes_per_s=GIGABIT)
 
 
 def relinked(gathered: Gathered, change: Any) -> Gathered:
@@ -202,3 +202,37 @@ def test_in_a_tournament_everybody_meets_everybody_once() -> None:
         for partners in rounds(players):
             assert all(partners[other] == one for one, other in partners.items())
     assert len(rounds(100)) == 31
+
+
+def noted(gathered: Gathered) -> tuple[str, str]:
+    (finding,) = advise(gathered)
+    assert finding.level is Level.NOTE and judge(gathered) == []
+    return finding.what, finding.todo
+
+
+def test_without_a_switch_a_spare_host_is_offered_at_what_the_formulas_say() -> None:
+    what, todo = noted(hosts(8))
+    # n/b over 1/8 + (1 - 1/8) 8/14 of it each, where a ring takes 14/8.
+    assert "(1000 Mbit/s)" in what and "91% of a ring's time, 20% through it" in what
+    assert "NETFOLD_SWITCH" in todo
+    assert list(advise(hosts(2))) == [] and list(advise(replace(hosts(8), link_bytes_per_s=0.0))) == []
+
+
+def test_a_switch_is_worth_what_its_link_is_and_one_more_like_it_is_offered() -> None:
+    def measured(*of_link: float) -> Gathered:
+        return replace(hosts(8), capacities=[Capacity(f"s:{c}", GIGABIT * c / 8) for c in of_link])
+
+    what, todo = noted(measured(4))
+    assert "c = 4 of a host's link" in what and "73% of a ring's time, 64% through the switch" in what
+    assert todo == "one more like it: 79% of the time now"
+    what, todo = noted(measured(1, 2))
+    assert "c = 1, 2 of a host's link" in what and todo == "one more like it: 87% of the time now"
+    what, todo = noted(measured(8))
+    assert "57% of a ring's time, 100% through the switch" in what and todo == "one more would buy nothing"
+
+
+def test_a_switch_that_could_not_be_measured_warns_and_is_worth_nothing_known() -> None:
+    gathered = replace(hosts(4), capacities=[Capacity("s:1", 5.0), Capacity("s:2", error="it is gone")])
+    (finding,) = judge(gathered)
+    assert finding.level is Level.WARN and finding.where == "switch s:2" and "it is gone" in finding.what
+    assert list(advise(gathered)) == []

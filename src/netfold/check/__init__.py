@@ -1,12 +1,16 @@
 """Before a job: what is wrong with its hosts, its links and its switch, and what to do about it.
 
-`facts` is what one rank knows of its own host; `links` is what pairs of ranks measure; `gather` brings both together
-over a Communicator, or for this host alone; `judge` makes findings of them, a pure function; `show` prints them.
-May use: communicator, and control's names. Nothing imports it but train and cli.
-Always: it changes nothing, holds nothing on a switch, and ends in bounded time; a secret's value is never a fact.
+`facts` is what one rank knows of its own host; `links` is what pairs of ranks measure, `capacity` what all measure of a
+switch; `gather` brings these together over a Communicator, or for this host alone; `judge` makes findings of them, and
+`advice` says what switches are worth, pure functions; `show` prints them.
+May use: communicator, plan's formulas, and control's names. Nothing imports it but train and cli.
+Always: it changes nothing, holds nothing on a switch once it has ended, and ends in bounded time; a secret's value is
+never a fact.
 Tested by `pytest tests/check`.
 """
 
+from netfold.check.advice import advise
+from netfold.check.capacity import Capacity
 from netfold.check.facts import Facts, facts_here
 from netfold.check.gather import Gathered, check_alone, check_ranks
 from netfold.check.judge import Finding, Level, judge
@@ -14,11 +18,13 @@ from netfold.check.links import PairLink
 from netfold.check.show import failed, show
 
 __all__ = [
+    "Capacity",
     "Facts",
     "Finding",
     "Gathered",
     "Level",
     "PairLink",
+    "advise",
     "check_alone",
     "check_ranks",
     "facts_here",

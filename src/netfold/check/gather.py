@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from netfold.check.capacity import Capacity, agreed, measure_switches
 from netfold.check.facts import Facts, facts_here
 from netfold.check.links import PairLink, measure_links
 from netfold.communicator import Communicator
@@ -26,6 +27,10 @@ class Gathered:
     """By rank, which ranks share memory: the same number."""
     reached: Sequence[str]
     """By rank, over which interface it reaches which others."""
+    capacities: Sequence[Capacity] = ()
+    """Of each switch, where that was measured."""
+    link_bytes_per_s: float = 0.0
+    """Of a host's link, by which a job chooses its algorithms; 0 where it was not measured."""
 
 
 def check_alone(folder: Path | None = None) -> Gathered:
@@ -33,18 +38,27 @@ def check_alone(folder: Path | None = None) -> Gathered:
     return Gathered([facts_here(folder=folder)], [], [0], [""])
 
 
-def check_ranks(communicator: Communicator, folder: Path | None = None) -> Gathered:
+def check_ranks(communicator: Communicator, folder: Path | None = None, *, capacity: bool = False) -> Gathered:
     """All ranks of a group, the same on every one. Collective; well below a second on one host, and about as many
-    quarters of a second as there are hosts. A rank that does not come is named by the group's own errors."""
+    quarters of a second as there are hosts. A rank that does not come is named by the group's own errors. capacity:
+    measure, too, what the switches take, which joins each of them for a moment."""
     own = facts_here(communicator.rank, folder=folder)
     facts = [Facts.from_json(text) for text in _exchange(communicator, own.to_json())]
     nodes = list(communicator.group.nodes)
     players = [rank for rank, node in enumerate(nodes) if node not in nodes[:rank]]
     links = measure_links(communicator, players) if len(players) > 1 else []
-    said = {"links": [asdict(link) for link in links], "reached": "; ".join(communicator.group.interfaces)}
+    capacities = measure_switches(communicator, facts) if capacity else []
+    said = {
+        "links": [asdict(link) for link in links],
+        "reached": "; ".join(communicator.group.interfaces),
+        "capacities": [asdict(each) for each in capacities],
+    }
     answers = [json.loads(text) for text in _exchange(communicator, json.dumps(said).encode())]
     found = sorted((PairLink(**link) for answer in answers for link in answer["links"]), key=lambda x: (x.one, x.other))
-    return Gathered(facts, found, nodes, [answer["reached"] for answer in answers])
+    measured = agreed([[Capacity(**each) for each in answer["capacities"]] for answer in answers])
+    link = communicator.group.links
+    rate = link.network.bytes_per_s if link.measured else 0.0
+    return Gathered(facts, found, nodes, [answer["reached"] for answer in answers], measured, rate)
 
 
 def _exchange(communicator: Communicator, text: bytes) -> list[bytes]:

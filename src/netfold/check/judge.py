@@ -37,6 +37,7 @@ _Way: TypeAlias = "tuple[float, int, int]"
 class Level(Enum):
     FAIL = "fails"
     WARN = "warns"
+    NOTE = "notes"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Finding:
     """Something that is not as it should be."""
 
     level: Level
-    """FAIL: the job will not run. WARN: it will, worse."""
+    """FAIL: the job will not run. WARN: it will, worse. NOTE: nothing is wrong, and this is worth knowing."""
     where: str
     what: str
     todo: str
@@ -65,6 +66,7 @@ def judge(gathered: Gathered) -> list[Finding]:
             _cores,
             _fabrics,
             _switches,
+            _capacities,
         )
         for finding in rule(gathered)
     ]
@@ -194,6 +196,13 @@ def _switches(gathered: Gathered) -> Iterator[Finding]:
         what, _, todo = ReceiveBuffer(room.buffer_bytes, room.window_bytes).cut(workers).partition(": ")
         if what:
             yield Finding(Level.WARN, f"switch {endpoint}", what, todo)
+
+
+def _capacities(gathered: Gathered) -> Iterator[Finding]:
+    for each in gathered.capacities:
+        if each.error:
+            what = f"what it takes could not be measured: {each.error}"
+            yield Finding(Level.WARN, f"switch {each.endpoint}", what, "see its log, and that of rank 0")
 
 
 def _links(gathered: Gathered) -> Iterator[Finding]:

@@ -11,6 +11,8 @@ from netfold.check.gather import Gathered
 from netfold.check.judge import Finding, Level
 from netfold.check.words import by_host, listed, rate_of, size
 
+_COLOURS = {Level.FAIL: "red", Level.WARN: "yellow", Level.NOTE: "green"}
+
 
 def failed(findings: Sequence[Finding]) -> bool:
     return any(finding.level is Level.FAIL for finding in findings)
@@ -41,11 +43,16 @@ def show(console: Console, gathered: Gathered, findings: Sequence[Finding]) -> N
             has = f"{room.jobs} jobs, {room.workers} workers, {size(room.memory_bytes)}"
             udp = ", and UDP does not pass" if room.udp_error else ""
             console.print(f"switch {room.endpoint}: room for {has}{udp}", highlight=False)
-    if not findings:
+    for each in gathered.capacities:
+        if not each.error:
+            rate = rate_of(each.bytes_per_s)
+            console.print(f"switch {each.endpoint}: gives back {rate} while all hosts send", highlight=False)
+    if all(finding.level is Level.NOTE for finding in findings):
         console.print("nothing is wrong", style="green")
+    if not findings:
         return
     wrong = Table("", "where", "what", "what to do", box=None, show_lines=False)
     for finding in findings:
-        colour = "red" if finding.level is Level.FAIL else "yellow"
+        colour = _COLOURS[finding.level]
         wrong.add_row(f"[{colour}]{finding.level.value}[/]", finding.where, finding.what, finding.todo)
     console.print(wrong)

@@ -66,28 +66,29 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Facts and findings as JSON.")] = False,
 ) -> None:
     """Before a job: this host, or under a launcher (torchrun, srun, mpirun) every rank's host, the links between them
-    and the switch of NETFOLD_SWITCH; what is wrong and what to do. Exit code 1 where the job would fail."""
+    and the switches of NETFOLD_SWITCH, with what they and one more are worth; what is wrong and what to do. Exit code 1
+    where the job would fail."""
     import json
     from dataclasses import asdict
 
     from rich.console import Console
 
-    from netfold.check import check_alone, check_ranks, failed, judge, show
+    from netfold.check import advise, check_alone, check_ranks, failed, judge, show
     from netfold.communicator import Communicator, Options, launchers
     from netfold.communicator.errors import NetfoldError
 
-    # The links are what is measured: the switch is asked, and not joined.
+    # Links are what is measured first; each switch is joined by itself, for a moment, where it has room.
     own: dict[str, Any] = {"options": Options(switch=""), "timeout_s": timeout, "join_timeout_s": timeout}
     try:
         if launchers.is_launched():
             with Communicator.from_environment(**own) as communicator:
-                gathered, rank = check_ranks(communicator, folder), communicator.rank
+                gathered, rank = check_ranks(communicator, folder, capacity=True), communicator.rank
         else:
             gathered, rank = check_alone(folder), 0
     except (NetfoldError, ValueError) as error:
         typer.echo(f"netfold doctor check: {error}", err=True)
         raise typer.Exit(FOUND) from None
-    findings = judge(gathered)
+    findings = [*judge(gathered), *advise(gathered)]
     if rank == 0 and as_json:
         told = [{**asdict(finding), "level": finding.level.value} for finding in findings]
         typer.echo(json.dumps({**asdict(gathered), "findings": told}))

@@ -1,0 +1,53 @@
+"""What a job's switches are worth to it, and what one more would buy: a pure function, by the cost model's formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from netfold.check.gather import Gathered
+from netfold.check.judge import Finding, Level
+from netfold.check.words import rate_of
+from netfold.plan import DEFAULT_LINKS, Topology, ring_bytes_per_s
+from netfold.plan.cost import Case, split_rate, switch_part
+
+# Of the time now: one that gains less buys nothing that anybody would see.
+_WORTH = 0.97
+
+
+def advise(gathered: Gathered) -> Iterator[Finding]:
+    """What the switches are worth to a large all_reduce, and what one more would be, by the cost model's formulas.
+
+    Nothing where the link was not measured, or with fewer than three hosts: each of two sends as much round a ring as
+    through a switch.
+    """
+    hosts = len(set(gathered.nodes))
+    link = gathered.link_bytes_per_s
+    if hosts < 3 or link == 0 or any(each.error for each in gathered.capacities):
+        return
+    network = replace(DEFAULT_LINKS.network, bytes_per_s=link)
+    rates = tuple(each.bytes_per_s for each in gathered.capacities)
+
+    def case(switches: int, rates: tuple[float, ...]) -> Case:
+        links = replace(DEFAULT_LINKS, network=network, switches=rates)
+        return Case(0, Topology.apart(hosts), links, switches)
+
+    ring = ring_bytes_per_s(hosts, link)
+    if not rates:
+        spare = case(1, ())
+        what = (
+            f"one spare host behind a link like the others' ({rate_of(link)}) as a switch: a large all_reduce of "
+            f"{hosts} hosts would take {ring / split_rate(spare):.0%} of a ring's time, {switch_part(spare):.0%} "
+            "through it"
+        )
+        yield Finding(Level.NOTE, "no switch", what, "`netfold switch` there, and its address in NETFOLD_SWITCH")
+        return
+    now, more = case(len(rates), rates), case(len(rates) + 1, (*rates, max(rates)))
+    of_link = ", ".join(f"{rate * hosts / link:.2g}" for rate in rates)
+    what = (
+        f"c = {of_link} of a host's link ({rate_of(link)}): a large all_reduce of {hosts} hosts takes "
+        f"{ring / split_rate(now):.0%} of a ring's time, {switch_part(now):.0%} through the switch"
+    )
+    gain = split_rate(now) / split_rate(more)
+    todo = f"one more like it: {gain:.0%} of the time now" if gain < _WORTH else "one more would buy nothing"
+    yield Finding(Level.NOTE, ", ".join(f"switch {each.endpoint}" for each in gathered.capacities), what, todo)
