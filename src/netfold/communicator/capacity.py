@@ -73,7 +73,7 @@ def measure(run: Run, switches: int, *, budget_s: float = BUDGET_S, lost: Callab
     """
     clock = _Clock(run, lost, DEADLINE_S + budget_s)
     try:
-        first = max(_FIRST_BYTES, switches * _LEAST_PART_BYTES)
+        first = _FIRST_BYTES if switches == 1 else switches * _LEAST_PART_BYTES
         clock.expect(first / _WARM_UP_BYTES * clock.time(_WARM_UP_BYTES), first)
         size, left_s = first, budget_s
         took_s = clock.time(size)
