@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from netfold import Communicator, FileStore, Options
 from netfold._native import shares
 from netfold.communicator import capacity
 from netfold.communicator.capacity import Measured
+from netfold.plan import DEFAULT_LINKS, Topology, build_table
 
 WRONG = "what the switch at 127.0.0.1:"
 
@@ -81,8 +83,10 @@ def test_a_switch_whose_measured_rate_is_a_lie_is_used_as_all_ranks_agree(
 ) -> None:
     rate = LIES[lie]
     with running_switch() as switch, measures(monkeypatch, lambda *_: Measured((rate,))):
-        _, links, ways, _ = all_alike(values(run_threads(chosen, 4, switch.endpoint, timeout_s=90)))
+        table, links, ways, _ = all_alike(values(run_threads(chosen, 4, switch.endpoint, timeout_s=90)))
     assert all(0 < each < 1e13 for way in ways for each in way)
+    if lie != "a byte a day":  # which is no reason to use a switch at all
+        assert table.choose("all_reduce", 4 << 20).algorithm == "split", "which corrects it in use"
     reasons = [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"rank 0: {WRONG}")]
     if 0 < rate < float("inf"):
         assert links.switches == (min(rate, links.network.bytes_per_s),) and not reasons
@@ -228,6 +232,25 @@ def test_a_path_on_which_the_next_size_would_take_too_long_is_given_up_before_it
     found, sizes, took_s = measured(monkeypatch, lambda size: size / 10_000)
     assert found.rates == () and "32768 bytes would take 3.28 s, and it may take 2.05 s in all" in found.why_not
     assert sizes == [4096] and took_s < 0.5
+
+
+def test_a_large_operation_that_was_to_go_through_a_switch_alone_is_split_and_no_other() -> None:
+    network = replace(DEFAULT_LINKS.network, bytes_per_s=23.5e6)
+    links = replace(DEFAULT_LINKS, network=network, switches=(23.5e6,), measured=True)
+    table = build_table(ranks=8, switch="s:1", links=links)
+    assert table.choose("all_reduce", 16 << 20).algorithm == "in_network"
+    learns = capacity.learning(table, 8)
+    below, above = learns.choose("all_reduce", (1 << 20) - 1), learns.choose("all_reduce", 1 << 20)
+    assert (below.algorithm, above.algorithm) == ("in_network", "split")
+    assert above.reason == below.reason + "; by split, which notices where a switch takes less"
+    assert [row for row in learns.rows if row != above] == list(table.rows)
+    assert capacity.learning(table, 2) == table, "between two hosts nothing is split"
+    slow = replace(links, switches=(5e6,))
+    by_parts = build_table(ranks=8, switch="s:1", links=slow)
+    assert capacity.learning(by_parts, 8) == by_parts
+    on_hosts = build_table(ranks=8, switch="s:1", links=links, topology=Topology.even(8, 4))
+    between = capacity.learning(on_hosts, 4).choose("all_reduce", 16 << 20)
+    assert (between.algorithm, between.between) == ("hierarchical", "split")
 
 
 def test_each_of_several_switches_has_a_part_of_every_size_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ class Group:
             )
 
             def build(links: Links, measuring: bool = False) -> ChoiceTable:
-                return build_table(
+                table = build_table(
                     ranks=size,
                     switch=job.switch,
                     algorithm=job.algorithm,
@@ -182,6 +182,7 @@ class Group:
                     links=links,
                     measuring=measuring,
                 )
+                return capacity.learning(table, topology.node_count) if measures and not measuring else table
 
             def build_first(links: Links) -> ChoiceTable:
                 return build(links, measuring=measures and not links.switches)
