@@ -35,6 +35,10 @@ def test_a_host_that_sends_slowly_is_named() -> None:
     rates = [link["there_bytes_per_s"] * 8e-6 for link in said["links"] if link["one"] != 2]
     # The link's 200 Mbit/s, by what passes a bucket of tokens at once a little more.
     assert all(150 < rate < 260 for rate in rates)
+    (capacity,) = said["capacities"]
+    assert not capacity["error"] and 1e6 < capacity["bytes_per_s"] < 4e6, "as much as the slow host sends"
+    (note,) = [each["what"] for each in said["findings"] if each["level"] == "notes"]
+    assert "of a ring's time" in note
 
 
 # Host 1's UDP is dropped, as by a firewall; its TCP passes.
