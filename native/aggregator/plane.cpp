@@ -1,3 +1,5 @@
+#include <pthread.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/timerfd.h>
@@ -8,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <exception>
+#include <numeric>
 #include <stdexcept>
 #include <system_error>
 
@@ -22,7 +25,7 @@ constexpr std::uint32_t kWakeId = 0xffffffff;  // job ids stay below it
 constexpr std::uint64_t kNapId = std::uint64_t{1} << 33;
 // Between two times that all workers are told of a call that does not match.
 constexpr std::int64_t kMismatchNs = 10'000'000;
-constexpr std::size_t kPieces = 2;  // of a packet: what the machine wrote, and its tag, which may be empty
+constexpr std::size_t kPieces = 2;  // of a packet: what the machine wrote, and its tag
 // With a job's id: an event of its socket to the parent.
 constexpr std::uint64_t kParentBit = std::uint64_t{1} << 32;
 
@@ -70,10 +73,36 @@ const std::byte* sealed(seal::Sealer& sealer, std::span<const std::byte> packet,
   return encrypted;
 }
 
+// As long as it lives the calling thread stays on a core, so that memory it touches first is near that; -1: anywhere.
+class OnCore {
+ public:
+  explicit OnCore(int core) : moved_(core >= 0) {
+    if (!moved_) return;
+    pthread_getaffinity_np(pthread_self(), sizeof before_, &before_);
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(static_cast<std::size_t>(core), &one);
+    if (const int error = pthread_setaffinity_np(pthread_self(), sizeof one, &one); error != 0) {
+      throw std::invalid_argument("core " + std::to_string(core) +
+                                  " cannot be used here: " + std::generic_category().message(error));
+    }
+  }
+  ~OnCore() {
+    if (moved_) pthread_setaffinity_np(pthread_self(), sizeof before_, &before_);
+  }
+  OnCore(const OnCore&) = delete;
+  OnCore& operator=(const OnCore&) = delete;
+
+ private:
+  bool moved_;
+  cpu_set_t before_{};
+};
+
 }  // namespace
 
-Plane::Plane()
-    : epoll_(epoll_create1(EPOLL_CLOEXEC)),
+Plane::Plane(const Options& options)
+    : options_(options),
+      epoll_(epoll_create1(EPOLL_CLOEXEC)),
       wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
       nap_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)) {
   if (!epoll_ || !wake_ || !nap_) transport::throw_errno("aggregator: epoll");
@@ -81,6 +110,9 @@ Plane::Plane()
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
   event.data.u64 = kNapId;
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, nap_.get(), &event);
+  if (options.core >= CPU_SETSIZE) throw std::invalid_argument("there is no core " + std::to_string(options.core));
+  // The thread begins where its maker is, and stays.
+  const OnCore maker(options.core);
   thread_ = std::thread([this] { run(); });
 }
 
@@ -229,8 +261,10 @@ void Plane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::Data
 void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
                   const std::optional<ParentKeys>& parent_keys, seal::Security security) {
   // Slots are allocated here, not between two batches of other jobs.
+  const OnCore near(options_.core);
   auto machine = std::make_unique<SwitchJob>(config);
   std::vector<First> firsts(machine->slot_count());
+  std::vector<std::uint32_t> results(machine->slot_count());
   std::vector<std::optional<seal::Sealer>> sealers(config.workers);
   std::optional<seal::Sealer> answer_sealer;
   std::optional<seal::Sealer> sum_sealer;
@@ -274,6 +308,7 @@ void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys
     }
     job.machine = std::move(machine);
     job.firsts = std::move(firsts);
+    job.results = std::move(results);
     for (std::size_t i = 0; i < job.workers.size(); ++i) job.workers[i].sealer = std::move(sealers[i]);
     job.answer_sealer = std::move(answer_sealer);
     job.tags = std::move(tags);
@@ -343,9 +378,11 @@ std::vector<std::uint16_t> Plane::missing(std::uint32_t job_id, std::uint64_t ch
 
 void Plane::run() {
   std::array<epoll_event, 64> events;
+  std::int64_t busy_until_ns = 0;
   while (!stopping_) {
-    const bool at_once = rest();
+    const bool at_once = rest() || (options_.busy_poll_ns > 0 && monotonic_ns() < busy_until_ns);
     const int ready = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), at_once ? 0 : -1);
+    if (ready > 0 && options_.busy_poll_ns > 0) busy_until_ns = monotonic_ns() + options_.busy_poll_ns;
     bool looks = at_once;
     for (int i = 0; i < ready; ++i) {
       const std::uint64_t source = events[static_cast<std::size_t>(i)].data.u64;
@@ -398,15 +435,27 @@ void Plane::serve(std::uint64_t id) {
     // A provider failed. This job's workers see that no result comes, and go on without the switch; other jobs go on.
     ++job.counters.send_errors;
     job.counters.last_send_error = error.what();
-    for (Worker& worker : job.workers) worker.pending.clear();
+    for (Worker& worker : job.workers) {
+      worker.asked.clear();
+      worker.sent = job.results_count;
+    }
   }
 }
 
 void Plane::receive(Job& job) {
-  std::int64_t now_ns = 0;
-  job.port->receive([&](std::span<const std::byte> bytes, transport::Datagrams::Peer source) {
-    if (now_ns == 0) now_ns = monotonic_ns();
-    take(job, bytes, source, now_ns);
+  job.port->receive([&](std::span<const transport::Datagrams::Train> batch) {
+    const std::int64_t now_ns = monotonic_ns();
+    // By worker, those of each in the order that they came in: floats that come in rank order are added at once
+    // (switch_job.hpp). What came in one batch counts as simultaneous anyway.
+    job.order.assign(batch.size(), 0);
+    std::iota(job.order.begin(), job.order.end(), 0);
+    std::stable_sort(job.order.begin(), job.order.end(), [&](std::uint16_t one, std::uint16_t other) {
+      return protocol::worker_of(batch[one].bytes) < protocol::worker_of(batch[other].bytes);
+    });
+    for (const std::uint16_t place : job.order) {
+      transport::for_each_packet(
+          batch[place], [&](std::span<const std::byte> bytes) { take(job, bytes, batch[place].source, now_ns); });
+    }
   });
 }
 
@@ -420,12 +469,12 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagram
   Worker& from = job.workers[header.worker];
   if (!from.is_at(source)) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
-  if (from.sealer) {
+  if (from.sealer) {  // the header is never encrypted, and is covered by the tag
     bytes = opened(*from.sealer, bytes, job.plain);
     if (bytes.empty()) return count_drop(Drop::unauthenticated);
   }
 
-  const SwitchJob::Handled handled = job.machine->handle_packet(bytes);
+  const SwitchJob::Handled handled = job.machine->handle_packet(header, bytes);
   // A copy of what came before, or of what nobody needs any more, is as good a sign of life of the packets around it.
   if (handled.outcome != SwitchJob::Outcome::dropped || handled.drop == Drop::stale ||
       handled.drop == Drop::duplicate) {
@@ -436,14 +485,12 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagram
     case SwitchJob::Outcome::dropped:
       return count_drop(handled.drop);
     case SwitchJob::Outcome::stored:
-      return arrived(job, handled, now_ns);
+      return arrived(job, handled, now_ns, false);
     case SwitchJob::Outcome::completed:
-      arrived(job, handled, now_ns);
-      ++job.counters.last_arrivals[handled.worker];
+      arrived(job, handled, now_ns, true);
       return completed(job, handled.slot);
     case SwitchJob::Outcome::summed:
-      arrived(job, handled, now_ns);
-      ++job.counters.last_arrivals[handled.worker];
+      arrived(job, handled, now_ns, true);
       return job.parent->machine.offer(handled.slot);
     case SwitchJob::Outcome::asked:
       count_drop(Drop::duplicate);  // as far as this switch's own sum is concerned
@@ -454,7 +501,7 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagram
       ++job.counters.answers_again;
       return queue(job, job.workers[handled.worker], handled.slot);
     case SwitchJob::Outcome::mismatch:
-      return tell_mismatch(job, handled, bytes, now_ns);
+      return tell_mismatch(job, handled, protocol::Agreement::of(header), now_ns);
   }
 }
 
@@ -465,12 +512,15 @@ void Plane::completed(Job& job, std::uint32_t slot) {
   }
   ++job.counters.results;
   job.counters.result_bytes += job.machine->agreement(slot).value_bytes();
-  for (Worker& worker : job.workers) queue(job, worker, slot);
+  job.results[job.results_count++ & (job.results.size() - 1)] = slot;
 }
 
 void Plane::receive_from_parent(Job& job) {
-  job.parent->port->receive([&](std::span<const std::byte> bytes, transport::Datagrams::Peer source) {
-    take_from_parent(job, bytes, source);
+  job.parent->port->receive([&](std::span<const transport::Datagrams::Train> batch) {
+    for (const auto& train : batch) {
+      transport::for_each_packet(train,
+                                 [&](std::span<const std::byte> bytes) { take_from_parent(job, bytes, train.source); });
+    }
   });
 }
 
@@ -482,9 +532,11 @@ void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, transpo
     bytes = opened(*job.parent->answer_sealer, bytes, job.plain);
     if (bytes.empty()) return count_drop(Drop::unauthenticated);
   }
-  const SwitchJob::Handled handled = job.machine->handle_parent(bytes);
+  const auto view = protocol::PacketView::parse(bytes);
+  if (!view) return count_drop(Drop::malformed);
+  const protocol::Header header = view->header();
+  const SwitchJob::Handled handled = job.machine->handle_parent(header, bytes);
   if (handled.outcome == SwitchJob::Outcome::dropped) return count_drop(handled.drop);
-  const protocol::Header header = protocol::PacketView::parse(bytes)->header();
   if (handled.outcome == SwitchJob::Outcome::completed) {
     job.parent->machine.handle_result(handled.slot, header.counter);
     completed(job, handled.slot);
@@ -540,12 +592,13 @@ void Plane::flush_sums(Job& job) {
   }
 }
 
-void Plane::arrived(Job& job, const SwitchJob::Handled& handled, std::int64_t now_ns) {
+void Plane::arrived(Job& job, const SwitchJob::Handled& handled, std::int64_t now_ns, bool is_last) {
   ++job.counters.contributions;
   First& first = job.firsts[handled.slot];
   if (first.chunk != handled.chunk) first = {handled.chunk, now_ns};
   ++job.counters.arrivals[handled.worker];
   job.counters.arrival_lag_ns[handled.worker] += static_cast<std::uint64_t>(now_ns - first.ns);
+  if (is_last && now_ns > first.ns) ++job.counters.last_arrivals[handled.worker];
 }
 
 void Plane::hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
@@ -570,21 +623,27 @@ void Plane::hello(Job& job, const protocol::Header& header, std::span<const std:
 }
 
 void Plane::queue(Job& job, Worker& worker, std::uint32_t slot) {
-  if (worker.pending.size() >= job.machine->slot_count()) {
+  if (worker.asked.size() >= job.results.size()) {
     ++job.counters.backlog_dropped;
     return;
   }
-  worker.pending.push_back(slot);
+  worker.asked.push_back(slot);
 }
 
 void Plane::flush(Job& job) {
   if (!job.machine) return;
-  const std::size_t tag_bytes = job.authenticated ? seal::kTagBytes : 0;
-  const std::size_t packet_bytes = job.machine->packet_bytes() + tag_bytes;
+  const std::size_t packet_bytes = job.machine->packet_bytes() + (job.authenticated ? seal::kTagBytes : 0);
   const std::size_t per_run = transport::UdpSocket::packets_per_message(packet_bytes);
+  const std::size_t per_packet = job.authenticated ? kPieces : 1;
   std::array<transport::Datagrams::Run, transport::UdpSocket::kMessagesPerCall> runs;
   std::array<Worker*, transport::UdpSocket::kMessagesPerCall> owners;
-  job.pieces.resize(runs.size() * per_run * kPieces);
+  job.pieces.resize(runs.size() * per_run * per_packet);
+  for (Worker& worker : job.workers) {
+    const std::uint64_t waiting = job.results_count - worker.sent;
+    if (waiting <= job.results.size()) continue;
+    job.counters.backlog_dropped += waiting - job.results.size();
+    worker.sent = job.results_count - job.results.size();
+  }
   bool blocked = false;
   for (bool more = true; more && !blocked;) {
     more = false;
@@ -592,22 +651,28 @@ void Plane::flush(Job& job) {
     for (std::size_t next = 0; next < job.workers.size() && !blocked;) {
       std::size_t count = 0;
       std::size_t packets = 0;
+      const Worker* before = nullptr;  // whose run has the same results as the next worker's, as most have
       for (; next < job.workers.size() && count < runs.size(); ++next) {
         Worker& worker = job.workers[next];
-        if (worker.pending.empty()) continue;
-        const std::size_t take = std::min(worker.pending.size(), per_run);
-        iovec* first = job.pieces.data() + count * per_run * kPieces;
-        for (std::size_t i = 0; i < take; ++i) {
-          const auto frame = job.machine->frame(worker.pending[i]);
-          const std::byte* from =
-              job.encrypted.empty() ? frame.data() : job.encrypted.data() + worker.pending[i] * frame.size();
-          first[i * kPieces] = {const_cast<std::byte*>(from), frame.size()};
-          first[i * kPieces + 1] = {job.tags.data() + worker.pending[i] * tag_bytes, tag_bytes};
+        const bool asked = !worker.asked.empty();
+        const std::uint64_t waiting = asked ? worker.asked.size() : job.results_count - worker.sent;
+        if (waiting == 0) continue;
+        const std::size_t take = std::min<std::size_t>(waiting, per_run);
+        std::span<const iovec> pieces;
+        if (before != nullptr && !asked && before->sent == worker.sent) {
+          pieces = runs[count - 1].pieces;
+        } else {
+          iovec* first = job.pieces.data() + count * per_run * per_packet;
+          for (std::size_t i = 0; i < take; ++i) {
+            const std::uint32_t slot =
+                asked ? worker.asked[i] : job.results[(worker.sent + i) & (job.results.size() - 1)];
+            add_pieces(job, slot, first + i * per_packet);
+          }
+          pieces = {first, take * per_packet};
         }
-        runs[count] = {.to = *worker.address,
-                       .pieces = {first, take * kPieces},
-                       .pieces_per_packet = kPieces,
-                       .packet_bytes = packet_bytes};
+        runs[count] = {
+            .to = *worker.address, .pieces = pieces, .pieces_per_packet = per_packet, .packet_bytes = packet_bytes};
+        before = asked ? nullptr : &worker;
         owners[count++] = &worker;
         packets += take;
       }
@@ -616,9 +681,13 @@ void Plane::flush(Job& job) {
       job.counters.answers_sent += sent;
       blocked = sent < packets;
       for (std::size_t i = 0; i < count; ++i) {
-        owners[i]->pending.erase(owners[i]->pending.begin(),
-                                 owners[i]->pending.begin() + static_cast<std::ptrdiff_t>(runs[i].taken));
-        more |= !owners[i]->pending.empty();
+        Worker& worker = *owners[i];
+        if (worker.asked.empty()) {
+          worker.sent += runs[i].taken;
+        } else {
+          worker.asked.erase(worker.asked.begin(), worker.asked.begin() + static_cast<std::ptrdiff_t>(runs[i].taken));
+        }
+        more |= !worker.asked.empty() || worker.sent < job.results_count;
       }
     }
   }
@@ -626,6 +695,14 @@ void Plane::flush(Job& job) {
     job.blocked = blocked;
     rewatch(job.id, *job.port, blocked);
   }
+}
+
+// Of the answer in a slot: the machine's frame or its encrypted form, and its tag.
+void Plane::add_pieces(Job& job, std::uint32_t slot, iovec* out) {
+  const auto frame = job.machine->frame(slot);
+  const std::byte* from = job.encrypted.empty() ? frame.data() : job.encrypted.data() + slot * frame.size();
+  out[0] = {const_cast<std::byte*>(from), frame.size()};
+  if (job.authenticated) out[1] = {job.tags.data() + slot * seal::kTagBytes, seal::kTagBytes};
 }
 
 void Plane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap) {
@@ -636,10 +713,9 @@ void Plane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& ga
   send(job, to, packet);  // a hint: where there is no room for it, the worker's timer will do
 }
 
-void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, std::span<const std::byte> bytes,
+void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, const protocol::Agreement& said,
                           std::int64_t now_ns) {
   ++job.counters.mismatches;
-  const auto said = protocol::Agreement::of(protocol::PacketView::parse(bytes)->header());
   std::vector<std::byte> packet(job.machine->packet_bytes());
   // Each copy of a packet that disagrees gets one answer. All other workers are told at intervals: one must not make
   // the switch send a packet to each of them for every packet of its own.

@@ -58,7 +58,14 @@ void bind_aggregator(nb::module_& m) {
   nb::module_ a = m.def_submodule("aggregator");
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Plane>(a, "Plane")
-      .def(nb::init<>())
+      .def(
+          "__init__",
+          [](Plane* self, int core, double busy_poll_s) {
+            new (self) Plane({.core = core, .busy_poll_ns = static_cast<std::int64_t>(busy_poll_s * 1e9)});
+          },
+          nb::arg("core") = -1, nb::arg("busy_poll_s") = 0.0,
+          "core: that its thread stays on, with its jobs' slots in memory near it; -1: any. busy_poll_s: how long the "
+          "thread looks for packets without sleep after the last one. ValueError for a core that is not to be had.")
       .def(
           "open",
           [](Plane& self, std::uint32_t job, std::uint32_t incarnation, const std::string& host,

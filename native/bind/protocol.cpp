@@ -90,11 +90,15 @@ void bind_protocol(nb::module_& m) {
         JobConfig config{.workers = workers, .window = window, .payload_bytes = payload_bytes};
         if (has_parent) config.parent.emplace();
         // Encrypted, a result takes its place again.
-        const std::size_t encrypted = encrypts ? std::size_t{2} * window * (payload_bytes + kHeaderBytes) : 0;
+        const std::size_t encrypted = encrypts ? std::size_t{config.slots()} * (payload_bytes + kHeaderBytes) : 0;
         return config.memory_bytes() + encrypted;
       },
       nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("has_parent") = false,
       nb::arg("encrypts") = false, "What admission grants a job of this shape.");
+
+  p.def(
+      "job_slots", [](std::uint32_t window) { return JobConfig{.window = window}.slots(); }, nb::arg("window"),
+      "Of a job whose workers have so many chunks in flight: a power of two.");
 
   nb::class_<SwitchJob>(p, "SwitchJob")
       .def(

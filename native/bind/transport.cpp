@@ -56,8 +56,8 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
     sealer->tag(protocol::nonce_of(packet.data(), bytes), {&untagged, 1}, packet.data() + bytes);
   }
   std::optional<std::uint64_t> back;
-  const auto take = [&](std::span<const std::byte> came, transport::Datagrams::Peer source) {
-    if (source != self.to || came.size() != packet.size()) return;
+  const auto look = [&](std::span<const std::byte> came) {
+    if (came.size() != packet.size()) return;
     const auto view = protocol::PacketView::parse(came);
     if (!view) return;
     protocol::Header with_nonce = view->header();
@@ -65,6 +65,11 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
     if (!(with_nonce == header)) return;
     if (sealer && !sealer->matches(protocol::nonce_of(came.data(), bytes), came)) return;
     back = view->header().counter;
+  };
+  const auto take = [&](std::span<const transport::Datagrams::Train> batch) {
+    for (const auto& train : batch) {
+      if (train.source == self.to) transport::for_each_packet(train, look);
+    }
   };
   const iovec piece{packet.data(), packet.size()};
   const std::int64_t deadline = monotonic_ns() + timeout_ns;

@@ -45,7 +45,7 @@ Channel::Channel(std::uint64_t life, const protocol::WorkerConfig& config, const
   staging_.resize(kBatchPackets * config.payload_bytes);
   zeros_.resize(config.payload_bytes);
   tags_.resize(kBatchPackets * tag_bytes_);
-  kept_ = std::make_unique<std::byte[]>(config.window * machine_.packet_bytes());
+  kept_ = std::make_unique<std::byte[]>(machine_.places() * machine_.packet_bytes());
   pieces_.resize(kBatchPackets * kPieces);
   chunks_.resize(kBatchPackets);
   owners_.resize(kBatchPackets);
@@ -103,15 +103,17 @@ Progress Channel::poll(std::int64_t now_ns) {
 }
 
 bool Channel::receive(std::int64_t now_ns) {
-  return port_->receive(
-      [&](std::span<const std::byte> bytes, transport::Datagrams::Peer source) { take(bytes, source, now_ns); });
+  return port_->receive([&](std::span<const transport::Datagrams::Train> batch) {
+    for (const auto& train : batch) {
+      transport::for_each_packet(train, [&](std::span<const std::byte> bytes) {
+        if (train.source == to_) return take(bytes, now_ns);
+        ++drops_[static_cast<std::size_t>(protocol::Drop::source)];
+      });
+    }
+  });
 }
 
-void Channel::take(std::span<const std::byte> bytes, transport::Datagrams::Peer source, std::int64_t now_ns) {
-  if (source != to_) {
-    ++drops_[static_cast<std::size_t>(protocol::Drop::source)];
-    return;
-  }
+void Channel::take(std::span<const std::byte> bytes, std::int64_t now_ns) {
   if (answer_sealer_) {
     bytes = opened(bytes);
     if (bytes.empty()) {
@@ -155,6 +157,7 @@ bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
   Active* active = find(received.header.operation);
   if (active == nullptr) return true;  // its owner gave it up
   active->segments->deliver(received.first, received.header.count, received.values.data());
+  active->answered_bytes += machine_.packet_bytes() + tag_bytes_;
   active->last_rank = rank_of(received.header.worker);
   if (received.finished) active->finished = true;
   return true;
@@ -173,7 +176,7 @@ bool Channel::accept_kept(std::span<const std::byte> packet, std::int64_t now_ns
 }
 
 std::byte* Channel::kept_at(std::uint64_t chunk) const {
-  return kept_.get() + chunk % machine_.config().window * machine_.packet_bytes();
+  return kept_.get() + machine_.index_of(chunk) * machine_.packet_bytes();
 }
 
 std::span<const std::byte> Channel::kept(std::uint64_t chunk) const {

@@ -1,24 +1,31 @@
 #include <netfold/protocol/packet.hpp>
 
+#include <bit>
 #include <cstring>
 
 namespace netfold::protocol {
 namespace {
 
+// Between a number of this host and one in the order of the network.
+template <class T>
+T swapped(T value) {
+  if constexpr (std::endian::native == std::endian::big || sizeof(T) == 1) return value;
+  if constexpr (sizeof(T) == 2) return __builtin_bswap16(value);
+  if constexpr (sizeof(T) == 4) return __builtin_bswap32(value);
+  if constexpr (sizeof(T) == 8) return __builtin_bswap64(value);
+}
+
 template <class T>
 T load_be(const std::byte* at) {
-  T value = 0;
-  for (std::size_t i = 0; i < sizeof(T); ++i) {
-    value = static_cast<T>((static_cast<std::uint64_t>(value) << 8) | static_cast<std::uint64_t>(at[i]));
-  }
-  return value;
+  T value;
+  std::memcpy(&value, at, sizeof value);
+  return swapped(value);
 }
 
 template <class T>
 void store_be(std::byte* at, T value) {
-  for (std::size_t i = 0; i < sizeof(T); ++i) {
-    at[i] = static_cast<std::byte>((static_cast<std::uint64_t>(value) >> (8 * (sizeof(T) - 1 - i))) & 0xff);
-  }
+  value = swapped(value);
+  std::memcpy(at, &value, sizeof value);
 }
 
 constexpr std::uint8_t kKnownFlags = kAnswer | kMismatch | kHello | kNotice;
@@ -84,6 +91,10 @@ Header PacketView::header() const {
       .reduce = load_be<std::uint8_t>(at + 45),
       .table = load_be<std::uint16_t>(at + 46),
   };
+}
+
+std::uint16_t worker_of(std::span<const std::byte> bytes) {
+  return bytes.size() < kHeaderBytes ? std::uint16_t{0} : load_be<std::uint16_t>(bytes.data() + 40);
 }
 
 void write_header(const Header& header, std::byte* out) {

@@ -18,12 +18,33 @@ void append_value(std::vector<std::byte>& out, T value) {
   append(out, &value, sizeof value);
 }
 
+// How contributions become a sum whose bits do not depend on when each of them came.
+enum class Folds {
+  at_once,   // in any order: integers wrap
+  in_order,  // one by one, in the order of workers
+  together,  // in one pass over all: these fold in f32 and round once
+};
+
+Folds folds_of(const Agreement& said) {
+  switch (static_cast<kernels::DType>(said.wire)) {
+    case kernels::DType::f16:
+    case kernels::DType::bf16:
+      return Folds::together;
+    case kernels::DType::f32:
+    case kernels::DType::f64:
+    case kernels::DType::f64_i64:
+    case kernels::DType::i64_i64:
+      return Folds::in_order;
+    default:
+      return Folds::at_once;
+  }
+}
+
 }  // namespace
 
 std::size_t JobConfig::memory_bytes() const {
-  const std::size_t slots = 2 * static_cast<std::size_t>(window);
   const std::size_t packets = parent ? 2 : 1;  // the result, and the sum
-  return slots * (static_cast<std::size_t>(workers) * payload_bytes + packets * (kHeaderBytes + payload_bytes) + 128);
+  return slots() * (static_cast<std::size_t>(workers) * payload_bytes + packets * (kHeaderBytes + payload_bytes) + 128);
 }
 
 SwitchJob::SwitchJob(const JobConfig& config) : config_(config) {
@@ -71,19 +92,23 @@ Drop SwitchJob::check(const Header& header, std::size_t bytes) const {
 }
 
 SwitchJob::Handled SwitchJob::handle_packet(std::span<const std::byte> bytes) {
-  Handled handled;
   const auto view = PacketView::parse(bytes);
-  if (!view) {
-    handled.drop = Drop::malformed;
-    return handled;
-  }
-  const Header header = view->header();
+  return view ? handle_packet(view->header(), bytes) : Handled{.drop = Drop::malformed};
+}
+
+SwitchJob::Handled SwitchJob::handle_parent(std::span<const std::byte> bytes) {
+  const auto view = PacketView::parse(bytes);
+  return view ? handle_parent(view->header(), bytes) : Handled{.drop = Drop::malformed};
+}
+
+SwitchJob::Handled SwitchJob::handle_packet(const Header& header, std::span<const std::byte> bytes) {
+  Handled handled;
   handled.drop = check(header, bytes.size());
   if (handled.drop != Drop::none) return handled;
 
   handled.worker = header.worker;
   handled.chunk = header.chunk;
-  handled.slot = static_cast<std::uint32_t>(header.chunk % slot_count());
+  handled.slot = slot_of(header.chunk);
   Slot& slot = slots_[handled.slot];
   const auto drop = [&](Drop reason) {
     handled.outcome = Outcome::dropped;
@@ -102,7 +127,7 @@ SwitchJob::Handled SwitchJob::handle_packet(std::span<const std::byte> bytes) {
   if (slot.contributed_count > 0 && said != slot.agreement) {
     handled.outcome = Outcome::mismatch;
     for (std::uint16_t worker = 0; worker < config_.workers; ++worker) {
-      if (slot.contributed[worker / 64] >> (worker % 64) & 1) {
+      if (has_contributed(slot, worker)) {
         handled.other = worker;
         break;
       }
@@ -124,15 +149,15 @@ SwitchJob::Handled SwitchJob::handle_packet(std::span<const std::byte> bytes) {
   word |= bit;
   slot.agreement = said;
   slot.contributed_count = static_cast<std::uint16_t>(slot.contributed_count + 1);
-  // Its padding is in no sum: small operations must not pay for long packets.
-  std::memcpy(contribution(handled.slot, header.worker), view->payload().data(), said.value_bytes());
+  const std::byte* values = bytes.data() + kHeaderBytes;
   if (slot.contributed_count < config_.workers) {
+    take(handled.slot, header.worker, values);
     handled.outcome = Outcome::stored;
   } else if (config_.parent) {
-    fold(handled.slot, sum_at(handled.slot), values_in_sum_[handled.slot]);
+    finish(handled.slot, header.worker, values, sum_at(handled.slot), values_in_sum_[handled.slot]);
     handled.outcome = Outcome::summed;
   } else {
-    fold(handled.slot, frame_at(handled.slot), values_in_frame_[handled.slot]);
+    finish(handled.slot, header.worker, values, frame_at(handled.slot), values_in_frame_[handled.slot]);
     complete(handled.slot, name_of(header.worker));
     handled.outcome = Outcome::completed;
   }
@@ -148,15 +173,12 @@ Drop SwitchJob::check_parent(const Header& header, std::size_t bytes) const {
   return Drop::none;
 }
 
-SwitchJob::Handled SwitchJob::handle_parent(std::span<const std::byte> bytes) {
+SwitchJob::Handled SwitchJob::handle_parent(const Header& header, std::span<const std::byte> bytes) {
   Handled handled;
   const auto drop = [&](Drop reason) {
     handled.drop = reason;
     return handled;
   };
-  const auto view = PacketView::parse(bytes);
-  if (!view) return drop(Drop::malformed);
-  const Header header = view->header();
   if (const Drop reason = check_parent(header, bytes.size()); reason != Drop::none) return drop(reason);
   handled.chunk = header.chunk;
   handled.worker = header.worker;
@@ -166,7 +188,7 @@ SwitchJob::Handled SwitchJob::handle_parent(std::span<const std::byte> bytes) {
     handled.outcome = Outcome::notice;
     return handled;
   }
-  handled.slot = static_cast<std::uint32_t>(header.chunk % slot_count());
+  handled.slot = slot_of(header.chunk);
   Slot& slot = slots_[handled.slot];
   if (slot.chunk > header.chunk) return drop(Drop::stale);
   if (slot.chunk == header.chunk && slot.complete) return drop(Drop::duplicate);
@@ -179,24 +201,65 @@ SwitchJob::Handled SwitchJob::handle_parent(std::span<const std::byte> bytes) {
   // The parent compared all sums, ours among them.
   if (Agreement::of(header) != slot.agreement) return drop(Drop::malformed);
   const std::size_t value_bytes = slot.agreement.value_bytes();
-  std::memcpy(frame_at(handled.slot) + kHeaderBytes, view->payload().data(), value_bytes);
+  std::memcpy(frame_at(handled.slot) + kHeaderBytes, bytes.data() + kHeaderBytes, value_bytes);
   clear_behind(frame_at(handled.slot), values_in_frame_[handled.slot], value_bytes);
   complete(handled.slot, header.worker);
   handled.outcome = Outcome::completed;
   return handled;
 }
 
-void SwitchJob::fold(std::uint32_t index, std::byte* packet, std::uint32_t& values) {
+void SwitchJob::take(std::uint32_t index, std::uint16_t worker, const std::byte* values) {
+  Slot& slot = slots_[index];
+  const Folds folds = folds_of(slot.agreement);
+  // Padding is in no sum: small operations must not pay for long packets.
+  const auto keep = [&](std::uint16_t place) {
+    std::memcpy(contribution(index, place), values, slot.agreement.value_bytes());
+  };
+  if (folds == Folds::at_once) {
+    if (slot.contributed_count == 1) return keep(0);
+    const std::array<const void*, 2> both{contribution(index, 0), values};
+    return reduce(slot, contribution(index, 0), both);
+  }
+  if (folds == Folds::together || worker != slot.folded) return keep(worker);
+  std::array<const void*, kMaxWorkers> sources;
+  std::uint16_t last = worker;
+  while (has_contributed(slot, static_cast<std::uint16_t>(last + 1))) ++last;
+  const std::size_t count = sources_of(index, worker, values, last, sources);
+  slot.folded = static_cast<std::uint16_t>(last + 1);
+  if (count == 1) return keep(0);
+  reduce(slot, contribution(index, 0), {sources.data(), count});
+}
+
+void SwitchJob::finish(std::uint32_t index, std::uint16_t worker, const std::byte* values, std::byte* packet,
+                       std::uint32_t& in_packet) {
   const Slot& slot = slots_[index];
   std::array<const void*, kMaxWorkers> sources;
-  for (std::uint16_t worker = 0; worker < config_.workers; ++worker) {
-    sources[worker] = contribution(index, worker);
+  std::size_t count = 0;
+  if (folds_of(slot.agreement) == Folds::at_once) {
+    if (config_.workers > 1) sources[count++] = contribution(index, 0);
+    sources[count++] = values;
+  } else {
+    count = sources_of(index, worker, values, static_cast<std::uint16_t>(config_.workers - 1), sources);
   }
-  const auto wire = static_cast<kernels::DType>(slot.agreement.wire);
-  const std::size_t value_bytes = slot.agreement.value_bytes();
-  kernels::reduce(static_cast<kernels::ReduceOp>(slot.agreement.reduce), wire, packet + kHeaderBytes, sources.data(),
-                  config_.workers, slot.agreement.count);
-  clear_behind(packet, values, value_bytes);
+  reduce(slot, packet + kHeaderBytes, {sources.data(), count});
+  clear_behind(packet, in_packet, slot.agreement.value_bytes());
+}
+
+std::size_t SwitchJob::sources_of(std::uint32_t index, std::uint16_t worker, const std::byte* values,
+                                  std::uint16_t last, std::array<const void*, kMaxWorkers>& sources) const {
+  const std::uint16_t folded = slots_[index].folded;
+  std::size_t count = 0;
+  if (folded > 0) sources[count++] = contribution(index, 0);
+  for (std::uint16_t from = folded; from <= last; ++from) {
+    sources[count++] = from == worker ? values : contribution(index, from);
+  }
+  return count;
+}
+
+void SwitchJob::reduce(const Slot& slot, std::byte* to, std::span<const void* const> sources) {
+  kernels::reduce(static_cast<kernels::ReduceOp>(slot.agreement.reduce),
+                  static_cast<kernels::DType>(slot.agreement.wire), to, sources.data(), sources.size(),
+                  slot.agreement.count);
 }
 
 void SwitchJob::clear_behind(std::byte* packet, std::uint32_t& values, std::size_t value_bytes) {
@@ -264,11 +327,11 @@ void SwitchJob::write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::ui
 
 std::vector<std::uint16_t> SwitchJob::missing(std::uint64_t chunk) const {
   std::vector<std::uint16_t> workers;
-  const Slot& slot = slots_[chunk % slot_count()];
+  const Slot& slot = slots_[slot_of(chunk)];
   const bool next_tenant = chunk == slot.chunk + slot_count();
   if ((slot.chunk != chunk && !next_tenant) || (slot.chunk == chunk && slot.complete)) return workers;
   for (std::uint16_t worker = 0; worker < config_.workers; ++worker) {
-    if (next_tenant || !(slot.contributed[worker / 64] >> (worker % 64) & 1)) workers.push_back(worker);
+    if (next_tenant || !has_contributed(slot, worker)) workers.push_back(worker);
   }
   return workers;
 }
@@ -285,9 +348,22 @@ std::uint32_t SwitchJob::summed_count() const {
   return count;
 }
 
-std::byte* SwitchJob::contribution(std::uint32_t slot, std::uint16_t worker) {
-  const std::size_t index = static_cast<std::size_t>(slot) * config_.workers + worker;
+const std::byte* SwitchJob::contribution(std::uint32_t slot, std::uint16_t worker) const {
+  const std::size_t index = static_cast<std::size_t>(worker) * slot_count() + slot;
   return contributions_.data() + index * config_.payload_bytes;
+}
+
+bool SwitchJob::keeps(const Slot& slot, std::uint16_t worker) const {
+  if (slot.contributed_count == 0 || slot.contributed_count == config_.workers) return false;
+  switch (folds_of(slot.agreement)) {
+    case Folds::at_once:
+      return worker == 0;
+    case Folds::in_order:
+      return (worker == 0 || worker >= slot.folded) && has_contributed(slot, worker);
+    case Folds::together:
+      return has_contributed(slot, worker);
+  }
+  return false;
 }
 
 void SwitchJob::append_canonical(std::vector<std::byte>& out) const {
@@ -317,8 +393,11 @@ void SwitchJob::append_canonical(std::vector<std::byte>& out) const {
     append_value(out, slot.agreement.wire);
     append_value(out, slot.agreement.reduce);
     append_value(out, slot.agreement.table);
+    // What is behind them, and of former tenants, is read no more.
+    for (std::uint16_t worker = 0; worker < config_.workers; ++worker) {
+      if (keeps(slot, worker)) append(out, contribution(i, worker), slot.agreement.value_bytes());
+    }
   }
-  append(out, contributions_.data(), contributions_.size());
   append(out, frames_.data(), frames_.size());
   append(out, sums_.data(), sums_.size());
   append_value(out, counter_);

@@ -20,7 +20,7 @@ Worker::Worker(const WorkerConfig& config) : config_(config) {
   if (config.payload_bytes == 0 || config.payload_bytes % 8 != 0 || config.payload_bytes > kMaxPayloadBytes) {
     throw std::invalid_argument("payload_bytes is a multiple of 8, up to the protocol's bound");
   }
-  entries_.resize(config.window);
+  entries_.resize(places());
   congestion_window_ = std::min(kLeastWindow, config.window);
 }
 
@@ -45,7 +45,7 @@ std::uint32_t Worker::sendable() const {
 }
 
 bool Worker::is_answered(std::uint64_t chunk) const {
-  return chunk < base_ || (chunk < next_ && entries_[chunk % config_.window].state == State::answered);
+  return chunk < base_ || (chunk < next_ && entries_[index_of(chunk)].state == State::answered);
 }
 
 bool Worker::has_room() const { return flight_.count < congestion_window_; }
@@ -63,7 +63,7 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
   } else if (lost_.head == kNone && next_ < end_ && next_ < base_ + config_.window && has_room()) {
     if (!pace(now_ns)) return std::nullopt;
     chunk = next_++;
-    index = static_cast<std::uint32_t>(chunk % config_.window);
+    index = index_of(chunk);
   } else {
     return std::nullopt;
   }
@@ -102,7 +102,7 @@ Agreement Worker::agreement_at(std::uint64_t chunk) const {
 
 void Worker::not_sent(std::uint64_t chunk) {
   if (chunk < base_ || chunk >= next_) return;
-  const auto index = static_cast<std::uint32_t>(chunk % config_.window);
+  const auto index = index_of(chunk);
   Entry& entry = entries_[index];
   if (entry.state != State::flight) return;
   // It never left, so it is no retransmission when it does (unless it already was one).
@@ -143,7 +143,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
     received.outcome = Outcome::mismatch;
     return received;
   }
-  const auto index = static_cast<std::uint32_t>(header.chunk % config_.window);
+  const auto index = index_of(header.chunk);
   Entry& entry = entries_[index];
   if (entry.state == State::answered) return drop(Drop::duplicate);
   // The switch compared all contributions, ours among them, so an answer that differs is not for what we
@@ -176,8 +176,8 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   received.values = view->payload().first(header.count * kernels::element_bytes(line.operation.wire));
   received.finished = ++line.answered == line.chunk_count;
 
-  while (base_ < next_ && entries_[base_ % config_.window].state == State::answered) {
-    entries_[base_ % config_.window] = Entry{};
+  while (base_ < next_ && entries_[index_of(base_)].state == State::answered) {
+    entries_[index_of(base_)] = Entry{};
     ++base_;
   }
   while (operation_count_ > 0 && lines_[0].first_chunk + lines_[0].chunk_count <= base_) {
@@ -412,8 +412,7 @@ std::uint16_t Worker::count_of(const Line& line, std::uint64_t chunk) const {
 
 std::uint64_t Worker::chunk_at(std::uint32_t index) const {
   // The one chunk of [base, base + W) with this residue.
-  const std::uint64_t offset = (index + config_.window - base_ % config_.window) % config_.window;
-  return base_ + offset;
+  return base_ + index_of(index - base_);
 }
 
 void Worker::push_back(List& list, std::uint32_t index) {

@@ -19,8 +19,11 @@
 namespace netfold::transport {
 namespace {
 
-constexpr std::size_t kReceiveBatch = 16;
 constexpr std::size_t kReceiveBytes = 65536;
+// Messages a call, one at least of each worker of a small job; and the bytes that they are to have together.
+constexpr std::size_t kLeastBatch = 8;
+constexpr std::size_t kReceiveBatch = 32;
+constexpr std::size_t kBatchBytes = 1024 << 10;
 constexpr std::size_t kControlBytes = CMSG_SPACE(sizeof(int));
 // UIO_MAXIOV: pieces in one message.
 constexpr std::size_t kMaxPieces = 1024;
@@ -46,8 +49,10 @@ UdpSocket::UdpSocket(const Address& local, std::size_t buffer_bytes) {
   const int on = 1;
   setsockopt(fd_.get(), IPPROTO_UDP, UDP_GRO, &on, sizeof on);  // without GRO datagrams come one by one
 
-  receive_area_.resize(kReceiveBatch * kReceiveBytes);
+  receive_area_ = std::make_unique_for_overwrite<std::byte[]>(kReceiveBatch * kReceiveBytes);
   receive_messages_.resize(kReceiveBatch);
+  trains_.resize(kReceiveBatch);
+  batch_ = kLeastBatch;
   receive_iovecs_.resize(kReceiveBatch);
   receive_sources_.resize(kReceiveBatch);
   receive_controls_.resize(kReceiveBatch * kControlBytes);
@@ -212,9 +217,9 @@ std::size_t UdpSocket::send_in_order(std::span<const Run> runs) {
   return total;
 }
 
-bool UdpSocket::receive(const Packet& packet) {
-  for (std::size_t i = 0; i < kReceiveBatch; ++i) {
-    receive_iovecs_[i] = {receive_area_.data() + i * kReceiveBytes, kReceiveBytes};
+bool UdpSocket::receive(const Take& take) {
+  for (std::size_t i = 0; i < batch_; ++i) {
+    receive_iovecs_[i] = {receive_area_.get() + i * kReceiveBytes, kReceiveBytes};
     msghdr& header = receive_messages_[i].msg_hdr;
     header = msghdr{};
     header.msg_name = &receive_sources_[i].storage;
@@ -224,18 +229,17 @@ bool UdpSocket::receive(const Packet& packet) {
     header.msg_control = receive_controls_.data() + i * kControlBytes;
     header.msg_controllen = kControlBytes;
   }
-  const int got = ::recvmmsg(fd_.get(), receive_messages_.data(), kReceiveBatch, MSG_DONTWAIT, nullptr);
+  const int got = ::recvmmsg(fd_.get(), receive_messages_.data(), static_cast<unsigned>(batch_), MSG_DONTWAIT, nullptr);
   ++counters_.receive_calls;
   if (got <= 0) return false;  // empty, interrupted, or an ICMP error of an earlier send: nothing was received
 
-  std::size_t datagrams = 0;
-  for (int i = 0; i < got; ++i) {
-    msghdr& header = receive_messages_[static_cast<std::size_t>(i)].msg_hdr;
-    const std::size_t bytes = receive_messages_[static_cast<std::size_t>(i)].msg_len;
-    Address& from = receive_sources_[static_cast<std::size_t>(i)];
+  std::size_t total = 0;
+  for (std::size_t i = 0; i < static_cast<std::size_t>(got); ++i) {
+    msghdr& header = receive_messages_[i].msg_hdr;
+    const std::size_t bytes = receive_messages_[i].msg_len;
+    Address& from = receive_sources_[i];
     from.length = header.msg_namelen;
     const auto known = numbers_.find(from);
-    const Peer source = known == numbers_.end() ? kStranger : known->second;
     std::size_t segment = bytes;
     for (cmsghdr* control = CMSG_FIRSTHDR(&header); control != nullptr; control = CMSG_NXTHDR(&header, control)) {
       if (control->cmsg_level == IPPROTO_UDP && control->cmsg_type == UDP_GRO) {
@@ -244,18 +248,17 @@ bool UdpSocket::receive(const Packet& packet) {
         if (size > 0) segment = static_cast<std::size_t>(size);
       }
     }
-    const auto* first = static_cast<const std::byte*>(header.msg_iov[0].iov_base);
-    for (std::size_t offset = 0; offset < bytes; offset += segment) {
-      packet({first + offset, std::min(segment, bytes - offset)}, source);
-      ++datagrams;
-    }
-    if (bytes == 0) {
-      packet({first, 0}, source);
-      ++datagrams;
-    }
+    trains_[i] = {.bytes = {static_cast<const std::byte*>(header.msg_iov[0].iov_base), bytes},
+                  .packet_bytes = segment,
+                  .source = known == numbers_.end() ? kStranger : known->second};
+    counters_.received_datagrams += bytes == 0 ? 1 : (bytes + segment - 1) / segment;
+    total += bytes;
   }
-  counters_.received_datagrams += datagrams;
-  return datagrams > 0;
+  // Long trains in few buffers, so that they are in the cache when they are read; single packets in many.
+  const std::size_t each = std::max<std::size_t>(1, total / static_cast<std::size_t>(got));
+  batch_ = std::clamp(kBatchBytes / each, kLeastBatch, kReceiveBatch);
+  take({trains_.data(), static_cast<std::size_t>(got)});
+  return true;
 }
 
 }  // namespace netfold::transport

@@ -147,10 +147,10 @@ SWITCH_ROWS = {
     ("collecting", "c is the slot's; not what the first agreed on"): (_collecting, 1, 0, {"operation": 9}),
     ("complete", "c is the slot's"): (_complete, 1, 0, {}),
     ("complete", "c is the slot's; not what was agreed on"): (_complete, 1, 0, {"table": 9}),
-    ("complete", "c is the slot's + 2W"): (_complete, 1, 2, {}),
-    ("collecting", "c is the slot's + 2W"): (_collecting, 1, 2, {}),
+    ("complete", "c is the slot's + S"): (_complete, 1, 2, {}),
+    ("collecting", "c is the slot's + S"): (_collecting, 1, 2, {}),
     ("any", "c is below the slot's"): (_past, 1, 0, {}),
-    ("any", "c is above the slot's + 2W"): (_complete, 1, 4, {}),
+    ("any", "c is above the slot's + S"): (_complete, 1, 4, {}),
 }
 
 

@@ -2,11 +2,13 @@
 
 from itertools import permutations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machines import (
     BAND,
+    BF16,
     EPOCH,
     F32,
     FLAGS,
@@ -25,7 +27,7 @@ from machines import (
     result_of,
 )
 
-from netfold._native import protocol
+from netfold._native import kernels, protocol
 
 pytestmark = pytest.mark.native
 
@@ -246,6 +248,56 @@ def test_integers_sum_alike_in_any_order(order):
     for worker in order:
         handled = contribute(switch, worker, 0, 2**31 - 1, worker)
     assert result_of(switch, handled.slot) == i32(2**31 - 3, 3)  # wraps
+
+
+# As bytes, so that every dtype meets all that it can hold: NaN, infinities, both zeros, numbers that round.
+DTYPES = {
+    "f32": (0, np.float32),
+    "f64": (1, np.float64),
+    "f16": (2, np.uint16),
+    "bf16": (3, np.uint16),
+    "i8": (4, np.int8),
+    "i16": (5, np.int16),
+    "i32": (6, np.int32),
+    "i64": (7, np.int64),
+    "u8": (8, np.uint8),
+    "u64": (11, np.uint64),
+}
+OPERATORS = {"sum": 0, "product": 1, "min": 2, "max": 3}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPERATORS)
+@given(data=st.data())
+def test_whatever_the_order_the_bits_are_those_of_one_pass_in_rank_order(op, dtype, data):
+    workers, payload_bytes = data.draw(st.integers(1, 5)), 32
+    wire, memory = DTYPES[dtype]
+    drawn = data.draw(st.lists(st.binary(min_size=32, max_size=32), min_size=workers, max_size=workers))
+    whole = np.zeros(payload_bytes, np.uint8).view(memory)
+    kernels.reduce(op, dtype, whole, [np.frombuffer(each, memory) for each in drawn])
+    told = {"wire": wire, "reduce": OPERATORS[op], "count": len(whole), "elements": len(whole)}
+    first, second = (make_switch(workers=workers, payload_bytes=payload_bytes) for _ in range(2))
+    orders = [data.draw(st.permutations(range(workers))) for _ in range(2)]
+    for switch, order in zip((first, second), orders, strict=True):
+        for place, worker in enumerate(order):
+            packet = make_packet(drawn[worker], payload_bytes, worker=worker, **told)
+            handled = handle(switch, packet)
+            if place < workers - 1:
+                assert handle(switch, packet).drop == "duplicate"
+        assert handled.outcome == "completed"
+        assert result_of(switch, handled.slot) == whole.tobytes()
+
+
+@given(st.data())
+def test_what_has_come_is_the_same_state_in_whatever_order_it_came(data):
+    workers = data.draw(st.integers(2, 6))
+    came = data.draw(st.permutations(range(workers)))[: data.draw(st.integers(1, workers - 1))]
+    switches = [make_switch(workers=workers) for _ in range(2)]
+    wire = data.draw(st.sampled_from([F32, BF16, I32]))
+    for switch, order in zip(switches, (came, data.draw(st.permutations(came))), strict=True):
+        for worker in order:
+            contribute(switch, worker, 0, 1 << worker, 3, wire=wire)
+    assert switches[0].canonical() == switches[1].canonical()
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ MUTANTS = {
     ),
     # A pool of W slots: the next chunk takes the place of a result that somebody may still ask for.
     "switch-half-the-slots": Mutant(
-        Scope(operations="3"), STUCK, ((SWITCH_HEADER, "return 2 * config_.window;", "return config_.window;"),)
+        Scope(operations="3"), STUCK, ((SWITCH_HEADER, "std::bit_ceil(2 * window)", "std::bit_ceil(window)"),)
     ),
     "switch-count": Mutant(
         Scope(operations="1"),

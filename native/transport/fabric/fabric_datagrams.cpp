@@ -154,15 +154,16 @@ void FabricDatagrams::release(Sending& sending) {
   free_.push_back(&sending);
 }
 
-bool FabricDatagrams::receive(const Packet& packet) {
+bool FabricDatagrams::receive(const Take& take) {
   ++counters_.receive_calls;
   bool moved = false;
+  trains_.clear();
   for (int round = 0; round < kRounds; ++round) {
     const std::size_t found = wire_->poll(batch_);
     for (std::size_t i = 0; i < found; ++i) {
       const Completion& completion = batch_[i];
       if (completion.kind == Completion::Kind::failed) {
-        failed(completion, packet);
+        failed(completion);
       } else if (completion.kind == Completion::Kind::sent) {
         release(static_cast<Sending&>(*completion.work));
         failed_sends_ = 0;
@@ -173,13 +174,18 @@ bool FabricDatagrams::receive(const Packet& packet) {
         // Who is not connected yet has not been named.
         const bool is_known = known != by_tag_.end() && peers_[known->second].connected;
         if (is_known && !std::exchange(peers_[known->second].heard, true)) --unheard_;
-        packet({receiving.data, completion.bytes}, is_known ? known->second : kStranger);
-        post(receiving);
+        trains_.push_back({.bytes = {receiving.data, completion.bytes},
+                           .packet_bytes = completion.bytes,
+                           .source = is_known ? known->second : kStranger});
+        read_.push_back(&receiving);
       }
     }
     moved |= found > 0;
     if (found < batch_.size()) break;
   }
+  if (!trains_.empty()) take(trains_);
+  for (Receiving* receiving : read_) post(*receiving);
+  read_.clear();
   const auto again = std::exchange(unposted_, {});
   for (Receiving* receiving : again) post(*receiving);
   if (waiting_ > 0) {
@@ -201,7 +207,7 @@ void FabricDatagrams::post(Receiving& receiving) {
   }
 }
 
-void FabricDatagrams::failed(const Completion& completion, const Packet& packet) {
+void FabricDatagrams::failed(const Completion& completion) {
   if (completion.work == nullptr) {
     trouble_ = "provider " + limits().provider + ": " + completion.why;
     ++counters_.send_errors;
@@ -214,8 +220,8 @@ void FabricDatagrams::failed(const Completion& completion, const Packet& packet)
     return lost(completion.why);
   }
   // A message that was too long, from who does not keep to what was agreed on: anybody may, so it is no trouble.
-  packet({}, kStranger);
-  post(static_cast<Receiving&>(*completion.work));
+  trains_.push_back({});
+  read_.push_back(static_cast<Receiving*>(completion.work));
 }
 
 void FabricDatagrams::lost(const std::string& why) {

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from netfold._native import protocol
 from netfold._native import prove as native
 from netfold.sim import SWITCH, diagram
 from netfold.sim.network import address_of
@@ -96,7 +97,7 @@ def replay(scope: Scope, steps: Sequence[str]) -> list[Any]:
 
 def sentence(scope: Scope, report: Any) -> str:
     """A report in one line."""
-    slots = 2 * scope.window
+    slots = protocol.job_slots(scope.window)
     below = f" below leaves {scope.leaves}" if scope.leaves else ""
     found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
     others = f" (the last worker {scope.last})" if scope.last else ""

@@ -37,13 +37,13 @@ class TreeWorld(World):
         names = [below[0] for below in self._below]
         root = protocol.SwitchJob(**{**shape, "workers": len(self._below)}, names=names)
         children = [address_of(leaf) for leaf in range(len(self._below))]
-        self._sides[SWITCH] = _SwitchSide(SWITCH, root, children, None, 2 * self.window)
+        self._sides[SWITCH] = _SwitchSide(SWITCH, root, children, None, protocol.job_slots(self.window))
         for leaf, below in enumerate(self._below):
             parent = (identity["job"], identity["epoch"], identity["incarnation"], leaf)
             own = {**shape, **self._life(leaf), "workers": len(below)}
             machine = protocol.SwitchJob(**own, parent=parent, names=list(below))
             address = address_of(leaf)
-            self._sides[address] = _SwitchSide(address, machine, list(below), SWITCH, 2 * self.window)
+            self._sides[address] = _SwitchSide(address, machine, list(below), SWITCH, protocol.job_slots(self.window))
         return root
 
     def _make_worker(self, shape: dict[str, int], index: int) -> Any:
@@ -122,7 +122,7 @@ class TreeWorld(World):
             expected = self._sums[leaf, self.operations[chunk.operation].number][chunk.first_byte : chunk.end_byte]
             if data[protocol.HEADER_BYTES :] != expected.ljust(len(data) - protocol.HEADER_BYTES, b"\0"):
                 raise BrokenPromiseError(f"{side.name} sends a wrong sum of chunk {header.chunk} up")
-            if len(packets) > 2 * self.window:
+            if len(packets) > protocol.job_slots(self.window):
                 raise BrokenPromiseError(f"{side.name} sends more sums at once than it has slots")
             packets.append(Packet(side.address, SWITCH, data))
         return tuple(packets)

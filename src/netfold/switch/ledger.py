@@ -111,7 +111,7 @@ class Ledger:
         memory = job.buffer_bytes + slots
         self._memory_bytes += memory - job.memory_bytes
         job.memory_bytes = memory
-        job.slots = 2 * window
+        job.slots = protocol.job_slots(window)
 
     def started(self, job: Job, epoch: int) -> None:
         job.started = True

@@ -65,13 +65,18 @@ def fitting_window(
 ) -> int:
     """Chunks in flight from a worker: as many as fill `window_bytes`, fewer where memory or slots are short.
 
-    memory_bytes, slots: what is left. 0 where not even `least` fit.
+    memory_bytes, slots: what is left. 0 where not even `least` fit. Slots come in powers of two, so where they are
+    short the window is half of one.
     """
+
+    def fits(window: int) -> bool:
+        memory = protocol.job_memory_bytes(workers, window, payload_bytes, has_parent, encrypts)
+        return bool(memory <= memory_bytes and (slots is None or protocol.job_slots(window) <= slots))
+
     window = max(least, window_bytes // (payload_bytes + protocol.HEADER_BYTES))
-    per_chunk = protocol.job_memory_bytes(
-        workers, 1, payload_bytes, has_parent, encrypts
-    )  # grows with the window, and has no constant part
-    window = min(window, memory_bytes // per_chunk)
-    if slots is not None:
-        window = min(window, slots // 2)
+    if fits(window):
+        return window
+    window = 1 << window.bit_length() - 1
+    while window >= least and not fits(window):
+        window //= 2
     return window if window >= least else 0

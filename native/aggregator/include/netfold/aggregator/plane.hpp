@@ -56,7 +56,8 @@ struct JobCounters {
   std::uint64_t drops[protocol::kDropCount] = {};
   std::uint64_t receive_calls = 0;
   std::uint64_t received_datagrams = 0;
-  std::vector<std::uint64_t> last_arrivals;  // by worker: how often it was the one all others waited for
+  // By worker: how often it was the one all others waited for, as far as the clock tells (below).
+  std::vector<std::uint64_t> last_arrivals;
   // By worker: contributions that counted, and how long after their chunk's first they came, summed. The clock is
   // read once a batch, so what arrived in one batch counts as simultaneous.
   std::vector<std::uint64_t> arrivals;
@@ -85,7 +86,12 @@ struct ParentKeys {
 
 class Plane {
  public:
-  Plane();
+  struct Options {
+    int core = -1;                  // that the thread stays on, with slots in memory near it; -1: any
+    std::int64_t busy_poll_ns = 0;  // how long the thread looks for packets, without sleep, after the last one
+  };
+  // Throws std::invalid_argument for a core that this process may not use.
+  explicit Plane(const Options& options);
   ~Plane();  // stops the thread
   Plane(const Plane&) = delete;
   Plane& operator=(const Plane&) = delete;
@@ -140,10 +146,8 @@ class Plane {
     std::optional<seal::Sealer> hello_sealer;
     std::optional<seal::Sealer> sealer;  // of contributions
     protocol::Arrivals arrivals;
-    // Slots whose answer this worker gets, at most slot_count(). A slot that has a new tenant by the time it
-    // is sent still holds a whole, final result, with its own chunk number on it: never wrong, at worst not
-    // needed.
-    std::deque<std::uint32_t> pending;
+    std::uint64_t sent = 0;           // of the job's results
+    std::deque<std::uint32_t> asked;  // slots whose answer this worker asked for again, at most slot_count()
   };
   // When the first contribution to a slot's present chunk came.
   struct First {
@@ -170,6 +174,11 @@ class Plane {
     std::vector<Worker> workers;
     JobCounters counters;
     std::vector<First> firsts;  // by slot
+    // The slots of the last slot_count() results, a ring, and how many there were. A slot that has a new tenant by the
+    // time it is sent still holds a whole, final result, with its own chunk number on it: never wrong, at worst not
+    // needed.
+    std::vector<std::uint32_t> results;
+    std::uint64_t results_count = 0;
     bool authenticated = false;
     std::optional<seal::Sealer> answer_sealer;
     std::vector<std::byte> tags;        // of the slots' frames
@@ -180,6 +189,7 @@ class Plane {
     std::optional<Parent> parent;
     bool blocked = false;
     std::vector<iovec> pieces;
+    std::vector<std::uint16_t> order;  // of a batch's trains
   };
 
   void run();
@@ -187,11 +197,12 @@ class Plane {
   void on_thread(const std::function<void()>& command);
   void receive(Job& job);
   void take(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source, std::int64_t now_ns);
-  void arrived(Job& job, const protocol::SwitchJob::Handled& handled, std::int64_t now_ns);
+  void arrived(Job& job, const protocol::SwitchJob::Handled& handled, std::int64_t now_ns, bool is_last);
   void hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
              transport::Datagrams::Peer source);
   void queue(Job& job, Worker& worker, std::uint32_t slot);
   void flush(Job& job);
+  static void add_pieces(Job& job, std::uint32_t slot, iovec* out);
   void receive_from_parent(Job& job);
   void take_from_parent(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source);
   void flush_sums(Job& job);
@@ -199,7 +210,7 @@ class Plane {
   void send(Job& job, std::uint16_t to, std::span<const std::byte> packet);
   void append_tag(Job& job, std::vector<std::byte>& packet);
   void notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap);
-  void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, std::span<const std::byte> bytes,
+  void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, const protocol::Agreement& said,
                      std::int64_t now_ns);
   // Batched; `except`: a worker, or as many as there are for all.
   void send_to_all_but(Job& job, std::size_t except, std::span<const std::byte> packet);
@@ -213,6 +224,7 @@ class Plane {
   bool rest();
   static JobCounters counters_of(const Job& job);
 
+  Options options_;
   transport::Fd epoll_;
   transport::Fd wake_;
   transport::Fd nap_;

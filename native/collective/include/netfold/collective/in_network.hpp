@@ -58,6 +58,7 @@ class Channel {
   int start(const Call& call, const Segments& segments);
   bool finished(int token) const { return active_[static_cast<std::size_t>(token)].finished; }
   std::uint64_t wire_bytes(int token) const { return active_[static_cast<std::size_t>(token)].wire_bytes; }
+  std::uint64_t answered_bytes(int token) const { return active_[static_cast<std::size_t>(token)].answered_bytes; }
   std::uint32_t retransmissions(int token) const { return active_[static_cast<std::size_t>(token)].retransmissions; }
   // The rank whose contribution came last, of the newest result.
   int last_rank(int token) const { return active_[static_cast<std::size_t>(token)].last_rank; }
@@ -105,6 +106,7 @@ class Channel {
     bool finished = false;
     std::uint64_t first_chunk = 0;
     std::uint64_t wire_bytes = 0;
+    std::uint64_t answered_bytes = 0;  // of packets whose results are here, each counted once
     std::uint32_t retransmissions = 0;
     int last_rank = -1;
   };
@@ -112,7 +114,7 @@ class Channel {
 
   bool receive(std::int64_t now_ns);
   bool send(std::int64_t now_ns);
-  void take(std::span<const std::byte> bytes, transport::Datagrams::Peer source, std::int64_t now_ns);
+  void take(std::span<const std::byte> bytes, std::int64_t now_ns);
   // A packet with its tag, as it was before that: empty where the tag is wrong.
   std::span<const std::byte> opened(std::span<const std::byte> bytes);
   Active* find(std::uint32_t operation);
@@ -165,6 +167,7 @@ class InNetwork final : public Algorithm {
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override { channel_.wait_for(set); }
   std::vector<int> awaited() const override { return {}; }
+  std::uint64_t settled_bytes() const override { return channel_.answered_bytes(token_); }
 
  private:
   Channel& channel_;

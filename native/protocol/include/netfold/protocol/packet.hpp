@@ -112,6 +112,9 @@ class PacketView {
   std::span<const std::byte> bytes_;
 };
 
+// Whose a packet says it is, before anything of it is checked; 0 of what is too short to say.
+std::uint16_t worker_of(std::span<const std::byte> bytes);
+
 // Write `header` into the first kHeaderBytes of `out`.
 void write_header(const Header& header, std::byte* out);
 

@@ -1,12 +1,11 @@
 // The switch's half of aggregation: one job's pool of slots.
 //
-// Theory of operation. A job of N workers has 2W slots; chunk c lives in slot c mod 2W, and a worker has at
-// most W chunks in flight: it sends chunk c only when it has the results of every chunk up to c - W. So the
-// first contribution to chunk c proves that its sender has result c - W, hence that every worker contributed
-// c - W, hence that every worker has result c - 2W: the slot's former tenant can be forgotten. The full chunk
-// number is compared (a version bit cannot tell a packet that was delayed by two turns; VeriNC, ICNP'26), so
-// whatever the network does with order, copies and delays, a packet is for the slot's present chunk, or it is
-// dropped.
+// Theory of operation. A job of N workers has S slots, the least power of two that is 2W or more; chunk c lives in slot
+// c mod S, and a worker has at most W chunks in flight: it sends chunk c only when it has the results of every chunk up
+// to c - W. So the first contribution to chunk c proves that its sender has result c - W, hence that every worker
+// contributed c - W, hence that every worker has result c - 2W: the slot's former tenant, c - S, can be forgotten. The
+// full chunk number is compared (a version bit cannot tell a packet that was delayed by two turns; VeriNC, ICNP'26), so
+// whatever the network does with order, copies and delays, a packet is for the slot's present chunk, or it is dropped.
 //
 //   slot state     packet of chunk c (same residue)      becomes            answer
 //   collecting     c = slot's, new worker                collecting         -
@@ -14,13 +13,14 @@
 //   collecting     c = slot's, known worker              unchanged          - (duplicate)
 //   collecting     c = slot's, disagrees with the first  unchanged          mismatch to both sides
 //   complete       c = slot's                            unchanged          the kept result, to that worker
-//   complete       c = slot's + 2W                       collecting c       -
+//   complete       c = slot's + S                        collecting c       -
 //   any            c < slot's                            unchanged          - (stale)
 //   any            other                                 unchanged          - (window: the sender broke the
 //   rule)
 //
-// Contributions are kept apart until the last one arrives and are then folded in rank order: the sum of
-// floats is the same for every arrival order. The machine is a value: copyable, comparable, with canonical
+// A contribution is added where it came in, as far as that leaves the sum the same for every order of arrival:
+// integers always, f32 and f64 when those of all lower workers are there, else it is kept until they are; f16 and bf16,
+// which are rounded once, when all are. The machine is a value: copyable, comparable, with canonical
 // bytes. It has no socket, clock or thread, and allocates only when it is made.
 //
 // A tree of switches. A switch that has a parent is a worker of it: what its own workers contributed becomes a sum,
@@ -47,7 +47,9 @@
 #include <netfold/protocol/packet.hpp>
 
 #include <array>
+#include <bit>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace netfold::protocol {
@@ -67,7 +69,7 @@ struct JobConfig {
   std::uint32_t epoch = 0;
   std::uint32_t incarnation = 0;
   std::uint16_t workers = 0;        // 1..kMaxWorkers
-  std::uint32_t window = 0;         // W: chunks a worker may have in flight; the pool has 2W slots
+  std::uint32_t window = 0;         // W: chunks a worker may have in flight
   std::uint32_t payload_bytes = 0;  // of every packet; a multiple of 8, up to kMaxPayloadBytes
   std::optional<ParentLink> parent = std::nullopt;
   // By worker: its number among the workers of the whole tree, of a switch the lowest below it; what answers call it.
@@ -75,6 +77,8 @@ struct JobConfig {
   std::vector<std::uint16_t> names = {};
 
   bool operator==(const JobConfig&) const = default;
+  // 2W, or the next power of two: a slot is then the low bits of a chunk's number.
+  std::uint32_t slots() const { return std::bit_ceil(2 * window); }
   // Bytes a job of this shape takes: what admission grants.
   std::size_t memory_bytes() const;
 };
@@ -105,10 +109,13 @@ class SwitchJob {
 
   // One datagram in. Never reads past `bytes`, never throws, and changes nothing unless stored or completed.
   Handled handle_packet(std::span<const std::byte> bytes);
+  // `header`: of these very bytes, where it was parsed already.
+  Handled handle_packet(const Header& header, std::span<const std::byte> bytes);
 
   // One datagram from the parent: dropped, completed, mismatch (of the header's worker, by its name) or notice.
   // Changes nothing unless completed. Precondition: config().parent.
   Handled handle_parent(std::span<const std::byte> bytes);
+  Handled handle_parent(const Header& header, std::span<const std::byte> bytes);
   // The contribution to the parent, after `summed` and until the slot has a new tenant, with `counter` in its header:
   // a number that no packet to the parent had before. Precondition: config().parent.
   std::span<const std::byte> sum(std::uint32_t slot, std::uint64_t counter);
@@ -137,7 +144,7 @@ class SwitchJob {
 
   const JobConfig& config() const { return config_; }
   std::size_t packet_bytes() const { return kHeaderBytes + config_.payload_bytes; }
-  std::uint32_t slot_count() const { return 2 * config_.window; }
+  std::uint32_t slot_count() const { return config_.slots(); }
   bool operator==(const SwitchJob&) const = default;
   // Appends bytes that are equal exactly when the machines are.
   void append_canonical(std::vector<std::byte>& out) const;
@@ -148,6 +155,7 @@ class SwitchJob {
     std::uint64_t chunk = 0;
     Agreement agreement;
     std::uint16_t contributed_count = 0;
+    std::uint16_t folded = 0;  // of floats: the first so many workers' values are in the sum so far
     bool complete = false;
     Bitmap contributed{};
     bool operator==(const Slot&) const = default;
@@ -156,19 +164,36 @@ class SwitchJob {
   Drop check(const Header& header, std::size_t bytes) const;
   Drop check_parent(const Header& header, std::size_t bytes) const;
   bool summed(const Slot& slot) const { return !slot.complete && slot.contributed_count == config_.workers; }
-  // All contributions into `packet`, behind where its header goes.
-  // `values`: of the packet, bytes that are not zero; kept true.
-  void fold(std::uint32_t slot, std::byte* packet, std::uint32_t& values);
+  bool has_contributed(const Slot& slot, std::uint16_t worker) const {
+    return worker < config_.workers && (slot.contributed[worker / 64] >> (worker % 64) & 1) != 0;
+  }
+  std::uint32_t slot_of(std::uint64_t chunk) const { return static_cast<std::uint32_t>(chunk) & (slot_count() - 1); }
+  // One of the slot's values that is not the last: added to the sum so far, or kept.
+  void take(std::uint32_t slot, std::uint16_t worker, const std::byte* values);
+  // The last one: all contributions into `packet`, behind where its header goes.
+  // `in_packet`: of the packet, bytes that are not zero; kept true.
+  void finish(std::uint32_t slot, std::uint16_t worker, const std::byte* values, std::byte* packet,
+              std::uint32_t& in_packet);
+  // In the order of workers: the sum so far, if any, and what is kept up to `last`, `worker`'s from `values`; how many.
+  std::size_t sources_of(std::uint32_t slot, std::uint16_t worker, const std::byte* values, std::uint16_t last,
+                         std::array<const void*, kMaxWorkers>& sources) const;
+  static void reduce(const Slot& slot, std::byte* to, std::span<const void* const> sources);
+  // Whether contribution(slot, worker) holds what a sum will need.
+  bool keeps(const Slot& slot, std::uint16_t worker) const;
   static void clear_behind(std::byte* packet, std::uint32_t& values, std::size_t value_bytes);
   // The answer's header, over values that are there.
   void complete(std::uint32_t slot, std::uint16_t last_worker);
   std::byte* frame_at(std::uint32_t slot) { return frames_.data() + slot * packet_bytes(); }
   std::byte* sum_at(std::uint32_t slot) { return sums_.data() + slot * packet_bytes(); }
-  std::byte* contribution(std::uint32_t slot, std::uint16_t worker);
+  // Worker 0's is where the sum so far stands, too.
+  const std::byte* contribution(std::uint32_t slot, std::uint16_t worker) const;
+  std::byte* contribution(std::uint32_t slot, std::uint16_t worker) {
+    return const_cast<std::byte*>(std::as_const(*this).contribution(slot, worker));
+  }
 
   JobConfig config_;
   std::vector<Slot> slots_;
-  std::vector<std::byte> contributions_;        // [slot][worker][payload]
+  std::vector<std::byte> contributions_;        // [worker][slot][payload]: the sums so far lie together
   std::vector<std::byte> frames_;               // [slot][header + payload]
   std::vector<std::uint32_t> values_in_frame_;  // bytes of each frame; zeros follow
   std::vector<std::byte> sums_;                 // [slot][header + payload]; only where there is a parent

@@ -70,6 +70,7 @@
 #include <netfold/protocol/packet.hpp>
 
 #include <array>
+#include <bit>
 #include <optional>
 #include <vector>
 
@@ -201,6 +202,9 @@ class Worker {
   std::uint64_t retransmissions() const { return retransmissions_; }
   std::uint64_t packets_sent() const { return counter_; }
   const WorkerConfig& config() const { return config_; }
+  // Places for chunks: as many as may be in flight, or the next power of two; and which of them is a chunk's.
+  std::uint32_t places() const { return std::bit_ceil(config_.window); }
+  std::uint32_t index_of(std::uint64_t chunk) const { return static_cast<std::uint32_t>(chunk) & (places() - 1); }
   std::size_t packet_bytes() const { return kHeaderBytes + config_.payload_bytes; }
 
   bool operator==(const Worker&) const = default;

@@ -8,11 +8,13 @@
 
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 namespace netfold::transport {
 
@@ -46,10 +48,17 @@ class Datagrams {
   // refused by this host, counts as taken; refusals are counted. Throws std::system_error where the provider fails.
   virtual std::size_t send(std::span<Run> runs) = 0;
 
-  // Receives what is there, at most one batch; calls `packet(bytes, source)` for each packet. `bytes` lives for the
-  // call, in which packets may be sent. Whether anything happened.
-  using Packet = std::function<void(std::span<const std::byte>, Peer)>;
-  virtual bool receive(const Packet& packet) = 0;
+  // Packets that came together from one source: of `packet_bytes` each, but the last, which may be shorter. No bytes:
+  // one packet of none.
+  struct Train {
+    std::span<const std::byte> bytes;
+    std::size_t packet_bytes = 0;
+    Peer source = kStranger;
+  };
+  // Receives what is there, at most one batch, and calls `take` with it, once, unless it is empty. The bytes live for
+  // the call, in which packets may be sent. Whether anything happened.
+  class Take;
+  virtual bool receive(const Take& take) = 0;
 
   // `wants_room`: for a packet that was not taken. Good until the next call of anything else here.
   virtual Rest rest(bool wants_room) = 0;
@@ -73,5 +82,32 @@ class Datagrams {
  protected:
   Counters counters_;
 };
+
+// A callable that lives at least as long as the call it is passed to: a pointer to it, and one to how it is called.
+class Datagrams::Take {
+ public:
+  template <class Callable>
+    requires(!std::is_same_v<std::remove_cvref_t<Callable>, Take>)
+  Take(Callable&& callable)  // not explicit: as a parameter it is made of any callable
+      : callable_(const_cast<void*>(static_cast<const void*>(&callable))),
+        call_([](void* of, std::span<const Train> batch) {
+          (*static_cast<std::remove_reference_t<Callable>*>(of))(batch);
+        }) {}
+  void operator()(std::span<const Train> batch) const { call_(callable_, batch); }
+
+ private:
+  void* callable_;
+  void (*call_)(void*, std::span<const Train>);
+};
+
+// `packet(bytes)` for each of a train.
+template <class Packet>
+void for_each_packet(const Datagrams::Train& train, const Packet& packet) {
+  std::size_t offset = 0;
+  do {
+    packet(train.bytes.subspan(offset, std::min(train.packet_bytes, train.bytes.size() - offset)));
+    offset += train.packet_bytes;
+  } while (offset < train.bytes.size());
+}
 
 }  // namespace netfold::transport

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -47,7 +48,7 @@ class UdpSocket final : public Datagrams {
   // Runs are sent in order, until one is refused for lack of room. What this host refuses to send (EPERM of a firewall,
   // EMSGSIZE of an interface, ENETUNREACH, ...) counts as sent and lost, and in the counters.
   std::size_t send(std::span<Run> runs) override;
-  bool receive(const Packet& packet) override;
+  bool receive(const Take& take) override;
   Rest rest(bool wants_room) override;
   std::size_t receive_buffer_bytes() const override { return receive_buffer_bytes_; }
   const std::string& trouble() const override;
@@ -75,7 +76,9 @@ class UdpSocket final : public Datagrams {
   std::size_t receive_buffer_bytes_ = 0;
   std::vector<Destination> peers_;
   std::unordered_map<Address, Peer, Hash> numbers_;
-  std::vector<std::byte> receive_area_;
+  std::size_t batch_ = 0;  // messages that the next call asks for
+  std::vector<Train> trains_;
+  std::unique_ptr<std::byte[]> receive_area_;  // not touched before it is used
   std::vector<mmsghdr> receive_messages_;
   std::vector<iovec> receive_iovecs_;
   std::vector<Address> receive_sources_;

@@ -57,7 +57,7 @@ class FabricDatagrams final : public Datagrams {
   std::size_t room(Peer to) const override { return std::min(free_.size(), most_under_way_ - peers_[to].under_way); }
   // What the provider refuses for now waits in its buffer, and goes with a later `receive`.
   std::size_t send(std::span<Run> runs) override;
-  bool receive(const Packet& packet) override;
+  bool receive(const Take& take) override;
   Rest rest(bool wants_room) override;
   bool sleeps_lightly() const override { return true; }
   std::size_t receive_buffer_bytes() const override { return receivings_.size() * packet_bytes_; }
@@ -96,7 +96,7 @@ class FabricDatagrams final : public Datagrams {
   void push(Place& place);
   void release(Sending& sending);
   void post(Receiving& receiving);
-  void failed(const Completion& completion, const Packet& packet);
+  void failed(const Completion& completion);
   void lost(const std::string& why);
 
   // Unmaps it.
@@ -114,6 +114,8 @@ class FabricDatagrams final : public Datagrams {
   std::vector<Receiving> receivings_;
   std::vector<Sending*> free_;
   std::vector<Receiving*> unposted_;  // refused for now
+  std::vector<Train> trains_;         // of one batch, and where they lie
+  std::vector<Receiving*> read_;
   std::vector<Place> peers_;
   std::unordered_map<std::uint64_t, Peer> by_tag_;
   std::size_t most_under_way_ = 0;  // to one peer
