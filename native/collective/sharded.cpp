@@ -52,7 +52,7 @@ void Sharded::add(const Call& call, std::size_t way, std::uint64_t first, std::u
 
 void Sharded::mark() {
   for (Part& part : parts_) {
-    if (!part.done) part.wire_bytes_at_mark = part.algorithm->wire_bytes();
+    if (!part.done) part.settled_at_mark = part.algorithm->settled_bytes();
   }
 }
 

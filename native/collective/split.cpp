@@ -112,9 +112,9 @@ void Split::start_agreement() {
     const std::int64_t took_ns = part.done_ns - parts_->began_ns();
     const std::int64_t others_ns = part.way == switches_ ? switches_ns : host_ns;
     const auto bytes = static_cast<double>(part.call->outputs[0].bytes);
-    const auto sent = static_cast<double>(std::max<std::uint64_t>(1, part.algorithm->wire_bytes()));
-    // When the others ended: all of it had been done, or the part that had been sent.
-    const double before = took_ns <= others_ns ? bytes : bytes * static_cast<double>(part.wire_bytes_at_mark) / sent;
+    const auto whole = static_cast<double>(std::max<std::uint64_t>(1, part.algorithm->settled_bytes()));
+    // When the others ended: all of it had been done, or the part that was settled.
+    const double before = took_ns <= others_ns ? bytes : bytes * static_cast<double>(part.settled_at_mark) / whole;
     words_[2 * part.way] = rate(before, std::min(took_ns, others_ns));
     const std::int64_t alone = rate(bytes - before, took_ns - others_ns);
     words_[2 * part.way + 1] = others_ns == 0 ? alone : alone == 0 ? kNothing : -alone;

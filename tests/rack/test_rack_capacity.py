@@ -162,7 +162,7 @@ def test_packets_that_are_lost_while_a_switch_is_measured_do_not_make_the_job_sl
     assert over_ring(turns) < 1.15
 
 
-@pytest.mark.parametrize(("before", "after"), [("800mbit", "100mbit"), ("400mbit", "20mbit")])
+@pytest.mark.parametrize(("before", "after"), [("800mbit", "100mbit"), ("400mbit", "20mbit"), ("200mbit", "10mbit")])
 def test_a_link_that_shrinks_in_mid_job_costs_a_few_operations(before: str, after: str, tmp_path: Path) -> None:
     with standing(before) as (rack, _):
         job = Job(rack, tmp_path, address(rack))

@@ -31,7 +31,7 @@ class Sharded final : public Algorithm {
   std::vector<int> awaited() const override;
   bool awaited_may_wait() const override;
 
-  // What a way carries. wire_bytes_at_mark: of its `algorithm` when mark() was last called while it was under way.
+  // What a way carries. settled_at_mark: bytes of its `algorithm` when mark() was last called while it was under way.
   struct Part {
     std::size_t way = 0;
     std::unique_ptr<Call> call;
@@ -39,7 +39,7 @@ class Sharded final : public Algorithm {
     bool done = false;
     bool held = false;
     std::int64_t done_ns = 0;
-    std::uint64_t wire_bytes_at_mark = 0;
+    std::uint64_t settled_at_mark = 0;
   };
   const std::vector<Part>& parts() const { return parts_; }
   std::int64_t began_ns() const { return began_ns_; }

@@ -95,6 +95,9 @@ class Uplinked final : public Algorithm {
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;
   bool awaited_may_wait() const override { return step_ != nullptr && step_->awaited_may_wait(); }
+  std::uint64_t settled_bytes() const override {
+    return in_network_ == nullptr ? wire_bytes_ : wire_bytes_before_ + in_network_->settled_bytes();
+  }
 
  private:
   friend class Uplink;
