@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import RunningSwitch, run_threads, running_switch, values
+from ranks import RunningSwitch, run_command, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine
@@ -90,6 +91,42 @@ def test_a_switch_that_is_named_twice_adds_on_two_threads() -> None:
         assert spent[-2] > spent[-1] / 4 > 0, spent
         ports = {int(port) for port in re.findall(r"event=started .* port=(\d+)", switch.log())}
         assert len(ports) == 2
+
+
+def test_a_thread_stays_on_the_core_that_it_was_given_and_looks_without_sleep() -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    with running_switch("--cores", ",".join(map(str, cores)), "--busy-poll", "20000") as switch:
+        tasks = Path(f"/proc/{switch.process.pid}/task").iterdir()
+        pinned = [cores for cores in (os.sched_getaffinity(int(task.name)) for task in tasks) if len(cores) == 1]
+        assert sorted(core for of in pinned for core in of) == cores
+        for sent in values(run_threads(everything, 2, [switch.endpoint] * len(cores))):
+            assert min(sent) > 100, sent
+        time.sleep(0.5)  # after which they sleep
+        spent = cpu_s(switch)
+        time.sleep(0.5)
+        assert cpu_s(switch) - spent < 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--cores", "0,x"), "write numbers of cores with commas between, such as 2,3"),
+        (("--cores", "-1"), "write numbers of cores with commas between, such as 2,3"),
+        (("--cores", "1023"), "core 1023 cannot be used here: "),
+        (("--cores", "5000"), "there is no core 5000"),
+        (("--cores", "0", "--threads", "3"), "--threads 3 and --cores 0: there is a thread for each core"),
+    ],
+)
+def test_cores_that_are_not_to_be_had_are_named(arguments: tuple[str, ...], reason: str) -> None:
+    done = run_command("switch", "--listen", "127.0.0.1:0", *arguments)
+    assert done.returncode == 2
+    assert reason in done.stdout + done.stderr
+
+
+def cpu_s(switch: RunningSwitch) -> float:
+    """That the switch's threads have used."""
+    fields = Path(f"/proc/{switch.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_sums_by_shared_exponents_are_the_same_bits_over_one_switch_over_two_and_over_none() -> None:

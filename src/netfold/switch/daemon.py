@@ -45,7 +45,8 @@ class Switch:
     tokens: who may join, over TLS with the certificate of `state_dir` (or one that lasts as long as the switch).
     Without, everybody who reaches it may, in the clear: on loopback, or where `open_to_all` is said. With tokens, data
     packets are authenticated too. parent: where sums of jobs go that have workers beyond this switch. threads: that
-    handle packets, each those of jobs of its own. fabrics: providers of libfabric over which packets may come,
+    handle packets, each those of jobs of its own; cores: one for each, that it stays on. busy_poll_s: how long they
+    look for packets without sleep after the last one. fabrics: providers of libfabric over which packets may come,
     beside UDP. ValueError for what contradicts itself or cannot be had here, OSError where the certificate cannot be
     kept.
     """
@@ -61,6 +62,8 @@ class Switch:
         state_dir: Path | None = None,
         parent: Parent | None = None,
         threads: int = 1,
+        cores: Sequence[int] = (),
+        busy_poll_s: float = 0.0,
         fabrics: Sequence[str] = (),
     ) -> None:
         if tokens is not None and open_to_all:
@@ -85,7 +88,9 @@ class Switch:
         self._fabrics = Fabrics(fabrics, host)
         self._entrance = Entrance(host, port, context, self._on_guest)
         tenants = [EVERYBODY] if tokens is None else tokens.tenants
-        self._planes = [Plane() for _ in range(threads)]
+        if cores and len(cores) != threads:
+            raise ValueError(f"{threads} threads on {len(cores)} cores: name one core for each")
+        self._planes = [Plane(core=core, busy_poll_s=busy_poll_s) for core in cores or [-1] * threads]
         limits = limits or Limits()
         self._ledger = Ledger(limits, tenants, self._planes)
         # Of the largest job; a smaller one is granted what it asks for, or as much.
