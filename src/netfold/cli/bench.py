@@ -272,6 +272,59 @@ def accuracy(
 
 
 @app.command()
+def links(
+    hosts: Annotated[str, typer.Option(help="Hosts a rack, several by commas.")] = "4,8",
+    rate: Annotated[str, typer.Option(help="Of a worker's link, several by commas.")] = "200mbit",
+    c: Annotated[
+        str, typer.Option("-c", help="The switch's link over a worker's, several by commas; P: a port a worker.")
+    ] = "0.25,0.5,1,2,4,P",
+    size: Annotated[str, typer.Option(help="Of the tensor, several by commas; K, M, G.")] = "16M",
+    loss: Annotated[str, typer.Option(help="On every link, such as 0.1%.")] = "0%",
+    rounds: Annotated[int, typer.Option("-n", min=1, help="Timed rounds; each side runs once in each.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="What was measured, on stdout, in place of a table.")] = False,
+) -> None:
+    """What a switch behind a link of its own is worth, beside a ring over the same links. Needs root: an emulated rack.
+
+    Some 20 seconds a rack at 200 Mbit/s. The exit code is 1 where `auto` misses a goal that the table states.
+    """
+    import json
+    import os
+
+    from netfold.bench.links import Place, measure, table
+    from netfold.bench.machine import spoken
+    from netfold.bench.sizes import parse_size
+    from netfold.rack import RackError
+    from netfold.rack.processes import exit_on_signals
+
+    load = os.getloadavg()[0]
+    found = {}
+    try:
+        places = [
+            Place(link, count, float(count if each == "P" else each), parse_size(length), loss)
+            for link in rate.split(",")
+            for count in map(int, hosts.split(","))
+            for each in c.split(",")
+            for length in size.split(",")
+            if each == "P" or float(each) < count
+        ]
+        with exit_on_signals():
+            for place in places:
+                found[place] = measure(place, rounds)
+                typer.echo(table({place: found[place]})[-1], err=True)
+    except (RackError, ValueError) as error:
+        typer.echo(f"netfold bench links: {error}", err=True)
+        raise typer.Exit(CANNOT) from None
+    if as_json:
+        rows = [vars(place) | vars(taken) | {"bound_s": place.bound_s} for place, taken in found.items()]
+        typer.echo(json.dumps(rows))
+    else:
+        last = f"{rounds} rounds a rack, after some that are not timed; {spoken((load, os.getloadavg()[0]))}"
+        typer.echo("\n".join([*table(found), "", last]))
+    if not all(taken.met(place) for place, taken in found.items()):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
 def figures(
     folder: Annotated[Path, typer.Argument(help="Where figures.html, figures.json and a CSV a figure go.")] = Path(
         "netfold-figures"
