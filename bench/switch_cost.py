@@ -278,8 +278,8 @@ def render(
         lines.append(f"| {place} | " + " | ".join(f"{share:.1%}" for share in shares) + " |")
     lines.append("")
     for way in WAYS if (OTHER, WAYS[0]) in rows else ():
-        cost = {name: [row["gbit_a_cpu_s"] for row in rows[name, way]] for name in (THIS, OTHER)}
-        times = spread(paired_ratios(cost[THIS], cost[OTHER]))
+        costs = {name: [row["gbit_a_cpu_s"] for row in rows[name, way]] for name in (THIS, OTHER)}
+        times = spread(paired_ratios(costs[THIS], costs[OTHER]))
         verdict = "met" if times.median >= GOAL_TIMES else "missed"
         lines.append(
             f"- {way.name}: {times.median:.2f} ({times.p5:.2f} .. {times.p95:.2f}) times the other tree's "
