@@ -22,8 +22,9 @@ import numpy as np
 
 from netfold.bench.spread import paired_ratios, spread
 from netfold.rack import Rack, RackError
+from netfold.rack.aggregator import aggregator_argv, start_aggregator
 from netfold.rack.link import parse_link
-from netfold.rack.names import HOST_INTERFACE
+from netfold.rack.names import HOST_INTERFACE, SWITCH_PORT, host_address
 from netfold.rack.processes import supervise
 
 WARM_ROUNDS = 4
@@ -38,7 +39,10 @@ _SLOW = 4  # times a ring: not measured
 
 @dataclass(frozen=True)
 class Place:
-    """c: the switch's link over a worker's; `hosts` or more: a port a worker. loss: as `0.1%`, on every link."""
+    """c: the switch's link over a worker's; `hosts` or more: a port a worker; 0: the first worker's host is the switch.
+
+    loss: as `0.1%`, on every link.
+    """
 
     rate: str
     hosts: int
@@ -51,13 +55,17 @@ class Place:
         return self.c >= self.hosts
 
     @property
+    def name(self) -> str:
+        return "P" if self.has_ports else f"{self.c:g}" if self.c else "a worker's"
+
+    @property
     def bound_s(self) -> float:
         link = parse_link(self.rate, self.loss).rate_bits / 8 * PAYLOAD / PACKET
         return self.size / link * self._ring / (1 + (self._ring - 1) * min(1.0, self.c / self.hosts))
 
     @property
     def sides(self) -> tuple[str, ...]:
-        slow = self.hosts / self.c > _SLOW * self._ring
+        slow = self.hosts > _SLOW * self._ring * self.c
         return ("auto", "ring") if slow else ("auto", "ring", "in_network")
 
     @property
@@ -85,12 +93,19 @@ class Taken:
 
 def measure(place: Place, rounds: int) -> Taken:
     """In a rack of its own. RackError, with what the ranks said, where one fails."""
-    switch_rate = None if place.has_ports else f"{parse_link(place.rate, '0%').rate_bits * place.c / 1e6:g}mbit"
+    behind = place.c > 0 and not place.has_ports
+    switch_rate = f"{parse_link(place.rate, '0%').rate_bits * place.c / 1e6:g}mbit" if behind else None
     with (
         tempfile.TemporaryDirectory(prefix="netfold-links-") as folder,
         Rack(place.hosts, place.rate, place.loss, switch_rate=switch_rate) as rack,
     ):
-        rack.start_switch(lambda line: None)
+        if place.c > 0:
+            rack.start_switch(lambda line: None)
+        else:
+            argv = aggregator_argv(f"{host_address(0)}:{SWITCH_PORT}")
+            rack.switch_address = start_aggregator(
+                lambda argv: rack.popen(0, argv, {}), argv, lambda line: None
+            ).address
         for side in place.sides:
             Path(folder, side).mkdir()
         argv = [sys.executable, "-m", "netfold.bench.links", folder, str(rounds), str(place.size), *place.sides]
@@ -154,7 +169,7 @@ def table(found: dict[Place, Taken]) -> list[str]:
         over = {side: f"{taken.over(side):.2f}" for side in words if side != "auto"}
         link = place.rate if place.loss == "0%" else f"{place.rate}, {place.loss} lost"
         lines.append(
-            f"| {link} | {place.hosts} | {'P' if place.has_ports else f'{place.c:g}'} | {place.size >> 20} "
+            f"| {link} | {place.hosts} | {place.name} | {place.size >> 20} "
             f"| {words['auto']} | {taken.row}, {taken.part:.0%} | {words['ring']} | {words.get('in_network', '-')} "
             f"| {over['ring']} | {over.get('in_network', '-')} | {ms['auto'].median / 1e3 / place.bound_s:.2f} "
             f"| {'yes' if taken.met(place) else '**no**'} |"

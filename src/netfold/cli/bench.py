@@ -276,7 +276,12 @@ def links(
     hosts: Annotated[str, typer.Option(help="Hosts a rack, several by commas.")] = "4,8",
     rate: Annotated[str, typer.Option(help="Of a worker's link, several by commas.")] = "200mbit",
     c: Annotated[
-        str, typer.Option("-c", help="The switch's link over a worker's, several by commas; P: a port a worker.")
+        str,
+        typer.Option(
+            "-c",
+            help="The switch's link over a worker's, several by commas; P: a port a worker, 0: the first worker's host "
+            "is the switch.",
+        ),
     ] = "0.25,0.5,1,2,4,P",
     size: Annotated[str, typer.Option(help="Of the tensor, several by commas; K, M, G.")] = "16M",
     loss: Annotated[str, typer.Option(help="On every link, such as 0.1%.")] = "0%",

@@ -73,7 +73,7 @@ def fitting_window(
         memory = protocol.job_memory_bytes(workers, window, payload_bytes, has_parent, encrypts)
         return bool(memory <= memory_bytes and (slots is None or protocol.job_slots(window) <= slots))
 
-    window = max(least, window_bytes // (payload_bytes + protocol.HEADER_BYTES))
+    window: int = max(least, window_bytes // (payload_bytes + protocol.HEADER_BYTES))
     if fits(window):
         return window
     window = 1 << window.bit_length() - 1
