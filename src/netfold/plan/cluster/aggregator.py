@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from netfold.plan.cost import beside_a_worker_bytes_per_s, given_back_bytes_per_s
 
-# Contributions that one core receives and adds in a second, the kernel's work included: 7.16 Gbit/s (5% .. 95%: 6.07 ..
-# 8.78) on an AMD EPYC with GRO on, bench/results/switch_cost.md. With GRO off it is 2.97; a Xeon reached 11.5.
+# Contributions that one core receives and adds in a second, the kernel's work included: 8.4 Gbit/s (5% .. 95%: 6.3 ..
+# 9.4) with GRO on and results cut by the link (bench/results/switch_cost.md); rounded down.
 CORE_BYTES_PER_S = 7e9 / 8
 
 
