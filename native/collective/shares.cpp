@@ -77,7 +77,12 @@ std::vector<std::uint32_t> Shares::parts() const {
   std::vector<std::uint32_t> parts = balanced();
   if (!is_trial()) return parts;
   std::uint32_t& host = parts.back();
-  const bool more = host == kWhole || (host > 0 && trials_ % 2 == 0);  // to the switches
+  if (host > 0 && host < kWhole && trials_ % 3 == 2) {
+    std::fill(parts.begin(), parts.end(), 0);
+    host = kWhole;
+    return parts;
+  }
+  const bool more = host == kWhole || (host > 0 && trials_ % 3 == 0);  // to the switches
   for (std::size_t way = 0; way + 1 < parts.size(); ++way) {
     const std::uint32_t some = std::max(parts[way] / kTrialPart, kWhole / kLeastPart);
     const std::uint32_t moved = std::min(some, more ? host : parts[way]);
@@ -89,6 +94,8 @@ std::vector<std::uint32_t> Shares::parts() const {
 
 void Shares::learn(std::span<const Rates> ways) {
   bool drifted = false;
+  const bool host_did_all =
+      std::all_of(ways.begin(), ways.end() - 1, [](const Rates& seen) { return seen.beside == 0 && seen.alone == 0; });
   const auto believe = [&](std::uint64_t& kept, std::uint64_t seen) {
     if (seen == 0) return;
     const bool is_far = seen / 2 > kept || kept / 2 > seen;
@@ -98,7 +105,9 @@ void Shares::learn(std::span<const Rates> ways) {
   };
   for (std::size_t way = 0; way < ways_.size(); ++way) {
     Rates& known = ways_[way];
-    const Rates& seen = ways[way];
+    Rates seen = ways[way];
+    // After the switches have ended its connections are still as slow as beside them for a while.
+    if (way + 1 == ways_.size() && !host_did_all && seen.alone < known.alone) seen.alone = 0;
     believe(known.beside, seen.beside);
     // Nothing is slower alone: a rest that says so was too short.
     believe(known.alone, seen.alone == 0 ? 0 : std::max(seen.alone, seen.beside));

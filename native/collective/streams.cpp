@@ -340,6 +340,7 @@ bool Streams::advance(In& in) {
     if (in.next < in.pieces.size() && in.got == whole) {
       if (!failure_) store(in);
       in.got = 0;
+      received_bytes_ += whole;
       through_[static_cast<std::size_t>(in.stream)] = ++in.next;
       if (!failure_) name_places(in);
       // Let what has become possible leave before more is read.

@@ -150,6 +150,17 @@ def test_a_link_that_changes_is_noticed_within_twenty_operations(before: float, 
     assert sorted(times[20:])[10] <= 1.1 * net.best_s(), split.ways
 
 
+def test_a_slow_rest_of_the_ring_does_not_hide_that_it_is_quicker_alone() -> None:
+    """As measured with 8 hosts at 200 Mbit/s, one of them the switch: bytes a second beside the other way, and alone."""
+    found = shares.Shares([3_300_000], 13_500_000, 23_500_000)
+    found.learn([(2_600_000, 0), (6_100_000, 6_600_000)])
+    assert found.balanced == [0, shares.WHOLE]
+    # What it does when it does all of it counts; then both together are quicker.
+    found.learn([(0, 0), (0, 5_000_000)])
+    assert found.ways[1] == (5_000_000, 5_000_000)
+    assert found.balanced[0] > shares.WHOLE / 4
+
+
 def test_fixed_parts_stay() -> None:
     split = shares.Shares([LINK // 2], LINK // 2, LINK, [shares.WHOLE // 4])
     for _ in range(30):

@@ -51,7 +51,7 @@ class Algorithm {
 
   const Failure& failure() const { return failure_; }
   std::uint64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank, headers included
-  // Of these as far as it is through with them: a packet to a switch has left long before its result is here.
+  // How far an all_reduce has come, in bytes: what has left this rank may be in queues, so what has come back counts.
   virtual std::uint64_t settled_bytes() const { return wire_bytes_; }
   std::uint32_t retransmissions() const { return retransmissions_; }
   // Tensors whose memory a fabric knew already, and those that it had to be told of.

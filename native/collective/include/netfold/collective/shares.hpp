@@ -11,8 +11,10 @@
 // link, the switches have sum(R_i) of the link, a half of it at most, and the ring the rest.
 //
 // Now and then, kTrialGrowth times as many operations apart each time, an operation is a trial: the switches get more,
-// or, the next time, less; so one kind of way ends first, and the rest shows the other's rate alone. A rate that
-// changed by a fifth begins these anew.
+// the next time less, then nothing; so one kind of way ends first, and the rest shows the other's rate alone. A rate
+// that changed by a fifth begins these anew. A host algorithm's rest may only show that it is quicker alone than was
+// known: its connections need a while to find out that the link is theirs. That it is slower is learned when it does
+// all, which is what a rate that is too high leads to, and costs one operation of a ring's time.
 //
 // A value: no clock, no socket; integers only, so that every rank computes the same from the same numbers.
 #pragma once

@@ -36,6 +36,7 @@ class Streams : public Algorithm {
   void wait_for(WaitSet& set) const final;
   std::vector<int> awaited() const final;
   bool awaited_may_wait() const final;
+  std::uint64_t settled_bytes() const final { return received_bytes_; }
 
  protected:
   // Reached when so many pieces of a stream are through: handed to the socket, or received and folded.
@@ -159,6 +160,7 @@ class Streams : public Algorithm {
   std::size_t wire_element_bytes_;
   bool converts_;
   std::vector<std::size_t> through_;  // a stream each, by its number
+  std::uint64_t received_bytes_ = 0;  // of whole pieces
   std::vector<std::size_t> index_;    // of a stream in outs_ or ins_
   std::vector<Out> outs_;
   std::vector<In> ins_;
