@@ -178,6 +178,14 @@ def test_a_window_that_the_switchs_kernel_cuts_is_a_warning_with_the_number() ->
     assert judge(hosts(2, switches={0: [whole], 1: [whole]})) == []
 
 
+def test_threads_of_a_switch_that_the_job_leaves_idle_are_worth_knowing() -> None:
+    room = SwitchRoom("10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, threads=2)
+    (finding,) = judge(hosts(2, switches={0: [room], 1: [room]}))
+    assert (finding.level, finding.what) == (Level.NOTE, "has 2 threads, and a group of this job uses 1")
+    assert "name it twice in NETFOLD_SWITCH" in finding.todo
+    assert judge(hosts(2, switches={0: [room] * 2, 1: [room] * 2})) == []
+
+
 def test_what_one_host_lacks_for_its_ranks() -> None:
     def together(**changes: Any) -> list[str]:
         facts = [replace(WELL, rank=rank, **changes) for rank in range(4)]

@@ -151,7 +151,7 @@ def test_a_link_that_changes_is_noticed_within_twenty_operations(before: float, 
 
 
 def test_a_slow_rest_of_the_ring_does_not_hide_that_it_is_quicker_alone() -> None:
-    """As measured with 8 hosts at 200 Mbit/s, one of them the switch: bytes a second beside the other way, and alone."""
+    """As with 8 hosts at 200 Mbit/s, one of them the switch. Rates: bytes a second beside the other way, and alone."""
     found = shares.Shares([3_300_000], 13_500_000, 23_500_000)
     found.learn([(2_600_000, 0), (6_100_000, 6_600_000)])
     assert found.balanced == [0, shares.WHOLE]

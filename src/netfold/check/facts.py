@@ -45,6 +45,8 @@ class SwitchRoom:
     buffer_bytes: int = 0
     """What its kernel grants a job's packets; 0 where it does not say, or where packets go over a fabric."""
     window_bytes: int = 0
+    threads: int = 1
+    """That handle packets; a group has one for each time that it names the switch."""
 
 
 @dataclass(frozen=True)

@@ -196,6 +196,12 @@ def _switches(gathered: Gathered) -> Iterator[Finding]:
         what, _, todo = ReceiveBuffer(room.buffer_bytes, room.window_bytes).cut(workers).partition(": ")
         if what:
             yield Finding(Level.WARN, f"switch {endpoint}", what, todo)
+        named = max([sum(each.endpoint == endpoint for each in facts.switches) for facts in gathered.facts])
+        if named < room.threads:
+            what = f"has {room.threads} threads, and a group of this job uses {named}"
+            times = "twice" if room.threads == 2 else f"{room.threads} times"
+            todo = f"name it {times} in NETFOLD_SWITCH, where its core and not its link is the limit"
+            yield Finding(Level.NOTE, f"switch {endpoint}", what, todo)
 
 
 def _capacities(gathered: Gathered) -> Iterator[Finding]:

@@ -376,7 +376,7 @@ class Room(NamedTuple):
     """What a switch could still grant to whoever holds this token. slots: -1 where only the memory bounds them.
 
     udp_error: why packets would not reach it, though it answers over TCP; empty where they do, or nobody tried.
-    buffer_bytes, window_bytes: its `data_path.ReceiveBuffer`; 0 where it does not say.
+    buffer_bytes, window_bytes: its `data_path.ReceiveBuffer`; 0 where it does not say. threads: that handle packets.
     """
 
     jobs: int
@@ -386,6 +386,7 @@ class Room(NamedTuple):
     udp_error: str = ""
     buffer_bytes: int = 0
     window_bytes: int = 0
+    threads: int = 1
 
     @property
     def buffer(self) -> ReceiveBuffer:
@@ -406,7 +407,8 @@ def ask_room(endpoint: str, *, token_file: str | None, rank: int, timeout_s: flo
             jobs, workers, memory_bytes, slots = (int(answer[name]) for name in Room._fields[:4])
             udp_error = _udp_error(stream, answer["udp"], who) if "udp" in answer else ""
             buffer = int(answer.get("buffer_bytes", 0)), int(answer.get("window_bytes", 0))
-            room = Room(jobs, workers, memory_bytes, slots, udp_error, *buffer)
+            threads = max(1, int(answer.get("threads", 1)))
+            room = Room(jobs, workers, memory_bytes, slots, udp_error, *buffer, threads)
             stream.close()
     except _UnreachableError as error:
         raise SwitchError(str(error)) from None

@@ -332,7 +332,8 @@ class Switch:
         if self._ledger.draining:
             raise RefusedError("draining", f"the switch is shutting down: {self._ledger.draining}")
         buffer = {"buffer_bytes": self.buffer.granted_bytes, "window_bytes": self.buffer.window_bytes}
-        return {"type": "room", "version": control.VERSION, **self._ledger.room(tenant), **buffer}
+        own = {"threads": len(self._planes), **buffer}
+        return {"type": "room", "version": control.VERSION, **self._ledger.room(tenant), **own}
 
     def _opened(self, job: Job) -> None:
         """From now on it waits for its ranks, and for the parent's word."""
