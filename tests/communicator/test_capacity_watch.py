@@ -62,11 +62,11 @@ def test_one_line_a_minute_has_all_that_changed_since_the_last(
             turns.look()
         assert len(caplog.records) == 1
         turns.now += 1
-        turns.operation(8_000_000, host=7_000_000)  # of which half is believed
+        turns.operation(8_000_000, host=28_000_000)  # of which half is believed
         turns.look()
     assert len(caplog.records) == 2
     said = caplog.records[1].getMessage()
-    assert "the switch at s:1 2 MB/s then" in said and "the host algorithm 14 MB/s then, 10.5 now" in said
+    assert "the switch at s:1 2 MB/s then" in said and "the host algorithm 14 MB/s then, 21 now" in said
     assert "in the last such line" in said
     assert capacity.known(ENDS, SWITCH)[0] == turns.look()[0], "the first rate does not wait for the log"
 
