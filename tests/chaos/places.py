@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def warm_up(folder: Path) -> None:
     before = os.environ.get("LD_PRELOAD")
     os.environ["LD_PRELOAD"] = str(library)
     try:
+        forkserver._forkserver._stop()  # one that another test has started has no such clock
         _FORKS.set_forkserver_preload([*_PRELOAD])
         first = _FORKS.Process(target=int)
         first.start()
