@@ -70,7 +70,8 @@ class Turns:
 
 
 RECIPE_TURNS = Turns(("netfold", "gloo"), steps=4, settling=2, rounds=4, most_rounds=4, budget_s=0.0)
-LINK_TURNS = Turns(tuple(SIDES), steps=2, settling=1, rounds=2, most_rounds=8, budget_s=10.0)
+# A new group's first eight large operations do not overlap, since each cuts the next: two steps of most models.
+LINK_TURNS = Turns(tuple(SIDES), steps=4, settling=4, rounds=2, most_rounds=8, budget_s=10.0)
 BACKENDS = RECIPE_TURNS.sides
 
 
@@ -319,6 +320,7 @@ def measure(names: Sequence[str], places: Sequence[Place], turns: Turns, file: P
                     took["forward_s"] + took["backward_s"] for took in json.loads((timed / f"{name}.json").read_text())
                 ),
                 "seconds": {place: by_name[name] for place, by_name in seconds.items()},
+                "turns": {place: [turns.steps, turns.settling] for place in seconds},
                 "load": [load, os.getloadavg()[0]],
             }
             for name in names
@@ -378,18 +380,22 @@ def render_by_link(kept: dict[str, Any]) -> str:
                 cells.append(f"{ratio.median:.2f} ({ratio.p5:.2f}..{ratio.p95:.2f})")
             c = "P" if place.c is None else place.c
             where = f"{place.hosts} hosts, {place.rate}"
-            rows.append(f"| {name} | {where} | {c} | {1e3 * found['compute_s']:.0f} | {' | '.join(cells)} |")
+            steps, settling = found["turns"][place.name]
+            first = [name, where, f"{c}", f"{steps} after {settling}", f"{1e3 * found['compute_s']:.0f}"]
+            rows.append(f"| {' | '.join([*first, *cells])} |")
     shrunk = ", ".join(f"{name}'s tensors are 1/{by} of their size" for name, by in CATALOGUE.items())
+    sides = " | ".join(f"{side}, ms" for side in SIDES)
     return f"""# A step, by the link of the switch
 
 `python bench/train_steps.py --links`. {circumstances(kept)} c: the rate of the switch's link over a worker's; P: a port
-a worker. Milliseconds a step, the slowest rank's: median (p5..p95); ratios step by step. {LINK_TURNS.steps} steps after
-{LINK_TURNS.settling} in each of {LINK_TURNS.rounds} to {LINK_TURNS.most_rounds} turns a side, in the same processes: as
-many as {LINK_TURNS.budget_s:.0f} s suffice for. In the rack a layer's computing is a timer, of what it took here; of a
-model of the planner's catalogue, of its published speed: {shrunk}. Buckets of 25 MB, of smaller tensors as many.
+a worker. Milliseconds a step, the slowest rank's: median (p5..p95); ratios step by step. Each side has
+{LINK_TURNS.rounds} to {LINK_TURNS.most_rounds} turns in the same processes, as many as {LINK_TURNS.budget_s:.0f} s
+suffice for, each with a new group; *steps*: how many of a turn count, after how many that do not. In the rack a layer's
+computing is a timer, of what it took here; of a model of the planner's catalogue, of its published speed: {shrunk}.
+Buckets of 25 MB, of smaller tensors as many.
 
-| | where | c | computing, ms | {" | ".join(f"{side}, ms" for side in SIDES)} | ring / netfold | gloo / netfold |
-|---|---|---|---|---|---|---|---|---|
+| | where | c | steps | computing, ms | {sides} | ring / netfold | gloo / netfold |
+|---|---|---|---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 """
 
