@@ -184,13 +184,13 @@ def measure(place: Place, rounds: int) -> Taken:
     return taken
 
 
-def seal_costs() -> list[tuple[int, float, float, float]]:
+def auth_costs() -> list[tuple[int, float, float, float]]:
     """Bytes, and the median, lowest and highest nanoseconds of a tag over so many."""
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "seal_cost"
-        seal = ROOT / "native/seal"
-        sources = [str(ROOT / "bench/seal_cost.cpp"), str(seal / "sealer.cpp"), str(seal / "libcrypto.cpp")]
-        include = f"-I{seal / 'include'}"
+        program = Path(folder) / "auth_cost"
+        auth = ROOT / "native/auth"
+        sources = [str(ROOT / "bench/auth_cost.cpp"), str(auth / "packet_authenticator.cpp"), str(auth / "libcrypto.cpp")]
+        include = f"-I{auth / 'include'}"
         subprocess.run(["c++", "-std=c++20", "-O2", include, *sources, "-o", str(program), "-ldl"], check=True)
         said = subprocess.run([program, *map(str, PACKETS)], check=True, capture_output=True, text=True).stdout
     return [(int(each[0]), *map(float, each[1:])) for each in map(str.split, said.splitlines())]  # type: ignore[misc]
@@ -232,7 +232,7 @@ def render(rows: Rows, load: tuple[float, float]) -> str:
         "| packet without its tag, bytes | ns | ns a byte |",
         "|---|---|---|",
     ]
-    for size, middle, low, high in seal_costs():
+    for size, middle, low, high in auth_costs():
         lines.append(f"| {size} | {middle:.0f} ({low:.0f} .. {high:.0f}) | {middle / size:.3f} |")
     rounds = len(next(iter(rows.values()))[SECURITIES[0]])
     lines += ["", f"{rounds} interleaved rounds a link; {spoken(load)}"]

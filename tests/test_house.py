@@ -13,16 +13,16 @@ ROOT = Path(__file__).parent.parent
 
 MAY_INCLUDE = {
     "kernels": set(),
-    "seal": set(),
-    "transport": {"seal"},
+    "auth": set(),
+    "transport": {"auth"},
     "protocol": {"kernels"},
     "prove": {"protocol"},
-    "collective": {"protocol", "transport", "seal", "kernels"},
+    "collective": {"protocol", "transport", "auth", "kernels"},
     # The vocabulary behind collective's own headers.
-    "engine": {"collective", "protocol", "transport", "seal", "kernels"},
-    "aggregator": {"protocol", "transport", "seal"},
+    "engine": {"collective", "protocol", "transport", "auth", "kernels"},
+    "aggregator": {"protocol", "transport", "auth"},
     "cable": set(),
-    "bind": {"kernels", "transport", "seal", "protocol", "prove", "collective", "engine", "aggregator", "cable"},
+    "bind": {"kernels", "transport", "auth", "protocol", "prove", "collective", "engine", "aggregator", "cable"},
 }
 
 

@@ -36,30 +36,30 @@ std::int64_t monotonic_ns() {
 }
 
 // Whether a packet that is long enough for a header ends with its tag.
-bool authentic(seal::Sealer& sealer, std::span<const std::byte> bytes) {
-  return bytes.size() >= protocol::kHeaderBytes + seal::kTagBytes &&
-         sealer.matches(protocol::nonce_of(bytes.data(), bytes.size() - seal::kTagBytes), bytes);
+bool authentic(auth::Sealer& sealer, std::span<const std::byte> bytes) {
+  return bytes.size() >= protocol::kHeaderBytes + auth::kTagBytes &&
+         sealer.matches(protocol::nonce_of(bytes.data(), bytes.size() - auth::kTagBytes), bytes);
 }
 
-void tag(seal::Sealer& sealer, std::span<const std::byte> packet, std::byte* out) {
+void tag(auth::Sealer& sealer, std::span<const std::byte> packet, std::byte* out) {
   const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
   sealer.tag(protocol::nonce_of(packet.data(), packet.size()), {&piece, 1}, out);
 }
 
 // The packet without its tag, decrypted into `plain` where the sealer encrypts; empty where the tag is wrong.
-std::span<const std::byte> opened(seal::Sealer& sealer, std::span<const std::byte> bytes,
+std::span<const std::byte> opened(auth::Sealer& sealer, std::span<const std::byte> bytes,
                                   std::vector<std::byte>& plain) {
   if (!sealer.encrypts()) {
-    return authentic(sealer, bytes) ? bytes.first(bytes.size() - seal::kTagBytes) : std::span<const std::byte>();
+    return authentic(sealer, bytes) ? bytes.first(bytes.size() - auth::kTagBytes) : std::span<const std::byte>();
   }
-  if (bytes.size() != plain.size() + seal::kTagBytes) return {};
+  if (bytes.size() != plain.size() + auth::kTagBytes) return {};
   return sealer.decrypt(protocol::nonce_of(bytes.data(), plain.size()), bytes, protocol::kHeaderBytes, plain.data())
              ? std::span<const std::byte>(plain)
              : std::span<const std::byte>();
 }
 
 // Returns the bytes to send before the tag: `packet` as it is, or its encrypted form, which stands at `encrypted`.
-const std::byte* sealed(seal::Sealer& sealer, std::span<const std::byte> packet, std::byte* encrypted, std::byte* out) {
+const std::byte* sealed(auth::Sealer& sealer, std::span<const std::byte> packet, std::byte* encrypted, std::byte* out) {
   if (!sealer.encrypts()) {
     tag(sealer, packet, out);
     return packet.data();
@@ -151,7 +151,7 @@ void Plane::on_thread(const std::function<void()>& command) {
 
 std::unique_ptr<Plane::Job> Plane::make_job(std::uint32_t id, std::uint32_t incarnation,
                                             const std::vector<std::uint64_t>& nonces,
-                                            const std::vector<seal::Key>& hello_keys) {
+                                            const std::vector<auth::Key>& hello_keys) {
   if (!hello_keys.empty() && hello_keys.size() != nonces.size()) throw std::invalid_argument("open: a key a worker");
   auto job = std::make_unique<Job>();
   job->id = id;
@@ -177,7 +177,7 @@ void Plane::add(std::unique_ptr<Job> job) {
 }
 
 std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const std::string& host,
-                          const std::vector<std::uint64_t>& nonces, const std::vector<seal::Key>& hello_keys,
+                          const std::vector<std::uint64_t>& nonces, const std::vector<auth::Key>& hello_keys,
                           std::size_t buffer_bytes) {
   auto job = make_job(job_id, incarnation, nonces, hello_keys);
   auto socket = std::make_unique<transport::UdpSocket>(transport::Address::parse(host, 0), buffer_bytes);
@@ -192,7 +192,7 @@ Plane::FabricPlace Plane::open_on_fabric(std::uint32_t job_id, std::uint32_t inc
                                          std::unique_ptr<transport::fabric::Wire> wire,
                                          const std::vector<std::uint64_t>& nonces,
                                          const std::vector<std::uint64_t>& proofs,
-                                         const std::vector<seal::Key>& hello_keys, std::size_t packet_bytes,
+                                         const std::vector<auth::Key>& hello_keys, std::size_t packet_bytes,
                                          std::size_t in_flight_bytes) {
   auto job = make_job(job_id, incarnation, nonces, hello_keys);
   auto endpoint = std::make_unique<transport::fabric::FabricDatagrams>(std::move(wire), packet_bytes, in_flight_bytes,
@@ -259,16 +259,16 @@ void Plane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::Data
 }
 
 void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
-                  const std::optional<ParentKeys>& parent_keys, seal::Security security) {
+                  const std::optional<ParentKeys>& parent_keys, auth::Security security) {
   // Slots are allocated here, not between two batches of other jobs.
   const OnCore near(options_.core);
   auto machine = std::make_unique<SwitchJob>(config);
   std::vector<First> firsts(machine->slot_count());
   std::vector<std::uint32_t> results(machine->slot_count());
-  std::vector<std::optional<seal::Sealer>> sealers(config.workers);
-  std::optional<seal::Sealer> answer_sealer;
-  std::optional<seal::Sealer> sum_sealer;
-  std::optional<seal::Sealer> parent_sealer;
+  std::vector<std::optional<auth::Sealer>> sealers(config.workers);
+  std::optional<auth::Sealer> answer_sealer;
+  std::optional<auth::Sealer> sum_sealer;
+  std::optional<auth::Sealer> parent_sealer;
   std::vector<std::byte> tags;
   const std::size_t packet_bytes = machine->packet_bytes();
   std::vector<std::byte> encrypted;
@@ -282,7 +282,7 @@ void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys
   if (keys) {
     for (std::size_t i = 0; i < sealers.size(); ++i) sealers[i].emplace(keys->contributions.at(i), security);
     answer_sealer.emplace(keys->answers, security);
-    tags.resize(machine->slot_count() * seal::kTagBytes);
+    tags.resize(machine->slot_count() * auth::kTagBytes);
     if (answer_sealer->encrypts()) encrypted.resize(machine->slot_count() * packet_bytes);
   }
   if (!encrypted.empty() || !encrypted_sums.empty()) plain.resize(packet_bytes);
@@ -508,7 +508,7 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagram
 void Plane::completed(Job& job, std::uint32_t slot) {
   if (job.answer_sealer) {
     std::byte* const encrypted = job.encrypted.empty() ? nullptr : job.encrypted.data() + slot * job.plain.size();
-    sealed(*job.answer_sealer, job.machine->frame(slot), encrypted, job.tags.data() + slot * seal::kTagBytes);
+    sealed(*job.answer_sealer, job.machine->frame(slot), encrypted, job.tags.data() + slot * auth::kTagBytes);
   }
   ++job.counters.results;
   job.counters.result_bytes += job.machine->agreement(slot).value_bytes();
@@ -556,12 +556,12 @@ void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, transpo
 void Plane::flush_sums(Job& job) {
   if (!job.machine || !job.parent) return;
   Parent& parent = *job.parent;
-  const std::size_t tag_bytes = parent.sealer ? seal::kTagBytes : 0;
+  const std::size_t tag_bytes = parent.sealer ? auth::kTagBytes : 0;
   const std::size_t packet_bytes = job.machine->packet_bytes() + tag_bytes;
   const std::size_t per_run = transport::UdpSocket::packets_per_message(packet_bytes);
   std::array<std::uint32_t, transport::UdpSocket::kMaxSegments> slots;
   std::array<iovec, kPieces * transport::UdpSocket::kMaxSegments> pieces;
-  std::array<std::byte, seal::kTagBytes * transport::UdpSocket::kMaxSegments> tags;
+  std::array<std::byte, auth::kTagBytes * transport::UdpSocket::kMaxSegments> tags;
   bool blocked = false;
   while (!blocked) {
     std::size_t count = 0;
@@ -570,7 +570,7 @@ void Plane::flush_sums(Job& job) {
       const auto send = parent.machine.poll_send();
       if (!send) break;
       const auto sum = job.machine->sum(send->slot, send->counter);
-      std::byte* tag_of = tags.data() + count * seal::kTagBytes;
+      std::byte* tag_of = tags.data() + count * auth::kTagBytes;
       const std::byte* from = sum.data();
       if (parent.sealer) from = sealed(*parent.sealer, sum, parent.encrypted.data() + count * job.plain.size(), tag_of);
       pieces[count * kPieces] = {const_cast<std::byte*>(from), sum.size()};
@@ -616,7 +616,7 @@ void Plane::hello(Job& job, const protocol::Header& header, std::span<const std:
   with_proof.counter = job.proofs[header.worker];
   protocol::write_header(with_proof, proof.data());
   if (worker.hello_sealer) {
-    const std::span<const std::byte> packet(proof.data(), proof.size() - seal::kTagBytes);
+    const std::span<const std::byte> packet(proof.data(), proof.size() - auth::kTagBytes);
     tag(*worker.hello_sealer, packet, proof.data() + packet.size());
   }
   send(job, header.worker, proof);
@@ -632,7 +632,7 @@ void Plane::queue(Job& job, Worker& worker, std::uint32_t slot) {
 
 void Plane::flush(Job& job) {
   if (!job.machine) return;
-  const std::size_t packet_bytes = job.machine->packet_bytes() + (job.authenticated ? seal::kTagBytes : 0);
+  const std::size_t packet_bytes = job.machine->packet_bytes() + (job.authenticated ? auth::kTagBytes : 0);
   const std::size_t per_run = transport::UdpSocket::packets_per_message(packet_bytes);
   const std::size_t per_packet = job.authenticated ? kPieces : 1;
   std::array<transport::Datagrams::Run, transport::UdpSocket::kMessagesPerCall> runs;
@@ -702,7 +702,7 @@ void Plane::add_pieces(Job& job, std::uint32_t slot, iovec* out) {
   const auto frame = job.machine->frame(slot);
   const std::byte* from = job.encrypted.empty() ? frame.data() : job.encrypted.data() + slot * frame.size();
   out[0] = {const_cast<std::byte*>(from), frame.size()};
-  if (job.authenticated) out[1] = {job.tags.data() + slot * seal::kTagBytes, seal::kTagBytes};
+  if (job.authenticated) out[1] = {job.tags.data() + slot * auth::kTagBytes, auth::kTagBytes};
 }
 
 void Plane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap) {
@@ -735,7 +735,7 @@ void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, const pro
 void Plane::append_tag(Job& job, std::vector<std::byte>& packet) {
   if (!job.authenticated) return;
   const std::size_t bytes = packet.size();
-  packet.resize(bytes + seal::kTagBytes);
+  packet.resize(bytes + auth::kTagBytes);
   sealed(*job.answer_sealer, {packet.data(), bytes}, packet.data(), packet.data() + bytes);
 }
 

@@ -7,7 +7,7 @@
 #include <netfold/transport/fabric/strict_wire.hpp>
 
 #include "module.hpp"
-#include "seal.hpp"
+#include "auth.hpp"
 #include "transport.hpp"
 
 namespace nb = nanobind;
@@ -141,7 +141,7 @@ void bind_aggregator(nb::module_& m) {
             if (parent_keys) link_keys = {key_of(std::get<0>(*parent_keys)), key_of(std::get<1>(*parent_keys))};
             nb::gil_scoped_release release;
             self.begin({job, epoch, incarnation, workers, window, payload_bytes, link, std::move(names)}, job_keys,
-                       link_keys, encrypts ? netfold::seal::Security::encrypt : netfold::seal::Security::authenticate);
+                       link_keys, encrypts ? netfold::auth::Security::encrypt : netfold::auth::Security::authenticate);
           },
           nb::kw_only(), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"), nb::arg("workers"),
           nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(), nb::arg("parent") = nb::none(),

@@ -19,7 +19,7 @@
 #include "call_site.hpp"
 #include "fabric.hpp"
 #include "module.hpp"
-#include "seal.hpp"
+#include "auth.hpp"
 #include "transport.hpp"
 
 namespace nb = nanobind;
@@ -53,11 +53,11 @@ using Connections = std::vector<std::vector<int>>;
 using Secrets = std::vector<std::vector<std::vector<PythonSecrets>>>;
 
 // Of the connections to one rank, in one lane.
-std::vector<seal::StreamSecrets> secrets_to(const Secrets& secrets, int lane, std::size_t peer, std::size_t rails) {
+std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, int lane, std::size_t peer, std::size_t rails) {
   if (secrets.empty()) return {};
   const auto& given = secrets.at(static_cast<std::size_t>(lane)).at(peer);
   if (given.size() != rails) throw nb::value_error("every connection needs secrets, or none does");
-  std::vector<seal::StreamSecrets> out;
+  std::vector<auth::StreamSecrets> out;
   for (const auto& each : given) out.push_back(secrets_of(each));
   return out;
 }
@@ -172,7 +172,7 @@ using Keys = std::tuple<nb::bytes, nb::bytes>;  // of this worker's contribution
 std::unique_ptr<collective::Channel> make_channel(const Group& group, DataPort& port, std::uint64_t life,
                                                   const protocol::WorkerConfig& config, const std::vector<int>& ranks,
                                                   const std::optional<Keys>& keys, bool encrypts) {
-  const auto security = encrypts ? seal::Security::encrypt : seal::Security::authenticate;
+  const auto security = encrypts ? auth::Security::encrypt : auth::Security::authenticate;
   std::optional<collective::ChannelKeys> channel_keys;
   if (keys) channel_keys = {key_of(std::get<0>(*keys)), key_of(std::get<1>(*keys)), security};
   return std::make_unique<collective::Channel>(life, config, channel_keys, ranks, group.rank(), port.take(), port.to);

@@ -30,7 +30,7 @@ NB_MODULE(_native, m) {
   bind_arrays(m);
   bind_kernels(m);
   bind_transport(m);
-  bind_seal(m);
+  bind_auth(m);
   bind_protocol(m);
   bind_prove(m);
   bind_fabric(m);

@@ -12,7 +12,7 @@
 #include <cstring>
 
 #include "module.hpp"
-#include "seal.hpp"
+#include "auth.hpp"
 
 namespace nb = nanobind;
 namespace fabric = netfold::transport::fabric;
@@ -42,11 +42,11 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
     throw nb::value_error("this port is not connected, or was given to a group");
   }
   transport::Datagrams& port = *self.port;
-  std::optional<netfold::seal::Sealer> sealer;
+  std::optional<netfold::auth::Sealer> sealer;
   if (key) sealer.emplace(key_of(*key));
   nb::gil_scoped_release release;
   const std::size_t bytes = std::max(packet_bytes, protocol::kHeaderBytes);
-  std::vector<std::byte> packet(bytes + (key ? netfold::seal::kTagBytes : 0));
+  std::vector<std::byte> packet(bytes + (key ? netfold::auth::kTagBytes : 0));
   protocol::Header header{.flags = protocol::kHello, .job = job, .incarnation = incarnation};
   header.counter = nonce;
   header.worker = worker;

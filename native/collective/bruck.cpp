@@ -6,7 +6,7 @@ Bruck::Bruck(const Call& call, transport::Mesh& mesh, Team team) : Streams(call,
   if (call.kind == Kind::all_gather) plan_all_gather();
   if (call.kind == Kind::all_to_all) plan_all_to_all();
   if (call.kind == Kind::barrier) plan_barrier();
-  seal();
+  finish_plan();
 }
 
 void Bruck::plan_all_gather() {

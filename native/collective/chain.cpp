@@ -17,7 +17,7 @@ Chain::Chain(const Call& call, transport::Mesh& mesh, Team team_of) : Streams(ca
       here = add(from(team().wrapped(team().position() - 1)), Receive{data, what.count, nullptr, false, {}});
     if (sends) add(to(team().wrapped(team().position() + 1)), Send{data, what.count, here});
   }
-  seal();
+  finish_plan();
 }
 
 }  // namespace netfold::collective

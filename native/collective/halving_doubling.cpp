@@ -10,7 +10,7 @@ HalvingDoubling::HalvingDoubling(const Call& call, transport::Mesh& mesh, Team t
   if (call.kind == Kind::all_reduce) plan_all_reduce();
   if (call.kind == Kind::reduce_scatter) plan_reduce_scatter();
   if (call.kind == Kind::all_gather) plan_all_gather();
-  seal();
+  finish_plan();
 }
 
 void HalvingDoubling::plan_all_reduce() {

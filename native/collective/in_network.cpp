@@ -28,7 +28,7 @@ Channel::Channel(std::uint64_t life, const protocol::WorkerConfig& config, const
                  transport::Datagrams::Peer to)
     : life_(life),
       machine_(config),
-      tag_bytes_(keys ? seal::kTagBytes : 0),
+      tag_bytes_(keys ? auth::kTagBytes : 0),
       ranks_(std::move(ranks)),
       rank_(rank),
       port_(std::move(port)),

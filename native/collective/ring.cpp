@@ -6,7 +6,7 @@ Ring::Ring(const Call& call, transport::Mesh& mesh, Team team) : Streams(call, m
   if (call.kind == Kind::all_reduce) plan_all_reduce();
   if (call.kind == Kind::reduce_scatter) plan_reduce_scatter();
   if (call.kind == Kind::all_gather) plan_all_gather();
-  seal();
+  finish_plan();
 }
 
 void Ring::plan_all_reduce() {

@@ -84,7 +84,7 @@ Streams::Mark Streams::add(int stream, const Receive& piece) {
   return {stream, in.pieces.size()};
 }
 
-void Streams::seal() {
+void Streams::finish_plan() {
   std::size_t largest = 0;
   for (Out& out : outs_) {
     std::size_t bytes = 0;

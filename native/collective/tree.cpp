@@ -54,7 +54,7 @@ Tree::Tree(const Call& call, transport::Mesh& mesh, Team team_of)
     }
   }
   plan(trees);
-  seal();
+  finish_plan();
 }
 
 Tree::Shape Tree::shape(int (*parent_of)(int number, int ranks), Span what, std::size_t pieces) const {

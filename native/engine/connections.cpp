@@ -86,7 +86,7 @@ std::optional<Group::Broken> Group::sever(int lane, int peer, int number, int me
 }
 
 bool Group::mend(int lane, int peer, int number, int mends, transport::Fd socket, std::uint64_t peer_received,
-                 const seal::StreamSecrets& secrets) {
+                 const auth::StreamSecrets& secrets) {
   bool mended = false;
   run_errand([&] {
     auto* found = mesh_of(lane).rail(peer, number);

@@ -58,12 +58,12 @@ SpareBlocks& spare_blocks() {
 
 }  // namespace
 
-Rail::Rail(Fd socket, bool keeps, const seal::StreamSecrets& secrets) : keeps_(keeps), security_(secrets.security) {
+Rail::Rail(Fd socket, bool keeps, const auth::StreamSecrets& secrets) : keeps_(keeps), security_(secrets.security) {
   adopt(std::move(socket), secrets);
 }
 
-void Rail::adopt(Fd socket, const seal::StreamSecrets& secrets) {
-  records_ = security_ == seal::Security::none ? nullptr : std::make_unique<RecordStream>(secrets);
+void Rail::adopt(Fd socket, const auth::StreamSecrets& secrets) {
+  records_ = security_ == auth::Security::none ? nullptr : std::make_unique<RecordStream>(secrets);
   socket_ = ProcessFd(std::move(socket));
   const int fd = socket_.get();
   const int flags = fcntl(fd, F_GETFL);
@@ -149,7 +149,7 @@ Pipe::Io Rail::ended(const RecordStream::Got& got) {
   why_ = std::string(
              "a record came with a wrong tag: somebody changed, repeated or left out bytes on the way, and none "
              "of them was used (NETFOLD_SECURITY=") +
-         (security_ == seal::Security::encrypt ? "encrypt)" : "authenticate)");
+         (security_ == auth::Security::encrypt ? "encrypt)" : "authenticate)");
   kept_.clear();
   socket_.reset();
   return lost();
@@ -250,7 +250,7 @@ bool Rail::read_rest_of_records() {
   }
 }
 
-bool Rail::mend(Fd socket, std::uint64_t peer_received, const seal::StreamSecrets& secrets) {
+bool Rail::mend(Fd socket, std::uint64_t peer_received, const auth::StreamSecrets& secrets) {
   if (state_ != State::broken) return false;
   if (secrets.security != security_) {
     lose("the new connection is not as secure as the one that broke");

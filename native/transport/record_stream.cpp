@@ -19,10 +19,10 @@ bool is_wish_to_wait(int error) { return error == EAGAIN || error == EINTR; }
 
 }  // namespace
 
-RecordStream::RecordStream(const seal::StreamSecrets& secrets)
+RecordStream::RecordStream(const auth::StreamSecrets& secrets)
     : sealer_(secrets.security, secrets.send),
       opener_(secrets.security, secrets.receive),
-      out_(std::make_unique_for_overwrite<std::byte[]>(seal::kMaxRecordPayload + seal::kRecordOverhead)),
+      out_(std::make_unique_for_overwrite<std::byte[]>(auth::kMaxRecordPayload + auth::kRecordOverhead)),
       in_(std::make_unique_for_overwrite<std::byte[]>(kReadBytes)) {}
 
 std::uint64_t RecordStream::forged_records() { return forged_total.load(std::memory_order_relaxed); }
@@ -42,13 +42,13 @@ std::size_t RecordStream::take(std::span<const iovec> pieces, std::size_t skip) 
       skip -= piece.iov_len;
       continue;
     }
-    if (count == kMaxPieces || bytes == seal::kMaxRecordPayload) break;
-    const std::size_t some = std::min(piece.iov_len - skip, seal::kMaxRecordPayload - bytes);
+    if (count == kMaxPieces || bytes == auth::kMaxRecordPayload) break;
+    const std::size_t some = std::min(piece.iov_len - skip, auth::kMaxRecordPayload - bytes);
     part[count++] = {static_cast<std::byte*>(piece.iov_base) + skip, some};
     bytes += some;
     skip = 0;
   }
-  pending_ = sealer_.seal({part, count}, out_.get());
+  pending_ = sealer_.protect({part, count}, out_.get());
   written_ = 0;
   sealed_bytes_ += pending_;
   return bytes;
@@ -77,11 +77,11 @@ std::uint64_t RecordStream::confirmed(std::size_t unconfirmed, std::uint64_t fro
 }
 
 std::size_t RecordStream::next_record() const {
-  if (raw_end_ - raw_ < seal::kRecordHeaderBytes) return 0;
-  const std::size_t payload = seal::RecordOpener::payload_bytes(in_.get() + raw_);
-  const std::size_t bytes = payload + seal::kRecordOverhead;
+  if (raw_end_ - raw_ < auth::kRecordHeaderBytes) return 0;
+  const std::size_t payload = auth::RecordOpener::payload_bytes(in_.get() + raw_);
+  const std::size_t bytes = payload + auth::kRecordOverhead;
   // A length that no record has is as good as a wrong tag: `open_next` says so.
-  return payload > seal::kMaxRecordPayload || raw_end_ - raw_ >= bytes ? bytes : 0;
+  return payload > auth::kMaxRecordPayload || raw_end_ - raw_ >= bytes ? bytes : 0;
 }
 
 bool RecordStream::has_payload() const { return payload_ < payload_end_ || next_record() != 0; }
@@ -89,13 +89,13 @@ bool RecordStream::has_payload() const { return payload_ < payload_end_ || next_
 bool RecordStream::open_next(bool& greeted) {
   const std::size_t bytes = next_record();
   if (bytes == 0) return false;
-  if (bytes > seal::kMaxRecordPayload + seal::kRecordOverhead || !opener_.open({in_.get() + raw_, bytes})) {
+  if (bytes > auth::kMaxRecordPayload + auth::kRecordOverhead || !opener_.open({in_.get() + raw_, bytes})) {
     forged_ = true;
     forged_total.fetch_add(1, std::memory_order_relaxed);
     return false;
   }
-  payload_ = raw_ + seal::kRecordHeaderBytes;
-  payload_end_ = payload_ + bytes - seal::kRecordOverhead;
+  payload_ = raw_ + auth::kRecordHeaderBytes;
+  payload_end_ = payload_ + bytes - auth::kRecordOverhead;
   raw_ += bytes;
   if (payload_ == payload_end_) greeted = true;
   return true;
@@ -132,7 +132,7 @@ RecordStream::Got RecordStream::receive(int fd, std::span<const iovec> pieces, b
     // Room for a whole record behind what is there.
     if (raw_ == raw_end_) {
       raw_ = raw_end_ = payload_ = payload_end_ = 0;
-    } else if (kReadBytes - raw_ < seal::kMaxRecordPayload + seal::kRecordOverhead) {
+    } else if (kReadBytes - raw_ < auth::kMaxRecordPayload + auth::kRecordOverhead) {
       std::memmove(in_.get(), in_.get() + raw_, raw_end_ - raw_);
       raw_end_ -= raw_;
       raw_ = payload_ = payload_end_ = 0;

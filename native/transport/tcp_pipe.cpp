@@ -9,13 +9,13 @@ constexpr std::size_t kMaxPieces = 64;
 
 }  // namespace
 
-TcpPipe::TcpPipe(std::vector<Fd> sockets, const std::vector<seal::StreamSecrets>& secrets,
+TcpPipe::TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets,
                  std::function<void(int rail)> breaks)
     : reported_(sockets.size(), -1), breaks_(std::move(breaks)), has_records_(!secrets.empty()) {
   rails_.reserve(sockets.size());
   for (std::size_t rail = 0; rail < sockets.size(); ++rail) {
     rails_.emplace_back(std::move(sockets[rail]), breaks_ != nullptr,
-                        has_records_ ? secrets.at(rail) : seal::StreamSecrets{});
+                        has_records_ ? secrets.at(rail) : auth::StreamSecrets{});
   }
 }
 

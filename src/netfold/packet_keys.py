@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from netfold._native import seal
+from netfold._native import auth
 
 SECRET_BYTES = 32
 
@@ -61,4 +61,4 @@ def _derived(secret: bytes, kind: bytes, job: int, epoch: int, worker: int) -> b
     if len(secret) != SECRET_BYTES:
         raise ValueError(f"a secret of {SECRET_BYTES} bytes was expected, not of {len(secret)}")
     info = b"netfold packets 1 " + kind + struct.pack(">IIH", job, epoch, worker)
-    return HKDF(algorithm=SHA256(), length=seal.KEY_BYTES, salt=None, info=info).derive(secret)
+    return HKDF(algorithm=SHA256(), length=auth.KEY_BYTES, salt=None, info=info).derive(secret)

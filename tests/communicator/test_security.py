@@ -13,7 +13,7 @@ from interceptor import ThroughInterceptor
 from ranks import Outcome, run_ranks, values
 
 from netfold import Communicator, FileStore, Options
-from netfold._native import seal
+from netfold._native import auth
 from netfold.communicator.errors import PeerLost
 
 pytestmark = pytest.mark.native
@@ -38,7 +38,7 @@ def _attacked(rank: int, size: int, folder: str, security: str, attack: str, rec
                 group.all_reduce(array)
             except PeerLost as error:
                 if "a record came with a wrong tag" in str(error).partition("gave up")[0]:
-                    assert seal.forged_records() == 1
+                    assert auth.forged_records() == 1
                 raise
             if not (array == np.arange(COUNT, dtype=np.int64) * (size * (size + 1) // 2) + size * turn).all():
                 return "wrong"
@@ -156,7 +156,7 @@ def _without_libcrypto(rank: int, size: int, folder: str) -> None:
         class Missing:
             missing = staticmethod(lambda: "OpenSSL's libcrypto.so.3 cannot be opened (no such file)")
 
-        security.seal = Missing
+        security.auth = Missing
     options = options_of("encrypt")
     with Communicator(FileStore(folder), rank, size, options=options, join_timeout_s=10) as group:
         group.barrier()

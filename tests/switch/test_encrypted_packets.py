@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from load import seconds
 
 from netfold import packet_keys
-from netfold._native import protocol, seal
+from netfold._native import protocol, auth
 from netfold._native.aggregator import Plane
 
 pytestmark = pytest.mark.native
@@ -35,7 +35,7 @@ def encrypted(key: bytes, packet: bytes) -> bytes:
 
 def decrypted(key: bytes, packet: bytes) -> bytes:
     header, values = packet[: protocol.HEADER_BYTES], packet[protocol.HEADER_BYTES :]
-    return header + AESGCM(key).decrypt(nonce_of(packet, seal.TAG_BYTES), values, header)
+    return header + AESGCM(key).decrypt(nonce_of(packet, auth.TAG_BYTES), values, header)
 
 
 class EncryptedJob:
@@ -59,7 +59,7 @@ class EncryptedJob:
             each.connect(("127.0.0.1", port))
             self.plane.expect(JOB, worker, *each.getsockname())
             # A hello has no values, and is authenticated alone.
-            hello = seal.tagged(
+            hello = auth.tagged(
                 hellos[worker], self.header(worker, flags=protocol.FLAGS["hello"], epoch=0, counter=nonces[worker])
             )
             each.send(hello)
@@ -123,7 +123,7 @@ def test_packets_that_are_changed_or_in_the_clear_or_of_another_length_change_no
     right = encrypted(job.keys[0], job.contribution(0, 0, 1.0))
     wrong = [right[:place] + bytes([right[place] ^ 1]) + right[place + 1 :] for place in (31, 48, 100, len(right) - 1)]
     # Authenticated and not encrypted; under another worker's key; cut, and made longer.
-    wrong.append(seal.tagged(job.keys[0], job.contribution(0, 0, 1.0)))
+    wrong.append(auth.tagged(job.keys[0], job.contribution(0, 0, 1.0)))
     wrong.append(encrypted(job.keys[1], job.contribution(0, 0, 1.0)))
     wrong += [right[:-8], right + bytes(8), right[: protocol.HEADER_BYTES]]
     for packet in wrong:

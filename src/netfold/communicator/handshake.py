@@ -21,7 +21,7 @@ import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from netfold._native import seal
+from netfold._native import auth
 from netfold.communicator.options import SECURITIES
 from netfold.communicator.sealed_stream import Secrets, Session
 from netfold.control import receive_exactly
@@ -136,7 +136,7 @@ def _session(secret: bytes, said: bytes, nonce: bytes, security: int, *, ours: b
 
     def secret_of(speaker: bytes, side: bytes) -> bytes:
         info = b" ".join((b"netfold stream 1", name.encode(), speaker, side))
-        return HKDF(algorithm=SHA256(), length=seal.SECRET_BYTES, salt=salt, info=info).derive(secret)
+        return HKDF(algorithm=SHA256(), length=auth.SECRET_BYTES, salt=salt, info=info).derive(secret)
 
     def secrets_of(speaker: bytes) -> Secrets:
         return name, secret_of(speaker, ours), secret_of(speaker, theirs)

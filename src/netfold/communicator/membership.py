@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from netfold import control, packet_keys
-from netfold._native import protocol, seal
+from netfold._native import protocol, auth
 from netfold._native.transport import DataPort
 from netfold.communicator.errors import RendezvousError, SwitchError
 from netfold.communicator.pinned import FingerprintError, PinnedStream
@@ -448,9 +448,9 @@ def _conversation(
     host, port, fingerprint = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
     who = f"rank {rank}: the switch at {_bare(endpoint)} (NETFOLD_SWITCH)"
     token = _token(who, token_file, fingerprint)
-    if fingerprint is not None and seal.missing():
+    if fingerprint is not None and auth.missing():
         raise SwitchError(
-            f"{who} wants packets to be authenticated, and this host cannot: {seal.missing()}. Without it only a "
+            f"{who} wants packets to be authenticated, and this host cannot: {auth.missing()}. Without it only a "
             "switch with --open can be joined"
         )
     try:

@@ -2,7 +2,7 @@
 
 Two sets of keys come from one handshake. `talk` is for what Python says over the connection; `mesh` is for the native
 layer, which takes the socket over later, so that no state of a cipher is handed on. The records are those of
-native/seal/records.hpp, and docs/security.md says what they are for.
+native/auth/records.hpp, and docs/security.md says what they are for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from netfold._native import seal
+from netfold._native import auth
 
 # What the native layer takes: the security, the secret of what is sent and that of what is received.
 Secrets = tuple[str, bytes, bytes]
@@ -41,15 +41,15 @@ class SealedStream(socket.socket):
         self.settimeout(timeout_s)
         self.session = session
         security, send, receive = session.talk
-        self._sealer = seal.RecordSealer(security, send)
-        self._opener = seal.RecordOpener(security, receive)
+        self._sealer = auth.RecordSealer(security, send)
+        self._opener = auth.RecordOpener(security, receive)
         self._payload = b""
         self._record = b""  # what came of the next one
 
     def sendall(self, data: Any, flags: int = 0) -> None:
         whole = bytes(data)
-        for at in range(0, len(whole), seal.MAX_RECORD_PAYLOAD):
-            super().sendall(self._sealer.seal(whole[at : at + seal.MAX_RECORD_PAYLOAD]), flags)
+        for at in range(0, len(whole), auth.MAX_RECORD_PAYLOAD):
+            super().sendall(self._sealer.protect(whole[at : at + auth.MAX_RECORD_PAYLOAD]), flags)
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
         """At least a byte, b"" at the end. ForgedRecordError."""
@@ -74,12 +74,12 @@ class SealedStream(socket.socket):
         return True
 
     def _needed(self) -> int:
-        if len(self._record) < seal.RECORD_HEADER_BYTES:
-            return int(seal.RECORD_HEADER_BYTES)
-        payload = int.from_bytes(self._record[: seal.RECORD_HEADER_BYTES], "big")
-        if payload > seal.MAX_RECORD_PAYLOAD:
+        if len(self._record) < auth.RECORD_HEADER_BYTES:
+            return int(auth.RECORD_HEADER_BYTES)
+        payload = int.from_bytes(self._record[: auth.RECORD_HEADER_BYTES], "big")
+        if payload > auth.MAX_RECORD_PAYLOAD:
             raise ForgedRecordError
-        return int(payload + seal.RECORD_OVERHEAD)
+        return int(payload + auth.RECORD_OVERHEAD)
 
     def detach(self) -> int:
         """The descriptor, for the native layer. ForgedRecordError where somebody said more than was to be said."""

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 
 from netfold import control
-from netfold._native import seal
+from netfold._native import auth
 from netfold.communicator.options import SECURITIES, Options
 
 
@@ -20,8 +20,8 @@ def why_not_secure(options: Options) -> str:
             f"{asked} and NETFOLD_TRANSPORT={options.transport} exclude each other: only streams over TCP are "
             "authenticated or encrypted, and what goes over a fabric or MPI is not"
         )
-    if seal.missing():
-        return f"{asked} needs OpenSSL 3's libcrypto on every host of the job, and this host cannot: {seal.missing()}"
+    if auth.missing():
+        return f"{asked} needs OpenSSL 3's libcrypto on every host of the job, and this host cannot: {auth.missing()}"
     return ""
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from netfold import control, packet_keys
-from netfold._native import fabric, protocol, seal
+from netfold._native import fabric, protocol, auth
 from netfold.data_path import ReceiveBuffer, without_strict
 from netfold.switch.fabrics import Fabrics
 from netfold.switch.job import Job, Member, RefusedError, listed
@@ -236,7 +236,7 @@ class Admission:
                     nonces=nonces,
                     proofs=proofs,
                     hello_keys=hello_keys,
-                    packet_bytes=control.FABRIC_PAYLOAD_BYTES + protocol.HEADER_BYTES + seal.TAG_BYTES,
+                    packet_bytes=control.FABRIC_PAYLOAD_BYTES + protocol.HEADER_BYTES + auth.TAG_BYTES,
                     in_flight_bytes=window_bytes,
                 )
         except OSError as error:  # fabric.FabricError is one

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from netfold import control
-from netfold._native import protocol, seal
+from netfold._native import protocol, auth
 from netfold._native.aggregator import Plane
 from netfold._native.transport import granted_receive_buffer
 from netfold.data_path import MIN_WINDOW_CHUNKS, ReceiveBuffer, fabric_payload, window_chunks
@@ -75,9 +75,9 @@ class Switch:
                 f"{host} is not a loopback address: anyone who reaches it could join. Name those who may with "
                 "--token-file, say --open if every host on that network is trusted, or listen on 127.0.0.1"
             )
-        if tokens is not None and seal.missing():
+        if tokens is not None and auth.missing():
             raise ValueError(
-                f"--token-file: packets cannot be authenticated here: {seal.missing()}. Without it only --open, for a "
+                f"--token-file: packets cannot be authenticated here: {auth.missing()}. Without it only --open, for a "
                 "wire where every host is trusted, works"
             )
         self._tokens = tokens

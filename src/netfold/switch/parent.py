@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from netfold import control, packet_keys
-from netfold._native import seal
+from netfold._native import auth
 from netfold.data_path import PathError, open_path
 from netfold.switch.streams import TIMEOUTS, end_when_host_vanishes, read, say_at_once, tell
 
@@ -179,8 +179,8 @@ class Link:
         who = {"endpoint": name, **path.said(), **self.parent.token()}
         await stream.tell({**join, "type": "join", "version": control.VERSION, **who})
         admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
-        if "secret" in admitted and seal.missing():
-            raise self.parent.error(f"wants packets to be authenticated, and this host cannot: {seal.missing()}")
+        if "secret" in admitted and auth.missing():
+            raise self.parent.error(f"wants packets to be authenticated, and this host cannot: {auth.missing()}")
         if join["encrypt"] and not (admitted.get("encrypt") and "secret" in admitted):
             raise self.parent.error("does not encrypt packets, and the job's are to be encrypted (NETFOLD_SECURITY)")
         self._admitted = admitted

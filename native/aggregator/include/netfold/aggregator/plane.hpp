@@ -10,7 +10,7 @@
 // may be anybody's, a hello comes back with another number, the worker's *proof*, which it says over the control
 // connection: so what is sent to that address reaches the worker.
 //
-// Every packet of a job with keys carries a tag (netfold/seal), its own ones too: nothing in a packet is believed
+// Every packet of a job with keys carries a tag (netfold/auth), its own ones too: nothing in a packet is believed
 // before its tag is checked. A result gets its tag once, when its chunk is complete, for all workers.
 //
 // A job whose switch is a leaf has a second port, to the parent: sums go up there, and the parent's results, notices
@@ -22,7 +22,7 @@
 #include <netfold/protocol/seat.hpp>
 #include <netfold/protocol/switch_job.hpp>
 #include <netfold/protocol/uplink.hpp>
-#include <netfold/seal/sealer.hpp>
+#include <netfold/auth/packet_authenticator.hpp>
 #include <netfold/transport/fabric/fabric_datagrams.hpp>
 #include <netfold/transport/udp.hpp>
 
@@ -74,14 +74,14 @@ struct JobCounters {
 
 // The keys of a job's packets in one epoch.
 struct JobKeys {
-  std::vector<seal::Key> contributions;  // by worker
-  seal::Key answers{};                   // one for all: an answer is the same bytes for each
+  std::vector<auth::Key> contributions;  // by worker
+  auth::Key answers{};                   // one for all: an answer is the same bytes for each
 };
 
 // The keys of the packets between a leaf and its parent in one epoch of the parent's.
 struct ParentKeys {
-  seal::Key sums{};
-  seal::Key answers{};
+  auth::Key sums{};
+  auth::Key answers{};
 };
 
 class Plane {
@@ -100,7 +100,7 @@ class Plane {
   // `hello_keys`: by worker, or empty for a job whose packets carry no tags. Throws std::system_error;
   // std::runtime_error where no tag can be checked.
   std::uint16_t open(std::uint32_t job, std::uint32_t incarnation, const std::string& host,
-                     const std::vector<std::uint64_t>& nonces, const std::vector<seal::Key>& hello_keys,
+                     const std::vector<std::uint64_t>& nonces, const std::vector<auth::Key>& hello_keys,
                      std::size_t buffer_bytes);
   // As `open`, on a fabric: an endpoint of `wire`, for packets of up to `packet_bytes` and so many in flight from each
   // worker. Throws fabric::Error. `proofs`: by worker, none of them its nonce.
@@ -112,7 +112,7 @@ class Plane {
   };
   FabricPlace open_on_fabric(std::uint32_t job, std::uint32_t incarnation,
                              std::unique_ptr<transport::fabric::Wire> wire, const std::vector<std::uint64_t>& nonces,
-                             const std::vector<std::uint64_t>& proofs, const std::vector<seal::Key>& hello_keys,
+                             const std::vector<std::uint64_t>& proofs, const std::vector<auth::Key>& hello_keys,
                              std::size_t packet_bytes, std::size_t in_flight_bytes);
   // Where the worker will send from, a numeric address: hellos from elsewhere are dropped, and so are all before.
   // `local`: this host's address that the worker was told, which answers to it come from; empty: the route's.
@@ -129,7 +129,7 @@ class Plane {
   // std::invalid_argument naming the workers that have not said hello.
   // `security`: of packets with keys, here and at the parent.
   void begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
-             const std::optional<ParentKeys>& parent_keys, seal::Security security = seal::Security::authenticate);
+             const std::optional<ParentKeys>& parent_keys, auth::Security security = auth::Security::authenticate);
   void close(std::uint32_t job);
 
   std::optional<JobCounters> counters(std::uint32_t job);
@@ -143,8 +143,8 @@ class Plane {
 
  private:
   struct Worker : protocol::Seat<transport::Datagrams::Peer> {
-    std::optional<seal::Sealer> hello_sealer;
-    std::optional<seal::Sealer> sealer;  // of contributions
+    std::optional<auth::Sealer> hello_sealer;
+    std::optional<auth::Sealer> sealer;  // of contributions
     protocol::Arrivals arrivals;
     std::uint64_t sent = 0;           // of the job's results
     std::deque<std::uint32_t> asked;  // slots whose answer this worker asked for again, at most slot_count()
@@ -158,8 +158,8 @@ class Plane {
     std::unique_ptr<transport::Datagrams> port;
     transport::Datagrams::Peer peer = transport::Datagrams::kStranger;
     protocol::Uplink machine{0};
-    std::optional<seal::Sealer> sealer;         // of sums
-    std::optional<seal::Sealer> answer_sealer;  // of what the parent says
+    std::optional<auth::Sealer> sealer;         // of sums
+    std::optional<auth::Sealer> answer_sealer;  // of what the parent says
     std::vector<std::byte> encrypted;           // sums of one run
     bool blocked = false;
   };
@@ -180,7 +180,7 @@ class Plane {
     std::vector<std::uint32_t> results;
     std::uint64_t results_count = 0;
     bool authenticated = false;
-    std::optional<seal::Sealer> answer_sealer;
+    std::optional<auth::Sealer> answer_sealer;
     std::vector<std::byte> tags;        // of the slots' frames
     std::vector<std::byte> encrypted;   // the slots' frames, where packets are encrypted
     std::vector<std::byte> plain;       // a packet that came, decrypted
@@ -215,7 +215,7 @@ class Plane {
   // Batched; `except`: a worker, or as many as there are for all.
   void send_to_all_but(Job& job, std::size_t except, std::span<const std::byte> packet);
   std::unique_ptr<Job> make_job(std::uint32_t id, std::uint32_t incarnation, const std::vector<std::uint64_t>& nonces,
-                                const std::vector<seal::Key>& hello_keys);
+                                const std::vector<auth::Key>& hello_keys);
   void add(std::unique_ptr<Job> job);
   void serve(std::uint64_t id);
   void watch(std::uint64_t id, transport::Datagrams& port);

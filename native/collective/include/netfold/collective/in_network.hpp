@@ -20,7 +20,7 @@
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/collective/segments.hpp>
 #include <netfold/protocol/worker.hpp>
-#include <netfold/seal/sealer.hpp>
+#include <netfold/auth/packet_authenticator.hpp>
 #include <netfold/transport/datagrams.hpp>
 
 #include <array>
@@ -31,9 +31,9 @@ namespace netfold::collective {
 
 // The keys of a worker's packets in one epoch.
 struct ChannelKeys {
-  seal::Key contributions{};  // this worker's own
-  seal::Key answers{};        // all workers'
-  seal::Security security = seal::Security::authenticate;
+  auth::Key contributions{};  // this worker's own
+  auth::Key answers{};        // all workers'
+  auth::Security security = auth::Security::authenticate;
 };
 
 // A part of an operation's elements on the line.
@@ -129,8 +129,8 @@ class Channel {
 
   std::uint64_t life_;
   protocol::Worker machine_;
-  std::optional<seal::Sealer> sealer_;         // of contributions
-  std::optional<seal::Sealer> answer_sealer_;  // of what the switch says
+  std::optional<auth::Sealer> sealer_;         // of contributions
+  std::optional<auth::Sealer> answer_sealer_;  // of what the switch says
   std::size_t tag_bytes_;                      // of a packet: 0 without keys
   std::vector<int> ranks_;
   int rank_;

@@ -80,7 +80,7 @@ class Streams : public Algorithm {
   Mark add(int stream, const Send& piece);
   Mark add(int stream, const Receive& piece);
   // Ends the plan. Last line of a constructor.
-  void seal();
+  void finish_plan();
   // Once, when the first pieces are with the sockets: what need not be done before.
   virtual void meanwhile() {}
   // After the last piece.

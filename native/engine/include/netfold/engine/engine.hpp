@@ -198,7 +198,7 @@ class Group {
   std::optional<Broken> sever(int lane, int peer, int rail, int mends);
   // False, too, where it was mended since it had been mended `mends` times: the peer was told of another state.
   bool mend(int lane, int peer, int rail, int mends, transport::Fd socket, std::uint64_t peer_received,
-            const seal::StreamSecrets& secrets);
+            const auth::StreamSecrets& secrets);
   // If it is still broken, and was mended `mends` times.
   void lose(int lane, int peer, int rail, int mends, const std::string& why);
 

@@ -36,7 +36,7 @@ namespace netfold::transport {
 class Rail {
  public:
   // Takes ownership of a connected stream socket. `secrets`: of this connection; security none for plain bytes.
-  Rail(Fd socket, bool keeps, const seal::StreamSecrets& secrets);
+  Rail(Fd socket, bool keeps, const auth::StreamSecrets& secrets);
 
   // As Pipe's. On a broken rail: later.
   Pipe::Io send(std::span<const iovec> pieces);
@@ -62,7 +62,7 @@ class Rail {
   static constexpr std::int64_t kLastNs = 200'000'000;
   // Goes on over `socket` from where the peer stands. False, and lost, where what it misses is not kept any more.
   // `secrets`: of the new connection, as secure as the first.
-  bool mend(Fd socket, std::uint64_t peer_received, const seal::StreamSecrets& secrets);
+  bool mend(Fd socket, std::uint64_t peer_received, const auth::StreamSecrets& secrets);
   // No new connection will come. `why` is what errors say of it.
   void lose(std::string why);
   // Says again what the former socket took along. True once that is done, or cannot be now.
@@ -77,7 +77,7 @@ class Rail {
   Pipe::Io lost() const { return {.closed = true, .error = error_, .why = &why_}; }
   Pipe::Io broke(int error);
   void sever();  // all steps at once, where the connection has ended
-  void adopt(Fd socket, const seal::StreamSecrets& secrets);
+  void adopt(Fd socket, const auth::StreamSecrets& secrets);
   Pipe::Io send_records(std::span<const iovec> pieces);
   Pipe::Io receive_records(std::span<const iovec> pieces);
   void seal_kept();
@@ -91,7 +91,7 @@ class Rail {
   ProcessFd socket_;
   std::unique_ptr<RecordStream> records_;  // of this socket; null for plain bytes
   const bool keeps_;
-  const seal::Security security_;
+  const auth::Security security_;
   State state_ = State::up;
   int error_ = 0;
   int mends_ = 0;

@@ -1,4 +1,4 @@
-// The record layer of one TCP connection (netfold/seal/records.hpp): between the bytes of a rail and its socket.
+// The record layer of one TCP connection (netfold/auth/records.hpp): between the bytes of a rail and its socket.
 //
 // It never blocks and does not own the socket. It has one key a direction, so a rail that reconnects needs another one.
 // Sent payload is copied into a record before it counts as taken; a record that the socket accepts in part is kept here
@@ -6,7 +6,7 @@
 // right is given to the reader.
 #pragma once
 
-#include <netfold/seal/records.hpp>
+#include <netfold/auth/records.hpp>
 #include <netfold/transport/pipe.hpp>
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace netfold::transport {
 class RecordStream {
  public:
   // Throws std::runtime_error where libcrypto is missing.
-  explicit RecordStream(const seal::StreamSecrets& secrets);
+  explicit RecordStream(const auth::StreamSecrets& secrets);
 
   // Makes a record of the first bytes of `pieces`, behind the first `skip`; how many. An empty record without pieces.
   // Precondition: !has_pending().
@@ -51,14 +51,14 @@ class RecordStream {
   static int always_readable();
 
  private:
-  static constexpr std::size_t kReadBytes = 4 * (seal::kMaxRecordPayload + seal::kRecordOverhead);
+  static constexpr std::size_t kReadBytes = 4 * (auth::kMaxRecordPayload + auth::kRecordOverhead);
 
   // 0 while the next record has not come as a whole.
   std::size_t next_record() const;
   bool open_next(bool& greeted);
 
-  seal::RecordSealer sealer_;
-  seal::RecordOpener opener_;
+  auth::RecordSealer sealer_;
+  auth::RecordOpener opener_;
 
   std::unique_ptr<std::byte[]> out_;
   std::size_t pending_ = 0;

@@ -18,7 +18,7 @@ class TcpPipe final : public Pipe {
   // Connections that are made and authenticated above this floor. `breaks` is told of a rail that broke and waits to
   // be mended; without it nothing is kept for that, and a connection that ends is the end. `secrets`: by socket; none
   // for plain bytes.
-  TcpPipe(std::vector<Fd> sockets, const std::vector<seal::StreamSecrets>& secrets,
+  TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets,
           std::function<void(int rail)> breaks);
 
   Io send(std::span<const iovec> pieces) override;

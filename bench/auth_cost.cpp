@@ -1,6 +1,6 @@
 // Nanoseconds to tag a packet of so many bytes, gathered from header and values as a worker does it: each argument is a
 // length, each line of output `bytes median_ns lowest_ns highest_ns` over runs. Checking one tags it and compares.
-#include <netfold/seal/sealer.hpp>
+#include <netfold/auth/packet_authenticator.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -13,9 +13,9 @@ int main(int count, char** arguments) {
   constexpr int kRuns = 31;
   constexpr int kPackets = 4000;
   constexpr std::size_t kHeaderBytes = 48;
-  netfold::seal::Sealer sealer(netfold::seal::Key{});
-  netfold::seal::Nonce nonce{};
-  std::byte tag[netfold::seal::kTagBytes];
+  netfold::auth::Sealer sealer(netfold::auth::Key{});
+  netfold::auth::Nonce nonce{};
+  std::byte tag[netfold::auth::kTagBytes];
   for (int i = 1; i < count; ++i) {
     std::vector<std::byte> packet(std::strtoul(arguments[i], nullptr, 10));
     const iovec pieces[2] = {{packet.data(), kHeaderBytes},

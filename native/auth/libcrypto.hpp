@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <string>
 
-namespace netfold::seal {
+namespace netfold::auth {
 
 inline constexpr std::size_t kBlockBytes = 16;
 
@@ -53,4 +53,4 @@ void expect(bool done, const char* what);
 inline unsigned char* bytes_of(std::byte* data) { return reinterpret_cast<unsigned char*>(data); }
 inline const unsigned char* bytes_of(const std::byte* data) { return reinterpret_cast<const unsigned char*>(data); }
 
-}  // namespace netfold::seal
+}  // namespace netfold::auth

@@ -7,11 +7,11 @@
 // What must always hold: a nonce stands for one packet's bytes under a key, whoever tags them. Two different packets
 // with one nonce give the key away.
 //
-//   .venv/bin/python -m pytest tests/native/test_seal.py
+//   .venv/bin/python -m pytest tests/native/test_packet_authenticator.py
 #pragma once
 
 #include <sys/uio.h>
-#include <netfold/seal/records.hpp>
+#include <netfold/auth/records.hpp>
 
 #include <array>
 #include <cstddef>
@@ -19,7 +19,7 @@
 #include <span>
 #include <string>
 
-namespace netfold::seal {
+namespace netfold::auth {
 
 inline constexpr std::size_t kKeyBytes = 16;
 inline constexpr std::size_t kNonceBytes = 12;
@@ -66,4 +66,4 @@ class Sealer {
   std::unique_ptr<void, FreeGcm> gcm_;  // uses cipher_
 };
 
-}  // namespace netfold::seal
+}  // namespace netfold::auth

@@ -23,7 +23,7 @@
 #include <memory>
 #include <span>
 
-namespace netfold::seal {
+namespace netfold::auth {
 
 // The numeric values travel in the handshake: append only.
 enum class Security : std::uint8_t { none, authenticate, encrypt };
@@ -75,7 +75,7 @@ class RecordSealer : RecordKey {
 
   // Writes a record of the pieces to `out`, which has room for all of them and kRecordOverhead; its length.
   // Precondition: the pieces have at most kMaxRecordPayload bytes.
-  std::size_t seal(std::span<const iovec> pieces, std::byte* out);
+  std::size_t protect(std::span<const iovec> pieces, std::byte* out);
 };
 
 class RecordOpener : RecordKey {
@@ -90,4 +90,4 @@ class RecordOpener : RecordKey {
   bool open(std::span<std::byte> record);
 };
 
-}  // namespace netfold::seal
+}  // namespace netfold::auth

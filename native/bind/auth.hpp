@@ -4,8 +4,8 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <netfold/seal/records.hpp>
-#include <netfold/seal/sealer.hpp>
+#include <netfold/auth/records.hpp>
+#include <netfold/auth/packet_authenticator.hpp>
 
 #include <optional>
 #include <string>
@@ -15,8 +15,8 @@
 using PythonSecrets = std::optional<std::tuple<std::string, nanobind::bytes, nanobind::bytes>>;
 
 // Throws nb::value_error for what is none.
-netfold::seal::StreamSecrets secrets_of(const PythonSecrets& secrets);
+netfold::auth::StreamSecrets secrets_of(const PythonSecrets& secrets);
 
 // A key as Python holds it. Throws nb::value_error for another length.
-netfold::seal::Key key_of(const nanobind::bytes& bytes);
-std::vector<netfold::seal::Key> keys_of(const std::vector<nanobind::bytes>& keys);
+netfold::auth::Key key_of(const nanobind::bytes& bytes);
+std::vector<netfold::auth::Key> keys_of(const std::vector<nanobind::bytes>& keys);

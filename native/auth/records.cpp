@@ -1,12 +1,12 @@
-#include <netfold/seal/records.hpp>
-#include <netfold/seal/sealer.hpp>
+#include <netfold/auth/records.hpp>
+#include <netfold/auth/packet_authenticator.hpp>
 
 #include <cstring>
 #include <stdexcept>
 
 #include "libcrypto.hpp"
 
-namespace netfold::seal {
+namespace netfold::auth {
 namespace {
 
 constexpr int kGetTag = 0x10;  // EVP_CTRL_AEAD_GET_TAG
@@ -60,7 +60,7 @@ void* RecordKey::next() {
   return cipher_.get();
 }
 
-std::size_t RecordSealer::seal(std::span<const iovec> pieces, std::byte* out) {
+std::size_t RecordSealer::protect(std::span<const iovec> pieces, std::byte* out) {
   const Crypto& library = crypto();
   std::byte* const payload = out + kRecordHeaderBytes;
   std::size_t bytes = 0;
@@ -113,4 +113,4 @@ bool RecordOpener::open(std::span<std::byte> record) {
   return good && library.finish_opening(cipher, nothing, &done) == 1;
 }
 
-}  // namespace netfold::seal
+}  // namespace netfold::auth

@@ -1,6 +1,6 @@
 // GCM is driven by its own functions and not through EVP's, which take as long for a packet's nonce and tag as for its
 // bytes; AES is EVP's, one block a packet for a tag, and as many more as the packet has for encryption.
-#include <netfold/seal/sealer.hpp>
+#include <netfold/auth/packet_authenticator.hpp>
 
 #include <algorithm>
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 #include "libcrypto.hpp"
 
-namespace netfold::seal {
+namespace netfold::auth {
 namespace {
 
 void encrypt_block(const unsigned char* in, unsigned char* out, const void* cipher) {
@@ -101,4 +101,4 @@ bool Sealer::decrypt(const Nonce& nonce, std::span<const std::byte> sealed, std:
   return library.compare(expected, sealed.last(kTagBytes).data(), kTagBytes) == 0;
 }
 
-}  // namespace netfold::seal
+}  // namespace netfold::auth

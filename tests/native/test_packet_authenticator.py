@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from load import seconds
 
 from netfold import packet_keys
-from netfold._native import protocol, seal
+from netfold._native import protocol, auth
 
 pytestmark = pytest.mark.native
 
@@ -30,20 +30,20 @@ def test_a_tag_is_what_another_implementation_of_aes_gcm_says(payload_bytes: int
     key, counter = os.urandom(16), int.from_bytes(os.urandom(8), "big")
     whole = packet(os.urandom(payload_bytes), 0x1F, counter)
     nonce = bytes([0x1F]) + len(whole).to_bytes(3, "big") + counter.to_bytes(8, "big")
-    assert seal.tagged(key, whole) == whole + AESGCM(key).encrypt(nonce, b"", whole)
+    assert auth.tagged(key, whole) == whole + AESGCM(key).encrypt(nonce, b"", whole)
 
 
 def test_flags_length_and_counter_are_the_nonce() -> None:
     key = os.urandom(16)
     whole = packet(bytes(16))
-    tags = {seal.tagged(key, each)[-16:] for each in (whole, packet(bytes(16), flags=8), packet(bytes(16), counter=8))}
+    tags = {auth.tagged(key, each)[-16:] for each in (whole, packet(bytes(16), flags=8), packet(bytes(16), counter=8))}
     # GCM's tag is a sum of a part of the nonce alone and one of the bytes: the same bytes differ by the nonce alone.
     assert len(tags) == 3
 
 
 def test_a_key_of_another_length_is_none() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
-        seal.tagged(bytes(15), packet(b""))
+        auth.tagged(bytes(15), packet(b""))
 
 
 def test_no_two_lives_workers_or_directions_share_a_key() -> None:
@@ -64,12 +64,12 @@ def test_a_secret_of_another_length_is_refused() -> None:
 
 
 ASKS = """
-from netfold._native import seal
-print(seal.missing())
+from netfold._native import auth
+print(auth.missing())
 try:
-    seal.tagged(bytes(16), bytes(48))
+    auth.tagged(bytes(16), bytes(48))
 except RuntimeError as error:
-    assert str(error) == seal.missing()
+    assert str(error) == auth.missing()
 else:
     raise SystemExit("a tag was made")
 """

@@ -1,13 +1,13 @@
 #include "libcrypto.hpp"
 
 #include <dlfcn.h>
-#include <netfold/seal/sealer.hpp>
+#include <netfold/auth/packet_authenticator.hpp>
 
 #include <cstdio>
 #include <cstdlib>
 #include <type_traits>
 
-namespace netfold::seal {
+namespace netfold::auth {
 namespace {
 
 // The name says which functions are in it: those of OpenSSL 3.
@@ -63,4 +63,4 @@ void expect(bool done, const char* what) {
 
 const std::string& missing() { return crypto().missing; }
 
-}  // namespace netfold::seal
+}  // namespace netfold::auth
