@@ -13,7 +13,7 @@ int main(int count, char** arguments) {
   constexpr int kRuns = 31;
   constexpr int kPackets = 4000;
   constexpr std::size_t kHeaderBytes = 48;
-  netfold::auth::Sealer sealer(netfold::auth::Key{});
+  netfold::auth::PacketAuthenticator authenticator(netfold::auth::Key{});
   netfold::auth::Nonce nonce{};
   std::byte tag[netfold::auth::kTagBytes];
   for (int i = 1; i < count; ++i) {
@@ -25,7 +25,7 @@ int main(int count, char** arguments) {
       const auto began = std::chrono::steady_clock::now();
       for (int turn = 0; turn < kPackets; ++turn) {
         std::memcpy(nonce.data(), &turn, sizeof turn);
-        sealer.tag(nonce, pieces, tag);
+        authenticator.tag(nonce, pieces, tag);
       }
       const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - began;
       runs.push_back(took.count() / kPackets);

@@ -36,39 +36,39 @@ std::int64_t monotonic_ns() {
 }
 
 // Whether a packet that is long enough for a header ends with its tag.
-bool authentic(auth::Sealer& sealer, std::span<const std::byte> bytes) {
+bool authentic(auth::PacketAuthenticator& authenticator, std::span<const std::byte> bytes) {
   return bytes.size() >= protocol::kHeaderBytes + auth::kTagBytes &&
-         sealer.matches(protocol::nonce_of(bytes.data(), bytes.size() - auth::kTagBytes), bytes);
+         authenticator.matches(protocol::nonce_of(bytes.data(), bytes.size() - auth::kTagBytes), bytes);
 }
 
-void tag(auth::Sealer& sealer, std::span<const std::byte> packet, std::byte* out) {
+void tag(auth::PacketAuthenticator& authenticator, std::span<const std::byte> packet, std::byte* out) {
   const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
-  sealer.tag(protocol::nonce_of(packet.data(), packet.size()), {&piece, 1}, out);
+  authenticator.tag(protocol::nonce_of(packet.data(), packet.size()), {&piece, 1}, out);
 }
 
-// The packet without its tag, decrypted into `plain` where the sealer encrypts; empty where the tag is wrong.
-std::span<const std::byte> opened(auth::Sealer& sealer, std::span<const std::byte> bytes,
+// The packet without its tag, decrypted into `plain` where the authenticator encrypts; empty where the tag is wrong.
+std::span<const std::byte> opened(auth::PacketAuthenticator& authenticator, std::span<const std::byte> bytes,
                                   std::vector<std::byte>& plain) {
-  if (!sealer.encrypts()) {
-    return authentic(sealer, bytes) ? bytes.first(bytes.size() - auth::kTagBytes) : std::span<const std::byte>();
+  if (!authenticator.encrypts()) {
+    return authentic(authenticator, bytes) ? bytes.first(bytes.size() - auth::kTagBytes) : std::span<const std::byte>();
   }
   if (bytes.size() != plain.size() + auth::kTagBytes) return {};
-  return sealer.decrypt(protocol::nonce_of(bytes.data(), plain.size()), bytes, protocol::kHeaderBytes, plain.data())
+  return authenticator.decrypt(protocol::nonce_of(bytes.data(), plain.size()), bytes, protocol::kHeaderBytes, plain.data())
              ? std::span<const std::byte>(plain)
              : std::span<const std::byte>();
 }
 
 // Returns the bytes to send before the tag: `packet` as it is, or its encrypted form, which stands at `encrypted`.
-const std::byte* sealed(auth::Sealer& sealer, std::span<const std::byte> packet, std::byte* encrypted, std::byte* out) {
-  if (!sealer.encrypts()) {
-    tag(sealer, packet, out);
+const std::byte* sealed(auth::PacketAuthenticator& authenticator, std::span<const std::byte> packet, std::byte* encrypted, std::byte* out) {
+  if (!authenticator.encrypts()) {
+    tag(authenticator, packet, out);
     return packet.data();
   }
   const auto header = packet.first(protocol::kHeaderBytes);
   const auto values = packet.subspan(protocol::kHeaderBytes);
   const iovec piece{const_cast<std::byte*>(values.data()), values.size()};
   if (encrypted != packet.data()) std::copy(header.begin(), header.end(), encrypted);
-  sealer.encrypt(protocol::nonce_of(packet.data(), packet.size()), header, {&piece, 1},
+  authenticator.encrypt(protocol::nonce_of(packet.data(), packet.size()), header, {&piece, 1},
                  encrypted + protocol::kHeaderBytes, out);
   return encrypted;
 }
@@ -160,7 +160,7 @@ std::unique_ptr<Plane::Job> Plane::make_job(std::uint32_t id, std::uint32_t inca
   for (std::size_t i = 0; i < nonces.size(); ++i) {
     Worker& worker = job->workers.emplace_back();
     worker.nonce = nonces[i];
-    if (job->authenticated) worker.hello_sealer.emplace(hello_keys[i]);
+    if (job->authenticated) worker.hello_authenticator.emplace(hello_keys[i]);
   }
   job->counters.last_arrivals.resize(nonces.size());
   job->counters.arrivals.resize(nonces.size());
@@ -265,25 +265,25 @@ void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys
   auto machine = std::make_unique<SwitchJob>(config);
   std::vector<First> firsts(machine->slot_count());
   std::vector<std::uint32_t> results(machine->slot_count());
-  std::vector<std::optional<auth::Sealer>> sealers(config.workers);
-  std::optional<auth::Sealer> answer_sealer;
-  std::optional<auth::Sealer> sum_sealer;
-  std::optional<auth::Sealer> parent_sealer;
+  std::vector<std::optional<auth::PacketAuthenticator>> authenticators(config.workers);
+  std::optional<auth::PacketAuthenticator> answer_authenticator;
+  std::optional<auth::PacketAuthenticator> sum_authenticator;
+  std::optional<auth::PacketAuthenticator> parent_authenticator;
   std::vector<std::byte> tags;
   const std::size_t packet_bytes = machine->packet_bytes();
   std::vector<std::byte> encrypted;
   std::vector<std::byte> plain;
   std::vector<std::byte> encrypted_sums;
   if (parent_keys) {
-    sum_sealer.emplace(parent_keys->sums, security);
-    parent_sealer.emplace(parent_keys->answers, security);
-    if (sum_sealer->encrypts()) encrypted_sums.resize(transport::UdpSocket::kMaxSegments * packet_bytes);
+    sum_authenticator.emplace(parent_keys->sums, security);
+    parent_authenticator.emplace(parent_keys->answers, security);
+    if (sum_authenticator->encrypts()) encrypted_sums.resize(transport::UdpSocket::kMaxSegments * packet_bytes);
   }
   if (keys) {
-    for (std::size_t i = 0; i < sealers.size(); ++i) sealers[i].emplace(keys->contributions.at(i), security);
-    answer_sealer.emplace(keys->answers, security);
+    for (std::size_t i = 0; i < authenticators.size(); ++i) authenticators[i].emplace(keys->contributions.at(i), security);
+    answer_authenticator.emplace(keys->answers, security);
     tags.resize(machine->slot_count() * auth::kTagBytes);
-    if (answer_sealer->encrypts()) encrypted.resize(machine->slot_count() * packet_bytes);
+    if (answer_authenticator->encrypts()) encrypted.resize(machine->slot_count() * packet_bytes);
   }
   if (!encrypted.empty() || !encrypted_sums.empty()) plain.resize(packet_bytes);
   on_thread([&] {
@@ -291,7 +291,7 @@ void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys
     if (found == jobs_.end()) throw std::invalid_argument("begin: no such job");
     Job& job = *found->second;
     if (job.authenticated != keys.has_value()) throw std::invalid_argument("begin: keys are for a job that has them");
-    if (job.workers.size() != sealers.size()) throw std::invalid_argument("begin: not as many workers as were opened");
+    if (job.workers.size() != authenticators.size()) throw std::invalid_argument("begin: not as many workers as were opened");
     std::string silent;
     for (std::size_t i = 0; i < job.workers.size(); ++i) {
       if (!job.workers[i].address) silent += " " + std::to_string(i);
@@ -302,15 +302,15 @@ void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys
     }
     if (job.parent) {
       job.parent->machine = protocol::Uplink(machine->slot_count());
-      job.parent->sealer = std::move(sum_sealer);
-      job.parent->answer_sealer = std::move(parent_sealer);
+      job.parent->authenticator = std::move(sum_authenticator);
+      job.parent->answer_authenticator = std::move(parent_authenticator);
       job.parent->encrypted = std::move(encrypted_sums);
     }
     job.machine = std::move(machine);
     job.firsts = std::move(firsts);
     job.results = std::move(results);
-    for (std::size_t i = 0; i < job.workers.size(); ++i) job.workers[i].sealer = std::move(sealers[i]);
-    job.answer_sealer = std::move(answer_sealer);
+    for (std::size_t i = 0; i < job.workers.size(); ++i) job.workers[i].authenticator = std::move(authenticators[i]);
+    job.answer_authenticator = std::move(answer_authenticator);
     job.tags = std::move(tags);
     job.encrypted = std::move(encrypted);
     job.plain = std::move(plain);
@@ -469,8 +469,8 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagram
   Worker& from = job.workers[header.worker];
   if (!from.is_at(source)) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
-  if (from.sealer) {  // the header is never encrypted, and is covered by the tag
-    bytes = opened(*from.sealer, bytes, job.plain);
+  if (from.authenticator) {  // the header is never encrypted, and is covered by the tag
+    bytes = opened(*from.authenticator, bytes, job.plain);
     if (bytes.empty()) return count_drop(Drop::unauthenticated);
   }
 
@@ -506,9 +506,9 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagram
 }
 
 void Plane::completed(Job& job, std::uint32_t slot) {
-  if (job.answer_sealer) {
+  if (job.answer_authenticator) {
     std::byte* const encrypted = job.encrypted.empty() ? nullptr : job.encrypted.data() + slot * job.plain.size();
-    sealed(*job.answer_sealer, job.machine->frame(slot), encrypted, job.tags.data() + slot * auth::kTagBytes);
+    sealed(*job.answer_authenticator, job.machine->frame(slot), encrypted, job.tags.data() + slot * auth::kTagBytes);
   }
   ++job.counters.results;
   job.counters.result_bytes += job.machine->agreement(slot).value_bytes();
@@ -528,8 +528,8 @@ void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, transpo
   const auto count_drop = [&](Drop reason) { ++job.counters.parent_drops[static_cast<std::size_t>(reason)]; };
   if (source != job.parent->peer) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
-  if (job.parent->answer_sealer) {
-    bytes = opened(*job.parent->answer_sealer, bytes, job.plain);
+  if (job.parent->answer_authenticator) {
+    bytes = opened(*job.parent->answer_authenticator, bytes, job.plain);
     if (bytes.empty()) return count_drop(Drop::unauthenticated);
   }
   const auto view = protocol::PacketView::parse(bytes);
@@ -556,7 +556,7 @@ void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, transpo
 void Plane::flush_sums(Job& job) {
   if (!job.machine || !job.parent) return;
   Parent& parent = *job.parent;
-  const std::size_t tag_bytes = parent.sealer ? auth::kTagBytes : 0;
+  const std::size_t tag_bytes = parent.authenticator ? auth::kTagBytes : 0;
   const std::size_t packet_bytes = job.machine->packet_bytes() + tag_bytes;
   const std::size_t per_run = transport::UdpSocket::packets_per_message(packet_bytes);
   std::array<std::uint32_t, transport::UdpSocket::kMaxSegments> slots;
@@ -572,7 +572,7 @@ void Plane::flush_sums(Job& job) {
       const auto sum = job.machine->sum(send->slot, send->counter);
       std::byte* tag_of = tags.data() + count * auth::kTagBytes;
       const std::byte* from = sum.data();
-      if (parent.sealer) from = sealed(*parent.sealer, sum, parent.encrypted.data() + count * job.plain.size(), tag_of);
+      if (parent.authenticator) from = sealed(*parent.authenticator, sum, parent.encrypted.data() + count * job.plain.size(), tag_of);
       pieces[count * kPieces] = {const_cast<std::byte*>(from), sum.size()};
       pieces[count * kPieces + 1] = {tag_of, tag_bytes};
       slots[count++] = send->slot;
@@ -606,7 +606,7 @@ void Plane::hello(Job& job, const protocol::Header& header, std::span<const std:
   const auto count_drop = [&](Drop reason) { ++job.counters.drops[static_cast<std::size_t>(reason)]; };
   if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
   Worker& worker = job.workers[header.worker];
-  const auto right = [&] { return !worker.hello_sealer || authentic(*worker.hello_sealer, bytes); };
+  const auto right = [&] { return !worker.hello_authenticator || authentic(*worker.hello_authenticator, bytes); };
   const Drop drop = worker.handle_hello(header, job.id, job.incarnation, source, right);
   if (drop != Drop::none) return count_drop(drop);
   ++job.counters.hellos;
@@ -615,9 +615,9 @@ void Plane::hello(Job& job, const protocol::Header& header, std::span<const std:
   protocol::Header with_proof = header;
   with_proof.counter = job.proofs[header.worker];
   protocol::write_header(with_proof, proof.data());
-  if (worker.hello_sealer) {
+  if (worker.hello_authenticator) {
     const std::span<const std::byte> packet(proof.data(), proof.size() - auth::kTagBytes);
-    tag(*worker.hello_sealer, packet, proof.data() + packet.size());
+    tag(*worker.hello_authenticator, packet, proof.data() + packet.size());
   }
   send(job, header.worker, proof);
 }
@@ -736,7 +736,7 @@ void Plane::append_tag(Job& job, std::vector<std::byte>& packet) {
   if (!job.authenticated) return;
   const std::size_t bytes = packet.size();
   packet.resize(bytes + auth::kTagBytes);
-  sealed(*job.answer_sealer, {packet.data(), bytes}, packet.data(), packet.data() + bytes);
+  sealed(*job.answer_authenticator, {packet.data(), bytes}, packet.data(), packet.data() + bytes);
 }
 
 void Plane::send(Job& job, std::uint16_t to, std::span<const std::byte> packet) {

@@ -31,12 +31,12 @@ Crypto::Crypto() {
   find(aes_128_ecb, "EVP_aes_128_ecb");
   find(aes_128_gcm, "EVP_aes_128_gcm");
   find(init, "EVP_EncryptInit_ex");
-  find(init_opening, "EVP_DecryptInit_ex");
+  find(init_decrypt, "EVP_DecryptInit_ex");
   find(encrypt, "EVP_Cipher");
   find(update, "EVP_EncryptUpdate");
-  find(update_opening, "EVP_DecryptUpdate");
+  find(update_decrypt, "EVP_DecryptUpdate");
   find(finish, "EVP_EncryptFinal_ex");
-  find(finish_opening, "EVP_DecryptFinal_ex");
+  find(finish_decrypt, "EVP_DecryptFinal_ex");
   find(control, "EVP_CIPHER_CTX_ctrl");
   find(new_gcm, "CRYPTO_gcm128_new");
   find(free_gcm, "CRYPTO_gcm128_release");
@@ -55,7 +55,7 @@ const Crypto& crypto() {
   return loaded;
 }
 
-void expect(bool done, const char* what) {
+void check(bool done, const char* what) {
   if (done) return;
   std::fprintf(stderr, "netfold: libcrypto failed to %s\n", what);
   std::abort();

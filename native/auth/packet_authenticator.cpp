@@ -14,7 +14,7 @@ namespace netfold::auth {
 namespace {
 
 void encrypt_block(const unsigned char* in, unsigned char* out, const void* cipher) {
-  expect(crypto().encrypt(const_cast<void*>(cipher), out, in, kBlockBytes) > 0, "encrypt the nonce of a packet");
+  check(crypto().encrypt(const_cast<void*>(cipher), out, in, kBlockBytes) > 0, "encrypt the nonce of a packet");
 }
 
 // CTR mode as CRYPTO_gcm128_encrypt_ctr32 wants it: the last 32 bits of `first` count blocks, big-endian.
@@ -32,7 +32,7 @@ void count_blocks(const unsigned char* in, unsigned char* out, std::size_t block
       std::memcpy(block, first, 12);
       for (int byte = 0; byte < 4; ++byte) block[12 + byte] = static_cast<unsigned char>(counter >> (24 - 8 * byte));
     }
-    expect(crypto().encrypt(const_cast<void*>(cipher), stream, stream, static_cast<unsigned>(bytes)) > 0,
+    check(crypto().encrypt(const_cast<void*>(cipher), stream, stream, static_cast<unsigned>(bytes)) > 0,
            "encrypt a packet");
     for (std::size_t i = 0; i < bytes; ++i) out[i] = in[i] ^ stream[i];
     in += bytes;
@@ -43,10 +43,10 @@ void count_blocks(const unsigned char* in, unsigned char* out, std::size_t block
 
 }  // namespace
 
-void Sealer::FreeCipher::operator()(void* cipher) const { crypto().free_cipher(cipher); }
-void Sealer::FreeGcm::operator()(void* gcm) const { crypto().free_gcm(gcm); }
+void PacketAuthenticator::FreeCipher::operator()(void* cipher) const { crypto().free_cipher(cipher); }
+void PacketAuthenticator::FreeGcm::operator()(void* gcm) const { crypto().free_gcm(gcm); }
 
-Sealer::Sealer(const Key& key, Security security) : security_(security) {
+PacketAuthenticator::PacketAuthenticator(const Key& key, Security security) : security_(security) {
   if (!missing().empty()) throw std::runtime_error(missing());
   const Crypto& library = crypto();
   cipher_.reset(library.new_cipher());
@@ -57,43 +57,43 @@ Sealer::Sealer(const Key& key, Security security) : security_(security) {
   if (!gcm_) throw std::bad_alloc();
 }
 
-void Sealer::tag(const Nonce& nonce, std::span<const iovec> pieces, std::byte* out) {
+void PacketAuthenticator::tag(const Nonce& nonce, std::span<const iovec> pieces, std::byte* out) {
   const Crypto& library = crypto();
   library.set_nonce(gcm_.get(), bytes_of(nonce.data()), nonce.size());
   for (const iovec& piece : pieces) {
     const auto* bytes = static_cast<const unsigned char*>(piece.iov_base);
-    expect(library.read(gcm_.get(), bytes, piece.iov_len) == 0, "read a packet");
+    check(library.read(gcm_.get(), bytes, piece.iov_len) == 0, "read a packet");
   }
   library.get_tag(gcm_.get(), bytes_of(out), kTagBytes);
 }
 
-bool Sealer::matches(const Nonce& nonce, std::span<const std::byte> tagged) {
+bool PacketAuthenticator::matches(const Nonce& nonce, std::span<const std::byte> tagged) {
   const iovec piece{const_cast<std::byte*>(tagged.data()), tagged.size() - kTagBytes};
   std::byte expected[kTagBytes];
   tag(nonce, {&piece, 1}, expected);
   return crypto().compare(expected, tagged.last(kTagBytes).data(), kTagBytes) == 0;
 }
 
-void Sealer::encrypt(const Nonce& nonce, std::span<const std::byte> header, std::span<const iovec> pieces,
+void PacketAuthenticator::encrypt(const Nonce& nonce, std::span<const std::byte> header, std::span<const iovec> pieces,
                      std::byte* out, std::byte* tag) {
   const Crypto& library = crypto();
   library.set_nonce(gcm_.get(), bytes_of(nonce.data()), nonce.size());
-  expect(library.read(gcm_.get(), bytes_of(header.data()), header.size()) == 0, "read a header");
+  check(library.read(gcm_.get(), bytes_of(header.data()), header.size()) == 0, "read a header");
   for (const iovec& piece : pieces) {
     const auto* from = static_cast<const unsigned char*>(piece.iov_base);
-    expect(library.encrypt_gcm(gcm_.get(), from, bytes_of(out), piece.iov_len, count_blocks) == 0, "encrypt a packet");
+    check(library.encrypt_gcm(gcm_.get(), from, bytes_of(out), piece.iov_len, count_blocks) == 0, "encrypt a packet");
     out += piece.iov_len;
   }
   library.get_tag(gcm_.get(), bytes_of(tag), kTagBytes);
 }
 
-bool Sealer::decrypt(const Nonce& nonce, std::span<const std::byte> sealed, std::size_t header_bytes, std::byte* out) {
+bool PacketAuthenticator::decrypt(const Nonce& nonce, std::span<const std::byte> sealed, std::size_t header_bytes, std::byte* out) {
   const Crypto& library = crypto();
   const std::size_t bytes = sealed.size() - kTagBytes;
   std::memcpy(out, sealed.data(), header_bytes);
   library.set_nonce(gcm_.get(), bytes_of(nonce.data()), nonce.size());
-  expect(library.read(gcm_.get(), bytes_of(out), header_bytes) == 0, "read a header");
-  expect(library.decrypt_gcm(gcm_.get(), bytes_of(sealed.data() + header_bytes), bytes_of(out + header_bytes),
+  check(library.read(gcm_.get(), bytes_of(out), header_bytes) == 0, "read a header");
+  check(library.decrypt_gcm(gcm_.get(), bytes_of(sealed.data() + header_bytes), bytes_of(out + header_bytes),
                              bytes - header_bytes, count_blocks) == 0,
          "decrypt a packet");
   std::byte expected[kTagBytes];

@@ -22,7 +22,7 @@ Secret derived(const Secret& from, const char* what) {
   const auto* done =
       crypto().hmac(crypto().sha_256(), from.data(), static_cast<int>(from.size()),
                     reinterpret_cast<const unsigned char*>(what), std::strlen(what), bytes_of(out.data()), &bytes);
-  expect(done != nullptr && bytes == out.size(), "derive the key of a stream");
+  check(done != nullptr && bytes == out.size(), "derive the key of a stream");
   return out;
 }
 
@@ -30,12 +30,12 @@ Secret derived(const Secret& from, const char* what) {
 
 void RecordKey::FreeCipher::operator()(void* cipher) const { crypto().free_cipher(cipher); }
 
-RecordKey::RecordKey(Security security, const Secret& secret, bool opens, std::uint64_t records_per_key)
-    : security_(security), opens_(opens), records_per_key_(records_per_key), secret_(secret) {
+RecordKey::RecordKey(Security security, const Secret& secret, bool decrypts, std::uint64_t records_per_key)
+    : security_(security), decrypts_(decrypts), records_per_key_(records_per_key), secret_(secret) {
   if (!missing().empty()) throw std::runtime_error(missing());
   if (security == Security::none) throw std::invalid_argument("a stream without security has no records");
   cipher_.reset(crypto().new_cipher());
-  const auto init = opens_ ? crypto().init_opening : crypto().init;
+  const auto init = decrypts_ ? crypto().init_decrypt : crypto().init;
   if (!cipher_ || init(cipher_.get(), crypto().aes_128_gcm(), nullptr, nullptr, nullptr) != 1) {
     throw std::runtime_error("OpenSSL's libcrypto offers no AES-128-GCM; its configuration may forbid it");
   }
@@ -44,8 +44,8 @@ RecordKey::RecordKey(Security security, const Secret& secret, bool opens, std::u
 
 void RecordKey::derive() {
   const Secret key = derived(secret_, "netfold record key");
-  const auto init = opens_ ? crypto().init_opening : crypto().init;
-  expect(init(cipher_.get(), nullptr, nullptr, bytes_of(key.data()), nullptr) == 1, "set the key of a stream");
+  const auto init = decrypts_ ? crypto().init_decrypt : crypto().init;
+  check(init(cipher_.get(), nullptr, nullptr, bytes_of(key.data()), nullptr) == 1, "set the key of a stream");
 }
 
 void* RecordKey::next() {
@@ -55,12 +55,12 @@ void* RecordKey::next() {
   }
   std::byte nonce[kNonceBytes]{};
   store(number_++, 8, nonce + kNonceBytes - 8);
-  const auto init = opens_ ? crypto().init_opening : crypto().init;
-  expect(init(cipher_.get(), nullptr, nullptr, nullptr, bytes_of(nonce)) == 1, "set the nonce of a record");
+  const auto init = decrypts_ ? crypto().init_decrypt : crypto().init;
+  check(init(cipher_.get(), nullptr, nullptr, nullptr, bytes_of(nonce)) == 1, "set the nonce of a record");
   return cipher_.get();
 }
 
-std::size_t RecordSealer::protect(std::span<const iovec> pieces, std::byte* out) {
+std::size_t RecordProtector::protect(std::span<const iovec> pieces, std::byte* out) {
   const Crypto& library = crypto();
   std::byte* const payload = out + kRecordHeaderBytes;
   std::size_t bytes = 0;
@@ -87,30 +87,30 @@ std::size_t RecordSealer::protect(std::span<const iovec> pieces, std::byte* out)
   }
   good = good && library.finish(cipher, bytes_of(payload + bytes), &done) == 1;
   good = good && library.control(cipher, kGetTag, kTagBytes, payload + bytes) == 1;
-  expect(good, "authenticate a record");
+  check(good, "authenticate a record");
   return kRecordOverhead + bytes;
 }
 
-std::size_t RecordOpener::payload_bytes(const std::byte* header) {
+std::size_t RecordUnprotector::payload_bytes(const std::byte* header) {
   std::size_t bytes = 0;
   for (std::size_t i = 0; i < kRecordHeaderBytes; ++i) bytes = bytes << 8 | std::to_integer<std::size_t>(header[i]);
   return bytes;
 }
 
-bool RecordOpener::open(std::span<std::byte> record) {
+bool RecordUnprotector::unprotect(std::span<std::byte> record) {
   const Crypto& library = crypto();
   std::byte* const payload = record.data() + kRecordHeaderBytes;
   const std::size_t bytes = record.size() - kRecordOverhead;
   void* cipher = next();
   int done = 0;
   bool good = library.control(cipher, kSetTag, kTagBytes, payload + bytes) == 1;
-  good = good && library.update_opening(cipher, nullptr, &done, bytes_of(record.data()), kRecordHeaderBytes) == 1;
+  good = good && library.update_decrypt(cipher, nullptr, &done, bytes_of(record.data()), kRecordHeaderBytes) == 1;
   if (bytes > 0) {
     auto* const to = security_ == Security::encrypt ? bytes_of(payload) : nullptr;
-    good = good && library.update_opening(cipher, to, &done, bytes_of(payload), static_cast<int>(bytes)) == 1;
+    good = good && library.update_decrypt(cipher, to, &done, bytes_of(payload), static_cast<int>(bytes)) == 1;
   }
   unsigned char nothing[kBlockBytes];
-  return good && library.finish_opening(cipher, nothing, &done) == 1;
+  return good && library.finish_decrypt(cipher, nothing, &done) == 1;
 }
 
 }  // namespace netfold::auth

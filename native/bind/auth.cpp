@@ -70,7 +70,7 @@ void bind_auth(nb::module_& m) {
         std::vector<std::byte> out(packet.size() + auth::kTagBytes);
         std::memcpy(out.data(), packet.c_str(), packet.size());
         const iovec piece{out.data(), packet.size()};
-        auth::Sealer(key_of(key))
+        auth::PacketAuthenticator(key_of(key))
             .tag(protocol::nonce_of(out.data(), packet.size()), {&piece, 1}, out.data() + packet.size());
         return nb::bytes(reinterpret_cast<const char*>(out.data()), out.size());
       },
@@ -83,17 +83,17 @@ void bind_auth(nb::module_& m) {
   s.attr("RECORDS_PER_KEY") = auth::kRecordsPerKey;
   s.def("forged_records", &netfold::transport::RecordStream::forged_records,
         "Records with a wrong tag that this process was sent over connections of its groups.");
-  nb::class_<auth::RecordSealer>(s, "RecordSealer", "One direction of a stream, at the end that sends.")
+  nb::class_<auth::RecordProtector>(s, "RecordProtector", "One direction of a stream, at the end that sends.")
       .def(
           "__init__",
-          [](auth::RecordSealer* self, const std::string& security, const nb::bytes& secret, std::uint64_t per_key) {
+          [](auth::RecordProtector* self, const std::string& security, const nb::bytes& secret, std::uint64_t per_key) {
             if (per_key == 0) throw nb::value_error("a key is for one record at least");
-            new (self) auth::RecordSealer(security_of(security), secret_of(secret), per_key);
+            new (self) auth::RecordProtector(security_of(security), secret_of(secret), per_key);
           },
           nb::arg("security"), nb::arg("secret"), nb::arg("records_per_key") = auth::kRecordsPerKey)
       .def(
           "protect",
-          [](auth::RecordSealer& self, const nb::bytes& payload) {
+          [](auth::RecordProtector& self, const nb::bytes& payload) {
             if (payload.size() > auth::kMaxRecordPayload) throw nb::value_error("a record has up to 65536 bytes");
             std::vector<std::byte> record(payload.size() + auth::kRecordOverhead);
             const iovec piece{const_cast<char*>(payload.c_str()), payload.size()};
@@ -101,22 +101,22 @@ void bind_auth(nb::module_& m) {
             return as_bytes(record.data(), record.size());
           },
           nb::arg("payload"), "The next record.");
-  nb::class_<auth::RecordOpener>(s, "RecordOpener", "One direction of a stream, at the end that receives.")
+  nb::class_<auth::RecordUnprotector>(s, "RecordUnprotector", "One direction of a stream, at the end that receives.")
       .def(
           "__init__",
-          [](auth::RecordOpener* self, const std::string& security, const nb::bytes& secret, std::uint64_t per_key) {
+          [](auth::RecordUnprotector* self, const std::string& security, const nb::bytes& secret, std::uint64_t per_key) {
             if (per_key == 0) throw nb::value_error("a key is for one record at least");
-            new (self) auth::RecordOpener(security_of(security), secret_of(secret), per_key);
+            new (self) auth::RecordUnprotector(security_of(security), secret_of(secret), per_key);
           },
           nb::arg("security"), nb::arg("secret"), nb::arg("records_per_key") = auth::kRecordsPerKey)
       .def(
-          "open",
-          [](auth::RecordOpener& self, const nb::bytes& record) -> nb::object {
+          "unprotect",
+          [](auth::RecordUnprotector& self, const nb::bytes& record) -> nb::object {
             if (record.size() < auth::kRecordOverhead) throw nb::value_error("a record has a header and a tag");
             std::vector<std::byte> bytes(record.size());
             std::memcpy(bytes.data(), record.c_str(), bytes.size());
-            const std::size_t payload = auth::RecordOpener::payload_bytes(bytes.data());
-            if (payload != bytes.size() - auth::kRecordOverhead || !self.open(bytes)) return nb::none();
+            const std::size_t payload = auth::RecordUnprotector::payload_bytes(bytes.data());
+            if (payload != bytes.size() - auth::kRecordOverhead || !self.unprotect(bytes)) return nb::none();
             return as_bytes(bytes.data() + auth::kRecordHeaderBytes, payload);
           },
           nb::arg("record"), "Its payload; None: it is not the next record, and nothing more can be opened.");

@@ -42,8 +42,8 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
     throw nb::value_error("this port is not connected, or was given to a group");
   }
   transport::Datagrams& port = *self.port;
-  std::optional<netfold::auth::Sealer> sealer;
-  if (key) sealer.emplace(key_of(*key));
+  std::optional<netfold::auth::PacketAuthenticator> authenticator;
+  if (key) authenticator.emplace(key_of(*key));
   nb::gil_scoped_release release;
   const std::size_t bytes = std::max(packet_bytes, protocol::kHeaderBytes);
   std::vector<std::byte> packet(bytes + (key ? netfold::auth::kTagBytes : 0));
@@ -51,9 +51,9 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
   header.counter = nonce;
   header.worker = worker;
   protocol::write_header(header, packet.data());
-  if (sealer) {
+  if (authenticator) {
     const iovec untagged{packet.data(), bytes};
-    sealer->tag(protocol::nonce_of(packet.data(), bytes), {&untagged, 1}, packet.data() + bytes);
+    authenticator->tag(protocol::nonce_of(packet.data(), bytes), {&untagged, 1}, packet.data() + bytes);
   }
   std::optional<std::uint64_t> back;
   const auto look = [&](std::span<const std::byte> came) {
@@ -63,7 +63,7 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
     protocol::Header with_nonce = view->header();
     with_nonce.counter = nonce;
     if (!(with_nonce == header)) return;
-    if (sealer && !sealer->matches(protocol::nonce_of(came.data(), bytes), came)) return;
+    if (authenticator && !authenticator->matches(protocol::nonce_of(came.data(), bytes), came)) return;
     back = view->header().counter;
   };
   const auto take = [&](std::span<const transport::Datagrams::Train> batch) {

@@ -34,9 +34,9 @@ Channel::Channel(std::uint64_t life, const protocol::WorkerConfig& config, const
       port_(std::move(port)),
       to_(to) {
   if (keys) {
-    sealer_.emplace(keys->contributions, keys->security);
-    answer_sealer_.emplace(keys->answers, keys->security);
-    if (sealer_->encrypts()) {
+    authenticator_.emplace(keys->contributions, keys->security);
+    answer_authenticator_.emplace(keys->answers, keys->security);
+    if (authenticator_->encrypts()) {
       encrypted_.resize(kBatchPackets * config.payload_bytes);
       plain_.resize(machine_.packet_bytes());
     }
@@ -114,7 +114,7 @@ bool Channel::receive(std::int64_t now_ns) {
 }
 
 void Channel::take(std::span<const std::byte> bytes, std::int64_t now_ns) {
-  if (answer_sealer_) {
+  if (answer_authenticator_) {
     bytes = opened(bytes);
     if (bytes.empty()) {
       ++drops_[static_cast<std::size_t>(protocol::Drop::unauthenticated)];
@@ -127,12 +127,12 @@ void Channel::take(std::span<const std::byte> bytes, std::int64_t now_ns) {
 std::span<const std::byte> Channel::opened(std::span<const std::byte> bytes) {
   if (bytes.size() < protocol::kHeaderBytes + tag_bytes_) return {};
   const auto nonce = protocol::nonce_of(bytes.data(), bytes.size() - tag_bytes_);
-  if (!answer_sealer_->encrypts()) {
-    return answer_sealer_->matches(nonce, bytes) ? bytes.first(bytes.size() - tag_bytes_)
+  if (!answer_authenticator_->encrypts()) {
+    return answer_authenticator_->matches(nonce, bytes) ? bytes.first(bytes.size() - tag_bytes_)
                                                  : std::span<const std::byte>();
   }
   if (bytes.size() != plain_.size() + tag_bytes_) return {};
-  return answer_sealer_->decrypt(nonce, bytes, protocol::kHeaderBytes, plain_.data())
+  return answer_authenticator_->decrypt(nonce, bytes, protocol::kHeaderBytes, plain_.data())
              ? std::span<const std::byte>(plain_)
              : std::span<const std::byte>();
 }
@@ -233,14 +233,14 @@ void Channel::stage(const protocol::Worker::Send& send, const Segments& segments
   pieces[1] = {const_cast<std::byte*>(values), value_bytes};
   pieces[2] = {zeros_.data(), machine_.config().payload_bytes - value_bytes};
   std::byte* tag = tags_.data() + index * tag_bytes_;
-  if (sealer_ && sealer_->encrypts()) {
+  if (authenticator_ && authenticator_->encrypts()) {
     std::byte* encrypted = encrypted_.data() + index * machine_.config().payload_bytes;
-    sealer_->encrypt(protocol::nonce_of(header, machine_.packet_bytes()), {header, protocol::kHeaderBytes},
+    authenticator_->encrypt(protocol::nonce_of(header, machine_.packet_bytes()), {header, protocol::kHeaderBytes},
                      {pieces + 1, 2}, encrypted, tag);
     pieces[1].iov_base = encrypted;
     pieces[2].iov_base = encrypted + value_bytes;
-  } else if (sealer_) {
-    sealer_->tag(protocol::nonce_of(header, machine_.packet_bytes()), {pieces, kPieces - 1}, tag);
+  } else if (authenticator_) {
+    authenticator_->tag(protocol::nonce_of(header, machine_.packet_bytes()), {pieces, kPieces - 1}, tag);
   }
   pieces[3] = {tag, tag_bytes_};
 }

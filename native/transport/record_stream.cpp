@@ -20,8 +20,8 @@ bool is_wish_to_wait(int error) { return error == EAGAIN || error == EINTR; }
 }  // namespace
 
 RecordStream::RecordStream(const auth::StreamSecrets& secrets)
-    : sealer_(secrets.security, secrets.send),
-      opener_(secrets.security, secrets.receive),
+    : protector_(secrets.security, secrets.send),
+      unprotector_(secrets.security, secrets.receive),
       out_(std::make_unique_for_overwrite<std::byte[]>(auth::kMaxRecordPayload + auth::kRecordOverhead)),
       in_(std::make_unique_for_overwrite<std::byte[]>(kReadBytes)) {}
 
@@ -48,7 +48,7 @@ std::size_t RecordStream::take(std::span<const iovec> pieces, std::size_t skip) 
     bytes += some;
     skip = 0;
   }
-  pending_ = sealer_.protect({part, count}, out_.get());
+  pending_ = protector_.protect({part, count}, out_.get());
   written_ = 0;
   sealed_bytes_ += pending_;
   return bytes;
@@ -78,7 +78,7 @@ std::uint64_t RecordStream::confirmed(std::size_t unconfirmed, std::uint64_t fro
 
 std::size_t RecordStream::next_record() const {
   if (raw_end_ - raw_ < auth::kRecordHeaderBytes) return 0;
-  const std::size_t payload = auth::RecordOpener::payload_bytes(in_.get() + raw_);
+  const std::size_t payload = auth::RecordUnprotector::payload_bytes(in_.get() + raw_);
   const std::size_t bytes = payload + auth::kRecordOverhead;
   // A length that no record has is as good as a wrong tag: `open_next` says so.
   return payload > auth::kMaxRecordPayload || raw_end_ - raw_ >= bytes ? bytes : 0;
@@ -89,7 +89,7 @@ bool RecordStream::has_payload() const { return payload_ < payload_end_ || next_
 bool RecordStream::open_next(bool& greeted) {
   const std::size_t bytes = next_record();
   if (bytes == 0) return false;
-  if (bytes > auth::kMaxRecordPayload + auth::kRecordOverhead || !opener_.open({in_.get() + raw_, bytes})) {
+  if (bytes > auth::kMaxRecordPayload + auth::kRecordOverhead || !unprotector_.unprotect({in_.get() + raw_, bytes})) {
     forged_ = true;
     forged_total.fetch_add(1, std::memory_order_relaxed);
     return false;

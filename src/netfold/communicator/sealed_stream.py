@@ -41,15 +41,15 @@ class SealedStream(socket.socket):
         self.settimeout(timeout_s)
         self.session = session
         security, send, receive = session.talk
-        self._sealer = auth.RecordSealer(security, send)
-        self._opener = auth.RecordOpener(security, receive)
+        self._protector = auth.RecordProtector(security, send)
+        self._unprotector = auth.RecordUnprotector(security, receive)
         self._payload = b""
         self._record = b""  # what came of the next one
 
     def sendall(self, data: Any, flags: int = 0) -> None:
         whole = bytes(data)
         for at in range(0, len(whole), auth.MAX_RECORD_PAYLOAD):
-            super().sendall(self._sealer.protect(whole[at : at + auth.MAX_RECORD_PAYLOAD]), flags)
+            super().sendall(self._protector.protect(whole[at : at + auth.MAX_RECORD_PAYLOAD]), flags)
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
         """At least a byte, b"" at the end. ForgedRecordError."""
@@ -66,7 +66,7 @@ class SealedStream(socket.socket):
             if not part:
                 return False
             self._record += part
-        payload = self._opener.open(self._record)
+        payload = self._unprotector.unprotect(self._record)
         self._record = b""
         if payload is None:
             raise ForgedRecordError

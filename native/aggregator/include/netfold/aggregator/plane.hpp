@@ -143,8 +143,8 @@ class Plane {
 
  private:
   struct Worker : protocol::Seat<transport::Datagrams::Peer> {
-    std::optional<auth::Sealer> hello_sealer;
-    std::optional<auth::Sealer> sealer;  // of contributions
+    std::optional<auth::PacketAuthenticator> hello_authenticator;
+    std::optional<auth::PacketAuthenticator> authenticator;  // of contributions
     protocol::Arrivals arrivals;
     std::uint64_t sent = 0;           // of the job's results
     std::deque<std::uint32_t> asked;  // slots whose answer this worker asked for again, at most slot_count()
@@ -158,8 +158,8 @@ class Plane {
     std::unique_ptr<transport::Datagrams> port;
     transport::Datagrams::Peer peer = transport::Datagrams::kStranger;
     protocol::Uplink machine{0};
-    std::optional<auth::Sealer> sealer;         // of sums
-    std::optional<auth::Sealer> answer_sealer;  // of what the parent says
+    std::optional<auth::PacketAuthenticator> authenticator;         // of sums
+    std::optional<auth::PacketAuthenticator> answer_authenticator;  // of what the parent says
     std::vector<std::byte> encrypted;           // sums of one run
     bool blocked = false;
   };
@@ -180,7 +180,7 @@ class Plane {
     std::vector<std::uint32_t> results;
     std::uint64_t results_count = 0;
     bool authenticated = false;
-    std::optional<auth::Sealer> answer_sealer;
+    std::optional<auth::PacketAuthenticator> answer_authenticator;
     std::vector<std::byte> tags;        // of the slots' frames
     std::vector<std::byte> encrypted;   // the slots' frames, where packets are encrypted
     std::vector<std::byte> plain;       // a packet that came, decrypted

@@ -28,15 +28,15 @@ inline constexpr std::size_t kTagBytes = 16;
 using Key = std::array<std::byte, kKeyBytes>;
 using Nonce = std::array<std::byte, kNonceBytes>;
 
-// Why no Sealer can be made on this host; empty where one can.
+// Why no PacketAuthenticator can be made on this host; empty where one can.
 const std::string& missing();
 
 // One key, scheduled once, for packets that are all authenticated or all encrypted. Not for two threads at a time.
 // Allocates only when it is made.
-class Sealer {
+class PacketAuthenticator {
  public:
   // Throws std::runtime_error with missing().
-  explicit Sealer(const Key& key, Security security = Security::authenticate);
+  explicit PacketAuthenticator(const Key& key, Security security = Security::authenticate);
 
   bool encrypts() const { return security_ == Security::encrypt; }
 

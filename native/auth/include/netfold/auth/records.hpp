@@ -47,7 +47,7 @@ struct StreamSecrets {
 class RecordKey {
  public:
   // Throws std::runtime_error where libcrypto is missing or has no AES-GCM. `opens`: for who reads.
-  RecordKey(Security security, const Secret& secret, bool opens, std::uint64_t records_per_key);
+  RecordKey(Security security, const Secret& secret, bool decrypts, std::uint64_t records_per_key);
 
  protected:
   // The cipher with the next nonce set.
@@ -61,16 +61,16 @@ class RecordKey {
   struct FreeCipher {
     void operator()(void* cipher) const;
   };
-  const bool opens_;
+  const bool decrypts_;
   const std::uint64_t records_per_key_;
   Secret secret_;
   std::uint64_t number_ = 0;
   std::unique_ptr<void, FreeCipher> cipher_;
 };
 
-class RecordSealer : RecordKey {
+class RecordProtector : RecordKey {
  public:
-  RecordSealer(Security security, const Secret& secret, std::uint64_t records_per_key = kRecordsPerKey)
+  RecordProtector(Security security, const Secret& secret, std::uint64_t records_per_key = kRecordsPerKey)
       : RecordKey(security, secret, false, records_per_key) {}
 
   // Writes a record of the pieces to `out`, which has room for all of them and kRecordOverhead; its length.
@@ -78,16 +78,16 @@ class RecordSealer : RecordKey {
   std::size_t protect(std::span<const iovec> pieces, std::byte* out);
 };
 
-class RecordOpener : RecordKey {
+class RecordUnprotector : RecordKey {
  public:
-  RecordOpener(Security security, const Secret& secret, std::uint64_t records_per_key = kRecordsPerKey)
+  RecordUnprotector(Security security, const Secret& secret, std::uint64_t records_per_key = kRecordsPerKey)
       : RecordKey(security, secret, true, records_per_key) {}
 
   // Bytes of payload of the record that begins with this header; more than kMaxRecordPayload: it is none.
   static std::size_t payload_bytes(const std::byte* header);
   // Whether this is the next record: its payload can then be read behind the header. After false nothing more may be
   // opened.
-  bool open(std::span<std::byte> record);
+  bool unprotect(std::span<std::byte> record);
 };
 
 }  // namespace netfold::auth

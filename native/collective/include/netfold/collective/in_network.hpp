@@ -129,8 +129,8 @@ class Channel {
 
   std::uint64_t life_;
   protocol::Worker machine_;
-  std::optional<auth::Sealer> sealer_;         // of contributions
-  std::optional<auth::Sealer> answer_sealer_;  // of what the switch says
+  std::optional<auth::PacketAuthenticator> authenticator_;         // of contributions
+  std::optional<auth::PacketAuthenticator> answer_authenticator_;  // of what the switch says
   std::size_t tag_bytes_;                      // of a packet: 0 without keys
   std::vector<int> ranks_;
   int rank_;

@@ -57,8 +57,8 @@ class RecordStream {
   std::size_t next_record() const;
   bool open_next(bool& greeted);
 
-  auth::RecordSealer sealer_;
-  auth::RecordOpener opener_;
+  auth::RecordProtector protector_;
+  auth::RecordUnprotector unprotector_;
 
   std::unique_ptr<std::byte[]> out_;
   std::size_t pending_ = 0;
