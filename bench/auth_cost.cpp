@@ -15,7 +15,7 @@ int main(int count, char** arguments) {
   constexpr std::size_t kHeaderBytes = 48;
   netfold::auth::PacketAuthenticator authenticator(netfold::auth::Key{});
   netfold::auth::Nonce nonce{};
-  std::byte tag[netfold::auth::kTagBytes];
+  std::byte tag[netfold::auth::kMacBytes];
   for (int i = 1; i < count; ++i) {
     std::vector<std::byte> packet(std::strtoul(arguments[i], nullptr, 10));
     const iovec pieces[2] = {{packet.data(), kHeaderBytes},
@@ -25,7 +25,7 @@ int main(int count, char** arguments) {
       const auto began = std::chrono::steady_clock::now();
       for (int turn = 0; turn < kPackets; ++turn) {
         std::memcpy(nonce.data(), &turn, sizeof turn);
-        authenticator.tag(nonce, pieces, tag);
+        authenticator.mac(nonce, pieces, tag);
       }
       const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - began;
       runs.push_back(took.count() / kPackets);

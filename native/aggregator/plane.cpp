@@ -37,22 +37,22 @@ std::int64_t monotonic_ns() {
 
 // Whether a packet that is long enough for a header ends with its tag.
 bool authentic(auth::PacketAuthenticator& authenticator, std::span<const std::byte> bytes) {
-  return bytes.size() >= protocol::kHeaderBytes + auth::kTagBytes &&
-         authenticator.matches(protocol::nonce_of(bytes.data(), bytes.size() - auth::kTagBytes), bytes);
+  return bytes.size() >= protocol::kHeaderBytes + auth::kMacBytes &&
+         authenticator.verify(protocol::nonce_of(bytes.data(), bytes.size() - auth::kMacBytes), bytes);
 }
 
 void tag(auth::PacketAuthenticator& authenticator, std::span<const std::byte> packet, std::byte* out) {
   const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
-  authenticator.tag(protocol::nonce_of(packet.data(), packet.size()), {&piece, 1}, out);
+  authenticator.mac(protocol::nonce_of(packet.data(), packet.size()), {&piece, 1}, out);
 }
 
 // The packet without its tag, decrypted into `plain` where the authenticator encrypts; empty where the tag is wrong.
 std::span<const std::byte> opened(auth::PacketAuthenticator& authenticator, std::span<const std::byte> bytes,
                                   std::vector<std::byte>& plain) {
   if (!authenticator.encrypts()) {
-    return authentic(authenticator, bytes) ? bytes.first(bytes.size() - auth::kTagBytes) : std::span<const std::byte>();
+    return authentic(authenticator, bytes) ? bytes.first(bytes.size() - auth::kMacBytes) : std::span<const std::byte>();
   }
-  if (bytes.size() != plain.size() + auth::kTagBytes) return {};
+  if (bytes.size() != plain.size() + auth::kMacBytes) return {};
   return authenticator.decrypt(protocol::nonce_of(bytes.data(), plain.size()), bytes, protocol::kHeaderBytes, plain.data())
              ? std::span<const std::byte>(plain)
              : std::span<const std::byte>();
@@ -282,7 +282,7 @@ void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys
   if (keys) {
     for (std::size_t i = 0; i < authenticators.size(); ++i) authenticators[i].emplace(keys->contributions.at(i), security);
     answer_authenticator.emplace(keys->answers, security);
-    tags.resize(machine->slot_count() * auth::kTagBytes);
+    tags.resize(machine->slot_count() * auth::kMacBytes);
     if (answer_authenticator->encrypts()) encrypted.resize(machine->slot_count() * packet_bytes);
   }
   if (!encrypted.empty() || !encrypted_sums.empty()) plain.resize(packet_bytes);
@@ -508,7 +508,7 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagram
 void Plane::completed(Job& job, std::uint32_t slot) {
   if (job.answer_authenticator) {
     std::byte* const encrypted = job.encrypted.empty() ? nullptr : job.encrypted.data() + slot * job.plain.size();
-    sealed(*job.answer_authenticator, job.machine->frame(slot), encrypted, job.tags.data() + slot * auth::kTagBytes);
+    sealed(*job.answer_authenticator, job.machine->frame(slot), encrypted, job.tags.data() + slot * auth::kMacBytes);
   }
   ++job.counters.results;
   job.counters.result_bytes += job.machine->agreement(slot).value_bytes();
@@ -548,7 +548,7 @@ void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, transpo
     std::vector<std::byte> packet(job.machine->packet_bytes());
     job.machine->write_mismatch(handled.chunk, protocol::Agreement::of(header), header.worker, ++job.told,
                                 packet.data());
-    append_tag(job, packet);
+    append_mac(job, packet);
     send_to_all_but(job, job.workers.size(), packet);
   }
 }
@@ -556,12 +556,12 @@ void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, transpo
 void Plane::flush_sums(Job& job) {
   if (!job.machine || !job.parent) return;
   Parent& parent = *job.parent;
-  const std::size_t tag_bytes = parent.authenticator ? auth::kTagBytes : 0;
-  const std::size_t packet_bytes = job.machine->packet_bytes() + tag_bytes;
+  const std::size_t mac_bytes = parent.authenticator ? auth::kMacBytes : 0;
+  const std::size_t packet_bytes = job.machine->packet_bytes() + mac_bytes;
   const std::size_t per_run = transport::UdpSocket::packets_per_message(packet_bytes);
   std::array<std::uint32_t, transport::UdpSocket::kMaxSegments> slots;
   std::array<iovec, kPieces * transport::UdpSocket::kMaxSegments> pieces;
-  std::array<std::byte, auth::kTagBytes * transport::UdpSocket::kMaxSegments> tags;
+  std::array<std::byte, auth::kMacBytes * transport::UdpSocket::kMaxSegments> tags;
   bool blocked = false;
   while (!blocked) {
     std::size_t count = 0;
@@ -570,11 +570,11 @@ void Plane::flush_sums(Job& job) {
       const auto send = parent.machine.poll_send();
       if (!send) break;
       const auto sum = job.machine->sum(send->slot, send->counter);
-      std::byte* tag_of = tags.data() + count * auth::kTagBytes;
+      std::byte* tag_of = tags.data() + count * auth::kMacBytes;
       const std::byte* from = sum.data();
       if (parent.authenticator) from = sealed(*parent.authenticator, sum, parent.encrypted.data() + count * job.plain.size(), tag_of);
       pieces[count * kPieces] = {const_cast<std::byte*>(from), sum.size()};
-      pieces[count * kPieces + 1] = {tag_of, tag_bytes};
+      pieces[count * kPieces + 1] = {tag_of, mac_bytes};
       slots[count++] = send->slot;
     }
     if (count == 0) break;
@@ -616,7 +616,7 @@ void Plane::hello(Job& job, const protocol::Header& header, std::span<const std:
   with_proof.counter = job.proofs[header.worker];
   protocol::write_header(with_proof, proof.data());
   if (worker.hello_authenticator) {
-    const std::span<const std::byte> packet(proof.data(), proof.size() - auth::kTagBytes);
+    const std::span<const std::byte> packet(proof.data(), proof.size() - auth::kMacBytes);
     tag(*worker.hello_authenticator, packet, proof.data() + packet.size());
   }
   send(job, header.worker, proof);
@@ -632,7 +632,7 @@ void Plane::queue(Job& job, Worker& worker, std::uint32_t slot) {
 
 void Plane::flush(Job& job) {
   if (!job.machine) return;
-  const std::size_t packet_bytes = job.machine->packet_bytes() + (job.authenticated ? auth::kTagBytes : 0);
+  const std::size_t packet_bytes = job.machine->packet_bytes() + (job.authenticated ? auth::kMacBytes : 0);
   const std::size_t per_run = transport::UdpSocket::packets_per_message(packet_bytes);
   const std::size_t per_packet = job.authenticated ? kPieces : 1;
   std::array<transport::Datagrams::Run, transport::UdpSocket::kMessagesPerCall> runs;
@@ -702,14 +702,14 @@ void Plane::add_pieces(Job& job, std::uint32_t slot, iovec* out) {
   const auto frame = job.machine->frame(slot);
   const std::byte* from = job.encrypted.empty() ? frame.data() : job.encrypted.data() + slot * frame.size();
   out[0] = {const_cast<std::byte*>(from), frame.size()};
-  if (job.authenticated) out[1] = {job.tags.data() + slot * auth::kTagBytes, auth::kTagBytes};
+  if (job.authenticated) out[1] = {job.tags.data() + slot * auth::kMacBytes, auth::kMacBytes};
 }
 
 void Plane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap) {
   ++job.counters.notices;
   std::vector<std::byte> packet(job.machine->packet_bytes());
   job.machine->write_notice(to, gap, ++job.told, packet.data());
-  append_tag(job, packet);
+  append_mac(job, packet);
   send(job, to, packet);  // a hint: where there is no room for it, the worker's timer will do
 }
 
@@ -722,20 +722,20 @@ void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, const pro
   if (now_ns >= job.next_mismatch_ns) {
     job.next_mismatch_ns = now_ns + kMismatchNs;
     job.machine->write_mismatch(handled.chunk, said, job.machine->name_of(handled.worker), ++job.told, packet.data());
-    append_tag(job, packet);
+    append_mac(job, packet);
     send_to_all_but(job, handled.worker, packet);
   }
   packet.resize(job.machine->packet_bytes());
   job.machine->write_mismatch(handled.chunk, job.machine->agreement(handled.slot), job.machine->name_of(handled.other),
                               ++job.told, packet.data());
-  append_tag(job, packet);
+  append_mac(job, packet);
   send(job, handled.worker, packet);
 }
 
-void Plane::append_tag(Job& job, std::vector<std::byte>& packet) {
+void Plane::append_mac(Job& job, std::vector<std::byte>& packet) {
   if (!job.authenticated) return;
   const std::size_t bytes = packet.size();
-  packet.resize(bytes + auth::kTagBytes);
+  packet.resize(bytes + auth::kMacBytes);
   sealed(*job.answer_authenticator, {packet.data(), bytes}, packet.data(), packet.data() + bytes);
 }
 

@@ -47,7 +47,7 @@ void PacketAuthenticator::FreeCipher::operator()(void* cipher) const { crypto().
 void PacketAuthenticator::FreeGcm::operator()(void* gcm) const { crypto().free_gcm(gcm); }
 
 PacketAuthenticator::PacketAuthenticator(const Key& key, Security security) : security_(security) {
-  if (!missing().empty()) throw std::runtime_error(missing());
+  if (!unavailable_reason().empty()) throw std::runtime_error(unavailable_reason());
   const Crypto& library = crypto();
   cipher_.reset(library.new_cipher());
   if (!cipher_ || library.init(cipher_.get(), library.aes_128_ecb(), nullptr, bytes_of(key.data()), nullptr) != 1) {
@@ -57,21 +57,21 @@ PacketAuthenticator::PacketAuthenticator(const Key& key, Security security) : se
   if (!gcm_) throw std::bad_alloc();
 }
 
-void PacketAuthenticator::tag(const Nonce& nonce, std::span<const iovec> pieces, std::byte* out) {
+void PacketAuthenticator::mac(const Nonce& nonce, std::span<const iovec> pieces, std::byte* out) {
   const Crypto& library = crypto();
   library.set_nonce(gcm_.get(), bytes_of(nonce.data()), nonce.size());
   for (const iovec& piece : pieces) {
     const auto* bytes = static_cast<const unsigned char*>(piece.iov_base);
     check(library.read(gcm_.get(), bytes, piece.iov_len) == 0, "read a packet");
   }
-  library.get_tag(gcm_.get(), bytes_of(out), kTagBytes);
+  library.get_tag(gcm_.get(), bytes_of(out), kMacBytes);
 }
 
-bool PacketAuthenticator::matches(const Nonce& nonce, std::span<const std::byte> tagged) {
-  const iovec piece{const_cast<std::byte*>(tagged.data()), tagged.size() - kTagBytes};
-  std::byte expected[kTagBytes];
-  tag(nonce, {&piece, 1}, expected);
-  return crypto().compare(expected, tagged.last(kTagBytes).data(), kTagBytes) == 0;
+bool PacketAuthenticator::verify(const Nonce& nonce, std::span<const std::byte> tagged) {
+  const iovec piece{const_cast<std::byte*>(tagged.data()), tagged.size() - kMacBytes};
+  std::byte expected[kMacBytes];
+  mac(nonce, {&piece, 1}, expected);
+  return crypto().compare(expected, tagged.last(kMacBytes).data(), kMacBytes) == 0;
 }
 
 void PacketAuthenticator::encrypt(const Nonce& nonce, std::span<const std::byte> header, std::span<const iovec> pieces,
@@ -84,21 +84,21 @@ void PacketAuthenticator::encrypt(const Nonce& nonce, std::span<const std::byte>
     check(library.encrypt_gcm(gcm_.get(), from, bytes_of(out), piece.iov_len, count_blocks) == 0, "encrypt a packet");
     out += piece.iov_len;
   }
-  library.get_tag(gcm_.get(), bytes_of(tag), kTagBytes);
+  library.get_tag(gcm_.get(), bytes_of(tag), kMacBytes);
 }
 
 bool PacketAuthenticator::decrypt(const Nonce& nonce, std::span<const std::byte> sealed, std::size_t header_bytes, std::byte* out) {
   const Crypto& library = crypto();
-  const std::size_t bytes = sealed.size() - kTagBytes;
+  const std::size_t bytes = sealed.size() - kMacBytes;
   std::memcpy(out, sealed.data(), header_bytes);
   library.set_nonce(gcm_.get(), bytes_of(nonce.data()), nonce.size());
   check(library.read(gcm_.get(), bytes_of(out), header_bytes) == 0, "read a header");
   check(library.decrypt_gcm(gcm_.get(), bytes_of(sealed.data() + header_bytes), bytes_of(out + header_bytes),
                              bytes - header_bytes, count_blocks) == 0,
          "decrypt a packet");
-  std::byte expected[kTagBytes];
-  library.get_tag(gcm_.get(), bytes_of(expected), kTagBytes);
-  return library.compare(expected, sealed.last(kTagBytes).data(), kTagBytes) == 0;
+  std::byte expected[kMacBytes];
+  library.get_tag(gcm_.get(), bytes_of(expected), kMacBytes);
+  return library.compare(expected, sealed.last(kMacBytes).data(), kMacBytes) == 0;
 }
 
 }  // namespace netfold::auth

@@ -32,7 +32,7 @@ void RecordKey::FreeCipher::operator()(void* cipher) const { crypto().free_ciphe
 
 RecordKey::RecordKey(Security security, const Secret& secret, bool decrypts, std::uint64_t records_per_key)
     : security_(security), decrypts_(decrypts), records_per_key_(records_per_key), secret_(secret) {
-  if (!missing().empty()) throw std::runtime_error(missing());
+  if (!unavailable_reason().empty()) throw std::runtime_error(unavailable_reason());
   if (security == Security::none) throw std::invalid_argument("a stream without security has no records");
   cipher_.reset(crypto().new_cipher());
   const auto init = decrypts_ ? crypto().init_decrypt : crypto().init;
@@ -86,7 +86,7 @@ std::size_t RecordProtector::protect(std::span<const iovec> pieces, std::byte* o
     good = good && library.update(cipher, nullptr, &done, bytes_of(payload), static_cast<int>(bytes)) == 1;
   }
   good = good && library.finish(cipher, bytes_of(payload + bytes), &done) == 1;
-  good = good && library.control(cipher, kGetTag, kTagBytes, payload + bytes) == 1;
+  good = good && library.control(cipher, kGetTag, kMacBytes, payload + bytes) == 1;
   check(good, "authenticate a record");
   return kRecordOverhead + bytes;
 }
@@ -103,7 +103,7 @@ bool RecordUnprotector::unprotect(std::span<std::byte> record) {
   const std::size_t bytes = record.size() - kRecordOverhead;
   void* cipher = next();
   int done = 0;
-  bool good = library.control(cipher, kSetTag, kTagBytes, payload + bytes) == 1;
+  bool good = library.control(cipher, kSetTag, kMacBytes, payload + bytes) == 1;
   good = good && library.update_decrypt(cipher, nullptr, &done, bytes_of(record.data()), kRecordHeaderBytes) == 1;
   if (bytes > 0) {
     auto* const to = security_ == Security::encrypt ? bytes_of(payload) : nullptr;

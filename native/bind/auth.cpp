@@ -61,17 +61,17 @@ std::vector<auth::Key> keys_of(const std::vector<nb::bytes>& keys) {
 void bind_auth(nb::module_& m) {
   nb::module_ s = m.def_submodule("auth");
   s.attr("KEY_BYTES") = auth::kKeyBytes;
-  s.attr("TAG_BYTES") = auth::kTagBytes;
-  s.def("missing", &auth::missing, "Why packets cannot be authenticated on this host; empty where they can.");
+  s.attr("MAC_BYTES") = auth::kMacBytes;
+  s.def("unavailable_reason", &auth::unavailable_reason, "Why packets cannot be authenticated on this host; empty where they can.");
   s.def(
-      "tagged",
+      "with_mac",
       [](const nb::bytes& key, const nb::bytes& packet) {
         if (packet.size() < protocol::kHeaderBytes) throw nb::value_error("a packet has a header");
-        std::vector<std::byte> out(packet.size() + auth::kTagBytes);
+        std::vector<std::byte> out(packet.size() + auth::kMacBytes);
         std::memcpy(out.data(), packet.c_str(), packet.size());
         const iovec piece{out.data(), packet.size()};
         auth::PacketAuthenticator(key_of(key))
-            .tag(protocol::nonce_of(out.data(), packet.size()), {&piece, 1}, out.data() + packet.size());
+            .mac(protocol::nonce_of(out.data(), packet.size()), {&piece, 1}, out.data() + packet.size());
         return nb::bytes(reinterpret_cast<const char*>(out.data()), out.size());
       },
       nb::arg("key"), nb::arg("packet"), "The packet with its tag behind it.");

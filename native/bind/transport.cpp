@@ -46,14 +46,14 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
   if (key) authenticator.emplace(key_of(*key));
   nb::gil_scoped_release release;
   const std::size_t bytes = std::max(packet_bytes, protocol::kHeaderBytes);
-  std::vector<std::byte> packet(bytes + (key ? netfold::auth::kTagBytes : 0));
+  std::vector<std::byte> packet(bytes + (key ? netfold::auth::kMacBytes : 0));
   protocol::Header header{.flags = protocol::kHello, .job = job, .incarnation = incarnation};
   header.counter = nonce;
   header.worker = worker;
   protocol::write_header(header, packet.data());
   if (authenticator) {
     const iovec untagged{packet.data(), bytes};
-    authenticator->tag(protocol::nonce_of(packet.data(), bytes), {&untagged, 1}, packet.data() + bytes);
+    authenticator->mac(protocol::nonce_of(packet.data(), bytes), {&untagged, 1}, packet.data() + bytes);
   }
   std::optional<std::uint64_t> back;
   const auto look = [&](std::span<const std::byte> came) {
@@ -63,7 +63,7 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
     protocol::Header with_nonce = view->header();
     with_nonce.counter = nonce;
     if (!(with_nonce == header)) return;
-    if (authenticator && !authenticator->matches(protocol::nonce_of(came.data(), bytes), came)) return;
+    if (authenticator && !authenticator->verify(protocol::nonce_of(came.data(), bytes), came)) return;
     back = view->header().counter;
   };
   const auto take = [&](std::span<const transport::Datagrams::Train> batch) {

@@ -28,7 +28,7 @@ Channel::Channel(std::uint64_t life, const protocol::WorkerConfig& config, const
                  transport::Datagrams::Peer to)
     : life_(life),
       machine_(config),
-      tag_bytes_(keys ? auth::kTagBytes : 0),
+      mac_bytes_(keys ? auth::kMacBytes : 0),
       ranks_(std::move(ranks)),
       rank_(rank),
       port_(std::move(port)),
@@ -44,7 +44,7 @@ Channel::Channel(std::uint64_t life, const protocol::WorkerConfig& config, const
   headers_.resize(kBatchPackets * protocol::kHeaderBytes);
   staging_.resize(kBatchPackets * config.payload_bytes);
   zeros_.resize(config.payload_bytes);
-  tags_.resize(kBatchPackets * tag_bytes_);
+  tags_.resize(kBatchPackets * mac_bytes_);
   kept_ = std::make_unique<std::byte[]>(machine_.places() * machine_.packet_bytes());
   pieces_.resize(kBatchPackets * kPieces);
   chunks_.resize(kBatchPackets);
@@ -125,13 +125,13 @@ void Channel::take(std::span<const std::byte> bytes, std::int64_t now_ns) {
 }
 
 std::span<const std::byte> Channel::opened(std::span<const std::byte> bytes) {
-  if (bytes.size() < protocol::kHeaderBytes + tag_bytes_) return {};
-  const auto nonce = protocol::nonce_of(bytes.data(), bytes.size() - tag_bytes_);
+  if (bytes.size() < protocol::kHeaderBytes + mac_bytes_) return {};
+  const auto nonce = protocol::nonce_of(bytes.data(), bytes.size() - mac_bytes_);
   if (!answer_authenticator_->encrypts()) {
-    return answer_authenticator_->matches(nonce, bytes) ? bytes.first(bytes.size() - tag_bytes_)
+    return answer_authenticator_->verify(nonce, bytes) ? bytes.first(bytes.size() - mac_bytes_)
                                                  : std::span<const std::byte>();
   }
-  if (bytes.size() != plain_.size() + tag_bytes_) return {};
+  if (bytes.size() != plain_.size() + mac_bytes_) return {};
   return answer_authenticator_->decrypt(nonce, bytes, protocol::kHeaderBytes, plain_.data())
              ? std::span<const std::byte>(plain_)
              : std::span<const std::byte>();
@@ -157,7 +157,7 @@ bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
   Active* active = find(received.header.operation);
   if (active == nullptr) return true;  // its owner gave it up
   active->segments->deliver(received.first, received.header.count, received.values.data());
-  active->answered_bytes += machine_.packet_bytes() + tag_bytes_;
+  active->answered_bytes += machine_.packet_bytes() + mac_bytes_;
   active->last_rank = rank_of(received.header.worker);
   if (received.finished) active->finished = true;
   return true;
@@ -232,7 +232,7 @@ void Channel::stage(const protocol::Worker::Send& send, const Segments& segments
   pieces[0] = {header, protocol::kHeaderBytes};
   pieces[1] = {const_cast<std::byte*>(values), value_bytes};
   pieces[2] = {zeros_.data(), machine_.config().payload_bytes - value_bytes};
-  std::byte* tag = tags_.data() + index * tag_bytes_;
+  std::byte* tag = tags_.data() + index * mac_bytes_;
   if (authenticator_ && authenticator_->encrypts()) {
     std::byte* encrypted = encrypted_.data() + index * machine_.config().payload_bytes;
     authenticator_->encrypt(protocol::nonce_of(header, machine_.packet_bytes()), {header, protocol::kHeaderBytes},
@@ -240,9 +240,9 @@ void Channel::stage(const protocol::Worker::Send& send, const Segments& segments
     pieces[1].iov_base = encrypted;
     pieces[2].iov_base = encrypted + value_bytes;
   } else if (authenticator_) {
-    authenticator_->tag(protocol::nonce_of(header, machine_.packet_bytes()), {pieces, kPieces - 1}, tag);
+    authenticator_->mac(protocol::nonce_of(header, machine_.packet_bytes()), {pieces, kPieces - 1}, tag);
   }
-  pieces[3] = {tag, tag_bytes_};
+  pieces[3] = {tag, mac_bytes_};
 }
 
 bool Channel::send(std::int64_t now_ns) {
@@ -264,7 +264,7 @@ bool Channel::send(std::int64_t now_ns) {
       ++count;
     }
     if (count == 0) return moved;
-    const std::size_t packet_bytes = machine_.packet_bytes() + tag_bytes_;
+    const std::size_t packet_bytes = machine_.packet_bytes() + mac_bytes_;
     transport::Datagrams::Run run{.to = to_,
                                   .pieces = {pieces_.data(), count * kPieces},
                                   .pieces_per_packet = kPieces,

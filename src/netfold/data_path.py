@@ -95,7 +95,7 @@ def without_strict(provider: str) -> str:
 
 def fabric_payload(packet_bytes: int) -> int:
     """Bytes of values in a packet of that length, of pairs too, with room for a tag."""
-    room: int = packet_bytes - protocol.HEADER_BYTES - auth.TAG_BYTES
+    room: int = packet_bytes - protocol.HEADER_BYTES - auth.MAC_BYTES
     return min(control.FABRIC_PAYLOAD_BYTES, room // 16 * 16)
 
 
@@ -121,7 +121,7 @@ class _Udp:
 
 class _Fabric:
     def __init__(self, provider: str, host: str, window_bytes: int) -> None:
-        longest = control.FABRIC_PAYLOAD_BYTES + protocol.HEADER_BYTES + auth.TAG_BYTES
+        longest = control.FABRIC_PAYLOAD_BYTES + protocol.HEADER_BYTES + auth.MAC_BYTES
         try:
             self._port = FabricPort(provider, host, packet_bytes=longest, in_flight_bytes=window_bytes)
         except fabric.FabricError as error:

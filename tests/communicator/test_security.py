@@ -154,7 +154,7 @@ def _without_libcrypto(rank: int, size: int, folder: str) -> None:
     if rank == 1:
 
         class Missing:
-            missing = staticmethod(lambda: "OpenSSL's libcrypto.so.3 cannot be opened (no such file)")
+            unavailable_reason = staticmethod(lambda: "OpenSSL's libcrypto.so.3 cannot be opened (no such file)")
 
         security.auth = Missing
     options = options_of("encrypt")

@@ -30,20 +30,20 @@ def test_a_tag_is_what_another_implementation_of_aes_gcm_says(payload_bytes: int
     key, counter = os.urandom(16), int.from_bytes(os.urandom(8), "big")
     whole = packet(os.urandom(payload_bytes), 0x1F, counter)
     nonce = bytes([0x1F]) + len(whole).to_bytes(3, "big") + counter.to_bytes(8, "big")
-    assert auth.tagged(key, whole) == whole + AESGCM(key).encrypt(nonce, b"", whole)
+    assert auth.with_mac(key, whole) == whole + AESGCM(key).encrypt(nonce, b"", whole)
 
 
 def test_flags_length_and_counter_are_the_nonce() -> None:
     key = os.urandom(16)
     whole = packet(bytes(16))
-    tags = {auth.tagged(key, each)[-16:] for each in (whole, packet(bytes(16), flags=8), packet(bytes(16), counter=8))}
+    tags = {auth.with_mac(key, each)[-16:] for each in (whole, packet(bytes(16), flags=8), packet(bytes(16), counter=8))}
     # GCM's tag is a sum of a part of the nonce alone and one of the bytes: the same bytes differ by the nonce alone.
     assert len(tags) == 3
 
 
 def test_a_key_of_another_length_is_none() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
-        auth.tagged(bytes(15), packet(b""))
+        auth.with_mac(bytes(15), packet(b""))
 
 
 def test_no_two_lives_workers_or_directions_share_a_key() -> None:
@@ -65,11 +65,11 @@ def test_a_secret_of_another_length_is_refused() -> None:
 
 ASKS = """
 from netfold._native import auth
-print(auth.missing())
+print(auth.unavailable_reason())
 try:
-    auth.tagged(bytes(16), bytes(48))
+    auth.with_mac(bytes(16), bytes(48))
 except RuntimeError as error:
-    assert str(error) == auth.missing()
+    assert str(error) == auth.unavailable_reason()
 else:
     raise SystemExit("a tag was made")
 """

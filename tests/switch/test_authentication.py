@@ -59,7 +59,7 @@ class Job:
 
     def hello(self, worker: int) -> bytes:
         header = self.header(worker, flags=FLAGS["hello"], epoch=0, counter=self.nonces[worker])
-        return auth.tagged(self.hello_key(worker), header + bytes(self.payload_bytes))
+        return auth.with_mac(self.hello_key(worker), header + bytes(self.payload_bytes))
 
     def greet(self) -> None:
         for worker, each in enumerate(self.sockets):
@@ -110,13 +110,13 @@ class Job:
     def answer(self, worker: int) -> bytes:
         """What came, its tag checked and taken off."""
         packet = self.sockets[worker].recv(65536)
-        assert auth.tagged(self.answer_key, packet[:-16]) == packet
+        assert auth.with_mac(self.answer_key, packet[:-16]) == packet
         return packet[:-16]
 
     def adds(self, chunk: int) -> None:
         """The job's own packets are taken, and the sum is theirs."""
         for worker in range(len(self.sockets)):
-            self.send(worker, auth.tagged(self.key(worker), self.contribution(worker, chunk, 1.5 + worker)))
+            self.send(worker, auth.with_mac(self.key(worker), self.contribution(worker, chunk, 1.5 + worker)))
         for worker in range(len(self.sockets)):
             packet = self.answer(worker)
             while protocol.Header.parse(packet).count == 0:  # a notice
@@ -150,7 +150,7 @@ def test_a_bit_that_is_flipped_anywhere_changes_nothing() -> None:
     with job() as made:
         made.greet()
         made.begin()
-        whole = auth.tagged(made.key(0), made.contribution(0, 0, 99.0))
+        whole = auth.with_mac(made.key(0), made.contribution(0, 0, 99.0))
         bits = 8 * len(whole)
         for bit in range(bits):
             changed = bytearray(whole)
@@ -169,7 +169,7 @@ def test_a_packet_that_is_cut_or_longer_changes_nothing() -> None:
     with job() as made:
         made.greet()
         made.begin()
-        whole = auth.tagged(made.key(0), made.contribution(0, 0, 99.0))
+        whole = auth.with_mac(made.key(0), made.contribution(0, 0, 99.0))
         others = [whole[:length] for length in range(len(whole))] + [whole + bytes(1), whole + whole]
         for packet in others:
             made.send(0, packet)
@@ -196,8 +196,8 @@ def test_a_workers_key_is_for_its_own_packets() -> None:
         # Worker 1 knows its own key and the answers', and can send from its own address.
         forged = made.contribution(0, 0, 99.0)
         for key in (made.key(1), made.answer_key, made.hello_key(0)):
-            made.send(0, auth.tagged(key, forged))  # from worker 0's address, as if it had been spoofed
-        made.send(1, auth.tagged(made.key(1), forged))
+            made.send(0, auth.with_mac(key, forged))  # from worker 0's address, as if it had been spoofed
+        made.send(1, auth.with_mac(made.key(1), forged))
         assert made.drops(4) == {"unauthenticated": 3, "source": 1}
         made.adds(0)
 
@@ -208,8 +208,8 @@ def test_a_packet_of_a_former_epoch_is_not_of_this_one() -> None:
         made.begin()
         before = made.key(0, EPOCH - 1)
         # As it was heard then, and with this epoch's number written over.
-        made.send(0, auth.tagged(before, made.contribution(0, 0, 99.0, epoch=EPOCH - 1)))
-        heard = auth.tagged(before, made.contribution(0, 0, 99.0, epoch=EPOCH - 1))
+        made.send(0, auth.with_mac(before, made.contribution(0, 0, 99.0, epoch=EPOCH - 1)))
+        heard = auth.with_mac(before, made.contribution(0, 0, 99.0, epoch=EPOCH - 1))
         made.send(0, heard[:8] + EPOCH.to_bytes(4, "big") + heard[12:])
         assert made.drops(2) == {"unauthenticated": 2}
         made.adds(0)
@@ -219,12 +219,12 @@ def test_a_packet_that_is_heard_and_said_again_counts_once() -> None:
     with job() as made, stranger() as other:
         made.greet()
         made.begin()
-        heard = auth.tagged(made.key(0), made.contribution(0, 0, 1.5))
+        heard = auth.with_mac(made.key(0), made.contribution(0, 0, 1.5))
         made.send(0, heard)
         other.sendto(heard, made.address)
         made.send(0, heard)
         assert made.drops(2) == {"source": 1, "duplicate": 1}
-        made.send(1, auth.tagged(made.key(1), made.contribution(1, 0, 2.5)))
+        made.send(1, auth.with_mac(made.key(1), made.contribution(1, 0, 2.5)))
         answers = [made.answer(worker) for worker in range(2)]
         assert answers[0] == answers[1]
         assert struct.unpack_from("<f", answers[0], protocol.HEADER_BYTES) == (4.0,)
@@ -253,7 +253,7 @@ def test_who_hears_a_hello_cannot_take_its_workers_place() -> None:
 def test_a_hello_whose_tag_is_wrong_is_not_answered() -> None:
     with job() as made:
         whole = made.hello(0)
-        for packet in (whole[:-16], whole[:-1] + bytes([whole[-1] ^ 1]), auth.tagged(made.key(0), whole[:-16])):
+        for packet in (whole[:-16], whole[:-1] + bytes([whole[-1] ^ 1]), auth.with_mac(made.key(0), whole[:-16])):
             made.send(0, packet)
         assert made.drops(3) == {"unauthenticated": 3}
         assert made.counted()["hellos"] == 0
@@ -270,10 +270,10 @@ def test_everything_that_the_switch_says_has_a_tag_and_a_nonce_of_its_own() -> N
         made.counters = [30, 30, 30]  # thirty that never came: a notice each, with the first packet that is late enough
         for chunk in range(3):
             for worker in range(3):
-                made.send(worker, auth.tagged(made.key(worker), made.contribution(worker, chunk, 1.0)))
+                made.send(worker, auth.with_mac(made.key(worker), made.contribution(worker, chunk, 1.0)))
         made.counters = [60, 60, 60]
         for worker in range(3):
-            made.send(worker, auth.tagged(made.key(worker), made.contribution(worker, 3, 1.0, operation=worker)))
+            made.send(worker, auth.with_mac(made.key(worker), made.contribution(worker, 3, 1.0, operation=worker)))
         kinds = set()
         deadline = time.monotonic() + seconds(10)
         for each in made.sockets:
@@ -296,11 +296,11 @@ def test_a_worker_that_disagrees_again_and_again_makes_the_switch_send_about_as_
     with job(workers=workers) as made:
         made.greet()
         made.begin()
-        made.send(0, auth.tagged(made.key(0), made.contribution(0, 0, 1.0)))
+        made.send(0, auth.with_mac(made.key(0), made.contribution(0, 0, 1.0)))
         began = time.monotonic()
         for _ in range(copies):
             # Two elements, where worker 0 said one.
-            made.send(1, auth.tagged(made.key(1), made.contribution(1, 0, 1.0, elements=2)))
+            made.send(1, auth.with_mac(made.key(1), made.contribution(1, 0, 1.0, elements=2)))
         deadline = time.monotonic() + seconds(10)
         while made.counted()["mismatches"] < copies and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -479,7 +479,7 @@ def test_log_status_and_metrics_say_whether_packets_are_authenticated(switch: Ru
 def test_a_host_without_libcrypto_runs_only_an_open_switch(
     switch: RunningSwitch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent = SimpleNamespace(missing=lambda: "OpenSSL's libcrypto.so.3 cannot be opened (it is not there)")
+    absent = SimpleNamespace(unavailable_reason=lambda: "OpenSSL's libcrypto.so.3 cannot be opened (it is not there)")
     monkeypatch.setattr(daemon, "auth", absent)
     with pytest.raises(ValueError, match=r"cannot be authenticated here: OpenSSL's .*\. Without it only --open"):
         Switch("127.0.0.1", 0, tokens=Tokens.read(tmp_path / "tokens"))

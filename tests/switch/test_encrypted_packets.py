@@ -23,9 +23,9 @@ JOB, INCARNATION, EPOCH, WORKERS = 0x0A0B0C0D, 77, 5, 2
 PAYLOADS = (8, 1408, 1536 + 24, 8880)
 
 
-def nonce_of(packet: bytes, tag_bytes: int) -> bytes:
+def nonce_of(packet: bytes, mac_bytes: int) -> bytes:
     header = protocol.Header.parse(packet)
-    return bytes([header.flags]) + (len(packet) - tag_bytes).to_bytes(3, "big") + int(header.counter).to_bytes(8, "big")
+    return bytes([header.flags]) + (len(packet) - mac_bytes).to_bytes(3, "big") + int(header.counter).to_bytes(8, "big")
 
 
 def encrypted(key: bytes, packet: bytes) -> bytes:
@@ -35,7 +35,7 @@ def encrypted(key: bytes, packet: bytes) -> bytes:
 
 def decrypted(key: bytes, packet: bytes) -> bytes:
     header, values = packet[: protocol.HEADER_BYTES], packet[protocol.HEADER_BYTES :]
-    return header + AESGCM(key).decrypt(nonce_of(packet, auth.TAG_BYTES), values, header)
+    return header + AESGCM(key).decrypt(nonce_of(packet, auth.MAC_BYTES), values, header)
 
 
 class EncryptedJob:
@@ -59,7 +59,7 @@ class EncryptedJob:
             each.connect(("127.0.0.1", port))
             self.plane.expect(JOB, worker, *each.getsockname())
             # A hello has no values, and is authenticated alone.
-            hello = auth.tagged(
+            hello = auth.with_mac(
                 hellos[worker], self.header(worker, flags=protocol.FLAGS["hello"], epoch=0, counter=nonces[worker])
             )
             each.send(hello)
@@ -123,7 +123,7 @@ def test_packets_that_are_changed_or_in_the_clear_or_of_another_length_change_no
     right = encrypted(job.keys[0], job.contribution(0, 0, 1.0))
     wrong = [right[:place] + bytes([right[place] ^ 1]) + right[place + 1 :] for place in (31, 48, 100, len(right) - 1)]
     # Authenticated and not encrypted; under another worker's key; cut, and made longer.
-    wrong.append(auth.tagged(job.keys[0], job.contribution(0, 0, 1.0)))
+    wrong.append(auth.with_mac(job.keys[0], job.contribution(0, 0, 1.0)))
     wrong.append(encrypted(job.keys[1], job.contribution(0, 0, 1.0)))
     wrong += [right[:-8], right + bytes(8), right[: protocol.HEADER_BYTES]]
     for packet in wrong:

@@ -448,9 +448,9 @@ def _conversation(
     host, port, fingerprint = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
     who = f"rank {rank}: the switch at {_bare(endpoint)} (NETFOLD_SWITCH)"
     token = _token(who, token_file, fingerprint)
-    if fingerprint is not None and auth.missing():
+    if fingerprint is not None and auth.unavailable_reason():
         raise SwitchError(
-            f"{who} wants packets to be authenticated, and this host cannot: {auth.missing()}. Without it only a "
+            f"{who} wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}. Without it only a "
             "switch with --open can be joined"
         )
     try:

@@ -20,8 +20,8 @@ def why_not_secure(options: Options) -> str:
             f"{asked} and NETFOLD_TRANSPORT={options.transport} exclude each other: only streams over TCP are "
             "authenticated or encrypted, and what goes over a fabric or MPI is not"
         )
-    if auth.missing():
-        return f"{asked} needs OpenSSL 3's libcrypto on every host of the job, and this host cannot: {auth.missing()}"
+    if auth.unavailable_reason():
+        return f"{asked} needs OpenSSL 3's libcrypto on every host of the job, and this host cannot: {auth.unavailable_reason()}"
     return ""
 
 

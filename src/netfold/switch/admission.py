@@ -236,7 +236,7 @@ class Admission:
                     nonces=nonces,
                     proofs=proofs,
                     hello_keys=hello_keys,
-                    packet_bytes=control.FABRIC_PAYLOAD_BYTES + protocol.HEADER_BYTES + auth.TAG_BYTES,
+                    packet_bytes=control.FABRIC_PAYLOAD_BYTES + protocol.HEADER_BYTES + auth.MAC_BYTES,
                     in_flight_bytes=window_bytes,
                 )
         except OSError as error:  # fabric.FabricError is one

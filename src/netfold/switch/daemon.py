@@ -75,9 +75,9 @@ class Switch:
                 f"{host} is not a loopback address: anyone who reaches it could join. Name those who may with "
                 "--token-file, say --open if every host on that network is trusted, or listen on 127.0.0.1"
             )
-        if tokens is not None and auth.missing():
+        if tokens is not None and auth.unavailable_reason():
             raise ValueError(
-                f"--token-file: packets cannot be authenticated here: {auth.missing()}. Without it only --open, for a "
+                f"--token-file: packets cannot be authenticated here: {auth.unavailable_reason()}. Without it only --open, for a "
                 "wire where every host is trusted, works"
             )
         self._tokens = tokens

@@ -179,8 +179,8 @@ class Link:
         who = {"endpoint": name, **path.said(), **self.parent.token()}
         await stream.tell({**join, "type": "join", "version": control.VERSION, **who})
         admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
-        if "secret" in admitted and auth.missing():
-            raise self.parent.error(f"wants packets to be authenticated, and this host cannot: {auth.missing()}")
+        if "secret" in admitted and auth.unavailable_reason():
+            raise self.parent.error(f"wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}")
         if join["encrypt"] and not (admitted.get("encrypt") and "secret" in admitted):
             raise self.parent.error("does not encrypt packets, and the job's are to be encrypted (NETFOLD_SECURITY)")
         self._admitted = admitted

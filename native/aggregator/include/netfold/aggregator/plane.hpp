@@ -208,7 +208,7 @@ class Plane {
   void flush_sums(Job& job);
   void completed(Job& job, std::uint32_t slot);
   void send(Job& job, std::uint16_t to, std::span<const std::byte> packet);
-  void append_tag(Job& job, std::vector<std::byte>& packet);
+  void append_mac(Job& job, std::vector<std::byte>& packet);
   void notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap);
   void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, const protocol::Agreement& said,
                      std::int64_t now_ns);

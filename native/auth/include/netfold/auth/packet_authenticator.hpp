@@ -23,28 +23,28 @@ namespace netfold::auth {
 
 inline constexpr std::size_t kKeyBytes = 16;
 inline constexpr std::size_t kNonceBytes = 12;
-inline constexpr std::size_t kTagBytes = 16;
+inline constexpr std::size_t kMacBytes = 16;
 
 using Key = std::array<std::byte, kKeyBytes>;
 using Nonce = std::array<std::byte, kNonceBytes>;
 
 // Why no PacketAuthenticator can be made on this host; empty where one can.
-const std::string& missing();
+const std::string& unavailable_reason();
 
 // One key, scheduled once, for packets that are all authenticated or all encrypted. Not for two threads at a time.
 // Allocates only when it is made.
 class PacketAuthenticator {
  public:
-  // Throws std::runtime_error with missing().
+  // Throws std::runtime_error with unavailable_reason().
   explicit PacketAuthenticator(const Key& key, Security security = Security::authenticate);
 
   bool encrypts() const { return security_ == Security::encrypt; }
 
-  // Writes the tag of the pieces, as if they stood one behind the other, to out[0, kTagBytes).
-  void tag(const Nonce& nonce, std::span<const iovec> pieces, std::byte* out);
-  // Whether the last kTagBytes of `tagged` are the tag of what is before them; takes as long for any wrong one.
+  // Writes the tag of the pieces, as if they stood one behind the other, to out[0, kMacBytes).
+  void mac(const Nonce& nonce, std::span<const iovec> pieces, std::byte* out);
+  // Whether the last kMacBytes of `tagged` are the tag of what is before them; takes as long for any wrong one.
   // Precondition: there are as many.
-  bool matches(const Nonce& nonce, std::span<const std::byte> tagged);
+  bool verify(const Nonce& nonce, std::span<const std::byte> tagged);
 
   // Of a packet with this header: encrypts the pieces, as if they stood one behind the other, to `out`, which may be
   // the only piece, and writes the tag. Precondition: encrypts().

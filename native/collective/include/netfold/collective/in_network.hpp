@@ -131,7 +131,7 @@ class Channel {
   protocol::Worker machine_;
   std::optional<auth::PacketAuthenticator> authenticator_;         // of contributions
   std::optional<auth::PacketAuthenticator> answer_authenticator_;  // of what the switch says
-  std::size_t tag_bytes_;                      // of a packet: 0 without keys
+  std::size_t mac_bytes_;                      // of a packet: 0 without keys
   std::vector<int> ranks_;
   int rank_;
   std::unique_ptr<transport::Datagrams> port_;
