@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from netfold._native import aggregator, protocol
+from netfold._native import dataplane, protocol
 from netfold.bench.machine import spoken
 from netfold.bench.spread import paired_ratios, spread
 
@@ -52,7 +52,7 @@ def serve(planes: int, workers: int) -> None:
     made, threads = [], []
     for cpu in range(planes):
         before = set(os.listdir("/proc/self/task"))
-        made.append(aggregator.Plane())
+        made.append(dataplane.DataPlane())
         (thread,) = (int(task) for task in set(os.listdir("/proc/self/task")) - before)
         os.sched_setaffinity(thread, {cpu})
         threads.append(thread)

@@ -80,7 +80,7 @@ PLACES = (
     ("epoll and other system calls", r"do_syscall|entry_SYSCALL|syscall"),
     ("fold: adding up the contributions", r"kernels::"),
     ("keeping contributions (memcpy)", r"mem(cpy|move)|SwitchJob"),
-    ("the rest of the switch's own code", r"netfold|_native|Plane"),
+    ("the rest of the switch's own code", r"netfold|_native|DataPlane"),
 )
 ELSEWHERE = "everything else on the core"
 

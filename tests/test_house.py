@@ -20,9 +20,9 @@ MAY_INCLUDE = {
     "collective": {"protocol", "transport", "auth", "kernels"},
     # The vocabulary behind collective's own headers.
     "engine": {"collective", "protocol", "transport", "auth", "kernels"},
-    "aggregator": {"protocol", "transport", "auth"},
+    "dataplane": {"protocol", "transport", "auth"},
     "cable": set(),
-    "bind": {"kernels", "transport", "auth", "protocol", "prove", "collective", "engine", "aggregator", "cable"},
+    "bind": {"kernels", "transport", "auth", "protocol", "prove", "collective", "engine", "dataplane", "cable"},
 }
 
 

@@ -38,6 +38,6 @@ NB_MODULE(_native, m) {
   bind_engine(m);
   bind_failover(m);
   bind_shares(m);
-  bind_aggregator(m);
+  bind_dataplane(m);
   bind_cable(m);
 }

@@ -13,5 +13,5 @@ void bind_failover(nanobind::module_& m);
 void bind_shares(nanobind::module_& m);
 void bind_fabric(nanobind::module_& m);
 void bind_mpi(nanobind::module_& m);
-void bind_aggregator(nanobind::module_& m);
+void bind_dataplane(nanobind::module_& m);
 void bind_cable(nanobind::module_& m);

@@ -26,7 +26,7 @@ void Numbers::append_canonical(std::string& out) const {
   append(skipped);
 }
 
-// The switch's half of finding losses, as the aggregator has it (native/aggregator/plane.cpp).
+// The switch's half of finding losses, as the aggregator has it (native/dataplane/data_plane.cpp).
 void Parts::note_number(SwitchState& state, const Header& header, Step& step) {
   const std::uint64_t bit = std::uint64_t{1} << header.counter / scope_.numbers;
   const auto gap = state.arrivals[header.worker].take(header.counter);

@@ -218,7 +218,7 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
   const auto handled =
       from_parent ? state.machine.handle_parent(packet.bytes) : state.machine.handle_packet(packet.bytes);
   const Header header = protocol::PacketView::parse(packet.bytes)->header();
-  // As the aggregator does (native/aggregator/plane.cpp): by what belongs to this life and this job, and by nothing
+  // As the aggregator does (native/dataplane/data_plane.cpp): by what belongs to this life and this job, and by nothing
   // else.
   const bool belongs = handled.outcome != SwitchJob::Outcome::dropped || handled.drop == protocol::Drop::stale ||
                        handled.drop == protocol::Drop::duplicate;
@@ -289,7 +289,7 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
         step.broken = "workers that agree are said not to";
         return;
       }
-      // As the aggregator tells them (native/aggregator/plane.cpp).
+      // As the aggregator tells them (native/dataplane/data_plane.cpp).
       const SwitchJob& job = state.machine;
       const auto tell = [&](std::uint16_t to, const protocol::Agreement& said, std::uint16_t about) {
         Packet sent = answer_to(state, to);

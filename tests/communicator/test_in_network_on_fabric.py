@@ -23,7 +23,7 @@ from ranks import RunningSwitch, run_ranks, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options, control
 from netfold._native import engine, protocol
-from netfold._native.aggregator import Plane
+from netfold._native.dataplane import DataPlane
 from netfold._native.transport import FabricPort
 from netfold.communicator import PeerLost
 from netfold.data_path import fabric_payload
@@ -250,12 +250,12 @@ def test_a_tree_goes_over_the_fabric_on_every_link_and_a_parent_without_it_is_na
 
 
 class Job:
-    """A job with keys on a Plane, one worker of two played by hand."""
+    """A job with keys on a DataPlane, one worker of two played by hand."""
 
     JOB, INCARNATION = 0x0A0B0C0D, 77
 
     def __init__(self) -> None:
-        self.plane = Plane()
+        self.plane = DataPlane()
         self.nonces, self.proofs = ([secrets.randbits(64) for _ in range(2)] for _ in range(2))
         self.keys = [secrets.token_bytes(16) for _ in range(2)]
         self.place = self.plane.open_on_fabric(

@@ -22,7 +22,7 @@ from ranks import RunningSwitch, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options, packet_keys
 from netfold._native import protocol, auth
-from netfold._native.aggregator import Plane
+from netfold._native.dataplane import DataPlane
 from netfold.communicator import membership
 from netfold.switch import Switch, Tokens, daemon
 
@@ -32,10 +32,10 @@ FLAGS = protocol.FLAGS
 
 
 class Job:
-    """A job on a Plane, its workers played by sockets: every packet is made by hand."""
+    """A job on a DataPlane, its workers played by sockets: every packet is made by hand."""
 
     def __init__(self, *, window: int = 16, payload_bytes: int = 8, workers: int = WORKERS) -> None:
-        self.plane = Plane()
+        self.plane = DataPlane()
         self.payload_bytes, self.window = payload_bytes, window
         self.secrets = [packet_keys.draw_secret() for _ in range(workers)]
         self.answer_secret = packet_keys.draw_secret()

@@ -24,9 +24,9 @@ MOST_BYTES, MOST_SEGMENTS = 65_000, 64
 # The data plane in a process of its own, so that a test can stop it.
 PLANE = """
 import sys
-from netfold._native.aggregator import Plane
+from netfold._native.dataplane import DataPlane
 job, incarnation, epoch, nonce, payload_bytes, window = map(int, sys.argv[1:])
-plane = Plane()
+plane = DataPlane()
 print(plane.open(job, incarnation, "127.0.0.1", [nonce], [], 8 << 20), flush=True)
 plane.expect(job, 0, "127.0.0.1", int(sys.stdin.readline()))
 print("expects", flush=True)

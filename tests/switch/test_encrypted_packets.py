@@ -14,7 +14,7 @@ from load import seconds
 
 from netfold import packet_keys
 from netfold._native import protocol, auth
-from netfold._native.aggregator import Plane
+from netfold._native.dataplane import DataPlane
 
 pytestmark = pytest.mark.native
 
@@ -39,10 +39,10 @@ def decrypted(key: bytes, packet: bytes) -> bytes:
 
 
 class EncryptedJob:
-    """A job on a Plane, its workers played by sockets."""
+    """A job on a DataPlane, its workers played by sockets."""
 
     def __init__(self, payload_bytes: int) -> None:
-        self.plane = Plane()
+        self.plane = DataPlane()
         self.payload_bytes = payload_bytes
         own, answers = [packet_keys.draw_secret() for _ in range(WORKERS)], packet_keys.draw_secret()
         nonces = [secrets.randbits(64) for _ in range(WORKERS)]

@@ -14,7 +14,7 @@ from ranks import run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import protocol
-from netfold._native.aggregator import Plane
+from netfold._native.dataplane import DataPlane
 
 HELLO = protocol.FLAGS["hello"]
 
@@ -67,7 +67,7 @@ def hello(worker: int, nonce: int, payload_bytes: int = 8) -> bytes:
 def test_an_answer_comes_from_the_address_that_was_asked(
     family: socket.AddressFamily, everywhere: str, asked: list[str]
 ) -> None:
-    plane = Plane()
+    plane = DataPlane()
     nonces = [77 + worker for worker in range(len(asked))]
     port = plane.open(1, 2, everywhere, nonces, [], 1 << 16)
     for worker, local in enumerate(asked):

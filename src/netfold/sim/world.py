@@ -5,7 +5,7 @@ it along one schedule; a search can drive it along all of them.
 
 The glue around the machines is that of production: contributions are read from, and results written into, one buffer
 a worker and operation (native/collective/in_network.cpp); a contribution counts only from its sender's own address
-(native/aggregator/plane.cpp).
+(native/dataplane/data_plane.cpp).
 """
 
 from __future__ import annotations

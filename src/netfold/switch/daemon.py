@@ -14,7 +14,7 @@ from typing import Any
 
 from netfold import control
 from netfold._native import protocol, auth
-from netfold._native.aggregator import Plane
+from netfold._native.dataplane import DataPlane
 from netfold._native.transport import granted_receive_buffer
 from netfold.data_path import MIN_WINDOW_CHUNKS, ReceiveBuffer, fabric_payload, window_chunks
 from netfold.switch.admission import Admission, check_version
@@ -90,7 +90,7 @@ class Switch:
         tenants = [EVERYBODY] if tokens is None else tokens.tenants
         if cores and len(cores) != threads:
             raise ValueError(f"{threads} threads on {len(cores)} cores: name one core for each")
-        self._planes = [Plane(core=core, busy_poll_s=busy_poll_s) for core in cores or [-1] * threads]
+        self._planes = [DataPlane(core=core, busy_poll_s=busy_poll_s) for core in cores or [-1] * threads]
         limits = limits or Limits()
         self._ledger = Ledger(limits, tenants, self._planes)
         # Of the largest job; a smaller one is granted what it asks for, or as much.

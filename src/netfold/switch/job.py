@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from netfold import control, packet_keys
-from netfold._native.aggregator import Plane
+from netfold._native.dataplane import DataPlane
 from netfold.data_path import ReceiveBuffer, without_strict
 from netfold.switch.parent import Link
 from netfold.switch.tokens import Tenant
@@ -56,10 +56,10 @@ class Job:
     ranks: tuple[int, ...]  # what its workers, by number, are called; of the whole tree
     paths: Any  # of its workers, as they said
     place: Place
-    plane: Plane
+    plane: DataPlane
     port: int | None  # of UDP
     provider: str | None  # of the fabric that its packets go over, as the switch was told to serve it; None: UDP
-    fabric: dict[str, Any] | None  # its place there (Plane.open_on_fabric)
+    fabric: dict[str, Any] | None  # its place there (DataPlane.open_on_fabric)
     nonces: list[int]
     proofs: list[int]  # on a fabric: by worker, what its hello comes back with
     secrets: list[bytes]  # of workers, by number; empty where packets carry no tags

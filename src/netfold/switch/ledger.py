@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from netfold._native import protocol
-from netfold._native.aggregator import Plane
+from netfold._native.dataplane import DataPlane
 from netfold.data_path import MIN_WINDOW_CHUNKS
 from netfold.switch.job import Job, RefusedError
 from netfold.switch.parts import Limits, Part, fitting_window, part_of
@@ -27,7 +27,7 @@ _TOTALS = ("result_bytes", "results", "contributions", "answers_sent", "answers_
 class Ledger:
     """limits: of the whole switch, which `tenants` share by weight. planes: the threads that handle packets."""
 
-    def __init__(self, limits: Limits, tenants: Sequence[Tenant], planes: Sequence[Plane]) -> None:
+    def __init__(self, limits: Limits, tenants: Sequence[Tenant], planes: Sequence[DataPlane]) -> None:
         self.limits = limits
         self.planes = planes
         self.jobs: dict[str, Job] = {}
@@ -76,7 +76,7 @@ class Ledger:
             pass
         return drawn
 
-    def quietest_plane(self) -> Plane:
+    def quietest_plane(self) -> DataPlane:
         """The thread with the fewest jobs: a group that goes over this switch twice has two of them."""
         return min(self.planes, key=lambda each: sum(job.plane is each for job in self.jobs.values()))
 

@@ -39,7 +39,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace netfold::aggregator {
+namespace netfold::dataplane {
 
 struct JobCounters {
   std::uint64_t contributions = 0;  // packets that counted
@@ -84,17 +84,17 @@ struct ParentKeys {
   auth::Key answers{};
 };
 
-class Plane {
+class DataPlane {
  public:
   struct Options {
     int core = -1;                  // that the thread stays on, with slots in memory near it; -1: any
     std::int64_t busy_poll_ns = 0;  // how long the thread looks for packets, without sleep, after the last one
   };
   // Throws std::invalid_argument for a core that this process may not use.
-  explicit Plane(const Options& options);
-  ~Plane();  // stops the thread
-  Plane(const Plane&) = delete;
-  Plane& operator=(const Plane&) = delete;
+  explicit DataPlane(const Options& options);
+  ~DataPlane();  // stops the thread
+  DataPlane(const DataPlane&) = delete;
+  DataPlane& operator=(const DataPlane&) = delete;
 
   // Binds a port of `host`, which may be the wildcard address, for the job and waits for hellos; returns the port.
   // `hello_keys`: by worker, or empty for a job whose packets carry no tags. Throws std::system_error;
@@ -237,4 +237,4 @@ class Plane {
   std::thread thread_;
 };
 
-}  // namespace netfold::aggregator
+}  // namespace netfold::dataplane

@@ -1,9 +1,9 @@
-// netfold._native.aggregator: the data plane, commanded by netfold.switch.
+// netfold._native.dataplane: the data plane, commanded by netfold.switch.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <netfold/aggregator/plane.hpp>
+#include <netfold/dataplane/data_plane.hpp>
 #include <netfold/transport/fabric/strict_wire.hpp>
 
 #include "module.hpp"
@@ -11,13 +11,13 @@
 #include "transport.hpp"
 
 namespace nb = nanobind;
-using netfold::aggregator::Plane;
+using netfold::dataplane::DataPlane;
 namespace fabric = netfold::transport::fabric;
 namespace protocol = netfold::protocol;
 
 namespace {
 
-nb::dict as_dict(const netfold::aggregator::JobCounters& counters) {
+nb::dict as_dict(const netfold::dataplane::JobCounters& counters) {
   nb::dict out;
   out["contributions"] = counters.contributions;
   out["results"] = counters.results;
@@ -54,21 +54,21 @@ nb::dict as_dict(const netfold::aggregator::JobCounters& counters) {
 
 }  // namespace
 
-void bind_aggregator(nb::module_& m) {
-  nb::module_ a = m.def_submodule("aggregator");
+void bind_dataplane(nb::module_& m) {
+  nb::module_ a = m.def_submodule("dataplane");
   using Release = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<Plane>(a, "Plane")
+  nb::class_<DataPlane>(a, "DataPlane")
       .def(
           "__init__",
-          [](Plane* self, int core, double busy_poll_s) {
-            new (self) Plane({.core = core, .busy_poll_ns = static_cast<std::int64_t>(busy_poll_s * 1e9)});
+          [](DataPlane* self, int core, double busy_poll_s) {
+            new (self) DataPlane({.core = core, .busy_poll_ns = static_cast<std::int64_t>(busy_poll_s * 1e9)});
           },
           nb::arg("core") = -1, nb::arg("busy_poll_s") = 0.0,
           "core: that its thread stays on, with its jobs' slots in memory near it; -1: any. busy_poll_s: how long the "
           "thread looks for packets without sleep after the last one. ValueError for a core that is not to be had.")
       .def(
           "open",
-          [](Plane& self, std::uint32_t job, std::uint32_t incarnation, const std::string& host,
+          [](DataPlane& self, std::uint32_t job, std::uint32_t incarnation, const std::string& host,
              const std::vector<std::uint64_t>& nonces, const std::vector<nb::bytes>& hello_keys,
              std::size_t buffer_bytes) {
             const auto keys = keys_of(hello_keys);
@@ -79,12 +79,12 @@ void bind_aggregator(nb::module_& m) {
           nb::arg("buffer_bytes"))
       .def(
           "open_on_fabric",
-          [](Plane& self, std::uint32_t job, std::uint32_t incarnation, const std::string& provider,
+          [](DataPlane& self, std::uint32_t job, std::uint32_t incarnation, const std::string& provider,
              const std::string& host, const std::vector<std::uint64_t>& nonces,
              const std::vector<std::uint64_t>& proofs, const std::vector<nb::bytes>& hello_keys,
              std::size_t packet_bytes, std::size_t in_flight_bytes) {
             const auto keys = keys_of(hello_keys);
-            Plane::FabricPlace place;
+            DataPlane::FabricPlace place;
             std::string resolved;
             {
               nb::gil_scoped_release release;
@@ -106,19 +106,19 @@ void bind_aggregator(nb::module_& m) {
           nb::arg("in_flight_bytes"), "Where the job is on that fabric. FabricError where it cannot be.")
       .def(
           "expect_on_fabric",
-          [](Plane& self, std::uint32_t job, std::uint16_t worker, const nb::bytes& name, std::uint64_t tag) {
+          [](DataPlane& self, std::uint32_t job, std::uint16_t worker, const nb::bytes& name, std::uint64_t tag) {
             const auto* first = reinterpret_cast<const std::byte*>(name.c_str());
             const std::vector<std::byte> bytes(first, first + name.size());
             nb::gil_scoped_release release;
             self.expect_on_fabric(job, worker, bytes, tag);
           },
           nb::arg("job"), nb::arg("worker"), nb::arg("name"), nb::arg("tag"))
-      .def("expect", &Plane::expect, nb::arg("job"), nb::arg("worker"), nb::arg("host"), nb::arg("port"),
+      .def("expect", &DataPlane::expect, nb::arg("job"), nb::arg("worker"), nb::arg("host"), nb::arg("port"),
            nb::arg("local") = "", Release())
-      .def("receive_buffer_bytes", &Plane::receive_buffer_bytes, Release())
+      .def("receive_buffer_bytes", &DataPlane::receive_buffer_bytes, Release())
       .def(
           "connect_parent",
-          [](Plane& self, std::uint32_t job, DataPort& port) {
+          [](DataPlane& self, std::uint32_t job, DataPort& port) {
             auto taken = port.take();
             nb::gil_scoped_release release;
             self.connect_parent(job, std::move(taken), port.to);
@@ -127,17 +127,17 @@ void bind_aggregator(nb::module_& m) {
       .def(
           "begin",
           // parent: job, epoch, incarnation and worker as the parent gave them.
-          [](Plane& self, std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t workers,
+          [](DataPlane& self, std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t workers,
              std::uint32_t window, std::uint32_t payload_bytes,
              const std::optional<std::tuple<std::vector<nb::bytes>, nb::bytes>>& keys,
              const std::optional<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint16_t>>& parent,
              const std::optional<std::tuple<nb::bytes, nb::bytes>>& parent_keys, std::vector<std::uint16_t> names,
              bool encrypts) {
-            std::optional<netfold::aggregator::JobKeys> job_keys;
+            std::optional<netfold::dataplane::JobKeys> job_keys;
             if (keys) job_keys = {keys_of(std::get<0>(*keys)), key_of(std::get<1>(*keys))};
             std::optional<protocol::ParentLink> link;
             if (parent) link = std::make_from_tuple<protocol::ParentLink>(*parent);
-            std::optional<netfold::aggregator::ParentKeys> link_keys;
+            std::optional<netfold::dataplane::ParentKeys> link_keys;
             if (parent_keys) link_keys = {key_of(std::get<0>(*parent_keys)), key_of(std::get<1>(*parent_keys))};
             nb::gil_scoped_release release;
             self.begin({job, epoch, incarnation, workers, window, payload_bytes, link, std::move(names)}, job_keys,
@@ -149,12 +149,12 @@ void bind_aggregator(nb::module_& m) {
           nb::arg("encrypts") = false,
           "keys: of contributions, by worker, and of the answers; None without tags. parent_keys: of sums, and of the "
           "parent's answers. encrypts: whether packets with keys are encrypted, here and at the parent.")
-      .def("close", &Plane::close, Release())
-      .def("missing", &Plane::missing, Release())
+      .def("close", &DataPlane::close, Release())
+      .def("missing", &DataPlane::missing, Release())
       .def(
           "read",
-          [](Plane& self) {
-            Plane::Reading reading;
+          [](DataPlane& self) {
+            DataPlane::Reading reading;
             {
               nb::gil_scoped_release release;
               reading = self.read();
@@ -165,8 +165,8 @@ void bind_aggregator(nb::module_& m) {
           },
           "Nanoseconds of CPU time of the thread, and the counters of every job by its id. Waits for one turn of the "
           "thread.")
-      .def("counters", [](Plane& self, std::uint32_t job) -> nb::object {
-        std::optional<netfold::aggregator::JobCounters> counters;
+      .def("counters", [](DataPlane& self, std::uint32_t job) -> nb::object {
+        std::optional<netfold::dataplane::JobCounters> counters;
         {
           nb::gil_scoped_release release;
           counters = self.counters(job);

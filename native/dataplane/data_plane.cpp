@@ -5,7 +5,7 @@
 #include <sys/timerfd.h>
 #include <time.h>
 #include <unistd.h>
-#include <netfold/aggregator/plane.hpp>
+#include <netfold/dataplane/data_plane.hpp>
 
 #include <algorithm>
 #include <array>
@@ -14,7 +14,7 @@
 #include <stdexcept>
 #include <system_error>
 
-namespace netfold::aggregator {
+namespace netfold::dataplane {
 
 using protocol::Drop;
 using protocol::SwitchJob;
@@ -100,7 +100,7 @@ class OnCore {
 
 }  // namespace
 
-Plane::Plane(const Options& options)
+DataPlane::DataPlane(const Options& options)
     : options_(options),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
@@ -116,14 +116,14 @@ Plane::Plane(const Options& options)
   thread_ = std::thread([this] { run(); });
 }
 
-Plane::~Plane() {
+DataPlane::~DataPlane() {
   stopping_ = true;
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(wake_.get(), &one, sizeof one);
   thread_.join();
 }
 
-void Plane::on_thread(const std::function<void()>& command) {
+void DataPlane::on_thread(const std::function<void()>& command) {
   std::mutex done_mutex;
   std::condition_variable done_condition;
   bool done = false;
@@ -149,7 +149,7 @@ void Plane::on_thread(const std::function<void()>& command) {
   if (error) std::rethrow_exception(error);
 }
 
-std::unique_ptr<Plane::Job> Plane::make_job(std::uint32_t id, std::uint32_t incarnation,
+std::unique_ptr<DataPlane::Job> DataPlane::make_job(std::uint32_t id, std::uint32_t incarnation,
                                             const std::vector<std::uint64_t>& nonces,
                                             const std::vector<auth::Key>& hello_keys) {
   if (!hello_keys.empty() && hello_keys.size() != nonces.size()) throw std::invalid_argument("open: a key a worker");
@@ -168,7 +168,7 @@ std::unique_ptr<Plane::Job> Plane::make_job(std::uint32_t id, std::uint32_t inca
   return job;
 }
 
-void Plane::add(std::unique_ptr<Job> job) {
+void DataPlane::add(std::unique_ptr<Job> job) {
   on_thread([&] {
     watch(job->id, *job->port);
     const std::uint32_t id = job->id;
@@ -176,7 +176,7 @@ void Plane::add(std::unique_ptr<Job> job) {
   });
 }
 
-std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const std::string& host,
+std::uint16_t DataPlane::open(std::uint32_t job_id, std::uint32_t incarnation, const std::string& host,
                           const std::vector<std::uint64_t>& nonces, const std::vector<auth::Key>& hello_keys,
                           std::size_t buffer_bytes) {
   auto job = make_job(job_id, incarnation, nonces, hello_keys);
@@ -188,7 +188,7 @@ std::uint16_t Plane::open(std::uint32_t job_id, std::uint32_t incarnation, const
   return port;
 }
 
-Plane::FabricPlace Plane::open_on_fabric(std::uint32_t job_id, std::uint32_t incarnation,
+DataPlane::FabricPlace DataPlane::open_on_fabric(std::uint32_t job_id, std::uint32_t incarnation,
                                          std::unique_ptr<transport::fabric::Wire> wire,
                                          const std::vector<std::uint64_t>& nonces,
                                          const std::vector<std::uint64_t>& proofs,
@@ -212,7 +212,7 @@ Plane::FabricPlace Plane::open_on_fabric(std::uint32_t job_id, std::uint32_t inc
   return place;
 }
 
-void Plane::expect(std::uint32_t job_id, std::uint16_t worker, const std::string& host, std::uint16_t port,
+void DataPlane::expect(std::uint32_t job_id, std::uint16_t worker, const std::string& host, std::uint16_t port,
                    const std::string& local) {
   const transport::Address address = transport::Address::parse(host, port);
   std::optional<transport::Address> source;
@@ -225,7 +225,7 @@ void Plane::expect(std::uint32_t job_id, std::uint16_t worker, const std::string
   });
 }
 
-void Plane::expect_on_fabric(std::uint32_t job_id, std::uint16_t worker, const std::vector<std::byte>& name,
+void DataPlane::expect_on_fabric(std::uint32_t job_id, std::uint16_t worker, const std::vector<std::byte>& name,
                              std::uint64_t tag) {
   on_thread([&] {
     const auto found = jobs_.find(job_id);
@@ -237,7 +237,7 @@ void Plane::expect_on_fabric(std::uint32_t job_id, std::uint16_t worker, const s
   });
 }
 
-std::size_t Plane::receive_buffer_bytes(std::uint32_t job_id) {
+std::size_t DataPlane::receive_buffer_bytes(std::uint32_t job_id) {
   std::size_t bytes = 0;
   on_thread([&] {
     if (const auto found = jobs_.find(job_id); found != jobs_.end())
@@ -246,7 +246,7 @@ std::size_t Plane::receive_buffer_bytes(std::uint32_t job_id) {
   return bytes;
 }
 
-void Plane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::Datagrams> port,
+void DataPlane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::Datagrams> port,
                            transport::Datagrams::Peer to) {
   on_thread([&] {
     const auto found = jobs_.find(job_id);
@@ -258,7 +258,7 @@ void Plane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::Data
   });
 }
 
-void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
+void DataPlane::begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
                   const std::optional<ParentKeys>& parent_keys, auth::Security security) {
   // Slots are allocated here, not between two batches of other jobs.
   const OnCore near(options_.core);
@@ -317,7 +317,7 @@ void Plane::begin(const protocol::JobConfig& config, const std::optional<JobKeys
   });
 }
 
-void Plane::close(std::uint32_t job_id) {
+void DataPlane::close(std::uint32_t job_id) {
   std::unique_ptr<Job> ended;  // freed here, not on the data path
   on_thread([&] {
     const auto found = jobs_.find(job_id);
@@ -329,7 +329,7 @@ void Plane::close(std::uint32_t job_id) {
   });
 }
 
-JobCounters Plane::counters_of(const Job& job) {
+JobCounters DataPlane::counters_of(const Job& job) {
   JobCounters counters = job.counters;
   const auto& of_port = job.port->counters();
   counters.receive_calls = of_port.receive_calls;
@@ -348,7 +348,7 @@ JobCounters Plane::counters_of(const Job& job) {
   return counters;
 }
 
-std::optional<JobCounters> Plane::counters(std::uint32_t job_id) {
+std::optional<JobCounters> DataPlane::counters(std::uint32_t job_id) {
   std::optional<JobCounters> counters;
   on_thread([&] {
     if (const auto found = jobs_.find(job_id); found != jobs_.end()) counters = counters_of(*found->second);
@@ -356,7 +356,7 @@ std::optional<JobCounters> Plane::counters(std::uint32_t job_id) {
   return counters;
 }
 
-Plane::Reading Plane::read() {
+DataPlane::Reading DataPlane::read() {
   Reading reading;
   on_thread([&] {
     timespec used{};
@@ -367,7 +367,7 @@ Plane::Reading Plane::read() {
   return reading;
 }
 
-std::vector<std::uint16_t> Plane::missing(std::uint32_t job_id, std::uint64_t chunk) {
+std::vector<std::uint16_t> DataPlane::missing(std::uint32_t job_id, std::uint64_t chunk) {
   std::vector<std::uint16_t> workers;
   on_thread([&] {
     const auto found = jobs_.find(job_id);
@@ -376,7 +376,7 @@ std::vector<std::uint16_t> Plane::missing(std::uint32_t job_id, std::uint64_t ch
   return workers;
 }
 
-void Plane::run() {
+void DataPlane::run() {
   std::array<epoll_event, 64> events;
   std::int64_t busy_until_ns = 0;
   while (!stopping_) {
@@ -403,7 +403,7 @@ void Plane::run() {
   }
 }
 
-void Plane::run_commands() {
+void DataPlane::run_commands() {
   for (;;) {
     std::function<void()> command;
     {
@@ -419,7 +419,7 @@ void Plane::run_commands() {
   }
 }
 
-void Plane::serve(std::uint64_t id) {
+void DataPlane::serve(std::uint64_t id) {
   const auto found = jobs_.find(static_cast<std::uint32_t>(id));
   if (found == jobs_.end()) return;  // closed by a command of this very turn
   Job& job = *found->second;
@@ -442,7 +442,7 @@ void Plane::serve(std::uint64_t id) {
   }
 }
 
-void Plane::receive(Job& job) {
+void DataPlane::receive(Job& job) {
   job.port->receive([&](std::span<const transport::Datagrams::Train> batch) {
     const std::int64_t now_ns = monotonic_ns();
     // By worker, those of each in the order that they came in: floats that come in rank order are added at once
@@ -459,7 +459,7 @@ void Plane::receive(Job& job) {
   });
 }
 
-void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source, std::int64_t now_ns) {
+void DataPlane::take(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source, std::int64_t now_ns) {
   const auto count_drop = [&](Drop reason) { ++job.counters.drops[static_cast<std::size_t>(reason)]; };
   const auto view = protocol::PacketView::parse(bytes);
   if (!view) return count_drop(Drop::malformed);
@@ -505,7 +505,7 @@ void Plane::take(Job& job, std::span<const std::byte> bytes, transport::Datagram
   }
 }
 
-void Plane::completed(Job& job, std::uint32_t slot) {
+void DataPlane::completed(Job& job, std::uint32_t slot) {
   if (job.answer_authenticator) {
     std::byte* const encrypted = job.encrypted.empty() ? nullptr : job.encrypted.data() + slot * job.plain.size();
     sealed(*job.answer_authenticator, job.machine->frame(slot), encrypted, job.tags.data() + slot * auth::kMacBytes);
@@ -515,7 +515,7 @@ void Plane::completed(Job& job, std::uint32_t slot) {
   job.results[job.results_count++ & (job.results.size() - 1)] = slot;
 }
 
-void Plane::receive_from_parent(Job& job) {
+void DataPlane::receive_from_parent(Job& job) {
   job.parent->port->receive([&](std::span<const transport::Datagrams::Train> batch) {
     for (const auto& train : batch) {
       transport::for_each_packet(train,
@@ -524,7 +524,7 @@ void Plane::receive_from_parent(Job& job) {
   });
 }
 
-void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source) {
+void DataPlane::take_from_parent(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source) {
   const auto count_drop = [&](Drop reason) { ++job.counters.parent_drops[static_cast<std::size_t>(reason)]; };
   if (source != job.parent->peer) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
@@ -553,7 +553,7 @@ void Plane::take_from_parent(Job& job, std::span<const std::byte> bytes, transpo
   }
 }
 
-void Plane::flush_sums(Job& job) {
+void DataPlane::flush_sums(Job& job) {
   if (!job.machine || !job.parent) return;
   Parent& parent = *job.parent;
   const std::size_t mac_bytes = parent.authenticator ? auth::kMacBytes : 0;
@@ -592,7 +592,7 @@ void Plane::flush_sums(Job& job) {
   }
 }
 
-void Plane::arrived(Job& job, const SwitchJob::Handled& handled, std::int64_t now_ns, bool is_last) {
+void DataPlane::arrived(Job& job, const SwitchJob::Handled& handled, std::int64_t now_ns, bool is_last) {
   ++job.counters.contributions;
   First& first = job.firsts[handled.slot];
   if (first.chunk != handled.chunk) first = {handled.chunk, now_ns};
@@ -601,7 +601,7 @@ void Plane::arrived(Job& job, const SwitchJob::Handled& handled, std::int64_t no
   if (is_last && now_ns > first.ns) ++job.counters.last_arrivals[handled.worker];
 }
 
-void Plane::hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
+void DataPlane::hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
                   transport::Datagrams::Peer source) {
   const auto count_drop = [&](Drop reason) { ++job.counters.drops[static_cast<std::size_t>(reason)]; };
   if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
@@ -622,7 +622,7 @@ void Plane::hello(Job& job, const protocol::Header& header, std::span<const std:
   send(job, header.worker, proof);
 }
 
-void Plane::queue(Job& job, Worker& worker, std::uint32_t slot) {
+void DataPlane::queue(Job& job, Worker& worker, std::uint32_t slot) {
   if (worker.asked.size() >= job.results.size()) {
     ++job.counters.backlog_dropped;
     return;
@@ -630,7 +630,7 @@ void Plane::queue(Job& job, Worker& worker, std::uint32_t slot) {
   worker.asked.push_back(slot);
 }
 
-void Plane::flush(Job& job) {
+void DataPlane::flush(Job& job) {
   if (!job.machine) return;
   const std::size_t packet_bytes = job.machine->packet_bytes() + (job.authenticated ? auth::kMacBytes : 0);
   const std::size_t per_run = transport::UdpSocket::packets_per_message(packet_bytes);
@@ -698,14 +698,14 @@ void Plane::flush(Job& job) {
 }
 
 // Of the answer in a slot: the machine's frame or its encrypted form, and its tag.
-void Plane::add_pieces(Job& job, std::uint32_t slot, iovec* out) {
+void DataPlane::add_pieces(Job& job, std::uint32_t slot, iovec* out) {
   const auto frame = job.machine->frame(slot);
   const std::byte* from = job.encrypted.empty() ? frame.data() : job.encrypted.data() + slot * frame.size();
   out[0] = {const_cast<std::byte*>(from), frame.size()};
   if (job.authenticated) out[1] = {job.tags.data() + slot * auth::kMacBytes, auth::kMacBytes};
 }
 
-void Plane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap) {
+void DataPlane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap) {
   ++job.counters.notices;
   std::vector<std::byte> packet(job.machine->packet_bytes());
   job.machine->write_notice(to, gap, ++job.told, packet.data());
@@ -713,7 +713,7 @@ void Plane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& ga
   send(job, to, packet);  // a hint: where there is no room for it, the worker's timer will do
 }
 
-void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, const protocol::Agreement& said,
+void DataPlane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, const protocol::Agreement& said,
                           std::int64_t now_ns) {
   ++job.counters.mismatches;
   std::vector<std::byte> packet(job.machine->packet_bytes());
@@ -732,20 +732,20 @@ void Plane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, const pro
   send(job, handled.worker, packet);
 }
 
-void Plane::append_mac(Job& job, std::vector<std::byte>& packet) {
+void DataPlane::append_mac(Job& job, std::vector<std::byte>& packet) {
   if (!job.authenticated) return;
   const std::size_t bytes = packet.size();
   packet.resize(bytes + auth::kMacBytes);
   sealed(*job.answer_authenticator, {packet.data(), bytes}, packet.data(), packet.data() + bytes);
 }
 
-void Plane::send(Job& job, std::uint16_t to, std::span<const std::byte> packet) {
+void DataPlane::send(Job& job, std::uint16_t to, std::span<const std::byte> packet) {
   const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
   transport::Datagrams::Run run{.to = *job.workers[to].address, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
   job.port->send({&run, 1});
 }
 
-void Plane::send_to_all_but(Job& job, std::size_t except, std::span<const std::byte> packet) {
+void DataPlane::send_to_all_but(Job& job, std::size_t except, std::span<const std::byte> packet) {
   const iovec piece{const_cast<std::byte*>(packet.data()), packet.size()};
   std::vector<transport::Datagrams::Run> runs;
   for (std::size_t to = 0; to < job.workers.size(); ++to) {
@@ -755,27 +755,27 @@ void Plane::send_to_all_but(Job& job, std::size_t except, std::span<const std::b
   job.port->send(runs);
 }
 
-void Plane::watch(std::uint64_t id, transport::Datagrams& port) {
+void DataPlane::watch(std::uint64_t id, transport::Datagrams& port) {
   const auto rest = port.rest(false);
   epoll_event event{.events = EPOLLIN, .data = {.u64 = id}};
   if (rest.fd >= 0 && epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, rest.fd, &event) != 0) transport::throw_errno("epoll_ctl");
   if (port.sleeps_lightly()) light_sleepers_.push_back(id);
 }
 
-void Plane::rewatch(std::uint64_t id, transport::Datagrams& port, bool blocked) {
+void DataPlane::rewatch(std::uint64_t id, transport::Datagrams& port, bool blocked) {
   const auto rest = port.rest(blocked);
   epoll_event event{.events = static_cast<std::uint32_t>(rest.events), .data = {.u64 = id}};
   if (rest.fd >= 0) epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, rest.fd, &event);
 }
 
-void Plane::forget(std::uint64_t id, transport::Datagrams& port) {
+void DataPlane::forget(std::uint64_t id, transport::Datagrams& port) {
   const auto rest = port.rest(false);
   if (rest.fd >= 0) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, rest.fd, nullptr);
   std::erase(light_sleepers_, id);
 }
 
 // Before sleep: how long the ports of fabrics may be left alone. True: not at all.
-bool Plane::rest() {
+bool DataPlane::rest() {
   std::int64_t nap_ns = -1;
   for (const std::uint64_t id : light_sleepers_) {
     Job& job = *jobs_.at(static_cast<std::uint32_t>(id));
@@ -790,4 +790,4 @@ bool Plane::rest() {
   return false;
 }
 
-}  // namespace netfold::aggregator
+}  // namespace netfold::dataplane
