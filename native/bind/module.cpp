@@ -32,7 +32,7 @@ NB_MODULE(_native, m) {
   bind_transport(m);
   bind_auth(m);
   bind_protocol(m);
-  bind_prove(m);
+  bind_model_check(m);
   bind_fabric(m);
   bind_mpi(m);
   bind_engine(m);

@@ -7,7 +7,7 @@ void bind_kernels(nanobind::module_& m);
 void bind_transport(nanobind::module_& m);
 void bind_protocol(nanobind::module_& m);
 void bind_auth(nanobind::module_& m);
-void bind_prove(nanobind::module_& m);
+void bind_model_check(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_failover(nanobind::module_& m);
 void bind_shares(nanobind::module_& m);

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PROTOCOL = ROOT / "native" / "protocol"
 MAIN = Path(__file__).with_name("main.cpp")
 COMPILE = ["c++", "-std=c++20", "-O0", "-ffp-contract=off"]
-INCLUDES = [f"-I{ROOT / 'native' / room / 'include'}" for room in ("prove", "protocol", "kernels")]
+INCLUDES = [f"-I{ROOT / 'native' / folder / 'include'}" for folder in ("dev/model_check", "protocol", "kernels")]
 
 WRONG = "a worker is given a wrong sum of chunk"
 TWICE = "a worker is given chunk"
@@ -41,7 +41,7 @@ SWITCH, WORKER, UPLINK, ARRIVALS = "switch_job.cpp", "worker.cpp", "uplink.cpp",
 SWITCH_HEADER = "include/netfold/protocol/switch_job.hpp"
 SEAT = "include/netfold/protocol/seat.hpp"
 # What is compiled anew where a header changes.
-BUILT_FROM = {SWITCH_HEADER: PROTOCOL / SWITCH, SEAT: ROOT / "native" / "prove" / "hellos.cpp"}
+BUILT_FROM = {SWITCH_HEADER: PROTOCOL / SWITCH, SEAT: ROOT / "native" / "dev" / "model_check" / "hellos.cpp"}
 
 
 @dataclass(frozen=True)
@@ -340,8 +340,8 @@ def make(mutant: Mutant, folder: Path) -> Path:
         (folder / source).parent.mkdir(parents=True, exist_ok=True)
         (folder / source).write_text(text)
         compiled.append(str(BUILT_FROM.get(source, folder / source)))
-    libraries = [_library(name) for name in ("prove", "protocol", "kernels")]
-    program = folder / "prove"
+    libraries = [_library(name) for name in ("model_check", "protocol", "kernels")]
+    program = folder / "model_check"
     # Its own machines come first: those of the libraries are then not asked for. A mutant
     # without a changed header shares one object of main.cpp.
     main = str(MAIN) if any(source in BUILT_FROM for source in texts) else _main_object()
@@ -360,10 +360,10 @@ def _main_object() -> str:
 _kept = tempfile.TemporaryDirectory(prefix="netfold-mutants-")
 
 
-def _library(room: str) -> str:
-    found = sorted(ROOT.glob(f"build/*/native/libnetfold_{room}.a"), key=lambda path: path.stat().st_mtime)
+def _library(component: str) -> str:
+    found = sorted(ROOT.glob(f"build/*/native/libnetfold_{component}.a"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise FileNotFoundError(f"build/*/native has no libnetfold_{room}.a; `make build` makes it")
+        raise FileNotFoundError(f"build/*/native has no libnetfold_{component}.a; `make build` makes it")
     return str(found[-1])
 
 

@@ -1,4 +1,4 @@
-"""Exhaustive search of small scopes over the production machines: what native/prove does, with names and words.
+"""Exhaustive search of small scopes over the production machines: what native/dev/model_check does, with names and words.
 
   scopes    the named scopes: those that CI searches, and those of `make prove`
   recovery  the search over recovery from a lost switch: production's decisions, communicator/recovery_machine.py and
@@ -7,8 +7,8 @@
   switch_watch  the search over when a switch is held to be lost: communicator/switch_watch.py
   parent_sender  the search over what a leaf sends to its parent: native/protocol's Uplink
 
-The machines, the network and time, what is asked of every state, and why that is enough: native/prove's header,
-search.hpp. May import netfold._native.prove and sim's diagrams; recovery also communicator.recovery_machine, and
+The machines, the network and time, what is asked of every state, and why that is enough: native/dev/model_check's header,
+search.hpp. May import netfold._native.model_check and sim's diagrams; recovery also communicator.recovery_machine, and
 switch_watch communicator.switch_watch. Always: a report says whether its scope was exhausted; a broken promise comes
 with the shortest trace, and the command that shows it again.
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from netfold._native import protocol
-from netfold._native import prove as native
+from netfold._native import model_check as native
 from netfold.sim import SWITCH, diagram
 from netfold.sim.network import address_of
 
@@ -79,12 +79,12 @@ class Scope:
 
 
 def search(scope: Scope) -> Any:
-    """Search `scope`; the report's fields are those of native/prove's Report. ValueError for one without sense."""
+    """Search `scope`; the report's fields are those of native/dev/model_check's Report. ValueError for one without sense."""
     return native.search(**scope._arguments())
 
 
 def search_hellos(workers: int = HELLO_WORKERS) -> Any:
-    """Search which hellos make an address a worker's (native/prove, hellos.hpp); a report as of `search`."""
+    """Search which hellos make an address a worker's (native/dev/model_check, hellos.hpp); a report as of `search`."""
     return native.search_hellos(workers)
 
 

@@ -1,4 +1,4 @@
-#include <netfold/prove/search.hpp>
+#include <netfold/model_check/search.hpp>
 
 #include "moves.hpp"
 #include "state_set.hpp"
@@ -9,7 +9,7 @@
 #include <deque>
 #include <stdexcept>
 
-namespace netfold::prove {
+namespace netfold::model_check {
 namespace {
 
 class Search {
@@ -178,4 +178,4 @@ class Search {
 
 Report search(const Scope& scope) { return Search(scope).run(); }
 
-}  // namespace netfold::prove
+}  // namespace netfold::model_check

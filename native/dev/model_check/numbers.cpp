@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <deque>
 
-namespace netfold::prove {
+namespace netfold::model_check {
 
 using protocol::Header;
 using protocol::Worker;
@@ -206,4 +206,4 @@ bool Parts::number(WorkerState& worker, std::uint64_t chunk, std::uint64_t count
   return step.broken.empty();
 }
 
-}  // namespace netfold::prove
+}  // namespace netfold::model_check

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <stdexcept>
 
-namespace netfold::prove {
+namespace netfold::model_check {
 namespace {
 
 using protocol::Header;
@@ -622,4 +622,4 @@ std::int64_t Parts::result(Life life, std::uint64_t chunk) const {
   return sum;
 }
 
-}  // namespace netfold::prove
+}  // namespace netfold::model_check

@@ -9,11 +9,11 @@
 // own hello gives it its seat.
 #pragma once
 
-#include <netfold/prove/search.hpp>
+#include <netfold/model_check/search.hpp>
 
-namespace netfold::prove {
+namespace netfold::model_check {
 
 // Throws std::invalid_argument for more than kMaxWorkers, or none. The trace is hellos in words.
 Report search_hellos(std::uint16_t workers);
 
-}  // namespace netfold::prove
+}  // namespace netfold::model_check

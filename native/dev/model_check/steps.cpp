@@ -4,7 +4,7 @@
 #include <optional>
 #include <stdexcept>
 
-namespace netfold::prove {
+namespace netfold::model_check {
 namespace {
 
 using Kind = Move::Kind;
@@ -178,7 +178,7 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
                        : packet.leaf   ? "sum "
                                        : "chunk ") +
                       std::to_string(packet.chunk) + " of " +
-                      (packet.foreign ? "another job" : netfold::prove::words(packet.life));
+                      (packet.foreign ? "another job" : netfold::model_check::words(packet.life));
         break;
       }
       case Kind::ring:
@@ -208,4 +208,4 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
   return records;
 }
 
-}  // namespace netfold::prove
+}  // namespace netfold::model_check

@@ -6,14 +6,14 @@
 #include <netfold/protocol/switch_job.hpp>
 #include <netfold/protocol/uplink.hpp>
 #include <netfold/protocol/worker.hpp>
-#include <netfold/prove/search.hpp>
+#include <netfold/model_check/search.hpp>
 
 #include <array>
 #include <deque>
 #include <functional>
 #include <unordered_map>
 
-namespace netfold::prove {
+namespace netfold::model_check {
 
 using Id = std::uint32_t;
 inline constexpr Id kNoId = 0xffffffff;
@@ -215,4 +215,4 @@ class Parts {
 
 std::string words(Life life);
 
-}  // namespace netfold::prove
+}  // namespace netfold::model_check

@@ -6,7 +6,7 @@
 #include <array>
 #include <functional>
 
-namespace netfold::prove {
+namespace netfold::model_check {
 
 // Numbers of the parts: those beyond the scope's workers and leaves are zero.
 struct State {
@@ -76,4 +76,4 @@ class Moves {
   std::uint64_t tried_ = 0;
 };
 
-}  // namespace netfold::prove
+}  // namespace netfold::model_check

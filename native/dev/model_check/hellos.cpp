@@ -1,12 +1,12 @@
 #include <netfold/protocol/seat.hpp>
-#include <netfold/prove/hellos.hpp>
+#include <netfold/model_check/hellos.hpp>
 
 #include <algorithm>
 #include <chrono>
 #include <map>
 #include <stdexcept>
 
-namespace netfold::prove {
+namespace netfold::model_check {
 namespace {
 
 using protocol::Drop;
@@ -118,4 +118,4 @@ Report search_hellos(std::uint16_t workers) {
   return report;
 }
 
-}  // namespace netfold::prove
+}  // namespace netfold::model_check

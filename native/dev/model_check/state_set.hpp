@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-namespace netfold::prove {
+namespace netfold::model_check {
 
 class StateSet {
  public:
@@ -54,4 +54,4 @@ class StateSet {
   std::vector<Id> table_;
 };
 
-}  // namespace netfold::prove
+}  // namespace netfold::model_check

@@ -3,9 +3,9 @@
 
 #include "moves.hpp"
 
-namespace netfold::prove {
+namespace netfold::model_check {
 
 // Each move in words, as `replay` takes them. `moves` lead from the first state.
 std::vector<std::string> words_of(Moves& moves, const std::vector<Move>& path);
 
-}  // namespace netfold::prove
+}  // namespace netfold::model_check

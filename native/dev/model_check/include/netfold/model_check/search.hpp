@@ -60,7 +60,7 @@
 #include <string>
 #include <vector>
 
-namespace netfold::prove {
+namespace netfold::model_check {
 
 inline constexpr std::uint16_t kMaxWorkers = 4;
 inline constexpr std::size_t kMaxLeaves = 2;
@@ -126,4 +126,4 @@ struct Record {
 // Throws std::invalid_argument at a step that cannot happen, naming it.
 std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& steps);
 
-}  // namespace netfold::prove
+}  // namespace netfold::model_check

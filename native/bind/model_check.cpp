@@ -1,12 +1,12 @@
-// netfold._native.prove: the search over the protocol's machines, and its traces.
+// netfold._native.model_check: the search over the protocol's machines, and its traces.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <netfold/prove/hellos.hpp>
+#include <netfold/model_check/hellos.hpp>
 
 #include "module.hpp"
 
 namespace nb = nanobind;
-using namespace netfold::prove;
+using namespace netfold::model_check;
 
 namespace {
 
@@ -38,8 +38,8 @@ Scope scope_of(std::uint16_t workers, const Leaves& leaves, std::uint32_t window
 
 }  // namespace
 
-void bind_prove(nb::module_& m) {
-  nb::module_ p = m.def_submodule("prove");
+void bind_model_check(nb::module_& m) {
+  nb::module_ p = m.def_submodule("model_check");
   nb::class_<Report>(p, "Report")
       .def_ro("states", &Report::states)
       .def_ro("transitions", &Report::transitions)

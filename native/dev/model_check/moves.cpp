@@ -1,6 +1,6 @@
 #include "moves.hpp"
 
-namespace netfold::prove {
+namespace netfold::model_check {
 
 using Kind = Move::Kind;
 
@@ -205,4 +205,4 @@ void Moves::each_alone(const State& state, const Visit& visit) {
   }
 }
 
-}  // namespace netfold::prove
+}  // namespace netfold::model_check
