@@ -39,5 +39,5 @@ NB_MODULE(_native, m) {
   bind_failover(m);
   bind_shares(m);
   bind_dataplane(m);
-  bind_cable(m);
+  bind_delay_link(m);
 }

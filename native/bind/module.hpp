@@ -14,4 +14,4 @@ void bind_shares(nanobind::module_& m);
 void bind_fabric(nanobind::module_& m);
 void bind_mpi(nanobind::module_& m);
 void bind_dataplane(nanobind::module_& m);
-void bind_cable(nanobind::module_& m);
+void bind_delay_link(nanobind::module_& m);

@@ -24,10 +24,10 @@ class Cables:
 
     def add(self, one: End, other: End, delay_ns: int) -> None:
         """Make both interfaces, down, and hold for `delay_ns` what goes from one to the other. Raises RackError."""
-        from netfold._native import cable
+        from netfold._native import delay_link
 
         if self._native is None:
-            self._native = cable.Cables()
+            self._native = delay_link.DelayLinks()
         try:
             self._numbers[one] = self._native.add(*_place(one), *_place(other), delay_ns)
         except OSError as error:
@@ -41,7 +41,7 @@ class Cables:
         if one not in self._numbers:
             raise RackError(f"{one.device} in {one.namespace} has no delay: only such a link can reorder packets")
         try:
-            self._native.disturb(self._numbers[one], duplicate_ratio, reorder_ratio, reorder_ns, seed)
+            self._native.set_faults(self._numbers[one], duplicate_ratio, reorder_ratio, reorder_ns, seed)
         except OSError as error:
             raise RackError(str(error)) from None
 

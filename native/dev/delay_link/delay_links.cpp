@@ -7,14 +7,14 @@
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <unistd.h>
-#include <netfold/cable/cables.hpp>
+#include <netfold/delay_link/delay_links.hpp>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <ctime>
 
-namespace netfold::cable {
+namespace netfold::delay_link {
 namespace {
 
 // The largest super-packet, and what the kernel says of it in front.
@@ -61,7 +61,7 @@ class Inside {
   explicit Inside(const std::string& netns) : home_(open("/proc/thread-self/ns/net", O_RDONLY | O_CLOEXEC)) {
     const Descriptor there(open(netns.c_str(), O_RDONLY | O_CLOEXEC));
     if (home_.get() < 0 || there.get() < 0 || setns(there.get(), CLONE_NEWNET) != 0) {
-      throw CableError("the network namespace " + netns + " cannot be entered: " + std::strerror(errno));
+      throw DelayLinkError("the network namespace " + netns + " cannot be entered: " + std::strerror(errno));
     }
   }
   ~Inside() {
@@ -87,7 +87,7 @@ bool draw_with(std::uint64_t& state, double ratio) {
   return ratio > 0 && static_cast<double>(draw(state) >> 11) * 0x1p-53 < ratio;
 }
 
-int open_tap(const End& end) {
+int open_tap(const Interface& end) {
   const Inside inside(end.netns);
   Descriptor tap(open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC));
   ifreq request{};
@@ -99,7 +99,7 @@ int open_tap(const End& end) {
                     (ioctl(tap.get(), TUNSETOFFLOAD, kOffloads | kUdpOffloads) == 0 ||
                      ioctl(tap.get(), TUNSETOFFLOAD, kOffloads) == 0);
   if (!made) {
-    throw CableError("the interface " + end.device + " in " + end.netns + " cannot be made: " + std::strerror(errno) +
+    throw DelayLinkError("the interface " + end.device + " in " + end.netns + " cannot be made: " + std::strerror(errno) +
                      "; a delay wants /dev/net/tun (CONFIG_TUN)");
   }
   return tap.release();
@@ -107,26 +107,26 @@ int open_tap(const End& end) {
 
 }  // namespace
 
-Cables::Cables() : buffer_(kFrameBytes) {
+DelayLinks::DelayLinks() : buffer_(kFrameBytes) {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
-  bell_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = UINT64_MAX;
-  if (epoll_ < 0 || bell_ < 0 || epoll_ctl(epoll_, EPOLL_CTL_ADD, bell_, &event) != 0) {
-    throw CableError(std::string("no descriptors for cables: ") + std::strerror(errno));
+  if (epoll_ < 0 || wake_ < 0 || epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event) != 0) {
+    throw DelayLinkError(std::string("no descriptors for links: ") + std::strerror(errno));
   }
 }
 
-Cables::~Cables() {
+DelayLinks::~DelayLinks() {
   stop();
   for (const int tap : taps_) close(tap);
-  close(bell_);
+  close(wake_);
   close(epoll_);
 }
 
-std::size_t Cables::add(const End& one, const End& other, std::int64_t delay_ns) {
-  if (thread_.joinable()) throw CableError("cables are added before they are started");
+std::size_t DelayLinks::add(const Interface& one, const Interface& other, std::int64_t delay_ns) {
+  if (thread_.joinable()) throw DelayLinkError("links are added before they are started");
   const int from = taps_.emplace_back(open_tap(one));
   const int to = taps_.emplace_back(open_tap(other));
   for (const auto& [in, out] : {std::pair{from, to}, std::pair{to, from}}) {
@@ -134,40 +134,40 @@ std::size_t Cables::add(const End& one, const End& other, std::int64_t delay_ns)
     event.events = EPOLLIN;
     event.data.u64 = directions_.size();
     if (epoll_ctl(epoll_, EPOLL_CTL_ADD, in, &event) != 0) {
-      throw CableError(std::string("a cable cannot be watched: ") + std::strerror(errno));
+      throw DelayLinkError(std::string("a link cannot be watched: ") + std::strerror(errno));
     }
-    directions_.push_back(Direction{.from = in, .to = out, .delay_ns = delay_ns, .held = {}});
+    directions_.push_back(Direction{.from = in, .to = out, .delay_ns = delay_ns, .queue = {}});
   }
   return directions_.size() / 2 - 1;
 }
 
-void Cables::disturb(std::size_t cable, const Disturbance& disturbance, std::uint64_t seed) {
+void DelayLinks::set_faults(std::size_t link, const LinkFaults& faults, std::uint64_t seed) {
   const auto is_ratio = [](double ratio) { return ratio >= 0 && ratio <= 1; };
-  if (cable >= directions_.size() / 2 || !is_ratio(disturbance.duplicate_ratio) ||
-      !is_ratio(disturbance.reorder_ratio) || disturbance.reorder_ns < 0) {
-    throw CableError("cable " + std::to_string(cable) + " of " + std::to_string(directions_.size() / 2) +
+  if (link >= directions_.size() / 2 || !is_ratio(faults.duplicate_ratio) ||
+      !is_ratio(faults.reorder_ratio) || faults.reorder_ns < 0) {
+    throw DelayLinkError("link " + std::to_string(link) + " of " + std::to_string(directions_.size() / 2) +
                      " cannot be disturbed so: ratios are from 0 to 1, and a hold is not negative");
   }
-  const std::lock_guard lock(disturbing_);
-  for (const std::size_t which : {2 * cable, 2 * cable + 1}) {
-    directions_[which].disturbance = disturbance;
+  const std::lock_guard lock(faults_mutex_);
+  for (const std::size_t which : {2 * link, 2 * link + 1}) {
+    directions_[which].faults = faults;
     directions_[which].drawn = seed + which;
   }
 }
 
-void Cables::start() {
+void DelayLinks::start() {
   thread_ = std::thread([this] { run(); });
 }
 
-void Cables::stop() {
+void DelayLinks::stop() {
   if (!thread_.joinable()) return;
   const std::uint64_t ring = 1;
-  while (write(bell_, &ring, sizeof ring) < 0 && errno == EINTR) {
+  while (write(wake_, &ring, sizeof ring) < 0 && errno == EINTR) {
   }
   thread_.join();
 }
 
-void Cables::run() {
+void DelayLinks::run() {
   // Else a sleep may end 50 us late.
   prctl(PR_SET_TIMERSLACK, 1UL);
   std::vector<epoll_event> events(directions_.size() + 1);
@@ -175,8 +175,8 @@ void Cables::run() {
     std::int64_t next_ns = INT64_MAX;
     const std::int64_t before_ns = now_ns();
     for (Direction& direction : directions_) {
-      let_go(direction, before_ns);
-      if (!direction.held.empty()) next_ns = std::min(next_ns, direction.held.front().due_ns);
+      release(direction, before_ns);
+      if (!direction.queue.empty()) next_ns = std::min(next_ns, direction.queue.front().due_ns);
     }
     timespec wait{};
     const std::int64_t left_ns = next_ns == INT64_MAX ? INT64_MAX : std::max<std::int64_t>(0, next_ns - now_ns());
@@ -193,7 +193,7 @@ void Cables::run() {
   }
 }
 
-void Cables::take(Direction& direction) {
+void DelayLinks::take(Direction& direction) {
   for (int i = 0; i < kTurn; ++i) {
     const ssize_t got = read(direction.from, buffer_.data(), buffer_.size());
     if (got <= 0) return;  // nothing more, or the interface is down
@@ -201,45 +201,45 @@ void Cables::take(Direction& direction) {
     std::int64_t extra_ns[2] = {0, 0};
     bool is_doubled = false;
     {
-      const std::lock_guard lock(disturbing_);
-      const Disturbance& disturbance = direction.disturbance;
-      is_doubled = draw_with(direction.drawn, disturbance.duplicate_ratio);
+      const std::lock_guard lock(faults_mutex_);
+      const LinkFaults& faults = direction.faults;
+      is_doubled = draw_with(direction.drawn, faults.duplicate_ratio);
       for (std::int64_t& extra : extra_ns) {
-        if (disturbance.reorder_ns > 0 && draw_with(direction.drawn, disturbance.reorder_ratio)) {
+        if (faults.reorder_ns > 0 && draw_with(direction.drawn, faults.reorder_ratio)) {
           extra =
-              1 + static_cast<std::int64_t>(draw(direction.drawn) % static_cast<std::uint64_t>(disturbance.reorder_ns));
+              1 + static_cast<std::int64_t>(draw(direction.drawn) % static_cast<std::uint64_t>(faults.reorder_ns));
         }
       }
     }
-    hold(direction, bytes, extra_ns[0]);
-    if (is_doubled) hold(direction, bytes, extra_ns[1]);
+    enqueue(direction, bytes, extra_ns[0]);
+    if (is_doubled) enqueue(direction, bytes, extra_ns[1]);
   }
 }
 
-void Cables::hold(Direction& direction, std::size_t bytes, std::int64_t extra_ns) {
-  if (direction.held_bytes + bytes > kMostHeldBytes) {
+void DelayLinks::enqueue(Direction& direction, std::size_t bytes, std::int64_t extra_ns) {
+  if (direction.queued_bytes + bytes > kMaxQueuedBytes) {
     dropped_.fetch_add(1, std::memory_order_relaxed);
     return;
   }
   Frame frame{now_ns() + direction.delay_ns + extra_ns, bytes, std::make_unique_for_overwrite<std::byte[]>(bytes)};
   std::memcpy(frame.data.get(), buffer_.data(), bytes);
-  direction.held_bytes += bytes;
+  direction.queued_bytes += bytes;
   const auto later = [](std::int64_t due_ns, const Frame& other) { return due_ns < other.due_ns; };
   // Nearly always the end.
-  const auto place = direction.held.empty() || direction.held.back().due_ns <= frame.due_ns
-                         ? direction.held.end()
-                         : std::upper_bound(direction.held.begin(), direction.held.end(), frame.due_ns, later);
-  direction.held.insert(place, std::move(frame));
+  const auto place = direction.queue.empty() || direction.queue.back().due_ns <= frame.due_ns
+                         ? direction.queue.end()
+                         : std::upper_bound(direction.queue.begin(), direction.queue.end(), frame.due_ns, later);
+  direction.queue.insert(place, std::move(frame));
 }
 
-void Cables::let_go(Direction& direction, std::int64_t now) {
-  while (!direction.held.empty() && direction.held.front().due_ns <= now) {
-    const Frame& frame = direction.held.front();
+void DelayLinks::release(Direction& direction, std::int64_t now) {
+  while (!direction.queue.empty() && direction.queue.front().due_ns <= now) {
+    const Frame& frame = direction.queue.front();
     // An end that is down, or has no room, loses it, as a wire would.
     if (write(direction.to, frame.data.get(), frame.bytes) < 0) dropped_.fetch_add(1, std::memory_order_relaxed);
-    direction.held_bytes -= frame.bytes;
-    direction.held.pop_front();
+    direction.queued_bytes -= frame.bytes;
+    direction.queue.pop_front();
   }
 }
 
-}  // namespace netfold::cable
+}  // namespace netfold::delay_link
