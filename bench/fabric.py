@@ -39,7 +39,7 @@ def ping_pongs(provider: str, rounds: int) -> dict[int, list[tuple[float, float]
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "ping_pong"
         native = Path(__file__).parent.parent / "native" / "transport"
-        sources = [path for path in (native / "fabric").glob("*.cpp") if path.name != "libfabric_absent.cpp"]
+        sources = [path for path in (native / "fabric").glob("*.cpp") if path.name != "libfabric_stub.cpp"]
         command = [
             "c++",
             "-std=c++20",

@@ -17,7 +17,7 @@ from pathlib import Path
 _LEAK = re.compile(r"^(Direct|Indirect) leak of .* allocated from:$")
 # Between who asked for memory and who gave it.
 _GIVERS = re.compile(r"libsanitizer|/usr/include/c\+\+|libasan|libubsan|libstdc\+\+")
-_OURS = re.compile(r"/native/\w+/|/_native[^/]*\.so")
+_OURS = re.compile(r"/native/[\w/]+/|/_native[^/]*\.so")
 
 
 def leaks(text: str) -> Iterator[str]:

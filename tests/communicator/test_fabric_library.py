@@ -148,7 +148,7 @@ def test_a_tensor_that_cannot_be_registered_ends_the_group_with_the_limit(tmp_pa
 def test_a_build_without_libfabrics_headers_says_what_to_install(tmp_path: Path) -> None:
     main, made = tmp_path / "main.cpp", tmp_path / "main"
     main.write_text(CALLS_ALL)
-    sources = [str(main), str(TRANSPORT / "fabric" / "libfabric_absent.cpp")]
+    sources = [str(main), str(TRANSPORT / "fabric" / "libfabric_stub.cpp")]
     include = f"-I{TRANSPORT / 'include'}"
     compile_with("-std=c++20", "-O0", include, *sources, "-o", str(made))
     said = subprocess.run(

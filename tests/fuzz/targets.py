@@ -22,7 +22,7 @@ NAMES = ("packet", "switch_job", "leaf", "worker")
 # The whole parser with its checks, but the kernels as they were built: theirs are tests of their own.
 SOURCES = sorted((NATIVE / "protocol").glob("*.cpp"))
 FLAGS = ["-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
-FLAGS += [f"-I{NATIVE / room / 'include'}" for room in ("protocol", "kernels")]
+FLAGS += [f"-I{NATIVE / folder / 'include'}" for folder in ("protocol", "kernels")]
 
 
 def corpus(name: str) -> Path:

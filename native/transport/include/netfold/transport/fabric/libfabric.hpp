@@ -2,7 +2,7 @@
 //
 // dlopen, and not a link: one build of netfold serves hosts with and without libfabric, and importing netfold loads
 // nothing. Only half a dozen of its functions are symbols; all others are reached through tables that it hands out.
-// Without the headers netfold builds all the same, and says so to whoever asks for a fabric (libfabric_absent.cpp).
+// Without the headers netfold builds all the same, and says so to whoever asks for a fabric (libfabric_stub.cpp).
 #pragma once
 
 #include <netfold/transport/fabric/wire.hpp>

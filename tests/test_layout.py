@@ -1,4 +1,4 @@
-"""The house rules: who may import whom, on both floors, and pages that list what there is."""
+"""The layout: who may import whom, in both layers, and pages that list what there is."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ MAY_INCLUDE = {
     "auth": set(),
     "transport": {"auth"},
     "protocol": {"kernels"},
-    "prove": {"protocol"},
+    "dev/model_check": {"protocol"},
     "collective": {"protocol", "transport", "auth", "kernels"},
     # The vocabulary behind collective's own headers.
     "engine": {"collective", "protocol", "transport", "auth", "kernels"},
     "dataplane": {"protocol", "transport", "auth"},
-    "cable": set(),
-    "bind": {"kernels", "transport", "auth", "protocol", "prove", "collective", "engine", "dataplane", "cable"},
+    "dev/delay_link": set(),
+    "bind": {"kernels", "transport", "auth", "protocol", "model_check", "collective", "engine", "dataplane", "delay_link"},
 }
 
 
-def test_native_rooms_include_only_what_they_may() -> None:
+def test_native_components_include_only_what_they_may() -> None:
     broken = []
-    for room, allowed in MAY_INCLUDE.items():
-        for source in (ROOT / "native" / room).rglob("*.[ch]pp"):
+    for folder, allowed in MAY_INCLUDE.items():
+        name = folder.rsplit("/", 1)[-1]
+        for source in (ROOT / "native" / folder).rglob("*.[ch]pp"):
             for other in re.findall(r"#include <netfold/(\w+)/", source.read_text()):
-                if other != room and other not in allowed:
+                if other != name and other not in allowed:
                     broken.append(f"{source.relative_to(ROOT)} includes {other}")
     assert not broken, broken
-    assert {path.name for path in (ROOT / "native").iterdir() if path.is_dir()} == set(MAY_INCLUDE)
+    components = {path.name for path in (ROOT / "native").iterdir() if path.is_dir() and path.name != "dev"}
+    components |= {f"dev/{path.name}" for path in (ROOT / "native" / "dev").iterdir() if path.is_dir()}
+    assert components == set(MAY_INCLUDE)
 
 
 def test_only_bind_knows_python() -> None:
@@ -43,7 +46,7 @@ def test_only_bind_knows_python() -> None:
             assert not re.search(r"#include <(nanobind|Python)", source.read_text()), source
 
 
-def test_python_rooms_import_only_what_they_may() -> None:
+def test_python_packages_import_only_what_they_may() -> None:
     run = subprocess.run(
         [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache"],
         cwd=ROOT,
@@ -66,11 +69,11 @@ def test_every_environment_variable_is_on_the_page() -> None:
     assert not missing, missing
 
 
-def test_every_room_says_what_it_is() -> None:
-    for room in (ROOT / "src" / "netfold").iterdir():
-        if (room / "__init__.py").exists():
-            text = (room / "__init__.py").read_text()
-            assert text.startswith('"""') and len(text.split('"""')[1]) > 80, room
+def test_every_package_says_what_it_is() -> None:
+    for package in (ROOT / "src" / "netfold").iterdir():
+        if (package / "__init__.py").exists():
+            text = (package / "__init__.py").read_text()
+            assert text.startswith('"""') and len(text.split('"""')[1]) > 80, package
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
