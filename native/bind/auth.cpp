@@ -4,7 +4,7 @@
 
 #include <nanobind/stl/string.h>
 #include <netfold/protocol/packet.hpp>
-#include <netfold/transport/record_stream.hpp>
+#include <netfold/transport/tcp/record_stream.hpp>
 
 #include <cstring>
 

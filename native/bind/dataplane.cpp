@@ -4,7 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <netfold/dataplane/data_plane.hpp>
-#include <netfold/transport/fabric/strict_wire.hpp>
+#include <netfold/transport/fabric/strict_endpoint.hpp>
 
 #include "module.hpp"
 #include "auth.hpp"

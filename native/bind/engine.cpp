@@ -10,7 +10,7 @@
 #include <netfold/collective/registry.hpp>
 #include <netfold/engine/engine.hpp>
 #include <netfold/engine/watcher.hpp>
-#include <netfold/transport/tcp_pipe.hpp>
+#include <netfold/transport/tcp/tcp_pipe.hpp>
 
 #include <atomic>
 #include <cerrno>

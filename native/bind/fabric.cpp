@@ -9,7 +9,7 @@
 #include <poll.h>
 #include <time.h>
 #include <netfold/transport/fabric/libfabric.hpp>
-#include <netfold/transport/fabric/strict_wire.hpp>
+#include <netfold/transport/fabric/strict_endpoint.hpp>
 
 #include <algorithm>
 #include <cstring>

@@ -1,8 +1,8 @@
 // netfold._native.mpi: a port over the process's MPI, as mpi4py lends it.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <netfold/transport/fabric/port.hpp>
-#include <netfold/transport/mpi/mpi_wire.hpp>
+#include <netfold/transport/fabric/stream_mux.hpp>
+#include <netfold/transport/mpi/mpi_endpoint.hpp>
 
 #include "module.hpp"
 

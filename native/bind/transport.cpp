@@ -7,7 +7,7 @@
 #include <poll.h>
 #include <time.h>
 #include <netfold/protocol/packet.hpp>
-#include <netfold/transport/fabric/strict_wire.hpp>
+#include <netfold/transport/fabric/strict_endpoint.hpp>
 
 #include <cstring>
 

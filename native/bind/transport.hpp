@@ -1,7 +1,7 @@
 #pragma once
 
 #include <netfold/transport/fabric/fabric_datagrams.hpp>
-#include <netfold/transport/udp.hpp>
+#include <netfold/transport/udp/udp_socket.hpp>
 
 #include <memory>
 

@@ -1,6 +1,6 @@
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/point_to_point.hpp>
-#include <netfold/transport/memory_pipe.hpp>
+#include <netfold/transport/shm/shm_pipe.hpp>
 
 #include <algorithm>
 #include <cstring>

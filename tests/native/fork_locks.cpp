@@ -3,7 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include <netfold/engine/status.hpp>
-#include <netfold/transport/shared_regions.hpp>
+#include <netfold/transport/shm/shm_registry.hpp>
 #include <netfold/transport/socket.hpp>
 
 #include <cstdlib>

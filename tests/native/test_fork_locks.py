@@ -13,7 +13,7 @@ pytestmark = pytest.mark.native
 
 NATIVE = Path(__file__).parents[2] / "native"
 LOCKED = {
-    "regions": NATIVE / "transport" / "shared_regions.cpp",
+    "regions": NATIVE / "transport" / "shm" / "shm_registry.cpp",
     "descriptors": NATIVE / "transport" / "socket.cpp",
     "status": NATIVE / "engine" / "status.cpp",
 }

@@ -18,7 +18,7 @@ from netfold._native import protocol
 
 SOL_UDP, UDP_SEGMENT, UDP_GRO = 17, 103, 104
 JOB, INCARNATION, EPOCH, NONCE = 1, 2, 3, 77
-# What the kernel takes in one message: netfold/transport/udp.hpp has the bounds.
+# What the kernel takes in one message: netfold/transport/udp/udp_socket.hpp has the bounds.
 MOST_BYTES, MOST_SEGMENTS = 65_000, 64
 
 # The data plane in a process of its own, so that a test can stop it.

@@ -1,4 +1,4 @@
-#include <netfold/transport/fabric/call_watch.hpp>
+#include <netfold/transport/fabric/watchdog.hpp>
 #include <netfold/transport/fabric/libfabric.hpp>
 
 #include <dlfcn.h>

@@ -16,7 +16,7 @@ from netfold.plan.topology import Links, Topology
 # As in native/collective (streams.cpp, tree.hpp).
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 16 << 10, 256 << 10
 BINOMIAL_BYTES = 16 << 10
-# Of shared memory (native/transport/shared_node.hpp): what one synchronisation hands on, at most.
+# Of shared memory (native/transport/shm/shm_node.hpp): what one synchronisation hands on, at most.
 POST_BYTES, CHUNK_BYTES = 16 << 10, 256 << 10
 # Elements that share a scale in the formats of integers (native/kernels/block_quantise.hpp).
 BLOCK_ELEMENTS = 128

@@ -22,7 +22,7 @@
 
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/transport/mesh.hpp>
-#include <netfold/transport/shared_node.hpp>
+#include <netfold/transport/shm/shm_node.hpp>
 
 #include <deque>
 #include <map>

@@ -6,7 +6,7 @@
 #include <netfold/collective/team.hpp>
 #include <netfold/collective/uplink.hpp>
 #include <netfold/transport/mesh.hpp>
-#include <netfold/transport/shared_node.hpp>
+#include <netfold/transport/shm/shm_node.hpp>
 
 #include <memory>
 #include <span>

@@ -3,8 +3,8 @@
 // Every rank posts what it is about to do, with the header that messages carry between hosts: who called something
 // else is heard of before a wrong value is read. With few bytes the data stand in the post. What is longer goes round
 // by round through a stream of slots, several rounds in flight, so that nearly all copies stay in the caches; unless
-// it lies in memory that the others can map (transport/shared_regions.hpp), or they may read this process's
-// (transport/peer_memory.hpp): then the post refers to it, and they read it where it is.
+// it lies in memory that the others can map (transport/shm/shm_registry.hpp), or they may read this process's
+// (transport/shm/peer_memory.hpp): then the post refers to it, and they read it where it is.
 //
 // A post's tensors are exported until every rank that needs them is through with them, or their owner gives up. Each
 // piece is read or written inside a use of that lease (SharedNode::begin_use); a rank that gives up revokes the lease
@@ -15,7 +15,7 @@
 #pragma once
 
 #include <netfold/collective/message.hpp>
-#include <netfold/transport/shared_node.hpp>
+#include <netfold/transport/shm/shm_node.hpp>
 
 namespace netfold::collective {
 

@@ -24,7 +24,7 @@
 #include <netfold/protocol/uplink.hpp>
 #include <netfold/auth/packet_authenticator.hpp>
 #include <netfold/transport/fabric/fabric_datagrams.hpp>
-#include <netfold/transport/udp.hpp>
+#include <netfold/transport/udp/udp_socket.hpp>
 
 #include <atomic>
 #include <condition_variable>

@@ -41,7 +41,7 @@
 #include <netfold/engine/event.hpp>
 #include <netfold/engine/status.hpp>
 #include <netfold/transport/mesh.hpp>
-#include <netfold/transport/shared_node.hpp>
+#include <netfold/transport/shm/shm_node.hpp>
 
 #include <array>
 #include <atomic>
@@ -187,7 +187,7 @@ class Group {
   collective::Failure failure() const;
 
   // The connections under the mesh (lane 0), the lane of messages (1) and the spare meshes (from 2 on); from any
-  // thread, see transport/rail.hpp.
+  // thread, see transport/tcp/resumable_socket.hpp.
   struct Broken {
     std::uint64_t received = 0;
     int mends = 0;

@@ -1,7 +1,7 @@
 // A pipe to every other rank of a group.
 #pragma once
 
-#include <netfold/transport/rail.hpp>
+#include <netfold/transport/tcp/resumable_socket.hpp>
 
 #include <cstdint>
 #include <memory>

@@ -1,6 +1,6 @@
 // Datagrams as messages of a fabric: one endpoint, with buffers of its own, for one job's packets.
 //
-// A packet is one tagged message of a reliable-datagram endpoint (wire.hpp), copied into a registered buffer as it is
+// A packet is one tagged message of a reliable-datagram endpoint (endpoint.hpp), copied into a registered buffer as it is
 // sent, and read where it arrived. Reliable datagrams, and not FI_EP_DGRAM: every provider has them, EFA's queue pairs
 // among them, and packets may be longer than the path's MTU. What the provider repairs itself the protocol's timers
 // need not; what it gives up is lost, and the protocol sends it again.
@@ -21,7 +21,7 @@
 #pragma once
 
 #include <netfold/transport/datagrams.hpp>
-#include <netfold/transport/fabric/wire.hpp>
+#include <netfold/transport/fabric/endpoint.hpp>
 #include <netfold/transport/socket.hpp>
 
 #include <algorithm>

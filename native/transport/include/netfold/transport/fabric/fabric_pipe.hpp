@@ -9,7 +9,7 @@
 // was granted to it is had back by closing our endpoint, and not otherwise.
 #pragma once
 
-#include <netfold/transport/fabric/port.hpp>
+#include <netfold/transport/fabric/stream_mux.hpp>
 
 namespace netfold::transport::fabric {
 

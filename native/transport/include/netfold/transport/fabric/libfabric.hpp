@@ -5,7 +5,7 @@
 // Without the headers netfold builds all the same, and says so to whoever asks for a fabric (libfabric_stub.cpp).
 #pragma once
 
-#include <netfold/transport/fabric/wire.hpp>
+#include <netfold/transport/fabric/endpoint.hpp>
 
 namespace netfold::transport::fabric {
 

@@ -22,7 +22,7 @@
 // Not thread-safe: its port takes turns.
 #pragma once
 
-#include <netfold/transport/fabric/wire.hpp>
+#include <netfold/transport/fabric/endpoint.hpp>
 
 #include <list>
 #include <map>

@@ -1,6 +1,6 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <netfold/transport/record_stream.hpp>
+#include <netfold/transport/tcp/record_stream.hpp>
 #include <netfold/transport/socket.hpp>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // This process's place on a fabric, and the streams of bytes that go over it to other ranks.
 //
-// DATA PATH. A port has one wire (wire.hpp) for each rail, shared by all groups of the process. A stream is one
+// DATA PATH. A port has one wire (endpoint.hpp) for each rail, shared by all groups of the process. A stream is one
 // direction pair between two ranks: what is sent is cut into *segments*, each copied behind a header into a registered
 // buffer, numbered, and sent as one tagged message over whichever rail is next. The receiver has buffers posted for
 // anything that comes; it sorts segments by stream (the tag) and by number, and hands out their bytes in order. A
@@ -69,7 +69,7 @@
 #pragma once
 
 #include <netfold/transport/fabric/registration_cache.hpp>
-#include <netfold/transport/fabric/wire.hpp>
+#include <netfold/transport/fabric/endpoint.hpp>
 #include <netfold/transport/pipe.hpp>
 #include <netfold/transport/socket.hpp>
 

@@ -1,5 +1,5 @@
 // A wire over MPI, for hosts whose fabric only an MPI reaches: nonblocking sends and receives on a communicator of our
-// own. What is made of them (segments, windows, streams) is the port's, as over libfabric (fabric/port.hpp).
+// own. What is made of them (segments, windows, streams) is the port's, as over libfabric (fabric/stream_mux.hpp).
 //
 // WHICH MPI. The one that the process has: Open MPI, or MPICH and its kin, Intel MPI among them. Their binary
 // interfaces differ, and one build of netfold is to serve them all, so there is no mpi.h here. What was weighed, and
@@ -18,7 +18,7 @@
 // those that are done are among the oldest, and no others need a look.
 #pragma once
 
-#include <netfold/transport/fabric/wire.hpp>
+#include <netfold/transport/fabric/endpoint.hpp>
 
 namespace netfold::transport::mpi {
 

@@ -2,7 +2,7 @@
 #include <sys/random.h>
 #include <sys/uio.h>
 #include <unistd.h>
-#include <netfold/transport/peer_memory.hpp>
+#include <netfold/transport/shm/peer_memory.hpp>
 #include <netfold/transport/socket.hpp>
 
 #include <cerrno>

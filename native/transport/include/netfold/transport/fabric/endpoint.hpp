@@ -1,7 +1,7 @@
 // What a port needs of libfabric, as a table of few functions: one reliable-datagram endpoint with its completion
 // queue and address vector, and nothing of what is made of them.
 //
-// `libfabric.hpp` opens one on a provider; `strict_wire.hpp` wraps any, to hold the port to the rules of the strictest.
+// `libfabric.hpp` opens one on a provider; `strict_endpoint.hpp` wraps any, to hold the port to the rules of the strictest.
 // A wire is not thread-safe: the port that owns it takes turns.
 //
 // The rules are EFA's, the provider that promises least. Messages and completions come in any order. Memory is

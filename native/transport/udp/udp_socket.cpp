@@ -1,6 +1,6 @@
 #include <netinet/udp.h>
 #include <poll.h>
-#include <netfold/transport/udp.hpp>
+#include <netfold/transport/udp/udp_socket.hpp>
 
 #include <algorithm>
 #include <array>

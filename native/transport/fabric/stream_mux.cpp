@@ -1,4 +1,4 @@
-#include "port_parts.hpp"
+#include "stream_mux_parts.hpp"
 
 #include <sys/eventfd.h>
 #include <sys/mman.h>

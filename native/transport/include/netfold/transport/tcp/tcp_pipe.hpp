@@ -1,11 +1,11 @@
 // A pipe over one connection, or several over different networks: its rails.
 //
 // Byte b of the stream goes over rail (b / kStripeBytes) mod K: both ends know this, so nothing is said about it on the
-// wire, and a rail by itself is a stream that can be mended (rail.hpp). It suits networks that are alike; with others
+// wire, and a rail by itself is a stream that can be mended (resumable_socket.hpp). It suits networks that are alike; with others
 // all go at the pace of the slowest.
 #pragma once
 
-#include <netfold/transport/rail.hpp>
+#include <netfold/transport/tcp/resumable_socket.hpp>
 
 #include <functional>
 

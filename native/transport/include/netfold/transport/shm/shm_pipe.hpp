@@ -11,7 +11,7 @@
 #pragma once
 
 #include <netfold/transport/pipe.hpp>
-#include <netfold/transport/shared_node.hpp>
+#include <netfold/transport/shm/shm_node.hpp>
 
 #include <memory>
 

@@ -1,6 +1,6 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <netfold/transport/shared_links.hpp>
+#include <netfold/transport/shm/shm_fd_exchange.hpp>
 
 #include <cstring>
 

@@ -3,7 +3,7 @@
 #include <netinet/tcp.h>
 #include <pthread.h>
 #include <sys/ioctl.h>
-#include <netfold/transport/rail.hpp>
+#include <netfold/transport/tcp/resumable_socket.hpp>
 
 #include <algorithm>
 #include <cerrno>

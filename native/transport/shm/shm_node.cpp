@@ -1,6 +1,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
-#include <netfold/transport/shared_node.hpp>
+#include <netfold/transport/shm/shm_node.hpp>
 
 #include <algorithm>
 #include <cstring>

@@ -2,7 +2,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
-#include <netfold/transport/shared_regions.hpp>
+#include <netfold/transport/shm/shm_registry.hpp>
 
 #include <algorithm>
 

@@ -15,8 +15,8 @@
 // shrinking, so nobody can take pages away under a reader. Absent on purpose: any idea of what the bytes mean.
 #pragma once
 
-#include <netfold/transport/peer_memory.hpp>
-#include <netfold/transport/shared_links.hpp>
+#include <netfold/transport/shm/peer_memory.hpp>
+#include <netfold/transport/shm/shm_fd_exchange.hpp>
 
 #include <atomic>
 #include <cstddef>

@@ -22,7 +22,7 @@
 #pragma once
 
 #include <netfold/transport/pipe.hpp>
-#include <netfold/transport/record_stream.hpp>
+#include <netfold/transport/tcp/record_stream.hpp>
 #include <netfold/transport/socket.hpp>
 
 #include <cstdint>

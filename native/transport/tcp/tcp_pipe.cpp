@@ -1,4 +1,4 @@
-#include <netfold/transport/tcp_pipe.hpp>
+#include <netfold/transport/tcp/tcp_pipe.hpp>
 
 #include <algorithm>
 

@@ -5,7 +5,7 @@
 // post is read. What its owner has let go of is let go of here in the next call that refers to memory, or at the end.
 #pragma once
 
-#include <netfold/transport/shared_regions.hpp>
+#include <netfold/transport/shm/shm_registry.hpp>
 
 #include <atomic>
 #include <map>

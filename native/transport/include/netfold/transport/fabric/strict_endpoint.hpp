@@ -1,6 +1,6 @@
 // Faults by wrapping: a wire that holds its user to the letter of the rules, over any that works.
 //
-// It takes every liberty that wire.hpp grants a provider. What is handed to it goes to the wire below at some later
+// It takes every liberty that endpoint.hpp grants a provider. What is handed to it goes to the wire below at some later
 // `poll`, so memory that is touched too early shows as other bytes at the other end. Completions come shuffled, and
 // some of them late. Calls are refused for now, about every third. Memory must be registered, also where the wire below
 // does not care, and each kind of use for itself; a Work is scribbled on while it is under way. Messages are small, and
@@ -9,7 +9,7 @@
 // meet the same faults.
 #pragma once
 
-#include <netfold/transport/fabric/wire.hpp>
+#include <netfold/transport/fabric/endpoint.hpp>
 
 namespace netfold::transport::fabric {
 

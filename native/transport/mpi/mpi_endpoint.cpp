@@ -1,5 +1,5 @@
 #include <dlfcn.h>
-#include <netfold/transport/mpi/mpi_wire.hpp>
+#include <netfold/transport/mpi/mpi_endpoint.hpp>
 
 #include <algorithm>
 #include <array>

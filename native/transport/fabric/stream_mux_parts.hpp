@@ -1,8 +1,8 @@
-// What a port is made of: the port's own, for its two files. port.cpp carries segments, direct.cpp writes.
+// What a port is made of: the port's own, for its two files. stream_mux.cpp carries segments, rma.cpp writes.
 #pragma once
 
 #include <sys/mman.h>
-#include <netfold/transport/fabric/port.hpp>
+#include <netfold/transport/fabric/stream_mux.hpp>
 
 #include <algorithm>
 #include <chrono>

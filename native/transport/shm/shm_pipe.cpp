@@ -1,4 +1,4 @@
-#include <netfold/transport/memory_pipe.hpp>
+#include <netfold/transport/shm/shm_pipe.hpp>
 
 #include <algorithm>
 #include <cstring>

@@ -1,5 +1,5 @@
 #include <netfold/transport/fabric/libfabric.hpp>
-#include <netfold/transport/fabric/strict_wire.hpp>
+#include <netfold/transport/fabric/strict_endpoint.hpp>
 
 #include <sys/mman.h>
 #include <unistd.h>
