@@ -5,7 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <netfold/protocol/switch_job.hpp>
-#include <netfold/protocol/uplink.hpp>
+#include <netfold/protocol/parent_sender.hpp>
 #include <netfold/protocol/worker.hpp>
 
 #include "module.hpp"
@@ -146,33 +146,33 @@ void bind_protocol(nb::module_& m) {
       .def(nb::self == nb::self);
 
   p.attr("REORDER_THRESHOLD") = kReorderThreshold;
-  nb::class_<Arrivals>(p, "Arrivals")
+  nb::class_<GapDetector>(p, "GapDetector")
       .def(nb::init<>())
-      .def("take",
-           [](Arrivals& self, std::uint64_t counter) {
-             const auto gap = self.take(counter);
+      .def("observe",
+           [](GapDetector& self, std::uint64_t counter) {
+             const auto gap = self.observe(counter);
              return nb::make_tuple(gap.first, gap.count);
            })
-      .def("copy", [](const Arrivals& self) { return Arrivals(self); })
+      .def("copy", [](const GapDetector& self) { return GapDetector(self); })
       .def(nb::self == nb::self);
 
-  nb::class_<Uplink>(p, "Uplink")
+  nb::class_<ParentSender>(p, "ParentSender")
       .def(nb::init<std::uint32_t>(), nb::arg("slot_count"))
-      .def("offer", &Uplink::offer)
+      .def("offer", &ParentSender::offer)
       .def("poll_send",
-           [](Uplink& self) -> nb::object {
+           [](ParentSender& self) -> nb::object {
              const auto send = self.poll_send();
              if (!send) return nb::none();
              return nb::make_tuple(send->slot, send->counter);
            })
-      .def("not_sent", &Uplink::not_sent)
-      .def("handle_result", &Uplink::handle_result)
-      .def("handle_notice", &Uplink::handle_notice)
-      .def_prop_ro("in_flight", &Uplink::in_flight)
-      .def_prop_ro("packets_sent", &Uplink::packets_sent)
-      .def_prop_ro("sent_again", &Uplink::sent_again)
-      .def("canonical", &canonical<Uplink>)
-      .def("copy", [](const Uplink& self) { return Uplink(self); });
+      .def("not_sent", &ParentSender::not_sent)
+      .def("handle_result", &ParentSender::handle_result)
+      .def("handle_notice", &ParentSender::handle_notice)
+      .def_prop_ro("in_flight", &ParentSender::in_flight)
+      .def_prop_ro("packets_sent", &ParentSender::packets_sent)
+      .def_prop_ro("sent_again", &ParentSender::sent_again)
+      .def("canonical", &canonical<ParentSender>)
+      .def("copy", [](const ParentSender& self) { return ParentSender(self); });
 
   nb::class_<Worker::Send>(p, "Send")
       .def_ro("header", &Worker::Send::header)

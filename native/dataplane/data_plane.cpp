@@ -301,7 +301,7 @@ void DataPlane::begin(const protocol::JobConfig& config, const std::optional<Job
       throw std::invalid_argument("begin: a job has a parent in its config and a port to it, or neither");
     }
     if (job.parent) {
-      job.parent->machine = protocol::Uplink(machine->slot_count());
+      job.parent->machine = protocol::ParentSender(machine->slot_count());
       job.parent->authenticator = std::move(sum_authenticator);
       job.parent->answer_authenticator = std::move(parent_authenticator);
       job.parent->encrypted = std::move(encrypted_sums);
@@ -467,7 +467,7 @@ void DataPlane::take(Job& job, std::span<const std::byte> bytes, transport::Data
   if (header.flags & protocol::kHello) return hello(job, header, bytes, source);
   if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
   Worker& from = job.workers[header.worker];
-  if (!from.is_at(source)) return count_drop(Drop::source);
+  if (!from.is_validated(source)) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
   if (from.authenticator) {  // the header is never encrypted, and is covered by the tag
     bytes = opened(*from.authenticator, bytes, job.plain);
@@ -478,7 +478,7 @@ void DataPlane::take(Job& job, std::span<const std::byte> bytes, transport::Data
   // A copy of what came before, or of what nobody needs any more, is as good a sign of life of the packets around it.
   if (handled.outcome != SwitchJob::Outcome::dropped || handled.drop == Drop::stale ||
       handled.drop == Drop::duplicate) {
-    const auto gap = from.arrivals.take(header.counter);
+    const auto gap = from.gap_detector.observe(header.counter);
     if (gap.count > 0) notice(job, header.worker, gap);
   }
   switch (handled.outcome) {
@@ -705,7 +705,7 @@ void DataPlane::add_pieces(Job& job, std::uint32_t slot, iovec* out) {
   if (job.authenticated) out[1] = {job.tags.data() + slot * auth::kMacBytes, auth::kMacBytes};
 }
 
-void DataPlane::notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap) {
+void DataPlane::notice(Job& job, std::uint16_t to, const protocol::GapDetector::Gap& gap) {
   ++job.counters.notices;
   std::vector<std::byte> packet(job.machine->packet_bytes());
   job.machine->write_notice(to, gap, ++job.told, packet.data());

@@ -312,7 +312,7 @@ void SwitchJob::write_mismatch(std::uint64_t chunk, const Agreement& said, std::
   write_header(header, out);
 }
 
-void SwitchJob::write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::uint64_t number, std::byte* out) const {
+void SwitchJob::write_notice(std::uint16_t to, const GapDetector::Gap& gap, std::uint64_t number, std::byte* out) const {
   const Header header{.flags = kAnswer | kNotice,
                       .job = config_.job,
                       .epoch = config_.epoch,

@@ -93,7 +93,7 @@ def test_forms_of_calls_are_those_of_the_page():
 def test_constants_are_those_of_the_page():
     include = ROOT / "native/protocol/include/netfold/protocol"
     text = (include / "packet.hpp").read_text() + (include / "worker.hpp").read_text()
-    text += (include / "arrivals.hpp").read_text()
+    text += (include / "gap_detector.hpp").read_text()
     for name, value, *_ in table("constant"):
         assert re.findall(rf"\b{name} = ([^;]+);", text) == [value], name
 

@@ -23,9 +23,9 @@ class Shared:
     """
 
     def __init__(self, flow, seconds, packet_ns=400_000, queue=160):
-        self.uplink = Bottleneck(packet_ns, queue)
+        self.sender = Bottleneck(packet_ns, queue)
         self.links = {way: Bottleneck(packet_ns, queue) for way in ((1, SWITCH), (SWITCH, 0), (SWITCH, 1))}
-        self.flow = flow(self.uplink, SECOND_NS)
+        self.flow = flow(self.sender, SECOND_NS)
         self.parts = []  # the job's packets and the flow's, to the end of each part
         self.results = 0
         self.end_ns = seconds * SECOND_NS
@@ -52,7 +52,7 @@ class Shared:
     def _fate(self, packet):
         now_ns = self.simulation.clock.now_ns
         self.flow.advance(now_ns)
-        link = self.uplink if packet.source == 0 else self.links[packet.source, packet.to]
+        link = self.sender if packet.source == 0 else self.links[packet.source, packet.to]
         left_ns = link.enqueue(now_ns)
         return LOST if left_ns is None else Fate((Copy(left_ns - now_ns),))
 
@@ -76,7 +76,7 @@ def test_a_job_and_a_tcp_flow_each_get_a_third_to_three_times_what_the_other_get
 def test_after_the_flow_has_ended_the_queue_is_short_again_and_the_link_busy():
     shared = Shared(lambda link, start_ns: Cubic(link, start_ns, end_ns=5 * SECOND_NS), 9).run()
     (before, _), (after, _) = shared.parts[1:3]
-    assert after - before > 0.8 * PART_S * SECOND_NS / shared.uplink.packet_ns
+    assert after - before > 0.8 * PART_S * SECOND_NS / shared.sender.packet_ns
     for side in shared.simulation.world.workers:
         assert side.machine.control == "delay"
         assert side.machine.smoothed_rtt_ns < 24_000_000, "as far as the least window lets it: 32 packets are 13 ms"

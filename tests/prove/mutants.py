@@ -37,11 +37,11 @@ NOT_HEEDED = "a worker does not send again what a notice names"
 NOT_MISSED = "a worker sends a chunk again that nobody misses"
 STUCK = "from here, with everything lost, no retransmission leads to where all have finished"
 
-SWITCH, WORKER, UPLINK, ARRIVALS = "switch_job.cpp", "worker.cpp", "uplink.cpp", "arrivals.cpp"
+SWITCH, WORKER, PARENT_SENDER, GAP_DETECTOR = "switch_job.cpp", "worker.cpp", "parent_sender.cpp", "gap_detector.cpp"
 SWITCH_HEADER = "include/netfold/protocol/switch_job.hpp"
-SEAT = "include/netfold/protocol/seat.hpp"
+ADDRESS_VALIDATION = "include/netfold/protocol/address_validation.hpp"
 # What is compiled anew where a header changes.
-BUILT_FROM = {SWITCH_HEADER: PROTOCOL / SWITCH, SEAT: ROOT / "native" / "dev" / "model_check" / "hellos.cpp"}
+BUILT_FROM = {SWITCH_HEADER: PROTOCOL / SWITCH, ADDRESS_VALIDATION: ROOT / "native" / "dev" / "model_check" / "hellos.cpp"}
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ MUTANTS = {
     "named-too-early": Mutant(
         Scope(workers=1, window=3, operations="3", numbers=4),
         "a packet is named as missing that is not",
-        ((ARRIVALS, "if (age + ahead < kReorderThreshold ||", "if (age + ahead + 4 < kReorderThreshold ||"),),
+        ((GAP_DETECTOR, "if (age + ahead < kReorderThreshold ||", "if (age + ahead + 4 < kReorderThreshold ||"),),
     ),
     "notice-of-a-former-life": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8, restarts=1),
@@ -286,12 +286,12 @@ MUTANTS = {
     "leaf-notice-is-not-heeded": Mutant(
         Scope(workers=1, leaves="1", window=2, operations="2", numbers=8),
         "a leaf does not send again what a notice names",
-        ((UPLINK, "      make_due(at);\n      ++again;", "      ++again;"),),
+        ((PARENT_SENDER, "      make_due(at);\n      ++again;", "      ++again;"),),
     ),
     "leaf-is-not-asked-twice": Mutant(
         Scope(workers=1, leaves="1", window=2, operations="1", numbers=8, rings=1),
         "a leaf does not send a sum that is asked for",
-        ((UPLINK, "    make_due(slot);\n    return;", "    return;"),),
+        ((PARENT_SENDER, "    make_due(slot);\n    return;", "    return;"),),
     ),
     # The worker runs ahead of its window, and no switch tells it so.
     "worker-window": Mutant(
@@ -312,20 +312,20 @@ MUTANTS = {
 FOREIGN_HELLO = "if (hello.job != job || hello.incarnation != incarnation) return Drop::foreign;"
 NOT_ITS_OWN = "a hello is taken that is not its worker's own"
 
-# Of the search over hellos: what is changed in SEAT, and the promise that breaks.
+# Of the search over hellos: what is changed in ADDRESS_VALIDATION, and the promise that breaks.
 HELLOS = {
     "hello-nonce": ("if (hello.counter != nonce) return Drop::worker;", "", NOT_ITS_OWN),
     "hello-job": (FOREIGN_HELLO, "if (hello.incarnation != incarnation) return Drop::foreign;", NOT_ITS_OWN),
     "hello-incarnation": (FOREIGN_HELLO, "if (hello.job != job) return Drop::foreign;", NOT_ITS_OWN),
     "hello-source": ("if (!expected || !(*expected == source)) return Drop::source;", "", NOT_ITS_OWN),
-    "hello-first": ("address = source;\n", "if (address) address = source;\n", "a worker's own hello gives it no seat"),
+    "hello-first": ("address = source;\n", "if (address) address = source;\n", "a worker's own hello gives it no address"),
 }
 
 
 def search_hellos(name: str, folder: Path) -> str:
-    """Which promise the mutant of SEAT breaks, or nothing."""
+    """Which promise the mutant of ADDRESS_VALIDATION breaks, or nothing."""
     text, instead, breaks = HELLOS[name]
-    program = make(Mutant(Scope(), breaks, ((SEAT, text, instead),)), folder)
+    program = make(Mutant(Scope(), breaks, ((ADDRESS_VALIDATION, text, instead),)), folder)
     return subprocess.run([str(program), "hellos"], check=True, capture_output=True, text=True, timeout=60).stdout
 
 

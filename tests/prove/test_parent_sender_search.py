@@ -20,7 +20,7 @@ OTHER = "another sum goes than the one that is next"
 COUNTED = "packets are counted otherwise than the table says"
 NAMED = "a notice sends other sums again than it names"
 
-# What is changed in uplink.cpp, and the promise that breaks.
+# What is changed in parent_sender.cpp, and the promise that breaks.
 MUTANTS = {
     "asked-again-is-not-sent-again": ("    make_due(slot);\n    return;", "    return;", IN_FLIGHT),
     "number-is-used-again": (
@@ -71,57 +71,57 @@ def test_a_sender_without_a_part_is_caught(name: str, tmp_path: Path) -> None:
 
 
 def _function_of(text: str) -> str:
-    """The head of the function in uplink.cpp that has the text."""
-    before = (PROTOCOL / "uplink.cpp").read_text().partition(text)[0]
-    return before[before.rindex("Uplink::") :].splitlines()[0]
+    """The head of the function in parent_sender.cpp that has the text."""
+    before = (PROTOCOL / "parent_sender.cpp").read_text().partition(text)[0]
+    return before[before.rindex("ParentSender::") :].splitlines()[0]
 
 
 def _mutant(text: str, instead: str, folder: Path) -> Any:
-    """A class like protocol.Uplink, of the changed source."""
-    source = change_file(PROTOCOL / "uplink.cpp", text, instead, folder)
-    sources = [source, PROTOCOL / "arrivals.cpp", Path(__file__).with_name("parent_sender_abi.cpp")]
-    library = load(folder / "uplink.so", sources, [PROTOCOL / "include"], "-O0")
+    """A class like protocol.ParentSender, of the changed source."""
+    source = change_file(PROTOCOL / "parent_sender.cpp", text, instead, folder)
+    sources = [source, PROTOCOL / "gap_detector.cpp", Path(__file__).with_name("parent_sender_abi.cpp")]
+    library = load(folder / "parent_sender.so", sources, [PROTOCOL / "include"], "-O0")
     for name in ("new", "copy"):
         getattr(library, f"uplink_{name}").restype = ctypes.c_void_p
     for name in ("packets_sent", "sent_again", "canonical"):
         getattr(library, f"uplink_{name}").restype = ctypes.c_uint64
 
-    class Uplink:
+    class ParentSender:
         def __init__(self, slots: int, copied: Any = None) -> None:
-            self._self = ctypes.c_void_p(library.uplink_new(slots) if copied is None else library.uplink_copy(copied))
+            self._self = ctypes.c_void_p(library.parent_sender_new(slots) if copied is None else library.parent_sender_copy(copied))
 
         def __del__(self) -> None:
-            library.uplink_delete(self._self)
+            library.parent_sender_delete(self._self)
 
         def canonical(self) -> bytes:
             out = ctypes.create_string_buffer(1024)
-            size = library.uplink_canonical(self._self, out, ctypes.c_uint64(len(out)))
+            size = library.parent_sender_canonical(self._self, out, ctypes.c_uint64(len(out)))
             assert size <= len(out)
             return out.raw[:size]
 
-        def copy(self) -> Uplink:
-            return Uplink(0, self._self)
+        def copy(self) -> ParentSender:
+            return ParentSender(0, self._self)
 
         def offer(self, slot: int) -> None:
-            library.uplink_offer(self._self, slot)
+            library.parent_sender_offer(self._self, slot)
 
         def poll_send(self) -> tuple[int, int] | None:
             slot, counter = ctypes.c_uint32(), ctypes.c_uint64()
-            if not library.uplink_poll_send(self._self, ctypes.byref(slot), ctypes.byref(counter)):
+            if not library.parent_sender_poll_send(self._self, ctypes.byref(slot), ctypes.byref(counter)):
                 return None
             return slot.value, counter.value
 
         def not_sent(self, slot: int) -> None:
-            library.uplink_not_sent(self._self, slot)
+            library.parent_sender_not_sent(self._self, slot)
 
         def handle_result(self, slot: int, number: int) -> None:
-            library.uplink_handle_result(self._self, slot, ctypes.c_uint64(number))
+            library.parent_sender_handle_result(self._self, slot, ctypes.c_uint64(number))
 
         def handle_notice(self, first: int, count: int) -> int:
-            return int(library.uplink_handle_notice(self._self, ctypes.c_uint64(first), ctypes.c_uint64(count)))
+            return int(library.parent_sender_handle_notice(self._self, ctypes.c_uint64(first), ctypes.c_uint64(count)))
 
-        in_flight = property(lambda self: library.uplink_in_flight(self._self))
-        packets_sent = property(lambda self: library.uplink_packets_sent(self._self))
-        sent_again = property(lambda self: library.uplink_sent_again(self._self))
+        in_flight = property(lambda self: library.parent_sender_in_flight(self._self))
+        packets_sent = property(lambda self: library.parent_sender_packets_sent(self._self))
+        sent_again = property(lambda self: library.parent_sender_sent_again(self._self))
 
-    return Uplink
+    return ParentSender

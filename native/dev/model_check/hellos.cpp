@@ -1,4 +1,4 @@
-#include <netfold/protocol/seat.hpp>
+#include <netfold/protocol/address_validation.hpp>
 #include <netfold/model_check/hellos.hpp>
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace netfold::model_check {
 namespace {
 
 using protocol::Drop;
-using Seat = protocol::Seat<int>;
+using AddressValidation = protocol::AddressValidation<int>;
 
 constexpr std::uint32_t kJob = 7;
 constexpr std::uint32_t kIncarnation = 2;
@@ -56,7 +56,7 @@ struct State {
 // What the hello makes of the state, and what it is answered. In the open: with tags there are fewer hellos to take.
 std::pair<State, Drop> done(const State& state, const Hello& hello) {
   const auto at = static_cast<std::size_t>(hello.worker);
-  Seat seat{.nonce = kNonces + at, .expected = address_of(hello.worker), .address = {}};
+  AddressValidation seat{.nonce = kNonces + at, .expected = address_of(hello.worker), .address = {}};
   if (state.addresses[at] >= 0) seat.address = state.addresses[at];
   const protocol::Header header{.flags = protocol::kHello,
                                 .job = hello.job,
@@ -72,7 +72,7 @@ std::pair<State, Drop> done(const State& state, const Hello& hello) {
 std::string broken_by(const State& state, const Hello& hello, const State& next, Drop drop) {
   if (hello.words == kOwn) {
     const bool seated = next.addresses[static_cast<std::size_t>(hello.worker)] == address_of(hello.worker);
-    return seated && drop == Drop::none ? "" : "a worker's own hello gives it no seat";
+    return seated && drop == Drop::none ? "" : "a worker's own hello gives it no address";
   }
   return next == state && drop != Drop::none ? "" : "a hello is taken that is not its worker's own";
 }

@@ -29,7 +29,7 @@ void Numbers::append_canonical(std::string& out) const {
 // The switch's half of finding losses, as the aggregator has it (native/dataplane/data_plane.cpp).
 void Parts::note_number(SwitchState& state, const Header& header, Step& step) {
   const std::uint64_t bit = std::uint64_t{1} << header.counter / scope_.numbers;
-  const auto gap = state.arrivals[header.worker].take(header.counter);
+  const auto gap = state.gap_detectors[header.worker].observe(header.counter);
   std::uint64_t& came = state.came[header.worker];
   came |= bit;
   if (gap.count == 0) return;

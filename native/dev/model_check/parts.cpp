@@ -483,10 +483,10 @@ Id Parts::worker_id(WorkerState state, Step& step) {
 }
 
 Id Parts::switch_id(SwitchState state) {
-  if (scope_.numbers > 0 && state.arrivals.empty()) {
-    state.arrivals.resize(state.machine.config().workers);
+  if (scope_.numbers > 0 && state.gap_detectors.empty()) {
+    state.gap_detectors.resize(state.machine.config().workers);
     state.came.resize(state.machine.config().workers);
-    if (state.leaf != SwitchState::kRoot) state.sender = protocol::Uplink(state.machine.slot_count());
+    if (state.leaf != SwitchState::kRoot) state.sender = protocol::ParentSender(state.machine.slot_count());
   }
   std::vector<std::byte> bytes;
   state.machine.append_canonical(bytes);

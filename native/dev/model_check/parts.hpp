@@ -2,9 +2,9 @@
 // is a few numbers. What a packet makes of a machine depends on these two alone, so it is found out once and kept.
 #pragma once
 
-#include <netfold/protocol/arrivals.hpp>
+#include <netfold/protocol/gap_detector.hpp>
 #include <netfold/protocol/switch_job.hpp>
-#include <netfold/protocol/uplink.hpp>
+#include <netfold/protocol/parent_sender.hpp>
 #include <netfold/protocol/worker.hpp>
 #include <netfold/model_check/search.hpp>
 
@@ -56,9 +56,9 @@ struct SwitchState {
   std::uint32_t restarts = 0;                     // so far; a leaf's: 0
   std::uint16_t leaf = kRoot;                     // which one
   std::array<Life, kMaxLeaves> leaves = {};       // the root's: what each leaf's life is while this one's is
-  std::vector<protocol::Arrivals> arrivals = {};  // by worker, or leaf
-  std::vector<std::uint64_t> came = {};           // packets of each, a bit each: what its Arrivals are determined by
-  protocol::Uplink sender{0};                     // a leaf's
+  std::vector<protocol::GapDetector> gap_detectors = {};  // by worker, or leaf
+  std::vector<std::uint64_t> came = {};           // packets of each, a bit each: what its GapDetector are determined by
+  protocol::ParentSender sender{0};                     // a leaf's
   Numbers numbers = {};                           // of its packets to the root
   std::uint32_t asked = 0;                        // for sums once more
   static constexpr std::uint16_t kRoot = 0xffff;

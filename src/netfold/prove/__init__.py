@@ -3,9 +3,9 @@
   scopes    the named scopes: those that CI searches, and those of `make prove`
   recovery  the search over recovery from a lost switch: production's decisions, communicator/recovery_machine.py and
             native/collective's Failover
-  arrivals  the search over gap detection alone: native/protocol's Arrivals
+  arrivals  the search over gap detection alone: native/protocol's GapDetector
   switch_watch  the search over when a switch is held to be lost: communicator/switch_watch.py
-  parent_sender  the search over what a leaf sends to its parent: native/protocol's Uplink
+  parent_sender  the search over what a leaf sends to its parent: native/protocol's ParentSender
 
 The machines, the network and time, what is asked of every state, and why that is enough: native/dev/model_check's header,
 search.hpp. May import netfold._native.model_check and sim's diagrams; recovery also communicator.recovery_machine, and

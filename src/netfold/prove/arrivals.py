@@ -1,4 +1,4 @@
-"""Exhaustive search of gap detection: what `Arrivals` (native/protocol) says of a sender's packets, in every order.
+"""Exhaustive search of gap detection: what `GapDetector` (native/protocol) says of a sender's packets, in every order.
 
 The switch reads from a worker's packet counters, and a leaf from its parent's result numbers, which packets are
 missing. A state is the set of packets that have come and the set that was named as missing. In each state every packet
@@ -38,7 +38,7 @@ class ArrivalsReport:
     seconds: float = 0.0
 
 
-def search_arrivals(packets: int = PACKETS, new: Callable[[], Any] = protocol.Arrivals) -> ArrivalsReport:
+def search_arrivals(packets: int = PACKETS, new: Callable[[], Any] = protocol.GapDetector) -> ArrivalsReport:
     """Search all orders of packets 1 to `packets`, below 64; always to the end. `new` makes a machine."""
     began = time.perf_counter()
     report = ArrivalsReport(packets)
@@ -53,7 +53,7 @@ def search_arrivals(packets: int = PACKETS, new: Callable[[], Any] = protocol.Ar
             after = here | 1 << counter
             if (here, counter) not in taken:
                 machine = machines[here].copy()
-                taken[here, counter] = machine.take(counter)
+                taken[here, counter] = machine.observe(counter)
                 if machines.setdefault(after, machine) != machine:
                     report.broken = "what is kept depends on the order of the packets"
             first, count = taken[here, counter]

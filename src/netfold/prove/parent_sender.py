@@ -1,4 +1,4 @@
-"""Exhaustive search of a leaf's sender: what `Uplink` (native/protocol) sends to the parent next, in every order.
+"""Exhaustive search of a leaf's sender: what `ParentSender` (native/protocol) sends to the parent next, in every order.
 
 A state is what has happened to the sums of a few slots, and the machine. In each state a slot may be offered, the first
 time or because a worker asks again; the next packet may go, be refused by the socket, or go after seven refusals, which
@@ -52,7 +52,7 @@ LARGE = {
 
 
 class Table(NamedTuple):
-    """What the table in uplink.hpp comes to, as lists."""
+    """What the table in parent_sender.hpp comes to, as lists."""
 
     due: tuple[int, ...] = ()
     flight: tuple[Flight, ...] = ()
@@ -163,7 +163,7 @@ class SenderReport:
 
 
 def search_parent_sender(
-    scope: SenderScope = QUICK["passed-over"], new: Callable[[int], Any] = protocol.Uplink
+    scope: SenderScope = QUICK["passed-over"], new: Callable[[int], Any] = protocol.ParentSender
 ) -> SenderReport:
     """Search `scope` breadth first; always to the end. `new` makes a machine of so many slots."""
     began = time.perf_counter()
@@ -172,7 +172,7 @@ def search_parent_sender(
     first = _State(Table(), machine.canonical())
     machines = {first: machine}
     came: dict[_State, tuple[_State, Event]] = {}
-    arrivals = {0: protocol.Arrivals()}  # of results, by the numbers that came
+    arrivals = {0: protocol.GapDetector()}  # of results, by the numbers that came
     states = [first]
     for state in states:
         for event in state.events(scope):
@@ -220,7 +220,7 @@ def _done(state: _State, event: Event, machine: Any, arrivals: dict[int, Any]) -
         slot, number = about
         results += 1
         taken = arrivals[table.numbers].copy()
-        _, missing = taken.take(number)
+        _, missing = taken.observe(number)
         table = table.result(slot, number, missing)
         arrivals.setdefault(table.numbers, taken)
         machine.handle_result(slot, number)

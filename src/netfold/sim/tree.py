@@ -65,7 +65,7 @@ class TreeWorld(World):
     @property
     def sums_again(self) -> int:
         """Sums that went up more than once, of all leaves."""
-        return sum(side.uplink.sent_again for side in self._sides.values() if side.uplink is not None)
+        return sum(side.sender.sent_again for side in self._sides.values() if side.sender is not None)
 
     def _at_switch(self, packet: Packet) -> Verdict:
         side = self._sides[packet.to]
@@ -85,7 +85,7 @@ class TreeWorld(World):
         else:
             self._unchanged(side.name, side.machine, before, f"a packet that was {outcome}")
         if outcome in ("summed", "asked"):
-            side.uplink.offer(slot)
+            side.sender.offer(slot)
         elif outcome == "completed":
             answers += tuple(side.answer(number, slot, child) for child in children)
         elif outcome == "answered":
@@ -99,18 +99,18 @@ class TreeWorld(World):
             if number in side.results:
                 raise BrokenPromiseError(f"{side.name} took the result of chunk {number} twice")
             side.results.add(number)
-            side.uplink.handle_result(slot, header.counter)
+            side.sender.handle_result(slot, header.counter)
             answers = tuple(side.answer(number, slot, child) for child in side.children)
             return Verdict(outcome, drop, answers + self._climb(side))
         self._unchanged(side.name, side.machine, before, f"a packet of its parent that was {outcome}")
-        if outcome == "notice" and side.uplink.handle_notice(header.chunk, header.elements) == 0:
+        if outcome == "notice" and side.sender.handle_notice(header.chunk, header.elements) == 0:
             return Verdict("dropped", "stale")
         return Verdict(outcome, drop, self._climb(side))
 
     def _climb(self, side: _SwitchSide) -> tuple[Packet, ...]:
         """All that it sends up now."""
         packets: list[Packet] = []
-        while side.uplink is not None and (send := side.uplink.poll_send()) is not None:
+        while side.sender is not None and (send := side.sender.poll_send()) is not None:
             slot, counter = send
             if counter <= side.counter:
                 raise BrokenPromiseError(f"{side.name} repeats packet counter {counter}")
@@ -136,10 +136,10 @@ class _SwitchSide:
         self.machine = machine
         self.children = children  # addresses, in order of their numbers here
         self.parent = parent
-        self.uplink: Any = None if parent is None else protocol.Uplink(slots)
+        self.sender: Any = None if parent is None else protocol.ParentSender(slots)
         self.counter = 0
         self.results: set[int] = set()
-        self._arrivals = [protocol.Arrivals() for _ in children]
+        self._gap_detectors = [protocol.GapDetector() for _ in children]
         self._kept: dict[int, bytes] = {}
         self._contributed: dict[int, set[int]] = {}
 
@@ -148,7 +148,7 @@ class _SwitchSide:
         return "the root" if self.parent is None else f"leaf {address_of(self.address)}"
 
     def notices(self, header: Any) -> tuple[Packet, ...]:
-        first, count = self._arrivals[header.worker].take(header.counter)
+        first, count = self._gap_detectors[header.worker].observe(header.counter)
         if count == 0:
             return ()
         packet = self.machine.notice_packet(header.worker, first, count)

@@ -114,7 +114,7 @@ class World:
         shape = {**self.identity.fields(), "workers": workers, "window": window, "payload_bytes": payload_bytes}
         self.packet_bytes: int = protocol.HEADER_BYTES + payload_bytes
         self.switch: Any = self._make_switch(shape)
-        self.arrivals: list[Any] = [protocol.Arrivals() for _ in range(workers)]
+        self.gap_detectors: list[Any] = [protocol.GapDetector() for _ in range(workers)]
         self._named = [0] * workers  # the last packet that a notice named
         self.workers = tuple(_WorkerSide(index, self._make_worker(shape, index)) for index in range(workers))
         self.chunks = _lay_out(self.operations, payload_bytes)
@@ -331,7 +331,7 @@ class World:
 
     def _notices(self, header: Any) -> tuple[Packet, ...]:
         worker: int = header.worker
-        first, count = self.arrivals[worker].take(header.counter)
+        first, count = self.gap_detectors[worker].observe(header.counter)
         if count == 0:
             return ()
         last = first + count - 1

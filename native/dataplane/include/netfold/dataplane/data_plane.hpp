@@ -19,9 +19,9 @@
 // Commands from other threads run between two batches, so the data path takes no lock.
 #pragma once
 
-#include <netfold/protocol/seat.hpp>
+#include <netfold/protocol/address_validation.hpp>
 #include <netfold/protocol/switch_job.hpp>
-#include <netfold/protocol/uplink.hpp>
+#include <netfold/protocol/parent_sender.hpp>
 #include <netfold/auth/packet_authenticator.hpp>
 #include <netfold/transport/fabric/fabric_datagrams.hpp>
 #include <netfold/transport/udp/udp_socket.hpp>
@@ -142,10 +142,10 @@ class DataPlane {
   Reading read();
 
  private:
-  struct Worker : protocol::Seat<transport::Datagrams::Peer> {
+  struct Worker : protocol::AddressValidation<transport::Datagrams::Peer> {
     std::optional<auth::PacketAuthenticator> hello_authenticator;
     std::optional<auth::PacketAuthenticator> authenticator;  // of contributions
-    protocol::Arrivals arrivals;
+    protocol::GapDetector gap_detector;
     std::uint64_t sent = 0;           // of the job's results
     std::deque<std::uint32_t> asked;  // slots whose answer this worker asked for again, at most slot_count()
   };
@@ -157,7 +157,7 @@ class DataPlane {
   struct Parent {
     std::unique_ptr<transport::Datagrams> port;
     transport::Datagrams::Peer peer = transport::Datagrams::kStranger;
-    protocol::Uplink machine{0};
+    protocol::ParentSender machine{0};
     std::optional<auth::PacketAuthenticator> authenticator;         // of sums
     std::optional<auth::PacketAuthenticator> answer_authenticator;  // of what the parent says
     std::vector<std::byte> encrypted;           // sums of one run
@@ -209,7 +209,7 @@ class DataPlane {
   void completed(Job& job, std::uint32_t slot);
   void send(Job& job, std::uint16_t to, std::span<const std::byte> packet);
   void append_mac(Job& job, std::vector<std::byte>& packet);
-  void notice(Job& job, std::uint16_t to, const protocol::Arrivals::Gap& gap);
+  void notice(Job& job, std::uint16_t to, const protocol::GapDetector::Gap& gap);
   void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, const protocol::Agreement& said,
                      std::int64_t now_ns);
   // Batched; `except`: a worker, or as many as there are for all.

@@ -40,10 +40,10 @@
 // c - W in the same way; and the leaf's own slot is complete, since its workers got result c - 2W from it.
 //
 // What is lost between a switch and its parent is repaired end to end: a worker that misses a result contributes again,
-// and that sends the sum again. There is no timer here. Numbers and notices of the parent make it quicker (uplink.hpp).
+// and that sends the sum again. There is no timer here. Numbers and notices of the parent make it quicker (parent_sender.hpp).
 #pragma once
 
-#include <netfold/protocol/arrivals.hpp>
+#include <netfold/protocol/gap_detector.hpp>
 #include <netfold/protocol/packet.hpp>
 
 #include <array>
@@ -129,7 +129,7 @@ class SwitchJob {
                       std::byte* out) const;
   // The packet that tells `to` which of its packets did not come; `number` and `out` as above. Precondition:
   // gap.count > 0.
-  void write_notice(std::uint16_t to, const Arrivals::Gap& gap, std::uint64_t number, std::byte* out) const;
+  void write_notice(std::uint16_t to, const GapDetector::Gap& gap, std::uint64_t number, std::byte* out) const;
   Agreement agreement(std::uint32_t slot) const { return slots_[slot].agreement; }
   std::uint16_t name_of(std::uint16_t worker) const { return config_.names.empty() ? worker : config_.names[worker]; }
 

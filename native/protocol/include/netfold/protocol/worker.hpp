@@ -19,7 +19,7 @@
 //
 // Losses are found by what came later, at both ends, and the timer only catches the tail. A contribution that did not
 // come shows at the switch as a gap in this worker's packet counters, and the switch tells it, and it alone, by a
-// notice (arrivals.hpp). A lost answer shows here: the switch numbers its answers in the order in which chunks are
+// notice (gap_detector.hpp). A lost answer shows here: the switch numbers its answers in the order in which chunks are
 // complete, so a number that is skipped between the answers to sends s and t was, most likely, for a chunk sent between
 // them, else for one that had been passed over before. It is asked for again once answers to kReorderThreshold later
 // sends passed it over, and again where they pass over that send too, since the switch answers it at once. A chunk that
@@ -66,7 +66,7 @@
 // allocates only when it is made.
 #pragma once
 
-#include <netfold/protocol/arrivals.hpp>
+#include <netfold/protocol/gap_detector.hpp>
 #include <netfold/protocol/packet.hpp>
 
 #include <array>

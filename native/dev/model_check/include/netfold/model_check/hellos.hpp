@@ -1,4 +1,4 @@
-// Exhaustive search of admission's last step: which hellos make an address a worker's (protocol/seat.hpp).
+// Exhaustive search of admission's last step: which hellos make an address a worker's (protocol/address_validation.hpp).
 //
 // A state is every worker's seat. In each, every hello may come that somebody can send, any number of times: a worker's
 // own, with its nonce and from the address that it named; the same, heard on the wire and sent from elsewhere; one that
@@ -6,7 +6,7 @@
 // though all else is right; and a stranger's, who knows no nonce, from its own address or a forged one.
 //
 // Safety. No hello changes a seat, or is answered, but the worker's own. Possibility. From every state each worker's
-// own hello gives it its seat.
+// own hello gives it its address.
 #pragma once
 
 #include <netfold/model_check/search.hpp>

@@ -24,7 +24,7 @@
 //              sends nothing more; from then on every other worker of that life may hear of it over the control
 //              connection, and ends as well.
 //   leaves     Workers may be below leaf switches, and these below the switch, which is then the root. A leaf sends its
-//              sum when it is summed, and once more for each contribution that comes again; what its Uplink sends
+//              sum when it is summed, and once more for each contribution that comes again; what its ParentSender sends
 //              besides is a packet that is in the network already.
 //   restart    The only fault with a bound. Of the group: the next epoch. Of the switch: a new incarnation, whose
 //              epochs start from the first. The new switch machine is there at once, and each worker rejoins at any

@@ -17,12 +17,12 @@
 //   any        its result                                              (none)     -
 //
 // Every packet has a new number, those that are sent again too; a number whose packet the socket refused is not used
-// again. Beside SwitchJob and not in it, as Arrivals are: sums do not depend on what is here.
+// again. Beside SwitchJob and not in it, as GapDetector are: sums do not depend on what is here.
 //
 // A value: copyable, comparable, with canonical bytes and no clock; allocates only when it is made.
 #pragma once
 
-#include <netfold/protocol/arrivals.hpp>
+#include <netfold/protocol/gap_detector.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -31,9 +31,9 @@
 
 namespace netfold::protocol {
 
-class Uplink {
+class ParentSender {
  public:
-  explicit Uplink(std::uint32_t slot_count) : entries_(slot_count) {}
+  explicit ParentSender(std::uint32_t slot_count) : entries_(slot_count) {}
 
   // The slot's sum goes next, after those that were offered before. Nothing where it is due already.
   void offer(std::uint32_t slot);
@@ -58,7 +58,7 @@ class Uplink {
   // Among them, sums that had been sent before.
   std::uint64_t sent_again() const { return sent_again_; }
 
-  bool operator==(const Uplink&) const = default;
+  bool operator==(const ParentSender&) const = default;
   // Appends bytes that are equal exactly when the machines are, of as many slots, and the same results came.
   void append_canonical(std::vector<std::byte>& out) const;
 
@@ -88,7 +88,7 @@ class Uplink {
   std::vector<Entry> entries_;
   List due_;
   List flight_;
-  Arrivals results_;
+  GapDetector result_gaps_;
   std::uint64_t counter_ = 0;
   std::uint64_t highest_answered_send_ = 0;  // of sums that were sent once
   std::uint64_t packets_sent_ = 0;

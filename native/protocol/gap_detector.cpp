@@ -1,11 +1,11 @@
-#include <netfold/protocol/arrivals.hpp>
+#include <netfold/protocol/gap_detector.hpp>
 
 #include <algorithm>
 #include <limits>
 
 namespace netfold::protocol {
 
-Arrivals::Gap Arrivals::take(std::uint64_t counter) {
+GapDetector::Gap GapDetector::observe(std::uint64_t counter) {
   if (counter <= newest_) {
     const std::uint64_t age = newest_ - counter;
     if (age < 64) seen_ |= std::uint64_t{1} << age;

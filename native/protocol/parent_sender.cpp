@@ -1,10 +1,10 @@
-#include <netfold/protocol/uplink.hpp>
+#include <netfold/protocol/parent_sender.hpp>
 
 #include <algorithm>
 
 namespace netfold::protocol {
 
-void Uplink::offer(std::uint32_t slot) {
+void ParentSender::offer(std::uint32_t slot) {
   Entry& entry = entries_[slot];
   if (entry.state == State::due) return;
   if (entry.state == State::flight) {
@@ -15,7 +15,7 @@ void Uplink::offer(std::uint32_t slot) {
   push_back(due_, slot);
 }
 
-std::optional<Uplink::Send> Uplink::poll_send() {
+std::optional<ParentSender::Send> ParentSender::poll_send() {
   const std::uint32_t slot = due_.head;
   if (slot == kNone) return std::nullopt;
   Entry& entry = entries_[slot];
@@ -30,7 +30,7 @@ std::optional<Uplink::Send> Uplink::poll_send() {
   return Send{slot, counter_};
 }
 
-void Uplink::not_sent(std::uint32_t slot) {
+void ParentSender::not_sent(std::uint32_t slot) {
   Entry& entry = entries_[slot];
   --packets_sent_;
   sent_again_ -= entry.again ? 1 : 0;
@@ -39,7 +39,7 @@ void Uplink::not_sent(std::uint32_t slot) {
   make_due(slot);
 }
 
-void Uplink::handle_result(std::uint32_t slot, std::uint64_t number) {
+void ParentSender::handle_result(std::uint32_t slot, std::uint64_t number) {
   Entry& entry = entries_[slot];
   // A sum that was sent twice does not say which of the two was answered.
   if (entry.state == State::flight && !entry.again) {
@@ -47,7 +47,7 @@ void Uplink::handle_result(std::uint32_t slot, std::uint64_t number) {
   }
   unlink(entry.state == State::flight ? flight_ : due_, slot);
   entry = Entry{};
-  const auto gap = results_.take(number);
+  const auto gap = result_gaps_.observe(number);
   std::uint32_t at = flight_.head;
   for (std::uint32_t left = gap.count; left > 0 && at != kNone; --left) {
     if (entries_[at].send_number + kReorderThreshold > highest_answered_send_) break;
@@ -57,7 +57,7 @@ void Uplink::handle_result(std::uint32_t slot, std::uint64_t number) {
   }
 }
 
-std::uint32_t Uplink::handle_notice(std::uint64_t first, std::uint64_t count) {
+std::uint32_t ParentSender::handle_notice(std::uint64_t first, std::uint64_t count) {
   std::uint32_t again = 0;
   for (std::uint32_t at = flight_.head; at != kNone;) {
     const std::uint64_t send_number = entries_[at].send_number;
@@ -72,13 +72,13 @@ std::uint32_t Uplink::handle_notice(std::uint64_t first, std::uint64_t count) {
   return again;
 }
 
-void Uplink::make_due(std::uint32_t slot) {
+void ParentSender::make_due(std::uint32_t slot) {
   unlink(flight_, slot);
   entries_[slot].state = State::due;
   push_back(due_, slot);
 }
 
-void Uplink::push_back(List& list, std::uint32_t slot) {
+void ParentSender::push_back(List& list, std::uint32_t slot) {
   entries_[slot].previous = list.tail;
   entries_[slot].next = kNone;
   (list.tail != kNone ? entries_[list.tail].next : list.head) = slot;
@@ -86,7 +86,7 @@ void Uplink::push_back(List& list, std::uint32_t slot) {
   ++list.count;
 }
 
-void Uplink::unlink(List& list, std::uint32_t slot) {
+void ParentSender::unlink(List& list, std::uint32_t slot) {
   Entry& entry = entries_[slot];
   (entry.previous != kNone ? entries_[entry.previous].next : list.head) = entry.next;
   (entry.next != kNone ? entries_[entry.next].previous : list.tail) = entry.previous;
@@ -94,7 +94,7 @@ void Uplink::unlink(List& list, std::uint32_t slot) {
   --list.count;
 }
 
-void Uplink::append_canonical(std::vector<std::byte>& out) const {
+void ParentSender::append_canonical(std::vector<std::byte>& out) const {
   const auto append = [&out](auto value) {
     const auto* first = reinterpret_cast<const std::byte*>(&value);
     out.insert(out.end(), first, first + sizeof value);

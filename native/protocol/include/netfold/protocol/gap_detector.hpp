@@ -22,7 +22,7 @@ namespace netfold::protocol {
 // TCP's three, since a batch of one socket call may be processed out of order by several receive queues.
 inline constexpr std::uint64_t kReorderThreshold = 8;
 
-class Arrivals {
+class GapDetector {
  public:
   struct Gap {  // counters [first, first + count); among them, at most kReorderThreshold may have come
     std::uint64_t first = 0;
@@ -30,9 +30,9 @@ class Arrivals {
     bool operator==(const Gap&) const = default;
   };
   // A packet came. What counts as lost from now on; each counter is named at most once.
-  Gap take(std::uint64_t counter);
+  Gap observe(std::uint64_t counter);
 
-  bool operator==(const Arrivals&) const = default;
+  bool operator==(const GapDetector&) const = default;
 
  private:
   std::uint64_t newest_ = 0;

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.native
 
 PROTOCOL = Path(__file__).parents[2] / "native" / "protocol"
 
-# What is changed in arrivals.cpp, and the promise that breaks.
+# What is changed in gap_detector.cpp, and the promise that breaks.
 MUTANTS = {
     "late-packet-is-not-seen": (
         "if (age < 64) seen_ |= std::uint64_t{1} << age;",
@@ -62,29 +62,29 @@ def test_gap_detection_without_a_part_is_caught(name: str, tmp_path: Path) -> No
 
 
 def _mutant(text: str, instead: str, folder: Path) -> Any:
-    """A class like protocol.Arrivals, of the changed source."""
-    source = change_file(PROTOCOL / "arrivals.cpp", text, instead, folder)
-    sources = [source, Path(__file__).with_name("arrivals_abi.cpp")]
-    library = load(folder / "arrivals.so", sources, [PROTOCOL / "include"], "-O1")
-    library.arrivals_new.restype = library.arrivals_copy.restype = ctypes.c_void_p
+    """A class like protocol.GapDetector, of the changed source."""
+    source = change_file(PROTOCOL / "gap_detector.cpp", text, instead, folder)
+    sources = [source, Path(__file__).with_name("gap_detector_abi.cpp")]
+    library = load(folder / "gap_detector.so", sources, [PROTOCOL / "include"], "-O1")
+    library.gap_detector_new.restype = library.gap_detector_copy.restype = ctypes.c_void_p
 
-    class Arrivals:
+    class GapDetector:
         def __init__(self, copied: Any = None) -> None:
-            made = library.arrivals_new() if copied is None else library.arrivals_copy(copied)
+            made = library.gap_detector_new() if copied is None else library.gap_detector_copy(copied)
             self._self = ctypes.c_void_p(made)
 
         def __del__(self) -> None:
-            library.arrivals_delete(self._self)
+            library.gap_detector_delete(self._self)
 
         def __eq__(self, other: object) -> bool:
-            return isinstance(other, Arrivals) and bool(library.arrivals_equal(self._self, other._self))
+            return isinstance(other, GapDetector) and bool(library.gap_detector_equal(self._self, other._self))
 
-        def copy(self) -> Arrivals:
-            return Arrivals(self._self)
+        def copy(self) -> GapDetector:
+            return GapDetector(self._self)
 
-        def take(self, counter: int) -> tuple[int, int]:
+        def observe(self, counter: int) -> tuple[int, int]:
             first, count = ctypes.c_uint64(), ctypes.c_uint32()
-            library.arrivals_take(self._self, ctypes.c_uint64(counter), ctypes.byref(first), ctypes.byref(count))
+            library.gap_detector_observe(self._self, ctypes.c_uint64(counter), ctypes.byref(first), ctypes.byref(count))
             return first.value, count.value
 
-    return Arrivals
+    return GapDetector

@@ -19,7 +19,7 @@
 namespace netfold::protocol {
 
 template <class Address>
-struct Seat {
+struct AddressValidation {
   std::uint64_t nonce = 0;
   std::optional<Address> expected;  // what its worker named
   std::optional<Address> address;   // the same, once proved
@@ -36,7 +36,7 @@ struct Seat {
     address = source;
     return Drop::none;
   }
-  bool is_at(const Address& source) const { return address && *address == source; }
+  bool is_validated(const Address& source) const { return address && *address == source; }
 };
 
 }  // namespace netfold::protocol

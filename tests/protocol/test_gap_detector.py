@@ -14,8 +14,8 @@ THRESHOLD = protocol.REORDER_THRESHOLD
 
 def named_by(counters):
     """(packet, first, count) of every notice."""
-    arrivals = protocol.Arrivals()
-    notices = [(counter, *arrivals.take(counter)) for counter in counters]
+    gap_detector = protocol.GapDetector()
+    notices = [(counter, *gap_detector.observe(counter)) for counter in counters]
     return [one for one in notices if one[2] > 0]
 
 
