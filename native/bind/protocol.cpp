@@ -128,7 +128,7 @@ void bind_protocol(nb::module_& m) {
             const auto view = PacketView::parse(bytes_of(contribution));
             if (!view) throw nb::value_error("not a packet");
             std::vector<std::byte> out(self.packet_bytes());
-            self.write_mismatch(chunk, Agreement::of(view->header()), about, number, out.data());
+            self.write_mismatch(chunk, CallDescriptor::of(view->header()), about, number, out.data());
             return to_bytes(out);
           },
           nb::arg("chunk"), nb::arg("contribution"), nb::arg("about"), nb::arg("number") = 1)

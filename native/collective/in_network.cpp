@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kPieces = 4;
 
 // What a rank whose choice table is `table` called, if it is: "broadcast #12 of 100 f32 (root 2), wire u32".
-std::string text(const protocol::Agreement& said, std::uint16_t table) {
+std::string text(const protocol::CallDescriptor& said, std::uint16_t table) {
   const auto terms = Terms::unpacked(said.table ^ table);
   const std::string wire = std::string(", wire ") + kernels::name(static_cast<kernels::DType>(said.wire));
   if (!terms) return "operation #" + std::to_string(said.operation) + wire + ", by another choice table";
@@ -152,7 +152,7 @@ bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
       break;
   }
   // What is behind the values is nothing to anybody.
-  const std::size_t value_bytes = protocol::Agreement::of(received.header).value_bytes();
+  const std::size_t value_bytes = protocol::CallDescriptor::of(received.header).value_bytes();
   std::memcpy(kept_at(received.header.chunk), bytes.data(), protocol::kHeaderBytes + value_bytes);
   Active* active = find(received.header.operation);
   if (active == nullptr) return true;  // its owner gave it up
@@ -217,8 +217,8 @@ std::vector<Range> Channel::missing(int token) const {
 Failure Channel::mismatch(const protocol::Header& theirs) const {
   const int rank = rank_of(theirs.worker);
   return {Failure::Kind::mismatch, rank,
-          "rank " + std::to_string(rank) + " is in " + text(protocol::Agreement::of(theirs), table_) + ", this rank " +
-              std::to_string(rank_) + " in " + text(machine_.agreement_at(theirs.chunk), table_) +
+          "rank " + std::to_string(rank) + " is in " + text(protocol::CallDescriptor::of(theirs), table_) + ", this rank " +
+              std::to_string(rank_) + " in " + text(machine_.descriptor_at(theirs.chunk), table_) +
               "; every rank must make the same calls in the same order with the same sizes and dtypes"};
 }
 

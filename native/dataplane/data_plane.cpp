@@ -501,7 +501,7 @@ void DataPlane::take(Job& job, std::span<const std::byte> bytes, transport::Data
       ++job.counters.answers_again;
       return queue(job, job.workers[handled.worker], handled.slot);
     case SwitchJob::Outcome::mismatch:
-      return tell_mismatch(job, handled, protocol::Agreement::of(header), now_ns);
+      return tell_mismatch(job, handled, protocol::CallDescriptor::of(header), now_ns);
   }
 }
 
@@ -511,7 +511,7 @@ void DataPlane::completed(Job& job, std::uint32_t slot) {
     sealed(*job.answer_authenticator, job.machine->frame(slot), encrypted, job.tags.data() + slot * auth::kMacBytes);
   }
   ++job.counters.results;
-  job.counters.result_bytes += job.machine->agreement(slot).value_bytes();
+  job.counters.result_bytes += job.machine->descriptor(slot).value_bytes();
   job.results[job.results_count++ & (job.results.size() - 1)] = slot;
 }
 
@@ -546,7 +546,7 @@ void DataPlane::take_from_parent(Job& job, std::span<const std::byte> bytes, tra
   } else {  // who it is about is called the same at every switch of the tree
     ++job.counters.mismatches;
     std::vector<std::byte> packet(job.machine->packet_bytes());
-    job.machine->write_mismatch(handled.chunk, protocol::Agreement::of(header), header.worker, ++job.told,
+    job.machine->write_mismatch(handled.chunk, protocol::CallDescriptor::of(header), header.worker, ++job.told,
                                 packet.data());
     append_mac(job, packet);
     send_to_all_but(job, job.workers.size(), packet);
@@ -713,7 +713,7 @@ void DataPlane::notice(Job& job, std::uint16_t to, const protocol::GapDetector::
   send(job, to, packet);  // a hint: where there is no room for it, the worker's timer will do
 }
 
-void DataPlane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, const protocol::Agreement& said,
+void DataPlane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, const protocol::CallDescriptor& said,
                           std::int64_t now_ns) {
   ++job.counters.mismatches;
   std::vector<std::byte> packet(job.machine->packet_bytes());
@@ -726,7 +726,7 @@ void DataPlane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, const
     send_to_all_but(job, handled.worker, packet);
   }
   packet.resize(job.machine->packet_bytes());
-  job.machine->write_mismatch(handled.chunk, job.machine->agreement(handled.slot), job.machine->name_of(handled.other),
+  job.machine->write_mismatch(handled.chunk, job.machine->descriptor(handled.slot), job.machine->name_of(handled.other),
                               ++job.told, packet.data());
   append_mac(job, packet);
   send(job, handled.worker, packet);

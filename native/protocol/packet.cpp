@@ -123,8 +123,8 @@ std::array<std::byte, 12> nonce_of(const std::byte* header, std::size_t bytes) {
   return nonce;
 }
 
-Agreement Agreement::of(const Header& header) {
-  return Agreement{.operation = header.operation,
+CallDescriptor CallDescriptor::of(const Header& header) {
+  return CallDescriptor{.operation = header.operation,
                    .elements = header.elements,
                    .count = header.count,
                    .wire = header.wire,
@@ -132,7 +132,7 @@ Agreement Agreement::of(const Header& header) {
                    .table = header.table};
 }
 
-void Agreement::fill(Header& header) const {
+void CallDescriptor::fill(Header& header) const {
   header.operation = operation;
   header.elements = elements;
   header.count = count;
@@ -141,6 +141,6 @@ void Agreement::fill(Header& header) const {
   header.table = table;
 }
 
-std::size_t Agreement::value_bytes() const { return count * kernels::element_bytes(static_cast<kernels::DType>(wire)); }
+std::size_t CallDescriptor::value_bytes() const { return count * kernels::element_bytes(static_cast<kernels::DType>(wire)); }
 
 }  // namespace netfold::protocol

@@ -25,7 +25,7 @@ enum class Folds {
   together,  // in one pass over all: these fold in f32 and round once
 };
 
-Folds folds_of(const Agreement& said) {
+Folds folds_of(const CallDescriptor& said) {
   switch (static_cast<kernels::DType>(said.wire)) {
     case kernels::DType::f16:
     case kernels::DType::bf16:
@@ -123,8 +123,8 @@ SwitchJob::Handled SwitchJob::handle_packet(const Header& header, std::span<cons
     slot = Slot{.chunk = header.chunk};
   }
 
-  const Agreement said = Agreement::of(header);
-  if (slot.contributed_count > 0 && said != slot.agreement) {
+  const CallDescriptor said = CallDescriptor::of(header);
+  if (slot.contributed_count > 0 && said != slot.descriptor) {
     handled.outcome = Outcome::mismatch;
     for (std::uint16_t worker = 0; worker < config_.workers; ++worker) {
       if (has_contributed(slot, worker)) {
@@ -147,7 +147,7 @@ SwitchJob::Handled SwitchJob::handle_packet(const Header& header, std::span<cons
   }
 
   word |= bit;
-  slot.agreement = said;
+  slot.descriptor = said;
   slot.contributed_count = static_cast<std::uint16_t>(slot.contributed_count + 1);
   const std::byte* values = bytes.data() + kHeaderBytes;
   if (slot.contributed_count < config_.workers) {
@@ -199,8 +199,8 @@ SwitchJob::Handled SwitchJob::handle_parent(const Header& header, std::span<cons
   // A result without this switch's own sum is of no chunk of this life.
   if (header.chunk != slot.chunk || !summed(slot)) return drop(Drop::window);
   // The parent compared all sums, ours among them.
-  if (Agreement::of(header) != slot.agreement) return drop(Drop::malformed);
-  const std::size_t value_bytes = slot.agreement.value_bytes();
+  if (CallDescriptor::of(header) != slot.descriptor) return drop(Drop::malformed);
+  const std::size_t value_bytes = slot.descriptor.value_bytes();
   std::memcpy(frame_at(handled.slot) + kHeaderBytes, bytes.data() + kHeaderBytes, value_bytes);
   clear_behind(frame_at(handled.slot), values_in_frame_[handled.slot], value_bytes);
   complete(handled.slot, header.worker);
@@ -210,10 +210,10 @@ SwitchJob::Handled SwitchJob::handle_parent(const Header& header, std::span<cons
 
 void SwitchJob::take(std::uint32_t index, std::uint16_t worker, const std::byte* values) {
   Slot& slot = slots_[index];
-  const Folds folds = folds_of(slot.agreement);
+  const Folds folds = folds_of(slot.descriptor);
   // Padding is in no sum: small operations must not pay for long packets.
   const auto keep = [&](std::uint16_t place) {
-    std::memcpy(contribution(index, place), values, slot.agreement.value_bytes());
+    std::memcpy(contribution(index, place), values, slot.descriptor.value_bytes());
   };
   if (folds == Folds::at_once) {
     if (slot.contributed_count == 1) return keep(0);
@@ -235,14 +235,14 @@ void SwitchJob::finish(std::uint32_t index, std::uint16_t worker, const std::byt
   const Slot& slot = slots_[index];
   std::array<const void*, kMaxWorkers> sources;
   std::size_t count = 0;
-  if (folds_of(slot.agreement) == Folds::at_once) {
+  if (folds_of(slot.descriptor) == Folds::at_once) {
     if (config_.workers > 1) sources[count++] = contribution(index, 0);
     sources[count++] = values;
   } else {
     count = sources_of(index, worker, values, static_cast<std::uint16_t>(config_.workers - 1), sources);
   }
   reduce(slot, packet + kHeaderBytes, {sources.data(), count});
-  clear_behind(packet, in_packet, slot.agreement.value_bytes());
+  clear_behind(packet, in_packet, slot.descriptor.value_bytes());
 }
 
 std::size_t SwitchJob::sources_of(std::uint32_t index, std::uint16_t worker, const std::byte* values,
@@ -257,9 +257,9 @@ std::size_t SwitchJob::sources_of(std::uint32_t index, std::uint16_t worker, con
 }
 
 void SwitchJob::reduce(const Slot& slot, std::byte* to, std::span<const void* const> sources) {
-  kernels::reduce(static_cast<kernels::ReduceOp>(slot.agreement.reduce),
-                  static_cast<kernels::DType>(slot.agreement.wire), to, sources.data(), sources.size(),
-                  slot.agreement.count);
+  kernels::reduce(static_cast<kernels::ReduceOp>(slot.descriptor.reduce),
+                  static_cast<kernels::DType>(slot.descriptor.wire), to, sources.data(), sources.size(),
+                  slot.descriptor.count);
 }
 
 void SwitchJob::clear_behind(std::byte* packet, std::uint32_t& values, std::size_t value_bytes) {
@@ -276,7 +276,7 @@ void SwitchJob::complete(std::uint32_t index, std::uint16_t last_worker) {
                 .chunk = slot.chunk,
                 .counter = ++counter_,
                 .worker = last_worker};
-  slot.agreement.fill(answer);
+  slot.descriptor.fill(answer);
   write_header(answer, frame_at(index));
   slot.complete = true;
 }
@@ -289,7 +289,7 @@ std::span<const std::byte> SwitchJob::sum(std::uint32_t index, std::uint64_t cou
                 .chunk = slot.chunk,
                 .counter = counter,
                 .worker = config_.parent->worker};
-  slot.agreement.fill(header);
+  slot.descriptor.fill(header);
   write_header(header, sum_at(index));
   return {sum_at(index), packet_bytes()};
 }
@@ -298,7 +298,7 @@ std::span<const std::byte> SwitchJob::frame(std::uint32_t slot) const {
   return {frames_.data() + static_cast<std::size_t>(slot) * packet_bytes(), packet_bytes()};
 }
 
-void SwitchJob::write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::uint64_t number,
+void SwitchJob::write_mismatch(std::uint64_t chunk, const CallDescriptor& said, std::uint16_t about, std::uint64_t number,
                                std::byte* out) const {
   Header header{.flags = kAnswer | kMismatch,
                 .job = config_.job,
@@ -355,7 +355,7 @@ const std::byte* SwitchJob::contribution(std::uint32_t slot, std::uint16_t worke
 
 bool SwitchJob::keeps(const Slot& slot, std::uint16_t worker) const {
   if (slot.contributed_count == 0 || slot.contributed_count == config_.workers) return false;
-  switch (folds_of(slot.agreement)) {
+  switch (folds_of(slot.descriptor)) {
     case Folds::at_once:
       return worker == 0;
     case Folds::in_order:
@@ -387,15 +387,15 @@ void SwitchJob::append_canonical(std::vector<std::byte>& out) const {
     append_value(out, slot.contributed_count);
     append_value(out, slot.complete);
     append(out, slot.contributed.data(), sizeof slot.contributed);
-    append_value(out, slot.agreement.operation);
-    append_value(out, slot.agreement.elements);
-    append_value(out, slot.agreement.count);
-    append_value(out, slot.agreement.wire);
-    append_value(out, slot.agreement.reduce);
-    append_value(out, slot.agreement.table);
+    append_value(out, slot.descriptor.operation);
+    append_value(out, slot.descriptor.elements);
+    append_value(out, slot.descriptor.count);
+    append_value(out, slot.descriptor.wire);
+    append_value(out, slot.descriptor.reduce);
+    append_value(out, slot.descriptor.table);
     // What is behind them, and of former tenants, is read no more.
     for (std::uint16_t worker = 0; worker < config_.workers; ++worker) {
-      if (keeps(slot, worker)) append(out, contribution(i, worker), slot.agreement.value_bytes());
+      if (keeps(slot, worker)) append(out, contribution(i, worker), slot.descriptor.value_bytes());
     }
   }
   append(out, frames_.data(), frames_.size());

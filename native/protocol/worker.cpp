@@ -85,11 +85,11 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
                        .chunk = chunk,
                        .counter = counter_,
                        .worker = config_.worker};
-  agreement_at(chunk).fill(send.header);
+  descriptor_at(chunk).fill(send.header);
   return send;
 }
 
-Agreement Worker::agreement_at(std::uint64_t chunk) const {
+CallDescriptor Worker::descriptor_at(std::uint64_t chunk) const {
   const Line& line = *line_of(chunk);
   const Operation& operation = line.operation;
   return {.operation = operation.operation,
@@ -139,7 +139,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   Line& line = lines_[static_cast<std::size_t>(line_of(header.chunk) - lines_.data())];
   if (header.flags & kMismatch) {
     // Others who called the same hear of it too, in case it is they who differ from the first.
-    if (Agreement::of(header) == agreement_at(header.chunk)) return drop(Drop::stale);
+    if (CallDescriptor::of(header) == descriptor_at(header.chunk)) return drop(Drop::stale);
     received.outcome = Outcome::mismatch;
     return received;
   }

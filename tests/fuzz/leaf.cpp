@@ -42,7 +42,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     } else if (handled.outcome == Outcome::mismatch && parent) {
       std::vector<std::byte> out(machine.packet_bytes());
       const Header header = PacketView::parse(packet)->header();
-      machine.write_mismatch(handled.chunk, Agreement::of(header), header.worker, 1, out.data());
+      machine.write_mismatch(handled.chunk, CallDescriptor::of(header), header.worker, 1, out.data());
       expect(PacketView::parse(out)->header().flags == (kAnswer | kMismatch), "a mismatch is a packet");
     }
   }

@@ -35,7 +35,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     }
     if (handled.outcome == Outcome::mismatch) {
       std::vector<std::byte> out(machine.packet_bytes());
-      machine.write_mismatch(handled.chunk, machine.agreement(handled.slot), handled.other, 1, out.data());
+      machine.write_mismatch(handled.chunk, machine.descriptor(handled.slot), handled.other, 1, out.data());
       expect(PacketView::parse(out)->header().flags == (kAnswer | kMismatch), "a mismatch is a packet");
     } else if (handled.outcome != Outcome::stored) {
       const auto answer = PacketView::parse(machine.frame(handled.slot));

@@ -118,7 +118,7 @@ MUTANTS = {
     "switch-agreement": Mutant(
         Scope(operations="1,1", last="2"),
         DISAGREED,
-        ((SWITCH, "if (slot.contributed_count > 0 && said != slot.agreement) {", "if (false) {"),),
+        ((SWITCH, "if (slot.contributed_count > 0 && said != slot.descriptor) {", "if (false) {"),),
     ),
     # It compares everything but the size: the worker cannot see it, since sizes are no part of what it looks at.
     "switch-agreed-elements": Mutant(
@@ -127,9 +127,9 @@ MUTANTS = {
         (
             (
                 SWITCH,
-                "const Agreement said = Agreement::of(header);",
-                "Agreement said = Agreement::of(header);\n  if (slot.contributed_count > 0) "
-                "said.elements = slot.agreement.elements;",
+                "const CallDescriptor said = CallDescriptor::of(header);",
+                "CallDescriptor said = CallDescriptor::of(header);\n  if (slot.contributed_count > 0) "
+                "said.elements = slot.descriptor.elements;",
             ),
         ),
     ),
@@ -139,8 +139,8 @@ MUTANTS = {
         (
             (
                 SWITCH,
-                "said != slot.agreement) {\n    handled.outcome = Outcome::mismatch;",
-                "said != slot.agreement) {\n    return drop(Drop::malformed);",
+                "said != slot.descriptor) {\n    handled.outcome = Outcome::mismatch;",
+                "said != slot.descriptor) {\n    return drop(Drop::malformed);",
             ),
         ),
     ),
@@ -162,7 +162,7 @@ MUTANTS = {
     "worker-own-mismatch": Mutant(
         Scope(workers=3, operations="1,1", last="2"),
         SAID,
-        ((WORKER, "if (Agreement::of(header) == agreement_at(header.chunk)) return drop(Drop::stale);", ""),),
+        ((WORKER, "if (CallDescriptor::of(header) == descriptor_at(header.chunk)) return drop(Drop::stale);", ""),),
     ),
     # A leaf does not send its sum again: what is lost between it and the root stays lost.
     "leaf-asked": Mutant(

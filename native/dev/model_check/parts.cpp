@@ -291,7 +291,7 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
       }
       // As the aggregator tells them (native/dataplane/data_plane.cpp).
       const SwitchJob& job = state.machine;
-      const auto tell = [&](std::uint16_t to, const protocol::Agreement& said, std::uint16_t about) {
+      const auto tell = [&](std::uint16_t to, const protocol::CallDescriptor& said, std::uint16_t about) {
         Packet sent = answer_to(state, to);
         sent.chunk = handled.chunk;
         sent.life = state.life();
@@ -302,9 +302,9 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
       };
       const std::uint16_t about = from_parent ? header.worker : job.name_of(handled.worker);
       for (std::uint16_t to = 0; to < job.config().workers; ++to) {
-        if (from_parent || to != handled.worker) tell(to, protocol::Agreement::of(header), about);
+        if (from_parent || to != handled.worker) tell(to, protocol::CallDescriptor::of(header), about);
       }
-      if (!from_parent) tell(handled.worker, job.agreement(handled.slot), job.name_of(handled.other));
+      if (!from_parent) tell(handled.worker, job.descriptor(handled.slot), job.name_of(handled.other));
       break;
     }
   }

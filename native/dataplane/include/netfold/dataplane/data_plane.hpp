@@ -210,7 +210,7 @@ class DataPlane {
   void send(Job& job, std::uint16_t to, std::span<const std::byte> packet);
   void append_mac(Job& job, std::vector<std::byte>& packet);
   void notice(Job& job, std::uint16_t to, const protocol::GapDetector::Gap& gap);
-  void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, const protocol::Agreement& said,
+  void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, const protocol::CallDescriptor& said,
                      std::int64_t now_ns);
   // Batched; `except`: a worker, or as many as there are for all.
   void send_to_all_but(Job& job, std::size_t except, std::span<const std::byte> packet);

@@ -125,7 +125,7 @@ void write_header(const Header& header, std::byte* out);
 std::array<std::byte, 12> nonce_of(const std::byte* header, std::size_t bytes);
 
 // What the ranks of a group must agree on before a single value is added.
-struct Agreement {
+struct CallDescriptor {
   std::uint32_t operation = 0;
   std::uint32_t elements = 0;
   std::uint16_t count = 0;
@@ -133,10 +133,10 @@ struct Agreement {
   std::uint8_t reduce = 0;
   std::uint16_t table = 0;
 
-  static Agreement of(const Header& header);
+  static CallDescriptor of(const Header& header);
   void fill(Header& header) const;
   std::size_t value_bytes() const;  // of a packet's values, without padding
-  bool operator==(const Agreement&) const = default;
+  bool operator==(const CallDescriptor&) const = default;
 };
 
 }  // namespace netfold::protocol

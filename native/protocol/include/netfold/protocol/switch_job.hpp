@@ -104,7 +104,7 @@ class SwitchJob {
     std::uint32_t slot = 0;
     std::uint64_t chunk = 0;
     std::uint16_t worker = 0;
-    std::uint16_t other = 0;  // mismatch: the worker that set the slot's agreement
+    std::uint16_t other = 0;  // mismatch: the worker that set the slot's descriptor
   };
 
   // One datagram in. Never reads past `bytes`, never throws, and changes nothing unless stored or completed.
@@ -125,12 +125,12 @@ class SwitchJob {
   std::span<const std::byte> frame(std::uint32_t slot) const;
   // After `mismatch`: the packet that tells what `about`, by its name, said. `number`: another one for each mismatch
   // and notice that is written. `out` has config().payload_bytes + kHeaderBytes.
-  void write_mismatch(std::uint64_t chunk, const Agreement& said, std::uint16_t about, std::uint64_t number,
+  void write_mismatch(std::uint64_t chunk, const CallDescriptor& said, std::uint16_t about, std::uint64_t number,
                       std::byte* out) const;
   // The packet that tells `to` which of its packets did not come; `number` and `out` as above. Precondition:
   // gap.count > 0.
   void write_notice(std::uint16_t to, const GapDetector::Gap& gap, std::uint64_t number, std::byte* out) const;
-  Agreement agreement(std::uint32_t slot) const { return slots_[slot].agreement; }
+  CallDescriptor descriptor(std::uint32_t slot) const { return slots_[slot].descriptor; }
   std::uint16_t name_of(std::uint16_t worker) const { return config_.names.empty() ? worker : config_.names[worker]; }
 
   // Workers whose contribution to `chunk` has not come (bit index order); empty when it is complete, summed or
@@ -153,7 +153,7 @@ class SwitchJob {
   using Bitmap = std::array<std::uint64_t, kMaxWorkers / 64>;
   struct Slot {
     std::uint64_t chunk = 0;
-    Agreement agreement;
+    CallDescriptor descriptor;
     std::uint16_t contributed_count = 0;
     std::uint16_t folded = 0;  // of floats: the first so many workers' values are in the sum so far
     bool complete = false;

@@ -145,7 +145,7 @@ class Worker {
   void start(const Operation& operation);
 
   // What this worker says of a chunk, of those from the lowest unanswered to the last of an operation.
-  Agreement agreement_at(std::uint64_t chunk) const;
+  CallDescriptor descriptor_at(std::uint64_t chunk) const;
 
   // What goes out now, if anything: the header is complete, the values are elements [first, first + count) of
   // `operation`. Call until empty. `again` marks a retransmission.
