@@ -91,7 +91,7 @@ class Planes:
                 setattr(header, name, value)
             packet = np.frombuffer(header.pack() + bytes(PAYLOAD), np.uint8)
             self.packets.append(np.tile(packet, (WINDOW, 1)))
-            header.flags, header.counter, header.count = protocol.FLAGS["hello"], worker + 1, 0
+            header.flags, header.packet_number, header.count = protocol.FLAGS["hello"], worker + 1, 0
             for row in self.sockets:
                 row[worker].send(header.pack() + bytes(PAYLOAD))
         time.sleep(0.1)

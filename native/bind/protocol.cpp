@@ -63,7 +63,7 @@ void bind_protocol(nb::module_& m) {
       .def_rw("epoch", &Header::epoch)
       .def_rw("incarnation", &Header::incarnation)
       .def_rw("chunk", &Header::chunk)
-      .def_rw("counter", &Header::counter)
+      .def_rw("packet_number", &Header::packet_number)
       .def_rw("operation", &Header::operation)
       .def_rw("elements", &Header::elements)
       .def_rw("worker", &Header::worker)
@@ -119,7 +119,7 @@ void bind_protocol(nb::module_& m) {
       .def("handle_parent",
            [](SwitchJob& self, const nb::bytes& bytes) { return told(self.handle_parent(bytes_of(bytes))); })
       .def("sum",
-           [](SwitchJob& self, std::uint32_t slot, std::uint64_t counter) { return to_bytes(self.sum(slot, counter)); })
+           [](SwitchJob& self, std::uint32_t slot, std::uint64_t packet_number) { return to_bytes(self.sum(slot, packet_number)); })
       .def("frame", [](const SwitchJob& self, std::uint32_t slot) { return to_bytes(self.frame(slot)); })
       .def(
           "mismatch_packet",
@@ -149,8 +149,8 @@ void bind_protocol(nb::module_& m) {
   nb::class_<GapDetector>(p, "GapDetector")
       .def(nb::init<>())
       .def("observe",
-           [](GapDetector& self, std::uint64_t counter) {
-             const auto gap = self.observe(counter);
+           [](GapDetector& self, std::uint64_t packet_number) {
+             const auto gap = self.observe(packet_number);
              return nb::make_tuple(gap.first, gap.count);
            })
       .def("copy", [](const GapDetector& self) { return GapDetector(self); })
@@ -163,7 +163,7 @@ void bind_protocol(nb::module_& m) {
            [](ParentSender& self) -> nb::object {
              const auto send = self.poll_send();
              if (!send) return nb::none();
-             return nb::make_tuple(send->slot, send->counter);
+             return nb::make_tuple(send->slot, send->packet_number);
            })
       .def("not_sent", &ParentSender::not_sent)
       .def("handle_result", &ParentSender::handle_result)

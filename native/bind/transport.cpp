@@ -48,7 +48,7 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
   const std::size_t bytes = std::max(packet_bytes, protocol::kHeaderBytes);
   std::vector<std::byte> packet(bytes + (key ? netfold::auth::kMacBytes : 0));
   protocol::Header header{.flags = protocol::kHello, .job = job, .incarnation = incarnation};
-  header.counter = nonce;
+  header.packet_number = nonce;
   header.worker = worker;
   protocol::write_header(header, packet.data());
   if (authenticator) {
@@ -61,10 +61,10 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
     const auto view = protocol::PacketView::parse(came);
     if (!view) return;
     protocol::Header with_nonce = view->header();
-    with_nonce.counter = nonce;
+    with_nonce.packet_number = nonce;
     if (!(with_nonce == header)) return;
     if (authenticator && !authenticator->verify(protocol::nonce_of(came.data(), bytes), came)) return;
-    back = view->header().counter;
+    back = view->header().packet_number;
   };
   const auto take = [&](std::span<const transport::Datagrams::Train> batch) {
     for (const auto& train : batch) {

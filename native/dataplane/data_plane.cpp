@@ -478,7 +478,7 @@ void DataPlane::take(Job& job, std::span<const std::byte> bytes, transport::Data
   // A copy of what came before, or of what nobody needs any more, is as good a sign of life of the packets around it.
   if (handled.outcome != SwitchJob::Outcome::dropped || handled.drop == Drop::stale ||
       handled.drop == Drop::duplicate) {
-    const auto gap = from.gap_detector.observe(header.counter);
+    const auto gap = from.gap_detector.observe(header.packet_number);
     if (gap.count > 0) notice(job, header.worker, gap);
   }
   switch (handled.outcome) {
@@ -538,7 +538,7 @@ void DataPlane::take_from_parent(Job& job, std::span<const std::byte> bytes, tra
   const SwitchJob::Handled handled = job.machine->handle_parent(header, bytes);
   if (handled.outcome == SwitchJob::Outcome::dropped) return count_drop(handled.drop);
   if (handled.outcome == SwitchJob::Outcome::completed) {
-    job.parent->machine.handle_result(handled.slot, header.counter);
+    job.parent->machine.handle_result(handled.slot, header.packet_number);
     completed(job, handled.slot);
   } else if (handled.outcome == SwitchJob::Outcome::notice) {
     ++job.counters.parent_notices;
@@ -569,7 +569,7 @@ void DataPlane::flush_sums(Job& job) {
     while (count < most) {
       const auto send = parent.machine.poll_send();
       if (!send) break;
-      const auto sum = job.machine->sum(send->slot, send->counter);
+      const auto sum = job.machine->sum(send->slot, send->packet_number);
       std::byte* tag_of = tags.data() + count * auth::kMacBytes;
       const std::byte* from = sum.data();
       if (parent.authenticator) from = sealed(*parent.authenticator, sum, parent.encrypted.data() + count * job.plain.size(), tag_of);
@@ -613,7 +613,7 @@ void DataPlane::hello(Job& job, const protocol::Header& header, std::span<const 
   if (job.endpoint == nullptr) return send(job, header.worker, bytes);
   std::vector<std::byte> proof(bytes.begin(), bytes.end());
   protocol::Header with_proof = header;
-  with_proof.counter = job.proofs[header.worker];
+  with_proof.packet_number = job.proofs[header.worker];
   protocol::write_header(with_proof, proof.data());
   if (worker.hello_authenticator) {
     const std::span<const std::byte> packet(proof.data(), proof.size() - auth::kMacBytes);

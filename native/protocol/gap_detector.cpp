@@ -5,14 +5,14 @@
 
 namespace netfold::protocol {
 
-GapDetector::Gap GapDetector::observe(std::uint64_t counter) {
-  if (counter <= newest_) {
-    const std::uint64_t age = newest_ - counter;
+GapDetector::Gap GapDetector::observe(std::uint64_t packet_number) {
+  if (packet_number <= newest_) {
+    const std::uint64_t age = newest_ - packet_number;
     if (age < 64) seen_ |= std::uint64_t{1} << age;
     return {};
   }
   // Those that this packet makes too old: of the last kReorderThreshold the unseen ones, and all that it jumped over.
-  const std::uint64_t ahead = counter - newest_;
+  const std::uint64_t ahead = packet_number - newest_;
   std::uint64_t first = 0;
   std::uint64_t last = 0;
   for (std::uint64_t age = kReorderThreshold; age-- > 0;) {
@@ -22,9 +22,9 @@ GapDetector::Gap GapDetector::observe(std::uint64_t counter) {
   }
   if (ahead > kReorderThreshold) {
     if (first == 0) first = newest_ + 1;
-    last = counter - kReorderThreshold;
+    last = packet_number - kReorderThreshold;
   }
-  newest_ = counter;
+  newest_ = packet_number;
   seen_ = (ahead < 64 ? seen_ << ahead : 0) | 1;
   if (first == 0) return {};
   const std::uint64_t count = last - first + 1;

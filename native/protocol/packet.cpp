@@ -82,7 +82,7 @@ Header PacketView::header() const {
       .epoch = load_be<std::uint32_t>(at + 8),
       .incarnation = load_be<std::uint32_t>(at + 12),
       .chunk = load_be<std::uint64_t>(at + 16),
-      .counter = load_be<std::uint64_t>(at + 24),
+      .packet_number = load_be<std::uint64_t>(at + 24),
       .operation = load_be<std::uint32_t>(at + 32),
       .elements = load_be<std::uint32_t>(at + 36),
       .worker = load_be<std::uint16_t>(at + 40),
@@ -105,7 +105,7 @@ void write_header(const Header& header, std::byte* out) {
   store_be(out + 8, header.epoch);
   store_be(out + 12, header.incarnation);
   store_be(out + 16, header.chunk);
-  store_be(out + 24, header.counter);
+  store_be(out + 24, header.packet_number);
   store_be(out + 32, header.operation);
   store_be(out + 36, header.elements);
   store_be(out + 40, header.worker);

@@ -23,11 +23,11 @@ std::optional<ParentSender::Send> ParentSender::poll_send() {
   entry.state = State::flight;
   entry.again = entry.sent;
   entry.sent = true;
-  entry.send_number = ++counter_;
+  entry.send_number = ++packet_number_;
   push_back(flight_, slot);
   ++packets_sent_;
   sent_again_ += entry.again ? 1 : 0;
-  return Send{slot, counter_};
+  return Send{slot, packet_number_};
 }
 
 void ParentSender::not_sent(std::uint32_t slot) {
@@ -108,7 +108,7 @@ void ParentSender::append_canonical(std::vector<std::byte>& out) const {
     append(entry.next);
     append(entry.send_number);
   }
-  append(counter_);
+  append(packet_number_);
   append(highest_answered_send_);
   append(packets_sent_);
   append(sent_again_);

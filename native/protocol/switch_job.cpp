@@ -274,20 +274,20 @@ void SwitchJob::complete(std::uint32_t index, std::uint16_t last_worker) {
                 .epoch = config_.epoch,
                 .incarnation = config_.incarnation,
                 .chunk = slot.chunk,
-                .counter = ++counter_,
+                .packet_number = ++packet_number_,
                 .worker = last_worker};
   slot.descriptor.fill(answer);
   write_header(answer, frame_at(index));
   slot.complete = true;
 }
 
-std::span<const std::byte> SwitchJob::sum(std::uint32_t index, std::uint64_t counter) {
+std::span<const std::byte> SwitchJob::sum(std::uint32_t index, std::uint64_t packet_number) {
   const Slot& slot = slots_[index];
   Header header{.job = config_.parent->job,
                 .epoch = config_.parent->epoch,
                 .incarnation = config_.parent->incarnation,
                 .chunk = slot.chunk,
-                .counter = counter,
+                .packet_number = packet_number,
                 .worker = config_.parent->worker};
   slot.descriptor.fill(header);
   write_header(header, sum_at(index));
@@ -305,7 +305,7 @@ void SwitchJob::write_mismatch(std::uint64_t chunk, const CallDescriptor& said, 
                 .epoch = config_.epoch,
                 .incarnation = config_.incarnation,
                 .chunk = chunk,
-                .counter = number,
+                .packet_number = number,
                 .worker = about};
   said.fill(header);
   std::memset(out, 0, packet_bytes());
@@ -318,7 +318,7 @@ void SwitchJob::write_notice(std::uint16_t to, const GapDetector::Gap& gap, std:
                       .epoch = config_.epoch,
                       .incarnation = config_.incarnation,
                       .chunk = gap.first,
-                      .counter = number,
+                      .packet_number = number,
                       .elements = gap.count,
                       .worker = to};
   std::memset(out, 0, packet_bytes());
@@ -400,7 +400,7 @@ void SwitchJob::append_canonical(std::vector<std::byte>& out) const {
   }
   append(out, frames_.data(), frames_.size());
   append(out, sums_.data(), sums_.size());
-  append_value(out, counter_);
+  append_value(out, packet_number_);
 }
 
 }  // namespace netfold::protocol

@@ -72,7 +72,7 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
   entry.state = State::flight;
   entry.again = again;
   entry.suspect = false;
-  entry.send_number = ++counter_;
+  entry.send_number = ++packet_number_;
   entry.sent_ns = now_ns;
   push_back(flight_, index);
   retransmissions_ += again ? 1 : 0;
@@ -83,7 +83,7 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
                        .epoch = config_.epoch,
                        .incarnation = config_.incarnation,
                        .chunk = chunk,
-                       .counter = counter_,
+                       .packet_number = packet_number_,
                        .worker = config_.worker};
   descriptor_at(chunk).fill(send.header);
   return send;
@@ -222,7 +222,7 @@ std::int64_t Worker::next_send_ns() const {
 void Worker::handle_timeout(std::int64_t now_ns) {
   if (flight_.count == 0 || now_ns < poll_timeout()) return;
   timer_start_ns_ = now_ns;
-  paused_send_ = counter_;
+  paused_send_ = packet_number_;
   if (answered_probes_ == 0) {
     mark_lost(flight_.head, true);
     ++backoff_;
@@ -273,9 +273,9 @@ Worker::Received Worker::handle_notice(const Header& header) {
 // was for was most likely sent between those that were answered before and after it. Where nothing unanswered is
 // between them, it was one of those that had been passed over and waited for a repair.
 void Worker::note_skipped(const Header& header, const Entry& answered, bool first_try) {
-  if (header.counter <= newest_answer_) return;
-  answer_skipped_ = answer_skipped_ || header.counter != newest_answer_ + 1;
-  newest_answer_ = header.counter;
+  if (header.packet_number <= newest_answer_) return;
+  answer_skipped_ = answer_skipped_ || header.packet_number != newest_answer_ + 1;
+  newest_answer_ = header.packet_number;
   if (!first_try) return;  // its place in the order of sending is not where it was answered
   if (answer_skipped_) {
     bool between = false;
@@ -301,7 +301,7 @@ void Worker::end_round() {
   const std::uint64_t window = congestion_window_;
   const bool more = next_ < end_;  // else the script holds back, and nothing was tried
   std::uint64_t wanted = window;
-  if (round_lost_ > kFewLosses && round_lost_ * kLossTolerance > counter_ - round_start_) {
+  if (round_lost_ > kFewLosses && round_lost_ * kLossTolerance > packet_number_ - round_start_) {
     const std::uint64_t tenths = control_ == Control::share ? 9 : 7;
     wanted = std::max<std::uint64_t>(window, trial_window_) * tenths / 10;
     trial_window_ = 0;
@@ -320,7 +320,7 @@ void Worker::end_round() {
   const bool smaller = trial_window_ != 0 && wanted <= window;
   const std::uint64_t least = std::min(smaller ? kLeastTrialWindow : kLeastWindow, config_.window);
   congestion_window_ = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(wanted, least, config_.window));
-  round_start_ = counter_;
+  round_start_ = packet_number_;
   round_lost_ = 0;
   round_least_rtt_ns_ = 0;
 }
@@ -458,7 +458,7 @@ void Worker::append_canonical(std::vector<std::byte>& out) const {
   append(base_);
   append(next_);
   append(end_);
-  append(counter_);
+  append(packet_number_);
   append(highest_answered_send_);
   append(newest_answer_);
   append(answer_skipped_);

@@ -16,6 +16,6 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   expect(std::equal(again.begin(), again.end(), bytes.begin()), "a header that is written is the one that was read");
   const auto nonce = nonce_of(bytes.data(), bytes.size());
   expect(nonce[0] == bytes[3] && std::equal(nonce.begin() + 4, nonce.end(), bytes.begin() + 24),
-         "a nonce is the flags, the length and the counter");
+         "a nonce is the flags, the length and the packet number");
   return 0;
 }

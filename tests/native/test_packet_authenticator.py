@@ -19,24 +19,24 @@ pytestmark = pytest.mark.native
 SECRET = bytes(range(32))
 
 
-def packet(payload: bytes, flags: int = 0, counter: int = 7) -> bytes:
+def packet(payload: bytes, flags: int = 0, packet_number: int = 7) -> bytes:
     header = protocol.Header()
-    header.flags, header.counter, header.job = flags, counter, 0xA1B2C3D4
+    header.flags, header.packet_number, header.job = flags, packet_number, 0xA1B2C3D4
     return bytes(header.pack()) + payload
 
 
 @pytest.mark.parametrize("payload_bytes", [0, 1, 8, 15, 16, 17, 31, 200, 1408, 8880, 32768])
 def test_a_tag_is_what_another_implementation_of_aes_gcm_says(payload_bytes: int) -> None:
-    key, counter = os.urandom(16), int.from_bytes(os.urandom(8), "big")
-    whole = packet(os.urandom(payload_bytes), 0x1F, counter)
-    nonce = bytes([0x1F]) + len(whole).to_bytes(3, "big") + counter.to_bytes(8, "big")
+    key, packet_number = os.urandom(16), int.from_bytes(os.urandom(8), "big")
+    whole = packet(os.urandom(payload_bytes), 0x1F, packet_number)
+    nonce = bytes([0x1F]) + len(whole).to_bytes(3, "big") + packet_number.to_bytes(8, "big")
     assert auth.with_mac(key, whole) == whole + AESGCM(key).encrypt(nonce, b"", whole)
 
 
 def test_flags_length_and_counter_are_the_nonce() -> None:
     key = os.urandom(16)
     whole = packet(bytes(16))
-    tags = {auth.with_mac(key, each)[-16:] for each in (whole, packet(bytes(16), flags=8), packet(bytes(16), counter=8))}
+    tags = {auth.with_mac(key, each)[-16:] for each in (whole, packet(bytes(16), flags=8), packet(bytes(16), packet_number=8))}
     # GCM's tag is a sum of a part of the nonce alone and one of the bytes: the same bytes differ by the nonce alone.
     assert len(tags) == 3
 

@@ -15,7 +15,7 @@ THRESHOLD = protocol.REORDER_THRESHOLD
 def named_by(counters):
     """(packet, first, count) of every notice."""
     gap_detector = protocol.GapDetector()
-    notices = [(counter, *gap_detector.observe(counter)) for counter in counters]
+    notices = [(packet_number, *gap_detector.observe(packet_number)) for packet_number in counters]
     return [one for one in notices if one[2] > 0]
 
 
@@ -31,7 +31,7 @@ def test_the_first_packets_are_missed_too():
 @pytest.mark.parametrize("jump", [1, 7, 8, 9, 63, 64, 65, 1000])
 def test_a_burst_is_missed_to_its_last_packet(jump):
     counters = [*range(1, 101), *range(101 + jump, 200 + jump)]
-    missed = [counter for _, first, count in named_by(counters) for counter in range(first, first + count)]
+    missed = [packet_number for _, first, count in named_by(counters) for packet_number in range(first, first + count)]
     assert missed == list(range(101, 101 + jump))
 
 
@@ -44,25 +44,25 @@ def test_packets_that_overtake_each_other_by_less_than_eight_are_not_missed():
 
 @given(st.lists(st.booleans(), min_size=1, max_size=300))
 def test_every_lost_packet_is_named_once_and_in_time(came):
-    counters = [counter for counter, here in enumerate(came, start=1) if here]
+    counters = [packet_number for packet_number, here in enumerate(came, start=1) if here]
     named = []
-    for counter, first, count in named_by(counters):
+    for packet_number, first, count in named_by(counters):
         last = first + count - 1
-        assert last + THRESHOLD <= counter
+        assert last + THRESHOLD <= packet_number
         # Between the first and the last that are lost there may be a few that came.
         assert not came[first - 1]
         assert not came[last - 1]
         named += range(first, first + count)
     assert len(named) == len(set(named))
     newest = max(counters, default=0)
-    lost = {counter for counter, here in enumerate(came, start=1) if not here and counter + THRESHOLD <= newest}
+    lost = {packet_number for packet_number, here in enumerate(came, start=1) if not here and packet_number + THRESHOLD <= newest}
     assert lost <= set(named)
-    assert sum(came[counter - 1] for counter in named) <= THRESHOLD * len(named_by(counters))
+    assert sum(came[packet_number - 1] for packet_number in named) <= THRESHOLD * len(named_by(counters))
 
 
 @given(st.lists(st.integers(1, 120), max_size=120))
 def test_any_order_and_any_copies_name_a_packet_at_most_once(counters):
-    named = [counter for _, first, count in named_by(counters) for counter in range(first, first + count)]
+    named = [packet_number for _, first, count in named_by(counters) for packet_number in range(first, first + count)]
     assert len(named) == len(set(named))
 
 

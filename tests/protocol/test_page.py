@@ -205,7 +205,7 @@ def _leaf_past():
 
 def from_parent(leaf, flags=0, **changes):
     job, epoch, incarnation, _ = PARENT
-    header = {"job": job, "epoch": epoch, "incarnation": incarnation, "worker": 3, "counter": 9, **changes}
+    header = {"job": job, "epoch": epoch, "incarnation": incarnation, "worker": 3, "packet_number": 9, **changes}
     packet = make_packet(i32(111, 222), flags=FLAGS["answer"] | flags, **header)
     return Handled(*leaf.handle_parent(packet))
 
@@ -245,7 +245,7 @@ def test_a_leaf_does_what_the_page_says(row):
     if becomes == "complete":
         header = protocol.Header.parse(leaf.frame(0))
         # Its own life and order, and the parent's word on whose contribution came last.
-        assert (header.job, header.epoch, header.counter, header.worker) == (7, 3, 1, 3)
+        assert (header.job, header.epoch, header.packet_number, header.worker) == (7, 3, 1, 3)
         assert leaf.frame(0)[protocol.HEADER_BYTES :] == i32(111, 222)
 
 
@@ -254,7 +254,7 @@ def test_a_sum_is_a_contribution_to_the_parent():
     packet = leaf.sum(0, 77)
     header = protocol.Header.parse(packet)
     assert (header.job, header.epoch, header.incarnation, header.worker) == PARENT
-    assert (header.chunk, header.counter, header.flags, header.count) == (0, 77, 0, 2)
+    assert (header.chunk, header.packet_number, header.flags, header.count) == (0, 77, 0, 2)
     assert packet[protocol.HEADER_BYTES :] == RESULT
 
 
@@ -299,7 +299,7 @@ def _notice():
 
 
 def _numbered(worker, send, number, now_ns):
-    assert receive(worker, answer_to(send, RESULT, counter=number), now_ns).outcome == "received"
+    assert receive(worker, answer_to(send, RESULT, packet_number=number), now_ns).outcome == "received"
 
 
 def _skipped():

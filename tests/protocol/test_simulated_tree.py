@@ -91,8 +91,8 @@ def test_without_losses_a_chunk_crosses_each_link_once():
 
 def test_a_wrong_sum_of_a_leaf_is_found(monkeypatch):
     class WrongSums(protocol.SwitchJob):
-        def sum(self, slot, counter):
-            right = super().sum(slot, counter)
+        def sum(self, slot, packet_number):
+            right = super().sum(slot, packet_number)
             return right[:-1] + bytes([right[-1] ^ 1])
 
     monkeypatch.setattr(protocol, "SwitchJob", WrongSums)

@@ -28,7 +28,7 @@ WIDTHS = {
     "epoch": 32,
     "incarnation": 32,
     "chunk": 64,
-    "counter": 64,
+    "packet_number": 64,
     "operation": 32,
     "elements": 32,
     "worker": 16,
@@ -55,7 +55,7 @@ def test_the_header_is_big_endian_at_its_documented_offsets():
         epoch=0x05060708,
         incarnation=0x090A0B0C,
         chunk=0x1112131415161718,
-        counter=0x2122232425262728,
+        packet_number=0x2122232425262728,
         operation=0x31323334,
         elements=0x35363738,
         worker=0x4142,
@@ -75,7 +75,7 @@ def test_flags_are_the_documented_bits():
 
 
 def test_no_header_bit_is_ignored():
-    packet = make_packet(worker=1, chunk=5, counter=9, table=77)
+    packet = make_packet(worker=1, chunk=5, packet_number=9, table=77)
     for bit in range(HEADER_BITS):
         parsed = protocol.Header.parse(flip(packet, [bit]))
         assert parsed is None or parsed != protocol.Header.parse(packet), f"bit {bit}"
@@ -148,10 +148,10 @@ def flip(packet, bits):
 
 def test_the_counter_stands_where_these_tests_flip_it():
     for bit in UNSEEN[:64]:
-        flipped = protocol.Header.parse(flip(make_packet(counter=9), [bit]))
-        assert flipped.counter != 9
-        flipped.counter = 9
-        assert flipped == make_header(counter=9)
+        flipped = protocol.Header.parse(flip(make_packet(packet_number=9), [bit]))
+        assert flipped.packet_number != 9
+        flipped.packet_number = 9
+        assert flipped == make_header(packet_number=9)
 
 
 def ours(header):
@@ -177,7 +177,7 @@ def test_a_contribution_with_flipped_bits_is_added_as_it_is_or_changes_nothing(b
         return  # another call than the other worker's, which is a mismatch later
     # The other worker's contribution completes the chunk, and the sum shows the stored values.
     other = protocol.Header.parse(data[: protocol.HEADER_BYTES])
-    other.worker, other.counter = 1 - worker, 77
+    other.worker, other.packet_number = 1 - worker, 77
     assert switch.handle_packet(other.pack() + i32(5, -7))[0] == "completed"
     came = [int.from_bytes(data[at : at + 4], "little", signed=True) for at in (48, 52)]
     assert result_of(switch, slot) == i32(wrapped(came[0] + 5), wrapped(came[1] - 7))

@@ -50,7 +50,7 @@ def chunks(sends):
 
 def numbered(send, number):
     """The answer to `send`, the switch's `number`-th."""
-    return answer_to(send, counter=number)
+    return answer_to(send, packet_number=number)
 
 
 def notice(first, packets, **changes):
@@ -147,7 +147,7 @@ def test_a_gap_in_the_answers_brings_a_retransmission_without_a_timer():
     assert worker.poll_timeout() > 100
     assert (again.header.chunk, again.again, worker.retransmissions) == (0, True, 1)
     assert (again.first, again.count) == (sends[0].first, sends[0].count)
-    assert again.header.counter > sends[-1].header.counter
+    assert again.header.packet_number > sends[-1].header.packet_number
 
 
 def test_an_answer_to_a_retransmission_reveals_no_gap():
@@ -294,7 +294,7 @@ def test_a_notice_brings_those_packets_again_and_no_others():
     again = send_all(worker)
     assert chunks(again) == [2, 3], "counters begin at 1"
     assert all(send.again for send in again)
-    assert [send.header.counter for send in again] == [17, 18]
+    assert [send.header.packet_number for send in again] == [17, 18]
     before = worker.copy()
     assert receive(worker, notice(3, 2)).drop == "stale", "they are under way again"
     assert_same(worker, before)
@@ -348,7 +348,7 @@ class Path:
         before = self.worker.congestion_window
         self.now_ns += rtt_ns
         if lost:
-            receive(self.worker, notice(sends[0].header.counter, lost), self.now_ns)
+            receive(self.worker, notice(sends[0].header.packet_number, lost), self.now_ns)
         for send in sends[lost:]:
             self.numbers += 1
             receive(self.worker, numbered(send, self.numbers), self.now_ns)
@@ -617,7 +617,7 @@ def test_not_sent_gives_the_chunks_back_in_order_and_counts_no_retransmission():
     assert chunks(again) == [1, 2, 3]
     assert not any(send.again for send in again)
     assert worker.retransmissions == 0
-    assert [send.header.counter for send in again] == [5, 6, 7], "a packet counter never repeats"
+    assert [send.header.packet_number for send in again] == [5, 6, 7], "a packet number never repeats"
 
 
 def test_not_sent_stops_the_timer_when_nothing_is_in_flight():

@@ -8,8 +8,8 @@ void* gap_detector_new() { return new GapDetector(); }
 void* gap_detector_copy(void* self) { return new GapDetector(*static_cast<GapDetector*>(self)); }
 void gap_detector_delete(void* self) { delete static_cast<GapDetector*>(self); }
 int gap_detector_equal(void* self, void* other) { return *static_cast<GapDetector*>(self) == *static_cast<GapDetector*>(other); }
-void gap_detector_observe(void* self, std::uint64_t counter, std::uint64_t* first, std::uint32_t* count) {
-  const GapDetector::Gap gap = static_cast<GapDetector*>(self)->observe(counter);
+void gap_detector_observe(void* self, std::uint64_t packet_number, std::uint64_t* first, std::uint32_t* count) {
+  const GapDetector::Gap gap = static_cast<GapDetector*>(self)->observe(packet_number);
   *first = gap.first;
   *count = gap.count;
 }

@@ -243,7 +243,7 @@ MUTANTS = {
     "retransmission-has-its-old-number": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8, rings=1),
         "a worker's packet has a number that another had",
-        ((WORKER, "entry.send_number = ++counter_;", "entry.send_number = again ? counter_ : ++counter_;"),),
+        ((WORKER, "entry.send_number = ++packet_number_;", "entry.send_number = again ? packet_number_ : ++packet_number_;"),),
     ),
     "passed-over-too-early": Mutant(
         Scope(workers=1, window=3, operations="3", numbers=4),
@@ -262,7 +262,7 @@ MUTANTS = {
         (
             (
                 WORKER,
-                "answer_skipped_ = answer_skipped_ || header.counter != newest_answer_ + 1;",
+                "answer_skipped_ = answer_skipped_ || header.packet_number != newest_answer_ + 1;",
                 "answer_skipped_ = true;",
             ),
         ),
@@ -314,7 +314,7 @@ NOT_ITS_OWN = "a hello is taken that is not its worker's own"
 
 # Of the search over hellos: what is changed in ADDRESS_VALIDATION, and the promise that breaks.
 HELLOS = {
-    "hello-nonce": ("if (hello.counter != nonce) return Drop::worker;", "", NOT_ITS_OWN),
+    "hello-nonce": ("if (hello.packet_number != nonce) return Drop::worker;", "", NOT_ITS_OWN),
     "hello-job": (FOREIGN_HELLO, "if (hello.incarnation != incarnation) return Drop::foreign;", NOT_ITS_OWN),
     "hello-incarnation": (FOREIGN_HELLO, "if (hello.job != job) return Drop::foreign;", NOT_ITS_OWN),
     "hello-source": ("if (!expected || !(*expected == source)) return Drop::source;", "", NOT_ITS_OWN),

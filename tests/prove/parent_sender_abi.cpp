@@ -22,11 +22,11 @@ std::uint64_t parent_sender_canonical(void* self, unsigned char* out, std::uint6
 }
 void parent_sender_offer(void* self, std::uint32_t slot) { of(self).offer(slot); }
 // Slot and number of the packet; 0 for none.
-int parent_sender_poll_send(void* self, std::uint32_t* slot, std::uint64_t* counter) {
+int parent_sender_poll_send(void* self, std::uint32_t* slot, std::uint64_t* packet_number) {
   const auto send = of(self).poll_send();
   if (!send) return 0;
   *slot = send->slot;
-  *counter = send->counter;
+  *packet_number = send->packet_number;
   return 1;
 }
 void parent_sender_not_sent(void* self, std::uint32_t slot) { of(self).not_sent(slot); }

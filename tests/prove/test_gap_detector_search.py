@@ -34,8 +34,8 @@ MUTANTS = {
     ),
     "jump-is-not-named": ("if (ahead > kReorderThreshold) {", "if (false) {", "a packet that is missing is not named"),
     "jump-ends-early": (
-        "last = counter - kReorderThreshold;",
-        "last = counter - kReorderThreshold - 1;",
+        "last = packet_number - kReorderThreshold;",
+        "last = packet_number - kReorderThreshold - 1;",
         "a packet that is missing is not named",
     ),
     "what-was-seen-stays": ("seen_ << ahead", "seen_", "a packet that is missing is not named"),

@@ -25,7 +25,7 @@ MUTANTS = {
     "asked-again-is-not-sent-again": ("    make_due(slot);\n    return;", "    return;", IN_FLIGHT),
     "number-is-used-again": (
         "  --packets_sent_;\n",
-        "  --packets_sent_;\n  --counter_;\n",
+        "  --packets_sent_;\n  --packet_number_;\n",
         "a packet has a number that one had before",
     ),
     "refused-counts-as-sent": ("  entry.sent = entry.again;\n", "", COUNTED),

@@ -58,7 +58,7 @@ class Job:
         return packet_keys.answer_key(self.answer_secret, job=JOB, epoch=EPOCH)
 
     def hello(self, worker: int) -> bytes:
-        header = self.header(worker, flags=FLAGS["hello"], epoch=0, counter=self.nonces[worker])
+        header = self.header(worker, flags=FLAGS["hello"], epoch=0, packet_number=self.nonces[worker])
         return auth.with_mac(self.hello_key(worker), header + bytes(self.payload_bytes))
 
     def greet(self) -> None:
@@ -87,7 +87,7 @@ class Job:
     def contribution(self, worker: int, chunk: int, value: float, **fields: int) -> bytes:
         """Without its tag."""
         self.counters[worker] += 1
-        header = self.header(worker, **{"chunk": chunk, "counter": self.counters[worker], "elements": 1, **fields})
+        header = self.header(worker, **{"chunk": chunk, "packet_number": self.counters[worker], "elements": 1, **fields})
         return header + struct.pack("<f", value).ljust(self.payload_bytes, b"\0")
 
     def send(self, worker: int, packet: bytes) -> None:

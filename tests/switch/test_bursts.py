@@ -76,7 +76,7 @@ def test_a_backlog_of_answers_leaves_in_whole_messages(payload_bytes: int) -> No
                 assert switch.stdout.readline().strip() == expected
 
             go_on(str(ours.getsockname()[1]), "expects")
-            hello = packet(payload_bytes, flags=protocol.FLAGS["hello"], counter=NONCE)
+            hello = packet(payload_bytes, flags=protocol.FLAGS["hello"], packet_number=NONCE)
             ours.sendto(hello, there)
             assert ours.recv(65536) == hello
             go_on("", "begun")
@@ -87,7 +87,7 @@ def test_a_backlog_of_answers_leaves_in_whole_messages(payload_bytes: int) -> No
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             call = {"epoch": EPOCH, "operation": 1, "elements": count * payload_bytes // 4, "count": payload_bytes // 4}
-            chunks = [packet(payload_bytes, chunk=chunk, counter=chunk + 1, **call) for chunk in range(count)]
+            chunks = [packet(payload_bytes, chunk=chunk, packet_number=chunk + 1, **call) for chunk in range(count)]
             for first in range(0, count, per_message):
                 segment = [(SOL_UDP, UDP_SEGMENT, struct.pack("H", packet_bytes))]
                 ours.sendmsg([b"".join(chunks[first : first + per_message])], segment, 0, there)

@@ -25,7 +25,7 @@ PAYLOADS = (8, 1408, 1536 + 24, 8880)
 
 def nonce_of(packet: bytes, mac_bytes: int) -> bytes:
     header = protocol.Header.parse(packet)
-    return bytes([header.flags]) + (len(packet) - mac_bytes).to_bytes(3, "big") + int(header.counter).to_bytes(8, "big")
+    return bytes([header.flags]) + (len(packet) - mac_bytes).to_bytes(3, "big") + int(header.packet_number).to_bytes(8, "big")
 
 
 def encrypted(key: bytes, packet: bytes) -> bytes:
@@ -60,7 +60,7 @@ class EncryptedJob:
             self.plane.expect(JOB, worker, *each.getsockname())
             # A hello has no values, and is authenticated alone.
             hello = auth.with_mac(
-                hellos[worker], self.header(worker, flags=protocol.FLAGS["hello"], epoch=0, counter=nonces[worker])
+                hellos[worker], self.header(worker, flags=protocol.FLAGS["hello"], epoch=0, packet_number=nonces[worker])
             )
             each.send(hello)
             assert each.recv(65536) == hello
@@ -84,7 +84,7 @@ class EncryptedJob:
 
     def contribution(self, worker: int, chunk: int, value: float) -> bytes:
         count = self.payload_bytes // 4
-        header = self.header(worker, chunk=chunk, counter=chunk + 1, count=count, elements=count)
+        header = self.header(worker, chunk=chunk, packet_number=chunk + 1, count=count, elements=count)
         return header + struct.pack(f"<{count}f", *(value + place for place in range(count)))
 
     def unauthenticated(self, count: int) -> None:
@@ -113,7 +113,7 @@ def test_the_switch_adds_what_another_implementation_encrypted_and_encrypts_what
     with pytest.raises(InvalidTag):
         decrypted(job.keys[0], came[0])
     # Asked again, the switch says the very same: a nonce stands for one packet.
-    again = job.header(0, chunk=0, counter=9, count=count, elements=count) + packets[0][protocol.HEADER_BYTES :]
+    again = job.header(0, chunk=0, packet_number=9, count=count, elements=count) + packets[0][protocol.HEADER_BYTES :]
     job.sockets[0].send(encrypted(job.keys[0], again))
     assert job.sockets[0].recv(65536) == came[0]
 

@@ -54,7 +54,7 @@ def test_a_switch_that_listens_on_one_address_has_its_data_ports_on_that_address
 
 def hello(worker: int, nonce: int, payload_bytes: int = 8) -> bytes:
     header = protocol.Header()
-    for name, value in {"flags": HELLO, "job": 1, "incarnation": 2, "worker": worker, "counter": nonce}.items():
+    for name, value in {"flags": HELLO, "job": 1, "incarnation": 2, "worker": worker, "packet_number": nonce}.items():
         setattr(header, name, value)
     return bytes(header.pack()) + bytes(payload_bytes)
 

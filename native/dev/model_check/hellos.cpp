@@ -61,7 +61,7 @@ std::pair<State, Drop> done(const State& state, const Hello& hello) {
   const protocol::Header header{.flags = protocol::kHello,
                                 .job = hello.job,
                                 .incarnation = hello.incarnation,
-                                .counter = hello.nonce,
+                                .packet_number = hello.nonce,
                                 .worker = static_cast<std::uint16_t>(hello.worker)};
   const Drop drop = seat.handle_hello(header, kJob, kIncarnation, hello.source, [] { return true; });
   State next = state;

@@ -28,8 +28,8 @@ void Numbers::append_canonical(std::string& out) const {
 
 // The switch's half of finding losses, as the aggregator has it (native/dataplane/data_plane.cpp).
 void Parts::note_number(SwitchState& state, const Header& header, Step& step) {
-  const std::uint64_t bit = std::uint64_t{1} << header.counter / scope_.numbers;
-  const auto gap = state.gap_detectors[header.worker].observe(header.counter);
+  const std::uint64_t bit = std::uint64_t{1} << header.packet_number / scope_.numbers;
+  const auto gap = state.gap_detectors[header.worker].observe(header.packet_number);
   std::uint64_t& came = state.came[header.worker];
   came |= bit;
   if (gap.count == 0) return;
@@ -37,7 +37,7 @@ void Parts::note_number(SwitchState& state, const Header& header, Step& step) {
   const auto has_come = [&](std::uint64_t number) {
     return number % scope_.numbers == 0 && (came >> number / scope_.numbers & 1) != 0;
   };
-  if (last + protocol::kReorderThreshold > header.counter || has_come(gap.first) || has_come(last)) {
+  if (last + protocol::kReorderThreshold > header.packet_number || has_come(gap.first) || has_come(last)) {
     step.broken = "a packet is named as missing that is not";
     return;
   }
@@ -55,13 +55,13 @@ void Parts::note_number(SwitchState& state, const Header& header, Step& step) {
 void Parts::send_sums(SwitchState& state, const Allowed& allowed, Step& step) {
   Numbers& numbers = state.numbers;
   while (const auto send = state.sender.poll_send()) {
-    if (send->counter % scope_.numbers != 0) {
+    if (send->packet_number % scope_.numbers != 0) {
       state.sender.not_sent(send->slot);
       continue;
     }
-    const auto sum = state.machine.sum(send->slot, send->counter);
+    const auto sum = state.machine.sum(send->slot, send->packet_number);
     const std::uint64_t chunk = protocol::PacketView::parse(sum)->header().chunk;
-    if (send->counter <= numbers.newest || send->counter / scope_.numbers >= kMaxNumbers) {
+    if (send->packet_number <= numbers.newest || send->packet_number / scope_.numbers >= kMaxNumbers) {
       step.broken = "a leaf's packet has a number that another had, or there is no end of them";
       return;
     }
@@ -69,7 +69,7 @@ void Parts::send_sums(SwitchState& state, const Allowed& allowed, Step& step) {
       step.broken = "a leaf sends a sum again that nobody misses";
       return;
     }
-    numbers.newest = numbers.sent[chunk] = send->counter;
+    numbers.newest = numbers.sent[chunk] = send->packet_number;
     step.sent.push_back(packet_id({.leaf = true,
                                    .worker = state.leaf,
                                    .chunk = chunk,
@@ -191,18 +191,18 @@ std::string Parts::broken_alone(Id machine, std::vector<Id> leaves, const std::v
 }
 
 // A packet has that number: what is asked of it, and what is remembered.
-bool Parts::number(WorkerState& worker, std::uint64_t chunk, std::uint64_t counter, bool again, const Allowed& allowed,
+bool Parts::number(WorkerState& worker, std::uint64_t chunk, std::uint64_t packet_number, bool again, const Allowed& allowed,
                    Step& step) const {
   Numbers& numbers = worker.numbers;
   std::uint64_t& last = numbers.sent[chunk];
-  if (counter <= numbers.newest || counter / scope_.numbers >= kMaxNumbers) {
+  if (packet_number <= numbers.newest || packet_number / scope_.numbers >= kMaxNumbers) {
     step.broken = "a worker's packet has a number that another had, or there is no end of them";
   } else if (again != (last != 0)) {
     step.broken = "a worker takes a chunk for one that was sent before, or the other way round";
   } else if (again && !allowed(last)) {
     step.broken = "a worker sends a chunk again that nobody misses";
   }
-  numbers.newest = last = counter;
+  numbers.newest = last = packet_number;
   return step.broken.empty();
 }
 

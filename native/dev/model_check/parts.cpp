@@ -228,7 +228,7 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
     Packet sent = answer_to(state, worker);
     sent.bytes = {frame.begin(), frame.end()};
     Header result = protocol::PacketView::parse(frame)->header();
-    if (scope_.numbers == 0) result.counter = 0;
+    if (scope_.numbers == 0) result.packet_number = 0;
     protocol::write_header(result, sent.bytes.data());
     sent.chunk = result.chunk;
     sent.life = {result.incarnation, result.epoch};
@@ -245,8 +245,8 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
       step.became = "completed";
       for (std::uint16_t worker = 0; worker < state.machine.config().workers; ++worker) answer(worker);
       if (scope_.numbers > 0 && from_parent) {
-        state.numbers.take_result(handled.chunk, header.counter);
-        state.sender.handle_result(handled.slot, header.counter);
+        state.numbers.take_result(handled.chunk, header.packet_number);
+        state.sender.handle_result(handled.slot, header.packet_number);
         send_sums(state, allowed_by(packet, state.numbers, false), step);
       }
       break;
@@ -414,7 +414,7 @@ bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& st
     step.broken = "a worker is given a wrong sum of chunk " + std::to_string(chunk) + ":" + taken_apart(value);
   }
   worker.received |= bit;
-  if (scope_.numbers > 0) worker.numbers.take_result(chunk, received.header.counter);
+  if (scope_.numbers > 0) worker.numbers.take_result(chunk, received.header.packet_number);
   return step.broken.empty();
 }
 
@@ -431,11 +431,11 @@ bool Parts::send(WorkerState& worker, Step& step, const Allowed& allowed) {
       return false;
     }
     if (scope_.numbers == 0) {
-      header.counter = 0;
-    } else if (header.counter % scope_.numbers != 0) {
+      header.packet_number = 0;
+    } else if (header.packet_number % scope_.numbers != 0) {
       worker.now.machine.not_sent(header.chunk);
       continue;
-    } else if (!number(worker, chunk, header.counter, send->again, allowed, step)) {
+    } else if (!number(worker, chunk, header.packet_number, send->again, allowed, step)) {
       return false;
     }
     Packet packet{.worker = index, .chunk = header.chunk, .life = worker.life()};

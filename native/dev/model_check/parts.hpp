@@ -27,7 +27,7 @@ struct Life {
   bool operator==(const Life&) const = default;
 };
 
-// On its way from a worker, or a leaf, to its switch, or back. Its counter is zero, unless the scope has numbers.
+// On its way from a worker, or a leaf, to its switch, or back. Its packet number is zero, unless the scope has numbers.
 struct Packet {
   bool answer = false;
   bool notice = false;
@@ -175,7 +175,7 @@ class Parts {
   bool end(WorkerState& worker, const protocol::Header& said, Step& step) const;
   // All that the worker sends now; `allowed`: whether a chunk may be sent again, by its last packet's number.
   bool send(WorkerState& worker, Step& step, const Allowed& allowed = {});
-  bool number(WorkerState& worker, std::uint64_t chunk, std::uint64_t counter, bool again, const Allowed& allowed,
+  bool number(WorkerState& worker, std::uint64_t chunk, std::uint64_t packet_number, bool again, const Allowed& allowed,
               Step& step) const;
   // What a result, or a notice, allows.
   Allowed allowed_by(const Packet& packet, const Numbers& numbers, bool rang) const;

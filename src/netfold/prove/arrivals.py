@@ -1,6 +1,6 @@
 """Exhaustive search of gap detection: what `GapDetector` (native/protocol) says of a sender's packets, in every order.
 
-The switch reads from a worker's packet counters, and a leaf from its parent's result numbers, which packets are
+The switch reads from a worker's packet numbers, and a leaf from its parent's result numbers, which packets are
 missing. A state is the set of packets that have come and the set that was named as missing. In each state every packet
 may come, the first time or again, at any time: so every loss, delay, reordering and duplicate is searched. What the
 machine keeps must depend on the packets that have come alone, and not on their order.
@@ -42,21 +42,21 @@ def search_arrivals(packets: int = PACKETS, new: Callable[[], Any] = protocol.Ga
     """Search all orders of packets 1 to `packets`, below 64; always to the end. `new` makes a machine."""
     began = time.perf_counter()
     report = ArrivalsReport(packets)
-    machines = {0: new()}  # by the packets that have come, bit c for counter c
+    machines = {0: new()}  # by the packets that have come, bit c for packet_number c
     taken: dict[tuple[int, int], tuple[int, int]] = {}  # the gap, by what had come and what comes
     came: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
     states = [(0, 0)]
     known = {(0, 0)}
     for state in states:
         here, named = state
-        for counter in range(1, packets + 1):
-            after = here | 1 << counter
-            if (here, counter) not in taken:
+        for packet_number in range(1, packets + 1):
+            after = here | 1 << packet_number
+            if (here, packet_number) not in taken:
                 machine = machines[here].copy()
-                taken[here, counter] = machine.observe(counter)
+                taken[here, packet_number] = machine.observe(packet_number)
                 if machines.setdefault(after, machine) != machine:
                     report.broken = "what is kept depends on the order of the packets"
-            first, count = taken[here, counter]
+            first, count = taken[here, packet_number]
             gap = 0
             if count > packets or (count > 0 and not 1 <= first <= packets):
                 report.broken = "a gap names packets that were never sent"
@@ -66,9 +66,9 @@ def search_arrivals(packets: int = PACKETS, new: Callable[[], Any] = protocol.Ga
             report.transitions += 1
             new_state = after, named | gap
             if report.broken or new_state not in known:
-                came.setdefault(new_state, (state, counter))
+                came.setdefault(new_state, (state, packet_number))
             if report.broken:
-                report.trace = [*_trace(came, state), counter]
+                report.trace = [*_trace(came, state), packet_number]
                 break
             if new_state not in known:
                 known.add(new_state)
@@ -103,8 +103,8 @@ def _broken(here: int, named: int, after: int, gap: int) -> str:
 def _trace(came: dict[tuple[int, int], tuple[tuple[int, int], int]], state: tuple[int, int]) -> list[int]:
     trace = []
     while state != (0, 0):
-        state, counter = came[state]
-        trace.append(counter)
+        state, packet_number = came[state]
+        trace.append(packet_number)
     return trace[::-1]
 
 

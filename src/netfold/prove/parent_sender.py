@@ -57,7 +57,7 @@ class Table(NamedTuple):
     due: tuple[int, ...] = ()
     flight: tuple[Flight, ...] = ()
     sent: frozenset[int] = frozenset()  # slots whose sum has been sent
-    counter: int = 0
+    packet_number: int = 0
     answered: int = 0  # the latest packet that the result of a sum came from which was sent once
     numbers: int = 0  # results that came, bit n for number n
     packets: int = 0
@@ -69,13 +69,13 @@ class Table(NamedTuple):
         return self._replace(due=(*self.due, slot), flight=self._flight_without(slot))
 
     def poll(self) -> Table:
-        slot, counter = self.due[0], self.counter + 1
+        slot, packet_number = self.due[0], self.packet_number + 1
         again = slot in self.sent
         return self._replace(
             due=self.due[1:],
-            flight=(*self.flight, (slot, counter, again)),
+            flight=(*self.flight, (slot, packet_number, again)),
             sent=self.sent | {slot},
-            counter=counter,
+            packet_number=packet_number,
             packets=self.packets + 1,
             again=self.again + again,
         )
@@ -93,10 +93,10 @@ class Table(NamedTuple):
 
     def result(self, slot: int, number: int, missing: int) -> Table:
         """missing: how many numbers count as lost from this one on."""
-        once = [counter for each, counter, again in self.flight if each == slot and not again]
+        once = [packet_number for each, packet_number, again in self.flight if each == slot and not again]
         answered = max([self.answered, *once])
         flight = self._flight_without(slot)
-        passed = [each for each, counter, _ in flight if counter + THRESHOLD <= answered][:missing]
+        passed = [each for each, packet_number, _ in flight if packet_number + THRESHOLD <= answered][:missing]
         return self._replace(
             due=(*(each for each in self.due if each != slot), *passed),
             flight=tuple(each for each in flight if each[0] not in passed),
@@ -106,7 +106,7 @@ class Table(NamedTuple):
         )
 
     def notice(self, first: int, count: int) -> Table:
-        named = [slot for slot, counter, _ in self.flight if first <= counter < first + count]
+        named = [slot for slot, packet_number, _ in self.flight if first <= packet_number < first + count]
         return self._replace(
             due=(*self.due, *named), flight=tuple(each for each in self.flight if each[0] not in named)
         )
@@ -140,12 +140,12 @@ class _State(NamedTuple):
             for slot in sorted(table.sent):
                 for number in numbers:
                     yield "result", slot, number
-        if self.notices < scope.notices and table.counter:
-            for counter in sorted({each[1] for each in table.flight} | {1}):
-                yield "notice", counter, 1
-                yield "notice", counter, 2
-            yield "notice", 1, table.counter
-            yield "notice", table.counter + 1, 1 << 31
+        if self.notices < scope.notices and table.packet_number:
+            for packet_number in sorted({each[1] for each in table.flight} | {1}):
+                yield "notice", packet_number, 1
+                yield "notice", packet_number, 2
+            yield "notice", 1, table.packet_number
+            yield "notice", table.packet_number + 1, 1 << 31
 
 
 @dataclass
@@ -236,14 +236,14 @@ def _done(state: _State, event: Event, machine: Any, arrivals: dict[int, Any]) -
 
 def _poll(table: Table, machine: Any, broken: str) -> tuple[Table, str]:
     after = table.poll()
-    return after, broken or _other_than(after.flight[-1][:2], machine.poll_send(), table.counter)
+    return after, broken or _other_than(after.flight[-1][:2], machine.poll_send(), table.packet_number)
 
 
-def _other_than(due: tuple[int, int], send: tuple[int, int] | None, counter: int) -> str:
-    """What is wrong with what was sent, where that slot and number are next; counter: the number before."""
+def _other_than(due: tuple[int, int], send: tuple[int, int] | None, packet_number: int) -> str:
+    """What is wrong with what was sent, where that slot and number are next; packet_number: the number before."""
     if send is None:
         return "a sum that is due does not go"
-    if send[1] <= counter:
+    if send[1] <= packet_number:
         return "a packet has a number that one had before"
     return "" if send == due else "another sum goes than the one that is next"
 
@@ -255,8 +255,8 @@ def _differs(table: Table, machine: Any) -> str:
     if (machine.packets_sent, machine.sent_again) != (table.packets, table.again):
         return "packets are counted otherwise than the table says"
     ahead = machine.copy()
-    for counter, slot in enumerate(table.due, table.counter + 1):
-        broken = _other_than((slot, counter), ahead.poll_send(), counter - 1)
+    for packet_number, slot in enumerate(table.due, table.packet_number + 1):
+        broken = _other_than((slot, packet_number), ahead.poll_send(), packet_number - 1)
         if broken:
             return broken
     return "" if ahead.poll_send() is None else "a sum goes that nobody misses"

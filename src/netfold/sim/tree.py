@@ -99,7 +99,7 @@ class TreeWorld(World):
             if number in side.results:
                 raise BrokenPromiseError(f"{side.name} took the result of chunk {number} twice")
             side.results.add(number)
-            side.sender.handle_result(slot, header.counter)
+            side.sender.handle_result(slot, header.packet_number)
             answers = tuple(side.answer(number, slot, child) for child in side.children)
             return Verdict(outcome, drop, answers + self._climb(side))
         self._unchanged(side.name, side.machine, before, f"a packet of its parent that was {outcome}")
@@ -111,11 +111,11 @@ class TreeWorld(World):
         """All that it sends up now."""
         packets: list[Packet] = []
         while side.sender is not None and (send := side.sender.poll_send()) is not None:
-            slot, counter = send
-            if counter <= side.counter:
-                raise BrokenPromiseError(f"{side.name} repeats packet counter {counter}")
-            side.counter = counter
-            data: bytes = side.machine.sum(slot, counter)
+            slot, packet_number = send
+            if packet_number <= side.packet_number:
+                raise BrokenPromiseError(f"{side.name} repeats packet number {packet_number}")
+            side.packet_number = packet_number
+            data: bytes = side.machine.sum(slot, packet_number)
             header = protocol.Header.parse(data)
             chunk = self.chunks[header.chunk]
             leaf = self._leaf_of[side.children[0]]
@@ -137,7 +137,7 @@ class _SwitchSide:
         self.children = children  # addresses, in order of their numbers here
         self.parent = parent
         self.sender: Any = None if parent is None else protocol.ParentSender(slots)
-        self.counter = 0
+        self.packet_number = 0
         self.results: set[int] = set()
         self._gap_detectors = [protocol.GapDetector() for _ in children]
         self._kept: dict[int, bytes] = {}
@@ -148,7 +148,7 @@ class _SwitchSide:
         return "the root" if self.parent is None else f"leaf {address_of(self.address)}"
 
     def notices(self, header: Any) -> tuple[Packet, ...]:
-        first, count = self._gap_detectors[header.worker].observe(header.counter)
+        first, count = self._gap_detectors[header.worker].observe(header.packet_number)
         if count == 0:
             return ()
         packet = self.machine.notice_packet(header.worker, first, count)

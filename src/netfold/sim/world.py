@@ -290,9 +290,9 @@ class World:
             )
         if number in side.received:
             raise BrokenPromiseError(f"{who} sends chunk {number} again although it has the answer")
-        if header.counter <= side.counter:
-            raise BrokenPromiseError(f"{who} repeats packet counter {header.counter}")
-        side.counter = header.counter
+        if header.packet_number <= side.packet_number:
+            raise BrokenPromiseError(f"{who} repeats packet number {header.packet_number}")
+        side.packet_number = header.packet_number
         again: bool = send.again
         if again != (number in side.left):
             raise BrokenPromiseError(f"{who} sends chunk {number} with again={again}, expected {not again}")
@@ -331,13 +331,13 @@ class World:
 
     def _notices(self, header: Any) -> tuple[Packet, ...]:
         worker: int = header.worker
-        first, count = self.gap_detectors[worker].observe(header.counter)
+        first, count = self.gap_detectors[worker].observe(header.packet_number)
         if count == 0:
             return ()
         last = first + count - 1
-        if first <= self._named[worker] or last + protocol.REORDER_THRESHOLD > header.counter:
+        if first <= self._named[worker] or last + protocol.REORDER_THRESHOLD > header.packet_number:
             raise BrokenPromiseError(
-                f"worker {worker} is told of packets {first} to {last} by packet {header.counter}, after it was told "
+                f"worker {worker} is told of packets {first} to {last} by packet {header.packet_number}, after it was told "
                 f"of those up to {self._named[worker]}"
             )
         self._named[worker] = last
@@ -421,7 +421,7 @@ class _WorkerSide:
         self.submitted = 0
         self.started = 0
         self.base = 0
-        self.counter = 0
+        self.packet_number = 0
         self.received: set[int] = set()
         self.left: set[int] = set()
         self.sent_again = 0

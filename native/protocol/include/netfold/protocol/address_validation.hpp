@@ -32,7 +32,7 @@ struct AddressValidation {
     if (hello.job != job || hello.incarnation != incarnation) return Drop::foreign;
     if (!expected || !(*expected == source)) return Drop::source;
     if (!authentic()) return Drop::unauthenticated;
-    if (hello.counter != nonce) return Drop::worker;
+    if (hello.packet_number != nonce) return Drop::worker;
     address = source;
     return Drop::none;
   }

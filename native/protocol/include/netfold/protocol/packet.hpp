@@ -14,7 +14,7 @@
 //        8     4 epoch          given by the switch when the job's workers are complete; always growing
 //       12     4 incarnation    drawn by the switch when it starts
 //       16     8 chunk          full sequence number over the life of the epoch; never wraps (notice: see below)
-//       24     8 counter        packets sent so far by this sender in this epoch; never repeats among packets of a kind
+//       24     8 packet_number  packets sent so far by this sender in this epoch; never repeats among packets of a kind
 //       32     4 operation      the group's operation sequence number
 //       36     4 elements       low 32 bits of the operation's element count (a check, and an error's text), or a
 //       digest
@@ -29,7 +29,7 @@
 // In a job that is authenticated a tag of 16 bytes follows, over all that is before it. The machines know nothing of
 // it: who holds the keys checks it and takes it off first.
 //
-// A notice tells a worker (`worker`) that packets of its own did not come: those whose counters are `chunk` up to
+// A notice tells a worker (`worker`) that packets of its own did not come: those whose packet numbers are `chunk` up to
 // `chunk` + `elements` - 1. It carries no values: `count` is 0, which no answer's is.
 //
 // A packet is first a PacketView (bytes whose length, magic and version were checked) and only then a Header.
@@ -69,7 +69,7 @@ struct Header {
   std::uint32_t epoch = 0;
   std::uint32_t incarnation = 0;
   std::uint64_t chunk = 0;
-  std::uint64_t counter = 0;
+  std::uint64_t packet_number = 0;
   std::uint32_t operation = 0;
   std::uint32_t elements = 0;
   std::uint16_t worker = 0;
@@ -118,9 +118,9 @@ std::uint16_t worker_of(std::span<const std::byte> bytes);
 // Write `header` into the first kHeaderBytes of `out`.
 void write_header(const Header& header, std::byte* out);
 
-// The nonce of a packet's tag: flags, length and counter. `header`: its first kHeaderBytes, as written; `bytes`: the
+// The nonce of a packet's tag: flags, length and packet number. `header`: its first kHeaderBytes, as written; `bytes`: the
 // packet's length without the tag. Under one key it never stands for two packets: contributions and results each count
-// their own; notices and mismatches, told apart by their flags, share a count of their own; and hellos, whose counter
+// their own; notices and mismatches, told apart by their flags, share a count of their own; and hellos, whose packet number
 // stays, differ in length alone.
 std::array<std::byte, 12> nonce_of(const std::byte* header, std::size_t bytes);
 

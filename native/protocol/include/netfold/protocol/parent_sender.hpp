@@ -38,10 +38,10 @@ class ParentSender {
   // The slot's sum goes next, after those that were offered before. Nothing where it is due already.
   void offer(std::uint32_t slot);
 
-  // What goes out now, if anything: SwitchJob::sum(slot, counter). Call until empty.
+  // What goes out now, if anything: SwitchJob::sum(slot, packet_number). Call until empty.
   struct Send {
     std::uint32_t slot = 0;
-    std::uint64_t counter = 0;
+    std::uint64_t packet_number = 0;
   };
   std::optional<Send> poll_send();
   // The socket did not take it after all; it will be offered again.
@@ -89,7 +89,7 @@ class ParentSender {
   List due_;
   List flight_;
   GapDetector result_gaps_;
-  std::uint64_t counter_ = 0;
+  std::uint64_t packet_number_ = 0;
   std::uint64_t highest_answered_send_ = 0;  // of sums that were sent once
   std::uint64_t packets_sent_ = 0;
   std::uint64_t sent_again_ = 0;

@@ -116,9 +116,9 @@ class SwitchJob {
   // Changes nothing unless completed. Precondition: config().parent.
   Handled handle_parent(std::span<const std::byte> bytes);
   Handled handle_parent(const Header& header, std::span<const std::byte> bytes);
-  // The contribution to the parent, after `summed` and until the slot has a new tenant, with `counter` in its header:
+  // The contribution to the parent, after `summed` and until the slot has a new tenant, with `packet_number` in its header:
   // a number that no packet to the parent had before. Precondition: config().parent.
-  std::span<const std::byte> sum(std::uint32_t slot, std::uint64_t counter);
+  std::span<const std::byte> sum(std::uint32_t slot, std::uint64_t packet_number);
 
   // The answer packet of the slot's last completed chunk, ready to send: whole and final, with its chunk
   // number on it. The bytes change when a later tenant of the slot completes.
@@ -198,7 +198,7 @@ class SwitchJob {
   std::vector<std::uint32_t> values_in_frame_;  // bytes of each frame; zeros follow
   std::vector<std::byte> sums_;                 // [slot][header + payload]; only where there is a parent
   std::vector<std::uint32_t> values_in_sum_;
-  std::uint64_t counter_ = 0;
+  std::uint64_t packet_number_ = 0;
 };
 
 }  // namespace netfold::protocol

@@ -18,13 +18,13 @@
 //   answered      every chunk before it answered too           (forgotten)  window moves
 //
 // Losses are found by what came later, at both ends, and the timer only catches the tail. A contribution that did not
-// come shows at the switch as a gap in this worker's packet counters, and the switch tells it, and it alone, by a
+// come shows at the switch as a gap in this worker's packet numbers, and the switch tells it, and it alone, by a
 // notice (gap_detector.hpp). A lost answer shows here: the switch numbers its answers in the order in which chunks are
 // complete, so a number that is skipped between the answers to sends s and t was, most likely, for a chunk sent between
 // them, else for one that had been passed over before. It is asked for again once answers to kReorderThreshold later
 // sends passed it over, and again where they pass over that send too, since the switch answers it at once. A chunk that
 // is passed over while no number is missing waits for another worker's repair, and only where that takes longer than
-// repairs do is it sent once more (a notice may be lost too). A chunk that is sent again has a new counter and a new
+// repairs do is it sent once more (a notice may be lost too). A chunk that is sent again has a new packet number and a new
 // place in the order of sending, so a second loss of its contribution is found like the first.
 //
 // A straggler looks like a loss to everybody else: so a timeout sends one chunk again, as a probe, and backs off. When
@@ -200,7 +200,7 @@ class Worker {
   bool idle() const { return base_ == end_; }
   std::int64_t smoothed_rtt_ns() const { return smoothed_rtt_ns_; }
   std::uint64_t retransmissions() const { return retransmissions_; }
-  std::uint64_t packets_sent() const { return counter_; }
+  std::uint64_t packets_sent() const { return packet_number_; }
   const WorkerConfig& config() const { return config_; }
   // Places for chunks: as many as may be in flight, or the next power of two; and which of them is a chunk's.
   std::uint32_t places() const { return std::bit_ceil(config_.window); }
@@ -270,7 +270,7 @@ class Worker {
   std::uint64_t base_ = 0;  // lowest chunk without an answer
   std::uint64_t next_ = 0;  // lowest chunk never sent
   std::uint64_t end_ = 0;   // first chunk after the last operation
-  std::uint64_t counter_ = 0;
+  std::uint64_t packet_number_ = 0;
   std::uint64_t highest_answered_send_ = 0;  // of chunks that were sent once
   std::uint64_t newest_answer_ = 0;          // the switch's number of it
   bool answer_skipped_ = false;              // since the answer to highest_answered_send_
@@ -288,7 +288,7 @@ class Worker {
   std::uint32_t rounds_ = 0;             // under Control::share, since the last trial
   std::uint32_t unmoved_trials_ = 0;     // in succession
   std::int64_t paced_ns_ = 0;            // up to when the pace has been used
-  std::uint64_t round_start_ = 0;        // counter_ when the round trip began; it ends with an answer to a later send
+  std::uint64_t round_start_ = 0;        // packet_number_ when the round trip began; it ends with an answer to a later send
   std::uint64_t round_lost_ = 0;         // found in it
   std::int64_t round_least_rtt_ns_ = 0;  // of it; 0: none
   std::uint32_t backoff_ = 0;            // timeouts since the last answer

@@ -13,7 +13,7 @@
 //              what is found here is to be looked for once more with packets kept. The largest scopes are for this.
 //     taken    A delivery takes it away or leaves a copy, or it is lost, as a network really does. As many states as
 //              there are subsets of packets: for scopes so small that the three can be compared.
-//   time       A worker's clock may say anything. Workers count as equal that differ in clocks, counters and estimates
+//   time       A worker's clock may say anything. Workers count as equal that differ in clocks, packet numbers and estimates
 //              alone: these decide which chunk is sent again, and when, and a chunk that is sent again is a packet that
 //              is in the network already. This is checked at every state of a worker: each packet reaches it as it is,
 //              and after each number of timers, with what they gave up sent again and not yet sent; all must become
