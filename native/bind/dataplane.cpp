@@ -24,7 +24,7 @@ nb::dict as_dict(const netfold::dataplane::JobCounters& counters) {
   out["result_bytes"] = counters.result_bytes;
   out["answers_sent"] = counters.answers_sent;
   out["answers_again"] = counters.answers_again;
-  out["notices"] = counters.notices;
+  out["nacks"] = counters.nacks;
   out["mismatches"] = counters.mismatches;
   out["hellos"] = counters.hellos;
   out["backlog_dropped"] = counters.backlog_dropped;
@@ -40,7 +40,7 @@ nb::dict as_dict(const netfold::dataplane::JobCounters& counters) {
   out["slots_summed"] = counters.slots_summed;
   out["sums_sent"] = counters.sums_sent;
   out["sums_again"] = counters.sums_again;
-  out["parent_notices"] = counters.parent_notices;
+  out["parent_nacks"] = counters.parent_nacks;
   nb::dict drops;
   nb::dict parent_drops;
   for (int i = 1; i < protocol::kDropCount; ++i) {

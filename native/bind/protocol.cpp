@@ -26,7 +26,7 @@ nb::bytes to_bytes(std::span<const std::byte> bytes) {
 
 nb::tuple told(const SwitchJob::Handled& handled) {
   static const char* const outcomes[] = {"dropped",  "stored", "completed", "answered",
-                                         "mismatch", "summed", "asked",     "notice"};
+                                         "mismatch", "summed", "asked",     "nack"};
   return nb::make_tuple(outcomes[static_cast<int>(handled.outcome)], name(handled.drop), handled.slot, handled.chunk,
                         handled.worker, handled.other);
 }
@@ -54,7 +54,7 @@ void bind_protocol(nb::module_& m) {
   p.attr("FLAGS")["answer"] = static_cast<int>(kAnswer);
   p.attr("FLAGS")["mismatch"] = static_cast<int>(kMismatch);
   p.attr("FLAGS")["hello"] = static_cast<int>(kHello);
-  p.attr("FLAGS")["notice"] = static_cast<int>(kNotice);
+  p.attr("FLAGS")["nack"] = static_cast<int>(kNack);
 
   nb::class_<Header>(p, "Header")
       .def(nb::init<>())
@@ -133,10 +133,10 @@ void bind_protocol(nb::module_& m) {
           },
           nb::arg("chunk"), nb::arg("contribution"), nb::arg("about"), nb::arg("number") = 1)
       .def(
-          "notice_packet",
+          "nack_packet",
           [](const SwitchJob& self, std::uint16_t to, std::uint64_t first, std::uint32_t count, std::uint64_t number) {
             std::vector<std::byte> out(self.packet_bytes());
-            self.write_notice(to, {first, count}, number, out.data());
+            self.write_nack(to, {first, count}, number, out.data());
             return to_bytes(out);
           },
           nb::arg("to"), nb::arg("first"), nb::arg("count"), nb::arg("number") = 1)
@@ -167,7 +167,7 @@ void bind_protocol(nb::module_& m) {
            })
       .def("not_sent", &ParentSender::not_sent)
       .def("handle_result", &ParentSender::handle_result)
-      .def("handle_notice", &ParentSender::handle_notice)
+      .def("handle_nack", &ParentSender::handle_nack)
       .def_prop_ro("in_flight", &ParentSender::in_flight)
       .def_prop_ro("packets_sent", &ParentSender::packets_sent)
       .def_prop_ro("sent_again", &ParentSender::sent_again)
@@ -206,7 +206,7 @@ void bind_protocol(nb::module_& m) {
       .def("sendable", &Worker::sendable)
       .def("handle_packet",
            [](Worker& self, const nb::bytes& bytes, std::int64_t now_ns) {
-             static const char* const outcomes[] = {"dropped", "received", "mismatch", "notice"};
+             static const char* const outcomes[] = {"dropped", "received", "mismatch", "nack"};
              const auto received = self.handle_packet(bytes_of(bytes), now_ns);
              return nb::make_tuple(outcomes[static_cast<int>(received.outcome)], name(received.drop), received.header,
                                    received.first, received.finished, to_bytes(received.values));

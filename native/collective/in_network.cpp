@@ -146,7 +146,7 @@ bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
     case protocol::Worker::Outcome::mismatch:
       failure_ = mismatch(received.header);
       return false;
-    case protocol::Worker::Outcome::notice:
+    case protocol::Worker::Outcome::nack:
       return false;
     case protocol::Worker::Outcome::received:
       break;

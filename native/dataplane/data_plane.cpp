@@ -479,7 +479,7 @@ void DataPlane::take(Job& job, std::span<const std::byte> bytes, transport::Data
   if (handled.outcome != SwitchJob::Outcome::dropped || handled.drop == Drop::stale ||
       handled.drop == Drop::duplicate) {
     const auto gap = from.gap_detector.observe(header.packet_number);
-    if (gap.count > 0) notice(job, header.worker, gap);
+    if (gap.count > 0) nack(job, header.worker, gap);
   }
   switch (handled.outcome) {
     case SwitchJob::Outcome::dropped:
@@ -495,7 +495,7 @@ void DataPlane::take(Job& job, std::span<const std::byte> bytes, transport::Data
     case SwitchJob::Outcome::asked:
       count_drop(Drop::duplicate);  // as far as this switch's own sum is concerned
       return job.parent->machine.offer(handled.slot);
-    case SwitchJob::Outcome::notice:
+    case SwitchJob::Outcome::nack:
       return;  // from a parent alone
     case SwitchJob::Outcome::answered:
       ++job.counters.answers_again;
@@ -540,9 +540,9 @@ void DataPlane::take_from_parent(Job& job, std::span<const std::byte> bytes, tra
   if (handled.outcome == SwitchJob::Outcome::completed) {
     job.parent->machine.handle_result(handled.slot, header.packet_number);
     completed(job, handled.slot);
-  } else if (handled.outcome == SwitchJob::Outcome::notice) {
-    ++job.counters.parent_notices;
-    if (job.parent->machine.handle_notice(header.chunk, header.elements) == 0) count_drop(Drop::stale);
+  } else if (handled.outcome == SwitchJob::Outcome::nack) {
+    ++job.counters.parent_nacks;
+    if (job.parent->machine.handle_nack(header.chunk, header.elements) == 0) count_drop(Drop::stale);
   } else {  // who it is about is called the same at every switch of the tree
     ++job.counters.mismatches;
     std::vector<std::byte> packet(job.machine->packet_bytes());
@@ -705,10 +705,10 @@ void DataPlane::add_pieces(Job& job, std::uint32_t slot, iovec* out) {
   if (job.authenticated) out[1] = {job.tags.data() + slot * auth::kMacBytes, auth::kMacBytes};
 }
 
-void DataPlane::notice(Job& job, std::uint16_t to, const protocol::GapDetector::Gap& gap) {
-  ++job.counters.notices;
+void DataPlane::nack(Job& job, std::uint16_t to, const protocol::GapDetector::Gap& gap) {
+  ++job.counters.nacks;
   std::vector<std::byte> packet(job.machine->packet_bytes());
-  job.machine->write_notice(to, gap, ++job.told, packet.data());
+  job.machine->write_nack(to, gap, ++job.told, packet.data());
   append_mac(job, packet);
   send(job, to, packet);  // a hint: where there is no room for it, the worker's timer will do
 }

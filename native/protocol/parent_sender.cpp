@@ -57,7 +57,7 @@ void ParentSender::handle_result(std::uint32_t slot, std::uint64_t number) {
   }
 }
 
-std::uint32_t ParentSender::handle_notice(std::uint64_t first, std::uint64_t count) {
+std::uint32_t ParentSender::handle_nack(std::uint64_t first, std::uint64_t count) {
   std::uint32_t again = 0;
   for (std::uint32_t at = flight_.head; at != kNone;) {
     const std::uint64_t send_number = entries_[at].send_number;

@@ -80,7 +80,7 @@ Drop SwitchJob::check(const Header& header, std::size_t bytes) const {
   if (header.job != config_.job) return Drop::foreign;
   if (header.incarnation != config_.incarnation) return Drop::incarnation;
   if (header.epoch != config_.epoch) return Drop::epoch;
-  if (header.flags & (kAnswer | kMismatch | kHello | kNotice)) return Drop::direction;
+  if (header.flags & (kAnswer | kMismatch | kHello | kNack)) return Drop::direction;
   if (header.worker >= config_.workers) return Drop::worker;
   const auto wire = static_cast<kernels::DType>(header.wire);
   const auto reduce = static_cast<kernels::ReduceOp>(header.reduce);
@@ -182,10 +182,10 @@ SwitchJob::Handled SwitchJob::handle_parent(const Header& header, std::span<cons
   if (const Drop reason = check_parent(header, bytes.size()); reason != Drop::none) return drop(reason);
   handled.chunk = header.chunk;
   handled.worker = header.worker;
-  if (header.flags & kNotice) {
+  if (header.flags & kNack) {
     if (header.worker != config_.parent->worker) return drop(Drop::worker);
     if (header.count != 0 || header.elements == 0) return drop(Drop::malformed);
-    handled.outcome = Outcome::notice;
+    handled.outcome = Outcome::nack;
     return handled;
   }
   handled.slot = slot_of(header.chunk);
@@ -312,8 +312,8 @@ void SwitchJob::write_mismatch(std::uint64_t chunk, const CallDescriptor& said, 
   write_header(header, out);
 }
 
-void SwitchJob::write_notice(std::uint16_t to, const GapDetector::Gap& gap, std::uint64_t number, std::byte* out) const {
-  const Header header{.flags = kAnswer | kNotice,
+void SwitchJob::write_nack(std::uint16_t to, const GapDetector::Gap& gap, std::uint64_t number, std::byte* out) const {
+  const Header header{.flags = kAnswer | kNack,
                       .job = config_.job,
                       .epoch = config_.epoch,
                       .incarnation = config_.incarnation,

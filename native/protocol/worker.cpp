@@ -131,7 +131,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   if (!kernels::is_defined(static_cast<kernels::ReduceOp>(header.reduce), static_cast<kernels::DType>(header.wire))) {
     return drop(Drop::malformed);
   }
-  if (header.flags & kNotice) return handle_notice(header);
+  if (header.flags & kNack) return handle_nack(header);
   if (header.chunk < base_) return drop(Drop::stale);
   if (header.chunk >= next_) return drop(Drop::window);
   received.header = header;
@@ -245,7 +245,7 @@ void Worker::mark_lost(std::uint32_t index, bool probe) {
   push_back(lost_, index);
 }
 
-Worker::Received Worker::handle_notice(const Header& header) {
+Worker::Received Worker::handle_nack(const Header& header) {
   Received received;
   const auto drop = [&](Drop reason) {
     received.drop = reason;
@@ -259,12 +259,12 @@ Worker::Received Worker::handle_notice(const Header& header) {
     if (send_number >= header.chunk) {
       if (send_number - header.chunk >= header.elements) break;
       mark_lost(at, false);
-      received.outcome = Outcome::notice;
+      received.outcome = Outcome::nack;
     }
     at = following;
   }
-  // Answered, or sent again, since: the notice came late, or named packets that never left.
-  if (received.outcome != Outcome::notice) return drop(Drop::stale);
+  // Answered, or sent again, since: the NACK came late, or named packets that never left.
+  if (received.outcome != Outcome::nack) return drop(Drop::stale);
   received.header = header;
   return received;
 }

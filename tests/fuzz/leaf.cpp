@@ -23,7 +23,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   for (int left = 64; left > 0 && !input.empty(); --left) {
     const std::uint8_t kind = input.byte();
     const bool parent = (kind & 1) != 0;
-    const std::uint8_t flags = static_cast<std::uint8_t>(parent ? kAnswer | (kind & (kMismatch | kNotice)) : 0);
+    const std::uint8_t flags = static_cast<std::uint8_t>(parent ? kAnswer | (kind & (kMismatch | kNack)) : 0);
     const std::vector<std::byte> packet = kind % 16 == 15 ? input.any_packet() : input.job_packet(flags);
     const SwitchJob before = machine;
     const auto handled = parent ? machine.handle_parent(packet) : machine.handle_packet(packet);

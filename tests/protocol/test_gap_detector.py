@@ -13,10 +13,10 @@ THRESHOLD = protocol.REORDER_THRESHOLD
 
 
 def named_by(counters):
-    """(packet, first, count) of every notice."""
+    """(packet, first, count) of every NACK."""
     gap_detector = protocol.GapDetector()
-    notices = [(packet_number, *gap_detector.observe(packet_number)) for packet_number in counters]
-    return [one for one in notices if one[2] > 0]
+    nacks = [(packet_number, *gap_detector.observe(packet_number)) for packet_number in counters]
+    return [one for one in nacks if one[2] > 0]
 
 
 def test_a_packet_is_missed_when_one_sent_eight_later_is_here():
@@ -66,18 +66,18 @@ def test_any_order_and_any_copies_name_a_packet_at_most_once(counters):
     assert len(named) == len(set(named))
 
 
-def test_a_notice_is_as_long_as_any_packet_and_carries_no_values():
-    packet = make_switch(payload_bytes=16).notice_packet(1, 7, 3)
+def test_a_nack_is_as_long_as_any_packet_and_carries_no_values():
+    packet = make_switch(payload_bytes=16).nack_packet(1, 7, 3)
     header = protocol.Header.parse(packet)
     assert len(packet) == protocol.HEADER_BYTES + 16
-    assert header.flags == FLAGS["answer"] | FLAGS["notice"]
+    assert header.flags == FLAGS["answer"] | FLAGS["nack"]
     assert (header.worker, header.chunk, header.elements, header.count) == (1, 7, 3, 0)
 
 
-def test_a_notice_sent_to_the_switch_changes_nothing():
+def test_a_nack_sent_to_the_switch_changes_nothing():
     switch = make_switch()
     before = switch.copy()
-    assert switch.handle_packet(switch.notice_packet(0, 1, 1))[:2] == ("dropped", "direction")
+    assert switch.handle_packet(switch.nack_packet(0, 1, 1))[:2] == ("dropped", "direction")
     assert switch == before
 
 
@@ -86,5 +86,5 @@ def test_a_worker_understands_what_the_switch_writes():
     worker.start(0, 8, 6)
     while worker.poll_send(0) is not None:
         pass
-    assert receive(worker, make_switch().notice_packet(1, 2, 1)).outcome == "notice"
+    assert receive(worker, make_switch().nack_packet(1, 2, 1)).outcome == "nack"
     assert worker.poll_send(0).header.chunk == 1

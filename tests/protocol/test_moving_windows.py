@@ -194,7 +194,7 @@ def _mutant(text, instead, folder, parts):
                 *map(ctypes.byref, (drop, first, finished, size)),
                 values,
             )
-            kind = ("dropped", "received", "mismatch", "notice")[outcome]
+            kind = ("dropped", "received", "mismatch", "nack")[outcome]
             header = protocol.Header.parse(data)
             got = values.raw[: size.value]
             return kind, protocol.DROPS[drop.value], header, first.value, bool(finished.value), got

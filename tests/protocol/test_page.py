@@ -291,10 +291,10 @@ def _flight_is_answered():
     return _result(worker, sends[0]) == "received" and worker.in_flight == 0
 
 
-def _notice():
+def _nack():
     worker, _ = _flight(4)
-    named = {"flags": FLAGS["answer"] | FLAGS["notice"], "chunk": 3, "elements": 1, "count": 0}
-    assert receive(worker, make_packet(**named)).outcome == "notice"
+    named = {"flags": FLAGS["answer"] | FLAGS["nack"], "chunk": 3, "elements": 1, "count": 0}
+    assert receive(worker, make_packet(**named)).outcome == "nack"
     return _sent(worker) == [(2, True)]  # counters begin at 1
 
 
@@ -406,7 +406,7 @@ def _unsent_is_answered():
 WORKER_ROWS = {
     ("unsent", "it is below the lowest unanswered + W, and the congestion window has room"): _unsent_is_sent,
     ("in flight", "its result"): _flight_is_answered,
-    ("in flight", "a notice of the packet that it was sent in"): _notice,
+    ("in flight", "a NACK of the packet that it was sent in"): _nack,
     ("in flight", "the result of one sent 8 or more later, and the number of its own was skipped"): _skipped,
     ("in flight", "the result of one sent 8 or more later, and it is overdue by a repair"): _passed_over,
     ("in flight", "the timer, and it is the one sent longest ago"): _timer,

@@ -50,13 +50,13 @@ def test_what_the_socket_refused_goes_again_under_another_number_and_counts_once
     assert (sender.packets_sent, sender.sent_again) == (1, 0)
 
 
-def test_a_notice_sends_what_it_names_and_nothing_else():
+def test_a_nack_sends_what_it_names_and_nothing_else():
     sender = sender_of(6)
     sender.handle_result(2, 1)
-    assert sender.handle_notice(2, 3) == 2  # slots 1 and 3: that of slot 2 has its result
+    assert sender.handle_nack(2, 3) == 2  # slots 1 and 3: that of slot 2 has its result
     assert send_all(sender) == [(1, 7), (3, 8)]
-    assert sender.handle_notice(2, 3) == 0
-    assert sender.handle_notice(1 << 60, 1 << 31) == 0
+    assert sender.handle_nack(2, 3) == 0
+    assert sender.handle_nack(1 << 60, 1 << 31) == 0
     assert send_all(sender) == []
 
 

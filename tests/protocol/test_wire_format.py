@@ -71,7 +71,7 @@ def test_the_header_is_big_endian_at_its_documented_offsets():
 
 
 def test_flags_are_the_documented_bits():
-    assert protocol.FLAGS == {"answer": 1, "mismatch": 4, "hello": 8, "notice": 16}
+    assert protocol.FLAGS == {"answer": 1, "mismatch": 4, "hello": 8, "nack": 16}
 
 
 def test_no_header_bit_is_ignored():
@@ -212,7 +212,7 @@ def test_an_answer_with_flipped_bits_is_received_as_it_is_or_changes_nothing(bit
         assert header.flags & FLAGS["mismatch"] and header.chunk == 0
         assert_same(worker, before)
     else:
-        assert outcome == "notice" and header.flags & FLAGS["notice"]
+        assert outcome == "nack" and header.flags & FLAGS["nack"]
 
 
 def _change_no_machine(data):

@@ -53,9 +53,9 @@ def numbered(send, number):
     return answer_to(send, packet_number=number)
 
 
-def notice(first, packets, **changes):
+def nack(first, packets, **changes):
     """Worker 0 is told that so many packets of its own, from number `first` on, did not come."""
-    fields = {"flags": FLAGS["answer"] | FLAGS["notice"], "chunk": first, "elements": packets, "count": 0, "wire": F32}
+    fields = {"flags": FLAGS["answer"] | FLAGS["nack"], "chunk": first, "elements": packets, "count": 0, "wire": F32}
     return make_packet(**{**fields, **changes})
 
 
@@ -286,22 +286,22 @@ def test_an_answer_that_is_lost_twice_is_asked_for_twice_without_a_timer():
     assert chunks(send_all(worker, 300)) == [0], "the switch answers such a question at once"
 
 
-def test_a_notice_brings_those_packets_again_and_no_others():
+def test_a_nack_brings_those_packets_again_and_no_others():
     worker = started(100, window=16)
     sends = send_all(worker)
-    got = receive(worker, notice(3, 2))
-    assert got.outcome == "notice"
+    got = receive(worker, nack(3, 2))
+    assert got.outcome == "nack"
     again = send_all(worker)
     assert chunks(again) == [2, 3], "counters begin at 1"
     assert all(send.again for send in again)
     assert [send.header.packet_number for send in again] == [17, 18]
     before = worker.copy()
-    assert receive(worker, notice(3, 2)).drop == "stale", "they are under way again"
+    assert receive(worker, nack(3, 2)).drop == "stale", "they are under way again"
     assert_same(worker, before)
-    receive(worker, notice(18, 1))
+    receive(worker, nack(18, 1))
     assert chunks(send_all(worker)) == [3], "lost a second time, found as the first"
     receive(worker, answer_to(sends[0]))
-    assert receive(worker, notice(1, 1)).drop == "stale"
+    assert receive(worker, nack(1, 1)).drop == "stale"
 
 
 @pytest.mark.parametrize(
@@ -310,18 +310,18 @@ def test_a_notice_brings_those_packets_again_and_no_others():
         ("worker", {"worker": 1}),
         ("worker", {"worker": 2}),
         ("epoch", {"epoch": EPOCH - 1}),
-        ("direction", {"flags": FLAGS["notice"]}),
+        ("direction", {"flags": FLAGS["nack"]}),
         ("malformed", {"count": 1}),
         ("malformed", {"elements": 0}),
         ("stale", {"chunk": 17}),
         ("stale", {"chunk": 0, "elements": 1}),
     ],
 )
-def test_a_worker_drops_a_notice_that_is_none(reason, changes):
+def test_a_worker_drops_a_nack_that_is_none(reason, changes):
     worker = started(100, window=16)
     send_all(worker)
     before = worker.copy()
-    got = receive(worker, notice(1, 3, **changes))
+    got = receive(worker, nack(1, 3, **changes))
     assert (got.outcome, got.drop) == ("dropped", reason)
     assert_same(worker, before)
 
@@ -343,12 +343,12 @@ class Path:
         return self
 
     def round_trip(self, rtt_ns, lost=0):
-        """The window before it and after it. `lost`: of the first packets of it, by notice."""
+        """The window before it and after it. `lost`: of the first packets of it, by NACK."""
         sends = self.send_all()
         before = self.worker.congestion_window
         self.now_ns += rtt_ns
         if lost:
-            receive(self.worker, notice(sends[0].header.packet_number, lost), self.now_ns)
+            receive(self.worker, nack(sends[0].header.packet_number, lost), self.now_ns)
         for send in sends[lost:]:
             self.numbers += 1
             receive(self.worker, numbered(send, self.numbers), self.now_ns)

@@ -33,7 +33,7 @@ WRONG = "a worker is given a wrong sum of chunk"
 TWICE = "a worker is given chunk"
 DISAGREED = "a worker is given a sum of chunk 0, on which workers disagree"
 SAID = "a worker is told that another differs, which said the same"
-NOT_HEEDED = "a worker does not send again what a notice names"
+NOT_HEEDED = "a worker does not send again what a NACK names"
 NOT_MISSED = "a worker sends a chunk again that nobody misses"
 STUCK = "from here, with everything lost, no retransmission leads to where all have finished"
 
@@ -219,12 +219,12 @@ MUTANTS = {
         ((SWITCH, "handled.outcome = Outcome::mismatch;\n    return handled;\n  }\n  // A result", MISMATCH_DROPPED),),
     ),
     # Packet numbers, and what is lost by them.
-    "notice-is-not-heeded": Mutant(
+    "nack-is-not-heeded": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8),
         NOT_HEEDED,
         ((WORKER, "mark_lost(at, false);\n      received.outcome", "received.outcome"),),
     ),
-    "notice-misses-its-last": Mutant(
+    "nack-misses-its-last": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8),
         NOT_HEEDED,
         (
@@ -235,7 +235,7 @@ MUTANTS = {
             ),
         ),
     ),
-    "notice-names-what-was-sent-later": Mutant(
+    "nack-names-what-was-sent-later": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8),
         NOT_MISSED,
         ((WORKER, "if (send_number - header.chunk >= header.elements) break;", ""),),
@@ -272,20 +272,20 @@ MUTANTS = {
         "a packet is named as missing that is not",
         ((GAP_DETECTOR, "if (age + ahead < kReorderThreshold ||", "if (age + ahead + 4 < kReorderThreshold ||"),),
     ),
-    "notice-of-a-former-life": Mutant(
+    "nack-of-a-former-life": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8, restarts=1),
         "a worker sends a chunk again that nobody misses",
         (
             (
                 WORKER,
                 EPOCH.format("drop(Drop::epoch)"),
-                "if (header.epoch != config_.epoch && !(header.flags & kNotice)) return drop(Drop::epoch);",
+                "if (header.epoch != config_.epoch && !(header.flags & kNack)) return drop(Drop::epoch);",
             ),
         ),
     ),
-    "leaf-notice-is-not-heeded": Mutant(
+    "leaf-nack-is-not-heeded": Mutant(
         Scope(workers=1, leaves="1", window=2, operations="2", numbers=8),
-        "a leaf does not send again what a notice names",
+        "a leaf does not send again what a NACK names",
         ((PARENT_SENDER, "      make_due(at);\n      ++again;", "      ++again;"),),
     ),
     "leaf-is-not-asked-twice": Mutant(

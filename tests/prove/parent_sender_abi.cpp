@@ -33,8 +33,8 @@ void parent_sender_not_sent(void* self, std::uint32_t slot) { of(self).not_sent(
 void parent_sender_handle_result(void* self, std::uint32_t slot, std::uint64_t number) {
   of(self).handle_result(slot, number);
 }
-std::uint32_t parent_sender_handle_notice(void* self, std::uint64_t first, std::uint64_t count) {
-  return of(self).handle_notice(first, count);
+std::uint32_t parent_sender_handle_nack(void* self, std::uint64_t first, std::uint64_t count) {
+  return of(self).handle_nack(first, count);
 }
 std::uint32_t parent_sender_in_flight(void* self) { return of(self).in_flight(); }
 std::uint64_t parent_sender_packets_sent(void* self) { return of(self).packets_sent(); }

@@ -18,7 +18,7 @@ PROTOCOL = Path(__file__).parents[2] / "native" / "protocol"
 IN_FLIGHT = "other sums are in flight than the table says"
 OTHER = "another sum goes than the one that is next"
 COUNTED = "packets are counted otherwise than the table says"
-NAMED = "a notice sends other sums again than it names"
+NAMED = "a NACK sends other sums again than it names"
 
 # What is changed in parent_sender.cpp, and the promise that breaks.
 MUTANTS = {
@@ -45,8 +45,8 @@ MUTANTS = {
     ),
     "not-passed-over": ("+ kReorderThreshold > highest_answered_send_", "> highest_answered_send_", IN_FLIGHT),
     "newest-goes-again": ("std::uint32_t at = flight_.head;\n  for", "std::uint32_t at = flight_.tail;\n  for", OTHER),
-    "notice-misses-its-first": ("send_number >= first", "send_number > first", NAMED),
-    "notice-names-one-more": ("send_number - first >= count", "send_number - first > count", NAMED),
+    "nack-misses-its-first": ("send_number >= first", "send_number > first", NAMED),
+    "nack-names-one-more": ("send_number - first >= count", "send_number - first > count", NAMED),
     "named-is-not-sent-again": ("      make_due(at);\n      ++again;", "      ++again;", IN_FLIGHT),
 }
 
@@ -57,13 +57,13 @@ def test_a_leaf_sends_what_its_table_says_in_every_order(name: str) -> None:
     print(sentence(QUICK[name], report))
     assert report.broken == ""
     assert report.passed_over > 0, "no result sends again what it passed over"
-    assert (report.named > 0) == (QUICK[name].notices > 0), "no notice sends again what it names"
+    assert (report.named > 0) == (QUICK[name].nacks > 0), "no NACK sends again what it names"
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_sender_without_a_part_is_caught(name: str, tmp_path: Path) -> None:
     text, instead, breaks = MUTANTS[name]
-    scope = QUICK["named" if "handle_notice" in _function_of(text) else "passed-over"]
+    scope = QUICK["named" if "handle_nack" in _function_of(text) else "passed-over"]
     report = search_parent_sender(scope, new=_mutant(text, instead, tmp_path))
     print(f"{name}: {sentence(scope, report)}")
     assert report.broken == breaks
@@ -117,8 +117,8 @@ def _mutant(text: str, instead: str, folder: Path) -> Any:
         def handle_result(self, slot: int, number: int) -> None:
             library.parent_sender_handle_result(self._self, slot, ctypes.c_uint64(number))
 
-        def handle_notice(self, first: int, count: int) -> int:
-            return int(library.parent_sender_handle_notice(self._self, ctypes.c_uint64(first), ctypes.c_uint64(count)))
+        def handle_nack(self, first: int, count: int) -> int:
+            return int(library.parent_sender_handle_nack(self._self, ctypes.c_uint64(first), ctypes.c_uint64(count)))
 
         in_flight = property(lambda self: library.parent_sender_in_flight(self._self))
         packets_sent = property(lambda self: library.parent_sender_packets_sent(self._self))

@@ -119,7 +119,7 @@ class Job:
             self.send(worker, auth.with_mac(self.key(worker), self.contribution(worker, chunk, 1.5 + worker)))
         for worker in range(len(self.sockets)):
             packet = self.answer(worker)
-            while protocol.Header.parse(packet).count == 0:  # a notice
+            while protocol.Header.parse(packet).count == 0:  # a NACK
                 packet = self.answer(worker)
             assert protocol.Header.parse(packet).chunk == chunk
             (value,) = struct.unpack_from("<f", packet, protocol.HEADER_BYTES)
@@ -267,7 +267,7 @@ def test_everything_that_the_switch_says_has_a_tag_and_a_nonce_of_its_own() -> N
         made.greet()
         made.begin()
         said: dict[bytes, set[bytes]] = {}
-        made.counters = [30, 30, 30]  # thirty that never came: a notice each, with the first packet that is late enough
+        made.counters = [30, 30, 30]  # thirty that never came: a NACK each, with the first packet that is late enough
         for chunk in range(3):
             for worker in range(3):
                 made.send(worker, auth.with_mac(made.key(worker), made.contribution(worker, chunk, 1.0)))
@@ -287,7 +287,7 @@ def test_everything_that_the_switch_says_has_a_tag_and_a_nonce_of_its_own() -> N
                         nonce = packet[3:4] + packet[24:32]
                         said.setdefault(nonce, set()).add(packet)
         answer = FLAGS["answer"]
-        assert kinds == {answer, answer | FLAGS["notice"], answer | FLAGS["mismatch"]}
+        assert kinds == {answer, answer | FLAGS["nack"], answer | FLAGS["mismatch"]}
         assert [packets for packets in said.values() if len(packets) > 1] == []
 
 

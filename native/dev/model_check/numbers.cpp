@@ -1,4 +1,4 @@
-// Packets with their numbers: gap detection, notices and a leaf's sender, and what is asked of them.
+// Packets with their numbers: gap detection, NACKs and a leaf's sender, and what is asked of them.
 #include "parts.hpp"
 
 #include <algorithm>
@@ -44,11 +44,11 @@ void Parts::note_number(SwitchState& state, const Header& header, Step& step) {
   // Of numbers alone whose packets never left: no sender has anything under them.
   if (last / scope_.numbers == (gap.first - 1) / scope_.numbers) return;
   Packet sent = answer_to(state, header.worker);
-  sent.notice = true;
+  sent.nack = true;
   sent.chunk = gap.first;
   sent.life = state.life();
   sent.bytes.resize(state.machine.packet_bytes());
-  state.machine.write_notice(header.worker, gap, 0, sent.bytes.data());  // its number is a nonce
+  state.machine.write_nack(header.worker, gap, 0, sent.bytes.data());  // its number is a nonce
   step.sent.push_back(packet_id(std::move(sent)));
 }
 
@@ -79,7 +79,7 @@ void Parts::send_sums(SwitchState& state, const Allowed& allowed, Step& step) {
 }
 
 Parts::Allowed Parts::allowed_by(const Packet& packet, const Numbers& numbers, bool rang) const {
-  if (packet.notice) {
+  if (packet.nack) {
     const Header header = protocol::PacketView::parse(packet.bytes)->header();
     return [=](std::uint64_t number) { return number >= header.chunk && number - header.chunk < header.elements; };
   }
@@ -89,8 +89,8 @@ Parts::Allowed Parts::allowed_by(const Packet& packet, const Numbers& numbers, b
   };
 }
 
-bool Parts::heeded(const Packet& notice, const Numbers& before, const Numbers& after) const {
-  const Allowed named = allowed_by(notice, before, false);
+bool Parts::heeded(const Packet& nack, const Numbers& before, const Numbers& after) const {
+  const Allowed named = allowed_by(nack, before, false);
   for (std::uint64_t chunk = 0; chunk < chunk_count_; ++chunk) {
     const std::uint64_t number = before.sent[chunk];
     if (number != 0 && named(number) && (before.received >> chunk & 1) == 0 && after.sent[chunk] == number)
@@ -105,8 +105,8 @@ void Parts::take_at_worker(WorkerState& state, const Packet& packet, Step& step)
   const bool belongs = packet.life == state.life();  // what is of a former life says nothing
   const Allowed none = [](std::uint64_t) { return false; };
   if (!send(state, step, belongs ? allowed_by(packet, state.numbers, state.rings > 0) : none)) return;
-  if (packet.notice && belongs && !heeded(packet, before, state.numbers)) {
-    step.broken = "a worker does not send again what a notice names";
+  if (packet.nack && belongs && !heeded(packet, before, state.numbers)) {
+    step.broken = "a worker does not send again what a NACK names";
   }
 }
 

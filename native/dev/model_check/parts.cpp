@@ -269,13 +269,13 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
                                      .bytes = {sum.begin(), sum.end()}}));
       break;
     }
-    case SwitchJob::Outcome::notice: {
+    case SwitchJob::Outcome::nack: {
       step.became = "told of a loss";
       const Numbers before = state.numbers;
-      state.sender.handle_notice(header.chunk, header.elements);
+      state.sender.handle_nack(header.chunk, header.elements);
       send_sums(state, allowed_by(packet, before, false), step);
       if (step.broken.empty() && !heeded(packet, before, state.numbers)) {
-        step.broken = "a leaf does not send again what a notice names";
+        step.broken = "a leaf does not send again what a NACK names";
       }
       break;
     }
@@ -375,7 +375,7 @@ bool Parts::receive(WorkerState& worker, const Packet& packet, Step& step) const
       return end(worker, received.header, step);
     case Worker::Outcome::received:
       return take(worker, received, step);
-    case Worker::Outcome::notice:
+    case Worker::Outcome::nack:
       step.became = "told of a loss";
       return true;
   }

@@ -30,10 +30,10 @@ struct Life {
 // On its way from a worker, or a leaf, to its switch, or back. Its packet number is zero, unless the scope has numbers.
 struct Packet {
   bool answer = false;
-  bool notice = false;
+  bool nack = false;
   bool leaf = false;         // between a leaf and the root
   std::uint16_t worker = 0;  // which worker, or leaf, of all
-  std::uint64_t chunk = 0;   // of a notice: the first packet that it names
+  std::uint64_t chunk = 0;   // of a NACK: the first packet that it names
   Life life;
   bool foreign = false;  // of another job
   std::vector<std::byte> bytes;
@@ -162,7 +162,7 @@ class Parts {
   void take_at_worker(WorkerState& state, const Packet& packet, Step& step);
   void call(WorkerState& state, Step& step);
   void ring(WorkerState& state, Step& step);
-  // Gap detection at the switch; a notice, where there is one to write.
+  // Gap detection at the switch; a NACK, where there is one to write.
   void note_number(SwitchState& state, const protocol::Header& header, Step& step);
   // All that the leaf's sender sends now; `allowed`: whether a sum may be sent again, by its last packet's number.
   void send_sums(SwitchState& state, const Allowed& allowed, Step& step);
@@ -177,10 +177,10 @@ class Parts {
   bool send(WorkerState& worker, Step& step, const Allowed& allowed = {});
   bool number(WorkerState& worker, std::uint64_t chunk, std::uint64_t packet_number, bool again, const Allowed& allowed,
               Step& step) const;
-  // What a result, or a notice, allows.
+  // What a result, or a NACK, allows.
   Allowed allowed_by(const Packet& packet, const Numbers& numbers, bool rang) const;
-  // Whether every chunk that the notice names, and that has no result, was sent again.
-  bool heeded(const Packet& notice, const Numbers& before, const Numbers& after) const;
+  // Whether every chunk that the NACK names, and that has no result, was sent again.
+  bool heeded(const Packet& nack, const Numbers& before, const Numbers& after) const;
 
   using Line = std::vector<std::uint32_t>;  // chunks of each operation
   const Line& line_of(std::uint16_t worker) const;

@@ -12,7 +12,7 @@ using Kind = Move::Kind;
 std::string name_of(const Packet& packet) {
   return (packet.foreign ? "x" : "") + words(packet.life) + "/" + (packet.leaf ? "^" : "") +
          std::to_string(packet.worker) +
-         (packet.notice   ? "!"
+         (packet.nack   ? "!"
           : packet.answer ? "<"
                           : ">") +
          std::to_string(packet.chunk);
@@ -173,7 +173,7 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
                                       : "leaf " + std::to_string(moves.parts.leaf_of(packet.worker));
         record.source = packet.answer ? above : below;
         record.to = packet.answer ? below : above;
-        record.what = (packet.notice   ? "notice from "
+        record.what = (packet.nack   ? "NACK from "
                        : packet.answer ? "result "
                        : packet.leaf   ? "sum "
                                        : "chunk ") +

@@ -4,7 +4,7 @@ A state is what has happened to the sums of a few slots, and the machine. In eac
 time or because a worker asks again; the next packet may go, be refused by the socket, or go after seven refusals, which
 is how a few packets get numbers that are eight apart; the parent's result of any sum that was sent may come, with a
 number that follows the newest, or is so far ahead that one or two count as lost, or with one that was skipped before;
-and a notice may name any of the packets, one, two or all of them, or some that were never sent. So losses, delays and
+and a NACK may name any of the packets, one, two or all of them, or some that were never sent. So losses, delays and
 repeated offers are searched, and more than a parent does: any result may have any new number.
 
 Beside the machine runs the table of its header, as lists (`Table`). Safety. The machine sends the sums that the table
@@ -30,24 +30,24 @@ Flight = tuple[int, int, bool]
 @dataclass(frozen=True)
 class SenderScope:
     """slots: each with one sum at a time, and another after its result. sends: that the socket takes. results: that
-    come. notices: that come. refusals: packets that the socket refuses, alone or seven in a row."""
+    come. NACKs: that come. refusals: packets that the socket refuses, alone or seven in a row."""
 
     slots: int = 3
     sends: int = 3
     results: int = 1
-    notices: int = 0
+    nacks: int = 0
     refusals: int = 1
 
 
 # By `make test`: sums that are passed over and named, among others that are.
 QUICK = {
     "passed-over": SenderScope(),
-    "named": SenderScope(slots=2, results=2, notices=1),
+    "named": SenderScope(slots=2, results=2, nacks=1),
 }
 # By `make prove`.
 LARGE = {
-    "sent-often": SenderScope(slots=2, sends=4, results=2, notices=1),
-    "all-three": SenderScope(results=2, notices=1),
+    "sent-often": SenderScope(slots=2, sends=4, results=2, nacks=1),
+    "all-three": SenderScope(results=2, nacks=1),
 }
 
 
@@ -105,7 +105,7 @@ class Table(NamedTuple):
             numbers=self.numbers | 1 << number,
         )
 
-    def notice(self, first: int, count: int) -> Table:
+    def nack(self, first: int, count: int) -> Table:
         named = [slot for slot, packet_number, _ in self.flight if first <= packet_number < first + count]
         return self._replace(
             due=(*self.due, *named), flight=tuple(each for each in self.flight if each[0] not in named)
@@ -119,7 +119,7 @@ class _State(NamedTuple):
     table: Table
     machine: bytes = b""  # its canonical bytes
     results: int = 0
-    notices: int = 0
+    nacks: int = 0
     refusals: int = 0
 
     def events(self, scope: SenderScope) -> Iterator[Event]:
@@ -140,12 +140,12 @@ class _State(NamedTuple):
             for slot in sorted(table.sent):
                 for number in numbers:
                     yield "result", slot, number
-        if self.notices < scope.notices and table.packet_number:
+        if self.nacks < scope.nacks and table.packet_number:
             for packet_number in sorted({each[1] for each in table.flight} | {1}):
-                yield "notice", packet_number, 1
-                yield "notice", packet_number, 2
-            yield "notice", 1, table.packet_number
-            yield "notice", table.packet_number + 1, 1 << 31
+                yield "nack", packet_number, 1
+                yield "nack", packet_number, 2
+            yield "nack", 1, table.packet_number
+            yield "nack", table.packet_number + 1, 1 << 31
 
 
 @dataclass
@@ -156,7 +156,7 @@ class SenderReport:
     transitions: int = 0
     depth: int = 0
     passed_over: int = 0  # transitions in which a result sends sums again
-    named: int = 0  # in which a notice does
+    named: int = 0  # in which a NACK does
     broken: str = ""
     trace: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -185,7 +185,7 @@ def search_parent_sender(
                 break
             was_sent = len(after.table.due) - len(state.table.due)
             report.passed_over += event[0] == "result" and was_sent > 0
-            report.named += event[0] == "notice" and was_sent > 0
+            report.named += event[0] == "nack" and was_sent > 0
             if after not in machines:
                 machines[after] = machine
                 came[after] = state, event
@@ -201,7 +201,7 @@ def search_parent_sender(
 def _done(state: _State, event: Event, machine: Any, arrivals: dict[int, Any]) -> tuple[_State, str]:
     """What the event makes of the table, and of the machine, which it changes; and the promise that breaks."""
     table = state.table
-    results, notices, refusals = state.results, state.notices, state.refusals
+    results, nacks, refusals = state.results, state.nacks, state.refusals
     broken = ""
     kind, *about = event
     if kind == "offer":
@@ -225,13 +225,13 @@ def _done(state: _State, event: Event, machine: Any, arrivals: dict[int, Any]) -
         arrivals.setdefault(table.numbers, taken)
         machine.handle_result(slot, number)
     else:
-        notices += 1
-        before, table = len(table.due), table.notice(*about)
-        again = machine.handle_notice(*about)
+        nacks += 1
+        before, table = len(table.due), table.nack(*about)
+        again = machine.handle_nack(*about)
         if again != len(table.due) - before:
-            broken = "a notice sends other sums again than it names"
+            broken = "a NACK sends other sums again than it names"
     broken = broken or _differs(table, machine)
-    return _State(table, machine.canonical(), results, notices, refusals), broken
+    return _State(table, machine.canonical(), results, nacks, refusals), broken
 
 
 def _poll(table: Table, machine: Any, broken: str) -> tuple[Table, str]:
@@ -278,7 +278,7 @@ def sentence(scope: SenderScope, report: SenderReport) -> str:
     """A report in one line."""
     found = f"BROKEN: {report.broken}: {'; '.join(report.trace)}" if report.broken else "exhausted"
     return (
-        f"{scope.slots} slots, {scope.sends} packets, {scope.results} results, {scope.notices} notices, "
+        f"{scope.slots} slots, {scope.sends} packets, {scope.results} results, {scope.nacks} NACKs, "
         f"{scope.refusals} refusals: {found}; {report.states:,} states, {report.transitions:,} transitions "
         f"({report.passed_over:,} send again what was passed over, {report.named:,} what was named), depth "
         f"{report.depth}, {report.seconds:.2f} s"

@@ -38,7 +38,7 @@ QUICK = {
     "numbered": Scope(workers=2, window=2, operations="2", numbers=8, rings=1),
     "numbered-streamed": Scope(workers=1, window=2, operations="2,2", numbers=8, rings=1),
     "numbered-two-later": Scope(workers=1, window=3, operations="3", numbers=4, rings=1),
-    # Numbers begin anew with each life; notices and packets of the one before are still on their way.
+    # Numbers begin anew with each life; NACKs and packets of the one before are still on their way.
     "numbered-restarted": Scope(workers=2, window=2, operations="2", numbers=8, restarts=1),
     "numbered-restarted-asked": Scope(workers=1, window=2, operations="2", numbers=8, rings=1, restarts=1),
     # And a leaf, whose sender hears from its parent.

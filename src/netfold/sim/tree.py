@@ -79,7 +79,7 @@ class TreeWorld(World):
         outcome, drop, slot, number, worker, _ = side.machine.handle_packet(packet.data)
         answers: tuple[Packet, ...] = ()
         if outcome != "dropped" or drop in HONEST_DROPS:
-            answers = side.notices(header)
+            answers = side.nacks(header)
         if outcome in ("stored", "completed", "summed"):
             side.count(number, worker, outcome)
         else:
@@ -103,7 +103,7 @@ class TreeWorld(World):
             answers = tuple(side.answer(number, slot, child) for child in side.children)
             return Verdict(outcome, drop, answers + self._climb(side))
         self._unchanged(side.name, side.machine, before, f"a packet of its parent that was {outcome}")
-        if outcome == "notice" and side.sender.handle_notice(header.chunk, header.elements) == 0:
+        if outcome == "nack" and side.sender.handle_nack(header.chunk, header.elements) == 0:
             return Verdict("dropped", "stale")
         return Verdict(outcome, drop, self._climb(side))
 
@@ -147,11 +147,11 @@ class _SwitchSide:
     def name(self) -> str:
         return "the root" if self.parent is None else f"leaf {address_of(self.address)}"
 
-    def notices(self, header: Any) -> tuple[Packet, ...]:
+    def nacks(self, header: Any) -> tuple[Packet, ...]:
         first, count = self._gap_detectors[header.worker].observe(header.packet_number)
         if count == 0:
             return ()
-        packet = self.machine.notice_packet(header.worker, first, count)
+        packet = self.machine.nack_packet(header.worker, first, count)
         return (Packet(self.address, self.children[header.worker], packet),)
 
     def count(self, number: int, worker: int, outcome: str) -> None:

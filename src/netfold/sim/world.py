@@ -115,7 +115,7 @@ class World:
         self.packet_bytes: int = protocol.HEADER_BYTES + payload_bytes
         self.switch: Any = self._make_switch(shape)
         self.gap_detectors: list[Any] = [protocol.GapDetector() for _ in range(workers)]
-        self._named = [0] * workers  # the last packet that a notice named
+        self._named = [0] * workers  # the last packet that a NACK named
         self.workers = tuple(_WorkerSide(index, self._make_worker(shape, index)) for index in range(workers))
         self.chunks = _lay_out(self.operations, payload_bytes)
         self.drops: Counter[str] = Counter()
@@ -244,8 +244,8 @@ class World:
                 )
             # Every other mark of chunk c rests on the answer to a chunk of (c, c + W) that was sent, for the first
             # time, after c was last sent: at most W - 1 a chunk. A chunk that is answered after it was sent again
-            # brings at most PROBE_GROWTH overdue ones. All others are a timeout's, one each, or a notice's.
-            bound = side.timeouts + side.noticed + (self.window - 1 + PROBE_GROWTH) * len(self.chunks)
+            # brings at most PROBE_GROWTH overdue ones. All others are a timeout's, one each, or a NACK's.
+            bound = side.timeouts + side.nacked + (self.window - 1 + PROBE_GROWTH) * len(self.chunks)
             if side.timeouts > now_ns // MIN_TIMEOUT_NS + 1 or side.sent_again > bound:
                 raise BrokenPromiseError(
                     f"{who} sent {side.sent_again} packets again after {side.timeouts} timeouts in {now_ns} ns"
@@ -315,21 +315,21 @@ class World:
         switch = self.switch
         before = switch.copy() if self._compare else None
         outcome, drop, slot, number, worker, _ = switch.handle_packet(packet.data)
-        notices = self._notices(header) if outcome != "dropped" or drop in HONEST_DROPS else ()
+        nacks = self._nacks(header) if outcome != "dropped" or drop in HONEST_DROPS else ()
         if outcome in ("stored", "completed"):
             self._count(number, worker, outcome)
             if outcome == "stored":
-                return Verdict(outcome, drop, notices)
+                return Verdict(outcome, drop, nacks)
             self._announce(number, slot)
             answers = tuple(self._answer(slot, side.index) for side in self.workers)
-            return Verdict(outcome, drop, notices + answers)
+            return Verdict(outcome, drop, nacks + answers)
         self._unchanged("the switch", switch, before, f"a packet that was {outcome}")
         if outcome == "answered":
             self._announce(number, slot)
-            return Verdict(outcome, drop, (*notices, self._answer(slot, worker)))
-        return Verdict(outcome, drop, notices)
+            return Verdict(outcome, drop, (*nacks, self._answer(slot, worker)))
+        return Verdict(outcome, drop, nacks)
 
-    def _notices(self, header: Any) -> tuple[Packet, ...]:
+    def _nacks(self, header: Any) -> tuple[Packet, ...]:
         worker: int = header.worker
         first, count = self.gap_detectors[worker].observe(header.packet_number)
         if count == 0:
@@ -341,7 +341,7 @@ class World:
                 f"of those up to {self._named[worker]}"
             )
         self._named[worker] = last
-        return (Packet(SWITCH, worker, self.switch.notice_packet(worker, first, count)),)
+        return (Packet(SWITCH, worker, self.switch.nack_packet(worker, first, count)),)
 
     def _count(self, number: int, worker: int, outcome: str) -> None:
         contributed = self._contributed.setdefault(number, set())
@@ -368,8 +368,8 @@ class World:
         before = side.machine.copy() if self._compare else None
         flight: int = side.machine.in_flight
         outcome, drop, header, first, finished, got = side.machine.handle_packet(packet.data, now_ns)
-        if outcome == "notice":
-            side.noticed += flight - side.machine.in_flight
+        if outcome == "nack":
+            side.nacked += flight - side.machine.in_flight
             return Verdict(outcome, drop)
         if outcome != "received":
             self._unchanged(f"worker {side.index}", side.machine, before, f"a packet that was {outcome}")
@@ -427,7 +427,7 @@ class _WorkerSide:
         self.sent_again = 0
         self.timeouts = 0
         self.timeout_ns: int | None = None
-        self.noticed = 0  # chunks given up to notices
+        self.nacked = 0  # chunks given up to NACKs
 
 
 def _lay_out(operations: Sequence[Operation], payload_bytes: int) -> tuple[Chunk, ...]:
@@ -447,7 +447,7 @@ def describe(packet: Packet) -> str:
     header = protocol.Header.parse(packet.data)
     if header is None:
         return f"{way} {len(packet.data)} bytes that are no packet"
-    if header.flags & protocol.FLAGS["notice"]:
+    if header.flags & protocol.FLAGS["nack"]:
         return f"{way} notice that packets {header.chunk} to {header.chunk + header.elements - 1} did not come"
     kind = "answer" if header.flags & protocol.FLAGS["answer"] else "contribution"
     return (

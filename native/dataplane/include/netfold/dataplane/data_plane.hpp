@@ -13,7 +13,7 @@
 // Every packet of a job with keys carries a tag (netfold/auth), its own ones too: nothing in a packet is believed
 // before its tag is checked. A result gets its tag once, when its chunk is complete, for all workers.
 //
-// A job whose switch is a leaf has a second port, to the parent: sums go up there, and the parent's results, notices
+// A job whose switch is a leaf has a second port, to the parent: sums go up there, and the parent's results, NACKs
 // and mismatches come down, from the parent's address alone.
 //
 // Commands from other threads run between two batches, so the data path takes no lock.
@@ -47,7 +47,7 @@ struct JobCounters {
   std::uint64_t result_bytes = 0;   // of their values, without padding
   std::uint64_t answers_sent = 0;   // packets
   std::uint64_t answers_again = 0;  // to late duplicates
-  std::uint64_t notices = 0;        // to workers, of packets that did not come
+  std::uint64_t nacks = 0;        // to workers, of packets that did not come
   std::uint64_t mismatches = 0;
   std::uint64_t hellos = 0;
   std::uint64_t backlog_dropped = 0;  // answers dropped since a worker's queue was full; it will ask again
@@ -68,7 +68,7 @@ struct JobCounters {
   std::uint32_t slots_summed = 0;  // wait for the parent's result
   std::uint64_t sums_sent = 0;     // packets
   std::uint64_t sums_again = 0;    // among them, of sums that were sent before
-  std::uint64_t parent_notices = 0;
+  std::uint64_t parent_nacks = 0;
   std::uint64_t parent_drops[protocol::kDropCount] = {};
 };
 
@@ -184,7 +184,7 @@ class DataPlane {
     std::vector<std::byte> tags;        // of the slots' frames
     std::vector<std::byte> encrypted;   // the slots' frames, where packets are encrypted
     std::vector<std::byte> plain;       // a packet that came, decrypted
-    std::uint64_t told = 0;             // mismatches and notices written
+    std::uint64_t told = 0;             // mismatches and NACKs written
     std::int64_t next_mismatch_ns = 0;  // when all workers may be told of one again
     std::optional<Parent> parent;
     bool blocked = false;
@@ -209,7 +209,7 @@ class DataPlane {
   void completed(Job& job, std::uint32_t slot);
   void send(Job& job, std::uint16_t to, std::span<const std::byte> packet);
   void append_mac(Job& job, std::vector<std::byte>& packet);
-  void notice(Job& job, std::uint16_t to, const protocol::GapDetector::Gap& gap);
+  void nack(Job& job, std::uint16_t to, const protocol::GapDetector::Gap& gap);
   void tell_mismatch(Job& job, const protocol::SwitchJob::Handled& handled, const protocol::CallDescriptor& said,
                      std::int64_t now_ns);
   // Batched; `except`: a worker, or as many as there are for all.

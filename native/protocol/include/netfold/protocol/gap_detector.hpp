@@ -2,11 +2,11 @@
 //
 // Theory of operation. A sender numbers its packets 1, 2, 3, ... in order of sending, retransmissions included, and one
 // path rarely reorders. A packet counts as lost when one that was sent kReorderThreshold later is here and it is not.
-// The switch says so, to the one worker whose packet it was, in a notice (SwitchJob::write_notice); that worker sends
+// The switch says so, to the one worker whose packet it was, in a NACK (SwitchJob::write_nack); that worker sends
 // the chunk again under a new packet number, so that a second loss of it is found in the same way. To all other workers a
 // lost contribution is a chunk whose answer is late, and they need not guess.
 //
-// A notice is a hint. It changes nothing at the switch, and makes a worker send again what it may send again at any
+// A NACK is a hint. It changes nothing at the switch, and makes a worker send again what it may send again at any
 // time: sums do not depend on it, and where it is lost itself the worker's timers stand behind it. A packet number of a
 // packet that never left (its socket was full) is noticed too, and means nothing to its sender. State of a sender: 16
 // bytes, of which a P4 program may keep the first eight and say at once what it misses.

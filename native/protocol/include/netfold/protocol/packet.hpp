@@ -9,11 +9,11 @@
 //   offset bytes field
 //        0     2 magic          0x4e46 ("NF")
 //        2     1 version        1
-//        3     1 flags          bit 0 answer, bit 1 reserved (0), bit 2 mismatch, bit 3 hello, bit 4 notice
+//        3     1 flags          bit 0 answer, bit 1 reserved (0), bit 2 mismatch, bit 3 hello, bit 4 NACK
 //        4     4 job            given by the switch at admission
 //        8     4 epoch          given by the switch when the job's workers are complete; always growing
 //       12     4 incarnation    drawn by the switch when it starts
-//       16     8 chunk          full sequence number over the life of the epoch; never wraps (notice: see below)
+//       16     8 chunk          full sequence number over the life of the epoch; never wraps (NACK: see below)
 //       24     8 packet_number  packets sent so far by this sender in this epoch; never repeats among packets of a kind
 //       32     4 operation      the group's operation sequence number
 //       36     4 elements       low 32 bits of the operation's element count (a check, and an error's text), or a
@@ -29,7 +29,7 @@
 // In a job that is authenticated a tag of 16 bytes follows, over all that is before it. The machines know nothing of
 // it: who holds the keys checks it and takes it off first.
 //
-// A notice tells a worker (`worker`) that packets of its own did not come: those whose packet numbers are `chunk` up to
+// A NACK tells a worker (`worker`) that packets of its own did not come: those whose packet numbers are `chunk` up to
 // `chunk` + `elements` - 1. It carries no values: `count` is 0, which no answer's is.
 //
 // A packet is first a PacketView (bytes whose length, magic and version were checked) and only then a Header.
@@ -60,7 +60,7 @@ enum Flag : std::uint8_t {
   // 2 is reserved. NaN and infinities need no flag: every wire format carries them in its values (docs/numbers.md).
   kMismatch = 4,  // an answer that carries no result: it describes the worker that disagrees with the reader
   kHello = 8,     // path probe: the switch returns it to the registered address, same length
-  kNotice = 16,   // an answer that carries no result: packets of the reader did not come
+  kNack = 16,   // an answer that carries no result: packets of the reader did not come
 };
 
 struct Header {
@@ -120,7 +120,7 @@ void write_header(const Header& header, std::byte* out);
 
 // The nonce of a packet's tag: flags, length and packet number. `header`: its first kHeaderBytes, as written; `bytes`: the
 // packet's length without the tag. Under one key it never stands for two packets: contributions and results each count
-// their own; notices and mismatches, told apart by their flags, share a count of their own; and hellos, whose packet number
+// their own; NACKs and mismatches, told apart by their flags, share a count of their own; and hellos, whose packet number
 // stays, differ in length alone.
 std::array<std::byte, 12> nonce_of(const std::byte* header, std::size_t bytes);
 

@@ -3,7 +3,7 @@
 // Theory of operation. A switch offers a sum here when its slot is summed, and once more for each time that a worker
 // asks. It is not a worker's machine: it has no window, since its workers have one and its slots are bounded; and no
 // timer, since theirs run over the whole way to the root and back. What is here only makes repairs quicker, as a worker
-// does it (worker.hpp). The parent's notice names packets of ours that did not come: what they carried goes again. The
+// does it (worker.hpp). The parent's NACK names packets of ours that did not come: what they carried goes again. The
 // parent numbers its results in the order in which chunks became complete: as many as are missing in what came of these
 // numbers, so many results were lost, most likely those of the sums that were sent longest ago and passed over by
 // results of later ones; these go again, and the parent answers them at once. A wrong guess costs a packet.
@@ -12,7 +12,7 @@
 //   (none)     offered: it was summed                                  due        -
 //   due        poll_send                                               in flight  send
 //   in flight  offered: a worker asks again                            due        -
-//   in flight  a notice of the packet that it was sent in              due        -
+//   in flight  a NACK of the packet that it was sent in              due        -
 //   in flight  passed over, among the oldest, as numbers are skipped   due        -
 //   any        its result                                              (none)     -
 //
@@ -51,7 +51,7 @@ class ParentSender {
   void handle_result(std::uint32_t slot, std::uint64_t number);
   // The parent misses our packets [first, first + count): how many sums go again. None were named where they were
   // answered, or sent again, since.
-  std::uint32_t handle_notice(std::uint64_t first, std::uint64_t count);
+  std::uint32_t handle_nack(std::uint64_t first, std::uint64_t count);
 
   std::uint32_t in_flight() const { return flight_.count; }
   std::uint64_t packets_sent() const { return packets_sent_; }

@@ -40,7 +40,7 @@
 // c - W in the same way; and the leaf's own slot is complete, since its workers got result c - 2W from it.
 //
 // What is lost between a switch and its parent is repaired end to end: a worker that misses a result contributes again,
-// and that sends the sum again. There is no timer here. Numbers and notices of the parent make it quicker (parent_sender.hpp).
+// and that sends the sum again. There is no timer here. Numbers and NACKs of the parent make it quicker (parent_sender.hpp).
 #pragma once
 
 #include <netfold/protocol/gap_detector.hpp>
@@ -96,7 +96,7 @@ class SwitchJob {
     mismatch,   // the sender and `other` do not agree; send mismatch packets to both
     summed,     // the last of this switch's own workers: send sum(slot) to the parent
     asked,      // a duplicate while the parent's result is not there: send sum(slot) once more
-    notice,     // from the parent: packets to it did not come, as the header says
+    nack,     // from the parent: packets to it did not come, as the header says
   };
   struct Handled {
     Outcome outcome = Outcome::dropped;
@@ -112,7 +112,7 @@ class SwitchJob {
   // `header`: of these very bytes, where it was parsed already.
   Handled handle_packet(const Header& header, std::span<const std::byte> bytes);
 
-  // One datagram from the parent: dropped, completed, mismatch (of the header's worker, by its name) or notice.
+  // One datagram from the parent: dropped, completed, mismatch (of the header's worker, by its name) or NACK.
   // Changes nothing unless completed. Precondition: config().parent.
   Handled handle_parent(std::span<const std::byte> bytes);
   Handled handle_parent(const Header& header, std::span<const std::byte> bytes);
@@ -124,12 +124,12 @@ class SwitchJob {
   // number on it. The bytes change when a later tenant of the slot completes.
   std::span<const std::byte> frame(std::uint32_t slot) const;
   // After `mismatch`: the packet that tells what `about`, by its name, said. `number`: another one for each mismatch
-  // and notice that is written. `out` has config().payload_bytes + kHeaderBytes.
+  // and NACK that is written. `out` has config().payload_bytes + kHeaderBytes.
   void write_mismatch(std::uint64_t chunk, const CallDescriptor& said, std::uint16_t about, std::uint64_t number,
                       std::byte* out) const;
   // The packet that tells `to` which of its packets did not come; `number` and `out` as above. Precondition:
   // gap.count > 0.
-  void write_notice(std::uint16_t to, const GapDetector::Gap& gap, std::uint64_t number, std::byte* out) const;
+  void write_nack(std::uint16_t to, const GapDetector::Gap& gap, std::uint64_t number, std::byte* out) const;
   CallDescriptor descriptor(std::uint32_t slot) const { return slots_[slot].descriptor; }
   std::uint16_t name_of(std::uint16_t worker) const { return config_.names.empty() ? worker : config_.names[worker]; }
 

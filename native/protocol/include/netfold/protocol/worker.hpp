@@ -7,7 +7,7 @@
 //   chunk state   event                                        becomes      action
 //   (unsent)      both windows have room, poll_send            in flight    send
 //   in flight     its answer                                   answered     deliver values
-//   in flight     a notice: this send did not reach the switch lost         -
+//   in flight     a NACK: this send did not reach the switch lost         -
 //   in flight     passed over, and its answer was skipped      lost         -
 //   in flight     passed over, and overdue by a repair         lost         -
 //   in flight     oldest, and no answer for one timeout        lost         - (timeout doubles)
@@ -19,12 +19,12 @@
 //
 // Losses are found by what came later, at both ends, and the timer only catches the tail. A contribution that did not
 // come shows at the switch as a gap in this worker's packet numbers, and the switch tells it, and it alone, by a
-// notice (gap_detector.hpp). A lost answer shows here: the switch numbers its answers in the order in which chunks are
+// NACK (gap_detector.hpp). A lost answer shows here: the switch numbers its answers in the order in which chunks are
 // complete, so a number that is skipped between the answers to sends s and t was, most likely, for a chunk sent between
 // them, else for one that had been passed over before. It is asked for again once answers to kReorderThreshold later
 // sends passed it over, and again where they pass over that send too, since the switch answers it at once. A chunk that
 // is passed over while no number is missing waits for another worker's repair, and only where that takes longer than
-// repairs do is it sent once more (a notice may be lost too). A chunk that is sent again has a new packet number and a new
+// repairs do is it sent once more (a NACK may be lost too). A chunk that is sent again has a new packet number and a new
 // place in the order of sending, so a second loss of its contribution is found like the first.
 //
 // A straggler looks like a loss to everybody else: so a timeout sends one chunk again, as a probe, and backs off. When
@@ -163,8 +163,8 @@ class Worker {
   // How many chunks could be sent without further answers or timeouts (lost ones included), as pacing lets them.
   std::uint32_t sendable() const;
 
-  // notice: packets of ours did not come; what they carried will be offered again.
-  enum class Outcome : std::uint8_t { dropped, received, mismatch, notice };
+  // NACK: packets of ours did not come; what they carried will be offered again.
+  enum class Outcome : std::uint8_t { dropped, received, mismatch, nack };
   struct Received {
     Outcome outcome = Outcome::dropped;
     Drop drop = Drop::none;
@@ -244,7 +244,7 @@ class Worker {
   void unlink(List& list, std::uint32_t index);
   void mark_lost(std::uint32_t index, bool probe);
   bool has_room() const;
-  Received handle_notice(const Header& header);
+  Received handle_nack(const Header& header);
   void note_skipped(const Header& header, const Entry& answered, bool first_try);
   void note_path(std::int64_t rtt_ns);
   void end_round();

@@ -33,7 +33,7 @@
 //              incarnation, and all others the next epoch. The other leaves rejoin at any later time, and a worker
 //              when its leaf has.
 //   numbers    Packets may have their numbers, and the switch and the leaves gap detection and senders of their own; a
-//              notice is then a packet like others. A socket refuses each packet so often that numbers lie far apart:
+//              NACK is then a packet like others. A socket refuses each packet so often that numbers lie far apart:
 //              where that is eight, one later packet does what eight do. A packet that is sent again is another one,
 //              so there is a bound: each timer rings, and each leaf is asked for sums once more, so many times. Clocks
 //              stand still but when a timer rings. Nothing is left out of a worker's state then. A leaf's results from
@@ -47,7 +47,7 @@
 // too much.
 //
 // With numbers: no packet has a number that another of its sender had; none is named as missing that has come, or that
-// fewer than eight later ones passed over; whatever a notice names, and has no result, is sent again at once, and
+// fewer than eight later ones passed over; whatever a NACK names, and has no result, is sent again at once, and
 // without a timer nothing else is but what the result of a later one passed over, where a result had been skipped.
 //
 // Possibility. From every state reached there is a way, without a further fault, to where every worker has finished all
@@ -117,7 +117,7 @@ struct Record {
 //   L/W<C             an answer reaches the worker
 //   hear W            the worker hears that another one has ended
 //   L/^F>C  L/^F<C    the sum of leaf F reaches the root, an answer of the root reaches leaf F
-//   L/W!P             a notice reaches the worker: its packets from P on are missing; L/^F!P: the leaf
+//   L/W!P             a NACK reaches the worker: its packets from P on are missing; L/^F!P: the leaf
 //   restart group     restart switch     restart leaf F     rejoin W     rejoin leaf F
 //   ring W            with numbers: the worker's timer
 // A packet of another job has an x before its life.
