@@ -22,8 +22,8 @@ nb::dict as_dict(const netfold::dataplane::JobCounters& counters) {
   out["contributions"] = counters.contributions;
   out["results"] = counters.results;
   out["result_bytes"] = counters.result_bytes;
-  out["answers_sent"] = counters.answers_sent;
-  out["answers_again"] = counters.answers_again;
+  out["results_sent"] = counters.results_sent;
+  out["results_resent"] = counters.results_resent;
   out["nacks"] = counters.nacks;
   out["mismatches"] = counters.mismatches;
   out["hellos"] = counters.hellos;
@@ -39,7 +39,7 @@ nb::dict as_dict(const netfold::dataplane::JobCounters& counters) {
   out["slots_collecting"] = counters.slots_collecting;
   out["slots_summed"] = counters.slots_summed;
   out["sums_sent"] = counters.sums_sent;
-  out["sums_again"] = counters.sums_again;
+  out["sums_resent"] = counters.sums_resent;
   out["parent_nacks"] = counters.parent_nacks;
   nb::dict drops;
   nb::dict parent_drops;

@@ -155,7 +155,7 @@ nb::object traffic_of(const Shard& shard) {
   out["packets_sent"] = traffic.packets_sent;
   out["retransmissions"] = traffic.retransmissions;
   out["smoothed_rtt_ns"] = traffic.smoothed_rtt_ns;
-  out["oldest_unanswered"] = traffic.oldest_unanswered;
+  out["oldest_outstanding"] = traffic.oldest_outstanding;
   out["idle"] = traffic.idle;
   out["trouble"] = traffic.trouble;
   out["send_error"] = traffic.send_error;

@@ -25,8 +25,8 @@ nb::bytes to_bytes(std::span<const std::byte> bytes) {
 }
 
 nb::tuple told(const SwitchJob::Handled& handled) {
-  static const char* const outcomes[] = {"dropped",  "stored", "completed", "answered",
-                                         "mismatch", "summed", "asked",     "nack"};
+  static const char* const outcomes[] = {"dropped",  "stored", "completed", "resend_result",
+                                         "mismatch", "summed", "resend_sum",     "nack"};
   return nb::make_tuple(outcomes[static_cast<int>(handled.outcome)], name(handled.drop), handled.slot, handled.chunk,
                         handled.worker, handled.other);
 }
@@ -51,7 +51,7 @@ void bind_protocol(nb::module_& m) {
   for (int i = 0; i < kDropCount; ++i) drops.append(name(static_cast<Drop>(i)));
   p.attr("DROPS") = nb::tuple(drops);
   p.attr("FLAGS") = nb::dict();
-  p.attr("FLAGS")["answer"] = static_cast<int>(kAnswer);
+  p.attr("FLAGS")["from_switch"] = static_cast<int>(kFromSwitch);
   p.attr("FLAGS")["mismatch"] = static_cast<int>(kMismatch);
   p.attr("FLAGS")["hello"] = static_cast<int>(kHello);
   p.attr("FLAGS")["nack"] = static_cast<int>(kNack);
@@ -216,8 +216,8 @@ void bind_protocol(nb::module_& m) {
       .def("handle_timeout", &Worker::handle_timeout)
       .def_prop_ro("idle", &Worker::idle)
       .def_prop_ro("in_flight", &Worker::in_flight)
-      .def_prop_ro("answered_probes", &Worker::answered_probes)
-      .def_prop_ro("oldest_unanswered", &Worker::oldest_unanswered)
+      .def_prop_ro("probe_results", &Worker::probe_results)
+      .def_prop_ro("oldest_outstanding", &Worker::oldest_outstanding)
       .def_prop_ro("retransmissions", &Worker::retransmissions)
       .def_prop_ro("packets_sent", &Worker::packets_sent)
       .def_prop_ro("smoothed_rtt_ns", &Worker::smoothed_rtt_ns)

@@ -35,7 +35,7 @@ Channel::Channel(std::uint64_t life, const protocol::WorkerConfig& config, const
       to_(to) {
   if (keys) {
     authenticator_.emplace(keys->contributions, keys->security);
-    answer_authenticator_.emplace(keys->answers, keys->security);
+    result_authenticator_.emplace(keys->results, keys->security);
     if (authenticator_->encrypts()) {
       encrypted_.resize(kBatchPackets * config.payload_bytes);
       plain_.resize(machine_.packet_bytes());
@@ -45,7 +45,7 @@ Channel::Channel(std::uint64_t life, const protocol::WorkerConfig& config, const
   staging_.resize(kBatchPackets * config.payload_bytes);
   zeros_.resize(config.payload_bytes);
   tags_.resize(kBatchPackets * mac_bytes_);
-  kept_ = std::make_unique<std::byte[]>(machine_.places() * machine_.packet_bytes());
+  kept_ = std::make_unique<std::byte[]>(machine_.window_slots() * machine_.packet_bytes());
   pieces_.resize(kBatchPackets * kPieces);
   chunks_.resize(kBatchPackets);
   owners_.resize(kBatchPackets);
@@ -59,13 +59,13 @@ bool Channel::can_start() const {
 
 int Channel::start(const Call& call, const Segments& segments) {
   table_ = call.table;
-  const std::uint64_t first_chunk = machine_.line_end();
+  const std::uint64_t first_chunk = machine_.next_operation_chunk();
   machine_.start({.operation = call.sequence,
                   .elements = segments.elements(),
                   .wire = segments.wire(),
                   .reduce = segments.reduce(),
                   .table = static_cast<std::uint16_t>(call.table ^ Terms::of(call).packed()),
-                  .size_word = segments.size_word()});
+                  .size_digest = segments.size_digest()});
   for (std::size_t token = 0; token < active_.size(); ++token) {
     if (active_[token].call == nullptr) {
       active_[token].call = &call;
@@ -92,7 +92,7 @@ Progress Channel::poll(std::int64_t now_ns) {
   try {
     // Answers may come before the port is through with what they answer: where it has no room left, it is looked at
     // though nothing is awaited.
-    if (machine_.awaits_answers() || port_->room(to_) == 0) moved = receive(now_ns);
+    if (machine_.awaits_results() || port_->room(to_) == 0) moved = receive(now_ns);
     machine_.handle_timeout(now_ns);
     if (!failure_) moved |= send(now_ns);
   } catch (const std::system_error& error) {
@@ -114,7 +114,7 @@ bool Channel::receive(std::int64_t now_ns) {
 }
 
 void Channel::take(std::span<const std::byte> bytes, std::int64_t now_ns) {
-  if (answer_authenticator_) {
+  if (result_authenticator_) {
     bytes = opened(bytes);
     if (bytes.empty()) {
       ++drops_[static_cast<std::size_t>(protocol::Drop::unauthenticated)];
@@ -127,12 +127,12 @@ void Channel::take(std::span<const std::byte> bytes, std::int64_t now_ns) {
 std::span<const std::byte> Channel::opened(std::span<const std::byte> bytes) {
   if (bytes.size() < protocol::kHeaderBytes + mac_bytes_) return {};
   const auto nonce = protocol::nonce_of(bytes.data(), bytes.size() - mac_bytes_);
-  if (!answer_authenticator_->encrypts()) {
-    return answer_authenticator_->verify(nonce, bytes) ? bytes.first(bytes.size() - mac_bytes_)
+  if (!result_authenticator_->encrypts()) {
+    return result_authenticator_->verify(nonce, bytes) ? bytes.first(bytes.size() - mac_bytes_)
                                                  : std::span<const std::byte>();
   }
   if (bytes.size() != plain_.size() + mac_bytes_) return {};
-  return answer_authenticator_->decrypt(nonce, bytes, protocol::kHeaderBytes, plain_.data())
+  return result_authenticator_->decrypt(nonce, bytes, protocol::kHeaderBytes, plain_.data())
              ? std::span<const std::byte>(plain_)
              : std::span<const std::byte>();
 }
@@ -157,7 +157,7 @@ bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
   Active* active = find(received.header.operation);
   if (active == nullptr) return true;  // its owner gave it up
   active->segments->deliver(received.first, received.header.count, received.values.data());
-  active->answered_bytes += machine_.packet_bytes() + mac_bytes_;
+  active->result_bytes += machine_.packet_bytes() + mac_bytes_;
   active->last_rank = rank_of(received.header.worker);
   if (received.finished) active->finished = true;
   return true;
@@ -188,10 +188,10 @@ std::span<const std::byte> Channel::kept(std::uint64_t chunk) const {
 
 Channel::Words Channel::words() const {
   const std::uint32_t window = machine_.config().window;
-  Words words{.base = machine_.oldest_unanswered(), .end = machine_.line_end(), .held = {}};
+  Words words{.base = machine_.oldest_outstanding(), .end = machine_.next_operation_chunk(), .held = {}};
   words.held.resize((window + 7) / 8);
   for (std::uint32_t i = 0; i < window; ++i) {
-    if (machine_.is_answered(words.base + i)) words.held[i / 8] |= std::byte{1} << (i % 8);
+    if (machine_.has_result(words.base + i)) words.held[i / 8] |= std::byte{1} << (i % 8);
   }
   return words;
 }
@@ -203,7 +203,7 @@ std::vector<Range> Channel::missing(int token) const {
   std::vector<Range> ranges;
   std::uint64_t chunk = active.first_chunk;
   for (std::size_t first = 0; first < elements; first += per_chunk, ++chunk) {
-    if (machine_.is_answered(chunk)) continue;
+    if (machine_.has_result(chunk)) continue;
     const std::size_t count = std::min(per_chunk, elements - first);
     if (!ranges.empty() && ranges.back().first + ranges.back().count == first) {
       ranges.back().count += count;

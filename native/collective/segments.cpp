@@ -36,7 +36,7 @@ Segments::Segments(const Call& call, int position, int ranks)
     dtype_ = wire_ = call.kind == Kind::barrier ? DType::u8 : bits_of(call.dtype);
     reduce_ = kernels::ReduceOp::bor;
   }
-  size_word_ = static_cast<std::uint32_t>(call.elements());
+  size_digest_ = static_cast<std::uint32_t>(call.elements());
   switch (call.kind) {
     case Kind::reduce:
       add(call.outputs[0].bytes, call.outputs[0].data, root ? call.outputs[0].data : nullptr);
@@ -48,7 +48,7 @@ Segments::Segments(const Call& call, int position, int ranks)
       for (std::size_t rank = 0; rank < static_cast<std::size_t>(ranks); ++rank) {
         add(call.inputs[rank].bytes, call.inputs[rank].data, rank == self ? call.outputs[0].data : nullptr);
       }
-      size_word_ = folded(call.layout != 0 ? call.layout : layout_of(call.inputs));
+      size_digest_ = folded(call.layout != 0 ? call.layout : layout_of(call.inputs));
       break;
     case Kind::all_gather:
       copy_block(call.outputs[self], call.inputs[0]);
@@ -56,7 +56,7 @@ Segments::Segments(const Call& call, int position, int ranks)
         const Buffer& block = call.outputs[rank];
         add(block.bytes, rank == self ? block.data : nullptr, rank == self ? nullptr : block.data);
       }
-      size_word_ = folded(call.layout != 0 ? call.layout : layout_of(call.outputs));
+      size_digest_ = folded(call.layout != 0 ? call.layout : layout_of(call.outputs));
       break;
     case Kind::barrier:
       add(1, nullptr, nullptr);

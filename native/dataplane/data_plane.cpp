@@ -266,7 +266,7 @@ void DataPlane::begin(const protocol::JobConfig& config, const std::optional<Job
   std::vector<First> firsts(machine->slot_count());
   std::vector<std::uint32_t> results(machine->slot_count());
   std::vector<std::optional<auth::PacketAuthenticator>> authenticators(config.workers);
-  std::optional<auth::PacketAuthenticator> answer_authenticator;
+  std::optional<auth::PacketAuthenticator> result_authenticator;
   std::optional<auth::PacketAuthenticator> sum_authenticator;
   std::optional<auth::PacketAuthenticator> parent_authenticator;
   std::vector<std::byte> tags;
@@ -276,14 +276,14 @@ void DataPlane::begin(const protocol::JobConfig& config, const std::optional<Job
   std::vector<std::byte> encrypted_sums;
   if (parent_keys) {
     sum_authenticator.emplace(parent_keys->sums, security);
-    parent_authenticator.emplace(parent_keys->answers, security);
+    parent_authenticator.emplace(parent_keys->results, security);
     if (sum_authenticator->encrypts()) encrypted_sums.resize(transport::UdpSocket::kMaxSegments * packet_bytes);
   }
   if (keys) {
     for (std::size_t i = 0; i < authenticators.size(); ++i) authenticators[i].emplace(keys->contributions.at(i), security);
-    answer_authenticator.emplace(keys->answers, security);
+    result_authenticator.emplace(keys->results, security);
     tags.resize(machine->slot_count() * auth::kMacBytes);
-    if (answer_authenticator->encrypts()) encrypted.resize(machine->slot_count() * packet_bytes);
+    if (result_authenticator->encrypts()) encrypted.resize(machine->slot_count() * packet_bytes);
   }
   if (!encrypted.empty() || !encrypted_sums.empty()) plain.resize(packet_bytes);
   on_thread([&] {
@@ -303,14 +303,14 @@ void DataPlane::begin(const protocol::JobConfig& config, const std::optional<Job
     if (job.parent) {
       job.parent->machine = protocol::ParentSender(machine->slot_count());
       job.parent->authenticator = std::move(sum_authenticator);
-      job.parent->answer_authenticator = std::move(parent_authenticator);
+      job.parent->result_authenticator = std::move(parent_authenticator);
       job.parent->encrypted = std::move(encrypted_sums);
     }
     job.machine = std::move(machine);
     job.firsts = std::move(firsts);
     job.results = std::move(results);
     for (std::size_t i = 0; i < job.workers.size(); ++i) job.workers[i].authenticator = std::move(authenticators[i]);
-    job.answer_authenticator = std::move(answer_authenticator);
+    job.result_authenticator = std::move(result_authenticator);
     job.tags = std::move(tags);
     job.encrypted = std::move(encrypted);
     job.plain = std::move(plain);
@@ -343,7 +343,7 @@ JobCounters DataPlane::counters_of(const Job& job) {
   }
   if (job.parent) {
     counters.sums_sent = job.parent->machine.packets_sent();
-    counters.sums_again = job.parent->machine.sent_again();
+    counters.sums_resent = job.parent->machine.sent_again();
   }
   return counters;
 }
@@ -492,13 +492,13 @@ void DataPlane::take(Job& job, std::span<const std::byte> bytes, transport::Data
     case SwitchJob::Outcome::summed:
       arrived(job, handled, now_ns, true);
       return job.parent->machine.offer(handled.slot);
-    case SwitchJob::Outcome::asked:
+    case SwitchJob::Outcome::resend_sum:
       count_drop(Drop::duplicate);  // as far as this switch's own sum is concerned
       return job.parent->machine.offer(handled.slot);
     case SwitchJob::Outcome::nack:
       return;  // from a parent alone
-    case SwitchJob::Outcome::answered:
-      ++job.counters.answers_again;
+    case SwitchJob::Outcome::resend_result:
+      ++job.counters.results_resent;
       return queue(job, job.workers[handled.worker], handled.slot);
     case SwitchJob::Outcome::mismatch:
       return tell_mismatch(job, handled, protocol::CallDescriptor::of(header), now_ns);
@@ -506,9 +506,9 @@ void DataPlane::take(Job& job, std::span<const std::byte> bytes, transport::Data
 }
 
 void DataPlane::completed(Job& job, std::uint32_t slot) {
-  if (job.answer_authenticator) {
+  if (job.result_authenticator) {
     std::byte* const encrypted = job.encrypted.empty() ? nullptr : job.encrypted.data() + slot * job.plain.size();
-    sealed(*job.answer_authenticator, job.machine->frame(slot), encrypted, job.tags.data() + slot * auth::kMacBytes);
+    sealed(*job.result_authenticator, job.machine->frame(slot), encrypted, job.tags.data() + slot * auth::kMacBytes);
   }
   ++job.counters.results;
   job.counters.result_bytes += job.machine->descriptor(slot).value_bytes();
@@ -528,8 +528,8 @@ void DataPlane::take_from_parent(Job& job, std::span<const std::byte> bytes, tra
   const auto count_drop = [&](Drop reason) { ++job.counters.parent_drops[static_cast<std::size_t>(reason)]; };
   if (source != job.parent->peer) return count_drop(Drop::source);
   if (!job.machine) return count_drop(Drop::epoch);
-  if (job.parent->answer_authenticator) {
-    bytes = opened(*job.parent->answer_authenticator, bytes, job.plain);
+  if (job.parent->result_authenticator) {
+    bytes = opened(*job.parent->result_authenticator, bytes, job.plain);
     if (bytes.empty()) return count_drop(Drop::unauthenticated);
   }
   const auto view = protocol::PacketView::parse(bytes);
@@ -678,7 +678,7 @@ void DataPlane::flush(Job& job) {
       }
       if (count == 0) break;
       const std::size_t sent = job.port->send({runs.data(), count});
-      job.counters.answers_sent += sent;
+      job.counters.results_sent += sent;
       blocked = sent < packets;
       for (std::size_t i = 0; i < count; ++i) {
         Worker& worker = *owners[i];
@@ -736,7 +736,7 @@ void DataPlane::append_mac(Job& job, std::vector<std::byte>& packet) {
   if (!job.authenticated) return;
   const std::size_t bytes = packet.size();
   packet.resize(bytes + auth::kMacBytes);
-  sealed(*job.answer_authenticator, {packet.data(), bytes}, packet.data(), packet.data() + bytes);
+  sealed(*job.result_authenticator, {packet.data(), bytes}, packet.data(), packet.data() + bytes);
 }
 
 void DataPlane::send(Job& job, std::uint16_t to, std::span<const std::byte> packet) {

@@ -627,7 +627,7 @@ void Group::publish_traffic() {
     traffic.packets_sent = machine.packets_sent();
     traffic.retransmissions = machine.retransmissions();
     traffic.smoothed_rtt_ns = machine.smoothed_rtt_ns();
-    traffic.oldest_unanswered = machine.oldest_unanswered();
+    traffic.oldest_outstanding = machine.oldest_outstanding();
     traffic.idle = machine.idle();
     if (traffic.trouble != channel.trouble()) traffic.trouble = channel.trouble();
     if (traffic.send_error != channel.send_error()) traffic.send_error = channel.send_error();

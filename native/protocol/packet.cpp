@@ -28,7 +28,7 @@ void store_be(std::byte* at, T value) {
   std::memcpy(at, &value, sizeof value);
 }
 
-constexpr std::uint8_t kKnownFlags = kAnswer | kMismatch | kHello | kNack;
+constexpr std::uint8_t kKnownFlags = kFromSwitch | kMismatch | kHello | kNack;
 
 }  // namespace
 

@@ -43,14 +43,14 @@ void ParentSender::handle_result(std::uint32_t slot, std::uint64_t number) {
   Entry& entry = entries_[slot];
   // A sum that was sent twice does not say which of the two was answered.
   if (entry.state == State::flight && !entry.again) {
-    highest_answered_send_ = std::max(highest_answered_send_, entry.send_number);
+    highest_received_send_ = std::max(highest_received_send_, entry.send_number);
   }
   unlink(entry.state == State::flight ? flight_ : due_, slot);
   entry = Entry{};
   const auto gap = result_gaps_.observe(number);
   std::uint32_t at = flight_.head;
   for (std::uint32_t left = gap.count; left > 0 && at != kNone; --left) {
-    if (entries_[at].send_number + kReorderThreshold > highest_answered_send_) break;
+    if (entries_[at].send_number + kReorderThreshold > highest_received_send_) break;
     const std::uint32_t following = entries_[at].next;
     make_due(at);
     at = following;
@@ -109,7 +109,7 @@ void ParentSender::append_canonical(std::vector<std::byte>& out) const {
     append(entry.send_number);
   }
   append(packet_number_);
-  append(highest_answered_send_);
+  append(highest_received_send_);
   append(packets_sent_);
   append(sent_again_);
 }

@@ -80,7 +80,7 @@ Drop SwitchJob::check(const Header& header, std::size_t bytes) const {
   if (header.job != config_.job) return Drop::foreign;
   if (header.incarnation != config_.incarnation) return Drop::incarnation;
   if (header.epoch != config_.epoch) return Drop::epoch;
-  if (header.flags & (kAnswer | kMismatch | kHello | kNack)) return Drop::direction;
+  if (header.flags & (kFromSwitch | kMismatch | kHello | kNack)) return Drop::direction;
   if (header.worker >= config_.workers) return Drop::worker;
   const auto wire = static_cast<kernels::DType>(header.wire);
   const auto reduce = static_cast<kernels::ReduceOp>(header.reduce);
@@ -135,14 +135,14 @@ SwitchJob::Handled SwitchJob::handle_packet(const Header& header, std::span<cons
     return handled;
   }
   if (slot.complete) {
-    handled.outcome = Outcome::answered;
+    handled.outcome = Outcome::resend_result;
     return handled;
   }
   const std::uint64_t bit = std::uint64_t{1} << (header.worker % 64);
   std::uint64_t& word = slot.contributed[header.worker / 64];
   if (word & bit) {
     if (!summed(slot)) return drop(Drop::duplicate);
-    handled.outcome = Outcome::asked;
+    handled.outcome = Outcome::resend_sum;
     return handled;
   }
 
@@ -169,7 +169,7 @@ Drop SwitchJob::check_parent(const Header& header, std::size_t bytes) const {
   if (header.job != config_.parent->job) return Drop::foreign;
   if (header.incarnation != config_.parent->incarnation) return Drop::incarnation;
   if (header.epoch != config_.parent->epoch) return Drop::epoch;
-  if (!(header.flags & kAnswer) || (header.flags & kHello)) return Drop::direction;
+  if (!(header.flags & kFromSwitch) || (header.flags & kHello)) return Drop::direction;
   return Drop::none;
 }
 
@@ -269,15 +269,15 @@ void SwitchJob::clear_behind(std::byte* packet, std::uint32_t& values, std::size
 
 void SwitchJob::complete(std::uint32_t index, std::uint16_t last_worker) {
   Slot& slot = slots_[index];
-  Header answer{.flags = kAnswer,
+  Header result{.flags = kFromSwitch,
                 .job = config_.job,
                 .epoch = config_.epoch,
                 .incarnation = config_.incarnation,
                 .chunk = slot.chunk,
                 .packet_number = ++packet_number_,
                 .worker = last_worker};
-  slot.descriptor.fill(answer);
-  write_header(answer, frame_at(index));
+  slot.descriptor.fill(result);
+  write_header(result, frame_at(index));
   slot.complete = true;
 }
 
@@ -300,7 +300,7 @@ std::span<const std::byte> SwitchJob::frame(std::uint32_t slot) const {
 
 void SwitchJob::write_mismatch(std::uint64_t chunk, const CallDescriptor& said, std::uint16_t about, std::uint64_t number,
                                std::byte* out) const {
-  Header header{.flags = kAnswer | kMismatch,
+  Header header{.flags = kFromSwitch | kMismatch,
                 .job = config_.job,
                 .epoch = config_.epoch,
                 .incarnation = config_.incarnation,
@@ -313,7 +313,7 @@ void SwitchJob::write_mismatch(std::uint64_t chunk, const CallDescriptor& said, 
 }
 
 void SwitchJob::write_nack(std::uint16_t to, const GapDetector::Gap& gap, std::uint64_t number, std::byte* out) const {
-  const Header header{.flags = kAnswer | kNack,
+  const Header header{.flags = kFromSwitch | kNack,
                       .job = config_.job,
                       .epoch = config_.epoch,
                       .incarnation = config_.incarnation,

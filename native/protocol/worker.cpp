@@ -20,7 +20,7 @@ Worker::Worker(const WorkerConfig& config) : config_(config) {
   if (config.payload_bytes == 0 || config.payload_bytes % 8 != 0 || config.payload_bytes > kMaxPayloadBytes) {
     throw std::invalid_argument("payload_bytes is a multiple of 8, up to the protocol's bound");
   }
-  entries_.resize(places());
+  entries_.resize(window_slots());
   congestion_window_ = std::min(kLeastWindow, config.window);
 }
 
@@ -28,12 +28,12 @@ void Worker::start(const Operation& operation) {
   if (!can_start() || operation.elements == 0) {
     throw std::invalid_argument("start: too many operations under way, or none of its elements to send");
   }
-  Line line{.operation = operation, .first_chunk = end_};
-  line.per_chunk = config_.payload_bytes / kernels::element_bytes(operation.wire);
-  line.chunk_count = (operation.elements + line.per_chunk - 1) / line.per_chunk;
-  lines_[operation_count_] = line;
+  Placement placement{.operation = operation, .first_chunk = end_};
+  placement.per_chunk = config_.payload_bytes / kernels::element_bytes(operation.wire);
+  placement.chunk_count = (operation.elements + placement.per_chunk - 1) / placement.per_chunk;
+  placements_[operation_count_] = placement;
   ++operation_count_;
-  end_ += line.chunk_count;
+  end_ += placement.chunk_count;
 }
 
 std::uint32_t Worker::sendable() const {
@@ -44,8 +44,8 @@ std::uint32_t Worker::sendable() const {
   return static_cast<std::uint32_t>(std::min(waiting, room));
 }
 
-bool Worker::is_answered(std::uint64_t chunk) const {
-  return chunk < base_ || (chunk < next_ && entries_[index_of(chunk)].state == State::answered);
+bool Worker::has_result(std::uint64_t chunk) const {
+  return chunk < base_ || (chunk < next_ && entries_[index_of(chunk)].state == State::received);
 }
 
 bool Worker::has_room() const { return flight_.count < congestion_window_; }
@@ -77,8 +77,8 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
   push_back(flight_, index);
   retransmissions_ += again ? 1 : 0;
 
-  const Line& line = *line_of(chunk);
-  Send send{.first = (chunk - line.first_chunk) * line.per_chunk, .count = count_of(line, chunk), .again = again};
+  const Placement& placement = *placement_of(chunk);
+  Send send{.first = (chunk - placement.first_chunk) * placement.per_chunk, .count = count_of(placement, chunk), .again = again};
   send.header = Header{.job = config_.job,
                        .epoch = config_.epoch,
                        .incarnation = config_.incarnation,
@@ -90,11 +90,11 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
 }
 
 CallDescriptor Worker::descriptor_at(std::uint64_t chunk) const {
-  const Line& line = *line_of(chunk);
-  const Operation& operation = line.operation;
+  const Placement& placement = *placement_of(chunk);
+  const Operation& operation = placement.operation;
   return {.operation = operation.operation,
-          .elements = operation.size_word != 0 ? operation.size_word : static_cast<std::uint32_t>(operation.elements),
-          .count = count_of(line, chunk),
+          .elements = operation.size_digest != 0 ? operation.size_digest : static_cast<std::uint32_t>(operation.elements),
+          .count = count_of(placement, chunk),
           .wire = static_cast<std::uint8_t>(operation.wire),
           .reduce = static_cast<std::uint8_t>(operation.reduce),
           .table = operation.table};
@@ -125,7 +125,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   if (header.job != config_.job) return drop(Drop::foreign);
   if (header.incarnation != config_.incarnation) return drop(Drop::incarnation);
   if (header.epoch != config_.epoch) return drop(Drop::epoch);
-  if (!(header.flags & kAnswer) || (header.flags & kHello)) return drop(Drop::direction);
+  if (!(header.flags & kFromSwitch) || (header.flags & kHello)) return drop(Drop::direction);
   if (header.worker >= config_.workers) return drop(Drop::worker);
   // As the switch does: hardly a number is free in the two bytes, but few pairs have a meaning.
   if (!kernels::is_defined(static_cast<kernels::ReduceOp>(header.reduce), static_cast<kernels::DType>(header.wire))) {
@@ -136,7 +136,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   if (header.chunk >= next_) return drop(Drop::window);
   received.header = header;
 
-  Line& line = lines_[static_cast<std::size_t>(line_of(header.chunk) - lines_.data())];
+  Placement& placement = placements_[static_cast<std::size_t>(placement_of(header.chunk) - placements_.data())];
   if (header.flags & kMismatch) {
     // Others who called the same hear of it too, in case it is they who differ from the first.
     if (CallDescriptor::of(header) == descriptor_at(header.chunk)) return drop(Drop::stale);
@@ -145,12 +145,12 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   }
   const auto index = index_of(header.chunk);
   Entry& entry = entries_[index];
-  if (entry.state == State::answered) return drop(Drop::duplicate);
+  if (entry.state == State::received) return drop(Drop::duplicate);
   // The switch compared all contributions, ours among them, so an answer that differs is not for what we
   // sent.
-  if (header.operation != line.operation.operation || header.count != count_of(line, header.chunk) ||
-      header.wire != static_cast<std::uint8_t>(line.operation.wire) ||
-      header.reduce != static_cast<std::uint8_t>(line.operation.reduce)) {
+  if (header.operation != placement.operation.operation || header.count != count_of(placement, header.chunk) ||
+      header.wire != static_cast<std::uint8_t>(placement.operation.wire) ||
+      header.reduce != static_cast<std::uint8_t>(placement.operation.reduce)) {
     return drop(Drop::malformed);
   }
 
@@ -161,34 +161,34 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   if (first_try) {
     measure(now_ns - entry.sent_ns);
     if (entry.send_number > paused_send_) note_path(now_ns - entry.sent_ns);
-    highest_answered_send_ = std::max(highest_answered_send_, entry.send_number);
-    if (highest_answered_send_ > round_start_) end_round();
-    answered_probes_ = 0;
+    highest_received_send_ = std::max(highest_received_send_, entry.send_number);
+    if (highest_received_send_ > round_start_) end_round();
+    probe_results_ = 0;
   } else if (entry.state == State::flight && entry.probe) {
-    ++answered_probes_;
+    ++probe_results_;
   }
-  entry.state = State::answered;
+  entry.state = State::received;
   backoff_ = 0;
   timer_start_ns_ = now_ns;
 
   received.outcome = Outcome::received;
-  received.first = (header.chunk - line.first_chunk) * line.per_chunk;
-  received.values = view->payload().first(header.count * kernels::element_bytes(line.operation.wire));
-  received.finished = ++line.answered == line.chunk_count;
+  received.first = (header.chunk - placement.first_chunk) * placement.per_chunk;
+  received.values = view->payload().first(header.count * kernels::element_bytes(placement.operation.wire));
+  received.finished = ++placement.received == placement.chunk_count;
 
-  while (base_ < next_ && entries_[index_of(base_)].state == State::answered) {
+  while (base_ < next_ && entries_[index_of(base_)].state == State::received) {
     entries_[index_of(base_)] = Entry{};
     ++base_;
   }
-  while (operation_count_ > 0 && lines_[0].first_chunk + lines_[0].chunk_count <= base_) {
+  while (operation_count_ > 0 && placements_[0].first_chunk + placements_[0].chunk_count <= base_) {
     // At most 16 of them, once an operation: a ring would make equal machines look different.
-    std::move(lines_.begin() + 1, lines_.end(), lines_.begin());
-    lines_.back() = Line{};
+    std::move(placements_.begin() + 1, placements_.end(), placements_.begin());
+    placements_.back() = Placement{};
     --operation_count_;
   }
   for (std::uint32_t at = flight_.head; at != kNone;) {
     const Entry& earlier = entries_[at];
-    if (earlier.send_number + kReorderThreshold > highest_answered_send_) break;
+    if (earlier.send_number + kReorderThreshold > highest_received_send_) break;
     const std::uint32_t following = earlier.next;
     if (earlier.complete || earlier.suspect || now_ns - earlier.sent_ns >= repair_timeout_ns()) mark_lost(at, false);
     at = following;
@@ -207,7 +207,7 @@ std::int64_t Worker::repair_timeout_ns() const {
 }
 
 std::int64_t Worker::timeout_ns() const {
-  if (answered_probes_ > 0) return kProbeWaitNs;
+  if (probe_results_ > 0) return kProbeWaitNs;
   return std::min(kMaxTimeoutNs, base_timeout_ns() << std::min<std::uint32_t>(backoff_, 8));
 }
 
@@ -223,16 +223,16 @@ void Worker::handle_timeout(std::int64_t now_ns) {
   if (flight_.count == 0 || now_ns < poll_timeout()) return;
   timer_start_ns_ = now_ns;
   paused_send_ = packet_number_;
-  if (answered_probes_ == 0) {
+  if (probe_results_ == 0) {
     mark_lost(flight_.head, true);
     ++backoff_;
     return;
   }
-  for (std::uint32_t left = kProbeGrowth * answered_probes_; left > 0 && flight_.head != kNone; --left) {
+  for (std::uint32_t left = kProbeGrowth * probe_results_; left > 0 && flight_.head != kNone; --left) {
     if (now_ns - entries_[flight_.head].sent_ns < base_timeout_ns()) break;
     mark_lost(flight_.head, true);
   }
-  answered_probes_ = 0;
+  probe_results_ = 0;
 }
 
 void Worker::mark_lost(std::uint32_t index, bool probe) {
@@ -272,21 +272,21 @@ Worker::Received Worker::handle_nack(const Header& header) {
 // The switch numbers answers in the order in which chunks are complete: where a number is skipped, the chunk that it
 // was for was most likely sent between those that were answered before and after it. Where nothing unanswered is
 // between them, it was one of those that had been passed over and waited for a repair.
-void Worker::note_skipped(const Header& header, const Entry& answered, bool first_try) {
-  if (header.packet_number <= newest_answer_) return;
-  answer_skipped_ = answer_skipped_ || header.packet_number != newest_answer_ + 1;
-  newest_answer_ = header.packet_number;
+void Worker::note_skipped(const Header& header, const Entry& received_entry, bool first_try) {
+  if (header.packet_number <= newest_result_) return;
+  result_skipped_ = result_skipped_ || header.packet_number != newest_result_ + 1;
+  newest_result_ = header.packet_number;
   if (!first_try) return;  // its place in the order of sending is not where it was answered
-  if (answer_skipped_) {
+  if (result_skipped_) {
     bool between = false;
-    for (std::uint32_t at = answered.previous; at != kNone; at = entries_[at].previous) {
-      const bool passed_over = entries_[at].send_number <= highest_answered_send_;
+    for (std::uint32_t at = received_entry.previous; at != kNone; at = entries_[at].previous) {
+      const bool passed_over = entries_[at].send_number <= highest_received_send_;
       if (passed_over && between) break;
       between = !passed_over;
       (passed_over ? entries_[at].suspect : entries_[at].complete) = true;
     }
   }
-  answer_skipped_ = false;
+  result_skipped_ = false;
 }
 
 void Worker::note_path(std::int64_t rtt_ns) {
@@ -397,17 +397,17 @@ void Worker::measure(std::int64_t rtt_ns) {
   smoothed_rtt_ns_ = std::max<std::int64_t>(smoothed_rtt_ns_, 1);
 }
 
-const Worker::Line* Worker::line_of(std::uint64_t chunk) const {
+const Worker::Placement* Worker::placement_of(std::uint64_t chunk) const {
   for (std::size_t i = 0; i < operation_count_; ++i) {
-    const Line& line = lines_[i];
-    if (chunk < line.first_chunk + line.chunk_count) return &line;
+    const Placement& placement = placements_[i];
+    if (chunk < placement.first_chunk + placement.chunk_count) return &placement;
   }
   return nullptr;  // unreachable: chunks in [base, end) belong to an operation
 }
 
-std::uint16_t Worker::count_of(const Line& line, std::uint64_t chunk) const {
-  const std::uint64_t first = (chunk - line.first_chunk) * line.per_chunk;
-  return static_cast<std::uint16_t>(std::min(line.per_chunk, line.operation.elements - first));
+std::uint16_t Worker::count_of(const Placement& placement, std::uint64_t chunk) const {
+  const std::uint64_t first = (chunk - placement.first_chunk) * placement.per_chunk;
+  return static_cast<std::uint16_t>(std::min(placement.per_chunk, placement.operation.elements - first));
 }
 
 std::uint64_t Worker::chunk_at(std::uint32_t index) const {
@@ -459,9 +459,9 @@ void Worker::append_canonical(std::vector<std::byte>& out) const {
   append(next_);
   append(end_);
   append(packet_number_);
-  append(highest_answered_send_);
-  append(newest_answer_);
-  append(answer_skipped_);
+  append(highest_received_send_);
+  append(newest_result_);
+  append(result_skipped_);
   append(retransmissions_);
   append(smoothed_rtt_ns_);
   append(rtt_variation_ns_);
@@ -480,7 +480,7 @@ void Worker::append_canonical(std::vector<std::byte>& out) const {
   append(round_lost_);
   append(round_least_rtt_ns_);
   append(backoff_);
-  append(answered_probes_);
+  append(probe_results_);
   append(timer_start_ns_);
   for (const Entry& entry : entries_) {
     append(entry.state);
@@ -494,15 +494,15 @@ void Worker::append_canonical(std::vector<std::byte>& out) const {
     append(entry.sent_ns);
   }
   for (std::size_t i = 0; i < operation_count_; ++i) {
-    const Line& line = lines_[i];
-    append(line.operation.operation);
-    append(line.operation.elements);
-    append(line.operation.wire);
-    append(line.operation.reduce);
-    append(line.operation.table);
-    append(line.operation.size_word);
-    append(line.first_chunk);
-    append(line.answered);
+    const Placement& placement = placements_[i];
+    append(placement.operation.operation);
+    append(placement.operation.elements);
+    append(placement.operation.wire);
+    append(placement.operation.reduce);
+    append(placement.operation.table);
+    append(placement.operation.size_digest);
+    append(placement.first_chunk);
+    append(placement.received);
   }
 }
 

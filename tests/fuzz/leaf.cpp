@@ -23,7 +23,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   for (int left = 64; left > 0 && !input.empty(); --left) {
     const std::uint8_t kind = input.byte();
     const bool parent = (kind & 1) != 0;
-    const std::uint8_t flags = static_cast<std::uint8_t>(parent ? kAnswer | (kind & (kMismatch | kNack)) : 0);
+    const std::uint8_t flags = static_cast<std::uint8_t>(parent ? kFromSwitch | (kind & (kMismatch | kNack)) : 0);
     const std::vector<std::byte> packet = kind % 16 == 15 ? input.any_packet() : input.job_packet(flags);
     const SwitchJob before = machine;
     const auto handled = parent ? machine.handle_parent(packet) : machine.handle_packet(packet);
@@ -35,7 +35,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       expect(parent && before.summed_count() == machine.summed_count() + 1, "a result is of a sum");
       const auto answer = PacketView::parse(machine.frame(handled.slot));
       expect(answer && answer->header().chunk == handled.chunk, "an answer is a packet of its chunk");
-    } else if (handled.outcome == Outcome::summed || handled.outcome == Outcome::asked) {
+    } else if (handled.outcome == Outcome::summed || handled.outcome == Outcome::resend_sum) {
       const auto sum = PacketView::parse(machine.sum(handled.slot, 1));
       expect(!parent && sum && sum->header().chunk == handled.chunk, "a sum is a packet of its chunk");
       expect(machine.missing(handled.chunk).empty(), "a sum misses nobody");
@@ -43,7 +43,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       std::vector<std::byte> out(machine.packet_bytes());
       const Header header = PacketView::parse(packet)->header();
       machine.write_mismatch(handled.chunk, CallDescriptor::of(header), header.worker, 1, out.data());
-      expect(PacketView::parse(out)->header().flags == (kAnswer | kMismatch), "a mismatch is a packet");
+      expect(PacketView::parse(out)->header().flags == (kFromSwitch | kMismatch), "a mismatch is a packet");
     }
   }
   return 0;

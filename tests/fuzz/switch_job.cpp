@@ -36,7 +36,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     if (handled.outcome == Outcome::mismatch) {
       std::vector<std::byte> out(machine.packet_bytes());
       machine.write_mismatch(handled.chunk, machine.descriptor(handled.slot), handled.other, 1, out.data());
-      expect(PacketView::parse(out)->header().flags == (kAnswer | kMismatch), "a mismatch is a packet");
+      expect(PacketView::parse(out)->header().flags == (kFromSwitch | kMismatch), "a mismatch is a packet");
     } else if (handled.outcome != Outcome::stored) {
       const auto answer = PacketView::parse(machine.frame(handled.slot));
       expect(answer && answer->header().chunk == handled.chunk, "an answer is a packet of its chunk");

@@ -41,7 +41,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         if (const auto send = machine.poll_send(now_ns)) {
           expect(send->again == !sent.insert(send->header.chunk).second, "again is said of what was sent before");
           expect(!received.contains(send->header.chunk), "what is answered is not sent again");
-          expect(send->header.chunk < machine.oldest_unanswered() + kWindow, "nothing is sent beyond the window");
+          expect(send->header.chunk < machine.oldest_outstanding() + kWindow, "nothing is sent beyond the window");
         }
         break;
       case 3:
@@ -49,7 +49,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         break;
       default: {
         const bool any = event % 8 == 4;
-        const std::vector<std::byte> packet = any ? input.any_packet() : input.job_packet(kAnswer);
+        const std::vector<std::byte> packet = any ? input.any_packet() : input.job_packet(kFromSwitch);
         const Worker before = machine;
         const auto got = machine.handle_packet(packet, now_ns);
         expect((got.outcome == Worker::Outcome::dropped) == (got.drop != Drop::none), "a drop has a reason");

@@ -77,7 +77,7 @@ def result_of(switch, slot):
 def answer_to(send, payload=b"", payload_bytes=8, **changes):
     """The answer a switch would give to what a worker sends."""
     header = protocol.Header.parse(send.header.pack())
-    header.flags |= FLAGS["answer"]
+    header.flags |= FLAGS["from_switch"]
     for name, value in changes.items():
         setattr(header, name, value)
     return header.pack() + payload.ljust(payload_bytes, b"\0")

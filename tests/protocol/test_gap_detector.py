@@ -70,7 +70,7 @@ def test_a_nack_is_as_long_as_any_packet_and_carries_no_values():
     packet = make_switch(payload_bytes=16).nack_packet(1, 7, 3)
     header = protocol.Header.parse(packet)
     assert len(packet) == protocol.HEADER_BYTES + 16
-    assert header.flags == FLAGS["answer"] | FLAGS["nack"]
+    assert header.flags == FLAGS["from_switch"] | FLAGS["nack"]
     assert (header.worker, header.chunk, header.elements, header.count) == (1, 7, 3, 0)
 
 

@@ -149,7 +149,7 @@ def _mutant(text, instead, folder, parts):
     source = change_file(PROTOCOL / "worker.cpp", text, instead, folder)
     library = load(folder / "worker.so", [source, *parts], INCLUDES, *OPTIONS)
     library.worker_new.restype = ctypes.c_void_p
-    for number in ("next_send_ns", "poll_timeout", "oldest_unanswered", "retransmissions"):
+    for number in ("next_send_ns", "poll_timeout", "oldest_outstanding", "retransmissions"):
         getattr(library, f"worker_{number}").restype = ctypes.c_int64
 
     class Worker:

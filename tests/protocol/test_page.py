@@ -124,7 +124,7 @@ ANSWERS = {
     "none (`window`)": ("dropped", "window"),
     "none (`stale`)": ("dropped", "stale"),
     "the result, to every worker": ("completed", "none"),
-    "the result once more, to the sender": ("answered", "none"),
+    "the result once more, to the sender": ("resend_result", "none"),
     "a mismatch, to the sender and to the first": ("mismatch", "none"),
 }
 
@@ -206,7 +206,7 @@ def _leaf_past():
 def from_parent(leaf, flags=0, **changes):
     job, epoch, incarnation, _ = PARENT
     header = {"job": job, "epoch": epoch, "incarnation": incarnation, "worker": 3, "packet_number": 9, **changes}
-    packet = make_packet(i32(111, 222), flags=FLAGS["answer"] | flags, **header)
+    packet = make_packet(i32(111, 222), flags=FLAGS["from_switch"] | flags, **header)
     return Handled(*leaf.handle_parent(packet))
 
 
@@ -224,7 +224,7 @@ LEAF_ROWS = {
 LEAF_ANSWERS = {
     **ANSWERS,
     "the sum, to the parent": ("summed", "none"),
-    "the sum once more, to the parent": ("asked", "none"),
+    "the sum once more, to the parent": ("resend_sum", "none"),
     "the mismatch, to every worker": ("mismatch", "none"),
 }
 
@@ -293,7 +293,7 @@ def _flight_is_answered():
 
 def _nack():
     worker, _ = _flight(4)
-    named = {"flags": FLAGS["answer"] | FLAGS["nack"], "chunk": 3, "elements": 1, "count": 0}
+    named = {"flags": FLAGS["from_switch"] | FLAGS["nack"], "chunk": 3, "elements": 1, "count": 0}
     assert receive(worker, make_packet(**named)).outcome == "nack"
     return _sent(worker) == [(2, True)]  # counters begin at 1
 
@@ -367,15 +367,15 @@ def _answered_twice():
 def _window_moves():
     worker, sends = _flight(2)
     _result(worker, sends[1])
-    assert worker.oldest_unanswered == 0
+    assert worker.oldest_outstanding == 0
     _result(worker, sends[0])
-    return worker.oldest_unanswered == 2 and _sent(worker) == [(2, False), (3, False)]
+    return worker.oldest_outstanding == 2 and _sent(worker) == [(2, False), (3, False)]
 
 
 def _mismatch(**said):
     worker, sends = _flight()
     before = worker.copy()
-    flags = {"flags": FLAGS["answer"] | FLAGS["mismatch"]}
+    flags = {"flags": FLAGS["from_switch"] | FLAGS["mismatch"]}
     got = receive(worker, answer_to(sends[0], b"", **{**flags, **said}))
     assert worker == before
     return got
@@ -416,8 +416,8 @@ WORKER_ROWS = {
     ): _probe,
     ("lost", "there is room to send"): _lost_is_sent,
     ("lost", "its result"): _lost_is_answered,
-    ("answered", "its result"): _answered_twice,
-    ("answered", "all before it are answered"): _window_moves,
+    ("received", "its result"): _answered_twice,
+    ("received", "all before it are received"): _window_moves,
     ("in flight", "a mismatch, which says something else than this worker did"): _differs,
     ("in flight", "a mismatch, which says what this worker did"): _agrees,
     ("forgotten", "its result"): _forgotten,
@@ -476,7 +476,7 @@ WRONG = {
 def test_reasons_are_looked_at_in_the_order_of_the_page(at):
     switch = make_switch()
     worker, _ = _flight()
-    right = FLAGS["answer"] if at == "worker" else 0
+    right = FLAGS["from_switch"] if at == "worker" else 0
     order = re.search(r"looks at\n?(.*?)\.", PAGE, re.S)[1].replace("\n", " ").replace("`", "")
     order = [reason.strip().removeprefix("then ") for reason in order.split(",")]
     assert order[:2] == ["malformed (the header alone)", "length"]
@@ -485,7 +485,7 @@ def test_reasons_are_looked_at_in_the_order_of_the_page(at):
     wrong, longer = {"flags": right, "chunk": 1 << 40}, b""
     for reason in reversed(order[:-3]):
         if reason == "direction":
-            wrong["flags"] ^= FLAGS["answer"]
+            wrong["flags"] ^= FLAGS["from_switch"]
         elif reason == "malformed (the header alone)":
             wrong["wire"] = 99
         elif reason == "length":

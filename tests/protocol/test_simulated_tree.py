@@ -71,20 +71,20 @@ LEAF = address_of(0)
 def test_a_loss_between_leaf_and_root_is_repaired_without_any_timer(way):
     simulation, summary = run_long({(way, 40)})
     assert summary.timeouts == 0
-    assert simulation.world.sums_again == 1
+    assert simulation.world.sums_resent == 1
     assert summary.retransmissions == 0, "the workers did not even notice"
 
 
 def test_what_is_lost_twice_is_repaired_end_to_end():
     # The result, and the one that was asked for again.
     simulation, summary = run_long({((SWITCH, LEAF), number) for number in range(40, 60)})
-    assert simulation.world.sums_again > 1
+    assert simulation.world.sums_resent > 1
     assert summary.retransmissions > 0
 
 
 def test_without_losses_a_chunk_crosses_each_link_once():
     simulation, summary = run_long(set())
-    assert simulation.world.sums_again == 0
+    assert simulation.world.sums_resent == 0
     # 4 workers and 2 leaves send, and get, each of 200 chunks.
     assert summary.packets["sent"] == 2 * 6 * 200
 

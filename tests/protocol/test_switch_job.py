@@ -54,7 +54,7 @@ def test_an_answer_repeats_the_request_and_names_the_last_worker():
     contribute(switch, 1, 0, 1, 2, operation=40, elements=99, table=12)
     contribute(switch, 0, 0, 1, 2, operation=40, elements=99, table=12)
     header = protocol.Header.parse(switch.frame(0))
-    assert header.flags == FLAGS["answer"]
+    assert header.flags == FLAGS["from_switch"]
     assert (header.job, header.epoch, header.incarnation) == (JOB, EPOCH, INCARNATION)
     assert (header.chunk, header.operation, header.elements, header.count) == (0, 40, 99, 2)
     assert (header.wire, header.reduce, header.table, header.worker) == (I32, 0, 12, 0)
@@ -86,7 +86,7 @@ def test_late_duplicate_is_answered_from_the_previous_result():
     announced = complete(switch, 0, (1, 2), (10, 20))
     frame, before = switch.frame(announced.slot), switch.copy()
     late = contribute(switch, 1, 0, 7, 7)
-    assert (late.outcome, late.slot, late.worker) == ("answered", announced.slot, 1)
+    assert (late.outcome, late.slot, late.worker) == ("resend_result", announced.slot, 1)
     assert switch.frame(late.slot) == frame
     assert_same(switch, before)
 
@@ -135,7 +135,7 @@ DROPS = {
     "another_incarnation_of_the_switch": ("incarnation", {"incarnation": INCARNATION ^ 1}),
     "a_worker_the_job_does_not_have": ("worker", {"worker": 2}),
     "a_worker_index_far_outside": ("worker", {"worker": 65535}),
-    "an_answer": ("direction", {"flags": FLAGS["answer"]}),
+    "an_answer": ("direction", {"flags": FLAGS["from_switch"]}),
     "a_mismatch": ("direction", {"flags": FLAGS["mismatch"]}),
     "a_hello": ("direction", {"flags": FLAGS["hello"]}),
     "a_chunk_two_turns_ahead": ("window", {"chunk": 4}),
@@ -202,7 +202,7 @@ def test_a_mismatch_packet_says_what_the_other_worker_asked_for():
     packet = switch.mismatch_packet(0, odd, 1)
     header = protocol.Header.parse(packet)
     assert len(packet) == 56
-    assert header.flags == FLAGS["answer"] | FLAGS["mismatch"]
+    assert header.flags == FLAGS["from_switch"] | FLAGS["mismatch"]
     assert (header.chunk, header.worker, header.operation, header.elements) == (0, 1, 9, 77)
     assert (header.reduce, header.table) == (MAX, 4)
 
@@ -377,7 +377,7 @@ class Model:
         if said and operation not in said.values():
             return "mismatch", "none"
         if complete:
-            return "answered", "none"
+            return "resend_result", "none"
         if worker in said:
             return "dropped", "duplicate"
         said = {**said, worker: operation}
@@ -406,7 +406,7 @@ def test_the_switch_does_what_its_table_says_whatever_the_workers_do(workers, wi
         expected = model.expect(worker, chunk, operation)
         handled = contribute(switch, worker, chunk, worker, chunk, operation=operation)
         assert (handled.outcome, handled.drop) == expected
-        if handled.outcome in ("completed", "answered"):
+        if handled.outcome in ("completed", "resend_result"):
             assert kept.setdefault(chunk, switch.frame(handled.slot)) == switch.frame(handled.slot)
         if handled.outcome not in ("stored", "completed"):
             assert_same(switch, before)

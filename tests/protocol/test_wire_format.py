@@ -50,7 +50,7 @@ def test_every_header_survives_the_wire(fields, payload):
 
 def test_the_header_is_big_endian_at_its_documented_offsets():
     header = make_header(
-        flags=protocol.FLAGS["answer"] | protocol.FLAGS["mismatch"],
+        flags=protocol.FLAGS["from_switch"] | protocol.FLAGS["mismatch"],
         job=0x01020304,
         epoch=0x05060708,
         incarnation=0x090A0B0C,
@@ -71,7 +71,7 @@ def test_the_header_is_big_endian_at_its_documented_offsets():
 
 
 def test_flags_are_the_documented_bits():
-    assert protocol.FLAGS == {"answer": 1, "mismatch": 4, "hello": 8, "nack": 16}
+    assert protocol.FLAGS == {"from_switch": 1, "mismatch": 4, "hello": 8, "nack": 16}
 
 
 def test_no_header_bit_is_ignored():
@@ -203,7 +203,7 @@ def test_an_answer_with_flipped_bits_is_received_as_it_is_or_changes_nothing(bit
         assert drop != "none"
         assert_same(worker, before)
         return
-    assert ours(header) and header.flags & FLAGS["answer"] and not header.flags & FLAGS["hello"]
+    assert ours(header) and header.flags & FLAGS["from_switch"] and not header.flags & FLAGS["hello"]
     if outcome == "received":
         assert got == header and (first, finished, received) == (0, True, data[protocol.HEADER_BYTES :])
         for name in ("chunk", "operation", "count", "wire", "reduce"):

@@ -55,7 +55,7 @@ def numbered(send, number):
 
 def nack(first, packets, **changes):
     """Worker 0 is told that so many packets of its own, from number `first` on, did not come."""
-    fields = {"flags": FLAGS["answer"] | FLAGS["nack"], "chunk": first, "elements": packets, "count": 0, "wire": F32}
+    fields = {"flags": FLAGS["from_switch"] | FLAGS["nack"], "chunk": first, "elements": packets, "count": 0, "wire": F32}
     return make_packet(**{**fields, **changes})
 
 
@@ -101,7 +101,7 @@ def test_the_window_moves_only_past_the_oldest_answer():
         assert receive(worker, answer_to(sends[late], i32(late, 0))).values == i32(late, 0)
         assert worker.sendable() == 0
     receive(worker, answer_to(sends[0]))
-    assert worker.oldest_unanswered == 4
+    assert worker.oldest_outstanding == 4
     assert chunks(send_all(worker)) == [4, 5, 6, 7]
 
 
@@ -660,7 +660,7 @@ DROPS = {
     "another_incarnation_of_the_switch": ("incarnation", {"incarnation": INCARNATION ^ 1}),
     "a_worker_the_job_does_not_have": ("worker", {"worker": 2}),
     "a_contribution": ("direction", {"flags": 0}),
-    "a_hello": ("direction", {"flags": FLAGS["answer"] | FLAGS["hello"]}),
+    "a_hello": ("direction", {"flags": FLAGS["from_switch"] | FLAGS["hello"]}),
     "a_chunk_not_yet_sent": ("window", {"chunk": 5}),
     "the_largest_chunk": ("window", {"chunk": 2**64 - 1}),
     "a_chunk_before_its_window": ("stale", {"chunk": 0}),
@@ -670,7 +670,7 @@ DROPS = {
     "another_wire_format": ("malformed", {"wire": F16}),
     "another_operator": ("malformed", {"reduce": MAX}),
     "an_operator_that_its_wire_format_does_not_know": ("malformed", {"reduce": MIN_LOC}),
-    "a_mismatch_about_a_chunk_before_its_window": ("stale", {"chunk": 0, "flags": FLAGS["answer"] | FLAGS["mismatch"]}),
+    "a_mismatch_about_a_chunk_before_its_window": ("stale", {"chunk": 0, "flags": FLAGS["from_switch"] | FLAGS["mismatch"]}),
 }
 
 
@@ -701,7 +701,7 @@ def test_a_worker_drops_a_packet_of_another_length(bytes_more):
 def test_an_answer_from_before_the_first_operation_is_dropped():
     worker = make_worker()
     before = worker.copy()
-    got = receive(worker, make_packet(flags=FLAGS["answer"]))
+    got = receive(worker, make_packet(flags=FLAGS["from_switch"]))
     assert (got.outcome, got.drop) == ("dropped", "window")
     assert_same(worker, before)
 
@@ -710,7 +710,7 @@ def test_a_mismatch_names_the_other_worker_and_changes_nothing():
     worker = started(100, window=2)
     sends = send_all(worker)
     before = worker.copy()
-    other = {"worker": 1, "operation": 8, "elements": 5, "flags": FLAGS["answer"] | FLAGS["mismatch"]}
+    other = {"worker": 1, "operation": 8, "elements": 5, "flags": FLAGS["from_switch"] | FLAGS["mismatch"]}
     got = receive(worker, answer_to(sends[0], **other), 20)
     assert got.outcome == "mismatch"
     assert (got.header.worker, got.header.operation, got.header.elements) == (1, 8, 5)
@@ -754,12 +754,12 @@ class Player:
                     if (send := self.worker.poll_send(self.now_ns)) is not None:
                         self.sent[send.header.chunk] = answer_to(send)
             elif kind == "answer":
-                chunk = self.worker.oldest_unanswered + number
+                chunk = self.worker.oldest_outstanding + number
                 if chunk in self.sent:
                     self.worker.handle_packet(self.sent[chunk], self.now_ns)
             elif kind == "not_sent":
                 # Of a batch, the last ones were not taken: chunk and everything in flight behind it.
-                self.worker.not_sent(self.worker.oldest_unanswered + number)
+                self.worker.not_sent(self.worker.oldest_outstanding + number)
             elif kind == "wait":
                 self.now_ns += number
                 self.worker.handle_timeout(self.now_ns)

@@ -49,8 +49,8 @@ void worker_handle_timeout(void* self, std::int64_t now_ns) { of(self).handle_ti
 int worker_idle(void* self) { return of(self).idle(); }
 u32 worker_in_flight(void* self) { return of(self).in_flight(); }
 u32 worker_sendable(void* self) { return of(self).sendable(); }
-u32 worker_answered_probes(void* self) { return of(self).answered_probes(); }
+u32 worker_probe_results(void* self) { return of(self).probe_results(); }
 u32 worker_congestion_window(void* self) { return of(self).congestion_window(); }
-u64 worker_oldest_unanswered(void* self) { return of(self).oldest_unanswered(); }
+u64 worker_oldest_outstanding(void* self) { return of(self).oldest_outstanding(); }
 u64 worker_retransmissions(void* self) { return of(self).retransmissions(); }
 }

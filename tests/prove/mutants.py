@@ -81,7 +81,7 @@ MUTANTS = {
     "switch-kept-result": Mutant(
         Scope(operations="2"),
         STUCK,
-        ((SWITCH, "handled.outcome = Outcome::answered;\n    return handled;", "return drop(Drop::duplicate);"),),
+        ((SWITCH, "handled.outcome = Outcome::resend_result;\n    return handled;", "return drop(Drop::duplicate);"),),
     ),
     # A pool of W slots: the next chunk takes the place of a result that somebody may still ask for.
     "switch-half-the-slots": Mutant(
@@ -110,7 +110,7 @@ MUTANTS = {
     "worker-duplicate": Mutant(
         Scope(window=2, operations="3"),
         TWICE,
-        ((WORKER, "if (entry.state == State::answered) return drop(Drop::duplicate);", ""),),
+        ((WORKER, "if (entry.state == State::received) return drop(Drop::duplicate);", ""),),
     ),
     "worker-timer": Mutant(
         Scope(operations="2"), STUCK, ((WORKER, "mark_lost(flight_.head, true);\n    ++backoff_;", "++backoff_;"),)
@@ -251,8 +251,8 @@ MUTANTS = {
         (
             (
                 WORKER,
-                "if (earlier.send_number + kReorderThreshold > highest_answered_send_) break;",
-                "if (earlier.send_number > highest_answered_send_) break;",
+                "if (earlier.send_number + kReorderThreshold > highest_received_send_) break;",
+                "if (earlier.send_number > highest_received_send_) break;",
             ),
         ),
     ),
@@ -262,8 +262,8 @@ MUTANTS = {
         (
             (
                 WORKER,
-                "answer_skipped_ = answer_skipped_ || header.packet_number != newest_answer_ + 1;",
-                "answer_skipped_ = true;",
+                "result_skipped_ = result_skipped_ || header.packet_number != newest_result_ + 1;",
+                "result_skipped_ = true;",
             ),
         ),
     ),

@@ -127,7 +127,7 @@ def test_the_model_of_a_membership_does_what_the_protocols_machines_do(seed: int
             sent |= 1 << send.header.chunk
         channel.contribute(window)
         assert channel.contributed == sent
-        assert channel.base == machine.oldest_unanswered
+        assert channel.base == machine.oldest_outstanding
         if all(each.idle for each in machines) and started == [len(lines)] * workers:
             break
     assert [channel.answered for channel in channels] == [(1 << sum(lines)) - 1] * workers

@@ -160,7 +160,7 @@ class MortalSwitch:
                 if self.lives_for is not None and self.complete >= self.lives_for:
                     to = random.Random(self.complete).sample(to, random.randrange(len(to) + 1))
             else:
-                to = [worker] if outcome == "answered" else []
+                to = [worker] if outcome == "resend_result" else []
                 in_vain.update(each for each in to if not self.answers(each, chunk))
             with contextlib.suppress(OSError):
                 for each in to:

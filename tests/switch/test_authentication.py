@@ -286,7 +286,7 @@ def test_everything_that_the_switch_says_has_a_tag_and_a_nonce_of_its_own() -> N
                         kinds.add(packet[3])
                         nonce = packet[3:4] + packet[24:32]
                         said.setdefault(nonce, set()).add(packet)
-        answer = FLAGS["answer"]
+        answer = FLAGS["from_switch"]
         assert kinds == {answer, answer | FLAGS["nack"], answer | FLAGS["mismatch"]}
         assert [packets for packets in said.values() if len(packets) > 1] == []
 

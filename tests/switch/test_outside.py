@@ -114,7 +114,7 @@ def test_metrics_count_a_jobs_bytes_packets_and_who_is_late() -> None:
             assert seen["netfold_switch_job_goodput_bytes_total", name] == 20 * 4000
             contributions = seen["netfold_switch_job_packets_total", "contribution", name]
             assert contributions % 2 == 0 and contributions >= 40
-            assert seen["netfold_switch_job_packets_total", "answer", name] >= contributions
+            assert seen["netfold_switch_job_packets_total", "result", name] >= contributions
             assert seen["netfold_switch_job_packets_total", "hello", name] >= 2
             assert seen["netfold_switch_job_drops_total", name, "foreign"] == 0
             assert seen["netfold_switch_job_slots_collecting", name] == 0
@@ -463,7 +463,7 @@ def test_the_containers_command_is_one_that_there_is() -> None:
 
 def test_a_jobs_series_come_back_from_prometheus_parser_whatever_their_labels_hold() -> None:
     label = 'a"b\\c\nd,e="f"}'
-    counters = dict.fromkeys(("slots", "slots_collecting", "result_bytes", "sums_again"), 3)
+    counters = dict.fromkeys(("slots", "slots_collecting", "result_bytes", "sums_resent"), 3)
     counters |= dict.fromkeys(metrics.PACKET_KINDS.values(), 5)
     ranks = [{"rank": 4, "below": [5, 6], "arrivals": 7, "lag_s": 1e-9, "last": 1 << 60}]
     job = {"id": "00c0ffee", "name": label, "tenant": label, "joined": 2, "memory_bytes": 9, "retransmissions": 1}

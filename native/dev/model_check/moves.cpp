@@ -49,8 +49,8 @@ bool Moves::can_hear(const State& state, std::uint16_t worker) const {
 }
 
 Id& Moves::place_of(State& state, const Packet& packet) const {
-  if (packet.leaf) return packet.answer ? state.leaves[packet.worker] : state.machine;
-  if (packet.answer) return state.workers[packet.worker];
+  if (packet.leaf) return packet.from_switch ? state.leaves[packet.worker] : state.machine;
+  if (packet.from_switch) return state.workers[packet.worker];
   return scope_.leaves.empty() ? state.machine : state.leaves[parts.leaf_of(packet.worker)];
 }
 
@@ -58,7 +58,7 @@ const Step& Moves::delivered(const State& state, Id packet) {
   const Packet& arriving = parts.packet(packet);
   State at = state;
   const Id machine = place_of(at, arriving);
-  return arriving.answer && !arriving.leaf ? parts.at_worker(machine, packet) : parts.at_switch(machine, packet);
+  return arriving.from_switch && !arriving.leaf ? parts.at_worker(machine, packet) : parts.at_switch(machine, packet);
 }
 
 std::pair<State, Step> Moves::done(const State& state, const Move& move) {

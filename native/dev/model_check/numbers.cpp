@@ -125,7 +125,7 @@ Step Parts::ring(Id worker) {
 
 void Parts::ring(WorkerState& state, Step& step) {
   Worker& machine = state.now.machine;
-  const bool probed = machine.answered_probes() > 0;
+  const bool probed = machine.probe_results() > 0;
   state.now.now_ns = std::max(state.now.now_ns, machine.poll_timeout());
   machine.handle_timeout(state.now.now_ns);
   ++state.rings;
@@ -176,10 +176,10 @@ std::string Parts::broken_alone(Id machine, std::vector<Id> leaves, const std::v
       const Packet packet = packets_[due.front()];
       due.pop_front();
       Step step;
-      if (packet.answer && !packet.leaf) {
+      if (packet.from_switch && !packet.leaf) {
         take_at_worker(states[packet.worker], packet, step);
       } else {
-        const bool to_root = leaves.empty() || (packet.leaf && !packet.answer);
+        const bool to_root = leaves.empty() || (packet.leaf && !packet.from_switch);
         const std::size_t leaf = packet.leaf ? packet.worker : leaves.empty() ? 0 : leaf_of(packet.worker);
         take_at_switch(to_root ? switches.back() : switches[leaf], packet, step);
       }

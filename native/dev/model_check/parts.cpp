@@ -80,11 +80,11 @@ std::uint16_t Parts::place_of(std::uint16_t worker) const {
   return scope_.leaves.empty() ? worker : static_cast<std::uint16_t>(worker - first_below(leaf_of(worker)));
 }
 
-Packet Parts::foreign_packet(std::uint16_t worker, std::uint64_t chunk, bool answer) const {
+Packet Parts::foreign_packet(std::uint16_t worker, std::uint64_t chunk, bool from_switch) const {
   const Line& line = line_of(worker);
   const std::uint32_t operation =
       std::min<std::uint32_t>(operation_at(line, chunk), static_cast<std::uint32_t>(line.size() - 1));
-  const Header header{.flags = static_cast<std::uint8_t>(answer ? protocol::kAnswer : 0),
+  const Header header{.flags = static_cast<std::uint8_t>(from_switch ? protocol::kFromSwitch : 0),
                       .job = kJob + 1,
                       .epoch = Life{}.epoch,
                       .incarnation = Life{}.incarnation,
@@ -95,7 +95,7 @@ Packet Parts::foreign_packet(std::uint16_t worker, std::uint64_t chunk, bool ans
                       .count = 1,
                       .wire = static_cast<std::uint8_t>(kernels::DType::i64),
                       .reduce = static_cast<std::uint8_t>(kernels::ReduceOp::sum)};
-  Packet packet{.answer = answer, .worker = worker, .chunk = chunk, .life = {}, .foreign = true};
+  Packet packet{.from_switch = from_switch, .worker = worker, .chunk = chunk, .life = {}, .foreign = true};
   packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);  // of zeros, which are in no sum
   protocol::write_header(header, packet.bytes.data());
   return packet;
@@ -105,12 +105,12 @@ std::vector<Id> Parts::strangers() {
   std::vector<Id> packets;
   if (!scope_.strangers) return packets;
   for (std::uint64_t chunk = 0; chunk < chunk_count_; ++chunk) {
-    for (const bool answer : {false, true}) {
+    for (const bool from_switch : {false, true}) {
       for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
-        packets.push_back(packet_id(foreign_packet(worker, chunk, answer)));
+        packets.push_back(packet_id(foreign_packet(worker, chunk, from_switch)));
       }
       for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
-        Packet packet = foreign_packet(first_below(leaf), chunk, answer);
+        Packet packet = foreign_packet(first_below(leaf), chunk, from_switch);
         Header header = protocol::PacketView::parse(packet.bytes)->header();
         header.worker = packet.worker = leaf;
         packet.leaf = true;
@@ -201,7 +201,7 @@ const Step& Parts::at_worker(Id machine, Id packet) {
 Packet Parts::answer_to(const SwitchState& from, std::uint16_t worker) const {
   const bool root = from.leaf == SwitchState::kRoot;
   const auto to = static_cast<std::uint16_t>(root ? worker : first_below(from.leaf) + worker);
-  return {.answer = true, .leaf = root && !scope_.leaves.empty(), .worker = to};
+  return {.from_switch = true, .leaf = root && !scope_.leaves.empty(), .worker = to};
 }
 
 Step Parts::switch_step(Id machine, Id packet) {
@@ -214,7 +214,7 @@ Step Parts::switch_step(Id machine, Id packet) {
 }
 
 void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step) {
-  const bool from_parent = packet.answer;
+  const bool from_parent = packet.from_switch;
   const auto handled =
       from_parent ? state.machine.handle_parent(packet.bytes) : state.machine.handle_packet(packet.bytes);
   const Header header = protocol::PacketView::parse(packet.bytes)->header();
@@ -223,7 +223,7 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
   const bool belongs = handled.outcome != SwitchJob::Outcome::dropped || handled.drop == protocol::Drop::stale ||
                        handled.drop == protocol::Drop::duplicate;
   if (scope_.numbers > 0 && !from_parent && belongs) note_number(state, header, step);
-  const auto answer = [&](std::uint16_t worker) {
+  const auto send_result = [&](std::uint16_t worker) {
     const auto frame = state.machine.frame(handled.slot);
     Packet sent = answer_to(state, worker);
     sent.bytes = {frame.begin(), frame.end()};
@@ -243,7 +243,7 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
       break;
     case SwitchJob::Outcome::completed:
       step.became = "completed";
-      for (std::uint16_t worker = 0; worker < state.machine.config().workers; ++worker) answer(worker);
+      for (std::uint16_t worker = 0; worker < state.machine.config().workers; ++worker) send_result(worker);
       if (scope_.numbers > 0 && from_parent) {
         state.numbers.take_result(handled.chunk, header.packet_number);
         state.sender.handle_result(handled.slot, header.packet_number);
@@ -251,10 +251,10 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
       }
       break;
     case SwitchJob::Outcome::summed:
-    case SwitchJob::Outcome::asked: {
+    case SwitchJob::Outcome::resend_sum: {
       step.became = handled.outcome == SwitchJob::Outcome::summed ? "summed" : "sums again";
       if (scope_.numbers > 0) {
-        state.asked += handled.outcome == SwitchJob::Outcome::asked;
+        state.asked += handled.outcome == SwitchJob::Outcome::resend_sum;
         state.sender.offer(handled.slot);
         const std::uint64_t asked = state.numbers.sent[handled.chunk];
         send_sums(state, [asked](std::uint64_t number) { return number == asked; }, step);
@@ -279,9 +279,9 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
       }
       break;
     }
-    case SwitchJob::Outcome::answered:
+    case SwitchJob::Outcome::resend_result:
       step.became = "answered again";
-      answer(handled.worker);
+      send_result(handled.worker);
       break;
     case SwitchJob::Outcome::mismatch: {
       step.became = "mismatch";
@@ -518,7 +518,7 @@ Parts::Key Parts::key_of(const WorkerState& worker) const {
   append(key, worker.called);
   append(key, worker.sent);
   append(key, worker.received);
-  append(key, machine.oldest_unanswered());
+  append(key, machine.oldest_outstanding());
   append(key, machine.in_flight());
   append(key, machine.sendable());
   append(key, machine.congestion_window());

@@ -29,7 +29,7 @@ struct Life {
 
 // On its way from a worker, or a leaf, to its switch, or back. Its packet number is zero, unless the scope has numbers.
 struct Packet {
-  bool answer = false;
+  bool from_switch = false;
   bool nack = false;
   bool leaf = false;         // between a leaf and the root
   std::uint16_t worker = 0;  // which worker, or leaf, of all
@@ -196,7 +196,7 @@ class Parts {
   // Its number at its switch.
   std::uint16_t place_of(std::uint16_t worker) const;
   // Another job's packet, which says what the worker, or a leaf, would at that chunk.
-  Packet foreign_packet(std::uint16_t worker, std::uint64_t chunk, bool answer) const;
+  Packet foreign_packet(std::uint16_t worker, std::uint64_t chunk, bool from_switch) const;
   // What a sum is made of.
   std::string taken_apart(std::int64_t sum) const;
 

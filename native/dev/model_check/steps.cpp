@@ -13,7 +13,7 @@ std::string name_of(const Packet& packet) {
   return (packet.foreign ? "x" : "") + words(packet.life) + "/" + (packet.leaf ? "^" : "") +
          std::to_string(packet.worker) +
          (packet.nack   ? "!"
-          : packet.answer ? "<"
+          : packet.from_switch ? "<"
                           : ">") +
          std::to_string(packet.chunk);
 }
@@ -117,8 +117,8 @@ class Run {
   }
 
   std::string arrived(const Packet& packet) const {
-    if (packet.leaf && packet.answer) return {};  // nothing is missing there any more
-    if (packet.answer) return worker(packet.worker);
+    if (packet.leaf && packet.from_switch) return {};  // nothing is missing there any more
+    if (packet.from_switch) return worker(packet.worker);
     if (packet.leaf || moves_.scope().leaves.empty()) return slot(state_.machine, packet.chunk);
     return slot(state_.leaves[moves_.parts.leaf_of(packet.worker)], packet.chunk);
   }
@@ -171,10 +171,10 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
         const std::string above = packet.leaf || scope.leaves.empty()
                                       ? "switch"
                                       : "leaf " + std::to_string(moves.parts.leaf_of(packet.worker));
-        record.source = packet.answer ? above : below;
-        record.to = packet.answer ? below : above;
+        record.source = packet.from_switch ? above : below;
+        record.to = packet.from_switch ? below : above;
         record.what = (packet.nack   ? "NACK from "
-                       : packet.answer ? "result "
+                       : packet.from_switch ? "result "
                        : packet.leaf   ? "sum "
                                        : "chunk ") +
                       std::to_string(packet.chunk) + " of " +

@@ -294,7 +294,7 @@ class Membership:
             if operates and traffic["trouble"]:
                 self._say_lost(lost, traffic["trouble"], self.endpoint)
                 return
-            awaited = traffic["oldest_unanswered"] if operates and not traffic["idle"] else None
+            awaited = traffic["oldest_outstanding"] if operates and not traffic["idle"] else None
             action = watch.poll(time.monotonic(), awaited, urgent=bool(self._left))
             if isinstance(action, Lost):
                 refused = f" ({traffic['send_error']})" if operates and traffic["send_error"] else ""

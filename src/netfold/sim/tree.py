@@ -63,7 +63,7 @@ class TreeWorld(World):
         return total
 
     @property
-    def sums_again(self) -> int:
+    def sums_resent(self) -> int:
         """Sums that went up more than once, of all leaves."""
         return sum(side.sender.sent_again for side in self._sides.values() if side.sender is not None)
 
@@ -84,11 +84,11 @@ class TreeWorld(World):
             side.count(number, worker, outcome)
         else:
             self._unchanged(side.name, side.machine, before, f"a packet that was {outcome}")
-        if outcome in ("summed", "asked"):
+        if outcome in ("summed", "resend_sum"):
             side.sender.offer(slot)
         elif outcome == "completed":
             answers += tuple(side.answer(number, slot, child) for child in children)
-        elif outcome == "answered":
+        elif outcome == "resend_result":
             answers += (side.answer(number, slot, children[worker]),)
         return Verdict(outcome, drop, answers + self._climb(side))
 

@@ -192,7 +192,7 @@ class World:
             self._unchanged(f"worker {worker}", machine, before, "a timer that rang too early")
             return False
         flight: int = machine.in_flight
-        probes: int = machine.answered_probes
+        probes: int = machine.probe_results
         machine.handle_timeout(now_ns)
         given_up = flight - machine.in_flight
         if probes > 0:
@@ -255,7 +255,7 @@ class World:
         """A line a machine, for the message of a failure."""
         lines = [
             f"worker {side.index}: {side.submitted} operations called, {side.started} started, oldest unanswered chunk "
-            f"{side.machine.oldest_unanswered}, {side.machine.in_flight} in flight, timer at "
+            f"{side.machine.oldest_outstanding}, {side.machine.in_flight} in flight, timer at "
             f"{side.machine.poll_timeout()} ns, {side.machine.retransmissions} sent again"
             for side in self.workers
         ]
@@ -324,7 +324,7 @@ class World:
             answers = tuple(self._answer(slot, side.index) for side in self.workers)
             return Verdict(outcome, drop, nacks + answers)
         self._unchanged("the switch", switch, before, f"a packet that was {outcome}")
-        if outcome == "answered":
+        if outcome == "resend_result":
             self._announce(number, slot)
             return Verdict(outcome, drop, (*nacks, self._answer(slot, worker)))
         return Verdict(outcome, drop, nacks)
@@ -400,9 +400,9 @@ class World:
             raise BrokenPromiseError(f"{who}: chunk {number} came with finished={finished} for {operation}")
         while side.base in side.received:
             side.base += 1
-        if side.machine.oldest_unanswered != side.base:
+        if side.machine.oldest_outstanding != side.base:
             raise BrokenPromiseError(
-                f"{who} moved its window to {side.machine.oldest_unanswered}, expected {side.base}"
+                f"{who} moved its window to {side.machine.oldest_outstanding}, expected {side.base}"
             )
 
     def _unchanged(self, who: str, machine: Any, before: Any, why: str) -> None:
@@ -449,7 +449,7 @@ def describe(packet: Packet) -> str:
         return f"{way} {len(packet.data)} bytes that are no packet"
     if header.flags & protocol.FLAGS["nack"]:
         return f"{way} notice that packets {header.chunk} to {header.chunk + header.elements - 1} did not come"
-    kind = "answer" if header.flags & protocol.FLAGS["answer"] else "contribution"
+    kind = "answer" if header.flags & protocol.FLAGS["from_switch"] else "contribution"
     return (
         f"{way} {kind} to chunk {header.chunk} of operation {header.operation}, worker {header.worker}, epoch "
         f"{header.epoch}, {len(packet.data)} bytes"

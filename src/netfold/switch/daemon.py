@@ -624,8 +624,8 @@ class Switch:
         drops = ", ".join(f"{count} {why}" for why, count in counters["drops"].items() if count) or "none"
         what = (
             f"job {job.name} closed after {seconds:.1f} s: {counters['results']} chunks from "
-            f"{counters['contributions']} contributions, {counters['answers_sent']} answers "
-            f"({counters['answers_again']} again), dropped: {drops}"
+            f"{counters['contributions']} contributions, {counters['results_sent']} results "
+            f"({counters['results_resent']} resent), dropped: {drops}"
         )
         if counters["send_errors"]:
             what += f"; send errors: {counters['send_errors']}, last: {counters['last_send_error']}"

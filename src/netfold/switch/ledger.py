@@ -21,7 +21,7 @@ from netfold.switch.tokens import Tenant
 # The tenant of a switch without tokens.
 EVERYBODY = Tenant("everybody")
 # Counters that stay when their job has ended.
-_TOTALS = ("result_bytes", "results", "contributions", "answers_sent", "answers_again")
+_TOTALS = ("result_bytes", "results", "contributions", "results_sent", "results_resent")
 
 
 class Ledger:
@@ -166,7 +166,7 @@ class Ledger:
 def retransmissions(counters: dict[str, Any]) -> int:
     """Contributions that came again: answered from the kept result, or dropped as known."""
     drops = counters["drops"]
-    return int(counters["answers_again"] + drops["duplicate"] + drops["stale"])
+    return int(counters["results_resent"] + drops["duplicate"] + drops["stale"])
 
 
 def _job_status(job: Job, counters: dict[str, Any]) -> dict[str, Any]:

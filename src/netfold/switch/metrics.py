@@ -18,7 +18,7 @@ _ESCAPE = re.compile(r'[\\"\n]')
 # Kinds of packets that were no drop, and where a job's counters have them.
 PACKET_KINDS = {
     "contribution": "contributions",
-    "answer": "answers_sent",
+    "result": "results_sent",
     "hello": "hellos",
     "mismatch": "mismatches",
     "sum": "sums_sent",
@@ -124,7 +124,7 @@ def jobs_text(jobs: list[dict[str, Any]]) -> bytes:
     packets = _Family("counter", "packets", "Packets handled, by kind.")
     drops = _Family("counter", "drops", "Packets that changed nothing, by reason.")
     again = _Family("counter", "retransmissions", "Contributions that came again.")
-    sums_again = _Family("counter", "sum_retransmissions", "Sums that went to the parent again.")
+    sums_resent = _Family("counter", "sum_retransmissions", "Sums that went to the parent again.")
     lag = _Family("summary", "arrival_lag_seconds", "From a chunk's first contribution to this rank's own.")
     last = _Family("counter", "last_arrivals", "Chunks for which all others waited for this rank.")
     for job in jobs:
@@ -138,7 +138,7 @@ def jobs_text(jobs: list[dict[str, Any]]) -> bytes:
             capacity.add(labels, job["capacity_bytes_per_s"])
         goodput.add(labels, counters["result_bytes"])
         again.add(labels, job["retransmissions"])
-        sums_again.add(labels, counters["sums_again"])
+        sums_resent.add(labels, counters["sums_resent"])
         for kind, counter in PACKET_KINDS.items():
             packets.add(f'{labels},kind="{kind}"', counters[counter])
         for reason, count in counters["drops"].items():
@@ -148,5 +148,5 @@ def jobs_text(jobs: list[dict[str, Any]]) -> bytes:
             lag.add(rank, member["arrivals"], "_count")
             lag.add(rank, member["lag_s"], "_sum")
             last.add(rank, member["last"])
-    families = (workers, memory, slots, collecting, capacity, goodput, packets, drops, again, sums_again, lag, last)
+    families = (workers, memory, slots, collecting, capacity, goodput, packets, drops, again, sums_resent, lag, last)
     return "".join(f"{line}\n" for family in families for line in family.lines).encode()

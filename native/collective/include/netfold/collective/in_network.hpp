@@ -32,7 +32,7 @@ namespace netfold::collective {
 // The keys of a worker's packets in one epoch.
 struct ChannelKeys {
   auth::Key contributions{};  // this worker's own
-  auth::Key answers{};        // all workers'
+  auth::Key results{};        // all workers'
   auth::Security security = auth::Security::authenticate;
 };
 
@@ -58,7 +58,7 @@ class Channel {
   int start(const Call& call, const Segments& segments);
   bool finished(int token) const { return active_[static_cast<std::size_t>(token)].finished; }
   std::uint64_t wire_bytes(int token) const { return active_[static_cast<std::size_t>(token)].wire_bytes; }
-  std::uint64_t answered_bytes(int token) const { return active_[static_cast<std::size_t>(token)].answered_bytes; }
+  std::uint64_t result_bytes(int token) const { return active_[static_cast<std::size_t>(token)].result_bytes; }
   std::uint32_t retransmissions(int token) const { return active_[static_cast<std::size_t>(token)].retransmissions; }
   // The rank whose contribution came last, of the newest result.
   int last_rank(int token) const { return active_[static_cast<std::size_t>(token)].last_rank; }
@@ -106,7 +106,7 @@ class Channel {
     bool finished = false;
     std::uint64_t first_chunk = 0;
     std::uint64_t wire_bytes = 0;
-    std::uint64_t answered_bytes = 0;  // of packets whose results are here, each counted once
+    std::uint64_t result_bytes = 0;  // of packets whose results are here, each counted once
     std::uint32_t retransmissions = 0;
     int last_rank = -1;
   };
@@ -130,7 +130,7 @@ class Channel {
   std::uint64_t life_;
   protocol::Worker machine_;
   std::optional<auth::PacketAuthenticator> authenticator_;         // of contributions
-  std::optional<auth::PacketAuthenticator> answer_authenticator_;  // of what the switch says
+  std::optional<auth::PacketAuthenticator> result_authenticator_;  // of what the switch says
   std::size_t mac_bytes_;                      // of a packet: 0 without keys
   std::vector<int> ranks_;
   int rank_;
@@ -167,7 +167,7 @@ class InNetwork final : public Algorithm {
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override { channel_.wait_for(set); }
   std::vector<int> awaited() const override { return {}; }
-  std::uint64_t settled_bytes() const override { return channel_.answered_bytes(token_); }
+  std::uint64_t settled_bytes() const override { return channel_.result_bytes(token_); }
 
  private:
   Channel& channel_;

@@ -31,7 +31,7 @@ class Segments {
   kernels::ReduceOp reduce() const { return reduce_; }
   // What stands for the call's size in every packet: the number of the tensor's elements, or, where each rank has a
   // block, a digest of their sizes; the low 32 bits.
-  std::uint32_t size_word() const { return size_word_; }
+  std::uint32_t size_digest() const { return size_digest_; }
 
   // This rank's contribution to `count` elements from `first` on, in the wire format: where it stands, or `zeros`, or
   // `staging` once it has been put together there. Both have room for `count`.
@@ -54,7 +54,7 @@ class Segments {
   kernels::DType dtype_;  // of the tensor, or what stands for it
   kernels::DType wire_;
   kernels::ReduceOp reduce_;
-  std::uint32_t size_word_ = 0;
+  std::uint32_t size_digest_ = 0;
   std::size_t elements_ = 0;
   std::vector<Segment> segments_;
 };

@@ -45,8 +45,8 @@ struct JobCounters {
   std::uint64_t contributions = 0;  // packets that counted
   std::uint64_t results = 0;        // chunks completed
   std::uint64_t result_bytes = 0;   // of their values, without padding
-  std::uint64_t answers_sent = 0;   // packets
-  std::uint64_t answers_again = 0;  // to late duplicates
+  std::uint64_t results_sent = 0;   // packets
+  std::uint64_t results_resent = 0;  // to late duplicates
   std::uint64_t nacks = 0;        // to workers, of packets that did not come
   std::uint64_t mismatches = 0;
   std::uint64_t hellos = 0;
@@ -67,7 +67,7 @@ struct JobCounters {
   // Of the link to the parent; all 0 without one.
   std::uint32_t slots_summed = 0;  // wait for the parent's result
   std::uint64_t sums_sent = 0;     // packets
-  std::uint64_t sums_again = 0;    // among them, of sums that were sent before
+  std::uint64_t sums_resent = 0;    // among them, of sums that were sent before
   std::uint64_t parent_nacks = 0;
   std::uint64_t parent_drops[protocol::kDropCount] = {};
 };
@@ -75,13 +75,13 @@ struct JobCounters {
 // The keys of a job's packets in one epoch.
 struct JobKeys {
   std::vector<auth::Key> contributions;  // by worker
-  auth::Key answers{};                   // one for all: an answer is the same bytes for each
+  auth::Key results{};                   // one for all: an answer is the same bytes for each
 };
 
 // The keys of the packets between a leaf and its parent in one epoch of the parent's.
 struct ParentKeys {
   auth::Key sums{};
-  auth::Key answers{};
+  auth::Key results{};
 };
 
 class DataPlane {
@@ -159,7 +159,7 @@ class DataPlane {
     transport::Datagrams::Peer peer = transport::Datagrams::kStranger;
     protocol::ParentSender machine{0};
     std::optional<auth::PacketAuthenticator> authenticator;         // of sums
-    std::optional<auth::PacketAuthenticator> answer_authenticator;  // of what the parent says
+    std::optional<auth::PacketAuthenticator> result_authenticator;  // of what the parent says
     std::vector<std::byte> encrypted;           // sums of one run
     bool blocked = false;
   };
@@ -180,7 +180,7 @@ class DataPlane {
     std::vector<std::uint32_t> results;
     std::uint64_t results_count = 0;
     bool authenticated = false;
-    std::optional<auth::PacketAuthenticator> answer_authenticator;
+    std::optional<auth::PacketAuthenticator> result_authenticator;
     std::vector<std::byte> tags;        // of the slots' frames
     std::vector<std::byte> encrypted;   // the slots' frames, where packets are encrypted
     std::vector<std::byte> plain;       // a packet that came, decrypted

@@ -214,7 +214,7 @@ class Group {
     std::uint64_t packets_sent = 0;
     std::uint64_t retransmissions = 0;
     std::int64_t smoothed_rtt_ns = 0;
-    std::uint64_t oldest_unanswered = 0;
+    std::uint64_t oldest_outstanding = 0;
     bool idle = true;
     std::string trouble;     // why nothing reaches the switch, where that is known
     std::string send_error;  // what this host last refused to send there

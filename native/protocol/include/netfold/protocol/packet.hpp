@@ -9,7 +9,7 @@
 //   offset bytes field
 //        0     2 magic          0x4e46 ("NF")
 //        2     1 version        1
-//        3     1 flags          bit 0 answer, bit 1 reserved (0), bit 2 mismatch, bit 3 hello, bit 4 NACK
+//        3     1 flags          bit 0 from_switch, bit 1 reserved (0), bit 2 mismatch, bit 3 hello, bit 4 NACK
 //        4     4 job            given by the switch at admission
 //        8     4 epoch          given by the switch when the job's workers are complete; always growing
 //       12     4 incarnation    drawn by the switch when it starts
@@ -56,7 +56,7 @@ inline constexpr std::uint16_t kMaxWorkers = 256;
 inline constexpr std::uint32_t kMaxWindow = 1 << 20;
 
 enum Flag : std::uint8_t {
-  kAnswer = 1,  // from the switch
+  kFromSwitch = 1,  // from the switch
   // 2 is reserved. NaN and infinities need no flag: every wire format carries them in its values (docs/numbers.md).
   kMismatch = 4,  // an answer that carries no result: it describes the worker that disagrees with the reader
   kHello = 8,     // path probe: the switch returns it to the registered address, same length

@@ -90,7 +90,7 @@ class ParentSender {
   List flight_;
   GapDetector result_gaps_;
   std::uint64_t packet_number_ = 0;
-  std::uint64_t highest_answered_send_ = 0;  // of sums that were sent once
+  std::uint64_t highest_received_send_ = 0;  // of sums that were sent once
   std::uint64_t packets_sent_ = 0;
   std::uint64_t sent_again_ = 0;
 };

@@ -92,10 +92,10 @@ class SwitchJob {
     dropped,    // nothing changed; `drop` says why
     stored,     // counted; the chunk still misses workers
     completed,  // the result is there: send frame(slot) to every worker
-    answered,   // a late duplicate: send frame(slot) to `worker` alone
+    resend_result,  // a late duplicate: send frame(slot) to `worker` alone
     mismatch,   // the sender and `other` do not agree; send mismatch packets to both
     summed,     // the last of this switch's own workers: send sum(slot) to the parent
-    asked,      // a duplicate while the parent's result is not there: send sum(slot) once more
+    resend_sum,  // a duplicate while the parent's result is not there: send sum(slot) once more
     nack,     // from the parent: packets to it did not come, as the header says
   };
   struct Handled {

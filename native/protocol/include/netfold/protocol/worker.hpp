@@ -6,7 +6,7 @@
 //
 //   chunk state   event                                        becomes      action
 //   (unsent)      both windows have room, poll_send            in flight    send
-//   in flight     its answer                                   answered     deliver values
+//   in flight     its answer                                   received     deliver values
 //   in flight     a NACK: this send did not reach the switch lost         -
 //   in flight     passed over, and its answer was skipped      lost         -
 //   in flight     passed over, and overdue by a repair         lost         -
@@ -14,8 +14,8 @@
 //   in flight     overdue, and nothing but an answer to a      lost         - (kProbeGrowth a probe)
 //                 probe came for kProbeWaitNs
 //   lost          poll_send                                    in flight    send again
-//   lost          its answer                                   answered     deliver values
-//   answered      every chunk before it answered too           (forgotten)  window moves
+//   lost          its answer                                   received     deliver values
+//   received      every chunk before it received too           (forgotten)  window moves
 //
 // Losses are found by what came later, at both ends, and the timer only catches the tail. A contribution that did not
 // come shows at the switch as a gap in this worker's packet numbers, and the switch tells it, and it alone, by a
@@ -136,7 +136,7 @@ class Worker {
     kernels::DType wire = kernels::DType::f32;
     kernels::ReduceOp reduce = kernels::ReduceOp::sum;
     std::uint16_t table = 0;
-    std::uint32_t size_word = 0;  // not 0: the header's `elements`, for their number
+    std::uint32_t size_digest = 0;  // not 0: the header's `elements`, for their number
     bool operator==(const Operation&) const = default;
   };
   bool can_start() const { return operation_count_ < kMaxOperations; }
@@ -184,27 +184,27 @@ class Worker {
 
   std::uint32_t in_flight() const { return flight_.count; }
   // Whether something was sent that is not answered: else no packet can matter.
-  bool awaits_answers() const { return base_ < next_; }
+  bool awaits_results() const { return base_ < next_; }
   // The rule that sets the congestion window; see the top.
   enum class Control : std::uint8_t { slow_start, delay, share };
   Control control() const { return control_; }
   // Chunks that may be in flight now, 1 to W.
   std::uint32_t congestion_window() const { return congestion_window_; }
   // Answers to probes, and to nothing else, since a timeout: the next one is a growth (kProbeGrowth for each).
-  std::uint32_t answered_probes() const { return answered_probes_; }
-  std::uint64_t oldest_unanswered() const { return base_; }
+  std::uint32_t probe_results() const { return probe_results_; }
+  std::uint64_t oldest_outstanding() const { return base_; }
   // The chunk that the next operation will begin with.
-  std::uint64_t line_end() const { return end_; }
+  std::uint64_t next_operation_chunk() const { return end_; }
   // Whether its result came, at any time.
-  bool is_answered(std::uint64_t chunk) const;
+  bool has_result(std::uint64_t chunk) const;
   bool idle() const { return base_ == end_; }
   std::int64_t smoothed_rtt_ns() const { return smoothed_rtt_ns_; }
   std::uint64_t retransmissions() const { return retransmissions_; }
   std::uint64_t packets_sent() const { return packet_number_; }
   const WorkerConfig& config() const { return config_; }
   // Places for chunks: as many as may be in flight, or the next power of two; and which of them is a chunk's.
-  std::uint32_t places() const { return std::bit_ceil(config_.window); }
-  std::uint32_t index_of(std::uint64_t chunk) const { return static_cast<std::uint32_t>(chunk) & (places() - 1); }
+  std::uint32_t window_slots() const { return std::bit_ceil(config_.window); }
+  std::uint32_t index_of(std::uint64_t chunk) const { return static_cast<std::uint32_t>(chunk) & (window_slots() - 1); }
   std::size_t packet_bytes() const { return kHeaderBytes + config_.payload_bytes; }
 
   bool operator==(const Worker&) const = default;
@@ -212,7 +212,7 @@ class Worker {
 
  private:
   static constexpr std::uint32_t kNone = 0xffffffff;
-  enum class State : std::uint8_t { unsent, flight, lost, answered };
+  enum class State : std::uint8_t { unsent, flight, lost, received };
   struct Entry {  // of chunk c at index c mod W
     State state = State::unsent;
     bool again = false;
@@ -231,13 +231,13 @@ class Worker {
     std::uint32_t count = 0;
     bool operator==(const List&) const = default;
   };
-  struct Line {  // where an operation lies on the line of chunks
+  struct Placement {  // where an operation lies on the line of chunks
     Operation operation;
     std::uint64_t first_chunk = 0;
     std::uint64_t chunk_count = 0;
-    std::uint64_t answered = 0;
+    std::uint64_t received = 0;
     std::uint64_t per_chunk = 0;  // elements
-    bool operator==(const Line&) const = default;
+    bool operator==(const Placement&) const = default;
   };
 
   void push_back(List& list, std::uint32_t index);
@@ -245,7 +245,7 @@ class Worker {
   void mark_lost(std::uint32_t index, bool probe);
   bool has_room() const;
   Received handle_nack(const Header& header);
-  void note_skipped(const Header& header, const Entry& answered, bool first_try);
+  void note_skipped(const Header& header, const Entry& received_entry, bool first_try);
   void note_path(std::int64_t rtt_ns);
   void end_round();
   std::uint64_t shorter_queue_window();
@@ -254,26 +254,26 @@ class Worker {
   std::uint64_t end_trial();
   bool pace(std::int64_t now_ns);
   void measure(std::int64_t rtt_ns);
-  const Line* line_of(std::uint64_t chunk) const;
+  const Placement* placement_of(std::uint64_t chunk) const;
   std::int64_t base_timeout_ns() const;
   std::int64_t repair_timeout_ns() const;
   std::int64_t timeout_ns() const;
   std::uint64_t chunk_at(std::uint32_t index) const;
-  std::uint16_t count_of(const Line& line, std::uint64_t chunk) const;
+  std::uint16_t count_of(const Placement& placement, std::uint64_t chunk) const;
 
   WorkerConfig config_;
   std::vector<Entry> entries_;
   List flight_;
   List lost_;
-  std::array<Line, kMaxOperations> lines_;  // the first operation_count_, in order
+  std::array<Placement, kMaxOperations> placements_;  // the first operation_count_, in order
   std::size_t operation_count_ = 0;
   std::uint64_t base_ = 0;  // lowest chunk without an answer
   std::uint64_t next_ = 0;  // lowest chunk never sent
   std::uint64_t end_ = 0;   // first chunk after the last operation
   std::uint64_t packet_number_ = 0;
-  std::uint64_t highest_answered_send_ = 0;  // of chunks that were sent once
-  std::uint64_t newest_answer_ = 0;          // the switch's number of it
-  bool answer_skipped_ = false;              // since the answer to highest_answered_send_
+  std::uint64_t highest_received_send_ = 0;  // of chunks that were sent once
+  std::uint64_t newest_result_ = 0;          // the switch's number of it
+  bool result_skipped_ = false;              // since the answer to highest_received_send_
   std::uint64_t retransmissions_ = 0;
   std::int64_t smoothed_rtt_ns_ = 0;
   std::int64_t rtt_variation_ns_ = 0;
@@ -292,7 +292,7 @@ class Worker {
   std::uint64_t round_lost_ = 0;         // found in it
   std::int64_t round_least_rtt_ns_ = 0;  // of it; 0: none
   std::uint32_t backoff_ = 0;            // timeouts since the last answer
-  std::uint32_t answered_probes_ = 0;    // since an answer to a chunk that was sent once
+  std::uint32_t probe_results_ = 0;    // since an answer to a chunk that was sent once
   std::int64_t timer_start_ns_ = 0;
 };
 
