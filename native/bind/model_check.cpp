@@ -1,7 +1,7 @@
 // netfold._native.model_check: the search over the protocol's machines, and its traces.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <netfold/model_check/hellos.hpp>
+#include <netfold/model_check/validation_search.hpp>
 
 #include "module.hpp"
 
@@ -73,7 +73,7 @@ void bind_model_check(nb::module_& m) {
       nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
       nb::arg("strangers"), nb::arg("restarts"), nb::arg("network"), nb::arg("numbers"), nb::arg("rings"),
       nb::arg("max_states"));
-  p.def("search_hellos", &search_hellos, nb::arg("workers"));
+  p.def("search_validation", &search_validation, nb::arg("workers"));
   p.def(
       "replay",
       [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,

@@ -2,7 +2,7 @@
 // restarts, whether strangers' packets are on the wire, whether packets are joined, the operations, and, behind a 0,
 // the last worker's if it calls others. Out: a line of fields with tabs between for each thing found out. With the one
 // word `hellos`: what that search finds broken.
-#include <netfold/model_check/hellos.hpp>
+#include <netfold/model_check/validation_search.hpp>
 
 #include <cstdio>
 #include <cstdlib>
@@ -11,7 +11,7 @@
 int main(int count, char** arguments) {
   using namespace netfold::model_check;
   if (count == 2 && std::strcmp(arguments[1], "hellos") == 0) {
-    std::fputs(search_hellos(3).broken.c_str(), stdout);
+    std::fputs(search_validation(3).broken.c_str(), stdout);
     return 0;
   }
   if (count < 10) return 2;

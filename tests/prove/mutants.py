@@ -41,7 +41,7 @@ SWITCH, WORKER, PARENT_SENDER, GAP_DETECTOR = "switch_job.cpp", "worker.cpp", "p
 SWITCH_HEADER = "include/netfold/protocol/switch_job.hpp"
 ADDRESS_VALIDATION = "include/netfold/protocol/address_validation.hpp"
 # What is compiled anew where a header changes.
-BUILT_FROM = {SWITCH_HEADER: PROTOCOL / SWITCH, ADDRESS_VALIDATION: ROOT / "native" / "dev" / "model_check" / "hellos.cpp"}
+BUILT_FROM = {SWITCH_HEADER: PROTOCOL / SWITCH, ADDRESS_VALIDATION: ROOT / "native" / "dev" / "model_check" / "validation_search.cpp"}
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ HELLOS = {
 }
 
 
-def search_hellos(name: str, folder: Path) -> str:
+def search_validation(name: str, folder: Path) -> str:
     """Which promise the mutant of ADDRESS_VALIDATION breaks, or nothing."""
     text, instead, breaks = HELLOS[name]
     program = make(Mutant(Scope(), breaks, ((ADDRESS_VALIDATION, text, instead),)), folder)
@@ -398,7 +398,7 @@ def main(names: Iterable[str]) -> int:
     for name in list(names) or [*MUTANTS, *HELLOS]:
         if name in HELLOS:
             with tempfile.TemporaryDirectory() as folder:
-                broken = search_hellos(name, Path(folder))
+                broken = search_validation(name, Path(folder))
             print(f"{name}, caught: {broken}" if broken else f"{name}: NOT caught", flush=True)
             missed += not broken
             continue

@@ -1,7 +1,7 @@
 """The search bites: with any one check missing it finds a broken promise. `tests/conftest.py` prints the traces."""
 
 import pytest
-from mutants import HELLOS, MUTANTS, STUCK, make, search, search_hellos
+from mutants import HELLOS, MUTANTS, STUCK, make, search, search_validation
 
 from netfold.prove import Scope
 from netfold.prove import search as search_production
@@ -21,7 +21,7 @@ def test_a_machine_without_its_check_is_caught(name, tmp_path):
 
 @pytest.mark.parametrize("name", HELLOS)
 def test_a_seat_without_its_check_is_caught(name, tmp_path):
-    assert search_hellos(name, tmp_path) == HELLOS[name][2]
+    assert search_validation(name, tmp_path) == HELLOS[name][2]
 
 
 @pytest.mark.parametrize("scope", sorted({mutant.scope for mutant in MUTANTS.values()}, key=str), ids=str)

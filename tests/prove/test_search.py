@@ -2,7 +2,7 @@
 
 import pytest
 
-from netfold.prove import Scope, draw, replay, search, search_hellos, sentence
+from netfold.prove import Scope, draw, replay, search, search_validation, sentence
 from netfold.prove.__main__ import main
 from netfold.prove.scopes import LARGE, QUICK
 from netfold.sim import SWITCH, diagram
@@ -114,12 +114,12 @@ def test_workers_that_disagree_end_and_who_says_the_same_waits_for_the_one_that_
 
 
 def test_only_a_workers_own_hello_gives_it_a_seat():
-    report = search_hellos()
+    report = search_validation()
     assert (report.exhausted, report.broken) == (True, "")
     # Each of three seats is empty or taken.
     assert (report.states, report.depth) == (2**3, 3)
     with pytest.raises(ValueError, match="1 to 4 workers"):
-        search_hellos(0)
+        search_validation(0)
 
 
 def test_a_leaf_that_restarts_has_another_life_and_the_others_join_again():

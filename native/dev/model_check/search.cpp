@@ -1,8 +1,8 @@
 #include <netfold/model_check/search.hpp>
 
-#include "moves.hpp"
+#include "transitions.hpp"
 #include "state_set.hpp"
-#include "steps.hpp"
+#include "trace.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -15,19 +15,19 @@ namespace {
 class Search {
  public:
   explicit Search(const Scope& scope)
-      : scope_(scope), moves_(scope), most_(scope.max_states == 0 ? kNoId - 1 : scope.max_states) {}
+      : scope_(scope), transitions_(scope), most_(scope.max_states == 0 ? kNoId - 1 : scope.max_states) {}
 
   Report run() {
     const auto start = std::chrono::steady_clock::now();
     safety();
-    report_.transitions = moves_.tried();
+    report_.transitions = transitions_.tried();
     if (report_.broken.empty() && report_.exhausted) scope_.numbers > 0 ? possibility_alone() : possibility();
     report_.states = states_.size();
     report_.depth = depth_of_last();
     report_.machines = machines_.size();
-    report_.switches = moves_.parts.switch_count();
-    report_.workers = moves_.parts.worker_count();
-    report_.packets = moves_.parts.packet_count();
+    report_.switches = transitions_.table.switch_count();
+    report_.workers = transitions_.table.worker_count();
+    report_.packets = transitions_.table.packet_count();
     report_.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     return report_;
   }
@@ -35,7 +35,7 @@ class Search {
  private:
   struct Came {  // how a state was found first
     Id from = kNoId;
-    Move move;
+    Transition transition;
   };
   struct Edge {
     Id to = 0;
@@ -45,17 +45,17 @@ class Search {
   // Breadth first: states are expanded in the order in which they were found. Packets joined: and once more when their
   // network has grown.
   void safety() {
-    add(moves_.first(), {});
+    add(transitions_.first(), {});
     while (!due_.empty()) {
       const Id at = due_.front();
       due_.pop_front();
       is_due_[at] = false;
       State state = states_[at];
       state.network = networks_[at];
-      moves_.each(state, [&](const Move& move, const State& next, const std::string& broken) {
-        if (broken.empty()) return add(next, {at, move});
+      transitions_.each(state, [&](const Transition& transition, const State& next, const std::string& broken) {
+        if (broken.empty()) return add(next, {at, transition});
         report_.broken = broken;
-        report_.trace = trace(at, &move);
+        report_.trace = trace(at, &transition);
         return false;
       });
       if (!report_.broken.empty() || states_.size() >= most_) return;
@@ -74,7 +74,7 @@ class Search {
       due_.push_back(id);
       if (machines_.add(machines).second) found_.push_back(id);
     } else if (scope_.network == Network::joined) {
-      const Id joined = moves_.parts.with(networks_[id], moves_.parts.network(state.network));
+      const Id joined = transitions_.table.with(networks_[id], transitions_.table.network(state.network));
       if (joined != networks_[id] && !is_due_[id]) {
         is_due_[id] = true;
         due_.push_back(id);
@@ -89,16 +89,16 @@ class Search {
     const StateSet& from = alone ? machines_ : states_;
     std::vector<Edge> edges;
     for (Id at = 0; at < from.size(); ++at) {
-      const auto visit = [&](const Move& move, const State& next, const std::string&) {
-        if (move.is_fault() || next == from[at]) return true;
+      const auto visit = [&](const Transition& transition, const State& next, const std::string&) {
+        if (transition.is_fault() || next == from[at]) return true;
         edges.push_back({from.find(next), at});
         if (edges.back().to == kNoId) throw std::logic_error("a way leads out of the states that were searched");
         return true;
       };
       if (alone) {
-        moves_.each_alone(from[at], visit);
+        transitions_.each_without_network(from[at], visit);
       } else {
-        moves_.each(from[at], visit);
+        transitions_.each(from[at], visit);
       }
     }
     const Id stuck = first_without_a_way(from, edges);
@@ -113,7 +113,7 @@ class Search {
       const State& state = machines_[at];
       const std::vector<Id> leaves(state.leaves.begin(), state.leaves.begin() + scope_.leaves.size());
       const std::vector<Id> workers(state.workers.begin(), state.workers.begin() + scope_.workers);
-      report_.broken = moves_.parts.broken_alone(state.machine, leaves, workers);
+      report_.broken = transitions_.table.broken_alone(state.machine, leaves, workers);
       if (report_.broken.empty()) continue;
       report_.trace = trace(found_[at], nullptr);
       return;
@@ -125,7 +125,7 @@ class Search {
     std::vector<bool> has_way(states.size());
     std::vector<Id> reached;
     for (Id at = 0; at < states.size(); ++at) {
-      if (moves_.finished(states[at])) {
+      if (transitions_.finished(states[at])) {
         has_way[at] = true;
         reached.push_back(at);
       }
@@ -144,17 +144,17 @@ class Search {
     return stuck == has_way.end() ? kNoId : static_cast<Id>(stuck - has_way.begin());
   }
 
-  std::vector<Move> path_to(Id state) const {
-    std::vector<Move> moves;
-    for (; came_[state].from != kNoId; state = came_[state].from) moves.push_back(came_[state].move);
-    std::ranges::reverse(moves);
-    return moves;
+  std::vector<Transition> path_to(Id state) const {
+    std::vector<Transition> transitions;
+    for (; came_[state].from != kNoId; state = came_[state].from) transitions.push_back(came_[state].transition);
+    std::ranges::reverse(transitions);
+    return transitions;
   }
 
-  std::vector<std::string> trace(Id state, const Move* last) {
-    std::vector<Move> moves = path_to(state);
-    if (last != nullptr) moves.push_back(*last);
-    return words_of(moves_, moves);
+  std::vector<std::string> trace(Id state, const Transition* last) {
+    std::vector<Transition> transitions = path_to(state);
+    if (last != nullptr) transitions.push_back(*last);
+    return trace_steps(transitions_, transitions);
   }
 
   std::uint32_t depth_of_last() const {
@@ -162,7 +162,7 @@ class Search {
   }
 
   Scope scope_;
-  Moves moves_;
+  Transitions transitions_;
   std::uint64_t most_;
   Report report_;
   StateSet states_;

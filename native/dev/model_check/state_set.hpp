@@ -1,7 +1,7 @@
 // States in the order in which they were found, each once: 36 bytes and a half-full table of 4-byte numbers.
 #pragma once
 
-#include "moves.hpp"
+#include "transitions.hpp"
 
 #include <utility>
 #include <vector>

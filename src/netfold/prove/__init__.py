@@ -26,7 +26,7 @@ from netfold._native import model_check as native
 from netfold.sim import SWITCH, diagram
 from netfold.sim.network import address_of
 
-__all__ = ["HELLO_WORKERS", "Scope", "draw", "replay", "search", "search_hellos", "sentence"]
+__all__ = ["HELLO_WORKERS", "Scope", "draw", "replay", "search", "search_validation", "sentence"]
 
 # Workers of the search over hellos: one that claims another's place is among them, and one that is left alone.
 HELLO_WORKERS = 3
@@ -83,9 +83,9 @@ def search(scope: Scope) -> Any:
     return native.search(**scope._arguments())
 
 
-def search_hellos(workers: int = HELLO_WORKERS) -> Any:
-    """Search which hellos make an address a worker's (native/dev/model_check, hellos.hpp); a report as of `search`."""
-    return native.search_hellos(workers)
+def search_validation(workers: int = HELLO_WORKERS) -> Any:
+    """Search which hellos make an address a worker's (native/dev/model_check, validation_search.hpp); a report as of `search`."""
+    return native.search_validation(workers)
 
 
 def replay(scope: Scope, steps: Sequence[str]) -> list[Any]:

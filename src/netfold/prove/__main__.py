@@ -18,7 +18,7 @@ from netfold.prove import (
     recovery,
     replay,
     search,
-    search_hellos,
+    search_validation,
     sentence,
     switch_watch,
 )
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if quick or everything:
             recoveries = {**RECOVERY_QUICK, **RECOVERY_LARGE} if everything else RECOVERY_QUICK
             senders = {**parent_sender.QUICK, **parent_sender.LARGE} if everything else parent_sender.QUICK
-            found += [_search_hellos(), _search_arrivals(everything), _search_switch_watch()]
+            found += [_search_validation(), _search_arrivals(everything), _search_switch_watch()]
             found += [_search_parent_sender(name, each) for name, each in senders.items()]
             found += [_search_recovery(name, each) for name, each in recoveries.items()]
         return max(found)
@@ -93,8 +93,8 @@ def _search_parent_sender(name: str, scope: parent_sender.SenderScope) -> int:
     return int(bool(report.broken))
 
 
-def _search_hellos() -> int:
-    report = search_hellos()
+def _search_validation() -> int:
+    report = search_validation()
     found = f"BROKEN: {report.broken}: {'; '.join(report.trace)}" if report.broken else "exhausted"
     print(
         f"hellos: {HELLO_WORKERS} workers, {report.packets} hellos: {found}; {report.states:,} states, "

@@ -40,7 +40,7 @@ struct Packet {
 };
 
 // One sender's packets and their results, in a scope with numbers.
-struct Numbers {
+struct SentNumbers {
   std::array<std::uint64_t, kMaxChunks> sent{};  // by chunk: the packet that it was sent in last
   std::uint64_t newest = 0;                      // packet
   std::uint64_t answered = 0;                    // the latest packet whose chunk has its result
@@ -59,7 +59,7 @@ struct SwitchState {
   std::vector<protocol::GapDetector> gap_detectors = {};  // by worker, or leaf
   std::vector<std::uint64_t> came = {};           // packets of each, a bit each: what its GapDetector are determined by
   protocol::ParentSender sender{0};                     // a leaf's
-  Numbers numbers = {};                           // of its packets to the root
+  SentNumbers numbers = {};                           // of its packets to the root
   std::uint32_t asked = 0;                        // for sums once more
   static constexpr std::uint16_t kRoot = 0xffff;
   Life life() const { return {machine.config().incarnation, machine.config().epoch}; }
@@ -71,22 +71,22 @@ struct SwitchState {
 };
 
 // A worker's machine, and what its clock says.
-struct Timed {
+struct TimedWorker {
   protocol::Worker machine;
   std::int64_t now_ns = 0;
 };
 
 struct WorkerState {
-  Timed now;
+  TimedWorker now;
   std::uint16_t number = 0;    // of all; its machine knows the one that it has at its switch
   std::uint32_t called = 0;    // operations
   std::uint64_t sent = 0;      // chunks, a bit each
   std::uint64_t received = 0;  // chunks, a bit each
   bool ended = false;          // by a mismatch
   Life root_life;              // of the root, when it joined; without leaves as its own
-  std::vector<Timed> later;    // what timers may have made of it
+  std::vector<TimedWorker> later;    // what timers may have made of it
   std::vector<Id> again;       // the packets that its timers send once more, in this order
-  Numbers numbers;
+  SentNumbers numbers;
   std::uint32_t rings = 0;  // timers so far, where the scope has numbers
   Life life() const { return {now.machine.config().incarnation, now.machine.config().epoch}; }
 };
@@ -99,10 +99,10 @@ struct Step {
   std::string broken;  // a promise, or empty; then there is no next
 };
 
-class Parts {
+class StateTable {
  public:
   // Throws std::invalid_argument for a scope without sense or beyond a bound.
-  explicit Parts(const Scope& scope);
+  explicit StateTable(const Scope& scope);
 
   Id new_switch(Life life, std::uint32_t restarts, const std::array<Life, kMaxLeaves>& leaves = {});
   // As the root of that number says that it is.
@@ -178,18 +178,18 @@ class Parts {
   bool number(WorkerState& worker, std::uint64_t chunk, std::uint64_t packet_number, bool again, const Allowed& allowed,
               Step& step) const;
   // What a result, or a NACK, allows.
-  Allowed allowed_by(const Packet& packet, const Numbers& numbers, bool rang) const;
+  Allowed allowed_by(const Packet& packet, const SentNumbers& numbers, bool rang) const;
   // Whether every chunk that the NACK names, and that has no result, was sent again.
-  bool heeded(const Packet& nack, const Numbers& before, const Numbers& after) const;
+  bool heeded(const Packet& nack, const SentNumbers& before, const SentNumbers& after) const;
 
-  using Line = std::vector<std::uint32_t>;  // chunks of each operation
-  const Line& line_of(std::uint16_t worker) const;
+  using Script = std::vector<std::uint32_t>;  // chunks of each operation
+  const Script& script_of(std::uint16_t worker) const;
   // Which operation of a line a chunk is of; their number where it is beyond.
-  static std::uint32_t operation_at(const Line& line, std::uint64_t chunk);
+  static std::uint32_t operation_at(const Script& line, std::uint64_t chunk);
   // Whether all workers call the same there.
   bool agreed(std::uint64_t chunk) const;
   // Chunk by its place on a line of operations, or chunk_count_.
-  std::uint64_t place(const Line& line, std::uint32_t operation, std::uint64_t first) const;
+  std::uint64_t place(const Script& line, std::uint32_t operation, std::uint64_t first) const;
   std::int64_t contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const;
   std::int64_t result(Life life, std::uint64_t chunk) const;
   std::uint16_t first_below(std::uint16_t leaf) const;

@@ -1,7 +1,7 @@
 // States of the search, and the events that lead from one to the next.
 #pragma once
 
-#include "parts.hpp"
+#include "state_table.hpp"
 
 #include <array>
 #include <functional>
@@ -17,7 +17,7 @@ struct State {
   bool operator==(const State&) const = default;
 };
 
-struct Move {
+struct Transition {
   enum class Kind : std::uint8_t {
     deliver,
     copy,
@@ -39,20 +39,20 @@ struct Move {
   bool is_fault() const { return kind == Kind::copy || kind == Kind::lose || kind >= Kind::restart_group; }
 };
 
-class Moves {
+class Transitions {
  public:
-  explicit Moves(const Scope& scope) : parts(scope), scope_(scope) {}
+  explicit Transitions(const Scope& scope) : table(scope), scope_(scope) {}
 
   State first();
   // What `move` makes of `state`; the second is the step of the machine that it happens to.
-  std::pair<State, Step> done(const State& state, const Move& move);
+  std::pair<State, Step> done(const State& state, const Transition& transition);
   // The move and what it leads to, for every one there is, but deliveries that change nothing. Ends when `visit`
   // returns false.
-  using Visit = std::function<bool(const Move&, const State&, const std::string& broken)>;
+  using Visit = std::function<bool(const Transition&, const State&, const std::string& broken)>;
   void each(const State& state, const Visit& visit);
   // Where the machines of `state` can get by themselves, its network being lost: a worker calls, rejoins or sends
   // again, and what that makes the machines send arrives, up to a point.
-  void each_alone(const State& state, const Visit& visit);
+  void each_without_network(const State& state, const Visit& visit);
 
   bool finished(const State& state) const;
   const Scope& scope() const { return scope_; }
@@ -60,7 +60,7 @@ class Moves {
   // Moves that `each` has looked at, those included that change nothing.
   std::uint64_t tried() const { return tried_; }
 
-  Parts parts;
+  StateTable table;
 
  private:
   // Where the packet arrives.

@@ -1,5 +1,5 @@
 #include <netfold/protocol/address_validation.hpp>
-#include <netfold/model_check/hellos.hpp>
+#include <netfold/model_check/validation_search.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -79,7 +79,7 @@ std::string broken_by(const State& state, const Hello& hello, const State& next,
 
 }  // namespace
 
-Report search_hellos(std::uint16_t workers) {
+Report search_validation(std::uint16_t workers) {
   if (workers == 0 || workers > kMaxWorkers) {
     throw std::invalid_argument("a scope has 1 to " + std::to_string(kMaxWorkers) + " workers");
   }

@@ -1,5 +1,5 @@
 // Packets with their numbers: gap detection, NACKs and a leaf's sender, and what is asked of them.
-#include "parts.hpp"
+#include "state_table.hpp"
 
 #include <algorithm>
 #include <deque>
@@ -9,14 +9,14 @@ namespace netfold::model_check {
 using protocol::Header;
 using protocol::Worker;
 
-void Numbers::take_result(std::uint64_t chunk, std::uint64_t number) {
+void SentNumbers::take_result(std::uint64_t chunk, std::uint64_t number) {
   received |= std::uint64_t{1} << chunk;
   results |= std::uint64_t{1} << (number - 1);
   skipped |= (results & (results + 1)) != 0;
   answered = std::max(answered, sent[chunk]);
 }
 
-void Numbers::append_canonical(std::string& out) const {
+void SentNumbers::append_canonical(std::string& out) const {
   const auto append = [&out](const auto& value) { out.append(reinterpret_cast<const char*>(&value), sizeof value); };
   append(sent);
   append(newest);
@@ -27,7 +27,7 @@ void Numbers::append_canonical(std::string& out) const {
 }
 
 // The switch's half of finding losses, as the aggregator has it (native/dataplane/data_plane.cpp).
-void Parts::note_number(SwitchState& state, const Header& header, Step& step) {
+void StateTable::note_number(SwitchState& state, const Header& header, Step& step) {
   const std::uint64_t bit = std::uint64_t{1} << header.packet_number / scope_.numbers;
   const auto gap = state.gap_detectors[header.worker].observe(header.packet_number);
   std::uint64_t& came = state.came[header.worker];
@@ -52,8 +52,8 @@ void Parts::note_number(SwitchState& state, const Header& header, Step& step) {
   step.sent.push_back(packet_id(std::move(sent)));
 }
 
-void Parts::send_sums(SwitchState& state, const Allowed& allowed, Step& step) {
-  Numbers& numbers = state.numbers;
+void StateTable::send_sums(SwitchState& state, const Allowed& allowed, Step& step) {
+  SentNumbers& numbers = state.numbers;
   while (const auto send = state.sender.poll_send()) {
     if (send->packet_number % scope_.numbers != 0) {
       state.sender.not_sent(send->slot);
@@ -78,7 +78,7 @@ void Parts::send_sums(SwitchState& state, const Allowed& allowed, Step& step) {
   }
 }
 
-Parts::Allowed Parts::allowed_by(const Packet& packet, const Numbers& numbers, bool rang) const {
+StateTable::Allowed StateTable::allowed_by(const Packet& packet, const SentNumbers& numbers, bool rang) const {
   if (packet.nack) {
     const Header header = protocol::PacketView::parse(packet.bytes)->header();
     return [=](std::uint64_t number) { return number >= header.chunk && number - header.chunk < header.elements; };
@@ -89,7 +89,7 @@ Parts::Allowed Parts::allowed_by(const Packet& packet, const Numbers& numbers, b
   };
 }
 
-bool Parts::heeded(const Packet& nack, const Numbers& before, const Numbers& after) const {
+bool StateTable::heeded(const Packet& nack, const SentNumbers& before, const SentNumbers& after) const {
   const Allowed named = allowed_by(nack, before, false);
   for (std::uint64_t chunk = 0; chunk < chunk_count_; ++chunk) {
     const std::uint64_t number = before.sent[chunk];
@@ -99,8 +99,8 @@ bool Parts::heeded(const Packet& nack, const Numbers& before, const Numbers& aft
   return true;
 }
 
-void Parts::take_at_worker(WorkerState& state, const Packet& packet, Step& step) {
-  const Numbers before = state.numbers;
+void StateTable::take_at_worker(WorkerState& state, const Packet& packet, Step& step) {
+  const SentNumbers before = state.numbers;
   if (!receive(state, packet, step)) return;
   const bool belongs = packet.life == state.life();  // what is of a former life says nothing
   const Allowed none = [](std::uint64_t) { return false; };
@@ -110,12 +110,12 @@ void Parts::take_at_worker(WorkerState& state, const Packet& packet, Step& step)
   }
 }
 
-bool Parts::can_ring(Id worker) const {
+bool StateTable::can_ring(Id worker) const {
   const WorkerState& state = workers_[worker];
   return state.rings < scope_.rings && state.now.machine.in_flight() > 0;
 }
 
-Step Parts::ring(Id worker) {
+Step StateTable::ring(Id worker) {
   Step step;
   WorkerState state = workers_[worker];
   ring(state, step);
@@ -123,7 +123,7 @@ Step Parts::ring(Id worker) {
   return step;
 }
 
-void Parts::ring(WorkerState& state, Step& step) {
+void StateTable::ring(WorkerState& state, Step& step) {
   Worker& machine = state.now.machine;
   const bool probed = machine.probe_results() > 0;
   state.now.now_ns = std::max(state.now.now_ns, machine.poll_timeout());
@@ -138,7 +138,7 @@ void Parts::ring(WorkerState& state, Step& step) {
 
 // Who is of a former life joins again. Whatever was sent is lost but what is sent from here on, which arrives, in
 // order.
-std::string Parts::broken_alone(Id machine, std::vector<Id> leaves, const std::vector<Id>& workers) {
+std::string StateTable::broken_alone(Id machine, std::vector<Id> leaves, const std::vector<Id>& workers) {
   std::vector<SwitchState> switches;
   std::vector<WorkerState> states;
   for (std::uint16_t leaf = 0; leaf < leaves.size(); ++leaf) {
@@ -159,13 +159,13 @@ std::string Parts::broken_alone(Id machine, std::vector<Id> leaves, const std::v
     return broken.empty();
   };
   const auto is_over = [&](const WorkerState& state) {
-    return state.called == line_of(state.number).size() && state.now.machine.idle();
+    return state.called == script_of(state.number).size() && state.now.machine.idle();
   };
   // A timer a worker each time, each of which ends one loss at least.
   for (std::uint64_t round = 0; round < 4 * (chunk_count_ + 1); ++round) {
     for (WorkerState& state : states) {
       Step step;
-      if (state.called < line_of(state.number).size()) {
+      if (state.called < script_of(state.number).size()) {
         call(state, step);
       } else if (state.now.machine.in_flight() > 0) {
         ring(state, step);
@@ -191,9 +191,9 @@ std::string Parts::broken_alone(Id machine, std::vector<Id> leaves, const std::v
 }
 
 // A packet has that number: what is asked of it, and what is remembered.
-bool Parts::number(WorkerState& worker, std::uint64_t chunk, std::uint64_t packet_number, bool again, const Allowed& allowed,
+bool StateTable::number(WorkerState& worker, std::uint64_t chunk, std::uint64_t packet_number, bool again, const Allowed& allowed,
                    Step& step) const {
-  Numbers& numbers = worker.numbers;
+  SentNumbers& numbers = worker.numbers;
   std::uint64_t& last = numbers.sent[chunk];
   if (packet_number <= numbers.newest || packet_number / scope_.numbers >= kMaxNumbers) {
     step.broken = "a worker's packet has a number that another had, or there is no end of them";

@@ -1,4 +1,4 @@
-#include "steps.hpp"
+#include "trace.hpp"
 
 #include <algorithm>
 #include <optional>
@@ -7,7 +7,7 @@
 namespace netfold::model_check {
 namespace {
 
-using Kind = Move::Kind;
+using Kind = Transition::Kind;
 
 std::string name_of(const Packet& packet) {
   return (packet.foreign ? "x" : "") + words(packet.life) + "/" + (packet.leaf ? "^" : "") +
@@ -21,10 +21,10 @@ std::string name_of(const Packet& packet) {
 // One run, event by event, and the packets that it has sent, in that order.
 class Run {
  public:
-  explicit Run(Moves& moves) : moves_(moves), state_(moves.first()) {}
+  explicit Run(Transitions& transitions) : transitions_(transitions), state_(transitions.first()) {}
 
-  Step happen(const Move& move) {
-    auto [next, step] = moves_.done(state_, move);
+  Step happen(const Transition& transition) {
+    auto [next, step] = transitions_.done(state_, transition);
     if (step.broken.empty()) state_ = next;
     for (const Id packet : step.sent) {
       if (std::ranges::find(sent_, packet) == sent_.end()) sent_.push_back(packet);
@@ -32,59 +32,59 @@ class Run {
     return step;
   }
 
-  std::string say(const Move& move) const {
-    switch (move.kind) {
+  std::string say(const Transition& transition) const {
+    switch (transition.kind) {
       case Kind::deliver:
-        return say_packet(move.what);
+        return say_packet(transition.what);
       case Kind::copy:
-        return "copy " + say_packet(move.what);
+        return "copy " + say_packet(transition.what);
       case Kind::lose:
-        return "lose " + say_packet(move.what);
+        return "lose " + say_packet(transition.what);
       case Kind::ring:
-        return "ring " + std::to_string(move.what) + (move.times == 1 ? "" : " " + std::to_string(move.times));
+        return "ring " + std::to_string(transition.what) + (transition.times == 1 ? "" : " " + std::to_string(transition.times));
       case Kind::call:
-        return "call " + std::to_string(move.what);
+        return "call " + std::to_string(transition.what);
       case Kind::hear:
-        return "hear " + std::to_string(move.what);
+        return "hear " + std::to_string(transition.what);
       case Kind::rejoin:
-        return "rejoin " + std::to_string(move.what);
+        return "rejoin " + std::to_string(transition.what);
       case Kind::rejoin_leaf:
-        return "rejoin leaf " + std::to_string(move.what);
+        return "rejoin leaf " + std::to_string(transition.what);
       case Kind::restart_group:
         return "restart group";
       case Kind::restart_switch:
         return "restart switch";
       case Kind::restart_leaf:
-        return "restart leaf " + std::to_string(move.what);
+        return "restart leaf " + std::to_string(transition.what);
     }
     return {};
   }
 
   // The move that `step` says, if it can happen now.
-  std::optional<Move> understand(const std::string& step) {
-    for (const Id packet : moves_.parts.network(state_.network)) {
+  std::optional<Transition> understand(const std::string& step) {
+    for (const Id packet : transitions_.table.network(state_.network)) {
       // `each` leaves those out that change nothing.
-      if (say({Kind::deliver, packet}) == step) return Move{Kind::deliver, packet};
+      if (say({Kind::deliver, packet}) == step) return Transition{Kind::deliver, packet};
     }
-    std::optional<Move> found;
-    moves_.each(state_, [&](const Move& move, const State&, const std::string&) {
-      if (say(move) == step) found = move;
+    std::optional<Transition> found;
+    transitions_.each(state_, [&](const Transition& transition, const State&, const std::string&) {
+      if (say(transition) == step) found = transition;
       return !found;
     });
     return found;
   }
 
   // What there is to say about the machine that a move happened to.
-  std::string state_after(const Move& move) const {
-    switch (move.kind) {
+  std::string state_after(const Transition& transition) const {
+    switch (transition.kind) {
       case Kind::deliver:
       case Kind::copy:
-        return arrived(moves_.parts.packet(move.what));
+        return arrived(transitions_.table.packet(transition.what));
       case Kind::ring:
       case Kind::call:
       case Kind::hear:
       case Kind::rejoin:
-        return worker(static_cast<std::uint16_t>(move.what));
+        return worker(static_cast<std::uint16_t>(transition.what));
       default:
         return {};
     }
@@ -92,17 +92,17 @@ class Run {
 
  private:
   std::string say_packet(Id packet) const {
-    const std::string name = name_of(moves_.parts.packet(packet));
+    const std::string name = name_of(transitions_.table.packet(packet));
     int nth = 0;
     for (const Id other : sent_) {
-      nth += name_of(moves_.parts.packet(other)) == name;
+      nth += name_of(transitions_.table.packet(other)) == name;
       if (other == packet) break;
     }
     return nth <= 1 ? name : name + "=" + std::to_string(nth);
   }
 
   std::string worker(std::uint16_t index) const {
-    const WorkerState& state = moves_.parts.worker_state(state_.workers[index]);
+    const WorkerState& state = transitions_.table.worker_state(state_.workers[index]);
     if (state.ended) return "life " + words(state.life());
     std::string has, waits;
     for (std::uint64_t chunk = 0; chunk < kMaxChunks; ++chunk) {
@@ -119,58 +119,58 @@ class Run {
   std::string arrived(const Packet& packet) const {
     if (packet.leaf && packet.from_switch) return {};  // nothing is missing there any more
     if (packet.from_switch) return worker(packet.worker);
-    if (packet.leaf || moves_.scope().leaves.empty()) return slot(state_.machine, packet.chunk);
-    return slot(state_.leaves[moves_.parts.leaf_of(packet.worker)], packet.chunk);
+    if (packet.leaf || transitions_.scope().leaves.empty()) return slot(state_.machine, packet.chunk);
+    return slot(state_.leaves[transitions_.table.leaf_of(packet.worker)], packet.chunk);
   }
 
   std::string slot(Id machine, std::uint64_t chunk) const {
     std::string missing;
-    for (const std::uint16_t index : moves_.parts.switch_state(machine).machine.missing(chunk)) {
+    for (const std::uint16_t index : transitions_.table.switch_state(machine).machine.missing(chunk)) {
       missing += " " + std::to_string(index);
     }
     return missing.empty() ? "" : "chunk " + std::to_string(chunk) + " misses" + missing;
   }
 
-  Moves& moves_;
+  Transitions& transitions_;
   State state_;
   std::vector<Id> sent_;
 };
 
 }  // namespace
 
-std::vector<std::string> words_of(Moves& moves, const std::vector<Move>& path) {
-  Run run(moves);
+std::vector<std::string> trace_steps(Transitions& transitions, const std::vector<Transition>& path) {
+  Run run(transitions);
   std::vector<std::string> words;
-  for (const Move& move : path) {
-    words.push_back(run.say(move));
-    run.happen(move);
+  for (const Transition& transition : path) {
+    words.push_back(run.say(transition));
+    run.happen(transition);
   }
   return words;
 }
 
 std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& steps) {
-  Moves moves(scope);
-  Run run(moves);
+  Transitions transitions(scope);
+  Run run(transitions);
   std::vector<Record> records;
   for (const std::string& words : steps) {
-    const auto move = run.understand(words);
-    if (!move) {
+    const auto transition = run.understand(words);
+    if (!transition) {
       throw std::invalid_argument("step " + std::to_string(records.size() + 1) + ", " + words + ", cannot happen then");
     }
     Record record{.step = words};
-    const Step step = run.happen(*move);
+    const Step step = run.happen(*transition);
     record.became = step.became;
     record.broken = step.broken;
-    record.state = run.state_after(*move);
-    switch (move->kind) {
+    record.state = run.state_after(*transition);
+    switch (transition->kind) {
       case Kind::deliver:
       case Kind::copy:
       case Kind::lose: {
-        const Packet& packet = moves.parts.packet(move->what);
+        const Packet& packet = transitions.table.packet(transition->what);
         const std::string below = (packet.leaf ? "leaf " : "worker ") + std::to_string(packet.worker);
         const std::string above = packet.leaf || scope.leaves.empty()
                                       ? "switch"
-                                      : "leaf " + std::to_string(moves.parts.leaf_of(packet.worker));
+                                      : "leaf " + std::to_string(transitions.table.leaf_of(packet.worker));
         record.source = packet.from_switch ? above : below;
         record.to = packet.from_switch ? below : above;
         record.what = (packet.nack   ? "NACK from "
@@ -185,21 +185,21 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
       case Kind::call:
       case Kind::hear:
       case Kind::rejoin:
-        record.to = "worker " + std::to_string(move->what);
-        record.what = move->kind == Kind::ring   ? "timer"
-                      : move->kind == Kind::call ? "next operation"
-                      : move->kind == Kind::hear ? "another has ended"
+        record.to = "worker " + std::to_string(transition->what);
+        record.what = transition->kind == Kind::ring   ? "timer"
+                      : transition->kind == Kind::call ? "next operation"
+                      : transition->kind == Kind::hear ? "another has ended"
                                                  : "rejoins";
         break;
       case Kind::rejoin_leaf:
       case Kind::restart_leaf:
-        record.to = "leaf " + std::to_string(move->what);
-        record.what = move->kind == Kind::rejoin_leaf ? "rejoins" : "the leaf restarts";
+        record.to = "leaf " + std::to_string(transition->what);
+        record.what = transition->kind == Kind::rejoin_leaf ? "rejoins" : "the leaf restarts";
         break;
       case Kind::restart_group:
       case Kind::restart_switch:
         record.to = "switch";
-        record.what = move->kind == Kind::restart_group ? "the group restarts" : "the switch restarts";
+        record.what = transition->kind == Kind::restart_group ? "the group restarts" : "the switch restarts";
         break;
     }
     records.push_back(std::move(record));

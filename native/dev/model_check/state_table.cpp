@@ -1,4 +1,4 @@
-#include "parts.hpp"
+#include "state_table.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -65,23 +65,23 @@ std::string dropped(protocol::Drop reason) { return std::string("dropped: ") + p
 
 std::string words(Life life) { return std::to_string(life.incarnation) + "." + std::to_string(life.epoch); }
 
-Parts::Parts(const Scope& scope) : scope_(scope) {
+StateTable::StateTable(const Scope& scope) : scope_(scope) {
   check(scope);
   chunk_count_ = std::max(chunks_of(scope.operations), chunks_of(scope.last));
   for (std::uint16_t leaf = 0; leaf < scope.leaves.size(); ++leaf)
     homes_.resize(homes_.size() + scope.leaves[leaf], leaf);
 }
 
-std::uint16_t Parts::first_below(std::uint16_t leaf) const {
+std::uint16_t StateTable::first_below(std::uint16_t leaf) const {
   return static_cast<std::uint16_t>(std::ranges::find(homes_, leaf) - homes_.begin());
 }
 
-std::uint16_t Parts::place_of(std::uint16_t worker) const {
+std::uint16_t StateTable::place_of(std::uint16_t worker) const {
   return scope_.leaves.empty() ? worker : static_cast<std::uint16_t>(worker - first_below(leaf_of(worker)));
 }
 
-Packet Parts::foreign_packet(std::uint16_t worker, std::uint64_t chunk, bool from_switch) const {
-  const Line& line = line_of(worker);
+Packet StateTable::foreign_packet(std::uint16_t worker, std::uint64_t chunk, bool from_switch) const {
+  const Script& line = script_of(worker);
   const std::uint32_t operation =
       std::min<std::uint32_t>(operation_at(line, chunk), static_cast<std::uint32_t>(line.size() - 1));
   const Header header{.flags = static_cast<std::uint8_t>(from_switch ? protocol::kFromSwitch : 0),
@@ -101,7 +101,7 @@ Packet Parts::foreign_packet(std::uint16_t worker, std::uint64_t chunk, bool fro
   return packet;
 }
 
-std::vector<Id> Parts::strangers() {
+std::vector<Id> StateTable::strangers() {
   std::vector<Id> packets;
   if (!scope_.strangers) return packets;
   for (std::uint64_t chunk = 0; chunk < chunk_count_; ++chunk) {
@@ -122,17 +122,17 @@ std::vector<Id> Parts::strangers() {
   return packets;
 }
 
-bool Parts::can_call(Id worker) const {
+bool StateTable::can_call(Id worker) const {
   const WorkerState& state = workers_[worker];
-  return !state.ended && state.called < line_of(state.number).size();
+  return !state.ended && state.called < script_of(state.number).size();
 }
 
-bool Parts::finished(Id worker) const {
+bool StateTable::finished(Id worker) const {
   const WorkerState& state = workers_[worker];
   return state.ended || (!can_call(worker) && state.now.machine.idle());
 }
 
-Id Parts::new_switch(Life life, std::uint32_t restarts, const std::array<Life, kMaxLeaves>& leaves) {
+Id StateTable::new_switch(Life life, std::uint32_t restarts, const std::array<Life, kMaxLeaves>& leaves) {
   std::vector<std::uint16_t> names;  // of leaves: the lowest worker below each
   for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) names.push_back(first_below(leaf));
   return switch_id(
@@ -146,7 +146,7 @@ Id Parts::new_switch(Life life, std::uint32_t restarts, const std::array<Life, k
        restarts, SwitchState::kRoot, leaves});
 }
 
-Id Parts::new_leaf(Id root, std::uint16_t leaf) {
+Id StateTable::new_leaf(Id root, std::uint16_t leaf) {
   const Life life = switches_[root].leaves[leaf];
   const Life above = switches_[root].life();
   std::vector<std::uint16_t> names(scope_.leaves[leaf]);
@@ -162,7 +162,7 @@ Id Parts::new_leaf(Id root, std::uint16_t leaf) {
                     0, leaf});
 }
 
-Id Parts::new_worker(Id machine, std::uint16_t worker) {
+Id StateTable::new_worker(Id machine, std::uint16_t worker) {
   const Life life = switches_[machine].life();
   WorkerState state{.now = {Worker({.job = kJob,
                                     .epoch = life.epoch,
@@ -178,7 +178,7 @@ Id Parts::new_worker(Id machine, std::uint16_t worker) {
   return worker_id(std::move(state), nothing);
 }
 
-const Step& Parts::at_switch(Id machine, Id packet) {
+const Step& StateTable::at_switch(Id machine, Id packet) {
   auto& known = switch_steps_[machine];
   if (known.size() <= packet) known.resize(packets_.size(), kNoId);
   if (known[packet] == kNoId) {
@@ -188,7 +188,7 @@ const Step& Parts::at_switch(Id machine, Id packet) {
   return steps_[switch_steps_[machine][packet]];
 }
 
-const Step& Parts::at_worker(Id machine, Id packet) {
+const Step& StateTable::at_worker(Id machine, Id packet) {
   auto& known = worker_steps_[machine];
   if (known.size() <= packet) known.resize(packets_.size(), kNoId);
   if (known[packet] == kNoId) {
@@ -198,13 +198,13 @@ const Step& Parts::at_worker(Id machine, Id packet) {
   return steps_[worker_steps_[machine][packet]];
 }
 
-Packet Parts::answer_to(const SwitchState& from, std::uint16_t worker) const {
+Packet StateTable::answer_to(const SwitchState& from, std::uint16_t worker) const {
   const bool root = from.leaf == SwitchState::kRoot;
   const auto to = static_cast<std::uint16_t>(root ? worker : first_below(from.leaf) + worker);
   return {.from_switch = true, .leaf = root && !scope_.leaves.empty(), .worker = to};
 }
 
-Step Parts::switch_step(Id machine, Id packet) {
+Step StateTable::switch_step(Id machine, Id packet) {
   Step step;
   SwitchState state = switches_[machine];
   take_at_switch(state, Packet(packets_[packet]), step);
@@ -213,7 +213,7 @@ Step Parts::switch_step(Id machine, Id packet) {
   return step;
 }
 
-void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step) {
+void StateTable::take_at_switch(SwitchState& state, const Packet& packet, Step& step) {
   const bool from_parent = packet.from_switch;
   const auto handled =
       from_parent ? state.machine.handle_parent(packet.bytes) : state.machine.handle_packet(packet.bytes);
@@ -271,7 +271,7 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
     }
     case SwitchJob::Outcome::nack: {
       step.became = "told of a loss";
-      const Numbers before = state.numbers;
+      const SentNumbers before = state.numbers;
       state.sender.handle_nack(header.chunk, header.elements);
       send_sums(state, allowed_by(packet, before, false), step);
       if (step.broken.empty() && !heeded(packet, before, state.numbers)) {
@@ -310,7 +310,7 @@ void Parts::take_at_switch(SwitchState& state, const Packet& packet, Step& step)
   }
 }
 
-Step Parts::worker_step(Id machine, Id packet) {
+Step StateTable::worker_step(Id machine, Id packet) {
   Step step;
   if (ended(machine)) {
     step.became = "ended before";
@@ -324,7 +324,7 @@ Step Parts::worker_step(Id machine, Id packet) {
     return step;
   }
   if (!receive(state, packets_[packet], step) || !send(state, step)) return step;
-  for (const Timed& later : workers_[machine].later) {
+  for (const TimedWorker& later : workers_[machine].later) {
     Step other;
     WorkerState late = workers_[machine];
     late.now = later;
@@ -338,7 +338,7 @@ Step Parts::worker_step(Id machine, Id packet) {
   return step;
 }
 
-Step Parts::call(Id worker) {
+Step StateTable::call(Id worker) {
   Step step;
   WorkerState state = workers_[worker];
   call(state, step);
@@ -346,9 +346,9 @@ Step Parts::call(Id worker) {
   return step;
 }
 
-void Parts::call(WorkerState& state, Step& step) {
+void StateTable::call(WorkerState& state, Step& step) {
   state.now.machine.start({.operation = state.called,
-                           .elements = line_of(state.number)[state.called],
+                           .elements = script_of(state.number)[state.called],
                            .wire = kernels::DType::i64,
                            .reduce = kernels::ReduceOp::sum});
   ++state.called;
@@ -356,7 +356,7 @@ void Parts::call(WorkerState& state, Step& step) {
   send(state, step, [](std::uint64_t) { return false; });
 }
 
-Step Parts::hear(Id worker) {
+Step StateTable::hear(Id worker) {
   Step step;
   WorkerState state = workers_[worker];
   state.ended = true;
@@ -365,7 +365,7 @@ Step Parts::hear(Id worker) {
   return step;
 }
 
-bool Parts::receive(WorkerState& worker, const Packet& packet, Step& step) const {
+bool StateTable::receive(WorkerState& worker, const Packet& packet, Step& step) const {
   const auto received = worker.now.machine.handle_packet(packet.bytes, worker.now.now_ns);
   switch (received.outcome) {
     case Worker::Outcome::dropped:
@@ -382,8 +382,8 @@ bool Parts::receive(WorkerState& worker, const Packet& packet, Step& step) const
   return false;
 }
 
-bool Parts::end(WorkerState& worker, const Header& said, Step& step) const {
-  const Line& line = line_of(worker.number);
+bool StateTable::end(WorkerState& worker, const Header& said, Step& step) const {
+  const Script& line = script_of(worker.number);
   const std::uint32_t own = operation_at(line, said.chunk);
   step.became = "ended: mismatch";
   if (agreed(said.chunk)) {
@@ -395,8 +395,8 @@ bool Parts::end(WorkerState& worker, const Header& said, Step& step) const {
   return step.broken.empty();
 }
 
-bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& step) const {
-  const Line& line = line_of(worker.number);
+bool StateTable::take(WorkerState& worker, const Worker::Received& received, Step& step) const {
+  const Script& line = script_of(worker.number);
   const std::uint64_t chunk = place(line, received.header.operation, received.first);
   std::int64_t value = 0;
   if (chunk == chunk_count_ || received.values.size() != sizeof value) {
@@ -418,14 +418,14 @@ bool Parts::take(WorkerState& worker, const Worker::Received& received, Step& st
   return step.broken.empty();
 }
 
-bool Parts::send(WorkerState& worker, Step& step, const Allowed& allowed) {
+bool StateTable::send(WorkerState& worker, Step& step, const Allowed& allowed) {
   const std::uint16_t index = worker.number;
   if (worker.ended) return true;
   // Every chunk there is, and a window of those given up: more than any worker ever sends at once.
   for (std::uint64_t left = (chunk_count_ + scope_.window + 1) * std::max(1U, scope_.numbers);
        const auto send = worker.now.machine.poll_send(worker.now.now_ns);) {
     Header header = send->header;
-    const std::uint64_t chunk = place(line_of(index), header.operation, send->first);
+    const std::uint64_t chunk = place(script_of(index), header.operation, send->first);
     if (chunk == chunk_count_ || send->count != 1 || --left == 0) {
       step.broken = left == 0 ? "a worker sends without end" : "a worker sends values of no chunk";
       return false;
@@ -458,7 +458,7 @@ bool Parts::send(WorkerState& worker, Step& step, const Allowed& allowed) {
 }
 
 // As if all of its timers rang, one after the other.
-Id Parts::worker_id(WorkerState state, Step& step) {
+Id StateTable::worker_id(WorkerState state, Step& step) {
   const auto [at, added] = worker_ids_.try_emplace(key_of(state), static_cast<Id>(workers_.size()));
   if (!added) return at->second;
   state.later.clear();
@@ -482,7 +482,7 @@ Id Parts::worker_id(WorkerState state, Step& step) {
   return at->second;
 }
 
-Id Parts::switch_id(SwitchState state) {
+Id StateTable::switch_id(SwitchState state) {
   if (scope_.numbers > 0 && state.gap_detectors.empty()) {
     state.gap_detectors.resize(state.machine.config().workers);
     state.came.resize(state.machine.config().workers);
@@ -508,7 +508,7 @@ Id Parts::switch_id(SwitchState state) {
   return at->second;
 }
 
-Parts::Key Parts::key_of(const WorkerState& worker) const {
+StateTable::Key StateTable::key_of(const WorkerState& worker) const {
   const Worker& machine = worker.now.machine;
   Key key;
   append(key, worker.number);
@@ -534,7 +534,7 @@ Parts::Key Parts::key_of(const WorkerState& worker) const {
   return key;
 }
 
-Id Parts::packet_id(Packet packet) {
+Id StateTable::packet_id(Packet packet) {
   Key key(reinterpret_cast<const char*>(packet.bytes.data()), packet.bytes.size());
   append(key, packet.worker);
   append(key, packet.leaf);
@@ -543,14 +543,14 @@ Id Parts::packet_id(Packet packet) {
   return at->second;
 }
 
-Id Parts::network_of(std::vector<Id> packets) {
+Id StateTable::network_of(std::vector<Id> packets) {
   Key key(reinterpret_cast<const char*>(packets.data()), packets.size() * sizeof(Id));
   const auto [at, added] = network_ids_.try_emplace(std::move(key), static_cast<Id>(networks_.size()));
   if (added) networks_.push_back(std::move(packets));
   return at->second;
 }
 
-Id Parts::with(Id network, const std::vector<Id>& sent) {
+Id StateTable::with(Id network, const std::vector<Id>& sent) {
   for (const Id packet : sent) {
     const auto [at, added] = grown_.try_emplace(std::uint64_t{network} << 32 | packet, kNoId);
     if (added) {
@@ -564,23 +564,23 @@ Id Parts::with(Id network, const std::vector<Id>& sent) {
   return network;
 }
 
-Id Parts::without(Id network, Id packet) {
+Id StateTable::without(Id network, Id packet) {
   std::vector<Id> packets = networks_[network];
   std::erase(packets, packet);
   return network_of(std::move(packets));
 }
 
-const Parts::Line& Parts::line_of(std::uint16_t worker) const {
+const StateTable::Script& StateTable::script_of(std::uint16_t worker) const {
   return !scope_.last.empty() && worker + 1 == scope_.workers ? scope_.last : scope_.operations;
 }
 
-std::uint32_t Parts::operation_at(const Line& line, std::uint64_t chunk) {
+std::uint32_t StateTable::operation_at(const Script& line, std::uint64_t chunk) {
   std::uint32_t operation = 0;
   while (operation < line.size() && chunk >= line[operation]) chunk -= line[operation++];
   return operation;
 }
 
-bool Parts::agreed(std::uint64_t chunk) const {
+bool StateTable::agreed(std::uint64_t chunk) const {
   if (scope_.last.empty()) return true;
   const std::uint32_t usual = operation_at(scope_.operations, chunk);
   const std::uint32_t other = operation_at(scope_.last, chunk);
@@ -588,18 +588,18 @@ bool Parts::agreed(std::uint64_t chunk) const {
          scope_.operations[usual] == scope_.last[other];
 }
 
-std::uint64_t Parts::place(const Line& line, std::uint32_t operation, std::uint64_t first) const {
+std::uint64_t StateTable::place(const Script& line, std::uint32_t operation, std::uint64_t first) const {
   if (operation >= line.size() || first >= line[operation]) return chunk_count_;
   return std::accumulate(line.begin(), line.begin() + operation, first);
 }
 
-std::int64_t Parts::contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const {
+std::int64_t StateTable::contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const {
   const std::uint64_t number = (life.incarnation - 1) * kLives + (life.epoch - 1);
   static_assert(kLives * kLives * kMaxChunks <= kNumbers);
   return (kNumbers + static_cast<std::int64_t>(number * kMaxChunks + chunk)) << (kWorkerBits * worker);
 }
 
-std::string Parts::taken_apart(std::int64_t sum) const {
+std::string StateTable::taken_apart(std::int64_t sum) const {
   std::string parts;
   for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
     const std::int64_t number = (sum >> (kWorkerBits * worker) & 0xffff) - kNumbers;
@@ -616,7 +616,7 @@ std::string Parts::taken_apart(std::int64_t sum) const {
   return parts;
 }
 
-std::int64_t Parts::result(Life life, std::uint64_t chunk) const {
+std::int64_t StateTable::result(Life life, std::uint64_t chunk) const {
   std::int64_t sum = 0;
   for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) sum += contribution(life, worker, chunk);
   return sum;

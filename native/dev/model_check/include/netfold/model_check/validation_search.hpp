@@ -14,6 +14,6 @@
 namespace netfold::model_check {
 
 // Throws std::invalid_argument for more than kMaxWorkers, or none. The trace is hellos in words.
-Report search_hellos(std::uint16_t workers);
+Report search_validation(std::uint16_t workers);
 
 }  // namespace netfold::model_check

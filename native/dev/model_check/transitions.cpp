@@ -1,0 +1,208 @@
+#include "transitions.hpp"
+
+namespace netfold::model_check {
+
+using Kind = Transition::Kind;
+
+State Transitions::first() {
+  State state{.machine = table.new_switch(Life{}, 0), .network = table.network_of({})};
+  state.network = table.with(state.network, table.strangers());
+  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
+    state.leaves[leaf] = table.new_leaf(state.machine, leaf);
+  }
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+    state.workers[worker] = table.new_worker(machine_of(state, worker), worker);
+  }
+  return state;
+}
+
+bool Transitions::finished(const State& state) const {
+  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
+    if (leaf_rejoins(state, leaf)) return false;
+  }
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+    if (rejoins(state, worker) || !table.finished(state.workers[worker])) return false;
+  }
+  return true;
+}
+
+bool Transitions::rejoins(const State& state, std::uint16_t worker) const {
+  return table.worker_state(state.workers[worker]).life() != table.switch_state(machine_of(state, worker)).life();
+}
+
+bool Transitions::leaf_rejoins(const State& state, std::uint16_t leaf) const {
+  return table.switch_state(state.leaves[leaf]).root_life() != table.switch_state(state.machine).life();
+}
+
+Id Transitions::machine_of(const State& state, std::uint16_t worker) const {
+  return scope_.leaves.empty() ? state.machine : state.leaves[table.leaf_of(worker)];
+}
+
+bool Transitions::can_hear(const State& state, std::uint16_t worker) const {
+  if (table.ended(state.workers[worker])) return false;
+  for (std::uint16_t other = 0; other < scope_.workers; ++other) {
+    const Id id = state.workers[other];
+    const Life life = table.worker_state(id).root_life;
+    if (table.ended(id) && life == table.worker_state(state.workers[worker]).root_life) return true;
+  }
+  return false;
+}
+
+Id& Transitions::place_of(State& state, const Packet& packet) const {
+  if (packet.leaf) return packet.from_switch ? state.leaves[packet.worker] : state.machine;
+  if (packet.from_switch) return state.workers[packet.worker];
+  return scope_.leaves.empty() ? state.machine : state.leaves[table.leaf_of(packet.worker)];
+}
+
+const Step& Transitions::delivered(const State& state, Id packet) {
+  const Packet& arriving = table.packet(packet);
+  State at = state;
+  const Id machine = place_of(at, arriving);
+  return arriving.from_switch && !arriving.leaf ? table.at_worker(machine, packet) : table.at_switch(machine, packet);
+}
+
+std::pair<State, Step> Transitions::done(const State& state, const Transition& transition) {
+  std::pair<State, Step> made{state, {}};
+  auto& [next, step] = made;
+  switch (transition.kind) {
+    case Kind::deliver:
+    case Kind::copy: {
+      step = delivered(state, transition.what);
+      place_of(next, table.packet(transition.what)) = step.next;
+      if (scope_.network == Network::taken && transition.kind == Kind::deliver) {
+        next.network = table.without(next.network, transition.what);
+      }
+      break;
+    }
+    case Kind::lose:
+      next.network = table.without(next.network, transition.what);
+      step.became = "lost";
+      return made;
+    case Kind::ring: {
+      if (scope_.numbers > 0) {
+        step = table.ring(next.workers[transition.what]);
+        next.workers[transition.what] = step.next;
+        break;
+      }
+      const std::vector<Id>& again = table.worker_state(next.workers[transition.what]).again;
+      step.sent.assign(again.begin(), again.begin() + transition.times);
+      step.became = "sends again";
+      break;
+    }
+    case Kind::call:
+      step = table.call(next.workers[transition.what]);
+      next.workers[transition.what] = step.next;
+      break;
+    case Kind::hear:
+      step = table.hear(next.workers[transition.what]);
+      next.workers[transition.what] = step.next;
+      break;
+    case Kind::rejoin: {
+      const auto worker = static_cast<std::uint16_t>(transition.what);
+      next.workers[worker] = table.new_worker(machine_of(next, worker), worker);
+      step.became = "life " + words(table.worker_state(next.workers[worker]).life());
+      break;
+    }
+    case Kind::rejoin_leaf:
+      next.leaves[transition.what] = table.new_leaf(next.machine, static_cast<std::uint16_t>(transition.what));
+      step.became = "life " + words(table.switch_state(next.leaves[transition.what]).life());
+      break;
+    case Kind::restart_group:
+    case Kind::restart_switch:
+    case Kind::restart_leaf: {
+      const SwitchState& old = table.switch_state(next.machine);
+      const auto following = [](Life life, bool restarts) {
+        return restarts ? Life{life.incarnation + 1, Life{}.epoch} : Life{life.incarnation, life.epoch + 1};
+      };
+      std::array<Life, kMaxLeaves> leaves = old.leaves;
+      for (std::uint32_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
+        leaves[leaf] = following(leaves[leaf], transition.kind == Kind::restart_leaf && leaf == transition.what);
+      }
+      const Life life = following(old.life(), transition.kind == Kind::restart_switch);
+      next.machine = table.new_switch(life, old.restarts + 1, leaves);
+      if (transition.kind == Kind::restart_leaf) {
+        next.leaves[transition.what] = table.new_leaf(next.machine, static_cast<std::uint16_t>(transition.what));
+      }
+      step.became = "life " + words(life);
+      break;
+    }
+  }
+  if (step.broken.empty()) next.network = table.with(next.network, step.sent);
+  return made;
+}
+
+void Transitions::each(const State& state, const Visit& visit) {
+  bool go_on = true;
+  const auto one = [&](const Transition& transition) {
+    if (!go_on) return;
+    ++tried_;
+    const auto [next, step] = done(state, transition);
+    go_on = visit(transition, next, step.broken);
+  };
+  for (const Id packet : table.network(state.network)) {
+    const Step& step = delivered(state, packet);
+    State at = state;
+    const Id before = place_of(at, table.packet(packet));
+    if (scope_.network == Network::taken) {
+      one({Kind::deliver, packet});
+      one({Kind::copy, packet});
+      one({Kind::lose, packet});
+    } else if (step.next != before || !step.sent.empty()) {
+      one({Kind::deliver, packet});
+    } else {
+      ++tried_;  // most packets of former lives: worth a short way
+    }
+  }
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+    const Id id = state.workers[worker];
+    if (table.can_call(id)) one({Kind::call, worker});
+    if (can_hear(state, worker)) one({Kind::hear, worker});
+    if (rejoins(state, worker)) one({Kind::rejoin, worker});
+    if (scope_.numbers > 0 && table.can_ring(id)) one({Kind::ring, worker, 1});
+    if (scope_.network == Network::taken) {
+      for (std::uint32_t rings = 1; rings <= table.worker_state(id).again.size(); ++rings) {
+        one({Kind::ring, worker, rings});
+      }
+    }
+  }
+  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
+    if (leaf_rejoins(state, leaf)) one({Kind::rejoin_leaf, leaf});
+  }
+  if (table.switch_state(state.machine).restarts < scope_.restarts) {
+    one({Kind::restart_group});
+    one({Kind::restart_switch});
+    for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) one({Kind::restart_leaf, leaf});
+  }
+}
+
+void Transitions::each_without_network(const State& state, const Visit& visit) {
+  bool go_on = true;
+  // The move, and the arrival of all that it makes the machines send, one after the other.
+  const std::function<void(State&, const Transition&)> one = [&](State& at, const Transition& transition) {
+    if (!go_on) return;
+    auto [next, step] = done(at, transition);
+    next.network = state.network;
+    at = next;
+    go_on = visit(transition, next, step.broken);
+    for (const Id sent : step.sent) one(at, {Kind::deliver, sent});
+  };
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
+    const Id id = state.workers[worker];
+    State next = state;
+    if (table.can_call(id)) one(next, {Kind::call, worker});
+    next = state;
+    if (can_hear(state, worker)) one(next, {Kind::hear, worker});
+    next = state;
+    if (rejoins(state, worker)) one(next, {Kind::rejoin, worker});
+    for (const Id packet : table.worker_state(id).again) {
+      next = state;
+      one(next, {Kind::deliver, packet});
+    }
+  }
+  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
+    State next = state;
+    if (leaf_rejoins(state, leaf)) one(next, {Kind::rejoin_leaf, leaf});
+  }
+}
+
+}  // namespace netfold::model_check
