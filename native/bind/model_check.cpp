@@ -14,24 +14,24 @@ using Chunks = std::vector<std::uint32_t>;  // of each operation
 using Leaves = std::vector<std::uint16_t>;  // workers below each
 
 Scope scope_of(std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
-               const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network,
-               std::uint32_t numbers, std::uint32_t rings, std::uint64_t max_states) {
+               const Chunks& last, bool foreign_packets, std::uint32_t restarts, const std::string& network,
+               std::uint32_t numbers, std::uint32_t timeouts, std::uint64_t max_states) {
   Scope scope{.workers = workers,
               .leaves = leaves,
               .window = window,
               .operations = operations,
               .last = last,
-              .strangers = strangers,
+              .foreign_packets = foreign_packets,
               .restarts = restarts,
               .numbers = numbers,
-              .rings = rings,
+              .timeouts = timeouts,
               .max_states = max_states};
-  if (network == "joined") {
-    scope.network = Network::joined;
-  } else if (network == "taken") {
-    scope.network = Network::taken;
-  } else if (network != "kept") {
-    throw nb::value_error("network is kept, joined or taken");
+  if (network == "merged") {
+    scope.network = Network::merged;
+  } else if (network == "exact") {
+    scope.network = Network::exact;
+  } else if (network != "monotone") {
+    throw nb::value_error("network is monotone, merged or exact");
   }
   return scope;
 }
@@ -63,27 +63,27 @@ void bind_model_check(nb::module_& m) {
   p.def(
       "search",
       [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
-         const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network, std::uint32_t numbers,
-         std::uint32_t rings, std::uint64_t max_states) {
-        const Scope scope = scope_of(workers, leaves, window, operations, last, strangers, restarts, network, numbers,
-                                     rings, max_states);
+         const Chunks& last, bool foreign_packets, std::uint32_t restarts, const std::string& network, std::uint32_t numbers,
+         std::uint32_t timeouts, std::uint64_t max_states) {
+        const Scope scope = scope_of(workers, leaves, window, operations, last, foreign_packets, restarts, network, numbers,
+                                     timeouts, max_states);
         const nb::gil_scoped_release released;
         return search(scope);
       },
       nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
-      nb::arg("strangers"), nb::arg("restarts"), nb::arg("network"), nb::arg("numbers"), nb::arg("rings"),
+      nb::arg("foreign_packets"), nb::arg("restarts"), nb::arg("network"), nb::arg("numbers"), nb::arg("timeouts"),
       nb::arg("max_states"));
   p.def("search_validation", &search_validation, nb::arg("workers"));
   p.def(
       "replay",
       [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
-         const Chunks& last, bool strangers, std::uint32_t restarts, const std::string& network, std::uint32_t numbers,
-         std::uint32_t rings, const std::vector<std::string>& steps) {
+         const Chunks& last, bool foreign_packets, std::uint32_t restarts, const std::string& network, std::uint32_t numbers,
+         std::uint32_t timeouts, const std::vector<std::string>& steps) {
         return replay(
-            scope_of(workers, leaves, window, operations, last, strangers, restarts, network, numbers, rings, 0),
+            scope_of(workers, leaves, window, operations, last, foreign_packets, restarts, network, numbers, timeouts, 0),
             steps);
       },
       nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
-      nb::arg("strangers"), nb::arg("restarts"), nb::arg("network"), nb::arg("numbers"), nb::arg("rings"),
+      nb::arg("foreign_packets"), nb::arg("restarts"), nb::arg("network"), nb::arg("numbers"), nb::arg("timeouts"),
       nb::arg("steps"));
 }

@@ -1,5 +1,5 @@
 // One search, for machines that are linked in from elsewhere (mutants.py). In: workers, leaves (as 1,1 or -), window,
-// restarts, whether strangers' packets are on the wire, whether packets are joined, the operations, and, behind a 0,
+// restarts, whether another job's packets are on the wire, whether the network is merged, the operations, and, behind a 0,
 // the last worker's if it calls others. Out: a line of fields with tabs between for each thing found out. With the one
 // word `hellos`: what that search finds broken.
 #include <netfold/model_check/validation_search.hpp>
@@ -20,10 +20,10 @@ int main(int count, char** arguments) {
   for (const char* at = arguments[2]; *at != '\0'; ++at) {
     if (*at >= '0' && *at <= '9') scope.leaves.push_back(static_cast<std::uint16_t>(*at - '0'));
   }
-  scope.strangers = number(5) != 0;
-  if (number(6) != 0) scope.network = Network::joined;
+  scope.foreign_packets = number(5) != 0;
+  if (number(6) != 0) scope.network = Network::merged;
   scope.numbers = number(7);
-  scope.rings = number(8);
+  scope.timeouts = number(8);
   std::vector<std::uint32_t>* line = &scope.operations;
   for (int at = 9; at < count; ++at) {
     if (number(at) == 0) {

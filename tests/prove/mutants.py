@@ -145,12 +145,12 @@ MUTANTS = {
         ),
     ),
     "switch-job": Mutant(
-        Scope(operations="2", strangers=1),
+        Scope(operations="2", foreign_packets=1),
         WRONG,
         ((SWITCH, "if (header.job != config_.job) return Drop::foreign;", ""),),
     ),
     "worker-job": Mutant(
-        Scope(operations="2", strangers=1),
+        Scope(operations="2", foreign_packets=1),
         WRONG,
         ((WORKER, "if (header.job != config_.job) return drop(Drop::foreign);", ""),),
     ),
@@ -191,9 +191,9 @@ MUTANTS = {
             ),
         ),
     ),
-    # A leaf believes what is not its parent's of this life, or of this job.
+    # A leaf believes what is not its parent's of this generation, or of this job.
     "leaf-job": Mutant(
-        Scope(leaves="1,1", operations="2", strangers=1),
+        Scope(leaves="1,1", operations="2", foreign_packets=1),
         WRONG,
         ((SWITCH, "if (header.job != config_.parent->job) return Drop::foreign;", ""),),
     ),
@@ -241,7 +241,7 @@ MUTANTS = {
         ((WORKER, "if (send_number - header.chunk >= header.elements) break;", ""),),
     ),
     "retransmission-has-its-old-number": Mutant(
-        Scope(workers=1, window=2, operations="2", numbers=8, rings=1),
+        Scope(workers=1, window=2, operations="2", numbers=8, timeouts=1),
         "a worker's packet has a number that another had",
         ((WORKER, "entry.send_number = ++packet_number_;", "entry.send_number = again ? packet_number_ : ++packet_number_;"),),
     ),
@@ -272,7 +272,7 @@ MUTANTS = {
         "a packet is named as missing that is not",
         ((GAP_DETECTOR, "if (age + ahead < kReorderThreshold ||", "if (age + ahead + 4 < kReorderThreshold ||"),),
     ),
-    "nack-of-a-former-life": Mutant(
+    "nack-of-a-former-generation": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8, restarts=1),
         "a worker sends a chunk again that nobody misses",
         (
@@ -289,7 +289,7 @@ MUTANTS = {
         ((PARENT_SENDER, "      make_due(at);\n      ++again;", "      ++again;"),),
     ),
     "leaf-is-not-asked-twice": Mutant(
-        Scope(workers=1, leaves="1", window=2, operations="1", numbers=8, rings=1),
+        Scope(workers=1, leaves="1", window=2, operations="1", numbers=8, timeouts=1),
         "a leaf does not send a sum that is asked for",
         ((PARENT_SENDER, "    make_due(slot);\n    return;", "    return;"),),
     ),
@@ -370,8 +370,8 @@ def _library(component: str) -> str:
 def search(mutant: Mutant, folder: Path) -> tuple[str, list[SimpleNamespace]]:
     """Which promise the mutant breaks, or nothing; and the records of the shortest trace."""
     scope = mutant.scope
-    arguments: list[object] = [scope.workers, scope.leaves or "-", scope.window, scope.restarts, scope.strangers]
-    arguments += [int(scope.network == "joined"), scope.numbers, scope.rings]
+    arguments: list[object] = [scope.workers, scope.leaves or "-", scope.window, scope.restarts, scope.foreign_packets]
+    arguments += [int(scope.network == "merged"), scope.numbers, scope.timeouts]
     arguments += scope.operations.split(",")
     if scope.last:
         arguments += [0, *scope.last.split(",")]

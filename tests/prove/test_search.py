@@ -30,12 +30,12 @@ def test_every_promise_holds_in_scope(name):
     ids=str,
 )
 def test_the_views_of_the_network_reach_the_same_machines(scope):
-    reports = [search(Scope(**scope, network=network)) for network in ("kept", "joined", "taken")]
+    reports = [search(Scope(**scope, network=network)) for network in ("monotone", "merged", "exact")]
     assert all(report.exhausted and not report.broken for report in reports)
     assert len({report.machines for report in reports}) == 1
     assert len({report.packets for report in reports}) == 1
-    kept, joined, taken = (report.states for report in reports)
-    assert joined <= kept < taken
+    monotone, merged, exact = (report.states for report in reports)
+    assert merged <= monotone < exact
 
 
 def test_the_smallest_scope_has_the_states_that_one_can_count():
@@ -60,8 +60,8 @@ def test_a_search_that_is_stopped_says_that_it_is_not_exhausted():
         ({"operations": "2,0"}, "none of them empty"),
         ({"restarts": 5}, "at most 4 restarts"),
         ({"window": 0}, "window"),
-        ({"network": "lossy"}, r"kept, joined or taken"),
-        ({"rings": 1}, "timers are counted where packets are"),
+        ({"network": "lossy"}, r"monotone, merged or exact"),
+        ({"timeouts": 1}, "timers are counted where packets are"),
         ({"numbers": 8, "last": "1"}, "no worker that calls something else"),
     ],
 )
@@ -81,15 +81,15 @@ def test_a_trace_is_replayed_step_by_step():
         ("worker 1", "called"),
         ("switch", "completed"),
         ("worker 0", "received"),
-        ("switch", "life 1.2"),
-        ("worker 1", "received"),  # it has not heard yet that its life is over
-        ("worker 0", "life 1.2"),
+        ("switch", "generation 1.2"),
+        ("worker 1", "received"),  # it has not heard yet that its generation is over
+        ("worker 0", "generation 1.2"),
         ("worker 0", "called"),
         ("switch", "dropped: epoch"),
         ("switch", "stored"),
     ]
     assert records[1].state == "chunk 0 misses 1"
-    assert records[4].state == "life 1.1, has 0, waits for 1"
+    assert records[4].state == "generation 1.1, has 0, waits for 1"
 
 
 def test_workers_that_disagree_end_and_who_says_the_same_waits_for_the_one_that_differs():
@@ -125,18 +125,18 @@ def test_only_a_workers_own_hello_gives_it_a_seat():
 def test_a_leaf_that_restarts_has_another_life_and_the_others_join_again():
     steps = ["call 0", "1.1/0>0", "call 1", "1.1/1>0", "1.1/^0>0", "restart leaf 0", "1.1/^1>0", "rejoin 0", "call 0"]
     scope = Scope(leaves="1,1", restarts=1)
-    # The sum of the old leaf 1 reaches the new root, and leaf 0's is the first of a life that leaf 1 has not joined.
+    # The sum of the old leaf 1 reaches the new root, and leaf 0's is the first of a generation that leaf 1 has not joined.
     records = replay(scope, [*steps, "2.1/0>0", "1.2/^0>0", "rejoin leaf 1", "rejoin 1", "call 1", "1.2/1>0"])
     assert [record.became for record in records[4:]] == [
         "stored",
-        "life 1.2",
+        "generation 1.2",
         "dropped: epoch",
-        "life 2.1",
+        "generation 2.1",
         "called",
         "summed",
         "stored",
-        "life 1.2",
-        "life 1.2",
+        "generation 1.2",
+        "generation 1.2",
         "called",
         "summed",
     ]
@@ -152,12 +152,12 @@ def test_a_packet_that_is_passed_over_is_named_and_sent_again():
 
 
 def test_packets_of_another_job_change_nothing():
-    records = replay(Scope(strangers=1), ["call 0", "x1.1/0>0", "x1.1/0<0"])
+    records = replay(Scope(foreign_packets=1), ["call 0", "x1.1/0>0", "x1.1/0<0"])
     assert [(record.what, record.became) for record in records[1:]] == [
         ("chunk 0 of another job", "dropped: foreign"),
         ("result 0 of another job", "dropped: foreign"),
     ]
-    alone, beside = search(Scope(operations="3")), search(Scope(operations="3", strangers=1))
+    alone, beside = search(Scope(operations="3")), search(Scope(operations="3", foreign_packets=1))
     assert (alone.machines, alone.switches, alone.workers) == (beside.machines, beside.switches, beside.workers)
 
 
@@ -177,17 +177,17 @@ def test_a_step_that_cannot_happen_is_named():
 
 
 def test_a_packet_that_was_taken_is_gone_unless_it_was_copied():
-    taken = Scope(network="taken")
+    exact = Scope(network="exact")
     with pytest.raises(ValueError, match="step 3"):
-        replay(taken, ["call 0", "1.1/0>0", "1.1/0>0"])
-    assert [record.became for record in replay(taken, ["call 0", "copy 1.1/0>0", "1.1/0>0", "ring 0", "1.1/0>0"])] == [
+        replay(exact, ["call 0", "1.1/0>0", "1.1/0>0"])
+    assert [record.became for record in replay(exact, ["call 0", "copy 1.1/0>0", "1.1/0>0", "timeout 0", "1.1/0>0"])] == [
         "called",
         "stored",
         "dropped: duplicate",
         "sends again",
         "dropped: duplicate",
     ]
-    assert replay(taken, ["call 0", "lose 1.1/0>0"])[1].became == "lost"
+    assert replay(exact, ["call 0", "lose 1.1/0>0"])[1].became == "lost"
 
 
 def test_a_trace_is_drawn(tmp_path, capsys):
@@ -201,18 +201,18 @@ def test_a_trace_is_drawn(tmp_path, capsys):
 
 
 def test_a_packet_that_is_lost_does_not_arrive_in_the_drawing():
-    scope = Scope(network="taken")
+    scope = Scope(network="exact")
     line = draw(scope, replay(scope, ["call 0", "lose 1.1/0>0"]))[1]
     assert (line.source, line.to, line.arrives) == (0, SWITCH, False)
     assert "x|" in diagram.text([line], 2)
 
 
 def test_the_command_that_a_scope_names_searches_it(capsys):
-    scope = Scope(workers=2, operations="1,1", restarts=1, network="joined")
-    assert scope.command() == "python -m netfold.prove --operations 1,1 --restarts 1 --network joined"
+    scope = Scope(workers=2, operations="1,1", restarts=1, network="merged")
+    assert scope.command() == "python -m netfold.prove --operations 1,1 --restarts 1 --network merged"
     assert main(scope.command().split()[3:]) == 0
     assert capsys.readouterr().out.startswith(
-        "scope: 2 workers, 2 slots, chunks 1,1, 1 restarts, packets joined: exhaus"
+        "scope: 2 workers, 2 slots, chunks 1,1, 1 restarts, packets merged: exhaus"
     )
 
 
@@ -221,4 +221,4 @@ def test_a_search_that_was_not_exhausted_fails_the_command():
 
 
 def test_the_scope_that_make_prove_promises_is_among_the_named():
-    assert Scope(workers=3, window=1, operations="4", restarts=2, network="joined") in LARGE.values()
+    assert Scope(workers=3, window=1, operations="4", restarts=2, network="merged") in LARGE.values()

@@ -46,7 +46,7 @@ void StateTable::note_number(SwitchState& state, const Header& header, Step& ste
   Packet sent = answer_to(state, header.worker);
   sent.nack = true;
   sent.chunk = gap.first;
-  sent.life = state.life();
+  sent.generation = state.generation();
   sent.bytes.resize(state.machine.packet_bytes());
   state.machine.write_nack(header.worker, gap, 0, sent.bytes.data());  // its number is a nonce
   step.sent.push_back(packet_id(std::move(sent)));
@@ -73,7 +73,7 @@ void StateTable::send_sums(SwitchState& state, const Allowed& allowed, Step& ste
     step.sent.push_back(packet_id({.leaf = true,
                                    .worker = state.leaf,
                                    .chunk = chunk,
-                                   .life = state.root_life(),
+                                   .generation = state.root_generation(),
                                    .bytes = {sum.begin(), sum.end()}}));
   }
 }
@@ -102,33 +102,33 @@ bool StateTable::heeded(const Packet& nack, const SentNumbers& before, const Sen
 void StateTable::take_at_worker(WorkerState& state, const Packet& packet, Step& step) {
   const SentNumbers before = state.numbers;
   if (!receive(state, packet, step)) return;
-  const bool belongs = packet.life == state.life();  // what is of a former life says nothing
+  const bool belongs = packet.generation == state.generation();  // what is of a former generation says nothing
   const Allowed none = [](std::uint64_t) { return false; };
-  if (!send(state, step, belongs ? allowed_by(packet, state.numbers, state.rings > 0) : none)) return;
+  if (!send(state, step, belongs ? allowed_by(packet, state.numbers, state.timeouts > 0) : none)) return;
   if (packet.nack && belongs && !heeded(packet, before, state.numbers)) {
     step.broken = "a worker does not send again what a NACK names";
   }
 }
 
-bool StateTable::can_ring(Id worker) const {
+bool StateTable::can_time_out(Id worker) const {
   const WorkerState& state = workers_[worker];
-  return state.rings < scope_.rings && state.now.machine.in_flight() > 0;
+  return state.timeouts < scope_.timeouts && state.now.machine.in_flight() > 0;
 }
 
-Step StateTable::ring(Id worker) {
+Step StateTable::timeout(Id worker) {
   Step step;
   WorkerState state = workers_[worker];
-  ring(state, step);
+  timeout(state, step);
   if (step.broken.empty()) step.next = worker_id(std::move(state), step);
   return step;
 }
 
-void StateTable::ring(WorkerState& state, Step& step) {
+void StateTable::timeout(WorkerState& state, Step& step) {
   Worker& machine = state.now.machine;
   const bool probed = machine.probe_results() > 0;
   state.now.now_ns = std::max(state.now.now_ns, machine.poll_timeout());
   machine.handle_timeout(state.now.now_ns);
-  ++state.rings;
+  ++state.timeouts;
   step.became = "timer";
   const std::size_t sent = step.sent.size();
   if (!send(state, step, [](std::uint64_t) { return true; })) return;
@@ -136,19 +136,19 @@ void StateTable::ring(WorkerState& state, Step& step) {
   if (!probed && step.sent.size() == sent) step.broken = "a timer sends nothing";
 }
 
-// Who is of a former life joins again. Whatever was sent is lost but what is sent from here on, which arrives, in
+// Who is of a former generation joins again. Whatever was sent is lost but what is sent from here on, which arrives, in
 // order.
 std::string StateTable::broken_alone(Id machine, std::vector<Id> leaves, const std::vector<Id>& workers) {
   std::vector<SwitchState> switches;
   std::vector<WorkerState> states;
   for (std::uint16_t leaf = 0; leaf < leaves.size(); ++leaf) {
-    if (switches_[leaves[leaf]].root_life() != switches_[machine].life()) leaves[leaf] = new_leaf(machine, leaf);
+    if (switches_[leaves[leaf]].root_generation() != switches_[machine].generation()) leaves[leaf] = new_leaf(machine, leaf);
     switches.push_back(switches_[leaves[leaf]]);
   }
   switches.push_back(switches_[machine]);
   for (std::uint16_t worker = 0; worker < workers.size(); ++worker) {
     const Id at = leaves.empty() ? machine : leaves[leaf_of(worker)];
-    const bool rejoins = workers_[workers[worker]].life() != switches_[at].life();
+    const bool rejoins = workers_[workers[worker]].generation() != switches_[at].generation();
     states.push_back(workers_[rejoins ? new_worker(at, worker) : workers[worker]]);
   }
   std::deque<Id> due;
@@ -168,7 +168,7 @@ std::string StateTable::broken_alone(Id machine, std::vector<Id> leaves, const s
       if (state.called < script_of(state.number).size()) {
         call(state, step);
       } else if (state.now.machine.in_flight() > 0) {
-        ring(state, step);
+        timeout(state, step);
       }
       if (!end(step)) return broken;
     }

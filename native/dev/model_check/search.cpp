@@ -42,7 +42,7 @@ class Search {
     Id from = 0;
   };
 
-  // Breadth first: states are expanded in the order in which they were found. Packets joined: and once more when their
+  // Breadth first: states are expanded in the order in which they were found. Network merged: and once more when their
   // network has grown.
   void safety() {
     add(transitions_.first(), {});
@@ -66,26 +66,26 @@ class Search {
   bool add(const State& state, const Came& came) {
     State machines = state;
     machines.network = 0;
-    const auto [id, added] = states_.add(scope_.network == Network::joined ? machines : state);
+    const auto [id, added] = states_.add(scope_.network == Network::merged ? machines : state);
     if (added) {
       came_.push_back(came);
       networks_.push_back(state.network);
       is_due_.push_back(true);
       due_.push_back(id);
       if (machines_.add(machines).second) found_.push_back(id);
-    } else if (scope_.network == Network::joined) {
-      const Id joined = transitions_.table.with(networks_[id], transitions_.table.network(state.network));
-      if (joined != networks_[id] && !is_due_[id]) {
+    } else if (scope_.network == Network::merged) {
+      const Id merged = transitions_.table.with(networks_[id], transitions_.table.network(state.network));
+      if (merged != networks_[id] && !is_due_[id]) {
         is_due_[id] = true;
         due_.push_back(id);
       }
-      networks_[id] = joined;
+      networks_[id] = merged;
     }
     return states_.size() < most_;
   }
 
   void possibility() {
-    const bool alone = scope_.network != Network::taken;
+    const bool alone = scope_.network != Network::exact;
     const StateSet& from = alone ? machines_ : states_;
     std::vector<Edge> edges;
     for (Id at = 0; at < from.size(); ++at) {

@@ -18,7 +18,7 @@ constexpr std::uint32_t kPayloadBytes = 8;  // one i64: a chunk is an element
 constexpr std::int64_t kNumbers = 1024;     // contributions are in [1024, 2048)
 constexpr int kWorkerBits = 16;
 constexpr std::uint64_t kMaxNumbers = 64;           // packets of one sender, where they are numbered
-constexpr std::uint32_t kLives = kMaxRestarts + 1;  // most incarnations, and most epochs of one
+constexpr std::uint32_t kGenerations = kMaxRestarts + 1;  // most incarnations, and most epochs of one
 
 std::uint64_t chunks_of(const std::vector<std::uint32_t>& line) {
   return std::accumulate(line.begin(), line.end(), std::uint64_t{0});
@@ -39,10 +39,10 @@ void check(const Scope& scope) {
   if (scope.restarts > kMaxRestarts) {
     throw std::invalid_argument("a scope has at most " + std::to_string(kMaxRestarts) + " restarts");
   }
-  if (scope.numbers == 0 && scope.rings > 0) throw std::invalid_argument("timers are counted where packets are");
-  if (scope.numbers > 0 && (!scope.last.empty() || scope.network != Network::kept ||
+  if (scope.numbers == 0 && scope.timeouts > 0) throw std::invalid_argument("timers are counted where packets are");
+  if (scope.numbers > 0 && (!scope.last.empty() || scope.network != Network::monotone ||
                             scope.numbers * kMaxNumbers > std::numeric_limits<std::uint32_t>::max())) {
-    throw std::invalid_argument("a scope with numbers has packets kept, and no worker that calls something else");
+    throw std::invalid_argument("a scope with numbers has a monotone network, and no worker that calls something else");
   }
   if (scope.leaves.empty()) return;
   std::uint32_t below = 0;
@@ -63,7 +63,7 @@ std::string dropped(protocol::Drop reason) { return std::string("dropped: ") + p
 
 }  // namespace
 
-std::string words(Life life) { return std::to_string(life.incarnation) + "." + std::to_string(life.epoch); }
+std::string text_of(Generation generation) { return std::to_string(generation.incarnation) + "." + std::to_string(generation.epoch); }
 
 StateTable::StateTable(const Scope& scope) : scope_(scope) {
   check(scope);
@@ -86,8 +86,8 @@ Packet StateTable::foreign_packet(std::uint16_t worker, std::uint64_t chunk, boo
       std::min<std::uint32_t>(operation_at(line, chunk), static_cast<std::uint32_t>(line.size() - 1));
   const Header header{.flags = static_cast<std::uint8_t>(from_switch ? protocol::kFromSwitch : 0),
                       .job = kJob + 1,
-                      .epoch = Life{}.epoch,
-                      .incarnation = Life{}.incarnation,
+                      .epoch = Generation{}.epoch,
+                      .incarnation = Generation{}.incarnation,
                       .chunk = chunk,
                       .operation = operation,
                       .elements = line[operation],
@@ -95,15 +95,15 @@ Packet StateTable::foreign_packet(std::uint16_t worker, std::uint64_t chunk, boo
                       .count = 1,
                       .wire = static_cast<std::uint8_t>(kernels::DType::i64),
                       .reduce = static_cast<std::uint8_t>(kernels::ReduceOp::sum)};
-  Packet packet{.from_switch = from_switch, .worker = worker, .chunk = chunk, .life = {}, .foreign = true};
+  Packet packet{.from_switch = from_switch, .worker = worker, .chunk = chunk, .generation = {}, .foreign = true};
   packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);  // of zeros, which are in no sum
   protocol::write_header(header, packet.bytes.data());
   return packet;
 }
 
-std::vector<Id> StateTable::strangers() {
+std::vector<Id> StateTable::foreign_packets() {
   std::vector<Id> packets;
-  if (!scope_.strangers) return packets;
+  if (!scope_.foreign_packets) return packets;
   for (std::uint64_t chunk = 0; chunk < chunk_count_; ++chunk) {
     for (const bool from_switch : {false, true}) {
       for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
@@ -132,13 +132,13 @@ bool StateTable::finished(Id worker) const {
   return state.ended || (!can_call(worker) && state.now.machine.idle());
 }
 
-Id StateTable::new_switch(Life life, std::uint32_t restarts, const std::array<Life, kMaxLeaves>& leaves) {
+Id StateTable::new_switch(Generation generation, std::uint32_t restarts, const std::array<Generation, kMaxLeaves>& leaves) {
   std::vector<std::uint16_t> names;  // of leaves: the lowest worker below each
   for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) names.push_back(first_below(leaf));
   return switch_id(
       {SwitchJob({.job = kJob,
-                  .epoch = life.epoch,
-                  .incarnation = life.incarnation,
+                  .epoch = generation.epoch,
+                  .incarnation = generation.incarnation,
                   .workers = scope_.leaves.empty() ? scope_.workers : static_cast<std::uint16_t>(scope_.leaves.size()),
                   .window = scope_.window,
                   .payload_bytes = kPayloadBytes,
@@ -147,13 +147,13 @@ Id StateTable::new_switch(Life life, std::uint32_t restarts, const std::array<Li
 }
 
 Id StateTable::new_leaf(Id root, std::uint16_t leaf) {
-  const Life life = switches_[root].leaves[leaf];
-  const Life above = switches_[root].life();
+  const Generation generation = switches_[root].leaves[leaf];
+  const Generation above = switches_[root].generation();
   std::vector<std::uint16_t> names(scope_.leaves[leaf]);
   std::iota(names.begin(), names.end(), first_below(leaf));
   return switch_id({SwitchJob({.job = kJob,
-                               .epoch = life.epoch,
-                               .incarnation = life.incarnation,
+                               .epoch = generation.epoch,
+                               .incarnation = generation.incarnation,
                                .workers = scope_.leaves[leaf],
                                .window = scope_.window,
                                .payload_bytes = kPayloadBytes,
@@ -163,17 +163,17 @@ Id StateTable::new_leaf(Id root, std::uint16_t leaf) {
 }
 
 Id StateTable::new_worker(Id machine, std::uint16_t worker) {
-  const Life life = switches_[machine].life();
+  const Generation generation = switches_[machine].generation();
   WorkerState state{.now = {Worker({.job = kJob,
-                                    .epoch = life.epoch,
-                                    .incarnation = life.incarnation,
+                                    .epoch = generation.epoch,
+                                    .incarnation = generation.incarnation,
                                     .worker = place_of(worker),
                                     .workers = scope_.workers,
                                     .window = scope_.window,
                                     .payload_bytes = kPayloadBytes}),
                             1},
                     .number = worker,
-                    .root_life = switches_[machine].root_life()};
+                    .root_generation = switches_[machine].root_generation()};
   Step nothing;
   return worker_id(std::move(state), nothing);
 }
@@ -208,7 +208,7 @@ Step StateTable::switch_step(Id machine, Id packet) {
   Step step;
   SwitchState state = switches_[machine];
   take_at_switch(state, Packet(packets_[packet]), step);
-  if (state.asked > scope_.rings) return {.next = machine, .sent = {}, .became = "comes later", .broken = {}};
+  if (state.asked > scope_.timeouts) return {.next = machine, .sent = {}, .became = "comes later", .broken = {}};
   if (step.broken.empty()) step.next = switch_id(std::move(state));
   return step;
 }
@@ -218,7 +218,7 @@ void StateTable::take_at_switch(SwitchState& state, const Packet& packet, Step& 
   const auto handled =
       from_parent ? state.machine.handle_parent(packet.bytes) : state.machine.handle_packet(packet.bytes);
   const Header header = protocol::PacketView::parse(packet.bytes)->header();
-  // As the aggregator does (native/dataplane/data_plane.cpp): by what belongs to this life and this job, and by nothing
+  // As the aggregator does (native/dataplane/data_plane.cpp): by what belongs to this generation and this job, and by nothing
   // else.
   const bool belongs = handled.outcome != SwitchJob::Outcome::dropped || handled.drop == protocol::Drop::stale ||
                        handled.drop == protocol::Drop::duplicate;
@@ -231,7 +231,7 @@ void StateTable::take_at_switch(SwitchState& state, const Packet& packet, Step& 
     if (scope_.numbers == 0) result.packet_number = 0;
     protocol::write_header(result, sent.bytes.data());
     sent.chunk = result.chunk;
-    sent.life = {result.incarnation, result.epoch};
+    sent.generation = {result.incarnation, result.epoch};
     step.sent.push_back(packet_id(std::move(sent)));
   };
   switch (handled.outcome) {
@@ -265,7 +265,7 @@ void StateTable::take_at_switch(SwitchState& state, const Packet& packet, Step& 
       step.sent.push_back(packet_id({.leaf = true,
                                      .worker = state.leaf,
                                      .chunk = handled.chunk,
-                                     .life = state.root_life(),
+                                     .generation = state.root_generation(),
                                      .bytes = {sum.begin(), sum.end()}}));
       break;
     }
@@ -294,7 +294,7 @@ void StateTable::take_at_switch(SwitchState& state, const Packet& packet, Step& 
       const auto tell = [&](std::uint16_t to, const protocol::CallDescriptor& said, std::uint16_t about) {
         Packet sent = answer_to(state, to);
         sent.chunk = handled.chunk;
-        sent.life = state.life();
+        sent.generation = state.generation();
         sent.bytes.resize(state.machine.packet_bytes());
         // Its number is a nonce, which no machine looks at.
         state.machine.write_mismatch(handled.chunk, said, about, 0, sent.bytes.data());
@@ -410,7 +410,7 @@ bool StateTable::take(WorkerState& worker, const Worker::Received& received, Ste
     step.broken = "a worker is given a sum of chunk " + std::to_string(chunk) + ", on which workers disagree";
   } else if (worker.received & bit) {
     step.broken = "a worker is given chunk " + std::to_string(chunk) + " twice";
-  } else if (value != result(worker.root_life, chunk)) {
+  } else if (value != result(worker.root_generation, chunk)) {
     step.broken = "a worker is given a wrong sum of chunk " + std::to_string(chunk) + ":" + taken_apart(value);
   }
   worker.received |= bit;
@@ -438,10 +438,10 @@ bool StateTable::send(WorkerState& worker, Step& step, const Allowed& allowed) {
     } else if (!number(worker, chunk, header.packet_number, send->again, allowed, step)) {
       return false;
     }
-    Packet packet{.worker = index, .chunk = header.chunk, .life = worker.life()};
+    Packet packet{.worker = index, .chunk = header.chunk, .generation = worker.generation()};
     packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);
     protocol::write_header(header, packet.bytes.data());
-    const std::int64_t value = contribution(worker.root_life, index, chunk);
+    const std::int64_t value = contribution(worker.root_generation, index, chunk);
     std::memcpy(packet.bytes.data() + protocol::kHeaderBytes, &value, sizeof value);
 
     const std::size_t known = packets_.size();
@@ -464,8 +464,8 @@ Id StateTable::worker_id(WorkerState state, Step& step) {
   state.later.clear();
   WorkerState late = state;
   Step resent;
-  for (std::uint32_t rings = state.ended || scope_.numbers > 0 ? 0 : state.now.machine.in_flight(); rings > 0;
-       --rings) {
+  for (std::uint32_t timeouts = state.ended || scope_.numbers > 0 ? 0 : state.now.machine.in_flight(); timeouts > 0;
+       --timeouts) {
     late.now.now_ns = std::max(late.now.now_ns, late.now.machine.poll_timeout());
     late.now.machine.handle_timeout(late.now.now_ns);
     state.later.push_back(late.now);  // given up, and not yet sent again
@@ -512,8 +512,8 @@ StateTable::Key StateTable::key_of(const WorkerState& worker) const {
   const Worker& machine = worker.now.machine;
   Key key;
   append(key, worker.number);
-  append(key, worker.life());
-  append(key, worker.root_life);
+  append(key, worker.generation());
+  append(key, worker.root_generation);
   if (worker.ended) return key;  // nothing of it matters any more
   append(key, worker.called);
   append(key, worker.sent);
@@ -529,7 +529,7 @@ StateTable::Key StateTable::key_of(const WorkerState& worker) const {
   machine.append_canonical(bytes);
   key.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   worker.numbers.append_canonical(key);
-  append(key, worker.rings);
+  append(key, worker.timeouts);
   append(key, worker.now.now_ns);
   return key;
 }
@@ -593,9 +593,9 @@ std::uint64_t StateTable::place(const Script& line, std::uint32_t operation, std
   return std::accumulate(line.begin(), line.begin() + operation, first);
 }
 
-std::int64_t StateTable::contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const {
-  const std::uint64_t number = (life.incarnation - 1) * kLives + (life.epoch - 1);
-  static_assert(kLives * kLives * kMaxChunks <= kNumbers);
+std::int64_t StateTable::contribution(Generation generation, std::uint16_t worker, std::uint64_t chunk) const {
+  const std::uint64_t number = (generation.incarnation - 1) * kGenerations + (generation.epoch - 1);
+  static_assert(kGenerations * kGenerations * kMaxChunks <= kNumbers);
   return (kNumbers + static_cast<std::int64_t>(number * kMaxChunks + chunk)) << (kWorkerBits * worker);
 }
 
@@ -609,16 +609,16 @@ std::string StateTable::taken_apart(std::int64_t sum) const {
     } else if (number >= kNumbers) {
       parts += " several";
     } else {
-      const auto life = static_cast<std::uint32_t>(number / kMaxChunks);
-      parts += " chunk " + std::to_string(number % kMaxChunks) + " of " + words({life / kLives + 1, life % kLives + 1});
+      const auto generation = static_cast<std::uint32_t>(number / kMaxChunks);
+      parts += " chunk " + std::to_string(number % kMaxChunks) + " of " + text_of({generation / kGenerations + 1, generation % kGenerations + 1});
     }
   }
   return parts;
 }
 
-std::int64_t StateTable::result(Life life, std::uint64_t chunk) const {
+std::int64_t StateTable::result(Generation generation, std::uint64_t chunk) const {
   std::int64_t sum = 0;
-  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) sum += contribution(life, worker, chunk);
+  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) sum += contribution(generation, worker, chunk);
   return sum;
 }
 

@@ -20,11 +20,11 @@ inline constexpr Id kNoId = 0xffffffff;
 // Packets of one sender, where they are numbered.
 inline constexpr std::uint64_t kMaxNumbers = 64;
 
-// Which life of the job. A switch that restarts begins its epochs anew.
-struct Life {
+// Which generation of the job. A switch that restarts begins its epochs anew.
+struct Generation {
   std::uint32_t incarnation = 1;
   std::uint32_t epoch = 1;
-  bool operator==(const Life&) const = default;
+  bool operator==(const Generation&) const = default;
 };
 
 // On its way from a worker, or a leaf, to its switch, or back. Its packet number is zero, unless the scope has numbers.
@@ -34,7 +34,7 @@ struct Packet {
   bool leaf = false;         // between a leaf and the root
   std::uint16_t worker = 0;  // which worker, or leaf, of all
   std::uint64_t chunk = 0;   // of a NACK: the first packet that it names
-  Life life;
+  Generation generation;
   bool foreign = false;  // of another job
   std::vector<std::byte> bytes;
 };
@@ -55,18 +55,18 @@ struct SwitchState {
   protocol::SwitchJob machine;
   std::uint32_t restarts = 0;                     // so far; a leaf's: 0
   std::uint16_t leaf = kRoot;                     // which one
-  std::array<Life, kMaxLeaves> leaves = {};       // the root's: what each leaf's life is while this one's is
+  std::array<Generation, kMaxLeaves> leaves = {};       // the root's: what each leaf's generation is while this one's is
   std::vector<protocol::GapDetector> gap_detectors = {};  // by worker, or leaf
   std::vector<std::uint64_t> came = {};           // packets of each, a bit each: what its GapDetector are determined by
   protocol::ParentSender sender{0};                     // a leaf's
   SentNumbers numbers = {};                           // of its packets to the root
   std::uint32_t asked = 0;                        // for sums once more
   static constexpr std::uint16_t kRoot = 0xffff;
-  Life life() const { return {machine.config().incarnation, machine.config().epoch}; }
+  Generation generation() const { return {machine.config().incarnation, machine.config().epoch}; }
   // Of the root, which no two lives of a tree have in common.
-  Life root_life() const {
+  Generation root_generation() const {
     const auto& parent = machine.config().parent;
-    return parent ? Life{parent->incarnation, parent->epoch} : life();
+    return parent ? Generation{parent->incarnation, parent->epoch} : generation();
   }
 };
 
@@ -83,12 +83,12 @@ struct WorkerState {
   std::uint64_t sent = 0;      // chunks, a bit each
   std::uint64_t received = 0;  // chunks, a bit each
   bool ended = false;          // by a mismatch
-  Life root_life;              // of the root, when it joined; without leaves as its own
+  Generation root_generation;              // of the root, when it joined; without leaves as its own
   std::vector<TimedWorker> later;    // what timers may have made of it
   std::vector<Id> again;       // the packets that its timers send once more, in this order
   SentNumbers numbers;
-  std::uint32_t rings = 0;  // timers so far, where the scope has numbers
-  Life life() const { return {now.machine.config().incarnation, now.machine.config().epoch}; }
+  std::uint32_t timeouts = 0;  // timers so far, where the scope has numbers
+  Generation generation() const { return {now.machine.config().incarnation, now.machine.config().epoch}; }
 };
 
 // What an event makes of a machine.
@@ -104,7 +104,7 @@ class StateTable {
   // Throws std::invalid_argument for a scope without sense or beyond a bound.
   explicit StateTable(const Scope& scope);
 
-  Id new_switch(Life life, std::uint32_t restarts, const std::array<Life, kMaxLeaves>& leaves = {});
+  Id new_switch(Generation generation, std::uint32_t restarts, const std::array<Generation, kMaxLeaves>& leaves = {});
   // As the root of that number says that it is.
   Id new_leaf(Id root, std::uint16_t leaf);
   // Which leaf the worker is below.
@@ -112,7 +112,7 @@ class StateTable {
   // At the switch, or leaf, of that number.
   Id new_worker(Id machine, std::uint16_t worker);
   // What the wire carries from the start.
-  std::vector<Id> strangers();
+  std::vector<Id> foreign_packets();
   bool can_call(Id worker) const;
   bool ended(Id worker) const { return workers_[worker].ended; }
   // Or has ended.
@@ -126,8 +126,8 @@ class StateTable {
   // It hears that another one has ended.
   Step hear(Id worker);
   // The worker's timer rings, in a scope with numbers. Precondition: can_ring.
-  Step ring(Id worker);
-  bool can_ring(Id worker) const;
+  Step timeout(Id worker);
+  bool can_time_out(Id worker) const;
   // In a scope with numbers: the promise that breaks when timers alone bring these machines to the end, after all
   // packets in the network were lost.
   std::string broken_alone(Id machine, std::vector<Id> leaves, const std::vector<Id>& workers);
@@ -161,7 +161,7 @@ class StateTable {
   void take_at_switch(SwitchState& state, const Packet& packet, Step& step);
   void take_at_worker(WorkerState& state, const Packet& packet, Step& step);
   void call(WorkerState& state, Step& step);
-  void ring(WorkerState& state, Step& step);
+  void timeout(WorkerState& state, Step& step);
   // Gap detection at the switch; a NACK, where there is one to write.
   void note_number(SwitchState& state, const protocol::Header& header, Step& step);
   // All that the leaf's sender sends now; `allowed`: whether a sum may be sent again, by its last packet's number.
@@ -190,8 +190,8 @@ class StateTable {
   bool agreed(std::uint64_t chunk) const;
   // Chunk by its place on a line of operations, or chunk_count_.
   std::uint64_t place(const Script& line, std::uint32_t operation, std::uint64_t first) const;
-  std::int64_t contribution(Life life, std::uint16_t worker, std::uint64_t chunk) const;
-  std::int64_t result(Life life, std::uint64_t chunk) const;
+  std::int64_t contribution(Generation generation, std::uint16_t worker, std::uint64_t chunk) const;
+  std::int64_t result(Generation generation, std::uint64_t chunk) const;
   std::uint16_t first_below(std::uint16_t leaf) const;
   // Its number at its switch.
   std::uint16_t place_of(std::uint16_t worker) const;
@@ -213,6 +213,6 @@ class StateTable {
   std::unordered_map<std::uint64_t, Id> grown_;  // by network and packet
 };
 
-std::string words(Life life);
+std::string text_of(Generation generation);
 
 }  // namespace netfold::model_check

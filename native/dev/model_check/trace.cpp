@@ -10,7 +10,7 @@ namespace {
 using Kind = Transition::Kind;
 
 std::string name_of(const Packet& packet) {
-  return (packet.foreign ? "x" : "") + words(packet.life) + "/" + (packet.leaf ? "^" : "") +
+  return (packet.foreign ? "x" : "") + text_of(packet.generation) + "/" + (packet.leaf ? "^" : "") +
          std::to_string(packet.worker) +
          (packet.nack   ? "!"
           : packet.from_switch ? "<"
@@ -40,8 +40,8 @@ class Run {
         return "copy " + say_packet(transition.what);
       case Kind::lose:
         return "lose " + say_packet(transition.what);
-      case Kind::ring:
-        return "ring " + std::to_string(transition.what) + (transition.times == 1 ? "" : " " + std::to_string(transition.times));
+      case Kind::timeout:
+        return "timeout " + std::to_string(transition.what) + (transition.times == 1 ? "" : " " + std::to_string(transition.times));
       case Kind::call:
         return "call " + std::to_string(transition.what);
       case Kind::hear:
@@ -80,7 +80,7 @@ class Run {
       case Kind::deliver:
       case Kind::copy:
         return arrived(transitions_.table.packet(transition.what));
-      case Kind::ring:
+      case Kind::timeout:
       case Kind::call:
       case Kind::hear:
       case Kind::rejoin:
@@ -103,7 +103,7 @@ class Run {
 
   std::string worker(std::uint16_t index) const {
     const WorkerState& state = transitions_.table.worker_state(state_.workers[index]);
-    if (state.ended) return "life " + words(state.life());
+    if (state.ended) return "generation " + text_of(state.generation());
     std::string has, waits;
     for (std::uint64_t chunk = 0; chunk < kMaxChunks; ++chunk) {
       if (state.received >> chunk & 1) {
@@ -112,7 +112,7 @@ class Run {
         waits += " " + std::to_string(chunk);
       }
     }
-    return "life " + words(state.life()) + ", has" + (has.empty() ? " nothing" : has) + ", waits for" +
+    return "generation " + text_of(state.generation()) + ", has" + (has.empty() ? " nothing" : has) + ", waits for" +
            (waits.empty() ? " nothing" : waits);
   }
 
@@ -178,15 +178,15 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
                        : packet.leaf   ? "sum "
                                        : "chunk ") +
                       std::to_string(packet.chunk) + " of " +
-                      (packet.foreign ? "another job" : netfold::model_check::words(packet.life));
+                      (packet.foreign ? "another job" : netfold::model_check::text_of(packet.generation));
         break;
       }
-      case Kind::ring:
+      case Kind::timeout:
       case Kind::call:
       case Kind::hear:
       case Kind::rejoin:
         record.to = "worker " + std::to_string(transition->what);
-        record.what = transition->kind == Kind::ring   ? "timer"
+        record.what = transition->kind == Kind::timeout   ? "timer"
                       : transition->kind == Kind::call ? "next operation"
                       : transition->kind == Kind::hear ? "another has ended"
                                                  : "rejoins";

@@ -5,8 +5,8 @@ namespace netfold::model_check {
 using Kind = Transition::Kind;
 
 State Transitions::first() {
-  State state{.machine = table.new_switch(Life{}, 0), .network = table.network_of({})};
-  state.network = table.with(state.network, table.strangers());
+  State state{.machine = table.new_switch(Generation{}, 0), .network = table.network_of({})};
+  state.network = table.with(state.network, table.foreign_packets());
   for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
     state.leaves[leaf] = table.new_leaf(state.machine, leaf);
   }
@@ -27,11 +27,11 @@ bool Transitions::finished(const State& state) const {
 }
 
 bool Transitions::rejoins(const State& state, std::uint16_t worker) const {
-  return table.worker_state(state.workers[worker]).life() != table.switch_state(machine_of(state, worker)).life();
+  return table.worker_state(state.workers[worker]).generation() != table.switch_state(machine_of(state, worker)).generation();
 }
 
 bool Transitions::leaf_rejoins(const State& state, std::uint16_t leaf) const {
-  return table.switch_state(state.leaves[leaf]).root_life() != table.switch_state(state.machine).life();
+  return table.switch_state(state.leaves[leaf]).root_generation() != table.switch_state(state.machine).generation();
 }
 
 Id Transitions::machine_of(const State& state, std::uint16_t worker) const {
@@ -42,8 +42,8 @@ bool Transitions::can_hear(const State& state, std::uint16_t worker) const {
   if (table.ended(state.workers[worker])) return false;
   for (std::uint16_t other = 0; other < scope_.workers; ++other) {
     const Id id = state.workers[other];
-    const Life life = table.worker_state(id).root_life;
-    if (table.ended(id) && life == table.worker_state(state.workers[worker]).root_life) return true;
+    const Generation generation = table.worker_state(id).root_generation;
+    if (table.ended(id) && generation == table.worker_state(state.workers[worker]).root_generation) return true;
   }
   return false;
 }
@@ -69,7 +69,7 @@ std::pair<State, Step> Transitions::done(const State& state, const Transition& t
     case Kind::copy: {
       step = delivered(state, transition.what);
       place_of(next, table.packet(transition.what)) = step.next;
-      if (scope_.network == Network::taken && transition.kind == Kind::deliver) {
+      if (scope_.network == Network::exact && transition.kind == Kind::deliver) {
         next.network = table.without(next.network, transition.what);
       }
       break;
@@ -78,9 +78,9 @@ std::pair<State, Step> Transitions::done(const State& state, const Transition& t
       next.network = table.without(next.network, transition.what);
       step.became = "lost";
       return made;
-    case Kind::ring: {
+    case Kind::timeout: {
       if (scope_.numbers > 0) {
-        step = table.ring(next.workers[transition.what]);
+        step = table.timeout(next.workers[transition.what]);
         next.workers[transition.what] = step.next;
         break;
       }
@@ -100,30 +100,30 @@ std::pair<State, Step> Transitions::done(const State& state, const Transition& t
     case Kind::rejoin: {
       const auto worker = static_cast<std::uint16_t>(transition.what);
       next.workers[worker] = table.new_worker(machine_of(next, worker), worker);
-      step.became = "life " + words(table.worker_state(next.workers[worker]).life());
+      step.became = "generation " + text_of(table.worker_state(next.workers[worker]).generation());
       break;
     }
     case Kind::rejoin_leaf:
       next.leaves[transition.what] = table.new_leaf(next.machine, static_cast<std::uint16_t>(transition.what));
-      step.became = "life " + words(table.switch_state(next.leaves[transition.what]).life());
+      step.became = "generation " + text_of(table.switch_state(next.leaves[transition.what]).generation());
       break;
     case Kind::restart_group:
     case Kind::restart_switch:
     case Kind::restart_leaf: {
       const SwitchState& old = table.switch_state(next.machine);
-      const auto following = [](Life life, bool restarts) {
-        return restarts ? Life{life.incarnation + 1, Life{}.epoch} : Life{life.incarnation, life.epoch + 1};
+      const auto following = [](Generation generation, bool restarts) {
+        return restarts ? Generation{generation.incarnation + 1, Generation{}.epoch} : Generation{generation.incarnation, generation.epoch + 1};
       };
-      std::array<Life, kMaxLeaves> leaves = old.leaves;
+      std::array<Generation, kMaxLeaves> leaves = old.leaves;
       for (std::uint32_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
         leaves[leaf] = following(leaves[leaf], transition.kind == Kind::restart_leaf && leaf == transition.what);
       }
-      const Life life = following(old.life(), transition.kind == Kind::restart_switch);
-      next.machine = table.new_switch(life, old.restarts + 1, leaves);
+      const Generation generation = following(old.generation(), transition.kind == Kind::restart_switch);
+      next.machine = table.new_switch(generation, old.restarts + 1, leaves);
       if (transition.kind == Kind::restart_leaf) {
         next.leaves[transition.what] = table.new_leaf(next.machine, static_cast<std::uint16_t>(transition.what));
       }
-      step.became = "life " + words(life);
+      step.became = "generation " + text_of(generation);
       break;
     }
   }
@@ -143,14 +143,14 @@ void Transitions::each(const State& state, const Visit& visit) {
     const Step& step = delivered(state, packet);
     State at = state;
     const Id before = place_of(at, table.packet(packet));
-    if (scope_.network == Network::taken) {
+    if (scope_.network == Network::exact) {
       one({Kind::deliver, packet});
       one({Kind::copy, packet});
       one({Kind::lose, packet});
     } else if (step.next != before || !step.sent.empty()) {
       one({Kind::deliver, packet});
     } else {
-      ++tried_;  // most packets of former lives: worth a short way
+      ++tried_;  // most packets of former generations: worth a short way
     }
   }
   for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
@@ -158,10 +158,10 @@ void Transitions::each(const State& state, const Visit& visit) {
     if (table.can_call(id)) one({Kind::call, worker});
     if (can_hear(state, worker)) one({Kind::hear, worker});
     if (rejoins(state, worker)) one({Kind::rejoin, worker});
-    if (scope_.numbers > 0 && table.can_ring(id)) one({Kind::ring, worker, 1});
-    if (scope_.network == Network::taken) {
-      for (std::uint32_t rings = 1; rings <= table.worker_state(id).again.size(); ++rings) {
-        one({Kind::ring, worker, rings});
+    if (scope_.numbers > 0 && table.can_time_out(id)) one({Kind::timeout, worker, 1});
+    if (scope_.network == Network::exact) {
+      for (std::uint32_t timeouts = 1; timeouts <= table.worker_state(id).again.size(); ++timeouts) {
+        one({Kind::timeout, worker, timeouts});
       }
     }
   }

@@ -22,7 +22,7 @@ struct Transition {
     deliver,
     copy,
     lose,
-    ring,
+    timeout,
     call,
     hear,
     rejoin,

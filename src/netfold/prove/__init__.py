@@ -37,9 +37,9 @@ class Scope:
     """What is searched. Each field is an option of `python -m netfold.prove`.
 
     leaves: workers below each, as "1,1"; none: all of them at one switch. operations: chunks of each, as "2,2". last:
-    the same of the last worker, if it calls something else. strangers: 1 where another job's packets are on the wire.
-    window: W; the switch has 2W slots. restarts: of group or switch, in total. network: kept, joined or taken.
-    numbers: packets have numbers so far apart, 0 for none; rings, where they have: of each worker's timer, and how
+    the same of the last worker, if it calls something else. foreign_packets: 1 where another job's packets are on the wire.
+    window: W; the switch has 2W slots. restarts: of group or switch, in total. network: monotone, merged or exact.
+    numbers: packets have numbers so far apart, 0 for none; timeouts, where they have: of each worker's timer, and how
     often each leaf is asked for a sum once more. max_states: stop there; 0 for as many as can be counted.
     """
 
@@ -48,11 +48,11 @@ class Scope:
     window: int = 1
     operations: str = "2"
     last: str = ""
-    strangers: int = 0
+    foreign_packets: int = 0
     restarts: int = 0
-    network: str = "kept"
+    network: str = "monotone"
     numbers: int = 0
-    rings: int = 0
+    timeouts: int = 0
     max_states: int = 0
 
     def command(self) -> str:
@@ -68,7 +68,7 @@ class Scope:
         arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("operations", "last"):
             arguments[name] = [int(chunks) for chunks in arguments[name].split(",") if chunks]
-        arguments["strangers"] = bool(self.strangers)
+        arguments["foreign_packets"] = bool(self.foreign_packets)
         arguments["leaves"] = self.below
         return arguments
 
@@ -101,8 +101,8 @@ def sentence(scope: Scope, report: Any) -> str:
     below = f" below leaves {scope.leaves}" if scope.leaves else ""
     found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
     others = f" (the last worker {scope.last})" if scope.last else ""
-    others += ", another job's packets" if scope.strangers else ""
-    others += f", numbers {scope.numbers} apart, {scope.rings} timers" if scope.numbers else ""
+    others += ", another job's packets" if scope.foreign_packets else ""
+    others += f", numbers {scope.numbers} apart, {scope.timeouts} timers" if scope.numbers else ""
     return (
         f"{scope.workers} workers{below}, {slots} slots, chunks {scope.operations}{others}, {scope.restarts} restarts, "
         f"packets {scope.network}: {found}; {report.states:,} states ({report.machines:,} without the network), "

@@ -12,65 +12,65 @@ QUICK = {
     "three": Scope(workers=3, window=1, operations="4"),
     # Packets and workers of a former life, also after two lives.
     "restarted": Scope(workers=2, window=1, operations="3", restarts=1),
-    "restarted-twice": Scope(workers=2, window=1, operations="3", restarts=2, network="joined"),
+    "restarted-twice": Scope(workers=2, window=1, operations="3", restarts=2, network="merged"),
     # The last worker calls something else: at once, after a sum, in the middle of what the others send.
     "disagreed": Scope(workers=3, window=1, operations="1,2", last="1,1,1"),
     "disagreed-streamed": Scope(workers=2, window=2, operations="1,2,1", last="1,1,2"),
     "disagreed-restarted": Scope(workers=2, window=1, operations="1,1", last="2", restarts=1),
     # Another job's packets change nothing.
-    "strangers": Scope(workers=2, window=1, operations="4", strangers=1),
+    "foreign": Scope(workers=2, window=1, operations="4", foreign_packets=1),
     # Leaves and a root: each slot used twice, and sums and results asked for again on both links.
     "leaf-pair": Scope(workers=2, leaves="1,1", window=1, operations="5"),
     "leaf-of-two": Scope(workers=3, leaves="2,1", window=1, operations="4"),
     "leaves-streamed": Scope(workers=2, leaves="1,1", window=2, operations="2,2"),
-    "leaves-taken": Scope(workers=2, leaves="1,1", window=1, operations="1", network="taken"),
+    "leaves-exact": Scope(workers=2, leaves="1,1", window=1, operations="1", network="exact"),
     # Below leaves: a worker that calls something else, at its own leaf or at another; another job's packets on both
     # links; group, root or a leaf restart, and the old leaves and workers go on for a while.
     "leaves-disagreed": Scope(workers=3, leaves="2,1", window=1, operations="1,2", last="1,1,1"),
     "leaf-disagreed": Scope(workers=3, leaves="1,2", window=1, operations="1,1", last="2"),
-    "leaves-strangers": Scope(workers=3, leaves="2,1", window=1, operations="3", strangers=1),
+    "leaves-foreign": Scope(workers=3, leaves="2,1", window=1, operations="3", foreign_packets=1),
     "leaf-lost": Scope(workers=2, leaves="1,1", window=1, operations="2", restarts=1),
-    "leaf-lost-twice": Scope(workers=2, leaves="1,1", window=1, operations="1", restarts=2, network="joined"),
+    "leaf-lost-twice": Scope(workers=2, leaves="1,1", window=1, operations="1", restarts=2, network="merged"),
     "leaves-everything": Scope(
-        workers=3, leaves="2,1", window=1, operations="1,1", last="2", strangers=1, restarts=1, network="joined"
+        workers=3, leaves="2,1", window=1, operations="1,1", last="2", foreign_packets=1, restarts=1, network="merged"
     ),
     # With packet numbers: the switch says which packets did not come, and workers see which results did not.
-    "numbered": Scope(workers=2, window=2, operations="2", numbers=8, rings=1),
-    "numbered-streamed": Scope(workers=1, window=2, operations="2,2", numbers=8, rings=1),
-    "numbered-two-later": Scope(workers=1, window=3, operations="3", numbers=4, rings=1),
+    "numbered": Scope(workers=2, window=2, operations="2", numbers=8, timeouts=1),
+    "numbered-streamed": Scope(workers=1, window=2, operations="2,2", numbers=8, timeouts=1),
+    "numbered-two-later": Scope(workers=1, window=3, operations="3", numbers=4, timeouts=1),
     # Numbers begin anew with each life; NACKs and packets of the one before are still on their way.
     "numbered-restarted": Scope(workers=2, window=2, operations="2", numbers=8, restarts=1),
-    "numbered-restarted-asked": Scope(workers=1, window=2, operations="2", numbers=8, rings=1, restarts=1),
+    "numbered-restarted-asked": Scope(workers=1, window=2, operations="2", numbers=8, timeouts=1, restarts=1),
     # And a leaf, whose sender hears from its parent.
     "numbered-leaf": Scope(workers=1, leaves="1", window=2, operations="3", numbers=8),
-    "numbered-leaf-asked": Scope(workers=1, leaves="1", window=2, operations="2", numbers=8, rings=1),
+    "numbered-leaf-asked": Scope(workers=1, leaves="1", window=2, operations="2", numbers=8, timeouts=1),
     "numbered-leaf-lost": Scope(workers=1, leaves="1", window=2, operations="2", numbers=8, restarts=1),
     # The network as it is, against which the other views of it are held.
-    "taken": Scope(workers=2, window=1, operations="3", network="taken"),
+    "exact": Scope(workers=2, window=1, operations="3", network="exact"),
 }
 
 # Searched by `make prove`, after those above.
 LARGE = {
-    "taken-restarted": Scope(workers=2, window=1, operations="1", restarts=2, network="taken"),
+    "exact-restarted": Scope(workers=2, window=1, operations="1", restarts=2, network="exact"),
     "wide": Scope(workers=3, window=2, operations="6"),
-    "restarted-twice-kept": Scope(workers=2, window=1, operations="3", restarts=2),
+    "restarted-twice-monotone": Scope(workers=2, window=1, operations="3", restarts=2),
     "three-restarted": Scope(workers=3, window=1, operations="4", restarts=1),
-    "three-restarted-twice": Scope(workers=3, window=1, operations="4", restarts=2, network="joined"),
-    "three-streamed-restarted-twice": Scope(workers=3, window=1, operations="2,2", restarts=2, network="joined"),
-    "wide-restarted-twice": Scope(workers=2, window=2, operations="6", restarts=2, network="joined"),
-    "disagreed-wide": Scope(workers=3, window=2, operations="1,3", last="1,2,1", network="joined"),
-    "strangers-restarted": Scope(workers=3, window=1, operations="3", strangers=1, restarts=1, network="joined"),
+    "three-restarted-twice": Scope(workers=3, window=1, operations="4", restarts=2, network="merged"),
+    "three-streamed-restarted-twice": Scope(workers=3, window=1, operations="2,2", restarts=2, network="merged"),
+    "wide-restarted-twice": Scope(workers=2, window=2, operations="6", restarts=2, network="merged"),
+    "disagreed-wide": Scope(workers=3, window=2, operations="1,3", last="1,2,1", network="merged"),
+    "foreign-restarted": Scope(workers=3, window=1, operations="3", foreign_packets=1, restarts=1, network="merged"),
     "leaves-wide": Scope(workers=2, leaves="1,1", window=2, operations="2,1,3"),
     "leaves-of-two": Scope(workers=4, leaves="2,2", window=1, operations="6"),
-    "leaf-lost-wide": Scope(workers=2, leaves="1,1", window=2, operations="3", restarts=1, network="joined"),
-    "leaves-of-two-lost": Scope(workers=4, leaves="2,2", window=1, operations="2", restarts=1, network="joined"),
-    "leaf-of-two-lost-twice": Scope(workers=3, leaves="2,1", window=1, operations="2", restarts=2, network="joined"),
+    "leaf-lost-wide": Scope(workers=2, leaves="1,1", window=2, operations="3", restarts=1, network="merged"),
+    "leaves-of-two-lost": Scope(workers=4, leaves="2,2", window=1, operations="2", restarts=1, network="merged"),
+    "leaf-of-two-lost-twice": Scope(workers=3, leaves="2,1", window=1, operations="2", restarts=2, network="merged"),
     "numbered-three-chunks": Scope(workers=2, window=2, operations="3", numbers=8),
-    "numbered-often": Scope(workers=1, window=2, operations="3", numbers=8, rings=2),
-    "numbered-four-of-three": Scope(workers=1, window=3, operations="4", numbers=4, rings=1),
+    "numbered-often": Scope(workers=1, window=2, operations="3", numbers=8, timeouts=2),
+    "numbered-four-of-three": Scope(workers=1, window=3, operations="4", numbers=4, timeouts=1),
     "numbered-leaf-four": Scope(workers=1, leaves="1", window=2, operations="4", numbers=8),
     "numbered-leaves": Scope(workers=2, leaves="1,1", window=2, operations="2", numbers=8),
-    "four": Scope(workers=4, window=1, operations="4", restarts=1, network="joined"),
+    "four": Scope(workers=4, window=1, operations="4", restarts=1, network="merged"),
 }
 
 # Recovery from a lost switch (recovery.py), searched by `make test`.

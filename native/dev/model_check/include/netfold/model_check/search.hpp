@@ -5,13 +5,13 @@
 // has the shortest trace there is.
 //
 //   network    A packet may be delivered at any time after it was sent, in any order. There are three views of it:
-//     kept     It stays for ever. This holds every loss (it is never delivered), delay (later), reordering and
+//     monotone It stays for ever. This holds every loss (it is never delivered), delay (later), reordering and
 //              duplicate (again), all without bound: a run with any of them meets the same machines with fewer packets
 //              in the network, so it is one of the runs searched. Corruption is a loss.
-//     joined   Kept, and one state for all that have the same machines: its network has every packet that any of theirs
+//     merged   Kept, and one state for all that have the same machines: its network has every packet that any of theirs
 //              has. More packets can only do more, so nothing is missed; a trace may mix packets of several runs, so
-//              what is found here is to be looked for once more with packets kept. The largest scopes are for this.
-//     taken    A delivery takes it away or leaves a copy, or it is lost, as a network really does. As many states as
+//              what is found here is to be looked for once more with a monotone network. The largest scopes are for this.
+//     exact    A delivery takes it away or leaves a copy, or it is lost, as a network really does. As many states as
 //              there are subsets of packets: for scopes so small that the three can be compared.
 //   time       A worker's clock may say anything. Workers count as equal that differ in clocks, packet numbers and estimates
 //              alone: these decide which chunk is sent again, and when, and a chunk that is sent again is a packet that
@@ -19,9 +19,9 @@
 //              and after each number of timers, with what they gave up sent again and not yet sent; all must become
 //              the same, and what timers send must have been sent before.
 //   sending    A worker sends as soon as it may: one that sends later is one whose packets arrive later.
-//   strangers  The wire may carry another job's contributions and results, for every chunk and worker, from the start.
+//   foreign    The wire may carry another job's contributions and results, for every chunk and worker, from the start.
 //   others     The last worker may call something else than the others do. Who hears of a mismatch ends, and takes and
-//              sends nothing more; from then on every other worker of that life may hear of it over the control
+//              sends nothing more; from then on every other worker of that generation may hear of it over the control
 //              connection, and ends as well.
 //   leaves     Workers may be below leaf switches, and these below the switch, which is then the root. A leaf sends its
 //              sum when it is summed, and once more for each contribution that comes again; what its ParentSender sends
@@ -40,10 +40,10 @@
 //              the root follow each other by one: what its sender makes of skipped ones is a search of its own
 //              (netfold/prove/parent_sender.py). Not together with workers that call something else.
 //
-// Safety. What a worker is given is the exact sum of every worker's contribution to that chunk in that life, once, and
+// Safety. What a worker is given is the exact sum of every worker's contribution to that chunk in that generation, once, and
 // never of a chunk on which workers disagree. None is said to disagree that agrees, and none is told what it said
-// itself. Contributions are such that no other subset, no double count, and no mixture of chunks or lives has the same
-// sum: worker w's is a number in [1024, 2048), different for each chunk and life, times 2^16w; two of them are already
+// itself. Contributions are such that no other subset, no double count, and no mixture of chunks or generations has the same
+// sum: worker w's is a number in [1024, 2048), different for each chunk and generation, times 2^16w; two of them are already
 // too much.
 //
 // With numbers: no packet has a number that another of its sender had; none is named as missing that has come, or that
@@ -51,7 +51,7 @@
 // without a timer nothing else is but what the result of a later one passed over, where a result had been skipped.
 //
 // Possibility. From every state reached there is a way, without a further fault, to where every worker has finished all
-// operations, or, where workers disagree, has finished or ended. Unless packets are taken, that is asked of the
+// operations, or, where workers disagree, has finished or ended. Unless the network is exact, that is asked of the
 // machines with nothing in the network, since a packet more can only help (it can be left where it is): the hardest
 // case, everything lost. With numbers, timers alone, as many as it takes, lead from there to the end.
 #pragma once
@@ -67,7 +67,7 @@ inline constexpr std::size_t kMaxLeaves = 2;
 inline constexpr std::uint32_t kMaxChunks = 32;
 inline constexpr std::uint32_t kMaxRestarts = 4;
 
-enum class Network : std::uint8_t { kept, joined, taken };
+enum class Network : std::uint8_t { monotone, merged, exact };
 
 struct Scope {
   std::uint16_t workers = 2;              // 1..kMaxWorkers
@@ -75,18 +75,18 @@ struct Scope {
   std::uint32_t window = 1;               // W; the switch has 2W slots
   std::vector<std::uint32_t> operations;  // chunks of each, in the order in which workers call them; kMaxChunks in all
   std::vector<std::uint32_t> last;        // the last worker's, if it calls something else
-  bool strangers = false;                 // another job's packets are on the wire
+  bool foreign_packets = false;                 // another job's packets are on the wire
   std::uint32_t restarts = 0;             // of group or switch, in total; up to kMaxRestarts
-  Network network = Network::kept;
+  Network network = Network::monotone;
   std::uint32_t numbers = 0;     // packets have numbers, so far apart; 0: they have none
-  std::uint32_t rings = 0;       // of each worker's timer, where packets have numbers
+  std::uint32_t timeouts = 0;       // of each worker's timer, where packets have numbers
   std::uint64_t max_states = 0;  // stop there and say so; 0 means 2^32 - 2
 };
 
 struct Report {
-  std::uint64_t states = 0;       // packets joined: as many as machines
+  std::uint64_t states = 0;       // network merged: as many as machines
   std::uint64_t transitions = 0;  // tried, those that change nothing included
-  std::uint32_t depth = 0;        // events from the start to the state found last; packets joined: at least
+  std::uint32_t depth = 0;        // events from the start to the state found last; network merged: at least
   std::uint64_t machines = 0;     // states, the network left out of account
   std::uint64_t switches = 0;     // different states of the switch, by its canonical bytes
   std::uint64_t workers = 0;      // different states of a worker
@@ -111,7 +111,7 @@ struct Record {
   std::string broken;  // the promise that this step breaks, or empty
 };
 
-// Steps, as words (L a life, such as 1.2: incarnation and epoch; W a worker; C a chunk):
+// Steps, as words (L a generation, such as 1.2: incarnation and epoch; W a worker; C a chunk):
 //   call W            the worker calls its next operation
 //   L/W>C             its contribution reaches its switch
 //   L/W<C             an answer reaches the worker
@@ -119,10 +119,10 @@ struct Record {
 //   L/^F>C  L/^F<C    the sum of leaf F reaches the root, an answer of the root reaches leaf F
 //   L/W!P             a NACK reaches the worker: its packets from P on are missing; L/^F!P: the leaf
 //   restart group     restart switch     restart leaf F     rejoin W     rejoin leaf F
-//   ring W            with numbers: the worker's timer
-// A packet of another job has an x before its life.
+//   timeout W            with numbers: the worker's timer
+// A packet of another job has an x before its generation.
 // Where the network holds several such answers, =N picks the N-th that was sent.
-// Packets taken: also `copy` or `lose` before a packet, and `ring W N`, N timers of a worker, one after the other.
+// Network exact: also `copy` or `lose` before a packet, and `timeout W N`, N timers of a worker, one after the other.
 // Throws std::invalid_argument at a step that cannot happen, naming it.
 std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& steps);
 
