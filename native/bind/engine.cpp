@@ -184,10 +184,10 @@ nb::bytes as_bytes(const std::vector<std::byte>& bytes) {
 
 // (base, end, held, promised), see collective::Channel::words; None: no such membership.
 nb::object freeze_life(const Shard& shard, std::uint64_t life) {
-  std::optional<collective::Uplink::Words> words;
+  std::optional<collective::SwitchPath::Words> words;
   {
     nb::gil_scoped_release release;
-    shard.group->on_uplink(shard.number, [&](collective::Uplink& uplink) { words = uplink.freeze(life); });
+    shard.group->on_switch_path(shard.number, [&](collective::SwitchPath& path) { words = path.freeze(life); });
   }
   if (!words) return nb::none();
   const auto& said = words->of_channel;
@@ -198,7 +198,7 @@ nb::object kept_packets(const Shard& shard, std::uint64_t life, const std::vecto
   std::optional<std::vector<std::vector<std::byte>>> packets;
   {
     nb::gil_scoped_release release;
-    shard.group->on_uplink(shard.number, [&](collective::Uplink& uplink) { packets = uplink.kept(life, chunks); });
+    shard.group->on_switch_path(shard.number, [&](collective::SwitchPath& path) { packets = path.kept(life, chunks); });
   }
   if (!packets) return nb::none();
   nb::list out;
@@ -213,8 +213,8 @@ bool accept_packets(const Shard& shard, std::uint64_t life, const std::vector<nb
   }
   nb::gil_scoped_release release;
   bool accepted = false;
-  shard.group->on_uplink(shard.number,
-                         [&](collective::Uplink& uplink) { accepted = uplink.accept(life, views, engine::now_ns()); });
+  shard.group->on_switch_path(shard.number,
+                         [&](collective::SwitchPath& path) { accepted = path.accept(life, views, engine::now_ns()); });
   return accepted;
 }
 
@@ -447,7 +447,7 @@ void bind_engine(nb::module_& m) {
              std::uint32_t incarnation, std::uint16_t worker, const std::vector<int>& ranks, std::uint32_t window,
              std::uint32_t payload_bytes, const std::optional<Keys>& keys,
              const std::vector<std::tuple<int, std::uint64_t, int>>& rows, std::uint16_t table_hash, bool encrypts) {
-            std::vector<collective::Uplink::Row> table;
+            std::vector<collective::SwitchPath::Row> table;
             for (const auto& [kind, min_bytes, algorithm] : rows) {
               if (kind < 0 || kind >= collective::kKindCount || algorithm < 0 ||
                   algorithm >= collective::kAlgorithmCount) {
@@ -593,14 +593,14 @@ void bind_engine(nb::module_& m) {
                 job, epoch, incarnation, worker, static_cast<std::uint16_t>(ranks.size()), window, payload_bytes};
             auto channel = make_channel(*self.group, port, life, config, ranks, keys, encrypts);
             nb::gil_scoped_release release;
-            self.group->on_uplink(self.number,
-                                  [&](collective::Uplink& uplink) { uplink.stand_by(std::move(channel)); });
+            self.group->on_switch_path(self.number,
+                                  [&](collective::SwitchPath& path) { path.stand_by(std::move(channel)); });
           },
           nb::arg("port"), nb::kw_only(), nb::arg("life"), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"),
           nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(),
           nb::arg("encrypts") = false, "A membership to go on by, once the first of `ranks` says so (promise).")
       .def("freeze", &freeze_life, nb::arg("life"),
-           "Stop a membership. (base, end, held, promised), see collective::Uplink::Words; None: there is no such.")
+           "Stop a membership. (base, end, held, promised), see collective::SwitchPath::Words; None: there is no such.")
       .def("kept", &kept_packets, nb::arg("life"), nb::arg("chunks"),
            "Results as they came; None where one is not kept.")
       .def("accept", &accept_packets, nb::arg("life"), nb::arg("packets"),
@@ -608,8 +608,8 @@ void bind_engine(nb::module_& m) {
       .def(
           "fall_back",
           [](const Shard& self, std::uint64_t life, std::uint64_t end, bool promised) {
-            self.group->on_uplink(self.number,
-                                  [&](collective::Uplink& uplink) { uplink.fall_back(life, end, promised); });
+            self.group->on_switch_path(self.number,
+                                  [&](collective::SwitchPath& path) { path.fall_back(life, end, promised); });
           },
           nb::arg("life"), nb::arg("end"), nb::arg("promised"), nb::call_guard<nb::gil_scoped_release>(),
           "Go on without it. end: the lowest chunk that some rank had not begun; promised: as the first rank said.")
@@ -617,7 +617,7 @@ void bind_engine(nb::module_& m) {
           "promise",
           [](const Shard& self, std::uint64_t life) {
             bool promised = false;
-            self.group->on_uplink(self.number, [&](collective::Uplink& uplink) { promised = uplink.promise(life); });
+            self.group->on_switch_path(self.number, [&](collective::SwitchPath& path) { promised = path.promise(life); });
             return promised;
           },
           nb::arg("life"), nb::call_guard<nb::gil_scoped_release>(),

@@ -171,11 +171,11 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) 
 
 namespace {
 
-std::unique_ptr<Algorithm> in_network(const Call& call, std::span<const std::unique_ptr<Uplink>> uplinks, int position,
+std::unique_ptr<Algorithm> in_network(const Call& call, std::span<const std::unique_ptr<SwitchPath>> switch_paths, int position,
                                       int ranks) {
-  if (uplinks.size() == 1) return std::make_unique<Uplinked>(call, *uplinks[0], position, ranks);
-  return std::make_unique<Sharded>(call, uplinks.size(), [&](Call& part, std::size_t shard) {
-    return std::make_unique<Uplinked>(part, *uplinks[shard], position, ranks);
+  if (switch_paths.size() == 1) return std::make_unique<FailoverOperation>(call, *switch_paths[0], position, ranks);
+  return std::make_unique<Sharded>(call, switch_paths.size(), [&](Call& part, std::size_t shard) {
+    return std::make_unique<FailoverOperation>(part, *switch_paths[shard], position, ranks);
   });
 }
 
@@ -204,7 +204,7 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, 
     case AlgorithmId::pairwise:
       return std::make_unique<Pairwise>(call, paths.mesh, std::move(team));
     case AlgorithmId::in_network:
-      return in_network(call, paths.uplinks, team.position(), team.size());
+      return in_network(call, paths.switch_paths, team.position(), team.size());
     case AlgorithmId::split:
       return std::make_unique<Split>(call, paths, std::move(team));
     case AlgorithmId::shared_memory:

@@ -32,7 +32,7 @@ Split::Split(const Call& call, const Paths& paths, Team team)
     : call_(call),
       paths_(paths),
       team_(std::move(team)),
-      switches_(paths.uplinks.size()),
+      switches_(paths.switch_paths.size()),
       agrees_(teaches(call, *paths.shares)) {
   Shares& shares = *paths.shares;
   const bool counts = call.choice_bytes() >= kLearnBytes;
@@ -43,7 +43,7 @@ Split::Split(const Call& call, const Paths& paths, Team team)
   parts_ = std::make_unique<Sharded>(call, parts, [&](Call& part, std::size_t way) -> std::unique_ptr<Algorithm> {
     if (way < switches_) {
       part.algorithm = AlgorithmId::in_network;
-      return std::make_unique<Uplinked>(part, *paths.uplinks[way], team_.position(), team_.size());
+      return std::make_unique<FailoverOperation>(part, *paths.switch_paths[way], team_.position(), team_.size());
     }
     part.algorithm = AlgorithmId::ring;
     return make_algorithm(part, paths, team_);
@@ -53,7 +53,7 @@ Split::Split(const Call& call, const Paths& paths, Team team)
 Split::~Split() { share_path(false); }
 
 void Split::share_path(bool with_own) {
-  for (const auto& uplink : paths_.uplinks) uplink->share_path(with_own);
+  for (const auto& path : paths_.switch_paths) path->share_path(with_own);
 }
 
 Progress Split::poll(std::int64_t now_ns) {

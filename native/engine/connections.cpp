@@ -44,10 +44,10 @@ transport::Mesh& Group::mesh_of(int lane) {
   return lane == 1 ? lane_->mesh() : *spares_.at(static_cast<std::size_t>(lane) - 2);
 }
 
-void Group::on_uplink(std::size_t shard, const std::function<void(collective::Uplink&)>& errand) {
+void Group::on_switch_path(std::size_t shard, const std::function<void(collective::SwitchPath&)>& errand) {
   run_errand([&] {
-    if (shard >= uplinks_.size()) return;  // the group is over
-    errand(*uplinks_[shard]);
+    if (shard >= switch_paths_.size()) return;  // the group is over
+    errand(*switch_paths_[shard]);
     publish_traffic();
     publish_status();
   });

@@ -145,8 +145,8 @@ Group::~Group() { StatusPage::instance().close(status_); }
 void Group::publish_status() {
   StatusWrite status(status_);
   if (!status) return;
-  const auto is_down = [](const auto& uplink) { return !uplink->is_up(); };
-  status->without_switch = std::any_of(uplinks_.begin(), uplinks_.end(), is_down) ? 1 : 0;
+  const auto is_down = [](const auto& path) { return !path->is_up(); };
+  status->without_switch = std::any_of(switch_paths_.begin(), switch_paths_.end(), is_down) ? 1 : 0;
   status->transfers = static_cast<std::uint32_t>(transfers_.size());
   if (!transfers_.empty()) {
     const Operation& transfer = *transfers_.begin()->second;
@@ -187,12 +187,12 @@ void Group::go_outside(std::int64_t now) {
   if (--inside_ == 0 && status_ != nullptr) status_->inside.stop(now);
 }
 
-void Group::attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Uplink::Row> rows,
+void Group::attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::SwitchPath::Row> rows,
                    std::uint16_t table) {
   std::lock_guard lock(mutex_);
   traffic_.push_back({.life = channel->life()});
-  auto& spare = *spares_.at(uplinks_.size());
-  uplinks_.push_back(std::make_unique<collective::Uplink>(std::move(channel), spare, std::move(rows), table));
+  auto& spare = *spares_.at(switch_paths_.size());
+  switch_paths_.push_back(std::make_unique<collective::SwitchPath>(std::move(channel), spare, std::move(rows), table));
   if (StatusWrite status(status_); status) status->with_switch = 1;
 }
 
@@ -206,7 +206,7 @@ void Group::set_table(std::vector<Choice> table, std::uint16_t hash) {
 
 void Group::set_shares(collective::Shares shares) {
   std::lock_guard lock(mutex_);
-  if (shares.ways().size() != uplinks_.size() + 1) {
+  if (shares.ways().size() != switch_paths_.size() + 1) {
     throw std::invalid_argument("a rate for each switch that this group has joined");
   }
   told_shares_ = shares;
@@ -252,7 +252,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   call.between = choice.between;
   if (size() == 1) call.algorithm = collective::AlgorithmId::local;
   call.wire = static_cast<kernels::DType>(choice.wire);
-  if (call.algorithm == collective::AlgorithmId::in_network && uplinks_.empty()) {
+  if (call.algorithm == collective::AlgorithmId::in_network && switch_paths_.empty()) {
     throw std::invalid_argument("the choice table says in_network, but this group has not joined a switch");
   }
   if (call.algorithm == collective::AlgorithmId::split && shares_ == nullptr) {
@@ -482,8 +482,8 @@ bool Group::can_start(const Operation& operation) const {
   const auto in_the_way = [&](const auto& other) {
     return on_channel(*other) && (other->call_.is_quantised() || operation.call_.is_quantised());
   };
-  const auto has_room = [](const auto& uplink) { return uplink->can_start(); };
-  return std::all_of(uplinks_.begin(), uplinks_.end(), has_room) &&
+  const auto has_room = [](const auto& path) { return path->can_start(); };
+  return std::all_of(switch_paths_.begin(), switch_paths_.end(), has_room) &&
          std::none_of(active_.begin(), active_.end(), in_the_way);
 }
 
@@ -617,13 +617,13 @@ void Group::share_timeout(Failure& failure) {
 }
 
 void Group::publish_traffic() {
-  if (uplinks_.empty()) return;
+  if (switch_paths_.empty()) return;
   std::lock_guard lock(mutex_);
-  for (std::size_t shard = 0; shard < uplinks_.size(); ++shard) {
-    const collective::Channel& channel = uplinks_[shard]->channel();
+  for (std::size_t shard = 0; shard < switch_paths_.size(); ++shard) {
+    const collective::Channel& channel = switch_paths_[shard]->channel();
     const protocol::Worker& machine = channel.machine();
     Traffic& traffic = traffic_[shard];
-    traffic.life = uplinks_[shard]->is_up() ? channel.life() : 0;
+    traffic.life = switch_paths_[shard]->is_up() ? channel.life() : 0;
     traffic.packets_sent = machine.packets_sent();
     traffic.retransmissions = machine.retransmissions();
     traffic.smoothed_rtt_ns = machine.smoothed_rtt_ns();
@@ -646,7 +646,7 @@ void Group::start_next(std::int64_t now) {
   Operation& operation = *active_.back();
   operation.record_.started_ns = now;
   operation.algorithm_ =
-      collective::make_algorithm(operation.call_, {*mesh_, uplinks_, node_.get(), options_.nodes, shares_.get()});
+      collective::make_algorithm(operation.call_, {*mesh_, switch_paths_, node_.get(), options_.nodes, shares_.get()});
   if (waits_for_mesh && operation.algorithm_ != nullptr) operation.algorithm_->wait_for_mesh();
 }
 
@@ -945,7 +945,7 @@ void Engine::remove_group(const std::shared_ptr<Group>& group) {
     std::unique_lock lock(group->mutex_);
     group->driver_left_.wait(lock, [&] { return group->driver_ == Group::Driver::none && !group->has_work(); });
     // Its port on the switch goes now, not when the last who knows the group has forgotten it.
-    group->uplinks_.clear();
+    group->switch_paths_.clear();
   }
   // Held until the thread has ended: a group that is added meanwhile would take back its word to stop.
   std::lock_guard life(life_mutex_);

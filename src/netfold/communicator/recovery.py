@@ -5,7 +5,7 @@ The rank that joined first leads. All go by the other ranks' doors, so it does n
     lost      a rank tells the leader that the switch is gone, from the membership of that `life`
     freeze    the leader asks all: from here on a rank takes nothing more from the switch, and says which results it has
     recover   the leader knows what all have, and makes one plan (recovery_plan.py): each fetches what it lacks from
-              those who kept it (`kept`), and goes on by host algorithms with the rest (native/collective/uplink.hpp)
+              those who kept it (`kept`), and goes on by host algorithms with the rest (native/collective/switch_path.hpp)
     over      the leader ends the group, and says why
     way up    the leader's switch, or one above it, listens again: which switches are above each rank now
     rejoin    there is a tree of all: each joins, under a name for this attempt, and lets the membership stand by;

@@ -207,7 +207,7 @@ Action = (
 
 
 class Path(Protocol):
-    """This rank's way to the switch (native/collective/uplink.hpp)."""
+    """This rank's way to the switch (native/collective/switch_path.hpp)."""
 
     def freeze(self, life: int) -> tuple[int, int, bytes, bool] | None:
         """Stop it; base, end, held and promised. None: no such membership."""

@@ -4,7 +4,7 @@
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/collective/shares.hpp>
 #include <netfold/collective/team.hpp>
-#include <netfold/collective/uplink.hpp>
+#include <netfold/collective/switch_path.hpp>
 #include <netfold/transport/mesh.hpp>
 #include <netfold/transport/shm/shm_node.hpp>
 
@@ -20,7 +20,7 @@ void validate(const Call& call, int rank, int ranks);
 // The ways between the ranks of a group that an algorithm can take.
 struct Paths {
   transport::Mesh& mesh;
-  std::span<const std::unique_ptr<Uplink>> uplinks = {};  // to switches, if the group joined any
+  std::span<const std::unique_ptr<SwitchPath>> switch_paths = {};  // to switches, if the group joined any
   transport::SharedNode* node = nullptr;                  // memory that this rank shares with others, if it does
   std::span<const int> nodes = {};                        // the host of each rank, by a number
   Shares* shares = nullptr;                               // of the uplinks and a ring, if it is known

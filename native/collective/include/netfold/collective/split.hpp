@@ -9,7 +9,7 @@
 // the mesh. Every rank gives the rates that it saw, and the greatest count, since a rank that came late has waited
 // least; of what was left when the other way had ended the least, since that is at another moment on each rank. Shares
 // learns from them, so all ranks cut the next operation alike. Where a switch is lost its part goes round the ring as
-// well, over connections of its own (uplink.hpp), and nothing is learned.
+// well, over connections of its own (switch_path.hpp), and nothing is learned.
 #pragma once
 
 #include <netfold/collective/registry.hpp>

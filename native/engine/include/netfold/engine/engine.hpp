@@ -37,7 +37,7 @@
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/point_to_point.hpp>
 #include <netfold/collective/shares.hpp>
-#include <netfold/collective/uplink.hpp>
+#include <netfold/collective/switch_path.hpp>
 #include <netfold/engine/event.hpp>
 #include <netfold/engine/status.hpp>
 #include <netfold/transport/mesh.hpp>
@@ -153,7 +153,7 @@ class Group {
   // Before the first operation, once for each spare mesh. Operations may then run inside the network, over all that are
   // attached at once; `rows`, of a table with the hash `table`, say what takes this one's place while its switch is
   // gone.
-  void attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Uplink::Row> rows,
+  void attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::SwitchPath::Row> rows,
               std::uint16_t table);
   // Before the first operation that goes by them: another table, and what an all_reduce by `split` goes by, rates and
   // parts as of Shares. Every rank says the same between the same two operations. What led to a table is in no record.
@@ -161,8 +161,8 @@ class Group {
   void set_shares(collective::Shares shares);
   // As of the last operation; nullopt where there are none.
   std::optional<collective::Shares> shares() const;
-  // From any thread, what recovery asks of an uplink (collective/uplink.hpp), by the order of attaching.
-  void on_uplink(std::size_t shard, const std::function<void(collective::Uplink&)>& errand);
+  // From any thread, what recovery asks of a switch path (collective/switch_path.hpp), by the order of attaching.
+  void on_switch_path(std::size_t shard, const std::function<void(collective::SwitchPath&)>& errand);
 
   // Before the first operation. The ranks of this rank's host share this memory.
   void share(std::unique_ptr<transport::SharedNode> node);
@@ -317,7 +317,7 @@ class Group {
   std::unique_ptr<collective::PointToPoint> lane_;
   std::vector<std::unique_ptr<transport::Mesh>> spares_;
   const bool needs_driving_;  // its meshes, for what was sent
-  std::vector<std::unique_ptr<collective::Uplink>> uplinks_;
+  std::vector<std::unique_ptr<collective::SwitchPath>> switch_paths_;
   std::unique_ptr<transport::SharedNode> node_;
   std::unique_ptr<collective::Shares> shares_;
 

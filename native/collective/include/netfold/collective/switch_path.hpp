@@ -1,6 +1,6 @@
 // A group's way to add in the network, and what takes its place while there is no switch.
 //
-// An Uplink has a Channel or, when its switch is lost, connections of its own between the same ranks (`spare`), over
+// An SwitchPath has a Channel or, when its switch is lost, connections of its own between the same ranks (`spare`), over
 // which host algorithms run. Operations meant for the switch stay in a line of their own either way, so they and those
 // over the mesh overlap as ever, and no rank's order of calls on a connection depends on when it heard of a loss.
 //
@@ -14,7 +14,7 @@
 // word: the life of the membership that it goes by, or 0. So no two ranks can differ about it. What each rank must know
 // before it may fall back, and why that is the same everywhere: netfold/communicator/recovery.py.
 //
-// Every decision of this is the state machine Failover (failover.hpp), which has no socket and no payload; an Uplink
+// Every decision of this is the state machine Failover (failover.hpp), which has no socket and no payload; an SwitchPath
 // carries out what it decides.
 #pragma once
 
@@ -28,9 +28,9 @@
 
 namespace netfold::collective {
 
-class Uplinked;
+class FailoverOperation;
 
-class Uplink {
+class SwitchPath {
  public:
   // Of the table that holds while there is no switch: from `min_bytes` on, by `algorithm`. Ascending; the first at 0.
   struct Row {
@@ -39,7 +39,7 @@ class Uplink {
     AlgorithmId algorithm = AlgorithmId::direct;
   };
   // Borrows the mesh. `table`: the hash of the rows.
-  Uplink(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows, std::uint16_t table);
+  SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows, std::uint16_t table);
 
   bool can_start() const;
   const Channel& channel() const { return *channel_; }
@@ -70,7 +70,7 @@ class Uplink {
   bool promise(std::uint64_t life) { return failover_.promise(life); }
 
  private:
-  friend class Uplinked;
+  friend class FailoverOperation;
 
   AlgorithmId choose(Kind kind, std::size_t bytes) const;
 
@@ -82,15 +82,15 @@ class Uplink {
   std::vector<Row> rows_;
   std::uint16_t table_;
   Team team_;
-  std::vector<Uplinked*> line_;  // in order of start
+  std::vector<FailoverOperation*> line_;  // in order of start
 };
 
 // One operation of the line.
-class Uplinked final : public Algorithm {
+class FailoverOperation final : public Algorithm {
  public:
   // Precondition: uplink.can_start(). Borrows both. `position` of `ranks`: as in the call's root and buffers.
-  Uplinked(const Call& call, Uplink& uplink, int position, int ranks);
-  ~Uplinked() override;
+  FailoverOperation(const Call& call, SwitchPath& path, int position, int ranks);
+  ~FailoverOperation() override;
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;
@@ -100,10 +100,10 @@ class Uplinked final : public Algorithm {
   }
 
  private:
-  friend class Uplink;
+  friend class SwitchPath;
   using Way = Failover::Way;
 
-  Way way() const { return uplink_.failover_.way(number_); }
+  Way way() const { return path_.failover_.way(number_); }
   void enter_channel();
   void leave_channel();
   void say_word();
@@ -118,7 +118,7 @@ class Uplinked final : public Algorithm {
   void take_counts(const Algorithm& of);
 
   const Call& call_;
-  Uplink& uplink_;
+  SwitchPath& path_;
   const int position_;
   const int ranks_;
   const Segments segments_;

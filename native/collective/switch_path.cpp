@@ -1,6 +1,6 @@
 #include <netfold/collective/direct.hpp>
 #include <netfold/collective/registry.hpp>
-#include <netfold/collective/uplink.hpp>
+#include <netfold/collective/switch_path.hpp>
 
 #include <algorithm>
 #include <cstring>
@@ -16,7 +16,7 @@ constexpr std::size_t kGatherElements = 4096;
 
 }  // namespace
 
-Uplink::Uplink(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows, std::uint16_t table)
+SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows, std::uint16_t table)
     : failover_(channel->life()),
       channel_(std::move(channel)),
       spare_(spare),
@@ -24,9 +24,9 @@ Uplink::Uplink(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::ve
       table_(table),
       team_(channel_->ranks(), spare.rank()) {}
 
-bool Uplink::can_start() const { return line_.size() < Channel::kMaxOperations && (!is_up() || channel_->can_start()); }
+bool SwitchPath::can_start() const { return line_.size() < Channel::kMaxOperations && (!is_up() || channel_->can_start()); }
 
-std::optional<Uplink::Words> Uplink::freeze(std::uint64_t life) {
+std::optional<SwitchPath::Words> SwitchPath::freeze(std::uint64_t life) {
   const auto [which, promised] = failover_.freeze(life);
   if (which == Failover::Which::none) return std::nullopt;
   Channel& frozen = which == Failover::Which::current ? *channel_ : *next_;
@@ -34,7 +34,7 @@ std::optional<Uplink::Words> Uplink::freeze(std::uint64_t life) {
   return Words{.of_channel = frozen.words(), .promised = promised};
 }
 
-std::optional<std::vector<std::vector<std::byte>>> Uplink::kept(std::uint64_t life,
+std::optional<std::vector<std::vector<std::byte>>> SwitchPath::kept(std::uint64_t life,
                                                                 const std::vector<std::uint64_t>& chunks) const {
   if (!failover_.gives_kept(life)) return std::nullopt;
   std::vector<std::vector<std::byte>> packets;
@@ -46,25 +46,25 @@ std::optional<std::vector<std::vector<std::byte>>> Uplink::kept(std::uint64_t li
   return packets;
 }
 
-bool Uplink::accept(std::uint64_t life, const std::vector<std::span<const std::byte>>& packets, std::int64_t now_ns) {
+bool SwitchPath::accept(std::uint64_t life, const std::vector<std::span<const std::byte>>& packets, std::int64_t now_ns) {
   if (!failover_.takes_kept(life)) return false;
   return std::all_of(packets.begin(), packets.end(),
                      [&](const auto& packet) { return channel_->accept_kept(packet, now_ns); });
 }
 
-void Uplink::fall_back(std::uint64_t life, std::uint64_t end, bool promised) {
+void SwitchPath::fall_back(std::uint64_t life, std::uint64_t end, bool promised) {
   const Failover::Which which = failover_.fall_back(life, end, promised);
   if (which == Failover::Which::standing) next_.reset();
   if (which != Failover::Which::current) return;
-  for (Uplinked* operation : line_) operation->leave_channel();
+  for (FailoverOperation* operation : line_) operation->leave_channel();
 }
 
-void Uplink::stand_by(std::unique_ptr<Channel> channel) {
+void SwitchPath::stand_by(std::unique_ptr<Channel> channel) {
   next_ = std::move(channel);
   failover_.stand_by(next_->life());
 }
 
-AlgorithmId Uplink::choose(Kind kind, std::size_t bytes) const {
+AlgorithmId SwitchPath::choose(Kind kind, std::size_t bytes) const {
   AlgorithmId chosen = AlgorithmId::direct;
   for (const Row& row : rows_) {
     if (row.kind == kind && row.min_bytes <= bytes) chosen = row.algorithm;
@@ -72,36 +72,36 @@ AlgorithmId Uplink::choose(Kind kind, std::size_t bytes) const {
   return chosen;
 }
 
-Uplinked::Uplinked(const Call& call, Uplink& uplink, int position, int ranks)
-    : call_(call), uplink_(uplink), position_(position), ranks_(ranks), segments_(call, position, ranks) {
+FailoverOperation::FailoverOperation(const Call& call, SwitchPath& path, int position, int ranks)
+    : call_(call), path_(path), position_(position), ranks_(ranks), segments_(call, position, ranks) {
   if (segments_.elements() == 0) return;  // in no line: there is nothing to do
-  number_ = uplink_.started_++;
-  uplink_.line_.reserve(uplink_.line_.size() + 1);
-  const Way begins = uplink_.failover_.start(number_);
+  number_ = path_.started_++;
+  path_.line_.reserve(path_.line_.size() + 1);
+  const Way begins = path_.failover_.start(number_);
   try {
     if (begins == Way::channel) enter_channel();
   } catch (...) {  // want of memory
-    uplink_.failover_.finish(number_);
+    path_.failover_.finish(number_);
     throw;
   }
-  uplink_.line_.push_back(this);
+  path_.line_.push_back(this);
 }
 
-Uplinked::~Uplinked() {
+FailoverOperation::~FailoverOperation() {
   if (segments_.elements() == 0) return;
-  std::erase(uplink_.line_, this);
-  uplink_.failover_.finish(number_);
+  std::erase(path_.line_, this);
+  path_.failover_.finish(number_);
 }
 
-void Uplinked::enter_channel() {
-  in_network_ = std::make_unique<InNetwork>(call_, *uplink_.channel_, segments_);
-  uplink_.failover_.entered(number_, uplink_.channel_->first_chunk(in_network_->token()));
+void FailoverOperation::enter_channel() {
+  in_network_ = std::make_unique<InNetwork>(call_, *path_.channel_, segments_);
+  path_.failover_.entered(number_, path_.channel_->first_chunk(in_network_->token()));
 }
 
-void Uplinked::leave_channel() {
+void FailoverOperation::leave_channel() {
   if (in_network_ == nullptr) return;
   if (way() == Way::host) {
-    rest_ = uplink_.channel_->missing(in_network_->token());
+    rest_ = path_.channel_->missing(in_network_->token());
     staging_.resize(kGatherElements * kernels::element_bytes(segments_.wire()));
     zeros_.resize(staging_.size());
   }
@@ -111,54 +111,54 @@ void Uplinked::leave_channel() {
   in_network_.reset();
 }
 
-void Uplinked::take_counts(const Algorithm& of) {
+void FailoverOperation::take_counts(const Algorithm& of) {
   wire_bytes_ = wire_bytes_before_ + of.wire_bytes();
   retransmissions_ = retransmissions_before_ + of.retransmissions();
   if (of.slowest_rank() >= 0) slowest_rank_ = of.slowest_rank();
 }
 
-void Uplinked::say_word() {
-  word_ = uplink_.team_.position() == 0 ? uplink_.failover_.word() : 0;
+void FailoverOperation::say_word() {
+  word_ = path_.team_.position() == 0 ? path_.failover_.word() : 0;
   step_call_ = Call{.kind = Kind::broadcast,
                     .algorithm = AlgorithmId::direct,
-                    .table = uplink_.table_,
+                    .table = path_.table_,
                     .sequence = call_.sequence,
                     .step_of = call_.step(),
                     .outputs = {{reinterpret_cast<std::byte*>(&word_), sizeof word_}}};
-  step_ = make_algorithm(step_call_, {.mesh = uplink_.spare_}, uplink_.team_);
+  step_ = make_algorithm(step_call_, {.mesh = path_.spare_}, path_.team_);
 }
 
-bool Uplinked::follow_word() {
-  switch (uplink_.failover_.follow(number_, word_)) {
+bool FailoverOperation::follow_word() {
+  switch (path_.failover_.follow(number_, word_)) {
     case Failover::Followed::whole:
       is_whole_ = true;
       return true;
     case Failover::Followed::again:
       return true;
     case Failover::Followed::adopted:
-      uplink_.channel_ = std::move(uplink_.next_);
-      for (Uplinked* operation : uplink_.line_) {
+      path_.channel_ = std::move(path_.next_);
+      for (FailoverOperation* operation : path_.line_) {
         if (operation->way() == Way::channel) operation->enter_channel();
       }
       return true;
     case Failover::Followed::unknown:
       break;
   }
-  failure_ = {Failure::Kind::system, uplink_.team_.rank(0),
-              "rank " + std::to_string(uplink_.team_.rank(0)) +
+  failure_ = {Failure::Kind::system, path_.team_.rank(0),
+              "rank " + std::to_string(path_.team_.rank(0)) +
                   " goes on by a membership of the switch that this rank has not joined"};
   return false;
 }
 
-void Uplinked::run(AlgorithmId algorithm) {
+void FailoverOperation::run(AlgorithmId algorithm) {
   step_call_.algorithm = instead_ = algorithm;
   step_call_.between = AlgorithmId::local;
   step_call_.average = false;
-  step_call_.table = uplink_.table_;
-  step_ = make_algorithm(step_call_, {.mesh = uplink_.spare_}, uplink_.team_);
+  step_call_.table = path_.table_;
+  step_ = make_algorithm(step_call_, {.mesh = path_.spare_}, path_.team_);
 }
 
-void Uplinked::put_back() {
+void FailoverOperation::put_back() {
   const std::byte* values = scratch_.data();
   for (const Range& range : part_) {
     segments_.deliver(range.first, range.count, values);
@@ -167,11 +167,11 @@ void Uplinked::put_back() {
   part_.clear();
 }
 
-bool Uplinked::start_next_part() {
+bool FailoverOperation::start_next_part() {
   if (is_whole_) {
     if (std::exchange(is_done_, true)) return false;
     step_call_ = call_;
-    run(uplink_.choose(call_.kind, call_.choice_bytes()));
+    run(path_.choose(call_.kind, call_.choice_bytes()));
     return true;
   }
   put_back();
@@ -202,16 +202,16 @@ bool Uplinked::start_next_part() {
                     .sequence = call_.sequence,
                     .step_of = call_.step(),
                     .outputs = {values}};
-  run(uplink_.choose(Kind::all_reduce, values.bytes));
+  run(path_.choose(Kind::all_reduce, values.bytes));
   return true;
 }
 
-void Uplinked::finish() {
+void FailoverOperation::finish() {
   const bool has_result = call_.kind != Kind::reduce || position_ == call_.root;
   if (call_.average && has_result) divide(call_.dtype, call_.outputs[0], ranks_);
 }
 
-Progress Uplinked::poll(std::int64_t now_ns) {
+Progress FailoverOperation::poll(std::int64_t now_ns) {
   if (segments_.elements() == 0) return Progress::done;
   bool moved = false;
   for (;;) {
@@ -223,7 +223,7 @@ Progress Uplinked::poll(std::int64_t now_ns) {
       return progress == Progress::idle && moved ? Progress::moved : progress;
     }
     if (step_ == nullptr) {
-      if (uplink_.failover_.turn() != number_) return moved ? Progress::moved : Progress::idle;
+      if (path_.failover_.turn() != number_) return moved ? Progress::moved : Progress::idle;
       if (way() == Way::word) {
         say_word();
       } else if (!start_next_part()) {
@@ -243,11 +243,11 @@ Progress Uplinked::poll(std::int64_t now_ns) {
   }
 }
 
-void Uplinked::wait_for(WaitSet& set) const {
+void FailoverOperation::wait_for(WaitSet& set) const {
   if (step_ != nullptr) return step_->wait_for(set);
   if (in_network_ != nullptr) in_network_->wait_for(set);
 }
 
-std::vector<int> Uplinked::awaited() const { return step_ != nullptr ? step_->awaited() : std::vector<int>{}; }
+std::vector<int> FailoverOperation::awaited() const { return step_ != nullptr ? step_->awaited() : std::vector<int>{}; }
 
 }  // namespace netfold::collective
