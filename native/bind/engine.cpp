@@ -182,16 +182,16 @@ nb::bytes as_bytes(const std::vector<std::byte>& bytes) {
   return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }
 
-// (base, end, held, promised), see collective::Channel::words; None: no such membership.
+// (base, end, held, promised), see collective::Channel::receive_state; None: no such membership.
 nb::object freeze_life(const Shard& shard, std::uint64_t life) {
-  std::optional<collective::SwitchPath::Words> words;
+  std::optional<collective::SwitchPath::FrozenState> state;
   {
     nb::gil_scoped_release release;
-    shard.group->on_switch_path(shard.number, [&](collective::SwitchPath& path) { words = path.freeze(life); });
+    shard.group->on_switch_path(shard.number, [&](collective::SwitchPath& path) { state = path.freeze(life); });
   }
-  if (!words) return nb::none();
-  const auto& said = words->of_channel;
-  return nb::make_tuple(said.base, said.end, as_bytes(said.held), words->promised);
+  if (!state) return nb::none();
+  const auto& received = state->channel;
+  return nb::make_tuple(received.base, received.end, as_bytes(received.held), state->promised);
 }
 
 nb::object kept_packets(const Shard& shard, std::uint64_t life, const std::vector<std::uint64_t>& chunks) {
@@ -600,7 +600,7 @@ void bind_engine(nb::module_& m) {
           nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(),
           nb::arg("encrypts") = false, "A membership to go on by, once the first of `ranks` says so (promise).")
       .def("freeze", &freeze_life, nb::arg("life"),
-           "Stop a membership. (base, end, held, promised), see collective::SwitchPath::Words; None: there is no such.")
+           "Stop a membership. (base, end, held, promised), see collective::SwitchPath::FrozenState; None: there is no such.")
       .def("kept", &kept_packets, nb::arg("life"), nb::arg("chunks"),
            "Results as they came; None where one is not kept.")
       .def("accept", &accept_packets, nb::arg("life"), nb::arg("packets"),

@@ -23,8 +23,8 @@ void bind_failover(nb::module_& m) {
             return nb::make_tuple(static_cast<int>(frozen.which), frozen.promised);
           },
           nb::arg("life"), "Which membership it was (0 none, 1 current, 2 standing), and whether it was promised.")
-      .def("takes_kept", &Failover::takes_kept, nb::arg("life"))
-      .def("gives_kept", &Failover::gives_kept, nb::arg("life"))
+      .def("accepts_results", &Failover::accepts_results, nb::arg("life"))
+      .def("offers_results", &Failover::offers_results, nb::arg("life"))
       .def(
           "fall_back",
           [](Failover& self, std::uint64_t life, std::uint64_t end, bool promised) {
@@ -33,22 +33,22 @@ void bind_failover(nb::module_& m) {
           nb::arg("life"), nb::arg("end"), nb::arg("promised"))
       .def("stand_by", &Failover::stand_by, nb::arg("life"))
       .def("promise", &Failover::promise, nb::arg("life"))
-      .def("word", &Failover::word)
+      .def("announced", &Failover::announce)
       .def(
           "start", [](Failover& self, std::uint64_t number) { return static_cast<int>(self.start(number)); },
-          nb::arg("number"), "Its way: 0 channel, 1 word, 2 host.")
+          nb::arg("number"), "Its mode: 0 channel, 1 undecided, 2 host.")
       .def("entered", &Failover::entered, nb::arg("number"), nb::arg("first_chunk"))
       .def("finish", &Failover::finish, nb::arg("number"))
       .def(
-          "way", [](const Failover& self, std::uint64_t number) { return static_cast<int>(self.way(number)); },
+          "mode", [](const Failover& self, std::uint64_t number) { return static_cast<int>(self.mode(number)); },
           nb::arg("number"))
-      .def("turn", &Failover::turn)
+      .def("host_operation", &Failover::host_operation)
       .def(
           "follow",
-          [](Failover& self, std::uint64_t number, std::uint64_t word) {
-            return static_cast<int>(self.follow(number, word));
+          [](Failover& self, std::uint64_t number, std::uint64_t announced) {
+            return static_cast<int>(self.follow(number, announced));
           },
-          nb::arg("number"), nb::arg("word"), "0 whole, 1 again, 2 adopted, 3 unknown.")
+          nb::arg("number"), nb::arg("announced"), "0 whole, 1 again, 2 adopted, 3 unknown.")
       .def("canonical", [](const Failover& self) {
         std::vector<std::byte> bytes;
         self.append_canonical(bytes);

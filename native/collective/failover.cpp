@@ -12,20 +12,20 @@ Failover::Frozen Failover::freeze(std::uint64_t life) {
   }
   if (!stands(life)) return {};
   standing_.frozen = true;
-  return {Which::standing, said_ == life};
+  return {Which::standing, announced_ == life};
 }
 
 Failover::Which Failover::fall_back(std::uint64_t life, std::uint64_t end, bool promised) {
   if (current_.life == life) {
     if (down_) return Which::none;
     down_ = true;
-    for (Operation& operation : line_) {
-      if (operation.way == Way::channel) operation.way = operation.first_chunk < end ? Way::host : Way::word;
+    for (Operation& operation : operations_) {
+      if (operation.mode == Mode::channel) operation.mode = operation.first_chunk < end ? Mode::host : Mode::undecided;
       operation.first_chunk = 0;
     }
     return Which::current;
   }
-  if (promised) gone_.push_back(life);
+  if (promised) lost_.push_back(life);
   if (!stands(life)) return Which::none;
   standing_ = {};
   return Which::standing;
@@ -37,56 +37,56 @@ bool Failover::promise(std::uint64_t life) {
   return true;
 }
 
-std::uint64_t Failover::word() {
+std::uint64_t Failover::announce() {
   if (!stands(promised_) || standing_.frozen) return 0;
-  return said_ = promised_;
+  return announced_ = promised_;
 }
 
-Failover::Way Failover::start(std::uint64_t number) {
-  line_.push_back({.number = number, .way = is_up() ? Way::channel : Way::word});
-  return line_.back().way;
+Failover::Mode Failover::start(std::uint64_t number) {
+  operations_.push_back({.number = number, .mode = is_up() ? Mode::channel : Mode::undecided});
+  return operations_.back().mode;
 }
 
 void Failover::entered(std::uint64_t number, std::uint64_t first_chunk) { at(number).first_chunk = first_chunk; }
 
 void Failover::finish(std::uint64_t number) {
-  std::erase_if(line_, [&](const Operation& operation) { return operation.number == number; });
+  std::erase_if(operations_, [&](const Operation& operation) { return operation.number == number; });
 }
 
-Failover::Way Failover::way(std::uint64_t number) const { return const_cast<Failover*>(this)->at(number).way; }
+Failover::Mode Failover::mode(std::uint64_t number) const { return const_cast<Failover*>(this)->at(number).mode; }
 
-std::optional<std::uint64_t> Failover::turn() const {
+std::optional<std::uint64_t> Failover::host_operation() const {
   if (!down_) return std::nullopt;
-  const auto waits = [](const Operation& operation) { return operation.way != Way::channel; };
-  const auto first = std::ranges::find_if(line_, waits);
-  if (first == line_.end()) return std::nullopt;
+  const auto waits = [](const Operation& operation) { return operation.mode != Mode::channel; };
+  const auto first = std::ranges::find_if(operations_, waits);
+  if (first == operations_.end()) return std::nullopt;
   return first->number;
 }
 
-Failover::Followed Failover::follow(std::uint64_t number, std::uint64_t word) {
-  if (word == 0) {
-    at(number).way = Way::host;
+Failover::Followed Failover::follow(std::uint64_t number, std::uint64_t announced) {
+  if (announced == 0) {
+    at(number).mode = Mode::host;
     return Followed::whole;
   }
-  const auto gone = std::ranges::find(gone_, word);
-  if (gone != gone_.end()) {
-    gone_.erase(gone);
+  const auto gone = std::ranges::find(lost_, announced);
+  if (gone != lost_.end()) {
+    lost_.erase(gone);
     return Followed::again;
   }
-  if (!stands(word)) return Followed::unknown;
+  if (!stands(announced)) return Followed::unknown;
   current_ = standing_;
   standing_ = {};
   down_ = false;
   if (current_.frozen) return Followed::adopted;
-  for (Operation& operation : line_) {
-    if (operation.way == Way::word) operation.way = Way::channel;
+  for (Operation& operation : operations_) {
+    if (operation.mode == Mode::undecided) operation.mode = Mode::channel;
   }
   return Followed::adopted;
 }
 
 Failover::Operation& Failover::at(std::uint64_t number) {
-  const auto found = std::ranges::find(line_, number, &Operation::number);
-  if (found == line_.end()) std::abort();  // the caller's mistake
+  const auto found = std::ranges::find(operations_, number, &Operation::number);
+  if (found == operations_.end()) std::abort();  // the caller's mistake
   return *found;
 }
 
@@ -100,12 +100,12 @@ void Failover::append_canonical(std::vector<std::byte>& out) const {
   }
   append(down_);
   append(promised_);
-  append(said_);
-  append(gone_.size());
-  for (const std::uint64_t life : gone_) append(life);
-  for (const Operation& operation : line_) {
+  append(announced_);
+  append(lost_.size());
+  for (const std::uint64_t life : lost_) append(life);
+  for (const Operation& operation : operations_) {
     append(operation.number);
-    append(static_cast<std::uint64_t>(operation.way));
+    append(static_cast<std::uint64_t>(operation.mode));
     append(operation.first_chunk);
   }
 }

@@ -186,14 +186,14 @@ std::span<const std::byte> Channel::kept(std::uint64_t chunk) const {
   return packet;
 }
 
-Channel::Words Channel::words() const {
+Channel::ReceiveState Channel::receive_state() const {
   const std::uint32_t window = machine_.config().window;
-  Words words{.base = machine_.oldest_outstanding(), .end = machine_.next_operation_chunk(), .held = {}};
-  words.held.resize((window + 7) / 8);
+  ReceiveState state{.base = machine_.oldest_outstanding(), .end = machine_.next_operation_chunk(), .held = {}};
+  state.held.resize((window + 7) / 8);
   for (std::uint32_t i = 0; i < window; ++i) {
-    if (machine_.has_result(words.base + i)) words.held[i / 8] |= std::byte{1} << (i % 8);
+    if (machine_.has_result(state.base + i)) state.held[i / 8] |= std::byte{1} << (i % 8);
   }
-  return words;
+  return state;
 }
 
 std::vector<Range> Channel::missing(int token) const {

@@ -24,19 +24,19 @@ SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare,
       table_(table),
       team_(channel_->ranks(), spare.rank()) {}
 
-bool SwitchPath::can_start() const { return line_.size() < Channel::kMaxOperations && (!is_up() || channel_->can_start()); }
+bool SwitchPath::can_start() const { return operations_.size() < Channel::kMaxOperations && (!is_up() || channel_->can_start()); }
 
-std::optional<SwitchPath::Words> SwitchPath::freeze(std::uint64_t life) {
+std::optional<SwitchPath::FrozenState> SwitchPath::freeze(std::uint64_t life) {
   const auto [which, promised] = failover_.freeze(life);
   if (which == Failover::Which::none) return std::nullopt;
   Channel& frozen = which == Failover::Which::current ? *channel_ : *next_;
   frozen.freeze();
-  return Words{.of_channel = frozen.words(), .promised = promised};
+  return FrozenState{.channel = frozen.receive_state(), .promised = promised};
 }
 
 std::optional<std::vector<std::vector<std::byte>>> SwitchPath::kept(std::uint64_t life,
                                                                 const std::vector<std::uint64_t>& chunks) const {
-  if (!failover_.gives_kept(life)) return std::nullopt;
+  if (!failover_.offers_results(life)) return std::nullopt;
   std::vector<std::vector<std::byte>> packets;
   for (const std::uint64_t chunk : chunks) {
     const auto packet = channel_->kept(chunk);
@@ -47,7 +47,7 @@ std::optional<std::vector<std::vector<std::byte>>> SwitchPath::kept(std::uint64_
 }
 
 bool SwitchPath::accept(std::uint64_t life, const std::vector<std::span<const std::byte>>& packets, std::int64_t now_ns) {
-  if (!failover_.takes_kept(life)) return false;
+  if (!failover_.accepts_results(life)) return false;
   return std::all_of(packets.begin(), packets.end(),
                      [&](const auto& packet) { return channel_->accept_kept(packet, now_ns); });
 }
@@ -56,7 +56,7 @@ void SwitchPath::fall_back(std::uint64_t life, std::uint64_t end, bool promised)
   const Failover::Which which = failover_.fall_back(life, end, promised);
   if (which == Failover::Which::standing) next_.reset();
   if (which != Failover::Which::current) return;
-  for (FailoverOperation* operation : line_) operation->leave_channel();
+  for (FailoverOperation* operation : operations_) operation->leave_channel();
 }
 
 void SwitchPath::stand_by(std::unique_ptr<Channel> channel) {
@@ -76,20 +76,20 @@ FailoverOperation::FailoverOperation(const Call& call, SwitchPath& path, int pos
     : call_(call), path_(path), position_(position), ranks_(ranks), segments_(call, position, ranks) {
   if (segments_.elements() == 0) return;  // in no line: there is nothing to do
   number_ = path_.started_++;
-  path_.line_.reserve(path_.line_.size() + 1);
-  const Way begins = path_.failover_.start(number_);
+  path_.operations_.reserve(path_.operations_.size() + 1);
+  const Mode begins = path_.failover_.start(number_);
   try {
-    if (begins == Way::channel) enter_channel();
+    if (begins == Mode::channel) enter_channel();
   } catch (...) {  // want of memory
     path_.failover_.finish(number_);
     throw;
   }
-  path_.line_.push_back(this);
+  path_.operations_.push_back(this);
 }
 
 FailoverOperation::~FailoverOperation() {
   if (segments_.elements() == 0) return;
-  std::erase(path_.line_, this);
+  std::erase(path_.operations_, this);
   path_.failover_.finish(number_);
 }
 
@@ -100,7 +100,7 @@ void FailoverOperation::enter_channel() {
 
 void FailoverOperation::leave_channel() {
   if (in_network_ == nullptr) return;
-  if (way() == Way::host) {
+  if (mode() == Mode::host) {
     rest_ = path_.channel_->missing(in_network_->token());
     staging_.resize(kGatherElements * kernels::element_bytes(segments_.wire()));
     zeros_.resize(staging_.size());
@@ -117,19 +117,19 @@ void FailoverOperation::take_counts(const Algorithm& of) {
   if (of.slowest_rank() >= 0) slowest_rank_ = of.slowest_rank();
 }
 
-void FailoverOperation::say_word() {
-  word_ = path_.team_.position() == 0 ? path_.failover_.word() : 0;
+void FailoverOperation::send_announcement() {
+  announced_ = path_.team_.position() == 0 ? path_.failover_.announce() : 0;
   step_call_ = Call{.kind = Kind::broadcast,
                     .algorithm = AlgorithmId::direct,
                     .table = path_.table_,
                     .sequence = call_.sequence,
                     .step_of = call_.step(),
-                    .outputs = {{reinterpret_cast<std::byte*>(&word_), sizeof word_}}};
+                    .outputs = {{reinterpret_cast<std::byte*>(&announced_), sizeof announced_}}};
   step_ = make_algorithm(step_call_, {.mesh = path_.spare_}, path_.team_);
 }
 
-bool FailoverOperation::follow_word() {
-  switch (path_.failover_.follow(number_, word_)) {
+bool FailoverOperation::apply_announcement() {
+  switch (path_.failover_.follow(number_, announced_)) {
     case Failover::Followed::whole:
       is_whole_ = true;
       return true;
@@ -137,8 +137,8 @@ bool FailoverOperation::follow_word() {
       return true;
     case Failover::Followed::adopted:
       path_.channel_ = std::move(path_.next_);
-      for (FailoverOperation* operation : path_.line_) {
-        if (operation->way() == Way::channel) operation->enter_channel();
+      for (FailoverOperation* operation : path_.operations_) {
+        if (operation->mode() == Mode::channel) operation->enter_channel();
       }
       return true;
     case Failover::Followed::unknown:
@@ -215,7 +215,7 @@ Progress FailoverOperation::poll(std::int64_t now_ns) {
   if (segments_.elements() == 0) return Progress::done;
   bool moved = false;
   for (;;) {
-    if (way() == Way::channel) {
+    if (mode() == Mode::channel) {
       const Progress progress = in_network_->poll(now_ns);
       take_counts(*in_network_);
       if (progress == Progress::failed) return fail(in_network_->failure());
@@ -223,9 +223,9 @@ Progress FailoverOperation::poll(std::int64_t now_ns) {
       return progress == Progress::idle && moved ? Progress::moved : progress;
     }
     if (step_ == nullptr) {
-      if (path_.failover_.turn() != number_) return moved ? Progress::moved : Progress::idle;
-      if (way() == Way::word) {
-        say_word();
+      if (path_.failover_.host_operation() != number_) return moved ? Progress::moved : Progress::idle;
+      if (mode() == Mode::undecided) {
+        send_announcement();
       } else if (!start_next_part()) {
         finish();
         return Progress::done;
@@ -239,7 +239,7 @@ Progress FailoverOperation::poll(std::int64_t now_ns) {
     wire_bytes_before_ = wire_bytes_;
     retransmissions_before_ = retransmissions_;
     step_.reset();
-    if (way() == Way::word && !follow_word()) return Progress::failed;
+    if (mode() == Mode::undecided && !apply_announcement()) return Progress::failed;
   }
 }
 

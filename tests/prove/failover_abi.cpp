@@ -21,24 +21,24 @@ int failover_freeze(void* self, u64 life) {
   const Failover::Frozen frozen = of(self).freeze(life);
   return static_cast<int>(frozen.which) | (frozen.promised ? 4 : 0);
 }
-int failover_takes_kept(void* self, u64 life) { return of(self).takes_kept(life); }
-int failover_gives_kept(void* self, u64 life) { return of(self).gives_kept(life); }
+int failover_accepts_results(void* self, u64 life) { return of(self).accepts_results(life); }
+int failover_offers_results(void* self, u64 life) { return of(self).offers_results(life); }
 int failover_fall_back(void* self, u64 life, u64 end, int promised) {
   return static_cast<int>(of(self).fall_back(life, end, promised != 0));
 }
 void failover_stand_by(void* self, u64 life) { of(self).stand_by(life); }
 int failover_promise(void* self, u64 life) { return of(self).promise(life); }
-u64 failover_word(void* self) { return of(self).word(); }
+u64 failover_announce(void* self) { return of(self).announce(); }
 int failover_start(void* self, u64 number) { return static_cast<int>(of(self).start(number)); }
 void failover_entered(void* self, u64 number, u64 first_chunk) { of(self).entered(number, first_chunk); }
 void failover_finish(void* self, u64 number) { of(self).finish(number); }
-int failover_way(void* self, u64 number) { return static_cast<int>(of(self).way(number)); }
+int failover_mode(void* self, u64 number) { return static_cast<int>(of(self).mode(number)); }
 // The operation's number; -1 for none.
-std::int64_t failover_turn(void* self) {
-  const auto turn = of(self).turn();
-  return turn ? static_cast<std::int64_t>(*turn) : -1;
+std::int64_t failover_host_operation(void* self) {
+  const auto number = of(self).host_operation();
+  return number ? static_cast<std::int64_t>(*number) : -1;
 }
-int failover_follow(void* self, u64 number, u64 word) { return static_cast<int>(of(self).follow(number, word)); }
+int failover_follow(void* self, u64 number, u64 announced) { return static_cast<int>(of(self).follow(number, announced)); }
 // The bytes' number; written as far as there is room.
 u64 failover_canonical(void* self, unsigned char* out, u64 room) {
   std::vector<std::byte> bytes;

@@ -129,7 +129,7 @@ MUTANTS = {
     # --- by which way operations go ---
     "frozen-goes-on": Mutant(ONE, LEAVES, ((FAILOVER, "    current_.frozen = true;\n", ""),)),
     "begun-starts-anew": Mutant(
-        ONE, USED, ((FAILOVER, "operation.first_chunk < end ? Way::host : Way::word", "Way::word"),)
+        ONE, USED, ((FAILOVER, "operation.first_chunk < end ? Mode::host : Mode::undecided", "Mode::undecided"),)
     ),
     "standing-is-not-frozen": Mutant(BACK, UNKNOWN, ((FAILOVER, "  standing_.frozen = true;\n", ""),)),
     "frozen-is-announced": Mutant(
@@ -137,7 +137,7 @@ MUTANTS = {
         UNKNOWN,
         ((FAILOVER, "if (!stands(promised_) || standing_.frozen) return 0;", "if (!stands(promised_)) return 0;"),),
     ),
-    "gone-is-forgotten": Mutant(BACK, UNKNOWN, ((FAILOVER, "  if (promised) gone_.push_back(life);\n", ""),)),
+    "gone-is-forgotten": Mutant(BACK, UNKNOWN, ((FAILOVER, "  if (promised) lost_.push_back(life);\n", ""),)),
     "steps-before-the-plan": Mutant(
         RecoveryScope(operations="1,1"), MEETS, ((FAILOVER, "  if (!down_) return std::nullopt;\n", ""),)
     ),
@@ -168,9 +168,9 @@ def _failover(library: ctypes.CDLL) -> Any:
     """A class like netfold._native.failover.Failover, over a library of failover_abi.cpp."""
     for name in ("new", "copy"):
         getattr(library, f"failover_{name}").restype = ctypes.c_void_p
-    for name in ("life", "word", "canonical"):
+    for name in ("life", "announce", "canonical"):
         getattr(library, f"failover_{name}").restype = ctypes.c_uint64
-    library.failover_turn.restype = ctypes.c_int64
+    library.failover_host_operation.restype = ctypes.c_int64
 
     class Failover:
         def __init__(self, life: int, copied: Any = None) -> None:
@@ -198,8 +198,8 @@ def _failover(library: ctypes.CDLL) -> Any:
             said = self._call("freeze", life)
             return said & 3, bool(said & 4)
 
-        def turn(self) -> int | None:
-            number = self._call("turn")
+        def host_operation(self) -> int | None:
+            number = self._call("host_operation")
             return None if number < 0 else number
 
         def canonical(self) -> bytes:

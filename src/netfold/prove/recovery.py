@@ -44,7 +44,7 @@ import netfold.communicator.recovery_machine as production
 from netfold._native import failover as native
 
 LEADER = 0
-CHANNEL, WORD, HOST = range(3)
+CHANNEL, UNDECIDED, HOST = range(3)
 STANDING, ADOPTED, UNKNOWN = 2, 2, 3
 LIVING, FAILED, DEAD = range(3)
 STUCK = "from here no way leads to where every living rank has finished or knows of a failure"
@@ -147,7 +147,7 @@ class _Path:
 
     def kept(self, life: int, chunks: Sequence[int]) -> tuple[Any, ...] | None:
         channel = self.channels.get(life)
-        if channel is None or not self.failover.gives_kept(life):
+        if channel is None or not self.failover.offers_results(life):
             return None
         newest = channel.answered.bit_length() - 1
         if not all(channel.answered >> chunk & 1 and chunk > newest - self.window for chunk in chunks):
@@ -155,7 +155,7 @@ class _Path:
         return tuple((chunk, channel.line[chunk]) for chunk in chunks)
 
     def accept(self, life: int, packets: Sequence[Any]) -> bool:
-        if not self.failover.takes_kept(life):
+        if not self.failover.accepts_results(life):
             return False
         channel = self.channels[life]
         for chunk, content in packets:
@@ -180,7 +180,7 @@ class _Path:
             del self.channels[life]
         elif which:
             for operation in going:
-                if self.failover.way(operation) == HOST:
+                if self.failover.mode(operation) == HOST:
                     self.rest[operation] = (1 << self.chunks[operation]) - 1 & ~self.delivered[operation]
 
     def stand_by(self, life: int) -> None:
@@ -194,7 +194,7 @@ class _Path:
     # --- what operations do ---
 
     def going_by_channel(self) -> list[int]:
-        return [operation for operation in sorted(self.under_way) if self.failover.way(operation) == CHANNEL]
+        return [operation for operation in sorted(self.under_way) if self.failover.mode(operation) == CHANNEL]
 
     def start(self, operation: int) -> None:
         self.under_way |= {operation}
@@ -219,7 +219,7 @@ class _Path:
                 self.enter(each)
         elif followed == UNKNOWN:
             return False
-        elif self.failover.way(operation) == HOST:
+        elif self.failover.mode(operation) == HOST:
             self.whole.add(operation)
         return True
 
@@ -347,11 +347,11 @@ class _Rank:
         for operation in path.going_by_channel():
             if path.delivered[operation] == (1 << path.chunks[operation]) - 1:
                 path.finish(operation)
-        while len(self.posted) == self.ended and (operation := path.failover.turn()) is not None:
-            if path.failover.way(operation) == WORD:
+        while len(self.posted) == self.ended and (operation := path.failover.host_operation()) is not None:
+            if path.failover.mode(operation) == UNDECIDED:
                 if path.delivered[operation]:
                     raise BrokenError("a result is taken for a contribution")
-                word = path.failover.word() if self.rank == LEADER else 0
+                word = path.failover.announce() if self.rank == LEADER else 0
                 self.posted += (("word", operation, word),)
             elif operation in path.whole:
                 self.posted += (("whole", operation),)

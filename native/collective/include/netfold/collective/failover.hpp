@@ -12,13 +12,13 @@
 //   heard standing    follow(its life)             current, in place of the one that is down
 //
 //   operation   event                        becomes
-//   (new)       start                        channel while the current membership is not frozen, else word
-//   channel     fall_back                    host if every rank had begun it, else word
-//   word        follow(0)                    host: the whole call, by a host algorithm
-//   word        follow(a standing life)      channel, and so every other operation at `word`; word if it is frozen
-//   word        follow(a forgotten life)     word: rank 0 will announce once more
+//   (new)       start                        channel while the current membership is not frozen, else undecided
+//   channel     fall_back                    host if every rank had begun it, else undecided
+//   undecided   follow(0)                    host: the whole call, by a host algorithm
+//   undecided   follow(a standing life)      channel, and so every other operation that are undecided; undecided if it is frozen
+//   undecided   follow(a forgotten life)     undecided: rank 0 will announce once more
 //
-// The team's first rank announces, before each operation at `word`, the membership that the operation goes by, or 0.
+// The team's first rank announces, before each operation that are undecided, the membership that the operation goes by, or 0.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ namespace netfold::collective {
 class Failover {
  public:
   // By the channel; before the first rank's word; by host algorithms.
-  enum class Way : std::uint8_t { channel, word, host };
+  enum class Mode : std::uint8_t { channel, undecided, host };
 
   explicit Failover(std::uint64_t life) : current_{.life = life} {}
 
@@ -49,31 +49,31 @@ class Failover {
   };
   Frozen freeze(std::uint64_t life);
   // Whether results of that life that other ranks kept may still be taken.
-  bool takes_kept(std::uint64_t life) const { return life == current_.life && current_.frozen && !down_; }
+  bool accepts_results(std::uint64_t life) const { return life == current_.life && current_.frozen && !down_; }
   // Whether this rank still has results of that life to give.
-  bool gives_kept(std::uint64_t life) const { return life == current_.life; }
+  bool offers_results(std::uint64_t life) const { return life == current_.life; }
   // Goes on without it. `end`: the lowest chunk that some rank had not begun; `promised`: of the first rank.
   Which fall_back(std::uint64_t life, std::uint64_t end, bool promised);
   void stand_by(std::uint64_t life) { standing_ = Membership{.life = life}; }
   // At the first rank: every rank has it standing by. False where this one has not, or has frozen it.
   bool promise(std::uint64_t life);
   // At the first rank: what it announces before an operation; it is bound by it at once.
-  std::uint64_t word();
+  std::uint64_t announce();
 
   // --- operations, in order of start, each by a number of the caller's ---
 
-  Way start(std::uint64_t number);
+  Mode start(std::uint64_t number);
   // The operation uses the channel from this chunk on.
   void entered(std::uint64_t number, std::uint64_t first_chunk);
   void finish(std::uint64_t number);
-  Way way(std::uint64_t number) const;
+  Mode mode(std::uint64_t number) const;
   // The one that may use the spare connections; none while there is a switch, or what ranks have is not yet known.
-  std::optional<std::uint64_t> turn() const;
+  std::optional<std::uint64_t> host_operation() const;
 
   enum class Followed : std::uint8_t { whole, again, adopted, unknown };
-  // `word`: the membership that the first rank announced before the operation. unknown: this rank has none of that
+  // `announced`: the membership that the first rank announced before the operation. unknown: this rank has none of that
   // number.
-  Followed follow(std::uint64_t number, std::uint64_t word);
+  Followed follow(std::uint64_t number, std::uint64_t announced);
 
   bool operator==(const Failover&) const = default;
   void append_canonical(std::vector<std::byte>& out) const;
@@ -86,7 +86,7 @@ class Failover {
   };
   struct Operation {
     std::uint64_t number = 0;
-    Way way = Way::word;
+    Mode mode = Mode::undecided;
     std::uint64_t first_chunk = 0;  // while it goes by the channel
     bool operator==(const Operation&) const = default;
   };
@@ -97,10 +97,10 @@ class Failover {
   bool down_ = false;
   Membership standing_;
   std::uint64_t promised_ = 0;
-  std::uint64_t said_ = 0;
+  std::uint64_t announced_ = 0;
   // Lost before this rank heard the word that goes by them.
-  std::vector<std::uint64_t> gone_;
-  std::vector<Operation> line_;
+  std::vector<std::uint64_t> lost_;
+  std::vector<Operation> operations_;
 };
 
 }  // namespace netfold::collective

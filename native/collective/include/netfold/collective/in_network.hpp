@@ -76,12 +76,12 @@ class Channel {
   bool frozen() const { return frozen_; }
   // The results that this rank has: of all chunks below `base`, and of base + i where bit i of `held` is set (the
   // lowest bit of a byte first). It has begun operations up to chunk `end`.
-  struct Words {
+  struct ReceiveState {
     std::uint64_t base = 0;
     std::uint64_t end = 0;
     std::vector<std::byte> held;
   };
-  Words words() const;
+  ReceiveState receive_state() const;
   // A chunk's result as it came, header and all; empty where it is not kept.
   std::span<const std::byte> kept(std::uint64_t chunk) const;
   // A result that another rank kept: taken as if the switch had sent it, by the same checks, but for what its own

@@ -50,12 +50,12 @@ class SwitchPath {
 
   // What follows is said of a membership by its life (Channel::life), and comes from whoever drives.
 
-  struct Words {
-    Channel::Words of_channel;
+  struct FrozenState {
+    Channel::ReceiveState channel;
     bool promised = false;  // operations run by it, or will once the first rank's word has come
   };
   // Stops the membership; what this rank has of it. nullopt: it has no such membership (any more).
-  std::optional<Words> freeze(std::uint64_t life);
+  std::optional<FrozenState> freeze(std::uint64_t life);
   // Results that this rank kept, each a packet; nullopt where one is not kept.
   std::optional<std::vector<std::vector<std::byte>>> kept(std::uint64_t life,
                                                           const std::vector<std::uint64_t>& chunks) const;
@@ -82,7 +82,7 @@ class SwitchPath {
   std::vector<Row> rows_;
   std::uint16_t table_;
   Team team_;
-  std::vector<FailoverOperation*> line_;  // in order of start
+  std::vector<FailoverOperation*> operations_;  // in order of start
 };
 
 // One operation of the line.
@@ -101,14 +101,14 @@ class FailoverOperation final : public Algorithm {
 
  private:
   friend class SwitchPath;
-  using Way = Failover::Way;
+  using Mode = Failover::Mode;
 
-  Way way() const { return path_.failover_.way(number_); }
+  Mode mode() const { return path_.failover_.mode(number_); }
   void enter_channel();
   void leave_channel();
-  void say_word();
+  void send_announcement();
   // False: this rank cannot follow.
-  bool follow_word();
+  bool apply_announcement();
   // By a host algorithm: the call itself, or, of one that was begun, the next of what no rank has a result of. False:
   // nothing is left.
   bool start_next_part();
@@ -132,7 +132,7 @@ class FailoverOperation final : public Algorithm {
   std::vector<std::byte> scratch_;
   std::vector<std::byte> staging_;
   std::vector<std::byte> zeros_;
-  std::uint64_t word_ = 0;
+  std::uint64_t announced_ = 0;
   Call step_call_;
   std::unique_ptr<Algorithm> step_;
   std::uint64_t wire_bytes_before_ = 0;  // of what is over
