@@ -151,7 +151,7 @@ nb::object traffic_of(const Shard& shard) {
   if (shard.number >= all.size()) return nb::none();
   const Group::Traffic& traffic = all[shard.number];
   nb::dict out;
-  out["life"] = traffic.life;
+  out["generation"] = traffic.generation;
   out["packets_sent"] = traffic.packets_sent;
   out["retransmissions"] = traffic.retransmissions;
   out["smoothed_rtt_ns"] = traffic.smoothed_rtt_ns;
@@ -169,13 +169,13 @@ nb::object traffic_of(const Shard& shard) {
 
 using Keys = std::tuple<nb::bytes, nb::bytes>;  // of this worker's contributions, of the answers
 
-std::unique_ptr<collective::Channel> make_channel(const Group& group, DataPort& port, std::uint64_t life,
+std::unique_ptr<collective::Channel> make_channel(const Group& group, DataPort& port, std::uint64_t generation,
                                                   const protocol::WorkerConfig& config, const std::vector<int>& ranks,
                                                   const std::optional<Keys>& keys, bool encrypts) {
   const auto security = encrypts ? auth::Security::encrypt : auth::Security::authenticate;
   std::optional<collective::ChannelKeys> channel_keys;
   if (keys) channel_keys = {key_of(std::get<0>(*keys)), key_of(std::get<1>(*keys)), security};
-  return std::make_unique<collective::Channel>(life, config, channel_keys, ranks, group.rank(), port.take(), port.to);
+  return std::make_unique<collective::Channel>(generation, config, channel_keys, ranks, group.rank(), port.take(), port.to);
 }
 
 nb::bytes as_bytes(const std::vector<std::byte>& bytes) {
@@ -183,22 +183,22 @@ nb::bytes as_bytes(const std::vector<std::byte>& bytes) {
 }
 
 // (base, end, held, promised), see collective::Channel::receive_state; None: no such membership.
-nb::object freeze_life(const Shard& shard, std::uint64_t life) {
+nb::object freeze_generation(const Shard& shard, std::uint64_t generation) {
   std::optional<collective::SwitchPath::FrozenState> state;
   {
     nb::gil_scoped_release release;
-    shard.group->on_switch_path(shard.number, [&](collective::SwitchPath& path) { state = path.freeze(life); });
+    shard.group->on_switch_path(shard.number, [&](collective::SwitchPath& path) { state = path.freeze(generation); });
   }
   if (!state) return nb::none();
   const auto& received = state->channel;
   return nb::make_tuple(received.base, received.end, as_bytes(received.held), state->promised);
 }
 
-nb::object kept_packets(const Shard& shard, std::uint64_t life, const std::vector<std::uint64_t>& chunks) {
+nb::object kept_packets(const Shard& shard, std::uint64_t generation, const std::vector<std::uint64_t>& chunks) {
   std::optional<std::vector<std::vector<std::byte>>> packets;
   {
     nb::gil_scoped_release release;
-    shard.group->on_switch_path(shard.number, [&](collective::SwitchPath& path) { packets = path.kept(life, chunks); });
+    shard.group->on_switch_path(shard.number, [&](collective::SwitchPath& path) { packets = path.kept(generation, chunks); });
   }
   if (!packets) return nb::none();
   nb::list out;
@@ -206,7 +206,7 @@ nb::object kept_packets(const Shard& shard, std::uint64_t life, const std::vecto
   return out;
 }
 
-bool accept_packets(const Shard& shard, std::uint64_t life, const std::vector<nb::bytes>& packets) {
+bool accept_packets(const Shard& shard, std::uint64_t generation, const std::vector<nb::bytes>& packets) {
   std::vector<std::span<const std::byte>> views;
   for (const nb::bytes& packet : packets) {
     views.emplace_back(reinterpret_cast<const std::byte*>(packet.c_str()), packet.size());
@@ -214,7 +214,7 @@ bool accept_packets(const Shard& shard, std::uint64_t life, const std::vector<nb
   nb::gil_scoped_release release;
   bool accepted = false;
   shard.group->on_switch_path(shard.number,
-                         [&](collective::SwitchPath& path) { accepted = path.accept(life, views, engine::now_ns()); });
+                         [&](collective::SwitchPath& path) { accepted = path.accept(generation, views, engine::now_ns()); });
   return accepted;
 }
 
@@ -443,7 +443,7 @@ void bind_engine(nb::module_& m) {
   nb::class_<Group>(e, "Group")
       .def(
           "attach",
-          [](Group& self, DataPort& port, std::uint64_t life, std::uint32_t job, std::uint32_t epoch,
+          [](Group& self, DataPort& port, std::uint64_t generation, std::uint32_t job, std::uint32_t epoch,
              std::uint32_t incarnation, std::uint16_t worker, const std::vector<int>& ranks, std::uint32_t window,
              std::uint32_t payload_bytes, const std::optional<Keys>& keys,
              const std::vector<std::tuple<int, std::uint64_t, int>>& rows, std::uint16_t table_hash, bool encrypts) {
@@ -458,9 +458,9 @@ void bind_engine(nb::module_& m) {
             }
             const protocol::WorkerConfig config{
                 job, epoch, incarnation, worker, static_cast<std::uint16_t>(ranks.size()), window, payload_bytes};
-            self.attach(make_channel(self, port, life, config, ranks, keys, encrypts), std::move(table), table_hash);
+            self.attach(make_channel(self, port, generation, config, ranks, keys, encrypts), std::move(table), table_hash);
           },
-          nb::arg("port"), nb::kw_only(), nb::arg("life"), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"),
+          nb::arg("port"), nb::kw_only(), nb::arg("generation"), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"),
           nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(),
           nb::arg("rows"), nb::arg("table_hash"), nb::arg("encrypts") = false,
           "keys: of this worker's contributions and of the answers; None without tags. rows: (operation, bytes from "
@@ -586,41 +586,41 @@ void bind_engine(nb::module_& m) {
   nb::class_<Shard>(e, "Shard")
       .def(
           "stand_by",
-          [](const Shard& self, DataPort& port, std::uint64_t life, std::uint32_t job, std::uint32_t epoch,
+          [](const Shard& self, DataPort& port, std::uint64_t generation, std::uint32_t job, std::uint32_t epoch,
              std::uint32_t incarnation, std::uint16_t worker, const std::vector<int>& ranks, std::uint32_t window,
              std::uint32_t payload_bytes, const std::optional<Keys>& keys, bool encrypts) {
             const protocol::WorkerConfig config{
                 job, epoch, incarnation, worker, static_cast<std::uint16_t>(ranks.size()), window, payload_bytes};
-            auto channel = make_channel(*self.group, port, life, config, ranks, keys, encrypts);
+            auto channel = make_channel(*self.group, port, generation, config, ranks, keys, encrypts);
             nb::gil_scoped_release release;
             self.group->on_switch_path(self.number,
                                   [&](collective::SwitchPath& path) { path.stand_by(std::move(channel)); });
           },
-          nb::arg("port"), nb::kw_only(), nb::arg("life"), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"),
+          nb::arg("port"), nb::kw_only(), nb::arg("generation"), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"),
           nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(),
           nb::arg("encrypts") = false, "A membership to go on by, once the first of `ranks` says so (promise).")
-      .def("freeze", &freeze_life, nb::arg("life"),
+      .def("freeze", &freeze_generation, nb::arg("generation"),
            "Stop a membership. (base, end, held, promised), see collective::SwitchPath::FrozenState; None: there is no such.")
-      .def("kept", &kept_packets, nb::arg("life"), nb::arg("chunks"),
+      .def("kept", &kept_packets, nb::arg("generation"), nb::arg("chunks"),
            "Results as they came; None where one is not kept.")
-      .def("accept", &accept_packets, nb::arg("life"), nb::arg("packets"),
+      .def("accept", &accept_packets, nb::arg("generation"), nb::arg("packets"),
            "Results that another rank kept. False: one was not for this rank.")
       .def(
           "fall_back",
-          [](const Shard& self, std::uint64_t life, std::uint64_t end, bool promised) {
+          [](const Shard& self, std::uint64_t generation, std::uint64_t end, bool promised) {
             self.group->on_switch_path(self.number,
-                                  [&](collective::SwitchPath& path) { path.fall_back(life, end, promised); });
+                                  [&](collective::SwitchPath& path) { path.fall_back(generation, end, promised); });
           },
-          nb::arg("life"), nb::arg("end"), nb::arg("promised"), nb::call_guard<nb::gil_scoped_release>(),
+          nb::arg("generation"), nb::arg("end"), nb::arg("promised"), nb::call_guard<nb::gil_scoped_release>(),
           "Go on without it. end: the lowest chunk that some rank had not begun; promised: as the first rank said.")
       .def(
           "promise",
-          [](const Shard& self, std::uint64_t life) {
+          [](const Shard& self, std::uint64_t generation) {
             bool promised = false;
-            self.group->on_switch_path(self.number, [&](collective::SwitchPath& path) { promised = path.promise(life); });
+            self.group->on_switch_path(self.number, [&](collective::SwitchPath& path) { promised = path.promise(generation); });
             return promised;
           },
-          nb::arg("life"), nb::call_guard<nb::gil_scoped_release>(),
+          nb::arg("generation"), nb::call_guard<nb::gil_scoped_release>(),
           "At the first rank: the next operation, on all ranks, goes by this membership. False: it cannot.")
       .def("traffic", &traffic_of, "None: not attached.");
 

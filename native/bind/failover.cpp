@@ -11,28 +11,28 @@ using netfold::collective::Failover;
 void bind_failover(nb::module_& m) {
   nb::module_ f = m.def_submodule("failover");
   nb::class_<Failover>(f, "Failover")
-      .def(nb::init<std::uint64_t>(), nb::arg("life"))
+      .def(nb::init<std::uint64_t>(), nb::arg("generation"))
       .def("copy", [](const Failover& self) { return Failover(self); })
       .def_prop_ro("is_up", &Failover::is_up)
       .def_prop_ro("is_down", &Failover::is_down)
-      .def_prop_ro("life", &Failover::life)
+      .def_prop_ro("generation", &Failover::generation)
       .def(
           "freeze",
-          [](Failover& self, std::uint64_t life) {
-            const Failover::Frozen frozen = self.freeze(life);
+          [](Failover& self, std::uint64_t generation) {
+            const Failover::Frozen frozen = self.freeze(generation);
             return nb::make_tuple(static_cast<int>(frozen.which), frozen.promised);
           },
-          nb::arg("life"), "Which membership it was (0 none, 1 current, 2 standing), and whether it was promised.")
-      .def("accepts_results", &Failover::accepts_results, nb::arg("life"))
-      .def("offers_results", &Failover::offers_results, nb::arg("life"))
+          nb::arg("generation"), "Which membership it was (0 none, 1 current, 2 standing), and whether it was promised.")
+      .def("accepts_results", &Failover::accepts_results, nb::arg("generation"))
+      .def("offers_results", &Failover::offers_results, nb::arg("generation"))
       .def(
           "fall_back",
-          [](Failover& self, std::uint64_t life, std::uint64_t end, bool promised) {
-            return static_cast<int>(self.fall_back(life, end, promised));
+          [](Failover& self, std::uint64_t generation, std::uint64_t end, bool promised) {
+            return static_cast<int>(self.fall_back(generation, end, promised));
           },
-          nb::arg("life"), nb::arg("end"), nb::arg("promised"))
-      .def("stand_by", &Failover::stand_by, nb::arg("life"))
-      .def("promise", &Failover::promise, nb::arg("life"))
+          nb::arg("generation"), nb::arg("end"), nb::arg("promised"))
+      .def("stand_by", &Failover::stand_by, nb::arg("generation"))
+      .def("promise", &Failover::promise, nb::arg("generation"))
       .def("announced", &Failover::announce)
       .def(
           "start", [](Failover& self, std::uint64_t number) { return static_cast<int>(self.start(number)); },

@@ -5,18 +5,18 @@
 
 namespace netfold::collective {
 
-Failover::Frozen Failover::freeze(std::uint64_t life) {
-  if (current_.life == life) {
+Failover::Frozen Failover::freeze(std::uint64_t generation) {
+  if (current_.generation == generation) {
     current_.frozen = true;
     return {Which::current, true};
   }
-  if (!stands(life)) return {};
+  if (!stands(generation)) return {};
   standing_.frozen = true;
-  return {Which::standing, announced_ == life};
+  return {Which::standing, announced_ == generation};
 }
 
-Failover::Which Failover::fall_back(std::uint64_t life, std::uint64_t end, bool promised) {
-  if (current_.life == life) {
+Failover::Which Failover::fall_back(std::uint64_t generation, std::uint64_t end, bool promised) {
+  if (current_.generation == generation) {
     if (down_) return Which::none;
     down_ = true;
     for (Operation& operation : operations_) {
@@ -25,15 +25,15 @@ Failover::Which Failover::fall_back(std::uint64_t life, std::uint64_t end, bool 
     }
     return Which::current;
   }
-  if (promised) lost_.push_back(life);
-  if (!stands(life)) return Which::none;
+  if (promised) lost_.push_back(generation);
+  if (!stands(generation)) return Which::none;
   standing_ = {};
   return Which::standing;
 }
 
-bool Failover::promise(std::uint64_t life) {
-  if (!stands(life) || standing_.frozen) return false;
-  promised_ = life;
+bool Failover::promise(std::uint64_t generation) {
+  if (!stands(generation) || standing_.frozen) return false;
+  promised_ = generation;
   return true;
 }
 
@@ -95,14 +95,14 @@ void Failover::append_canonical(std::vector<std::byte>& out) const {
     for (int shift = 0; shift < 64; shift += 8) out.push_back(static_cast<std::byte>(value >> shift & 0xff));
   };
   for (const Membership& membership : {current_, standing_}) {
-    append(membership.life);
+    append(membership.generation);
     append(membership.frozen);
   }
   append(down_);
   append(promised_);
   append(announced_);
   append(lost_.size());
-  for (const std::uint64_t life : lost_) append(life);
+  for (const std::uint64_t generation : lost_) append(generation);
   for (const Operation& operation : operations_) {
     append(operation.number);
     append(static_cast<std::uint64_t>(operation.mode));

@@ -23,10 +23,10 @@ std::string text(const protocol::CallDescriptor& said, std::uint16_t table) {
 
 }  // namespace
 
-Channel::Channel(std::uint64_t life, const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys,
+Channel::Channel(std::uint64_t generation, const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys,
                  std::vector<int> ranks, int rank, std::unique_ptr<transport::Datagrams> port,
                  transport::Datagrams::Peer to)
-    : life_(life),
+    : generation_(generation),
       machine_(config),
       mac_bytes_(keys ? auth::kMacBytes : 0),
       ranks_(std::move(ranks)),

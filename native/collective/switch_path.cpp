@@ -17,7 +17,7 @@ constexpr std::size_t kGatherElements = 4096;
 }  // namespace
 
 SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows, std::uint16_t table)
-    : failover_(channel->life()),
+    : failover_(channel->generation()),
       channel_(std::move(channel)),
       spare_(spare),
       rows_(std::move(rows)),
@@ -26,17 +26,17 @@ SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare,
 
 bool SwitchPath::can_start() const { return operations_.size() < Channel::kMaxOperations && (!is_up() || channel_->can_start()); }
 
-std::optional<SwitchPath::FrozenState> SwitchPath::freeze(std::uint64_t life) {
-  const auto [which, promised] = failover_.freeze(life);
+std::optional<SwitchPath::FrozenState> SwitchPath::freeze(std::uint64_t generation) {
+  const auto [which, promised] = failover_.freeze(generation);
   if (which == Failover::Which::none) return std::nullopt;
   Channel& frozen = which == Failover::Which::current ? *channel_ : *next_;
   frozen.freeze();
   return FrozenState{.channel = frozen.receive_state(), .promised = promised};
 }
 
-std::optional<std::vector<std::vector<std::byte>>> SwitchPath::kept(std::uint64_t life,
+std::optional<std::vector<std::vector<std::byte>>> SwitchPath::kept(std::uint64_t generation,
                                                                 const std::vector<std::uint64_t>& chunks) const {
-  if (!failover_.offers_results(life)) return std::nullopt;
+  if (!failover_.offers_results(generation)) return std::nullopt;
   std::vector<std::vector<std::byte>> packets;
   for (const std::uint64_t chunk : chunks) {
     const auto packet = channel_->kept(chunk);
@@ -46,14 +46,14 @@ std::optional<std::vector<std::vector<std::byte>>> SwitchPath::kept(std::uint64_
   return packets;
 }
 
-bool SwitchPath::accept(std::uint64_t life, const std::vector<std::span<const std::byte>>& packets, std::int64_t now_ns) {
-  if (!failover_.accepts_results(life)) return false;
+bool SwitchPath::accept(std::uint64_t generation, const std::vector<std::span<const std::byte>>& packets, std::int64_t now_ns) {
+  if (!failover_.accepts_results(generation)) return false;
   return std::all_of(packets.begin(), packets.end(),
                      [&](const auto& packet) { return channel_->accept_kept(packet, now_ns); });
 }
 
-void SwitchPath::fall_back(std::uint64_t life, std::uint64_t end, bool promised) {
-  const Failover::Which which = failover_.fall_back(life, end, promised);
+void SwitchPath::fall_back(std::uint64_t generation, std::uint64_t end, bool promised) {
+  const Failover::Which which = failover_.fall_back(generation, end, promised);
   if (which == Failover::Which::standing) next_.reset();
   if (which != Failover::Which::current) return;
   for (FailoverOperation* operation : operations_) operation->leave_channel();
@@ -61,7 +61,7 @@ void SwitchPath::fall_back(std::uint64_t life, std::uint64_t end, bool promised)
 
 void SwitchPath::stand_by(std::unique_ptr<Channel> channel) {
   next_ = std::move(channel);
-  failover_.stand_by(next_->life());
+  failover_.stand_by(next_->generation());
 }
 
 AlgorithmId SwitchPath::choose(Kind kind, std::size_t bytes) const {

@@ -190,7 +190,7 @@ void Group::go_outside(std::int64_t now) {
 void Group::attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::SwitchPath::Row> rows,
                    std::uint16_t table) {
   std::lock_guard lock(mutex_);
-  traffic_.push_back({.life = channel->life()});
+  traffic_.push_back({.generation = channel->generation()});
   auto& spare = *spares_.at(switch_paths_.size());
   switch_paths_.push_back(std::make_unique<collective::SwitchPath>(std::move(channel), spare, std::move(rows), table));
   if (StatusWrite status(status_); status) status->with_switch = 1;
@@ -623,7 +623,7 @@ void Group::publish_traffic() {
     const collective::Channel& channel = switch_paths_[shard]->channel();
     const protocol::Worker& machine = channel.machine();
     Traffic& traffic = traffic_[shard];
-    traffic.life = switch_paths_[shard]->is_up() ? channel.life() : 0;
+    traffic.generation = switch_paths_[shard]->is_up() ? channel.generation() : 0;
     traffic.packets_sent = machine.packets_sent();
     traffic.retransmissions = machine.retransmissions();
     traffic.smoothed_rtt_ns = machine.smoothed_rtt_ns();
@@ -923,7 +923,7 @@ std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr
                                          std::unique_ptr<transport::Mesh> lane,
                                          std::vector<std::unique_ptr<transport::Mesh>> spares) {
   auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh), std::move(lane), std::move(spares));
-  std::lock_guard life(life_mutex_);
+  std::lock_guard thread_lock(thread_mutex_);
   std::lock_guard lock(mutex_);
   groups_.push_back(group);
   if (!thread_.joinable()) {
@@ -948,7 +948,7 @@ void Engine::remove_group(const std::shared_ptr<Group>& group) {
     group->switch_paths_.clear();
   }
   // Held until the thread has ended: a group that is added meanwhile would take back its word to stop.
-  std::lock_guard life(life_mutex_);
+  std::lock_guard thread_lock(thread_mutex_);
   std::thread ended;
   {
     std::lock_guard lock(mutex_);

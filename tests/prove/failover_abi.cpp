@@ -11,23 +11,23 @@ Failover& of(void* self) { return *static_cast<Failover*>(self); }
 }  // namespace
 
 extern "C" {
-void* failover_new(u64 life) { return new Failover(life); }
+void* failover_new(u64 generation) { return new Failover(generation); }
 void* failover_copy(void* self) { return new Failover(of(self)); }
 void failover_delete(void* self) { delete static_cast<Failover*>(self); }
 int failover_is_up(void* self) { return of(self).is_up(); }
-u64 failover_life(void* self) { return of(self).life(); }
+u64 failover_generation(void* self) { return of(self).generation(); }
 // The membership in the low two bits, and whether it was promised.
-int failover_freeze(void* self, u64 life) {
-  const Failover::Frozen frozen = of(self).freeze(life);
+int failover_freeze(void* self, u64 generation) {
+  const Failover::Frozen frozen = of(self).freeze(generation);
   return static_cast<int>(frozen.which) | (frozen.promised ? 4 : 0);
 }
-int failover_accepts_results(void* self, u64 life) { return of(self).accepts_results(life); }
-int failover_offers_results(void* self, u64 life) { return of(self).offers_results(life); }
-int failover_fall_back(void* self, u64 life, u64 end, int promised) {
-  return static_cast<int>(of(self).fall_back(life, end, promised != 0));
+int failover_accepts_results(void* self, u64 generation) { return of(self).accepts_results(generation); }
+int failover_offers_results(void* self, u64 generation) { return of(self).offers_results(generation); }
+int failover_fall_back(void* self, u64 generation, u64 end, int promised) {
+  return static_cast<int>(of(self).fall_back(generation, end, promised != 0));
 }
-void failover_stand_by(void* self, u64 life) { of(self).stand_by(life); }
-int failover_promise(void* self, u64 life) { return of(self).promise(life); }
+void failover_stand_by(void* self, u64 generation) { of(self).stand_by(generation); }
+int failover_promise(void* self, u64 generation) { return of(self).promise(generation); }
 u64 failover_announce(void* self) { return of(self).announce(); }
 int failover_start(void* self, u64 number) { return static_cast<int>(of(self).start(number)); }
 void failover_entered(void* self, u64 number, u64 first_chunk) { of(self).entered(number, first_chunk); }

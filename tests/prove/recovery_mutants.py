@@ -137,7 +137,7 @@ MUTANTS = {
         UNKNOWN,
         ((FAILOVER, "if (!stands(promised_) || standing_.frozen) return 0;", "if (!stands(promised_)) return 0;"),),
     ),
-    "gone-is-forgotten": Mutant(BACK, UNKNOWN, ((FAILOVER, "  if (promised) lost_.push_back(life);\n", ""),)),
+    "gone-is-forgotten": Mutant(BACK, UNKNOWN, ((FAILOVER, "  if (promised) lost_.push_back(generation);\n", ""),)),
     "steps-before-the-plan": Mutant(
         RecoveryScope(operations="1,1"), MEETS, ((FAILOVER, "  if (!down_) return std::nullopt;\n", ""),)
     ),
@@ -168,7 +168,7 @@ def _failover(library: ctypes.CDLL) -> Any:
     """A class like netfold._native.failover.Failover, over a library of failover_abi.cpp."""
     for name in ("new", "copy"):
         getattr(library, f"failover_{name}").restype = ctypes.c_void_p
-    for name in ("life", "announce", "canonical"):
+    for name in ("generation", "announce", "canonical"):
         getattr(library, f"failover_{name}").restype = ctypes.c_uint64
     library.failover_host_operation.restype = ctypes.c_int64
 
@@ -191,8 +191,8 @@ def _failover(library: ctypes.CDLL) -> Any:
             return bool(self._call("is_up"))
 
         @property
-        def life(self) -> int:
-            return self._call("life")
+        def generation(self) -> int:
+            return self._call("generation")
 
         def freeze(self, life: int) -> tuple[int, bool]:
             said = self._call("freeze", life)

@@ -150,7 +150,7 @@ class Membership:
         # A job's name is used once; that a switch gives epochs as well is between each worker and its own switch.
         self.life = int(message["job"][:16], 16) or 1
         self._attach_arguments = {
-            "life": self.life,
+            "generation": self.life,
             "job": int(admitted["job_id"]),
             "epoch": int(start["epoch"]),
             "incarnation": int(admitted["incarnation"]),
@@ -290,7 +290,7 @@ class Membership:
                     open_question = None
             bytes_per_s = capacity()
             traffic = native.traffic()
-            operates = traffic is not None and traffic["life"] == self.life
+            operates = traffic is not None and traffic["generation"] == self.life
             if operates and traffic["trouble"]:
                 self._say_lost(lost, traffic["trouble"], self.endpoint)
                 return

@@ -132,14 +132,14 @@ class Recovery:
         """Empty while the switch does its work; else a sentence."""
         with self._lock:
             lost = self._machine.lost
-            if not lost or self._uplink.traffic()["life"] != 0:
+            if not lost or self._uplink.traffic()["generation"] != 0:
                 return ""
             return f"{list(lost.values())[-1]}: {self._without}"
 
     def membership(self) -> Membership | None:
         """That by which operations go; None while the switch is gone."""
         with self._lock:
-            return self._memberships.get(self._uplink.traffic()["life"])
+            return self._memberships.get(self._uplink.traffic()["generation"])
 
     def waits_for(self) -> tuple[list[int], str]:
         """Ranks that this rank waits for at the switch, or that hold up recovery from its loss; and a sentence."""

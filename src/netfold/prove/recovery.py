@@ -128,7 +128,7 @@ class _Path:
         self.chunks = scope.chunks
         self.window = scope.window
         self.failover = failover
-        self.channels = {failover.life: Channel()}
+        self.channels = {failover.generation: Channel()}
         self.delivered = [0] * len(self.chunks)  # by operation, chunks with a result
         self.rest: dict[int, int] = {}  # of operations that all had begun: chunks without a result
         self.whole: set[int] = set()
@@ -184,7 +184,7 @@ class _Path:
                     self.rest[operation] = (1 << self.chunks[operation]) - 1 & ~self.delivered[operation]
 
     def stand_by(self, life: int) -> None:
-        self.channels = {each: channel for each, channel in self.channels.items() if each == self.failover.life}
+        self.channels = {each: channel for each, channel in self.channels.items() if each == self.failover.generation}
         self.channels[life] = Channel()
         self.failover.stand_by(life)
 
@@ -202,7 +202,7 @@ class _Path:
             self.enter(operation)
 
     def enter(self, operation: int) -> None:
-        channel = self.channels[self.failover.life]
+        channel = self.channels[self.failover.generation]
         self.failover.entered(operation, len(channel.line))
         channel.line += tuple((operation, place) for place in range(self.chunks[operation]))
 
@@ -214,7 +214,7 @@ class _Path:
         """False: this rank has no such membership."""
         followed = self.failover.follow(operation, word)
         if followed == ADOPTED:
-            self.channels = {life: each for life, each in self.channels.items() if life == self.failover.life}
+            self.channels = {life: each for life, each in self.channels.items() if life == self.failover.generation}
             for each in self.going_by_channel():
                 self.enter(each)
         elif followed == UNKNOWN:
@@ -318,7 +318,7 @@ class _Rank:
             elif isinstance(action, production.Wait):
                 self.waits |= {(action.what, action.attempt)}
             elif isinstance(action, production.Leave):
-                if self.path.failover.life == action.life and self.path.failover.is_up:
+                if self.path.failover.generation == action.life and self.path.failover.is_up:
                     raise BrokenError("a rank leaves the membership that operations go by")
                 self.left |= {action.life}
             elif isinstance(action, production.Fail):
@@ -359,7 +359,7 @@ class _Rank:
                 self.posted += (("rest", operation, path.rest[operation]),)
             else:
                 path.finish(operation)
-        channel = path.channels[path.failover.life]
+        channel = path.channels[path.failover.generation]
         channel.contribute(path.window)
 
     def has_finished(self) -> bool:
@@ -503,7 +503,7 @@ class _Search:
                 waits.append(("waited", number, what, attempt))
             elif machine._attempts < self.scope.attempts:
                 events.append(("waited", number, what, attempt))
-        life, is_up = path.failover.life, path.failover.is_up
+        life, is_up = path.failover.generation, path.failover.is_up
         channel = path.channels[life]
         is_waiting = is_up and bool(path.going_by_channel())
         wants = tuple((life, chunk) for chunk in range(len(channel.line)) if not channel.answered >> chunk & 1)

@@ -9,14 +9,14 @@
 //   frozen      fall_back(end, promised)     down: operations go on one after another, without the switch
 //   standing    freeze                       frozen: it can be promised no more
 //   standing    fall_back(end, promised)     forgotten; if rank 0 had announced it, that is remembered until it is
-//   heard standing    follow(its life)             current, in place of the one that is down
+//   heard standing    follow(its generation)             current, in place of the one that is down
 //
 //   operation   event                        becomes
 //   (new)       start                        channel while the current membership is not frozen, else undecided
 //   channel     fall_back                    host if every rank had begun it, else undecided
 //   undecided   follow(0)                    host: the whole call, by a host algorithm
-//   undecided   follow(a standing life)      channel, and so every other operation that are undecided; undecided if it is frozen
-//   undecided   follow(a forgotten life)     undecided: rank 0 will announce once more
+//   undecided   follow(a standing generation)      channel, and so every other operation that are undecided; undecided if it is frozen
+//   undecided   follow(a forgotten generation)     undecided: rank 0 will announce once more
 //
 // The team's first rank announces, before each operation that are undecided, the membership that the operation goes by, or 0.
 #pragma once
@@ -33,30 +33,30 @@ class Failover {
   // By the channel; before the first rank's word; by host algorithms.
   enum class Mode : std::uint8_t { channel, undecided, host };
 
-  explicit Failover(std::uint64_t life) : current_{.life = life} {}
+  explicit Failover(std::uint64_t generation) : current_{.generation = generation} {}
 
   bool is_up() const { return !current_.frozen; }
   // Whether operations go on without the switch.
   bool is_down() const { return down_; }
-  std::uint64_t life() const { return current_.life; }
+  std::uint64_t generation() const { return current_.generation; }
 
-  // --- memberships, each by its life; 0 is none ---
+  // --- memberships, each by its generation; 0 is none ---
 
   enum class Which : std::uint8_t { none, current, standing };
   struct Frozen {
     Which which = Which::none;
     bool promised = false;  // operations run by it, or will once the first rank's word has come
   };
-  Frozen freeze(std::uint64_t life);
-  // Whether results of that life that other ranks kept may still be taken.
-  bool accepts_results(std::uint64_t life) const { return life == current_.life && current_.frozen && !down_; }
-  // Whether this rank still has results of that life to give.
-  bool offers_results(std::uint64_t life) const { return life == current_.life; }
+  Frozen freeze(std::uint64_t generation);
+  // Whether results of that generation that other ranks kept may still be taken.
+  bool accepts_results(std::uint64_t generation) const { return generation == current_.generation && current_.frozen && !down_; }
+  // Whether this rank still has results of that generation to give.
+  bool offers_results(std::uint64_t generation) const { return generation == current_.generation; }
   // Goes on without it. `end`: the lowest chunk that some rank had not begun; `promised`: of the first rank.
-  Which fall_back(std::uint64_t life, std::uint64_t end, bool promised);
-  void stand_by(std::uint64_t life) { standing_ = Membership{.life = life}; }
+  Which fall_back(std::uint64_t generation, std::uint64_t end, bool promised);
+  void stand_by(std::uint64_t generation) { standing_ = Membership{.generation = generation}; }
   // At the first rank: every rank has it standing by. False where this one has not, or has frozen it.
-  bool promise(std::uint64_t life);
+  bool promise(std::uint64_t generation);
   // At the first rank: what it announces before an operation; it is bound by it at once.
   std::uint64_t announce();
 
@@ -80,7 +80,7 @@ class Failover {
 
  private:
   struct Membership {
-    std::uint64_t life = 0;
+    std::uint64_t generation = 0;
     bool frozen = false;
     bool operator==(const Membership&) const = default;
   };
@@ -90,7 +90,7 @@ class Failover {
     std::uint64_t first_chunk = 0;  // while it goes by the channel
     bool operator==(const Operation&) const = default;
   };
-  bool stands(std::uint64_t life) const { return life != 0 && standing_.life == life; }
+  bool stands(std::uint64_t generation) const { return generation != 0 && standing_.generation == generation; }
   Operation& at(std::uint64_t number);
 
   Membership current_;

@@ -46,8 +46,8 @@ class Channel {
  public:
   // `ranks`: what the job's workers, by number in the whole job, are called in this group; `rank`: this one. In a tree
   // of switches the number that a worker has at its own (in `config`) is another. `keys`: none in a job whose packets
-  // carry no tags; std::runtime_error where no tag can be made. `life`: not 0, and another one for each membership.
-  Channel(std::uint64_t life, const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys,
+  // carry no tags; std::runtime_error where no tag can be made. `generation`: not 0, and another one for each membership.
+  Channel(std::uint64_t generation, const protocol::WorkerConfig& config, const std::optional<ChannelKeys>& keys,
           std::vector<int> ranks, int rank, std::unique_ptr<transport::Datagrams> port, transport::Datagrams::Peer to);
 
   static constexpr std::size_t kMaxOperations = protocol::Worker::kMaxOperations;
@@ -70,7 +70,7 @@ class Channel {
   const Failure& failure() const { return failure_; }
 
   // Names this membership and no other, on all ranks alike: in a tree each switch calls its part of the job otherwise.
-  std::uint64_t life() const { return life_; }
+  std::uint64_t generation() const { return generation_; }
   // Gives the switch up: nothing is sent, and nothing more taken from it.
   void freeze() { frozen_ = true; }
   bool frozen() const { return frozen_; }
@@ -127,7 +127,7 @@ class Channel {
 
   int rank_of(std::uint16_t worker) const { return worker < ranks_.size() ? ranks_[worker] : -1; }
 
-  std::uint64_t life_;
+  std::uint64_t generation_;
   protocol::Worker machine_;
   std::optional<auth::PacketAuthenticator> authenticator_;         // of contributions
   std::optional<auth::PacketAuthenticator> result_authenticator_;  // of what the switch says

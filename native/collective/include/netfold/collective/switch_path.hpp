@@ -11,7 +11,7 @@
 //   down      --adopt()-->       up        by a membership that stands by, from one operation on
 //
 // From which operation on, is said in the line itself: before each whole one the team's first rank sends the others a
-// word: the life of the membership that it goes by, or 0. So no two ranks can differ about it. What each rank must know
+// word: the generation of the membership that it goes by, or 0. So no two ranks can differ about it. What each rank must know
 // before it may fall back, and why that is the same everywhere: netfold/communicator/recovery.py.
 //
 // Every decision of this is the state machine Failover (failover.hpp), which has no socket and no payload; an SwitchPath
@@ -48,26 +48,26 @@ class SwitchPath {
   // Whether a host algorithm of the same operation uses the path to the switch now.
   void share_path(bool with_own) { channel_->share_path(with_own); }
 
-  // What follows is said of a membership by its life (Channel::life), and comes from whoever drives.
+  // What follows is said of a membership by its generation (Channel::generation), and comes from whoever drives.
 
   struct FrozenState {
     Channel::ReceiveState channel;
     bool promised = false;  // operations run by it, or will once the first rank's word has come
   };
   // Stops the membership; what this rank has of it. nullopt: it has no such membership (any more).
-  std::optional<FrozenState> freeze(std::uint64_t life);
+  std::optional<FrozenState> freeze(std::uint64_t generation);
   // Results that this rank kept, each a packet; nullopt where one is not kept.
-  std::optional<std::vector<std::vector<std::byte>>> kept(std::uint64_t life,
+  std::optional<std::vector<std::vector<std::byte>>> kept(std::uint64_t generation,
                                                           const std::vector<std::uint64_t>& chunks) const;
   // Results that other ranks kept. False where one was not for this rank.
-  bool accept(std::uint64_t life, const std::vector<std::span<const std::byte>>& packets, std::int64_t now_ns);
+  bool accept(std::uint64_t generation, const std::vector<std::span<const std::byte>>& packets, std::int64_t now_ns);
   // Goes on without it. `end`: the lowest chunk that some rank had not begun; `promised`: of the team's first rank.
-  void fall_back(std::uint64_t life, std::uint64_t end, bool promised);
+  void fall_back(std::uint64_t generation, std::uint64_t end, bool promised);
 
   // A membership to go on by, as soon as the first rank says so.
   void stand_by(std::unique_ptr<Channel> channel);
   // At the first rank: every rank has it standing by. False where this one has not, or has frozen it.
-  bool promise(std::uint64_t life) { return failover_.promise(life); }
+  bool promise(std::uint64_t generation) { return failover_.promise(generation); }
 
  private:
   friend class FailoverOperation;

@@ -210,7 +210,7 @@ class Group {
   std::string last_seen() const;
 
   struct Traffic {
-    std::uint64_t life = 0;  // of the membership; 0: the switch is gone
+    std::uint64_t generation = 0;  // of the membership; 0: the switch is gone
     std::uint64_t packets_sent = 0;
     std::uint64_t retransmissions = 0;
     std::int64_t smoothed_rtt_ns = 0;
@@ -403,7 +403,7 @@ class Engine {
 
   // Of the process that this one was forked from, kept within reach of who looks for lost memory.
   [[maybe_unused]] const Engine* const of_parent_;
-  std::mutex life_mutex_;  // of the thread; taken before mutex_, never by the thread itself
+  std::mutex thread_mutex_;  // of the thread; taken before mutex_, never by the thread itself
   std::mutex mutex_;
   std::vector<std::shared_ptr<Group>> groups_;
   std::thread thread_;
