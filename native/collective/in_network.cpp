@@ -1,5 +1,5 @@
 #include <netfold/collective/in_network.hpp>
-#include <netfold/collective/terms.hpp>
+#include <netfold/collective/call_signature.hpp>
 
 #include <algorithm>
 #include <cerrno>
@@ -15,10 +15,10 @@ constexpr std::size_t kPieces = 4;
 
 // What a rank whose choice table is `table` called, if it is: "broadcast #12 of 100 f32 (root 2), wire u32".
 std::string text(const protocol::CallDescriptor& said, std::uint16_t table) {
-  const auto terms = Terms::unpacked(said.table ^ table);
+  const auto signature = CallSignature::unpacked(said.table ^ table);
   const std::string wire = std::string(", wire ") + kernels::name(static_cast<kernels::DType>(said.wire));
-  if (!terms) return "operation #" + std::to_string(said.operation) + wire + ", by another choice table";
-  return terms->text(said.operation, said.elements, static_cast<kernels::ReduceOp>(said.reduce)) + wire;
+  if (!signature) return "operation #" + std::to_string(said.operation) + wire + ", by another choice table";
+  return signature->text(said.operation, said.elements, static_cast<kernels::ReduceOp>(said.reduce)) + wire;
 }
 
 }  // namespace
@@ -57,19 +57,19 @@ bool Channel::can_start() const {
          std::any_of(active_.begin(), active_.end(), [](const Active& active) { return active.call == nullptr; });
 }
 
-int Channel::start(const Call& call, const Segments& segments) {
+int Channel::start(const Call& call, const ContributionMap& map) {
   table_ = call.table;
   const std::uint64_t first_chunk = machine_.next_operation_chunk();
   machine_.start({.operation = call.sequence,
-                  .elements = segments.elements(),
-                  .wire = segments.wire(),
-                  .reduce = segments.reduce(),
-                  .table = static_cast<std::uint16_t>(call.table ^ Terms::of(call).packed()),
-                  .size_digest = segments.size_digest()});
+                  .elements = map.elements(),
+                  .wire = map.wire(),
+                  .reduce = map.reduce(),
+                  .table = static_cast<std::uint16_t>(call.table ^ CallSignature::of(call).packed()),
+                  .size_digest = map.size_digest()});
   for (std::size_t token = 0; token < active_.size(); ++token) {
     if (active_[token].call == nullptr) {
       active_[token].call = &call;
-      active_[token].segments = &segments;
+      active_[token].map = &map;
       active_[token].first_chunk = first_chunk;
       return static_cast<int>(token);
     }
@@ -156,7 +156,7 @@ bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
   std::memcpy(kept_at(received.header.chunk), bytes.data(), protocol::kHeaderBytes + value_bytes);
   Active* active = find(received.header.operation);
   if (active == nullptr) return true;  // its owner gave it up
-  active->segments->deliver(received.first, received.header.count, received.values.data());
+  active->map->deliver(received.first, received.header.count, received.values.data());
   active->result_bytes += machine_.packet_bytes() + mac_bytes_;
   active->last_rank = rank_of(received.header.worker);
   if (received.finished) active->finished = true;
@@ -198,8 +198,8 @@ Channel::ReceiveState Channel::receive_state() const {
 
 std::vector<Range> Channel::missing(int token) const {
   const Active& active = active_[static_cast<std::size_t>(token)];
-  const std::size_t elements = active.segments->elements();
-  const std::size_t per_chunk = machine_.config().payload_bytes / kernels::element_bytes(active.segments->wire());
+  const std::size_t elements = active.map->elements();
+  const std::size_t per_chunk = machine_.config().payload_bytes / kernels::element_bytes(active.map->wire());
   std::vector<Range> ranges;
   std::uint64_t chunk = active.first_chunk;
   for (std::size_t first = 0; first < elements; first += per_chunk, ++chunk) {
@@ -222,13 +222,13 @@ Failure Channel::mismatch(const protocol::Header& theirs) const {
               "; every rank must make the same calls in the same order with the same sizes and dtypes"};
 }
 
-void Channel::stage(const protocol::Worker::Send& send, const Segments& segments, iovec* pieces) {
+void Channel::stage(const protocol::Worker::Send& send, const ContributionMap& map, iovec* pieces) {
   const std::size_t index = static_cast<std::size_t>(pieces - pieces_.data()) / kPieces;
   std::byte* header = headers_.data() + index * protocol::kHeaderBytes;
   protocol::write_header(send.header, header);
   std::byte* staging = staging_.data() + index * machine_.config().payload_bytes;
-  const std::byte* values = segments.contribution(send.first, send.count, staging, zeros_.data());
-  const std::size_t value_bytes = send.count * kernels::element_bytes(segments.wire());
+  const std::byte* values = map.contribution(send.first, send.count, staging, zeros_.data());
+  const std::size_t value_bytes = send.count * kernels::element_bytes(map.wire());
   pieces[0] = {header, protocol::kHeaderBytes};
   pieces[1] = {const_cast<std::byte*>(values), value_bytes};
   pieces[2] = {zeros_.data(), machine_.config().payload_bytes - value_bytes};
@@ -257,7 +257,7 @@ bool Channel::send(std::int64_t now_ns) {
       if (!send) break;
       Active* active = find(send->header.operation);
       if (active == nullptr) continue;  // given up: the group is failing
-      stage(*send, *active->segments, pieces_.data() + count * kPieces);
+      stage(*send, *active->map, pieces_.data() + count * kPieces);
       chunks_[count] = send->header.chunk;
       owners_[count] = active;
       again_[count] = send->again;
@@ -292,8 +292,8 @@ void Channel::wait_for(WaitSet& set) const {
   if (!blocked_) set.wake_at(machine_.next_send_ns());
 }
 
-InNetwork::InNetwork(const Call& call, Channel& channel, const Segments& segments)
-    : channel_(channel), token_(channel.start(call, segments)) {}
+InNetwork::InNetwork(const Call& call, Channel& channel, const ContributionMap& map)
+    : channel_(channel), token_(channel.start(call, map)) {}
 
 InNetwork::~InNetwork() { channel_.release(token_); }
 

@@ -13,7 +13,7 @@
 #include <netfold/collective/shared_notice.hpp>
 #include <netfold/collective/split.hpp>
 #include <netfold/collective/tree.hpp>
-#include <netfold/collective/tree_blocks.hpp>
+#include <netfold/collective/binomial_blocks.hpp>
 #include <netfold/kernels/reduce.hpp>
 
 #include <algorithm>
@@ -194,7 +194,7 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, 
       return std::make_unique<HalvingDoubling>(call, paths.mesh, std::move(team));
     case AlgorithmId::tree:
       if (call.kind == Kind::gather || call.kind == Kind::scatter) {
-        return std::make_unique<TreeBlocks>(call, paths.mesh, std::move(team));
+        return std::make_unique<BinomialBlocks>(call, paths.mesh, std::move(team));
       }
       return std::make_unique<Tree>(call, paths.mesh, std::move(team));
     case AlgorithmId::chain:

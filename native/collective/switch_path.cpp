@@ -73,8 +73,8 @@ AlgorithmId SwitchPath::choose(Kind kind, std::size_t bytes) const {
 }
 
 FailoverOperation::FailoverOperation(const Call& call, SwitchPath& path, int position, int ranks)
-    : call_(call), path_(path), position_(position), ranks_(ranks), segments_(call, position, ranks) {
-  if (segments_.elements() == 0) return;  // in no line: there is nothing to do
+    : call_(call), path_(path), position_(position), ranks_(ranks), map_(call, position, ranks) {
+  if (map_.elements() == 0) return;  // in no line: there is nothing to do
   number_ = path_.started_++;
   path_.operations_.reserve(path_.operations_.size() + 1);
   const Mode begins = path_.failover_.start(number_);
@@ -88,13 +88,13 @@ FailoverOperation::FailoverOperation(const Call& call, SwitchPath& path, int pos
 }
 
 FailoverOperation::~FailoverOperation() {
-  if (segments_.elements() == 0) return;
+  if (map_.elements() == 0) return;
   std::erase(path_.operations_, this);
   path_.failover_.finish(number_);
 }
 
 void FailoverOperation::enter_channel() {
-  in_network_ = std::make_unique<InNetwork>(call_, *path_.channel_, segments_);
+  in_network_ = std::make_unique<InNetwork>(call_, *path_.channel_, map_);
   path_.failover_.entered(number_, path_.channel_->first_chunk(in_network_->token()));
 }
 
@@ -102,7 +102,7 @@ void FailoverOperation::leave_channel() {
   if (in_network_ == nullptr) return;
   if (mode() == Mode::host) {
     rest_ = path_.channel_->missing(in_network_->token());
-    staging_.resize(kGatherElements * kernels::element_bytes(segments_.wire()));
+    staging_.resize(kGatherElements * kernels::element_bytes(map_.wire()));
     zeros_.resize(staging_.size());
   }
   take_counts(*in_network_);
@@ -161,8 +161,8 @@ void FailoverOperation::run(AlgorithmId algorithm) {
 void FailoverOperation::put_back() {
   const std::byte* values = scratch_.data();
   for (const Range& range : part_) {
-    segments_.deliver(range.first, range.count, values);
-    values += range.count * kernels::element_bytes(segments_.wire());
+    map_.deliver(range.first, range.count, values);
+    values += range.count * kernels::element_bytes(map_.wire());
   }
   part_.clear();
 }
@@ -175,7 +175,7 @@ bool FailoverOperation::start_next_part() {
     return true;
   }
   put_back();
-  const std::size_t element_bytes = kernels::element_bytes(segments_.wire());
+  const std::size_t element_bytes = kernels::element_bytes(map_.wire());
   std::size_t room = kPartBytes / element_bytes;
   scratch_.resize(std::max(scratch_.size(), kPartBytes));
   std::byte* at = scratch_.data();
@@ -184,7 +184,7 @@ bool FailoverOperation::start_next_part() {
     const Range taken{left.first, std::min(left.count, room)};
     for (std::size_t first = taken.first; first < taken.first + taken.count; first += kGatherElements) {
       const std::size_t count = std::min(kGatherElements, taken.first + taken.count - first);
-      const std::byte* values = segments_.contribution(first, count, staging_.data(), zeros_.data());
+      const std::byte* values = map_.contribution(first, count, staging_.data(), zeros_.data());
       std::memcpy(at, values, count * element_bytes);
       at += count * element_bytes;
     }
@@ -196,9 +196,9 @@ bool FailoverOperation::start_next_part() {
   if (part_.empty()) return false;
   const Buffer values{scratch_.data(), static_cast<std::size_t>(at - scratch_.data())};
   step_call_ = Call{.kind = Kind::all_reduce,
-                    .dtype = segments_.wire(),
-                    .reduce = segments_.reduce(),
-                    .wire = segments_.wire(),
+                    .dtype = map_.wire(),
+                    .reduce = map_.reduce(),
+                    .wire = map_.wire(),
                     .sequence = call_.sequence,
                     .step_of = call_.step(),
                     .outputs = {values}};
@@ -212,7 +212,7 @@ void FailoverOperation::finish() {
 }
 
 Progress FailoverOperation::poll(std::int64_t now_ns) {
-  if (segments_.elements() == 0) return Progress::done;
+  if (map_.elements() == 0) return Progress::done;
   bool moved = false;
   for (;;) {
     if (mode() == Mode::channel) {

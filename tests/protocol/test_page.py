@@ -83,11 +83,11 @@ def test_wire_formats_and_operators_are_those_of_the_page():
 
 
 def test_forms_of_calls_are_those_of_the_page():
-    text = (ROOT / "native/collective/include/netfold/collective/terms.hpp").read_text()
-    body = re.search(r"enum class Form .*?\{(.*?)\};", text, re.S)[1]
+    text = (ROOT / "native/collective/include/netfold/collective/call_signature.hpp").read_text()
+    body = re.search(r"enum class CallForm .*?\{(.*?)\};", text, re.S)[1]
     forms = {name: int(code) for name, code in re.findall(r"(\w+) = (\d+),", body)}
     assert {name: int(code) for name, code in table("form")} == forms
-    assert len(forms) == int(re.search(r"kFormCount = (\d+)", text)[1]) <= 16
+    assert len(forms) == int(re.search(r"kCallFormCount = (\d+)", text)[1]) <= 16
 
 
 def test_constants_are_those_of_the_page():

@@ -1,7 +1,7 @@
 // Collectives inside the network: this rank's end of the aggregation protocol.
 //
 // One step. Bytes sent by a rank for n bytes of tensor: n and a header a packet, whatever the number of ranks
-// (an all_reduce's ring sends 2n(P-1)/P); what each operation is to the switch: segments.hpp. The values are gathered
+// (an all_reduce's ring sends 2n(P-1)/P); what each operation is to the switch: contribution_map.hpp. The values are gathered
 // from the tensor by the socket call and results are written in place; a chunk's contribution is never needed again
 // once its result is here, since the result proves that it was counted.
 //
@@ -18,7 +18,7 @@
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
-#include <netfold/collective/segments.hpp>
+#include <netfold/collective/contribution_map.hpp>
 #include <netfold/protocol/worker.hpp>
 #include <netfold/auth/packet_authenticator.hpp>
 #include <netfold/transport/datagrams.hpp>
@@ -55,7 +55,7 @@ class Channel {
   bool can_start() const;
   // Operations start in the same order on every rank. Both are borrowed until release(token). Precondition: there are
   // elements on the line.
-  int start(const Call& call, const Segments& segments);
+  int start(const Call& call, const ContributionMap& map);
   bool finished(int token) const { return active_[static_cast<std::size_t>(token)].finished; }
   std::uint64_t wire_bytes(int token) const { return active_[static_cast<std::size_t>(token)].wire_bytes; }
   std::uint64_t result_bytes(int token) const { return active_[static_cast<std::size_t>(token)].result_bytes; }
@@ -102,7 +102,7 @@ class Channel {
  private:
   struct Active {
     const Call* call = nullptr;
-    const Segments* segments = nullptr;
+    const ContributionMap* map = nullptr;
     bool finished = false;
     std::uint64_t first_chunk = 0;
     std::uint64_t wire_bytes = 0;
@@ -118,7 +118,7 @@ class Channel {
   // A packet with its tag, as it was before that: empty where the tag is wrong.
   std::span<const std::byte> opened(std::span<const std::byte> bytes);
   Active* find(std::uint32_t operation);
-  void stage(const protocol::Worker::Send& send, const Segments& segments, iovec* pieces);
+  void stage(const protocol::Worker::Send& send, const ContributionMap& map, iovec* pieces);
   // What another rank called at a chunk, against what this one did.
   Failure mismatch(const protocol::Header& theirs) const;
 
@@ -161,7 +161,7 @@ class Channel {
 class InNetwork final : public Algorithm {
  public:
   // Preconditions: channel.can_start(), and there are elements on the line. Borrows all three.
-  InNetwork(const Call& call, Channel& channel, const Segments& segments);
+  InNetwork(const Call& call, Channel& channel, const ContributionMap& map);
   ~InNetwork() override;
   int token() const { return token_; }
   Progress poll(std::int64_t now_ns) override;

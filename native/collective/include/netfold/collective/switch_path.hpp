@@ -121,7 +121,7 @@ class FailoverOperation final : public Algorithm {
   SwitchPath& path_;
   const int position_;
   const int ranks_;
-  const Segments segments_;
+  const ContributionMap map_;
   std::uint64_t number_ = 0;  // in the line
   std::unique_ptr<InNetwork> in_network_;
   bool is_whole_ = false;  // nothing of it has a result anywhere: the host algorithm is the call's own

@@ -1,11 +1,11 @@
-#include <netfold/collective/tree_blocks.hpp>
+#include <netfold/collective/binomial_blocks.hpp>
 
 #include <algorithm>
 #include <numeric>
 
 namespace netfold::collective {
 
-TreeBlocks::TreeBlocks(const Call& call, transport::Mesh& mesh, Team team)
+BinomialBlocks::BinomialBlocks(const Call& call, transport::Mesh& mesh, Team team)
     : call_(call), mesh_(mesh), team_(std::move(team)), number_(team_.wrapped(team_.position() - call.root)) {
   if (number_ > 0) parent_ = number_ & (number_ - 1);
   for (int step = 1; step < span(number_); step *= 2) children_.push_back(number_ + step);
@@ -20,21 +20,21 @@ TreeBlocks::TreeBlocks(const Call& call, transport::Mesh& mesh, Team team)
   begin(Stage::sizes_in);
 }
 
-int TreeBlocks::span(int number) const {
+int BinomialBlocks::span(int number) const {
   const int left = team_.size() - number;
   return number == 0 ? left : std::min(left, number & -number);
 }
 
-void TreeBlocks::send(int number, const void* data, std::size_t bytes) {
+void BinomialBlocks::send(int number, const void* data, std::size_t bytes) {
   outgoing_.emplace_back(call_, rank(number), static_cast<const std::byte*>(data), bytes);
 }
 
-void TreeBlocks::receive(int number, void* data, std::size_t bytes) {
+void BinomialBlocks::receive(int number, void* data, std::size_t bytes) {
   incoming_.emplace_back(call_, rank(number), static_cast<std::byte*>(data), bytes);
   senders_.push_back(number);
 }
 
-void TreeBlocks::begin(Stage stage) {
+void BinomialBlocks::begin(Stage stage) {
   constexpr std::size_t kWord = sizeof(std::uint64_t);
   stage_ = stage;
   incoming_.clear();
@@ -75,14 +75,14 @@ void TreeBlocks::begin(Stage stage) {
   }
 }
 
-Buffer TreeBlocks::blocks_of(int number) const {
+Buffer BinomialBlocks::blocks_of(int number) const {
   const auto first = sizes_.begin() + (number - number_);
   const auto before = std::accumulate(sizes_.begin(), first, std::size_t{0});
   return {blocks_.get() + before, std::accumulate(first, first + span(number), std::size_t{0})};
 }
 
 // What this rank puts in: its block, or, the root of a scatter, everybody's.
-void TreeBlocks::give_own() {
+void BinomialBlocks::give_own() {
   std::byte* next = blocks_.get();
   const std::size_t count = gathers() ? 1 : sizes_.size();
   for (std::size_t i = 0; i < count; ++i) {
@@ -94,7 +94,7 @@ void TreeBlocks::give_own() {
 }
 
 // What is this rank's: its block, or, the root of a gather, everybody's.
-void TreeBlocks::take_own() {
+void BinomialBlocks::take_own() {
   std::byte* next = blocks_.get();
   const std::size_t count = gathers() ? sizes_.size() : 1;
   for (std::size_t i = 0; i < count; ++i) {
@@ -106,7 +106,7 @@ void TreeBlocks::take_own() {
 }
 
 // Of whoever knows what they must be: the root of a gather, everybody in a scatter.
-bool TreeBlocks::compare_sizes() {
+bool BinomialBlocks::compare_sizes() {
   if (gathers() && number_ > 0) return true;
   const std::size_t count = gathers() ? sizes_.size() : 1;
   for (std::size_t i = 0; i < count; ++i) {
@@ -120,7 +120,7 @@ bool TreeBlocks::compare_sizes() {
   return true;
 }
 
-Progress TreeBlocks::poll(std::int64_t) {
+Progress BinomialBlocks::poll(std::int64_t) {
   bool moved = false;
   for (;;) {
     for (auto message = outgoing_.begin(); message != outgoing_.end() && !failure_; ++message) {
@@ -154,7 +154,7 @@ Progress TreeBlocks::poll(std::int64_t) {
   }
 }
 
-void TreeBlocks::wait_for(WaitSet& set) const {
+void BinomialBlocks::wait_for(WaitSet& set) const {
   for (const Outgoing& message : outgoing_) {
     if (!message.done()) mesh_.wait_for(message.peer(), POLLOUT, set.fds);
   }
@@ -163,7 +163,7 @@ void TreeBlocks::wait_for(WaitSet& set) const {
   }
 }
 
-std::vector<int> TreeBlocks::awaited() const {
+std::vector<int> BinomialBlocks::awaited() const {
   std::vector<int> ranks;
   for (const Incoming& message : incoming_) {
     if (!message.done()) ranks.push_back(message.peer());
@@ -175,7 +175,7 @@ std::vector<int> TreeBlocks::awaited() const {
 }
 
 // A leaf of a gather and the root of a scatter wait for nobody.
-bool TreeBlocks::awaited_may_wait() const {
+bool BinomialBlocks::awaited_may_wait() const {
   for (std::size_t i = 0; i < incoming_.size(); ++i) {
     if (!incoming_[i].done() && (gathers() ? span(senders_[i]) > 1 : senders_[i] > 0)) return true;
   }

@@ -15,10 +15,10 @@
 
 namespace netfold::collective {
 
-class TreeBlocks final : public Algorithm {
+class BinomialBlocks final : public Algorithm {
  public:
   // Borrows call and mesh for its life. Kinds gather, scatter; P >= 2.
-  TreeBlocks(const Call& call, transport::Mesh& mesh, Team team);
+  BinomialBlocks(const Call& call, transport::Mesh& mesh, Team team);
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;

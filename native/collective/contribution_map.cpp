@@ -1,4 +1,4 @@
-#include <netfold/collective/segments.hpp>
+#include <netfold/collective/contribution_map.hpp>
 #include <netfold/kernels/convert.hpp>
 
 #include <algorithm>
@@ -27,7 +27,7 @@ std::uint32_t folded(std::uint64_t digest) { return static_cast<std::uint32_t>(d
 
 }  // namespace
 
-Segments::Segments(const Call& call, int position, int ranks)
+ContributionMap::ContributionMap(const Call& call, int position, int ranks)
     : dtype_(call.dtype), wire_(call.wire), reduce_(call.reduce) {
   const bool root = position == call.root;
   const auto self = static_cast<std::size_t>(position);
@@ -67,7 +67,7 @@ Segments::Segments(const Call& call, int position, int ranks)
   }
 }
 
-void Segments::add(std::size_t bytes, const std::byte* from, std::byte* to) {
+void ContributionMap::add(std::size_t bytes, const std::byte* from, std::byte* to) {
   const std::size_t count = bytes / kernels::element_bytes(dtype_);
   if (count == 0) return;
   segments_.push_back({elements_, count, from, to});
@@ -75,7 +75,7 @@ void Segments::add(std::size_t bytes, const std::byte* from, std::byte* to) {
 }
 
 template <class Visit>
-void Segments::each(std::size_t first, std::size_t count, const Visit& visit) const {
+void ContributionMap::each(std::size_t first, std::size_t count, const Visit& visit) const {
   auto segment = std::ranges::upper_bound(segments_, first, {}, &Segment::first) - 1;
   for (std::size_t done = 0; done < count; ++segment) {
     const std::size_t at = first + done - segment->first;
@@ -85,7 +85,7 @@ void Segments::each(std::size_t first, std::size_t count, const Visit& visit) co
   }
 }
 
-const std::byte* Segments::contribution(std::size_t first, std::size_t count, std::byte* staging,
+const std::byte* ContributionMap::contribution(std::size_t first, std::size_t count, std::byte* staging,
                                         const std::byte* zeros) const {
   const std::size_t unit = kernels::element_bytes(dtype_);
   const std::size_t wire_unit = kernels::element_bytes(wire_);
@@ -104,7 +104,7 @@ const std::byte* Segments::contribution(std::size_t first, std::size_t count, st
   return whole != nullptr ? whole : staging;
 }
 
-void Segments::deliver(std::size_t first, std::size_t count, const std::byte* values) const {
+void ContributionMap::deliver(std::size_t first, std::size_t count, const std::byte* values) const {
   each(first, count, [&](const Segment& segment, std::size_t at, std::size_t some, std::size_t done) {
     if (segment.to == nullptr) return;
     kernels::convert(dtype_, segment.to + at * kernels::element_bytes(dtype_), wire_,

@@ -19,11 +19,11 @@
 
 namespace netfold::collective {
 
-class Segments {
+class ContributionMap {
  public:
   // Of `call` on the rank at `position` of `ranks`. Borrows the call's buffers. An all_gather's own block is copied to
   // its output here, and given from there.
-  Segments(const Call& call, int position, int ranks);
+  ContributionMap(const Call& call, int position, int ranks);
 
   // On the line, in the wire format; 0 where there is nothing to do.
   std::size_t elements() const { return elements_; }

@@ -13,7 +13,7 @@
 namespace netfold::collective {
 
 // The numeric values travel in packets: append only. A step is one of several calls that an all_reduce is made of.
-enum class Form : std::uint8_t {
+enum class CallForm : std::uint8_t {
   all_reduce = 0,
   all_reduce_avg = 1,
   reduce = 2,
@@ -26,17 +26,17 @@ enum class Form : std::uint8_t {
   step = 9,
   step_avg = 10,
 };
-inline constexpr std::uint8_t kFormCount = 11;
+inline constexpr std::uint8_t kCallFormCount = 11;
 
-struct Terms {
-  Form form = Form::barrier;
+struct CallSignature {
+  CallForm form = CallForm::barrier;
   kernels::DType dtype = kernels::DType::u8;  // of the tensor; a barrier's is u8
   std::uint8_t root = 0;                      // 0 where there is none
 
   // Of a call that goes through a switch.
-  static Terms of(const Call& call);
+  static CallSignature of(const Call& call);
   // From bits that another rank sent; nullopt where no call has them: its choice table is another one.
-  static std::optional<Terms> unpacked(std::uint16_t bits);
+  static std::optional<CallSignature> unpacked(std::uint16_t bits);
   // Bits 0 to 3 the form, 4 to 7 the dtype, 8 to 15 the root.
   std::uint16_t packed() const;
 
