@@ -8,9 +8,9 @@
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/ring.hpp>
 #include <netfold/collective/sharded.hpp>
-#include <netfold/collective/shared_copy.hpp>
-#include <netfold/collective/shared_fold.hpp>
-#include <netfold/collective/shared_notice.hpp>
+#include <netfold/collective/shm_copy.hpp>
+#include <netfold/collective/shm_reduce.hpp>
+#include <netfold/collective/shm_call_check.hpp>
 #include <netfold/collective/split.hpp>
 #include <netfold/collective/tree.hpp>
 #include <netfold/collective/binomial_blocks.hpp>
@@ -165,7 +165,7 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) 
       return algorithm;
     default:
       if (algorithm == nullptr || paths.node == nullptr) return algorithm;
-      return std::make_unique<SharedNotice>(call, paths.mesh, *paths.node, std::move(algorithm));
+      return std::make_unique<ShmCallCheck>(call, paths.mesh, *paths.node, std::move(algorithm));
   }
 }
 
@@ -209,9 +209,9 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, 
       return std::make_unique<Split>(call, paths, std::move(team));
     case AlgorithmId::shared_memory:
       if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter) {
-        return std::make_unique<SharedFold>(call, paths.mesh, *paths.node);
+        return std::make_unique<ShmReduce>(call, paths.mesh, *paths.node);
       }
-      return std::make_unique<SharedCopy>(call, paths.mesh, *paths.node);
+      return std::make_unique<ShmCopy>(call, paths.mesh, *paths.node);
     case AlgorithmId::hierarchical:
       return std::make_unique<Hierarchical>(call, paths);
     default:

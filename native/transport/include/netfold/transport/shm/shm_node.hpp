@@ -69,7 +69,7 @@ class SharedNode {
     alignas(64) std::atomic<std::uint8_t> uses[kMaxSize];      // 1: the owner touches memory of that rank's process
     alignas(64) std::atomic<std::uint32_t> letters[kMaxSize];  // that the owner has sent to that rank (SharedLinks)
     Post posts[kPosts];
-    Stream to_fold;
+    Stream to_reduce;
     Stream to_copy;
     alignas(64) std::atomic<std::uint8_t> awaits[kMaxSize];  // POLLIN, POLLOUT: of whose ring, while asleep
     Ends ends[kMaxSize];

@@ -1,13 +1,13 @@
 #include <netfold/collective/direct.hpp>
-#include <netfold/collective/shared_fold.hpp>
+#include <netfold/collective/shm_reduce.hpp>
 #include <netfold/kernels/reduce.hpp>
 
 #include <algorithm>
 #include <cstring>
 
 namespace netfold::collective {
-SharedFold::SharedFold(const Call& call, transport::Mesh& mesh, transport::SharedNode& node)
-    : SharedCall(call, mesh, node),
+ShmReduce::ShmReduce(const Call& call, transport::Mesh& mesh, transport::SharedNode& node)
+    : ShmCollective(call, mesh, node),
       collected_(static_cast<std::size_t>(node.size())),
       sources_(static_cast<std::size_t>(node.size())),
       part_bytes_(Node::kSlotBytes / static_cast<std::size_t>(node.size()) / kLine * kLine) {
@@ -18,7 +18,7 @@ SharedFold::SharedFold(const Call& call, transport::Mesh& mesh, transport::Share
   }
 }
 
-SharedFold::Part SharedFold::part(std::uint32_t round, int position) const {
+ShmReduce::Part ShmReduce::part(std::uint32_t round, int position) const {
   const auto at = static_cast<std::size_t>(position);
   if (has_table()) {
     const Buffer& input = call_.inputs[at];
@@ -34,49 +34,49 @@ SharedFold::Part SharedFold::part(std::uint32_t round, int position) const {
   return {in_slot, tensor.data + first + in_slot, std::min(share, bytes - in_slot)};
 }
 
-bool SharedFold::needs_post(int) const {
+bool ShmReduce::needs_post(int) const {
   // A short reduction is the root's business alone.
   return mine_.rounds > 0 || call_.kind != Kind::reduce || self_ == call_.root;
 }
 
-void SharedFold::write_post(std::byte* data) {
+void ShmReduce::write_post(std::byte* data) {
   if (has_table()) {
     write_table(data);
     data += table_bytes();
-    if (mine_.rounds > 0) return refer(data, call_.inputs, &Node::Segment::to_fold);
+    if (mine_.rounds > 0) return refer(data, call_.inputs, &Node::Segment::to_reduce);
     for (const Buffer& input : call_.inputs) {
       if (input.bytes > 0) std::memcpy(data, input.data, input.bytes);
       data += round_up(input.bytes, kLine);
     }
   } else if (mine_.rounds > 0) {
-    refer(data, call_.outputs, &Node::Segment::to_fold);
+    refer(data, call_.outputs, &Node::Segment::to_reduce);
   } else if (call_.outputs[0].bytes > 0) {
     std::memcpy(data, call_.outputs[0].data, call_.outputs[0].bytes);
   }
 }
 
-std::uint64_t SharedFold::expected_bytes(int) const { return has_table() ? call_.outputs[0].bytes : 0; }
+std::uint64_t ShmReduce::expected_bytes(int) const { return has_table() ? call_.outputs[0].bytes : 0; }
 
-bool SharedFold::reads(Stream stream, int reader) const {
-  return stream == &Node::Segment::to_fold || call_.kind == Kind::all_reduce || reader == call_.root;
+bool ShmReduce::reads(Stream stream, int reader) const {
+  return stream == &Node::Segment::to_reduce || call_.kind == Kind::all_reduce || reader == call_.root;
 }
 
-bool SharedFold::advance() {
+bool ShmReduce::advance() {
   if (mine_.rounds == 0) {
-    if (posts_folded_) return false;
-    fold_posts();
-    posts_folded_ = true;
+    if (posts_reduced_) return false;
+    reduce_posts();
+    posts_reduced_ = true;
     return true;
   }
-  if (way_ == Way::undecided) choose_way();
-  if (way_ != Way::streams) return fold_in_place();
+  if (mode_ == Mode::undecided) choose_mode();
+  if (mode_ != Mode::streams) return reduce_in_place();
   bool moved = contribute();
-  moved |= fold();
+  moved |= reduce_contributions();
   if (wants_results()) moved |= collect();
   return moved;
 }
 
-void SharedFold::fold_posts() {
+void ShmReduce::reduce_posts() {
   const bool idle = call_.kind == Kind::reduce && self_ != call_.root;
   const Buffer& out = call_.outputs[0];
   if (idle || out.bytes == 0) return;
@@ -91,13 +91,13 @@ void SharedFold::fold_posts() {
   if (call_.average) divide(call_.dtype, out, size_);
 }
 
-void SharedFold::choose_way() {
-  way_ = Way::streams;
+void ShmReduce::choose_mode() {
+  mode_ = Mode::streams;
   for (int position = 0; position < size_; ++position) {
     const Announcement& announcement = position == self_ ? mine_ : theirs_[static_cast<std::size_t>(position)];
     if (announcement.refers != Refers::to_regions) return;
   }
-  way_ = Way::folding_in_place;
+  mode_ = Mode::reducing_in_place;
   const auto self = static_cast<std::size_t>(self_);
   whole_ = has_table() ? call_.inputs[self] : call_.outputs[0];
   for (int position = 0; position < size_ && !failure_; ++position) {
@@ -111,8 +111,8 @@ void SharedFold::choose_way() {
   whole_.bytes = std::min(whole_.bytes, first_ + share);
 }
 
-bool SharedFold::fold_in_place() {
-  if (way_ == Way::folding_in_place && first_ < whole_.bytes) {
+bool ShmReduce::reduce_in_place() {
+  if (mode_ == Mode::reducing_in_place && first_ < whole_.bytes) {
     const std::size_t bytes = std::min(part_bytes_, whole_.bytes - first_);
     for (std::size_t i = 0; i < tensors_.size(); ++i) sources_[i] = tensors_[i] + first_;
     std::byte* into = call_.outputs[0].data + first_;
@@ -128,61 +128,61 @@ bool SharedFold::fold_in_place() {
     first_ += bytes;
     return true;
   }
-  if (way_ == Way::folding_in_place) {
-    way_ = Way::waiting_in_place;
-    publish(&Node::Segment::to_fold, 1);
+  if (mode_ == Mode::reducing_in_place) {
+    mode_ = Mode::waiting_in_place;
+    publish(&Node::Segment::to_reduce, 1);
   }
-  if (way_ == Way::done_in_place) return false;
+  if (mode_ == Mode::done_in_place) return false;
   // The others read and write this rank's tensor until they say that they are through.
   for (int position = 0; position < size_; ++position) {
-    if (position != self_ && published(&Node::Segment::to_fold, position) == 0) return false;
+    if (position != self_ && published(&Node::Segment::to_reduce, position) == 0) return false;
   }
-  way_ = Way::done_in_place;
+  mode_ = Mode::done_in_place;
   return true;
 }
 
-bool SharedFold::contribute() {
-  if (contributed_ == mine_.rounds || !slot_is_free(&Node::Segment::to_fold, contributed_)) return false;
-  std::byte* to = slot(&Node::Segment::to_fold, self_, contributed_);
+bool ShmReduce::contribute() {
+  if (contributed_ == mine_.rounds || !slot_is_free(&Node::Segment::to_reduce, contributed_)) return false;
+  std::byte* to = slot(&Node::Segment::to_reduce, self_, contributed_);
   for (int position = 0; position < size_; ++position) {
     const Part what = part(contributed_, position);
     if (position != self_ && what.bytes > 0) std::memcpy(to + what.in_slot, what.data, what.bytes);
   }
-  publish(&Node::Segment::to_fold, ++contributed_);
+  publish(&Node::Segment::to_reduce, ++contributed_);
   return true;
 }
 
-bool SharedFold::fold() {
+bool ShmReduce::reduce_contributions() {
   // This rank's contribution comes first: what it folds into its tensor must not be sent on as its own.
-  if (folded_ == contributed_) return false;
-  if (has_results() && !slot_is_free(&Node::Segment::to_copy, folded_)) return false;
+  if (reduced_ == contributed_) return false;
+  if (has_results() && !slot_is_free(&Node::Segment::to_copy, reduced_)) return false;
   for (int position = 0; position < size_; ++position) {
-    if (position != self_ && published(&Node::Segment::to_fold, position) <= folded_) return false;
+    if (position != self_ && published(&Node::Segment::to_reduce, position) <= reduced_) return false;
   }
-  const Part what = part(folded_, self_);
+  const Part what = part(reduced_, self_);
   if (what.bytes > 0) {
     for (int position = 0; position < size_; ++position) {
       sources_[static_cast<std::size_t>(position)] =
-          position == self_ ? what.data : slot(&Node::Segment::to_fold, position, folded_) + what.in_slot;
+          position == self_ ? what.data : slot(&Node::Segment::to_reduce, position, reduced_) + what.in_slot;
     }
     std::byte* into =
-        has_results() ? slot(&Node::Segment::to_copy, self_, folded_) : call_.outputs[0].data + part_bytes_ * folded_;
+        has_results() ? slot(&Node::Segment::to_copy, self_, reduced_) : call_.outputs[0].data + part_bytes_ * reduced_;
     kernels::reduce(call_.reduce, call_.dtype, into, sources_.data(), sources_.size(),
                     what.bytes / kernels::element_bytes(call_.dtype));
     if (call_.average) divide(call_.dtype, {into, what.bytes}, size_);
     if (wants_results()) std::memcpy(what.data, into, what.bytes);
   }
-  ++folded_;
-  for (int position = 0; position < size_; ++position) take(&Node::Segment::to_fold, position, folded_);
+  ++reduced_;
+  for (int position = 0; position < size_; ++position) take(&Node::Segment::to_reduce, position, reduced_);
   if (has_results()) {
-    publish(&Node::Segment::to_copy, folded_);
+    publish(&Node::Segment::to_copy, reduced_);
   } else {
     node_.ring();
   }
   return true;
 }
 
-bool SharedFold::collect() {
+bool ShmReduce::collect() {
   bool moved = false;
   for (int position = 0; position < size_; ++position) {
     std::uint32_t& collected = collected_[static_cast<std::size_t>(position)];
@@ -199,10 +199,10 @@ bool SharedFold::collect() {
   return moved;
 }
 
-bool SharedFold::done() const {
-  if (mine_.rounds == 0) return posts_folded_;
-  if (way_ != Way::streams) return way_ == Way::done_in_place;
-  if (contributed_ < mine_.rounds || folded_ < mine_.rounds) return false;
+bool ShmReduce::done() const {
+  if (mine_.rounds == 0) return posts_reduced_;
+  if (mode_ != Mode::streams) return mode_ == Mode::done_in_place;
+  if (contributed_ < mine_.rounds || reduced_ < mine_.rounds) return false;
   for (int position = 0; position < size_; ++position) {
     if (wants_results() && position != self_ && collected_[static_cast<std::size_t>(position)] < mine_.rounds)
       return false;
@@ -210,11 +210,11 @@ bool SharedFold::done() const {
   return true;
 }
 
-bool SharedFold::waits_for(int position) const {
-  if (way_ != Way::streams) return published(&Node::Segment::to_fold, position) == 0;
-  if (folded_ < mine_.rounds && published(&Node::Segment::to_fold, position) <= folded_) return true;
+bool ShmReduce::waits_for(int position) const {
+  if (mode_ != Mode::streams) return published(&Node::Segment::to_reduce, position) == 0;
+  if (reduced_ < mine_.rounds && published(&Node::Segment::to_reduce, position) <= reduced_) return true;
   if (wants_results() && collected_[static_cast<std::size_t>(position)] < mine_.rounds) return true;
-  return contributed_ < mine_.rounds || folded_ < mine_.rounds;
+  return contributed_ < mine_.rounds || reduced_ < mine_.rounds;
 }
 
 }  // namespace netfold::collective

@@ -1,4 +1,4 @@
-#include <netfold/collective/shared_copy.hpp>
+#include <netfold/collective/shm_copy.hpp>
 #include <netfold/kernels/copy.hpp>
 
 #include <algorithm>
@@ -19,8 +19,8 @@ constexpr std::size_t kLendBytes = 512 << 10;
 
 }  // namespace
 
-SharedCopy::SharedCopy(const Call& call, transport::Mesh& mesh, transport::SharedNode& node)
-    : SharedCall(call, mesh, node),
+ShmCopy::ShmCopy(const Call& call, transport::Mesh& mesh, transport::SharedNode& node)
+    : ShmCollective(call, mesh, node),
       streams_(call.choice_bytes() >= kernels::kBeyondCaches),
       collected_(static_cast<std::size_t>(node.size())),
       copied_(static_cast<std::size_t>(node.size())),
@@ -41,7 +41,7 @@ SharedCopy::SharedCopy(const Call& call, transport::Mesh& mesh, transport::Share
   if (!gives() || call.kind == Kind::broadcast) complete_[static_cast<std::size_t>(self_)] = true;
 }
 
-bool SharedCopy::gives() const {
+bool ShmCopy::gives() const {
   switch (call_.kind) {
     case Kind::all_gather:
     case Kind::gather:
@@ -55,7 +55,7 @@ bool SharedCopy::gives() const {
   }
 }
 
-bool SharedCopy::takes_from(int source) const {
+bool ShmCopy::takes_from(int source) const {
   switch (call_.kind) {
     case Kind::all_gather:
     case Kind::all_to_all:
@@ -70,16 +70,16 @@ bool SharedCopy::takes_from(int source) const {
   }
 }
 
-bool SharedCopy::reads(Stream, int reader) const { return call_.kind != Kind::gather || reader == call_.root; }
+bool ShmCopy::reads(Stream, int reader) const { return call_.kind != Kind::gather || reader == call_.root; }
 
-const Buffer& SharedCopy::into(int source) const {
+const Buffer& ShmCopy::into(int source) const {
   const bool one = call_.kind == Kind::broadcast || call_.kind == Kind::scatter;
   return call_.outputs[one ? 0 : static_cast<std::size_t>(source)];
 }
 
-const Buffer& SharedCopy::given() const { return call_.kind == Kind::broadcast ? call_.outputs[0] : call_.inputs[0]; }
+const Buffer& ShmCopy::given() const { return call_.kind == Kind::broadcast ? call_.outputs[0] : call_.inputs[0]; }
 
-bool SharedCopy::copy_own() {
+bool ShmCopy::copy_own() {
   const auto at = static_cast<std::size_t>(self_);
   const Buffer& to = into(self_);
   const Buffer& mine = has_table() ? call_.inputs[at] : given();
@@ -90,49 +90,49 @@ bool SharedCopy::copy_own() {
   return true;
 }
 
-SharedCopy::Part SharedCopy::part(std::uint32_t round, int reader, std::size_t bytes) const {
+ShmCopy::Part ShmCopy::part(std::uint32_t round, int reader, std::size_t bytes) const {
   const std::size_t most = has_table() ? part_bytes_ : Node::kSlotBytes;
   const std::size_t first = std::min(bytes, most * round);
   return {has_table() ? part_bytes_ * static_cast<std::size_t>(reader) : 0, first, std::min(most, bytes - first)};
 }
 
-bool SharedCopy::needs_post(int position) const { return takes_from(position) || call_.kind == Kind::barrier; }
+bool ShmCopy::needs_post(int position) const { return takes_from(position) || call_.kind == Kind::barrier; }
 
-void SharedCopy::write_post(std::byte* data) {
+void ShmCopy::write_post(std::byte* data) {
   if (!gives()) return;
   if (!has_table()) {
-    if (mine_.rounds > 0) return lend(data, {&given(), 1});
+    if (mine_.rounds > 0) return export_buffers(data, {&given(), 1});
     return copy(data, given().data, given().bytes, false);
   }
   write_table(data);
   data += table_bytes();
-  if (mine_.rounds > 0) return lend(data, call_.inputs);
+  if (mine_.rounds > 0) return export_buffers(data, call_.inputs);
   for (const Buffer& input : call_.inputs) {
     copy(data, input.data, input.bytes, false);
     data += round_up(input.bytes, kLine);
   }
 }
 
-void SharedCopy::lend(std::byte* data, std::span<const Buffer> buffers) {
+void ShmCopy::export_buffers(std::byte* data, std::span<const Buffer> buffers) {
   refer(data, buffers, kStream);
   if (mine_.refers != Refers::not_at_all || node_.memory() == nullptr) return;
   std::size_t widest = 0;
   for (const Buffer& buffer : buffers) widest = std::max(widest, buffer.bytes);
-  if (pays_to_lend(widest)) refer_by_address(data, buffers);
+  if (pays_to_export(widest)) refer_by_address(data, buffers);
 }
 
-bool SharedCopy::pays_to_lend(std::size_t bytes) const {
+bool ShmCopy::pays_to_export(std::size_t bytes) const {
   if (call_.kind == Kind::broadcast) return size_ == 2 && bytes < kLendBytes;
   if (call_.kind == Kind::all_gather && size_ > 2 && streams_)
     return false;  // the kernel does not copy past the caches
   return size_ == 2 || call_.kind == Kind::all_to_all || bytes >= kLendBytes;
 }
 
-std::uint64_t SharedCopy::expected_bytes(int position) const {
+std::uint64_t ShmCopy::expected_bytes(int position) const {
   return call_.kind == Kind::broadcast || call_.kind == Kind::barrier ? 0 : into(position).bytes;
 }
 
-bool SharedCopy::advance() {
+bool ShmCopy::advance() {
   bool moved = mine_.refers == Refers::not_at_all ? offer() : wait_for_readers();
   // Each starts behind itself: not everybody reads from the same rank at once.
   for (int i = 1; i <= size_ && !failure_; ++i) {
@@ -152,7 +152,7 @@ bool SharedCopy::advance() {
   return moved;
 }
 
-bool SharedCopy::copy_post(int source) {
+bool ShmCopy::copy_post(int source) {
   const std::byte* from = post_data(source) + table_bytes();
   for (int i = 0; has_table() && i < self_; ++i) {
     std::uint64_t bytes = 0;
@@ -163,7 +163,7 @@ bool SharedCopy::copy_post(int source) {
   return complete_[static_cast<std::size_t>(source)] = true;
 }
 
-bool SharedCopy::copy_referred(int source) {
+bool ShmCopy::copy_referred(int source) {
   const auto at = static_cast<std::size_t>(source);
   const std::size_t first = copied_[at];
   const std::size_t bytes = std::min(kPieceBytes, into(source).bytes - first);
@@ -180,7 +180,7 @@ bool SharedCopy::copy_referred(int source) {
   return complete_[at] = true;
 }
 
-bool SharedCopy::read_piece(int source, std::size_t first, std::size_t bytes) {
+bool ShmCopy::read_piece(int source, std::size_t first, std::size_t bytes) {
   const auto at = static_cast<std::size_t>(source);
   const Buffer& to = into(source);
   const std::size_t index = has_table() ? static_cast<std::size_t>(self_) : 0;
@@ -202,7 +202,7 @@ bool SharedCopy::read_piece(int source, std::size_t first, std::size_t bytes) {
   return false;
 }
 
-bool SharedCopy::wait_for_readers() {
+bool ShmCopy::wait_for_readers() {
   if (offered_ == mine_.rounds) return false;
   bool all = true;
   for (int position = 0; position < size_; ++position) {
@@ -218,7 +218,7 @@ bool SharedCopy::wait_for_readers() {
   return all;
 }
 
-bool SharedCopy::offer() {
+bool ShmCopy::offer() {
   if (offered_ == mine_.rounds || !slot_is_free(kStream, offered_)) return false;
   std::byte* to = slot(kStream, self_, offered_);
   for (int reader = 0; reader < size_; ++reader) {
@@ -232,7 +232,7 @@ bool SharedCopy::offer() {
   return true;
 }
 
-bool SharedCopy::collect(int source) {
+bool ShmCopy::collect(int source) {
   const auto at = static_cast<std::size_t>(source);
   std::uint32_t& collected = collected_[at];
   if (published(kStream, source) <= collected) return false;
@@ -245,11 +245,11 @@ bool SharedCopy::collect(int source) {
   return true;
 }
 
-bool SharedCopy::done() const {
+bool ShmCopy::done() const {
   return offered_ == mine_.rounds && std::find(complete_.begin(), complete_.end(), false) == complete_.end();
 }
 
-bool SharedCopy::waits_for(int position) const {
+bool ShmCopy::waits_for(int position) const {
   if (!complete_[static_cast<std::size_t>(position)]) return true;
   if (offered_ == mine_.rounds) return false;
   // Who has taken everything may have left the group while others still read.

@@ -11,13 +11,13 @@
 // into one once before.
 #pragma once
 
-#include <netfold/collective/shared_call.hpp>
+#include <netfold/collective/shm_collective.hpp>
 
 namespace netfold::collective {
 
-class SharedCopy final : public SharedCall {
+class ShmCopy final : public ShmCollective {
  public:
-  SharedCopy(const Call& call, transport::Mesh& mesh, transport::SharedNode& node);
+  ShmCopy(const Call& call, transport::Mesh& mesh, transport::SharedNode& node);
 
  private:
   struct Part {
@@ -34,9 +34,9 @@ class SharedCopy final : public SharedCall {
   // What this rank gives to everybody alike.
   const Buffer& given() const;
   // Refers to what this rank gives, if it lies where the others can read it.
-  void lend(std::byte* data, std::span<const Buffer> buffers);
+  void export_buffers(std::byte* data, std::span<const Buffer> buffers);
   // Whether one copy of so many bytes for a reader takes less time than two, where both can be had.
-  bool pays_to_lend(std::size_t bytes) const;
+  bool pays_to_export(std::size_t bytes) const;
   bool copy_own();
   bool copy_post(int source);
   // A piece of what the source refers to.

@@ -3,15 +3,15 @@
 // socket and one in memory, both hear of it at once.
 #pragma once
 
-#include <netfold/collective/shared_call.hpp>
+#include <netfold/collective/shm_collective.hpp>
 
 #include <memory>
 
 namespace netfold::collective {
 
-class SharedNotice final : public SharedCall {
+class ShmCallCheck final : public ShmCollective {
  public:
-  SharedNotice(const Call& call, transport::Mesh& mesh, transport::SharedNode& node,
+  ShmCallCheck(const Call& call, transport::Mesh& mesh, transport::SharedNode& node,
                std::unique_ptr<Algorithm> algorithm);
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;

@@ -19,7 +19,7 @@
 
 namespace netfold::collective {
 
-class SharedCall : public Algorithm {
+class ShmCollective : public Algorithm {
  public:
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
@@ -30,7 +30,7 @@ class SharedCall : public Algorithm {
   using Node = transport::SharedNode;
   using Stream = Node::Stream Node::Segment::*;
   // Borrows all three for its life. Positions in the node are indices of the call's buffers and its root.
-  SharedCall(const Call& call, transport::Mesh& mesh, Node& node);
+  ShmCollective(const Call& call, transport::Mesh& mesh, Node& node);
 
   static constexpr std::size_t kLine = 64;
   static std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
@@ -54,9 +54,9 @@ class SharedCall : public Algorithm {
 
   bool is_posted() const { return posted_; }
   // Compares what has been posted of this call so far, for who does not wait for posts.
-  void look_at_posts();
+  void check_posts();
   // Whether the others are still there; fills failure_. At most once a millisecond.
-  void look_now_and_then(std::int64_t now_ns);
+  void check_peers(std::int64_t now_ns);
   void wait_to_look(WaitSet& set) const;
   bool has_table() const;
   std::size_t table_bytes() const { return has_table() ? static_cast<std::size_t>(size_) * sizeof(std::uint64_t) : 0; }
@@ -120,7 +120,7 @@ class SharedCall : public Algorithm {
   bool is_awaited(int position) const;
   void look_for_lost();
   // The reason that a rank has left behind.
-  void hear_from(int position);
+  void read_failure(int position);
 
   const std::uint64_t number_;
   bool posted_ = false;

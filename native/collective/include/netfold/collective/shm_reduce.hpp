@@ -10,16 +10,16 @@
 // copies n(P-1)/P in, folds n, and copies n(P-1)/P out. Where tensors are shared: n read, n written, nothing else.
 #pragma once
 
-#include <netfold/collective/shared_call.hpp>
+#include <netfold/collective/shm_collective.hpp>
 
 namespace netfold::collective {
 
-class SharedFold final : public SharedCall {
+class ShmReduce final : public ShmCollective {
  public:
-  SharedFold(const Call& call, transport::Mesh& mesh, transport::SharedNode& node);
+  ShmReduce(const Call& call, transport::Mesh& mesh, transport::SharedNode& node);
 
  private:
-  enum class Way : std::uint8_t { undecided, streams, folding_in_place, waiting_in_place, done_in_place };
+  enum class Mode : std::uint8_t { undecided, streams, reducing_in_place, waiting_in_place, done_in_place };
   // Of a round: the bytes that `position` folds.
   struct Part {
     std::size_t in_slot = 0;
@@ -29,11 +29,11 @@ class SharedFold final : public SharedCall {
   Part part(std::uint32_t round, int position) const;
   bool has_results() const { return call_.kind != Kind::reduce_scatter; }
   bool wants_results() const { return call_.kind == Kind::all_reduce || (has_results() && self_ == call_.root); }
-  void fold_posts();
-  void choose_way();
-  bool fold_in_place();
+  void reduce_posts();
+  void choose_mode();
+  bool reduce_in_place();
   bool contribute();
-  bool fold();
+  bool reduce_contributions();
   bool collect();
 
   bool needs_post(int position) const override;
@@ -45,12 +45,12 @@ class SharedFold final : public SharedCall {
   bool reads(Stream stream, int reader) const override;
 
   std::uint32_t contributed_ = 0;  // rounds
-  std::uint32_t folded_ = 0;
+  std::uint32_t reduced_ = 0;
   std::vector<std::uint32_t> collected_;  // by position
   std::vector<const void*> sources_;
   std::size_t part_bytes_;  // of a slot, where there is a buffer for each rank
-  bool posts_folded_ = false;
-  Way way_ = Way::undecided;  // of what does not stand in posts
+  bool posts_reduced_ = false;
+  Mode mode_ = Mode::undecided;  // of what does not stand in posts
   Buffer whole_;              // in place: what is folded here, of every rank's
   std::size_t first_ = 0;     // byte of it that is next
   std::vector<std::byte*> tensors_;

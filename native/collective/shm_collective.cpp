@@ -1,11 +1,11 @@
-#include <netfold/collective/shared_call.hpp>
+#include <netfold/collective/shm_collective.hpp>
 
 #include <algorithm>
 #include <cstring>
 
 namespace netfold::collective {
 
-SharedCall::SharedCall(const Call& call, transport::Mesh& mesh, Node& node)
+ShmCollective::ShmCollective(const Call& call, transport::Mesh& mesh, Node& node)
     : call_(call),
       mesh_(mesh),
       node_(node),
@@ -18,7 +18,7 @@ SharedCall::SharedCall(const Call& call, transport::Mesh& mesh, Node& node)
   mine_.header = MessageHeader::of(call, 0);
 }
 
-Progress SharedCall::poll(std::int64_t now_ns) {
+Progress ShmCollective::poll(std::int64_t now_ns) {
   bool moved = false;
   if (!posted_) {
     if (post()) moved = true;
@@ -35,11 +35,11 @@ Progress SharedCall::poll(std::int64_t now_ns) {
     }
   }
   if (moved) return Progress::moved;
-  look_now_and_then(now_ns);
+  check_peers(now_ns);
   return failure_ ? Progress::failed : Progress::idle;
 }
 
-void SharedCall::look_now_and_then(std::int64_t now_ns) {
+void ShmCollective::check_peers(std::int64_t now_ns) {
   look_due_ = now_ns < next_look_ns_;
   if (look_due_) return;
   look_for_lost();
@@ -47,7 +47,7 @@ void SharedCall::look_now_and_then(std::int64_t now_ns) {
   next_look_ns_ = now_ns + kLookNs;
 }
 
-bool SharedCall::post() {
+bool ShmCollective::post() {
   if (number_ > Node::kPosts) {
     for (int position = 0; position < size_; ++position) {
       const auto done = node_.segment(position).done.load(std::memory_order_acquire);
@@ -64,7 +64,7 @@ bool SharedCall::post() {
   return true;
 }
 
-bool SharedCall::read_posts() {
+bool ShmCollective::read_posts() {
   bool all = true;
   bool moved = false;
   for (int position = 0; position < size_ && !failure_; ++position) {
@@ -82,21 +82,21 @@ bool SharedCall::read_posts() {
   return moved || all_posts_read_;
 }
 
-void SharedCall::read_post(int position) {
+void ShmCollective::read_post(int position) {
   const auto at = static_cast<std::size_t>(position);
   std::memcpy(&theirs_[at], node_.post(position, number_).announcement, sizeof theirs_[at]);
   read_[at] = true;
   compare(position);
 }
 
-void SharedCall::look_at_posts() {
+void ShmCollective::check_posts() {
   for (int position = 0; position < size_ && !failure_; ++position) {
     if (position == self_ || read_[static_cast<std::size_t>(position)]) continue;
     if (node_.post(position, number_).call.load(std::memory_order_acquire) == number_) read_post(position);
   }
 }
 
-void SharedCall::compare(int position) {
+void ShmCollective::compare(int position) {
   MessageHeader theirs = theirs_[static_cast<std::size_t>(position)].header;
   MessageHeader expected = mine_.header;
   expected.bytes = expected_bytes(position);
@@ -109,30 +109,30 @@ void SharedCall::compare(int position) {
   }
 }
 
-bool SharedCall::has_table() const {
+bool ShmCollective::has_table() const {
   return call_.kind == Kind::all_to_all || call_.kind == Kind::scatter || call_.kind == Kind::reduce_scatter;
 }
 
-std::size_t SharedCall::posted_inputs_bytes() const {
+std::size_t ShmCollective::posted_inputs_bytes() const {
   std::size_t bytes = table_bytes();
   for (const Buffer& input : call_.inputs) bytes += round_up(input.bytes, kLine);
   return bytes;
 }
 
-std::uint32_t SharedCall::rounds_of_inputs(std::size_t part_bytes) const {
+std::uint32_t ShmCollective::rounds_of_inputs(std::size_t part_bytes) const {
   std::size_t widest = 0;
   for (const Buffer& input : call_.inputs) widest = std::max(widest, input.bytes);
   return static_cast<std::uint32_t>((widest + part_bytes - 1) / part_bytes);
 }
 
-void SharedCall::write_table(std::byte* data) const {
+void ShmCollective::write_table(std::byte* data) const {
   for (std::size_t i = 0; i < call_.inputs.size(); ++i) {
     const std::uint64_t bytes = call_.inputs[i].bytes;
     std::memcpy(data + i * sizeof bytes, &bytes, sizeof bytes);
   }
 }
 
-void SharedCall::refer(std::byte* data, std::span<const Buffer> buffers, Stream stream) {
+void ShmCollective::refer(std::byte* data, std::span<const Buffer> buffers, Stream stream) {
   for (const Buffer& buffer : buffers) {
     Reference reference;
     if (buffer.bytes > 0) {
@@ -149,7 +149,7 @@ void SharedCall::refer(std::byte* data, std::span<const Buffer> buffers, Stream 
   mine_.refers = Refers::to_regions;
 }
 
-void SharedCall::refer_by_address(std::byte* data, std::span<const Buffer> buffers) {
+void ShmCollective::refer_by_address(std::byte* data, std::span<const Buffer> buffers) {
   for (const Buffer& buffer : buffers) {
     const Reference reference{0, reinterpret_cast<std::uint64_t>(buffer.data)};
     std::memcpy(data, &reference, sizeof reference);
@@ -158,17 +158,17 @@ void SharedCall::refer_by_address(std::byte* data, std::span<const Buffer> buffe
   mine_.refers = Refers::to_addresses;
 }
 
-SharedCall::Reference SharedCall::reference(int position, std::size_t index) const {
+ShmCollective::Reference ShmCollective::reference(int position, std::size_t index) const {
   Reference reference;
   std::memcpy(&reference, post_data(position) + table_bytes() + index * sizeof reference, sizeof reference);
   return reference;
 }
 
-std::uint64_t SharedCall::referred_address(int position, std::size_t index) const {
+std::uint64_t ShmCollective::referred_address(int position, std::size_t index) const {
   return reference(position, index).offset;
 }
 
-std::byte* SharedCall::referred(int position, std::size_t index, std::size_t bytes) {
+std::byte* ShmCollective::referred(int position, std::size_t index, std::size_t bytes) {
   if (bytes == 0) return nullptr;
   const Reference at = reference(position, index);
   std::byte* mapped = node_.links().mapped(position, at.region, at.offset, bytes);
@@ -181,32 +181,32 @@ std::byte* SharedCall::referred(int position, std::size_t index, std::size_t byt
   return mapped;
 }
 
-bool SharedCall::begin_use(int position) {
+bool ShmCollective::begin_use(int position) {
   if (node_.begin_use(position)) return true;
-  hear_from(position);
+  read_failure(position);
   return false;
 }
 
-bool SharedCall::begin_use_of_all() {
+bool ShmCollective::begin_use_of_all() {
   const int left = node_.begin_use_of_all();
-  if (left >= 0) hear_from(left);
+  if (left >= 0) read_failure(left);
   return left < 0;
 }
 
-void SharedCall::ask_for_slots(Stream stream, int position) {
+void ShmCollective::ask_for_slots(Stream stream, int position) {
   node_.publish((node_.own().*stream).asked[position], number_);
 }
 
-bool SharedCall::is_asked_for_slots(Stream stream, int position) const {
+bool ShmCollective::is_asked_for_slots(Stream stream, int position) const {
   return (node_.segment(position).*stream).asked[self_].load(std::memory_order_acquire) == number_;
 }
 
-std::uint32_t SharedCall::published(Stream stream, int position) const {
+std::uint32_t ShmCollective::published(Stream stream, int position) const {
   const std::uint64_t theirs = (node_.segment(position).*stream).published.load(std::memory_order_acquire);
   return theirs <= tag(0) ? 0 : static_cast<std::uint32_t>(theirs - tag(0));
 }
 
-bool SharedCall::slot_is_free(Stream stream, std::uint32_t round) const {
+bool ShmCollective::slot_is_free(Stream stream, std::uint32_t round) const {
   for (int position = 0; position < size_; ++position) {
     if (position == self_) continue;
     if (round < Node::kSlots) {
@@ -221,26 +221,26 @@ bool SharedCall::slot_is_free(Stream stream, std::uint32_t round) const {
   return true;
 }
 
-std::byte* SharedCall::slot(Stream stream, int position, std::uint32_t round) const {
+std::byte* ShmCollective::slot(Stream stream, int position, std::uint32_t round) const {
   return (node_.segment(position).*stream).slots[round % Node::kSlots];
 }
 
-void SharedCall::publish(Stream stream, std::uint32_t rounds) {
+void ShmCollective::publish(Stream stream, std::uint32_t rounds) {
   node_.publish((node_.own().*stream).published, tag(rounds));
 }
 
-void SharedCall::take(Stream stream, int position, std::uint32_t rounds) {
+void ShmCollective::take(Stream stream, int position, std::uint32_t rounds) {
   (node_.own().*stream).taken[position].store(tag(rounds), std::memory_order_release);
 }
 
-bool SharedCall::is_awaited(int position) const {
+bool ShmCollective::is_awaited(int position) const {
   if (position == self_) return false;
   if (!posted_) return node_.segment(position).done.load(std::memory_order_acquire) + Node::kPosts < number_;
   if (!all_posts_read_) return needs_post(position) && !read_[static_cast<std::size_t>(position)];
   return waits_for(position);
 }
 
-std::vector<int> SharedCall::awaited() const {
+std::vector<int> ShmCollective::awaited() const {
   std::vector<int> ranks;
   for (int position = 0; position < size_; ++position) {
     if (is_awaited(position)) ranks.push_back(node_.rank(position));
@@ -248,7 +248,7 @@ std::vector<int> SharedCall::awaited() const {
   return ranks;
 }
 
-bool SharedCall::awaited_may_wait() const {
+bool ShmCollective::awaited_may_wait() const {
   if (all_posts_read_) return true;
   // One that is still in an earlier call may be waiting there for who is at fault.
   for (int position = 0; position < size_; ++position) {
@@ -261,17 +261,17 @@ bool SharedCall::awaited_may_wait() const {
   return false;
 }
 
-void SharedCall::wait_for(WaitSet& set) const {
+void ShmCollective::wait_for(WaitSet& set) const {
   for (const int rank : awaited()) mesh_.wait_for(rank, POLLRDHUP, set.fds);
   wait_to_look(set);
 }
 
-void SharedCall::wait_to_look(WaitSet& set) const {
+void ShmCollective::wait_to_look(WaitSet& set) const {
   // The bell that woke us may have been about a failure, and will not ring again.
   if (look_due_) set.wake_at(next_look_ns_);
 }
 
-void SharedCall::look_for_lost() {
+void ShmCollective::look_for_lost() {
   for (int position = 0; position < size_ && !failure_; ++position) {
     if (position == self_) continue;
     const auto left = node_.segment(position).left.load(std::memory_order_acquire);
@@ -281,20 +281,20 @@ void SharedCall::look_for_lost() {
     leaving_[static_cast<std::size_t>(position)] = went && is_awaited(position);
     if (left == Node::kFailed || (left == Node::kLeft && is_missed)) {
       // After a failure nobody goes on, whoever this rank waits for.
-      hear_from(position);
+      read_failure(position);
     } else if (is_missed) {
       lose(position);
     }
   }
 }
 
-void SharedCall::hear_from(int position) {
+void ShmCollective::read_failure(int position) {
   const Node::Segment& segment = node_.segment(position);
   failure_ = gave_up(node_.rank(position), segment.fault_rank, std::string(segment.reason, segment.reason_bytes),
                      {segment.expired_call, segment.expired_timeout_ns}, mesh_.rank(), mine_.header);
 }
 
-void SharedCall::lose(int position) {
+void ShmCollective::lose(int position) {
   const int rank = node_.rank(position);
   failure_ = last_words(mesh_, rank, call_, peer_lost(rank, {}, mine_.header));
 }
