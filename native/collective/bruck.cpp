@@ -2,7 +2,7 @@
 
 namespace netfold::collective {
 
-Bruck::Bruck(const Call& call, transport::Mesh& mesh, Team team) : Streams(call, mesh, std::move(team)) {
+Bruck::Bruck(const Call& call, transport::Mesh& mesh, Team team) : PipelinedPlan(call, mesh, std::move(team)) {
   if (call.kind == Kind::all_gather) plan_all_gather();
   if (call.kind == Kind::all_to_all) plan_all_to_all();
   if (call.kind == Kind::barrier) plan_barrier();
@@ -72,7 +72,7 @@ void Bruck::plan_barrier() {
   }
 }
 
-void Bruck::meanwhile() {
+void Bruck::after_first_sends() {
   if (call().kind == Kind::barrier) return;
   const auto self = static_cast<std::size_t>(team().position());
   copy_block(call().outputs[self], call().inputs[call().kind == Kind::all_gather ? 0 : self]);

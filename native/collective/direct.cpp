@@ -57,7 +57,7 @@ void Direct::plan() {
 
   const auto is_large = [&](const Buffer& buffer) { return goes_direct(buffer.bytes); };
   if (std::any_of(in.begin(), in.end(), is_large) || std::any_of(out.begin(), out.end(), is_large)) {
-    borrowed_.hold(call_, mesh_);
+    tensor_registrations_.acquire(call_, mesh_);
   }
   // Start with the next rank, so that not everybody talks to rank 0 first.
   for (int step = 1; step < team_.size(); ++step) {
@@ -125,7 +125,7 @@ void Direct::plan() {
 
 bool Direct::goes_direct(std::size_t bytes) const {
   const int other = team_.position() == 0 ? 1 : 0;
-  return team_.size() > 1 && mesh_.is_direct(team_.rank(other), std::min(bytes, kDirectPieceBytes));
+  return team_.size() > 1 && mesh_.is_direct(team_.rank(other), std::min(bytes, kDirectChunkBytes));
 }
 
 Progress Direct::poll(std::int64_t) {
@@ -157,7 +157,7 @@ Progress Direct::poll(std::int64_t) {
   }
   if (failure_) return Progress::failed;
   if (!done) return moved ? Progress::moved : Progress::idle;
-  registrations_ = borrowed_.registrations();
+  registrations_ = tensor_registrations_.registrations();
   finish();
   return Progress::done;
 }

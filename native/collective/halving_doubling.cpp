@@ -3,7 +3,7 @@
 namespace netfold::collective {
 
 HalvingDoubling::HalvingDoubling(const Call& call, transport::Mesh& mesh, Team team_of)
-    : Streams(call, mesh, std::move(team_of)) {
+    : PipelinedPlan(call, mesh, std::move(team_of)) {
   while (core_ * 2 <= team().size()) core_ *= 2;
   extra_ = team().size() - core_;
   number_ = is_paired() ? team().position() / 2 : team().position() - extra_;
@@ -124,7 +124,7 @@ void HalvingDoubling::plan_all_gather() {
   }
 }
 
-void HalvingDoubling::meanwhile() {
+void HalvingDoubling::after_first_sends() {
   if (call().kind != Kind::all_gather) return;
   copy_block(call().outputs[static_cast<std::size_t>(team().position())], call().inputs[0]);
 }
@@ -135,7 +135,7 @@ Span HalvingDoubling::ranks_of(int first, int last) const {
 }
 
 HalvingDoubling::Block HalvingDoubling::block(const Buffer& buffer) const {
-  return {buffer.data, buffer.bytes, std::vector<Mark>(pieces_of(buffer.bytes))};
+  return {buffer.data, buffer.bytes, std::vector<Mark>(chunks_of(buffer.bytes))};
 }
 
 void HalvingDoubling::send_block(int position, const Block& block) {
@@ -146,38 +146,38 @@ void HalvingDoubling::send_block(int position, const Block& block) {
   }
 }
 
-void HalvingDoubling::receive_block(int position, Block& block, std::byte* into, bool fold) {
+void HalvingDoubling::receive_block(int position, Block& block, std::byte* into, bool reduces) {
   const std::size_t unit = element_bytes();
   for (std::size_t i = 0; i < block.here.size(); ++i) {
     const Span what = part({0, block.bytes / unit}, block.here.size(), i);
-    const std::byte* own = fold ? block.data + what.first * unit : nullptr;
+    const std::byte* own = reduces ? block.data + what.first * unit : nullptr;
     block.here[i] =
         add(from(position), Receive{into + what.first * unit, what.count * unit, own, false, block.here[i]});
   }
   block.data = into;
 }
 
-Streams::Mark HalvingDoubling::send_all(int position, Span what, Mark after, bool finished) {
+PipelinedPlan::Mark HalvingDoubling::send_all(int position, Span what, Mark after, bool finished) {
   const std::size_t unit = element_bytes();
-  const std::size_t pieces = pieces_of(what.count * unit);
+  const std::size_t chunks = chunks_of(what.count * unit);
   const int stream = to(position);
   Mark last = after;
-  for (std::size_t i = 0; i < pieces; ++i) {
-    const Span some = part(what, pieces, i);
+  for (std::size_t i = 0; i < chunks; ++i) {
+    const Span some = part(what, chunks, i);
     last = add(stream, Send{call().outputs[0].data + some.first * unit, some.count * unit, after, finished});
   }
   return last;
 }
 
-Streams::Mark HalvingDoubling::receive_all(int position, Span what, Mark after, bool fold) {
+PipelinedPlan::Mark HalvingDoubling::receive_all(int position, Span what, Mark after, bool reduces) {
   const std::size_t unit = element_bytes();
-  const std::size_t pieces = pieces_of(what.count * unit);
+  const std::size_t chunks = chunks_of(what.count * unit);
   const int stream = from(position);
   Mark last = after;
-  for (std::size_t i = 0; i < pieces; ++i) {
-    const Span some = part(what, pieces, i);
+  for (std::size_t i = 0; i < chunks; ++i) {
+    const Span some = part(what, chunks, i);
     std::byte* data = call().outputs[0].data + some.first * unit;
-    const Mark mark = add(stream, Receive{data, some.count * unit, fold ? data : nullptr, false, after});
+    const Mark mark = add(stream, Receive{data, some.count * unit, reduces ? data : nullptr, false, after});
     if (some.count > 0) last = mark;
   }
   return last;

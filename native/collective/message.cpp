@@ -12,13 +12,13 @@ const char* word(std::uint8_t value, int count, const char* (*name_of)(std::uint
   return value < count ? name_of(value) : "?";
 }
 
-// Of a message of so many bytes, the piece that begins here.
-std::size_t direct_piece(std::size_t bytes, std::size_t begin) { return std::min(kDirectPieceBytes, bytes - begin); }
+// Of a message of so many bytes, the chunk that begins here.
+std::size_t direct_chunk(std::size_t bytes, std::size_t begin) { return std::min(kDirectChunkBytes, bytes - begin); }
 
-// What both ends call it: apart from a stream's pieces, which are fewer.
+// What both ends call it: apart from a stream's chunks, which are fewer.
 std::uint64_t name_of(const MessageHeader& header, std::size_t begin) {
   constexpr std::uint64_t kOfMessage = std::uint64_t{1} << 31;
-  return (std::uint64_t{header.sequence} << 32) + kOfMessage + begin / kDirectPieceBytes;
+  return (std::uint64_t{header.sequence} << 32) + kOfMessage + begin / kDirectChunkBytes;
 }
 
 }  // namespace
@@ -48,12 +48,12 @@ MessageHeader MessageHeader::of(const Call& call, std::uint64_t bytes) {
 }
 
 std::string MessageHeader::text() const {
-  std::string text = words();
+  std::string text = summary();
   text.pop_back();
   return text + ", " + std::to_string(bytes) + " bytes)";
 }
 
-std::string MessageHeader::words() const {
+std::string MessageHeader::summary() const {
   const auto kind_name = [](std::uint8_t v) { return name(static_cast<Kind>(v)); };
   const auto dtype_name = [](std::uint8_t v) { return kernels::name(static_cast<kernels::DType>(v)); };
   const auto reduce_name = [](std::uint8_t v) { return kernels::name(static_cast<kernels::ReduceOp>(v)); };
@@ -79,19 +79,19 @@ std::string MessageHeader::words() const {
 transport::Mesh::Io Outgoing::send(transport::Mesh& mesh) {
   const std::size_t begin = sent_ - std::min(sent_, sizeof header_);
   auto* data = const_cast<std::byte*>(data_) + begin;
-  const std::size_t piece = direct_piece(bytes_, begin);
-  const bool goes_direct = is_direct(mesh, piece);
+  const std::size_t chunk = direct_chunk(bytes_, begin);
+  const bool goes_direct = is_direct(mesh, chunk);
   if (sent_ >= sizeof header_ && goes_direct) {
-    const iovec lent{data, piece};
+    const iovec lent{data, chunk};
     return mesh.lend(peer_, {&lent, 1}, name_of(header_, begin));
   }
-  iovec pieces[2];
+  iovec chunks[2];
   std::size_t count = 0;
   if (sent_ < sizeof header_) {
-    pieces[count++] = {reinterpret_cast<std::byte*>(&header_) + sent_, sizeof header_ - sent_};
+    chunks[count++] = {reinterpret_cast<std::byte*>(&header_) + sent_, sizeof header_ - sent_};
   }
-  if (piece > 0 && !goes_direct) pieces[count++] = {data, bytes_ - begin};
-  return mesh.send(peer_, {pieces, count});
+  if (chunk > 0 && !goes_direct) chunks[count++] = {data, bytes_ - begin};
+  return mesh.send(peer_, {chunks, count});
 }
 
 std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
@@ -107,7 +107,7 @@ std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
     sent_ += io.bytes;
     moved += io.bytes;
     // What is copied goes in one call; more would be in vain.
-    const bool goes_on = sent_ >= sizeof header_ && is_direct(mesh, direct_piece(bytes_, sent_ - sizeof header_));
+    const bool goes_on = sent_ >= sizeof header_ && is_direct(mesh, direct_chunk(bytes_, sent_ - sizeof header_));
     if (!goes_on) break;
   }
   is_back_ = mesh.lent(peer_) == 0;
@@ -158,12 +158,12 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
 
 void Incoming::name_places(transport::Mesh& mesh) {
   while (among_ == Among::only && placed_ < bytes_ && placed_ < got_ + kAhead) {
-    const std::size_t piece = direct_piece(bytes_, placed_);
-    if (mesh.is_direct(peer(), piece) &&
-        !mesh.expect(peer(), name_of(header_.expected(), placed_), data_ + placed_, piece)) {
+    const std::size_t chunk = direct_chunk(bytes_, placed_);
+    if (mesh.is_direct(peer(), chunk) &&
+        !mesh.expect(peer(), name_of(header_.expected(), placed_), data_ + placed_, chunk)) {
       return;
     }
-    placed_ += piece;
+    placed_ += chunk;
   }
 }
 
@@ -232,15 +232,15 @@ void send_abort(transport::Mesh& mesh, const Failure& failure) {
   header.sequence = failure.expired.call;
   header.elements = static_cast<std::uint64_t>(failure.expired.timeout_ns);
   header.bytes = std::min(reason.size(), kMaxReasonBytes);
-  auto word = PieceWord::abort;
-  const iovec pieces[3] = {{&word, sizeof word},
+  auto marker = ChunkMarker::abort;
+  const iovec chunks[3] = {{&marker, sizeof marker},
                            {&header, sizeof header},
                            {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
-  const std::span<const iovec> all(pieces);
+  const std::span<const iovec> all(chunks);
   for (int peer = 0; peer < mesh.size(); ++peer) {
     const auto place = mesh.place(peer);
     if (peer == mesh.rank() || !mesh.leads_to(peer) || place == transport::Mesh::Place::inside) continue;
-    mesh.send(peer, place == transport::Mesh::Place::between_pieces ? all : all.subspan(1));
+    mesh.send(peer, place == transport::Mesh::Place::between_chunks ? all : all.subspan(1));
   }
 }
 

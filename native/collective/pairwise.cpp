@@ -13,10 +13,10 @@ Pairwise::Pairwise(const Call& call, transport::Mesh& mesh, Team team)
     const Buffer& comes = call.outputs[static_cast<std::size_t>(from)];
     outgoing_.emplace_back(call, team.rank(to), goes.data, goes.bytes, Among::only);
     incoming_.emplace_back(call, team.rank(from), comes.data, comes.bytes, Among::only);
-    has_direct |= mesh.is_direct(team.rank(to), std::min(goes.bytes, kDirectPieceBytes)) ||
-                  mesh.is_direct(team.rank(from), std::min(comes.bytes, kDirectPieceBytes));
+    has_direct |= mesh.is_direct(team.rank(to), std::min(goes.bytes, kDirectChunkBytes)) ||
+                  mesh.is_direct(team.rank(from), std::min(comes.bytes, kDirectChunkBytes));
   }
-  if (has_direct) borrowed_.hold(call, mesh);
+  if (has_direct) tensor_registrations_.acquire(call, mesh);
 }
 
 Progress Pairwise::poll(std::int64_t) {
@@ -45,7 +45,7 @@ Progress Pairwise::poll(std::int64_t) {
   if (failure_) return Progress::failed;
   while (received_ < incoming_.size() && incoming_[received_].done()) ++received_;
   if (sent_ == outgoing_.size() && received_ == incoming_.size()) {
-    registrations_ = borrowed_.registrations();
+    registrations_ = tensor_registrations_.registrations();
     return Progress::done;
   }
   return moved ? Progress::moved : Progress::idle;

@@ -20,10 +20,10 @@ static_assert(kHeaderBytes <= PointToPoint::kMessageBytes);
 // System calls a peer and turn, so that no peer keeps the others, or a deadline, waiting.
 constexpr int kCallsATurn = 16;
 
-// Of the piece that begins so many bytes into a message.
+// Of the chunk that begins so many bytes into a message.
 std::uint64_t name_of(std::uint64_t message, std::size_t begin) {
-  constexpr int kPieceBits = 24;  // 16 TB
-  return (message << kPieceBits) + begin / PointToPoint::kPieceBytes;
+  constexpr int kChunkBits = 24;  // 16 TB
+  return (message << kChunkBits) + begin / PointToPoint::kChunkBytes;
 }
 
 std::size_t cost(const FrameHeader& header) { return header.bytes + PointToPoint::kMessageBytes; }
@@ -178,19 +178,19 @@ void PointToPoint::accept(int source, const FrameHeader& header, Receive receive
   answer.type = Type::accept;
   answer.id = header.id;
   at(source).frames.push_back({answer});
-  if (lane_->is_direct(source, std::min<std::size_t>(receive.bytes, kPieceBytes))) {
+  if (lane_->is_direct(source, std::min<std::size_t>(receive.bytes, kChunkBytes))) {
     receive.hold = lane_->hold(receive.data, receive.bytes);
   }
   at(source).accepted.emplace(header.id, std::move(receive));
   name_places(source);
 }
 
-// Of the values of the messages that were accepted, as many as may be named at once. Those of the last piece may be too
+// Of the values of the messages that were accepted, as many as may be named at once. Those of the last chunk may be too
 // few for the direct path.
 void PointToPoint::name_places(int source) {
   for (auto& [id, receive] : at(source).accepted) {
     while (receive.placed < receive.bytes) {
-      const std::size_t some = std::min(kPieceBytes, receive.bytes - receive.placed);
+      const std::size_t some = std::min(kChunkBytes, receive.bytes - receive.placed);
       if (lane_->is_direct(source, some) &&
           !lane_->expect(source, name_of(id, receive.placed), receive.data + receive.placed, some)) {
         return;
@@ -232,7 +232,7 @@ void PointToPoint::handle(int from, const FrameHeader& header) {
       const auto found = peer.announced.find(header.id);
       if (found == peer.announced.end()) return broken(from, "an answer to nothing");
       peer.streaming.push_back(found->second);
-      if (lane_->is_direct(from, std::min<std::size_t>(found->second.header.bytes, kPieceBytes))) {
+      if (lane_->is_direct(from, std::min<std::size_t>(found->second.header.bytes, kChunkBytes))) {
         // Only read from.
         auto* data = const_cast<std::byte*>(found->second.data);
         peer.streaming.back().hold = lane_->hold(data, found->second.header.bytes);
@@ -240,7 +240,7 @@ void PointToPoint::handle(int from, const FrameHeader& header) {
       peer.announced.erase(found);
       return launch_held(from);
     }
-    case Type::piece: {
+    case Type::chunk: {
       const auto found = peer.accepted.find(header.id);
       if (found == peer.accepted.end() || header.bytes > found->second.bytes - found->second.got) {
         return broken(from, "values that nobody accepted");
@@ -274,7 +274,7 @@ void PointToPoint::finish_input(int from) {
     }
     input.receive.reset();
     input.message = nullptr;
-  } else if (header.type == Type::piece) {
+  } else if (header.type == Type::chunk) {
     const auto found = peer.accepted.find(header.id);
     found->second.got += header.bytes;
     if (found->second.got < found->second.bytes) return;
@@ -329,7 +329,7 @@ Progress PointToPoint::poll() {
 bool PointToPoint::next_frame(int to) {
   Peer& peer = at(to);
   if (peer.writing) return true;
-  if (peer.frames.empty()) return next_piece(to);
+  if (peer.frames.empty()) return next_chunk(to);
   peer.writing = std::move(peer.frames.front());
   peer.frames.pop_front();
   return true;
@@ -337,28 +337,28 @@ bool PointToPoint::next_frame(int to) {
 
 // Of the messages that were accepted, in turn: one whose place is not named yet lets the others pass, since the
 // receiver may have no names left but for theirs.
-bool PointToPoint::next_piece(int to) {
+bool PointToPoint::next_chunk(int to) {
   Peer& peer = at(to);
   for (std::size_t looks = peer.streaming.size(); looks > 0; --looks) {
     Send send = std::move(peer.streaming.front());
     peer.streaming.pop_front();
     Frame frame{.header = {}, .data = send.data + send.sent};
-    frame.bytes = std::min<std::size_t>(kPieceBytes, send.header.bytes - send.sent);
+    frame.bytes = std::min<std::size_t>(kChunkBytes, send.header.bytes - send.sent);
     frame.name = name_of(send.header.id, send.sent);
     frame.is_direct = lane_->is_direct(to, frame.bytes);
     if (frame.is_direct && !lane_->is_expected(to, frame.name)) {
       peer.streaming.push_back(std::move(send));
       continue;
     }
-    frame.header.type = Type::piece;
+    frame.header.type = Type::chunk;
     frame.header.id = send.header.id;
     frame.header.bytes = frame.bytes;
     frame.hold = send.hold;
     send.sent += frame.bytes;
     if (send.sent == send.header.bytes) {
-      const std::size_t pieces = std::max<std::size_t>(1, (send.sent + kPieceBytes - 1) / kPieceBytes);
+      const std::size_t chunks = std::max<std::size_t>(1, (send.sent + kChunkBytes - 1) / kChunkBytes);
       frame.ticket = send.ticket;
-      frame.wire_bytes = kHeaderBytes + send.sent + kHeaderBytes * pieces;
+      frame.wire_bytes = kHeaderBytes + send.sent + kHeaderBytes * chunks;
     } else {
       peer.streaming.push_back(std::move(send));
     }
@@ -373,14 +373,14 @@ bool PointToPoint::write(int to) {
   bool moved = take_back(to);
   for (int call = 0; call < kCallsATurn && !peer.gone && next_frame(to); ++call) {
     Frame& frame = *peer.writing;
-    iovec pieces[2];
+    iovec chunks[2];
     std::size_t count = 0;
     if (peer.written < kHeaderBytes) {
-      pieces[count++] = {reinterpret_cast<std::byte*>(&frame.header) + peer.written, kHeaderBytes - peer.written};
+      chunks[count++] = {reinterpret_cast<std::byte*>(&frame.header) + peer.written, kHeaderBytes - peer.written};
     }
     const std::size_t from = peer.written - std::min(peer.written, kHeaderBytes);
-    if (from < frame.bytes) pieces[count++] = {const_cast<std::byte*>(frame.data) + from, frame.bytes - from};
-    const std::span<const iovec> all(pieces, count);
+    if (from < frame.bytes) chunks[count++] = {const_cast<std::byte*>(frame.data) + from, frame.bytes - from};
+    const std::span<const iovec> all(chunks, count);
     const auto io = frame.is_direct ? lane_->lend(to, all, frame.name) : lane_->send(to, all);
     if (io.closed) {
       while (!fault_ && read(to)) {  // what it had sent before, and why it went
@@ -427,8 +427,8 @@ bool PointToPoint::read(int from) {
     std::copy(peer.staging.data() + peer.begin, peer.staging.data() + peer.end, peer.staging.data());
     peer.end -= std::exchange(peer.begin, 0);
     const std::size_t direct = input.left;
-    const iovec pieces[2] = {{input.into, direct}, {peer.staging.data() + peer.end, kStagingBytes - peer.end}};
-    const std::span<const iovec> all(pieces);
+    const iovec chunks[2] = {{input.into, direct}, {peer.staging.data() + peer.end, kStagingBytes - peer.end}};
+    const std::span<const iovec> all(chunks);
     const std::size_t asked = direct + kStagingBytes - peer.end;
     const auto io = lane_->receive(from, direct > 0 ? all : all.subspan(1));
     if (io.closed) {
@@ -570,12 +570,12 @@ void PointToPoint::abort(const Failure& failure) {
   header.orderly = failure.orderly ? 1 : 0;
   header.tag = failure.rank;
   header.bytes = std::min(reason.size(), kMaxReasonBytes);
-  const iovec pieces[2] = {{&header, kHeaderBytes},
+  const iovec chunks[2] = {{&header, kHeaderBytes},
                            {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
   for (int rank = 0; rank < lane_->size(); ++rank) {
     const Peer& peer = at(rank);
     if (!lane_->leads_to(rank) || peer.gone || peer.written > 0) continue;
-    lane_->send(rank, pieces);
+    lane_->send(rank, chunks);
   }
 }
 

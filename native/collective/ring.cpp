@@ -2,7 +2,7 @@
 
 namespace netfold::collective {
 
-Ring::Ring(const Call& call, transport::Mesh& mesh, Team team) : Streams(call, mesh, std::move(team)) {
+Ring::Ring(const Call& call, transport::Mesh& mesh, Team team) : PipelinedPlan(call, mesh, std::move(team)) {
   if (call.kind == Kind::all_reduce) plan_all_reduce();
   if (call.kind == Kind::reduce_scatter) plan_reduce_scatter();
   if (call.kind == Kind::all_gather) plan_all_gather();
@@ -18,19 +18,19 @@ void Ring::plan_all_reduce() {
   const Buffer& tensor = call().outputs[0];
   const Span whole{0, tensor.bytes / unit};
   const auto blocks = static_cast<std::size_t>(ranks);
-  const std::size_t pieces = pieces_of(part(whole, blocks, 0).count * unit);
-  const auto piece_of = [&](int block, std::size_t index) {
-    return part(part(whole, blocks, static_cast<std::size_t>(team().wrapped(block))), pieces, index);
+  const std::size_t chunks = chunks_of(part(whole, blocks, 0).count * unit);
+  const auto chunk_of = [&](int block, std::size_t index) {
+    return part(part(whole, blocks, static_cast<std::size_t>(team().wrapped(block))), chunks, index);
   };
-  std::vector<Mark> arrived(pieces);  // of the step before
+  std::vector<Mark> arrived(chunks);  // of the step before
   for (int step = 0; step < 2 * (ranks - 1); ++step) {
     const bool reduces = step < ranks - 1;
-    for (std::size_t i = 0; i < pieces; ++i) {
-      const Span mine = piece_of(me - step, i);
+    for (std::size_t i = 0; i < chunks; ++i) {
+      const Span mine = chunk_of(me - step, i);
       add(next, Send{tensor.data + mine.first * unit, mine.count * unit, arrived[i], step == ranks - 1});
     }
-    for (std::size_t i = 0; i < pieces; ++i) {
-      const Span theirs = piece_of(me - step - 1, i);
+    for (std::size_t i = 0; i < chunks; ++i) {
+      const Span theirs = chunk_of(me - step - 1, i);
       std::byte* data = tensor.data + theirs.first * unit;
       arrived[i] = add(previous, Receive{data, theirs.count * unit, reduces ? data : nullptr, true, {}});
     }
@@ -43,17 +43,17 @@ void Ring::plan_reduce_scatter() {
   const int next = to(team().wrapped(me + 1));
   const int previous = from(team().wrapped(me - 1));
   const std::size_t unit = element_bytes();
-  std::size_t most_pieces = 0;
-  std::size_t piece_bytes = 0;
+  std::size_t most_chunks = 0;
+  std::size_t chunk_bytes = 0;
   for (const Buffer& input : call().inputs) {
-    const std::size_t pieces = pieces_of(input.bytes);
-    most_pieces = std::max(most_pieces, pieces);
-    piece_bytes = std::max(piece_bytes, part({0, input.bytes / unit}, pieces, 0).count * unit);
+    const std::size_t chunks = chunks_of(input.bytes);
+    most_chunks = std::max(most_chunks, chunks);
+    chunk_bytes = std::max(chunk_bytes, part({0, input.bytes / unit}, chunks, 0).count * unit);
   }
   // A slot is free again when its partial sum has left. That send waits for the next rank, who waits for a slot of its
-  // own, and so on round the ring: with more slots than a block has pieces every wait is for an earlier piece.
-  const std::size_t slots = most_pieces + 2;
-  if (ranks > 2) slots_ = std::make_unique_for_overwrite<std::byte[]>(slots * piece_bytes);
+  // own, and so on round the ring: with more slots than a block has chunks every wait is for an earlier chunk.
+  const std::size_t slots = most_chunks + 2;
+  if (ranks > 2) slots_ = std::make_unique_for_overwrite<std::byte[]>(slots * chunk_bytes);
   std::vector<Mark> left(slots);
   std::size_t slot = 0;
 
@@ -65,7 +65,7 @@ void Ring::plan_reduce_scatter() {
   std::vector<Partial> partials;
   for (int step = 0; step < ranks - 1; ++step) {
     const Buffer& goes = call().inputs[static_cast<std::size_t>(team().wrapped(me - 1 - step))];
-    const std::size_t going = pieces_of(goes.bytes);
+    const std::size_t going = chunks_of(goes.bytes);
     for (std::size_t i = 0; i < going; ++i) {
       const Span what = part({0, goes.bytes / unit}, going, i);
       if (step == 0) {
@@ -76,12 +76,12 @@ void Ring::plan_reduce_scatter() {
     }
     const Buffer& comes = call().inputs[static_cast<std::size_t>(team().wrapped(me - 2 - step))];
     const bool last = step == ranks - 2;
-    const std::size_t coming = pieces_of(comes.bytes);
+    const std::size_t coming = chunks_of(comes.bytes);
     partials.clear();
     for (std::size_t i = 0; i < coming; ++i) {
       const Span what = part({0, comes.bytes / unit}, coming, i);
       std::byte* own = comes.data + what.first * unit;
-      std::byte* into = last ? call().outputs[0].data + what.first * unit : slots_.get() + slot * piece_bytes;
+      std::byte* into = last ? call().outputs[0].data + what.first * unit : slots_.get() + slot * chunk_bytes;
       const Mark free = last ? Mark{} : left[slot];
       partials.push_back({into, add(previous, Receive{into, what.count * unit, own, true, free}), slot});
       slot = (slot + 1) % slots;
@@ -95,7 +95,7 @@ void Ring::plan_all_gather() {
   const int next = to(team().wrapped(me + 1));
   const int previous = from(team().wrapped(me - 1));
   const Buffer& own = call().outputs[static_cast<std::size_t>(me)];
-  std::vector<Mark> arrived(pieces_of(own.bytes));
+  std::vector<Mark> arrived(chunks_of(own.bytes));
   for (int step = 0; step < ranks - 1; ++step) {
     const auto sent = static_cast<std::size_t>(team().wrapped(me - step));
     const Buffer& goes = step == 0 ? call().inputs[0] : call().outputs[sent];
@@ -104,7 +104,7 @@ void Ring::plan_all_gather() {
       add(next, Send{goes.data + what.first, what.count, arrived[i]});
     }
     const Buffer& comes = call().outputs[static_cast<std::size_t>(team().wrapped(me - step - 1))];
-    arrived.assign(pieces_of(comes.bytes), {});
+    arrived.assign(chunks_of(comes.bytes), {});
     for (std::size_t i = 0; i < arrived.size(); ++i) {
       const Span what = part({0, comes.bytes}, arrived.size(), i);
       arrived[i] = add(previous, Receive{comes.data + what.first, what.count, nullptr, false, {}});
@@ -112,7 +112,7 @@ void Ring::plan_all_gather() {
   }
 }
 
-void Ring::meanwhile() {
+void Ring::after_first_sends() {
   if (call().kind != Kind::all_gather) return;
   copy_block(call().outputs[static_cast<std::size_t>(team().position())], call().inputs[0]);
 }

@@ -11,7 +11,7 @@ using kernels::copy;
 
 constexpr auto kStream = &transport::SharedNode::Segment::to_copy;
 // Between two looks at the deadline and at who has left.
-constexpr std::size_t kPieceBytes = 1 << 20;
+constexpr std::size_t kChunkBytes = 1 << 20;
 // Who lends a buffer waits for its readers; who goes through slots is done first and takes half of the work of a single
 // reader off it. So with several readers, or with one of a whole broadcast, one copy is not always less time; measured,
 // docs/algorithms.md.
@@ -83,7 +83,7 @@ bool ShmCopy::copy_own() {
   const auto at = static_cast<std::size_t>(self_);
   const Buffer& to = into(self_);
   const Buffer& mine = has_table() ? call_.inputs[at] : given();
-  const std::size_t bytes = std::min(kPieceBytes, to.bytes - copied_[at]);
+  const std::size_t bytes = std::min(kChunkBytes, to.bytes - copied_[at]);
   copy(to.data + copied_[at], mine.data + copied_[at], bytes, streams_);
   copied_[at] += bytes;
   complete_[at] = copied_[at] == to.bytes;
@@ -166,10 +166,10 @@ bool ShmCopy::copy_post(int source) {
 bool ShmCopy::copy_referred(int source) {
   const auto at = static_cast<std::size_t>(source);
   const std::size_t first = copied_[at];
-  const std::size_t bytes = std::min(kPieceBytes, into(source).bytes - first);
+  const std::size_t bytes = std::min(kChunkBytes, into(source).bytes - first);
   if (bytes > 0) {
     if (!begin_use(source)) return false;
-    const bool read = read_piece(source, first, bytes);
+    const bool read = read_chunk(source, first, bytes);
     node_.end_use(source);
     if (!read) return false;
   }
@@ -180,7 +180,7 @@ bool ShmCopy::copy_referred(int source) {
   return complete_[at] = true;
 }
 
-bool ShmCopy::read_piece(int source, std::size_t first, std::size_t bytes) {
+bool ShmCopy::read_chunk(int source, std::size_t first, std::size_t bytes) {
   const auto at = static_cast<std::size_t>(source);
   const Buffer& to = into(source);
   const std::size_t index = has_table() ? static_cast<std::size_t>(self_) : 0;

@@ -27,7 +27,7 @@ int binomial_parent(int number, int) { return number & (number - 1); }
 }  // namespace
 
 Tree::Tree(const Call& call, transport::Mesh& mesh, Team team_of)
-    : Streams(call, mesh, std::move(team_of)),
+    : PipelinedPlan(call, mesh, std::move(team_of)),
       root_(call.kind == Kind::all_reduce ? 0 : call.root),
       number_(team().wrapped(team().position() - root_)) {
   const Span whole{0, call.elements()};
@@ -36,14 +36,14 @@ Tree::Tree(const Call& call, transport::Mesh& mesh, Team team_of)
     trees.push_back(shape(binomial_parent, whole, 1));
   } else {
     const Span half = part(whole, 2, 0);
-    const std::size_t pieces = pipeline_pieces_of(half.count * element_bytes());
-    trees.push_back(shape(in_order_parent, half, pieces));
-    trees.push_back(shape(other_in_order_parent, part(whole, 2, 1), pieces));
+    const std::size_t chunks = pipeline_chunks_of(half.count * element_bytes());
+    trees.push_back(shape(in_order_parent, half, chunks));
+    trees.push_back(shape(other_in_order_parent, part(whole, 2, 1), chunks));
   }
   if (call.kind == Kind::reduce && number_ != 0) {
     std::size_t bytes = 0;
     for (Shape& tree : trees) {
-      tree.slot_bytes = tree.children.empty() ? 0 : part(tree.what, tree.pieces, 0).count * element_bytes();
+      tree.slot_bytes = tree.children.empty() ? 0 : part(tree.what, tree.chunks, 0).count * element_bytes();
       bytes += kSlots * tree.slot_bytes;
     }
     scratch_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
@@ -57,7 +57,7 @@ Tree::Tree(const Call& call, transport::Mesh& mesh, Team team_of)
   finish_plan();
 }
 
-Tree::Shape Tree::shape(int (*parent_of)(int number, int ranks), Span what, std::size_t pieces) const {
+Tree::Shape Tree::shape(int (*parent_of)(int number, int ranks), Span what, std::size_t chunks) const {
   const int ranks = team().size();
   Shape tree;
   tree.parents.assign(static_cast<std::size_t>(ranks), -1);
@@ -69,15 +69,15 @@ Tree::Shape Tree::shape(int (*parent_of)(int number, int ranks), Span what, std:
     for (int at = number; at != 0; at = parent_of(at, ranks)) ++tree.depths[static_cast<std::size_t>(number)];
   }
   tree.what = what;
-  tree.pieces = pieces;
-  tree.summed.resize(pieces);
-  tree.left.resize(pieces);
+  tree.chunks = chunks;
+  tree.summed.resize(chunks);
+  tree.left.resize(chunks);
   return tree;
 }
 
 // Every rank lists its transfers by the same clock, so that both ends of a connection agree on their order although
 // two trees share it, and the earliest transfer that is not through never waits for a later one: nothing can stand
-// still in a circle. A piece is one tick behind the one before it, and a tick older at every hop.
+// still in a circle. A chunk is one tick behind the one before it, and a tick older at every hop.
 void Tree::plan(std::vector<Shape>& trees) {
   std::size_t deepest = 0;
   for (const Shape& tree : trees) {
@@ -91,47 +91,47 @@ void Tree::plan(std::vector<Shape>& trees) {
     if (number_ != 0) edges.push_back(number_);
     for (const int child : edges) {
       const auto depth = static_cast<std::size_t>(trees[t].depths[static_cast<std::size_t>(child)]);
-      for (std::size_t piece = 0; piece < trees[t].pieces; ++piece) {
-        if (goes_up) transfers.push_back({piece + deepest - depth, t, child, Way::up, piece});
-        if (goes_down) transfers.push_back({piece + deepest + depth, t, child, Way::down, piece});
+      for (std::size_t chunk = 0; chunk < trees[t].chunks; ++chunk) {
+        if (goes_up) transfers.push_back({chunk + deepest - depth, t, child, Direction::up, chunk});
+        if (goes_down) transfers.push_back({chunk + deepest + depth, t, child, Direction::down, chunk});
       }
     }
   }
   std::sort(transfers.begin(), transfers.end(), [](const Transfer& a, const Transfer& b) {
-    return std::tie(a.time, a.tree, a.way, a.child) < std::tie(b.time, b.tree, b.way, b.child);
+    return std::tie(a.time, a.tree, a.direction, a.child) < std::tie(b.time, b.tree, b.direction, b.child);
   });
   for (const Transfer& transfer : transfers) {
     Shape& tree = trees[transfer.tree];
-    transfer.way == Way::up ? up(tree, transfer) : down(tree, transfer);
+    transfer.direction == Direction::up ? up(tree, transfer) : down(tree, transfer);
   }
 }
 
 void Tree::up(Shape& tree, const Transfer& transfer) {
   const std::size_t unit = element_bytes();
-  const Span what = part(tree.what, tree.pieces, transfer.piece);
+  const Span what = part(tree.what, tree.chunks, transfer.chunk);
   std::byte* own = call().outputs[0].data + what.first * unit;
   const bool scratch = call().kind == Kind::reduce && number_ != 0 && !tree.children.empty();
-  std::byte* sum = scratch ? tree.slots + transfer.piece % kSlots * tree.slot_bytes : own;
-  Mark& summed = tree.summed[transfer.piece];
+  std::byte* sum = scratch ? tree.slots + transfer.chunk % kSlots * tree.slot_bytes : own;
+  Mark& summed = tree.summed[transfer.chunk];
   if (transfer.child == number_) {
     const int parent = tree.parents[static_cast<std::size_t>(number_)];
-    tree.left[transfer.piece] = add(to(position(parent)), Send{sum, what.count * unit, summed});
+    tree.left[transfer.chunk] = add(to(position(parent)), Send{sum, what.count * unit, summed});
     return;
   }
   const bool first = transfer.child == tree.children.front();
   const std::byte* so_far = first ? own : sum;
   const Mark after = !first                                ? summed
-                     : scratch && transfer.piece >= kSlots ? tree.left[transfer.piece - kSlots]
+                     : scratch && transfer.chunk >= kSlots ? tree.left[transfer.chunk - kSlots]
                                                            : Mark{};
   summed = add(from(position(transfer.child)), Receive{sum, what.count * unit, so_far, false, after});
 }
 
 void Tree::down(Shape& tree, const Transfer& transfer) {
   const std::size_t unit = element_bytes();
-  const Span what = part(tree.what, tree.pieces, transfer.piece);
+  const Span what = part(tree.what, tree.chunks, transfer.chunk);
   std::byte* data = call().outputs[0].data + what.first * unit;
   // Of the root: all are in it. Of others: it is here, and only the mark's meaning has changed.
-  Mark& finished = tree.summed[transfer.piece];
+  Mark& finished = tree.summed[transfer.chunk];
   if (transfer.child == number_) {
     const int parent = tree.parents[static_cast<std::size_t>(number_)];
     finished = add(from(position(parent)), Receive{data, what.count * unit, nullptr, false, {}});

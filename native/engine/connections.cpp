@@ -130,7 +130,7 @@ std::optional<std::string> Group::said(std::uint32_t sequence) const {
   std::lock_guard lock(mutex_);
   const auto& header = said_[sequence % kSaid];
   if (sequence == 0 || header.sequence != sequence) return std::nullopt;
-  return header.words();
+  return header.summary();
 }
 
 std::string Group::last_seen() const {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from netfold.plan.topology import Links, Topology
 
-# As in native/collective (streams.cpp, tree.hpp).
+# As in native/collective (pipelined_plan.cpp, tree.hpp).
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 16 << 10, 256 << 10
 BINOMIAL_BYTES = 16 << 10
 # Of shared memory (native/transport/shm/shm_node.hpp): what one synchronisation hands on, at most.

@@ -12,13 +12,13 @@
 // A header a partner, a word a block.
 #pragma once
 
-#include <netfold/collective/streams.hpp>
+#include <netfold/collective/pipelined_plan.hpp>
 
 #include <memory>
 
 namespace netfold::collective {
 
-class Bruck final : public Streams {
+class Bruck final : public PipelinedPlan {
  public:
   // Borrows call and mesh for its life. P >= 2. all_to_all allocates twice its input.
   Bruck(const Call& call, transport::Mesh& mesh, Team team);
@@ -27,7 +27,7 @@ class Bruck final : public Streams {
   void plan_all_gather();
   void plan_all_to_all();
   void plan_barrier();
-  void meanwhile() override;
+  void after_first_sends() override;
   void finish() override;
 
   std::unique_ptr<std::byte[]> scratch_;

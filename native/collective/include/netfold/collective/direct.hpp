@@ -8,7 +8,7 @@
 // rank gets the same bits.
 #pragma once
 
-#include <netfold/collective/borrowed.hpp>
+#include <netfold/collective/tensor_registrations.hpp>
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/team.hpp>
 
@@ -36,7 +36,7 @@ class Direct final : public Algorithm {
   Team team_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
-  Borrowed borrowed_;
+  TensorRegistrations tensor_registrations_;
   std::unique_ptr<std::byte[]> scratch_;
   std::unique_ptr<transport::Pipe::Scratch> known_scratch_;  // in its place, where a fabric writes there
   std::vector<const void*> sources_;                         // to reduce, in rank order; empty where nothing is reduced

@@ -23,20 +23,20 @@
 // owner.
 #pragma once
 
-#include <netfold/collective/streams.hpp>
+#include <netfold/collective/pipelined_plan.hpp>
 
 #include <memory>
 
 namespace netfold::collective {
 
-class HalvingDoubling final : public Streams {
+class HalvingDoubling final : public PipelinedPlan {
  public:
   // Borrows call and mesh for its life. P >= 2. reduce_scatter allocates half of its input, or, for a rank that others
   // hand theirs to, all of it.
   HalvingDoubling(const Call& call, transport::Mesh& mesh, Team team);
 
  private:
-  // A rank's block on its way: where it is, and, a piece each, when it is there.
+  // A rank's block on its way: where it is, and, a chunk each, when it is there.
   struct Block {
     std::byte* data = nullptr;
     std::size_t bytes = 0;
@@ -46,7 +46,7 @@ class HalvingDoubling final : public Streams {
   void plan_all_reduce();
   void plan_reduce_scatter();
   void plan_all_gather();
-  void meanwhile() override;
+  void after_first_sends() override;
   // Of the numbers [first, last) of those that run it: their ranks, which follow each other.
   Span ranks_of(int first, int last) const;
   bool is_paired() const { return team().position() < 2 * extra_; }
@@ -55,10 +55,10 @@ class HalvingDoubling final : public Streams {
   Block block(const Buffer& buffer) const;
   void send_block(int position, const Block& block);
   // `fold`: into = block + arrived, and there the block is from then on.
-  void receive_block(int position, Block& block, std::byte* into, bool fold);
-  // All of `what` after `after`; the mark of its last piece.
+  void receive_block(int position, Block& block, std::byte* into, bool reduces);
+  // All of `what` after `after`; the mark of its last chunk.
   Mark send_all(int position, Span what, Mark after, bool finished);
-  Mark receive_all(int position, Span what, Mark after, bool fold);
+  Mark receive_all(int position, Span what, Mark after, bool reduces);
 
   int core_ = 1;    // Q
   int extra_ = 0;   // P-Q: the first 2(P-Q) ranks stand in pairs, the even one hands over to the odd one

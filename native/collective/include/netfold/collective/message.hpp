@@ -5,7 +5,7 @@
 // gives up says why in an abort message, so that the others do not take it for dead.
 //
 // Where a pipe has a direct path (transport/pipe.hpp) the bytes of an `only` message, one a peer and call, go by it in
-// pieces of kDirectPieceBytes, the last as it comes, each to a place that the reader named ahead.
+// chunks of kDirectChunkBytes, the last as it comes, each to a place that the reader named ahead.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
@@ -38,16 +38,16 @@ struct MessageHeader {
   // "all_reduce #12 of 10 f32 (sum, root 0, ring, wire f32, 40 bytes)"
   std::string text() const;
   // The same without the bytes: alike on all ranks of a call.
-  std::string words() const;
+  std::string summary() const;
 };
 static_assert(sizeof(MessageHeader) == 40);
 
-// What stands before every piece of a stream: a stream lasts long, and can end between two pieces with the
+// What stands before every chunk of a stream: a stream lasts long, and can end between two chunks with the
 // reason why.
 // Eight bytes, so that values stay aligned.
-enum class PieceWord : std::uint64_t { piece = 0x4e46706965636531, abort = 0x4e4661626f727431 };
+enum class ChunkMarker : std::uint64_t { chunk = 0x4e46706965636531, abort = 0x4e4661626f727431 };
 
-constexpr std::size_t kDirectPieceBytes = 512 << 10;
+constexpr std::size_t kDirectChunkBytes = 512 << 10;
 enum class Among : std::uint8_t { several, only };  // of a call's messages from one rank to another
 
 // One whole message on its way out, from borrowed memory.
@@ -74,8 +74,8 @@ class Outgoing {
   MessageHeader header_;
 
   bool all_sent() const { return sent_ == sizeof(MessageHeader) + bytes_; }
-  bool is_direct(const transport::Mesh& mesh, std::size_t piece) const {
-    return among_ == Among::only && mesh.is_direct(peer_, piece);
+  bool is_direct(const transport::Mesh& mesh, std::size_t chunk) const {
+    return among_ == Among::only && mesh.is_direct(peer_, chunk);
   }
   transport::Mesh::Io send(transport::Mesh& mesh);
 };
@@ -118,7 +118,7 @@ class Incoming {
   std::size_t advance(transport::Mesh& mesh, Failure& failure);
 
  private:
-  static constexpr std::size_t kAhead = 4 * kDirectPieceBytes;
+  static constexpr std::size_t kAhead = 4 * kDirectChunkBytes;
 
   void name_places(transport::Mesh& mesh);
 

@@ -8,7 +8,7 @@
 // The messages are those of a direct exchange, only paced, and say so: ranks whose sizes differ may choose differently.
 #pragma once
 
-#include <netfold/collective/borrowed.hpp>
+#include <netfold/collective/tensor_registrations.hpp>
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/team.hpp>
 
@@ -32,7 +32,7 @@ class Pairwise final : public Algorithm {
   transport::Mesh& mesh_;
   std::size_t self_;
   bool begun_ = false;
-  Borrowed borrowed_;
+  TensorRegistrations tensor_registrations_;
   std::vector<Outgoing> outgoing_;  // by step
   std::vector<Incoming> incoming_;
   std::size_t sent_ = 0;

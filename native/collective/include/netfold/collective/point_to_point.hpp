@@ -3,9 +3,9 @@
 //
 // What travels for a message of n bytes, in frames that each begin with a FrameHeader (H bytes):
 //   eager       n <= kEagerBytes, within the receiver's credit: header and values at once.   1 way,  H + n
-//   rendezvous  announce, accept back, then the values in pieces, straight into the
-//               receiver's buffer.                            3 ways, 2 H + n + H * ceil(n / kPieceBytes)
-// Pieces go from memory to memory where the pipe has a direct path: a piece's name is the message's id and its number,
+//   rendezvous  announce, accept back, then the values in chunks, straight into the
+//               receiver's buffer.                            3 ways, 2 H + n + H * ceil(n / kChunkBytes)
+// Chunks go from memory to memory where the pipe has a direct path: a chunk's name is the message's id and its number,
 // and the receiver names their places from the accept on, a few ahead.
 // Matching is MPI's: a receive names a tag, and a source or any; among messages with the same source and tag the
 // first that was sent meets the first receive that was asked for. It goes by headers, in the order of the
@@ -35,7 +35,7 @@
 namespace netfold::collective {
 
 struct FrameHeader {
-  enum class Type : std::uint8_t { eager = 1, announce = 2, accept = 3, piece = 4, credit = 5, abort = 6 };
+  enum class Type : std::uint8_t { eager = 1, announce = 2, accept = 3, chunk = 4, credit = 5, abort = 6 };
   static constexpr std::uint32_t kMagic = 0x4e465031;
   std::uint32_t magic = kMagic;
   Type type = Type::eager;
@@ -45,7 +45,7 @@ struct FrameHeader {
   std::int32_t tag = 0;      // of an abort: the rank at fault, -1 where nobody knows
   std::int32_t reserved = 0;
   std::uint64_t id = 0;     // of the message, its sender's
-  std::uint64_t bytes = 0;  // of the message; of a piece, credit or abort: of itself
+  std::uint64_t bytes = 0;  // of the message; of a chunk, credit or abort: of itself
 };
 static_assert(sizeof(FrameHeader) == 32);
 
@@ -56,8 +56,8 @@ class PointToPoint {
   // What a kept message costs the receiver beside its values.
   static constexpr std::size_t kMessageBytes = 256;
   static constexpr std::size_t kMaxAnnounced = 1 << 14;
-  // Small enough that others get their turn on the stream between two pieces.
-  static constexpr std::size_t kPieceBytes = 1 << 20;
+  // Small enough that others get their turn on the stream between two chunks.
+  static constexpr std::size_t kChunkBytes = 1 << 20;
 
   using Ticket = std::uint64_t;  // the caller's name for a call
   struct Done {
@@ -102,7 +102,7 @@ class PointToPoint {
     Ticket ticket = 0;
     FrameHeader header;  // the message's
     const std::byte* data = nullptr;
-    std::size_t sent = 0;  // of the values, in pieces
+    std::size_t sent = 0;  // of the values, in chunks
     std::shared_ptr<transport::Pipe::Hold> hold;
   };
   struct Receive {
@@ -129,7 +129,7 @@ class PointToPoint {
     std::size_t bytes = 0;
     Ticket ticket = 0;  // of the send that ends with this frame
     std::uint64_t wire_bytes = 0;
-    std::uint64_t name = 0;  // of a piece that goes the direct path
+    std::uint64_t name = 0;  // of a chunk that goes the direct path
     bool is_direct = false;
     std::shared_ptr<transport::Pipe::Hold> hold;
   };
@@ -181,7 +181,7 @@ class PointToPoint {
   bool launch(int peer, const Send& send);
   void launch_held(int peer);
   bool next_frame(int peer);
-  bool next_piece(int peer);
+  bool next_chunk(int peer);
   bool take_back(int peer);
   void name_places(int peer);
   bool write(int peer);

@@ -39,9 +39,9 @@ class ShmCopy final : public ShmCollective {
   bool pays_to_export(std::size_t bytes) const;
   bool copy_own();
   bool copy_post(int source);
-  // A piece of what the source refers to.
+  // A chunk of what the source refers to.
   bool copy_referred(int source);
-  bool read_piece(int source, std::size_t first, std::size_t bytes);
+  bool read_chunk(int source, std::size_t first, std::size_t bytes);
   bool offer();
   // In place of an offer, where the others read this rank's buffer itself.
   bool wait_for_readers();

@@ -4,26 +4,26 @@
 // inside one tree is a leaf of the other, so that all links are used in both directions and a rank sends
 //   reduce, broadcast  n bytes at most (the broadcast's root and the reduce's leaves send n, others n or less)
 //   all_reduce         2n bytes at most
-// in about 2 log2 P steps (all_reduce: 4) of a piece each, and a piece's time a piece. The trees stand on the ranks
+// in about 2 log2 P steps (all_reduce: 4) of a chunk each, and a chunk's time a chunk. The trees stand on the ranks
 // without the root, in order; the root is above both. Small tensors (up to kBinomialBytes) take one binomial tree in
-// one piece: log2 P steps (all_reduce: 2).
+// one chunk: log2 P steps (all_reduce: 2).
 //
 // Order of summation: own, then the children's in ascending order; a narrower wire format (all_reduce) is rounded on
 // each way up and once by rank 0.
 #pragma once
 
-#include <netfold/collective/streams.hpp>
+#include <netfold/collective/pipelined_plan.hpp>
 
 #include <memory>
 
 namespace netfold::collective {
 
-class Tree final : public Streams {
+class Tree final : public PipelinedPlan {
  public:
   static constexpr std::size_t kBinomialBytes = 16 << 10;
 
   // Borrows call and mesh for its life. Kinds all_reduce, reduce, broadcast; P >= 2. A rank inside a reduce's tree
-  // allocates a few pieces of scratch.
+  // allocates a few chunks of scratch.
   Tree(const Call& call, transport::Mesh& mesh, Team team);
 
  private:
@@ -36,23 +36,23 @@ class Tree final : public Streams {
     std::vector<int> depths;    // [0] is 0
     std::vector<int> children;  // of this rank, ascending
     Span what;                  // of the tensor
-    std::size_t pieces = 1;
-    std::vector<Mark> summed;  // a piece each: own and all children's
-    std::vector<Mark> left;    // a piece each: it has gone up
+    std::size_t chunks = 1;
+    std::vector<Mark> summed;  // a chunk each: own and all children's
+    std::vector<Mark> left;    // a chunk each: it has gone up
     std::byte* slots = nullptr;
     std::size_t slot_bytes = 0;
   };
-  enum class Way : std::uint8_t { up, down };
+  enum class Direction : std::uint8_t { up, down };
   // A transfer of this rank with its parent or a child; `time` grows along everything that it waits for.
   struct Transfer {
     std::size_t time;
     std::size_t tree;
     int child;  // the lower end's number
-    Way way;
-    std::size_t piece;
+    Direction direction;
+    std::size_t chunk;
   };
 
-  Shape shape(int (*parent_of)(int number, int ranks), Span what, std::size_t pieces) const;
+  Shape shape(int (*parent_of)(int number, int ranks), Span what, std::size_t chunks) const;
   void plan(std::vector<Shape>& trees);
   void up(Shape& tree, const Transfer& transfer);
   void down(Shape& tree, const Transfer& transfer);

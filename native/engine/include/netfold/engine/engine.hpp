@@ -204,7 +204,7 @@ class Group {
 
   // The number of collectives that this rank has submitted. Equal on all ranks between collectives.
   std::uint32_t collectives_submitted() const;
-  // How call `sequence` of this rank was made (MessageHeader::words), if it was one of the last kSaid.
+  // How call `sequence` of this rank was made (MessageHeader::summary), if it was one of the last kSaid.
   std::optional<std::string> said(std::uint32_t sequence) const;
   // What this rank does, for others who wait for it: a sentence without its subject.
   std::string last_seen() const;

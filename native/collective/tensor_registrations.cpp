@@ -1,11 +1,11 @@
-#include <netfold/collective/borrowed.hpp>
+#include <netfold/collective/tensor_registrations.hpp>
 
 namespace netfold::collective {
 
-void Borrowed::hold(const Call& call, transport::Mesh& mesh) {
+void TensorRegistrations::acquire(const Call& call, transport::Mesh& mesh) {
   const auto add = [&](const Buffer& buffer) {
     if (buffer.bytes == 0) return;
-    if (auto hold = mesh.hold(buffer.data, buffer.bytes)) holds_.push_back(std::move(hold));
+    if (auto lease = mesh.lease(buffer.data, buffer.bytes)) leases_.push_back(std::move(lease));
   };
   for (const Buffer& output : call.outputs) add(output);
   for (const Buffer& input : call.inputs) {
@@ -14,9 +14,9 @@ void Borrowed::hold(const Call& call, transport::Mesh& mesh) {
   }
 }
 
-Algorithm::Registrations Borrowed::registrations() const {
+Algorithm::Registrations TensorRegistrations::registrations() const {
   Algorithm::Registrations all;
-  for (const auto& hold : holds_) all += {hold->hits(), hold->misses()};
+  for (const auto& lease : leases_) all += {lease->hits(), lease->misses()};
   return all;
 }
 
