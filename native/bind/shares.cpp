@@ -37,22 +37,22 @@ void bind_shares(nb::module_& m) {
       .def_prop_ro("learns", &Shares::learns)
       .def_prop_ro("operations", &Shares::operations)
       .def_prop_ro(
-          "ways",
+          "paths",
           [](const Shares& self) {
-            std::vector<std::tuple<std::uint64_t, std::uint64_t>> ways;
-            for (const Shares::Rates& way : self.ways()) ways.emplace_back(way.beside, way.alone);
-            return ways;
+            std::vector<std::tuple<std::uint64_t, std::uint64_t>> paths;
+            for (const Shares::Rates& path : self.paths()) paths.emplace_back(path.beside, path.alone);
+            return paths;
           },
           "(bytes a second beside the others, alone) of each switch and, last, of the host algorithm.")
-      .def("pass_", &Shares::pass)
+      .def("skip", &Shares::skip)
       .def(
           "learn",
-          [](Shares& self, const std::vector<std::tuple<std::uint64_t, std::uint64_t>>& ways) {
-            if (ways.size() != self.ways().size()) throw nb::value_error("the ways: each switch, and the host");
+          [](Shares& self, const std::vector<std::tuple<std::uint64_t, std::uint64_t>>& paths) {
+            if (paths.size() != self.paths().size()) throw nb::value_error("the ways: each switch, and the host");
             std::vector<Shares::Rates> rates;
-            for (const auto& [beside, alone] : ways) rates.push_back({beside, alone});
+            for (const auto& [beside, alone] : paths) rates.push_back({beside, alone});
             self.learn(rates);
           },
-          nb::arg("ways"), "As `ways`, of one operation; 0 where it tells nothing.");
+          nb::arg("paths"), "As `ways`, of one operation; 0 where it tells nothing.");
   s.attr("WHOLE") = Shares::kWhole;
 }

@@ -131,7 +131,7 @@ Progress BinomialBlocks::poll(std::int64_t) {
       wire_bytes_ += bytes;
       moved |= bytes > 0;
       // Who is sent to sends nothing but the reason why it left.
-      if (failure_) failure_ = last_words(mesh_, message->peer(), call_, std::move(failure_));
+      if (failure_) failure_ = read_last_abort(mesh_, message->peer(), call_, std::move(failure_));
     }
     for (Incoming& message : incoming_) {
       if (message.done()) continue;

@@ -140,7 +140,7 @@ Progress Direct::poll(std::int64_t) {
       // Nothing else may be expected from that peer: what it said last is read here or nowhere.
       const auto is_from_it = [&](const Incoming& other) { return other.peer() == message.peer(); };
       if (std::none_of(incoming_.begin(), incoming_.end(), is_from_it)) {
-        failure_ = last_words(mesh_, message.peer(), call_, std::move(failure_));
+        failure_ = read_last_abort(mesh_, message.peer(), call_, std::move(failure_));
       }
       break;
     }

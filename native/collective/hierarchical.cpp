@@ -53,7 +53,7 @@ void Hierarchical::plan_all_reduce() {
   if (!even || goes_by_switch()) {
     inside(Kind::reduce, 0, {}, {tensor});
     between(Kind::all_reduce, 0, {}, {tensor});
-    if (speaks()) divide_by_ranks(tensor);
+    if (is_leader()) divide_by_ranks(tensor);
     inside(Kind::broadcast, 0, {}, {tensor});
     return;
   }
@@ -74,29 +74,29 @@ void Hierarchical::plan_all_reduce() {
 }
 
 void Hierarchical::plan_reduce() {
-  let_speak(call_.root);
+  choose_leaders(call_.root);
   Buffer tensor = call_.outputs[0];
-  if (speaks() && paths_.mesh.rank() != call_.root && hosts_[host_].size() > 1) {
+  if (is_leader() && paths_.mesh.rank() != call_.root && hosts_[host_].size() > 1) {
     tensor = scratch(tensor.bytes);
     copy({tensor}, {call_.outputs[0]});
   }
-  inside(Kind::reduce, speaker_inside(), {}, {tensor});
+  inside(Kind::reduce, leader_inside(), {}, {tensor});
   between(Kind::reduce, root_in_team(), {}, {tensor});
-  if (root_is_spoken_for()) {
+  if (root_is_led()) {
     const bool root = paths_.mesh.rank() == call_.root;
-    std::vector<Buffer> blocks(speaks() ? hosts_[host_].size() : 0);
-    if (speaks()) blocks[position_inside(call_.root)] = tensor;
-    inside(Kind::scatter, speaker_inside(), std::move(blocks), {root ? tensor : Buffer{}});
+    std::vector<Buffer> blocks(is_leader() ? hosts_[host_].size() : 0);
+    if (is_leader()) blocks[position_inside(call_.root)] = tensor;
+    inside(Kind::scatter, leader_inside(), std::move(blocks), {root ? tensor : Buffer{}});
   }
   if (paths_.mesh.rank() == call_.root) divide_by_ranks(tensor);
 }
 
 void Hierarchical::plan_broadcast() {
-  let_speak(call_.root);
-  const bool root_first = root_is_spoken_for();
+  choose_leaders(call_.root);
+  const bool root_first = root_is_led();
   if (root_first) inside(Kind::broadcast, static_cast<int>(position_inside(call_.root)), {}, {call_.outputs[0]});
   between(Kind::broadcast, root_in_team(), {}, {call_.outputs[0]});
-  if (!root_first) inside(Kind::broadcast, speaker_inside(), {}, {call_.outputs[0]});
+  if (!root_first) inside(Kind::broadcast, leader_inside(), {}, {call_.outputs[0]});
 }
 
 void Hierarchical::plan_all_gather() {
@@ -113,7 +113,7 @@ void Hierarchical::plan_reduce_scatter() {
   step_call_.layout = layout_of(call_.inputs);
   const bool shares = hosts_[host_].size() > 1;
   auto given = lying_together(call_.inputs);
-  if (!given || (speaks() && shares)) {  // inputs are not ours to write
+  if (!given || (is_leader() && shares)) {  // inputs are not ours to write
     given = scratch_for(call_.inputs);
     copy(given->of_rank, call_.inputs);
   }
@@ -124,17 +124,17 @@ void Hierarchical::plan_reduce_scatter() {
 }
 
 void Hierarchical::plan_gather() {
-  let_speak(call_.root);
-  sizes_.resize(1 + (speaks() ? hosts_[host_].size() : 0));
+  choose_leaders(call_.root);
+  sizes_.resize(1 + (is_leader() ? hosts_[host_].size() : 0));
   std::vector<Buffer> words = size_words();
   sizes_.back() = call_.inputs[0].bytes;
   const Buffer own = words.back();
   words.pop_back();
-  inside(Kind::gather, speaker_inside(), {own}, std::move(words));
-  if (speaks()) {
+  inside(Kind::gather, leader_inside(), {own}, std::move(words));
+  if (is_leader()) {
     stages_.push_back({.where = Where::plan_rest});
   } else {
-    inside(Kind::gather, speaker_inside(), {call_.inputs[0]}, {});
+    inside(Kind::gather, leader_inside(), {call_.inputs[0]}, {});
   }
 }
 
@@ -154,7 +154,7 @@ void Hierarchical::plan_gathered() {
       buffer.data = next;
       next += buffer.bytes;
     }
-    inside(Kind::gather, speaker_inside(), {call_.inputs[0]}, of_this_host(call_.outputs));
+    inside(Kind::gather, leader_inside(), {call_.inputs[0]}, of_this_host(call_.outputs));
     between(Kind::gather, root_in_team(), {{}}, std::move(of_hosts));
     stages_.push_back({.where = Where::unpack});
     return;
@@ -168,7 +168,7 @@ void Hierarchical::plan_gathered() {
     blocks.push_back({next, sizes_[i]});
     next += sizes_[i];
   }
-  inside(Kind::gather, speaker_inside(), {call_.inputs[0]}, std::move(blocks));
+  inside(Kind::gather, leader_inside(), {call_.inputs[0]}, std::move(blocks));
   between(Kind::gather, root_in_team(), {whole}, {});
 }
 
@@ -195,7 +195,7 @@ void Hierarchical::unpack() {
 }
 
 void Hierarchical::plan_scatter() {
-  let_speak(call_.root);
+  choose_leaders(call_.root);
   if (paths_.mesh.rank() == call_.root) {
     for (const auto& host : hosts_) {
       for (const int rank : host) sizes_.push_back(call_.inputs[static_cast<std::size_t>(rank)].bytes);
@@ -215,13 +215,13 @@ void Hierarchical::plan_scatter() {
     between(Kind::scatter, root_in_team(), tables, {tables[host_]});
     given->of_host[host_] = {};
     between(Kind::scatter, root_in_team(), std::move(given->of_host), {{}});
-    inside(Kind::scatter, speaker_inside(), of_this_host(call_.inputs), {call_.outputs[0]});
-  } else if (speaks()) {
+    inside(Kind::scatter, leader_inside(), of_this_host(call_.inputs), {call_.outputs[0]});
+  } else if (is_leader()) {
     sizes_.resize(hosts_[host_].size());
     between(Kind::scatter, root_in_team(), {}, {{size_words()[0].data, sizes_.size() * sizeof(std::uint64_t)}});
     stages_.push_back({.where = Where::plan_rest});
   } else {
-    inside(Kind::scatter, speaker_inside(), {}, {call_.outputs[0]});
+    inside(Kind::scatter, leader_inside(), {}, {call_.outputs[0]});
   }
 }
 
@@ -234,7 +234,7 @@ void Hierarchical::plan_scattered() {
     next += bytes;
   }
   between(Kind::scatter, root_in_team(), {}, {whole});
-  inside(Kind::scatter, speaker_inside(), std::move(blocks), {call_.outputs[0]});
+  inside(Kind::scatter, leader_inside(), std::move(blocks), {call_.outputs[0]});
 }
 
 void Hierarchical::plan_all_to_all() {
@@ -262,7 +262,7 @@ void Hierarchical::inside(Kind kind, int root, std::vector<Buffer> inputs, std::
 }
 
 void Hierarchical::between(Kind kind, int root, std::vector<Buffer> inputs, std::vector<Buffer> outputs) {
-  if (speaks()) stages_.push_back({Where::between, kind, root, std::move(inputs), std::move(outputs)});
+  if (is_leader()) stages_.push_back({Where::between, kind, root, std::move(inputs), std::move(outputs)});
 }
 
 void Hierarchical::copy(std::vector<Buffer> to, std::vector<Buffer> from) {
@@ -273,7 +273,7 @@ void Hierarchical::divide_by_ranks(const Buffer& buffer) {
   if (call_.average) stages_.push_back({Where::divide, Kind::barrier, 0, {}, {buffer}});
 }
 
-void Hierarchical::let_speak(int root) {
+void Hierarchical::choose_leaders(int root) {
   if (!goes_by_switch()) team_[host_of(root)] = root;
 }
 
@@ -286,9 +286,9 @@ std::size_t Hierarchical::position_inside(int rank) const {
   return static_cast<std::size_t>(std::ranges::find(hosts_[host_], rank) - hosts_[host_].begin());
 }
 
-int Hierarchical::speaker_inside() const { return static_cast<int>(position_inside(team_[host_])); }
+int Hierarchical::leader_inside() const { return static_cast<int>(position_inside(team_[host_])); }
 
-bool Hierarchical::root_is_spoken_for() const { return host_of(call_.root) == host_ && team_[host_] != call_.root; }
+bool Hierarchical::root_is_led() const { return host_of(call_.root) == host_ && team_[host_] != call_.root; }
 
 std::optional<Hierarchical::Blocks> Hierarchical::lying_together(const std::vector<Buffer>& buffers) const {
   Blocks blocks{.of_rank = buffers, .of_host = {}, .whole = {}};

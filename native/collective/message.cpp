@@ -148,7 +148,7 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
     const auto io = receive(mesh, chunk, want);
     reason_.append(reinterpret_cast<const char*>(chunk), io.bytes);
     if (io.closed || reason_.size() >= std::min<std::size_t>(header_.bytes, kMaxReasonBytes)) {
-      failure = gave_up(peer_, header_.root, reason_, {header_.sequence, static_cast<std::int64_t>(header_.elements)},
+      failure = remote_abort(peer_, header_.root, reason_, {header_.sequence, static_cast<std::int64_t>(header_.elements)},
                         mesh.rank(), expected_);
     }
     moved += io.bytes;
@@ -197,13 +197,13 @@ Failure mismatch(int peer, const MessageHeader& theirs, int self, const MessageH
   return failure;
 }
 
-Failure gave_up(int peer, int fault, const std::string& reason, Expired expired, int self,
+Failure remote_abort(int peer, int fault, const std::string& reason, Expired expired, int self,
                 const MessageHeader& during) {
   // It may have heard of it from yet another rank; that one is at fault, unless it is us.
   return {.kind = Failure::Kind::peer_lost,
           .rank = fault >= 0 && fault != self ? fault : peer,
           .text = "rank " + std::to_string(peer) + " gave up on the group during " + during.text() + ": " + reason,
-          .heard = reason,
+          .remote_reason = reason,
           .expired = expired};
 }
 
@@ -216,16 +216,16 @@ Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& 
   return {Failure::Kind::peer_lost, peer, text};
 }
 
-Failure last_words(transport::Mesh& mesh, int peer, const Call& call, Failure lost) {
+Failure read_last_abort(transport::Mesh& mesh, int peer, const Call& call, Failure lost) {
   IncomingHeader last(call, peer, 0);
   Failure heard;
   while (!heard && last.advance(mesh, heard) > 0) {
   }
-  return heard.heard.empty() ? lost : heard;
+  return heard.remote_reason.empty() ? lost : heard;
 }
 
 void send_abort(transport::Mesh& mesh, const Failure& failure) {
-  const std::string& reason = failure.heard.empty() ? failure.text : failure.heard;
+  const std::string& reason = failure.remote_reason.empty() ? failure.text : failure.remote_reason;
   MessageHeader header;
   header.is_abort = 1;
   header.root = failure.rank;

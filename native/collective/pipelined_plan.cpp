@@ -380,8 +380,8 @@ void PipelinedPlan::store(In& in) {
 
 // The first failure counts, but what another rank says is worth more than a broken connection.
 void PipelinedPlan::note(Failure failure) {
-  const bool first_hand = failure_.kind == Failure::Kind::peer_lost && failure_.heard.empty();
-  const bool says_more = !failure.heard.empty() || failure.kind == Failure::Kind::mismatch;
+  const bool first_hand = failure_.kind == Failure::Kind::peer_lost && failure_.remote_reason.empty();
+  const bool says_more = !failure.remote_reason.empty() || failure.kind == Failure::Kind::mismatch;
   if (!failure_ || (first_hand && says_more)) failure_ = std::move(failure);
 }
 
@@ -389,7 +389,7 @@ Failure PipelinedPlan::lost(int peer, Failure failure) {
   for (const In& in : ins_) {
     if (in.peer == peer && !in.done()) return failure;  // its last words come in that stream
   }
-  return last_words(mesh_, peer, call_, std::move(failure));
+  return read_last_abort(mesh_, peer, call_, std::move(failure));
 }
 
 Progress PipelinedPlan::poll(std::int64_t now_ns) {

@@ -287,7 +287,7 @@ void PointToPoint::finish_input(int from) {
     peer.gone.kind = mismatch ? Failure::Kind::mismatch : Failure::Kind::peer_lost;
     peer.gone.rank = header.tag >= 0 && !us ? header.tag : from;
     peer.gone.text = who + (header.orderly != 0 ? " left: " : " gave up on the group: ") + input.reason;
-    peer.gone.heard = input.reason;
+    peer.gone.remote_reason = input.reason;
     peer.gone.orderly = header.orderly != 0;
   }
 }
@@ -563,7 +563,7 @@ std::string PointToPoint::awaited(const Call& call) const {
 }
 
 void PointToPoint::abort(const Failure& failure) {
-  const std::string& reason = failure.heard.empty() ? failure.text : failure.heard;
+  const std::string& reason = failure.remote_reason.empty() ? failure.text : failure.remote_reason;
   FrameHeader header;
   header.type = Type::abort;
   header.failure = static_cast<std::uint8_t>(failure.kind);

@@ -80,7 +80,7 @@ Progress Quantised::poll(std::int64_t now_ns) {
       registrations_ += step_->registrations();
       retransmissions_ += step_->retransmissions();
       if (step_->slowest_rank() >= 0) slowest_rank_ = step_->slowest_rank();
-      if (step_->instead() != AlgorithmId::local) instead_ = step_->instead();
+      if (step_->substitute() != AlgorithmId::local) substitute_ = step_->substitute();
       step_.reset();
     }
     moved = true;

@@ -24,27 +24,27 @@ Call part_of(const Call& call, std::uint64_t first, std::uint64_t end, std::uint
 
 }  // namespace
 
-Sharded::Sharded(const Call& call, std::size_t ways, const Make& make) {
+Sharded::Sharded(const Call& call, std::size_t paths, const Make& make) {
   // Like the algorithm, of what all ranks know alike.
-  const std::size_t parts = std::clamp<std::size_t>(call.choice_bytes() / kLeastPartBytes, 1, ways);
-  for (std::size_t i = 0; i < parts; ++i) add(call, (call.sequence + i) % ways, i, i + 1, parts, make);
+  const std::size_t parts = std::clamp<std::size_t>(call.choice_bytes() / kLeastPartBytes, 1, paths);
+  for (std::size_t i = 0; i < parts; ++i) add(call, (call.sequence + i) % paths, i, i + 1, parts, make);
 }
 
 Sharded::Sharded(const Call& call, std::span<const std::uint32_t> weights, const Make& make) {
   const std::uint64_t whole = std::accumulate(weights.begin(), weights.end(), std::uint64_t{0});
   std::uint64_t first = 0;
-  for (std::size_t way = 0; way < weights.size(); ++way) {
-    if (weights[way] > 0) add(call, way, first, first + weights[way], whole, make);
-    first += weights[way];
+  for (std::size_t path = 0; path < weights.size(); ++path) {
+    if (weights[path] > 0) add(call, path, first, first + weights[path], whole, make);
+    first += weights[path];
   }
 }
 
-void Sharded::add(const Call& call, std::size_t way, std::uint64_t first, std::uint64_t end, std::uint64_t whole,
+void Sharded::add(const Call& call, std::size_t path, std::uint64_t first, std::uint64_t end, std::uint64_t whole,
                   const Make& make) {
   auto cut = std::make_unique<Call>(part_of(call, first, end, whole));
-  auto algorithm = make(*cut, way);
+  auto algorithm = make(*cut, path);
   Part part;
-  part.way = way;
+  part.path = path;
   part.call = std::move(cut);
   part.algorithm = std::move(algorithm);
   parts_.push_back(std::move(part));
@@ -56,9 +56,9 @@ void Sharded::mark() {
   }
 }
 
-void Sharded::hold(std::size_t way, bool held) {
+void Sharded::hold(std::size_t path, bool held) {
   for (Part& part : parts_) {
-    if (part.way == way) part.held = held;
+    if (part.path == path) part.held = held;
   }
 }
 

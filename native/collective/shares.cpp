@@ -33,10 +33,10 @@ Shares::Shares(std::vector<std::uint64_t> switches, std::uint64_t host, std::uin
   const std::uint64_t all = std::accumulate(switches.begin(), switches.end(), std::uint64_t{0});
   const std::uint64_t used = all >= link ? link / 2 : all;
   for (const std::uint64_t each : switches) {
-    ways_.push_back({.beside = std::max<std::uint64_t>(1, scaled(each, used, all)),
+    paths_.push_back({.beside = std::max<std::uint64_t>(1, scaled(each, used, all)),
                      .alone = std::max<std::uint64_t>(1, scaled(each, std::min(all, link), all))});
   }
-  ways_.push_back({.beside = std::max<std::uint64_t>(1, scaled(host, link - used, link)), .alone = host});
+  paths_.push_back({.beside = std::max<std::uint64_t>(1, scaled(host, link - used, link)), .alone = host});
 }
 
 std::vector<std::uint32_t> Shares::balanced() const {
@@ -45,25 +45,25 @@ std::vector<std::uint32_t> Shares::balanced() const {
     parts.push_back(kWhole - std::accumulate(fixed_.begin(), fixed_.end(), 0U));
     return parts;
   }
-  const Rates& host = ways_.back();
+  const Rates& host = paths_.back();
   std::uint64_t together = host.beside;
   std::uint64_t switches = 0;
-  for (std::size_t way = 0; way + 1 < ways_.size(); ++way) {
-    together += ways_[way].beside;
-    switches += ways_[way].alone;
+  for (std::size_t path = 0; path + 1 < paths_.size(); ++path) {
+    together += paths_[path].beside;
+    switches += paths_[path].alone;
   }
   const bool joins = together - together / kWorth > std::max(switches, host.alone);
-  std::vector<std::uint32_t> parts(ways_.size());
+  std::vector<std::uint32_t> parts(paths_.size());
   if (!joins && host.alone >= switches) {
     parts.back() = kWhole;
     return parts;
   }
   std::uint32_t left = kWhole;
-  for (std::size_t way = 0; way + 1 < ways_.size(); ++way) {
-    parts[way] = static_cast<std::uint32_t>(joins ? scaled(kWhole, ways_[way].beside, together)
-                                                  : scaled(kWhole, ways_[way].alone, switches));
-    if (parts[way] < kWhole / kLeastPart) parts[way] = 0;
-    left -= parts[way];
+  for (std::size_t path = 0; path + 1 < paths_.size(); ++path) {
+    parts[path] = static_cast<std::uint32_t>(joins ? scaled(kWhole, paths_[path].beside, together)
+                                                  : scaled(kWhole, paths_[path].alone, switches));
+    if (parts[path] < kWhole / kLeastPart) parts[path] = 0;
+    left -= parts[path];
   }
   if (joins && left >= kWhole / kLeastPart) {
     parts.back() = left;
@@ -83,19 +83,19 @@ std::vector<std::uint32_t> Shares::parts() const {
     return parts;
   }
   const bool more = host == kWhole || (host > 0 && trials_ % 3 == 0);  // to the switches
-  for (std::size_t way = 0; way + 1 < parts.size(); ++way) {
-    const std::uint32_t some = std::max(parts[way] / kTrialPart, kWhole / kLeastPart);
-    const std::uint32_t moved = std::min(some, more ? host : parts[way]);
-    parts[way] += more ? moved : -moved;
+  for (std::size_t path = 0; path + 1 < parts.size(); ++path) {
+    const std::uint32_t some = std::max(parts[path] / kTrialPart, kWhole / kLeastPart);
+    const std::uint32_t moved = std::min(some, more ? host : parts[path]);
+    parts[path] += more ? moved : -moved;
     host -= more ? moved : -moved;
   }
   return parts;
 }
 
-void Shares::learn(std::span<const Rates> ways) {
+void Shares::learn(std::span<const Rates> paths) {
   bool drifted = false;
   const bool host_did_all =
-      std::all_of(ways.begin(), ways.end() - 1, [](const Rates& seen) { return seen.beside == 0 && seen.alone == 0; });
+      std::all_of(paths.begin(), paths.end() - 1, [](const Rates& seen) { return seen.beside == 0 && seen.alone == 0; });
   const auto believe = [&](std::uint64_t& kept, std::uint64_t seen) {
     if (seen == 0) return;
     const bool is_far = seen / 2 > kept || kept / 2 > seen;
@@ -103,11 +103,11 @@ void Shares::learn(std::span<const Rates> ways) {
     drifted |= is_drift(kept, next);
     kept = next;
   };
-  for (std::size_t way = 0; way < ways_.size(); ++way) {
-    Rates& known = ways_[way];
-    Rates seen = ways[way];
+  for (std::size_t path = 0; path < paths_.size(); ++path) {
+    Rates& known = paths_[path];
+    Rates seen = paths[path];
     // After the switches have ended its connections are still as slow as beside them for a while.
-    if (way + 1 == ways_.size() && !host_did_all && seen.alone < known.alone) seen.alone = 0;
+    if (path + 1 == paths_.size() && !host_did_all && seen.alone < known.alone) seen.alone = 0;
     believe(known.beside, seen.beside);
     // Nothing is slower alone: a rest that says so was too short.
     believe(known.alone, seen.alone == 0 ? 0 : std::max(seen.alone, seen.beside));
@@ -118,7 +118,7 @@ void Shares::learn(std::span<const Rates> ways) {
       known.alone = known.beside;
     }
   }
-  pass();
+  skip();
   if (drifted) {
     learn_until_ = operations_ + kEvery / 2;
     between_trials_ = kFirstTrial;
@@ -126,7 +126,7 @@ void Shares::learn(std::span<const Rates> ways) {
   }
 }
 
-void Shares::pass() {
+void Shares::skip() {
   if (is_trial()) {
     ++trials_;
     between_trials_ = std::min<std::uint64_t>(between_trials_ * kTrialGrowth, kLastTrial);

@@ -290,13 +290,13 @@ void ShmCollective::look_for_lost() {
 
 void ShmCollective::read_failure(int position) {
   const Node::Segment& segment = node_.segment(position);
-  failure_ = gave_up(node_.rank(position), segment.fault_rank, std::string(segment.reason, segment.reason_bytes),
+  failure_ = remote_abort(node_.rank(position), segment.fault_rank, std::string(segment.reason, segment.reason_bytes),
                      {segment.expired_call, segment.expired_timeout_ns}, mesh_.rank(), mine_.header);
 }
 
 void ShmCollective::lose(int position) {
   const int rank = node_.rank(position);
-  failure_ = last_words(mesh_, rank, call_, peer_lost(rank, {}, mine_.header));
+  failure_ = read_last_abort(mesh_, rank, call_, peer_lost(rank, {}, mine_.header));
 }
 
 }  // namespace netfold::collective

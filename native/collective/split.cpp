@@ -18,8 +18,8 @@ std::vector<std::uint32_t> worth_their_cost(std::vector<std::uint32_t> parts, st
     return std::uint64_t{part} * bytes / Shares::kWhole < Sharded::kLeastPartBytes;
   };
   std::uint32_t& host = parts.back();
-  for (std::size_t way = 0; way + 1 < parts.size(); ++way) {
-    if (is_small(parts[way])) host += std::exchange(parts[way], 0);
+  for (std::size_t path = 0; path + 1 < parts.size(); ++path) {
+    if (is_small(parts[path])) host += std::exchange(parts[path], 0);
   }
   const auto most = std::max_element(parts.begin(), parts.end() - 1);
   if (*most > 0 && is_small(host)) *most += std::exchange(host, 0);
@@ -33,17 +33,17 @@ Split::Split(const Call& call, const Paths& paths, Team team)
       paths_(paths),
       team_(std::move(team)),
       switches_(paths.switch_paths.size()),
-      agrees_(teaches(call, *paths.shares)) {
+      agrees_(updates_shares(call, *paths.shares)) {
   Shares& shares = *paths.shares;
   const bool counts = call.choice_bytes() >= kLearnBytes;
   const auto parts = worth_their_cost(counts ? shares.parts() : shares.balanced(), call.outputs[0].bytes);
-  if (counts && !agrees_) shares.pass();
+  if (counts && !agrees_) shares.skip();
   host_done_ = parts.back() == 0;
   switches_done_ = parts.back() == Shares::kWhole;
-  parts_ = std::make_unique<Sharded>(call, parts, [&](Call& part, std::size_t way) -> std::unique_ptr<Algorithm> {
-    if (way < switches_) {
+  parts_ = std::make_unique<Sharded>(call, parts, [&](Call& part, std::size_t path) -> std::unique_ptr<Algorithm> {
+    if (path < switches_) {
       part.algorithm = AlgorithmId::in_network;
-      return std::make_unique<FailoverOperation>(part, *paths.switch_paths[way], team_.position(), team_.size());
+      return std::make_unique<FailoverOperation>(part, *paths.switch_paths[path], team_.position(), team_.size());
     }
     part.algorithm = AlgorithmId::ring;
     return make_algorithm(part, paths, team_);
@@ -87,7 +87,7 @@ void Split::note_ends() {
   bool host_done = true;
   bool switches_done = true;
   for (const Sharded::Part& part : parts_->parts()) {
-    if (!part.done) (part.way == switches_ ? host_done : switches_done) = false;
+    if (!part.done) (part.path == switches_ ? host_done : switches_done) = false;
   }
   if (host_done != host_done_ || switches_done != switches_done_) parts_->mark();
   share_path(!host_done);
@@ -100,9 +100,9 @@ void Split::start_agreement() {
   std::int64_t host_ns = 0;
   std::int64_t switches_ns = 0;
   for (const Sharded::Part& part : parts_->parts()) {
-    std::int64_t& end = part.way == switches_ ? host_ns : switches_ns;
+    std::int64_t& end = part.path == switches_ ? host_ns : switches_ns;
     end = std::max(end, part.done_ns - parts_->began_ns());
-    if (part.algorithm->instead() != AlgorithmId::local) words_.back() = 1;
+    if (part.algorithm->substitute() != AlgorithmId::local) words_.back() = 1;
   }
   const std::int64_t least_ns = std::max<std::int64_t>(1, std::max(host_ns, switches_ns) / kLeastTime);
   const auto rate = [&](double bytes, std::int64_t ns) {
@@ -110,14 +110,14 @@ void Split::start_agreement() {
   };
   for (const Sharded::Part& part : parts_->parts()) {
     const std::int64_t took_ns = part.done_ns - parts_->began_ns();
-    const std::int64_t others_ns = part.way == switches_ ? switches_ns : host_ns;
+    const std::int64_t others_ns = part.path == switches_ ? switches_ns : host_ns;
     const auto bytes = static_cast<double>(part.call->outputs[0].bytes);
     const auto whole = static_cast<double>(std::max<std::uint64_t>(1, part.algorithm->settled_bytes()));
     // When the others ended: all of it had been done, or the part that was settled.
     const double before = took_ns <= others_ns ? bytes : bytes * static_cast<double>(part.settled_at_mark) / whole;
-    words_[2 * part.way] = rate(before, std::min(took_ns, others_ns));
+    words_[2 * part.path] = rate(before, std::min(took_ns, others_ns));
     const std::int64_t alone = rate(bytes - before, took_ns - others_ns);
-    words_[2 * part.way + 1] = others_ns == 0 ? alone : alone == 0 ? kNothing : -alone;
+    words_[2 * part.path + 1] = others_ns == 0 ? alone : alone == 0 ? kNothing : -alone;
   }
   agreement_call_ = Call{
       .kind = Kind::all_reduce,
@@ -134,14 +134,13 @@ void Split::start_agreement() {
 }
 
 void Split::learn() {
-  if (words_.back() != 0) return paths_.shares->pass();
-  std::vector<Shares::Rates> ways;
-  for (std::size_t way = 0; way <= switches_; ++way) {
-    ways.push_back(
-        {.beside = static_cast<std::uint64_t>(words_[2 * way]),
-         .alone = static_cast<std::uint64_t>(words_[2 * way + 1] == kNothing ? 0 : std::abs(words_[2 * way + 1]))});
+  if (words_.back() != 0) return paths_.shares->skip();
+  std::vector<Shares::Rates> path_rates;
+  for (std::size_t path = 0; path <= switches_; ++path) {
+    path_rates.push_back(        {.beside = static_cast<std::uint64_t>(words_[2 * path]),
+         .alone = static_cast<std::uint64_t>(words_[2 * path + 1] == kNothing ? 0 : std::abs(words_[2 * path + 1]))});
   }
-  paths_.shares->learn(ways);
+  paths_.shares->learn(path_rates);
 }
 
 void Split::wait_for(WaitSet& set) const { agreement_ != nullptr ? agreement_->wait_for(set) : parts_->wait_for(set); }

@@ -151,7 +151,7 @@ bool FailoverOperation::apply_announcement() {
 }
 
 void FailoverOperation::run(AlgorithmId algorithm) {
-  step_call_.algorithm = instead_ = algorithm;
+  step_call_.algorithm = substitute_ = algorithm;
   step_call_.between = AlgorithmId::local;
   step_call_.average = false;
   step_call_.table = path_.table_;

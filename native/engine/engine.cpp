@@ -206,7 +206,7 @@ void Group::set_table(std::vector<Choice> table, std::uint16_t hash) {
 
 void Group::set_shares(collective::Shares shares) {
   std::lock_guard lock(mutex_);
-  if (shares.ways().size() != switch_paths_.size() + 1) {
+  if (shares.paths().size() != switch_paths_.size() + 1) {
     throw std::invalid_argument("a rate for each switch that this group has joined");
   }
   told_shares_ = shares;
@@ -457,9 +457,9 @@ bool Group::mesh_is_taken() const {
 bool Group::is_split(const Operation& operation) { return operation.call_.algorithm == collective::AlgorithmId::split; }
 
 // One as integers is two in a row, each with an end of its own.
-bool Group::teaches(const Operation& operation) const {
+bool Group::updates_shares(const Operation& operation) const {
   return is_split(operation) &&
-         (operation.call_.is_quantised() || collective::Split::teaches(operation.call_, *shares_));
+         (operation.call_.is_quantised() || collective::Split::updates_shares(operation.call_, *shares_));
 }
 
 bool Group::is_on_mesh(const Operation& operation) {
@@ -473,9 +473,9 @@ bool Group::can_start(const Operation& operation) const {
   };
   // A split one begins with the switch's part, and takes the mesh when those before it are through with it. But where
   // the next one is cut by what it did, it has the mesh to itself.
-  if ((!on_channel(operation) || teaches(operation)) && mesh_is_taken()) return false;
-  const auto is_teaching = [](const auto& other) { return other->teaches_; };
-  if (is_split(operation) && std::any_of(active_.begin(), active_.end(), is_teaching)) return false;
+  if ((!on_channel(operation) || updates_shares(operation)) && mesh_is_taken()) return false;
+  const auto is_updating = [](const auto& other) { return other->updates_shares_; };
+  if (is_split(operation) && std::any_of(active_.begin(), active_.end(), is_updating)) return false;
   if (!on_channel(operation)) return true;
   // One as integers is two on the channel, the second when the first is done: which is not at the same moment on
   // every rank, while all must start the same in the same order. So it has the channel to itself.
@@ -607,7 +607,7 @@ void Group::share_timeout(Failure& failure) {
     if (mine != failure.expired || operation->algorithm_ == nullptr) continue;
     Failure same = timed_out(*operation);
     if (same.rank < 0) same.rank = failure.rank;
-    same.heard = failure.heard.empty() ? failure.text : failure.heard;
+    same.remote_reason = failure.remote_reason.empty() ? failure.text : failure.remote_reason;
     failure = std::move(same);
     std::lock_guard lock(mutex_);
     failure_ = failure;
@@ -639,7 +639,7 @@ void Group::publish_traffic() {
 
 void Group::start_next(std::int64_t now) {
   const bool waits_for_mesh = mesh_is_taken();
-  queue_.front()->teaches_ = teaches(*queue_.front());
+  queue_.front()->updates_shares_ = updates_shares(*queue_.front());
   // Among the active operations first: if its algorithm cannot be made, it ends with the group.
   active_.push_back(queue_.front());
   queue_.pop_front();
@@ -660,8 +660,8 @@ void Group::complete(Operation& operation, Failure failure) {
     record.registration_hits = operation.algorithm_->registrations().hits;
     record.registration_misses = operation.algorithm_->registrations().misses;
     record.slowest_rank = operation.algorithm_->slowest_rank();
-    const auto instead = operation.algorithm_->instead();
-    if (instead != collective::AlgorithmId::local) record.algorithm = static_cast<std::uint8_t>(instead);
+    const auto substitute = operation.algorithm_->substitute();
+    if (substitute != collective::AlgorithmId::local) record.algorithm = static_cast<std::uint8_t>(substitute);
   }
   record.error = static_cast<std::uint8_t>(failure.kind);
   operation.algorithm_.reset();
@@ -726,7 +726,7 @@ bool Group::take_memory_back(std::int64_t now, Failure& failure) {
   if (node_ == nullptr) return true;
   if (revoke_until_ns_ < 0) {
     node_->leave(failure.orderly ? transport::SharedNode::kLeft : transport::SharedNode::kFailed, failure.rank,
-                 failure.heard.empty() ? failure.text : failure.heard, failure.expired.call,
+                 failure.remote_reason.empty() ? failure.text : failure.remote_reason, failure.expired.call,
                  failure.expired.timeout_ns);
     revoke_until_ns_ = now + kRevokeNs;
   }
@@ -763,7 +763,7 @@ void Group::fail_all() {
     for (const auto& spare : spares_) spare->withdraw();
     // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
     // others have seen for themselves who died.
-    const bool first_hand = failure.kind == Failure::Kind::peer_lost && failure.heard.empty();
+    const bool first_hand = failure.kind == Failure::Kind::peer_lost && failure.remote_reason.empty();
     close_ns_ = first_hand ? now + kMourningNs : now;
   }
   const auto end = [&](const std::shared_ptr<Operation>& operation) {
@@ -797,16 +797,16 @@ bool Group::holds_back() const {
 }
 
 void Group::hear_in_memory(Failure& failure) const {
-  if (node_ == nullptr || failure.kind != Failure::Kind::peer_lost || !failure.heard.empty()) return;
+  if (node_ == nullptr || failure.kind != Failure::Kind::peer_lost || !failure.remote_reason.empty()) return;
   for (int position = 0; position < node_->size(); ++position) {
     const auto& segment = node_->segment(position);
     if (node_->rank(position) != failure.rank ||
         segment.left.load(std::memory_order_acquire) != transport::SharedNode::kFailed) {
       continue;
     }
-    failure.heard.assign(segment.reason, segment.reason_bytes);
+    failure.remote_reason.assign(segment.reason, segment.reason_bytes);
     failure.expired = {segment.expired_call, segment.expired_timeout_ns};
-    failure.text += "; it gave up on the group: " + failure.heard;
+    failure.text += "; it gave up on the group: " + failure.remote_reason;
     if (segment.fault_rank >= 0 && segment.fault_rank != rank()) failure.rank = segment.fault_rank;
     return;
   }
@@ -939,7 +939,7 @@ std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr
 
 void Engine::remove_group(const std::shared_ptr<Group>& group) {
   const std::string text = "rank " + std::to_string(group->rank()) + " closed the group";
-  group->fail({.kind = Failure::Kind::aborted, .rank = group->rank(), .text = text, .heard = {}, .orderly = true});
+  group->fail({.kind = Failure::Kind::aborted, .rank = group->rank(), .text = text, .remote_reason = {}, .orderly = true});
   {
     // The failure above makes whoever drives finish; the engine thread tears down a group without a driver.
     std::unique_lock lock(group->mutex_);

@@ -84,7 +84,7 @@ def once(net: Net, split: shares.Shares) -> float:
     if split.learns:
         split.learn(heard)
     else:
-        split.pass_()
+        split.skip()
     return seconds
 
 
@@ -123,7 +123,7 @@ def test_wrong_rates_are_corrected_whoever_gets_more_of_the_link(
     for _ in range(200):
         times.append(once(net, split))
     late = sorted(times[100:])
-    assert late[len(late) // 2] <= 1.06 * net.best_s(), (split.ways, split.balanced)
+    assert late[len(late) // 2] <= 1.06 * net.best_s(), (split.paths, split.balanced)
     assert sum(late) / len(late) <= 1.08 * net.best_s()
 
 
@@ -147,7 +147,7 @@ def test_a_link_that_changes_is_noticed_within_twenty_operations(before: float, 
     times = []
     for _ in range(40):
         times.append(once(net, split))
-    assert sorted(times[20:])[10] <= 1.1 * net.best_s(), split.ways
+    assert sorted(times[20:])[10] <= 1.1 * net.best_s(), split.paths
 
 
 def test_a_slow_rest_of_the_ring_does_not_hide_that_it_is_quicker_alone() -> None:
@@ -157,7 +157,7 @@ def test_a_slow_rest_of_the_ring_does_not_hide_that_it_is_quicker_alone() -> Non
     assert found.balanced == [0, shares.WHOLE]
     # What it does when it does all of it counts; then both together are quicker.
     found.learn([(0, 0), (0, 5_000_000)])
-    assert found.ways[1] == (5_000_000, 5_000_000)
+    assert found.paths[1] == (5_000_000, 5_000_000)
     assert found.balanced[0] > shares.WHOLE / 4
 
 

@@ -50,7 +50,7 @@ def chosen(rank: int, size: int, folder: str, switch: str) -> Any:
     with join(rank, size, folder, switch) as group:
         adds(group, turns=12)
         found = group.group.shares
-        return group.group.table, group.group.links, found.ways, found.balanced
+        return group.group.table, group.group.links, found.paths, found.balanced
 
 
 def all_alike(found: list[Any]) -> Any:

@@ -37,7 +37,7 @@ def total(size: int, count: int, dtype: str = "float32") -> Any:
 
 def known(group: Communicator) -> tuple[list[tuple[int, int]], list[int], int]:
     found = group.group.shares
-    return found.ways, found.parts, found.operations
+    return found.paths, found.parts, found.operations
 
 
 def every_sum(rank: int, size: int, folder: str, endpoints: list[str]) -> Any:

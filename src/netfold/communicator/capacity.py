@@ -217,8 +217,8 @@ def shares_of(links: Links, workers: int, switches: int, *, fixed: bool) -> Any:
 def text(said: Any) -> str:
     """Where a group's split stands, in words. `said`: its native Shares."""
     parts = [f"{part / shares.WHOLE:.0%}" for part in said.balanced]
-    beside = [f"{rate / 1e6:.3g}" for rate, _ in said.ways]
-    alone = [f"{rate / 1e6:.3g}" for _, rate in said.ways]
+    beside = [f"{rate / 1e6:.3g}" for rate, _ in said.paths]
+    alone = [f"{rate / 1e6:.3g}" for _, rate in said.paths]
     return (
         f"after {said.operations} large ones {', '.join(parts[:-1])} go through the switches, {parts[-1]} round a "
         f"ring; these do {', '.join(beside)} MB/s together, {', '.join(alone)} alone"

@@ -75,11 +75,11 @@ class CapacityWatch:
                 self._compare(self._rates())
             if not self._measured and self._operations == 0:
                 return None
-            return float(found.ways[number][1])
+            return float(found.paths[number][1])
 
     def _rates(self) -> list[int]:
         """Of each way alone: beside another one it has as much of this rank's link as the cut gives it."""
-        return [alone for _, alone in self._shares().ways]
+        return [alone for _, alone in self._shares().paths]
 
     def _compare(self, rates: list[int]) -> None:
         if drifted(self._known, rates):

@@ -66,7 +66,7 @@ class Algorithm {
   const Registrations& registrations() const { return registrations_; }
   int slowest_rank() const { return slowest_rank_; }
   // What ran in the place of the algorithm that was chosen, where something had to; else `local`.
-  AlgorithmId instead() const { return instead_; }
+  AlgorithmId substitute() const { return substitute_; }
 
  protected:
   Progress fail(Failure failure) {
@@ -78,7 +78,7 @@ class Algorithm {
   std::uint32_t retransmissions_ = 0;
   Registrations registrations_;
   int slowest_rank_ = -1;
-  AlgorithmId instead_ = AlgorithmId::local;
+  AlgorithmId substitute_ = AlgorithmId::local;
 };
 
 }  // namespace netfold::collective

@@ -126,7 +126,7 @@ struct Failure {
   int rank = -1;  // the rank at fault, where known
   std::string text;
   // What another rank said, where this came from it: passed on as it was said, not wrapped once a rank.
-  std::string heard;
+  std::string remote_reason;
   // This rank only left: that harms nobody who does not wait for it.
   bool orderly = false;
   // Of a mismatch: the call that the other rank was in.

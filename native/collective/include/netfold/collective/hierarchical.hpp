@@ -80,18 +80,18 @@ class Hierarchical final : public Algorithm {
 
   // `root` speaks for its host, the first rank for every other; through a switch, which they alone joined, the first
   // rank for each.
-  void let_speak(int root);
+  void choose_leaders(int root);
   // One rank a host goes between them, always the same: the one that joined the switch.
   bool goes_by_switch() const {
     return call_.between == AlgorithmId::in_network || call_.between == AlgorithmId::split;
   }
-  bool speaks() const { return team_[host_] == paths_.mesh.rank(); }
+  bool is_leader() const { return team_[host_] == paths_.mesh.rank(); }
   std::size_t host_of(int rank) const;
   // Of a rank of this host.
   std::size_t position_inside(int rank) const;
-  int speaker_inside() const;
+  int leader_inside() const;
   // The root is on this host, and another rank speaks for it.
-  bool root_is_spoken_for() const;
+  bool root_is_led() const;
   // The buffers as they are where each begins where the one before it, host by host, ends; else empty.
   std::optional<Blocks> lying_together(const std::vector<Buffer>& buffers) const;
   // Scratch for buffers of the same sizes.

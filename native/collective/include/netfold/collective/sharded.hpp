@@ -18,12 +18,12 @@ namespace netfold::collective {
 class Sharded final : public Algorithm {
  public:
   // Makes what carries a call over `way`, and may say so in it; the call is borrowed.
-  using Make = std::function<std::unique_ptr<Algorithm>(Call& call, std::size_t way)>;
+  using Make = std::function<std::unique_ptr<Algorithm>(Call& call, std::size_t path)>;
   // Fewer bytes a part are not worth a part.
   static constexpr std::size_t kLeastPartBytes = 64 << 10;
 
   // Equal parts. A small call goes whole by one way, another one each time.
-  Sharded(const Call& call, std::size_t ways, const Make& make);
+  Sharded(const Call& call, std::size_t paths, const Make& make);
   // A part for each way in proportion to its weight, none where that is 0. Precondition: one is above 0.
   Sharded(const Call& call, std::span<const std::uint32_t> weights, const Make& make);
   Progress poll(std::int64_t now_ns) override;
@@ -33,7 +33,7 @@ class Sharded final : public Algorithm {
 
   // What a way carries. settled_at_mark: bytes of its `algorithm` when mark() was last called while it was under way.
   struct Part {
-    std::size_t way = 0;
+    std::size_t path = 0;
     std::unique_ptr<Call> call;
     std::unique_ptr<Algorithm> algorithm;
     bool done = false;
@@ -46,10 +46,10 @@ class Sharded final : public Algorithm {
   // Notes how far each part that is under way has come.
   void mark();
   // Whether the part of this way has to wait.
-  void hold(std::size_t way, bool held);
+  void hold(std::size_t path, bool held);
 
  private:
-  void add(const Call& call, std::size_t way, std::uint64_t first, std::uint64_t end, std::uint64_t whole,
+  void add(const Call& call, std::size_t path, std::uint64_t first, std::uint64_t end, std::uint64_t whole,
            const Make& make);
 
   std::vector<Part> parts_;

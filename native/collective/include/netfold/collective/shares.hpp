@@ -62,16 +62,16 @@ class Shares {
     std::uint64_t alone = 0;
   };
   // Counts the operation. Of each switch and, last, the host algorithm.
-  void learn(std::span<const Rates> ways);
+  void learn(std::span<const Rates> paths);
   // The same of an operation that teaches nothing.
-  void pass();
+  void skip();
 
   // As they are known now, likewise.
-  std::span<const Rates> ways() const { return ways_; }
+  std::span<const Rates> paths() const { return paths_; }
   std::uint64_t operations() const { return operations_; }
 
  private:
-  std::vector<Rates> ways_;
+  std::vector<Rates> paths_;
   std::vector<std::uint32_t> fixed_;
   std::uint64_t operations_ = 0;
   std::uint64_t learn_until_ = kEvery;

@@ -38,7 +38,7 @@ class Split final : public Algorithm {
   void take_mesh() override { parts_->hold(switches_, false); }
 
   // Whether the ranks will agree on what this call did: the next is cut by that, and begins after it.
-  static bool teaches(const Call& call, const Shares& shares) {
+  static bool updates_shares(const Call& call, const Shares& shares) {
     return call.choice_bytes() >= kLearnBytes && shares.learns();
   }
 

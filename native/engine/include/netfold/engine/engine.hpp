@@ -115,7 +115,7 @@ class Operation {
   std::unique_ptr<collective::Algorithm> algorithm_;
   std::atomic<bool> done_{false};
   bool notify_ = false;
-  bool teaches_ = false;  // how the next split one is to be cut
+  bool updates_shares_ = false;  // how the next split one is to be cut
   bool patient_ = false;  // past its deadline, for news of who is at fault
   mutable std::mutex mutex_;
   mutable std::condition_variable condition_;
@@ -279,7 +279,7 @@ class Group {
   static bool is_on_mesh(const Operation& operation);
   bool mesh_is_taken() const;
   // Whether the parts of a split operation are found by what this one does.
-  bool teaches(const Operation& operation) const;
+  bool updates_shares(const Operation& operation) const;
   bool can_start(const Operation& operation) const;
   void start_next(std::int64_t now);
   void complete(Operation& operation, collective::Failure failure);
