@@ -71,7 +71,7 @@ std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, con
     std::function<void(int)> breaks;
     if (mends[peer]) {
       breaks = [group, lane, peer](int rail) {
-        Engine::instance().tell({.what = engine::News::What::broken,
+        Engine::instance().post_event({.kind = engine::AsyncEvent::Kind::broken,
                                  .group = group,
                                  .ranks = {static_cast<int>(peer)},
                                  .lane = lane,
@@ -225,8 +225,8 @@ void hear_signals() {
   main_thread = nb::cast<std::uintptr_t>(nb::module_::import_("threading").attr("main_thread")().attr("ident"));
   pthread_atfork(nullptr, nullptr, [] { main_thread = pthread_self(); });
   Engine::set_interrupts({
-      .reach_this_thread = [] { return pthread_equal(pthread_self(), main_thread.load()) != 0; },
-      .end_the_wait =
+      .run_on_this_thread = [] { return pthread_equal(pthread_self(), main_thread.load()) != 0; },
+      .interrupts_wait =
           [] {
             const nb::gil_scoped_acquire gil;
             return PyErr_CheckSignals() != 0;  // the exception stays with this thread until raise_of_handler
@@ -554,7 +554,7 @@ void bind_engine(nb::module_& m) {
            "A connection that is broken, after so many times of mending, will not be made again.")
       .def_prop_ro("collectives_submitted", &Group::collectives_submitted,
                    "The number of collectives that this rank has submitted.")
-      .def("said", &Group::said, nb::arg("sequence"),
+      .def("recent_call", &Group::recent_call, nb::arg("sequence"),
            "How one of the last calls was made, in words that all ranks share.")
       .def("last_seen", &Group::last_seen, "What this rank does, to be told to others.")
       .def_prop_ro(
@@ -641,17 +641,17 @@ void bind_engine(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   e.def("interrupt_completions", [] { Engine::instance().interrupt_completions(); });
   e.def(
-      "next_news",
+      "next_async_event",
       [](std::int64_t timeout_ns)
           -> std::optional<std::tuple<bool, std::uint64_t, std::vector<int>, int, int, std::uint32_t, double>> {
-        const auto news = Engine::instance().next_news(timeout_ns);
-        if (!news) return std::nullopt;
-        return std::tuple(news->what == engine::News::What::broken, news->group, news->ranks, news->lane, news->rail,
-                          news->sequence, static_cast<double>(news->waited_ns) / 1e9);
+        const auto event = Engine::instance().next_async_event(timeout_ns);
+        if (!event) return std::nullopt;
+        return std::tuple(event->kind == engine::AsyncEvent::Kind::broken, event->group, event->ranks, event->lane, event->rail,
+                          event->sequence, static_cast<double>(event->waited_ns) / 1e9);
       },
       nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>(),
-      "(is a broken connection, else a late operation; group id; ranks; lane, rail; sequence, seconds waited)");
-  e.def("interrupt_news", [] { Engine::instance().interrupt_news(); });
+      "(is a broken connection, else an overdue operation; group id; ranks; lane, rail; sequence, seconds waited)");
+  e.def("interrupt_async_events", [] { Engine::instance().interrupt_async_events(); });
 
   using engine::Watcher;
   nb::class_<Watcher>(e, "Watcher", "Sees how much one thread computes; one at a time in a process.")

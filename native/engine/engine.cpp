@@ -179,11 +179,11 @@ void Group::publish_status() {
   }
 }
 
-void Group::come_inside(std::int64_t now) {
+void Group::enter(std::int64_t now) {
   if (inside_++ == 0 && status_ != nullptr) status_->inside.start(now);
 }
 
-void Group::go_outside(std::int64_t now) {
+void Group::leave(std::int64_t now) {
   if (--inside_ == 0 && status_ != nullptr) status_->inside.stop(now);
 }
 
@@ -276,7 +276,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   record.wire = static_cast<std::uint8_t>(operation->call_.wire);
   record.queued_ns = now_ns();
   operation->deadline_ns_ = timeout_ns < 0 ? -1 : record.queued_ns + timeout_ns;
-  operation->late_ns_ = record.queued_ns + kLateNs;
+  operation->overdue_ns_ = record.queued_ns + kOverdueNs;
   operation->site_ = site;
 
   bool drive = false;
@@ -293,7 +293,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
       operation->done_.store(true, std::memory_order_release);
       return operation;
     }
-    if (!is_transfer) said_[record.sequence % kSaid] = collective::MessageHeader::of(operation->call_, 0);
+    if (!is_transfer) recent_calls_[record.sequence % kRecentCalls] = collective::MessageHeader::of(operation->call_, 0);
     if (outstanding_++ == 0 && status_ != nullptr) status_->under_way.start(record.queued_ns);
     if (can_take_over()) {
       const bool alone = inbox_.size() == 1;
@@ -327,44 +327,44 @@ bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
 }
 
 bool Group::wait_until(const Operation& operation, std::int64_t until_ns, bool drives) {
-  bool asks = interrupts.reach_this_thread != nullptr && interrupts.reach_this_thread();
+  bool checks_signals = interrupts.run_on_this_thread != nullptr && interrupts.run_on_this_thread();
   std::int64_t now = now_ns();
-  std::int64_t ask_ns = now + kAskNs;
+  std::int64_t signal_check_ns = now + kSignalCheckNs;
   for (;;) {
-    const bool asks_first = asks && (until_ns < 0 || ask_ns < until_ns);
-    const std::int64_t stop_ns = asks_first ? ask_ns : until_ns;
+    const bool checks_signals_first = checks_signals && (until_ns < 0 || signal_check_ns < until_ns);
+    const std::int64_t stop_ns = checks_signals_first ? signal_check_ns : until_ns;
     if (!drives) {
       std::lock_guard lock(mutex_);
       if (can_take_over() && has_work()) {
         take_over(now);
         drives = true;
       } else {
-        come_inside(now);
+        enter(now);
         ++waiting_;
       }
     }
     bool signalled = false;
     if (drives) {
-      signalled = drive_until(operation, stop_ns, asks_first);
+      signalled = drive_until(operation, stop_ns, checks_signals_first);
       drives = false;
     } else {
       operation.wait(stop_ns < 0 ? -1 : std::max<std::int64_t>(0, stop_ns - now));
       std::lock_guard lock(mutex_);
       --waiting_;
-      go_outside(now_ns());
+      leave(now_ns());
     }
     if (operation.done()) return true;
     now = now_ns();
     if (until_ns >= 0 && now >= until_ns) return false;
-    if (!asks || (now < ask_ns && !signalled)) continue;
-    if (interrupts.end_the_wait() && !operation.done()) {
+    if (!checks_signals || (now < signal_check_ns && !signalled)) continue;
+    if (interrupts.interrupts_wait() && !operation.done()) {
       fail({Failure::Kind::aborted, rank(), describe(operation) + " was interrupted by a signal"});
       // The caller has its tensors back when this returns: wait until nobody touches them, whatever else comes.
-      asks = false;
+      checks_signals = false;
       until_ns = -1;
     }
     now = now_ns();
-    ask_ns = now + kAskNs;
+    signal_check_ns = now + kSignalCheckNs;
   }
 }
 
@@ -376,7 +376,7 @@ void Group::take_over(std::int64_t now) {
     get_up();
   }
   driver_ = Driver::caller;
-  come_inside(now);
+  enter(now);
 }
 
 bool Group::drive_until(const Operation& operation, std::int64_t until_ns, bool comes_back) {
@@ -386,7 +386,7 @@ bool Group::drive_until(const Operation& operation, std::int64_t until_ns, bool 
   bool signalled = false;
   while (!operation.done() && !(signalled && comes_back)) {
     const std::int64_t now = now_ns();
-    const bool moved = turn(now);
+    const bool moved = progress(now);
     if (operation.done() || (until_ns >= 0 && now >= until_ns)) break;
     if (moved) {
       idle_since = 0;
@@ -402,7 +402,7 @@ bool Group::drive_until(const Operation& operation, std::int64_t until_ns, bool 
       set.add(wake_.get(), POLLIN);
       set.wake_at(until_ns);
       wait_for(set);
-      if (!set.look_again || !turn(now_ns())) signalled = !sleep_in(set);
+      if (!set.look_again || !progress(now_ns())) signalled = !sleep_in(set);
     } catch (const std::bad_alloc&) {
       // No memory for the list of what to wait for: look again at once.
     }
@@ -415,12 +415,12 @@ bool Group::drive_until(const Operation& operation, std::int64_t until_ns, bool 
     std::lock_guard lock(mutex_);
     driver_ = Driver::none;
     more = has_work();
-    can_wait = waiting_ == 0 && (comes_back || can_be_left());
-    go_outside(now_ns());
+    can_wait = waiting_ == 0 && (comes_back || may_leave_work());
+    leave(now_ns());
     driver_left_.notify_all();
   }
   if (more && can_wait) {
-    engine_.wake_later();
+    engine_.wake_after_delay();
   } else if (more) {
     engine_.wake();
   }
@@ -435,18 +435,18 @@ bool Group::driven_by_engine() const {
 }
 
 bool Group::has_work() const {
-  return !inbox_.empty() || !errands_.empty() || behind_ || !queue_.empty() || !active_.empty() ||
+  return !inbox_.empty() || !driver_tasks_.empty() || behind_ || !queue_.empty() || !active_.empty() ||
          !transfers_.empty() || (failure_ && !closed_);
 }
 
-bool Group::can_be_left() const {
+bool Group::may_leave_work() const {
   // What others need of a small call through memory was said at the first look.
   const auto is_said = [](const auto& operation) {
     return operation->call_.algorithm == collective::AlgorithmId::shared_memory &&
            operation->call_.choice_bytes() <= kTryBytes;
   };
   // What was sent and needs us further is seen off by the next call as well.
-  return inbox_.empty() && errands_.empty() && (!behind_ || needs_driving_) && queue_.empty() && !failure_ &&
+  return inbox_.empty() && driver_tasks_.empty() && (!behind_ || needs_driving_) && queue_.empty() && !failure_ &&
          std::all_of(active_.begin(), active_.end(), is_said);
 }
 
@@ -487,9 +487,9 @@ bool Group::can_start(const Operation& operation) const {
          std::none_of(active_.begin(), active_.end(), in_the_way);
 }
 
-bool Group::turn(std::int64_t now) {
+bool Group::progress(std::int64_t now) {
   try {
-    return turn_once(now);
+    return progress_once(now);
   } catch (const std::exception& error) {
     // No memory, no descriptor, or a fault of ours: the group cannot go on, the process and its other groups can.
     fail({Failure::Kind::system, rank(),
@@ -498,9 +498,9 @@ bool Group::turn(std::int64_t now) {
   }
 }
 
-bool Group::turn_once(std::int64_t now) {
+bool Group::progress_once(std::int64_t now) {
   bool failed = false;
-  std::vector<std::function<void()>> errands;  // a vector: an empty deque allocates, on every turn
+  std::vector<std::function<void()>> actions;  // a vector: an empty deque allocates, on every turn
   bool behind = false;
   {
     std::lock_guard lock(mutex_);
@@ -510,10 +510,10 @@ bool Group::turn_once(std::int64_t now) {
       inbox_.pop_front();
     }
     failed = static_cast<bool>(failure_);
-    errands.swap(errands_);
+    actions.swap(driver_tasks_);
     behind = behind_;
   }
-  for (const auto& errand : errands) errand();
+  for (const auto& action : actions) action();
   if (behind) catch_up();
   begin_transfers(now);
   if (failed) {
@@ -537,19 +537,19 @@ bool Group::turn_once(std::int64_t now) {
       failure = operation.algorithm_->failure();
       // Where this rank went on, what matters is how it made the call that the other is still in.
       if (failure.their_call < operation.call_.sequence) {
-        if (const auto mine = said(failure.their_call)) failure.text += "; this rank has been in " + *mine;
+        if (const auto mine = recent_call(failure.their_call)) failure.text += "; this rank has been in " + *mine;
       }
       failure.text = describe(operation) + " failed: " + failure.text;
     } else if (progress != Progress::done && operation.deadline_ns_ >= 0 && now >= operation.deadline_ns_) {
-      if (!operation.patient_ && operation.algorithm_->awaited_may_wait()) {
-        operation.patient_ = true;
-        operation.deadline_ns_ = now + kPatienceNs;
+      if (!operation.in_grace_period_ && operation.algorithm_->awaited_may_wait()) {
+        operation.in_grace_period_ = true;
+        operation.deadline_ns_ = now + kGracePeriodNs;
         ++i;
         continue;
       }
       failure = timed_out(operation);
     } else if (progress != Progress::done) {
-      look_whether_late(operation, now);
+      check_overdue(operation, now);
     } else {
       const auto keep = active_[i];
       active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
@@ -558,7 +558,7 @@ bool Group::turn_once(std::int64_t now) {
     }
     ++i;
   }
-  if (!failure) moved |= turn_transfers(now, failure);
+  if (!failure) moved |= progress_transfers(now, failure);
   if (!failure) {
     for (const auto& operation : queue_) {
       if (operation->deadline_ns_ >= 0 && now >= operation->deadline_ns_) {
@@ -571,7 +571,7 @@ bool Group::turn_once(std::int64_t now) {
     }
   }
   if (failure) {
-    hear_in_memory(failure);
+    read_failure_in_memory(failure);
     {
       std::lock_guard lock(mutex_);
       if (!failure_) {
@@ -720,7 +720,7 @@ int Group::user_of_memory() const {
   return -1;
 }
 
-bool Group::take_memory_back(std::int64_t now, Failure& failure) {
+bool Group::reclaim_memory(std::int64_t now, Failure& failure) {
   constexpr std::int64_t kFirstLookNs = 20'000;
   constexpr std::int64_t kLastLookNs = 5'000'000;
   if (node_ == nullptr) return true;
@@ -752,7 +752,7 @@ void Group::fail_all() {
   if (close_ns_ < 0) {
     share_timeout(failure);
     // Operations keep their tensors until then, and other groups of this thread go on.
-    if (!take_memory_back(now, failure)) return;
+    if (!reclaim_memory(now, failure)) return;
     collective::send_abort(*mesh_, failure);
     for (const auto& spare : spares_) collective::send_abort(*spare, failure);
     if (lane_->unconfirmed() || holds_back()) linger_until_ns_ = now + kLingerNs;
@@ -764,7 +764,7 @@ void Group::fail_all() {
     // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
     // others have seen for themselves who died.
     const bool first_hand = failure.kind == Failure::Kind::peer_lost && failure.remote_reason.empty();
-    close_ns_ = first_hand ? now + kMourningNs : now;
+    close_ns_ = first_hand ? now + kPeerLostGraceNs : now;
   }
   const auto end = [&](const std::shared_ptr<Operation>& operation) {
     Failure told = failure;
@@ -796,7 +796,7 @@ bool Group::holds_back() const {
          std::any_of(spares_.begin(), spares_.end(), [](const auto& spare) { return spare->holds_back(); });
 }
 
-void Group::hear_in_memory(Failure& failure) const {
+void Group::read_failure_in_memory(Failure& failure) const {
   if (node_ == nullptr || failure.kind != Failure::Kind::peer_lost || !failure.remote_reason.empty()) return;
   for (int position = 0; position < node_->size(); ++position) {
     const auto& segment = node_->segment(position);
@@ -853,7 +853,7 @@ void Group::wait_for(collective::WaitSet& set) {
   for (const auto& operation : active_) {
     if (operation->algorithm_ != nullptr) operation->algorithm_->wait_for(set);
     set.wake_at(operation->deadline_ns_);
-    set.wake_at(operation->late_ns_);
+    set.wake_at(operation->overdue_ns_);
   }
   mesh_->wait_to_catch_up(set.fds);
   lane_->mesh().wait_to_catch_up(set.fds);
@@ -967,13 +967,13 @@ void Engine::wake() {
   if (wake_) signal(wake_);
 }
 
-bool Engine::turn_all(const std::vector<std::shared_ptr<Group>>& driven) {
+bool Engine::progress_all(const std::vector<std::shared_ptr<Group>>& driven) {
   const std::int64_t now = now_ns();
   bool moved = false;
   for (const auto& group : driven) {
     // One that had no more work the last time may have a driver of its own by now.
     if (!group->driven_by_engine()) continue;
-    moved |= group->turn(now);
+    moved |= group->progress(now);
     std::lock_guard lock(group->mutex_);
     if (group->has_work()) continue;
     group->get_up();  // the next driver lies down for itself
@@ -992,11 +992,11 @@ void Engine::set_sleeping(const std::vector<std::shared_ptr<Group>>& driven, boo
   }
 }
 
-// For what may be done before: at most kMaxGraceNs from now, whoever asks again meanwhile.
-void Engine::wake_later() {
+// For what may be done before: at most kMaxTakeoverDelayNs from now, whoever asks again meanwhile.
+void Engine::wake_after_delay() {
   if (timer_armed_.exchange(true)) return;
   std::lock_guard lock(mutex_);
-  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = grace_ns_}};
+  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = takeover_delay_ns_}};
   if (timer_) timerfd_settime(timer_.get(), 0, &once, nullptr);
 }
 
@@ -1016,7 +1016,7 @@ bool Engine::run_once(Round& round) {
   auto& [driven, set, idle_since] = round;
   clear(wake_);
   const bool is_late = clear(timer_);
-  if (is_late) timer_armed_.exchange(false);  // reads what wake_later wrote: this turn sees what it was for
+  if (is_late) timer_armed_.exchange(false);  // reads what wake_after_delay wrote: this turn sees what it was for
   driven.clear();
   {
     std::lock_guard lock(mutex_);
@@ -1031,8 +1031,8 @@ bool Engine::run_once(Round& round) {
     }
   }
   // Callers that wait for each of their messages wake this thread for nothing: leave them alone for longer.
-  if (is_late) grace_ns_ = driven.empty() ? std::min(2 * grace_ns_.load(), kMaxGraceNs) : kGraceNs;
-  if (turn_all(driven)) {
+  if (is_late) takeover_delay_ns_ = driven.empty() ? std::min(2 * takeover_delay_ns_.load(), kMaxTakeoverDelayNs) : kTakeoverDelayNs;
+  if (progress_all(driven)) {
     idle_since = 0;
     return true;
   }
@@ -1058,7 +1058,7 @@ bool Engine::run_once(Round& round) {
     set.add(group->wake_.get(), POLLIN);
     group->wait_for(set);
   }
-  if (!set.look_again || !turn_all(driven)) {
+  if (!set.look_again || !progress_all(driven)) {
     set_sleeping(driven, true);
     sleep_in(set);
   }

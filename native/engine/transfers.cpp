@@ -22,7 +22,7 @@ void Group::begin_transfers(std::int64_t now) {
   arrived_.clear();
 }
 
-bool Group::turn_transfers(std::int64_t now, Failure& failure) {
+bool Group::progress_transfers(std::int64_t now, Failure& failure) {
   if (transfers_.empty()) return false;
   const Progress progress = lane_->poll();
   for (const auto& done : lane_->take_done()) {

@@ -103,7 +103,7 @@ class Ward:
         if question["type"] == "ask":
             return {
                 "type": "seen",
-                "said": self.native.said(question["sequence"]),
+                "said": self.native.recent_call(question["sequence"]),
                 "doing": self.native.last_seen(),
                 "calls": self.native.collectives_submitted,
                 "failure": self.failure,
@@ -239,7 +239,7 @@ class Ward:
         others = [rank for rank in range(self.resident.size) if rank != self.rank and rank not in ranks]
         random.shuffle(others)
         seen = self.ask([*ranks, *others], sequence)
-        mine = self.native.said(sequence)
+        mine = self.native.recent_call(sequence)
         for rank, reply in seen.items():
             said = reply.get("said")
             if said is not None and mine is not None and said != mine:
@@ -322,7 +322,7 @@ class _Caretaker:
 
     def _run(self) -> None:
         while not self._stopping:
-            news = engine.next_news(_IDLE_NS)
+            news = engine.next_async_event(_IDLE_NS)
             if news is None:
                 continue
             broken, group, ranks, lane, rail, sequence, waited_s = news
@@ -344,7 +344,7 @@ class _Caretaker:
             threads = list(self._threads)
             for ward in self._wards.values():
                 ward.over.set()
-        engine.interrupt_news()
+        engine.interrupt_async_events()
         for thread in threads:
             thread.join(_END_S)
 

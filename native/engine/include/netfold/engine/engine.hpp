@@ -10,7 +10,7 @@
 //
 // Messages between two ranks (send, receive) are outside that order: they go over pipes of their own, are
 // taken up at once, and neither wait for collectives nor hold them up. One that nobody waits for is the engine
-// thread's after `kGraceNs`, or a little more; until then, and whenever nobody drives, who waits for it drives. So it
+// thread's after `kTakeoverDelayNs`, or a little more; until then, and whenever nobody drives, who waits for it drives. So it
 // is with a small call through memory that was tried: the others have what they need of it.
 //
 // A failure is the group's: streams between ranks are no longer at a known place, so the operation under way,
@@ -23,11 +23,11 @@
 // (`engine_sleeps_`, under `mutex_`); the engine thread, awake again, leaves alone what it does not drive.
 //
 // A caller's thread that waits may have to run handlers of signals, such as Python's: those that `Interrupts` says so
-// of, asked every kAskNs and whenever a signal ends the sleep. The thread does not drive while it asks, because a
-// handler may itself use or close the group. A sleep ends after kAskNs at the latest, so a signal just before the
+// of, asked every kSignalCheckNs and whenever a signal ends the sleep. The thread does not drive while it asks, because a
+// handler may itself use or close the group. A sleep ends after kSignalCheckNs at the latest, so a signal just before the
 // sleep, or one that another thread received, is heard too; a mask for ppoll would not do for the latter. Where a
 // handler wants the wait to end, the group fails: the operation ends on this rank before the wait does, so nobody
-// touches its tensors any more, and the other ranks hear the reason. An operation shorter than kAskNs asks nothing.
+// touches its tensors any more, and the other ranks hear the reason. An operation shorter than kSignalCheckNs asks nothing.
 //
 // Waiting for memory looks again and again for `spin_us` (with a word to the scheduler now and then, each time where
 // there are more ranks than cores), then sleeps in ppoll until a socket, a bell, a timer or a submission wakes it. It
@@ -66,18 +66,18 @@ std::int64_t now_ns();
 // How a waiting thread of the caller runs handlers of signals. Both functions are null where there are none to run.
 struct Interrupts {
   // Whether handlers run on the calling thread. Cheap, and called without any lock.
-  bool (*reach_this_thread)() = nullptr;
+  bool (*run_on_this_thread)() = nullptr;
   // Run the handlers of signals that came. True: one wants the wait to end. They may call this group.
-  bool (*end_the_wait)() = nullptr;
+  bool (*interrupts_wait)() = nullptr;
 };
 
 // What somebody above the engine should look into.
-struct News {
-  enum class What : std::uint8_t {
+struct AsyncEvent {
+  enum class Kind : std::uint8_t {
     broken = 0,  // a connection to `ranks[0]`: it can be made again
-    late = 1,    // an operation waits for `ranks`, longer than usual
+    overdue = 1,    // an operation waits for `ranks`, longer than usual
   };
-  What what = What::broken;
+  Kind kind = Kind::broken;
   std::uint64_t group = 0;
   std::vector<int> ranks;
   int lane = 0;
@@ -108,7 +108,7 @@ class Operation {
   std::uint64_t id_ = 0;
   std::int64_t timeout_ns_ = 0;
   std::int64_t deadline_ns_ = 0;
-  std::int64_t late_ns_ = 0;    // when others should hear that it waits
+  std::int64_t overdue_ns_ = 0;    // when others should hear that it waits
   const char* site_ = nullptr;  // where it was called, if known; lives for ever
   EventRecord record_;
   collective::Failure failure_;
@@ -116,7 +116,7 @@ class Operation {
   std::atomic<bool> done_{false};
   bool notify_ = false;
   bool updates_shares_ = false;  // how the next split one is to be cut
-  bool patient_ = false;  // past its deadline, for news of who is at fault
+  bool in_grace_period_ = false;  // past its deadline, for news of who is at fault
   mutable std::mutex mutex_;
   mutable std::condition_variable condition_;
 };
@@ -162,7 +162,7 @@ class Group {
   // As of the last operation; nullopt where there are none.
   std::optional<collective::Shares> shares() const;
   // From any thread, what recovery asks of a switch path (collective/switch_path.hpp), by the order of attaching.
-  void on_switch_path(std::size_t shard, const std::function<void(collective::SwitchPath&)>& errand);
+  void on_switch_path(std::size_t shard, const std::function<void(collective::SwitchPath&)>& action);
 
   // Before the first operation. The ranks of this rank's host share this memory.
   void share(std::unique_ptr<transport::SharedNode> node);
@@ -204,8 +204,8 @@ class Group {
 
   // The number of collectives that this rank has submitted. Equal on all ranks between collectives.
   std::uint32_t collectives_submitted() const;
-  // How call `sequence` of this rank was made (MessageHeader::summary), if it was one of the last kSaid.
-  std::optional<std::string> said(std::uint32_t sequence) const;
+  // How call `sequence` of this rank was made (MessageHeader::summary), if it was one of the last kRecentCalls.
+  std::optional<std::string> recent_call(std::uint32_t sequence) const;
   // What this rank does, for others who wait for it: a sentence without its subject.
   std::string last_seen() const;
 
@@ -237,10 +237,10 @@ class Group {
   static constexpr std::uint64_t kTryBytes = 16 << 10;
   // Beyond its deadline, how long an operation that waits for a rank that may wait for another listens for the
   // name of that other.
-  static constexpr std::int64_t kPatienceNs = 250'000'000;
+  static constexpr std::int64_t kGracePeriodNs = 250'000'000;
 
   // How long a group that lost a rank keeps its other connections (see fail_all).
-  static constexpr std::int64_t kMourningNs = 300'000'000;
+  static constexpr std::int64_t kPeerLostGraceNs = 300'000'000;
   // How long a group that failed waits for ranks that touch this rank's tensors: for one piece of them, unless they are
   // stopped.
   static constexpr std::int64_t kRevokeNs = 5'000'000'000;
@@ -253,19 +253,19 @@ class Group {
   static constexpr std::int64_t kDrivenSpinNs = 5'000;
 
   // Between two questions about signals, see Interrupts. One costs a lock of the interpreter's.
-  static constexpr std::int64_t kAskNs = 200'000'000;
+  static constexpr std::int64_t kSignalCheckNs = 200'000'000;
 
   // From how long a wait on others are told, and again after three times as long.
-  static constexpr std::int64_t kLateNs = 1'000'000'000;
-  static constexpr std::size_t kSaid = 16;
+  static constexpr std::int64_t kOverdueNs = 1'000'000'000;
+  static constexpr std::size_t kRecentCalls = 16;
 
   // Runs it as a driver does, and returns when it was run.
-  void run_errand(std::function<void()> errand);
+  void run_driver_task(std::function<void()> action);
   transport::Mesh& mesh_of(int lane);
   // Whether a connection would lose bytes of ours if it closed now.
   bool holds_back() const;
   void catch_up();
-  void look_whether_late(Operation& operation, std::int64_t now);
+  void check_overdue(Operation& operation, std::int64_t now);
   // Until the operation is done, or at the first turn past `until_ns` (-1: none). True: a signal ended a sleep before
   // that. `comes_back`: the caller drives again at once, if nobody else does, so that the engine thread has time.
   bool drive_until(const Operation& operation, std::int64_t until_ns, bool comes_back);
@@ -273,8 +273,8 @@ class Group {
   bool wait_until(const Operation& operation, std::int64_t until_ns, bool drives);
   bool can_take_over() const;        // under mutex_
   void take_over(std::int64_t now);  // likewise: the caller's thread drives from now on
-  bool turn(std::int64_t now);       // what it throws is the group's failure
-  bool turn_once(std::int64_t now);
+  bool progress(std::int64_t now);       // what it throws is the group's failure
+  bool progress_once(std::int64_t now);
   static bool is_split(const Operation& operation);
   static bool is_on_mesh(const Operation& operation);
   bool mesh_is_taken() const;
@@ -283,7 +283,7 @@ class Group {
   bool can_start(const Operation& operation) const;
   void start_next(std::int64_t now);
   void complete(Operation& operation, collective::Failure failure);
-  bool turn_transfers(std::int64_t now, collective::Failure& failure);
+  bool progress_transfers(std::int64_t now, collective::Failure& failure);
   void begin_transfers(std::int64_t now);
   void check_transfer_deadlines(std::int64_t now, collective::Failure& failure);
   collective::Failure timed_out(const Operation& operation) const;
@@ -293,19 +293,19 @@ class Group {
   void fail_all();
   // True when no rank of this host touches this rank's memory any more, or one has been stopped in the midst of that
   // for kRevokeNs, which `failure` then says. False: to be asked again at look_at_users_ns_.
-  bool take_memory_back(std::int64_t now, collective::Failure& failure);
+  bool reclaim_memory(std::int64_t now, collective::Failure& failure);
   int user_of_memory() const;  // -1: no rank of this host
   // A connection that broke does not say why; in shared memory its owner may have.
-  void hear_in_memory(collective::Failure& failure) const;
+  void read_failure_in_memory(collective::Failure& failure) const;
   void publish_traffic();
   void publish_status();
-  void come_inside(std::int64_t now);  // under mutex_; a thread of the caller, to wait or drive
-  void go_outside(std::int64_t now);   // likewise
+  void enter(std::int64_t now);  // under mutex_; a thread of the caller, to wait or drive
+  void leave(std::int64_t now);   // likewise
   void wait_for(collective::WaitSet& set);
   void get_up();
   std::int64_t spin_ns() const;
   bool has_work() const;     // under mutex_
-  bool can_be_left() const;  // likewise, and without a driver: to who may be about to wait for it
+  bool may_leave_work() const;  // likewise, and without a driver: to who may be about to wait for it
   void wake_driver();
   bool driven_by_engine() const;
   std::string describe(const Operation& operation) const;
@@ -337,9 +337,9 @@ class Group {
   std::vector<Traffic> traffic_;
   std::optional<collective::Shares> told_shares_;
   bool closed_ = false;
-  std::vector<std::function<void()>> errands_;
+  std::vector<std::function<void()>> driver_tasks_;
   bool behind_ = false;  // a mended connection has things to say again, or a pipe needs driving
-  std::array<collective::MessageHeader, kSaid> said_;
+  std::array<collective::MessageHeader, kRecentCalls> recent_calls_;
 
   // The driver's alone.
   std::deque<std::shared_ptr<Operation>> queue_;
@@ -372,9 +372,9 @@ class Engine {
   void interrupt_completions();
 
   // As above, of news.
-  void tell(News news);
-  std::optional<News> next_news(std::int64_t timeout_ns);
-  void interrupt_news();
+  void post_event(AsyncEvent event);
+  std::optional<AsyncEvent> next_async_event(std::int64_t timeout_ns);
+  void interrupt_async_events();
 
   // Of the process, for all that wait from now on. To be called once, before the first wait.
   static void set_interrupts(Interrupts interrupts);
@@ -384,8 +384,8 @@ class Engine {
   friend class Operation;
   // How long the engine thread leaves a message, or a small operation, to a caller who may be about to wait for it: a
   // hop costs more. Twice as much after each time that there was nothing left to do.
-  static constexpr std::int64_t kGraceNs = 100'000;
-  static constexpr std::int64_t kMaxGraceNs = 800'000;
+  static constexpr std::int64_t kTakeoverDelayNs = 100'000;
+  static constexpr std::int64_t kMaxTakeoverDelayNs = 800'000;
   explicit Engine(const Engine* of_parent) : of_parent_(of_parent) {}
   // The engine thread's own; kept between rounds, so that one needs no memory.
   struct Round {
@@ -395,10 +395,10 @@ class Engine {
   };
   void run();
   bool run_once(Round& round);  // false: the thread is to end
-  static bool turn_all(const std::vector<std::shared_ptr<Group>>& driven);
+  static bool progress_all(const std::vector<std::shared_ptr<Group>>& driven);
   static void set_sleeping(const std::vector<std::shared_ptr<Group>>& driven, bool sleeps);
   void wake();
-  void wake_later();
+  void wake_after_delay();
   void push_completion(std::uint64_t id);
 
   // Of the process that this one was forked from, kept within reach of who looks for lost memory.
@@ -411,7 +411,7 @@ class Engine {
   transport::Fd wake_;
   transport::Fd timer_;
   std::atomic<bool> timer_armed_{false};
-  std::atomic<std::int64_t> grace_ns_{kGraceNs};
+  std::atomic<std::int64_t> takeover_delay_ns_{kTakeoverDelayNs};
   std::atomic<std::uint64_t> next_operation_id_{1};
 
   std::mutex completion_mutex_;
@@ -419,11 +419,11 @@ class Engine {
   std::deque<std::uint64_t> completions_;
   std::uint64_t completion_interrupts_ = 0;
 
-  static constexpr std::size_t kMaxNews = 4096;  // more is forgotten, while nobody listens
-  std::mutex news_mutex_;
-  std::condition_variable news_condition_;
-  std::deque<News> news_;
-  std::uint64_t news_interrupts_ = 0;
+  static constexpr std::size_t kMaxAsyncEvents = 4096;  // more is forgotten, while nobody listens
+  std::mutex async_event_mutex_;
+  std::condition_variable async_event_condition_;
+  std::deque<AsyncEvent> async_events_;
+  std::uint64_t async_event_interrupts_ = 0;
 };
 
 }  // namespace netfold::engine

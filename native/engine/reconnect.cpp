@@ -10,14 +10,14 @@
 
 namespace netfold::engine {
 
-void Group::run_errand(std::function<void()> errand) {
+void Group::run_driver_task(std::function<void()> action) {
   std::unique_lock lock(mutex_);
   if (driver_ == Driver::none) {
     driver_ = Driver::caller;
     lock.unlock();
     std::exception_ptr error;
     try {
-      errand();
+      action();
     } catch (...) {
       error = std::current_exception();
     }
@@ -31,9 +31,9 @@ void Group::run_errand(std::function<void()> errand) {
     return;
   }
   // The asking thread gets its exception; the driver does not.
-  std::packaged_task<void()> task(std::move(errand));
+  std::packaged_task<void()> task(std::move(action));
   auto done = task.get_future();
-  errands_.push_back([&task] { task(); });
+  driver_tasks_.push_back([&task] { task(); });
   wake_driver();
   lock.unlock();
   done.get();
@@ -44,10 +44,10 @@ transport::Mesh& Group::mesh_of(int lane) {
   return lane == 1 ? lane_->mesh() : *spares_.at(static_cast<std::size_t>(lane) - 2);
 }
 
-void Group::on_switch_path(std::size_t shard, const std::function<void(collective::SwitchPath&)>& errand) {
-  run_errand([&] {
+void Group::on_switch_path(std::size_t shard, const std::function<void(collective::SwitchPath&)>& action) {
+  run_driver_task([&] {
     if (shard >= switch_paths_.size()) return;  // the group is over
-    errand(*switch_paths_[shard]);
+    action(*switch_paths_[shard]);
     publish_traffic();
     publish_status();
   });
@@ -55,7 +55,7 @@ void Group::on_switch_path(std::size_t shard, const std::function<void(collectiv
 
 std::optional<Group::Broken> Group::broken(int lane, int peer, int number) {
   std::optional<Broken> state;
-  run_errand([&] {
+  run_driver_task([&] {
     const auto* found = mesh_of(lane).rail(peer, number);
     if (found != nullptr && found->is_broken()) state = {found->received(), found->mends()};
   });
@@ -68,7 +68,7 @@ std::optional<Group::Broken> Group::sever(int lane, int peer, int number, int me
   std::optional<int> mended;  // how often the connection was when it was given up
   for (;;) {
     transport::Fd watched;
-    run_errand([&] {
+    run_driver_task([&] {
       auto* found = mesh_of(lane).rail(peer, number);
       if (found == nullptr || (mends >= 0 && found->mends() > mends)) return;
       if (found->mends() != mended.value_or(found->mends())) return;
@@ -88,7 +88,7 @@ std::optional<Group::Broken> Group::sever(int lane, int peer, int number, int me
 bool Group::mend(int lane, int peer, int number, int mends, transport::Fd socket, std::uint64_t peer_received,
                  const auth::StreamSecrets& secrets) {
   bool mended = false;
-  run_errand([&] {
+  run_driver_task([&] {
     auto* found = mesh_of(lane).rail(peer, number);
     mended = found != nullptr && found->mends() == mends && found->mend(std::move(socket), peer_received, secrets);
     if (mended) catch_up();
@@ -97,7 +97,7 @@ bool Group::mend(int lane, int peer, int number, int mends, transport::Fd socket
 }
 
 void Group::lose(int lane, int peer, int number, int mends, const std::string& why) {
-  run_errand([&] {
+  run_driver_task([&] {
     auto* found = mesh_of(lane).rail(peer, number);
     if (found != nullptr && found->is_broken() && found->mends() == mends) found->lose(why);
   });
@@ -112,13 +112,13 @@ void Group::catch_up() {
   behind_ = !of_mesh || !of_lane || !of_spares;
 }
 
-void Group::look_whether_late(Operation& operation, std::int64_t now) {
-  if (now < operation.late_ns_) return;
-  News news{.what = News::What::late, .group = options_.id, .ranks = operation.algorithm_->awaited()};
-  news.sequence = operation.call_.sequence;
-  news.waited_ns = now - operation.record_.queued_ns;
-  operation.late_ns_ = now + 2 * news.waited_ns;
-  engine_.tell(std::move(news));
+void Group::check_overdue(Operation& operation, std::int64_t now) {
+  if (now < operation.overdue_ns_) return;
+  AsyncEvent event{.kind = AsyncEvent::Kind::overdue, .group = options_.id, .ranks = operation.algorithm_->awaited()};
+  event.sequence = operation.call_.sequence;
+  event.waited_ns = now - operation.record_.queued_ns;
+  operation.overdue_ns_ = now + 2 * event.waited_ns;
+  engine_.post_event(std::move(event));
 }
 
 std::uint32_t Group::collectives_submitted() const {
@@ -126,9 +126,9 @@ std::uint32_t Group::collectives_submitted() const {
   return next_sequence_ - 1;
 }
 
-std::optional<std::string> Group::said(std::uint32_t sequence) const {
+std::optional<std::string> Group::recent_call(std::uint32_t sequence) const {
   std::lock_guard lock(mutex_);
-  const auto& header = said_[sequence % kSaid];
+  const auto& header = recent_calls_[sequence % kRecentCalls];
   if (sequence == 0 || header.sequence != sequence) return std::nullopt;
   return header.summary();
 }
@@ -170,28 +170,28 @@ std::string Group::last_seen() const {
   return text;
 }
 
-void Engine::tell(News news) {
-  std::lock_guard lock(news_mutex_);
-  if (news_.size() == kMaxNews) news_.pop_front();
-  news_.push_back(std::move(news));
-  news_condition_.notify_one();
+void Engine::post_event(AsyncEvent event) {
+  std::lock_guard lock(async_event_mutex_);
+  if (async_events_.size() == kMaxAsyncEvents) async_events_.pop_front();
+  async_events_.push_back(std::move(event));
+  async_event_condition_.notify_one();
 }
 
-std::optional<News> Engine::next_news(std::int64_t timeout_ns) {
-  std::unique_lock lock(news_mutex_);
-  const std::uint64_t interrupts = news_interrupts_;
-  news_condition_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
-                           [&] { return !news_.empty() || news_interrupts_ != interrupts; });
-  if (news_.empty()) return std::nullopt;
-  News news = std::move(news_.front());
-  news_.pop_front();
-  return news;
+std::optional<AsyncEvent> Engine::next_async_event(std::int64_t timeout_ns) {
+  std::unique_lock lock(async_event_mutex_);
+  const std::uint64_t interrupts = async_event_interrupts_;
+  async_event_condition_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                           [&] { return !async_events_.empty() || async_event_interrupts_ != interrupts; });
+  if (async_events_.empty()) return std::nullopt;
+  AsyncEvent event = std::move(async_events_.front());
+  async_events_.pop_front();
+  return event;
 }
 
-void Engine::interrupt_news() {
-  std::lock_guard lock(news_mutex_);
-  ++news_interrupts_;
-  news_condition_.notify_all();
+void Engine::interrupt_async_events() {
+  std::lock_guard lock(async_event_mutex_);
+  ++async_event_interrupts_;
+  async_event_condition_.notify_all();
 }
 
 }  // namespace netfold::engine
