@@ -9,7 +9,7 @@
 #include <unistd.h>
 #include <netfold/collective/registry.hpp>
 #include <netfold/engine/engine.hpp>
-#include <netfold/engine/watcher.hpp>
+#include <netfold/engine/compute_sampler.hpp>
 #include <netfold/transport/tcp/tcp_pipe.hpp>
 
 #include <atomic>
@@ -111,13 +111,13 @@ std::vector<engine::Choice> table_of(const std::vector<TableRow>& rows) {
 }
 
 std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connections& lane_fds,
-                                  const std::vector<Connections>& spare_fds, std::vector<bool> mends, std::uint64_t id,
+                                  const std::vector<Connections>& fallback_fds, std::vector<bool> mends, std::uint64_t id,
                                   std::string job, int spin_us, bool spins_for_sockets, bool yields,
                                   const std::vector<TableRow>& table, std::uint16_t table_hash, std::vector<int> nodes,
                                   const nb::list& fabric, const Secrets& secrets) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
   const auto fits = [&](const Connections& lane) { return lane.size() == fds.size(); };
-  if (!fits(lane_fds) || !std::all_of(spare_fds.begin(), spare_fds.end(), fits)) {
+  if (!fits(lane_fds) || !std::all_of(fallback_fds.begin(), fallback_fds.end(), fits)) {
     throw nb::value_error("every lane needs as many places as there are ranks");
   }
   mends.resize(fds.size());
@@ -132,12 +132,12 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
                          .nodes = std::move(nodes)};
   auto mesh = make_mesh(rank, fds, mends, id, 0, secrets, fabric);
   auto lane = make_mesh(rank, lane_fds, mends, id, 1, secrets, fabric);
-  std::vector<std::unique_ptr<transport::Mesh>> spares;
-  for (const Connections& spare : spare_fds) {
-    spares.push_back(make_mesh(rank, spare, mends, id, 2 + static_cast<int>(spares.size()), secrets, fabric));
+  std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes;
+  for (const Connections& fallback : fallback_fds) {
+    fallback_meshes.push_back(make_mesh(rank, fallback, mends, id, 2 + static_cast<int>(fallback_meshes.size()), secrets, fabric));
   }
   nb::gil_scoped_release release;
-  return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane), std::move(spares));
+  return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane), std::move(fallback_meshes));
 }
 
 // A group's way to one of its switches, by the order in which they were attached.
@@ -157,7 +157,7 @@ nb::object traffic_of(const Shard& shard) {
   out["smoothed_rtt_ns"] = traffic.smoothed_rtt_ns;
   out["oldest_outstanding"] = traffic.oldest_outstanding;
   out["idle"] = traffic.idle;
-  out["trouble"] = traffic.trouble;
+  out["path_error"] = traffic.path_error;
   out["send_error"] = traffic.send_error;
   nb::dict drops;
   for (int i = 1; i < protocol::kDropCount; ++i) {
@@ -625,12 +625,12 @@ void bind_engine(nb::module_& m) {
       .def("traffic", &traffic_of, "None: not attached.");
 
   e.def(
-      "add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("spare_fds"),
+      "add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("fallback_fds"),
       nb::arg("mends"), nb::arg("id"), nb::arg("job"), nb::arg("spin_us"), nb::arg("spins_for_sockets"),
       nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"), nb::arg("nodes"), nb::arg("fabric"),
       nb::arg("secrets") = Secrets{},
       "fds[r]: connected stream sockets to rank r, one a rail, none at this rank's place; lane_fds[r]: others, for "
-      "messages between two ranks; spare_fds[i][r]: for what switch i was to do; mends[r]: whether one that breaks may "
+      "messages between two ranks; fallback_fds[i][r]: for what switch i was to do; mends[r]: whether one that breaks may "
       "be made again; fabric[lane][r]: a stream to go over instead, if any are given (spares are lanes from 2 on); "
       "secrets[lane][r]: by rail, what authenticates or encrypts it, if any are given. Takes ownership of them.");
   e.def(
@@ -653,20 +653,20 @@ void bind_engine(nb::module_& m) {
       "(is a broken connection, else an overdue operation; group id; ranks; lane, rail; sequence, seconds waited)");
   e.def("interrupt_async_events", [] { Engine::instance().interrupt_async_events(); });
 
-  using engine::Watcher;
-  nb::class_<Watcher>(e, "Watcher", "Sees how much one thread computes; one at a time in a process.")
+  using engine::ComputeSampler;
+  nb::class_<ComputeSampler>(e, "ComputeSampler", "Sees how much one thread computes; one at a time in a process.")
       .def(
           nb::init<pthread_t, int>(), nb::arg("thread"), nb::arg("id"),
           "thread: as pthread_self (threading's ident) and as the kernel calls it (native_id); it must not end before.")
-      .def("stop", &Watcher::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("stop", &ComputeSampler::stop, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "take",
-          [](Watcher& self) {
-            const auto lines = self.take();
-            return nb::bytes(reinterpret_cast<const char*>(lines.data()), lines.size() * sizeof(engine::ProgressLine));
+          [](ComputeSampler& self) {
+            const auto samples = self.take();
+            return nb::bytes(reinterpret_cast<const char*>(samples.data()), samples.size() * sizeof(engine::ComputeSample));
           },
           "The lines since the last call (netfold.profile.run.PROGRESS).")
-      .def_prop_ro("sees_queue", &Watcher::sees_queue);
+      .def_prop_ro("sees_queue", &ComputeSampler::sees_queue);
 
   e.def("hide_from_call_sites", &hide_from_call_sites, nb::arg("folder"),
         "Calls made by files below `folder` are reported where those were called from.");

@@ -11,7 +11,7 @@
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/split.hpp>
 #include <netfold/engine/engine.hpp>
-#include <netfold/engine/watcher.hpp>
+#include <netfold/engine/compute_sampler.hpp>
 
 #include <algorithm>
 #include <cerrno>
@@ -98,7 +98,7 @@ Interrupts interrupts;  // written once, before any thread waits
 
 bool Operation::wait(std::int64_t timeout_ns) const {
   if (done()) return true;
-  const InEngine counted;
+  const EngineCallScope counted;
   std::unique_lock lock(mutex_);
   const auto is_done = [this] { return done(); };
   if (timeout_ns < 0) {
@@ -120,14 +120,14 @@ bool Operation::notify() {
 }
 
 Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh,
-             std::unique_ptr<transport::Mesh> lane, std::vector<std::unique_ptr<transport::Mesh>> spares)
+             std::unique_ptr<transport::Mesh> lane, std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes)
     : engine_(engine),
       options_(std::move(options)),
       mesh_(std::move(mesh)),
       lane_(std::make_unique<collective::PointToPoint>(std::move(lane))),
-      spares_(std::move(spares)),
+      fallback_meshes_(std::move(fallback_meshes)),
       needs_driving_(mesh_->needs_driving()),
-      status_(StatusPage::instance().open()),
+      status_(StatusSegment::instance().open()),
       wake_(make_event()) {
   events_.reserve(kEventCapacity);
   if (StatusWrite status(status_); status) {
@@ -139,7 +139,7 @@ Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> m
   }
 }
 
-Group::~Group() { StatusPage::instance().close(status_); }
+Group::~Group() { StatusSegment::instance().close(status_); }
 
 // What is under way, whenever that changes or somebody is waited for; what is done.
 void Group::publish_status() {
@@ -191,8 +191,8 @@ void Group::attach(std::unique_ptr<collective::Channel> channel, std::vector<col
                    std::uint16_t table) {
   std::lock_guard lock(mutex_);
   traffic_.push_back({.generation = channel->generation()});
-  auto& spare = *spares_.at(switch_paths_.size());
-  switch_paths_.push_back(std::make_unique<collective::SwitchPath>(std::move(channel), spare, std::move(rows), table));
+  auto& fallback = *fallback_meshes_.at(switch_paths_.size());
+  switch_paths_.push_back(std::make_unique<collective::SwitchPath>(std::move(channel), fallback, std::move(rows), table));
   if (StatusWrite status(status_); status) status->with_switch = 1;
 }
 
@@ -241,7 +241,7 @@ Choice Group::choose(collective::Kind kind, kernels::DType dtype, kernels::Reduc
 
 std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t timeout_ns, bool on_this_thread,
                                          const char* site) {
-  const InEngine counted;
+  const EngineCallScope counted;
   collective::validate(call, rank(), size());
   auto operation = std::make_shared<Operation>();
   const std::uint64_t bytes = call.tensor().bytes;
@@ -322,7 +322,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
 
 bool Group::wait(const Operation& operation, std::int64_t timeout_ns) {
   if (operation.done()) return true;
-  const InEngine counted;
+  const EngineCallScope counted;
   return wait_until(operation, timeout_ns < 0 ? -1 : now_ns() + timeout_ns, false);
 }
 
@@ -629,7 +629,7 @@ void Group::publish_traffic() {
     traffic.smoothed_rtt_ns = machine.smoothed_rtt_ns();
     traffic.oldest_outstanding = machine.oldest_outstanding();
     traffic.idle = machine.idle();
-    if (traffic.trouble != channel.trouble()) traffic.trouble = channel.trouble();
+    if (traffic.path_error != channel.path_error()) traffic.path_error = channel.path_error();
     if (traffic.send_error != channel.send_error()) traffic.send_error = channel.send_error();
     for (int i = 0; i < protocol::kDropCount; ++i) {
       traffic.drops[i] = channel.drops(static_cast<protocol::Drop>(i));
@@ -754,13 +754,13 @@ void Group::fail_all() {
     // Operations keep their tensors until then, and other groups of this thread go on.
     if (!reclaim_memory(now, failure)) return;
     collective::send_abort(*mesh_, failure);
-    for (const auto& spare : spares_) collective::send_abort(*spare, failure);
+    for (const auto& fallback : fallback_meshes_) collective::send_abort(*fallback, failure);
     if (lane_->unconfirmed() || holds_back()) linger_until_ns_ = now + kLingerNs;
     lane_->abort(failure);
     // No memory is anybody's but its owner's when that hears of the failure.
     mesh_->withdraw();
     lane_->mesh().withdraw();
-    for (const auto& spare : spares_) spare->withdraw();
+    for (const auto& fallback : fallback_meshes_) fallback->withdraw();
     // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
     // others have seen for themselves who died.
     const bool first_hand = failure.kind == Failure::Kind::peer_lost && failure.remote_reason.empty();
@@ -786,14 +786,14 @@ void Group::fail_all() {
   }
   mesh_->close();
   lane_->close();
-  for (const auto& spare : spares_) spare->close();
+  for (const auto& fallback : fallback_meshes_) fallback->close();
   std::lock_guard lock(mutex_);
   closed_ = true;
 }
 
 bool Group::holds_back() const {
   return mesh_->holds_back() || lane_->mesh().holds_back() ||
-         std::any_of(spares_.begin(), spares_.end(), [](const auto& spare) { return spare->holds_back(); });
+         std::any_of(fallback_meshes_.begin(), fallback_meshes_.end(), [](const auto& fallback) { return fallback->holds_back(); });
 }
 
 void Group::read_failure_in_memory(Failure& failure) const {
@@ -857,7 +857,7 @@ void Group::wait_for(collective::WaitSet& set) {
   }
   mesh_->wait_to_catch_up(set.fds);
   lane_->mesh().wait_to_catch_up(set.fds);
-  for (const auto& spare : spares_) spare->wait_to_catch_up(set.fds);
+  for (const auto& fallback : fallback_meshes_) fallback->wait_to_catch_up(set.fds);
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
   if (node_ != nullptr && (mesh_is_taken() || !transfers_.empty())) {
     node_->lie_down();
@@ -921,8 +921,8 @@ void Engine::set_interrupts(Interrupts given) { interrupts = given; }
 
 std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
                                          std::unique_ptr<transport::Mesh> lane,
-                                         std::vector<std::unique_ptr<transport::Mesh>> spares) {
-  auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh), std::move(lane), std::move(spares));
+                                         std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes) {
+  auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh), std::move(lane), std::move(fallback_meshes));
   std::lock_guard thread_lock(thread_mutex_);
   std::lock_guard lock(mutex_);
   groups_.push_back(group);

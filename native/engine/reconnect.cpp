@@ -41,7 +41,7 @@ void Group::run_driver_task(std::function<void()> action) {
 
 transport::Mesh& Group::mesh_of(int lane) {
   if (lane == 0) return *mesh_;
-  return lane == 1 ? lane_->mesh() : *spares_.at(static_cast<std::size_t>(lane) - 2);
+  return lane == 1 ? lane_->mesh() : *fallback_meshes_.at(static_cast<std::size_t>(lane) - 2);
 }
 
 void Group::on_switch_path(std::size_t shard, const std::function<void(collective::SwitchPath&)>& action) {
@@ -107,7 +107,7 @@ void Group::catch_up() {
   const bool of_mesh = mesh_->catch_up();
   const bool of_lane = lane_->mesh().catch_up();
   bool of_spares = true;
-  for (const auto& spare : spares_) of_spares = spare->catch_up() && of_spares;
+  for (const auto& fallback : fallback_meshes_) of_spares = fallback->catch_up() && of_spares;
   std::lock_guard lock(mutex_);
   behind_ = !of_mesh || !of_lane || !of_spares;
 }

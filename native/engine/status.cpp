@@ -10,50 +10,50 @@
 
 namespace netfold::engine {
 
-StatusPage& StatusPage::instance() {
+StatusSegment& StatusSegment::instance() {
   // Never destroyed: threads of a dying process may still be inside.
   static auto* page = [] {
     // A child must not find the lock held by a thread that it does not have.
     pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                    [] { instance().mutex_.unlock(); });
-    return new StatusPage;
+    return new StatusSegment;
   }();
   return *page;
 }
 
 // Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
-[[maybe_unused]] static const auto& made_at_load = StatusPage::instance();
+[[maybe_unused]] static const auto& made_at_load = StatusSegment::instance();
 
-void StatusPage::make() {
+void StatusSegment::make() {
   pid_ = getpid();
-  page_ = nullptr;
+  layout_ = nullptr;
   // The descriptor stays open on purpose: it is how the page is found.
   const int fd = memfd_create("netfold-status", MFD_CLOEXEC);
   if (fd < 0) return;
-  if (ftruncate(fd, sizeof(Page)) != 0) {
+  if (ftruncate(fd, sizeof(Layout)) != 0) {
     ::close(fd);
     return;
   }
-  void* mapped = mmap(nullptr, sizeof(Page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  void* mapped = mmap(nullptr, sizeof(Layout), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (mapped == MAP_FAILED) {
     ::close(fd);
     return;
   }
-  page_ = static_cast<Page*>(mapped);
-  page_->layout = 2;
-  page_->capacity = kCapacity;
-  page_->entry_bytes = sizeof(StatusEntry);
-  page_->pid = pid_;
-  std::memcpy(page_->magic, "NFSTATUS", sizeof page_->magic);
+  layout_ = static_cast<Layout*>(mapped);
+  layout_->layout = 2;
+  layout_->capacity = kCapacity;
+  layout_->entry_bytes = sizeof(StatusEntry);
+  layout_->pid = pid_;
+  std::memcpy(layout_->magic, "NFSTATUS", sizeof layout_->magic);
 }
 
-StatusEntry* StatusPage::open() {
+StatusEntry* StatusSegment::open() {
   std::lock_guard lock(mutex_);
   // A child made by fork has a page of its own.
   if (pid_ != getpid()) make();
-  if (page_ == nullptr) return nullptr;
-  auto* end = page_->entries + kCapacity;
-  auto* entry = std::find_if(page_->entries, end, [](const StatusEntry& each) { return each.in_use == 0; });
+  if (layout_ == nullptr) return nullptr;
+  auto* end = layout_->entries + kCapacity;
+  auto* entry = std::find_if(layout_->entries, end, [](const StatusEntry& each) { return each.in_use == 0; });
   if (entry == end) return nullptr;
   StatusWrite write(entry);
   std::memset(&entry->in_use, 0, sizeof *entry - sizeof entry->version);
@@ -61,7 +61,7 @@ StatusEntry* StatusPage::open() {
   return entry;
 }
 
-void StatusPage::close(StatusEntry* entry) {
+void StatusSegment::close(StatusEntry* entry) {
   std::lock_guard lock(mutex_);
   if (entry == nullptr || pid_ != getpid()) return;
   StatusWrite write(entry);

@@ -367,7 +367,7 @@ def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: i
             rank=rank,
             fds=fds[rank],
             lane_fds=[[] for _ in tables],  # nobody sends messages
-            spare_fds=[],  # and there is no switch
+            fallback_fds=[],  # and there is no switch
             mends=[False] * len(tables),
             id=900 + rank,
             job="",

@@ -12,7 +12,7 @@
 #include <string>
 #include <thread>
 
-using netfold::engine::StatusPage;
+using netfold::engine::StatusSegment;
 using netfold::transport::Fd;
 using netfold::transport::ProcessFd;
 using netfold::transport::SharedRegions;
@@ -22,7 +22,7 @@ int main(int, char** arguments) {
   const std::map<std::string, std::function<void()>> uses{
       {"regions", [] { SharedRegions::instance().find(&nothing, 1); }},
       {"descriptors", [] { ProcessFd one(Fd(dup(0))); }},
-      {"status", [] { StatusPage::instance().close(StatusPage::instance().open()); }},
+      {"status", [] { StatusSegment::instance().close(StatusSegment::instance().open()); }},
   };
   const auto& use = uses.at(arguments[1]);
   const auto seconds = static_cast<unsigned>(std::atoi(arguments[2]));

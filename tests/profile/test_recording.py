@@ -360,7 +360,7 @@ def test_off_it_costs_nothing(tmp_path: Path) -> None:
             names = [thread.name for thread in threading.enumerate()]
             assert "netfold records" not in names, names
             from netfold._native import engine
-            engine.Watcher(threading.main_thread().ident, os.getpid()).stop()  # nobody else watches
+            engine.ComputeSampler(threading.main_thread().ident, os.getpid()).stop()  # nobody else watches
         assert "netfold.torch.recording" not in sys.modules
         """,
     )

@@ -203,13 +203,13 @@ void FabricDatagrams::post(Receiving& receiving) {
     case Wire::Taken::later:
       return unposted_.push_back(&receiving);
     case Wire::Taken::never:
-      trouble_ = "provider " + limits().provider + ": buffers cannot be posted: " + wire_->why();
+      path_error_ = "provider " + limits().provider + ": buffers cannot be posted: " + wire_->why();
   }
 }
 
 void FabricDatagrams::failed(const Completion& completion) {
   if (completion.work == nullptr) {
-    trouble_ = "provider " + limits().provider + ": " + completion.why;
+    path_error_ = "provider " + limits().provider + ": " + completion.why;
     ++counters_.send_errors;
     counters_.last_send_error = completion.why;
     return;
@@ -227,7 +227,7 @@ void FabricDatagrams::failed(const Completion& completion) {
 void FabricDatagrams::lost(const std::string& why) {
   ++counters_.send_errors;
   counters_.last_send_error = why;
-  if (++failed_sends_ >= kMaxFailures) trouble_ = "provider " + limits().provider + ": sending failed: " + why;
+  if (++failed_sends_ >= kMaxFailures) path_error_ = "provider " + limits().provider + ": sending failed: " + why;
 }
 
 FabricDatagrams::Rest FabricDatagrams::rest(bool /*wants_room*/) {

@@ -104,7 +104,7 @@ UdpSocket::Rest UdpSocket::rest(bool wants_room) {
   return {.fd = fd_.get(), .events = static_cast<short>(POLLIN | (wants_room ? POLLOUT : 0))};
 }
 
-const std::string& UdpSocket::trouble() const {
+const std::string& UdpSocket::path_error() const {
   static const std::string none;  // what is lost is lost without a word
   return none;
 }

@@ -243,7 +243,7 @@ class Group:
             rank=rank,
             fds=fds,
             lane_fds=lane_fds,
-            spare_fds=spares,
+            fallback_fds=spares,
             mends=mends,
             id=self._id,
             job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],

@@ -291,8 +291,8 @@ class Membership:
             bytes_per_s = capacity()
             traffic = native.traffic()
             operates = traffic is not None and traffic["generation"] == self.life
-            if operates and traffic["trouble"]:
-                self._say_lost(lost, traffic["trouble"], self.endpoint)
+            if operates and traffic["path_error"]:
+                self._say_lost(lost, traffic["path_error"], self.endpoint)
                 return
             awaited = traffic["oldest_outstanding"] if operates and not traffic["idle"] else None
             action = watch.poll(time.monotonic(), awaited, urgent=bool(self._left))

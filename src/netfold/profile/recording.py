@@ -317,7 +317,7 @@ class Recording:
         self._writer = RankWriter(self.folder, self._about)
         main = threading.main_thread()
         # The kernel's name of a process's first thread is the process's; Python's idea of it is stale after a fork.
-        self._watcher = engine.Watcher(main.ident, os.getpid())
+        self._watcher = engine.ComputeSampler(main.ident, os.getpid())
         return True
 
     def _write(self) -> bool:

@@ -95,7 +95,7 @@ class Channel {
   void share_path(bool with_own) { machine_.share_path(with_own); }
   const std::vector<int>& ranks() const { return ranks_; }
   // Why nothing reaches the switch, where its port knows; else empty.
-  const std::string& trouble() const { return port_->trouble(); }
+  const std::string& path_error() const { return port_->path_error(); }
   const std::string& send_error() const { return port_->counters().last_send_error; }
   std::uint64_t drops(protocol::Drop reason) const { return drops_[static_cast<std::size_t>(reason)]; }
 

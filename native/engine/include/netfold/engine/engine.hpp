@@ -147,7 +147,7 @@ class Group {
   // Use Engine::add_group. `lane`: further connections to the same ranks, for messages between two of them; `spares`:
   // for what each switch was to do and cannot.
   Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> mesh, std::unique_ptr<transport::Mesh> lane,
-        std::vector<std::unique_ptr<transport::Mesh>> spares);
+        std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes);
   ~Group();
 
   // Before the first operation, once for each spare mesh. Operations may then run inside the network, over all that are
@@ -216,7 +216,7 @@ class Group {
     std::int64_t smoothed_rtt_ns = 0;
     std::uint64_t oldest_outstanding = 0;
     bool idle = true;
-    std::string trouble;     // why nothing reaches the switch, where that is known
+    std::string path_error;     // why nothing reaches the switch, where that is known
     std::string send_error;  // what this host last refused to send there
     std::uint64_t drops[protocol::kDropCount] = {};
   };
@@ -315,7 +315,7 @@ class Group {
   Options options_;
   std::unique_ptr<transport::Mesh> mesh_;
   std::unique_ptr<collective::PointToPoint> lane_;
-  std::vector<std::unique_ptr<transport::Mesh>> spares_;
+  std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes_;
   const bool needs_driving_;  // its meshes, for what was sent
   std::vector<std::unique_ptr<collective::SwitchPath>> switch_paths_;
   std::unique_ptr<transport::SharedNode> node_;
@@ -362,7 +362,7 @@ class Engine {
   static Engine& instance();
   std::shared_ptr<Group> add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
                                    std::unique_ptr<transport::Mesh> lane,
-                                   std::vector<std::unique_ptr<transport::Mesh>> spares);
+                                   std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes);
   // Fails what is under way, waits until no driver is left, forgets the group.
   void remove_group(const std::shared_ptr<Group>& group);
 

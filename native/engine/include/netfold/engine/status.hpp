@@ -83,17 +83,17 @@ struct StatusEntry {
   Stopwatch inside;     // while a thread of the caller waits for an operation, or runs it
 };
 
-class StatusPage {
+class StatusSegment {
  public:
   // Groups beyond this many are not shown.
   static constexpr int kCapacity = 256;
-  static StatusPage& instance();
+  static StatusSegment& instance();
   // An entry for a group, or nullptr where there is none left or the page could not be made.
   StatusEntry* open();
   void close(StatusEntry* entry);
 
  private:
-  struct Page {
+  struct Layout {
     char magic[8];
     std::uint32_t layout;
     std::uint32_t capacity;
@@ -105,7 +105,7 @@ class StatusPage {
   void make();
 
   std::mutex mutex_;
-  Page* page_ = nullptr;
+  Layout* layout_ = nullptr;
   int pid_ = 0;
 };
 

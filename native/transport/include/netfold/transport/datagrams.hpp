@@ -68,7 +68,7 @@ class Datagrams {
   // What holds packets that have come and were not received.
   virtual std::size_t receive_buffer_bytes() const = 0;
   // Why nothing that is sent arrives any more, where that is known; else empty.
-  virtual const std::string& trouble() const = 0;
+  virtual const std::string& path_error() const = 0;
 
   struct Counters {
     std::uint64_t receive_calls = 0;

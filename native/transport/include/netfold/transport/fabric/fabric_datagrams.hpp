@@ -61,7 +61,7 @@ class FabricDatagrams final : public Datagrams {
   Rest rest(bool wants_room) override;
   bool sleeps_lightly() const override { return true; }
   std::size_t receive_buffer_bytes() const override { return receivings_.size() * packet_bytes_; }
-  const std::string& trouble() const override { return trouble_; }
+  const std::string& path_error() const override { return path_error_; }
 
  private:
   // Sends that failed one after another before there is said to be trouble.
@@ -124,7 +124,7 @@ class FabricDatagrams final : public Datagrams {
   std::size_t unheard_ = 0;  // peers
   std::int64_t look_ns_ = kFirstLookNs;
   int failed_sends_ = 0;
-  std::string trouble_;
+  std::string path_error_;
   int pid_;
 };
 

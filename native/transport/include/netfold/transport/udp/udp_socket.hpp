@@ -51,7 +51,7 @@ class UdpSocket final : public Datagrams {
   bool receive(const Take& take) override;
   Rest rest(bool wants_room) override;
   std::size_t receive_buffer_bytes() const override { return receive_buffer_bytes_; }
-  const std::string& trouble() const override;
+  const std::string& path_error() const override;
 
  private:
   struct Hash {

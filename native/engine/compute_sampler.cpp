@@ -2,7 +2,7 @@
 #include <time.h>
 #include <unistd.h>
 #include <netfold/engine/engine.hpp>
-#include <netfold/engine/watcher.hpp>
+#include <netfold/engine/compute_sampler.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -23,7 +23,7 @@ std::int64_t read_clock(clockid_t clock) {
 
 // What calls have taken so far, and since when the one under way runs. The watched thread alone writes, between two
 // steps of `version`: it is odd while it does. The fences pair as in StatusWrite (status.hpp): begin_write has W1 and
-// W2, the second step of `version` is W4, Watcher::look has R1 to R4. All fields are atomics, so no read is undefined.
+// W2, the second step of `version` is W4, ComputeSampler::look has R1 to R4. All fields are atomics, so no read is undefined.
 struct Inside {
   std::atomic<std::uint32_t> version{0};
   std::atomic<std::int64_t> cpu_ns{0};
@@ -40,10 +40,10 @@ void begin_write() {
 
 }  // namespace
 
-std::atomic<pthread_t> InEngine::watched_{0};
+std::atomic<pthread_t> EngineCallScope::sampled_thread_{0};
 
-void InEngine::enter() {
-  if (!pthread_equal(pthread_self(), watched_.load(std::memory_order_relaxed))) return;
+void EngineCallScope::enter() {
+  if (!pthread_equal(pthread_self(), sampled_thread_.load(std::memory_order_relaxed))) return;
   if (inside.entered_ns.load(std::memory_order_relaxed) != 0) return;  // a call within a call
   const std::int64_t cpu = read_clock(CLOCK_THREAD_CPUTIME_ID);
   begin_write();
@@ -53,7 +53,7 @@ void InEngine::enter() {
   entered_ = true;
 }
 
-void InEngine::leave() {
+void EngineCallScope::leave() {
   const std::int64_t cpu = read_clock(CLOCK_THREAD_CPUTIME_ID);
   begin_write();
   const auto add = [](std::atomic<std::int64_t>& to, std::int64_t much) {
@@ -65,51 +65,51 @@ void InEngine::leave() {
   inside.version.fetch_add(1, std::memory_order_release);
 }
 
-Watcher::Watcher(pthread_t thread, int id) : watched_(thread), pid_(getpid()) {
+ComputeSampler::ComputeSampler(pthread_t thread, int id) : sampled_thread_(thread), pid_(getpid()) {
   if (pthread_getcpuclockid(thread, &clock_) != 0) throw std::runtime_error("that thread has no CPU clock");
   pthread_t none = 0;
-  if (!InEngine::watched_.compare_exchange_strong(none, thread)) {
+  if (!EngineCallScope::sampled_thread_.compare_exchange_strong(none, thread)) {
     throw std::runtime_error("a thread of this process is watched already");
   }
   const std::string path = "/proc/self/task/" + std::to_string(id) + "/schedstat";
   queue_fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  last_ = look();
-  lines_.push_back({last_.at_ns, 0});
+  last_ = read();
+  samples_.push_back({last_.at_ns, 0});
   thread_ = std::make_unique<std::thread>([this] { run(); });
 }
 
-Watcher::~Watcher() {
+ComputeSampler::~ComputeSampler() {
   stop();
   if (queue_fd_ >= 0) ::close(queue_fd_);
 }
 
-void Watcher::stop() {
+void ComputeSampler::stop() {
   if (thread_ == nullptr) return;
   if (pid_ != getpid()) {
     // A fork's child: the thread is the parent's, and nobody here can join it. What it saw is the parent's too.
     [[maybe_unused]] const auto* left = thread_.release();
     inside.version.store(0);
     inside.entered_ns.store(0);
-    InEngine::watched_.store(0);
+    EngineCallScope::sampled_thread_.store(0);
     return;
   }
   stopping_.store(true);
   thread_->join();
   thread_.reset();
-  say(look());
+  say(read());
   put_held();
-  InEngine::watched_.store(0);
+  EngineCallScope::sampled_thread_.store(0);
 }
 
-void Watcher::run() {
+void ComputeSampler::run() {
   while (!stopping_.load()) {
-    std::this_thread::sleep_for(std::chrono::nanoseconds(kLookNs));
-    say(look());
+    std::this_thread::sleep_for(std::chrono::nanoseconds(kSampleNs));
+    say(read());
   }
 }
 
-Watcher::Look Watcher::look() const {
-  Look now;
+ComputeSampler::Reading ComputeSampler::read() const {
+  Reading now;
   std::int64_t entered = 0;
   std::int64_t entered_cpu = 0;
   for (std::uint32_t version = 0;;) {
@@ -140,7 +140,7 @@ Watcher::Look Watcher::look() const {
   return now;
 }
 
-void Watcher::say(const Look& now) {
+void ComputeSampler::say(const Reading& now) {
   // Not on a core since: that it waited for one is only known when it has one.
   if (now.cpu_ns == last_.cpu_ns) return;
   const std::int64_t passed = now.at_ns - last_.at_ns;
@@ -156,25 +156,25 @@ void Watcher::say(const Look& now) {
   last_ = now;
 }
 
-void Watcher::put_held() {
+void ComputeSampler::put_held() {
   if (held_.passed_ns == 0) return;
   // It was off its core for whole looks: those came before what it has done since.
-  const bool rested = held_.passed_ns > kLookNs + kLookNs / 2 && held_.busy_ns > 0 && held_.busy_ns < held_.passed_ns;
+  const bool rested = held_.passed_ns > kSampleNs + kSampleNs / 2 && held_.busy_ns > 0 && held_.busy_ns < held_.passed_ns;
   if (rested) put({held_.at_ns - held_.busy_ns, busy_ns_});
   busy_ns_ += held_.busy_ns;
   put({held_.at_ns, busy_ns_});
   held_ = {};
 }
 
-void Watcher::put(ProgressLine line) {
+void ComputeSampler::put(ComputeSample sample) {
   std::lock_guard lock(mutex_);
-  if (lines_.size() < kLines) lines_.push_back(line);
+  if (samples_.size() < kMaxSamples) samples_.push_back(sample);
 }
 
-std::vector<ProgressLine> Watcher::take() {
-  std::vector<ProgressLine> taken;
+std::vector<ComputeSample> ComputeSampler::take() {
+  std::vector<ComputeSample> taken;
   std::lock_guard lock(mutex_);
-  taken.swap(lines_);
+  taken.swap(samples_);
   return taken;
 }
 

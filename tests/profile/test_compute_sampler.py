@@ -23,7 +23,7 @@ MS = 1_000_000
 
 
 def watch() -> Any:
-    return engine.Watcher(threading.main_thread().ident, os.getpid())
+    return engine.ComputeSampler(threading.main_thread().ident, os.getpid())
 
 
 def lines(watcher: Any) -> np.ndarray[Any, Any]:
