@@ -63,14 +63,14 @@ std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, int lane, st
 }
 
 // `fabric`: by lane and rank, streams to go over in the place of the connections; empty where there are none.
-std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, const std::vector<bool>& mends,
+std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, const std::vector<bool>& reconnects,
                                            std::uint64_t group, int lane, const Secrets& secrets,
                                            const nb::list& fabric) {
   std::vector<std::unique_ptr<transport::Pipe>> pipes;
   for (std::size_t peer = 0; peer < fds.size(); ++peer) {
-    std::function<void(int)> breaks;
-    if (mends[peer]) {
-      breaks = [group, lane, peer](int rail) {
+    std::function<void(int)> on_broken;
+    if (reconnects[peer]) {
+      on_broken = [group, lane, peer](int rail) {
         Engine::instance().post_event({.kind = engine::AsyncEvent::Kind::broken,
                                  .group = group,
                                  .ranks = {static_cast<int>(peer)},
@@ -81,7 +81,7 @@ std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, con
     std::unique_ptr<transport::Pipe> pipe;
     if (!fds[peer].empty()) {
       pipe = std::make_unique<transport::TcpPipe>(owned(fds[peer]), secrets_to(secrets, lane, peer, fds[peer].size()),
-                                                  std::move(breaks));
+                                                  std::move(on_broken));
     }
     if (pipe != nullptr && nb::len(fabric) > 0) {
       auto stream = std::move(nb::cast<FabricEnd&>(fabric[lane][peer]).pipe);
@@ -111,7 +111,7 @@ std::vector<engine::Choice> table_of(const std::vector<TableRow>& rows) {
 }
 
 std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connections& lane_fds,
-                                  const std::vector<Connections>& fallback_fds, std::vector<bool> mends, std::uint64_t id,
+                                  const std::vector<Connections>& fallback_fds, std::vector<bool> reconnects, std::uint64_t id,
                                   std::string job, int spin_us, bool spins_for_sockets, bool yields,
                                   const std::vector<TableRow>& table, std::uint16_t table_hash, std::vector<int> nodes,
                                   const nb::list& fabric, const Secrets& secrets) {
@@ -120,7 +120,7 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
   if (!fits(lane_fds) || !std::all_of(fallback_fds.begin(), fallback_fds.end(), fits)) {
     throw nb::value_error("every lane needs as many places as there are ranks");
   }
-  mends.resize(fds.size());
+  reconnects.resize(fds.size());
   if (nodes.size() != fds.size()) throw nb::value_error("every rank is on some node");
   Group::Options options{.id = id,
                          .job = std::move(job),
@@ -130,11 +130,11 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
                          .table = table_of(table),
                          .table_hash = table_hash,
                          .nodes = std::move(nodes)};
-  auto mesh = make_mesh(rank, fds, mends, id, 0, secrets, fabric);
-  auto lane = make_mesh(rank, lane_fds, mends, id, 1, secrets, fabric);
+  auto mesh = make_mesh(rank, fds, reconnects, id, 0, secrets, fabric);
+  auto lane = make_mesh(rank, lane_fds, reconnects, id, 1, secrets, fabric);
   std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes;
   for (const Connections& fallback : fallback_fds) {
-    fallback_meshes.push_back(make_mesh(rank, fallback, mends, id, 2 + static_cast<int>(fallback_meshes.size()), secrets, fabric));
+    fallback_meshes.push_back(make_mesh(rank, fallback, reconnects, id, 2 + static_cast<int>(fallback_meshes.size()), secrets, fabric));
   }
   nb::gil_scoped_release release;
   return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane), std::move(fallback_meshes));
@@ -343,7 +343,7 @@ nb::object all_reduce_here(Group& group, nb::handle array, int reduce, bool aver
 
 std::optional<std::tuple<std::uint64_t, int>> as_tuple(const std::optional<Group::Broken>& broken) {
   if (!broken) return std::nullopt;
-  return std::tuple(broken->received, broken->mends);
+  return std::tuple(broken->received, broken->reconnects);
 }
 
 template <class Enum>
@@ -529,27 +529,27 @@ void bind_engine(nb::module_& m) {
           nb::arg("lane"), nb::arg("peer"), nb::arg("rail"),
           "Of a broken connection: bytes received over it in all, and how often it was mended; None of any other.")
       .def(
-          "sever",
-          [](Group& self, int lane, int peer, int rail, int mends) {
+          "disconnect",
+          [](Group& self, int lane, int peer, int rail, int reconnects) {
             nb::gil_scoped_release release;
-            return as_tuple(self.sever(lane, peer, rail, mends));
+            return as_tuple(self.disconnect(lane, peer, rail, reconnects));
           },
-          nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("mends"),
-          "As broken(), after giving up one that is up and was mended at most `mends` times (-1: however often).")
+          nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("reconnects"),
+          "As broken(), after giving up one that is up and was mended at most `reconnects` times (-1: however often).")
       .def(
-          "mend",
-          [](Group& self, int lane, int peer, int rail, int mends, int fd, std::uint64_t peer_received,
+          "reconnect",
+          [](Group& self, int lane, int peer, int rail, int reconnects, int fd, std::uint64_t peer_received,
              const PythonSecrets& secrets) {
             transport::Fd socket(fd);
             const auto given = secrets_of(secrets);
             nb::gil_scoped_release release;
-            return self.mend(lane, peer, rail, mends, std::move(socket), peer_received, given);
+            return self.reconnect(lane, peer, rail, reconnects, std::move(socket), peer_received, given);
           },
-          nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("mends"), nb::arg("fd"), nb::arg("peer_received"),
+          nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("reconnects"), nb::arg("fd"), nb::arg("peer_received"),
           nb::arg("secrets").none() = nb::none(),
           "Go on over `fd`, which is taken over, from what the peer has received, if the connection is broken and was "
-          "mended `mends` times. False: it cannot be gone on with.")
-      .def("lose", &Group::lose, nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("mends"), nb::arg("why"),
+          "mended `reconnects` times. False: it cannot be gone on with.")
+      .def("give_up", &Group::give_up, nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("reconnects"), nb::arg("why"),
            nb::call_guard<nb::gil_scoped_release>(),
            "A connection that is broken, after so many times of mending, will not be made again.")
       .def_prop_ro("collectives_submitted", &Group::collectives_submitted,
@@ -626,11 +626,11 @@ void bind_engine(nb::module_& m) {
 
   e.def(
       "add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("fallback_fds"),
-      nb::arg("mends"), nb::arg("id"), nb::arg("job"), nb::arg("spin_us"), nb::arg("spins_for_sockets"),
+      nb::arg("resumable"), nb::arg("id"), nb::arg("job"), nb::arg("spin_us"), nb::arg("spins_for_sockets"),
       nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"), nb::arg("nodes"), nb::arg("fabric"),
       nb::arg("secrets") = Secrets{},
       "fds[r]: connected stream sockets to rank r, one a rail, none at this rank's place; lane_fds[r]: others, for "
-      "messages between two ranks; fallback_fds[i][r]: for what switch i was to do; mends[r]: whether one that breaks may "
+      "messages between two ranks; fallback_fds[i][r]: for what switch i was to do; resumable[r]: whether one that breaks may "
       "be made again; fabric[lane][r]: a stream to go over instead, if any are given (spares are lanes from 2 on); "
       "secrets[lane][r]: by rail, what authenticates or encrypts it, if any are given. Takes ownership of them.");
   e.def(

@@ -57,26 +57,26 @@ std::optional<Group::Broken> Group::broken(int lane, int peer, int number) {
   std::optional<Broken> state;
   run_driver_task([&] {
     const auto* found = mesh_of(lane).rail(peer, number);
-    if (found != nullptr && found->is_broken()) state = {found->received(), found->mends()};
+    if (found != nullptr && found->is_broken()) state = {found->received(), found->reconnects()};
   });
   return state;
 }
 
-std::optional<Group::Broken> Group::sever(int lane, int peer, int number, int mends) {
+std::optional<Group::Broken> Group::disconnect(int lane, int peer, int number, int reconnects) {
   // The driver only reads what is there; this thread waits for what the peer had sent, and for its end of stream.
-  const std::int64_t until_ns = now_ns() + transport::Rail::kLastNs;
-  std::optional<int> mended;  // how often the connection was when it was given up
+  const std::int64_t until_ns = now_ns() + transport::ResumableSocket::kLastNs;
+  std::optional<int> reconnected;  // how often the connection was when it was given up
   for (;;) {
     transport::Fd watched;
     run_driver_task([&] {
       auto* found = mesh_of(lane).rail(peer, number);
-      if (found == nullptr || (mends >= 0 && found->mends() > mends)) return;
-      if (found->mends() != mended.value_or(found->mends())) return;
-      mended = found->mends();
-      found->begin_sever();
-      if (!found->is_severing()) return;
-      if (found->read_rest() || now_ns() >= until_ns) return found->end_sever();
-      watched = found->copy_of_socket();
+      if (found == nullptr || (reconnects >= 0 && found->reconnects() > reconnects)) return;
+      if (found->reconnects() != reconnected.value_or(found->reconnects())) return;
+      reconnected = found->reconnects();
+      found->begin_disconnect();
+      if (!found->is_disconnecting()) return;
+      if (found->drain() || now_ns() >= until_ns) return found->end_disconnect();
+      watched = found->duplicate_socket();
     });
     if (!watched) return broken(lane, peer, number);
     const std::int64_t left_ms = (until_ns - now_ns()) / 1'000'000 + 1;
@@ -85,21 +85,21 @@ std::optional<Group::Broken> Group::sever(int lane, int peer, int number, int me
   }
 }
 
-bool Group::mend(int lane, int peer, int number, int mends, transport::Fd socket, std::uint64_t peer_received,
+bool Group::reconnect(int lane, int peer, int number, int reconnects, transport::Fd socket, std::uint64_t peer_received,
                  const auth::StreamSecrets& secrets) {
-  bool mended = false;
+  bool reconnected = false;
   run_driver_task([&] {
     auto* found = mesh_of(lane).rail(peer, number);
-    mended = found != nullptr && found->mends() == mends && found->mend(std::move(socket), peer_received, secrets);
-    if (mended) catch_up();
+    reconnected = found != nullptr && found->reconnects() == reconnects && found->reconnect(std::move(socket), peer_received, secrets);
+    if (reconnected) catch_up();
   });
-  return mended;
+  return reconnected;
 }
 
-void Group::lose(int lane, int peer, int number, int mends, const std::string& why) {
+void Group::give_up(int lane, int peer, int number, int reconnects, const std::string& why) {
   run_driver_task([&] {
     auto* found = mesh_of(lane).rail(peer, number);
-    if (found != nullptr && found->is_broken() && found->mends() == mends) found->lose(why);
+    if (found != nullptr && found->is_broken() && found->reconnects() == reconnects) found->give_up(why);
   });
 }
 

@@ -13,7 +13,7 @@ Mesh::Io Mesh::receive(int peer, std::byte* into, std::size_t bytes) {
   return receive(peer, {&piece, 1});
 }
 
-Rail* Mesh::rail(int peer, int number) {
+ResumableSocket* Mesh::rail(int peer, int number) {
   if (peer < 0 || peer >= size() || !leads_to(peer) || number < 0 || number >= pipe(peer).rails()) return nullptr;
   return pipe(peer).rail(number);
 }

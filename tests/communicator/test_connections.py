@@ -263,7 +263,7 @@ def _severs_while_it_receives(
                 nonlocal severed
                 time.sleep(0.1)  # by now the receive drives the group
                 severing.set()
-                assert group.group._native.sever(0, 1, 0, -1) == (pytest.approx(0, abs=1000), 0)
+                assert group.group._native.disconnect(0, 1, 0, -1) == (pytest.approx(0, abs=1000), 0)
                 severed = time.monotonic()
 
             thread = threading.Thread(target=sever)

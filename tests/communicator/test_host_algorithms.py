@@ -368,7 +368,7 @@ def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: i
             fds=fds[rank],
             lane_fds=[[] for _ in tables],  # nobody sends messages
             fallback_fds=[],  # and there is no switch
-            mends=[False] * len(tables),
+            resumable=[False] * len(tables),
             id=900 + rank,
             job="",
             spin_us=0,

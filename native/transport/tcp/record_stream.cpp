@@ -86,7 +86,7 @@ std::size_t RecordStream::next_record() const {
 
 bool RecordStream::has_payload() const { return payload_ < payload_end_ || next_record() != 0; }
 
-bool RecordStream::open_next(bool& greeted) {
+bool RecordStream::open_next(bool& accepted) {
   const std::size_t bytes = next_record();
   if (bytes == 0) return false;
   if (bytes > auth::kMaxRecordPayload + auth::kRecordOverhead || !unprotector_.unprotect({in_.get() + raw_, bytes})) {
@@ -97,11 +97,11 @@ bool RecordStream::open_next(bool& greeted) {
   payload_ = raw_ + auth::kRecordHeaderBytes;
   payload_end_ = payload_ + bytes - auth::kRecordOverhead;
   raw_ += bytes;
-  if (payload_ == payload_end_) greeted = true;
+  if (payload_ == payload_end_) accepted = true;
   return true;
 }
 
-RecordStream::Got RecordStream::receive(int fd, std::span<const iovec> pieces, bool& greeted) {
+RecordStream::Got RecordStream::receive(int fd, std::span<const iovec> pieces, bool& accepted) {
   Got got;
   std::size_t piece = 0;
   std::size_t offset = 0;
@@ -122,13 +122,13 @@ RecordStream::Got RecordStream::receive(int fd, std::span<const iovec> pieces, b
       offset = 0;
     }
     if (piece == pieces.size() && payload_ < payload_end_) return got;
-    const bool asks_for_greeting = pieces.empty() && !greeted;
+    const bool asks_for_greeting = pieces.empty() && !accepted;
     if (piece == pieces.size() && !asks_for_greeting) return got;
     if (forged_) {
       if (got.bytes == 0) got.end = End::forged;
       return got;
     }
-    if (open_next(greeted) || forged_) continue;
+    if (open_next(accepted) || forged_) continue;
     // Room for a whole record behind what is there.
     if (raw_ == raw_end_) {
       raw_ = raw_end_ = payload_ = payload_end_ = 0;

@@ -58,11 +58,11 @@ SpareBlocks& spare_blocks() {
 
 }  // namespace
 
-Rail::Rail(Fd socket, bool keeps, const auth::StreamSecrets& secrets) : keeps_(keeps), security_(secrets.security) {
+ResumableSocket::ResumableSocket(Fd socket, bool resumable, const auth::StreamSecrets& secrets) : resumable_(resumable), security_(secrets.security) {
   adopt(std::move(socket), secrets);
 }
 
-void Rail::adopt(Fd socket, const auth::StreamSecrets& secrets) {
+void ResumableSocket::adopt(Fd socket, const auth::StreamSecrets& secrets) {
   records_ = security_ == auth::Security::none ? nullptr : std::make_unique<RecordStream>(secrets);
   socket_ = ProcessFd(std::move(socket));
   const int fd = socket_.get();
@@ -73,7 +73,7 @@ void Rail::adopt(Fd socket, const auth::StreamSecrets& secrets) {
   setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsentBytes, sizeof kUnsentBytes);
 }
 
-Pipe::Io Rail::send(std::span<const iovec> pieces) {
+Pipe::Io ResumableSocket::send(std::span<const iovec> pieces) {
   if (state_ == State::lost) return lost();
   if (state_ != State::up || !catch_up()) return {};
   if (records_ != nullptr) return send_records(pieces);
@@ -82,13 +82,13 @@ Pipe::Io Rail::send(std::span<const iovec> pieces) {
   message.msg_iovlen = pieces.size();
   const ssize_t sent = ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent < 0) return errno == EAGAIN || errno == EINTR ? Pipe::Io{} : broke(errno);
-  if (keeps_) keep(pieces, 0, static_cast<std::size_t>(sent));
+  if (resumable_) buffer_for_retransmit(pieces, 0, static_cast<std::size_t>(sent));
   sent_ += static_cast<std::uint64_t>(sent);
   written_ = sent_;
   return {.bytes = static_cast<std::size_t>(sent)};
 }
 
-Pipe::Io Rail::receive(std::span<const iovec> pieces) {
+Pipe::Io ResumableSocket::receive(std::span<const iovec> pieces) {
   if (unread_from_ < unread_.size()) {
     std::size_t given = 0;
     for (const iovec& piece : pieces) {
@@ -100,7 +100,7 @@ Pipe::Io Rail::receive(std::span<const iovec> pieces) {
     return {.bytes = given};
   }
   if (state_ == State::lost) return lost();
-  if (state_ == State::broken || !greeted()) return {};
+  if (state_ == State::broken || !accepted()) return {};
   if (records_ != nullptr) return receive_records(pieces);
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces.data());
@@ -113,16 +113,16 @@ Pipe::Io Rail::receive(std::span<const iovec> pieces) {
 }
 
 // Precondition: nothing is pending.
-Pipe::Io Rail::send_records(std::span<const iovec> pieces) {
+Pipe::Io ResumableSocket::send_records(std::span<const iovec> pieces) {
   std::size_t total = 0;
   for (const iovec& piece : pieces) total += piece.iov_len;
   std::size_t taken = 0;
   int error = 0;
   while (taken < total && state_ == State::up && records_->flush(socket_.get(), error)) {
     const std::size_t some = records_->take(pieces, taken);
-    if (keeps_) {
+    if (resumable_) {
       records_->take_ends_at(sent_ + some);
-      keep(pieces, taken, some);  // may find that the socket broke
+      buffer_for_retransmit(pieces, taken, some);  // may find that the socket broke
     }
     taken += some;
     sent_ += some;
@@ -131,18 +131,18 @@ Pipe::Io Rail::send_records(std::span<const iovec> pieces) {
   if (error == 0 && state_ == State::up) records_->flush(socket_.get(), error);
   if (error != 0) {
     const Pipe::Io io = broke(error);
-    if (taken == 0 || !keeps_) return io;
+    if (taken == 0 || !resumable_) return io;
   }
   return {.bytes = taken};
 }
 
-Pipe::Io Rail::receive_records(std::span<const iovec> pieces) {
-  const auto got = records_->receive(socket_.get(), pieces, greeted_);
+Pipe::Io ResumableSocket::receive_records(std::span<const iovec> pieces) {
+  const auto got = records_->receive(socket_.get(), pieces, accepted_);
   received_ += got.bytes;
   return got.end == RecordStream::End::none ? Pipe::Io{.bytes = got.bytes} : ended(got);
 }
 
-Pipe::Io Rail::ended(const RecordStream::Got& got) {
+Pipe::Io ResumableSocket::ended(const RecordStream::Got& got) {
   if (got.end != RecordStream::End::forged) return broke(got.error);
   state_ = State::lost;
   error_ = 0;
@@ -150,99 +150,99 @@ Pipe::Io Rail::ended(const RecordStream::Got& got) {
              "a record came with a wrong tag: somebody changed, repeated or left out bytes on the way, and none "
              "of them was used (NETFOLD_SECURITY=") +
          (security_ == auth::Security::encrypt ? "encrypt)" : "authenticate)");
-  kept_.clear();
+  retransmit_buffer_.clear();
   socket_.reset();
   return lost();
 }
 
-bool Rail::greeted() {
-  if (greeted_) return true;
+bool ResumableSocket::accepted() {
+  if (accepted_) return true;
   if (records_ != nullptr) {
-    const auto got = records_->receive(socket_.get(), {}, greeted_);
+    const auto got = records_->receive(socket_.get(), {}, accepted_);
     if (got.end != RecordStream::End::none) ended(got);
-    return greeted_ && state_ == State::up;
+    return accepted_ && state_ == State::up;
   }
   std::byte greeting{};
   const ssize_t got = ::recv(socket_.get(), &greeting, 1, MSG_DONTWAIT);
-  greeted_ = got == 1;
+  accepted_ = got == 1;
   if (got == 0) broke(0);
   if (got < 0 && errno != EAGAIN && errno != EINTR) broke(errno);
-  return greeted_;
+  return accepted_;
 }
 
 // A rail that keeps nothing stays as it is: what the peer said last may still be unread.
-Pipe::Io Rail::broke(int error) {
+Pipe::Io ResumableSocket::broke(int error) {
   error_ = error;
-  if (!keeps_) return lost();
-  sever();
+  if (!resumable_) return lost();
+  disconnect();
   return {};
 }
 
 // What our kernel has confirmed the peer does not keep any more, so it must all be read before the socket goes: up to
 // the end of stream, behind which nothing can come. After an end of stream or a reset that is there already.
-void Rail::sever() {
-  begin_sever();
-  if (state_ != State::severing) return;
-  const auto give_up = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kLastNs);
-  while (!read_rest()) {
+void ResumableSocket::disconnect() {
+  begin_disconnect();
+  if (state_ != State::disconnecting) return;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kLastNs);
+  while (!drain()) {
     // Only where the kernel refused to send over a connection that lives.
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(give_up - std::chrono::steady_clock::now());
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
     pollfd more{socket_.get(), POLLIN, 0};
     if (left.count() <= 0 || ::poll(&more, 1, static_cast<int>(left.count())) == 0) break;
   }
-  end_sever();
+  end_disconnect();
 }
 
-void Rail::begin_sever() {
+void ResumableSocket::begin_disconnect() {
   if (state_ != State::up) return;
-  state_ = State::severing;
+  state_ = State::disconnecting;
   ::shutdown(socket_.get(), SHUT_WR);
 }
 
-void Rail::end_sever() {
-  if (state_ != State::severing) return;
-  read_rest();
+void ResumableSocket::end_disconnect() {
+  if (state_ != State::disconnecting) return;
+  drain();
   // A record with a wrong tag has ended the rail for good.
-  if (state_ != State::severing) return;
+  if (state_ != State::disconnecting) return;
   state_ = State::broken;
-  if (keeps_) let_go();
+  if (resumable_) release_confirmed();
   socket_.reset();
   records_.reset();
 }
 
-bool Rail::read_rest() {
+bool ResumableSocket::drain() {
   unread_.erase(unread_.begin(), unread_.begin() + static_cast<std::ptrdiff_t>(unread_from_));
   unread_from_ = 0;
-  if (records_ != nullptr) return read_rest_of_records();
+  if (records_ != nullptr) return drain_records();
   for (;;) {
     const std::size_t had = unread_.size();
-    const std::size_t most = greeted_ ? kBlockBytes : 1;
+    const std::size_t most = accepted_ ? kBlockBytes : 1;
     unread_.resize(had + most);
     const ssize_t got = ::recv(socket_.get(), unread_.data() + had, most, MSG_DONTWAIT);
     const int error = errno;
-    unread_.resize(had + (greeted_ ? static_cast<std::size_t>(std::max<ssize_t>(got, 0)) : 0));
+    unread_.resize(had + (accepted_ ? static_cast<std::size_t>(std::max<ssize_t>(got, 0)) : 0));
     if (got > 0) {
-      if (greeted_) received_ += static_cast<std::uint64_t>(got);
-      greeted_ = true;
+      if (accepted_) received_ += static_cast<std::uint64_t>(got);
+      accepted_ = true;
     } else if (got == 0 || error != EINTR) {
       return got == 0 || error != EAGAIN;
     }
   }
 }
 
-Fd Rail::copy_of_socket() const {
+Fd ResumableSocket::duplicate_socket() const {
   Fd copy(fcntl(socket_.get(), F_DUPFD_CLOEXEC, 0));
   if (!copy) throw_errno("watch a connection");
   return copy;
 }
 
 // Keeps what came as whole records with right tags.
-bool Rail::read_rest_of_records() {
+bool ResumableSocket::drain_records() {
   for (;;) {
     const std::size_t had = unread_.size();
     unread_.resize(had + kBlockBytes);
     const iovec piece{unread_.data() + had, kBlockBytes};
-    const auto got = records_->receive(socket_.get(), {&piece, 1}, greeted_);
+    const auto got = records_->receive(socket_.get(), {&piece, 1}, accepted_);
     unread_.resize(had + got.bytes);
     received_ += got.bytes;
     if (got.end == RecordStream::End::forged) ended(got);
@@ -250,23 +250,23 @@ bool Rail::read_rest_of_records() {
   }
 }
 
-bool Rail::mend(Fd socket, std::uint64_t peer_received, const auth::StreamSecrets& secrets) {
+bool ResumableSocket::reconnect(Fd socket, std::uint64_t peer_received, const auth::StreamSecrets& secrets) {
   if (state_ != State::broken) return false;
   if (secrets.security != security_) {
-    lose("the new connection is not as secure as the one that broke");
+    give_up("the new connection is not as secure as the one that broke");
     return false;
   }
-  if (peer_received < kept_from_ || peer_received > sent_) {
-    lose("the peer has " + std::to_string(peer_received) + " of " + std::to_string(sent_) +
-         " bytes, and those before " + std::to_string(kept_from_) + " are not kept any more");
+  if (peer_received < buffered_from_ || peer_received > sent_) {
+    give_up("the peer has " + std::to_string(peer_received) + " of " + std::to_string(sent_) +
+         " bytes, and those before " + std::to_string(buffered_from_) + " are not kept any more");
     return false;
   }
   adopt(std::move(socket), secrets);
   written_ = peer_received;
   state_ = State::up;
   error_ = 0;
-  ++mends_;
-  greeted_ = false;
+  ++reconnects_;
+  accepted_ = false;
   if (records_ != nullptr) {
     records_->take({}, 0);
     catch_up();
@@ -281,24 +281,24 @@ bool Rail::mend(Fd socket, std::uint64_t peer_received, const auth::StreamSecret
   return true;
 }
 
-void Rail::lose(std::string why) {
-  sever();
+void ResumableSocket::give_up(std::string why) {
+  disconnect();
   state_ = State::lost;
   why_ = std::move(why);
-  kept_.clear();
+  retransmit_buffer_.clear();
 }
 
-bool Rail::catch_up() {
+bool ResumableSocket::catch_up() {
   if (state_ != State::up) return true;  // nothing that could be done now
   if (records_ != nullptr) {
     int error = 0;
-    while (records_->flush(socket_.get(), error) && written_ < sent_) seal_kept();
+    while (records_->flush(socket_.get(), error) && written_ < sent_) resend_as_record();
     if (error != 0) broke(error);
     return error == 0 && !records_->has_pending();
   }
   while (written_ < sent_) {
     std::size_t left = 0;
-    const std::byte* from = kept_at(written_, &left);
+    const std::byte* from = buffered_at(written_, &left);
     const ssize_t sent = ::send(socket_.get(), from, left, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0 && errno != EAGAIN && errno != EINTR) broke(errno);
     if (sent <= 0) return false;
@@ -308,22 +308,22 @@ bool Rail::catch_up() {
 }
 
 // A record of what a former socket took along.
-void Rail::seal_kept() {
+void ResumableSocket::resend_as_record() {
   std::size_t left = 0;
-  const iovec piece{kept_at(written_, &left), left};
+  const iovec piece{buffered_at(written_, &left), left};
   written_ += records_->take({&piece, 1}, 0);
   records_->take_ends_at(written_);
 }
 
-std::byte* Rail::kept_at(std::uint64_t position, std::size_t* left) {
-  const std::size_t offset = static_cast<std::size_t>(position - kept_from_);
+std::byte* ResumableSocket::buffered_at(std::uint64_t position, std::size_t* left) {
+  const std::size_t offset = static_cast<std::size_t>(position - buffered_from_);
   *left = std::min(kBlockBytes - offset % kBlockBytes, static_cast<std::size_t>(sent_ - position));
-  return kept_[offset / kBlockBytes].get() + offset % kBlockBytes;
+  return retransmit_buffer_[offset / kBlockBytes].get() + offset % kBlockBytes;
 }
 
 // Before sent_ counts them: `bytes` of the pieces, behind the first `skip`.
-void Rail::keep(std::span<const iovec> pieces, std::size_t skip, std::size_t bytes) {
-  std::size_t at = static_cast<std::size_t>(sent_ - kept_from_);
+void ResumableSocket::buffer_for_retransmit(std::span<const iovec> pieces, std::size_t skip, std::size_t bytes) {
+  std::size_t at = static_cast<std::size_t>(sent_ - buffered_from_);
   for (const iovec& piece : pieces) {
     const std::size_t skipped = std::min(piece.iov_len, skip);
     skip -= skipped;
@@ -331,37 +331,37 @@ void Rail::keep(std::span<const iovec> pieces, std::size_t skip, std::size_t byt
     std::size_t left = std::min(piece.iov_len - skipped, bytes);
     bytes -= left;
     while (left > 0) {
-      if (at == kept_.size() * kBlockBytes) {
-        kept_.push_back(spare_blocks().take(kBlockBytes));
+      if (at == retransmit_buffer_.size() * kBlockBytes) {
+        retransmit_buffer_.push_back(spare_blocks().take(kBlockBytes));
       }
       const std::size_t some = std::min(left, kBlockBytes - at % kBlockBytes);
-      std::memcpy(kept_[at / kBlockBytes].get() + at % kBlockBytes, from, some);
+      std::memcpy(retransmit_buffer_[at / kBlockBytes].get() + at % kBlockBytes, from, some);
       from += some;
       at += some;
       left -= some;
     }
   }
-  if (kept_.size() > 4) let_go();
+  if (retransmit_buffer_.size() > 4) release_confirmed();
 }
 
 // Whole blocks that the peer's kernel has confirmed: of a socket that broke too, this count stays what it was.
-void Rail::let_go() {
+void ResumableSocket::release_confirmed() {
   int unconfirmed = 0;
-  if (state_ == State::up) greeted();
-  if (!socket_ || !greeted_ || ::ioctl(socket_.get(), SIOCOUTQ, &unconfirmed) != 0) return;
+  if (state_ == State::up) accepted();
+  if (!socket_ || !accepted_ || ::ioctl(socket_.get(), SIOCOUTQ, &unconfirmed) != 0) return;
   const std::uint64_t confirmed =
-      records_ != nullptr ? records_->confirmed(static_cast<std::size_t>(unconfirmed), kept_from_)
+      records_ != nullptr ? records_->confirmed(static_cast<std::size_t>(unconfirmed), buffered_from_)
                           : written_ - std::min<std::uint64_t>(written_, static_cast<std::uint64_t>(unconfirmed));
-  while (!kept_.empty() && kept_from_ + kBlockBytes <= confirmed) {
-    spare_blocks().give(std::move(kept_.front()));
-    kept_.pop_front();
-    kept_from_ += kBlockBytes;
+  while (!retransmit_buffer_.empty() && buffered_from_ + kBlockBytes <= confirmed) {
+    spare_blocks().give(std::move(retransmit_buffer_.front()));
+    retransmit_buffer_.pop_front();
+    buffered_from_ += kBlockBytes;
   }
 }
 
-void Rail::wait_for(short events, std::vector<pollfd>& fds) const {
+void ResumableSocket::wait_for(short events, std::vector<pollfd>& fds) const {
   // A socket that is shut for writing is always ready for it.
-  if (state_ == State::severing) events &= ~POLLOUT;
+  if (state_ == State::disconnecting) events &= ~POLLOUT;
   if (!socket_ || events == 0) return;
   // Bytes that were read ahead wake nobody by the socket.
   if ((events & POLLIN) != 0 && records_ != nullptr && records_->has_payload()) {
@@ -371,18 +371,18 @@ void Rail::wait_for(short events, std::vector<pollfd>& fds) const {
   fds.push_back({socket_.get(), events, 0});
 }
 
-bool Rail::hung_up() {
+bool ResumableSocket::hung_up() {
   if (state_ == State::up) {
     pollfd look{socket_.get(), POLLRDHUP, 0};
     if (::poll(&look, 1, 0) <= 0 || (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) == 0) return false;
-    if (!keeps_) return true;
-    sever();
+    if (!resumable_) return true;
+    disconnect();
   }
   return state_ == State::lost;
 }
 
-std::size_t Rail::unconfirmed() const {
-  if (!socket_) return static_cast<std::size_t>(state_ == State::lost ? 0 : sent_ - kept_from_);
+std::size_t ResumableSocket::unconfirmed() const {
+  if (!socket_) return static_cast<std::size_t>(state_ == State::lost ? 0 : sent_ - buffered_from_);
   // A connection that was reset still counts what it will never send.
   tcp_info info{};
   socklen_t length = sizeof info;

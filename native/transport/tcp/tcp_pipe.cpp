@@ -10,21 +10,21 @@ constexpr std::size_t kMaxPieces = 64;
 }  // namespace
 
 TcpPipe::TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets,
-                 std::function<void(int rail)> breaks)
-    : reported_(sockets.size(), -1), breaks_(std::move(breaks)), has_records_(!secrets.empty()) {
+                 std::function<void(int rail)> on_broken)
+    : reported_(sockets.size(), -1), on_broken_(std::move(on_broken)), has_records_(!secrets.empty()) {
   rails_.reserve(sockets.size());
   for (std::size_t rail = 0; rail < sockets.size(); ++rail) {
-    rails_.emplace_back(std::move(sockets[rail]), breaks_ != nullptr,
+    rails_.emplace_back(std::move(sockets[rail]), on_broken_ != nullptr,
                         has_records_ ? secrets.at(rail) : auth::StreamSecrets{});
   }
 }
 
 Pipe::Io TcpPipe::send(std::span<const iovec> pieces) {
-  return by_stripes(pieces, sent_, [](Rail& rail, std::span<const iovec> part) { return rail.send(part); });
+  return by_stripes(pieces, sent_, [](ResumableSocket& rail, std::span<const iovec> part) { return rail.send(part); });
 }
 
 Pipe::Io TcpPipe::receive(std::span<const iovec> pieces) {
-  return by_stripes(pieces, received_, [](Rail& rail, std::span<const iovec> part) { return rail.receive(part); });
+  return by_stripes(pieces, received_, [](ResumableSocket& rail, std::span<const iovec> part) { return rail.receive(part); });
 }
 
 // Stripe after stripe, until one does not go as a whole.
@@ -32,7 +32,7 @@ template <class Move>
 Pipe::Io TcpPipe::by_stripes(std::span<const iovec> pieces, std::uint64_t& position, Move move) {
   if (rails_.size() == 1) {
     const Io io = move(rails_[0], pieces);
-    if (breaks_ != nullptr && io.bytes == 0) look_at(0);
+    if (on_broken_ != nullptr && io.bytes == 0) report_broken(0);
     return io;
   }
   Io all;
@@ -58,7 +58,7 @@ Pipe::Io TcpPipe::by_stripes(std::span<const iovec> pieces, std::uint64_t& posit
     position += io.bytes;
     all.bytes += io.bytes;
     if (io.bytes < bytes) {
-      look_at(rail);
+      report_broken(rail);
       // What went before counts first; the rail says again that it is lost.
       return all.bytes > 0 ? all : io;
     }
@@ -66,10 +66,10 @@ Pipe::Io TcpPipe::by_stripes(std::span<const iovec> pieces, std::uint64_t& posit
   return all;
 }
 
-void TcpPipe::look_at(std::size_t rail) {
-  if (!rails_[rail].is_broken() || reported_[rail] == rails_[rail].mends() || breaks_ == nullptr) return;
-  reported_[rail] = rails_[rail].mends();
-  breaks_(static_cast<int>(rail));
+void TcpPipe::report_broken(std::size_t rail) {
+  if (!rails_[rail].is_broken() || reported_[rail] == rails_[rail].reconnects() || on_broken_ == nullptr) return;
+  reported_[rail] = rails_[rail].reconnects();
+  on_broken_(static_cast<int>(rail));
 }
 
 void TcpPipe::wait_for(short events, std::vector<pollfd>& fds) const {
@@ -81,30 +81,30 @@ bool TcpPipe::hung_up() {
   bool gone = false;
   for (std::size_t rail = 0; rail < rails_.size(); ++rail) {
     gone |= rails_[rail].hung_up();
-    look_at(rail);
+    report_broken(rail);
   }
   return gone;
 }
 
 bool TcpPipe::catch_up() {
   bool all = true;
-  for (Rail& rail : rails_) all &= rail.catch_up();
+  for (ResumableSocket& rail : rails_) all &= rail.catch_up();
   return all;
 }
 
 bool TcpPipe::holds_back() const {
-  return has_records_ && std::any_of(rails_.begin(), rails_.end(), [](const Rail& rail) { return rail.holds_back(); });
+  return has_records_ && std::any_of(rails_.begin(), rails_.end(), [](const ResumableSocket& rail) { return rail.holds_back(); });
 }
 
 void TcpPipe::wait_to_catch_up(std::vector<pollfd>& fds) {
-  for (Rail& rail : rails_) {
+  for (ResumableSocket& rail : rails_) {
     if (!rail.catch_up()) rail.wait_for(POLLOUT, fds);
   }
 }
 
 std::size_t TcpPipe::unconfirmed() const {
   std::size_t bytes = 0;
-  for (const Rail& rail : rails_) bytes += rail.unconfirmed();
+  for (const ResumableSocket& rail : rails_) bytes += rail.unconfirmed();
   return bytes;
 }
 

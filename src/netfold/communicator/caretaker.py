@@ -111,7 +111,7 @@ class Ward:
             }, None
         lane, rail = question["lane"], question["rail"]
         poked = question["type"] == "poke"
-        broken = self.native.sever(lane, peer, rail, question["mends"] if poked else -1)
+        broken = self.native.disconnect(lane, peer, rail, question["mends"] if poked else -1)
         failure = self.failure
         if poked and failure is None:
             _caretaker.look_into(partial(self.mend, lane, peer, rail))
@@ -123,7 +123,7 @@ class Ward:
             # The door closes its own end of the descriptor.
             secrets = mesh_secrets(stream)
             end = os.dup(stream.fileno())
-            if self.native.mend(lane, peer, rail, broken[1], end, question["received"], secrets):
+            if self.native.reconnect(lane, peer, rail, broken[1], end, question["received"], secrets):
                 self._log_mended(lane, peer, rail, stream)
 
         return {"type": "mend", "received": broken[0]}, go_on
@@ -174,7 +174,7 @@ class Ward:
                     if reply["type"] == "mend":
                         self._log_mended(lane, peer, rail, stream)
                         secrets = mesh_secrets(stream)
-                        self.native.mend(lane, peer, rail, mends, stream.detach(), reply["received"], secrets)
+                        self.native.reconnect(lane, peer, rail, mends, stream.detach(), reply["received"], secrets)
                         return
                     stream.close()
                 if reply["failure"] is not None:
@@ -188,7 +188,7 @@ class Ward:
                 why = f"no new connection came about ({error})"
                 self.over.wait(_RETRY_S)
         waited_s = time.monotonic() - began
-        self.native.lose(lane, peer, rail, mends, f"after {waited_s:.1f} s of trying to make it again: {why}")
+        self.native.give_up(lane, peer, rail, mends, f"after {waited_s:.1f} s of trying to make it again: {why}")
 
     def _hear(self, peer: int, reply: control.Message) -> None:
         """After a failure nobody goes on: what a rank says that befell it."""

@@ -244,7 +244,7 @@ class Group:
             fds=fds,
             lane_fds=lane_fds,
             fallback_fds=spares,
-            mends=mends,
+            resumable=mends,
             id=self._id,
             job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
             spin_us=(_CROWDED_SPIN_US if crowded else _SPIN_US) if options.spin_us is None else options.spin_us,

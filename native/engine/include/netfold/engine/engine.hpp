@@ -190,17 +190,17 @@ class Group {
   // thread, see transport/tcp/resumable_socket.hpp.
   struct Broken {
     std::uint64_t received = 0;
-    int mends = 0;
+    int reconnects = 0;
   };
   // Of a connection that is broken; nullopt of any other.
   std::optional<Broken> broken(int lane, int peer, int rail);
-  // As above, after giving it up if it is up and was mended no more than `mends` times (-1: however often).
-  std::optional<Broken> sever(int lane, int peer, int rail, int mends);
-  // False, too, where it was mended since it had been mended `mends` times: the peer was told of another state.
-  bool mend(int lane, int peer, int rail, int mends, transport::Fd socket, std::uint64_t peer_received,
+  // As above, after giving it up if it is up and was mended no more than `reconnects` times (-1: however often).
+  std::optional<Broken> disconnect(int lane, int peer, int rail, int reconnects);
+  // False, too, where it was mended since it had been mended `reconnects` times: the peer was told of another state.
+  bool reconnect(int lane, int peer, int rail, int reconnects, transport::Fd socket, std::uint64_t peer_received,
             const auth::StreamSecrets& secrets);
-  // If it is still broken, and was mended `mends` times.
-  void lose(int lane, int peer, int rail, int mends, const std::string& why);
+  // If it is still broken, and was mended `reconnects` times.
+  void give_up(int lane, int peer, int rail, int reconnects, const std::string& why);
 
   // The number of collectives that this rank has submitted. Equal on all ranks between collectives.
   std::uint32_t collectives_submitted() const;

@@ -52,7 +52,7 @@ class Mesh {
   void withdraw();
 
   // A connection under a pipe; nullptr where there is none of that number, or the mesh was closed.
-  Rail* rail(int peer, int number);
+  ResumableSocket* rail(int peer, int number);
   // Says again what connections that broke took along, and sees off what pipes need us for. True once that is done, or
   // cannot be now.
   bool catch_up();

@@ -13,7 +13,7 @@
 
 namespace netfold::transport {
 
-class Rail;
+class ResumableSocket;
 
 class Pipe {
  public:
@@ -86,7 +86,7 @@ class Pipe {
   virtual bool likes_long_pieces() const { return false; }
   // The connections under it, of a pipe that goes over any.
   virtual int rails() const { return 0; }
-  virtual Rail* rail(int) { return nullptr; }
+  virtual ResumableSocket* rail(int) { return nullptr; }
 };
 
 }  // namespace netfold::transport

@@ -53,7 +53,7 @@ class FabricPipe final : public Pipe {
   }
 
   int rails() const override { return connection_ == nullptr ? 0 : connection_->rails(); }
-  Rail* rail(int number) override { return connection_->rail(number); }
+  ResumableSocket* rail(int number) override { return connection_->rail(number); }
 
  private:
   // Calls without an answer between two looks at the connection: a system call each.

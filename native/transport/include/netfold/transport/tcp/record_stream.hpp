@@ -41,7 +41,7 @@ class RecordStream {
     int error = 0;
   };
   // As many verified bytes as there are. An empty record sets `greeted`.
-  Got receive(int fd, std::span<const iovec> pieces, bool& greeted);
+  Got receive(int fd, std::span<const iovec> pieces, bool& accepted);
   // Whether a reader need not wait for the socket.
   bool has_payload() const;
 
@@ -55,7 +55,7 @@ class RecordStream {
 
   // 0 while the next record has not come as a whole.
   std::size_t next_record() const;
-  bool open_next(bool& greeted);
+  bool open_next(bool& accepted);
 
   auth::RecordProtector protector_;
   auth::RecordUnprotector unprotector_;

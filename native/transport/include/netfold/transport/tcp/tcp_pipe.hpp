@@ -15,11 +15,11 @@ class TcpPipe final : public Pipe {
  public:
   static constexpr std::size_t kStripeBytes = 64 << 10;
 
-  // Connections that are made and authenticated above this floor. `breaks` is told of a rail that broke and waits to
+  // Connections that are made and authenticated above this floor. `on_broken` is told of a rail that broke and waits to
   // be mended; without it nothing is kept for that, and a connection that ends is the end. `secrets`: by socket; none
   // for plain bytes.
   TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets,
-          std::function<void(int rail)> breaks);
+          std::function<void(int rail)> on_broken);
 
   Io send(std::span<const iovec> pieces) override;
   Io receive(std::span<const iovec> pieces) override;
@@ -33,17 +33,17 @@ class TcpPipe final : public Pipe {
   bool holds_back() const override;
 
   int rails() const override { return static_cast<int>(rails_.size()); }
-  Rail* rail(int number) override { return &rails_[static_cast<std::size_t>(number)]; }
+  ResumableSocket* rail(int number) override { return &rails_[static_cast<std::size_t>(number)]; }
 
  private:
   std::size_t rail_at(std::uint64_t position) const { return position / kStripeBytes % rails_.size(); }
-  void look_at(std::size_t rail);
+  void report_broken(std::size_t rail);
   template <class Move>
   Io by_stripes(std::span<const iovec> pieces, std::uint64_t& position, Move move);
 
-  std::vector<Rail> rails_;
+  std::vector<ResumableSocket> rails_;
   std::vector<int> reported_;  // after how many mends a break was told
-  std::function<void(int)> breaks_;
+  std::function<void(int)> on_broken_;
   const bool has_records_;
   std::uint64_t sent_ = 0;
   std::uint64_t received_ = 0;
