@@ -119,21 +119,21 @@ class Piped {
   }
   // Large ones go as pieces do: lent from where they are, to where they are expected.
   void send(std::size_t bytes) {
-    if (!pipe_->is_direct(bytes)) return move(memory_.data(), bytes, true);
+    if (!pipe_->uses_rma(bytes)) return move(memory_.data(), bytes, true);
     const iovec piece{memory_.data(), bytes};
-    while (check(pipe_->lend({&piece, 1}, sent_)) == 0) {
+    while (check(pipe_->put({&piece, 1}, sent_)) == 0) {
     }
     ++sent_;
   }
   // Ahead, as the plain one does.
   void post(std::size_t bytes) {
-    if (!pipe_->is_direct(bytes)) return;
-    pipe_->expect(expected_++, memory_.data() + kMostBytes, bytes);
+    if (!pipe_->uses_rma(bytes)) return;
+    pipe_->post_receive(expected_++, memory_.data() + kMostBytes, bytes);
     check(pipe_->receive({}));
   }
   void receive(std::size_t bytes) { move(memory_.data() + kMostBytes, bytes, false); }
   void wait_until_back() {
-    while (pipe_->lent() > 0) {
+    while (pipe_->bytes_in_flight() > 0) {
     }
   }
 

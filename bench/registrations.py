@@ -115,7 +115,7 @@ def registering_us(provider: str, size: int, times: int) -> float:
     took = []
     for name in range(times):
         began = time.perf_counter()
-        assert stream.expect(name, memory.ctypes.data, size)
+        assert stream.post_receive(name, memory.ctypes.data, size)
         took.append(time.perf_counter() - began)
     return float(np.median(took)) * 1e6
 

@@ -113,23 +113,23 @@ nb::bytes receive_all(FabricEnd& end, std::size_t bytes, std::int64_t timeout_ns
 }
 
 // Until the memory is the caller's again. False where the time was over before; the endpoint is closed then.
-bool lend_all(FabricEnd& end, std::uintptr_t address, std::size_t bytes, std::uint64_t name, std::int64_t timeout_ns) {
+bool put_all(FabricEnd& end, std::uintptr_t address, std::size_t bytes, std::uint64_t name, std::int64_t timeout_ns) {
   fabric::FabricPipe& pipe = pipe_of(end);
   nb::gil_scoped_release release;
   const std::int64_t deadline = monotonic_ns() + timeout_ns;
   const iovec piece{reinterpret_cast<void*>(address), bytes};
   std::vector<pollfd> fds;
   bool is_taken = false;
-  while (!is_taken || pipe.lent() > 0) {
+  while (!is_taken || pipe.bytes_in_flight() > 0) {
     if (!is_taken) {
-      const auto io = pipe.lend({&piece, 1}, name);
+      const auto io = pipe.put({&piece, 1}, name);
       is_taken = io.bytes > 0;
       if (io.closed) throw fabric::Error(io.why != nullptr ? *io.why : std::string("the other end is closed"));
     }
     if (pipe.hung_up()) throw fabric::Error(pipe.port()->failure(pipe.stream()));
     const std::int64_t left_ns = deadline - monotonic_ns();
     if (left_ns <= 0) {
-      if (is_taken) pipe.break_off();
+      if (is_taken) pipe.force_close();
       return false;
     }
     fds.clear();
@@ -144,11 +144,11 @@ bool flush(FabricEnd& end, std::int64_t timeout_ns) {
   nb::gil_scoped_release release;
   const std::int64_t deadline = monotonic_ns() + timeout_ns;
   std::vector<pollfd> fds;
-  while (!pipe.catch_up()) {
+  while (!pipe.flush()) {
     const std::int64_t left_ns = deadline - monotonic_ns();
     if (left_ns <= 0) return false;
     fds.clear();
-    pipe.wait_to_catch_up(fds);
+    pipe.wait_to_flush(fds);
     ::poll(fds.data(), fds.size(), static_cast<int>(std::min<std::int64_t>(left_ns / 1'000'000 + 1, 1000)));
   }
   return true;
@@ -166,7 +166,7 @@ void bind_fabric(nb::module_& m) {
   nb::class_<fabric::Bell>(f, "Bell", "Wakes the driver of the streams that were opened with it.");
   f.def("make_bell", [] { return std::make_shared<fabric::Bell>(); });
 
-  nb::class_<netfold::transport::Pipe::Hold>(f, "Hold", "Memory that stays as it is until this ends.");
+  nb::class_<netfold::transport::Pipe::RegistrationLease>(f, "RegistrationLease", "Memory that stays as it is until this ends.");
   nb::class_<fabric::Port>(f, "Port", "This process's place on a fabric.")
       .def(nb::new_([](const std::string& provider, const std::vector<std::string>& hosts) {
              nb::gil_scoped_release release;
@@ -213,9 +213,9 @@ void bind_fabric(nb::module_& m) {
                      return out;
                    })
       .def_prop_ro("is_open", &fabric::Port::is_open, "False once its endpoint had to be closed.")
-      .def("break_off", &fabric::Port::break_off, nb::arg("why"), nb::call_guard<nb::gil_scoped_release>(),
+      .def("force_close", &fabric::Port::force_close, nb::arg("why"), nb::call_guard<nb::gil_scoped_release>(),
            "Closes its endpoint: no memory is the provider's any more, and all streams fail.")
-      .def_prop_ro("why_not_direct", &fabric::Port::why_not_direct,
+      .def_prop_ro("why_not_rma", &fabric::Port::why_not_rma,
                    "Why large pieces go in segments; empty where they are written to the peer's memory.")
       .def(
           "set",
@@ -227,9 +227,9 @@ void bind_fabric(nb::module_& m) {
           "What is to go the direct path, in streams that are opened from now on, and the bounds of what is kept "
           "registered.")
       .def(
-          "hold",
+          "lease",
           [](fabric::Port& self, std::uintptr_t address, std::size_t bytes) {
-            return self.hold(reinterpret_cast<std::byte*>(address), bytes, fabric::RegistrationCache::Term::lasting);
+            return self.lease(reinterpret_cast<std::byte*>(address), bytes, fabric::RegistrationCache::Lifetime::persistent);
           },
           nb::arg("address"), nb::arg("bytes"),
           "Memory that stays mapped as it is until the object that comes back ends: its registration is kept so long.")
@@ -270,12 +270,12 @@ void bind_fabric(nb::module_& m) {
       .def("send", &send_all, nb::arg("data"), nb::arg("timeout_ns"), "How many bytes went within the time.")
       .def("receive", &receive_all, nb::arg("bytes"), nb::arg("timeout_ns"), "Fewer where the time was over.")
       .def(
-          "expect",
+          "post_receive",
           [](FabricEnd& self, std::uint64_t name, std::uintptr_t address, std::size_t bytes) {
-            return pipe_of(self).expect(name, reinterpret_cast<std::byte*>(address), bytes);
+            return pipe_of(self).post_receive(name, reinterpret_cast<std::byte*>(address), bytes);
           },
           nb::arg("name"), nb::arg("address"), nb::arg("bytes"), "The place of the piece that the peer will lend.")
-      .def("lend", &lend_all, nb::arg("address"), nb::arg("bytes"), nb::arg("name"), nb::arg("timeout_ns"),
+      .def("put", &put_all, nb::arg("address"), nb::arg("bytes"), nb::arg("name"), nb::arg("timeout_ns"),
            "Whether the piece was written to where the peer expects it within the time.")
       .def("flush", &flush, nb::arg("timeout_ns"), "Whether all that was sent is on its way, and needs us no more.")
       .def("close", [](FabricEnd& self) {

@@ -41,7 +41,7 @@ void Direct::plan() {
   const auto gather_contributions = [&](const Buffer& mine) {
     const std::size_t bytes = mine.bytes;
     const std::size_t all = bytes * static_cast<std::size_t>(team_.size() - 1);
-    if (goes_direct(bytes)) known_scratch_ = mesh_.scratch(team_.rank(me == 0 ? 1 : 0), all);
+    if (goes_by_rma(bytes)) known_scratch_ = mesh_.scratch(team_.rank(me == 0 ? 1 : 0), all);
     if (known_scratch_ == nullptr) scratch_ = std::make_unique_for_overwrite<std::byte[]>(all);
     std::byte* next = known_scratch_ != nullptr ? known_scratch_->data() : scratch_.get();
     for (int rank = 0; rank < team_.size(); ++rank) {
@@ -55,7 +55,7 @@ void Direct::plan() {
     }
   };
 
-  const auto is_large = [&](const Buffer& buffer) { return goes_direct(buffer.bytes); };
+  const auto is_large = [&](const Buffer& buffer) { return goes_by_rma(buffer.bytes); };
   if (std::any_of(in.begin(), in.end(), is_large) || std::any_of(out.begin(), out.end(), is_large)) {
     tensor_registrations_.acquire(call_, mesh_);
   }
@@ -123,9 +123,9 @@ void Direct::plan() {
   if (call_.kind == Kind::scatter && root) copy_block(out[0], in[self]);
 }
 
-bool Direct::goes_direct(std::size_t bytes) const {
+bool Direct::goes_by_rma(std::size_t bytes) const {
   const int other = team_.position() == 0 ? 1 : 0;
-  return team_.size() > 1 && mesh_.is_direct(team_.rank(other), std::min(bytes, kDirectChunkBytes));
+  return team_.size() > 1 && mesh_.uses_rma(team_.rank(other), std::min(bytes, kRmaChunkBytes));
 }
 
 Progress Direct::poll(std::int64_t) {

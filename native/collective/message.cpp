@@ -13,12 +13,12 @@ const char* word(std::uint8_t value, int count, const char* (*name_of)(std::uint
 }
 
 // Of a message of so many bytes, the chunk that begins here.
-std::size_t direct_chunk(std::size_t bytes, std::size_t begin) { return std::min(kDirectChunkBytes, bytes - begin); }
+std::size_t rma_chunk(std::size_t bytes, std::size_t begin) { return std::min(kRmaChunkBytes, bytes - begin); }
 
 // What both ends call it: apart from a stream's chunks, which are fewer.
 std::uint64_t name_of(const MessageHeader& header, std::size_t begin) {
   constexpr std::uint64_t kOfMessage = std::uint64_t{1} << 31;
-  return (std::uint64_t{header.sequence} << 32) + kOfMessage + begin / kDirectChunkBytes;
+  return (std::uint64_t{header.sequence} << 32) + kOfMessage + begin / kRmaChunkBytes;
 }
 
 }  // namespace
@@ -79,18 +79,18 @@ std::string MessageHeader::summary() const {
 transport::Mesh::Io Outgoing::send(transport::Mesh& mesh) {
   const std::size_t begin = sent_ - std::min(sent_, sizeof header_);
   auto* data = const_cast<std::byte*>(data_) + begin;
-  const std::size_t chunk = direct_chunk(bytes_, begin);
-  const bool goes_direct = is_direct(mesh, chunk);
-  if (sent_ >= sizeof header_ && goes_direct) {
-    const iovec lent{data, chunk};
-    return mesh.lend(peer_, {&lent, 1}, name_of(header_, begin));
+  const std::size_t chunk = rma_chunk(bytes_, begin);
+  const bool goes_by_rma = uses_rma(mesh, chunk);
+  if (sent_ >= sizeof header_ && goes_by_rma) {
+    const iovec values{data, chunk};
+    return mesh.put(peer_, {&values, 1}, name_of(header_, begin));
   }
   iovec chunks[2];
   std::size_t count = 0;
   if (sent_ < sizeof header_) {
     chunks[count++] = {reinterpret_cast<std::byte*>(&header_) + sent_, sizeof header_ - sent_};
   }
-  if (chunk > 0 && !goes_direct) chunks[count++] = {data, bytes_ - begin};
+  if (chunk > 0 && !goes_by_rma) chunks[count++] = {data, bytes_ - begin};
   return mesh.send(peer_, {chunks, count});
 }
 
@@ -107,12 +107,12 @@ std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
     sent_ += io.bytes;
     moved += io.bytes;
     // What is copied goes in one call; more would be in vain.
-    const bool goes_on = sent_ >= sizeof header_ && is_direct(mesh, direct_chunk(bytes_, sent_ - sizeof header_));
+    const bool goes_on = sent_ >= sizeof header_ && uses_rma(mesh, rma_chunk(bytes_, sent_ - sizeof header_));
     if (!goes_on) break;
   }
-  is_back_ = mesh.lent(peer_) == 0;
-  using Place = transport::Mesh::Place;
-  mesh.set_place(peer_, sent_ > 0 && !all_sent() ? Place::inside : Place::between_messages);
+  is_back_ = mesh.bytes_in_flight(peer_) == 0;
+  using Position = transport::Mesh::StreamPosition;
+  mesh.set_stream_position(peer_, sent_ > 0 && !all_sent() ? Position::inside : Position::between_messages);
   return moved;
 }
 
@@ -158,9 +158,9 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
 
 void Incoming::name_places(transport::Mesh& mesh) {
   while (among_ == Among::only && placed_ < bytes_ && placed_ < got_ + kAhead) {
-    const std::size_t chunk = direct_chunk(bytes_, placed_);
-    if (mesh.is_direct(peer(), chunk) &&
-        !mesh.expect(peer(), name_of(header_.expected(), placed_), data_ + placed_, chunk)) {
+    const std::size_t chunk = rma_chunk(bytes_, placed_);
+    if (mesh.uses_rma(peer(), chunk) &&
+        !mesh.post_receive(peer(), name_of(header_.expected(), placed_), data_ + placed_, chunk)) {
       return;
     }
     placed_ += chunk;
@@ -238,9 +238,9 @@ void send_abort(transport::Mesh& mesh, const Failure& failure) {
                            {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
   const std::span<const iovec> all(chunks);
   for (int peer = 0; peer < mesh.size(); ++peer) {
-    const auto place = mesh.place(peer);
-    if (peer == mesh.rank() || !mesh.leads_to(peer) || place == transport::Mesh::Place::inside) continue;
-    mesh.send(peer, place == transport::Mesh::Place::between_chunks ? all : all.subspan(1));
+    const auto place = mesh.stream_position(peer);
+    if (peer == mesh.rank() || !mesh.leads_to(peer) || place == transport::Mesh::StreamPosition::inside) continue;
+    mesh.send(peer, place == transport::Mesh::StreamPosition::between_chunks ? all : all.subspan(1));
   }
 }
 

@@ -5,7 +5,7 @@ namespace netfold::collective {
 Pairwise::Pairwise(const Call& call, transport::Mesh& mesh, Team team)
     : call_(call), mesh_(mesh), self_(static_cast<std::size_t>(team.position())) {
   const int me = team.position();
-  bool has_direct = false;
+  bool has_rma = false;
   for (int step = 1; step < team.size(); ++step) {
     const int to = team.wrapped(me + step);
     const int from = team.wrapped(me - step);
@@ -13,10 +13,10 @@ Pairwise::Pairwise(const Call& call, transport::Mesh& mesh, Team team)
     const Buffer& comes = call.outputs[static_cast<std::size_t>(from)];
     outgoing_.emplace_back(call, team.rank(to), goes.data, goes.bytes, Among::only);
     incoming_.emplace_back(call, team.rank(from), comes.data, comes.bytes, Among::only);
-    has_direct |= mesh.is_direct(team.rank(to), std::min(goes.bytes, kDirectChunkBytes)) ||
-                  mesh.is_direct(team.rank(from), std::min(comes.bytes, kDirectChunkBytes));
+    has_rma |= mesh.uses_rma(team.rank(to), std::min(goes.bytes, kRmaChunkBytes)) ||
+                  mesh.uses_rma(team.rank(from), std::min(comes.bytes, kRmaChunkBytes));
   }
-  if (has_direct) tensor_registrations_.acquire(call, mesh);
+  if (has_rma) tensor_registrations_.acquire(call, mesh);
 }
 
 Progress Pairwise::poll(std::int64_t) {

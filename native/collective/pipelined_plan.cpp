@@ -26,12 +26,12 @@ Span part(Span whole, std::size_t parts, std::size_t index) {
 }
 
 std::size_t PipelinedPlan::chunks_of(std::size_t block_bytes) const {
-  return mesh_.likes_long_chunks() ? chunks_between(block_bytes, 2, kMinLongChunkBytes)
+  return mesh_.prefers_large_chunks() ? chunks_between(block_bytes, 2, kMinLongChunkBytes)
                                    : chunks_between(block_bytes, 4, kMinChunkBytes);
 }
 
 std::size_t PipelinedPlan::pipeline_chunks_of(std::size_t block_bytes) const {
-  return chunks_between(block_bytes, 64, mesh_.likes_long_chunks() ? kMinLongChunkBytes : kMinChunkBytes);
+  return chunks_between(block_bytes, 64, mesh_.prefers_large_chunks() ? kMinLongChunkBytes : kMinChunkBytes);
 }
 
 PipelinedPlan::PipelinedPlan(const Call& call, transport::Mesh& mesh, Team team)
@@ -104,7 +104,7 @@ void PipelinedPlan::finish_plan() {
       if (chunk.operand != nullptr || converts_) staged = std::max(staged, chunk.bytes);
     }
     in.slot_bytes = wire_bytes_of(staged);
-    in.slots = is_direct(in.peer, staged) ? kAhead : 1;
+    in.slots = uses_rma(in.peer, staged) ? kAhead : 1;
     if (in.slots > 1) in.scratch = mesh_.scratch(in.peer, in.slots * in.slot_bytes);
     if (in.scratch == nullptr) in.staging.resize(in.slots * in.slot_bytes);
     in.stage = in.scratch != nullptr ? in.scratch->data() : in.staging.data();
@@ -112,15 +112,15 @@ void PipelinedPlan::finish_plan() {
     largest = std::max(largest, staged);
   }
   if (converts_) decoded_.resize(largest);
-  hold();
+  lease_tensors();
 }
 
 // The tensors that direct chunks lie in.
-void PipelinedPlan::hold() {
+void PipelinedPlan::lease_tensors() {
   const auto any = [&](const auto& streams) {
     return std::any_of(streams.begin(), streams.end(), [&](const auto& stream) {
       return std::any_of(stream.chunks.begin(), stream.chunks.end(),
-                         [&](const auto& chunk) { return is_direct(stream.peer, chunk.bytes); });
+                         [&](const auto& chunk) { return uses_rma(stream.peer, chunk.bytes); });
     });
   };
   if (any(outs_) || any(ins_)) tensor_registrations_.acquire(call_, mesh_);
@@ -159,7 +159,7 @@ std::size_t PipelinedPlan::gather(Out& out, std::span<iovec> parts, std::size_t*
   std::size_t skip = out.sent;
   for (std::size_t i = out.next; i < out.chunks.size() && count + 2 <= parts.size(); ++i) {
     const Send& chunk = out.chunks[i];
-    if (skip == 0 && (!reached(chunk.after) || is_direct(out.peer, chunk.bytes))) break;
+    if (skip == 0 && (!reached(chunk.after) || uses_rma(out.peer, chunk.bytes))) break;
     append(&marker, sizeof marker, skip);
     append(converts_ ? encoded(out) : chunk.data, wire_bytes_of(chunk.bytes),
            skip > sizeof marker ? skip - sizeof marker : 0);
@@ -170,11 +170,11 @@ std::size_t PipelinedPlan::gather(Out& out, std::span<iovec> parts, std::size_t*
 }
 
 // The next chunk, from the memory that it is in.
-bool PipelinedPlan::lend(Out& out) {
+bool PipelinedPlan::put(Out& out) {
   static ChunkMarker marker = ChunkMarker::chunk;  // only ever read
   const Send& chunk = out.chunks[out.next];
   const iovec parts[2] = {{&marker, sizeof marker}, {chunk.data, chunk.bytes}};
-  const auto io = mesh_.lend(out.peer, parts, name_of(out.next));
+  const auto io = mesh_.put(out.peer, parts, name_of(out.next));
   if (io.closed) note(lost(out.peer, peer_lost(out.peer, io, MessageHeader::of(call_, 0))));
   if (io.bytes > 0) account(out, io.bytes);
   return io.bytes > 0;
@@ -185,9 +185,9 @@ bool PipelinedPlan::take_back(Out& out) {
   if (out.back == out.next) return false;
   const std::size_t before = out.back;
   const std::size_t begun = out.sent;
-  const std::size_t lent = std::max(mesh_.lent(out.peer), begun) - begun;
-  while (out.back < out.next && out.lent > lent) {
-    out.lent -= sizeof(ChunkMarker) + wire_bytes_of(out.chunks[out.back].bytes);
+  const std::size_t in_flight = std::max(mesh_.bytes_in_flight(out.peer), begun) - begun;
+  while (out.back < out.next && out.in_flight > in_flight) {
+    out.in_flight -= sizeof(ChunkMarker) + wire_bytes_of(out.chunks[out.back].bytes);
     ++out.back;
   }
   through_[static_cast<std::size_t>(out.stream)] = out.back;
@@ -198,8 +198,8 @@ bool PipelinedPlan::advance(Out& out) {
   bool moved = take_back(out);
   while (!out.all_sent()) {
     const bool is_next = out.header_sent == sizeof out.header && out.sent == 0;
-    if (is_next && is_direct(out.peer, out.chunks[out.next].bytes)) {
-      if (!reached(out.chunks[out.next].after) || !lend(out)) break;
+    if (is_next && uses_rma(out.peer, out.chunks[out.next].bytes)) {
+      if (!reached(out.chunks[out.next].after) || !put(out)) break;
       moved = true;
       continue;
     }
@@ -233,12 +233,12 @@ void PipelinedPlan::account(Out& out, std::size_t bytes) {
     if (out.sent < whole) break;
     out.sent = 0;
     out.encoded = false;
-    out.lent += whole;
+    out.in_flight += whole;
     ++out.next;
   }
-  using Place = transport::Mesh::Place;
+  using Position = transport::Mesh::StreamPosition;
   const bool inside = out.sent > 0 || out.header_sent < sizeof out.header;
-  mesh_.set_place(out.peer, inside ? Place::inside : out.all_sent() ? Place::between_messages : Place::between_chunks);
+  mesh_.set_stream_position(out.peer, inside ? Position::inside : out.all_sent() ? Position::between_messages : Position::between_chunks);
 }
 
 bool PipelinedPlan::push() {
@@ -285,9 +285,9 @@ void PipelinedPlan::name_places(In& in) {
   in.placed = std::max(in.placed, in.next);
   while (in.placed < std::min(in.chunks.size(), in.next + kAhead)) {
     const Receive& chunk = in.chunks[in.placed];
-    if (is_direct(in.peer, chunk.bytes)) {
+    if (uses_rma(in.peer, chunk.bytes)) {
       if (!reached(chunk.after) || overlaps(in, in.placed)) return;
-      if (!mesh_.expect(in.peer, name_of(in.placed), target(in, in.placed), chunk.bytes)) return;
+      if (!mesh_.post_receive(in.peer, name_of(in.placed), target(in, in.placed), chunk.bytes)) return;
     }
     ++in.placed;
   }

@@ -178,8 +178,8 @@ void PointToPoint::accept(int source, const FrameHeader& header, Receive receive
   answer.type = Type::accept;
   answer.id = header.id;
   at(source).frames.push_back({answer});
-  if (lane_->is_direct(source, std::min<std::size_t>(receive.bytes, kChunkBytes))) {
-    receive.hold = lane_->hold(receive.data, receive.bytes);
+  if (lane_->uses_rma(source, std::min<std::size_t>(receive.bytes, kChunkBytes))) {
+    receive.lease = lane_->lease(receive.data, receive.bytes);
   }
   at(source).accepted.emplace(header.id, std::move(receive));
   name_places(source);
@@ -191,8 +191,8 @@ void PointToPoint::name_places(int source) {
   for (auto& [id, receive] : at(source).accepted) {
     while (receive.placed < receive.bytes) {
       const std::size_t some = std::min(kChunkBytes, receive.bytes - receive.placed);
-      if (lane_->is_direct(source, some) &&
-          !lane_->expect(source, name_of(id, receive.placed), receive.data + receive.placed, some)) {
+      if (lane_->uses_rma(source, some) &&
+          !lane_->post_receive(source, name_of(id, receive.placed), receive.data + receive.placed, some)) {
         return;
       }
       receive.placed += some;
@@ -232,10 +232,10 @@ void PointToPoint::handle(int from, const FrameHeader& header) {
       const auto found = peer.announced.find(header.id);
       if (found == peer.announced.end()) return broken(from, "an answer to nothing");
       peer.streaming.push_back(found->second);
-      if (lane_->is_direct(from, std::min<std::size_t>(found->second.header.bytes, kChunkBytes))) {
+      if (lane_->uses_rma(from, std::min<std::size_t>(found->second.header.bytes, kChunkBytes))) {
         // Only read from.
         auto* data = const_cast<std::byte*>(found->second.data);
-        peer.streaming.back().hold = lane_->hold(data, found->second.header.bytes);
+        peer.streaming.back().lease = lane_->lease(data, found->second.header.bytes);
       }
       peer.announced.erase(found);
       return launch_held(from);
@@ -278,7 +278,7 @@ void PointToPoint::finish_input(int from) {
     const auto found = peer.accepted.find(header.id);
     found->second.got += header.bytes;
     if (found->second.got < found->second.bytes) return;
-    finish(from, found->second.ticket, kHeaderBytes, found->second.hold.get());
+    finish(from, found->second.ticket, kHeaderBytes, found->second.lease.get());
     peer.accepted.erase(found);
   } else if (header.type == Type::abort) {
     const std::string who = "rank " + std::to_string(from);
@@ -303,10 +303,10 @@ void PointToPoint::give_back(int to, std::size_t bytes) {
   peer.frames.push_back({header});
 }
 
-void PointToPoint::finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const transport::Pipe::Hold* hold) {
+void PointToPoint::finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const transport::Pipe::RegistrationLease* lease) {
   --at(peer).outstanding;
   Done done{.ticket = ticket, .peer = peer, .wire_bytes = wire_bytes, .registrations = {}};
-  if (hold != nullptr) done.registrations = {hold->hits(), hold->misses()};
+  if (lease != nullptr) done.registrations = {lease->hits(), lease->misses()};
   done_.push_back(done);
 }
 
@@ -345,15 +345,15 @@ bool PointToPoint::next_chunk(int to) {
     Frame frame{.header = {}, .data = send.data + send.sent};
     frame.bytes = std::min<std::size_t>(kChunkBytes, send.header.bytes - send.sent);
     frame.name = name_of(send.header.id, send.sent);
-    frame.is_direct = lane_->is_direct(to, frame.bytes);
-    if (frame.is_direct && !lane_->is_expected(to, frame.name)) {
+    frame.uses_rma = lane_->uses_rma(to, frame.bytes);
+    if (frame.uses_rma && !lane_->is_posted(to, frame.name)) {
       peer.streaming.push_back(std::move(send));
       continue;
     }
     frame.header.type = Type::chunk;
     frame.header.id = send.header.id;
     frame.header.bytes = frame.bytes;
-    frame.hold = send.hold;
+    frame.lease = send.lease;
     send.sent += frame.bytes;
     if (send.sent == send.header.bytes) {
       const std::size_t chunks = std::max<std::size_t>(1, (send.sent + kChunkBytes - 1) / kChunkBytes);
@@ -381,7 +381,7 @@ bool PointToPoint::write(int to) {
     const std::size_t from = peer.written - std::min(peer.written, kHeaderBytes);
     if (from < frame.bytes) chunks[count++] = {const_cast<std::byte*>(frame.data) + from, frame.bytes - from};
     const std::span<const iovec> all(chunks, count);
-    const auto io = frame.is_direct ? lane_->lend(to, all, frame.name) : lane_->send(to, all);
+    const auto io = frame.uses_rma ? lane_->put(to, all, frame.name) : lane_->send(to, all);
     if (io.closed) {
       while (!fault_ && read(to)) {  // what it had sent before, and why it went
       }
@@ -392,8 +392,8 @@ bool PointToPoint::write(int to) {
     peer.written += io.bytes;
     peer.taken += io.bytes;
     if (peer.written < kHeaderBytes + frame.bytes) break;
-    if (frame.ticket != 0 || frame.is_direct) {
-      peer.lent.push_back({peer.taken, frame.ticket, frame.wire_bytes, std::move(frame.hold)});
+    if (frame.ticket != 0 || frame.uses_rma) {
+      peer.in_flight.push_back({peer.taken, frame.ticket, frame.wire_bytes, std::move(frame.lease)});
     }
     peer.writing.reset();
     peer.written = 0;
@@ -404,13 +404,13 @@ bool PointToPoint::write(int to) {
 // Sends whose memory came back are done.
 bool PointToPoint::take_back(int to) {
   Peer& peer = at(to);
-  if (peer.lent.empty()) return false;
-  const std::uint64_t back = peer.taken - lane_->lent(to);
+  if (peer.in_flight.empty()) return false;
+  const std::uint64_t back = peer.taken - lane_->bytes_in_flight(to);
   bool moved = false;
-  while (!peer.lent.empty() && peer.lent.front().end <= back) {
-    const Lent lent = std::move(peer.lent.front());
-    peer.lent.pop_front();
-    if (lent.ticket != 0) finish(to, lent.ticket, lent.wire_bytes, lent.hold.get());
+  while (!peer.in_flight.empty() && peer.in_flight.front().end <= back) {
+    const InFlight in_flight = std::move(peer.in_flight.front());
+    peer.in_flight.pop_front();
+    if (in_flight.ticket != 0) finish(to, in_flight.ticket, in_flight.wire_bytes, in_flight.lease.get());
     moved = true;
   }
   return moved;
@@ -480,7 +480,7 @@ void PointToPoint::wait_for(WaitSet& set) const {
     const bool writes = peer.writing || !peer.frames.empty() || !peer.streaming.empty();
     const bool reads = peer.outstanding > 0 || posted_to_any_ > 0;
     const int events = (writes ? POLLOUT : 0) | (reads ? POLLIN : 0);
-    if (events != 0 || !peer.lent.empty()) lane_->wait_for(rank, static_cast<short>(events), set.fds);
+    if (events != 0 || !peer.in_flight.empty()) lane_->wait_for(rank, static_cast<short>(events), set.fds);
   }
 }
 
@@ -535,8 +535,8 @@ PointToPoint::Ticket PointToPoint::any_ticket(int rank) const {
   if (!peer.streaming.empty()) return peer.streaming.front().ticket;
   if (!peer.announced.empty()) return peer.announced.begin()->second.ticket;
   if (!peer.held.empty()) return peer.held.front().ticket;
-  for (const Lent& lent : peer.lent) {
-    if (lent.ticket != 0) return lent.ticket;
+  for (const InFlight& in_flight : peer.in_flight) {
+    if (in_flight.ticket != 0) return in_flight.ticket;
   }
   for (const Frame& frame : peer.frames) {
     if (frame.ticket != 0) return frame.ticket;

@@ -126,7 +126,7 @@ Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> m
       mesh_(std::move(mesh)),
       lane_(std::make_unique<collective::PointToPoint>(std::move(lane))),
       fallback_meshes_(std::move(fallback_meshes)),
-      needs_driving_(mesh_->needs_driving()),
+      needs_progress_(mesh_->needs_progress()),
       status_(StatusSegment::instance().open()),
       wake_(make_event()) {
   events_.reserve(kEventCapacity);
@@ -446,7 +446,7 @@ bool Group::may_leave_work() const {
            operation->call_.choice_bytes() <= kTryBytes;
   };
   // What was sent and needs us further is seen off by the next call as well.
-  return inbox_.empty() && driver_tasks_.empty() && (!behind_ || needs_driving_) && queue_.empty() && !failure_ &&
+  return inbox_.empty() && driver_tasks_.empty() && (!behind_ || needs_progress_) && queue_.empty() && !failure_ &&
          std::all_of(active_.begin(), active_.end(), is_said);
 }
 
@@ -514,7 +514,7 @@ bool Group::progress_once(std::int64_t now) {
     behind = behind_;
   }
   for (const auto& action : actions) action();
-  if (behind) catch_up();
+  if (behind) flush();
   begin_transfers(now);
   if (failed) {
     fail_all();
@@ -582,7 +582,7 @@ bool Group::progress_once(std::int64_t now) {
     fail_all();
   }
   // What an operation left behind must be seen off, though nobody waits for it.
-  if (needs_driving_ && active_.empty() && transfers_.empty()) catch_up();
+  if (needs_progress_ && active_.empty() && transfers_.empty()) flush();
   publish_traffic();
   return moved;
 }
@@ -755,12 +755,12 @@ void Group::fail_all() {
     if (!reclaim_memory(now, failure)) return;
     collective::send_abort(*mesh_, failure);
     for (const auto& fallback : fallback_meshes_) collective::send_abort(*fallback, failure);
-    if (lane_->unconfirmed() || holds_back()) linger_until_ns_ = now + kLingerNs;
+    if (lane_->unconfirmed() || has_unsent()) linger_until_ns_ = now + kLingerNs;
     lane_->abort(failure);
     // No memory is anybody's but its owner's when that hears of the failure.
-    mesh_->withdraw();
-    lane_->mesh().withdraw();
-    for (const auto& fallback : fallback_meshes_) fallback->withdraw();
+    mesh_->cancel();
+    lane_->mesh().cancel();
+    for (const auto& fallback : fallback_meshes_) fallback->cancel();
     // A broken connection looks the same whether its owner died or only gave up first: leave ours open until the
     // others have seen for themselves who died.
     const bool first_hand = failure.kind == Failure::Kind::peer_lost && failure.remote_reason.empty();
@@ -779,8 +779,8 @@ void Group::fail_all() {
   if (StatusWrite status(status_); status) status->waiting = status->transfers = 0;
   // Peers must hear of it now, not when this process ends.
   if (now < close_ns_) return;
-  if (needs_driving_) catch_up();
-  if (now < linger_until_ns_ && (lane_->unconfirmed() || holds_back())) {
+  if (needs_progress_) flush();
+  if (now < linger_until_ns_ && (lane_->unconfirmed() || has_unsent())) {
     close_ns_ = now + kLingerStepNs;
     return;
   }
@@ -791,9 +791,9 @@ void Group::fail_all() {
   closed_ = true;
 }
 
-bool Group::holds_back() const {
-  return mesh_->holds_back() || lane_->mesh().holds_back() ||
-         std::any_of(fallback_meshes_.begin(), fallback_meshes_.end(), [](const auto& fallback) { return fallback->holds_back(); });
+bool Group::has_unsent() const {
+  return mesh_->has_unsent() || lane_->mesh().has_unsent() ||
+         std::any_of(fallback_meshes_.begin(), fallback_meshes_.end(), [](const auto& fallback) { return fallback->has_unsent(); });
 }
 
 void Group::read_failure_in_memory(Failure& failure) const {
@@ -835,7 +835,7 @@ std::int64_t Group::spin_ns() const {
     return operation->call_.algorithm == collective::AlgorithmId::shared_memory;
   };
   const bool for_memory = std::any_of(active_.begin(), active_.end(), in_memory) || lane_->waits_for_memory();
-  if (!options_.spins_for_sockets && !for_memory) return needs_driving_ ? kDrivenSpinNs : 0;
+  if (!options_.spins_for_sockets && !for_memory) return needs_progress_ ? kDrivenSpinNs : 0;
   return static_cast<std::int64_t>(options_.spin_us) * 1000;
 }
 
@@ -855,9 +855,9 @@ void Group::wait_for(collective::WaitSet& set) {
     set.wake_at(operation->deadline_ns_);
     set.wake_at(operation->overdue_ns_);
   }
-  mesh_->wait_to_catch_up(set.fds);
-  lane_->mesh().wait_to_catch_up(set.fds);
-  for (const auto& fallback : fallback_meshes_) fallback->wait_to_catch_up(set.fds);
+  mesh_->wait_to_flush(set.fds);
+  lane_->mesh().wait_to_flush(set.fds);
+  for (const auto& fallback : fallback_meshes_) fallback->wait_to_flush(set.fds);
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
   if (node_ != nullptr && (mesh_is_taken() || !transfers_.empty())) {
     node_->lie_down();

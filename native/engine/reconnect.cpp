@@ -91,7 +91,7 @@ bool Group::reconnect(int lane, int peer, int number, int reconnects, transport:
   run_driver_task([&] {
     auto* found = mesh_of(lane).rail(peer, number);
     reconnected = found != nullptr && found->reconnects() == reconnects && found->reconnect(std::move(socket), peer_received, secrets);
-    if (reconnected) catch_up();
+    if (reconnected) flush();
   });
   return reconnected;
 }
@@ -103,11 +103,11 @@ void Group::give_up(int lane, int peer, int number, int reconnects, const std::s
   });
 }
 
-void Group::catch_up() {
-  const bool of_mesh = mesh_->catch_up();
-  const bool of_lane = lane_->mesh().catch_up();
+void Group::flush() {
+  const bool of_mesh = mesh_->flush();
+  const bool of_lane = lane_->mesh().flush();
   bool of_spares = true;
-  for (const auto& fallback : fallback_meshes_) of_spares = fallback->catch_up() && of_spares;
+  for (const auto& fallback : fallback_meshes_) of_spares = fallback->flush() && of_spares;
   std::lock_guard lock(mutex_);
   behind_ = !of_mesh || !of_lane || !of_spares;
 }

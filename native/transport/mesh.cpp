@@ -6,7 +6,7 @@
 namespace netfold::transport {
 
 Mesh::Mesh(int rank, std::vector<std::unique_ptr<Pipe>> pipes)
-    : rank_(rank), pipes_(std::move(pipes)), places_(pipes_.size()) {}
+    : rank_(rank), pipes_(std::move(pipes)), positions_(pipes_.size()) {}
 
 Mesh::Io Mesh::receive(int peer, std::byte* into, std::size_t bytes) {
   const iovec piece{into, bytes};
@@ -18,33 +18,33 @@ ResumableSocket* Mesh::rail(int peer, int number) {
   return pipe(peer).rail(number);
 }
 
-bool Mesh::likes_long_pieces() const {
+bool Mesh::prefers_large_chunks() const {
   return std::any_of(pipes_.begin(), pipes_.end(),
-                     [](const auto& pipe) { return pipe != nullptr && pipe->likes_long_pieces(); });
+                     [](const auto& pipe) { return pipe != nullptr && pipe->prefers_large_chunks(); });
 }
 
-std::unique_ptr<Pipe::Hold> Mesh::hold(std::byte* data, std::size_t bytes) {
+std::unique_ptr<Pipe::RegistrationLease> Mesh::lease(std::byte* data, std::size_t bytes) {
   for (const auto& pipe : pipes_) {
     if (pipe == nullptr) continue;
-    if (auto hold = pipe->hold(data, bytes)) return hold;  // its port is the others' too
+    if (auto lease = pipe->lease(data, bytes)) return lease;  // its port is the others' too
   }
   return nullptr;
 }
 
-void Mesh::withdraw() {
+void Mesh::cancel() {
   using Clock = std::chrono::steady_clock;
-  const auto deadline = Clock::now() + std::chrono::nanoseconds(kWithdrawNs);
+  const auto deadline = Clock::now() + std::chrono::nanoseconds(kCancelNs);
   std::vector<pollfd> fds;
   for (;;) {
     bool is_back = true;
     fds.clear();
     for (const auto& pipe : pipes_) {
-      if (pipe == nullptr || pipe->withdraw()) continue;
+      if (pipe == nullptr || pipe->cancel()) continue;
       is_back = false;
-      if (Clock::now() < deadline && !pipe->must_break_off()) {
+      if (Clock::now() < deadline && !pipe->must_force_close()) {
         pipe->wait_for(0, fds);
       } else {
-        pipe->break_off();
+        pipe->force_close();
       }
     }
     if (is_back) return;
@@ -52,26 +52,26 @@ void Mesh::withdraw() {
   }
 }
 
-bool Mesh::catch_up() {
+bool Mesh::flush() {
   bool all = true;
-  for (const auto& pipe : pipes_) all &= pipe == nullptr || pipe->catch_up();
+  for (const auto& pipe : pipes_) all &= pipe == nullptr || pipe->flush();
   return all;
 }
 
-void Mesh::wait_to_catch_up(std::vector<pollfd>& fds) {
+void Mesh::wait_to_flush(std::vector<pollfd>& fds) {
   for (const auto& pipe : pipes_) {
-    if (pipe != nullptr) pipe->wait_to_catch_up(fds);
+    if (pipe != nullptr) pipe->wait_to_flush(fds);
   }
 }
 
-bool Mesh::needs_driving() const {
+bool Mesh::needs_progress() const {
   return std::any_of(pipes_.begin(), pipes_.end(),
-                     [](const auto& pipe) { return pipe != nullptr && pipe->needs_driving(); });
+                     [](const auto& pipe) { return pipe != nullptr && pipe->needs_progress(); });
 }
 
-bool Mesh::holds_back() const {
+bool Mesh::has_unsent() const {
   return std::any_of(pipes_.begin(), pipes_.end(),
-                     [](const auto& pipe) { return pipe != nullptr && pipe->holds_back(); });
+                     [](const auto& pipe) { return pipe != nullptr && pipe->has_unsent(); });
 }
 
 void Mesh::close() {

@@ -87,7 +87,7 @@ def sums(rank: int, size: int, folder: str) -> tuple[float, int]:
             if rank == 0:
                 port = port_of(provider, LOOPBACK)
                 # Over shm it is the peer who writes, and nobody could take that back.
-                assert (port.counters["writes"] >= 3) == (provider != "shm") == (not port.why_not_direct), provider
+                assert (port.counters["writes"] >= 3) == (provider != "shm") == (not port.why_not_rma), provider
     return waits(rank, size, f"{folder}/waits"), os.getpid()
 
 

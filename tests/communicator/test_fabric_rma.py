@@ -125,7 +125,7 @@ def closes_and_comes_again(rank: int, size: int, folder: str) -> None:
         group.all_reduce(np.ones(300_000))
         before = port_of("net", LOOPBACK)
         group.barrier()
-    before.break_off("the test closes it")
+    before.force_close("the test closes it")
     with ring(rank, size, f"{folder}/b", "net") as group:
         assert port_of("net", LOOPBACK) is not before
         mine = np.ones(300_000)
@@ -142,8 +142,8 @@ def test_who_goes_in_segments_says_why() -> None:
     found = values(run_threads(says_why_not, 2))
     assert all("segments, which are copied: there are several rails" in said for said in found), found
     port = fabric.Port("tcp", [*LOOPBACK, "127.0.0.2"])
-    assert "several rails" in port.why_not_direct
+    assert "several rails" in port.why_not_rma
     port = fabric.Port("tcp", list(LOOPBACK))
-    assert port.why_not_direct == ""
+    assert port.why_not_rma == ""
     port.set(direct_bytes=0, registrations=0, registered_bytes=0)
-    assert "NETFOLD_DIRECT_BYTES" in port.why_not_direct
+    assert "NETFOLD_DIRECT_BYTES" in port.why_not_rma

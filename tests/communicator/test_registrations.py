@@ -202,18 +202,18 @@ def test_a_write_to_who_closed_its_endpoint_is_an_error_and_changes_nothing() ->
     other.start()
     try:
         for name in (7, 8):
-            assert theirs.expect(name, into.ctypes.data, into.nbytes)
+            assert theirs.post_receive(name, into.ctypes.data, into.nbytes)
             theirs.receive(1, 0)
             if name == 7:
-                assert ours.lend(*lent, name, 2_000_000_000)
+                assert ours.put(*lent, name, 2_000_000_000)
                 assert len(theirs.receive(into.nbytes, 2_000_000_000)) == into.nbytes
                 into[:] = 0
             else:
-                assert not ours.lend(*lent, 9, 50_000_000)  # nobody expects that one
-                receiver.break_off("the test closes it")
+                assert not ours.put(*lent, 9, 50_000_000)  # nobody expects that one
+                receiver.force_close("the test closes it")
                 # The sender's own memory is back as soon as the kernel has it; the error comes with what follows.
                 with pytest.raises(fabric.FabricError, match=r"provider tcp;ofi_rxm: .*failed: "):
-                    ours.lend(*lent, name, 2_000_000_000)
+                    ours.put(*lent, name, 2_000_000_000)
                     for _ in range(2000):
                         ours.send(b"more", 1_000_000)
                         ours.flush(1_000_000)

@@ -31,18 +31,18 @@ Pipe::Io FabricPipe::sent(std::size_t bytes) {
   return over_since_ns_ >= 0 || is_over() ? closed() : Io{};
 }
 
-bool FabricPipe::withdraw() {
+bool FabricPipe::cancel() {
   look();
   if (heard_ == sizeof last_word_) port_->disown(stream_, last_word_.writes);
-  const bool is_back = port_->withdraw(stream_);
+  const bool is_back = port_->cancel(stream_);
   if (!port_->is_open()) say_last(port_->last_word(stream_));
   return is_back;
 }
 
-bool FabricPipe::must_break_off() { return is_gone_; }
+bool FabricPipe::must_force_close() { return is_gone_; }
 
-void FabricPipe::break_off() {
-  port_->break_off("memory that was lent to a rank, or granted to it, was not given back");
+void FabricPipe::force_close() {
+  port_->force_close("memory that was lent to a rank, or granted to it, was not given back");
   say_last(port_->last_word(stream_));
 }
 
@@ -97,13 +97,13 @@ bool FabricPipe::hung_up() {
   return over_since_ns_ >= 0 || is_over();
 }
 
-bool FabricPipe::catch_up() {
-  const bool connection = connection_ == nullptr || connection_->catch_up();
+bool FabricPipe::flush() {
+  const bool connection = connection_ == nullptr || connection_->flush();
   return (port_->settled(stream_) || is_over()) && connection;
 }
 
-void FabricPipe::wait_to_catch_up(std::vector<pollfd>& fds) {
-  if (connection_ != nullptr) connection_->wait_to_catch_up(fds);
+void FabricPipe::wait_to_flush(std::vector<pollfd>& fds) {
+  if (connection_ != nullptr) connection_->wait_to_flush(fds);
   if (!port_->settled(stream_)) port_->wait_for(stream_, 0, fds);
 }
 

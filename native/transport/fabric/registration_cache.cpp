@@ -23,54 +23,54 @@ void RegistrationCache::limit(const Limits& limits) {
   make_room(0);
 }
 
-RegistrationCache::Hold* RegistrationCache::hold(std::byte* data, std::size_t bytes, Term term) {
-  return &holds_.emplace(Range{data, bytes}, Hold{.data = data, .bytes = bytes, .term = term})->second;
+RegistrationCache::Lease* RegistrationCache::add_lease(std::byte* data, std::size_t bytes, Lifetime lifetime) {
+  return &leases_.emplace(Range{data, bytes}, Lease{.data = data, .bytes = bytes, .lifetime = lifetime})->second;
 }
 
-void RegistrationCache::end(Hold* hold) {
+void RegistrationCache::end_lease(Lease* lease) {
   for (auto entry = entries_.begin(); entry != entries_.end();) {
     const auto here = entry++;
-    if (here->hold != hold) continue;
-    here->hold = nullptr;
-    if (here->leases == 0) drop(here);
+    if (here->lease != lease) continue;
+    here->lease = nullptr;
+    if (here->users == 0) drop(here);
   }
-  const auto [first, last] = holds_.equal_range({hold->data, hold->bytes});
-  holds_.erase(std::find_if(first, last, [&](const auto& each) { return &each.second == hold; }));
+  const auto [first, last] = leases_.equal_range({lease->data, lease->bytes});
+  leases_.erase(std::find_if(first, last, [&](const auto& each) { return &each.second == lease; }));
 }
 
 // One that goes with its last lease is not for others: whoever had that memory may have given it back.
 RegistrationCache::Entries::iterator RegistrationCache::find(const std::byte* data, std::size_t bytes) {
-  const auto found = containing(by_range_, data, bytes, [](const auto& entry) { return entry->hold != nullptr; });
+  const auto found = containing(by_range_, data, bytes, [](const auto& entry) { return entry->lease != nullptr; });
   return found == by_range_.end() ? entries_.end() : found->second;
 }
 
-RegistrationCache::Hold* RegistrationCache::holder(const std::byte* data, std::size_t bytes, Term term) {
+RegistrationCache::Lease* RegistrationCache::find_lease(const std::byte* data, std::size_t bytes, Lifetime lifetime) {
   const auto found =
-      containing(holds_, data, bytes, [&](const Hold& hold) { return hold.term == term && keeps(hold); });
-  return found == holds_.end() ? nullptr : &found->second;
+      containing(leases_, data, bytes, [&](const Lease& lease) { return lease.lifetime == lifetime && keeps(lease); });
+  return found == leases_.end() ? nullptr : &found->second;
 }
 
-RegistrationCache::Entry* RegistrationCache::lease(std::byte* data, std::size_t bytes) {
-  Hold* passing = holder(data, bytes, Term::passing);
+RegistrationCache::Entry* RegistrationCache::acquire(std::byte* data, std::size_t bytes) {
+  Lease* operation = find_lease(data, bytes, Lifetime::operation);
   // A tensor counts as one, where it is known what the tensor is.
-  std::byte* first = passing != nullptr ? passing->data : data;
-  const std::size_t wanted = passing != nullptr ? passing->bytes : bytes;
+  std::byte* first = operation != nullptr ? operation->data : data;
+  const std::size_t wanted = operation != nullptr ? operation->bytes : bytes;
   auto entry = find(data, bytes);
-  Hold* ours = passing == nullptr ? holder(data, bytes, Term::ours) : nullptr;
-  if (ours == nullptr && (passing == nullptr || passing->hits + passing->misses == 0)) {
+  Lease* internal = operation == nullptr ? find_lease(data, bytes, Lifetime::internal) : nullptr;
+  if (internal == nullptr && (operation == nullptr || operation->hits + operation->misses == 0)) {
     const bool is_hit = entry != entries_.end();
     ++(is_hit ? counters_.hits : counters_.misses);
-    if (passing != nullptr) ++(is_hit ? passing->hits : passing->misses);
+    if (operation != nullptr) ++(is_hit ? operation->hits : operation->misses);
   }
   if (entry == entries_.end()) {
-    Hold* hold = holder(first, wanted, Term::lasting);
-    if (hold == nullptr) hold = passing != nullptr ? passing : ours;
-    if (hold != nullptr) {
-      data = hold->data;
-      bytes = hold->bytes;
+    Lease* lease = find_lease(first, wanted, Lifetime::persistent);
+    if (lease == nullptr) lease = operation != nullptr ? operation : internal;
+    if (lease != nullptr) {
+      data = lease->data;
+      bytes = lease->bytes;
     }
     make_room(bytes);
-    entries_.push_back({.data = data, .bytes = bytes, .registration = nullptr, .hold = hold});
+    entries_.push_back({.data = data, .bytes = bytes, .registration = nullptr, .lease = lease});
     entry = std::prev(entries_.end());
     try {
       entry->registration = wire_.register_memory(data, bytes, Access::writes);
@@ -85,16 +85,16 @@ RegistrationCache::Entry* RegistrationCache::lease(std::byte* data, std::size_t 
     for (auto other = entries_.begin(); other != entry;) {
       const auto here = other++;
       const bool is_within = here->data >= data && here->data + here->bytes <= data + bytes;
-      if (is_within && here->leases == 0) drop(here);
+      if (is_within && here->users == 0) drop(here);
     }
   }
   entries_.splice(entries_.end(), entries_, entry);
-  ++entry->leases;
+  ++entry->users;
   return &*entry;
 }
 
-void RegistrationCache::give_back(Entry* entry) {
-  if (--entry->leases > 0 || entry->hold != nullptr) return;
+void RegistrationCache::release(Entry* entry) {
+  if (--entry->users > 0 || entry->lease != nullptr) return;
   drop(std::find_if(entries_.begin(), entries_.end(), [&](const Entry& each) { return &each == entry; }));
 }
 
@@ -123,7 +123,7 @@ void RegistrationCache::make_room(std::size_t bytes) {
   };
   for (auto entry = entries_.begin(); entry != entries_.end() && is_full();) {
     const auto here = entry++;
-    const bool is_under_way = here->leases > 0 || (here->hold != nullptr && here->hold->term == Term::passing);
+    const bool is_under_way = here->users > 0 || (here->lease != nullptr && here->lease->lifetime == Lifetime::operation);
     if (is_under_way) continue;
     drop(here);
     ++counters_.evictions;

@@ -9,41 +9,41 @@
 
 namespace netfold::transport::fabric {
 
-class Port::PortHold final : public Pipe::Hold {
+class Port::MuxLease final : public Pipe::RegistrationLease {
  public:
-  PortHold(std::shared_ptr<Port> port, RegistrationCache::Hold* hold) : port_(std::move(port)), hold_(hold) {}
-  ~PortHold() override {
+  MuxLease(std::shared_ptr<Port> port, RegistrationCache::Lease* lease) : port_(std::move(port)), lease_(lease) {}
+  ~MuxLease() override {
     if (port_->pid_ != getpid()) return;  // a child of fork: the registration is its parent's
     std::lock_guard lock(port_->mutex_);
-    port_->cache_.end(hold_);
+    port_->cache_.end_lease(lease_);
   }
-  PortHold(const PortHold&) = delete;
-  PortHold& operator=(const PortHold&) = delete;
+  MuxLease(const MuxLease&) = delete;
+  MuxLease& operator=(const MuxLease&) = delete;
   std::uint32_t hits() const override {
     std::lock_guard lock(port_->mutex_);
-    return hold_->hits;
+    return lease_->hits;
   }
   std::uint32_t misses() const override {
     std::lock_guard lock(port_->mutex_);
-    return hold_->misses;
+    return lease_->misses;
   }
 
  private:
   std::shared_ptr<Port> port_;
-  RegistrationCache::Hold* hold_;
+  RegistrationCache::Lease* lease_;
 };
 
-std::unique_ptr<Pipe::Hold> Port::hold(std::byte* data, std::size_t bytes, RegistrationCache::Term term) {
+std::unique_ptr<Pipe::RegistrationLease> Port::lease(std::byte* data, std::size_t bytes, RegistrationCache::Lifetime lifetime) {
   std::lock_guard lock(mutex_);
-  return std::make_unique<PortHold>(shared_from_this(), cache_.hold(data, bytes, term));
+  return std::make_unique<MuxLease>(shared_from_this(), cache_.add_lease(data, bytes, lifetime));
 }
 
 // What is not used and too much is unmapped, the longest unused first.
-class Port::PortScratch final : public Pipe::Scratch {
+class Port::MuxScratch final : public Pipe::Scratch {
  public:
-  PortScratch(std::shared_ptr<Port> port, std::unique_ptr<Block> block)
+  MuxScratch(std::shared_ptr<Port> port, std::unique_ptr<Block> block)
       : port_(std::move(port)), block_(std::move(block)) {}
-  ~PortScratch() override {
+  ~MuxScratch() override {
     std::lock_guard lock(port_->mutex_);
     auto& blocks = port_->blocks_;
     blocks.push_back(std::move(block_));
@@ -51,11 +51,11 @@ class Port::PortScratch final : public Pipe::Scratch {
     for (const auto& block : blocks) bytes += block->bytes;
     for (; bytes > kScratchBytes; blocks.erase(blocks.begin())) {
       bytes -= blocks.front()->bytes;
-      port_->cache_.end(blocks.front()->hold);
+      port_->cache_.end_lease(blocks.front()->lease);
     }
   }
-  PortScratch(const PortScratch&) = delete;
-  PortScratch& operator=(const PortScratch&) = delete;
+  MuxScratch(const MuxScratch&) = delete;
+  MuxScratch& operator=(const MuxScratch&) = delete;
   std::byte* data() const override { return block_->data; }
 
  private:
@@ -74,9 +74,9 @@ std::unique_ptr<Pipe::Scratch> Port::scratch(std::size_t bytes) {
     blocks_.erase(std::next(found).base());
   } else {
     block = std::make_unique<Block>(bytes);
-    block->hold = cache_.hold(block->data, bytes, RegistrationCache::Term::ours);
+    block->lease = cache_.add_lease(block->data, bytes, RegistrationCache::Lifetime::internal);
   }
-  return std::make_unique<PortScratch>(shared_from_this(), std::move(block));
+  return std::make_unique<MuxScratch>(shared_from_this(), std::move(block));
 }
 
 void Port::set(const Settings& settings) {
@@ -85,7 +85,7 @@ void Port::set(const Settings& settings) {
   cache_.limit(settings.registrations);
 }
 
-std::string Port::why_not_direct() const {
+std::string Port::why_not_rma() const {
   std::lock_guard lock(mutex_);
   return obstacle();
 }
@@ -102,20 +102,20 @@ std::string Port::obstacle() const {
   return "";
 }
 
-bool Port::is_direct(const Stream* stream, std::size_t bytes) const {
+bool Port::uses_rma(const Stream* stream, std::size_t bytes) const {
   return stream->direct_bytes > 0 && bytes >= stream->direct_bytes && bytes <= limits().write_bytes &&
          bytes <= UINT32_MAX;
 }
 
 // --- who receives ----------------------------------------------------------------------------------------------------
 
-bool Port::expect(Stream* from, std::uint64_t name, std::byte* into, std::size_t bytes) {
+bool Port::post_receive(Stream* from, std::uint64_t name, std::byte* into, std::size_t bytes) {
   std::lock_guard lock(mutex_);
   Stream& stream = *from;
   if (!stream.why.empty() || stream.is_revoking || stream.grants == kMaxGrants) return false;
   Grant grant{.stream = &stream, .into = into, .bytes = static_cast<std::uint32_t>(bytes)};
   try {
-    grant.lease = cache_.lease(into, bytes);
+    grant.entry = cache_.acquire(into, bytes);
   } catch (const Error& error) {
     fail(stream, error.what());
     return false;
@@ -123,7 +123,7 @@ bool Port::expect(Stream* from, std::uint64_t name, std::byte* into, std::size_t
   do {
     grant.number = random_number();
   } while (grants_.contains(grant.number));
-  const Registration& registration = *grant.lease->registration;
+  const Registration& registration = *grant.entry->registration;
   stream.to_tell.push_back({name, {registration.address(into), registration.key()}, grant.bytes, grant.number});
   grants_.emplace(grant.number, grant);
   ++stream.grants;
@@ -194,7 +194,7 @@ void Port::landed(std::uint32_t number) {
   }
   Grant& grant = found->second;
   grant.state = Grant::State::landed;
-  cache_.give_back(std::exchange(grant.lease, nullptr));
+  cache_.release(std::exchange(grant.entry, nullptr));
   Stream& stream = *grant.stream;
   --stream.open_grants;
   ++stream.landed;
@@ -238,13 +238,13 @@ std::size_t Port::lend(Stream* to, std::span<const iovec> pieces, std::uint64_t 
   void* descriptor = nullptr;
   if (limits().needs_registration) {
     try {
-      writing.lease = cache_.lease(data, piece.iov_len);
+      writing.entry = cache_.acquire(data, piece.iov_len);
     } catch (const Error& error) {
       stream.writings.pop_back();
       fail(stream, error.what());
       return 0;
     }
-    descriptor = writing.lease->registration->descriptor();
+    descriptor = writing.entry->registration->descriptor();
   }
   const GrantWord word = offer->second;
   Wire& wire = *rails_.front();
@@ -252,7 +252,7 @@ std::size_t Port::lend(Stream* to, std::span<const iovec> pieces, std::uint64_t 
       wire.write(stream.peers.front(), data, piece.iov_len, descriptor, word.place, word.number, &writing);
   stream.is_refused = taken == Wire::Taken::later;
   if (taken != Wire::Taken::yes) {
-    if (writing.lease != nullptr) cache_.give_back(writing.lease);
+    if (writing.entry != nullptr) cache_.release(writing.entry);
     stream.writings.pop_back();
     counters_.refused += stream.is_refused ? 1 : 0;
     if (taken == Wire::Taken::never) fail(stream, "a write to the peer's memory is not taken: " + wire.why());
@@ -279,7 +279,7 @@ std::size_t Port::lend(Stream* to, std::span<const iovec> pieces, std::uint64_t 
 void Port::written(Writing& writing) {
   Stream& stream = *writing.stream;
   writing.is_through = true;
-  if (writing.lease != nullptr) cache_.give_back(std::exchange(writing.lease, nullptr));
+  if (writing.entry != nullptr) cache_.release(std::exchange(writing.entry, nullptr));
   while (!stream.writings.empty() && stream.writings.front().is_through) stream.writings.pop_front();
   ring(stream);
 }
@@ -301,12 +301,12 @@ std::size_t Port::lent(Stream* stream) {
 //   user       one rank, the writer of this stream. It counts its writes, and the owner counts those that have landed
 //   revoke     the owner says so once (`is_revoking`), the writer answers with its count (`disown`) and begins no write
 //              after that. The memory is the owner's again once as many writes have landed
-//   no answer  within Mesh's kWithdrawNs, or from a rank that is dead: `break_off` closes the endpoint with its
+//   no answer  within Mesh's kCancelNs, or from a rank that is dead: `force_close` closes the endpoint with its
 //              registrations, and the adapter refuses what still comes
 //
 // So no write can land in memory that its owner has back, whatever the writer does and whenever it stops.
 
-bool Port::withdraw(Stream* stream) {
+bool Port::cancel(Stream* stream) {
   std::lock_guard lock(mutex_);
   progress();
   return is_withdrawn(*stream);
@@ -327,7 +327,7 @@ bool Port::is_withdrawn(Stream& stream) {
     for (auto& [number, grant] : grants_) {
       if (grant.stream != &stream || grant.state != Grant::State::open) continue;
       grant.state = Grant::State::over;
-      cache_.give_back(std::exchange(grant.lease, nullptr));
+      cache_.release(std::exchange(grant.entry, nullptr));
       ++counters_.grants_withdrawn;
     }
     stream.open_grants = 0;
@@ -350,7 +350,7 @@ bool Port::is_open() const {
   return !rails_.empty();
 }
 
-void Port::break_off(const std::string& why) {
+void Port::force_close(const std::string& why) {
   std::lock_guard lock(mutex_);
   if (!rails_.empty()) close_endpoint(why);
 }
@@ -373,7 +373,7 @@ void Port::close_endpoint(const std::string& why) {
   leaving_.clear();
   for (auto& [number, grant] : grants_) {
     if (grant.state == Grant::State::open) grant.state = Grant::State::over;
-    grant.lease = nullptr;
+    grant.entry = nullptr;
   }
   unposted_.clear();
   pending_.clear();

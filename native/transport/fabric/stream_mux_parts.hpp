@@ -84,7 +84,7 @@ struct Port::Receiving : Job {
 struct Port::Writing : Job {
   Writing() : Job(Kind::write) {}
   Stream* stream = nullptr;
-  RegistrationCache::Entry* lease = nullptr;
+  RegistrationCache::Entry* entry = nullptr;
   std::uint64_t first = 0;  // of the bytes that the stream took, the piece's with what was before it
   bool is_through = false;
 };
@@ -96,7 +96,7 @@ struct Port::Grant {
   std::byte* into = nullptr;
   std::uint32_t bytes = 0;
   std::uint32_t number = 0;
-  RegistrationCache::Entry* lease = nullptr;
+  RegistrationCache::Entry* entry = nullptr;
   State state = State::open;
 };
 
@@ -113,7 +113,7 @@ struct Port::Block {
   Block& operator=(const Block&) = delete;
   std::byte* data;
   std::size_t bytes;
-  RegistrationCache::Hold* hold = nullptr;
+  RegistrationCache::Lease* lease = nullptr;
 };
 
 // The buffers that a stream brings along. Those to receive into stay the port's when it is gone.
@@ -192,7 +192,7 @@ struct Port::Stream {
     return next == nullptr || next->grant == nullptr || next->grant->state == Grant::State::landed ? next : nullptr;
   }
   // Bytes from the first that the provider may still read to the last that was taken.
-  std::size_t lent() const { return writings.empty() ? 0 : taken - writings.front().first; }
+  std::size_t bytes_in_flight() const { return writings.empty() ? 0 : taken - writings.front().first; }
   bool may_send() {
     return why.empty() && sent - confirmed < window_out && segment(sent).state == Sending::State::free;
   }

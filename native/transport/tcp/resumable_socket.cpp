@@ -75,7 +75,7 @@ void ResumableSocket::adopt(Fd socket, const auth::StreamSecrets& secrets) {
 
 Pipe::Io ResumableSocket::send(std::span<const iovec> pieces) {
   if (state_ == State::lost) return lost();
-  if (state_ != State::up || !catch_up()) return {};
+  if (state_ != State::up || !flush()) return {};
   if (records_ != nullptr) return send_records(pieces);
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces.data());
@@ -269,7 +269,7 @@ bool ResumableSocket::reconnect(Fd socket, std::uint64_t peer_received, const au
   accepted_ = false;
   if (records_ != nullptr) {
     records_->take({}, 0);
-    catch_up();
+    flush();
     return true;
   }
   const std::byte greeting{1};
@@ -277,7 +277,7 @@ bool ResumableSocket::reconnect(Fd socket, std::uint64_t peer_received, const au
     broke(errno);
     return true;
   }
-  catch_up();
+  flush();
   return true;
 }
 
@@ -288,7 +288,7 @@ void ResumableSocket::give_up(std::string why) {
   retransmit_buffer_.clear();
 }
 
-bool ResumableSocket::catch_up() {
+bool ResumableSocket::flush() {
   if (state_ != State::up) return true;  // nothing that could be done now
   if (records_ != nullptr) {
     int error = 0;

@@ -86,19 +86,19 @@ bool TcpPipe::hung_up() {
   return gone;
 }
 
-bool TcpPipe::catch_up() {
+bool TcpPipe::flush() {
   bool all = true;
-  for (ResumableSocket& rail : rails_) all &= rail.catch_up();
+  for (ResumableSocket& rail : rails_) all &= rail.flush();
   return all;
 }
 
-bool TcpPipe::holds_back() const {
-  return has_records_ && std::any_of(rails_.begin(), rails_.end(), [](const ResumableSocket& rail) { return rail.holds_back(); });
+bool TcpPipe::has_unsent() const {
+  return has_records_ && std::any_of(rails_.begin(), rails_.end(), [](const ResumableSocket& rail) { return rail.has_unsent(); });
 }
 
-void TcpPipe::wait_to_catch_up(std::vector<pollfd>& fds) {
+void TcpPipe::wait_to_flush(std::vector<pollfd>& fds) {
   for (ResumableSocket& rail : rails_) {
-    if (!rail.catch_up()) rail.wait_for(POLLOUT, fds);
+    if (!rail.flush()) rail.wait_for(POLLOUT, fds);
   }
 }
 

@@ -567,8 +567,8 @@ class Group:
         if {row.algorithm, row.between} & {"in_network", "split"}:
             reason += "".join(f"; {recovery.state}" for recovery in self.recoveries if recovery.state)
         reason += f"; {self._no_switch}" if self._no_switch else ""
-        if self._port is not None and self._port.why_not_direct:
-            reason += f"; over the fabric in segments, which are copied: {self._port.why_not_direct}"
+        if self._port is not None and self._port.why_not_rma:
+            reason += f"; over the fabric in segments, which are copied: {self._port.why_not_rma}"
         if row.algorithm == "shared_memory" and operation in _COPIES:
             reason += f"; {self._single_copy}"
         over = f"; over {self.fabric}" if self.fabric else ""
@@ -577,7 +577,7 @@ class Group:
     def hold(self, region: Region) -> Any:
         """Says that this memory stays mapped as it is until the object that comes back ends: a fabric then keeps it
         registered. None where there is no fabric, which is all the same to the caller."""
-        return None if self._port is None else self._port.hold(*region)
+        return None if self._port is None else self._port.lease(*region)
 
     @property
     def over_fabric(self) -> bool:

@@ -28,7 +28,7 @@ class Direct final : public Algorithm {
   void plan();
   void send_to(int position, const Buffer& buffer);
   void receive_from(int position, const Buffer& buffer);
-  bool goes_direct(std::size_t bytes) const;
+  bool goes_by_rma(std::size_t bytes) const;
   void finish();
 
   const Call& call_;

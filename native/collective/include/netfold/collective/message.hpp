@@ -5,7 +5,7 @@
 // gives up says why in an abort message, so that the others do not take it for dead.
 //
 // Where a pipe has a direct path (transport/pipe.hpp) the bytes of an `only` message, one a peer and call, go by it in
-// chunks of kDirectChunkBytes, the last as it comes, each to a place that the reader named ahead.
+// chunks of kRmaChunkBytes, the last as it comes, each to a place that the reader named ahead.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
@@ -47,7 +47,7 @@ static_assert(sizeof(MessageHeader) == 40);
 // Eight bytes, so that values stay aligned.
 enum class ChunkMarker : std::uint64_t { chunk = 0x4e46706965636531, abort = 0x4e4661626f727431 };
 
-constexpr std::size_t kDirectChunkBytes = 512 << 10;
+constexpr std::size_t kRmaChunkBytes = 512 << 10;
 enum class Among : std::uint8_t { several, only };  // of a call's messages from one rank to another
 
 // One whole message on its way out, from borrowed memory.
@@ -74,8 +74,8 @@ class Outgoing {
   MessageHeader header_;
 
   bool all_sent() const { return sent_ == sizeof(MessageHeader) + bytes_; }
-  bool is_direct(const transport::Mesh& mesh, std::size_t chunk) const {
-    return among_ == Among::only && mesh.is_direct(peer_, chunk);
+  bool uses_rma(const transport::Mesh& mesh, std::size_t chunk) const {
+    return among_ == Among::only && mesh.uses_rma(peer_, chunk);
   }
   transport::Mesh::Io send(transport::Mesh& mesh);
 };
@@ -118,7 +118,7 @@ class Incoming {
   std::size_t advance(transport::Mesh& mesh, Failure& failure);
 
  private:
-  static constexpr std::size_t kAhead = 4 * kDirectChunkBytes;
+  static constexpr std::size_t kAhead = 4 * kRmaChunkBytes;
 
   void name_places(transport::Mesh& mesh);
 

@@ -103,7 +103,7 @@ class PipelinedPlan : public Algorithm {
     std::size_t next = 0;
     std::size_t sent = 0;  // bytes of the next chunk, its word included
     std::size_t back = 0;  // chunks that are through
-    std::size_t lent = 0;  // bytes of those that were sent and are not
+    std::size_t in_flight = 0;  // bytes of those that were sent and are not
     bool encoded = false;
     std::vector<std::byte> staging;  // the next chunk in the wire format, where that differs
     bool all_sent() const { return header_sent == sizeof header && next == chunks.size(); }
@@ -131,10 +131,10 @@ class PipelinedPlan : public Algorithm {
 
   bool reached(const Mark& mark) const;
   std::size_t wire_bytes_of(std::size_t bytes) const;
-  bool is_direct(int peer, std::size_t bytes) const { return !converts_ && mesh_.is_direct(peer, bytes); }
+  bool uses_rma(int peer, std::size_t bytes) const { return !converts_ && mesh_.uses_rma(peer, bytes); }
   std::uint64_t name_of(std::size_t chunk) const { return (std::uint64_t{call_.sequence} << 32) + chunk; }
-  void hold();
-  bool lend(Out& out);
+  void lease_tensors();
+  bool put(Out& out);
   bool take_back(Out& out);
   void name_places(In& in);
   bool overlaps(const In& in, std::size_t chunk) const;

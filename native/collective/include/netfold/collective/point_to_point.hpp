@@ -103,7 +103,7 @@ class PointToPoint {
     FrameHeader header;  // the message's
     const std::byte* data = nullptr;
     std::size_t sent = 0;  // of the values, in chunks
-    std::shared_ptr<transport::Pipe::Hold> hold;
+    std::shared_ptr<transport::Pipe::RegistrationLease> lease;
   };
   struct Receive {
     Ticket ticket = 0;
@@ -115,7 +115,7 @@ class PointToPoint {
     std::size_t got = 0;
     std::size_t placed = 0;  // of the values, whose places the sender knows, or that need none
     std::uint64_t order = 0;
-    std::shared_ptr<transport::Pipe::Hold> hold;
+    std::shared_ptr<transport::Pipe::RegistrationLease> lease;
   };
   // Arrived, and nobody waits for it yet. Without values when it is only announced.
   struct Message {
@@ -130,15 +130,15 @@ class PointToPoint {
     Ticket ticket = 0;  // of the send that ends with this frame
     std::uint64_t wire_bytes = 0;
     std::uint64_t name = 0;  // of a chunk that goes the direct path
-    bool is_direct = false;
-    std::shared_ptr<transport::Pipe::Hold> hold;
+    bool uses_rma = false;
+    std::shared_ptr<transport::Pipe::RegistrationLease> lease;
   };
   // A frame of ours that was taken, and whose memory may not be back.
-  struct Lent {
+  struct InFlight {
     std::uint64_t end = 0;  // of the bytes taken
     Ticket ticket = 0;
     std::uint64_t wire_bytes = 0;
-    std::shared_ptr<transport::Pipe::Hold> hold;
+    std::shared_ptr<transport::Pipe::RegistrationLease> lease;
   };
   // The frame that is being read.
   struct Input {
@@ -154,7 +154,7 @@ class PointToPoint {
     std::optional<Frame> writing;
     std::size_t written = 0;
     std::uint64_t taken = 0;  // bytes, in all
-    std::deque<Lent> lent;
+    std::deque<InFlight> in_flight;
     std::deque<Send> held;
     std::unordered_map<std::uint64_t, Send> announced;
     std::deque<Send> streaming;
@@ -194,7 +194,7 @@ class PointToPoint {
   void accept(int peer, const FrameHeader& header, Receive receive);
   bool fits(int peer, const FrameHeader& header, const Receive& receive);
   void give_back(int peer, std::size_t bytes);
-  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const transport::Pipe::Hold* hold = nullptr);
+  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const transport::Pipe::RegistrationLease* lease = nullptr);
   void lose(int peer, const transport::Mesh::Io& io);
   void look_for_the_missing();
   Ticket any_ticket(int peer) const;

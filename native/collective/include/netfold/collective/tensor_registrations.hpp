@@ -16,7 +16,7 @@ class TensorRegistrations {
   Algorithm::Registrations registrations() const;
 
  private:
-  std::vector<std::unique_ptr<transport::Pipe::Hold>> leases_;
+  std::vector<std::unique_ptr<transport::Pipe::RegistrationLease>> leases_;
 };
 
 }  // namespace netfold::collective

@@ -263,8 +263,8 @@ class Group {
   void run_driver_task(std::function<void()> action);
   transport::Mesh& mesh_of(int lane);
   // Whether a connection would lose bytes of ours if it closed now.
-  bool holds_back() const;
-  void catch_up();
+  bool has_unsent() const;
+  void flush();
   void check_overdue(Operation& operation, std::int64_t now);
   // Until the operation is done, or at the first turn past `until_ns` (-1: none). True: a signal ended a sleep before
   // that. `comes_back`: the caller drives again at once, if nobody else does, so that the engine thread has time.
@@ -316,7 +316,7 @@ class Group {
   std::unique_ptr<transport::Mesh> mesh_;
   std::unique_ptr<collective::PointToPoint> lane_;
   std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes_;
-  const bool needs_driving_;  // its meshes, for what was sent
+  const bool needs_progress_;  // its meshes, for what was sent
   std::vector<std::unique_ptr<collective::SwitchPath>> switch_paths_;
   std::unique_ptr<transport::SharedNode> node_;
   std::unique_ptr<collective::Shares> shares_;

@@ -37,37 +37,37 @@ class Mesh {
   std::size_t unconfirmed(int peer) const { return leads_to(peer) ? pipe(peer).unconfirmed() : 0; }
 
   // All pipes of a mesh are alike in this.
-  bool likes_long_pieces() const;
-  bool is_direct(int peer, std::size_t bytes) const { return leads_to(peer) && pipe(peer).is_direct(bytes); }
-  bool expect(int peer, std::uint64_t name, std::byte* into, std::size_t bytes) {
-    return pipe(peer).expect(name, into, bytes);
+  bool prefers_large_chunks() const;
+  bool uses_rma(int peer, std::size_t bytes) const { return leads_to(peer) && pipe(peer).uses_rma(bytes); }
+  bool post_receive(int peer, std::uint64_t name, std::byte* into, std::size_t bytes) {
+    return pipe(peer).post_receive(name, into, bytes);
   }
-  bool is_expected(int peer, std::uint64_t name) { return pipe(peer).is_expected(name); }
-  Io lend(int peer, std::span<const iovec> pieces, std::uint64_t name) { return pipe(peer).lend(pieces, name); }
-  std::size_t lent(int peer) const { return leads_to(peer) ? pipe(peer).lent() : 0; }
+  bool is_posted(int peer, std::uint64_t name) { return pipe(peer).is_posted(name); }
+  Io put(int peer, std::span<const iovec> pieces, std::uint64_t name) { return pipe(peer).put(pieces, name); }
+  std::size_t bytes_in_flight(int peer) const { return leads_to(peer) ? pipe(peer).bytes_in_flight() : 0; }
   // For pieces to and from any peer.
-  std::unique_ptr<Pipe::Hold> hold(std::byte* data, std::size_t bytes);
+  std::unique_ptr<Pipe::RegistrationLease> lease(std::byte* data, std::size_t bytes);
   std::unique_ptr<Pipe::Scratch> scratch(int peer, std::size_t bytes) { return pipe(peer).scratch(bytes); }
-  // Takes back what was lent and expected, within kWithdrawNs or by force; blocks so long.
-  void withdraw();
+  // Takes back what was lent and expected, within kCancelNs or by force; blocks so long.
+  void cancel();
 
   // A connection under a pipe; nullptr where there is none of that number, or the mesh was closed.
   ResumableSocket* rail(int peer, int number);
   // Says again what connections that broke took along, and sees off what pipes need us for. True once that is done, or
   // cannot be now.
-  bool catch_up();
+  bool flush();
   // What wakes a sleeper that has something to say again.
-  void wait_to_catch_up(std::vector<pollfd>& fds);
+  void wait_to_flush(std::vector<pollfd>& fds);
   // As Pipe says, of any.
-  bool needs_driving() const;
-  bool holds_back() const;
+  bool needs_progress() const;
+  bool has_unsent() const;
 
-  static constexpr std::int64_t kWithdrawNs = 100'000'000;
+  static constexpr std::int64_t kCancelNs = 100'000'000;
 
   // Where what is being said to a peer stands: what else can be said to it depends on that.
-  enum class Place : std::uint8_t { between_messages, between_pieces, inside };
-  void set_place(int peer, Place place) { places_[static_cast<std::size_t>(peer)] = place; }
-  Place place(int peer) const { return places_[static_cast<std::size_t>(peer)]; }
+  enum class StreamPosition : std::uint8_t { between_messages, between_chunks, inside };
+  void set_stream_position(int peer, StreamPosition position) { positions_[static_cast<std::size_t>(peer)] = position; }
+  StreamPosition stream_position(int peer) const { return positions_[static_cast<std::size_t>(peer)]; }
   // Ends every pipe; peers see an orderly close after what was sent.
   void close();
 
@@ -76,7 +76,7 @@ class Mesh {
 
   int rank_;
   std::vector<std::unique_ptr<Pipe>> pipes_;
-  std::vector<Place> places_;
+  std::vector<StreamPosition> positions_;
 };
 
 }  // namespace netfold::transport

@@ -26,9 +26,9 @@ class Pipe {
   };
 
   // Memory that its owner, or an operation that borrowed it, says will stay as it is. Ends with the object.
-  class Hold {
+  class RegistrationLease {
    public:
-    virtual ~Hold() = default;
+    virtual ~RegistrationLease() = default;
     // Whether the memory had to be made known to a fabric for it, or was: one of these is 1 once it was used.
     virtual std::uint32_t hits() const = 0;
     virtual std::uint32_t misses() const = 0;
@@ -52,38 +52,38 @@ class Pipe {
   // Bytes said to the peer that may be lost if we close and it still speaks.
   virtual std::size_t unconfirmed() const = 0;
   // Does what can be done for what was taken from callers before. True where nothing is left of that, or nothing can be
-  // done now; else what `wait_to_catch_up` adds wakes a sleeper that has something to do.
-  virtual bool catch_up() { return true; }
-  virtual void wait_to_catch_up(std::vector<pollfd>&) {}
+  // done now; else what `wait_to_flush` adds wakes a sleeper that has something to do.
+  virtual bool flush() { return true; }
+  virtual void wait_to_flush(std::vector<pollfd>&) {}
   // Whether what was sent may need us further, as with a provider that moves data only while it is looked at: then
-  // `catch_up` is to be called until it is through.
-  virtual bool needs_driving() const { return false; }
+  // `flush` is to be called until it is through.
+  virtual bool needs_progress() const { return false; }
   // Whether bytes that were taken from the caller have not left this process, and are lost if it closes the pipe.
-  virtual bool holds_back() const { return false; }
+  virtual bool has_unsent() const { return false; }
   // A piece that both ends know to be one may go from memory to memory: who reads says where to (`expect`), who sends
   // lends it, and waits for that word. Whether one of so many bytes does; the same at both ends.
-  virtual bool is_direct(std::size_t) const { return false; }
+  virtual bool uses_rma(std::size_t) const { return false; }
   // The place of the piece that the peer will lend under this name: it is to be read into just this memory, which is
   // the peer's until then. False: later.
-  virtual bool expect(std::uint64_t, std::byte*, std::size_t) { return false; }
+  virtual bool post_receive(std::uint64_t, std::byte*, std::size_t) { return false; }
   // Whether the peer expects the piece of that name.
-  virtual bool is_expected(std::uint64_t) { return false; }
+  virtual bool is_posted(std::uint64_t) { return false; }
   // As `send`, all of it or nothing; the last of `pieces` has that name, and is to be left alone until `lent` says so.
-  virtual Io lend(std::span<const iovec>, std::uint64_t) { return {}; }
+  virtual Io put(std::span<const iovec>, std::uint64_t) { return {}; }
   // Of the bytes taken, counted back from the last, how many are not the caller's again.
-  virtual std::size_t lent() { return 0; }
+  virtual std::size_t bytes_in_flight() { return 0; }
   // Takes back what was lent and expected, as before a failure is told: true once nobody can read or write it. To be
-  // called until then; where that takes too long, `break_off` makes it so at any price.
-  virtual bool withdraw() { return true; }
-  virtual void break_off() {}
+  // called until then; where that takes too long, `force_close` makes it so at any price.
+  virtual bool cancel() { return true; }
+  virtual void force_close() {}
   // Whether there is no hope for a `withdraw`.
-  virtual bool must_break_off() { return false; }
+  virtual bool must_force_close() { return false; }
   // For who lends or expects parts of it; null where that changes nothing.
-  virtual std::unique_ptr<Hold> hold(std::byte*, std::size_t) { return nullptr; }
+  virtual std::unique_ptr<RegistrationLease> lease(std::byte*, std::size_t) { return nullptr; }
   // So many bytes at least; null where any memory is as good.
   virtual std::unique_ptr<Scratch> scratch(std::size_t) { return nullptr; }
   // Whether a message costs so much beside its bytes that few and long ones are better; the same at both ends.
-  virtual bool likes_long_pieces() const { return false; }
+  virtual bool prefers_large_chunks() const { return false; }
   // The connections under it, of a pipe that goes over any.
   virtual int rails() const { return 0; }
   virtual ResumableSocket* rail(int) { return nullptr; }

@@ -30,26 +30,26 @@ class FabricPipe final : public Pipe {
   void wait_for(short events, std::vector<pollfd>& fds) const override;
   bool hung_up() override;
   std::size_t unconfirmed() const override { return port_->unconfirmed(stream_); }
-  bool catch_up() override;
-  void wait_to_catch_up(std::vector<pollfd>& fds) override;
-  bool needs_driving() const override { return true; }
+  bool flush() override;
+  void wait_to_flush(std::vector<pollfd>& fds) override;
+  bool needs_progress() const override { return true; }
 
-  bool likes_long_pieces() const override { return true; }
-  bool is_direct(std::size_t bytes) const override { return port_->is_direct(stream_, bytes); }
-  bool expect(std::uint64_t name, std::byte* into, std::size_t bytes) override {
-    return port_->expect(stream_, name, into, bytes);
+  bool prefers_large_chunks() const override { return true; }
+  bool uses_rma(std::size_t bytes) const override { return port_->uses_rma(stream_, bytes); }
+  bool post_receive(std::uint64_t name, std::byte* into, std::size_t bytes) override {
+    return port_->post_receive(stream_, name, into, bytes);
   }
-  bool is_expected(std::uint64_t name) override { return port_->is_offered(stream_, name); }
-  Io lend(std::span<const iovec> pieces, std::uint64_t name) override {
-    return sent(port_->lend(stream_, pieces, name));
+  bool is_posted(std::uint64_t name) override { return port_->is_offered(stream_, name); }
+  Io put(std::span<const iovec> pieces, std::uint64_t name) override {
+    return sent(port_->put(stream_, pieces, name));
   }
-  std::size_t lent() override { return port_->lent(stream_); }
-  bool withdraw() override;
-  bool must_break_off() override;
-  void break_off() override;
+  std::size_t bytes_in_flight() override { return port_->bytes_in_flight(stream_); }
+  bool cancel() override;
+  bool must_force_close() override;
+  void force_close() override;
   std::unique_ptr<Scratch> scratch(std::size_t bytes) override { return port_->scratch(bytes); }
-  std::unique_ptr<Hold> hold(std::byte* data, std::size_t bytes) override {
-    return port_->hold(data, bytes, RegistrationCache::Term::passing);
+  std::unique_ptr<RegistrationLease> lease(std::byte* data, std::size_t bytes) override {
+    return port_->lease(data, bytes, RegistrationCache::Lifetime::operation);
   }
 
   int rails() const override { return connection_ == nullptr ? 0 : connection_->rails(); }

@@ -3,11 +3,11 @@
 //
 // The classic registration cache keeps what it once saw, and must guess when an address was freed and means other pages
 // now: by hooks in malloc, or by asking the kernel. A wrong guess is a wrong result. Here nothing is guessed. Memory is
-// *held* for a time by who knows that it stays mapped as it is: by its owner, who says when that ends (a *lasting*
-// hold: the job's own buckets), or by an operation, which borrowed it from its caller (a *passing* one). A registration
+// *held* for a time by who knows that it stays mapped as it is: by its owner, who says when that ends (a *persistent*
+// hold: the job's own buckets), or by an operation, which borrowed it from its caller (a *operation's* one). A registration
 // is of the whole range of a hold, and ends with it at the latest. What nobody holds is registered for one use.
 //
-//   lease(range): within what is registered -> that         hit
+//   acquire(range): within what is registered -> that         hit
 //                 within a hold             -> all of it    miss
 //                 else                      -> the range    miss, and it ends with the lease
 //
@@ -43,13 +43,13 @@ class RegistrationCache {
     std::uint64_t entries = 0;     // now
     std::uint64_t bytes = 0;       // now
   };
-  enum class Term : std::uint8_t { passing, lasting, ours };  // ours: a lasting one that nobody counts
+  enum class Lifetime : std::uint8_t { operation, persistent, internal };  // internal: a persistent one that nobody counts
 
   // Memory that somebody says will stay as it is.
-  struct Hold {
+  struct Lease {
     std::byte* data = nullptr;
     std::size_t bytes = 0;
-    Term term = Term::passing;
+    Lifetime lifetime = Lifetime::operation;
     std::uint32_t hits = 0;  // of a passing one: 1 of these once it was used
     std::uint32_t misses = 0;
   };
@@ -57,20 +57,20 @@ class RegistrationCache {
     std::byte* data = nullptr;
     std::size_t bytes = 0;
     std::unique_ptr<Registration> registration;
-    const Hold* hold = nullptr;  // nobody's: of one lease
-    std::uint32_t leases = 0;
+    const Lease* lease = nullptr;  // nobody's: of one lease
+    std::uint32_t users = 0;
   };
 
   // `wire` outlives this, or `clear` comes before its end.
   explicit RegistrationCache(Wire& wire) : wire_(wire) {}
 
   void limit(const Limits& limits);
-  Hold* hold(std::byte* data, std::size_t bytes, Term term);
+  Lease* add_lease(std::byte* data, std::size_t bytes, Lifetime lifetime);
   // With its registration, or once the last lease of that ends.
-  void end(Hold* hold);
+  void end_lease(Lease* lease);
   // Throws Error.
-  Entry* lease(std::byte* data, std::size_t bytes);
-  void give_back(Entry* entry);
+  Entry* acquire(std::byte* data, std::size_t bytes);
+  void release(Entry* entry);
   // All registrations, whoever uses them.
   void clear();
   // In a child of fork: they are its parent's to end.
@@ -90,14 +90,14 @@ class RegistrationCache {
   using Entries = std::list<Entry>;  // who was used last is last
 
   Entries::iterator find(const std::byte* data, std::size_t bytes);
-  Hold* holder(const std::byte* data, std::size_t bytes, Term term);
-  bool keeps(const Hold& hold) const { return hold.term != Term::lasting || hold.bytes <= limits_.bytes; }
+  Lease* find_lease(const std::byte* data, std::size_t bytes, Lifetime lifetime);
+  bool keeps(const Lease& lease) const { return lease.lifetime != Lifetime::persistent || lease.bytes <= limits_.bytes; }
   void drop(Entries::iterator entry);
   void make_room(std::size_t bytes);
 
   Wire& wire_;
   Limits limits_;
-  std::multimap<Range, Hold> holds_;
+  std::multimap<Range, Lease> leases_;
   Entries entries_;
   std::multimap<Range, Entries::iterator> by_range_;
   Counters counters_;

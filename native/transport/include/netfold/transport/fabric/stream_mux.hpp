@@ -106,7 +106,7 @@ class Port : public std::enable_shared_from_this<Port> {
   // Scratch that is kept while nobody uses it.
   static constexpr std::size_t kScratchBytes = 32 << 20;
   // From here on a piece goes the direct path, where nothing else was said.
-  static constexpr std::size_t kDirectBytes = 64 << 10;
+  static constexpr std::size_t kRmaMinBytes = 64 << 10;
 
   struct Stream;
 
@@ -124,7 +124,7 @@ class Port : public std::enable_shared_from_this<Port> {
   };
   // Of streams that are opened from then on, and of the registration cache.
   struct Settings {
-    std::size_t direct_bytes = kDirectBytes;  // 0: never
+    std::size_t direct_bytes = kRmaMinBytes;  // 0: never
     RegistrationCache::Limits registrations;
   };
 
@@ -141,7 +141,7 @@ class Port : public std::enable_shared_from_this<Port> {
   void set(const Settings& settings);
   std::size_t rails() const { return peers_.size(); }
   // Why nothing will go the direct path; empty where large pieces will.
-  std::string why_not_direct() const;
+  std::string why_not_rma() const;
   // Of the endpoints, by rail.
   std::vector<std::vector<std::byte>> names() const;
 
@@ -159,25 +159,25 @@ class Port : public std::enable_shared_from_this<Port> {
   std::size_t receive(Stream* stream, std::span<const iovec> pieces);
 
   // The direct path: whether a piece of so many bytes goes by it; the same at both ends.
-  bool is_direct(const Stream* stream, std::size_t bytes) const;
+  bool uses_rma(const Stream* stream, std::size_t bytes) const;
   // Grants memory for the piece that the peer will lend under this name; the next `receive` tells it. False: later.
-  bool expect(Stream* stream, std::uint64_t name, std::byte* into, std::size_t bytes);
+  bool post_receive(Stream* stream, std::uint64_t name, std::byte* into, std::size_t bytes);
   // Whether the peer expects that piece by now.
   bool is_offered(Stream* stream, std::uint64_t name);
   // All of `pieces` or nothing, for now. The last is the piece of that name: it is lent until `lent` says otherwise.
   // What is before it, up to kMaxBeforeBytes, is copied.
-  std::size_t lend(Stream* stream, std::span<const iovec> pieces, std::uint64_t name);
+  std::size_t put(Stream* stream, std::span<const iovec> pieces, std::uint64_t name);
   // Of the bytes that were taken, counted back from the last: those of the oldest piece that is not through, and after.
-  std::size_t lent(Stream* stream);
-  // Takes back what is lent and granted: true once it is. To be called again until then, or to `break_off`.
-  bool withdraw(Stream* stream);
+  std::size_t bytes_in_flight(Stream* stream);
+  // Takes back what is lent and granted: true once it is. To be called again until then, or to `force_close`.
+  bool cancel(Stream* stream);
   // That the peer will begin no write any more, and began so many.
   void disown(Stream* stream, std::uint32_t writes);
   LastWord last_word(const Stream* stream) const;
   // Closes the endpoint: every stream fails with this reason, and no memory is the provider's any more.
-  void break_off(const std::string& why);
+  void force_close(const std::string& why);
   // Says that this memory stays mapped as it is until the hold ends.
-  std::unique_ptr<Pipe::Hold> hold(std::byte* data, std::size_t bytes, RegistrationCache::Term term);
+  std::unique_ptr<Pipe::RegistrationLease> lease(std::byte* data, std::size_t bytes, RegistrationCache::Lifetime lifetime);
 
   // Registered as long as the port keeps it, for the next who asks, within kScratchBytes.
   std::unique_ptr<Pipe::Scratch> scratch(std::size_t bytes);
@@ -215,8 +215,8 @@ class Port : public std::enable_shared_from_this<Port> {
 
  private:
   enum class What : std::uint16_t;
-  class PortHold;
-  class PortScratch;
+  class MuxLease;
+  class MuxScratch;
   struct Block;
   struct GrantWord;
   struct WrittenWord;

@@ -66,9 +66,9 @@ class ResumableSocket {
   // No new connection will come. `why` is what errors say of it.
   void give_up(std::string why);
   // Says again what the former socket took along. True once that is done, or cannot be now.
-  bool catch_up();
+  bool flush();
   // Whether bytes that were taken from the caller would be lost if we closed now.
-  bool holds_back() const { return state_ == State::up && records_ != nullptr && records_->has_pending(); }
+  bool has_unsent() const { return state_ == State::up && records_ != nullptr && records_->has_pending(); }
 
  private:
   enum class State : std::uint8_t { up, disconnecting, broken, lost };

@@ -26,11 +26,11 @@ class TcpPipe final : public Pipe {
   void wait_for(short events, std::vector<pollfd>& fds) const override;
   bool hung_up() override;
   std::size_t unconfirmed() const override;
-  bool catch_up() override;
-  void wait_to_catch_up(std::vector<pollfd>& fds) override;
-  // A record that a socket took in part: the rest is written by `catch_up`.
-  bool needs_driving() const override { return has_records_; }
-  bool holds_back() const override;
+  bool flush() override;
+  void wait_to_flush(std::vector<pollfd>& fds) override;
+  // A record that a socket took in part: the rest is written by `flush`.
+  bool needs_progress() const override { return has_records_; }
+  bool has_unsent() const override;
 
   int rails() const override { return static_cast<int>(rails_.size()); }
   ResumableSocket* rail(int number) override { return &rails_[static_cast<std::size_t>(number)]; }
