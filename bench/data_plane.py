@@ -61,7 +61,7 @@ def serve(planes: int, workers: int) -> None:
     print(json.dumps({"ports": [plane.open(1, 1, "127.0.0.1", nonces, [], buffer) for plane in made]}), flush=True)
     for plane, ports in zip(made, json.loads(input()), strict=True):
         for worker, port in enumerate(ports):
-            plane.expect(1, worker, "127.0.0.1", port)
+            plane.set_worker_address(1, worker, "127.0.0.1", port)
     print(json.dumps({"threads": threads}), flush=True)
     input()
     for plane in made:

@@ -84,36 +84,36 @@ void bind_dataplane(nb::module_& m) {
              const std::vector<std::uint64_t>& proofs, const std::vector<nb::bytes>& hello_keys,
              std::size_t packet_bytes, std::size_t in_flight_bytes) {
             const auto keys = keys_of(hello_keys);
-            DataPlane::FabricPlace place;
+            DataPlane::FabricAddress address;
             std::string resolved;
             {
               nb::gil_scoped_release release;
               auto wire = fabric::open_rail(provider, host, 0);
               resolved = wire->limits().provider;
-              place = self.open_on_fabric(job, incarnation, std::move(wire), nonces, proofs, keys, packet_bytes,
+              address = self.open_on_fabric(job, incarnation, std::move(wire), nonces, proofs, keys, packet_bytes,
                                           in_flight_bytes);
             }
             nb::dict out;
             out["provider"] = resolved;
-            out["name"] = nb::bytes(reinterpret_cast<const char*>(place.name.data()), place.name.size());
-            out["tags"] = place.tags;
-            out["packet_bytes"] = place.packet_bytes;
-            out["buffer_bytes"] = place.buffer_bytes;
+            out["name"] = nb::bytes(reinterpret_cast<const char*>(address.name.data()), address.name.size());
+            out["tags"] = address.tags;
+            out["packet_bytes"] = address.packet_bytes;
+            out["buffer_bytes"] = address.buffer_bytes;
             return out;
           },
           nb::kw_only(), nb::arg("job"), nb::arg("incarnation"), nb::arg("provider"), nb::arg("host"),
           nb::arg("nonces"), nb::arg("proofs"), nb::arg("hello_keys"), nb::arg("packet_bytes"),
           nb::arg("in_flight_bytes"), "Where the job is on that fabric. FabricError where it cannot be.")
       .def(
-          "expect_on_fabric",
+          "set_worker_fabric_address",
           [](DataPlane& self, std::uint32_t job, std::uint16_t worker, const nb::bytes& name, std::uint64_t tag) {
             const auto* first = reinterpret_cast<const std::byte*>(name.c_str());
             const std::vector<std::byte> bytes(first, first + name.size());
             nb::gil_scoped_release release;
-            self.expect_on_fabric(job, worker, bytes, tag);
+            self.set_worker_fabric_address(job, worker, bytes, tag);
           },
           nb::arg("job"), nb::arg("worker"), nb::arg("name"), nb::arg("tag"))
-      .def("expect", &DataPlane::expect, nb::arg("job"), nb::arg("worker"), nb::arg("host"), nb::arg("port"),
+      .def("set_worker_address", &DataPlane::set_worker_address, nb::arg("job"), nb::arg("worker"), nb::arg("host"), nb::arg("port"),
            nb::arg("local") = "", Release())
       .def("receive_buffer_bytes", &DataPlane::receive_buffer_bytes, Release())
       .def(

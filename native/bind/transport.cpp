@@ -21,7 +21,7 @@ namespace transport = netfold::transport;
 
 std::unique_ptr<transport::Datagrams> DataPort::take() {
   if (!port) throw nb::value_error("this port was given to a group or a job before");
-  if (to == transport::Datagrams::kStranger) throw nb::value_error("this port is not connected");
+  if (to == transport::Datagrams::kUnknownPeer) throw nb::value_error("this port is not connected");
   return std::move(port);
 }
 
@@ -38,7 +38,7 @@ std::int64_t monotonic_ns() {
 std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint32_t incarnation, std::uint16_t worker,
                                    std::uint64_t nonce, std::size_t packet_bytes, const std::optional<nb::bytes>& key,
                                    std::int64_t timeout_ns) {
-  if (!self.port || self.to == transport::Datagrams::kStranger) {
+  if (!self.port || self.to == transport::Datagrams::kUnknownPeer) {
     throw nb::value_error("this port is not connected, or was given to a group");
   }
   transport::Datagrams& port = *self.port;
@@ -66,7 +66,7 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
     if (authenticator && !authenticator->verify(protocol::nonce_of(came.data(), bytes), came)) return;
     back = view->header().packet_number;
   };
-  const auto take = [&](std::span<const transport::Datagrams::Train> batch) {
+  const auto take = [&](std::span<const transport::Datagrams::PacketTrain> batch) {
     for (const auto& train : batch) {
       if (train.source == self.to) transport::for_each_packet(train, look);
     }
@@ -84,11 +84,11 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
       if (port.receive(take)) continue;
       const std::int64_t left_ns = again - monotonic_ns();
       if (left_ns <= 0) break;
-      const auto rest = port.rest(false);
-      pollfd wait{rest.fd, rest.events, 0};
-      const std::int64_t nap_ns = rest.nap_ns < 0 ? left_ns : std::min(left_ns, rest.nap_ns);
-      const timespec nap{.tv_sec = 0, .tv_nsec = nap_ns};
-      ::ppoll(&wait, rest.fd < 0 ? 0 : 1, &nap, nullptr);
+      const auto hint = port.wait_hint(false);
+      pollfd wait{hint.fd, hint.events, 0};
+      const std::int64_t poll_after_ns = hint.poll_after_ns < 0 ? left_ns : std::min(left_ns, hint.poll_after_ns);
+      const timespec wait_for{.tv_sec = 0, .tv_nsec = poll_after_ns};
+      ::ppoll(&wait, hint.fd < 0 ? 0 : 1, &wait_for, nullptr);
     }
   }
   return back;
@@ -152,7 +152,7 @@ void bind_transport(nb::module_& m) {
           },
           nb::arg("provider"), nb::arg("host"), nb::arg("packet_bytes"), nb::arg("in_flight_bytes"),
           "FabricError where there is none. `packet_bytes`: of the longest; `in_flight_bytes`: of packets each way.")
-      .def_prop_ro("place",
+      .def_prop_ro("address",
                    [](const FabricPort& self) {
                      if (!self.port) throw nb::value_error("this port was given to a group");
                      nb::dict place;

@@ -8,7 +8,7 @@
 // A port for packets and the switch at its other end, until a group takes it over.
 struct DataPort {
   std::unique_ptr<netfold::transport::Datagrams> port;
-  netfold::transport::Datagrams::Peer to = netfold::transport::Datagrams::kStranger;
+  netfold::transport::Datagrams::Peer to = netfold::transport::Datagrams::kUnknownPeer;
 
   // Once. Throws nb::value_error.
   std::unique_ptr<netfold::transport::Datagrams> take();

@@ -103,7 +103,7 @@ Progress Channel::poll(std::int64_t now_ns) {
 }
 
 bool Channel::receive(std::int64_t now_ns) {
-  return port_->receive([&](std::span<const transport::Datagrams::Train> batch) {
+  return port_->receive([&](std::span<const transport::Datagrams::PacketTrain> batch) {
     for (const auto& train : batch) {
       transport::for_each_packet(train, [&](std::span<const std::byte> bytes) {
         if (train.source == to_) return take(bytes, now_ns);
@@ -285,9 +285,9 @@ bool Channel::send(std::int64_t now_ns) {
 
 void Channel::wait_for(WaitSet& set) const {
   if (frozen_) return;
-  const transport::Datagrams::Rest rest = port_->rest(blocked_);
-  if (rest.fd >= 0) set.add(rest.fd, rest.events);
-  if (rest.nap_ns >= 0) set.wake_at(polled_ns_ + rest.nap_ns);
+  const transport::Datagrams::WaitHint hint = port_->wait_hint(blocked_);
+  if (hint.fd >= 0) set.add(hint.fd, hint.events);
+  if (hint.poll_after_ns >= 0) set.wake_at(polled_ns_ + hint.poll_after_ns);
   set.wake_at(machine_.poll_timeout());
   if (!blocked_) set.wake_at(machine_.next_send_ns());
 }

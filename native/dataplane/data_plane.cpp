@@ -22,7 +22,7 @@ using protocol::SwitchJob;
 namespace {
 
 constexpr std::uint32_t kWakeId = 0xffffffff;  // job ids stay below it
-constexpr std::uint64_t kNapId = std::uint64_t{1} << 33;
+constexpr std::uint64_t kPollTimerId = std::uint64_t{1} << 33;
 // Between two times that all workers are told of a call that does not match.
 constexpr std::int64_t kMismatchNs = 10'000'000;
 constexpr std::size_t kPieces = 2;  // of a packet: what the machine wrote, and its tag
@@ -104,12 +104,12 @@ DataPlane::DataPlane(const Options& options)
     : options_(options),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
-      nap_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)) {
-  if (!epoll_ || !wake_ || !nap_) transport::throw_errno("aggregator: epoll");
+      poll_timer_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)) {
+  if (!epoll_ || !wake_ || !poll_timer_) transport::throw_errno("aggregator: epoll");
   epoll_event event{.events = EPOLLIN, .data = {.u64 = kWakeId}};
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
-  event.data.u64 = kNapId;
-  epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, nap_.get(), &event);
+  event.data.u64 = kPollTimerId;
+  epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, poll_timer_.get(), &event);
   if (options.core >= CPU_SETSIZE) throw std::invalid_argument("there is no core " + std::to_string(options.core));
   // The thread begins where its maker is, and stays.
   const OnCore maker(options.core);
@@ -188,7 +188,7 @@ std::uint16_t DataPlane::open(std::uint32_t job_id, std::uint32_t incarnation, c
   return port;
 }
 
-DataPlane::FabricPlace DataPlane::open_on_fabric(std::uint32_t job_id, std::uint32_t incarnation,
+DataPlane::FabricAddress DataPlane::open_on_fabric(std::uint32_t job_id, std::uint32_t incarnation,
                                          std::unique_ptr<transport::fabric::Wire> wire,
                                          const std::vector<std::uint64_t>& nonces,
                                          const std::vector<std::uint64_t>& proofs,
@@ -197,22 +197,22 @@ DataPlane::FabricPlace DataPlane::open_on_fabric(std::uint32_t job_id, std::uint
   auto job = make_job(job_id, incarnation, nonces, hello_keys);
   auto endpoint = std::make_unique<transport::fabric::FabricDatagrams>(std::move(wire), packet_bytes, in_flight_bytes,
                                                                        nonces.size());
-  FabricPlace place{.name = endpoint->name(),
+  FabricAddress address{.name = endpoint->name(),
                     .tags = {},
                     .packet_bytes = endpoint->packet_bytes(),
                     .buffer_bytes = endpoint->buffer_bytes()};
   for (std::size_t i = 0; i < nonces.size(); ++i) {
     if (proofs.at(i) == nonces[i]) throw std::invalid_argument("open: a proof is another number than the nonce");
-    place.tags.push_back(endpoint->tag(static_cast<transport::Datagrams::Peer>(i)));
+    address.tags.push_back(endpoint->tag(static_cast<transport::Datagrams::Peer>(i)));
   }
   job->proofs = proofs;
   job->endpoint = endpoint.get();
   job->port = std::move(endpoint);
   add(std::move(job));
-  return place;
+  return address;
 }
 
-void DataPlane::expect(std::uint32_t job_id, std::uint16_t worker, const std::string& host, std::uint16_t port,
+void DataPlane::set_worker_address(std::uint32_t job_id, std::uint16_t worker, const std::string& host, std::uint16_t port,
                    const std::string& local) {
   const transport::Address address = transport::Address::parse(host, port);
   std::optional<transport::Address> source;
@@ -220,17 +220,17 @@ void DataPlane::expect(std::uint32_t job_id, std::uint16_t worker, const std::st
   on_thread([&] {
     const auto found = jobs_.find(job_id);
     if (found == jobs_.end()) return;
-    if (found->second->socket == nullptr) throw std::invalid_argument("expect: the job is on a fabric");
+    if (found->second->socket == nullptr) throw std::invalid_argument("set_worker_address: the job is on a fabric");
     found->second->workers.at(worker).expected = found->second->socket->add(address, source);
   });
 }
 
-void DataPlane::expect_on_fabric(std::uint32_t job_id, std::uint16_t worker, const std::vector<std::byte>& name,
+void DataPlane::set_worker_fabric_address(std::uint32_t job_id, std::uint16_t worker, const std::vector<std::byte>& name,
                              std::uint64_t tag) {
   on_thread([&] {
     const auto found = jobs_.find(job_id);
     if (found == jobs_.end()) return;
-    if (found->second->endpoint == nullptr) throw std::invalid_argument("expect_on_fabric: the job is on no fabric");
+    if (found->second->endpoint == nullptr) throw std::invalid_argument("set_worker_fabric_address: the job is on no fabric");
     Worker& expected = found->second->workers.at(worker);
     found->second->endpoint->connect(worker, name, tag);
     expected.expected = worker;
@@ -380,7 +380,7 @@ void DataPlane::run() {
   std::array<epoll_event, 64> events;
   std::int64_t busy_until_ns = 0;
   while (!stopping_) {
-    const bool at_once = rest() || (options_.busy_poll_ns > 0 && monotonic_ns() < busy_until_ns);
+    const bool at_once = wait_hint() || (options_.busy_poll_ns > 0 && monotonic_ns() < busy_until_ns);
     const int ready = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), at_once ? 0 : -1);
     if (ready > 0 && options_.busy_poll_ns > 0) busy_until_ns = monotonic_ns() + options_.busy_poll_ns;
     bool looks = at_once;
@@ -388,18 +388,18 @@ void DataPlane::run() {
       const std::uint64_t source = events[static_cast<std::size_t>(i)].data.u64;
       // Between two jobs, too: with many of them busy a command would else wait for a batch of each.
       if (has_commands_.load(std::memory_order_relaxed)) run_commands();
-      if (source != kWakeId && source != kNapId) {
+      if (source != kWakeId && source != kPollTimerId) {
         serve(source);
         continue;
       }
       std::uint64_t value = 0;
-      [[maybe_unused]] const auto got = ::read(source == kNapId ? nap_.get() : wake_.get(), &value, sizeof value);
-      looks |= source == kNapId;
+      [[maybe_unused]] const auto got = ::read(source == kPollTimerId ? poll_timer_.get() : wake_.get(), &value, sizeof value);
+      looks |= source == kPollTimerId;
       // After the read: a command that came before it has no other event.
       if (source == kWakeId) run_commands();
     }
     if (!looks) continue;
-    for (const std::uint64_t id : light_sleepers_) serve(id);
+    for (const std::uint64_t id : polled_ports_) serve(id);
   }
 }
 
@@ -443,7 +443,7 @@ void DataPlane::serve(std::uint64_t id) {
 }
 
 void DataPlane::receive(Job& job) {
-  job.port->receive([&](std::span<const transport::Datagrams::Train> batch) {
+  job.port->receive([&](std::span<const transport::Datagrams::PacketTrain> batch) {
     const std::int64_t now_ns = monotonic_ns();
     // By worker, those of each in the order that they came in: floats that come in rank order are added at once
     // (switch_job.hpp). What came in one batch counts as simultaneous anyway.
@@ -516,7 +516,7 @@ void DataPlane::completed(Job& job, std::uint32_t slot) {
 }
 
 void DataPlane::receive_from_parent(Job& job) {
-  job.parent->port->receive([&](std::span<const transport::Datagrams::Train> batch) {
+  job.parent->port->receive([&](std::span<const transport::Datagrams::PacketTrain> batch) {
     for (const auto& train : batch) {
       transport::for_each_packet(train,
                                  [&](std::span<const std::byte> bytes) { take_from_parent(job, bytes, train.source); });
@@ -588,7 +588,7 @@ void DataPlane::flush_sums(Job& job) {
   }
   if (blocked != parent.blocked) {
     parent.blocked = blocked;
-    rewatch(kParentBit | job.id, *parent.port, blocked);
+    update_watch(kParentBit | job.id, *parent.port, blocked);
   }
 }
 
@@ -693,7 +693,7 @@ void DataPlane::flush(Job& job) {
   }
   if (blocked != job.blocked) {
     job.blocked = blocked;
-    rewatch(job.id, *job.port, blocked);
+    update_watch(job.id, *job.port, blocked);
   }
 }
 
@@ -756,37 +756,37 @@ void DataPlane::send_to_all_but(Job& job, std::size_t except, std::span<const st
 }
 
 void DataPlane::watch(std::uint64_t id, transport::Datagrams& port) {
-  const auto rest = port.rest(false);
+  const auto hint = port.wait_hint(false);
   epoll_event event{.events = EPOLLIN, .data = {.u64 = id}};
-  if (rest.fd >= 0 && epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, rest.fd, &event) != 0) transport::throw_errno("epoll_ctl");
-  if (port.sleeps_lightly()) light_sleepers_.push_back(id);
+  if (hint.fd >= 0 && epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, hint.fd, &event) != 0) transport::throw_errno("epoll_ctl");
+  if (port.needs_polling()) polled_ports_.push_back(id);
 }
 
-void DataPlane::rewatch(std::uint64_t id, transport::Datagrams& port, bool blocked) {
-  const auto rest = port.rest(blocked);
-  epoll_event event{.events = static_cast<std::uint32_t>(rest.events), .data = {.u64 = id}};
-  if (rest.fd >= 0) epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, rest.fd, &event);
+void DataPlane::update_watch(std::uint64_t id, transport::Datagrams& port, bool blocked) {
+  const auto hint = port.wait_hint(blocked);
+  epoll_event event{.events = static_cast<std::uint32_t>(hint.events), .data = {.u64 = id}};
+  if (hint.fd >= 0) epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, hint.fd, &event);
 }
 
 void DataPlane::forget(std::uint64_t id, transport::Datagrams& port) {
-  const auto rest = port.rest(false);
-  if (rest.fd >= 0) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, rest.fd, nullptr);
-  std::erase(light_sleepers_, id);
+  const auto hint = port.wait_hint(false);
+  if (hint.fd >= 0) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, hint.fd, nullptr);
+  std::erase(polled_ports_, id);
 }
 
 // Before sleep: how long the ports of fabrics may be left alone. True: not at all.
-bool DataPlane::rest() {
-  std::int64_t nap_ns = -1;
-  for (const std::uint64_t id : light_sleepers_) {
+bool DataPlane::wait_hint() {
+  std::int64_t poll_after_ns = -1;
+  for (const std::uint64_t id : polled_ports_) {
     Job& job = *jobs_.at(static_cast<std::uint32_t>(id));
     const bool is_parent = (id & kParentBit) != 0;
-    const auto rest = is_parent ? job.parent->port->rest(job.parent->blocked) : job.port->rest(job.blocked);
-    if (rest.nap_ns == 0) return true;
-    if (rest.nap_ns > 0 && (nap_ns < 0 || rest.nap_ns < nap_ns)) nap_ns = rest.nap_ns;
+    const auto hint = is_parent ? job.parent->port->wait_hint(job.parent->blocked) : job.port->wait_hint(job.blocked);
+    if (hint.poll_after_ns == 0) return true;
+    if (hint.poll_after_ns > 0 && (poll_after_ns < 0 || hint.poll_after_ns < poll_after_ns)) poll_after_ns = hint.poll_after_ns;
   }
-  if (light_sleepers_.empty()) return false;
-  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = std::max<std::int64_t>(0, nap_ns)}};
-  timerfd_settime(nap_.get(), 0, &once, nullptr);
+  if (polled_ports_.empty()) return false;
+  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = std::max<std::int64_t>(0, poll_after_ns)}};
+  timerfd_settime(poll_timer_.get(), 0, &once, nullptr);
   return false;
 }
 

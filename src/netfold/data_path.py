@@ -127,7 +127,7 @@ class _Fabric:
         except fabric.FabricError as error:
             raise PathError(f"is to be reached over the fabric '{provider}', which this host cannot: {error}") from None
         self.port: DataPort = self._port
-        self._place: dict[str, Any] = self._port.place
+        self._place: dict[str, Any] = self._port.address
 
     def said(self) -> control.Message:
         return {"fabric": {key: self._place[key] for key in ("provider", "name", "tag")}}

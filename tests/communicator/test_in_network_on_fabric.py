@@ -274,7 +274,7 @@ class Job:
         """Worker 0's port. tag: what it sends has, in the place of what it was told."""
         port = FabricPort(STRICT, HERE, packet_bytes=4096, in_flight_bytes=1 << 16)
         if known:
-            self.plane.expect_on_fabric(self.JOB, 0, port.place["name"], port.place["tag"])
+            self.plane.set_worker_fabric_address(self.JOB, 0, port.address["name"], port.address["tag"])
         port.connect(self.place["name"], self.place["tags"][0] if tag is None else tag)
         return port
 
@@ -324,7 +324,7 @@ def test_a_hello_counts_with_the_workers_own_tag_and_key_and_nonce_and_comes_bac
 
 
 def test_who_has_not_got_the_hello_back_is_not_ready(open_switch: RunningSwitch) -> None:
-    elsewhere = FabricPort("tcp", HERE, packet_bytes=4096, in_flight_bytes=4096).place
+    elsewhere = FabricPort("tcp", HERE, packet_bytes=4096, in_flight_bytes=4096).address
     place = {"provider": "tcp;ofi_rxm", "name": elsewhere["name"], "tag": 7}
     join = {"type": "join", "version": control.VERSION, "job": "j", "name": "", "ranks": [0, 1], "timeout_s": 10}
 

@@ -45,7 +45,7 @@ class Job:
         keys = [self.hello_key(worker) for worker in range(workers)]
         self.address = ("127.0.0.1", self.plane.open(JOB, INCARNATION, "127.0.0.1", self.nonces, keys, 1 << 20))
         for worker, each in enumerate(self.sockets):
-            self.plane.expect(JOB, worker, *each.getsockname())
+            self.plane.set_worker_address(JOB, worker, *each.getsockname())
 
     def hello_key(self, worker: int) -> bytes:
         return packet_keys.hello_key(self.secrets[worker], job=JOB, worker=worker)

@@ -28,7 +28,7 @@ from netfold._native.dataplane import DataPlane
 job, incarnation, epoch, nonce, payload_bytes, window = map(int, sys.argv[1:])
 plane = DataPlane()
 print(plane.open(job, incarnation, "127.0.0.1", [nonce], [], 8 << 20), flush=True)
-plane.expect(job, 0, "127.0.0.1", int(sys.stdin.readline()))
+plane.set_worker_address(job, 0, "127.0.0.1", int(sys.stdin.readline()))
 print("expects", flush=True)
 sys.stdin.readline()
 shape = {"workers": 1, "window": window, "payload_bytes": payload_bytes}

@@ -57,7 +57,7 @@ class EncryptedJob:
             each.bind(("127.0.0.1", 0))
             each.settimeout(seconds(10))
             each.connect(("127.0.0.1", port))
-            self.plane.expect(JOB, worker, *each.getsockname())
+            self.plane.set_worker_address(JOB, worker, *each.getsockname())
             # A hello has no values, and is authenticated alone.
             hello = auth.with_mac(
                 hellos[worker], self.header(worker, flags=protocol.FLAGS["hello"], epoch=0, packet_number=nonces[worker])

@@ -74,7 +74,7 @@ def test_an_answer_comes_from_the_address_that_was_asked(
         with socket.socket(family, socket.SOCK_DGRAM) as ours:
             ours.bind((asked[0], 0))
             ours.settimeout(5)
-            plane.expect(1, worker, *ours.getsockname()[:2], local)
+            plane.set_worker_address(1, worker, *ours.getsockname()[:2], local)
             packet = hello(worker, nonces[worker])
             ours.sendto(packet, (local, port))
             answer, source = ours.recvfrom(65536)

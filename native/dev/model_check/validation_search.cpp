@@ -15,7 +15,7 @@ using AddressValidation = protocol::AddressValidation<int>;
 constexpr std::uint32_t kJob = 7;
 constexpr std::uint32_t kIncarnation = 2;
 constexpr std::uint64_t kNonces = 100;  // worker w's is 100 + w
-constexpr int kStranger = 0;
+constexpr int kUnknownPeer = 0;
 const std::string kOwn = "its own";
 
 int address_of(int worker) { return 1 + worker; }
@@ -35,10 +35,10 @@ std::vector<Hello> hellos_of(int workers) {
     const std::string name = "worker " + std::to_string(worker);
     const std::uint64_t nonce = kNonces + static_cast<std::uint64_t>(worker);
     hellos.push_back({kOwn, worker, address_of(worker), nonce});
-    hellos.push_back({name + "'s, heard and sent from elsewhere", worker, kStranger, nonce});
+    hellos.push_back({name + "'s, heard and sent from elsewhere", worker, kUnknownPeer, nonce});
     hellos.push_back({name + "'s in a former incarnation", worker, address_of(worker), nonce, kJob, 1});
     hellos.push_back({name + "'s of another job", worker, address_of(worker), nonce, kJob + 1});
-    hellos.push_back({"a stranger as " + name, worker, kStranger, 0});
+    hellos.push_back({"a stranger as " + name, worker, kUnknownPeer, 0});
     hellos.push_back({"a stranger as " + name + ", with its address forged", worker, address_of(worker), 0});
     for (int other = 0; other < workers; ++other) {
       if (other != worker)

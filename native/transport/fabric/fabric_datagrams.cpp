@@ -89,10 +89,10 @@ void FabricDatagrams::connect(Peer peer, std::span<const std::byte> name, std::u
   }
   std::vector<std::byte> padded(kMaxNameBytes + 1);
   std::copy(name.begin(), name.end(), padded.begin());
-  Place& place = peers_[peer];
-  place.at = wire_->add(padded);
-  place.tag_out = tag;
-  place.connected = true;
+  PeerState& state = peers_[peer];
+  state.at = wire_->add(padded);
+  state.tag_out = tag;
+  state.connected = true;
 }
 
 std::size_t FabricDatagrams::send(std::span<Run> runs) {
@@ -128,20 +128,20 @@ void FabricDatagrams::take(const Run& run, std::size_t number) {
   }
   sending.bytes = run.packet_bytes;
   sending.to = run.to;
-  Place& place = peers_[run.to];
-  ++place.under_way;
-  place.waiting.push_back(&sending);
+  PeerState& state = peers_[run.to];
+  ++state.under_way;
+  state.waiting.push_back(&sending);
   ++waiting_;
 }
 
 // What waits for this peer, oldest first.
-void FabricDatagrams::push(Place& place) {
+void FabricDatagrams::push(PeerState& state) {
   void* descriptor = registration_ == nullptr ? nullptr : registration_->descriptor();
-  while (!place.waiting.empty()) {
-    Sending& sending = *place.waiting.front();
-    const auto taken = wire_->send(place.at, sending.data, sending.bytes, descriptor, place.tag_out, &sending);
+  while (!state.waiting.empty()) {
+    Sending& sending = *state.waiting.front();
+    const auto taken = wire_->send(state.at, sending.data, sending.bytes, descriptor, state.tag_out, &sending);
     if (taken == Wire::Taken::later) return;
-    place.waiting.pop_front();
+    state.waiting.pop_front();
     --waiting_;
     if (taken == Wire::Taken::yes) continue;
     release(sending);
@@ -176,7 +176,7 @@ bool FabricDatagrams::receive(const Take& take) {
         if (is_known && !std::exchange(peers_[known->second].heard, true)) --unheard_;
         trains_.push_back({.bytes = {receiving.data, completion.bytes},
                            .packet_bytes = completion.bytes,
-                           .source = is_known ? known->second : kStranger});
+                           .source = is_known ? known->second : kUnknownPeer});
         read_.push_back(&receiving);
       }
     }
@@ -189,7 +189,7 @@ bool FabricDatagrams::receive(const Take& take) {
   const auto again = std::exchange(unposted_, {});
   for (Receiving* receiving : again) post(*receiving);
   if (waiting_ > 0) {
-    for (Place& place : peers_) push(place);
+    for (PeerState& state : peers_) push(state);
   }
   look_ns_ = moved ? kFirstLookNs : std::min(2 * look_ns_, kLastLookNs);
   return moved;
@@ -230,17 +230,17 @@ void FabricDatagrams::lost(const std::string& why) {
   if (++failed_sends_ >= kMaxFailures) path_error_ = "provider " + limits().provider + ": sending failed: " + why;
 }
 
-FabricDatagrams::Rest FabricDatagrams::rest(bool /*wants_room*/) {
-  Rest rest{.fd = wire_->wait_fd(), .events = POLLIN};
+FabricDatagrams::WaitHint FabricDatagrams::wait_hint(bool /*wants_room*/) {
+  WaitHint hint{.fd = wire_->wait_fd(), .events = POLLIN};
   const bool sends = free_.size() < sendings_.size();
   if (!wire_->may_sleep()) {
-    rest.nap_ns = 0;
-  } else if (waiting_ > 0 || !unposted_.empty() || rest.fd < 0) {
-    rest.nap_ns = kNapNs;  // what was refused may go without a completion before it
+    hint.poll_after_ns = 0;
+  } else if (waiting_ > 0 || !unposted_.empty() || hint.fd < 0) {
+    hint.poll_after_ns = kPollIntervalNs;  // what was refused may go without a completion before it
   } else if (sends || unheard_ > 0) {
-    rest.nap_ns = look_ns_;
+    hint.poll_after_ns = look_ns_;
   }
-  return rest;
+  return hint;
 }
 
 }  // namespace netfold::transport::fabric

@@ -636,8 +636,8 @@ void Port::wait_for(Stream* stream, short events, std::vector<pollfd>& fds) {
   if (naps || asks) nap(fds, naps ? kNapNs : kAskNs);
 }
 
-void Port::nap(std::vector<pollfd>& fds, std::int64_t nap_ns) {
-  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = nap_ns}};
+void Port::nap(std::vector<pollfd>& fds, std::int64_t poll_after_ns) {
+  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = poll_after_ns}};
   timerfd_settime(nap_.get(), 0, &once, nullptr);
   add_once(nap_.get(), fds);
 }

@@ -100,7 +100,7 @@ std::size_t UdpSocket::Hash::operator()(const Address& address) const {
   return host * 0x9e3779b97f4a7c15u ^ address.port();
 }
 
-UdpSocket::Rest UdpSocket::rest(bool wants_room) {
+UdpSocket::WaitHint UdpSocket::wait_hint(bool wants_room) {
   return {.fd = fd_.get(), .events = static_cast<short>(POLLIN | (wants_room ? POLLOUT : 0))};
 }
 
@@ -250,7 +250,7 @@ bool UdpSocket::receive(const Take& take) {
     }
     trains_[i] = {.bytes = {static_cast<const std::byte*>(header.msg_iov[0].iov_base), bytes},
                   .packet_bytes = segment,
-                  .source = known == numbers_.end() ? kStranger : known->second};
+                  .source = known == numbers_.end() ? kUnknownPeer : known->second};
     counters_.received_datagrams += bytes == 0 ? 1 : (bytes + segment - 1) / segment;
     total += bytes;
   }

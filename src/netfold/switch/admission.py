@@ -186,10 +186,10 @@ class Admission:
         if join.fabric is None:
             # Its packets will come from where it speaks now, and from no other host.
             local = writer.get_extra_info("sockname")[0] if self._listens_everywhere else ""
-            job.plane.expect(job.id, number, writer.get_extra_info("peername")[0], join.port, local)
+            job.plane.set_worker_address(job.id, number, writer.get_extra_info("peername")[0], join.port, local)
         else:
             try:
-                job.plane.expect_on_fabric(job.id, number, join.fabric.name, join.fabric.tag)
+                job.plane.set_worker_fabric_address(job.id, number, join.fabric.name, join.fabric.tag)
             except fabric.FabricError as error:
                 raise RefusedError("fabric", f"rank {join.rank} is nowhere on the fabric: {error}") from None
         where = address if child.switch is None else join.endpoint or address

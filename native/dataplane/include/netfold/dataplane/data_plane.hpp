@@ -104,22 +104,22 @@ class DataPlane {
                      std::size_t buffer_bytes);
   // As `open`, on a fabric: an endpoint of `wire`, for packets of up to `packet_bytes` and so many in flight from each
   // worker. Throws fabric::Error. `proofs`: by worker, none of them its nonce.
-  struct FabricPlace {
+  struct FabricAddress {
     std::vector<std::byte> name;
     std::vector<std::uint64_t> tags;  // by worker: of what it sends
     std::size_t packet_bytes = 0;     // of the longest that is taken
     std::size_t buffer_bytes = 0;     // of memory for packets
   };
-  FabricPlace open_on_fabric(std::uint32_t job, std::uint32_t incarnation,
+  FabricAddress open_on_fabric(std::uint32_t job, std::uint32_t incarnation,
                              std::unique_ptr<transport::fabric::Wire> wire, const std::vector<std::uint64_t>& nonces,
                              const std::vector<std::uint64_t>& proofs, const std::vector<auth::Key>& hello_keys,
                              std::size_t packet_bytes, std::size_t in_flight_bytes);
   // Where the worker will send from, a numeric address: hellos from elsewhere are dropped, and so are all before.
   // `local`: this host's address that the worker was told, which answers to it come from; empty: the route's.
-  void expect(std::uint32_t job, std::uint16_t worker, const std::string& host, std::uint16_t port,
+  void set_worker_address(std::uint32_t job, std::uint16_t worker, const std::string& host, std::uint16_t port,
               const std::string& local);
   // Where the worker is on the job's fabric, and how it wants packets to be tagged. Throws fabric::Error.
-  void expect_on_fabric(std::uint32_t job, std::uint16_t worker, const std::vector<std::byte>& name, std::uint64_t tag);
+  void set_worker_fabric_address(std::uint32_t job, std::uint16_t worker, const std::vector<std::byte>& name, std::uint64_t tag);
   // What holds packets of the job that have arrived and were not read: as the kernel granted it, or as was posted.
   std::size_t receive_buffer_bytes(std::uint32_t job);
   // The job's sums go to the parent's data port `to`, through `port`, which showed the parent its place by a hello.
@@ -156,7 +156,7 @@ class DataPlane {
   };
   struct Parent {
     std::unique_ptr<transport::Datagrams> port;
-    transport::Datagrams::Peer peer = transport::Datagrams::kStranger;
+    transport::Datagrams::Peer peer = transport::Datagrams::kUnknownPeer;
     protocol::ParentSender machine{0};
     std::optional<auth::PacketAuthenticator> authenticator;         // of sums
     std::optional<auth::PacketAuthenticator> result_authenticator;  // of what the parent says
@@ -219,16 +219,16 @@ class DataPlane {
   void add(std::unique_ptr<Job> job);
   void serve(std::uint64_t id);
   void watch(std::uint64_t id, transport::Datagrams& port);
-  void rewatch(std::uint64_t id, transport::Datagrams& port, bool blocked);
+  void update_watch(std::uint64_t id, transport::Datagrams& port, bool blocked);
   void forget(std::uint64_t id, transport::Datagrams& port);
-  bool rest();
+  bool wait_hint();
   static JobCounters counters_of(const Job& job);
 
   Options options_;
   transport::Fd epoll_;
   transport::Fd wake_;
-  transport::Fd nap_;
-  std::vector<std::uint64_t> light_sleepers_;  // ports that are asked each time whether, and for how long, to sleep
+  transport::Fd poll_timer_;
+  std::vector<std::uint64_t> polled_ports_;  // ports that are asked each time whether, and for how long, to sleep
   std::unordered_map<std::uint32_t, std::unique_ptr<Job>> jobs_;  // the thread's alone
   std::mutex mutex_;
   std::deque<std::function<void()>> commands_;

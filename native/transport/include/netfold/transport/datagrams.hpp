@@ -21,11 +21,11 @@ namespace netfold::transport {
 class Datagrams {
  public:
   using Peer = std::uint32_t;
-  static constexpr Peer kStranger = 0xffffffff;
+  static constexpr Peer kUnknownPeer = 0xffffffff;
 
   // Packets to one peer, each `packet_bytes` long and made of the same number of consecutive pieces.
   struct Run {
-    Peer to = kStranger;
+    Peer to = kUnknownPeer;
     std::span<const iovec> pieces;
     std::size_t pieces_per_packet = 1;
     std::size_t packet_bytes = 0;
@@ -33,10 +33,10 @@ class Datagrams {
   };
 
   // How a sleeper is woken.
-  struct Rest {
+  struct WaitHint {
     int fd = -1;  // for `events`; -1: by the nap alone
     short events = 0;
-    std::int64_t nap_ns = -1;  // look again after so long in any case; 0: at once, -1: there is no need to
+    std::int64_t poll_after_ns = -1;  // look again after so long in any case; 0: at once, -1: there is no need to
   };
 
   virtual ~Datagrams() = default;
@@ -50,10 +50,10 @@ class Datagrams {
 
   // Packets that came together from one source: of `packet_bytes` each, but the last, which may be shorter. No bytes:
   // one packet of none.
-  struct Train {
+  struct PacketTrain {
     std::span<const std::byte> bytes;
     std::size_t packet_bytes = 0;
-    Peer source = kStranger;
+    Peer source = kUnknownPeer;
   };
   // Receives what is there, at most one batch, and calls `take` with it, once, unless it is empty. The bytes live for
   // the call, in which packets may be sent. Whether anything happened.
@@ -61,9 +61,9 @@ class Datagrams {
   virtual bool receive(const Take& take) = 0;
 
   // `wants_room`: for a packet that was not taken. Good until the next call of anything else here.
-  virtual Rest rest(bool wants_room) = 0;
+  virtual WaitHint wait_hint(bool wants_room) = 0;
   // Whether that has to be asked before each sleep; else the descriptor alone wakes whoever waits for it.
-  virtual bool sleeps_lightly() const { return false; }
+  virtual bool needs_polling() const { return false; }
 
   // What holds packets that have come and were not received.
   virtual std::size_t receive_buffer_bytes() const = 0;
@@ -90,19 +90,19 @@ class Datagrams::Take {
     requires(!std::is_same_v<std::remove_cvref_t<Callable>, Take>)
   Take(Callable&& callable)  // not explicit: as a parameter it is made of any callable
       : callable_(const_cast<void*>(static_cast<const void*>(&callable))),
-        call_([](void* of, std::span<const Train> batch) {
+        call_([](void* of, std::span<const PacketTrain> batch) {
           (*static_cast<std::remove_reference_t<Callable>*>(of))(batch);
         }) {}
-  void operator()(std::span<const Train> batch) const { call_(callable_, batch); }
+  void operator()(std::span<const PacketTrain> batch) const { call_(callable_, batch); }
 
  private:
   void* callable_;
-  void (*call_)(void*, std::span<const Train>);
+  void (*call_)(void*, std::span<const PacketTrain>);
 };
 
 // `packet(bytes)` for each of a train.
 template <class Packet>
-void for_each_packet(const Datagrams::Train& train, const Packet& packet) {
+void for_each_packet(const Datagrams::PacketTrain& train, const Packet& packet) {
   std::size_t offset = 0;
   do {
     packet(train.bytes.subspan(offset, std::min(train.packet_bytes, train.bytes.size() - offset)));

@@ -58,8 +58,8 @@ class FabricDatagrams final : public Datagrams {
   // What the provider refuses for now waits in its buffer, and goes with a later `receive`.
   std::size_t send(std::span<Run> runs) override;
   bool receive(const Take& take) override;
-  Rest rest(bool wants_room) override;
-  bool sleeps_lightly() const override { return true; }
+  WaitHint wait_hint(bool wants_room) override;
+  bool needs_polling() const override { return true; }
   std::size_t receive_buffer_bytes() const override { return receivings_.size() * packet_bytes_; }
   const std::string& path_error() const override { return path_error_; }
 
@@ -67,7 +67,7 @@ class FabricDatagrams final : public Datagrams {
   // Sends that failed one after another before there is said to be trouble.
   static constexpr int kMaxFailures = 8;
   // Between two looks at what was refused, or cannot wake us.
-  static constexpr std::int64_t kNapNs = 200'000;
+  static constexpr std::int64_t kPollIntervalNs = 200'000;
   // While something is under way: a provider's repairs, connections that are being made and, with some providers, the
   // rest of what was sent wake nobody. The first look after so long, each next one after twice as long.
   static constexpr std::int64_t kFirstLookNs = 50'000;
@@ -77,12 +77,12 @@ class FabricDatagrams final : public Datagrams {
   struct Sending : Work {
     std::byte* data = nullptr;
     std::size_t bytes = 0;
-    Peer to = kStranger;
+    Peer to = kUnknownPeer;
   };
   struct Receiving : Work {
     std::byte* data = nullptr;
   };
-  struct Place {
+  struct PeerState {
     Wire::Peer at = 0;
     std::uint64_t tag_in = 0;
     std::uint64_t tag_out = 0;
@@ -93,7 +93,7 @@ class FabricDatagrams final : public Datagrams {
   };
 
   void take(const Run& run, std::size_t number);
-  void push(Place& place);
+  void push(PeerState& state);
   void release(Sending& sending);
   void post(Receiving& receiving);
   void failed(const Completion& completion);
@@ -114,9 +114,9 @@ class FabricDatagrams final : public Datagrams {
   std::vector<Receiving> receivings_;
   std::vector<Sending*> free_;
   std::vector<Receiving*> unposted_;  // refused for now
-  std::vector<Train> trains_;         // of one batch, and where they lie
+  std::vector<PacketTrain> trains_;         // of one batch, and where they lie
   std::vector<Receiving*> read_;
-  std::vector<Place> peers_;
+  std::vector<PeerState> peers_;
   std::unordered_map<std::uint64_t, Peer> by_tag_;
   std::size_t most_under_way_ = 0;  // to one peer
   std::size_t waiting_ = 0;         // to all

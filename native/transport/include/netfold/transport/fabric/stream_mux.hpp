@@ -194,7 +194,7 @@ class Port : public std::enable_shared_from_this<Port> {
   // Does what the provider has to do, for all streams.
   void look();
   // What wakes a sleeper soon, in any case.
-  void nap(std::vector<pollfd>& fds, std::int64_t nap_ns);
+  void nap(std::vector<pollfd>& fds, std::int64_t poll_after_ns);
 
   struct Counters {
     std::uint64_t segments_sent = 0;

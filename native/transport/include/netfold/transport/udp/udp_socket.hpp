@@ -49,7 +49,7 @@ class UdpSocket final : public Datagrams {
   // EMSGSIZE of an interface, ENETUNREACH, ...) counts as sent and lost, and in the counters.
   std::size_t send(std::span<Run> runs) override;
   bool receive(const Take& take) override;
-  Rest rest(bool wants_room) override;
+  WaitHint wait_hint(bool wants_room) override;
   std::size_t receive_buffer_bytes() const override { return receive_buffer_bytes_; }
   const std::string& path_error() const override;
 
@@ -77,7 +77,7 @@ class UdpSocket final : public Datagrams {
   std::vector<Destination> peers_;
   std::unordered_map<Address, Peer, Hash> numbers_;
   std::size_t batch_ = 0;  // messages that the next call asks for
-  std::vector<Train> trains_;
+  std::vector<PacketTrain> trains_;
   std::unique_ptr<std::byte[]> receive_area_;  // not touched before it is used
   std::vector<mmsghdr> receive_messages_;
   std::vector<iovec> receive_iovecs_;
