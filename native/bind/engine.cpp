@@ -366,8 +366,8 @@ void bind_engine(nb::module_& m) {
   e.attr("REDUCE_OPS") = names<kernels::ReduceOp>(kernels::kReduceOpCount);
   e.attr("KINDS") = names<collective::Kind>(collective::kKindCount);
   e.attr("ALGORITHMS") = names<collective::AlgorithmId>(collective::kAlgorithmCount);
-  e.attr("SEGMENT_BYTES") = sizeof(transport::SharedNode::Segment);
-  e.attr("MAX_NODE_SIZE") = transport::SharedNode::kMaxSize;
+  e.attr("SEGMENT_BYTES") = sizeof(transport::ShmNode::Segment);
+  e.attr("MAX_NODE_SIZE") = transport::ShmNode::kMaxSize;
   e.attr("ANY_SOURCE") = collective::kAnySource;
   nb::dict supported;
   for (int i = 0; i < collective::kAlgorithmCount; ++i) {
@@ -387,23 +387,23 @@ void bind_engine(nb::module_& m) {
   }
   e.attr("FAILURES") = nb::tuple(failures);
 
-  nb::class_<transport::SharedBuffer>(e, "SharedBuffer", "Zeroed memory that other ranks of the node may map.")
+  nb::class_<transport::ShmBuffer>(e, "ShmBuffer", "Zeroed memory that other ranks of the node may map.")
       .def(nb::init<std::size_t>(), nb::arg("bytes"))
-      .def_prop_ro("address", [](const transport::SharedBuffer& self) { return std::uintptr_t(self.data()); })
-      .def_prop_ro("bytes", &transport::SharedBuffer::bytes);
+      .def_prop_ro("address", [](const transport::ShmBuffer& self) { return std::uintptr_t(self.data()); })
+      .def_prop_ro("bytes", &transport::ShmBuffer::bytes);
   e.def(
       "share_memory",
       [](std::uintptr_t address, std::size_t bytes, int fd) {
         transport::Fd own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
         if (!own) transport::throw_errno("keep a descriptor of shared memory");
-        transport::SharedRegions::instance().add(reinterpret_cast<std::byte*>(address), bytes, std::move(own));
+        transport::ShmRegistry::instance().add(reinterpret_cast<std::byte*>(address), bytes, std::move(own));
       },
       nb::arg("address"), nb::arg("bytes"), nb::arg("fd"),
       "Memory that is mapped, shared, from the start of `fd`: other ranks may map it until unshare_memory(address).");
   e.def(
       "unshare_memory",
       [](std::uintptr_t address) {
-        transport::SharedRegions::instance().remove(reinterpret_cast<std::byte*>(address));
+        transport::ShmRegistry::instance().remove(reinterpret_cast<std::byte*>(address));
       },
       nb::arg("address"));
 
@@ -415,14 +415,14 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("bytes_read", &PeerMemory::bytes_read)
       .def_prop_ro("mark", [](const PeerMemory& self) { return nb::bytes(self.mark().data(), self.mark().size()); })
       .def(
-          "meet",
+          "probe",
           [](PeerMemory& self, int position, int pid, std::uintptr_t address, const nb::bytes& mark) -> std::string {
             PeerMemory::Mark expected{};
             if (mark.size() != expected.size()) throw nb::value_error("that is no mark");
             std::memcpy(expected.data(), mark.data(), expected.size());
-            const auto met = self.meet(position, pid, address, expected);
-            if (met == PeerMemory::Met::refused) return std::strerror(errno);
-            return met == PeerMemory::Met::another ? "another process has its number here" : "";
+            const auto probed = self.probe(position, pid, address, expected);
+            if (probed == PeerMemory::ProbeResult::refused) return std::strerror(errno);
+            return probed == PeerMemory::ProbeResult::another ? "another process has its number here" : "";
           },
           nb::arg("position"), nb::arg("pid"), nb::arg("address"), nb::arg("mark"),
           "Whether the mark of the rank at `position` can be read: empty, or why not.");
@@ -481,14 +481,14 @@ void bind_engine(nb::module_& m) {
       .def(
           "share",
           [](Group& self, int position, const std::vector<int>& ranks, const std::vector<int>& segments,
-             const std::vector<int>& bells, const std::vector<int>& links,
+             const std::vector<int>& doorbells, const std::vector<int>& links,
              std::shared_ptr<transport::PeerMemory> memory) {
-            self.share(std::make_unique<transport::SharedNode>(position, ranks, owned(segments), owned(bells),
+            self.share(std::make_unique<transport::ShmNode>(position, ranks, owned(segments), owned(doorbells),
                                                                owned(links), std::move(memory)));
           },
-          nb::arg("position"), nb::arg("ranks"), nb::arg("segments"), nb::arg("bells"), nb::arg("links"),
+          nb::arg("position"), nb::arg("ranks"), nb::arg("segments"), nb::arg("doorbells"), nb::arg("links"),
           nb::arg("memory").none(),
-          "segments[p], bells[p], links[p]: memfd, eventfd and a local socket to the node's position p (-1 at this "
+          "segments[p], doorbells[p], links[p]: memfd, eventfd and a local socket to the node's position p (-1 at this "
           "rank's). Takes ownership of them. memory: where each rank has met every other, on all ranks alike; or None.")
       .def("submit", &submit, nb::arg("kind"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("average"), nb::arg("root"),
            nb::arg("inputs"), nb::arg("outputs"), nb::arg("timeout_ns"), nb::arg("on_this_thread"), nb::arg("tag") = 0)

@@ -15,7 +15,7 @@ constexpr std::size_t kMaxReasonBytes = 1024;
 // Read ahead of what is known to come: several small messages in one call; large values go past it.
 constexpr std::size_t kStagingBytes = 16 << 10;
 // What a sender may leave to a rank that is busy elsewhere lies in the ring; it need not wait.
-static_assert(PointToPoint::kCreditBytes <= transport::SharedNode::kRingBytes);
+static_assert(PointToPoint::kCreditBytes <= transport::ShmNode::kRingBytes);
 static_assert(kHeaderBytes <= PointToPoint::kMessageBytes);
 // System calls a peer and turn, so that no peer keeps the others, or a deadline, waiting.
 constexpr int kCallsATurn = 16;
@@ -38,12 +38,12 @@ std::string size_text(std::uint64_t bytes, std::uint8_t dtype) {
 PointToPoint::PointToPoint(std::unique_ptr<transport::Mesh> lane)
     : lane_(std::move(lane)), peers_(static_cast<std::size_t>(lane_->size())) {}
 
-void PointToPoint::share(transport::SharedNode& node) {
+void PointToPoint::share(transport::ShmNode& node) {
   for (int position = 0; position < node.size(); ++position) {
     if (position == node.self()) continue;
     const int rank = node.rank(position);
     auto connection = lane_->exchange(rank, nullptr);
-    lane_->exchange(rank, std::make_unique<transport::MemoryPipe>(node, position, std::move(connection)));
+    lane_->exchange(rank, std::make_unique<transport::ShmPipe>(node, position, std::move(connection)));
     at(rank).in_memory = true;
   }
 }

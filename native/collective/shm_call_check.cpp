@@ -2,7 +2,7 @@
 
 namespace netfold::collective {
 
-ShmCallCheck::ShmCallCheck(const Call& call, transport::Mesh& mesh, transport::SharedNode& node,
+ShmCallCheck::ShmCallCheck(const Call& call, transport::Mesh& mesh, transport::ShmNode& node,
                            std::unique_ptr<Algorithm> algorithm)
     : ShmCollective(call, mesh, node), algorithm_(std::move(algorithm)) {}
 

@@ -55,7 +55,7 @@ bool ShmCollective::post() {
     }
   }
   // Not in a small call, which would feel it.
-  if (mine_.rounds > 0) node_.links().exchange();
+  if (mine_.rounds > 0) node_.fd_exchange().exchange();
   Node::Post& post = node_.post(self_, number_);
   write_post(post.data);
   std::memcpy(post.announcement, &mine_, sizeof mine_);
@@ -136,10 +136,10 @@ void ShmCollective::refer(std::byte* data, std::span<const Buffer> buffers, Stre
   for (const Buffer& buffer : buffers) {
     Reference reference;
     if (buffer.bytes > 0) {
-      const auto region = transport::SharedRegions::instance().find(buffer.data, buffer.bytes);
+      const auto region = transport::ShmRegistry::instance().find(buffer.data, buffer.bytes);
       if (region == nullptr) return;
       for (int reader = 0; reader < size_; ++reader) {
-        if (reader != self_ && reads(stream, reader) && !node_.links().offer(reader, *region)) return;
+        if (reader != self_ && reads(stream, reader) && !node_.fd_exchange().offer(reader, *region)) return;
       }
       reference = {region->id, static_cast<std::uint64_t>(buffer.data - region->address)};
     }
@@ -171,7 +171,7 @@ std::uint64_t ShmCollective::referred_address(int position, std::size_t index) c
 std::byte* ShmCollective::referred(int position, std::size_t index, std::size_t bytes) {
   if (bytes == 0) return nullptr;
   const Reference at = reference(position, index);
-  std::byte* mapped = node_.links().mapped(position, at.region, at.offset, bytes);
+  std::byte* mapped = node_.fd_exchange().mapped(position, at.region, at.offset, bytes);
   if (mapped == nullptr) {
     failure_ = {Failure::Kind::system, mesh_.rank(),
                 "rank " + std::to_string(mesh_.rank()) + " cannot map " + std::to_string(bytes) + " bytes that rank " +

@@ -9,7 +9,7 @@ namespace {
 
 using kernels::copy;
 
-constexpr auto kStream = &transport::SharedNode::Segment::to_copy;
+constexpr auto kStream = &transport::ShmNode::Segment::to_copy;
 // Between two looks at the deadline and at who has left.
 constexpr std::size_t kChunkBytes = 1 << 20;
 // Who lends a buffer waits for its readers; who goes through slots is done first and takes half of the work of a single
@@ -19,7 +19,7 @@ constexpr std::size_t kLendBytes = 512 << 10;
 
 }  // namespace
 
-ShmCopy::ShmCopy(const Call& call, transport::Mesh& mesh, transport::SharedNode& node)
+ShmCopy::ShmCopy(const Call& call, transport::Mesh& mesh, transport::ShmNode& node)
     : ShmCollective(call, mesh, node),
       streams_(call.choice_bytes() >= kernels::kBeyondCaches),
       collected_(static_cast<std::size_t>(node.size())),
@@ -176,7 +176,7 @@ bool ShmCopy::copy_referred(int source) {
   copied_[at] += bytes;
   if (copied_[at] < into(source).bytes) return true;
   take(kStream, source, theirs_[at].rounds);
-  node_.ring();
+  node_.ring_doorbell();
   return complete_[at] = true;
 }
 
@@ -241,7 +241,7 @@ bool ShmCopy::collect(int source) {
   copy(to.data + what.first, slot(kStream, source, collected) + what.in_slot, what.bytes, streams_);
   take(kStream, source, ++collected);
   complete_[at] = collected == theirs_[at].rounds;
-  node_.ring();
+  node_.ring_doorbell();
   return true;
 }
 

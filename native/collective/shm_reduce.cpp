@@ -6,7 +6,7 @@
 #include <cstring>
 
 namespace netfold::collective {
-ShmReduce::ShmReduce(const Call& call, transport::Mesh& mesh, transport::SharedNode& node)
+ShmReduce::ShmReduce(const Call& call, transport::Mesh& mesh, transport::ShmNode& node)
     : ShmCollective(call, mesh, node),
       collected_(static_cast<std::size_t>(node.size())),
       sources_(static_cast<std::size_t>(node.size())),
@@ -177,7 +177,7 @@ bool ShmReduce::reduce_contributions() {
   if (has_results()) {
     publish(&Node::Segment::to_copy, reduced_);
   } else {
-    node_.ring();
+    node_.ring_doorbell();
   }
   return true;
 }
@@ -195,7 +195,7 @@ bool ShmReduce::collect() {
     take(&Node::Segment::to_copy, position, ++collected);
     moved = true;
   }
-  if (moved) node_.ring();
+  if (moved) node_.ring_doorbell();
   return moved;
 }
 

@@ -218,7 +218,7 @@ std::optional<collective::Shares> Group::shares() const {
   return told_shares_;
 }
 
-void Group::share(std::unique_ptr<transport::SharedNode> node) {
+void Group::share(std::unique_ptr<transport::ShmNode> node) {
   std::lock_guard lock(mutex_);
   node_ = std::move(node);
   lane_->share(*node_);
@@ -373,7 +373,7 @@ bool Group::can_take_over() const { return driver_ == Driver::none || (driver_ =
 void Group::take_over(std::int64_t now) {
   if (driver_ == Driver::engine) {
     engine_sleeps_ = false;
-    get_up();
+    cancel_sleep();
   }
   driver_ = Driver::caller;
   enter(now);
@@ -406,7 +406,7 @@ bool Group::drive_until(const Operation& operation, std::int64_t until_ns, bool 
     } catch (const std::bad_alloc&) {
       // No memory for the list of what to wait for: look again at once.
     }
-    get_up();
+    cancel_sleep();
     clear(wake_);
   }
   bool more = false;
@@ -725,7 +725,7 @@ bool Group::reclaim_memory(std::int64_t now, Failure& failure) {
   constexpr std::int64_t kLastLookNs = 5'000'000;
   if (node_ == nullptr) return true;
   if (revoke_until_ns_ < 0) {
-    node_->leave(failure.orderly ? transport::SharedNode::kLeft : transport::SharedNode::kFailed, failure.rank,
+    node_->leave(failure.orderly ? transport::ShmNode::kLeft : transport::ShmNode::kFailed, failure.rank,
                  failure.remote_reason.empty() ? failure.text : failure.remote_reason, failure.expired.call,
                  failure.expired.timeout_ns);
     revoke_until_ns_ = now + kRevokeNs;
@@ -801,7 +801,7 @@ void Group::read_failure_in_memory(Failure& failure) const {
   for (int position = 0; position < node_->size(); ++position) {
     const auto& segment = node_->segment(position);
     if (node_->rank(position) != failure.rank ||
-        segment.left.load(std::memory_order_acquire) != transport::SharedNode::kFailed) {
+        segment.left.load(std::memory_order_acquire) != transport::ShmNode::kFailed) {
       continue;
     }
     failure.remote_reason.assign(segment.reason, segment.reason_bytes);
@@ -839,8 +839,8 @@ std::int64_t Group::spin_ns() const {
   return static_cast<std::int64_t>(options_.spin_us) * 1000;
 }
 
-void Group::get_up() {
-  if (node_ != nullptr) node_->get_up();
+void Group::cancel_sleep() {
+  if (node_ != nullptr) node_->cancel_sleep();
 }
 
 void Group::wait_for(collective::WaitSet& set) {
@@ -860,8 +860,8 @@ void Group::wait_for(collective::WaitSet& set) {
   for (const auto& fallback : fallback_meshes_) fallback->wait_to_flush(set.fds);
   for (const auto& operation : queue_) set.wake_at(operation->deadline_ns_);
   if (node_ != nullptr && (mesh_is_taken() || !transfers_.empty())) {
-    node_->lie_down();
-    set.add(node_->bell(), POLLIN);
+    node_->prepare_sleep();
+    set.add(node_->doorbell(), POLLIN);
     set.look_again = true;
   }
   if (transfers_.empty()) return;
@@ -976,7 +976,7 @@ bool Engine::progress_all(const std::vector<std::shared_ptr<Group>>& driven) {
     moved |= group->progress(now);
     std::lock_guard lock(group->mutex_);
     if (group->has_work()) continue;
-    group->get_up();  // the next driver lies down for itself
+    group->cancel_sleep();  // the next driver lies down for itself
     group->driver_ = Group::Driver::none;
     group->driver_left_.notify_all();
   }
@@ -988,7 +988,7 @@ void Engine::set_sleeping(const std::vector<std::shared_ptr<Group>>& driven, boo
     std::lock_guard lock(group->mutex_);
     if (group->driver_ != Group::Driver::engine) continue;  // a caller took over
     group->engine_sleeps_ = sleeps;
-    if (!sleeps) group->get_up();
+    if (!sleeps) group->cancel_sleep();
   }
 }
 

@@ -326,13 +326,13 @@ def test_a_process_is_met_by_its_mark_and_not_by_its_number() -> None:
     ) as child:
         assert child.stdin is not None and child.stdout is not None
         address, mark = child.stdout.readline().split()
-        assert memory.meet(1, child.pid, int(address), bytes.fromhex(mark)) == ""
+        assert memory.probe(1, child.pid, int(address), bytes.fromhex(mark)) == ""
         other = bytes(16)
-        assert memory.meet(1, child.pid, int(address), other) == "another process has its number here"
-        assert memory.meet(1, child.pid, 4096, bytes.fromhex(mark)) == "Bad address"
+        assert memory.probe(1, child.pid, int(address), other) == "another process has its number here"
+        assert memory.probe(1, child.pid, 4096, bytes.fromhex(mark)) == "Bad address"
         child.stdin.close()
         child.wait()
-        assert memory.meet(1, child.pid, int(address), bytes.fromhex(mark)) == "No such process"
+        assert memory.probe(1, child.pid, int(address), bytes.fromhex(mark)) == "No such process"
 
 
 def test_a_forked_child_does_not_have_its_parents_mark() -> None:
@@ -342,7 +342,7 @@ def test_a_forked_child_does_not_have_its_parents_mark() -> None:
         time.sleep(60)
         os._exit(0)
     try:
-        assert memory.meet(0, child, memory.address, memory.mark) == "another process has its number here"
+        assert memory.probe(0, child, memory.address, memory.mark) == "another process has its number here"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -15,12 +15,12 @@
 using netfold::engine::StatusSegment;
 using netfold::transport::Fd;
 using netfold::transport::ProcessFd;
-using netfold::transport::SharedRegions;
+using netfold::transport::ShmRegistry;
 
 int main(int, char** arguments) {
   static std::byte nothing{};
   const std::map<std::string, std::function<void()>> uses{
-      {"regions", [] { SharedRegions::instance().find(&nothing, 1); }},
+      {"regions", [] { ShmRegistry::instance().find(&nothing, 1); }},
       {"descriptors", [] { ProcessFd one(Fd(dup(0))); }},
       {"status", [] { StatusSegment::instance().close(StatusSegment::instance().open()); }},
   };

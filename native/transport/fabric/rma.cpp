@@ -293,7 +293,7 @@ std::size_t Port::lent(Stream* stream) {
 
 // --- taking back -----------------------------------------------------------------------------------------------------
 //
-// A grant follows the rule of shared tensors (SharedNode::begin_use) and of windows on devices (netfold/torch/device/
+// A grant follows the rule of shared tensors (ShmNode::begin_use) and of windows on devices (netfold/torch/device/
 // ipc.py): memory that others touch is a lease with an owner, its users are counted, and a revoke waits for them. The
 // means differ, since the user here is the network adapter of another host, which reads no flag before it writes:
 //

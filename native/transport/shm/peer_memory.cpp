@@ -29,14 +29,14 @@ PeerMemory::PeerMemory(int size) : peers_(static_cast<std::size_t>(size)) {
 
 PeerMemory::~PeerMemory() { munmap(mark_, page_bytes()); }
 
-PeerMemory::Met PeerMemory::meet(int position, pid_t pid, std::uint64_t mark_address, const Mark& mark) {
+PeerMemory::ProbeResult PeerMemory::probe(int position, pid_t pid, std::uint64_t mark_address, const Mark& mark) {
   Mark found{};
   const iovec into{found.data(), found.size()};
   const iovec from{reinterpret_cast<void*>(mark_address), found.size()};
-  if (process_vm_readv(pid, &into, 1, &from, 1, 0) != static_cast<ssize_t>(found.size())) return Met::refused;
-  if (found != mark) return Met::another;
+  if (process_vm_readv(pid, &into, 1, &from, 1, 0) != static_cast<ssize_t>(found.size())) return ProbeResult::refused;
+  if (found != mark) return ProbeResult::another;
   peers_[static_cast<std::size_t>(position)] = {pid, mark_address, mark};
-  return Met::yes;
+  return ProbeResult::yes;
 }
 
 PeerMemory::Read PeerMemory::read(int position, std::byte* to, std::uint64_t from, std::size_t bytes) {

@@ -6,20 +6,20 @@
 
 namespace netfold::transport {
 
-SharedLinks::SharedLinks() : removals_seen_(SharedRegions::instance().removals()) {}
+ShmFdExchange::ShmFdExchange() : removals_seen_(ShmRegistry::instance().removals()) {}
 
-void SharedLinks::add(Fd link, std::atomic<std::uint32_t>& sent, const std::atomic<std::uint32_t>& came) {
+void ShmFdExchange::add(Fd link, std::atomic<std::uint32_t>& sent, const std::atomic<std::uint32_t>& came) {
   peers_.push_back({.link = std::move(link), .sent = &sent, .came = &came});
 }
 
-SharedLinks::~SharedLinks() {
+ShmFdExchange::~ShmFdExchange() {
   for (Peer& peer : peers_) {
     for (const auto& [id, mapping] : peer.mapped) munmap(mapping.address, mapping.bytes);
   }
 }
 
-bool SharedLinks::send(Peer& peer, const Letter& letter, int fd) {
-  iovec piece{const_cast<Letter*>(&letter), sizeof letter};
+bool ShmFdExchange::send(Peer& peer, const ControlMessage& message_out, int fd) {
+  iovec piece{const_cast<ControlMessage*>(&message_out), sizeof message_out};
   msghdr message{};
   message.msg_iov = &piece;
   message.msg_iovlen = 1;
@@ -34,7 +34,7 @@ bool SharedLinks::send(Peer& peer, const Letter& letter, int fd) {
     std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
   }
   // A local socket takes so short a message whole or not at all.
-  if (sendmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof letter)) {
+  if (sendmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof message_out)) {
     return false;
   }
   // A reader that sees this count, or a post published after it, finds the message in its socket.
@@ -42,8 +42,8 @@ bool SharedLinks::send(Peer& peer, const Letter& letter, int fd) {
   return true;
 }
 
-void SharedLinks::forget_removed() {
-  const auto& regions = SharedRegions::instance();
+void ShmFdExchange::announce_removed() {
+  const auto& regions = ShmRegistry::instance();
   const std::uint64_t removals = regions.removals();
   if (removals == removals_seen_) return;
   bool all = true;
@@ -51,7 +51,7 @@ void SharedLinks::forget_removed() {
     for (auto id = peer.offered.begin(); id != peer.offered.end();) {
       if (regions.holds(*id)) {
         ++id;
-      } else if (send(peer, {Word::forget, 0, *id, 0}, -1)) {
+      } else if (send(peer, {Operation::unmap, 0, *id, 0}, -1)) {
         id = peer.offered.erase(id);
       } else {
         all = false;
@@ -62,33 +62,33 @@ void SharedLinks::forget_removed() {
   if (all) removals_seen_ = removals;
 }
 
-bool SharedLinks::offer(int position, const SharedRegion& region) {
+bool ShmFdExchange::offer(int position, const ShmRegion& region) {
   Peer& peer = peers_[static_cast<std::size_t>(position)];
   if (!peer.link || peer.offered.contains(region.id)) return true;
-  if (!send(peer, {Word::take, 0, region.id, region.bytes}, region.fd.get())) return false;
+  if (!send(peer, {Operation::map, 0, region.id, region.bytes}, region.fd.get())) return false;
   peer.offered.insert(region.id);
   return true;
 }
 
-void SharedLinks::exchange() {
-  forget_removed();
+void ShmFdExchange::exchange() {
+  announce_removed();
   for (Peer& peer : peers_) {
-    if (peer.link) read_letters(peer);
+    if (peer.link) read_control_messages(peer);
   }
 }
 
-void SharedLinks::read_letters(Peer& peer) {
+void ShmFdExchange::read_control_messages(Peer& peer) {
   const std::uint32_t came = peer.came->load(std::memory_order_acquire);
   while (peer.read != came) {
-    Letter letter{};
-    iovec piece{&letter, sizeof letter};
+    ControlMessage message_out{};
+    iovec piece{&message_out, sizeof message_out};
     msghdr message{};
     message.msg_iov = &piece;
     message.msg_iovlen = 1;
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
     message.msg_control = control;
     message.msg_controllen = sizeof control;
-    if (recvmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) != static_cast<ssize_t>(sizeof letter)) {
+    if (recvmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) != static_cast<ssize_t>(sizeof message_out)) {
       return;
     }
     ++peer.read;
@@ -99,20 +99,20 @@ void SharedLinks::read_letters(Peer& peer) {
       std::memcpy(&number, CMSG_DATA(header), sizeof number);
       fd = Fd(number);
     }
-    const auto old = peer.mapped.find(letter.id);
-    if (letter.word == Word::forget && old != peer.mapped.end()) {
+    const auto old = peer.mapped.find(message_out.id);
+    if (message_out.operation == Operation::unmap && old != peer.mapped.end()) {
       munmap(old->second.address, old->second.bytes);
       peer.mapped.erase(old);
-    } else if (letter.word == Word::take && fd && old == peer.mapped.end()) {
-      void* mapped = mmap(nullptr, letter.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd.get(), 0);
-      if (mapped != MAP_FAILED) peer.mapped[letter.id] = {static_cast<std::byte*>(mapped), letter.bytes};
+    } else if (message_out.operation == Operation::map && fd && old == peer.mapped.end()) {
+      void* mapped = mmap(nullptr, message_out.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd.get(), 0);
+      if (mapped != MAP_FAILED) peer.mapped[message_out.id] = {static_cast<std::byte*>(mapped), message_out.bytes};
     }
   }
 }
 
-std::byte* SharedLinks::mapped(int position, std::uint64_t id, std::size_t offset, std::size_t bytes) {
+std::byte* ShmFdExchange::mapped(int position, std::uint64_t id, std::size_t offset, std::size_t bytes) {
   Peer& peer = peers_[static_cast<std::size_t>(position)];
-  read_letters(peer);
+  read_control_messages(peer);
   const auto found = peer.mapped.find(id);
   if (found == peer.mapped.end() || offset > found->second.bytes || bytes > found->second.bytes - offset) {
     return nullptr;

@@ -6,7 +6,7 @@
 namespace netfold::transport {
 namespace {
 
-constexpr std::size_t kRingBytes = SharedNode::kRingBytes;
+constexpr std::size_t kRingBytes = ShmNode::kRingBytes;
 static_assert((kRingBytes & (kRingBytes - 1)) == 0);
 
 // From `at` to the end of the ring: no more than this lies in one piece.
@@ -14,7 +14,7 @@ std::size_t to_the_end(std::uint64_t at) { return kRingBytes - (at & (kRingBytes
 
 }  // namespace
 
-MemoryPipe::MemoryPipe(SharedNode& node, int position, std::unique_ptr<Pipe> connection)
+ShmPipe::ShmPipe(ShmNode& node, int position, std::unique_ptr<Pipe> connection)
     : node_(node),
       position_(position),
       connection_(std::move(connection)),
@@ -23,7 +23,7 @@ MemoryPipe::MemoryPipe(SharedNode& node, int position, std::unique_ptr<Pipe> con
       out_(node.own().rings[position]),
       in_(node.segment(position).rings[node.self()]) {}
 
-Pipe::Io MemoryPipe::send(std::span<const iovec> pieces) {
+Pipe::Io ShmPipe::send(std::span<const iovec> pieces) {
   if (written_ != read_by_peer_ && is_gone()) return {.closed = true};
   const std::uint64_t begin = written_;
   for (const iovec& piece : pieces) {
@@ -33,7 +33,7 @@ Pipe::Io MemoryPipe::send(std::span<const iovec> pieces) {
   return {.bytes = static_cast<std::size_t>(written_ - begin)};
 }
 
-Pipe::Io MemoryPipe::receive(std::span<const iovec> pieces) {
+Pipe::Io ShmPipe::receive(std::span<const iovec> pieces) {
   // Its last words were there before its connection ended: look once more.
   if (available() == 0 && is_gone() && available() == 0) return {.closed = true};
   const std::uint64_t begin = read_;
@@ -44,7 +44,7 @@ Pipe::Io MemoryPipe::receive(std::span<const iovec> pieces) {
   return {.bytes = static_cast<std::size_t>(read_ - begin)};
 }
 
-bool MemoryPipe::write(const std::byte* from, std::size_t bytes) {
+bool ShmPipe::write(const std::byte* from, std::size_t bytes) {
   while (bytes > 0) {
     const std::size_t some = std::min({bytes, room(), to_the_end(written_), kStepBytes});
     if (some == 0) return false;
@@ -57,7 +57,7 @@ bool MemoryPipe::write(const std::byte* from, std::size_t bytes) {
   return true;
 }
 
-bool MemoryPipe::read(std::byte* into, std::size_t bytes) {
+bool ShmPipe::read(std::byte* into, std::size_t bytes) {
   while (bytes > 0) {
     const std::size_t some = std::min({bytes, available(), to_the_end(read_), kStepBytes});
     if (some == 0) return false;
@@ -70,37 +70,37 @@ bool MemoryPipe::read(std::byte* into, std::size_t bytes) {
   return true;
 }
 
-std::size_t MemoryPipe::room() {
+std::size_t ShmPipe::room() {
   if (written_ - read_by_peer_ == kRingBytes) read_by_peer_ = theirs_.read.load(std::memory_order_acquire);
   return kRingBytes - (written_ - read_by_peer_);
 }
 
-std::size_t MemoryPipe::available() {
+std::size_t ShmPipe::available() {
   if (written_by_peer_ == read_) written_by_peer_ = theirs_.written.load(std::memory_order_acquire);
   return written_by_peer_ - read_;
 }
 
-void MemoryPipe::publish_written() {
+void ShmPipe::publish_written() {
   if (published_written_ == written_) return;
   published_written_ = written_;
   ours_.written.store(written_, std::memory_order_release);
-  node_.ring(position_, POLLIN);
+  node_.ring_doorbell(position_, POLLIN);
 }
 
-void MemoryPipe::publish_read() {
+void ShmPipe::publish_read() {
   if (published_read_ == read_) return;
   published_read_ = read_;
   ours_.read.store(read_, std::memory_order_release);
-  node_.ring(position_, POLLOUT);
+  node_.ring_doorbell(position_, POLLOUT);
 }
 
-bool MemoryPipe::is_gone() {
+bool ShmPipe::is_gone() {
   if (++quiet_calls_ < kQuietCalls) return false;
   quiet_calls_ = 0;
   return connection_->hung_up();
 }
 
-void MemoryPipe::wait_for(short events, std::vector<pollfd>& fds) const {
+void ShmPipe::wait_for(short events, std::vector<pollfd>& fds) const {
   node_.await(position_, events);
   quiet_calls_ = kQuietCalls;
   connection_->wait_for(POLLRDHUP, fds);

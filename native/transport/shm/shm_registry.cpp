@@ -8,22 +8,22 @@
 
 namespace netfold::transport {
 
-SharedRegions& SharedRegions::instance() {
+ShmRegistry& ShmRegistry::instance() {
   // Never destroyed: buffers of a dying process may outlive its statics.
   static auto* regions = [] {
     // A child must not find the lock held by a thread that it does not have.
     pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                    [] { instance().mutex_.unlock(); });
-    return new SharedRegions;
+    return new ShmRegistry;
   }();
   return *regions;
 }
 
 // Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
-[[maybe_unused]] static const auto& made_at_load = SharedRegions::instance();
+[[maybe_unused]] static const auto& made_at_load = ShmRegistry::instance();
 
-void SharedRegions::add(std::byte* address, std::size_t bytes, Fd fd) {
-  auto region = std::make_shared<SharedRegion>();
+void ShmRegistry::add(std::byte* address, std::size_t bytes, Fd fd) {
+  auto region = std::make_shared<ShmRegion>();
   region->address = address;
   region->bytes = bytes;
   region->fd = std::move(fd);
@@ -33,12 +33,12 @@ void SharedRegions::add(std::byte* address, std::size_t bytes, Fd fd) {
   regions_[address] = std::move(region);
 }
 
-void SharedRegions::remove(const std::byte* address) {
+void ShmRegistry::remove(const std::byte* address) {
   std::lock_guard lock(mutex_);
   removals_ += regions_.erase(address);
 }
 
-std::shared_ptr<const SharedRegion> SharedRegions::find(const std::byte* address, std::size_t bytes) const {
+std::shared_ptr<const ShmRegion> ShmRegistry::find(const std::byte* address, std::size_t bytes) const {
   std::lock_guard lock(mutex_);
   auto after = regions_.upper_bound(address);
   if (after == regions_.begin()) return nullptr;
@@ -47,17 +47,17 @@ std::shared_ptr<const SharedRegion> SharedRegions::find(const std::byte* address
   return offset + bytes <= region->bytes ? region : nullptr;
 }
 
-std::uint64_t SharedRegions::removals() const {
+std::uint64_t ShmRegistry::removals() const {
   std::lock_guard lock(mutex_);
   return removals_;
 }
 
-bool SharedRegions::holds(std::uint64_t id) const {
+bool ShmRegistry::holds(std::uint64_t id) const {
   std::lock_guard lock(mutex_);
   return std::any_of(regions_.begin(), regions_.end(), [&](const auto& entry) { return entry.second->id == id; });
 }
 
-SharedBuffer::SharedBuffer(std::size_t bytes) : bytes_(std::max<std::size_t>(bytes, 1)) {
+ShmBuffer::ShmBuffer(std::size_t bytes) : bytes_(std::max<std::size_t>(bytes, 1)) {
   Fd fd(memfd_create("netfold-buffer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw_errno("make shared memory");
   if (ftruncate(fd.get(), static_cast<off_t>(bytes_)) != 0) throw_errno("size shared memory");
@@ -66,11 +66,11 @@ SharedBuffer::SharedBuffer(std::size_t bytes) : bytes_(std::max<std::size_t>(byt
   void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
   if (mapped == MAP_FAILED) throw_errno("map shared memory");
   data_ = static_cast<std::byte*>(mapped);
-  SharedRegions::instance().add(data_, bytes_, std::move(fd));
+  ShmRegistry::instance().add(data_, bytes_, std::move(fd));
 }
 
-SharedBuffer::~SharedBuffer() {
-  SharedRegions::instance().remove(data_);
+ShmBuffer::~ShmBuffer() {
+  ShmRegistry::instance().remove(data_);
   munmap(data_, bytes_);
 }
 

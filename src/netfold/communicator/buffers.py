@@ -16,7 +16,7 @@ class _Memory:
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         count = int(np.prod(shape, dtype=np.int64))
-        self._buffer = engine.SharedBuffer(count * dtype.itemsize)
+        self._buffer = engine.ShmBuffer(count * dtype.itemsize)
         self.__array_interface__ = {
             "shape": shape,
             "typestr": dtype.str,

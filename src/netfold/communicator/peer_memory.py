@@ -64,7 +64,7 @@ def _try(memory: Any, position: int, link: socket.socket, address: int, mark: by
     pid, _, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if pid == 0:
         return "its process is in a pid namespace that cannot be seen from here"
-    why: str = memory.meet(position, pid, address, mark)
+    why: str = memory.probe(position, pid, address, mark)
     return why
 
 

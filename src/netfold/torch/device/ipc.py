@@ -11,7 +11,7 @@ device done:
 Windows have two halves, used in turn. A rank writes into a half that was last read two pieces ago; every rank has met
 the others since, behind an event that comes after those reads. So no third meeting is needed.
 
-A window is a lease, as a shared tensor is (SharedNode::begin_use in native/transport): it has an owner, its users are
+A window is a lease, as a shared tensor is (ShmNode::begin_use in native/transport): it has an owner, its users are
 counted, and the owner's memory is nobody else's before all of them have let go. The owner exports it once for each
 user, since a counter of torch's counts one. A user lets go once its device is done with what it was given: at the end
 of the group, or never, where the device does not come to an end. The owner writes into its window only as said above,

@@ -75,7 +75,7 @@ class PointToPoint {
 
   // Before the first call. Frames to and from the node's ranks then go through memory, and the connections to them only
   // say who is there. `node` must outlive the last call.
-  void share(transport::SharedNode& node);
+  void share(transport::ShmNode& node);
 
   // Takes up a send or receive. Borrows its buffer until it is done, or the whole lane failed. Tickets are not 0.
   void post(Ticket ticket, const Call& call);

@@ -21,7 +21,7 @@ void validate(const Call& call, int rank, int ranks);
 struct Paths {
   transport::Mesh& mesh;
   std::span<const std::unique_ptr<SwitchPath>> switch_paths = {};  // to switches, if the group joined any
-  transport::SharedNode* node = nullptr;                  // memory that this rank shares with others, if it does
+  transport::ShmNode* node = nullptr;                  // memory that this rank shares with others, if it does
   std::span<const int> nodes = {};                        // the host of each rank, by a number
   Shares* shares = nullptr;                               // of the uplinks and a ring, if it is known
 };

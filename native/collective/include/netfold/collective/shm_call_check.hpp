@@ -11,7 +11,7 @@ namespace netfold::collective {
 
 class ShmCallCheck final : public ShmCollective {
  public:
-  ShmCallCheck(const Call& call, transport::Mesh& mesh, transport::SharedNode& node,
+  ShmCallCheck(const Call& call, transport::Mesh& mesh, transport::ShmNode& node,
                std::unique_ptr<Algorithm> algorithm);
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;

@@ -7,7 +7,7 @@
 // (transport/shm/peer_memory.hpp): then the post refers to it, and they read it where it is.
 //
 // A post's tensors are exported until every rank that needs them is through with them, or their owner gives up. Each
-// chunk is read or written inside a use of that lease (SharedNode::begin_use); a rank that gives up revokes the lease
+// chunk is read or written inside a use of that lease (ShmNode::begin_use); a rank that gives up revokes the lease
 // and waits for the uses that are under way before its user has the buffer back.
 //
 // A post's place and a stream's slots are used again once every reader has said that it is through with them; so a
@@ -27,7 +27,7 @@ class ShmCollective : public Algorithm {
   bool awaited_may_wait() const override;
 
  protected:
-  using Node = transport::SharedNode;
+  using Node = transport::ShmNode;
   using Stream = Node::Stream Node::Segment::*;
   // Borrows all three for its life. Positions in the node are indices of the call's buffers and its root.
   ShmCollective(const Call& call, transport::Mesh& mesh, Node& node);

@@ -17,7 +17,7 @@ namespace netfold::collective {
 
 class ShmCopy final : public ShmCollective {
  public:
-  ShmCopy(const Call& call, transport::Mesh& mesh, transport::SharedNode& node);
+  ShmCopy(const Call& call, transport::Mesh& mesh, transport::ShmNode& node);
 
  private:
   struct Part {

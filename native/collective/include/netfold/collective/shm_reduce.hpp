@@ -16,7 +16,7 @@ namespace netfold::collective {
 
 class ShmReduce final : public ShmCollective {
  public:
-  ShmReduce(const Call& call, transport::Mesh& mesh, transport::SharedNode& node);
+  ShmReduce(const Call& call, transport::Mesh& mesh, transport::ShmNode& node);
 
  private:
   enum class Mode : std::uint8_t { undecided, streams, reducing_in_place, waiting_in_place, done_in_place };

@@ -165,7 +165,7 @@ class Group {
   void on_switch_path(std::size_t shard, const std::function<void(collective::SwitchPath&)>& action);
 
   // Before the first operation. The ranks of this rank's host share this memory.
-  void share(std::unique_ptr<transport::SharedNode> node);
+  void share(std::unique_ptr<transport::ShmNode> node);
 
   // The call's kind, dtype, reduce, average, root, tag and buffers; the rest is filled in here. With
   // `on_this_thread` the caller promises to wait, and may be made to drive. Throws std::invalid_argument for
@@ -302,7 +302,7 @@ class Group {
   void enter(std::int64_t now);  // under mutex_; a thread of the caller, to wait or drive
   void leave(std::int64_t now);   // likewise
   void wait_for(collective::WaitSet& set);
-  void get_up();
+  void cancel_sleep();
   std::int64_t spin_ns() const;
   bool has_work() const;     // under mutex_
   bool may_leave_work() const;  // likewise, and without a driver: to who may be about to wait for it
@@ -318,7 +318,7 @@ class Group {
   std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes_;
   const bool needs_progress_;  // its meshes, for what was sent
   std::vector<std::unique_ptr<collective::SwitchPath>> switch_paths_;
-  std::unique_ptr<transport::SharedNode> node_;
+  std::unique_ptr<transport::ShmNode> node_;
   std::unique_ptr<collective::Shares> shares_;
 
   mutable std::mutex mutex_;  // guards what follows, up to the blank line

@@ -2,7 +2,7 @@
 //
 // The kernel grants it to who may trace that process: the same user, no fewer capabilities, a process that may be
 // dumped, Yama's ptrace_scope 0; and it must be visible from here. What of that holds is not asked but tried, by
-// `meet`.
+// `probe`.
 //
 // A number says little about a process: it may end, and another get its number; or become another program. So every
 // read takes the owner's *mark* too, random bytes at an address that it has told before, in the same system call and so
@@ -33,13 +33,13 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   // This process's own mark, to be told to the others; it stands there for as long as this lives.
   const Mark& mark() const { return *mark_; }
 
-  enum class Met : std::uint8_t {
+  enum class ProbeResult : std::uint8_t {
     yes,
     refused,  // errno says why
     another,  // the process of that number is not the one that told us
   };
   // Tries to read the mark of the process that is at `position`, `pid` being its number as it is seen here.
-  Met meet(int position, pid_t pid, std::uint64_t mark_address, const Mark& mark);
+  ProbeResult probe(int position, pid_t pid, std::uint64_t mark_address, const Mark& mark);
 
   enum class Read : std::uint8_t {
     all,

@@ -14,19 +14,19 @@
 
 namespace netfold::transport {
 
-class SharedLinks {
+class ShmFdExchange {
  public:
-  SharedLinks();
-  ~SharedLinks();
-  SharedLinks(const SharedLinks&) = delete;
-  SharedLinks& operator=(const SharedLinks&) = delete;
+  ShmFdExchange();
+  ~ShmFdExchange();
+  ShmFdExchange(const ShmFdExchange&) = delete;
+  ShmFdExchange& operator=(const ShmFdExchange&) = delete;
 
   // Of the next position: a connected local stream socket to it, which becomes ours; empty at our own place. `sent` and
   // `came`, in shared memory, count letters to it and from it: without a new one nobody asks the socket.
   void add(Fd link, std::atomic<std::uint32_t>& sent, const std::atomic<std::uint32_t>& came);
 
   // Makes sure that `position` has been sent the region. False where the socket has no room now: then do without.
-  bool offer(int position, const SharedRegion& region);
+  bool offer(int position, const ShmRegion& region);
   // Maps and unmaps what peers have sent, and tells peers which regions this rank has freed. Runs in every call with
   // long tensors: a descriptor that waits in a socket keeps memory that its owner has freed.
   void exchange();
@@ -34,9 +34,9 @@ class SharedLinks {
   std::byte* mapped(int position, std::uint64_t id, std::size_t offset, std::size_t bytes);
 
  private:
-  enum class Word : std::uint32_t { take = 1, forget = 2 };
-  struct Letter {
-    Word word;
+  enum class Operation : std::uint32_t { map = 1, unmap = 2 };
+  struct ControlMessage {
+    Operation operation;
     std::uint32_t reserved;
     std::uint64_t id;
     std::uint64_t bytes;
@@ -53,9 +53,9 @@ class SharedLinks {
     std::set<std::uint64_t> offered;          // what we sent
     std::map<std::uint64_t, Mapping> mapped;  // what came
   };
-  static bool send(Peer& peer, const Letter& letter, int fd);
-  void forget_removed();
-  static void read_letters(Peer& peer);
+  static bool send(Peer& peer, const ControlMessage& message_out, int fd);
+  void announce_removed();
+  static void read_control_messages(Peer& peer);
 
   std::vector<Peer> peers_;
   std::uint64_t removals_seen_ = 0;

@@ -8,7 +8,7 @@
 //   stream   a ring of kSlots slots of kSlotBytes for what is long; one for values that readers fold, one for values
 //            that they copy
 //   tag      how far a rank has come in a stream: (call << 24) + rounds within the call, so that it only ever grows
-//   ring     of bytes to one other rank, for messages between the two: MemoryPipe. A ring that is not used costs
+//   ring     of bytes to one other rank, for messages between the two: ShmPipe. A ring that is not used costs
 //            addresses, no memory
 //
 // Segments are anonymous (memfd), so they need no room in /dev/shm and leave nothing behind; they are sealed against
@@ -27,7 +27,7 @@
 
 namespace netfold::transport {
 
-class SharedNode {
+class ShmNode {
  public:
   // More ranks of one machine than this are several nodes.
   static constexpr int kMaxSize = 64;
@@ -53,7 +53,7 @@ class SharedNode {
     alignas(4096) std::byte slots[kSlots][kSlotBytes];
   };
   // Of the owner and one other rank. Counted from the beginning, so these only ever grow.
-  struct Ends {
+  struct RingCursors {
     alignas(64) std::atomic<std::uint64_t> written;  // bytes into the owner's ring to the other
     alignas(64) std::atomic<std::uint64_t> read;     // bytes out of the other's ring to the owner
   };
@@ -67,24 +67,24 @@ class SharedNode {
     char reason[1024];
     alignas(64) std::atomic<std::uint64_t> done;               // calls that this rank is through with
     alignas(64) std::atomic<std::uint8_t> uses[kMaxSize];      // 1: the owner touches memory of that rank's process
-    alignas(64) std::atomic<std::uint32_t> letters[kMaxSize];  // that the owner has sent to that rank (SharedLinks)
+    alignas(64) std::atomic<std::uint32_t> control_messages[kMaxSize];  // that the owner has sent to that rank (ShmFdExchange)
     Post posts[kPosts];
     Stream to_reduce;
     Stream to_copy;
     alignas(64) std::atomic<std::uint8_t> awaits[kMaxSize];  // POLLIN, POLLOUT: of whose ring, while asleep
-    Ends ends[kMaxSize];
+    RingCursors ends[kMaxSize];
     alignas(4096) std::byte rings[kMaxSize][kRingBytes];
   };
 
-  // `ranks[p]` is the rank of position p, ascending; `segments[p]` and `bells[p]` its memfd of sizeof(Segment) zero
+  // `ranks[p]` is the rank of position p, ascending; `segments[p]` and `doorbells[p]` its memfd of sizeof(Segment) zero
   // bytes and its eventfd, this rank's own included; `links[p]` a connected local stream socket to it, empty for this
   // rank. Takes ownership. `memory`: where every rank of the node has met every other; else null. Throws
   // std::system_error.
-  SharedNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> bells, std::vector<Fd> links,
+  ShmNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> doorbells, std::vector<Fd> links,
              std::shared_ptr<PeerMemory> memory);
-  ~SharedNode();
-  SharedNode(const SharedNode&) = delete;
-  SharedNode& operator=(const SharedNode&) = delete;
+  ~ShmNode();
+  ShmNode(const ShmNode&) = delete;
+  ShmNode& operator=(const ShmNode&) = delete;
 
   int self() const { return self_; }
   int size() const { return static_cast<int>(ranks_.size()); }
@@ -101,18 +101,18 @@ class SharedNode {
 
   // Makes what was written visible and wakes the others where they sleep.
   void publish(std::atomic<std::uint64_t>& counter, std::uint64_t value);
-  void ring();
+  void ring_doorbell();
   // As `ring`, for one rank: only where it sleeps and awaits `event` (POLLIN, POLLOUT) of the ring between us.
-  void ring(int position, short event);
+  void ring_doorbell(int position, short event);
   // Says that this rank is about to sleep until its bell rings; look once more after this.
-  void lie_down();
+  void prepare_sleep();
   // While it lies: also for `events` of the ring between it and that rank. Look once more after this.
   void await(int position, short events);
   // Awake again, whatever the reason.
-  void get_up();
-  int bell() const { return bells_[static_cast<std::size_t>(self_)].get(); }
+  void cancel_sleep();
+  int doorbell() const { return doorbells_[static_cast<std::size_t>(self_)].get(); }
 
-  SharedLinks& links() { return links_; }
+  ShmFdExchange& fd_exchange() { return fd_exchange_; }
   // Null where some rank of the node cannot read another's memory: alike on all of them.
   PeerMemory* memory() const { return memory_.get(); }
 
@@ -143,10 +143,10 @@ class SharedNode {
   int self_;
   std::vector<int> ranks_;
   std::vector<Segment*> segments_;
-  std::vector<Fd> bells_;
-  SharedLinks links_;
+  std::vector<Fd> doorbells_;
+  ShmFdExchange fd_exchange_;
   std::shared_ptr<PeerMemory> memory_;
-  bool lies_ = false;
+  bool sleep_prepared_ = false;
   std::uint64_t calls_ = 0;
   std::uint64_t last_stream_call_ = 0;
 };

@@ -17,14 +17,14 @@
 
 namespace netfold::transport {
 
-class MemoryPipe final : public Pipe {
+class ShmPipe final : public Pipe {
  public:
   // To the node's rank at `position`; `node` must outlive the pipe's last call. `connection`: a pipe to the same rank.
-  MemoryPipe(SharedNode& node, int position, std::unique_ptr<Pipe> connection);
+  ShmPipe(ShmNode& node, int position, std::unique_ptr<Pipe> connection);
 
   Io send(std::span<const iovec> pieces) override;
   Io receive(std::span<const iovec> pieces) override;
-  // After SharedNode::lie_down, and with its bell among the `fds`: the bell is what rings.
+  // After ShmNode::prepare_sleep, and with its bell among the `fds`: the bell is what rings.
   void wait_for(short events, std::vector<pollfd>& fds) const override;
   bool hung_up() override { return connection_->hung_up(); }
   // Nothing is lost by closing.
@@ -45,11 +45,11 @@ class MemoryPipe final : public Pipe {
   void publish_read();
   bool is_gone();
 
-  SharedNode& node_;
+  ShmNode& node_;
   int position_;
   std::unique_ptr<Pipe> connection_;
-  SharedNode::Ends& ours_;
-  const SharedNode::Ends& theirs_;
+  ShmNode::RingCursors& ours_;
+  const ShmNode::RingCursors& theirs_;
   std::byte* out_;
   const std::byte* in_;
   std::uint64_t written_ = 0;

@@ -14,40 +14,40 @@
 
 namespace netfold::transport {
 
-struct SharedRegion {
+struct ShmRegion {
   std::uint64_t id = 0;
   std::byte* address = nullptr;
   std::size_t bytes = 0;  // from the start of the descriptor's memory
   Fd fd;
 };
 
-class SharedRegions {
+class ShmRegistry {
  public:
-  static SharedRegions& instance();
+  static ShmRegistry& instance();
   // The descriptor's first `bytes` are mapped, shared, at `address`. Takes ownership. Replaces what stood there.
   void add(std::byte* address, std::size_t bytes, Fd fd);
   void remove(const std::byte* address);
   // The region that holds all of [address, address + bytes), or nullptr.
-  std::shared_ptr<const SharedRegion> find(const std::byte* address, std::size_t bytes) const;
+  std::shared_ptr<const ShmRegion> find(const std::byte* address, std::size_t bytes) const;
   // Changes whenever a region goes.
   std::uint64_t removals() const;
   bool holds(std::uint64_t id) const;
 
  private:
   mutable std::mutex mutex_;
-  std::map<const std::byte*, std::shared_ptr<const SharedRegion>> regions_;
+  std::map<const std::byte*, std::shared_ptr<const ShmRegion>> regions_;
   std::uint64_t next_id_ = 1;
   std::uint64_t removals_ = 0;
 };
 
 // Anonymous memory that other ranks of the node may map; in the table for as long as it lives.
-class SharedBuffer {
+class ShmBuffer {
  public:
   // Zeroes. Throws std::system_error.
-  explicit SharedBuffer(std::size_t bytes);
-  ~SharedBuffer();
-  SharedBuffer(const SharedBuffer&) = delete;
-  SharedBuffer& operator=(const SharedBuffer&) = delete;
+  explicit ShmBuffer(std::size_t bytes);
+  ~ShmBuffer();
+  ShmBuffer(const ShmBuffer&) = delete;
+  ShmBuffer& operator=(const ShmBuffer&) = delete;
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
 
