@@ -34,7 +34,7 @@ std::int64_t now_ns() {
 }
 
 // Over the socket between the two: what they must know of each other.
-void say(int socket, const void* data, std::size_t bytes) {
+void send_control(int socket, const void* data, std::size_t bytes) {
   if (::send(socket, data, bytes, 0) != static_cast<ssize_t>(bytes)) std::abort();
 }
 void hear(int socket, void* data, std::size_t bytes) {
@@ -42,8 +42,8 @@ void hear(int socket, void* data, std::size_t bytes) {
 }
 std::vector<std::byte> swap_names(int socket, const std::vector<std::byte>& name) {
   std::size_t bytes = name.size();
-  say(socket, &bytes, sizeof bytes);
-  say(socket, name.data(), bytes);
+  send_control(socket, &bytes, sizeof bytes);
+  send_control(socket, name.data(), bytes);
   hear(socket, &bytes, sizeof bytes);
   std::vector<std::byte> theirs(bytes);
   hear(socket, theirs.data(), bytes);
@@ -53,34 +53,34 @@ std::vector<std::byte> swap_names(int socket, const std::vector<std::byte>& name
 class Plain {
  public:
   Plain(const std::string& provider, int socket)
-      : wire_(fabric::open_wire(provider, kHere, 0)), memory_(2 * kMostBytes) {
-    if (wire_->limits().needs_registration) {
-      registration_ = wire_->register_memory(memory_.data(), memory_.size(), fabric::Access::messages);
+      : endpoint_(fabric::open_endpoint(provider, kHere, 0)), memory_(2 * kMostBytes) {
+    if (endpoint_->limits().needs_registration) {
+      registration_ = endpoint_->register_memory(memory_.data(), memory_.size(), fabric::Access::messages);
     }
-    peer_ = wire_->add(swap_names(socket, wire_->name()));
+    peer_ = endpoint_->add(swap_names(socket, endpoint_->name()));
   }
   void send(std::size_t bytes) {
-    const auto& limits = wire_->limits();
+    const auto& limits = endpoint_->limits();
     const bool injects = bytes <= limits.inject_bytes;
     for (;;) {
-      const auto taken = injects ? wire_->inject(peer_, memory_.data(), bytes, 1)
-                                 : wire_->send(peer_, memory_.data(), bytes, descriptor(), 1, &sending_);
-      if (taken == fabric::Wire::Taken::yes) break;
-      look();
+      const auto taken = injects ? endpoint_->inject(peer_, memory_.data(), bytes, 1)
+                                 : endpoint_->send(peer_, memory_.data(), bytes, descriptor(), 1, &sending_);
+      if (taken == fabric::Endpoint::Taken::yes) break;
+      make_progress();
     }
     if (!injects) wait(sent_);
   }
   void post(std::size_t bytes) {
-    while (wire_->receive(memory_.data() + kMostBytes, bytes, descriptor(), &receiving_) != fabric::Wire::Taken::yes) {
-      look();
+    while (endpoint_->receive(memory_.data() + kMostBytes, bytes, descriptor(), &receiving_) != fabric::Endpoint::Taken::yes) {
+      make_progress();
     }
   }
   void receive() { wait(received_); }
 
  private:
   void* descriptor() const { return registration_ == nullptr ? nullptr : registration_->descriptor(); }
-  void look() {
-    const std::size_t found = wire_->poll({&completion_, 1});
+  void make_progress() {
+    const std::size_t found = endpoint_->poll({&completion_, 1});
     if (found == 0) return;
     if (completion_.kind == fabric::Completion::Kind::failed) {
       std::fprintf(stderr, "%s\n", completion_.why.c_str());
@@ -89,14 +89,14 @@ class Plain {
     ++(completion_.kind == fabric::Completion::Kind::sent ? sent_ : received_);
   }
   void wait(int& count) {
-    while (count == 0) look();
+    while (count == 0) make_progress();
     --count;
   }
 
-  std::unique_ptr<fabric::Wire> wire_;
+  std::unique_ptr<fabric::Endpoint> endpoint_;
   std::vector<std::byte> memory_;
   std::unique_ptr<fabric::Registration> registration_;
-  fabric::Wire::Peer peer_ = 0;
+  fabric::Endpoint::Peer peer_ = 0;
   fabric::Work sending_, receiving_;
   fabric::Completion completion_;
   int sent_ = 0;
@@ -106,16 +106,16 @@ class Plain {
 class Piped {
  public:
   Piped(const std::string& provider, int socket) : memory_(2 * kMostBytes) {
-    std::vector<std::unique_ptr<fabric::Wire>> rails;
-    rails.push_back(fabric::open_wire(provider, kHere, 0));
-    auto port = std::make_shared<fabric::Port>(std::move(rails));
-    auto* stream = port->open(std::make_shared<fabric::Bell>(), 1);
-    auto terms = port->terms(stream);
-    const std::vector<std::vector<std::byte>> names = {swap_names(socket, port->names()[0])};
-    say(socket, &terms, sizeof terms);
-    hear(socket, &terms, sizeof terms);
-    port->connect(stream, names, terms);
-    pipe_ = std::make_unique<fabric::FabricPipe>(std::move(port), stream);
+    std::vector<std::unique_ptr<fabric::Endpoint>> rails;
+    rails.push_back(fabric::open_endpoint(provider, kHere, 0));
+    auto mux = std::make_shared<fabric::StreamMux>(std::move(rails));
+    auto* stream = mux->open(std::make_shared<fabric::Doorbell>(), 1);
+    auto params = mux->params(stream);
+    const std::vector<std::vector<std::byte>> names = {swap_names(socket, mux->names()[0])};
+    send_control(socket, &params, sizeof params);
+    hear(socket, &params, sizeof params);
+    mux->connect(stream, names, params);
+    pipe_ = std::make_unique<fabric::FabricPipe>(std::move(mux), stream);
   }
   // Large ones go as pieces do: lent from where they are, to where they are expected.
   void send(std::size_t bytes) {
@@ -192,7 +192,7 @@ void play(int argc, char** argv, int socket, bool begins) {
         if ((turn + block) % 2 == 0) {
           plain.post(bytes);
           std::byte ready{};  // the first buffer is posted at both ends
-          say(socket, &ready, 1);
+          send_control(socket, &ready, 1);
           hear(socket, &ready, 1);
           plain_us = median_us(messages, [&] {
             if (begins) plain.send(bytes);
@@ -222,7 +222,7 @@ void play(int argc, char** argv, int socket, bool begins) {
   }
   std::fflush(stdout);
   std::byte over{};  // neither goes before the other is through
-  say(socket, &over, 1);
+  send_control(socket, &over, 1);
   hear(socket, &over, 1);
 }
 

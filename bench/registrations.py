@@ -107,10 +107,10 @@ class Ranks:
 
 def registering_us(provider: str, size: int, times: int) -> float:
     """Microseconds to register so many bytes: what it takes to expect a piece in memory that nobody holds."""
-    port, other = (fabric.Port(provider, ["127.0.0.1"]) for _ in range(2))
-    stream, peer = port.open(fabric.make_bell(), 1), other.open(fabric.make_bell(), 1)
-    stream.connect(other.names, peer.terms)
-    peer.connect(port.names, stream.terms)
+    port, other = (fabric.StreamMux(provider, ["127.0.0.1"]) for _ in range(2))
+    stream, peer = port.open(fabric.make_doorbell(), 1), other.open(fabric.make_doorbell(), 1)
+    stream.connect(other.names, peer.params)
+    peer.connect(port.names, stream.params)
     memory = np.ones(size, np.uint8)
     took = []
     for name in range(times):

@@ -88,9 +88,9 @@ void bind_dataplane(nb::module_& m) {
             std::string resolved;
             {
               nb::gil_scoped_release release;
-              auto wire = fabric::open_rail(provider, host, 0);
-              resolved = wire->limits().provider;
-              address = self.open_on_fabric(job, incarnation, std::move(wire), nonces, proofs, keys, packet_bytes,
+              auto fabric_endpoint = fabric::open_named_endpoint(provider, host, 0);
+              resolved = fabric_endpoint->limits().provider;
+              address = self.open_on_fabric(job, incarnation, std::move(fabric_endpoint), nonces, proofs, keys, packet_bytes,
                                           in_flight_bytes);
             }
             nb::dict out;

@@ -126,7 +126,7 @@ bool put_all(FabricEnd& end, std::uintptr_t address, std::size_t bytes, std::uin
       is_taken = io.bytes > 0;
       if (io.closed) throw fabric::Error(io.why != nullptr ? *io.why : std::string("the other end is closed"));
     }
-    if (pipe.hung_up()) throw fabric::Error(pipe.port()->failure(pipe.stream()));
+    if (pipe.hung_up()) throw fabric::Error(pipe.mux()->failure(pipe.stream()));
     const std::int64_t left_ns = deadline - monotonic_ns();
     if (left_ns <= 0) {
       if (is_taken) pipe.force_close();
@@ -163,33 +163,33 @@ void bind_fabric(nb::module_& m) {
   f.def("version", &fabric::library_version, "Of libfabric. FabricError where there is none that can be used.");
   f.def("providers", &providers, "All that libfabric finds; `why_not` is empty where netfold can use it.");
 
-  nb::class_<fabric::Bell>(f, "Bell", "Wakes the driver of the streams that were opened with it.");
-  f.def("make_bell", [] { return std::make_shared<fabric::Bell>(); });
+  nb::class_<fabric::Doorbell>(f, "Doorbell", "Wakes the driver of the streams that were opened with it.");
+  f.def("make_doorbell", [] { return std::make_shared<fabric::Doorbell>(); });
 
   nb::class_<netfold::transport::Pipe::RegistrationLease>(f, "RegistrationLease", "Memory that stays as it is until this ends.");
-  nb::class_<fabric::Port>(f, "Port", "This process's place on a fabric.")
+  nb::class_<fabric::StreamMux>(f, "StreamMux", "This process's place on a fabric.")
       .def(nb::new_([](const std::string& provider, const std::vector<std::string>& hosts) {
              nb::gil_scoped_release release;
-             std::vector<std::unique_ptr<fabric::Wire>> rails;
+             std::vector<std::unique_ptr<fabric::Endpoint>> rails;
              for (const std::string& host : hosts) {
-               rails.push_back(fabric::open_rail(provider, host, static_cast<int>(rails.size())));
+               rails.push_back(fabric::open_named_endpoint(provider, host, static_cast<int>(rails.size())));
              }
-             return std::make_shared<fabric::Port>(std::move(rails));
+             return std::make_shared<fabric::StreamMux>(std::move(rails));
            }),
            nb::arg("provider"), nb::arg("hosts"), "`hosts`: addresses of this host's interfaces, one a rail.")
-      .def_prop_ro("provider", [](const fabric::Port& self) { return self.limits().provider; })
-      .def_prop_ro("version", [](const fabric::Port& self) { return self.limits().version; })
+      .def_prop_ro("provider", [](const fabric::StreamMux& self) { return self.limits().provider; })
+      .def_prop_ro("version", [](const fabric::StreamMux& self) { return self.limits().version; })
       .def_prop_ro(
           "domains",
-          [](const fabric::Port& self) {
+          [](const fabric::StreamMux& self) {
             nb::list out;
             for (std::size_t rail = 0; rail < self.rails(); ++rail) out.append(self.limits(rail).domain);
             return out;
           },
           "Interfaces or devices, by rail.")
-      .def_prop_ro("names", [](const fabric::Port& self) { return as_list(self.names()); })
+      .def_prop_ro("names", [](const fabric::StreamMux& self) { return as_list(self.names()); })
       .def_prop_ro("counters",
-                   [](const fabric::Port& self) {
+                   [](const fabric::StreamMux& self) {
                      const auto counters = self.counters();
                      nb::dict out;
                      out["segments_sent"] = counters.segments_sent;
@@ -199,11 +199,11 @@ void bind_fabric(nb::module_& m) {
                      out["out_of_order"] = counters.out_of_order;
                      out["repeated"] = counters.repeated;
                      out["rails_lost"] = counters.rails_lost;
-                     out["strange"] = counters.strange;
+                     out["rejected"] = counters.rejected;
                      out["writes"] = counters.writes;
                      out["bytes_written"] = counters.bytes_written;
                      out["grants"] = counters.grants;
-                     out["grants_withdrawn"] = counters.grants_withdrawn;
+                     out["grants_cancelled"] = counters.grants_cancelled;
                      const auto& registrations = counters.registrations;
                      out["registration_hits"] = registrations.hits;
                      out["registration_misses"] = registrations.misses;
@@ -212,59 +212,59 @@ void bind_fabric(nb::module_& m) {
                      out["registered_bytes"] = registrations.bytes;
                      return out;
                    })
-      .def_prop_ro("is_open", &fabric::Port::is_open, "False once its endpoint had to be closed.")
-      .def("force_close", &fabric::Port::force_close, nb::arg("why"), nb::call_guard<nb::gil_scoped_release>(),
+      .def_prop_ro("is_open", &fabric::StreamMux::is_open, "False once its endpoint had to be closed.")
+      .def("force_close", &fabric::StreamMux::force_close, nb::arg("why"), nb::call_guard<nb::gil_scoped_release>(),
            "Closes its endpoint: no memory is the provider's any more, and all streams fail.")
-      .def_prop_ro("why_not_rma", &fabric::Port::why_not_rma,
+      .def_prop_ro("why_not_rma", &fabric::StreamMux::why_not_rma,
                    "Why large pieces go in segments; empty where they are written to the peer's memory.")
       .def(
           "set",
-          [](fabric::Port& self, std::size_t direct_bytes, std::size_t registrations, std::size_t registered_bytes) {
+          [](fabric::StreamMux& self, std::size_t rma_min_bytes, std::size_t registrations, std::size_t registered_bytes) {
             self.set(
-                {.direct_bytes = direct_bytes, .registrations = {.entries = registrations, .bytes = registered_bytes}});
+                {.rma_min_bytes = rma_min_bytes, .registrations = {.entries = registrations, .bytes = registered_bytes}});
           },
           nb::arg("direct_bytes"), nb::arg("registrations"), nb::arg("registered_bytes"),
           "What is to go the direct path, in streams that are opened from now on, and the bounds of what is kept "
           "registered.")
       .def(
           "lease",
-          [](fabric::Port& self, std::uintptr_t address, std::size_t bytes) {
+          [](fabric::StreamMux& self, std::uintptr_t address, std::size_t bytes) {
             return self.lease(reinterpret_cast<std::byte*>(address), bytes, fabric::RegistrationCache::Lifetime::persistent);
           },
           nb::arg("address"), nb::arg("bytes"),
           "Memory that stays mapped as it is until the object that comes back ends: its registration is kept so long.")
-      .def("progress", &fabric::Port::look, nb::call_guard<nb::gil_scoped_release>(),
+      .def("progress", &fabric::StreamMux::make_progress, nb::call_guard<nb::gil_scoped_release>(),
            "Does what the provider has to do, for everybody.")
       .def(
           "open",
-          [](const std::shared_ptr<fabric::Port>& self, std::shared_ptr<fabric::Bell> bell, std::size_t streams) {
-            return FabricEnd{std::make_unique<fabric::FabricPipe>(self, self->open(std::move(bell), streams))};
+          [](const std::shared_ptr<fabric::StreamMux>& self, std::shared_ptr<fabric::Doorbell> doorbell, std::size_t streams) {
+            return FabricEnd{std::make_unique<fabric::FabricPipe>(self, self->open(std::move(doorbell), streams))};
           },
-          nb::arg("bell"), nb::arg("streams"), "One of `streams` that are opened together.");
+          nb::arg("doorbell"), nb::arg("streams"), "One of `streams` that are opened together.");
 
   nb::class_<FabricEnd>(f, "Stream", "This rank's end of a stream of bytes to another.")
-      .def_prop_ro("terms",
+      .def_prop_ro("params",
                    [](FabricEnd& self) {
                      const auto& pipe = pipe_of(self);
-                     const auto terms = pipe.port()->terms(pipe.stream());
-                     return std::tuple(terms.tag, terms.window, terms.segment_bytes, terms.direct_bytes);
+                     const auto params = pipe.mux()->params(pipe.stream());
+                     return std::tuple(params.tag, params.window, params.segment_bytes, params.rma_min_bytes);
                    })
       .def(
           "connect",
           [](FabricEnd& self, const std::vector<nb::bytes>& names,
-             const std::tuple<std::uint64_t, std::uint32_t, std::uint32_t, std::uint64_t>& terms) {
+             const std::tuple<std::uint64_t, std::uint32_t, std::uint32_t, std::uint64_t>& params) {
             const auto& pipe = pipe_of(self);
             const Names theirs = as_names(names);
             nb::gil_scoped_release release;
-            const auto [tag, window, segment_bytes, direct_bytes] = terms;
-            pipe.port()->connect(pipe.stream(), theirs, {tag, window, segment_bytes, direct_bytes});
+            const auto [tag, window, segment_bytes, rma_min_bytes] = params;
+            pipe.mux()->connect(pipe.stream(), theirs, {tag, window, segment_bytes, rma_min_bytes});
           },
-          nb::arg("names"), nb::arg("terms"))
+          nb::arg("names"), nb::arg("params"))
       .def_prop_ro(
           "failure",
           [](FabricEnd& self) {
             const auto& pipe = pipe_of(self);
-            return pipe.port()->failure(pipe.stream());
+            return pipe.mux()->failure(pipe.stream());
           },
           "Why nothing will be sent any more; empty while it works.")
       .def("send", &send_all, nb::arg("data"), nb::arg("timeout_ns"), "How many bytes went within the time.")

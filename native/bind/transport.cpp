@@ -145,7 +145,7 @@ void bind_transport(nb::module_& m) {
           [](FabricPort* self, const std::string& provider, const std::string& host, std::size_t packet_bytes,
              std::size_t in_flight_bytes) {
             new (self) FabricPort;
-            auto endpoint = std::make_unique<fabric::FabricDatagrams>(fabric::open_rail(provider, host, 0),
+            auto endpoint = std::make_unique<fabric::FabricDatagrams>(fabric::open_named_endpoint(provider, host, 0),
                                                                       packet_bytes, in_flight_bytes, 1);
             self->endpoint = endpoint.get();
             self->port = std::move(endpoint);

@@ -189,13 +189,13 @@ std::uint16_t DataPlane::open(std::uint32_t job_id, std::uint32_t incarnation, c
 }
 
 DataPlane::FabricAddress DataPlane::open_on_fabric(std::uint32_t job_id, std::uint32_t incarnation,
-                                         std::unique_ptr<transport::fabric::Wire> wire,
+                                         std::unique_ptr<transport::fabric::Endpoint> fabric_endpoint,
                                          const std::vector<std::uint64_t>& nonces,
                                          const std::vector<std::uint64_t>& proofs,
                                          const std::vector<auth::Key>& hello_keys, std::size_t packet_bytes,
                                          std::size_t in_flight_bytes) {
   auto job = make_job(job_id, incarnation, nonces, hello_keys);
-  auto endpoint = std::make_unique<transport::fabric::FabricDatagrams>(std::move(wire), packet_bytes, in_flight_bytes,
+  auto endpoint = std::make_unique<transport::fabric::FabricDatagrams>(std::move(fabric_endpoint), packet_bytes, in_flight_bytes,
                                                                        nonces.size());
   FabricAddress address{.name = endpoint->name(),
                     .tags = {},

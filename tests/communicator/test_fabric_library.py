@@ -44,7 +44,7 @@ void told(Call call) {
 int main() {
   told([] { fabric::library_version(); });
   told([] { fabric::list_providers(); });
-  told([] { fabric::open_wire("tcp", "127.0.0.1", 0); });
+  told([] { fabric::open_endpoint("tcp", "127.0.0.1", 0); });
 }
 """
 

@@ -104,7 +104,7 @@ def waits_elsewhere(rank: int, size: int, folder: str, provider: str) -> list[An
     b.barrier()
     for group in (a, b):
         group.close()
-    return [*found, port.counters["grants_withdrawn"]]
+    return [*found, port.counters["grants_cancelled"]]
 
 
 @pytest.mark.parametrize("provider", ["tcp", "strict:seed=3+tcp"])
@@ -141,9 +141,9 @@ def says_why_not(rank: int, size: int, folder: str) -> str:
 def test_who_goes_in_segments_says_why() -> None:
     found = values(run_threads(says_why_not, 2))
     assert all("segments, which are copied: there are several rails" in said for said in found), found
-    port = fabric.Port("tcp", [*LOOPBACK, "127.0.0.2"])
+    port = fabric.StreamMux("tcp", [*LOOPBACK, "127.0.0.2"])
     assert "several rails" in port.why_not_rma
-    port = fabric.Port("tcp", list(LOOPBACK))
+    port = fabric.StreamMux("tcp", list(LOOPBACK))
     assert port.why_not_rma == ""
     port.set(direct_bytes=0, registrations=0, registered_bytes=0)
     assert "NETFOLD_DIRECT_BYTES" in port.why_not_rma

@@ -186,10 +186,10 @@ def test_the_strict_provider_tells_who_frees_memory_that_is_registered() -> None
 
 
 def test_a_write_to_who_closed_its_endpoint_is_an_error_and_changes_nothing() -> None:
-    sender, receiver = (fabric.Port("tcp", list(LOOPBACK)) for _ in range(2))
-    ours, theirs = sender.open(fabric.make_bell(), 1), receiver.open(fabric.make_bell(), 1)
-    ours.connect(receiver.names, theirs.terms)
-    theirs.connect(sender.names, ours.terms)
+    sender, receiver = (fabric.StreamMux("tcp", list(LOOPBACK)) for _ in range(2))
+    ours, theirs = sender.open(fabric.make_doorbell(), 1), receiver.open(fabric.make_doorbell(), 1)
+    ours.connect(receiver.names, theirs.params)
+    theirs.connect(sender.names, ours.params)
     into, values_of = np.zeros(COUNT, np.float32), np.ones(COUNT, np.float32)
     lent = (values_of.ctypes.data, values_of.nbytes)
     over = threading.Event()

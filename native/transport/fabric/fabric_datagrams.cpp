@@ -28,14 +28,14 @@ std::uint64_t random_bits() {
 
 }  // namespace
 
-FabricDatagrams::FabricDatagrams(std::unique_ptr<Wire> wire, std::size_t packet_bytes, std::size_t in_flight_bytes,
+FabricDatagrams::FabricDatagrams(std::unique_ptr<Endpoint> endpoint, std::size_t packet_bytes, std::size_t in_flight_bytes,
                                  std::size_t peers)
-    : wire_(std::move(wire)),
-      packet_bytes_(std::min(packet_bytes, wire_->limits().message_bytes)),
+    : endpoint_(std::move(endpoint)),
+      packet_bytes_(std::min(packet_bytes, endpoint_->limits().message_bytes)),
       peers_(peers),
       unheard_(peers),
       pid_(getpid()) {
-  const Wire::Limits& limits = wire_->limits();
+  const Endpoint::Limits& limits = endpoint_->limits();
   if (limits.tag_bits < kLeastTagBits || packet_bytes_ < kLeastPacketBytes) {
     throw Error("provider " + limits.provider + " has tags of " + std::to_string(limits.tag_bits) +
                 " bits and messages of " + std::to_string(limits.message_bytes) +
@@ -53,7 +53,7 @@ FabricDatagrams::FabricDatagrams(std::unique_ptr<Wire> wire, std::size_t packet_
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw Error("no memory for packets over a fabric: " + std::to_string(bytes) + " bytes");
   memory_ = {static_cast<std::byte*>(memory), Memory{bytes}};
-  if (limits.needs_registration) registration_ = wire_->register_memory(memory_.get(), bytes, Access::messages);
+  if (limits.needs_registration) registration_ = endpoint_->register_memory(memory_.get(), bytes, Access::messages);
   sendings_.resize(sends);
   receivings_.resize(receives);
   std::byte* next = memory_.get();
@@ -77,7 +77,7 @@ FabricDatagrams::~FabricDatagrams() {
   if (pid_ == getpid()) return;
   // A child of fork: what the provider shares with its parent is not ours to close.
   static_cast<void>(registration_.release());
-  static_cast<void>(wire_.release());
+  static_cast<void>(endpoint_.release());
 }
 
 void FabricDatagrams::Memory::operator()(std::byte* first) const { munmap(first, bytes); }
@@ -90,7 +90,7 @@ void FabricDatagrams::connect(Peer peer, std::span<const std::byte> name, std::u
   std::vector<std::byte> padded(kMaxNameBytes + 1);
   std::copy(name.begin(), name.end(), padded.begin());
   PeerState& state = peers_[peer];
-  state.at = wire_->add(padded);
+  state.at = endpoint_->add(padded);
   state.tag_out = tag;
   state.connected = true;
 }
@@ -139,13 +139,13 @@ void FabricDatagrams::push(PeerState& state) {
   void* descriptor = registration_ == nullptr ? nullptr : registration_->descriptor();
   while (!state.waiting.empty()) {
     Sending& sending = *state.waiting.front();
-    const auto taken = wire_->send(state.at, sending.data, sending.bytes, descriptor, state.tag_out, &sending);
-    if (taken == Wire::Taken::later) return;
+    const auto taken = endpoint_->send(state.at, sending.data, sending.bytes, descriptor, state.tag_out, &sending);
+    if (taken == Endpoint::Taken::later) return;
     state.waiting.pop_front();
     --waiting_;
-    if (taken == Wire::Taken::yes) continue;
+    if (taken == Endpoint::Taken::yes) continue;
     release(sending);
-    lost(wire_->why());
+    lost(endpoint_->why());
   }
 }
 
@@ -159,7 +159,7 @@ bool FabricDatagrams::receive(const Take& take) {
   bool moved = false;
   trains_.clear();
   for (int round = 0; round < kRounds; ++round) {
-    const std::size_t found = wire_->poll(batch_);
+    const std::size_t found = endpoint_->poll(batch_);
     for (std::size_t i = 0; i < found; ++i) {
       const Completion& completion = batch_[i];
       if (completion.kind == Completion::Kind::failed) {
@@ -197,13 +197,13 @@ bool FabricDatagrams::receive(const Take& take) {
 
 void FabricDatagrams::post(Receiving& receiving) {
   void* descriptor = registration_ == nullptr ? nullptr : registration_->descriptor();
-  switch (wire_->receive(receiving.data, packet_bytes_, descriptor, &receiving)) {
-    case Wire::Taken::yes:
+  switch (endpoint_->receive(receiving.data, packet_bytes_, descriptor, &receiving)) {
+    case Endpoint::Taken::yes:
       return;
-    case Wire::Taken::later:
+    case Endpoint::Taken::later:
       return unposted_.push_back(&receiving);
-    case Wire::Taken::never:
-      path_error_ = "provider " + limits().provider + ": buffers cannot be posted: " + wire_->why();
+    case Endpoint::Taken::never:
+      path_error_ = "provider " + limits().provider + ": buffers cannot be posted: " + endpoint_->why();
   }
 }
 
@@ -231,9 +231,9 @@ void FabricDatagrams::lost(const std::string& why) {
 }
 
 FabricDatagrams::WaitHint FabricDatagrams::wait_hint(bool /*wants_room*/) {
-  WaitHint hint{.fd = wire_->wait_fd(), .events = POLLIN};
+  WaitHint hint{.fd = endpoint_->wait_fd(), .events = POLLIN};
   const bool sends = free_.size() < sendings_.size();
-  if (!wire_->may_sleep()) {
+  if (!endpoint_->may_sleep()) {
     hint.poll_after_ns = 0;
   } else if (waiting_ > 0 || !unposted_.empty() || hint.fd < 0) {
     hint.poll_after_ns = kPollIntervalNs;  // what was refused may go without a completion before it

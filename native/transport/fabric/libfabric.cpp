@@ -183,14 +183,14 @@ class LibfabricRegistration final : public Registration {
   const std::byte* base_;
 };
 
-class LibfabricWire final : public Wire {
+class LibfabricEndpoint final : public Endpoint {
  public:
   // `host`: of its interface, where it goes by such addresses.
-  LibfabricWire(Info info, const std::string& host, bool in_order);
+  LibfabricEndpoint(Info info, const std::string& host, bool in_order);
 
-  ~LibfabricWire() override { LibfabricWire::close(); }
+  ~LibfabricEndpoint() override { LibfabricEndpoint::close(); }
   void close() override {
-    const CallWatch::Call call(watch_);
+    const Watchdog::Call call(watch_);
     endpoint_.reset();
   }
   const Limits& limits() const override { return limits_; }
@@ -199,16 +199,16 @@ class LibfabricWire final : public Wire {
   std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes, Access access) override;
   Taken send(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, std::uint64_t tag,
              Work* work) override {
-    const CallWatch::Call call(watch_);
+    const Watchdog::Call call(watch_);
     return taken(fi_tsend(endpoint_.get(), data, bytes, descriptor, to, tag, work));
   }
   Taken inject(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag) override {
-    const CallWatch::Call call(watch_);
+    const Watchdog::Call call(watch_);
     return taken(fi_tinject(endpoint_.get(), data, bytes, to, tag));
   }
-  Taken write(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, const Place& into,
+  Taken write(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, const RemoteBuffer& into,
               std::uint32_t number, Work* work) override {
-    const CallWatch::Call call(watch_);
+    const Watchdog::Call call(watch_);
     return taken(
         limits_.orders_writes
             ? fi_write(endpoint_.get(), data, bytes, descriptor, to, into.address, into.key, work)
@@ -216,7 +216,7 @@ class LibfabricWire final : public Wire {
   }
   Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) override {
     constexpr std::uint64_t kAnyTag = ~std::uint64_t{0};
-    const CallWatch::Call call(watch_);
+    const Watchdog::Call call(watch_);
     return taken(fi_trecv(endpoint_.get(), into, bytes, descriptor, FI_ADDR_UNSPEC, 0, kAnyTag, work));
   }
   const std::string& why() const override { return why_; }
@@ -248,7 +248,7 @@ class LibfabricWire final : public Wire {
 
   Info info_;
   std::string place_;
-  CallWatch watch_;
+  Watchdog watch_;
   Limits limits_;
   bool binds_registrations_ = false;
   bool names_keys_ = false;
@@ -262,7 +262,7 @@ class LibfabricWire final : public Wire {
   std::string why_;
 };
 
-LibfabricWire::LibfabricWire(Info info, const std::string& host, bool in_order)
+LibfabricEndpoint::LibfabricEndpoint(Info info, const std::string& host, bool in_order)
     : info_(std::move(info)),
       place_(as_text(info_->domain_attr->name) + (host.empty() ? "" : " at " + host)),
       watch_(as_text(info_->fabric_attr->prov_name)) {
@@ -316,7 +316,7 @@ LibfabricWire::LibfabricWire(Info info, const std::string& host, bool in_order)
   check(fi_enable(endpoint_.get()), "enable its endpoint");
 }
 
-std::vector<std::byte> LibfabricWire::name() const {
+std::vector<std::byte> LibfabricEndpoint::name() const {
   std::vector<std::byte> name(512);
   std::size_t bytes = name.size();
   check(fi_getname(&endpoint_->fid, name.data(), &bytes), "say its address");
@@ -324,9 +324,9 @@ std::vector<std::byte> LibfabricWire::name() const {
   return name;
 }
 
-Wire::Peer LibfabricWire::add(std::span<const std::byte> name) {
+Endpoint::Peer LibfabricEndpoint::add(std::span<const std::byte> name) {
   fi_addr_t peer = FI_ADDR_NOTAVAIL;
-  const CallWatch::Call call(watch_);
+  const Watchdog::Call call(watch_);
   if (fi_av_insert(addresses_.get(), name.data(), 1, &peer, 0, nullptr) != 1) {
     throw Error("provider " + limits_.provider + " does not take an address of " + std::to_string(name.size()) +
                 " bytes; does every rank use the same provider?");
@@ -334,13 +334,13 @@ Wire::Peer LibfabricWire::add(std::span<const std::byte> name) {
   return peer;
 }
 
-std::unique_ptr<Registration> LibfabricWire::register_memory(std::byte* data, std::size_t bytes, Access access) {
+std::unique_ptr<Registration> LibfabricEndpoint::register_memory(std::byte* data, std::size_t bytes, Access access) {
   const std::uint64_t allowed = access == Access::messages ? FI_SEND | FI_RECV : FI_WRITE | FI_REMOTE_WRITE;
   fid_mr* opened = nullptr;
   int result = -FI_ENOKEY;
   for (int tries = 0; tries < kKeyTries && result == -FI_ENOKEY; ++tries) {
     const std::uint64_t key = names_keys_ ? random_key() : 0;
-    const CallWatch::Call call(watch_);
+    const Watchdog::Call call(watch_);
     result = fi_mr_reg(domain_.get(), data, bytes, allowed, 0, key, 0, &opened, nullptr);
   }
   if (result != 0) {
@@ -357,18 +357,18 @@ std::unique_ptr<Registration> LibfabricWire::register_memory(std::byte* data, st
 }
 
 // Where keys are ours to choose, nobody else should guess them: who has one can write.
-std::uint64_t LibfabricWire::random_key() const {
+std::uint64_t LibfabricEndpoint::random_key() const {
   std::uint64_t key = 0;
   if (getrandom(&key, sizeof key, 0) != sizeof key) throw Error("no random numbers for a registration's key");
   const std::size_t bytes = std::clamp<std::size_t>(info_->domain_attr->mr_key_size, 1, sizeof key);
   return key >> (8 * (sizeof key - bytes));
 }
 
-std::size_t LibfabricWire::poll(std::span<Completion> into) {
+std::size_t LibfabricEndpoint::poll(std::span<Completion> into) {
   std::array<fi_cq_tagged_entry, kBatch> entries;
   const std::size_t most = std::min(into.size(), entries.size());
   const ssize_t found = [&] {
-    const CallWatch::Call call(watch_);
+    const Watchdog::Call call(watch_);
     return fi_cq_read(queue_.get(), entries.data(), most);
   }();
   if (found == -FI_EAGAIN || found == 0) return 0;
@@ -393,7 +393,7 @@ std::size_t LibfabricWire::poll(std::span<Completion> into) {
   return static_cast<std::size_t>(found);
 }
 
-void LibfabricWire::failed(Completion& into) {
+void LibfabricEndpoint::failed(Completion& into) {
   fi_cq_err_entry entry{};
   into = {.kind = Completion::Kind::failed};
   const ssize_t found = fi_cq_readerr(queue_.get(), &entry, 0);
@@ -453,7 +453,7 @@ std::vector<Provider> list_providers() {
   return out;
 }
 
-std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& host, int rail, Numbers numbers) {
+std::unique_ptr<Endpoint> open_endpoint(const std::string& provider, const std::string& host, int rail, Numbers numbers) {
   // With writes, and messages in order after them, if it has such: a number that comes with a write is more to carry,
   // and ofi_rxm 1.17 reads through a null pointer where a connection ends in the middle of a write that has one.
   bool in_order = numbers == Numbers::if_needed;
@@ -479,7 +479,7 @@ std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& 
       throw Error("provider " + as_text(found->fabric_attr->prov_name) +
                   " does not go over the interface with the address " + host + " (NETFOLD_INTERFACE)");
     }
-    return std::make_unique<LibfabricWire>(std::move(here), host, in_order);
+    return std::make_unique<LibfabricEndpoint>(std::move(here), host, in_order);
   }
   fi_info* chosen = found.get();
   for (int skipped = 0; skipped < rail && chosen != nullptr; ++skipped) chosen = chosen->next;
@@ -487,7 +487,7 @@ std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& 
     throw Error("provider " + as_text(found->fabric_attr->prov_name) + " has no device number " + std::to_string(rail) +
                 "; name as many interfaces as there are devices (NETFOLD_INTERFACE)");
   }
-  return std::make_unique<LibfabricWire>(Info(library().dupinfo(chosen)), "", in_order);
+  return std::make_unique<LibfabricEndpoint>(Info(library().dupinfo(chosen)), "", in_order);
 }
 
 }  // namespace netfold::transport::fabric

@@ -73,7 +73,7 @@ RegistrationCache::Entry* RegistrationCache::acquire(std::byte* data, std::size_
     entries_.push_back({.data = data, .bytes = bytes, .registration = nullptr, .lease = lease});
     entry = std::prev(entries_.end());
     try {
-      entry->registration = wire_.register_memory(data, bytes, Access::writes);
+      entry->registration = endpoint_.register_memory(data, bytes, Access::writes);
     } catch (...) {
       entries_.pop_back();
       throw;

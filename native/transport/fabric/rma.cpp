@@ -9,49 +9,49 @@
 
 namespace netfold::transport::fabric {
 
-class Port::MuxLease final : public Pipe::RegistrationLease {
+class StreamMux::MuxLease final : public Pipe::RegistrationLease {
  public:
-  MuxLease(std::shared_ptr<Port> port, RegistrationCache::Lease* lease) : port_(std::move(port)), lease_(lease) {}
+  MuxLease(std::shared_ptr<StreamMux> mux, RegistrationCache::Lease* lease) : mux_(std::move(mux)), lease_(lease) {}
   ~MuxLease() override {
-    if (port_->pid_ != getpid()) return;  // a child of fork: the registration is its parent's
-    std::lock_guard lock(port_->mutex_);
-    port_->cache_.end_lease(lease_);
+    if (mux_->pid_ != getpid()) return;  // a child of fork: the registration is its parent's
+    std::lock_guard lock(mux_->mutex_);
+    mux_->cache_.end_lease(lease_);
   }
   MuxLease(const MuxLease&) = delete;
   MuxLease& operator=(const MuxLease&) = delete;
   std::uint32_t hits() const override {
-    std::lock_guard lock(port_->mutex_);
+    std::lock_guard lock(mux_->mutex_);
     return lease_->hits;
   }
   std::uint32_t misses() const override {
-    std::lock_guard lock(port_->mutex_);
+    std::lock_guard lock(mux_->mutex_);
     return lease_->misses;
   }
 
  private:
-  std::shared_ptr<Port> port_;
+  std::shared_ptr<StreamMux> mux_;
   RegistrationCache::Lease* lease_;
 };
 
-std::unique_ptr<Pipe::RegistrationLease> Port::lease(std::byte* data, std::size_t bytes, RegistrationCache::Lifetime lifetime) {
+std::unique_ptr<Pipe::RegistrationLease> StreamMux::lease(std::byte* data, std::size_t bytes, RegistrationCache::Lifetime lifetime) {
   std::lock_guard lock(mutex_);
   return std::make_unique<MuxLease>(shared_from_this(), cache_.add_lease(data, bytes, lifetime));
 }
 
 // What is not used and too much is unmapped, the longest unused first.
-class Port::MuxScratch final : public Pipe::Scratch {
+class StreamMux::MuxScratch final : public Pipe::Scratch {
  public:
-  MuxScratch(std::shared_ptr<Port> port, std::unique_ptr<Block> block)
-      : port_(std::move(port)), block_(std::move(block)) {}
+  MuxScratch(std::shared_ptr<StreamMux> mux, std::unique_ptr<Block> block)
+      : mux_(std::move(mux)), block_(std::move(block)) {}
   ~MuxScratch() override {
-    std::lock_guard lock(port_->mutex_);
-    auto& blocks = port_->blocks_;
+    std::lock_guard lock(mux_->mutex_);
+    auto& blocks = mux_->blocks_;
     blocks.push_back(std::move(block_));
     std::size_t bytes = 0;
     for (const auto& block : blocks) bytes += block->bytes;
     for (; bytes > kScratchBytes; blocks.erase(blocks.begin())) {
       bytes -= blocks.front()->bytes;
-      port_->cache_.end_lease(blocks.front()->lease);
+      mux_->cache_.end_lease(blocks.front()->lease);
     }
   }
   MuxScratch(const MuxScratch&) = delete;
@@ -59,11 +59,11 @@ class Port::MuxScratch final : public Pipe::Scratch {
   std::byte* data() const override { return block_->data; }
 
  private:
-  std::shared_ptr<Port> port_;
+  std::shared_ptr<StreamMux> mux_;
   std::unique_ptr<Block> block_;
 };
 
-std::unique_ptr<Pipe::Scratch> Port::scratch(std::size_t bytes) {
+std::unique_ptr<Pipe::Scratch> StreamMux::scratch(std::size_t bytes) {
   std::lock_guard lock(mutex_);
   bytes = std::bit_ceil(bytes);
   const auto fits = [&](const auto& block) { return block->bytes == bytes; };
@@ -79,40 +79,40 @@ std::unique_ptr<Pipe::Scratch> Port::scratch(std::size_t bytes) {
   return std::make_unique<MuxScratch>(shared_from_this(), std::move(block));
 }
 
-void Port::set(const Settings& settings) {
+void StreamMux::set(const Settings& settings) {
   std::lock_guard lock(mutex_);
   settings_ = settings;
   cache_.limit(settings.registrations);
 }
 
-std::string Port::why_not_rma() const {
+std::string StreamMux::why_not_rma() const {
   std::lock_guard lock(mutex_);
   return obstacle();
 }
 
-std::string Port::obstacle() const {
-  if (settings_.direct_bytes == 0) return "it is turned off (NETFOLD_DIRECT_BYTES)";
+std::string StreamMux::obstacle() const {
+  if (settings_.rma_min_bytes == 0) return "it is turned off (NETFOLD_DIRECT_BYTES)";
   if (limits().write_bytes == 0)
     return "provider " + limits().provider + " cannot write to a peer's memory with a word";
   if (limits().peers_write)
     return "provider " + limits().provider + " cannot take back memory that a peer may write to";
   if (rails() > 1) return "there are several rails";
-  const std::size_t least = sizeof(Header) + std::max(kMaxBeforeBytes + sizeof(WrittenWord), sizeof(GrantWord));
+  const std::size_t least = sizeof(Header) + std::max(kMaxBeforeBytes + sizeof(WrittenTrailer), sizeof(GrantEntry));
   if (segment_bytes_ < least) return "provider " + limits().provider + " has messages that are too short";
   return "";
 }
 
-bool Port::uses_rma(const Stream* stream, std::size_t bytes) const {
-  return stream->direct_bytes > 0 && bytes >= stream->direct_bytes && bytes <= limits().write_bytes &&
+bool StreamMux::uses_rma(const Stream* stream, std::size_t bytes) const {
+  return stream->rma_min_bytes > 0 && bytes >= stream->rma_min_bytes && bytes <= limits().write_bytes &&
          bytes <= UINT32_MAX;
 }
 
 // --- who receives ----------------------------------------------------------------------------------------------------
 
-bool Port::post_receive(Stream* from, std::uint64_t name, std::byte* into, std::size_t bytes) {
+bool StreamMux::post_receive(Stream* from, std::uint64_t name, std::byte* into, std::size_t bytes) {
   std::lock_guard lock(mutex_);
   Stream& stream = *from;
-  if (!stream.why.empty() || stream.is_revoking || stream.grants == kMaxGrants) return false;
+  if (!stream.why.empty() || stream.is_cancelling || stream.grants == kMaxGrants) return false;
   Grant grant{.stream = &stream, .into = into, .bytes = static_cast<std::uint32_t>(bytes)};
   try {
     grant.entry = cache_.acquire(into, bytes);
@@ -131,7 +131,7 @@ bool Port::post_receive(Stream* from, std::uint64_t name, std::byte* into, std::
   return true;
 }
 
-std::uint32_t Port::random_number() {
+std::uint32_t StreamMux::random_number() {
   if (random_.empty()) {
     random_.resize(64);
     const auto bytes = random_.size() * sizeof random_.front();
@@ -142,28 +142,28 @@ std::uint32_t Port::random_number() {
   return number;
 }
 
-std::size_t Port::grant_message_bytes() const {
-  const std::size_t most = sizeof(Header) + kGrantsAMessage * sizeof(GrantWord);
+std::size_t StreamMux::grant_message_bytes() const {
+  const std::size_t most = sizeof(Header) + kGrantsAMessage * sizeof(GrantEntry);
   return std::min(most, segment_bytes_) / sizeof(Header) * sizeof(Header);
 }
 
-void Port::tell_grants(Stream& stream) {
+void StreamMux::send_grants(Stream& stream) {
   if (stream.peers.empty()) return;  // nobody to tell yet
   Sending& sending = stream.granting();
-  const std::size_t most = (grant_message_bytes() - sizeof(Header)) / sizeof(GrantWord);
+  const std::size_t most = (grant_message_bytes() - sizeof(Header)) / sizeof(GrantEntry);
   while (!stream.to_tell.empty() && sending.state == Sending::State::free && stream.why.empty()) {
     const std::size_t count = std::min(stream.to_tell.size(), most);
     const Header header{.sequence = stream.first_missing(),
                         .read = stream.read,
-                        .bytes = static_cast<std::uint32_t>(count * sizeof(GrantWord)),
-                        .what = What::grant};
+                        .bytes = static_cast<std::uint32_t>(count * sizeof(GrantEntry)),
+                        .type = MessageType::grant};
     std::memcpy(sending.data, &header, sizeof header);
     std::memcpy(sending.data + sizeof header, stream.to_tell.data(), header.bytes);
-    sending.bytes = static_cast<std::uint32_t>(sizeof header + count * sizeof(GrantWord));
+    sending.bytes = static_cast<std::uint32_t>(sizeof header + count * sizeof(GrantEntry));
     sending.rail = stream.take_rail();
     const auto taken = hand_over(sending);
-    if (taken == Wire::Taken::never) return;
-    if (taken == Wire::Taken::later) {
+    if (taken == Endpoint::Taken::never) return;
+    if (taken == Endpoint::Taken::later) {
       sending.state = Sending::State::free;
       return push_later(stream);
     }
@@ -174,8 +174,8 @@ void Port::tell_grants(Stream& stream) {
 }
 
 // The last word of the segment says where more of its bytes are. False: nothing was granted there.
-bool Port::place_written(Stream& stream, Receiving& receiving) {
-  WrittenWord word;
+bool StreamMux::place_written(Stream& stream, Receiving& receiving) {
+  WrittenTrailer word;
   receiving.bytes -= static_cast<std::uint32_t>(sizeof word);
   std::memcpy(&word, receiving.data + sizeof(Header) + receiving.bytes, sizeof word);
   const auto found = grants_.find(word.number);
@@ -186,10 +186,10 @@ bool Port::place_written(Stream& stream, Receiving& receiving) {
   return true;
 }
 
-void Port::landed(std::uint32_t number) {
+void StreamMux::landed(std::uint32_t number) {
   const auto found = grants_.find(number);
   if (found == grants_.end() || found->second.state != Grant::State::open) {
-    ++counters_.strange;
+    ++counters_.rejected;
     return;
   }
   Grant& grant = found->second;
@@ -198,34 +198,34 @@ void Port::landed(std::uint32_t number) {
   Stream& stream = *grant.stream;
   --stream.open_grants;
   ++stream.landed;
-  ring(stream);
+  ring_doorbell(stream);
 }
 
 // --- who sends -------------------------------------------------------------------------------------------------------
 
-void Port::granted(Stream& stream, const std::byte* words, std::size_t bytes) {
-  for (std::size_t at = 0; at < bytes; at += sizeof(GrantWord)) {
-    GrantWord word;
+void StreamMux::granted(Stream& stream, const std::byte* words, std::size_t bytes) {
+  for (std::size_t at = 0; at < bytes; at += sizeof(GrantEntry)) {
+    GrantEntry word;
     std::memcpy(&word, words + at, sizeof word);
     // One that was revoked may come late, and more than may be is nobody's word.
-    if (stream.is_revoked) return;
-    if (stream.offers.size() == kMaxGrants || !stream.offers.emplace(word.name, word).second) ++counters_.strange;
+    if (stream.is_cancelled) return;
+    if (stream.offers.size() == kMaxGrants || !stream.offers.emplace(word.name, word).second) ++counters_.rejected;
   }
-  ring(stream);
+  ring_doorbell(stream);
 }
 
-bool Port::is_offered(Stream* to, std::uint64_t name) {
+bool StreamMux::is_offered(Stream* to, std::uint64_t name) {
   std::lock_guard lock(mutex_);
-  if (!to->offers.contains(name)) progress_unless_lately();
+  if (!to->offers.contains(name)) progress_if_due();
   to->wants_offer = !to->offers.contains(name);
   return !to->wants_offer;
 }
 
-std::size_t Port::lend(Stream* to, std::span<const iovec> pieces, std::uint64_t name) {
+std::size_t StreamMux::put(Stream* to, std::span<const iovec> pieces, std::uint64_t name) {
   std::lock_guard lock(mutex_);
   Stream& stream = *to;
-  stream.bell->asleep = false;
-  if (!stream.may_send() || !stream.offers.contains(name)) progress_unless_lately();
+  stream.doorbell->asleep = false;
+  if (!stream.may_send() || !stream.offers.contains(name)) progress_if_due();
   const auto offer = stream.offers.find(name);
   const iovec& piece = pieces.back();
   // Of another length: the calls differ, which who reads the message will say.
@@ -246,16 +246,16 @@ std::size_t Port::lend(Stream* to, std::span<const iovec> pieces, std::uint64_t 
     }
     descriptor = writing.entry->registration->descriptor();
   }
-  const GrantWord word = offer->second;
-  Wire& wire = *rails_.front();
+  const GrantEntry word = offer->second;
+  Endpoint& endpoint = *rails_.front();
   const auto taken =
-      wire.write(stream.peers.front(), data, piece.iov_len, descriptor, word.place, word.number, &writing);
-  stream.is_refused = taken == Wire::Taken::later;
-  if (taken != Wire::Taken::yes) {
+      endpoint.write(stream.peers.front(), data, piece.iov_len, descriptor, word.place, word.number, &writing);
+  stream.is_refused = taken == Endpoint::Taken::later;
+  if (taken != Endpoint::Taken::yes) {
     if (writing.entry != nullptr) cache_.release(writing.entry);
     stream.writings.pop_back();
     counters_.refused += stream.is_refused ? 1 : 0;
-    if (taken == Wire::Taken::never) fail(stream, "a write to the peer's memory is not taken: " + wire.why());
+    if (taken == Endpoint::Taken::never) fail(stream, "a write to the peer's memory is not taken: " + endpoint.why());
     return 0;
   }
   stream.offers.erase(offer);
@@ -269,26 +269,26 @@ std::size_t Port::lend(Stream* to, std::span<const iovec> pieces, std::uint64_t 
     filled += before.iov_len;
   }
   const std::size_t all = filled - sizeof(Header) + word.bytes;
-  const WrittenWord last{word.number, word.bytes};
+  const WrittenTrailer last{word.number, word.bytes};
   std::memcpy(sending.data + filled, &last, sizeof last);
   stream.taken += all;
-  send_segment(stream, sending, filled + sizeof last, What::written);
+  send_segment(stream, sending, filled + sizeof last, MessageType::written);
   return all;
 }
 
-void Port::written(Writing& writing) {
+void StreamMux::written(Writing& writing) {
   Stream& stream = *writing.stream;
   writing.is_through = true;
   if (writing.entry != nullptr) cache_.release(std::exchange(writing.entry, nullptr));
   while (!stream.writings.empty() && stream.writings.front().is_through) stream.writings.pop_front();
-  ring(stream);
+  ring_doorbell(stream);
 }
 
-std::size_t Port::lent(Stream* stream) {
+std::size_t StreamMux::bytes_in_flight(Stream* stream) {
   std::lock_guard lock(mutex_);
-  if (!stream->writings.empty()) progress_unless_lately();
-  stream->lent_said = stream->lent();
-  return stream->lent_said;
+  if (!stream->writings.empty()) progress_if_due();
+  stream->reported_in_flight = stream->bytes_in_flight();
+  return stream->reported_in_flight;
 }
 
 // --- taking back -----------------------------------------------------------------------------------------------------
@@ -306,56 +306,56 @@ std::size_t Port::lent(Stream* stream) {
 //
 // So no write can land in memory that its owner has back, whatever the writer does and whenever it stops.
 
-bool Port::cancel(Stream* stream) {
+bool StreamMux::cancel(Stream* stream) {
   std::lock_guard lock(mutex_);
   progress();
-  return is_withdrawn(*stream);
+  return is_cancel_complete(*stream);
 }
 
 // Or begins to: what was granted is revoked, once.
-bool Port::is_withdrawn(Stream& stream) {
-  stream.lent_said = stream.lent();
-  if (stream.open_grants > 0 && !stream.is_revoking) {
-    stream.is_revoking = stream.owes_revoking = true;
+bool StreamMux::is_cancel_complete(Stream& stream) {
+  stream.reported_in_flight = stream.bytes_in_flight();
+  if (stream.open_grants > 0 && !stream.is_cancelling) {
+    stream.is_cancelling = stream.owes_cancel = true;
     // What was not told yet was never granted, and `grants_` still has it: told of or not, it is over.
     stream.to_tell.clear();
-    tell_credit(stream);
+    send_credit(stream);
   }
-  const bool is_all_here = stream.disowned && *stream.disowned == stream.landed;
+  const bool is_all_here = stream.cancelled_writes && *stream.cancelled_writes == stream.landed;
   if (stream.open_grants > 0 && !is_all_here) return false;
   if (stream.open_grants > 0) {
     for (auto& [number, grant] : grants_) {
       if (grant.stream != &stream || grant.state != Grant::State::open) continue;
       grant.state = Grant::State::over;
       cache_.release(std::exchange(grant.entry, nullptr));
-      ++counters_.grants_withdrawn;
+      ++counters_.grants_cancelled;
     }
     stream.open_grants = 0;
   }
   return stream.writings.empty();
 }
 
-void Port::disown(Stream* stream, std::uint32_t writes) {
+void StreamMux::confirm_cancel(Stream* stream, std::uint32_t writes) {
   std::lock_guard lock(mutex_);
-  stream->disowned = writes;
+  stream->cancelled_writes = writes;
 }
 
-Port::LastWord Port::last_word(const Stream* stream) const {
+StreamMux::FinalCounts StreamMux::final_counts(const Stream* stream) const {
   std::lock_guard lock(mutex_);
   return {stream->sent, stream->writes};
 }
 
-bool Port::is_open() const {
+bool StreamMux::is_open() const {
   std::lock_guard lock(mutex_);
   return !rails_.empty();
 }
 
-void Port::force_close(const std::string& why) {
+void StreamMux::force_close(const std::string& why) {
   std::lock_guard lock(mutex_);
   if (!rails_.empty()) close_endpoint(why);
 }
 
-void Port::close_endpoint(const std::string& why) {
+void StreamMux::close_endpoint(const std::string& why) {
   for (auto& [tag, stream] : streams_) fail(*stream, "the endpoint was closed: " + why);
   for (auto& rail : rails_) rail->close();
   cache_.clear();

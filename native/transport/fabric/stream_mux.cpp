@@ -31,25 +31,25 @@ void add_once(int fd, std::vector<pollfd>& fds) {
   if (std::none_of(fds.begin(), fds.end(), same)) fds.push_back({fd, POLLIN, 0});
 }
 
-std::vector<Wire::Limits> limits_of(const std::vector<std::unique_ptr<Wire>>& rails) {
-  std::vector<Wire::Limits> limits;
+std::vector<Endpoint::Limits> limits_of(const std::vector<std::unique_ptr<Endpoint>>& rails) {
+  std::vector<Endpoint::Limits> limits;
   for (const auto& rail : rails) limits.push_back(rail->limits());
   return limits;
 }
 
 }  // namespace
 
-Bell::Bell() : event(make_event(0)) {}
+Doorbell::Doorbell() : event(make_event(0)) {}
 
-Port::Port(std::vector<std::unique_ptr<Wire>> rails)
+StreamMux::StreamMux(std::vector<std::unique_ptr<Endpoint>> rails)
     : rails_(std::move(rails)),
       limits_(limits_of(rails_)),
       cache_(*rails_.front()),
       peers_(rails_.size()),
       ready_(make_event(1)),
-      nap_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
+      wake_timer_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
       pid_(getpid()) {
-  if (!nap_) throw_errno("timerfd_create");
+  if (!wake_timer_) throw_errno("timerfd_create");
   segment_bytes_ = kMaxSegmentBytes;
   for (const auto& rail : rails_) {
     segment_bytes_ = std::min(segment_bytes_, rail->limits().message_bytes);
@@ -63,7 +63,7 @@ Port::Port(std::vector<std::unique_ptr<Wire>> rails)
   segment_bytes_ = segment_bytes_ / sizeof(Header) * sizeof(Header);
 }
 
-Port::~Port() {
+StreamMux::~StreamMux() {
   if (pid_ == getpid()) {
     // Endpoints go before the memory that they may still know.
     cache_.clear();
@@ -79,14 +79,14 @@ Port::~Port() {
   }
 }
 
-std::vector<std::vector<std::byte>> Port::names() const {
+std::vector<std::vector<std::byte>> StreamMux::names() const {
   std::lock_guard lock(mutex_);
   std::vector<std::vector<std::byte>> names;
   for (const auto& rail : rails_) names.push_back(rail->name());
   return names;
 }
 
-Port::Slab* Port::take_slab(std::uint32_t window) {
+StreamMux::Slab* StreamMux::take_slab(std::uint32_t window) {
   const auto fits = [&](const Slab* slab) { return slab->window == window; };
   if (const auto found = std::find_if(spare_.begin(), spare_.end(), fits); found != spare_.end()) {
     Slab* slab = *found;
@@ -128,7 +128,7 @@ Port::Slab* Port::take_slab(std::uint32_t window) {
   return slabs_.back().get();
 }
 
-Port::Stream* Port::open(std::shared_ptr<Bell> bell, std::size_t streams) {
+StreamMux::Stream* StreamMux::open(std::shared_ptr<Doorbell> doorbell, std::size_t streams) {
   std::lock_guard lock(mutex_);
   if (rails_.empty()) throw Error("the endpoint of provider " + limits().provider + " was closed; open another port");
   const std::size_t share =
@@ -141,11 +141,11 @@ Port::Stream* Port::open(std::shared_ptr<Bell> bell, std::size_t streams) {
                 " MiB of this process; make fewer or smaller groups");
   }
   auto stream = std::make_unique<Stream>();
-  stream->bell = std::move(bell);
+  stream->doorbell = std::move(doorbell);
   stream->slab = take_slab(fits == 0 ? spare_.front()->window : static_cast<std::uint32_t>(std::bit_floor(fits)));
   for (Sending& sending : stream->slab->sendings) sending.stream = stream.get();
   stream->arrived.resize(stream->window());
-  if (obstacle().empty()) stream->direct_bytes = settings_.direct_bytes;
+  if (obstacle().empty()) stream->rma_min_bytes = settings_.rma_min_bytes;
   const std::uint64_t usable = ~std::uint64_t{0} >> (64 - limits().tag_bits);
   do {
     stream->tag_in = random_bits() & usable;
@@ -153,11 +153,11 @@ Port::Stream* Port::open(std::shared_ptr<Bell> bell, std::size_t streams) {
   return streams_.emplace(stream->tag_in, std::move(stream)).first->second.get();
 }
 
-Port::Terms Port::terms(const Stream* stream) const {
-  return {stream->tag_in, stream->window(), static_cast<std::uint32_t>(segment_bytes_), stream->direct_bytes};
+StreamMux::StreamParams StreamMux::params(const Stream* stream) const {
+  return {stream->tag_in, stream->window(), static_cast<std::uint32_t>(segment_bytes_), stream->rma_min_bytes};
 }
 
-void Port::connect(Stream* stream, const std::vector<std::vector<std::byte>>& names, const Terms& theirs) {
+void StreamMux::connect(Stream* stream, const std::vector<std::vector<std::byte>>& names, const StreamParams& theirs) {
   std::lock_guard lock(mutex_);
   if (names.size() != rails_.size() || theirs.segment_bytes != segment_bytes_ || theirs.window == 0) {
     throw Error("the other rank has " + std::to_string(names.size()) + " rails and segments of " +
@@ -175,56 +175,56 @@ void Port::connect(Stream* stream, const std::vector<std::vector<std::byte>>& na
   stream->tag_out = theirs.tag;
   // Our own slots bound what is under way as well.
   stream->window_out = std::min(theirs.window, stream->window());
-  const bool both = stream->direct_bytes > 0 && theirs.direct_bytes > 0;
-  stream->direct_bytes = both ? std::max<std::size_t>(stream->direct_bytes, theirs.direct_bytes) : 0;
+  const bool both = stream->rma_min_bytes > 0 && theirs.rma_min_bytes > 0;
+  stream->rma_min_bytes = both ? std::max<std::size_t>(stream->rma_min_bytes, theirs.rma_min_bytes) : 0;
 }
 
-void Port::post(Receiving& receiving) {
+void StreamMux::post(Receiving& receiving) {
   receiving.grant = nullptr;
   if (rails_.empty()) return;
-  Wire& wire = *rails_[receiving.rail];
-  switch (wire.receive(receiving.data, segment_bytes_, receiving.slab->descriptor(receiving.rail), &receiving)) {
-    case Wire::Taken::yes:
+  Endpoint& endpoint = *rails_[receiving.rail];
+  switch (endpoint.receive(receiving.data, segment_bytes_, receiving.slab->descriptor(receiving.rail), &receiving)) {
+    case Endpoint::Taken::yes:
       return;
-    case Wire::Taken::later:
+    case Endpoint::Taken::later:
       ++counters_.refused;
       unposted_.push_back(&receiving);
       return;
-    case Wire::Taken::never:
-      for (auto& [tag, stream] : streams_) fail(*stream, "buffers cannot be posted: " + wire.why());
+    case Endpoint::Taken::never:
+      for (auto& [tag, stream] : streams_) fail(*stream, "buffers cannot be posted: " + endpoint.why());
   }
 }
 
 // Never: that rail is out, and what else it had is queued for others.
-Wire::Taken Port::hand_over(Sending& sending) {
+Endpoint::Taken StreamMux::hand_over(Sending& sending) {
   Stream& stream = *sending.stream;
-  Wire& wire = *rails_[sending.rail];
-  const bool injects = sending.bytes <= wire.limits().inject_bytes;
-  const auto taken = injects ? wire.inject(stream.peers[sending.rail], sending.data, sending.bytes, stream.tag_out)
-                             : wire.send(stream.peers[sending.rail], sending.data, sending.bytes,
+  Endpoint& endpoint = *rails_[sending.rail];
+  const bool injects = sending.bytes <= endpoint.limits().inject_bytes;
+  const auto taken = injects ? endpoint.inject(stream.peers[sending.rail], sending.data, sending.bytes, stream.tag_out)
+                             : endpoint.send(stream.peers[sending.rail], sending.data, sending.bytes,
                                          sending.slab->descriptor(sending.rail), stream.tag_out, &sending);
   switch (taken) {
-    case Wire::Taken::yes:
+    case Endpoint::Taken::yes:
       if (rails_.size() > 1) sending.sent_ns = now_ns();
       sending.state = injects ? Sending::State::free : Sending::State::under_way;
       stream.under_way += injects ? 0 : 1;
       break;
-    case Wire::Taken::later:
+    case Endpoint::Taken::later:
       ++counters_.refused;
       sending.state = Sending::State::waiting;
       break;
-    case Wire::Taken::never:
+    case Endpoint::Taken::never:
       sending.state = Sending::State::free;
-      drop_rail(stream, sending.rail, wire.why());
+      drop_rail(stream, sending.rail, endpoint.why());
   }
   return taken;
 }
 
-std::size_t Port::send(Stream* to, std::span<const iovec> pieces) {
+std::size_t StreamMux::send(Stream* to, std::span<const iovec> pieces) {
   std::lock_guard lock(mutex_);
   Stream& stream = *to;
-  stream.bell->asleep = false;
-  if (!stream.may_send()) progress_unless_lately();
+  stream.doorbell->asleep = false;
+  if (!stream.may_send()) progress_if_due();
   std::size_t all = 0;
   std::size_t piece = 0;
   std::size_t offset = 0;
@@ -244,7 +244,7 @@ std::size_t Port::send(Stream* to, std::span<const iovec> pieces) {
     }
     if (filled == sizeof(Header)) break;
     all += filled - sizeof(Header);
-    send_segment(stream, sending, filled, What::segment);
+    send_segment(stream, sending, filled, MessageType::segment);
   }
   stream.wants_offer = false;
   stream.taken += all;
@@ -252,11 +252,11 @@ std::size_t Port::send(Stream* to, std::span<const iovec> pieces) {
 }
 
 // The next one, whose bytes are in their place behind the header.
-void Port::send_segment(Stream& stream, Sending& sending, std::size_t bytes, What what) {
+void StreamMux::send_segment(Stream& stream, Sending& sending, std::size_t bytes, MessageType type) {
   const Header header{.sequence = stream.sent,
                       .read = stream.read,
                       .bytes = static_cast<std::uint32_t>(bytes - sizeof(Header)),
-                      .what = what};
+                      .type = type};
   std::memcpy(sending.data, &header, sizeof header);
   sending.bytes = static_cast<std::uint32_t>(bytes);
   stream.told = stream.read;
@@ -269,45 +269,45 @@ void Port::send_segment(Stream& stream, Sending& sending, std::size_t bytes, Wha
 }
 
 // Everything of a stream that was refused for now, oldest first.
-void Port::push(Stream& stream) {
+void StreamMux::push(Stream& stream) {
   bool refused = stream.credit().state == Sending::State::waiting;
   while (!refused && !stream.waiting.empty()) {
     Sending& sending = *stream.waiting.front();
     stream.waiting.pop_front();
-    refused = hand_over(sending) == Wire::Taken::later;
+    refused = hand_over(sending) == Endpoint::Taken::later;
     if (refused) stream.waiting.push_front(&sending);
   }
   if (refused) push_later(stream);
 }
 
-void Port::push_later(Stream& stream) {
+void StreamMux::push_later(Stream& stream) {
   if (stream.is_pending) return;
   stream.is_pending = true;
   pending_.push_back(&stream);
 }
 
-void Port::tell_credit(Stream& stream) {
+void StreamMux::send_credit(Stream& stream) {
   Sending& credit = stream.credit();
   if (stream.peers.empty()) return;  // the other end met us first
   while (stream.why.empty() && credit.state != Sending::State::under_way) {
-    const auto what = stream.owed();
-    if (!what) return;
-    const auto taken = say(stream, *what);
-    if (taken == Wire::Taken::later) return push(stream);
-    if (taken == Wire::Taken::never) continue;  // by another rail, if there is one
+    const auto type = stream.owed();
+    if (!type) return;
+    const auto taken = send_control(stream, *type);
+    if (taken == Endpoint::Taken::later) return push(stream);
+    if (taken == Endpoint::Taken::never) continue;  // by another rail, if there is one
     stream.told = stream.read;
-    if (what == What::revoke) stream.owes_revoking = false;
-    if (what == What::disowned) stream.owes_disowning = false;
-    if (what != What::credit) continue;
+    if (type == MessageType::cancel) stream.owes_cancel = false;
+    if (type == MessageType::cancelled) stream.owes_cancelled = false;
+    if (type != MessageType::credit) continue;
     stream.is_asked = false;
     ++counters_.credits_sent;
   }
 }
 
-Wire::Taken Port::say(Stream& stream, What what) {
+Endpoint::Taken StreamMux::send_control(Stream& stream, MessageType type) {
   Sending& credit = stream.credit();
   const Header header{
-      .sequence = what == What::disowned ? stream.writes : stream.first_missing(), .read = stream.read, .what = what};
+      .sequence = type == MessageType::cancelled ? stream.writes : stream.first_missing(), .read = stream.read, .type = type};
   std::memcpy(credit.data, &header, sizeof header);
   credit.bytes = sizeof header;
   credit.rail = stream.take_rail();
@@ -316,7 +316,7 @@ Wire::Taken Port::say(Stream& stream, What what) {
 
 // A rail may die without a word, and who reads late looks the same: so the other end is asked what has come, over the
 // rails in turn. What was sent long before such an answer and is not in it was lost with its rail.
-void Port::look_for_losses() {
+void StreamMux::look_for_losses() {
   const std::int64_t now = now_ns();
   for (auto& [tag, each] : streams_) {
     Stream& stream = *each;
@@ -325,11 +325,11 @@ void Port::look_for_losses() {
     if (is_new || now - stream.asked_ns < kAskNs || stream.credit().state != Sending::State::free) continue;
     stream.asked_ns = now;
     // Refused for now: asked again soon enough.
-    if (say(stream, What::question) == Wire::Taken::later) stream.credit().state = Sending::State::free;
+    if (send_control(stream, MessageType::probe) == Endpoint::Taken::later) stream.credit().state = Sending::State::free;
   }
 }
 
-void Port::answered(Stream& stream, std::uint32_t first_missing) {
+void StreamMux::handle_probe_reply(Stream& stream, std::uint32_t first_missing) {
   if (first_missing - stream.confirmed > stream.sent - stream.confirmed) return;  // an old one
   stream.arrived_there = first_missing;
   if (first_missing == stream.sent || stream.rails_left() < 2) return;
@@ -338,11 +338,11 @@ void Port::answered(Stream& stream, std::uint32_t first_missing) {
   if (is_old) drop_rail(stream, missing.rail, "nothing that went over it arrived");
 }
 
-std::size_t Port::receive(Stream* from, std::span<const iovec> pieces) {
+std::size_t StreamMux::receive(Stream* from, std::span<const iovec> pieces) {
   std::lock_guard lock(mutex_);
   Stream& stream = *from;
-  stream.bell->asleep = false;
-  tell_grants(stream);
+  stream.doorbell->asleep = false;
+  send_grants(stream);
   if (stream.head() == nullptr) progress();
   std::size_t all = 0;
   for (const iovec& piece : pieces) {
@@ -371,7 +371,7 @@ std::size_t Port::receive(Stream* from, std::span<const iovec> pieces) {
       stream.offset = 0;
       ++stream.read;
       post(*head);
-      tell_credit(stream);
+      send_credit(stream);
     }
     all += filled;
     if (filled < piece.iov_len) break;
@@ -379,7 +379,7 @@ std::size_t Port::receive(Stream* from, std::span<const iovec> pieces) {
   return all;
 }
 
-bool Port::progress() {
+bool StreamMux::progress() {
   bool moved = false;
   for (std::size_t rail = 0; rail < rails_.size(); ++rail) {
     for (int round = 0; round < kRounds; ++round) {
@@ -418,9 +418,9 @@ bool Port::progress() {
       stream->is_pending = false;
       // Said anew: more may have been read since.
       if (stream->credit().state == Sending::State::waiting) stream->credit().state = Sending::State::free;
-      tell_credit(*stream);
+      send_credit(*stream);
       push(*stream);
-      tell_grants(*stream);
+      send_grants(*stream);
     }
   }
   if (rails_.size() > 1) look_for_losses();
@@ -428,41 +428,41 @@ bool Port::progress() {
   return moved;
 }
 
-void Port::progress_unless_lately() {
-  if (now_ns() - looked_ns_ >= kLatelyNs) progress();
+void StreamMux::progress_if_due() {
+  if (now_ns() - looked_ns_ >= kMinProgressIntervalNs) progress();
 }
 
-void Port::sent(Sending& sending) {
+void StreamMux::sent(Sending& sending) {
   Stream& stream = *sending.stream;
   --stream.under_way;
   sending.state = Sending::State::free;
   if (&sending == &stream.credit()) {
-    tell_credit(stream);  // what was read since
+    send_credit(stream);  // what was read since
   } else if (&sending == &stream.granting()) {
-    tell_grants(stream);  // those since
+    send_grants(stream);  // those since
   } else {
     // The rail was dropped while this was under way: whether it arrived is not known.
     if (stream.is_out[sending.rail] && stream.why.empty()) repeat(stream, sending.rail);
-    ring(stream);
+    ring_doorbell(stream);
   }
   if (stream.is_leaving && stream.under_way == 0) forget(stream);
 }
 
-bool Port::is_sound(What what, std::size_t bytes) {
-  if (what == What::segment) return bytes > 0;
-  if (what == What::written) return bytes >= sizeof(WrittenWord);
-  if (what == What::grant) return bytes > 0 && bytes % sizeof(GrantWord) == 0;
+bool StreamMux::is_sound(MessageType type, std::size_t bytes) {
+  if (type == MessageType::segment) return bytes > 0;
+  if (type == MessageType::written) return bytes >= sizeof(WrittenTrailer);
+  if (type == MessageType::grant) return bytes > 0 && bytes % sizeof(GrantEntry) == 0;
   return bytes == 0;
 }
 
-void Port::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) {
+void StreamMux::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) {
   failed_receives_ = 0;
   Header header;
   const auto found = streams_.find(tag);
   if (bytes >= sizeof header) std::memcpy(&header, receiving.data, sizeof header);
   if (found == streams_.end() || bytes < sizeof header || header.magic != kMagic ||
-      header.bytes != bytes - sizeof header || !is_sound(header.what, header.bytes)) {
-    ++counters_.strange;
+      header.bytes != bytes - sizeof header || !is_sound(header.type, header.bytes)) {
+    ++counters_.rejected;
     return post(receiving);
   }
   Stream& stream = *found->second;
@@ -471,19 +471,19 @@ void Port::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) 
     stream.confirmed = header.read;
     // What was read has come.
     if (stream.arrived_there - stream.confirmed > stream.sent - stream.confirmed) stream.arrived_there = header.read;
-    ring(stream);
+    ring_doorbell(stream);
   }
-  if (header.what != What::segment && header.what != What::written) {
-    if (header.what == What::grant) granted(stream, receiving.data + sizeof header, header.bytes);
-    if (header.what == What::disowned) stream.disowned = header.sequence;
-    if (header.what == What::revoke) {
-      stream.is_revoked = stream.owes_disowning = true;
+  if (header.type != MessageType::segment && header.type != MessageType::written) {
+    if (header.type == MessageType::grant) granted(stream, receiving.data + sizeof header, header.bytes);
+    if (header.type == MessageType::cancelled) stream.cancelled_writes = header.sequence;
+    if (header.type == MessageType::cancel) {
+      stream.is_cancelled = stream.owes_cancelled = true;
       stream.offers.clear();
     }
-    if (rails_.size() > 1 && header.what <= What::question) answered(stream, header.sequence);
-    stream.is_asked |= header.what == What::question;
+    if (rails_.size() > 1 && header.type <= MessageType::probe) handle_probe_reply(stream, header.sequence);
+    stream.is_asked |= header.type == MessageType::probe;
     post(receiving);
-    return tell_credit(stream);
+    return send_credit(stream);
   }
   ++counters_.segments_received;
   const std::uint32_t ahead = header.sequence - stream.read;
@@ -493,20 +493,20 @@ void Port::received(Receiving& receiving, std::size_t bytes, std::uint64_t tag) 
     // Who says again what we have read has not heard so.
     stream.told = stream.read - stream.window();
     post(receiving);
-    return tell_credit(stream);
+    return send_credit(stream);
   }
   if (ahead > 0 && stream.head() == nullptr) ++counters_.out_of_order;
   receiving.bytes = header.bytes;
-  if (header.what == What::written && !place_written(stream, receiving)) {
-    ++counters_.strange;
+  if (header.type == MessageType::written && !place_written(stream, receiving)) {
+    ++counters_.rejected;
     return post(receiving);
   }
   if (receiving.grant != nullptr && limits().orders_writes) landed(receiving.grant->number);
   place = &receiving;
-  if (ahead == 0) ring(stream);
+  if (ahead == 0) ring_doorbell(stream);
 }
 
-void Port::failed(const Completion& completion, std::size_t rail) {
+void StreamMux::failed(const Completion& completion, std::size_t rail) {
   if (completion.work == nullptr) {
     for (auto& [tag, stream] : streams_) fail(*stream, completion.why);
     return;
@@ -527,14 +527,14 @@ void Port::failed(const Completion& completion, std::size_t rail) {
     return;
   }
   // A message that was too long, from who does not keep to the terms; or an endpoint that is no good any more.
-  ++counters_.strange;
+  ++counters_.rejected;
   if (++failed_receives_ == kMaxFailedReceives) {
     for (auto& [tag, stream] : streams_) fail(*stream, "nothing can be received: " + completion.why);
   }
   if (failed_receives_ < kMaxFailedReceives) post(static_cast<Receiving&>(job));
 }
 
-void Port::drop_rail(Stream& stream, std::size_t rail, const std::string& why) {
+void StreamMux::drop_rail(Stream& stream, std::size_t rail, const std::string& why) {
   if (!stream.is_out[rail]) ++counters_.rails_lost;
   stream.is_out[rail] = true;
   if (stream.rails_left() == 0) return fail(stream, "sending failed: " + why);
@@ -543,7 +543,7 @@ void Port::drop_rail(Stream& stream, std::size_t rail, const std::string& why) {
 
 // What a rail that is out took and the peer has not read goes again over another one: whether it arrived is not known.
 // What is still under way on it follows when it completes, since its memory is the provider's until then.
-void Port::repeat(Stream& stream, std::size_t rail) {
+void StreamMux::repeat(Stream& stream, std::size_t rail) {
   const auto left = std::find(stream.is_out.begin(), stream.is_out.end(), false);
   for (std::uint32_t number = stream.sent; number != stream.confirmed; --number) {
     Sending& sending = stream.segment(number - 1);
@@ -556,32 +556,32 @@ void Port::repeat(Stream& stream, std::size_t rail) {
   if (!stream.waiting.empty()) push_later(stream);
 }
 
-void Port::fail(Stream& stream, const std::string& why) {
+void StreamMux::fail(Stream& stream, const std::string& why) {
   if (!stream.why.empty()) return;
   const std::string provider = "provider " + limits().provider;
   stream.why = why.starts_with(provider) ? why : provider + ": " + why;
   for (Sending* sending : stream.waiting) sending->state = Sending::State::free;
   stream.waiting.clear();
   if (stream.credit().state == Sending::State::waiting) stream.credit().state = Sending::State::free;
-  ring(stream);
+  ring_doorbell(stream);
 }
 
-void Port::ring(Stream& stream) {
-  if (!stream.bell->asleep) return;
-  stream.bell->asleep = false;
-  stream.bell->is_rung = true;
+void StreamMux::ring_doorbell(Stream& stream) {
+  if (!stream.doorbell->asleep) return;
+  stream.doorbell->asleep = false;
+  stream.doorbell->is_rung = true;
   const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(stream.bell->event.get(), &one, sizeof one);
+  [[maybe_unused]] const auto written = ::write(stream.doorbell->event.get(), &one, sizeof one);
 }
 
-void Port::look() {
+void StreamMux::make_progress() {
   std::lock_guard lock(mutex_);
   progress();
 }
 
-bool Port::is_settled(const Stream& stream) const { return stream.under_way == 0 && !stream.is_pending; }
+bool StreamMux::is_settled(const Stream& stream) const { return stream.under_way == 0 && !stream.is_pending; }
 
-bool Port::settled(Stream* stream) {
+bool StreamMux::settled(Stream* stream) {
   std::lock_guard lock(mutex_);
   // Over several rails it may have to go again.
   const auto is_through = [&] {
@@ -592,73 +592,73 @@ bool Port::settled(Stream* stream) {
   return is_through();
 }
 
-std::string Port::failure(const Stream* stream) const {
+std::string StreamMux::failure(const Stream* stream) const {
   std::lock_guard lock(mutex_);
   return stream->why;
 }
 
-std::uint32_t Port::read(const Stream* stream) const {
+std::uint32_t StreamMux::read(const Stream* stream) const {
   std::lock_guard lock(mutex_);
   return stream->read;
 }
 
-std::size_t Port::unconfirmed(const Stream* stream) const {
+std::size_t StreamMux::unconfirmed(const Stream* stream) const {
   std::lock_guard lock(mutex_);
   return stream->why.empty() && !is_settled(*stream) ? stream->under_way * segment_bytes_ : 0;
 }
 
-void Port::wait_for(Stream* stream, short events, std::vector<pollfd>& fds) {
+void StreamMux::wait_for(Stream* stream, short events, std::vector<pollfd>& fds) {
   std::lock_guard lock(mutex_);
   const bool reads = (events & POLLIN) != 0 && stream->head() != nullptr;
   const bool has_place = !stream->wants_offer || !stream->offers.empty();
   const bool sends = (events & POLLOUT) != 0 && stream->may_send() && has_place && !stream->is_refused;
-  const bool has_back = stream->lent() != stream->lent_said;
-  tell_grants(*stream);
+  const bool has_back = stream->bytes_in_flight() != stream->reported_in_flight;
+  send_grants(*stream);
   if (reads || sends || has_back || !stream->why.empty()) return add_once(ready_.get(), fds);
-  Bell& bell = *stream->bell;
-  if (std::exchange(bell.is_rung, false)) {
+  Doorbell& doorbell = *stream->doorbell;
+  if (std::exchange(doorbell.is_rung, false)) {
     std::uint64_t rung = 0;
-    [[maybe_unused]] const auto drained = ::read(bell.event.get(), &rung, sizeof rung);
+    [[maybe_unused]] const auto drained = ::read(doorbell.event.get(), &rung, sizeof rung);
   }
-  bell.asleep = true;
-  add_once(bell.event.get(), fds);
+  doorbell.asleep = true;
+  add_once(doorbell.event.get(), fds);
   // What was refused may go without a completion before it.
-  bool naps = !pending_.empty() || !unposted_.empty() || stream->is_refused;
+  bool polls = !pending_.empty() || !unposted_.empty() || stream->is_refused;
   for (const auto& rail : rails_) {
     if (!rail->may_sleep()) {
       add_once(ready_.get(), fds);
     } else if (rail->wait_fd() >= 0) {
       add_once(rail->wait_fd(), fds);
     }
-    naps |= rail->wait_fd() < 0;
+    polls |= rail->wait_fd() < 0;
   }
   const bool asks = rails_.size() > 1 && stream->confirmed != stream->sent;
-  if (naps || asks) nap(fds, naps ? kNapNs : kAskNs);
+  if (polls || asks) wake_after(fds, polls ? kPollIntervalNs : kAskNs);
 }
 
-void Port::nap(std::vector<pollfd>& fds, std::int64_t poll_after_ns) {
-  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = poll_after_ns}};
-  timerfd_settime(nap_.get(), 0, &once, nullptr);
-  add_once(nap_.get(), fds);
+void StreamMux::wake_after(std::vector<pollfd>& fds, std::int64_t delay_ns) {
+  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = delay_ns}};
+  timerfd_settime(wake_timer_.get(), 0, &once, nullptr);
+  add_once(wake_timer_.get(), fds);
 }
 
-Port::LastWord Port::close(Stream* stream) {
+StreamMux::FinalCounts StreamMux::close(Stream* stream) {
   std::vector<pollfd> fds;
   for (;;) {
     {
       std::lock_guard lock(mutex_);
       progress();
-      if (stream->bell->close_ns < 0) stream->bell->close_ns = now_ns() + kFlushNs;
+      if (stream->doorbell->close_ns < 0) stream->doorbell->close_ns = now_ns() + kFlushNs;
       const bool is_seen_off = is_settled(*stream) || !stream->why.empty();
-      if ((is_withdrawn(*stream) && is_seen_off) || now_ns() >= stream->bell->close_ns) break;
+      if ((is_cancel_complete(*stream) && is_seen_off) || now_ns() >= stream->doorbell->close_ns) break;
     }
     fds.clear();
     wait_for(stream, 0, fds);
     ::poll(fds.data(), fds.size(), 1);
   }
   std::lock_guard lock(mutex_);
-  if (!is_withdrawn(*stream)) close_endpoint("memory that a stream had lent was not given back");
-  const LastWord last{stream->sent, stream->writes};
+  if (!is_cancel_complete(*stream)) close_endpoint("memory that a stream had lent was not given back");
+  const FinalCounts last{stream->sent, stream->writes};
   auto owned = std::move(streams_.extract(stream->tag_in).mapped());
   for (Receiving* held : stream->arrived) {
     if (held != nullptr) post(*held);
@@ -675,12 +675,12 @@ Port::LastWord Port::close(Stream* stream) {
   return last;
 }
 
-void Port::forget(Stream& stream) {
+void StreamMux::forget(Stream& stream) {
   spare_.push_back(stream.slab);
   std::erase_if(leaving_, [&](const auto& each) { return each.get() == &stream; });
 }
 
-Port::Counters Port::counters() const {
+StreamMux::Counters StreamMux::counters() const {
   std::lock_guard lock(mutex_);
   Counters counters = counters_;
   counters.registrations = cache_.counters();

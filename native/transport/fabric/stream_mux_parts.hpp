@@ -1,4 +1,4 @@
-// What a port is made of: the port's own, for its two files. stream_mux.cpp carries segments, rma.cpp writes.
+// What a port is made of: the mux's own, for its two files. stream_mux.cpp carries segments, rma.cpp writes.
 #pragma once
 
 #include <sys/mman.h>
@@ -17,48 +17,48 @@ inline std::int64_t now_ns() {
       .count();
 }
 
-enum class Port::What : std::uint16_t {
+enum class StreamMux::MessageType : std::uint16_t {
   segment = 1,
   credit = 2,
-  question = 3,  // a credit that wants one back
+  probe = 3,  // a credit that wants one back
   written = 4,   // a segment, and after it bytes that lie where they were granted to
   grant = 5,
-  revoke = 6,    // what was granted counts no more
-  disowned = 7,  // the answer: no more of it will be written to; `sequence` is how many writes there were
+  cancel = 6,    // what was granted counts no more
+  cancelled = 7,  // the answer: no more of it will be written to; `sequence` is how many writes there were
 };
 
 // In front of every segment; all of a credit. Little-endian, as values on the wire are.
-struct Port::Header {
+struct StreamMux::Header {
   std::uint32_t sequence = 0;  // of this segment; in a credit, of the first that has not come from the other end
   std::uint32_t read = 0;      // segments from the other end whose bytes were all read
   std::uint32_t bytes = 0;     // behind this header
-  What what = What::segment;
+  MessageType type = MessageType::segment;
   std::uint16_t magic = kMagic;
 };
 
 // Behind the header of a grant, one or several.
-struct Port::GrantWord {
+struct StreamMux::GrantEntry {
   std::uint64_t name = 0;  // of the piece
-  Wire::Place place;
+  Endpoint::RemoteBuffer place;
   std::uint32_t bytes = 0;
   std::uint32_t number = 0;  // that comes with the write
 };
 
 // The last bytes of a segment that is `written`.
-struct Port::WrittenWord {
+struct StreamMux::WrittenTrailer {
   std::uint32_t number = 0;
   std::uint32_t bytes = 0;
 };
 
 // What a completion is of.
-struct Port::Job : Work {
+struct StreamMux::Job : Work {
   enum class Kind : std::uint8_t { send, receive, write };
-  explicit Job(Kind what) : kind(what) {}
+  explicit Job(Kind type) : kind(type) {}
   Kind kind;
 };
 
 // A buffer to send from: one a segment in the window, one for credits, one for grants.
-struct Port::Sending : Job {
+struct StreamMux::Sending : Job {
   Sending() : Job(Kind::send) {}
   enum class State : std::uint8_t { free, waiting, under_way };  // waiting: refused for now
   Stream* stream = nullptr;
@@ -71,7 +71,7 @@ struct Port::Sending : Job {
 };
 
 // A buffer that is posted on its rail, or that a stream reads from.
-struct Port::Receiving : Job {
+struct StreamMux::Receiving : Job {
   Receiving() : Job(Kind::receive) {}
   Slab* slab = nullptr;
   std::byte* data = nullptr;
@@ -81,7 +81,7 @@ struct Port::Receiving : Job {
 };
 
 // A caller's memory that the provider reads from.
-struct Port::Writing : Job {
+struct StreamMux::Writing : Job {
   Writing() : Job(Kind::write) {}
   Stream* stream = nullptr;
   RegistrationCache::Entry* entry = nullptr;
@@ -90,7 +90,7 @@ struct Port::Writing : Job {
 };
 
 // A caller's memory that the peer may write to, once.
-struct Port::Grant {
+struct StreamMux::Grant {
   enum class State : std::uint8_t { open, landed, over };  // over: taken back
   Stream* stream = nullptr;
   std::byte* into = nullptr;
@@ -101,7 +101,7 @@ struct Port::Grant {
 };
 
 // Scratch: as long as it lives, the cache holds it.
-struct Port::Block {
+struct StreamMux::Block {
   explicit Block(std::size_t length)
       : data(
             static_cast<std::byte*>(mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))),
@@ -116,8 +116,8 @@ struct Port::Block {
   RegistrationCache::Lease* lease = nullptr;
 };
 
-// The buffers that a stream brings along. Those to receive into stay the port's when it is gone.
-struct Port::Slab {
+// The buffers that a stream brings along. Those to receive into stay the mux's when it is gone.
+struct StreamMux::Slab {
   std::byte* memory = nullptr;
   std::size_t bytes = 0;
   std::vector<std::unique_ptr<Registration>> registrations;  // by rail
@@ -134,13 +134,13 @@ struct Port::Slab {
   }
 };
 
-struct Port::Stream {
-  std::shared_ptr<Bell> bell;
+struct StreamMux::Stream {
+  std::shared_ptr<Doorbell> doorbell;
   Slab* slab = nullptr;
   std::string why;  // not empty: failed
 
   // Out.
-  std::vector<Wire::Peer> peers;  // by rail
+  std::vector<Endpoint::Peer> peers;  // by rail
   std::vector<bool> is_out;       // rails that failed
   std::size_t next_rail = 0;
   std::uint64_t tag_out = 0;
@@ -163,24 +163,24 @@ struct Port::Stream {
   bool is_asked = false;  // what has come
 
   // The direct path, out.
-  std::size_t direct_bytes = 0;  // of the shortest piece that goes by it; 0: none does
-  std::map<std::uint64_t, GrantWord> offers;
+  std::size_t rma_min_bytes = 0;  // of the shortest piece that goes by it; 0: none does
+  std::map<std::uint64_t, GrantEntry> offers;
   bool wants_offer = false;  // as last asked for
   bool is_refused = false;   // a write, for now
   std::deque<Writing> writings;
   std::uint64_t taken = 0;    // bytes, of all kinds
-  std::size_t lent_said = 0;  // as last asked for
+  std::size_t reported_in_flight = 0;  // as last asked for
   std::uint32_t writes = 0;   // ever begun
-  bool is_revoked = false;    // by the peer: nothing more is written
-  bool owes_disowning = false;
+  bool is_cancelled = false;    // by the peer: nothing more is written
+  bool owes_cancelled = false;
   // In.
-  std::vector<GrantWord> to_tell;
+  std::vector<GrantEntry> to_tell;
   std::size_t grants = 0;       // not yet read
   std::size_t open_grants = 0;  // of these, not landed
   std::uint32_t landed = 0;     // ever
-  bool is_revoking = false;
-  bool owes_revoking = false;
-  std::optional<std::uint32_t> disowned;  // by the peer: the writes that it ever began
+  bool is_cancelling = false;
+  bool owes_cancel = false;
+  std::optional<std::uint32_t> cancelled_writes;  // by the peer: the writes that it ever began
 
   std::uint32_t window() const { return slab->window; }
   Sending& segment(std::uint32_t number) { return slab->sendings[number % window()]; }
@@ -204,10 +204,10 @@ struct Port::Stream {
     return next_rail;
   }
   bool owes_credit() const { return is_asked || read - told >= std::max(1u, slab->window / 2); }
-  std::optional<What> owed() const {
-    if (owes_revoking) return What::revoke;
-    if (owes_disowning) return What::disowned;
-    if (owes_credit()) return What::credit;
+  std::optional<MessageType> owed() const {
+    if (owes_cancel) return MessageType::cancel;
+    if (owes_cancelled) return MessageType::cancelled;
+    if (owes_credit()) return MessageType::credit;
     return std::nullopt;
   }
   std::uint32_t first_missing() const {

@@ -28,11 +28,11 @@ constexpr std::chrono::milliseconds kLate{2500};
 
 [[noreturn]] void broken(const std::string& rule) { throw std::logic_error("strict fabric: " + rule); }
 
-class StrictWire;
+class StrictEndpoint;
 
 class StrictRegistration final : public Registration {
  public:
-  StrictRegistration(StrictWire& wire, std::unique_ptr<Registration> below, std::byte* data, std::size_t bytes,
+  StrictRegistration(StrictEndpoint& endpoint, std::unique_ptr<Registration> below, std::byte* data, std::size_t bytes,
                      Access access);
   ~StrictRegistration() override;
   // What must be given with every use of this memory.
@@ -46,16 +46,16 @@ class StrictRegistration final : public Registration {
   bool is_mapped() const;
 
  private:
-  StrictWire& wire_;
+  StrictEndpoint& endpoint_;
   std::unique_ptr<Registration> below_;
   std::byte* data_;
   std::size_t bytes_;
   Access access_;
 };
 
-class StrictWire final : public Wire {
+class StrictEndpoint final : public Endpoint {
  public:
-  StrictWire(std::unique_ptr<Wire> below, const Strictness& strictness)
+  StrictEndpoint(std::unique_ptr<Endpoint> below, const Strictness& strictness)
       : below_(std::move(below)), strictness_(strictness), random_(strictness.seed), limits_(below_->limits()) {
     needs_below_ = limits_.needs_registration;
     limits_.provider = "strict+" + limits_.provider;
@@ -82,7 +82,7 @@ class StrictWire final : public Wire {
     later_.push_back({Later::What::send, to, const_cast<std::byte*>(data), bytes, descriptor, tag, {}, work});
     return Taken::yes;
   }
-  Taken write(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, const Place& into,
+  Taken write(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, const RemoteBuffer& into,
               std::uint32_t number, Work* work) override {
     if (refuses()) return Taken::later;
     if (bytes > limits_.write_bytes) broken("a write of " + std::to_string(bytes) + " bytes is too long");
@@ -119,7 +119,7 @@ class StrictWire final : public Wire {
     std::size_t bytes;
     void* descriptor;
     std::uint64_t tag;  // of a write, its number
-    Place into;
+    RemoteBuffer into;
     Work* work;
   };
 
@@ -135,7 +135,7 @@ class StrictWire final : public Wire {
   Taken hand_down(const Later& next);
   void hand_down();
 
-  std::unique_ptr<Wire> below_;
+  std::unique_ptr<Endpoint> below_;
   Strictness strictness_;
   std::mt19937_64 random_;
   Limits limits_;
@@ -148,13 +148,13 @@ class StrictWire final : public Wire {
   std::vector<Completion> held_;
 };
 
-StrictRegistration::StrictRegistration(StrictWire& wire, std::unique_ptr<Registration> below, std::byte* data,
+StrictRegistration::StrictRegistration(StrictEndpoint& endpoint, std::unique_ptr<Registration> below, std::byte* data,
                                        std::size_t bytes, Access access)
-    : wire_(wire), below_(std::move(below)), data_(data), bytes_(bytes), access_(access) {
-  wire_.registrations.insert(this);
+    : endpoint_(endpoint), below_(std::move(below)), data_(data), bytes_(bytes), access_(access) {
+  endpoint_.registrations.insert(this);
 }
 
-StrictRegistration::~StrictRegistration() { wire_.registrations.erase(this); }
+StrictRegistration::~StrictRegistration() { endpoint_.registrations.erase(this); }
 
 // Of memory for writes, which is a caller's. Other memory in its place is not seen.
 bool StrictRegistration::is_mapped() const {
@@ -166,7 +166,7 @@ bool StrictRegistration::is_mapped() const {
   return mincore(reinterpret_cast<void*>(first), bytes, pages.data()) == 0;
 }
 
-void StrictWire::begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor, Access access) {
+void StrictEndpoint::begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor, Access access) {
   const auto* registration = static_cast<const StrictRegistration*>(descriptor);
   if (!registrations.contains(registration) || !registration->holds(data, bytes, access)) {
     broken("memory is used that was not registered, or not for that, or by another's descriptor");
@@ -175,11 +175,11 @@ void StrictWire::begin(Work* work, const std::byte* data, std::size_t bytes, voi
   for (void*& word : work->reserved) word = work;
 }
 
-void StrictWire::end(Work* work) {
+void StrictEndpoint::end(Work* work) {
   if (under_way_.erase(work) == 0) broken("a Work completes that was not under way");
 }
 
-Wire::Taken StrictWire::hand_down(const Later& next) {
+Endpoint::Taken StrictEndpoint::hand_down(const Later& next) {
   const auto* registration = static_cast<const StrictRegistration*>(next.descriptor);
   if (!registrations.contains(registration)) broken("a registration was closed while its memory was the provider's");
   void* descriptor = registration->below();
@@ -195,7 +195,7 @@ Wire::Taken StrictWire::hand_down(const Later& next) {
                        next.work);
 }
 
-void StrictWire::hand_down() {
+void StrictEndpoint::hand_down() {
   for (const StrictRegistration* each : registrations) {
     if (!each->is_mapped()) broken("memory was freed that is registered");
   }
@@ -232,7 +232,7 @@ void StrictWire::hand_down() {
   }
 }
 
-std::size_t StrictWire::poll(std::span<Completion> into) {
+std::size_t StrictEndpoint::poll(std::span<Completion> into) {
   hand_down();
   const auto now = std::chrono::steady_clock::now();
   for (auto at = lost_.begin(); at != lost_.end() && at->first <= now; at = lost_.erase(at)) {
@@ -252,13 +252,13 @@ std::size_t StrictWire::poll(std::span<Completion> into) {
 
 }  // namespace
 
-std::unique_ptr<Wire> make_strict(std::unique_ptr<Wire> below, const Strictness& strictness) {
-  return std::make_unique<StrictWire>(std::move(below), strictness);
+std::unique_ptr<Endpoint> make_strict(std::unique_ptr<Endpoint> below, const Strictness& strictness) {
+  return std::make_unique<StrictEndpoint>(std::move(below), strictness);
 }
 
-std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host, int rail) {
+std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std::string& host, int rail) {
   const auto plus = name.find('+');
-  if (!name.starts_with("strict") || plus == std::string::npos) return open_wire(name, host, rail);
+  if (!name.starts_with("strict") || plus == std::string::npos) return open_endpoint(name, host, rail);
   Strictness strictness;
   std::uint64_t only_rail = ~std::uint64_t{0};
   const std::map<std::string, std::uint64_t*> words = {{"seed", &strictness.seed},
@@ -285,7 +285,7 @@ std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host
     strictness.fails = strictness.loses = strictness.drops = 0;
   }
   strictness.seed += static_cast<std::uint64_t>(rail);
-  return make_strict(open_wire(name.substr(plus + 1), host, rail, Numbers::always), strictness);
+  return make_strict(open_endpoint(name.substr(plus + 1), host, rail, Numbers::always), strictness);
 }
 
 }  // namespace netfold::transport::fabric

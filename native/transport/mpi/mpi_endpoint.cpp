@@ -27,15 +27,15 @@ constexpr std::size_t kSends = 256;
 // Of the receives, so many of the oldest are looked at.
 constexpr std::size_t kLooked = 64;
 
-class Leaver {
+class Closable {
  public:
-  virtual ~Leaver() = default;
+  virtual ~Closable() = default;
   virtual void leave() = 0;
 };
 
 struct Open {
   std::mutex mutex;
-  std::vector<Leaver*> wires;
+  std::vector<Closable*> endpoints;
 };
 
 Open& open() {
@@ -75,29 +75,29 @@ struct Calls {
 };
 
 template <class Handle>
-class MpiWire final : public fabric::Wire, public Leaver {
+class MpiEndpoint final : public fabric::Endpoint, public Closable {
  public:
-  explicit MpiWire(const Lent& lent)
-      : lent_(lent), calls_(lent.module), comm_(as_handle(lent.comm)), byte_(as_handle(lent.byte)) {
+  explicit MpiEndpoint(const MpiHandles& handles)
+      : handles_(handles), calls_(handles.module), comm_(as_handle(handles.comm)), byte_(as_handle(handles.byte)) {
     limits_.provider = "mpi";
-    limits_.version = lent.version;
+    limits_.version = handles.version;
     limits_.domain = "MPI";
     limits_.message_bytes = kMessageBytes;
     limits_.inject_bytes = kInjectBytes;
     limits_.sends = kSends;
     limits_.receives = std::numeric_limits<std::size_t>::max();
-    limits_.tag_bits = std::bit_width(static_cast<unsigned>(lent.max_tag) + 1) - 1;
+    limits_.tag_bits = std::bit_width(static_cast<unsigned>(handles.max_tag) + 1) - 1;
     limits_.is_private = true;
-    statuses_.resize(std::max(kSends, kLooked) * lent.status_bytes);
+    statuses_.resize(std::max(kSends, kLooked) * handles.status_bytes);
     notes_.reserve(kSends);
     std::lock_guard lock(open().mutex);
-    open().wires.push_back(this);
+    open().endpoints.push_back(this);
   }
 
-  ~MpiWire() override {
+  ~MpiEndpoint() override {
     {
       std::lock_guard lock(open().mutex);
-      std::erase(open().wires, this);
+      std::erase(open().endpoints, this);
     }
     leave();
   }
@@ -105,8 +105,8 @@ class MpiWire final : public fabric::Wire, public Leaver {
   const Limits& limits() const override { return limits_; }
 
   std::vector<std::byte> name() const override {
-    std::vector<std::byte> name(sizeof lent_.rank);
-    std::memcpy(name.data(), &lent_.rank, name.size());
+    std::vector<std::byte> name(sizeof handles_.rank);
+    std::memcpy(name.data(), &handles_.rank, name.size());
     return name;
   }
 
@@ -122,7 +122,7 @@ class MpiWire final : public fabric::Wire, public Leaver {
   }
 
   // MPI has writes of its own, into windows that all ranks make together; nothing here is made so.
-  Taken write(Peer, const std::byte*, std::size_t, void*, const Place&, std::uint32_t, Work*) override {
+  Taken write(Peer, const std::byte*, std::size_t, void*, const RemoteBuffer&, std::uint32_t, Work*) override {
     why_ = "messages alone go over MPI";
     return Taken::never;
   }
@@ -146,7 +146,7 @@ class MpiWire final : public fabric::Wire, public Leaver {
     if (has_left_) return refuse(kLeft);
     Handle request{};
     const int code =
-        calls_.irecv(into, static_cast<int>(bytes), byte_, lent_.any_source, lent_.any_tag, comm_, &request);
+        calls_.irecv(into, static_cast<int>(bytes), byte_, handles_.any_source, handles_.any_tag, comm_, &request);
     if (code != 0) return refuse("MPI_Irecv: " + text_of(code));
     if (looked_.size() < kLooked) {
       looked_.push_back(request);
@@ -225,7 +225,7 @@ class MpiWire final : public fabric::Wire, public Leaver {
 
   int in_status(int number, std::size_t at) const {
     int value = 0;
-    std::memcpy(&value, statuses_.data() + static_cast<std::size_t>(number) * lent_.status_bytes + at, sizeof value);
+    std::memcpy(&value, statuses_.data() + static_cast<std::size_t>(number) * handles_.status_bytes + at, sizeof value);
     return value;
   }
 
@@ -239,7 +239,7 @@ class MpiWire final : public fabric::Wire, public Leaver {
 
   // Of the number-th that is done; 0: none.
   int error_of(int number, int code) const {
-    return code == 0 ? 0 : code == lent_.error_in_status ? in_status(number, lent_.error_at) : code;
+    return code == 0 ? 0 : code == handles_.error_in_status ? in_status(number, handles_.error_at) : code;
   }
 
   std::size_t take_received(std::span<Completion> into) {
@@ -254,9 +254,9 @@ class MpiWire final : public fabric::Wire, public Leaver {
         continue;
       }
       int bytes = 0;
-      calls_.get_count(statuses_.data() + static_cast<std::size_t>(i) * lent_.status_bytes, byte_, &bytes);
+      calls_.get_count(statuses_.data() + static_cast<std::size_t>(i) * handles_.status_bytes, byte_, &bytes);
       completion.bytes = static_cast<std::size_t>(bytes);
-      completion.tag = static_cast<std::uint64_t>(in_status(i, lent_.tag_at));
+      completion.tag = static_cast<std::uint64_t>(in_status(i, handles_.tag_at));
     }
     forget(count, looked_, looked_works_);
     while (looked_.size() < kLooked && !posted_.empty()) {
@@ -294,7 +294,7 @@ class MpiWire final : public fabric::Wire, public Leaver {
   }
 
   std::string text_of(int code) const {
-    std::string text(static_cast<std::size_t>(lent_.max_error_text) + 1, '\0');
+    std::string text(static_cast<std::size_t>(handles_.max_error_text) + 1, '\0');
     int length = 0;
     if (calls_.error_string(code, text.data(), &length) != 0) return kUnknown;
     text.resize(static_cast<std::size_t>(length));
@@ -302,7 +302,7 @@ class MpiWire final : public fabric::Wire, public Leaver {
     return text;
   }
 
-  const Lent lent_;
+  const MpiHandles handles_;
   const Calls<Handle> calls_;
   const Handle comm_;
   const Handle byte_;
@@ -322,16 +322,16 @@ class MpiWire final : public fabric::Wire, public Leaver {
 
 }  // namespace
 
-std::unique_ptr<fabric::Wire> open_wire(const Lent& lent) {
-  if (lent.handle_bytes == sizeof(int)) return std::make_unique<MpiWire<int>>(lent);
-  if (lent.handle_bytes == sizeof(void*)) return std::make_unique<MpiWire<void*>>(lent);
-  throw Error("this process's MPI has handles of " + std::to_string(lent.handle_bytes) +
+std::unique_ptr<fabric::Endpoint> open_endpoint(const MpiHandles& handles) {
+  if (handles.handle_bytes == sizeof(int)) return std::make_unique<MpiEndpoint<int>>(handles);
+  if (handles.handle_bytes == sizeof(void*)) return std::make_unique<MpiEndpoint<void*>>(handles);
+  throw Error("this process's MPI has handles of " + std::to_string(handles.handle_bytes) +
               " bytes, which none had before");
 }
 
 void leave() {
   std::lock_guard lock(open().mutex);
-  for (Leaver* wire : open().wires) wire->leave();
+  for (Closable* endpoint : open().endpoints) endpoint->leave();
 }
 
 }  // namespace netfold::transport::mpi

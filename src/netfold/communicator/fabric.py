@@ -46,7 +46,7 @@ def port_of(provider: str, hosts: Sequence[str]) -> Any:
             Finalize(None, _let_go, exitpriority=0)
         # One whose endpoint had to be closed is its streams' alone.
         if key not in _ports or not _ports[key].is_open:
-            _ports[key] = fabric.Port(provider, list(hosts))
+            _ports[key] = fabric.StreamMux(provider, list(hosts))
         return _ports[key]
 
 
@@ -101,7 +101,7 @@ def meet(
         with others.told_of():
             port = port or port_of(provider, hosts)
             port.set(**settings)
-            bell = fabric.make_bell()
+            bell = fabric.make_doorbell()
             for peer in others.peers:
                 for lane in streams:
                     lane[peer] = port.open(bell, lanes * len(others.peers))
@@ -109,7 +109,7 @@ def meet(
         others.provider, names = port.provider, port.names
         greetings = {peer: secrets.token_bytes(_GREETING_BYTES) for peer in others.peers}
         for peer in others.peers:
-            mine = {"provider": port.provider, "names": names, "terms": [lane[peer].terms for lane in streams]}
+            mine = {"provider": port.provider, "names": names, "terms": [lane[peer].params for lane in streams]}
             others.tell(peer, {"type": "fabric", "greeting": greetings[peer], **mine})
         expected = {}
         for peer in others.peers:

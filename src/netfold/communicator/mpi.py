@@ -153,7 +153,7 @@ def _begin(api: Any, deadline: float) -> None:
 def _open(api: Any, rank: int, members: tuple[int, ...], deadline: float) -> Any:
     comm = _communicator(api, rank, members, deadline)
     comm.Set_errhandler(api.ERRORS_RETURN)
-    return mpi.open_port(
+    return mpi.open_stream_mux(
         module=api.__file__,
         version=_version(api),
         handle_bytes=api._sizeof(api.Comm),

@@ -64,11 +64,11 @@ def _can(entry: dict[str, object]) -> tuple[str, ...]:
 def _tried(name: str) -> str:
     """Why it does not carry a word from here to here; empty where it does."""
     try:
-        port = fabric.Port(name, [_HERE])
-        bell = fabric.make_bell()
+        port = fabric.StreamMux(name, [_HERE])
+        bell = fabric.make_doorbell()
         here, there = port.open(bell, 2), port.open(bell, 2)
-        here.connect(port.names, there.terms)
-        there.connect(port.names, here.terms)
+        here.connect(port.names, there.params)
+        there.connect(port.names, here.params)
         here.send(_WORD, _TRY_NS)
         if there.receive(len(_WORD), _TRY_NS) != _WORD:
             return f"a word to itself did not come within {_TRY_NS // 10**9} s"

@@ -17,7 +17,7 @@ class Fabrics:
         self._names: dict[str, str] = {}  # by the provider that it comes to
         for name in names:
             try:
-                provider = fabric.Port(name, [_address(host)]).provider
+                provider = fabric.StreamMux(name, [_address(host)]).provider
             except fabric.FabricError as error:
                 raise ValueError(f"--fabric {name}: {error}") from None
             self._names[without_strict(provider)] = name

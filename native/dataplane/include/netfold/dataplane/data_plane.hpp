@@ -111,7 +111,7 @@ class DataPlane {
     std::size_t buffer_bytes = 0;     // of memory for packets
   };
   FabricAddress open_on_fabric(std::uint32_t job, std::uint32_t incarnation,
-                             std::unique_ptr<transport::fabric::Wire> wire, const std::vector<std::uint64_t>& nonces,
+                             std::unique_ptr<transport::fabric::Endpoint> fabric_endpoint, const std::vector<std::uint64_t>& nonces,
                              const std::vector<std::uint64_t>& proofs, const std::vector<auth::Key>& hello_keys,
                              std::size_t packet_bytes, std::size_t in_flight_bytes);
   // Where the worker will send from, a numeric address: hellos from elsewhere are dropped, and so are all before.

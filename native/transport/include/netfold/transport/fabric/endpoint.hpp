@@ -61,7 +61,7 @@ class Error : public std::exception {
   std::string text_;
 };
 
-class Wire {
+class Endpoint {
  public:
   using Peer = std::uint64_t;  // fi_addr_t
 
@@ -86,12 +86,12 @@ class Wire {
   enum class Taken : std::uint8_t { yes, later, never };  // never: see why()
 
   // In a peer's memory.
-  struct Place {
+  struct RemoteBuffer {
     std::uint64_t address = 0;
     std::uint64_t key = 0;
   };
 
-  virtual ~Wire() = default;
+  virtual ~Endpoint() = default;
   // Ends the endpoint, and with it all that is under way; nothing but registrations may end after it.
   virtual void close() {}
   virtual const Limits& limits() const = 0;
@@ -107,7 +107,7 @@ class Wire {
   // Up to inject_bytes: the memory is free at once, and no completion comes.
   virtual Taken inject(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag) = 0;
   // Into memory of `to`, which it registered for that. Only where write_bytes is not 0.
-  virtual Taken write(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, const Place& into,
+  virtual Taken write(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, const RemoteBuffer& into,
                       std::uint32_t number, Work* work) = 0;
   // Takes a message with any tag.
   virtual Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) = 0;

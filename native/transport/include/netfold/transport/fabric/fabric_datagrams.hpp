@@ -39,16 +39,16 @@ class FabricDatagrams final : public Datagrams {
 
   // `packet_bytes`: of the longest packet, and less where the provider takes no such messages. `in_flight_bytes`: of
   // packets each way, with each of `peers`; there is room to send as much, and to receive twice as much. Throws Error.
-  FabricDatagrams(std::unique_ptr<Wire> wire, std::size_t packet_bytes, std::size_t in_flight_bytes, std::size_t peers);
+  FabricDatagrams(std::unique_ptr<Endpoint> endpoint, std::size_t packet_bytes, std::size_t in_flight_bytes, std::size_t peers);
   ~FabricDatagrams() override;
   FabricDatagrams(const FabricDatagrams&) = delete;
   FabricDatagrams& operator=(const FabricDatagrams&) = delete;
 
-  const Wire::Limits& limits() const { return wire_->limits(); }
+  const Endpoint::Limits& limits() const { return endpoint_->limits(); }
   std::size_t packet_bytes() const { return packet_bytes_; }
   std::size_t buffer_bytes() const { return memory_.get_deleter().bytes; }
   // What others need to reach this endpoint.
-  std::vector<std::byte> name() const { return wire_->name(); }
+  std::vector<std::byte> name() const { return endpoint_->name(); }
   // Of `peers`: what it has to tag its packets with.
   std::uint64_t tag(Peer peer) const { return peers_[peer].tag_in; }
   // Where that peer is, and how it wants packets to be tagged. Throws Error.
@@ -83,7 +83,7 @@ class FabricDatagrams final : public Datagrams {
     std::byte* data = nullptr;
   };
   struct PeerState {
-    Wire::Peer at = 0;
+    Endpoint::Peer at = 0;
     std::uint64_t tag_in = 0;
     std::uint64_t tag_out = 0;
     std::size_t under_way = 0;  // in buffers to send from
@@ -107,7 +107,7 @@ class FabricDatagrams final : public Datagrams {
 
   // In this order: the endpoint goes before the memory that it may still know.
   std::unique_ptr<std::byte, Memory> memory_;
-  std::unique_ptr<Wire> wire_;
+  std::unique_ptr<Endpoint> endpoint_;
   std::unique_ptr<Registration> registration_;
   std::size_t packet_bytes_;
   std::vector<Sending> sendings_;

@@ -4,7 +4,7 @@
 // It shows that the peer is gone, which a provider may never notice. Who reads that word still waits for the segments
 // that are on their way; who finds the connection broken without it does so for kLastNs. Only then is the pipe closed.
 //
-// The word is also said when the port's endpoint had to be closed: a peer that wants back what it granted then has its
+// The word is also said when the mux's endpoint had to be closed: a peer that wants back what it granted then has its
 // answer. A peer that went without it may have been in the middle of a write that its own host still delivers, so what
 // was granted to it is had back by closing our endpoint, and not otherwise.
 #pragma once
@@ -15,41 +15,41 @@ namespace netfold::transport::fabric {
 
 class FabricPipe final : public Pipe {
  public:
-  FabricPipe(std::shared_ptr<Port> port, Port::Stream* stream);
+  FabricPipe(std::shared_ptr<StreamMux> mux, StreamMux::Stream* stream);
   ~FabricPipe() override;
   FabricPipe(const FabricPipe&) = delete;
   FabricPipe& operator=(const FabricPipe&) = delete;
 
   // Before it, the end of the peer shows by the provider alone.
   void watch(std::unique_ptr<Pipe> connection) { connection_ = std::move(connection); }
-  const std::shared_ptr<Port>& port() const { return port_; }
-  Port::Stream* stream() const { return stream_; }
+  const std::shared_ptr<StreamMux>& mux() const { return mux_; }
+  StreamMux::Stream* stream() const { return stream_; }
 
   Io send(std::span<const iovec> pieces) override;
   Io receive(std::span<const iovec> pieces) override;
   void wait_for(short events, std::vector<pollfd>& fds) const override;
   bool hung_up() override;
-  std::size_t unconfirmed() const override { return port_->unconfirmed(stream_); }
+  std::size_t unconfirmed() const override { return mux_->unconfirmed(stream_); }
   bool flush() override;
   void wait_to_flush(std::vector<pollfd>& fds) override;
   bool needs_progress() const override { return true; }
 
   bool prefers_large_chunks() const override { return true; }
-  bool uses_rma(std::size_t bytes) const override { return port_->uses_rma(stream_, bytes); }
+  bool uses_rma(std::size_t bytes) const override { return mux_->uses_rma(stream_, bytes); }
   bool post_receive(std::uint64_t name, std::byte* into, std::size_t bytes) override {
-    return port_->post_receive(stream_, name, into, bytes);
+    return mux_->post_receive(stream_, name, into, bytes);
   }
-  bool is_posted(std::uint64_t name) override { return port_->is_offered(stream_, name); }
+  bool is_posted(std::uint64_t name) override { return mux_->is_offered(stream_, name); }
   Io put(std::span<const iovec> pieces, std::uint64_t name) override {
-    return sent(port_->put(stream_, pieces, name));
+    return sent(mux_->put(stream_, pieces, name));
   }
-  std::size_t bytes_in_flight() override { return port_->bytes_in_flight(stream_); }
+  std::size_t bytes_in_flight() override { return mux_->bytes_in_flight(stream_); }
   bool cancel() override;
   bool must_force_close() override;
   void force_close() override;
-  std::unique_ptr<Scratch> scratch(std::size_t bytes) override { return port_->scratch(bytes); }
+  std::unique_ptr<Scratch> scratch(std::size_t bytes) override { return mux_->scratch(bytes); }
   std::unique_ptr<RegistrationLease> lease(std::byte* data, std::size_t bytes) override {
-    return port_->lease(data, bytes, RegistrationCache::Lifetime::operation);
+    return mux_->lease(data, bytes, RegistrationCache::Lifetime::operation);
   }
 
   int rails() const override { return connection_ == nullptr ? 0 : connection_->rails(); }
@@ -62,19 +62,19 @@ class FabricPipe final : public Pipe {
   static constexpr std::int64_t kLastNs = 200'000'000;
 
   Io sent(std::size_t bytes);
-  void say_last(const Port::LastWord& word);
-  void look();
+  void send_final_counts(const StreamMux::FinalCounts& word);
+  void check_connection();
   bool is_over();
   Io closed() const {
     return {.closed = true, .error = error_, .why = why_.empty() ? nullptr : &why_, .is_ours = is_ours_};
   }
 
-  std::shared_ptr<Port> port_;
-  Port::Stream* stream_;
+  std::shared_ptr<StreamMux> mux_;
+  StreamMux::Stream* stream_;
   std::unique_ptr<Pipe> connection_;
   mutable int quiet_calls_ = 0;
-  Port::LastWord last_word_;
-  bool said_last_ = false;
+  StreamMux::FinalCounts final_counts_;
+  bool sent_final_counts_ = false;
   std::size_t heard_ = 0;  // of the last word
   bool is_gone_ = false;   // without it
   std::int64_t over_since_ns_ = -1;

@@ -29,7 +29,7 @@ std::vector<Provider> list_providers();
 // An endpoint of `provider` ("tcp", "tcp;ofi_rxm", "efa", ...), on the interface with the address `host` where the
 // provider goes by such addresses, else on its device number `rail`. Throws Error that names what is missing.
 enum class Numbers : std::uint8_t { if_needed, always };  // with writes, also where a provider keeps their order
-std::unique_ptr<Wire> open_wire(const std::string& provider, const std::string& host, int rail,
+std::unique_ptr<Endpoint> open_endpoint(const std::string& provider, const std::string& host, int rail,
                                 Numbers numbers = Numbers::if_needed);
 
 }  // namespace netfold::transport::fabric

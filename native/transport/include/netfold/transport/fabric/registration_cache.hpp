@@ -62,7 +62,7 @@ class RegistrationCache {
   };
 
   // `wire` outlives this, or `clear` comes before its end.
-  explicit RegistrationCache(Wire& wire) : wire_(wire) {}
+  explicit RegistrationCache(Endpoint& endpoint) : endpoint_(endpoint) {}
 
   void limit(const Limits& limits);
   Lease* add_lease(std::byte* data, std::size_t bytes, Lifetime lifetime);
@@ -95,7 +95,7 @@ class RegistrationCache {
   void drop(Entries::iterator entry);
   void make_room(std::size_t bytes);
 
-  Wire& wire_;
+  Endpoint& endpoint_;
   Limits limits_;
   std::multimap<Range, Lease> leases_;
   Entries entries_;

@@ -82,23 +82,23 @@
 namespace netfold::transport::fabric {
 
 // Wakes the driver of one group, when another thread found what it sleeps over. Whoever shares it shares this one
-// count: another, with the bindings' own end, would want Python's lock from under the port's.
-struct Bell : std::enable_shared_from_this<Bell> {
-  Bell();
+// count: another, with the bindings' own end, would want Python's lock from under the mux's.
+struct Doorbell : std::enable_shared_from_this<Doorbell> {
+  Doorbell();
   Fd event;
-  // Under the port's lock.
+  // Under the mux's lock.
   bool asleep = false;
   bool is_rung = false;
   std::int64_t close_ns = -1;  // when the streams that are being closed are to be through
 };
 
-class Port : public std::enable_shared_from_this<Port> {
+class StreamMux : public std::enable_shared_from_this<StreamMux> {
  public:
   static constexpr std::size_t kBudgetBytes = 256 << 20;
   static constexpr std::uint32_t kMaxWindow = 16;
   static constexpr std::int64_t kFlushNs = 100'000'000;
   // Between two looks of a sleeper at a provider that cannot wake it.
-  static constexpr std::int64_t kNapNs = 200'000;
+  static constexpr std::int64_t kPollIntervalNs = 200'000;
   // Granted at once in a stream, and not yet read.
   static constexpr std::size_t kMaxGrants = 16;
   // Before a piece that is lent, in its segment.
@@ -111,31 +111,31 @@ class Port : public std::enable_shared_from_this<Port> {
   struct Stream;
 
   // What the other end must know of a stream of ours.
-  struct Terms {
+  struct StreamParams {
     std::uint64_t tag = 0;
     std::uint32_t window = 0;         // segments that we have room for
     std::uint32_t segment_bytes = 0;  // of the longest
-    std::uint64_t direct_bytes = 0;   // of the shortest piece that may be written; 0: none
+    std::uint64_t rma_min_bytes = 0;   // of the shortest piece that may be written; 0: none
   };
   // How many segments were sent, and how many writes begun.
-  struct LastWord {
+  struct FinalCounts {
     std::uint32_t segments = 0;
     std::uint32_t writes = 0;
   };
   // Of streams that are opened from then on, and of the registration cache.
   struct Settings {
-    std::size_t direct_bytes = kRmaMinBytes;  // 0: never
+    std::size_t rma_min_bytes = kRmaMinBytes;  // 0: never
     RegistrationCache::Limits registrations;
   };
 
   // Of one process; all wires are of one provider.
-  explicit Port(std::vector<std::unique_ptr<Wire>> rails);
-  ~Port();
-  Port(const Port&) = delete;
-  Port& operator=(const Port&) = delete;
+  explicit StreamMux(std::vector<std::unique_ptr<Endpoint>> rails);
+  ~StreamMux();
+  StreamMux(const StreamMux&) = delete;
+  StreamMux& operator=(const StreamMux&) = delete;
 
-  const Wire::Limits& limits() const { return limits_.front(); }
-  const Wire::Limits& limits(std::size_t rail) const { return limits_[rail]; }
+  const Endpoint::Limits& limits() const { return limits_.front(); }
+  const Endpoint::Limits& limits(std::size_t rail) const { return limits_[rail]; }
   // False once its endpoint had to be closed: no stream of it works then, nor can one be opened.
   bool is_open() const;
   void set(const Settings& settings);
@@ -146,13 +146,13 @@ class Port : public std::enable_shared_from_this<Port> {
   std::vector<std::vector<std::byte>> names() const;
 
   // A stream that is one of `streams` opened together: they share what is left of the budget. Throws Error.
-  Stream* open(std::shared_ptr<Bell> bell, std::size_t streams);
-  Terms terms(const Stream* stream) const;
+  Stream* open(std::shared_ptr<Doorbell> doorbell, std::size_t streams);
+  StreamParams params(const Stream* stream) const;
   // `names`: of the peer's endpoints, by rail. Throws Error.
-  void connect(Stream* stream, const std::vector<std::vector<std::byte>>& names, const Terms& theirs);
+  void connect(Stream* stream, const std::vector<std::vector<std::byte>>& names, const StreamParams& theirs);
   // Tries to see the last of what was sent off, and to take back what was lent, for kFlushNs from the first stream of
   // its group on.
-  LastWord close(Stream* stream);
+  FinalCounts close(Stream* stream);
 
   // As many bytes as go now, or are here.
   std::size_t send(Stream* stream, std::span<const iovec> pieces);
@@ -172,8 +172,8 @@ class Port : public std::enable_shared_from_this<Port> {
   // Takes back what is lent and granted: true once it is. To be called again until then, or to `force_close`.
   bool cancel(Stream* stream);
   // That the peer will begin no write any more, and began so many.
-  void disown(Stream* stream, std::uint32_t writes);
-  LastWord last_word(const Stream* stream) const;
+  void confirm_cancel(Stream* stream, std::uint32_t writes);
+  FinalCounts final_counts(const Stream* stream) const;
   // Closes the endpoint: every stream fails with this reason, and no memory is the provider's any more.
   void force_close(const std::string& why);
   // Says that this memory stays mapped as it is until the hold ends.
@@ -192,9 +192,9 @@ class Port : public std::enable_shared_from_this<Port> {
   // What wakes a sleeper: `events` of this stream, or something to do for its sake.
   void wait_for(Stream* stream, short events, std::vector<pollfd>& fds);
   // Does what the provider has to do, for all streams.
-  void look();
+  void make_progress();
   // What wakes a sleeper soon, in any case.
-  void nap(std::vector<pollfd>& fds, std::int64_t poll_after_ns);
+  void wake_after(std::vector<pollfd>& fds, std::int64_t delay_ns);
 
   struct Counters {
     std::uint64_t segments_sent = 0;
@@ -204,22 +204,22 @@ class Port : public std::enable_shared_from_this<Port> {
     std::uint64_t out_of_order = 0;
     std::uint64_t repeated = 0;    // came twice
     std::uint64_t rails_lost = 0;  // counted for each stream
-    std::uint64_t strange = 0;     // with a tag that nobody has (any more), or malformed
+    std::uint64_t rejected = 0;     // with a tag that nobody has (any more), or malformed
     std::uint64_t writes = 0;
     std::uint64_t bytes_written = 0;
     std::uint64_t grants = 0;
-    std::uint64_t grants_withdrawn = 0;  // before anything was written
+    std::uint64_t grants_cancelled = 0;  // before anything was written
     RegistrationCache::Counters registrations;
   };
   Counters counters() const;
 
  private:
-  enum class What : std::uint16_t;
+  enum class MessageType : std::uint16_t;
   class MuxLease;
   class MuxScratch;
   struct Block;
-  struct GrantWord;
-  struct WrittenWord;
+  struct GrantEntry;
+  struct WrittenTrailer;
   struct Header;
   struct Job;
   struct Writing;
@@ -237,31 +237,31 @@ class Port : public std::enable_shared_from_this<Port> {
   // A segment that has not come after this time, while others do, is lost, and its rail with it.
   static constexpr std::int64_t kLostNs = 1'000'000'000;
   // A look that found nothing, system calls and all, is not repeated within this time by who has others to wait for.
-  static constexpr std::int64_t kLatelyNs = 1'000;
+  static constexpr std::int64_t kMinProgressIntervalNs = 1'000;
   // Told in one message.
   static constexpr std::size_t kGrantsAMessage = 8;
 
   Slab* take_slab(std::uint32_t window);
   void post(Receiving& receiving);
-  Wire::Taken hand_over(Sending& sending);
-  void tell_credit(Stream& stream);
-  Wire::Taken say(Stream& stream, What what);
+  Endpoint::Taken hand_over(Sending& sending);
+  void send_credit(Stream& stream);
+  Endpoint::Taken send_control(Stream& stream, MessageType type);
   void look_for_losses();
-  void answered(Stream& stream, std::uint32_t first_missing);
+  void handle_probe_reply(Stream& stream, std::uint32_t first_missing);
   bool progress();
-  void progress_unless_lately();
+  void progress_if_due();
   void push(Stream& stream);
   void push_later(Stream& stream);
   std::string obstacle() const;
-  static bool is_sound(What what, std::size_t bytes);
-  void send_segment(Stream& stream, Sending& sending, std::size_t bytes, What what);
+  static bool is_sound(MessageType type, std::size_t bytes);
+  void send_segment(Stream& stream, Sending& sending, std::size_t bytes, MessageType type);
   std::size_t grant_message_bytes() const;
-  void tell_grants(Stream& stream);
+  void send_grants(Stream& stream);
   void granted(Stream& stream, const std::byte* words, std::size_t bytes);
   bool place_written(Stream& stream, Receiving& receiving);
   void written(Writing& writing);
   void landed(std::uint32_t number);
-  bool is_withdrawn(Stream& stream);
+  bool is_cancel_complete(Stream& stream);
   void close_endpoint(const std::string& why);
   std::uint32_t random_number();
   void sent(Sending& sending);
@@ -270,19 +270,19 @@ class Port : public std::enable_shared_from_this<Port> {
   void fail(Stream& stream, const std::string& why);
   void drop_rail(Stream& stream, std::size_t rail, const std::string& why);
   void repeat(Stream& stream, std::size_t rail);
-  void ring(Stream& stream);
+  void ring_doorbell(Stream& stream);
   void forget(Stream& stream);
   bool is_settled(const Stream& stream) const;
 
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Wire>> rails_;  // none once it was closed
-  const std::vector<Wire::Limits> limits_;    // by rail
+  std::vector<std::unique_ptr<Endpoint>> rails_;  // none once it was closed
+  const std::vector<Endpoint::Limits> limits_;    // by rail
   Settings settings_;
   RegistrationCache cache_;
   std::unordered_map<std::uint32_t, Grant> grants_;       // by number, of all streams
   std::vector<std::unique_ptr<Block>> blocks_;            // scratch that nobody uses, the last used last
   std::vector<std::uint32_t> random_;                     // numbers in store
-  std::vector<std::map<std::string, Wire::Peer>> peers_;  // by rail and name
+  std::vector<std::map<std::string, Endpoint::Peer>> peers_;  // by rail and name
   std::size_t segment_bytes_ = 0;
   std::size_t used_bytes_ = 0;
   std::vector<std::unique_ptr<Slab>> slabs_;
@@ -296,7 +296,7 @@ class Port : public std::enable_shared_from_this<Port> {
   std::int64_t looked_ns_ = 0;  // the last time that there was nothing
   Counters counters_;
   Fd ready_;  // always readable
-  Fd nap_;
+  Fd wake_timer_;
   int pid_;
 };
 

@@ -20,10 +20,10 @@ struct Strictness {
   std::uint64_t drops = 0;  // one of so many is lost likewise; 0: none
 };
 
-std::unique_ptr<Wire> make_strict(std::unique_ptr<Wire> below, const Strictness& strictness);
+std::unique_ptr<Endpoint> make_strict(std::unique_ptr<Endpoint> below, const Strictness& strictness);
 
 // A wire as users name it: a provider of libfabric (libfabric.hpp), or strict+PROVIDER;
 // strict:seed=7:fails=100+PROVIDER says more of it (Strictness), rail=1 of that rail alone. Throws Error.
-std::unique_ptr<Wire> open_rail(const std::string& name, const std::string& host, int rail);
+std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std::string& host, int rail);
 
 }  // namespace netfold::transport::fabric

@@ -13,39 +13,39 @@
 
 namespace netfold::transport::fabric {
 
-class CallWatch {
+class Watchdog {
  public:
   static constexpr int kLooks = 5;
 
   // `provider`: as it is to be named. Lives as long as the wire.
-  explicit CallWatch(std::string provider);
-  ~CallWatch();
-  CallWatch(const CallWatch&) = delete;
-  CallWatch& operator=(const CallWatch&) = delete;
+  explicit Watchdog(std::string provider);
+  ~Watchdog();
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
 
   // Around one call. A wire has one at a time.
   class Call {
    public:
-    explicit Call(CallWatch& watch) : watch_(watch) { watch_.turn(); }
-    ~Call() { watch_.turn(); }
+    explicit Call(Watchdog& watch) : watch_(watch) { watch_.toggle(); }
+    ~Call() { watch_.toggle(); }
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
 
    private:
-    CallWatch& watch_;
+    Watchdog& watch_;
   };
 
  private:
-  struct Watcher;
-  static Watcher& watcher();
+  struct Monitor;
+  static Monitor& monitor();
 
   // Odd: in a call. One writer, so it needs no atomic addition.
-  void turn() { turns_.store(turns_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed); }
+  void toggle() { toggles_.store(toggles_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed); }
 
   std::string provider_;
-  std::atomic<std::uint64_t> turns_ = 0;
+  std::atomic<std::uint64_t> toggles_ = 0;
   // The watcher's.
-  std::uint64_t seen_turns_ = 0;
+  std::uint64_t seen_toggles_ = 0;
   int looks_ = 0;
 };
 

@@ -23,7 +23,7 @@
 namespace netfold::transport::mpi {
 
 // What mpi4py knows.
-struct Lent {
+struct MpiHandles {
   std::string module;   // the file whose MPI functions are meant: mpi4py's, linked with the MPI
   std::string version;  // of the library
   std::size_t handle_bytes = 0;
@@ -41,7 +41,7 @@ struct Lent {
 };
 
 // Throws fabric::Error where the functions are not there.
-std::unique_ptr<fabric::Wire> open_wire(const Lent& lent);
+std::unique_ptr<fabric::Endpoint> open_endpoint(const MpiHandles& handles);
 
 // Before the process ends its MPI: no wire calls it any more. What was posted is cancelled, what is under way left.
 void leave();
