@@ -38,9 +38,9 @@ std::string dtype_name(const nb::dlpack::dtype& dtype) {
 }
 
 // An exported array. The exporter keeps the memory for as long as this lives.
-class Borrowed {
+class ExportedArray {
  public:
-  Borrowed(nb::handle array, bool writable) {
+  ExportedArray(nb::handle array, bool writable) {
     const bool taken =
         writable ? take<nb::ndarray<nb::c_contig, nb::device::cpu>>(written(array)) : take<Readable>(array);
     if (!taken) refuse(array);
@@ -114,10 +114,10 @@ class Borrowed {
 
 void bind_arrays(nb::module_& m) {
   nb::module_ a = m.def_submodule("arrays", "The memory behind any framework's array.");
-  nb::class_<Borrowed>(a, "Borrowed")
+  nb::class_<ExportedArray>(a, "ExportedArray")
       .def(nb::init<nb::handle, bool>(), nb::arg("array"), nb::arg("writable"))
-      .def_prop_ro("address", &Borrowed::address)
-      .def_prop_ro("bytes", &Borrowed::bytes)
-      .def_prop_ro("dtype", &Borrowed::dtype)
-      .def_prop_ro("shape", &Borrowed::shape);
+      .def_prop_ro("address", &ExportedArray::address)
+      .def_prop_ro("bytes", &ExportedArray::bytes)
+      .def_prop_ro("dtype", &ExportedArray::dtype)
+      .def_prop_ro("shape", &ExportedArray::shape);
 }

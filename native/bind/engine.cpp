@@ -84,7 +84,7 @@ std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, con
                                                   std::move(on_broken));
     }
     if (pipe != nullptr && nb::len(fabric) > 0) {
-      auto stream = std::move(nb::cast<FabricEnd&>(fabric[lane][peer]).pipe);
+      auto stream = std::move(nb::cast<FabricStream&>(fabric[lane][peer]).pipe);
       if (stream == nullptr) throw nb::value_error("this stream was given to a group before");
       stream->watch(std::move(pipe));
       pipe = std::move(stream);

@@ -63,7 +63,7 @@ nb::list providers() {
   return out;
 }
 
-fabric::FabricPipe& pipe_of(FabricEnd& end) {
+fabric::FabricPipe& pipe_of(FabricStream& end) {
   if (end.pipe == nullptr) throw nb::value_error("this stream was given to a group before, or closed");
   return *end.pipe;
 }
@@ -92,7 +92,7 @@ std::size_t move_all(fabric::FabricPipe& pipe, std::byte* data, std::size_t byte
   }
 }
 
-std::size_t send_all(FabricEnd& end, const nb::bytes& data, std::int64_t timeout_ns) {
+std::size_t send_all(FabricStream& end, const nb::bytes& data, std::int64_t timeout_ns) {
   fabric::FabricPipe& pipe = pipe_of(end);
   auto* first = reinterpret_cast<std::byte*>(const_cast<char*>(data.c_str()));
   const std::size_t bytes = data.size();
@@ -100,7 +100,7 @@ std::size_t send_all(FabricEnd& end, const nb::bytes& data, std::int64_t timeout
   return move_all(pipe, first, bytes, POLLOUT, timeout_ns, [&](const iovec& piece) { return pipe.send({&piece, 1}); });
 }
 
-nb::bytes receive_all(FabricEnd& end, std::size_t bytes, std::int64_t timeout_ns) {
+nb::bytes receive_all(FabricStream& end, std::size_t bytes, std::int64_t timeout_ns) {
   fabric::FabricPipe& pipe = pipe_of(end);
   std::vector<std::byte> into(bytes);
   std::size_t got = 0;
@@ -113,7 +113,7 @@ nb::bytes receive_all(FabricEnd& end, std::size_t bytes, std::int64_t timeout_ns
 }
 
 // Until the memory is the caller's again. False where the time was over before; the endpoint is closed then.
-bool put_all(FabricEnd& end, std::uintptr_t address, std::size_t bytes, std::uint64_t name, std::int64_t timeout_ns) {
+bool put_all(FabricStream& end, std::uintptr_t address, std::size_t bytes, std::uint64_t name, std::int64_t timeout_ns) {
   fabric::FabricPipe& pipe = pipe_of(end);
   nb::gil_scoped_release release;
   const std::int64_t deadline = monotonic_ns() + timeout_ns;
@@ -139,7 +139,7 @@ bool put_all(FabricEnd& end, std::uintptr_t address, std::size_t bytes, std::uin
   return true;
 }
 
-bool flush(FabricEnd& end, std::int64_t timeout_ns) {
+bool flush(FabricStream& end, std::int64_t timeout_ns) {
   fabric::FabricPipe& pipe = pipe_of(end);
   nb::gil_scoped_release release;
   const std::int64_t deadline = monotonic_ns() + timeout_ns;
@@ -238,20 +238,20 @@ void bind_fabric(nb::module_& m) {
       .def(
           "open",
           [](const std::shared_ptr<fabric::StreamMux>& self, std::shared_ptr<fabric::Doorbell> doorbell, std::size_t streams) {
-            return FabricEnd{std::make_unique<fabric::FabricPipe>(self, self->open(std::move(doorbell), streams))};
+            return FabricStream{std::make_unique<fabric::FabricPipe>(self, self->open(std::move(doorbell), streams))};
           },
           nb::arg("doorbell"), nb::arg("streams"), "One of `streams` that are opened together.");
 
-  nb::class_<FabricEnd>(f, "Stream", "This rank's end of a stream of bytes to another.")
+  nb::class_<FabricStream>(f, "Stream", "This rank's end of a stream of bytes to another.")
       .def_prop_ro("params",
-                   [](FabricEnd& self) {
+                   [](FabricStream& self) {
                      const auto& pipe = pipe_of(self);
                      const auto params = pipe.mux()->params(pipe.stream());
                      return std::tuple(params.tag, params.window, params.segment_bytes, params.rma_min_bytes);
                    })
       .def(
           "connect",
-          [](FabricEnd& self, const std::vector<nb::bytes>& names,
+          [](FabricStream& self, const std::vector<nb::bytes>& names,
              const std::tuple<std::uint64_t, std::uint32_t, std::uint32_t, std::uint64_t>& params) {
             const auto& pipe = pipe_of(self);
             const Names theirs = as_names(names);
@@ -262,7 +262,7 @@ void bind_fabric(nb::module_& m) {
           nb::arg("names"), nb::arg("params"))
       .def_prop_ro(
           "failure",
-          [](FabricEnd& self) {
+          [](FabricStream& self) {
             const auto& pipe = pipe_of(self);
             return pipe.mux()->failure(pipe.stream());
           },
@@ -271,14 +271,14 @@ void bind_fabric(nb::module_& m) {
       .def("receive", &receive_all, nb::arg("bytes"), nb::arg("timeout_ns"), "Fewer where the time was over.")
       .def(
           "post_receive",
-          [](FabricEnd& self, std::uint64_t name, std::uintptr_t address, std::size_t bytes) {
+          [](FabricStream& self, std::uint64_t name, std::uintptr_t address, std::size_t bytes) {
             return pipe_of(self).post_receive(name, reinterpret_cast<std::byte*>(address), bytes);
           },
           nb::arg("name"), nb::arg("address"), nb::arg("bytes"), "The place of the piece that the peer will lend.")
       .def("put", &put_all, nb::arg("address"), nb::arg("bytes"), nb::arg("name"), nb::arg("timeout_ns"),
            "Whether the piece was written to where the peer expects it within the time.")
       .def("flush", &flush, nb::arg("timeout_ns"), "Whether all that was sent is on its way, and needs us no more.")
-      .def("close", [](FabricEnd& self) {
+      .def("close", [](FabricStream& self) {
         nb::gil_scoped_release release;
         self.pipe.reset();
       });

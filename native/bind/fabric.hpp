@@ -5,6 +5,6 @@
 #include <memory>
 
 // This rank's end of a stream to another, until a group takes it over.
-struct FabricEnd {
+struct FabricStream {
   std::unique_ptr<netfold::transport::fabric::FabricPipe> pipe;
 };

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-// The room's inside, for this file alone: comparing instruction sets needs a table other than the active one.
+// The component's inside, for this file alone: comparing instruction sets needs a table other than the active one.
 #include "../kernels/tables.hpp"
 
 namespace nb = nanobind;

@@ -1,4 +1,4 @@
-// netfold._native: one file a room.
+// netfold._native: one file a component.
 #include "module.hpp"
 
 #include <system_error>
@@ -22,7 +22,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 
 NB_MODULE(_native, m) {
   m.doc() =
-      "The native floor of netfold. Not a public interface: use netfold, netfold.torch or the netfold "
+      "The native layer of netfold. Not a public interface: use netfold, netfold.torch or the netfold "
       "command.";
   // Daemon threads of a dying interpreter hold groups: that is no leak anyone can act on.
   nanobind::set_leak_warnings(false);

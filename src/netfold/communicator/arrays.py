@@ -72,7 +72,7 @@ class Lent(NamedTuple):
 def lend(array: Any, *, writable: bool) -> Lent:
     """`array`'s memory; TypeError or ValueError in a sentence where it cannot be borrowed so."""
     if not isinstance(array, np.ndarray):
-        borrowed = arrays.Borrowed(array, writable)
+        borrowed = arrays.ExportedArray(array, writable)
         return Lent((borrowed.address, borrowed.bytes), borrowed.dtype, borrowed.shape, borrowed)
     # ml_dtypes registers its own dtype object; NumPy cannot name it without that package.
     name = _NAMES.get(array.dtype) or ("bf16" if array.dtype.name == "bfloat16" else None)

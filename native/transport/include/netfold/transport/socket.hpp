@@ -60,7 +60,7 @@ struct Address {
   sockaddr_storage storage{};
   socklen_t length = 0;
 
-  // `host` is a numeric address; names are resolved above this floor. Throws std::invalid_argument.
+  // `host` is a numeric address; names are resolved above this layer. Throws std::invalid_argument.
   static Address parse(const std::string& host, std::uint16_t port);
   static Address local_of(int fd);
   std::uint16_t port() const;

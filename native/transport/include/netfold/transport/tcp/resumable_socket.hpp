@@ -1,7 +1,7 @@
 // One connection of a pipe: a byte stream that outlives the socket it goes over.
 //
 // Both ends count the bytes that passed. The sender keeps a copy of what the peer's kernel has not confirmed; when the
-// socket breaks, a new one is made above this floor, each end says how far it had received, and the other says the rest
+// socket breaks, a new one is made above this layer, each end says how far it had received, and the other says the rest
 // again. So a reader sees every byte once and in order, or an error; never a gap.
 //
 // What a kernel confirms counts only once the process behind it has taken the socket over: each end says so by one byte

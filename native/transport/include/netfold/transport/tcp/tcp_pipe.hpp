@@ -15,7 +15,7 @@ class TcpPipe final : public Pipe {
  public:
   static constexpr std::size_t kStripeBytes = 64 << 10;
 
-  // Connections that are made and authenticated above this floor. `on_broken` is told of a rail that broke and waits to
+  // Connections that are made and authenticated above this layer. `on_broken` is told of a rail that broke and waits to
   // be mended; without it nothing is kept for that, and a connection that ends is the end. `secrets`: by socket; none
   // for plain bytes.
   TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets,
