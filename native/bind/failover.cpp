@@ -1,4 +1,4 @@
-// netfold._native.failover: the decisions of an SwitchPath, for the search over recovery.
+// netfold._native.failover: the decisions of a SwitchPath, for the search over recovery.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <netfold/collective/failover.hpp>

@@ -1,4 +1,4 @@
-// Functions that ctypes can call, over an ParentSender that is compiled from a changed source (test_parent_sender_search.py).
+// Functions that ctypes can call, over a ParentSender that is compiled from a changed source (test_parent_sender_search.py).
 #include <netfold/protocol/parent_sender.hpp>
 
 #include <cstring>

@@ -122,7 +122,7 @@ class Channel:
 
 
 class _Path:
-    """What an SwitchPath does (native/collective/switch_path.cpp), without payload: the machine's way to the switch."""
+    """What a SwitchPath does (native/collective/switch_path.cpp), without payload: the machine's way to the switch."""
 
     def __init__(self, scope: RecoveryScope, failover: Any) -> None:
         self.chunks = scope.chunks

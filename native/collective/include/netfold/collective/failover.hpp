@@ -1,6 +1,6 @@
 // Decides which membership of a switch a rank's operations use, and what each operation does when that is lost.
 //
-// A pure state machine: a value without socket, clock, thread or payload. An SwitchPath (switch_path.hpp) owns one and does what
+// A pure state machine: a value without socket, clock, thread or payload. A SwitchPath (switch_path.hpp) owns one and does what
 // it decides: it freezes channels, starts operations on them and runs host algorithms. The search over recovery
 // (netfold/prove/recovery.py) drives the same class.
 //

@@ -1,6 +1,6 @@
 // A group's way to add in the network, and what takes its place while there is no switch.
 //
-// An SwitchPath has a Channel or, when its switch is lost, connections of its own between the same ranks (`spare`), over
+// A SwitchPath has a Channel or, when its switch is lost, connections of its own between the same ranks (`spare`), over
 // which host algorithms run. Operations meant for the switch stay in a line of their own either way, so they and those
 // over the mesh overlap as ever, and no rank's order of calls on a connection depends on when it heard of a loss.
 //
@@ -14,7 +14,7 @@
 // word: the generation of the membership that it goes by, or 0. So no two ranks can differ about it. What each rank must know
 // before it may fall back, and why that is the same everywhere: netfold/communicator/recovery.py.
 //
-// Every decision of this is the state machine Failover (failover.hpp), which has no socket and no payload; an SwitchPath
+// Every decision of this is the state machine Failover (failover.hpp), which has no socket and no payload; a SwitchPath
 // carries out what it decides.
 #pragma once
 
