@@ -30,7 +30,7 @@ from netfold.bench.machine import spoken
 from netfold.plan.cluster import Cluster
 from netfold.plan.cluster.load import cluster_of
 from netfold.plan.events import Conditions, simulate
-from netfold.plan.fit import fit_link
+from netfold.tuning.fit import fit_link
 from netfold.plan.job import Job, Split
 from netfold.plan.model import TimedStep, timed_step_of
 from netfold.plan.step import FITTED

@@ -13,8 +13,8 @@ from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import group as group_module
-from netfold.plan import SUPPORTS, build_table, table
-from netfold.plan.cost import BY_NAME_ONLY, Case, best_between
+from netfold.tuning import SUPPORTS, build_table, choice_table
+from netfold.tuning.cost import BY_NAME_ONLY, Case, best_between
 
 pytestmark = pytest.mark.native
 
@@ -213,7 +213,7 @@ def test_every_algorithm_runs_between_hosts_for_what_it_can_do(
         return between if operation in able else best_between(operation, case)
 
     monkeypatch.setattr(*apart(layout))
-    monkeypatch.setattr(table, "best_between", forced)
+    monkeypatch.setattr(choice_table, "best_between", forced)
     build_table.cache_clear()
     others = (able & set(SUPPORTS["hierarchical"])) - {"all_reduce"}
     try:

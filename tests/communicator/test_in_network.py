@@ -326,8 +326,8 @@ def test_first_ranks_speak_for_their_hosts_whoever_is_the_root(
 ) -> None:
     monkeypatch.setattr(*apart(layout))
     # Whatever the model says of so few hosts: the switch between them.
-    monkeypatch.setattr("netfold.plan.table.best_between", lambda operation, case: "in_network")
-    from netfold.plan.table import build_table
+    monkeypatch.setattr("netfold.tuning.choice_table.best_between", lambda operation, case: "in_network")
+    from netfold.tuning.choice_table import build_table
 
     build_table.cache_clear()
     try:

@@ -18,7 +18,7 @@ from ranks import run_threads, values
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import probe
 from netfold.communicator.errors import RendezvousError
-from netfold.plan import DEFAULT_LINKS, ChoiceTable, Links, Row, Topology, build_table
+from netfold.tuning import ChoiceTable, DEFAULT_LINKS, Links, Row, Topology, build_table
 
 pytestmark = pytest.mark.native
 

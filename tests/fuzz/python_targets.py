@@ -322,7 +322,7 @@ FOLLOWED = {
     "tokens": ("netfold.control", "netfold.switch.tokens"),
     "recipe": ("netfold.train.recipe", "tomllib"),
     "cluster": ("netfold.plan.cluster", "tomllib"),
-    "measured": ("netfold.plan.cluster.measured", "netfold.plan.fit"),
+    "measured": ("netfold.plan.cluster.measured", "netfold.tuning.fit"),
     "profile": ("netfold.profile.run",),
 }
 

@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from netfold.plan import DEFAULT_LINKS, Link, Topology
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.plan.cluster import load_cluster
-from netfold.plan.cost import predict
+from netfold.tuning.cost import predict
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Transformer
 from netfold.plan.slots import Slots, one_shot, ring

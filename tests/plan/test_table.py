@@ -9,19 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from netfold.plan import (
-    DEFAULT_LINKS,
-    OPERATIONS,
-    SUPPORTS,
-    WIRES,
-    ChoiceTable,
-    Link,
-    Row,
-    Topology,
-    build_table,
-    candidates,
-)
-from netfold.plan.cost import predict
+from netfold.tuning import ChoiceTable, DEFAULT_LINKS, Link, OPERATIONS, Row, SUPPORTS, Topology, WIRES, build_table, candidates
+from netfold.tuning.cost import predict
 
 SWITCH = "127.0.0.1:7171"
 ALGORITHMS = ("auto", *SUPPORTS, "all_reduce=ring,broadcast=chain")
@@ -345,7 +334,7 @@ def fresh_tables() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_tables")
 def test_shared_memory_needs_one_host_and_hierarchical_several(monkeypatch: pytest.MonkeyPatch) -> None:
     built = {**SUPPORTS, "shared_memory": ("all_reduce",), "hierarchical": ("all_reduce",)}
-    monkeypatch.setattr("netfold.plan.table.SUPPORTS", built)
+    monkeypatch.setattr("netfold.tuning.choice_table.SUPPORTS", built)
 
     def chosen(topology: Topology) -> str:
         return build_table(ranks=8, switch=None, topology=topology).choose("all_reduce", 16 << 20).algorithm

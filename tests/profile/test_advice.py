@@ -9,9 +9,9 @@ import pytest
 from traces import KB, MB, PROFILER, Op, Trace, make_run, make_trace
 
 from netfold.plan.advice import advise
-from netfold.plan.cost import predict
+from netfold.tuning.cost import predict
 from netfold.plan.observed import Fitted, fit, observe
-from netfold.plan.topology import DEFAULT_LINKS, Link, Links, Topology
+from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 from netfold.profile.analyse import analyse
 from netfold.profile.findings import Advice
 from netfold.profile.run import Run

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from netfold.cli import app
 from netfold.plan.ask.profile import read_profile
 from netfold.plan.cluster import Cluster
-from netfold.plan.cost import predict as formula
+from netfold.tuning.cost import predict as formula
 from netfold.plan.job import Job, Split
 from netfold.plan.step import predict
-from netfold.plan.topology import DEFAULT_LINKS, Link, Topology
+from netfold.tuning.topology import DEFAULT_LINKS, Link, Topology
 
 RANKS, STEPS = 4, 12
 LINKS = replace(DEFAULT_LINKS, network=Link(100e-6, 100e6))

@@ -13,9 +13,9 @@ from traces import MB, make_run
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine
-from netfold.plan.cost import predict
+from netfold.tuning.cost import predict
 from netfold.plan.observed import Fitted, Observed, fit, observe
-from netfold.plan.topology import DEFAULT_LINKS, Link
+from netfold.tuning.topology import DEFAULT_LINKS, Link
 from netfold.profile.analyse import analyse
 from netfold.profile.matching import SYNCHRONISING
 from netfold.profile.record import records_of

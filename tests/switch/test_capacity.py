@@ -21,7 +21,7 @@ from netfold import Communicator, FileStore, Options
 from netfold._native import shares
 from netfold.communicator import capacity
 from netfold.communicator.capacity import Measured
-from netfold.plan import DEFAULT_LINKS, Topology, build_table
+from netfold.tuning import DEFAULT_LINKS, Topology, build_table
 
 WRONG = "what the switch at 127.0.0.1:"
 

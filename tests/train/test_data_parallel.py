@@ -17,7 +17,7 @@ import pytest
 from ranks import run_ranks, values
 from training import TINY_GPT, Table, changed
 
-from netfold.plan import OPERATIONS
+from netfold.tuning import OPERATIONS
 
 ZEROS = (0, 1, 2, 3)
 GPT = changed(

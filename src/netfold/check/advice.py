@@ -8,8 +8,8 @@ from dataclasses import replace
 from netfold.check.gather import Gathered
 from netfold.check.judge import Finding, Level
 from netfold.check.words import rate_of
-from netfold.plan import DEFAULT_LINKS, Topology, ring_bytes_per_s
-from netfold.plan.cost import Case, split_rate, switch_part
+from netfold.tuning import DEFAULT_LINKS, Topology, ring_bytes_per_s
+from netfold.tuning.cost import Case, split_rate, switch_part
 
 # Of the time now: one that gains less buys nothing that anybody would see.
 _WORTH = 0.97

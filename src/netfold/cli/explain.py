@@ -34,7 +34,7 @@ def explain(
     from netfold.communicator import Options
     from netfold.communicator.fabric import look_ahead
     from netfold.communicator.security import why_no_switch, why_not_secure
-    from netfold.plan import DEFAULT_LINKS, Link, Topology, build_table, candidates, format_seconds
+    from netfold.tuning import DEFAULT_LINKS, Link, Topology, build_table, candidates, format_seconds
 
     name = operation.replace("-", "_")
     try:

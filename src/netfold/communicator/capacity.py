@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from netfold._native import shares
-from netfold.plan import ChoiceTable, Links, Row, ring_bytes_per_s
+from netfold.tuning import ChoiceTable, Links, Row, ring_bytes_per_s
 
 log = logging.getLogger("netfold")
 

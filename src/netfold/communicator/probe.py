@@ -23,7 +23,7 @@ import numpy as np
 
 from netfold.communicator.errors import RendezvousError
 from netfold.control import receive_exactly
-from netfold.plan import DEFAULT_LINKS, ChoiceTable, Link, Links, Topology, fit_link
+from netfold.tuning import ChoiceTable, DEFAULT_LINKS, Link, Links, Topology, fit_link
 
 _FRAME = struct.Struct(">cI")
 _PING, _TABLE = b"P", b"T"

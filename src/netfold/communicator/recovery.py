@@ -46,7 +46,7 @@ from netfold.communicator.membership import Membership
 from netfold.communicator.recovery_machine import Action, Have, Message, RecoveryMachine
 from netfold.communicator.recovery_plan import chunks_of, pack, unpack
 from netfold.communicator.way_up import WayUp, common_tree
-from netfold.plan import ChoiceTable
+from netfold.tuning import ChoiceTable
 
 log = logging.getLogger("netfold")
 

@@ -28,7 +28,7 @@ from netfold.communicator.options import Options
 from netfold.communicator.sealed_stream import sealed
 from netfold.communicator.store import PrefixStore, Store
 from netfold.control import format_endpoint, parse_endpoint, switches_of
-from netfold.plan import check_words
+from netfold.tuning import check_words
 
 Sockets = list[list[list[socket.socket]]]  # by lane, rank and rail; none at our own place
 

@@ -15,39 +15,3 @@ formula is written once.
 Tests: `.venv/bin/pytest tests/plan`
 """
 
-from netfold.plan.cost import ring_bytes_per_s
-from netfold.plan.fit import fit_link
-from netfold.plan.table import (
-    OPERATIONS,
-    SUPPORTS,
-    WIRES,
-    Candidate,
-    ChoiceTable,
-    Row,
-    build_table,
-    candidates,
-    check_words,
-    format_seconds,
-    table_without_switch,
-)
-from netfold.plan.topology import DEFAULT_LINKS, Link, Links, Topology
-
-__all__ = [
-    "DEFAULT_LINKS",
-    "OPERATIONS",
-    "SUPPORTS",
-    "WIRES",
-    "Candidate",
-    "ChoiceTable",
-    "Link",
-    "Links",
-    "Row",
-    "Topology",
-    "build_table",
-    "candidates",
-    "check_words",
-    "fit_link",
-    "format_seconds",
-    "ring_bytes_per_s",
-    "table_without_switch",
-]

@@ -17,7 +17,7 @@ from netfold.plan.price import Cost, cost
 from netfold.plan.search import ZERO_3_RANKS, Choice, Found, search
 from netfold.plan.sensitivity import Gain, sensitivity
 from netfold.plan.step import Prediction, predict
-from netfold.plan.table import format_seconds
+from netfold.tuning.choice_table import format_seconds
 
 # Ways beside the best that are shown, and points of the front of time and memory.
 FEW, FRONT = 5, 8

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from netfold.plan.cost import FORMULAS, predict
-from netfold.plan.topology import DEFAULT_LINKS, Link, Links, Topology
+from netfold.tuning.cost import FORMULAS, predict
+from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 from netfold.profile.columns import Bools, Columns, Floats, Names, columns_of
 from netfold.profile.matching import Matched, match, meetings
 from netfold.profile.run import Run
@@ -37,7 +37,7 @@ NO_LINE = ("shared_memory", "hierarchical", "split")
 @dataclass(frozen=True)
 class Observed:
     """One group's meetings, [n] each. kind, algorithm, wire: names, wire `auto` for tensors that no wire format is for;
-    size: bytes as in `netfold.plan.cost`; pure_s: from the last start on; apart_s: how much longer another rank took;
+    size: bytes as in `netfold.tuning.cost`; pure_s: from the last start on; apart_s: how much longer another rank took;
     alone: no other was under way meanwhile.
     """
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from netfold.plan.cost import predict
-from netfold.plan.topology import DEFAULT_LINKS, Link, Topology
+from netfold.tuning.cost import predict
+from netfold.tuning.topology import DEFAULT_LINKS, Link, Topology
 from netfold.sim import LOST, Copy, Fate, Operation, Packet, Record, Simulation
 
 # What a switch has at most below it (native/protocol/include/netfold/protocol/packet.hpp).
@@ -91,7 +91,7 @@ class Fabric:
 
 @dataclass(frozen=True)
 class PacketTime:
-    """time_s: until the last worker has everything. closed_s: by the formula of netfold.plan.cost, without losses.
+    """time_s: until the last worker has everything. closed_s: by the formula of netfold.tuning.cost, without losses.
 
     sent_again: contributions, of those that were needed. timeouts: of all simulated workers. said: what was simulated,
     and what was composed of that.

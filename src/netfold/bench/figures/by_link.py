@@ -9,8 +9,8 @@ from dataclasses import replace
 from netfold.bench.figures import chart
 from netfold.bench.figures.figure import Predicted, in_mb
 from netfold.bench.spread import Spread, spread
-from netfold.plan import DEFAULT_LINKS, Link, Topology
-from netfold.plan.cost import Case, given_back_bytes_per_s, ring_bytes_per_s, split_rate
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
+from netfold.tuning.cost import Case, given_back_bytes_per_s, ring_bytes_per_s, split_rate
 from netfold.plan.validate.claims.by_link import LINKS, gains, name_of
 from netfold.plan.validate.claims.switchml import asked_of
 

@@ -12,7 +12,7 @@ from netfold._native import engine
 from netfold.bench.collectives import Collective
 from netfold.bench.pattern import Array
 from netfold.bench.sizes import parse_dtype
-from netfold.plan import SUPPORTS
+from netfold.tuning import SUPPORTS
 
 MPIS = ("openmpi", "intel", "mpich")
 NETFOLDS = ("netfold", "communicator")

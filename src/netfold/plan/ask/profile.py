@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from netfold.plan.cluster import Cluster, Device, Tier
-from netfold.plan.cost import HALVES, INTEGERS
+from netfold.tuning.cost import HALVES, INTEGERS
 from netfold.plan.job import PRECISIONS
 from netfold.plan.model import Profiled
 from netfold.plan.observed import Fitted, fit, observe
-from netfold.plan.table import format_seconds
-from netfold.plan.topology import DEFAULT_LINKS
+from netfold.tuning.choice_table import format_seconds
+from netfold.tuning.topology import DEFAULT_LINKS
 from netfold.profile.columns import Columns, Floats, Integers, columns_of
 from netfold.profile.exposed import expose
 from netfold.profile.run import Run, Trace, read_run

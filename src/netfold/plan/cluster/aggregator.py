@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from netfold.plan.cost import beside_a_worker_bytes_per_s, given_back_bytes_per_s
+from netfold.tuning.cost import beside_a_worker_bytes_per_s, given_back_bytes_per_s
 
 # Contributions that one core receives and adds in a second, the kernel's work included: 8.4 Gbit/s (5% .. 95%: 6.3 ..
 # 9.4) with GRO on and results cut by the link (bench/results/switch_cost.md); rounded down.

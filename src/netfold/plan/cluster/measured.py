@@ -8,8 +8,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from netfold.plan.fit import fit_link
-from netfold.plan.topology import Link
+from netfold.tuning.fit import fit_link
+from netfold.tuning.topology import Link
 
 
 def measured_link(path: Path) -> Link:

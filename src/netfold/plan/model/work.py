@@ -30,7 +30,7 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Collective:
-    """An operation among the ranks that share a layer. size_bytes: of the whole tensor, as netfold.plan.cost has it.
+    """An operation among the ranks that share a layer. size_bytes: of the whole tensor, as netfold.tuning.cost has it.
 
     group: `tensor`, or `tables` for embeddings that are spread over all ranks.
     """

@@ -1,4 +1,4 @@
-"""How long ranks of a cluster talk: the formulas of netfold.plan.cost, with the links that a group's ranks have."""
+"""How long ranks of a cluster talk: the formulas of netfold.tuning.cost, with the links that a group's ranks have."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import lru_cache
 from itertools import pairwise
 
 from netfold.plan.cluster import Cluster, Tier
-from netfold.plan.cost import HALVES, predict
+from netfold.tuning.cost import HALVES, predict
 from netfold.plan.step.constants import Constants
-from netfold.plan.topology import Link, Links, Topology
+from netfold.tuning.topology import Link, Links, Topology
 
 
 @dataclass(frozen=True)

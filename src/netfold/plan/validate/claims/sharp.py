@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from netfold.plan import DEFAULT_LINKS, Link, Topology
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.plan.cluster import load_cluster
-from netfold.plan.cost import predict
+from netfold.tuning.cost import predict
 from netfold.plan.validate.claims.by_link import said_of
 from netfold.plan.validate.claims.claim import NEAR, Asked, Claim, near
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from netfold.plan.topology import Links, Topology
+from netfold.tuning.topology import Links, Topology
 
 # As in native/collective (pipelined_plan.cpp, tree.hpp).
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 16 << 10, 256 << 10

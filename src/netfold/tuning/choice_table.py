@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from netfold._native import engine, kernels
-from netfold.plan.cost import (
+from netfold.tuning.cost import (
     BY_NAME_ONLY,
     BY_SWITCH,
     FORMULAS,
@@ -22,8 +22,8 @@ from netfold.plan.cost import (
     split_rate,
     switch_part,
 )
-from netfold.plan.overrides import Overrides, parse_overrides
-from netfold.plan.topology import DEFAULT_LINKS, Links, Topology
+from netfold.tuning.overrides import Overrides, parse_overrides
+from netfold.tuning.topology import DEFAULT_LINKS, Links, Topology
 
 WIRES = ("auto", "f32", "bf16", "f16", "i32", "i8")
 SUPPORTS: Mapping[str, Sequence[str]] = engine.SUPPORTS
@@ -69,7 +69,7 @@ class ChoiceTable:
     rows: tuple[Row, ...]
 
     def choose(self, operation: str, size_bytes: int) -> Row:
-        """The row in force; KeyError for an operation that does not exist. Sizes as in `netfold.plan.cost`."""
+        """The row in force; KeyError for an operation that does not exist. Sizes as in `netfold.tuning.cost`."""
         fitting = [row for row in self.rows if row.operation == operation and row.min_bytes <= size_bytes]
         if not fitting:
             raise KeyError(f"no operation {operation!r}; there are {', '.join(OPERATIONS)}")

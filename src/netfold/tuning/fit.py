@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from netfold.plan.topology import Link
+from netfold.tuning.topology import Link
 
 # Messages from here on tell the rate: many links let a hundred kilobytes or so through at once after a pause.
 _LARGE_BYTES = 256 << 10
